@@ -7,6 +7,7 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
@@ -25,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 SERVICE = "baton.v1.Generation"
 RETRY_PAUSE_S = 0.5
+NOTICE_S = 20.0  # without a pair of workers before the log says so
 # One token by prefill, one by decode, from a prompt that every vocabulary has.
 WARM_UP_PROMPT, WARM_UP_TOKENS = (0, 0, 0, 0), 2
 
@@ -43,8 +45,9 @@ class Readiness:
         self._warm_up_s = warm_up_s
 
     async def run(self) -> None:
+        problem = ""
         while True:
-            await self._directory.until(lambda: None if self._directory.pair_problem() else True)
+            await self._pair(problem)
             if not await self._warm_up():
                 await asyncio.sleep(RETRY_PAUSE_S)
                 continue
@@ -55,6 +58,19 @@ class Readiness:
             for name in self._names:
                 await self._health.set_not_serving(name)
             logger.warning("not ready", extra={"reason": problem})
+
+    async def _pair(self, logged: str) -> None:
+        """Until there is a pair of workers. Who started a router before workers that will never do reads why in its
+        log, once for each reason; `logged` is the last one."""
+        while True:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(NOTICE_S):
+                    await self._directory.until(lambda: None if self._directory.pair_problem() else True)
+                    return
+            problem = self._directory.pair_problem()
+            if problem and problem != logged:
+                logger.warning("not ready", extra={"reason": problem})
+                logged = problem
 
     async def _warm_up(self) -> bool:
         engine = types_pb2.EngineRequest(

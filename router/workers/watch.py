@@ -91,8 +91,11 @@ def apply_report(worker: Worker, facts: ModelLimits, response: worker_pb2.WatchR
     """Why the stream is of no use any more; empty if it is."""
     has_all = True
     if response.HasField("info"):
-        logger.info("worker found", extra={"worker": worker.address, "incarnation": response.info.incarnation})
         worker.introduced(response.info, facts)
+        if worker.mismatch:
+            logger.warning("worker refused", extra={"worker": worker.address, "reason": worker.mismatch})
+        else:
+            logger.info("worker found", extra={"worker": worker.address, "incarnation": response.info.incarnation})
     elif worker.info is None:
         return "it reported load before it said what it is"
     elif response.HasField("cache"):

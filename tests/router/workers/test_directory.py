@@ -20,6 +20,7 @@ from router.workers.directory import MOST_COMPARED, START_MARGIN, Directory, Dir
 from router.workers.policy import DecodePace
 from router.workers.prefix_index import RoutedPrompt
 from router.workers.report import statuses
+from router.workers.watch import apply_report
 from router.workers.worker import Worker, WorkerRole
 from runtime.clock import ManualClock
 from runtime.digests import block_names
@@ -307,6 +308,14 @@ async def test_a_worker_without_a_partner_reports_what_differs_and_no_more() -> 
     reasons = [status.reason for status in statuses([known.prefill, *known.decode])[:2]]
     assert reasons == ["no usable decode worker fits it: they differ in page size (32 here, 64 there)",
                        "no usable prefill worker fits it: they differ in page size (64 here, 32 there)"]
+
+
+async def test_a_worker_of_the_other_role_is_refused_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    known = Known()
+    apply_report(known.prefill, FACTS, worker_pb2.WatchResponse(info=worker_info(WorkerRole.DECODE)))
+    (record,) = caplog.records
+    assert (record.levelname, record.message) == ("WARNING", "worker refused")
+    assert vars(record)["reason"] == "it is a decode worker, configured as prefill"
 
 
 async def test_half_a_pair_is_never_booked() -> None:

@@ -79,6 +79,20 @@ async def test_incompatible_workers_are_refused_with_both_texts() -> None:
                 "no usable prefill worker fits it: it has text of other; there text of digest"}
 
 
+async def test_a_router_before_workers_that_will_never_do_says_so_in_its_log(
+        caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It said that it had found them, and no more, however long it waited."""
+    monkeypatch.setattr("router.api.readiness.NOTICE_S", 0.02)
+    prefill, decode = pair()
+    decode.compatibility = "other"
+    async with running_router(prefill, decode, warms_up=True):
+        await eventually(lambda: "not ready" in caplog.messages, "a line about it")
+        await asyncio.sleep(0.1)
+    said = [record for record in caplog.records if record.message == "not ready"]
+    assert "do not fit together" in said[-1].reason  # type: ignore[attr-defined]
+    assert len({record.reason for record in said}) == len(said)  # type: ignore[attr-defined]
+
+
 async def test_only_compatible_pairs_are_made() -> None:
     fabric, journal = Fabric(), Journal()
     workers = [FakePrefill(f"p{c}", fabric, journal, compatibility=c) for c in "abc"]
