@@ -216,6 +216,23 @@ async def test_what_cannot_be_served_is_refused_by_name(client: openai.AsyncOpen
         await client.chat.completions.create(**request)
 
 
+async def test_a_prompt_of_ids_is_refused_by_name(client: openai.AsyncOpenAI) -> None:
+    with pytest.raises(openai.BadRequestError, match="prompt"):
+        await client.completions.create(model="model", prompt=[1, 2, 3])
+
+
+async def test_a_body_above_the_limit_is_refused_by_its_length(running: RunningCluster) -> None:
+    """Before it is sent: the answer to one that is under way may be lost with the connection."""
+    host, port = running.cluster.http_address.split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                 b"Content-Length: %d\r\n\r\n" % (17 << 20))
+    answer = await asyncio.wait_for(reader.read(), 60)
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 413 ")
+    assert b"max_payload_size" in answer
+
+
 async def test_a_client_that_leaves_gives_its_pages_back(running: RunningCluster, client: openai.AsyncOpenAI) -> None:
     endless = {"ignore_eos": True}
     stream = await client.chat.completions.create(model="model", messages=MESSAGES, max_tokens=1900, stream=True,
