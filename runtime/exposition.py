@@ -7,6 +7,7 @@
 import logging
 import socket
 import threading
+import time
 from collections import OrderedDict
 from socketserver import ThreadingMixIn
 from typing import Self
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 MAX_SCRAPES = 16  # connections at once, each with a thread
 SCRAPE_SILENCE_S = 10.0
+ACCEPT_PAUSE_S = 0.1
 
 _Connection = socket.socket | tuple[bytes, socket.socket]  # the base class's type; of TCP it is the socket
 
@@ -60,6 +62,14 @@ class _Server(ThreadingMixIn, WSGIServer):
         self._open: OrderedDict[_Connection, None] = OrderedDict()
         self._open_lock = threading.Lock()
         super().__init__(address, _Handler)
+
+    def get_request(self) -> tuple[socket.socket, object]:
+        """Without a free descriptor the connection stays, and the next attempt would fail at once: not a busy loop."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(ACCEPT_PAUSE_S)
+            raise
 
     def process_request(self, request: _Connection, client_address: object) -> None:
         with self._open_lock:

@@ -1,7 +1,10 @@
+import resource
 import socket
 import struct
 import threading
+import time
 import urllib.request
+from socketserver import TCPServer
 
 import pytest
 
@@ -9,7 +12,7 @@ from router.request.worker_stream import MoveReason
 from router.workers.worker import WorkerRole
 from runtime import errors
 from runtime.errors import BatonError, ConfigError
-from runtime.exposition import MAX_SCRAPES, Exposition, new_registry
+from runtime.exposition import ACCEPT_PAUSE_S, MAX_SCRAPES, Exposition, new_registry
 from runtime.metrics import (
     FAILURES,
     SESSION_FAILURES,
@@ -59,6 +62,32 @@ def test_connections_that_ask_for_nothing_keep_no_scrape_out(capfd: pytest.Captu
     finally:
         exposition.close()
     assert capfd.readouterr() == ("", "")
+
+
+def test_without_a_free_descriptor_scrapes_wait_and_nothing_spins(monkeypatch: pytest.MonkeyPatch) -> None:
+    attempts: list[None] = []
+    original = TCPServer.get_request
+
+    def counted(server: TCPServer) -> tuple[socket.socket, object]:
+        attempts.append(None)
+        return original(server)
+
+    monkeypatch.setattr(TCPServer, "get_request", counted)
+    exposition = Exposition.start(new_registry(role="decode", version="1.2.3"), port=0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        with socket.socket() as client:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (client.fileno() + 1, hard))
+            client.settimeout(60)
+            client.connect(("127.0.0.1", exposition.port))
+            client.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+            time.sleep(4 * ACCEPT_PAUSE_S)
+            assert 1 <= len(attempts) <= 6
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            assert client.recv(12) == b"HTTP/1.0 200"
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        exposition.close()
 
 
 def test_a_worker_can_hold_all_its_sets_in_one_registry() -> None:
