@@ -42,10 +42,10 @@ class RpcMetrics:
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
         return cls(
-            _counter(registry, "requests", "gRPC calls that ended, by status code.", "method", "grpc_code"),
-            _histogram(registry, "request_seconds", "Length of gRPC calls.", E2E_S, "method"),
-            _gauge(registry, "requests_in_flight", "gRPC calls now open.", "method"),
-            _gauge(registry, "draining", "1 from the moment this process refuses new calls because it stops."),
+            requests=_counter(registry, "requests", "gRPC calls that ended, by status code.", "method", "grpc_code"),
+            seconds=_histogram(registry, "request_seconds", "Length of gRPC calls.", E2E_S, "method"),
+            running=_gauge(registry, "requests_in_flight", "gRPC calls now open.", "method"),
+            draining=_gauge(registry, "draining", "1 from the moment this process refuses new calls because it stops."),
         )
 
     def ended(self, method: str, code: str, seconds: float) -> None:
@@ -84,36 +84,43 @@ class RouterMetrics:
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
         return cls(
-            _histogram(registry, "ttft_seconds", "Request received to first token sent.", TTFT_S),
-            _histogram(registry, "tpot_seconds", "Mean time per token after the first, per request.", TPOT_S),
-            _histogram(registry, "itl_seconds", "Gap between two messages of a stream.", TPOT_S),
-            _histogram(registry, "e2e_seconds", "Request received to finish, by finish reason.", E2E_S, "outcome",
-                       zeros=("failed",)),
-            _histogram(registry, "stage_seconds", "Time per part of a request's life.", STAGE_S, "stage"),
-            _counter(registry, "prompt_tokens", "Prompt tokens of accepted requests."),
-            _counter(registry, "completion_tokens", "Tokens sent to clients."),
-            _gauge(registry, "queue_depth", "Requests held back."),
-            _gauge(registry, "queue_oldest_seconds", "Age of the request held back longest."),
-            _gauge(registry, "router_running", "Requests given to a pair of workers and not ended."),
-            _counter(registry, "router_refused", "Requests refused on arrival, by cause: queue_full, wait (longer than "
-                                                 "the limit), deadline (it would end after it), workers (none).",
-                     "cause"),
-            _counter(registry, "router_dropped", "Requests refused after they had waited, before any worker had them: "
-                                                 "deadline (hopeless by now), wait (the limit), workers (none).",
-                     "cause"),
-            _counter(registry, "router_decisions", "Choices of a worker.", "policy", "result"),
-            _histogram(registry, "router_pick_seconds", "Time one choice took.", PICK_S),
-            _counter(registry, "router_retries", "Requests given to another worker.", "role", "reason",
-                     zeros=product(("prefill", "decode"), FAILURES)),
-            _counter(registry, "migrations", "Requests that moved to another decode pool after theirs was lost.",
-                     "type", "outcome", zeros=product(("lost", "drained"), ("resumed", "failed"))),
-            _counter(registry, "resumptions", "Answers that another router began and that went on here."),
-            _counter(registry, "discovery_errors", "Times workers could not be looked up; the last known ones stay.",
-                     "kind", zeros=(("dns",), ("kubernetes",))),
-            _gauge(registry, "router_workers", "Workers known, by state.", "role", "state"),
-            _counter(registry, "router_cache_predictions",
-                     "Prompts by whether prefill reused as many tokens as it had reported, more or fewer.", "outcome",
-                     zeros=(("equal",), ("more",), ("fewer",))),
+            ttft_s=_histogram(registry, "ttft_seconds", "Request received to first token sent.", TTFT_S),
+            tpot_s=_histogram(registry, "tpot_seconds", "Mean time per token after the first, per request.", TPOT_S),
+            itl_s=_histogram(registry, "itl_seconds", "Gap between two messages of a stream.", TPOT_S),
+            e2e_s=_histogram(registry, "e2e_seconds", "Request received to finish, by finish reason.", E2E_S, "outcome",
+                             zeros=("failed",)),
+            stage_s=_histogram(registry, "stage_seconds", "Time per part of a request's life.", STAGE_S, "stage"),
+            prompt_tokens=_counter(registry, "prompt_tokens", "Prompt tokens of accepted requests."),
+            completion_tokens=_counter(registry, "completion_tokens", "Tokens sent to clients."),
+            queue_depth=_gauge(registry, "queue_depth", "Requests held back."),
+            queue_oldest_s=_gauge(registry, "queue_oldest_seconds", "Age of the request held back longest."),
+            running=_gauge(registry, "router_running", "Requests given to a pair of workers and not ended."),
+            refused=_counter(
+                registry, "router_refused",
+                "Requests refused on arrival, by cause: queue_full, wait (longer than the limit), deadline (it would "
+                "end after it), workers (none).", "cause"),
+            dropped=_counter(
+                registry, "router_dropped",
+                "Requests refused after they had waited, before any worker had them: deadline (hopeless by now), wait "
+                "(the limit), workers (none).", "cause"),
+            decisions=_counter(registry, "router_decisions", "Choices of a worker.", "policy", "result"),
+            pick_s=_histogram(registry, "router_pick_seconds", "Time one choice took.", PICK_S),
+            retries=_counter(registry, "router_retries", "Requests given to another worker.", "role", "reason",
+                             zeros=product(("prefill", "decode"), FAILURES)),
+            migrations=_counter(
+                registry, "migrations",
+                "Requests that moved to another decode pool after theirs was lost.",
+                "type", "outcome", zeros=product(("lost", "drained"), ("resumed", "failed"))),
+            resumptions=_counter(registry, "resumptions", "Answers that another router began and that went on here."),
+            discovery_errors=_counter(
+                registry, "discovery_errors",
+                "Times workers could not be looked up; the last known ones stay.",
+                "kind", zeros=(("dns",), ("kubernetes",))),
+            workers=_gauge(registry, "router_workers", "Workers known, by state.", "role", "state"),
+            cache_predictions=_counter(
+                registry, "router_cache_predictions",
+                "Prompts by whether prefill reused as many tokens as it had reported, more or fewer.",
+                "outcome", zeros=(("equal",), ("more",), ("fewer",))),
         )
 
 
@@ -133,17 +140,22 @@ class StageMetrics:
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
         return cls(
-            _histogram(registry, "batch_rows", "Requests per forward.", ROWS),
-            _histogram(registry, "batch_tokens", "New tokens per forward.", TOKENS),
-            _histogram(registry, "pp_stage_step_seconds", "One forward of this stage alone.", STEP_S, "stage"),
-            _counter(registry, "pp_link_bytes", "Bytes of the frames this stage sent to the next.", "stage"),
-            _counter(registry, "plans", "Times attention was planned: target, draft_extend or draft_round.", "path"),
-            _counter(registry, "forwards", "Batches this stage ran: as a captured graph or a recording, eagerly, in "
-                                          "two halves, or idle beside other data ranks.", "kind"),
-            _counter(registry, "expert_tokens", "Tokens that routers gave to the experts this process has, over its "
-                                                "layers.", "expert"),
-            _gauge(registry, "expert_busiest_ratio", "What a layer's busiest expert got of late, over what each got on "
-                                                     "average, in the most uneven layer."),
+            batch_rows=_histogram(registry, "batch_rows", "Requests per forward.", ROWS),
+            batch_tokens=_histogram(registry, "batch_tokens", "New tokens per forward.", TOKENS),
+            step_s=_histogram(registry, "pp_stage_step_seconds", "One forward of this stage alone.", STEP_S, "stage"),
+            link_bytes=_counter(registry, "pp_link_bytes", "Bytes of the frames this stage sent to the next.", "stage"),
+            plans=_counter(
+                registry, "plans", "Times attention was planned: target, draft_extend or draft_round.", "path"),
+            forwards=_counter(
+                registry, "forwards",
+                "Batches this stage ran: as a captured graph or a recording, eagerly, in two halves, or idle beside "
+                "other data ranks.", "kind"),
+            expert_tokens=_counter(
+                registry, "expert_tokens",
+                "Tokens that routers gave to the experts this process has, over its layers.", "expert"),
+            expert_busiest=_gauge(
+                registry, "expert_busiest_ratio",
+                "What a layer's busiest expert got of late, over what each got on average, in the most uneven layer."),
         )
 
 
@@ -163,14 +175,16 @@ class LeaderMetrics:
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
         return cls(
-            _gauge(registry, "queue_depth", "Requests waiting on this worker."),
-            _gauge(registry, "queue_oldest_seconds", "Age of the request that waits longest on this worker."),
-            _histogram(registry, "queue_seconds", "Time a request waited on this worker.", STAGE_S),
-            _gauge(registry, "running", "Requests that hold memory."),
-            _counter(registry, "prompt_tokens", "Prompt tokens computed."),
-            _counter(registry, "output_tokens", "Tokens drawn."),
-            _histogram(registry, "pp_step_seconds", "One batch through all stages, launch to result.", STEP_S),
-            _gauge(registry, "pp_bubble_ratio", "Share of recent time stage 0 had work in flight but none to do."),
+            queue_depth=_gauge(registry, "queue_depth", "Requests waiting on this worker."),
+            queue_oldest_s=_gauge(
+                registry, "queue_oldest_seconds", "Age of the request that waits longest on this worker."),
+            queue_s=_histogram(registry, "queue_seconds", "Time a request waited on this worker.", STAGE_S),
+            running=_gauge(registry, "running", "Requests that hold memory."),
+            prompt_tokens=_counter(registry, "prompt_tokens", "Prompt tokens computed."),
+            output_tokens=_counter(registry, "output_tokens", "Tokens drawn."),
+            step_s=_histogram(registry, "pp_step_seconds", "One batch through all stages, launch to result.", STEP_S),
+            idle_ratio=_gauge(
+                registry, "pp_bubble_ratio", "Share of recent time stage 0 had work in flight but none to do."),
         )
 
 
@@ -186,10 +200,13 @@ class SpeculationMetrics:
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
         return cls(
-            _counter(registry, "spec_drafted_tokens", "Drafted tokens that were verified."),
-            _counter(registry, "spec_accepted_tokens", "Drafted tokens that were accepted, by depth.", "depth"),
-            _histogram(registry, "spec_accept_length", "Tokens a speculating request got from a pass.", ACCEPT_LENGTHS),
-            _histogram(registry, "spec_step_seconds", "Time between results of verification steps.", STEP_S, "drafts"),
+            drafted=_counter(registry, "spec_drafted_tokens", "Drafted tokens that were verified."),
+            accepted=_counter(
+                registry, "spec_accepted_tokens", "Drafted tokens that were accepted, by depth.", "depth"),
+            accept_length=_histogram(
+                registry, "spec_accept_length", "Tokens a speculating request got from a pass.", ACCEPT_LENGTHS),
+            step_s=_histogram(
+                registry, "spec_step_seconds", "Time between results of verification steps.", STEP_S, "drafts"),
         )
 
 
@@ -211,17 +228,20 @@ class PoolMetrics:
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
         return cls(
-            _gauge(registry, "kv_pages", "Pages of the pool."),
-            _gauge(registry, "kv_pages_used", "Pages under lease."),
-            _gauge(registry, "state_slots", "Recurrent-state slots of the pool."),
-            _gauge(registry, "state_slots_used", "Recurrent-state slots under lease."),
-            _gauge(registry, "kv_usage_ratio", "Share of the pages that is under lease."),
-            _gauge(registry, "kv_pages_held_for_transfer", "Pages leased for bytes on their way, not for computing."),
-            _gauge(registry, "kv_leases", "Requests that hold memory, by what for; those draining are counted twice.",
-                   "state"),
-            _counter(registry, "kv_imbalances", "Broken invariants, such as pages that nobody owns."),
-            _info(registry, "cache_config", "Geometry of the pool's memory.", "page_size", "num_pages", "num_slots"),
-            _info(registry, "compat", "What must be equal on both sides of a handoff, as a digest.", "hash"),
+            pages_total=_gauge(registry, "kv_pages", "Pages of the pool."),
+            pages_used=_gauge(registry, "kv_pages_used", "Pages under lease."),
+            slots_total=_gauge(registry, "state_slots", "Recurrent-state slots of the pool."),
+            slots_used=_gauge(registry, "state_slots_used", "Recurrent-state slots under lease."),
+            usage_ratio=_gauge(registry, "kv_usage_ratio", "Share of the pages that is under lease."),
+            pages_held=_gauge(
+                registry, "kv_pages_held_for_transfer", "Pages leased for bytes on their way, not for computing."),
+            leases=_gauge(
+                registry, "kv_leases",
+                "Requests that hold memory, by what for; those draining are counted twice.", "state"),
+            imbalances=_counter(registry, "kv_imbalances", "Broken invariants, such as pages that nobody owns."),
+            cache_config=_info(
+                registry, "cache_config", "Geometry of the pool's memory.", "page_size", "num_pages", "num_slots"),
+            compat=_info(registry, "compat", "What must be equal on both sides of a handoff, as a digest.", "hash"),
         )
 
 
@@ -240,16 +260,19 @@ class CacheMetrics:
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
         return cls(
-            _counter(registry, "cache_queried_tokens", "Prompt tokens of requests that looked for cached pages."),
-            _counter(registry, "cache_matched_tokens", "Those of them whose pages were there."),
-            _counter(registry, "cache_reused_tokens", "Those of them that were not computed again; on decode pools, "
-                                                      "not sent again."),
-            _counter(registry, "cache_evicted_pages", "Pages that the cache gave up: pressure (a request needed them), "
-                                                      "flush (an operator or a lost stage).", "cause",
-                     zeros=(("pressure",), ("flush",))),
-            _gauge(registry, "cache_pages", "Pages that the cache keeps, also those that requests share."),
-            _gauge(registry, "cache_snapshots", "Recurrent states that the cache keeps; to decode pools they "
-                                                "come with each prompt."),
+            queried=_counter(
+                registry, "cache_queried_tokens", "Prompt tokens of requests that looked for cached pages."),
+            matched=_counter(registry, "cache_matched_tokens", "Those of them whose pages were there."),
+            reused=_counter(
+                registry, "cache_reused_tokens",
+                "Those of them that were not computed again; on decode pools, not sent again."),
+            evicted=_counter(
+                registry, "cache_evicted_pages",
+                "Pages that the cache gave up: pressure (a request needed them), flush (an operator or a lost stage).",
+                "cause", zeros=(("pressure",), ("flush",))),
+            pages=_gauge(registry, "cache_pages", "Pages that the cache keeps, also those that requests share."),
+            snapshots=_gauge(registry, "cache_snapshots", "Recurrent states that the cache keeps; to decode pools they "
+                                                          "come with each prompt."),
         )
 
 
@@ -268,16 +291,18 @@ class HandoffMetrics:
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
         return cls(
-            _gauge(registry, "kv_sessions", "Sessions open on this pool."),
-            _histogram(registry, "kv_transfer_seconds", "Session opened to everything moved.", TRANSFER_S),
-            _counter(registry, "kv_transfer_bytes", "Bytes moved.", "kind"),
-            _counter(registry, "kv_transfer_failures", "Sessions that failed.", "reason",
-                     zeros=zip((*SESSION_FAILURES, "source_replaced"))),
-            _histogram(registry, "handshake_seconds", "Session opened to every stage ready to send or receive.",
-                       TRANSFER_S),
-            _counter(registry, "handshake_failures", "Sessions that failed before every stage was ready.", "reason",
-                     zeros=zip(SESSION_FAILURES)),
-            _counter(registry, "kv_lease_expired", "Requests ended because a handoff took longer than it may."),
+            sessions=_gauge(registry, "kv_sessions", "Sessions open on this pool."),
+            transfer_s=_histogram(registry, "kv_transfer_seconds", "Session opened to everything moved.", TRANSFER_S),
+            bytes_moved=_counter(registry, "kv_transfer_bytes", "Bytes moved.", "kind"),
+            failures=_counter(registry, "kv_transfer_failures", "Sessions that failed.", "reason",
+                              zeros=zip((*SESSION_FAILURES, "source_replaced"))),
+            handshake_s=_histogram(
+                registry, "handshake_seconds", "Session opened to every stage ready to send or receive.", TRANSFER_S),
+            handshake_failures=_counter(
+                registry, "handshake_failures",
+                "Sessions that failed before every stage was ready.", "reason", zeros=zip(SESSION_FAILURES)),
+            leases_expired=_counter(
+                registry, "kv_lease_expired", "Requests ended because a handoff took longer than it may."),
         )
 
 
@@ -294,13 +319,16 @@ class ArrivalMetrics:
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
         return cls(
-            _histogram(registry, "kv_transfer_exposed_seconds",
-                       "First token known to everything landed and checked.", TRANSFER_S),
-            _counter(registry, "kv_integrity_failures", "Items whose digest did not match."),
-            _counter(registry, "cache_unsent_bytes", "Bytes of prompts that did not cross: the pool had kept them."),
-            _counter(registry, "preemptions", "Requests set back because pages ran out."),
-            _counter(registry, "local_prefill", "Prompts computed here instead of on a prefill pool.", "reason",
-                     zeros=(("preempted",), ("short_rest",))),
+            exposed_s=_histogram(registry, "kv_transfer_exposed_seconds",
+                                 "First token known to everything landed and checked.", TRANSFER_S),
+            integrity_failures=_counter(registry, "kv_integrity_failures", "Items whose digest did not match."),
+            unsent_bytes=_counter(
+                registry, "cache_unsent_bytes", "Bytes of prompts that did not cross: the pool had kept them."),
+            preemptions=_counter(registry, "preemptions", "Requests set back because pages ran out."),
+            local_prefills=_counter(
+                registry, "local_prefill",
+                "Prompts computed here instead of on a prefill pool.",
+                "reason", zeros=(("preempted",), ("short_rest",))),
         )
 
     def preempted(self) -> None:
