@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import NoReturn
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -133,10 +134,9 @@ def _refill_step(step: RecordedStep, batch: ForwardBatch, states: object, given:
 
 def _refill(kept: object, new: object) -> None:
     """Give kept tensors the values of new ones, of which tables may be narrower; everything else must be the same."""
-    if isinstance(kept, Tensor) and isinstance(new, Tensor) and kept.dim() == new.dim() == 2:
-        kept[:, :new.shape[1]] = new
-    elif isinstance(kept, Tensor) and isinstance(new, Tensor) and kept.shape == new.shape:
-        kept.copy_(new)
+    if isinstance(kept, Tensor) and isinstance(new, Tensor) and _are_alike(kept, new):
+        target = kept if kept.shape == new.shape else kept[:, :new.shape[1]]
+        target.copy_(new)
     elif type(kept) is type(new) and is_dataclass(kept):
         for field in fields(kept):
             _refill(getattr(kept, field.name), getattr(new, field.name))
@@ -144,4 +144,15 @@ def _refill(kept: object, new: object) -> None:
         for name, value in kept.items():
             _refill(value, new[name])
     elif isinstance(kept, Tensor) or kept != new:
-        raise StalePlanError(f"a step was recorded with {kept!r}, planned now with {new!r}")
+        raise StalePlanError(f"a step was recorded with {_described(kept)}, planned now with {_described(new)}")
+
+
+def _are_alike(kept: Tensor, new: Tensor) -> bool:
+    """Of one type and shape, or tables of as many rows, the new one not wider."""
+    is_table = kept.dtype is torch.int32 and kept.dim() == new.dim() == 2
+    return kept.dtype is new.dtype and (
+        kept.shape == new.shape or (is_table and len(kept) == len(new) and kept.shape[1] > new.shape[1]))
+
+
+def _described(value: object) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)

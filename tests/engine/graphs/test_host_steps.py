@@ -211,3 +211,12 @@ def test_a_plan_of_another_shape_is_refused() -> None:
     batch.plan_mark = other.plan_mark
     with pytest.raises(StalePlanError, match="recorded with 2, planned now with 1"):
         stage.executor.run(batch)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 3])
+def test_hidden_states_of_other_tokens_are_refused(num_tokens: int) -> None:
+    twins = prefilled(Twins({**LLAMA, "num_hidden_layers": 2}, cuts=(1,)), 3, 4)
+    twins.decode(0, 1)
+    batch = replace(twins.sequences.batch(ForwardMode.DECODE, {0: 1, 1: 1}), token_ids=None)
+    with pytest.raises(StalePlanError, match=rf"recorded with torch.float32 \(2, 64\).* \({num_tokens}, 64\)$"):
+        twins.recorded[1].executor.run(batch, StageOutput(hidden=torch.zeros(num_tokens, 64)))
