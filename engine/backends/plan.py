@@ -21,6 +21,7 @@ from runtime.errors import InternalError, StalePlanError
 
 MAX_TILE_ROWS = 384  # tokens times the heads that share a kv head: what is kept of them fits a core's own cache
 _MIN_RUN_TOKENS = 8  # on average
+_FEW_TOKENS = 64  # are listed sooner than seven operations of torch are through, each of which lets other threads in
 
 
 @dataclass(frozen=True)
@@ -184,6 +185,12 @@ def _runs(batch: ForwardBatch, page_size: int) -> tuple[PageRun, ...]:
 
 def storage_positions(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
     """Per token its row and where its key is stored: after the row's context, in order (also for trees)."""
+    if batch.num_tokens <= _FEW_TOKENS:
+        lens = zip(batch.context_lens, batch.query_lens, strict=True)
+        places = [(row, context_len + offset) for row, (context_len, query_len) in enumerate(lens)
+                  for offset in range(query_len)]
+        listed = torch.tensor(places, dtype=torch.long).view(-1, 2)
+        return listed[:, 0].contiguous(), listed[:, 1].contiguous()
     lengths = torch.tensor(batch.query_lens, dtype=torch.long)
     rows = torch.repeat_interleave(torch.arange(batch.num_rows), lengths)
     starts = torch.cumsum(lengths, 0) - lengths
