@@ -20,6 +20,8 @@ from numba.core import cgutils
 from numba.core.registry import cpu_target
 from numba.extending import intrinsic
 
+from engine.kernels.host.strided import Routine
+
 LANES = 16  # columns of a block
 BLOCK_STEP_BYTES = 64  # what one step of the loop reads of a block: 16 columns x 2 bf16 or 1 fp32
 
@@ -92,7 +94,8 @@ def dot_block(rows: int, blocks: int, form: Form, *, adds: bool = False, ahead_b
     @intrinsic
     def multiply(typing, x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps):
         def generate(context, builder, signature, arguments):
-            _Loop(builder, arguments, rows, blocks, form, adds, ahead_bytes, widened).build()
+            ahead = (_I64(ahead_bytes), _I64(BLOCK_STEP_BYTES)) if ahead_bytes else None
+            _Loop(builder, arguments, ahead, None, rows, blocks, form, adds, widened).build()
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), generate
@@ -100,29 +103,40 @@ def dot_block(rows: int, blocks: int, form: Form, *, adds: bool = False, ahead_b
     return multiply
 
 
-def write_rows(builder, arguments, max_rows: int, blocks: int, form: Form, *, ahead_bytes: int = 1024,
-               first_rows: int = 1) -> None:
-    """Writes, where the builder stands, `dot_block` for `first_rows` to `max_rows` rows. arguments: the number of rows,
-    then those of `dot_block`. Another number of rows does nothing."""
+def write_rows(builder, arguments, max_rows: int, blocks: int, form: Form, *, first_rows: int = 1) -> None:
+    """Writes, where the builder stands, `dot_block` for `first_rows` to `max_rows` rows. Another number of rows does
+    nothing. arguments: the number of rows; those of `dot_block`; how far behind the first of a block's weights fetching
+    into the cache begins, and how far it goes with each step; of `sums.join` how many earlier sums are added (to bytes
+    none), and where the second and the third of them are."""
     end = builder.append_basic_block("end")
     choice = builder.switch(arguments[0], end)
     for count in range(first_rows, max_rows + 1):
         case = builder.append_basic_block(f"rows_{count}")
         choice.add_case(_I64(count), case)
         builder.position_at_end(case)
-        _Loop(builder, arguments[1:], count, blocks, form, False, ahead_bytes, not has_pair_products()).build()  # noqa: FBT003
+        _rows(count, blocks, form).call(builder, *arguments[1:])
         builder.branch(end)
     builder.position_at_end(end)
+
+
+@cache
+def _rows(rows: int, blocks: int, form: Form) -> Routine:
+    def write(builder, *arguments) -> None:
+        earlier = None if form is Form.BYTES else arguments[9:]
+        _Loop(builder, arguments[:7], arguments[7:9], earlier, rows, blocks, form, False,  # noqa: FBT003
+              not has_pair_products()).build()
+
+    return Routine(f"{form}_{rows}_rows_{blocks}_blocks", 12, write, apart=True)
 
 
 class _Loop:
     """Writes the loop of one `dot_block` where the builder stands."""
 
-    def __init__(self, builder, arguments, rows, blocks, form, adds, ahead_bytes, widened) -> None:
-        self._b = builder
+    def __init__(self, builder, arguments, ahead, earlier, rows, blocks, form, adds, widened) -> None:
+        self._b, self._ahead, self._earlier = builder, ahead, earlier
         self._x, self._x_row, self._w, self._w_block, self._y, self._y_row, self._steps = arguments
         self._rows, self._blocks, self._form = range(rows), range(blocks), form
-        self._adds, self._ahead_bytes, self._widened = adds, ahead_bytes, widened
+        self._adds, self._widened = adds, widened
         self._sums = _INTEGERS if form is Form.BYTES else _FLOATS
 
     def build(self) -> None:
@@ -147,9 +161,31 @@ class _Loop:
         for m in self._rows:
             for n in self._blocks:
                 results[m][n].add_incoming(after_sums[m][n], loop)
+        if self._earlier is not None:
+            results = self._joined(results)
         for m in self._rows:
             for n in self._blocks:
                 b.store(results[m][n], self._sum_address(m, n), align=4)
+
+    def _joined(self, sums):
+        """The last of the earlier sums + these, the last but one + that, and so on."""
+        b, (num_earlier, second, third) = self._b, self._earlier
+        for place, at in ((3, third), (2, second), (1, self._y)):
+            before = b.block
+            adding, after = b.append_basic_block(f"add_{place}"), b.append_basic_block(f"added_{place}")
+            b.cbranch(b.icmp_signed(">=", num_earlier, _I64(place)), adding, after)
+            b.position_at_end(adding)
+            added = [[b.fadd(b.load(self._sum_address(m, n, at), align=4), sums[m][n]) for n in self._blocks]
+                     for m in self._rows]
+            b.branch(after)
+            b.position_at_end(after)
+            joined = [[b.phi(self._sums) for _ in self._blocks] for _ in self._rows]
+            for m in self._rows:
+                for n in self._blocks:
+                    joined[m][n].add_incoming(sums[m][n], before)
+                    joined[m][n].add_incoming(added[m][n], adding)
+            sums = joined
+        return sums
 
     def _step(self, k, sums):
         """The sums after one more step."""
@@ -165,12 +201,13 @@ class _Loop:
     def _weights(self, k, n):
         """Block n's vectors of this step, in the order in which they are added."""
         b = self._b
-        offset = b.add(b.mul(self._w_block, _I64(n)), b.mul(k, _I64(BLOCK_STEP_BYTES)))
-        address = b.add(self._w, offset)
-        if self._ahead_bytes:
+        block = b.add(self._w, b.mul(self._w_block, _I64(n)))
+        address = b.add(block, b.mul(k, _I64(BLOCK_STEP_BYTES)))
+        if self._ahead is not None:
             fetch = cgutils.get_or_insert_function(
                 b.module, ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32]), "llvm.prefetch.p0")
-            ahead = b.inttoptr(b.add(address, _I64(self._ahead_bytes)), _I8.as_pointer())
+            distance, step = self._ahead
+            ahead = b.inttoptr(b.add(b.add(block, distance), b.mul(k, step)), _I8.as_pointer())
             b.call(fetch, [ahead, _I32(0), _I32(3), _I32(1)])
         if self._form is Form.FP32:
             return [b.load(b.inttoptr(address, _FLOATS.as_pointer()), align=4)]
@@ -230,10 +267,10 @@ class _Loop:
             return self._b.load(self._sum_address(m, n), align=4)
         return ir.Constant(self._sums, None)
 
-    def _sum_address(self, m, n):
+    def _sum_address(self, m, n, y=None):
         b = self._b
         offset = b.add(b.mul(self._y_row, _I64(m)), _I64(n * BLOCK_STEP_BYTES))
-        return b.inttoptr(b.add(self._y, offset), self._sums.as_pointer())
+        return b.inttoptr(b.add(self._y if y is None else y, offset), self._sums.as_pointer())
 
 
 def in_all_lanes(b, value):

@@ -28,14 +28,21 @@ from engine.kernels.host.compiled import STORED_AS, Team, launch_integers
 from engine.kernels.host.dot import BLOCK_STEP_BYTES, LANES
 from engine.kernels.host.eight_bits import CodedRows, coded, coded_blocks
 from engine.kernels.host.packing import SEGMENTS, Segments, pack
-from engine.kernels.host.product_kernel import SHARE_FIELDS, TILE_ROWS, compiled_for, instructions
+from engine.kernels.host.product_kernel import (
+    SHARE_FIELDS,
+    STREAM_ROWS,
+    TILE_ROWS,
+    compiled_for,
+    instructions,
+    streams,
+)
 from engine.kernels.host.tiles import in_tiles, is_tiled
 from runtime.errors import InternalError
 
 REVISION = 4  # of sums and roundings: another number, other bits
 
 _GROUP_BLOCKS = 4
-_CHUNK_ROWS = 24  # rows that share a pass over two segments of the weights while they are in the nearest cache
+_CHUNK_ROWS = 48  # rows that share a pass over a segment of the weights while that is in the nearest cache
 _ITEMS_PER_THREAD = 4
 _STEP_BYTES = 4  # of a row of x
 _SHARE_BYTES = 5 << 18  # of x in tiles: stays in a core's own cache while the weights go by
@@ -116,7 +123,7 @@ class PackedWeight:
             distances = tiles.STEP_BYTES, tile_bytes, tiles.STEP_BYTES, 0
         else:
             row_bytes = x.stride(0) * x.itemsize
-            work = _share_out(num_rows, count, num_blocks, num_panels, num_threads, tiled=self._tiled)
+            work = _share_out(num_rows, count, num_blocks, num_panels, num_threads, self.segments)
             distances = (row_bytes, amx.TILE_ROWS * row_bytes, _STEP_BYTES,
                          x.stride(1) * x.itemsize if headwise else 0)
         launch_integers(compiled_for(self.dtype, in_bytes=self.segments.in_bytes), work.num_items, (
@@ -163,7 +170,7 @@ class PackedGroup:
         num_blocks, is_gated = first.blocks.shape[1], self._ups[0][0]
         num_matrices, row_bytes = len(table) // SHARE_FIELDS, x.stride(0) * x.itemsize
         work = _share_out(max(counts), num_matrices, num_blocks, 2 if is_gated else 1, torch.get_num_threads(),
-                          tiled=first.segments.multiple > 1)
+                          first.segments)
         launch_integers(compiled_for(first.dtype, in_bytes=first.segments.in_bytes), work.num_items, (
             *work.fields, num_rows, columns, columns, num_blocks, num_matrices, first.segments.count,
             first.segments.steps, x.data_ptr(), row_bytes, amx.TILE_ROWS * row_bytes, _STEP_BYTES, 0,
@@ -198,17 +205,28 @@ class _Work(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def _share_out(num_rows: int, num_matrices: int, num_blocks: int, num_panels: int, num_threads: int,
-               *, tiled: bool) -> _Work:
+               segments: Segments) -> _Work:
     """Items are groups of blocks, for all rows where that gives every thread some, else for shares of them."""
-    tile_rows, chunk_rows = (amx.MAX_ROWS, amx.MAX_ROWS) if tiled else (TILE_ROWS, _CHUNK_ROWS)
+    tile_rows, tile_blocks, chunk_rows, copy_row_bytes = TILE_ROWS, _GROUP_BLOCKS, _CHUNK_ROWS, 0
+    if segments.multiple > 1:
+        tile_rows = chunk_rows = amx.MAX_ROWS
+    elif num_rows <= STREAM_ROWS and streams(segments.dtype):
+        tile_rows, tile_blocks, chunk_rows, copy_row_bytes = STREAM_ROWS, 1, STREAM_ROWS, _copy_row_bytes(segments)
     has_many = num_blocks * num_matrices >= _GROUP_BLOCKS * num_threads
     group = _GROUP_BLOCKS if has_many or num_rows > tile_rows else 1
     num_groups, num_chunks = -(-num_blocks // group), -(-num_rows // chunk_rows)
-    num_items, chunk_rows = num_groups * num_matrices, min(chunk_rows, num_rows)
+    num_items = num_groups * num_matrices
+    chunk_rows = min(chunk_rows, num_rows) if segments.multiple > 1 else -(-num_rows // num_chunks)
     wanted = 1 if num_threads == 1 else max(1, -(-_ITEMS_PER_THREAD * num_threads // num_items))
     share_chunks = -(-num_chunks // min(wanted, num_chunks))
-    return _Work(num_items * -(-num_chunks // share_chunks), _scratch_bytes(tile_rows, chunk_rows, group, num_panels),
-                 (tile_rows, 1, chunk_rows, share_chunks, group, num_groups))
+    scratch_bytes = _scratch_bytes(tile_rows, chunk_rows, group, num_panels) + chunk_rows * copy_row_bytes
+    return _Work(num_items * -(-num_chunks // share_chunks), scratch_bytes,
+                 (tile_rows, tile_blocks, 1, chunk_rows, copy_row_bytes, share_chunks, group, num_groups, num_threads))
+
+
+def _copy_row_bytes(segments: Segments) -> int:
+    """Of rows that are copied: an odd number of lines, so that all rows' numbers of one step fit into a cache."""
+    return (-(-segments.count * segments.steps * _STEP_BYTES // BLOCK_STEP_BYTES) | 1) * BLOCK_STEP_BYTES
 
 
 @lru_cache(maxsize=4096)
@@ -220,8 +238,9 @@ def _share_out_tiles(num_rows: int, num_blocks: int, num_panels: int, tile_bytes
     share_chunks = -(-num_chunks // min(wanted, num_chunks))
     return _Work(num_groups * -(-num_chunks // share_chunks),
                  _scratch_bytes(amx.MAX_ROWS, amx.MAX_ROWS, _GROUP_BLOCKS, num_panels),
-                 (amx.MAX_ROWS, amx.TILE_ROWS, amx.MAX_ROWS, share_chunks, _GROUP_BLOCKS, num_groups))
+                 (amx.MAX_ROWS, _GROUP_BLOCKS, amx.TILE_ROWS, amx.MAX_ROWS, 0, share_chunks, _GROUP_BLOCKS, num_groups,
+                  num_threads))
 
 
 def _scratch_bytes(tile_rows: int, chunk_rows: int, blocks: int, num_panels: int) -> int:
-    return LAYOUT_BYTES + (2 * tile_rows + (1 + num_panels) * chunk_rows) * blocks * BLOCK_STEP_BYTES
+    return LAYOUT_BYTES + (tile_rows + (2 + num_panels) * chunk_rows) * blocks * BLOCK_STEP_BYTES

@@ -26,18 +26,21 @@ from engine.kernels.host.dot import BLOCK_STEP_BYTES, LANES, has_pair_products, 
 from engine.kernels.host.eight_bits import restore
 from engine.kernels.host.functions import silu
 from engine.kernels.host.strided import fetch_for_writing, floats, size_of
-from engine.kernels.host.sums import join
-from engine.kernels.host.tiles import make_tiles, release_tiles, rows_times_blocks
+from engine.kernels.host.sums import earlier_sums, join
+from engine.kernels.host.tiles import joins_sums, make_tiles, release_tiles, rows_times_blocks
 
 # Of a matrix that has rows of its own: its address, the second's, the first row, their number, both matrices' scales.
 SHARE_FIELDS = 6
 TILE_ROWS, _TILE_BLOCKS = (6, 4) if has_wide_vectors() else (4, 1)  # all sums in registers
+# A few rows take one block after the other, so that the weights are one stream: it comes faster than four do.
+STREAM_ROWS = 16 if has_wide_vectors() else TILE_ROWS
+_STREAM_AHEAD_BYTES = 8192  # at least; whole segments
 
-_ARGUMENTS = record("tile_rows", "unit_rows", "chunk_rows", "share_chunks", "group_blocks", "num_groups", "num_rows",
-                    "out_columns", "num_columns", "num_blocks", "num_matrices", "num_segments", "segment_steps", "x",
-                    "x_row_bytes", "x_tile_bytes", "x_step_bytes", "x_matrix_bytes", "shares", "w", "w_up",
-                    "w_block_bytes", "bias", "bias_up", "residual", "residual_stride", "out", "out_itemsize", "scales",
-                    "scales_up", "x_scales", "x_offsets")
+_ARGUMENTS = record("tile_rows", "tile_blocks", "unit_rows", "chunk_rows", "copy_row_bytes", "share_chunks",
+                    "group_blocks", "num_groups", "num_threads", "num_rows", "out_columns", "num_columns", "num_blocks",
+                    "num_matrices", "num_segments", "segment_steps", "x", "x_row_bytes", "x_tile_bytes", "x_step_bytes",
+                    "x_matrix_bytes", "shares", "w", "w_up", "w_block_bytes", "bias", "bias_up", "residual",
+                    "residual_stride", "out", "out_itemsize", "scales", "scales_up", "x_scales", "x_offsets")
 
 
 def instructions() -> str:
@@ -45,6 +48,11 @@ def instructions() -> str:
     if has_tiles():
         return "tiles"
     return "pairs" if has_pair_products() else "widened"
+
+
+def streams(dtype: torch.dtype) -> bool:
+    """Whether products of a few rows take one block at a time: not where it widens what is read of x."""
+    return has_wide_vectors() and (dtype is torch.float32 or has_pair_products())
 
 
 @cache
@@ -62,16 +70,17 @@ def compiled_for(dtype: torch.dtype, *, in_bytes: bool = False):
     return compile_kernel(work, _ARGUMENTS, name, *parts, numbers=STRICT)
 
 
-_wide, _narrow = rows_times_blocks(TILE_ROWS, _TILE_BLOCKS), rows_times_blocks(TILE_ROWS, 1)
+_wide, _narrow = rows_times_blocks(TILE_ROWS, _TILE_BLOCKS), rows_times_blocks(STREAM_ROWS, 1)
 
 
 @njit(**STRICT_PART)
 def _take_items(pointer, stored, terms):
     """One thread's part: some blocks of columns for some rows at a time, until none are left."""
     a = carray(pointer, 1)[0]
-    layout, shaped_rows = take_seat(pointer), 0
+    layout, shaped_rows, copied = take_seat(pointer), 0, -1
     carray(pointer_to(layout, np.uint8), LAYOUT_BYTES)[:] = 0
     sums_at, all_groups, num_panels = layout + LAYOUT_BYTES, a.num_groups * a.num_matrices, 2 if a.w_up else 1
+    copy_at = sums_at + (a.tile_rows + (2 + num_panels) * a.chunk_rows) * a.group_blocks * BLOCK_STEP_BYTES
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
@@ -94,6 +103,14 @@ def _take_items(pointer, stored, terms):
         column += block * LANES
         first_row = share * a.share_chunks * a.chunk_rows
         end_row = min(first_row + a.share_chunks * a.chunk_rows, num_rows)
+        x_row, x_tile = a.x_row_bytes, a.x_tile_bytes
+        x_at += _row_offset(start + first_row, x_row, x_tile)
+        if a.copy_row_bytes:
+            if copied != share * a.num_matrices + matrix:
+                copied = share * a.num_matrices + matrix
+                _copy_rows(x_at, x_row, copy_at, a.copy_row_bytes, end_row - first_row,
+                           a.num_segments * a.segment_steps)
+            x_at, x_row, x_tile = copy_at, a.copy_row_bytes, amx.TILE_ROWS * a.copy_row_bytes
         for row in range(first_row, end_row, a.chunk_rows):
             rows, first = min(a.chunk_rows, end_row - row), start + row
             tile_rows = rows if a.unit_rows == 1 else amx.MAX_ROWS
@@ -101,10 +118,12 @@ def _take_items(pointer, stored, terms):
                 make_tiles(terms, tile_rows, layout)
                 shaped_rows = tile_rows
             out = a.out + (first * a.out_columns + column) * a.out_itemsize
+            following = a.num_threads * a.group_blocks if row + a.chunk_rows >= end_row else 0
             for panel in range(num_panels):
                 w = (ups if panel else weights) + block * a.w_block_bytes
                 of_columns = (scales_up if panel else scales) + block * a.num_segments * BLOCK_STEP_BYTES
-                _multiply(a, x_at, first, rows, w, of_columns, num_blocks, sums_at, panel, terms)
+                _multiply_group(a, x_at + _row_offset(row - first_row, x_row, x_tile), x_row, x_tile, first, rows, w,
+                                of_columns, num_blocks, following, sums_at, panel, terms)
                 if panel == 0:
                     _claim(out, rows, a.out_columns * a.out_itemsize, num_columns * a.out_itemsize)
             _finish(a, sums_at, first, rows, column, num_columns, out, stored)
@@ -112,44 +131,88 @@ def _take_items(pointer, stored, terms):
 
 
 @njit(**STRICT_PART)
-def _multiply(a, x_at, first_row, rows, w, scales, num_blocks, sums_at, panel, terms):
-    """`rows` rows times `num_blocks` blocks. Two segments of the weights serve all rows at a time."""
-    sum_row = a.group_blocks * BLOCK_STEP_BYTES
-    even, odd = sums_at, sums_at + a.tile_rows * sum_row
-    half, x = odd + a.tile_rows * sum_row, x_at + _row_offset(a, first_row)
-    total = half + (1 + panel) * a.chunk_rows * sum_row
+def _multiply_group(a, x, x_row, x_tile, first_row, rows, w, scales, num_blocks, following, sums_at, panel, terms):
+    """`rows` rows, of which x is the first, times `num_blocks` blocks. `following`: how many blocks behind these begin
+    that this thread multiplies next, as far as it can know."""
+    for block in range(0, num_blocks, a.tile_blocks):
+        end = min(block + a.tile_blocks, num_blocks)
+        skipped = (end if end < num_blocks else following) - block - 1
+        _multiply(a, x, x_row, x_tile, first_row, rows, w + block * a.w_block_bytes, skipped * a.w_block_bytes,
+                  scales + block * a.num_segments * BLOCK_STEP_BYTES, end - block, sums_at + block * BLOCK_STEP_BYTES,
+                  panel, terms)
+
+
+@njit(**STRICT_PART)
+def _multiply(a, x, x_row, x_tile, first_row, rows, w, skipped_bytes, scales, num_blocks, sums_at, panel, terms):
+    """The same for blocks that one tile takes. A segment of the weights serves all rows, while each tile of them
+    fetches its part of a later segment: memory is as busy in the last of them as in the first. `skipped_bytes`: from
+    the end of the first block to what is multiplied next."""
+    sum_row, segment_bytes = a.group_blocks * BLOCK_STEP_BYTES, a.segment_steps * BLOCK_STEP_BYTES
+    own, third = sums_at, sums_at + a.tile_rows * sum_row
+    second = third + a.chunk_rows * sum_row
+    total = second + (1 + panel) * a.chunk_rows * sum_row
     num_tiles, units = (rows + a.tile_rows - 1) // a.tile_rows, (rows + a.unit_rows - 1) // a.unit_rows
-    for pair in range((a.num_segments + 1) // 2):
+    later = 1 if a.tile_blocks > 1 else (_STREAM_AHEAD_BYTES + segment_bytes - 1) // max(segment_bytes, 1)
+    for segment in range(a.num_segments):
+        num_earlier, place = earlier_sums(segment)
+        joined = num_earlier == 0 or joins_sums(terms)
+        ahead = later * segment_bytes + (skipped_bytes if segment + later >= a.num_segments else 0)
+        first = segment * a.segment_steps
         for tile in range(num_tiles):
             start, end = units * tile // num_tiles * a.unit_rows, units * (tile + 1) // num_tiles * a.unit_rows
-            alone = total + start * sum_row if a.num_segments == 1 else even
-            for segment in range(2 * pair, min(2 * pair + 2, a.num_segments)):
-                first, sums = segment * a.segment_steps, odd if segment % 2 else alone
-                _multiply_tile(a, end - start, x + _row_offset(a, start) + first * a.x_step_bytes,
-                               w + first * BLOCK_STEP_BYTES, num_blocks, sums, terms)
-                restore(terms, a, first_row + start, min(end, rows) - start, segment, scales, num_blocks, sums)
-            join(pair, a.num_segments, total + start * sum_row, half + start * sum_row, even, odd,
-                 (end - start) * a.group_blocks)
+            at = start * sum_row
+            out = (third if place == 2 else (second if place else total)) + at
+            following = (third if place else second) + at
+            sums = out if joined else own
+            _multiply_tile(a, end - start, x + _row_offset(start, x_row, x_tile) + first * a.x_step_bytes, x_row,
+                           x_tile, w + first * BLOCK_STEP_BYTES, num_blocks, sums,
+                           ahead + segment_bytes * tile // num_tiles, BLOCK_STEP_BYTES // num_tiles, num_earlier,
+                           following, third + at, terms)
+            restore(terms, a, first_row + start, min(end, rows) - start, segment, scales, num_blocks, sums)
+            if not joined:
+                _join(a, end - start, num_blocks, num_earlier, out, following, third + at, sums)
 
 
 @njit(**STRICT_PART)
-def _row_offset(a, row):
+def _join(a, rows, num_blocks, num_earlier, out, second, third, sums):
+    """`sums.join`, all rows at once where nothing of other blocks stands between them."""
+    if num_blocks == a.group_blocks:
+        join(num_earlier, out, second, third, sums, rows * num_blocks)
+    else:
+        for row in range(rows):
+            at = row * a.group_blocks * BLOCK_STEP_BYTES
+            join(num_earlier, out + at, second + at, third + at, sums + at, num_blocks)
+
+
+@njit(**STRICT_PART)
+def _row_offset(row, row_bytes, tile_bytes):
     """Where in x a row begins; of tiles, the first of each 16."""
-    return row // amx.TILE_ROWS * a.x_tile_bytes + row % amx.TILE_ROWS * a.x_row_bytes
+    return row // amx.TILE_ROWS * tile_bytes + row % amx.TILE_ROWS * row_bytes
 
 
 @njit(**STRICT_PART)
-def _multiply_tile(a, rows, x, w, num_blocks, y, terms):
-    """One segment's sums of one tile of rows."""
+def _multiply_tile(a, rows, x, x_row, x_tile, w, num_blocks, y, ahead, ahead_step, num_earlier, second, third, terms):
+    """One segment's sums of one tile of rows, and where tiles join them the earlier ones."""
     block, y_row = 0, a.group_blocks * BLOCK_STEP_BYTES
     while block + _TILE_BLOCKS <= num_blocks:
-        _wide(terms, rows, x, a.x_row_bytes, a.x_tile_bytes, a.x_step_bytes, w + block * a.w_block_bytes,
-              a.w_block_bytes, y + block * BLOCK_STEP_BYTES, y_row, a.segment_steps)
+        at = block * BLOCK_STEP_BYTES
+        _wide(terms, rows, x, x_row, x_tile, a.x_step_bytes, w + block * a.w_block_bytes, a.w_block_bytes, y + at,
+              y_row, a.segment_steps, ahead, ahead_step, num_earlier, second + at, third + at)
         block += _TILE_BLOCKS
     while block < num_blocks:
-        _narrow(terms, rows, x, a.x_row_bytes, a.x_tile_bytes, a.x_step_bytes, w + block * a.w_block_bytes,
-                a.w_block_bytes, y + block * BLOCK_STEP_BYTES, y_row, a.segment_steps)
+        at = block * BLOCK_STEP_BYTES
+        _narrow(terms, rows, x, x_row, x_tile, a.x_step_bytes, w + block * a.w_block_bytes, a.w_block_bytes, y + at,
+                y_row, a.segment_steps, ahead, ahead_step, num_earlier, second + at, third + at)
         block += 1
+
+
+@njit(**STRICT_PART)
+def _copy_rows(x, x_row, copy, copy_row, num_rows, num_words):
+    """Rows that lie a power of two apart would share few sets of the nearest cache."""
+    for row in range(num_rows):
+        words, copies = pointer_to(x + row * x_row, np.uint32), pointer_to(copy + row * copy_row, np.uint32)
+        for word in range(num_words):
+            copies[word] = words[word]
 
 
 @njit(**STRICT_PART)
@@ -165,7 +228,7 @@ def _claim(out, rows, row_bytes, width):
 def _finish(a, sums_at, first_row, rows, column, num_columns, out_at, stored):
     """What follows the sums, by pointers: of such loops LLVM makes vectors."""
     sum_row = a.group_blocks * BLOCK_STEP_BYTES
-    totals_at = sums_at + (2 * a.tile_rows + a.chunk_rows) * sum_row
+    totals_at = sums_at + (a.tile_rows + 2 * a.chunk_rows) * sum_row
     for r in range(rows):
         totals = floats(totals_at + r * sum_row)
         if a.bias:

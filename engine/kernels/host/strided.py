@@ -86,10 +86,11 @@ def counted(builder, count, first, step):
 
 class Routine:
     """A function f(int64, ...) -> None whose body `write(builder, *arguments)` stands once in every kernel that calls
-    it. It is the kernel's own: no other library's code can take its place."""
+    it. It is the kernel's own: no other library's code can take its place. `apart`: it stays a function where a single
+    call would be replaced by its body; among much other code LLVM finds fewer values a register."""
 
-    def __init__(self, name: str, num_arguments: int, write: Callable[..., None]) -> None:
-        self._name, self._num_arguments, self._write = name, num_arguments, write
+    def __init__(self, name: str, num_arguments: int, write: Callable[..., None], *, apart: bool = False) -> None:
+        self._name, self._num_arguments, self._write, self._apart = name, num_arguments, write, apart
 
     def call(self, builder, *arguments) -> None:
         """Write a call where the builder stands."""
@@ -98,6 +99,8 @@ class Routine:
             kind = ir.FunctionType(ir.VoidType(), [_I64] * self._num_arguments)
             function = ir.Function(builder.module, kind, self._name)
             function.linkage = "internal"
+            if self._apart:
+                function.attributes.add("noinline")
             inner = ir.IRBuilder(function.append_basic_block("entry"))
             self._write(inner, *function.args)
             inner.ret_void()

@@ -1,5 +1,9 @@
 """The tree in which a product adds its eight sums, ((0+1)+(2+3))+((4+5)+(6+7)), while they are computed: what is kept
-of them stays in a core's nearest cache."""
+of them stays in a core's nearest cache.
+
+It goes as a binary counter does. Behind segment s as many earlier sums are added as s ends in ones, the latest first;
+the result takes the place of the earliest of them, one of three places.
+"""
 
 from llvmlite import ir
 from numba import njit, types
@@ -13,20 +17,24 @@ _UNROLLED = 4
 
 
 @njit(**STRICT_PART)
-def join(pair, num_segments, total, half, even, odd, count):
-    """Behind each pair of the eight, four or two segments, whose sums are `even` and `odd`: add up what is complete.
-    Each is the address of `count` * 16 fp32; the result is `total`, when the last pair is in it. A single segment's
-    sums are there already."""
-    if num_segments == 2:
-        _add_two(total, even, odd, count)
-    elif num_segments == 1:
-        return
-    elif pair == 0 or pair == 2:
-        _add_two(half, even, odd, count)
-    elif pair == 1:
-        _add_three(total, half, even, odd, count)
+def earlier_sums(segment):
+    """How many earlier sums are added behind this segment, and the number of the place where the result is kept."""
+    count = 0
+    while segment >> count & 1:
+        count += 1
+    return count, (segment >> count >> 1 & 1) + (segment >> count >> 2 & 1)
+
+
+@njit(**STRICT_PART)
+def join(num_earlier, out, second, third, sums, count):
+    """out = out + (second + (third + sums)), of which `num_earlier` are added, 1 to 3: the first ones. Each but the
+    counts: the address of `count` * 16 fp32."""
+    if num_earlier == 1:
+        _add_two(out, out, sums, count)
+    elif num_earlier == 2:
+        _add_three(out, out, second, sums, count)
     else:
-        _add_four(total, total, half, even, odd, count)
+        _add_four(out, out, second, third, sums, count)
 
 
 def _added(num_sums: int):

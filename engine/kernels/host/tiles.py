@@ -48,33 +48,46 @@ _FORMS = {types.uint16: Form.BF16, types.float32: Form.FP32, types.int8: Form.BY
 
 @cache
 def rows_times_blocks(max_rows: int, blocks: int):
-    """f(stored, rows, x, x_row_bytes, x_tile_bytes, x_step_bytes, w, w_block_bytes, y, y_row_bytes, steps):
-    `dot.write_rows`, or the same by tiles for bf16 and bytes where the CPU has them (`is_tiled`). There `rows` are
-    those that tiles were made for last, `blocks` are 1, 2 or 4, and `steps` is a multiple of STEPS; only tiles know of
-    x that 16 rows may lie apart from the next 16, and steps from each other, by any number of bytes."""
+    """f(stored, rows, x, x_row_bytes, x_tile_bytes, x_step_bytes, w, w_block_bytes, y, y_row_bytes, steps, ahead,
+    ahead_step, num_earlier, second, third): `dot.write_rows`, or the same by tiles for bf16 and bytes where the CPU has
+    them (`is_tiled`). There `rows` are those that tiles were made for last, `blocks` are 1, 2 or 4, `steps` is a
+    multiple of STEPS, and no earlier sums are added; only tiles know of x that 16 rows may lie apart from the next 16,
+    and steps from each other, by any number of bytes."""
 
     @intrinsic
     def multiply(typing, stored, rows, x, x_row_bytes, x_tile_bytes, x_step_bytes, w, w_block_bytes, y, y_row_bytes,
-                 steps):
+                 steps, ahead, ahead_step, num_earlier, second, third):
         def generate(context, builder, signature, arguments):
             form, by_rows = _FORMS[stored.dtype], [*arguments[1:4], *arguments[6:]]
             if not _is_tiled(stored):
                 write_rows(builder, by_rows, max_rows, blocks, form)
             elif form is Form.BF16:
-                _write_tiles(builder, blocks, "tdpbf16ps", *arguments[1:])
+                _write_tiles(builder, blocks, "tdpbf16ps", *arguments[1:11])
             else:
                 few = builder.icmp_signed("<=", arguments[1], _I64(_FEW_ROWS))
                 with builder.if_else(few) as (then, otherwise):
                     with then:
-                        write_rows(builder, by_rows, max_rows, blocks, form)
-                        _write_halves(builder, by_rows, range(max_rows + 1, _FEW_ROWS + 1), blocks, form)
+                        whole = min(max_rows, _FEW_ROWS)
+                        write_rows(builder, by_rows, whole, blocks, form)
+                        if whole < _FEW_ROWS:
+                            _write_halves(builder, by_rows, range(whole + 1, _FEW_ROWS + 1), blocks, form)
                     with otherwise:
-                        _write_tiles(builder, blocks, "tdpbsud", *arguments[1:])
+                        _write_tiles(builder, blocks, "tdpbsud", *arguments[1:11])
             return context.get_dummy_value()
 
-        return types.void(stored, *[types.int64] * 10), generate
+        return types.void(stored, *[types.int64] * 15), generate
 
     return multiply
+
+
+@intrinsic
+def joins_sums(typing, stored):
+    """Whether `rows_times_blocks` adds the earlier sums."""
+
+    def generate(context, builder, signature, arguments):
+        return ir.Constant(ir.IntType(1), not _is_tiled(stored) and _FORMS[stored.dtype] is not Form.BYTES)
+
+    return types.boolean(stored), generate
 
 
 def in_tiles(x: Tensor, team: Team) -> Tensor:
@@ -157,10 +170,10 @@ def _is_tiled(stored) -> bool:
 
 def _write_halves(b, arguments, rows, blocks, form) -> None:
     """`dot.write_rows` for so many rows that the sums of half of the blocks fill the registers."""
-    count, x, x_row, w, w_block, y, y_row, steps = arguments
+    count, x, x_row, w, w_block, y, y_row, steps, *others = arguments
     for first in range(0, blocks, 2):
         at_w, at_y = b.add(w, b.mul(w_block, _I64(first))), b.add(y, _I64(first * BLOCK_STEP_BYTES))
-        write_rows(b, [count, x, x_row, at_w, w_block, at_y, y_row, steps], rows[-1], min(2, blocks), form,
+        write_rows(b, [count, x, x_row, at_w, w_block, at_y, y_row, steps, *others], rows[-1], min(2, blocks), form,
                    first_rows=rows[0])
 
 

@@ -15,6 +15,7 @@ from engine.kernels.host.compiled import Team
 from engine.kernels.host.dot import has_pair_products
 from engine.kernels.host.packing import Segments, pack
 from engine.kernels.host.product import PackedWeight, arithmetic_class
+from engine.kernels.host.sums import earlier_sums
 from engine.kernels.plain_product import plain_product
 from runtime.errors import InternalError
 
@@ -67,6 +68,19 @@ def test_the_order_of_sums_is_the_described_one(dtype: torch.dtype, shape: tuple
     by_tiles = dtype is torch.bfloat16 and has_tiles()
     described = plain_product(x, weight, by_tiles=by_tiles)
     assert torch.equal(packed(weight).multiply(x, out_dtype=torch.float32), described)
+
+
+def test_what_is_added_behind_each_segment_makes_the_tree() -> None:
+    places, after = ["", "", ""], []
+    for segment in range(8):
+        num_earlier, place = earlier_sums.py_func(segment)
+        total = str(segment)
+        for earlier in reversed(places[place:place + num_earlier]):
+            total = f"({earlier}+{total})"
+        places[place] = total
+        after.append(places[0])
+    assert [after[count - 1] for count in (1, 2, 4)] == ["0", "(0+1)", "((0+1)+(2+3))"]
+    assert after[7] == "(((0+1)+(2+3))+((4+5)+(6+7)))"
 
 
 @pytest.mark.parametrize("shape", [(7, 3), (130, 250), (700, 1024)])
@@ -204,6 +218,7 @@ PROGRAM = """
 import sys
 import torch
 from engine.kernels.host.product import PackedWeight, arithmetic_class
+from engine.kernels.host.sums import earlier_sums
 from engine.kernels.host.compiled import Team
 from engine.kernels.plain_product import plain_product
 torch.manual_seed(0)
