@@ -37,8 +37,8 @@ class PageRun:
 @dataclass(frozen=True)
 class AttentionPlan:
     """Everything `run` needs besides q, k and v. Nothing in it changes after planning. `runs` cover all tokens, or are
-    empty where they are so short that writing token by token is quicker. `parts`: the same for layers that see a window
-    only, one behind the other."""
+    empty where they are so short that writing token by token is quicker, and for steps, whose plans are of one shape.
+    `parts`: the same for layers that see a window only, one behind the other."""
 
     num_rows: int
     num_tokens: int
@@ -168,7 +168,7 @@ def _cost(tile: tuple[int, tuple[int, int, int]]) -> int:
 
 
 def _runs(batch: ForwardBatch, page_size: int) -> tuple[PageRun, ...]:
-    if batch.num_tokens < _MIN_RUN_TOKENS * batch.num_rows:
+    if batch.mode in (ForwardMode.DECODE, ForwardMode.VERIFY) or batch.num_tokens < _MIN_RUN_TOKENS * batch.num_rows:
         return ()
     runs, first_token = [], 0
     for pages, context_len, query_len in zip(batch.page_tables.tolist(), batch.context_lens, batch.query_lens,

@@ -146,6 +146,8 @@ class TreeRecurrent:
         """See `PlansStates.plan`."""
         if batch.mode is not ForwardMode.VERIFY:
             return self._slots.plan(batch)
+        if not self._conv_pools:  # nor any record of scratch memory to check
+            return None
         layout, histories = self._layout(batch)
         return TreePlan(layout.rows, layout.steps, histories)
 

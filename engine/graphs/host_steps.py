@@ -23,9 +23,12 @@ from engine.core.batch import ForwardBatch, ForwardMode, GraphBucket
 from engine.core.draft_trees import SpecInfo
 from engine.graphs.recorded import Arena, CannotRecordError, Recording, record
 from engine.memory.layout import NULL_INDEX
-from runtime.errors import StalePlanError
 
 logger = logging.getLogger(__name__)
+
+
+class _OtherShapeError(Exception):
+    """What a step is given is not what it was recorded with; the message has both."""
 
 
 class _Withheld(tuple[int, ...]):
@@ -80,12 +83,14 @@ class HostSteps:
     def run(self, batch: ForwardBatch, bucket: GraphBucket, given: StageOutput) -> StageOutput:
         """The forward of a planned batch that `bucket_for` found this bucket for. `given` as in `StageExecutor.run`.
 
-        Raises:
-            StalePlanError: the plan is not of this shape.
-        """
+        What its recording does not fit runs eagerly."""
         step = self._steps.get(bucket)
         if step is not None and step.batch.page_tables.shape[1] >= batch.page_tables.shape[1]:
-            _refill_step(step, batch, self._states.plan(batch), given)
+            try:
+                _refill_step(step, batch, self._states.plan(batch), given)
+            except _OtherShapeError as error:
+                logger.warning("a step runs eagerly: %s", error)
+                return self._eagerly(batch, given)
             step.recording.replay()
             self.num_replays += 1
             return _handed_on(step.result)
@@ -94,9 +99,12 @@ class HostSteps:
         except CannotRecordError as error:
             logger.info("steps are not recorded: %s", error)
             self._is_off = True
-            return self._model.forward(batch, given.hidden, self._context, given.aux_hidden)
+            return self._eagerly(batch, given)
         self.num_recorded += 1
         return _handed_on(step.result)
+
+    def _eagerly(self, batch: ForwardBatch, given: StageOutput) -> StageOutput:
+        return self._model.forward(batch, given.hidden, self._context, given.aux_hidden)
 
     def _recorded(self, batch: ForwardBatch, given: StageOutput) -> RecordedStep:
         """Run the batch, with tables for up to twice as many pages of a row."""
@@ -124,7 +132,7 @@ def _handed_on(output: StageOutput) -> StageOutput:
 
 
 def _refill_step(step: RecordedStep, batch: ForwardBatch, states: object, given: StageOutput) -> None:
-    """Raises StalePlanError for a batch or plan of another shape."""
+    """Raises _OtherShapeError."""
     for kept, new in ((step.batch.token_ids, batch.token_ids), (step.batch.positions, batch.positions),
                       (step.given.hidden, given.hidden), (step.given.aux_hidden, given.aux_hidden),
                       (step.states, states),
@@ -144,7 +152,7 @@ def _refill(kept: object, new: object) -> None:
         for name, value in kept.items():
             _refill(value, new[name])
     elif isinstance(kept, Tensor) or kept != new:
-        raise StalePlanError(f"a step was recorded with {_described(kept)}, planned now with {_described(new)}")
+        raise _OtherShapeError(f"it was recorded with {_described(kept)}, and is given {_described(new)}")
 
 
 def _are_alike(kept: Tensor, new: Tensor) -> bool:
