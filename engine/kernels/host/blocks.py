@@ -19,7 +19,7 @@ SCORE_ROW, STATE_BYTES = 4 * BLOCK_KEYS, 2 * VECTOR_BYTES  # of a row, see `soft
 
 _I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FLOATS, _INTEGERS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
-_QUARTER, _SHORTS = ir.VectorType(_I32, 4), ir.VectorType(_I16, 2 * LANES)
+_QUARTER, _HALF, _SHORTS = ir.VectorType(_I32, 4), ir.VectorType(_I32, 8), ir.VectorType(_I16, 2 * LANES)
 
 # 2^r = 1 + r * (c0 + c1 r + ...) for r in [-1/2, 1/2]: interpolated at Chebyshev's points, relative error 5e-9.
 _EXP2 = (0.6931471880262288, 0.24022650760568237, 0.05550357114219167, 0.009618082557265605, 0.0013390863364649932,
@@ -46,17 +46,31 @@ def turn(typing, addresses, offset, out, out_row):
 def _turn(b, addresses, offset, out, out_row):
     rows = [b.add(b.load(_pointer(b, addresses, _I64, 8 * row), align=8), offset) for row in range(LANES)]
     for group in range(4):
-        # Vector q: of rows q, q + 4, q + 8, q + 12 these four words; then four turns of 4 x 4 words side by side.
+        # Vector q: of rows q, q + 4, q + 8, q + 12 these four words.
         quarters = [[b.load(_pointer(b, row, _QUARTER, 16 * group), align=4) for row in rows[start::4]]
                     for start in range(4)]
-        vectors = [_joined(b, quarter) for quarter in quarters]
-        low = [_mixed(b, vectors[i], vectors[j], (0, 16, 1, 17)) for i, j in ((0, 1), (2, 3))]
-        high = [_mixed(b, vectors[i], vectors[j], (2, 18, 3, 19)) for i, j in ((0, 1), (2, 3))]
-        turned = [_mixed(b, first, second, places) for first, second in (low, high)
-                  for places in ((0, 1, 16, 17), (2, 3, 18, 19))]
-        for word, vector in enumerate(turned):
+        for word, vector in enumerate(_turned(b, [_joined(b, quarter) for quarter in quarters])):
             at = b.add(out, b.mul(out_row, _I64(4 * group + word)))
             b.store(vector, _pointer(b, at, _INTEGERS, 0), align=4)
+
+
+def words_of(b, rows):
+    """Eight words of 32 bits at each of 16 addresses as eight vectors, of which the i-th has word i of every row."""
+    halves = [b.load(_pointer(b, row, _HALF, 0), align=4) for row in rows]
+    # Vector q: of rows q and q + 4 these words. So quarters 0 and 2 of what is turned have words 0..3, the others 4..7.
+    low, high = (_turned(b, [b.shuffle_vector(halves[row], halves[row + 4], _places(range(LANES)))
+                             for row in range(first, first + 4)]) for first in (0, 8))
+    return [b.shuffle_vector(low[word], high[word],
+                             _places(4 * quarter + lane for quarter in range(part, 8, 2) for lane in range(4)))
+            for part in (0, 1) for word in range(4)]
+
+
+def _turned(b, vectors):
+    """Four turns of 4 x 4 words side by side."""
+    low = [_mixed(b, vectors[i], vectors[j], (0, 16, 1, 17)) for i, j in ((0, 1), (2, 3))]
+    high = [_mixed(b, vectors[i], vectors[j], (2, 18, 3, 19)) for i, j in ((0, 1), (2, 3))]
+    return [_mixed(b, first, second, places) for first, second in (low, high)
+            for places in ((0, 1, 16, 17), (2, 3, 18, 19))]
 
 
 def _joined(b, quarters):
@@ -84,6 +98,27 @@ def put_in_pairs(typing, first, second, out, out_stride):
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4), generate
+
+
+def pairs_of(b, first, second):
+    """Likewise two vectors, which stay in registers, of channels as one instruction picks them: 0..3, 8..11, 16..19 and
+    24..27 in the first, the others in the second."""
+    rows = [b.load(_pointer(b, row, _SHORTS, 0), align=2) for row in (first, second)]
+    return [b.shuffle_vector(*rows, _places(place + 8 * quarter for quarter in range(4) for channel in range(4)
+                                            for place in (channel + 4 * half, channel + 4 * half + 2 * LANES)))
+            for half in (0, 1)]
+
+
+def mixed_quarters(b, first, second):
+    """32 channels of fp32 in two vectors, in order, as `pairs_of` has them."""
+    return [b.shuffle_vector(first, second, _places(4 * half + 8 * quarter + lane for quarter in range(4)
+                                                    for lane in range(4))) for half in (0, 1)]
+
+
+def mixed_halves(b, first, second):
+    """The reverse of `mixed_quarters`."""
+    return [b.shuffle_vector(first, second, _places(8 * half + 4 * quarter + 16 * which + lane for quarter in range(2)
+                                                    for which in (0, 1) for lane in range(4))) for half in (0, 1)]
 
 
 @cache

@@ -237,9 +237,7 @@ class _Loop:
             name, operand = "llvm.fma.v16f32", _FLOATS
             fma = cgutils.get_or_insert_function(b.module, ir.FunctionType(_FLOATS, [operand] * 3), name)
             return b.call(fma, [weights, values, total])
-        dot = cgutils.get_or_insert_function(b.module, ir.FunctionType(_FLOATS, [_FLOATS, _PAIRS, _PAIRS]),
-                                             "llvm.x86.avx512bf16.dpbf16ps.512")
-        return b.call(dot, [total, weights, values])
+        return add_pairs(b, total, weights, values)
 
     def _widens(self) -> bool:
         return self._form is Form.MIXED or (self._form is Form.BF16 and self._widened)
@@ -271,6 +269,13 @@ class _Loop:
         b = self._b
         offset = b.add(b.mul(self._y_row, _I64(m)), _I64(n * BLOCK_STEP_BYTES))
         return b.inttoptr(b.add(self._y if y is None else y, offset), self._sums.as_pointer())
+
+
+def add_pairs(b, total, weights, values):
+    """The sums and, in each lane, the products of two pairs of bf16, given as vectors of any type of 64 bytes."""
+    dot = cgutils.get_or_insert_function(b.module, ir.FunctionType(_FLOATS, [_FLOATS, _PAIRS, _PAIRS]),
+                                         "llvm.x86.avx512bf16.dpbf16ps.512")
+    return b.call(dot, [total, b.bitcast(weights, _PAIRS), b.bitcast(values, _PAIRS)])
 
 
 def in_all_lanes(b, value):

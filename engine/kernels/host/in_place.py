@@ -1,11 +1,11 @@
 """Attention on the host, over pages where they lie. Compiled by numba, kept for the next process.
 
 Keys are taken in blocks of 64 at absolute positions, whatever the page size. A block is packed for the products of
-`dot.py` or the matrix unit (`key_blocks.py`), multiplied with the queries of a tile (of a few tokens the heads that
-share a kv head), weighed by one step of an online softmax (`blocks.py`) and added up. Every sum has one order: a
-score's is that of the channels, a token's output takes its keys by position. So a token's bits depend on its own keys
-and on nothing else: not on what it was computed with, not on whether it was read, drawn or verified, not on the number
-of threads.
+`dot.py` or the matrix unit (`key_blocks.py`), or for few queries taken as it comes (`few_rows.py`); multiplied with the
+queries of a tile (of a few tokens the heads that share a kv head), weighed by one step of an online softmax
+(`blocks.py`) and added up. Every sum has one order: a score's is that of the channels, a token's output takes its keys
+by position. So a token's bits depend on its own keys and on nothing else: not on what it was computed with, not on
+whether it was read, drawn or verified, not on the number of threads.
 """
 
 from functools import cache
@@ -15,7 +15,7 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
-from engine.kernels.host import amx, any_rows, blocks, dot, key_blocks, room, strided
+from engine.kernels.host import amx, any_rows, blocks, dot, few_rows, key_blocks, room, strided
 from engine.kernels.host.amx import TILE_ROWS, has_tiles, release_tiles
 from engine.kernels.host.any_rows import no_tiles, shape_tiles
 from engine.kernels.host.blocks import BLOCK_KEYS, SCORE_ROW, STATE_BYTES, VECTOR_BYTES, turn
@@ -38,6 +38,7 @@ from engine.kernels.host.compiled import (
     take_seat,
 )
 from engine.kernels.host.dot import LANES, Form
+from engine.kernels.host.few_rows import CHANNELS, FEW_ROWS, add_head, has_few_rows, heads_of_item, score_head
 from engine.kernels.host.key_blocks import (
     copy_values,
     fill_keys,
@@ -53,8 +54,8 @@ from engine.kernels.host.strided import floats, scale
 from engine.kernels.rows_in_place import RowsInPlace
 
 _ARGUMENTS = record("num_rows", "num_tokens", "num_tiles", "tile_rows", "num_kv_heads", "share", "head_dim", "itemsize",
-                    "page_size", "table_width", "path_width", "window", "rows_by_key", "unit_bits", "pages", "queries",
-                    "tables", "tiles", "positions", "num_in_order", "paths", "out")
+                    "page_size", "table_width", "path_width", "window", "heads", "rows_by_key", "unit_bits", "pages",
+                    "queries", "tables", "tiles", "positions", "num_in_order", "paths", "out")
 _STATE_FLOATS = STATE_BYTES // 4
 _LOG2_E = 1.4426950408889634
 
@@ -74,29 +75,32 @@ def attend_in_place(pages: Tensor, queries: Tensor, rows: RowsInPlace, scale: fl
     num_tiles, share = rows.tiles.shape[0], queries.shape[1] // num_kv_heads
     tile_rows = share * rows.longest_tile
     tiled = pages.dtype is torch.bfloat16 and has_tiles()
+    few = tile_rows <= FEW_ROWS and head_dim % CHANNELS == 0 and has_few_rows(pages.dtype, tiled=tiled)
+    heads = heads_of_item(num_tiles, num_kv_heads, tile_rows, torch.get_num_threads()) if few else 1
     launch_integers(
-        compiled_for(pages.dtype, tiled=tiled), num_tiles * num_kv_heads,
+        compiled_for(pages.dtype, tiled=tiled, few=few), num_tiles * num_kv_heads // heads,
         (num_rows, queries.shape[0], num_tiles, tile_rows, num_kv_heads, share, head_dim, pages.itemsize, page_size,
-         table_width, rows.paths.shape[1], rows.window, TILE_ROWS if tiled else 0, bits_of(scale * _LOG2_E),
+         table_width, rows.paths.shape[1], rows.window, heads, TILE_ROWS if tiled else 0, bits_of(scale * _LOG2_E),
          pages.data_ptr(), queries.data_ptr(), rows.tables.data_ptr(), rows.tiles.data_ptr(),
          rows.positions.data_ptr(), rows.num_in_order.data_ptr(), rows.paths.data_ptr(), out.data_ptr()),
-        team, scratch_bytes=scratch_bytes_of(head_dim, pages.itemsize, tile_rows))
+        team, scratch_bytes=scratch_bytes_of(head_dim, pages.itemsize, heads * tile_rows))
     return out
 
 
 @cache
-def compiled_for(dtype: torch.dtype, *, tiled: bool):
-    """The kernel for pages of this type, with bf16's products by the matrix unit if `tiled`."""
-    work = _attend_tiled if tiled else _attend_fp32 if dtype is torch.float32 else _attend_bf16
-    name = f"attend_{STORED_AS[dtype].__name__}_{'tiled' if tiled else 'plain'}"
+def compiled_for(dtype: torch.dtype, *, tiled: bool, few: bool = False):
+    """The kernel for pages of this type, with bf16's products by the matrix unit if `tiled`; `few`: for tiles of
+    FEW_ROWS at most and heads of a multiple of CHANNELS, where `has_few_rows`."""
+    work = _attend_few if few else _attend_tiled if tiled else _attend_fp32 if dtype is torch.float32 else _attend_bf16
+    name = f"attend_{STORED_AS[dtype].__name__}_{'few' if few else 'tiled' if tiled else 'plain'}"
     parts = (__file__, any_rows.__file__, blocks.__file__, dot.__file__, amx.__file__, strided.__file__,
-             key_blocks.__file__, room.__file__)
+             key_blocks.__file__, few_rows.__file__, room.__file__)
     return compile_kernel(work, _ARGUMENTS, name, *parts, numbers=STRICT)
 
 
 @njit(**STRICT_PART)
-def _take_tiles(pointer, stored, shape, by_key, score, soften, fill_values, add_up):
-    """One thread's part: a tile's heads of one kv head at a time, until none is left."""
+def _take_tiles(pointer, stored, add_block, shape, by_key, score, soften, fill_values, add_up):
+    """One thread's part: a tile's heads of `a.heads` kv heads at a time, until none is left."""
     a = carray(pointer, 1)[0]
     tiles = carray(pointer_to(a.tiles, np.int32), (a.num_tiles, 3))
     positions = carray(pointer_to(a.positions, np.int32), a.num_tokens)
@@ -107,8 +111,9 @@ def _take_tiles(pointer, stored, shape, by_key, score, soften, fill_values, add_
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
             return
-        kv_head = item % a.num_kv_heads
-        row, first, count = tiles[item // a.num_kv_heads]
+        num_parts = a.num_kv_heads // a.heads
+        kv_head = item % num_parts * a.heads
+        row, first, count = tiles[item // num_parts]
         _begin(a, room, stored, kv_head, first, count)
         # The keys that all tokens have in common, then those that each has of its own.
         num_shared, num_passes = positions[first + count - 1] + 1, 1
@@ -120,19 +125,26 @@ def _take_tiles(pointer, stored, shape, by_key, score, soften, fill_values, add_
                 begin, end, low, high = num_shared, positions[first + own - 1] + 1, first + own - 1, first + own
             for start in range(begin, end, BLOCK_KEYS):
                 found, ahead = ahead, found
-                if start == begin:
-                    find(a, found, room.nothing, row, low, kv_head, start, end - start)
-                if start + BLOCK_KEYS < end:
-                    find(a, ahead, room.nothing, row, low, kv_head, start + BLOCK_KEYS, end - start - BLOCK_KEYS)
-                else:
-                    _find_next(a, pointer, tiles, in_order, ahead, room.nothing)
+                _find_both(a, pointer, room.nothing, found, ahead, row, low, kv_head, start, begin, end)
                 while positions[low] < start:  # never where each has its own
                     low += 1
-                _add_block(a, room, found, ahead, positions, first, count, (low - first) * a.share,
-                           (_last_seeing(a, positions, high, start) - first) * a.share, start,
-                           min(BLOCK_KEYS, end - start), shape, by_key, score, soften, fill_values, add_up)
+                add_block(a, room, found, ahead, positions, first, count, (low - first) * a.share,
+                          (_last_seeing(a, positions, high, start) - first) * a.share, start,
+                          min(BLOCK_KEYS, end - start), shape, by_key, score, soften, fill_values, add_up)
         _finish(a, room, stored, kv_head, first, count)
         count_up(pointer, DONE)
+
+
+@njit(**STRICT_PART)
+def _find_both(a, pointer, nothing, found, ahead, row, token, kv_head, start, begin, end):
+    """The addresses of the block at `start`, which are there already unless it is the first, and of the one after."""
+    for is_next in range(0 if start == begin else 1, 2):  # every place that calls `find` takes half a second to compile
+        place, of_row, of_token, head, first_key, num_keys = found, row, token, kv_head, start, end - start
+        if is_next:
+            place, first_key, num_keys = ahead, start + BLOCK_KEYS, num_keys - BLOCK_KEYS
+        if num_keys <= 0:
+            of_row, of_token, head, first_key, num_keys = _first_of_next(a, pointer)
+        find(a, place, nothing, of_row, of_token, head, first_key, num_keys)
 
 
 @njit(**STRICT_PART)
@@ -164,7 +176,7 @@ def _add_block(a, room, found, ahead, positions, first, count, begin, end, start
         else:
             score(room.queries + row * room.query_bytes, room.query_bytes, room.keys, room.key_block, scores, SCORE_ROW,
                   -(-a.head_dim * a.itemsize // 4), num_rows, -(-num_keys // LANES))
-        _weigh(a, room, positions, scores, first, row, num_rows, start, num_keys, soften)
+        _weigh(a, room, positions, scores, room.weights, first, row, row, num_rows, start, num_keys, soften)
         if row == begin:
             fill_values(a, room, values, found, ahead, num_keys)
         add_up(room.weights, room.weight_bytes, values, room.value_block, room.sums + row * room.sum_bytes,
@@ -172,69 +184,89 @@ def _add_block(a, room, found, ahead, positions, first, count, begin, end, start
 
 
 @njit(**STRICT_PART)
-def _find_next(a, pointer, tiles, in_order, found, nothing):
-    """The first block of the item that this thread takes next, if no other takes it before."""
-    item = counted_so_far(pointer, NEXT)
-    if item < a.num_items:
-        row, first, _ = tiles[item // a.num_kv_heads]
-        start = first_block(a, carray(pointer_to(a.positions, np.int32), a.num_tokens)[first])
-        find(a, found, nothing, row, first, item % a.num_kv_heads, start, in_order[row] - start)
+def _add_to_few(a, room, found, ahead, positions, first, count, begin, end, start, num_keys, shape, by_key, score,
+                soften, fill_values, add_up):
+    """Likewise for each of the item's heads, whose keys and values are multiplied as they come."""
+    num_rows, of_head = end - begin, count * a.share
+    for head in range(a.heads):
+        row = head * of_head + begin
+        score(a, room, found, head, row, num_rows, num_keys)
+        _weigh(a, room, positions, room.scores + row * SCORE_ROW, room.weights + row * room.weight_bytes, first, begin,
+               row, num_rows, start, num_keys, soften)
+    for head in range(a.heads):
+        add_up(a, room, found, ahead, head, head * of_head + begin, num_rows, num_keys)
+
+
+@njit(**STRICT_PART)
+def _first_of_next(a, pointer):
+    """Row, token, kv head, position and number of keys of the first block of the item that this thread takes next if no
+    other does before; no keys if there is none."""
+    item, num_parts = counted_so_far(pointer, NEXT), a.num_kv_heads // a.heads
+    tiles = carray(pointer_to(a.tiles, np.int32), (a.num_tiles, 3))
+    row, first, _ = tiles[item // num_parts if item < a.num_items else 0]
+    start = first_block(a, carray(pointer_to(a.positions, np.int32), a.num_tokens)[first])
+    num_keys = carray(pointer_to(a.num_in_order, np.int32), a.num_rows)[row] - start
+    return row, first, item % num_parts * a.heads, start, num_keys if item < a.num_items else 0
 
 
 @njit(**STRICT_PART)
 def _begin(a, room, stored, kv_head, first, count):
     """The tile's queries side by side; nothing is added up yet."""
-    num_rows = count * a.share
+    of_head = count * a.share
+    num_rows = a.heads * of_head
     given = carray(pointer_to(a.queries, stored), (a.num_tokens, a.num_kv_heads, a.share, a.head_dim))
-    queries = carray(pointer_to(room.queries, stored), (a.tile_rows, room.query_bytes // a.itemsize))
+    queries = carray(pointer_to(room.queries, stored), (num_rows, room.query_bytes // a.itemsize))
     for row in range(num_rows):
-        source, target = given[first + row // a.share, kv_head, row % a.share], queries[row]
+        source = given[first + row % of_head // a.share, kv_head + row // of_head, row % a.share]
+        target = queries[row]
         for channel in range(len(source)):
             target[channel] = source[channel]
     if num_rows <= a.rows_by_key:
         list_rows(room.found, room.queries, room.query_bytes)
         for offset in range(0, room.query_bytes, VECTOR_BYTES):
             turn(room.found, offset, room.keys + offset * LANES, VECTOR_BYTES)
-    state = carray(pointer_to(room.state, np.float32), (a.tile_rows, _STATE_FLOATS))
-    state[:num_rows] = 0
-    state[:num_rows, LANES] = -np.inf
-    carray(pointer_to(room.sums, np.float32), (a.tile_rows, room.value_blocks * LANES))[:num_rows] = 0
+    state = carray(pointer_to(room.state, np.float32), (num_rows, _STATE_FLOATS))
+    state[:] = 0
+    state[:, LANES] = -np.inf
+    carray(pointer_to(room.sums, np.float32), (num_rows, room.value_blocks * LANES))[:] = 0
 
 
 @njit(**STRICT_PART)
-def _weigh(a, room, positions, scores, first, begin_row, num_rows, start, num_keys, soften):
-    """Scores of these rows with the block of keys at `start` become weights; what the rows have added up is brought to
-    the same scale."""
-    seen, states = carray(pointer_to(room.seen, np.int64), CHUNK_ROWS), room.state + begin_row * STATE_BYTES
+def _weigh(a, room, positions, scores, weights, first, tile_row, row, num_rows, start, num_keys, soften):
+    """Scores of the item's rows from `row` on, of a tile from `tile_row` on, with the block of keys at `start` become
+    weights; what the rows have added up is brought to the same scale."""
+    seen, states = carray(pointer_to(room.seen, np.int64), CHUNK_ROWS), room.state + row * STATE_BYTES
     for place in range(num_rows):
-        position = positions[first + (begin_row + place) // a.share]
+        position = positions[first + (tile_row + place) // a.share]
         seen[place] = max(0, min(num_keys, position + 1 - start))
         hidden = first_seen(a, position) - start
         if hidden > 0:
             carray(pointer_to(scores + place * SCORE_ROW, np.float32), BLOCK_KEYS)[:hidden] = -np.inf
-    soften(scores, room.weights, states, room.seen, number_of(a.unit_bits), num_rows)
+    soften(scores, weights, states, room.seen, number_of(a.unit_bits), num_rows)
     for place in range(num_rows):
         factor = floats(states + place * STATE_BYTES)[LANES + 1]
         if factor != np.float32(1):
-            scale(room.sums + (begin_row + place) * room.sum_bytes, room.value_blocks * LANES, factor)
+            scale(room.sums + (row + place) * room.sum_bytes, room.value_blocks * LANES, factor)
 
 
 @njit(**STRICT_PART)
 def _finish(a, room, stored, kv_head, first, count):
     out = carray(pointer_to(a.out, stored), (a.num_tokens, a.num_kv_heads, a.share, a.head_dim))
-    state = carray(pointer_to(room.state, np.float32), (a.tile_rows, _STATE_FLOATS))
-    sums = carray(pointer_to(room.sums, np.float32), (a.tile_rows, room.value_blocks * LANES))
-    for row in range(count * a.share):
+    of_head = count * a.share
+    state = carray(pointer_to(room.state, np.float32), (a.heads * of_head, _STATE_FLOATS))
+    sums = carray(pointer_to(room.sums, np.float32), (a.heads * of_head, room.value_blocks * LANES))
+    for row in range(a.heads * of_head):
         total = np.float32(0)
         for lane in range(LANES):
             total += state[row, lane]
-        source, target = sums[row], out[first + row // a.share, kv_head, row % a.share]
+        source = sums[row]
+        target = out[first + row % of_head // a.share, kv_head + row // of_head, row % a.share]
         for channel in range(len(target)):
             # A sum that came to nothing may be -0, or not if keys followed that the token does not see.
             target[channel] = rounded(source[channel] / total + np.float32(0), stored)
 
 
-# What the three kernels are made of has names of the module: a function in a closure would be part of the name that
+# What the four kernels are made of has names of the module: a function in a closure would be part of the name that
 # numba keeps code under, and no two processes spell it alike.
 _TILED_SCORE, _TILED_ADD = any_rows.tiled_product(adds=False), any_rows.tiled_product(adds=True)
 _BF16_SCORE, _BF16_ADD = any_rows.plain_product(Form.BF16, adds=False), any_rows.plain_product(Form.BF16, adds=True)
@@ -243,13 +275,21 @@ _SOFTEN_ROUNDED, _SOFTEN = any_rows.softening(rounds=True), any_rows.softening(r
 
 
 def _attend_tiled(pointer):
-    _take_tiles(pointer, np.uint16, shape_tiles, score_by_key, _TILED_SCORE, _SOFTEN_ROUNDED, pair_values, _TILED_ADD)
+    _take_tiles(pointer, np.uint16, _add_block, shape_tiles, score_by_key, _TILED_SCORE, _SOFTEN_ROUNDED, pair_values,
+                _TILED_ADD)
     release_tiles()
 
 
 def _attend_bf16(pointer):
-    _take_tiles(pointer, np.uint16, no_tiles, score_nothing, _BF16_SCORE, _SOFTEN_ROUNDED, pair_values, _BF16_ADD)
+    _take_tiles(pointer, np.uint16, _add_block, no_tiles, score_nothing, _BF16_SCORE, _SOFTEN_ROUNDED, pair_values,
+                _BF16_ADD)
+
+
+def _attend_few(pointer):
+    _take_tiles(pointer, np.uint16, _add_to_few, no_tiles, score_nothing, score_head, _SOFTEN_ROUNDED, pair_values,
+                add_head)
 
 
 def _attend_fp32(pointer):
-    _take_tiles(pointer, np.float32, no_tiles, score_nothing, _FP32_SCORE, _SOFTEN, copy_values, _FP32_ADD)
+    _take_tiles(pointer, np.float32, _add_block, no_tiles, score_nothing, _FP32_SCORE, _SOFTEN, copy_values,
+                _FP32_ADD)

@@ -23,6 +23,7 @@ from engine.kernels.host import (
 )
 from engine.kernels.host.amx import has_tiles
 from engine.kernels.host.compiled import STORED_AS, has_kernels
+from engine.kernels.host.few_rows import has_few_rows
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class ModelNeeds:
 def kernels() -> Iterator[Kernel]:
     """All, for all types; those that take longest come first."""
     for dtype in STORED_AS:
-        yield _attention(dtype)
+        yield from _attention(dtype)
     for dtype, in_bytes in itertools.product(STORED_AS, (False, True)):
         yield Kernel(product_kernel.compiled_for, (dtype,), {"in_bytes": in_bytes})
     for dtype, of_one_type in itertools.product(STORED_AS, (
@@ -79,7 +80,7 @@ def kernels_of(needs: ModelNeeds) -> Iterator[Kernel]:
         return
     draws, recurs = not needs.reads_prompts, needs.has_states
     called: tuple[tuple[bool, Kernel], ...] = (
-        (needs.attends, _attention(dtype)),
+        *((needs.attends, kernel) for kernel in _attention(dtype)),
         (recurs and needs.reads_prompts, Kernel(delta_rule.chunks_for, (dtype,))),
         (True, Kernel(product_kernel.compiled_for, (dtype,), {"in_bytes": needs.in_bytes})),
         (needs.attends_latent, Kernel(latent.compiled_for, (dtype, dtype))),
@@ -98,5 +99,7 @@ def kernels_of(needs: ModelNeeds) -> Iterator[Kernel]:
     yield from (kernel for is_called, kernel in called if is_called)
 
 
-def _attention(dtype: torch.dtype) -> Kernel:
-    return Kernel(in_place.compiled_for, (dtype,), {"tiled": dtype is torch.bfloat16 and has_tiles()})
+def _attention(dtype: torch.dtype) -> Iterator[Kernel]:
+    tiled = dtype is torch.bfloat16 and has_tiles()
+    for few in (False, True) if has_few_rows(dtype, tiled=tiled) else (False,):
+        yield Kernel(in_place.compiled_for, (dtype,), {"tiled": tiled, "few": few})

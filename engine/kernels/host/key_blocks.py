@@ -28,8 +28,8 @@ def first_block(a, position):
 
 @njit(**STRICT_PART)
 def find(a, found, nothing, row, token, kv_head, start, num_keys):
-    """The addresses of the block's keys start .. start + num_keys - 1 as `token` sees them; `nothing` in place of those
-    behind them."""
+    """The addresses of the block's keys start .. start + num_keys - 1 as `token` sees them; the last one's in place of
+    those behind them, `nothing` where there are none."""
     num_keys = max(0, min(BLOCK_KEYS, num_keys))
     found = carray(pointer_to(found, np.int64), BLOCK_KEYS)
     table = carray(pointer_to(a.tables, np.int32), (a.num_rows, a.table_width))[row]
@@ -52,7 +52,7 @@ def find(a, found, nothing, row, token, kv_head, start, num_keys):
         found[key] = base + slot // page_size * of_page + slot % page_size * key_bytes
         key += 1
     while key < BLOCK_KEYS:
-        found[key] = nothing
+        found[key] = found[key - 1] if key else nothing
         key += 1
     # What lies before the window may be anything; with a weight of 0 a key that is seen does as well.
     hidden = first_seen(a, carray(pointer_to(a.positions, np.int32), a.num_tokens)[token]) - start
@@ -137,7 +137,7 @@ def _clear_ends(rows, begin, row_bytes):
 def pair_values(a, room, values, found, ahead, num_keys):
     """A block's values in bf16, [channels / 16][pairs][16][2], with zeros up to a multiple of 16 pairs."""
     found = carray(pointer_to(found, np.int64), BLOCK_KEYS)
-    whole, behind = a.head_dim // (2 * LANES) * 2 * LANES, _behind(a)
+    whole, behind = a.head_dim // (2 * LANES) * 2 * LANES, behind_keys(a)
     num_pairs = -(-num_keys // (2 * LANES)) * LANES
     for pair in range(num_pairs):
         first, second = room.nothing, room.nothing
@@ -160,7 +160,7 @@ def pair_values(a, room, values, found, ahead, num_keys):
 @njit(**STRICT_PART)
 def copy_values(a, room, values, found, ahead, num_keys):
     """A block's values in fp32, [channels / 16][keys][16]."""
-    found, behind = carray(pointer_to(found, np.int64), BLOCK_KEYS), _behind(a)
+    found, behind = carray(pointer_to(found, np.int64), BLOCK_KEYS), behind_keys(a)
     for key in range(num_keys):
         _fetch(a, ahead, key, key + 1, behind)
         source = carray(pointer_to(found[key] + behind, np.float32), a.head_dim)
@@ -173,7 +173,7 @@ def copy_values(a, room, values, found, ahead, num_keys):
 
 
 @njit(**STRICT_PART)
-def _behind(a):
+def behind_keys(a):
     """How far behind its key a value lies."""
     return a.num_kv_heads * a.page_size * a.head_dim * a.itemsize
 

@@ -43,13 +43,13 @@ class Room(NamedTuple):
 
 
 @cache
-def scratch_bytes_of(head_dim: int, itemsize: int, tile_rows: int) -> int:
-    """What `room_at` shares out."""
+def scratch_bytes_of(head_dim: int, itemsize: int, num_rows: int) -> int:
+    """What `room_at` shares out. num_rows: of an item at most, all heads together."""
     key_bytes = -(-head_dim * itemsize // VECTOR_BYTES) * VECTOR_BYTES
     sum_bytes = -(-head_dim // LANES) * VECTOR_BYTES
     of_row = key_bytes + sum_bytes + STATE_BYTES
     of_key = key_bytes + sum_bytes * itemsize // 4 + VECTOR_BYTES + 2 * 8
-    return (max(tile_rows, LANES) * of_row + CHUNK_ROWS * BLOCK_KEYS * (4 + itemsize) + BLOCK_KEYS * of_key
+    return (max(num_rows, LANES) * of_row + CHUNK_ROWS * BLOCK_KEYS * (4 + itemsize) + BLOCK_KEYS * of_key
             + LANES * (VECTOR_BYTES + 2 * 8) + key_bytes + CHUNK_ROWS * 8 + LAYOUT_BYTES)
 
 
@@ -60,7 +60,7 @@ def room_at(a, memory):
     query_bytes = -(-a.head_dim * a.itemsize // VECTOR_BYTES) * VECTOR_BYTES
     weight_bytes, value_blocks = BLOCK_KEYS * a.itemsize, -(-a.head_dim // LANES)
     sum_bytes, key_block, value_block = value_blocks * VECTOR_BYTES, query_bytes * LANES, weight_bytes * LANES
-    num_rows = max(a.tile_rows, LANES)
+    num_rows = max(a.heads * a.tile_rows, LANES)
     sums = memory + num_rows * query_bytes
     state = sums + num_rows * sum_bytes
     scores = state + num_rows * STATE_BYTES

@@ -276,13 +276,18 @@ def fetch_for_writing(typing, address):
 
 def _fetched(*, writes: int, locality: int):
     def generate(context, builder, signature, arguments):
-        place = ir.IntType(8).as_pointer()
-        kind = ir.FunctionType(ir.VoidType(), [place, _I32, _I32, _I32])
-        called = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        builder.call(called, [builder.inttoptr(arguments[0], place), _I32(writes), _I32(locality), _I32(1)])
+        write_fetch(builder, arguments[0], writes=writes, locality=locality)
         return context.get_dummy_value()
 
     return types.void(types.int64), generate
+
+
+def write_fetch(builder, address, *, writes: int = 0, locality: int = 3) -> None:
+    """Bring a line into the cache; 3 is the nearest one, 2 that behind it."""
+    place = ir.IntType(8).as_pointer()
+    kind = ir.FunctionType(ir.VoidType(), [place, _I32, _I32, _I32])
+    called = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+    builder.call(called, [builder.inttoptr(address, place), _I32(writes), _I32(locality), _I32(1)])
 
 
 def _pointer_kind(element):

@@ -14,6 +14,8 @@ from torch import Tensor
 from engine.kernels.host import in_place
 from engine.kernels.host.amx import has_tiles
 from engine.kernels.host.compiled import Team
+from engine.kernels.host.dot import has_pair_products
+from engine.kernels.host.few_rows import has_few_rows, heads_of_item
 from engine.kernels.host.in_place import attend_in_place
 from engine.kernels.rows_in_place import NO_WINDOW, RowsInPlace
 from runtime.errors import InternalError
@@ -27,6 +29,8 @@ AT_THE_SAME_TIME = """
 from concurrent.futures import ThreadPoolExecutor
 import torch
 from engine.kernels.host.compiled import Team
+from engine.kernels.host.dot import has_pair_products
+from engine.kernels.host.few_rows import has_few_rows, heads_of_item
 from engine.kernels.host.in_place import attend_in_place
 from tests.engine.kernels.test_in_place import drawn, rows_of
 
@@ -161,6 +165,73 @@ def test_keys_out_of_order_give_the_bits_of_the_same_keys_in_order(dtype: torch.
                        torch.tensor([offsets]) + second * 64, longest_tile=1)
     expected = attend_in_place(pages, queries, in_order, 0.2, Team())
     assert torch.equal(attend_in_place(mixed, queries, path, 0.2, Team()), expected)
+
+
+def through_paths(plan: RowsInPlace, contexts: list[int], page_size: int) -> RowsInPlace:
+    """The same keys, but new tokens' are named by paths, as those of trees are."""
+    paths = torch.zeros(len(plan.positions), plan.longest_tile, dtype=torch.long)
+    for row, first, count in plan.tiles.tolist():
+        keys = torch.arange(contexts[row], contexts[row] + count)
+        slots = plan.tables[row, keys // page_size].long() * page_size + keys % page_size
+        for token in range(count):
+            paths[first + token, : token + 1] = slots[: token + 1]
+    return replace(plan, num_in_order=torch.tensor(contexts, dtype=torch.int32), paths=paths)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True,
+          suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(share=st.sampled_from([1, 2, 3, 4, 8]), head_dim=st.sampled_from([32, 64, 80, 96, 128, 256]),
+       page_size=st.sampled_from([1, 16, 64, 100, 256]), num_kv_heads=st.sampled_from([1, 3, 4, 8]),
+       count=st.integers(1, 4), contexts=st.lists(st.integers(0, 200), min_size=1, max_size=3),
+       window=st.sampled_from([NO_WINDOW, None, 0, 7, 63, 64, 100]), num_threads=st.sampled_from([1, 2]))
+def test_few_rows_have_the_bits_of_packed_keys(
+    monkeypatch: pytest.MonkeyPatch, share: int, head_dim: int, page_size: int, num_kv_heads: int, count: int,
+    contexts: list[int], window: int | None, num_threads: int
+) -> None:
+    """No window stands for keys by paths."""
+    plan = rows_of(contexts, [count] * len(contexts), page_size, window=NO_WINDOW if window is None else window)
+    if window is None:
+        plan = through_paths(plan, contexts, page_size)
+    pages = torch.full((plan.tables.numel() + 1, 2, num_kv_heads, page_size, head_dim), float("nan"),
+                       dtype=torch.bfloat16)
+    for row, context in enumerate(contexts):
+        cached = drawn(2, num_kv_heads, context + count, head_dim, dtype=torch.bfloat16, seed=1 + row)
+        filled(pages, plan.tables[row], cached, max(0, context - plan.window))
+    queries = drawn(len(plan.positions), num_kv_heads * share, head_dim, dtype=torch.bfloat16, seed=0)
+    with monkeypatch.context() as patch:
+        patch.setattr(in_place, "heads_of_item", lambda *sizes: heads_of_item(*sizes[:3], num_threads))
+        few = attend_in_place(pages, queries, plan, 0.2, Team())
+        patch.setattr(in_place, "has_few_rows", lambda dtype, *, tiled: False)
+        packed = attend_in_place(pages, queries, plan, 0.2, Team())
+    assert not few.isnan().any()
+    assert torch.equal(few, packed)
+
+
+def test_values_of_few_rows_are_those_of_packed_ones_where_they_are_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An odd number of keys, of which the last has an infinite value: it counts once."""
+    plan = rows_of([36], [1], 64)
+    pages = drawn(2, 2, 2, 64, 64, dtype=torch.bfloat16, seed=1)
+    pages[1, 1, :, 36, ::2] = float("inf")
+    queries = drawn(1, 4, 64, dtype=torch.bfloat16, seed=2)
+    few = attend_in_place(pages, queries, plan, 0.2, Team())
+    monkeypatch.setattr(in_place, "has_few_rows", lambda dtype, *, tiled: False)
+    assert few.isinf().any()
+    assert torch.equal(few, attend_in_place(pages, queries, plan, 0.2, Team()))
+
+
+@pytest.mark.parametrize(("num_tiles", "num_kv_heads", "tile_rows", "num_threads", "heads"), [
+    (1, 8, 2, 1, 8), (1, 8, 2, 2, 2), (1, 8, 2, 4, 1), (1, 8, 2, 16, 1), (2, 8, 2, 2, 4), (8, 8, 2, 4, 8),
+    (8, 8, 8, 1, 4), (1, 6, 8, 1, 3), (3, 1, 8, 2, 1), (0, 8, 0, 2, 1)])
+def test_an_item_of_few_rows_has_as_many_heads_as_leave_work_for_all_threads(
+    num_tiles: int, num_kv_heads: int, tile_rows: int, num_threads: int, heads: int
+) -> None:
+    assert heads_of_item(num_tiles, num_kv_heads, tile_rows, num_threads) == heads
+
+
+def test_few_rows_have_a_kernel_where_the_cpu_multiplies_pairs_and_has_no_matrix_unit() -> None:
+    assert has_few_rows(torch.bfloat16, tiled=False) == has_pair_products()
+    assert not has_few_rows(torch.bfloat16, tiled=True)
+    assert not has_few_rows(torch.float32, tiled=False)
 
 
 def test_keys_behind_a_tokens_own_change_no_bit_of_it(dtype: torch.dtype) -> None:
