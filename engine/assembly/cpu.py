@@ -1,7 +1,7 @@
 """What a stage's layers run on where the device is the host."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from engine.memory.layout import CacheKind
 from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.multistep import MultiStepAttention
 from engine.speculative.multistep_latent import MultiStepLatentAttention
+from engine.speculative.multistep_paged import PagedRounds
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,11 @@ class CpuBackends:
         """See `Backends.of_draft`."""
         if isinstance(geometry, AttentionGeometry):
             kv = pools[CacheKind.KV]
-            return DraftAttention.over_kv(CpuAttention(kv_pools=kv, geometry=geometry),
-                                          MultiStepAttention(kv_pools=kv, geometry=geometry))
+            attention = DraftAttention.over_kv(CpuAttention(kv_pools=kv, geometry=geometry),
+                                               MultiStepAttention(kv_pools=kv, geometry=geometry))
+            if not all(has_kernels(pool.dtype) for pool in kv.values()):
+                return attention
+            return replace(attention, recordable_round=PagedRounds(kv_pools=kv, geometry=geometry))
         latent, index = pools[CacheKind.LATENT], pools[CacheKind.INDEX_KEY]
         return DraftAttention.over_latents(
             CpuLatentAttention(latent_pools=latent, index_pools=index, geometry=geometry),

@@ -8,8 +8,11 @@ may see, and `check_covered` refuses what was not planned for.
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backends.recurrent_batch import StateCopy, batch_parts, state_copies
@@ -80,19 +83,18 @@ def build_plan(batch: ForwardBatch, geometry: AttentionGeometry, num_pages: int 
     Raises:
         InternalError: a tree of another size than its row, or a page that the pools do not have.
     """
-    rows, positions = storage_positions(batch)
-    pages = batch.page_tables.long()
+    tables = batch.page_tables.numpy()
     # Compiled code would read whatever is there.
-    if num_pages is not None and pages.numel() and not 0 <= pages.min() <= pages.max() < num_pages:
-        raise InternalError(f"the pool has {num_pages} pages, the page tables name {pages.tolist()}")
-    write_pages, write_offsets = pages[rows, positions // geometry.page_size], positions % geometry.page_size
+    if num_pages is not None and tables.size and not (tables.min() >= 0 and tables.max() < num_pages):
+        raise InternalError(f"the pool has {num_pages} pages, the page tables name {tables.tolist()}")
+    positions, write_pages, write_offsets = _places(batch, tables, geometry.page_size)
     return AttentionPlan(
         num_rows=batch.num_rows,
         num_tokens=len(positions),
         write_pages=write_pages,
         write_offsets=write_offsets,
         runs=_runs(batch, geometry.page_size),
-        rows=_rows_in_place(batch, geometry, pages, positions),
+        rows=_rows_in_place(batch, geometry, positions),
     )
 
 
@@ -129,11 +131,24 @@ def _page_ends(batch: ForwardBatch, page_size: int) -> Iterator[int]:
         first += query_len
 
 
-def _rows_in_place(batch: ForwardBatch, geometry: AttentionGeometry, pages: Tensor, positions: Tensor) -> RowsInPlace:
+def _places(batch: ForwardBatch, tables: NDArray[np.integer[Any]], page_size: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each token's key is stored, all [T]: its place in the row, int32, and page and offset, int64."""
+    if batch.num_tokens > _FEW_TOKENS:
+        rows, positions = storage_positions(batch)
+        return positions.int(), batch.page_tables[rows, positions // page_size].long(), positions % page_size
+    places = [(row, position) for row, (context_len, query_len)
+              in enumerate(zip(batch.context_lens, batch.query_lens, strict=True))
+              for position in range(context_len, context_len + query_len)]
+    return (torch.tensor([position for _, position in places], dtype=torch.int32),
+            torch.tensor([tables[row, position // page_size] for row, position in places], dtype=torch.long),
+            torch.tensor([position % page_size for _, position in places], dtype=torch.long))
+
+
+def _rows_in_place(batch: ForwardBatch, geometry: AttentionGeometry, positions: Tensor) -> RowsInPlace:
     num_in_order = torch.tensor([sum(lengths) for lengths in zip(batch.context_lens, batch.query_lens, strict=True)],
                                 dtype=torch.int32)
     paths = torch.empty(len(positions), 0, dtype=torch.long)
-    visibility = tree_visibility(batch)
+    pages, visibility = batch.page_tables, tree_visibility(batch)
     if visibility:
         num_in_order = torch.tensor(batch.context_lens, dtype=torch.int32)
         paths = torch.zeros(len(positions), max(batch.query_lens), dtype=torch.long)
@@ -141,13 +156,13 @@ def _rows_in_place(batch: ForwardBatch, geometry: AttentionGeometry, pages: Tens
         for row, visible in enumerate(visibility):
             tokens, first = slice(start, start + len(visible)), batch.context_lens[row]
             stored = torch.arange(first, first + len(visible))
-            slots = pages[row, stored // geometry.page_size] * geometry.page_size + stored % geometry.page_size
+            slots = pages[row, stored // geometry.page_size].long() * geometry.page_size + stored % geometry.page_size
             # The seen ones first, in the order in which they are stored: of a tree, by depth.
             paths[tokens, : len(visible)] = slots[visible.logical_not().byte().argsort(dim=1, stable=True)]
-            positions[tokens] = first + visible.sum(1) - 1
+            positions[tokens] = (first + visible.sum(1) - 1).int()
             start += len(visible)
     tiles = _tiles(batch, max(1, MAX_TILE_ROWS * geometry.num_kv_heads // geometry.num_heads))
-    return RowsInPlace(pages.int().contiguous(), torch.tensor(tiles, dtype=torch.int32).view(-1, 3), positions.int(),
+    return RowsInPlace(pages.int().contiguous(), torch.tensor(tiles, dtype=torch.int32).view(-1, 3), positions,
                        num_in_order, paths, max((count for *_, count in tiles), default=0),
                        NO_WINDOW if geometry.window is None else geometry.window)
 

@@ -45,10 +45,10 @@ def pool_of(pools: Mapping[int, Tensor], layer_id: int, kind: str) -> Tensor:
 
 def recurrent_rows(batch: ForwardBatch, num_slots: int) -> RecurrentRows:
     """Raises InternalError for a slot that the pools have not: compiled code would write there."""
-    slots = batch.slot_ids.long()
-    if batch.num_rows and not 0 <= slots.min() <= slots.max() < num_slots:
-        raise InternalError(f"the pools have {num_slots} slots, the batch names {slots.tolist()}")
-    return RecurrentRows(starts=torch.tensor([0, *accumulate(batch.query_lens)]), slots=slots,
+    slots = batch.slot_ids.tolist()
+    if slots and not 0 <= min(slots) <= max(slots) < num_slots:
+        raise InternalError(f"the pools have {num_slots} slots, the batch names {slots}")
+    return RecurrentRows(starts=torch.tensor([0, *accumulate(batch.query_lens)]), slots=batch.slot_ids.long(),
                          is_new=torch.tensor([int(length == 0) for length in batch.context_lens]))
 
 

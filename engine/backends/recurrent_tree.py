@@ -8,20 +8,24 @@ last; that one moves to the slot.
 """
 
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.backends.gated_delta import decays_of, normalise_heads, recurrent_step
 from engine.backends.recurrent_batch import Taps, delta_inputs, recurrent_rows
 from engine.contracts.recurrent import PlanningRecurrent, RecurrentBackend
 from engine.core.batch import ForwardBatch, ForwardMode
-from engine.core.draft_trees import SpecInfo, SpecRow, ancestors
+from engine.core.draft_trees import SpecInfo, SpecRow, ancestors, node_depths
 from engine.kernels.host.causal_conv import causal_conv_of_trees
 from engine.kernels.host.compiled import Team, dense_tokens, has_kernels
 from engine.kernels.host.delta_rule import delta_steps
+from engine.kernels.host.rows import RecordMoves
 from engine.kernels.recurrent_rows import RecurrentRows, StateSteps
 from engine.memory.layout import NULL_INDEX
 from runtime.errors import InternalError
@@ -39,37 +43,54 @@ class Level:
 
 
 @dataclass(frozen=True)
+class TreeNodes:
+    """What follows from the parents of R trees, T nodes together; shared by all batches of such trees.
+
+    parents   [T], the token that each node continues; -1: its row's slot
+    depths    [T]
+    levels    by depth
+    by_depth  [T] int64, the nodes' tokens in order of depth; None where they lie in this order
+    paths     per node its row, and its ancestors' tokens in the batch, itself last
+    """
+
+    parents: NDArray[np.int64]
+    depths: list[int]
+    levels: list[Level]
+    by_depth: Tensor | None
+    paths: list[tuple[int, list[int]]]
+    _histories: dict[int, NDArray[np.int64]] = field(default_factory=dict)
+
+    def history(self, length: int) -> Tensor:
+        """[T, length] int64: where the last `length` inputs before each node are in [R * length old ones, T new ones].
+        A copy, as a recording fills what it was given anew."""
+        known = self._histories.get(length)
+        if known is None:
+            num_old, places = (self.paths[-1][0] + 1) * length, []
+            for row, path in self.paths:
+                before = [*range(row * length, (row + 1) * length), *(num_old + token for token in path[:-1])]
+                places.append(before[-length:])
+            known = self._histories[length] = np.array(places)
+        return torch.from_numpy(known.copy())
+
+
+@dataclass(frozen=True)
 class TreeLayout:
     """A batch of trees. R rows, T nodes.
 
+    nodes         of the trees
     rows          the rows, for compiled code
     steps         the nodes, for compiled code: they continue their parents, and their states are kept
     slots         [R] int64
     scratch_rows  [T] int64, where the nodes' states are kept
-    nodes         a decode batch of one row per node over the scratch rows
-    levels        by depth
-    by_depth      [T] int64, the nodes' tokens in order of depth; None where they lie in this order
-    paths         per node its ancestors' tokens in the batch, itself last; and its row
+    histories     `TreeNodes.history` by length
     """
 
+    nodes: TreeNodes
     rows: RecurrentRows
     steps: StateSteps
     slots: Tensor
     scratch_rows: Tensor
-    nodes: ForwardBatch
-    levels: list[Level]
-    by_depth: Tensor | None
-    paths: list[tuple[int, list[int]]]
-
-    def history(self, length: int) -> Tensor:
-        """[T, length] int64: where the last `length` inputs before each node are in [R * length old ones, T new ones]
-        """
-        num_old = len(self.slots) * length
-        places = []
-        for row, path in self.paths:
-            before = [*range(row * length, (row + 1) * length), *(num_old + token for token in path[:-1])]
-            places.append(before[-length:])
-        return torch.tensor(places)
+    histories: dict[int, Tensor]
 
 
 @dataclass(frozen=True)
@@ -99,28 +120,33 @@ class TreeRecurrent:
             for pools in (conv_pools, state_pools))
         self._nodes = backend_over(self._conv_scratch, self._state_scratch)
         self._team, self._taps = Team(), Taps()
-        self._planned: tuple[ForwardBatch, TreeLayout, dict[int, Tensor]] | None = None
+        pairs = [(scratch[layer_id], pool) for pools, scratch in (
+            (self._conv_pools, self._conv_scratch), (self._state_pools, self._state_scratch))
+            for layer_id, pool in pools.items()]
+        self._has_pools = bool(pairs)
+        self._moves = RecordMoves(pairs) if pairs and all(has_kernels(pool.dtype) for _, pool in pairs) else None
+        self._planned: tuple[ForwardBatch, TreeLayout] | None = None
 
     def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
         """See `RecurrentBackend.causal_conv`."""
         if batch.mode is not ForwardMode.VERIFY:
             return self._slots.causal_conv(layer_id, x, weight, batch)
-        layout, histories = self._layout(batch)
+        layout = self._layout(batch)
         length, pool = weight.shape[1] - 1, self._conv_pools[layer_id]
         if x.dtype == pool.dtype and has_kernels(x.dtype):
             return causal_conv_of_trees(dense_tokens(x), self._taps.of(layer_id, weight), pool, layout.rows,
-                                        histories[length], layout.scratch_rows, self._conv_scratch[layer_id],
+                                        layout.histories[length], layout.scratch_rows, self._conv_scratch[layer_id],
                                         self._team)
         inputs = torch.cat([pool[layout.slots].flatten(0, 1), x])
-        self._conv_scratch[layer_id][layout.scratch_rows] = inputs[histories[length]]
-        return self._nodes.causal_conv(layer_id, x, weight, layout.nodes)
+        self._conv_scratch[layer_id][layout.scratch_rows] = inputs[layout.histories[length]]
+        return self._nodes.causal_conv(layer_id, x, weight, _node_batch(batch, layout))
 
     def gated_delta_rule(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
                          batch: ForwardBatch) -> Tensor:
         """See `RecurrentBackend.gated_delta_rule`."""
         if batch.mode is not ForwardMode.VERIFY:
             return self._slots.gated_delta_rule(layer_id, q, k, v, g, beta, batch)
-        layout, _ = self._layout(batch)
+        layout = self._layout(batch)
         if has_kernels(v.dtype):
             return delta_steps(delta_inputs(q, k, v, g, beta), layout.rows, layout.steps, self._state_pools[layer_id],
                                self._state_scratch[layer_id], self._team)
@@ -130,17 +156,18 @@ class TreeRecurrent:
                           layout: TreeLayout) -> Tensor:
         q, k = normalise_heads(q, k, v.shape[1])
         v, g, rows = v.float(), decays_of(g), layout.scratch_rows
-        if layout.by_depth is not None:
-            q, k, v, g, beta, rows = (part[layout.by_depth] for part in (q, k, v, g, beta, rows))
+        nodes = layout.nodes
+        if nodes.by_depth is not None:
+            q, k, v, g, beta, rows = (part[nodes.by_depth] for part in (q, k, v, g, beta, rows))
         outs, states, state = [], [], self._state_pools[layer_id][layout.slots]
-        for level in layout.levels:
+        for level in nodes.levels:
             at, before = level.places, state if level.parents is None else state[level.parents]
             out, state = recurrent_step(q[at], k[at], v[at], g[at], beta[at], before)
             outs.append(out)
             states.append(state)
         self._state_scratch[layer_id][rows] = torch.cat(states)
         out = torch.cat(outs)
-        return out if layout.by_depth is None else torch.empty_like(out).index_copy_(0, layout.by_depth, out)
+        return out if nodes.by_depth is None else torch.empty_like(out).index_copy_(0, nodes.by_depth, out)
 
     def plan(self, batch: ForwardBatch) -> object:
         """See `PlansStates.plan`."""
@@ -148,28 +175,30 @@ class TreeRecurrent:
             return self._slots.plan(batch)
         if not self._conv_pools:  # nor any record of scratch memory to check
             return None
-        layout, histories = self._layout(batch)
-        return TreePlan(layout.rows, layout.steps, histories)
+        layout = self._layout(batch)
+        return TreePlan(layout.rows, layout.steps, layout.histories)
 
     def commit(self, batch: ForwardBatch) -> None:
         """Move the state of each row's last accepted node to its slot."""
-        moves = kept_states(batch, self._max_nodes, self._num_scratch) if self._conv_pools or self._state_pools else []
+        moves = kept_states(batch, self._max_nodes, self._num_scratch) if self._has_pools else []
         if not moves:
+            return
+        if self._moves is not None:
+            self._moves.run(moves)
             return
         sources, slots = torch.tensor(moves).t()
         for pools, scratch in ((self._conv_pools, self._conv_scratch), (self._state_pools, self._state_scratch)):
             for layer_id, pool in pools.items():
                 pool[slots] = scratch[layer_id][sources]
 
-    def _layout(self, batch: ForwardBatch) -> tuple[TreeLayout, dict[int, Tensor]]:
+    def _layout(self, batch: ForwardBatch) -> TreeLayout:
         """Made at the first recurrent layer of a forward, used by all."""
         if self._planned is None or self._planned[0] is not batch:
             pools = (*self._conv_pools.values(), *self._state_pools.values())
-            layout = lay_out(batch, self._max_nodes, self._num_scratch,
-                             min((len(pool) for pool in pools), default=sys.maxsize))
             lengths = {pool.shape[1] for pool in self._conv_pools.values()}
-            self._planned = batch, layout, {length: layout.history(length) for length in lengths}
-        return self._planned[1:]
+            self._planned = batch, lay_out(batch, self._max_nodes, self._num_scratch,
+                                           min((len(pool) for pool in pools), default=sys.maxsize), lengths)
+        return self._planned[1]
 
 
 def kept_states(batch: ForwardBatch, max_nodes: int, num_scratch: int) -> list[tuple[int, int]]:
@@ -197,30 +226,40 @@ def node_scratch(pool: Tensor, num_states: int) -> Tensor:
     return torch.empty(num_states, *pool.shape[1:], dtype=pool.dtype, device=pool.device)
 
 
-def lay_out(batch: ForwardBatch, max_nodes: int, num_scratch: int, num_slots: int) -> TreeLayout:
-    """Of a VERIFY batch. Raises InternalError for one without trees, or where a tree, a slot or a scratch record is out
-    of range."""
-    info = batch.spec_info
+def lay_out(batch: ForwardBatch, max_nodes: int, num_scratch: int, num_slots: int,
+            lengths: Iterable[int] = ()) -> TreeLayout:
+    """Of a VERIFY batch, with histories of these lengths. Raises InternalError for one without trees, or where a tree,
+    a slot or a scratch record is out of range."""
+    info, kept = batch.spec_info, list[int]()
     if not isinstance(info, SpecInfo):
         raise InternalError("a VERIFY batch needs its trees")
-    by_depth: dict[int, list[tuple[int, int]]] = {}  # (token, place of its parent in the level before)
-    paths: list[tuple[int, list[int]]] = []
-    parents, scratch_rows, positions = [], [], []
     for row, (spec, slot) in enumerate(zip(info.rows, batch.slot_ids.tolist(), strict=True)):
-        kept_at = first_state(spec, slot, max_nodes, num_scratch)
+        first = first_state(spec, slot, max_nodes, num_scratch)
         if not 0 < len(spec.parents) == batch.query_lens[row] <= max_nodes:
             raise InternalError(f"row {row} brings {batch.query_lens[row]} nodes and a tree of {len(spec.parents)}; "
                                 f"at most {max_nodes} are verified at once")
+        kept += range(first, first + len(spec.parents))
+    nodes, scratch_rows = _nodes_of(tuple(spec.parents for spec in info.rows)), torch.tensor(kept)
+    parents = torch.from_numpy(nodes.parents.copy())
+    return TreeLayout(nodes, recurrent_rows(batch, num_slots), StateSteps(parents, scratch_rows),
+                      batch.slot_ids.long(), scratch_rows, {length: nodes.history(length) for length in lengths})
+
+
+@lru_cache(maxsize=64)  # chains are of few lengths, and most steps have the shape of the one before
+def _nodes_of(trees: tuple[tuple[int, ...], ...]) -> TreeNodes:
+    by_depth: dict[int, list[tuple[int, int]]] = {}  # (token, place of its parent in the level before)
+    paths: list[tuple[int, list[int]]] = []
+    parents, depths = list[int](), list[int]()
+    for row, tree in enumerate(trees):
         first, places = len(paths), list[int]()
-        for node, (parent, depth) in enumerate(zip(spec.parents, info.depths[row], strict=True)):
+        for node, (parent, depth) in enumerate(zip(tree, node_depths(tree), strict=True)):
             level = by_depth.setdefault(depth, [])
             places.append(len(level))
             level.append((first + node, row if parent < 0 else places[parent]))
-            paths.append((row, [first + other for other in ancestors(spec.parents, node)]))
+            paths.append((row, [first + other for other in ancestors(tree, node)]))
             parents.append(first + parent if parent >= 0 else -1)
-            scratch_rows.append(kept_at + node)
-            positions.append(batch.context_lens[row] + depth)
-    levels, width, order = [], batch.num_rows, list[int]()
+            depths.append(depth)
+    levels, width, order = [], len(trees), list[int]()
     for _, nodes in sorted(by_depth.items()):
         before = [parent for _, parent in nodes]
         in_place = before == list(range(width))
@@ -228,16 +267,15 @@ def lay_out(batch: ForwardBatch, max_nodes: int, num_scratch: int, num_slots: in
         order += [token for token, _ in nodes]
         width = len(nodes)
     is_ordered = order == list(range(len(order)))
-    kept = torch.tensor(scratch_rows)
-    return TreeLayout(recurrent_rows(batch, num_slots), StateSteps(torch.tensor(parents), kept), batch.slot_ids.long(),
-                      kept, _node_batch(scratch_rows, positions), levels, None if is_ordered else torch.tensor(order),
-                      paths)
+    return TreeNodes(np.array(parents), depths, levels, None if is_ordered else torch.tensor(order), paths)
 
 
-def _node_batch(scratch_rows: list[int], positions: list[int]) -> ForwardBatch:
-    count = len(positions)
+def _node_batch(batch: ForwardBatch, layout: TreeLayout) -> ForwardBatch:
+    """A decode batch of one row per node over the scratch rows."""
+    nodes, count = layout.nodes, len(layout.scratch_rows)
+    positions = tuple(batch.context_lens[row] + depth
+                      for (row, _), depth in zip(nodes.paths, nodes.depths, strict=True))
     return ForwardBatch(
-        mode=ForwardMode.DECODE, request_keys=tuple(range(count)), query_lens=(1,) * count,
-        context_lens=tuple(positions), token_ids=None, positions=torch.tensor(positions),
-        page_tables=torch.zeros(count, 1, dtype=torch.int32), slot_ids=torch.tensor(scratch_rows, dtype=torch.int32),
-        sampling=(None,) * count)
+        mode=ForwardMode.DECODE, request_keys=tuple(range(count)), query_lens=(1,) * count, context_lens=positions,
+        token_ids=None, positions=torch.tensor(positions), page_tables=torch.zeros(count, 1, dtype=torch.int32),
+        slot_ids=layout.scratch_rows.int(), sampling=(None,) * count)

@@ -9,26 +9,17 @@ and are valid until it is replayed.
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import NoReturn
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor
 
 from engine.contracts.attention import AttentionBackend
 from engine.contracts.model import ForwardContext, StageModel, StageOutput
 from engine.contracts.recurrent import PlansStates, RecurrentBackend
 from engine.core.batch import ForwardBatch, ForwardMode, GraphBucket
 from engine.core.draft_trees import SpecInfo
-from engine.graphs.recorded import Arena, CannotRecordError, Recording, record
-from engine.memory.layout import NULL_INDEX
+from engine.graphs.recorded import Arena, CannotRecordError, OtherShapeError, Recording, record, refill, with_room
 
 logger = logging.getLogger(__name__)
-
-
-class _OtherShapeError(Exception):
-    """What a step is given is not what it was recorded with; the message has both."""
 
 
 class _Withheld(tuple[int, ...]):
@@ -88,7 +79,7 @@ class HostSteps:
         if step is not None and step.batch.page_tables.shape[1] >= batch.page_tables.shape[1]:
             try:
                 _refill_step(step, batch, self._states.plan(batch), given)
-            except _OtherShapeError as error:
+            except OtherShapeError as error:
                 logger.warning("a step runs eagerly: %s", error)
                 return self._eagerly(batch, given)
             step.recording.replay()
@@ -108,11 +99,10 @@ class HostSteps:
 
     def _recorded(self, batch: ForwardBatch, given: StageOutput) -> RecordedStep:
         """Run the batch, with tables for up to twice as many pages of a row."""
-        width = batch.page_tables.shape[1]
         own = replace(
             batch, plan_mark=None, states=(), positions=batch.positions.clone(),
             token_ids=None if batch.token_ids is None else batch.token_ids.clone(),
-            page_tables=F.pad(batch.page_tables, (0, (1 << width.bit_length()) - width), value=NULL_INDEX))
+            page_tables=with_room(batch.page_tables))
         given = _handed_on(given)
         self._attention.plan(own)
         states, results = self._states.plan(own), list[StageOutput]()
@@ -132,35 +122,9 @@ def _handed_on(output: StageOutput) -> StageOutput:
 
 
 def _refill_step(step: RecordedStep, batch: ForwardBatch, states: object, given: StageOutput) -> None:
-    """Raises _OtherShapeError."""
+    """Raises OtherShapeError."""
     for kept, new in ((step.batch.token_ids, batch.token_ids), (step.batch.positions, batch.positions),
                       (step.given.hidden, given.hidden), (step.given.aux_hidden, given.aux_hidden),
                       (step.states, states),
                       (step.batch.forward_metadata_plan, batch.forward_metadata_plan)):
-        _refill(kept, new)
-
-
-def _refill(kept: object, new: object) -> None:
-    """Give kept tensors the values of new ones, of which tables may be narrower; everything else must be the same."""
-    if isinstance(kept, Tensor) and isinstance(new, Tensor) and _are_alike(kept, new):
-        target = kept if kept.shape == new.shape else kept[:, :new.shape[1]]
-        target.copy_(new)
-    elif type(kept) is type(new) and is_dataclass(kept):
-        for field in fields(kept):
-            _refill(getattr(kept, field.name), getattr(new, field.name))
-    elif isinstance(kept, dict) and isinstance(new, dict) and kept.keys() == new.keys():
-        for name, value in kept.items():
-            _refill(value, new[name])
-    elif isinstance(kept, Tensor) or kept != new:
-        raise _OtherShapeError(f"it was recorded with {_described(kept)}, and is given {_described(new)}")
-
-
-def _are_alike(kept: Tensor, new: Tensor) -> bool:
-    """Of one type and shape, or tables of as many rows, the new one not wider."""
-    is_table = kept.dtype is torch.int32 and kept.dim() == new.dim() == 2
-    return kept.dtype is new.dtype and (
-        kept.shape == new.shape or (is_table and len(kept) == len(new) and kept.shape[1] > new.shape[1]))
-
-
-def _described(value: object) -> str:
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        refill(kept, new)

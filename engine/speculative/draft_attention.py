@@ -14,6 +14,7 @@ from engine.core.numerics import Numerics
 from engine.graphs.runner import GraphAttention
 from engine.speculative.multistep_device import DeviceRounds
 from engine.speculative.multistep_latent import MultiStepLatentAttention
+from engine.speculative.multistep_paged import PagedRounds
 
 
 class RoundPlanner(BatchPlanner, Protocol):
@@ -31,7 +32,8 @@ class RoundAttention(AttentionBackend, RoundPlanner, Protocol):
 @dataclass(frozen=True)
 class DraftAttention:
     """Who plans, and what the draft's layers run on then. Both look at the same pools. `capturable` and
-    `capturable_round`: `pages` and `round` as graphs see them; None where they cannot be captured."""
+    `capturable_round`: `pages` and `round` as graphs see them; None where they cannot be captured. `recordable_round`:
+    what a round runs on, on the host, where it is recorded; None where it cannot be."""
 
     pages: BatchPlanner
     on_pages: ForwardContext
@@ -39,6 +41,7 @@ class DraftAttention:
     in_round: ForwardContext
     capturable: GraphAttention | None = None
     capturable_round: DeviceRounds | None = None
+    recordable_round: PagedRounds | None = None
 
     @classmethod
     def over_kv(cls, paged: AttentionBackend, multi_step: RoundAttention) -> "DraftAttention":

@@ -6,20 +6,21 @@ frontier. The draft's pages have the ids of the target's: what a request leases,
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine.contracts.model import StageOutput
-from engine.core.batch import ForwardBatch, ForwardMode, plan_where_needed
+from engine.core.batch import ForwardBatch, plan_where_needed
 from engine.core.draft_trees import NO_TREE, CarriedKeys, SpecInfo, TokenTree
 from engine.speculative.draft_attention import DraftAttention
+from engine.speculative.draft_batches import FollowedRow, extend_batch, followed_rows, round_batch, row_ends
 from engine.speculative.draft_graphs import DraftGraphs
 from engine.speculative.draft_handoff import DraftEnd, HandedEnds
 from engine.speculative.draft_model import DraftModel
 from engine.speculative.drafter import PoolDrafter
 from engine.speculative.proposal import Proposal
+from engine.speculative.recorded_drafts import RecordedDrafts
 from engine.speculative.round_graphs import RoundGraphs
 from engine.speculative.tree_expander import TreeExpander
 from engine.speculative.verify import Run
@@ -45,25 +46,13 @@ class PromptDrafter:
         return [NO_TREE] * batch.num_rows
 
 
-@dataclass(frozen=True)
-class FollowedRow:
-    """One row's slots to extend by: tokens of the batch whose features they read, the tokens after them, the position
-    of the first, and how many nodes its next tree may have (0: no tree)."""
-
-    row: int
-    features: list[int]
-    next_tokens: list[int]
-    position: int
-    num_nodes: int
-
-
 class EagleDrafter:
     """A `Drafter`. `topk` is 1 for chains. `handed` is what crosses with prompts, where the draft's state does;
-    `graphs` and `rounds` take the batches that they were captured for."""
+    `graphs` and `rounds` take the batches that they were captured for; `recorded` whole steps, where it can."""
 
     def __init__(self, *, model: DraftModel, attention: DraftAttention, topk: int, steps: int,
                  handed: HandedEnds | None = None, graphs: DraftGraphs | None = None,
-                 rounds: RoundGraphs | None = None) -> None:
+                 rounds: RoundGraphs | None = None, recorded: RecordedDrafts | None = None) -> None:
         self._model = model
         self._attention = attention
         self._expander = TreeExpander(model=model, rounds=attention.round, context=attention.in_round, topk=topk)
@@ -71,6 +60,7 @@ class EagleDrafter:
         self._handed = handed
         self._graphs = graphs
         self._rounds = rounds
+        self._recorded = recorded
         self.num_plans = {"draft_extend": 0, "draft_round": 0}  # by path
 
     @torch.inference_mode()
@@ -98,18 +88,22 @@ class EagleDrafter:
         followed = followed_rows(batch, runs)
         if not followed:
             return [NO_TREE] * len(runs)
+        if self._recorded is not None:
+            candidates = self._recorded.propose(batch, followed, output.aux_hidden)
+            if candidates is not None:
+                self.num_plans = {path: count + 1 for path, count in self.num_plans.items()}
+                return _in_order_of(runs, followed, candidates.trees([row.num_nodes for row in followed]))
         extend = extend_batch(batch, followed)
         hidden = self._extend(extend, followed, output)
         growing = [index for index, row in enumerate(followed) if row.num_nodes]
-        trees = {}
+        trees = list[TokenTree]()
         if growing:
             last = row_ends(extend)[growing]
             continued = extend if len(growing) == extend.num_rows else extend.filter(growing)
             slots = [a + b for a, b in zip(continued.context_lens, continued.query_lens, strict=True)]
-            grown = self._grow(continued, slots, extend.positions[last] + 1, self._end(extend, hidden, last),
+            trees = self._grow(continued, slots, extend.positions[last] + 1, self._end(extend, hidden, last),
                                [followed[index].num_nodes for index in growing])
-            trees = {followed[index].row: tree for index, tree in zip(growing, grown, strict=True)}
-        return [trees.get(run.row, NO_TREE) for run in runs]
+        return _in_order_of(runs, [followed[index] for index in growing], trees)
 
     def _extend(self, extend: ForwardBatch, followed: list[FollowedRow], output: StageOutput) -> Tensor:
         """Hidden states of all slots, [slots, hidden]."""
@@ -136,7 +130,7 @@ class EagleDrafter:
         steps = min(self._steps, max(num_nodes))
         proposal = Proposal(ends.log_p, ends.tokens)
         if steps > 1:
-            batch = _round_batch(rows, slots, positions, ends)
+            batch = round_batch(rows, slots, positions, ends.log_p.shape[1], ends.keys)
             bucket = None if self._rounds is None else self._rounds.bucket_for(batch, steps)
             if self._rounds is not None and bucket is not None:
                 self.num_plans["draft_round"] += 1
@@ -146,58 +140,7 @@ class EagleDrafter:
         return proposal.candidates().trees(num_nodes)
 
 
-def followed_rows(batch: ForwardBatch, runs: Sequence[Run]) -> list[FollowedRow]:
-    """The rows the draft follows, with the tokens that stand."""
-    if not batch.num_rows:
-        return []
-    info = batch.spec_info
-    if not isinstance(info, SpecInfo):
-        raise InternalError("a draft can follow only batches that carry speculation")
-    tokens, by_row = info.token_ids.tolist(), {run.row: run for run in runs}
-    found, first = [], 0
-    for row, (length, context_len, spec) in enumerate(zip(batch.query_lens, batch.context_lens, info.rows,
-                                                          strict=True)):
-        run = by_row.get(row)
-        if spec.num_draft_tokens:
-            nodes, after = list(range(length)), tokens[first + 1:first + length]
-            if run is not None and batch.mode is ForwardMode.VERIFY:
-                nodes, after = list(run.accepted), [token.token_id for token in run.tokens[:-1]]
-            last = spec.next_token_id if run is None else run.tokens[-1].token_id
-            if last is None or context_len < spec.draft_start:
-                raise InternalError(f"row {row} at {context_len} neither draws nor names the token after it, or its "
-                                    f"draft starts at {spec.draft_start}")
-            found.append(FollowedRow(row, [first + node for node in nodes], [*after, last], context_len,
-                                   0 if run is None else spec.num_draft_tokens))
-        first += length
-    return found
-
-
-def extend_batch(batch: ForwardBatch, followed: list[FollowedRow]) -> ForwardBatch:
-    """The draft's slots are counted from the first it has; positions stay the target's."""
-    info = batch.spec_info
-    assert isinstance(info, SpecInfo)
-    rows = torch.tensor([row.row for row in followed])
-    return ForwardBatch(
-        mode=ForwardMode.DRAFT, request_keys=tuple(batch.request_keys[row.row] for row in followed),
-        query_lens=tuple(len(row.features) for row in followed),
-        context_lens=tuple(row.position - info.rows[row.row].draft_start for row in followed),
-        token_ids=torch.tensor([token for row in followed for token in row.next_tokens]),
-        positions=torch.cat([torch.arange(row.position, row.position + len(row.features)) for row in followed]),
-        page_tables=batch.page_tables[rows], slot_ids=batch.slot_ids[rows], sampling=(None,) * len(followed),
-        spec_info=CarriedKeys())
-
-
-def row_ends(batch: ForwardBatch) -> Tensor:
-    """[R] int64, each row's last token."""
-    return torch.tensor(batch.query_lens).cumsum(0) - 1
-
-
-def _round_batch(rows: ForwardBatch, slots: Sequence[int], positions: Tensor, ends: DraftEnd) -> ForwardBatch:
-    """A row's branches at the slot after its last; each step sets tokens and positions. Only chains carry keys: the
-    branches of a tree change places between steps."""
-    width = ends.log_p.shape[1]
-    return ForwardBatch(
-        mode=ForwardMode.DRAFT, request_keys=rows.request_keys, query_lens=(width,) * rows.num_rows,
-        context_lens=tuple(slots), token_ids=None, positions=positions.repeat_interleave(width),
-        page_tables=rows.page_tables, slot_ids=rows.slot_ids, sampling=(None,) * rows.num_rows,
-        spec_info=CarriedKeys.chosen_by(ends.keys) if width == 1 else None)
+def _in_order_of(runs: Sequence[Run], rows: Sequence[FollowedRow], trees: Sequence[TokenTree]) -> list[TokenTree]:
+    """A tree for each run: that of its row, or none."""
+    found = {row.row: tree for row, tree in zip(rows, trees, strict=True)}
+    return [found.get(run.row, NO_TREE) for run in runs]

@@ -16,7 +16,7 @@ from engine.contracts.model import ForwardContext, StageOutput
 from engine.core.batch import ForwardBatch, ForwardMode, plan_where_needed
 from engine.core.draft_trees import NO_TREE, TokenTree
 from engine.speculative.draft_attention import no_states
-from engine.speculative.eagle import FollowedRow, followed_rows
+from engine.speculative.draft_batches import FollowedRow, followed_rows
 from engine.speculative.proposal import Candidates
 from engine.speculative.verify import Run
 from runtime.errors import InternalError

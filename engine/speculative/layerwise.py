@@ -21,9 +21,9 @@ from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardBatch, plan_where_needed
 from engine.core.draft_trees import NO_TREE, CarriedKeys, SpecInfo, TokenTree
 from engine.speculative.draft_attention import DraftAttention
+from engine.speculative.draft_batches import extend_batch, followed_rows, row_ends
 from engine.speculative.draft_handoff import HandedChains
 from engine.speculative.draft_model import DraftModel
-from engine.speculative.eagle import extend_batch, followed_rows, row_ends
 from engine.speculative.proposal import Candidates
 from engine.speculative.verify import Run
 from runtime.errors import InternalError

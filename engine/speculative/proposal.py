@@ -34,6 +34,18 @@ class Candidates:
                 for row, count in enumerate(num_nodes)]
 
 
+@dataclass(frozen=True)
+class Chains:
+    """One node after the other: [R, n] int64 tokens."""
+
+    tokens: Tensor
+
+    def trees(self, num_nodes: Sequence[int]) -> list[TokenTree]:
+        """The first `num_nodes[r]` tokens of each row."""
+        kept = [tuple(tokens[:count]) for tokens, count in zip(self.tokens.tolist(), num_nodes, strict=True)]
+        return [TokenTree(tokens, tuple(range(-1, len(tokens) - 1))) for tokens in kept]
+
+
 class Proposal:
     """The candidates of all rows so far. `expand` adds a level below the frontier."""
 

@@ -7,7 +7,7 @@ from engine.contracts.model import ForwardContext
 from engine.core.batch import ForwardBatch
 from engine.speculative.draft_attention import RoundPlanner
 from engine.speculative.draft_model import DraftModel
-from engine.speculative.proposal import Proposal
+from engine.speculative.proposal import Chains, Proposal
 
 
 class TreeExpander:
@@ -23,6 +23,21 @@ class TreeExpander:
         """hidden: [n, hidden]. Log probabilities and the target's ids [n, topk] of the most likely tokens."""
         log_p, ids = self._model.logits(hidden).log_softmax(-1).topk(self._topk)
         return log_p, self._model.target_ids(ids)
+
+    def chains(self, batch: ForwardBatch, hidden: Tensor, steps: int) -> Chains:
+        """As many as `steps` tokens for each row, the most likely ones: what `expand` gives with `topk` 1, without the
+        scores, which a chain has no use for. `batch` and hidden: as there."""
+        tokens = [self._most_likely(hidden)]
+        for step in range(1, steps):
+            if step > 1:
+                batch.positions = batch.positions + 1
+            batch.token_ids = tokens[-1]
+            hidden = self._model.forward(batch, hidden, self._context)
+            tokens.append(self._most_likely(hidden))
+        return Chains(torch.stack(tokens, 1))
+
+    def _most_likely(self, hidden: Tensor) -> Tensor:
+        return self._model.target_ids(self._model.logits(hidden).argmax(-1))
 
     def expand(self, proposal: Proposal, batch: ForwardBatch, hidden: Tensor, steps: int) -> None:
         """Add `steps` - 1 levels below the first. `batch` is planned, its positions are those of the next slots;

@@ -103,9 +103,9 @@ class _Attention:
         self._output = weights.linear("o_proj", rows=(spec.hidden_size,), in_features=self._widths[0])
 
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
-        query, key, value = (part.reshape(len(x), -1, self._spec.head_dim)
-                             for part in torch.split(self._qkv(x), self._widths, dim=-1))
-        rotated = stage_pass.rotary_table().rotate_halves(torch.cat([query, key], 1))
+        heads = self._qkv(x).view(len(x), -1, self._spec.head_dim)
+        turning = self._spec.num_heads + self._spec.num_kv_heads
+        rotated, value = stage_pass.rotary_table().rotate_halves(heads[:, :turning]), heads[:, turning:]
         query, key = rotated[:, :self._spec.num_heads], rotated[:, self._spec.num_heads:]
         heads = stage_pass.paged_attention().run(0, query, key, value, stage_pass.batch)
         return self._output(heads.reshape(len(x), -1))

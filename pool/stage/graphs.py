@@ -13,6 +13,7 @@ from engine.speculative.config import SpeculationConfig
 from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.draft_graphs import DraftGraphs
 from engine.speculative.draft_model import DraftModel
+from engine.speculative.recorded_drafts import RecordedDrafts
 from engine.speculative.round_graphs import RoundGraphs
 from engine.speculative.tree_expander import TreeExpander
 from models.loader import ModelDescription
@@ -60,7 +61,11 @@ def build_host_steps(config: WorkerConfig, description: ModelDescription, model:
 def build_draft_graphs(config: WorkerConfig, parts: Capturable | None, plan: SpeculationPlan, model: DraftModel,
                        attention: DraftAttention) -> CapturedDraft:
     """Capture the forwards by which the draft follows up to `max_running` rows, and the whole rounds in which it grows
-    their trees. Nothing and raises as `build_graphs`."""
+    their trees; on the host record both, each number of rows when it comes. Nothing and raises as `build_graphs`."""
+    if attention.recordable_round is not None and config.cuda_graphs and not plan.draft.target.counts_on_host:
+        return CapturedDraft(recorded=RecordedDrafts(
+            model=model, attention=attention, rounds=attention.recordable_round, topk=plan.config.topk,
+            steps=plan.config.steps, max_nodes=plan.config.max_nodes))
     if parts is None or attention.capturable is None or not config.cuda_graphs or plan.draft.target.counts_on_host:
         return CapturedDraft()
     (cache, *_) = model.cache_specs(config.page_size)

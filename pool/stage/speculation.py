@@ -22,6 +22,7 @@ from engine.speculative.drafter import Drafter, PoolDrafter
 from engine.speculative.eagle import EagleDrafter, PromptDrafter
 from engine.speculative.frozen import FrozenDrafter
 from engine.speculative.layerwise import LayerwiseDrafter
+from engine.speculative.recorded_drafts import RecordedDrafts
 from engine.speculative.round_graphs import RoundGraphs
 from models.drafts.loader import DraftDescription, read_draft
 from models.loader import ModelDescription
@@ -32,10 +33,12 @@ from runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class CapturedDraft:
-    """What of a draft runs as captured graphs: following what was accepted, and growing trees behind it."""
+    """What of a draft runs as captured graphs: following what was accepted, and growing trees behind it; or both as
+    recordings, on the host."""
 
     follows: DraftGraphs | None = None
     rounds: RoundGraphs | None = None
+    recorded: RecordedDrafts | None = None
 
 
 CaptureDraft = Callable[[DraftModel, DraftAttention], CapturedDraft]
@@ -156,7 +159,7 @@ def build_drafter(plan: SpeculationPlan, pools: StagePools, backends: Backends,
     ends = _handed_ends(pools, plan.first_layer) if plan.handed else None
     captured = capture(layers[0], attention)
     return EagleDrafter(model=layers[0], attention=attention, topk=plan.config.topk, steps=plan.config.steps,
-                        handed=ends, graphs=captured.follows, rounds=captured.rounds)
+                        handed=ends, graphs=captured.follows, rounds=captured.rounds, recorded=captured.recorded)
 
 
 def _handed_chains(pools: StagePools, layer_id: int) -> HandedChains:

@@ -16,6 +16,8 @@ from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.draft_model import DraftModel
 from engine.speculative.eagle import EagleDrafter
 from engine.speculative.multistep import MultiStepAttention
+from engine.speculative.multistep_paged import PagedRounds
+from engine.speculative.recorded_drafts import RecordedDrafts
 from models.drafts.loader import random_draft
 from models.loader import ModelDescription
 from tests.decode.test_speculation import assert_nothing_leaked, requests, shown
@@ -45,27 +47,28 @@ def reference(description: ModelDescription) -> list[Answer]:
         return pool.generate(requests())
 
 
-def eagle_drafter(model: DraftModel, shape: Shape, num_pages: int) -> tuple[EagleDrafter, CpuAttention,
-                                                                            MultiStepAttention]:
+def eagle_drafter(model: DraftModel, shape: Shape, num_pages: int, *, is_recorded: bool = True) -> EagleDrafter:
     (spec,) = model.cache_specs(PAGE_SIZE)
     pools = {0: torch.full((num_pages, *spec.record_shape), float("nan"))}
     geometry = model.attention_geometry(PAGE_SIZE)
     assert isinstance(geometry, AttentionGeometry)
-    paged = CpuAttention(kv_pools=pools, geometry=geometry)
-    steps = MultiStepAttention(kv_pools=pools, geometry=geometry)
-    drafter = EagleDrafter(model=model, attention=DraftAttention.over_kv(paged, steps), topk=shape.width,
-                           steps=shape.depth)
-    return drafter, paged, steps
+    attention = DraftAttention.over_kv(CpuAttention(kv_pools=pools, geometry=geometry),
+                                       MultiStepAttention(kv_pools=pools, geometry=geometry))
+    recorded = RecordedDrafts(model=model, attention=attention, topk=shape.width, steps=shape.depth,
+                              rounds=PagedRounds(kv_pools=pools, geometry=geometry), max_nodes=shape.nodes + 1)
+    return EagleDrafter(model=model, attention=attention, topk=shape.width, steps=shape.depth,
+                        recorded=recorded if is_recorded else None)
 
 
 def speculation(description: ModelDescription, shape: Shape, made: list[CheckedDrafter],
-                draft_length: DraftLength = lambda num_running: MAX_DRAFT_TOKENS) -> Speculation:
+                draft_length: DraftLength = lambda num_running: MAX_DRAFT_TOKENS, *,
+                is_recorded: bool = True) -> Speculation:
     """Adds the drafter to `made` when the pool builds it."""
     model = random_draft(eagle.CONFIG, description, numerics=Numerics.EXACT)
     oracle = eagle.Eagle3Oracle(eagle.random_tensors(tied_head=description.spec.tied_head))
 
     def build(num_pages: int) -> CheckedDrafter:
-        drafter, _, _ = eagle_drafter(model, shape, num_pages)
+        drafter = eagle_drafter(model, shape, num_pages, is_recorded=is_recorded)
         made.append(CheckedDrafter(drafter, oracle, shape))
         return made[-1]
 
@@ -77,12 +80,14 @@ def assert_trees_are_the_formulas(drafter: CheckedDrafter) -> None:
     assert drafter.num_equal >= 0.9 * drafter.num_trees, "but for scores that are equal up to rounding"
 
 
+@pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "eager"])
 @pytest.mark.parametrize(("shape", "size"), [(CHAINS["chain 1"], 1), (CHAINS["chain 3"], 2),
                                              (TREES["tree 4x4/15"], 3)])
 def test_trees_are_the_formulas(description: ModelDescription, reference: list[Answer], shape: Shape,
-                                size: int) -> None:
+                                size: int, *, is_recorded: bool) -> None:
     made: list[CheckedDrafter] = []
-    with local_pool(description, size, chunk_tokens=64, speculation=speculation(description, shape, made)) as pool:
+    with local_pool(description, size, chunk_tokens=64,
+                    speculation=speculation(description, shape, made, is_recorded=is_recorded)) as pool:
         assert shown(pool.generate(requests())) == shown(reference)
         assert_nothing_leaked(pool)
     assert_trees_are_the_formulas(made[0])
@@ -126,7 +131,7 @@ def test_s1_2_a_pool_plans_once_per_step_and_path(shape: Shape, monkeypatch: pyt
         return run(self, batch, incoming)
 
     def build(num_pages: int) -> EagleDrafter:
-        drafters.append(eagle_drafter(model, shape, num_pages)[0])
+        drafters.append(eagle_drafter(model, shape, num_pages))
         return drafters[-1]
 
     monkeypatch.setattr(StageExecutor, "run", counted)

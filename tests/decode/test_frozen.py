@@ -17,7 +17,7 @@ from engine.core.numerics import Numerics
 from engine.core.request import Request
 from engine.memory.layout import CacheKind
 from engine.memory.pools import StagePools
-from engine.speculative.eagle import followed_rows
+from engine.speculative.draft_batches import followed_rows
 from engine.speculative.frozen import FrozenDrafter
 from engine.speculative.verify import Run
 from models.drafts.loader import read_draft

@@ -68,7 +68,7 @@ def kernels() -> Iterator[Kernel]:
         yield Kernel(latent.compiled_for, (dtype, other))
         for rounds_first in (False, True):
             yield Kernel(token_passes.norm_for, (dtype, other, rounds_first))
-    for alone in (packing.compiled, tiles.compiled, index_scores.choice, program.load_runner):
+    for alone in (packing.compiled, tiles.compiled, index_scores.choice, program.load_runner, rows.moves_for):
         yield Kernel(alone)
 
 

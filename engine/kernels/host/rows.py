@@ -1,7 +1,8 @@
-"""Sums and copies of rows on the host, and keys and values into their pages: what stands between the products of a
-step, as launches, so that a recording of the step has nothing else.
+"""Sums and copies of rows on the host, keys and values into their pages, and states to where they stay: what stands
+between the products of a step, and between two steps, as launches.
 """
 
+from collections.abc import Sequence
 from functools import cache
 
 import numpy as np
@@ -31,6 +32,8 @@ _SUM = record("num_values", "x", "y", "out")
 _COPIES = record("num_rows", "width", "stride", "x", "out")
 _WRITES = record("num_tokens", "num_heads", "width", "page_size", "page_values", "k", "k_stride", "v", "v_stride",
                  "pages", "write_pages", "write_offsets")
+_RECORDS = record("num_moves", "num_pools", "pools", "sources", "targets")
+_POOL_FIELDS = 3
 _ITEM_TOKENS = 16
 _ITEM_VALUES = 1 << 14
 
@@ -154,3 +157,53 @@ def _write(a, token, page, offset, stored):
     for head in range(a.num_heads):
         for place in range(a.width):
             out[head, offset, place] = x[head, place]
+
+
+class RecordMoves:
+    """Copies of records [N, ...] from tensors to others of the same records, in pairs; each dense."""
+
+    def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+        """Source and target of each pair; both are kept."""
+        self._pairs, self._team = tuple(pairs), Team()
+        self._num_records = (min(len(source) for source, _ in pairs), min(len(target) for _, target in pairs))
+        self._table = torch.tensor([(source.data_ptr(), target.data_ptr(), target[0].nbytes)
+                                    for source, target in pairs])
+
+    def run(self, moves: Sequence[tuple[int, int]]) -> None:
+        """Copy record a to record b of every pair, for each (a, b). No two have the same b.
+
+        Raises:
+            InternalError: a record that some of the tensors do not have.
+        """
+        for move in moves:
+            if not all(0 <= place < count for place, count in zip(move, self._num_records, strict=True)):
+                raise InternalError(f"record {move[0]} to {move[1]} of {self._num_records}")
+        sources, targets = torch.tensor(moves).t().contiguous()
+        launch_integers(moves_for(), len(moves) * len(self._pairs), (
+            len(moves), len(self._pairs), self._table.data_ptr(), sources.data_ptr(), targets.data_ptr()),
+            self._team)
+
+
+@cache
+def moves_for():
+    return compile_kernel(_move_records, _RECORDS, "move_records", __file__)
+
+
+@njit(**PART)
+def _move_records(pointer):
+    """One thread's part: a record of a pair at a time, until none is left."""
+    a = carray(pointer, 1)[0]
+    pools = carray(pointer_to(a.pools, np.int64), (a.num_pools, _POOL_FIELDS))
+    sources = carray(pointer_to(a.sources, np.int64), a.num_moves)
+    targets = carray(pointer_to(a.targets, np.int64), a.num_moves)
+    while True:
+        item = count_up(pointer, NEXT)
+        if item >= a.num_items:
+            return
+        move = item // a.num_pools
+        source_at, target_at, num_bytes = pools[item % a.num_pools]
+        source = carray(pointer_to(source_at + sources[move] * num_bytes, np.uint8), num_bytes)
+        target = carray(pointer_to(target_at + targets[move] * num_bytes, np.uint8), num_bytes)
+        for place in range(num_bytes):
+            target[place] = source[place]
+        count_up(pointer, DONE)

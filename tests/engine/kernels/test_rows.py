@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from engine.kernels.host.compiled import Team
-from engine.kernels.host.rows import add_rows, copy_rows, write_tokens
+from engine.kernels.host.rows import RecordMoves, add_rows, copy_rows, write_tokens
 from runtime.errors import InternalError
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -48,3 +48,22 @@ def test_shapes_that_do_not_belong_together_are_refused(num_heads: int, width: i
     tokens, places = torch.zeros(5, num_heads, width), torch.zeros(num_places, dtype=torch.long)
     with pytest.raises(InternalError, match=r"for [45] places in pages of \(2, 3, 16, 24\)$"):
         write_tokens(tokens, tokens, torch.zeros(2, 2, 3, 16, 24), places, places, Team())
+
+
+@pytest.mark.parametrize("moves", [[(3, 1)], [(0, 4), (8, 0), (3, 2)]])
+def test_records_move_in_every_pair_and_nothing_else_changes(moves: list[tuple[int, int]]) -> None:
+    pairs = [(torch.randn(9, 3, 7).bfloat16(), torch.randn(5, 3, 7).bfloat16()),
+             (torch.randn(9, 11), torch.randn(5, 11))]
+    expected = [target.clone() for _, target in pairs]
+    for (source, _), target in zip(pairs, expected, strict=True):
+        for a, b in moves:
+            target[b] = source[a]
+    RecordMoves(pairs).run(moves)
+    assert all(torch.equal(found, target) for (_, found), target in zip(pairs, expected, strict=True))
+
+
+@pytest.mark.parametrize("move", [(9, 0), (-1, 0), (0, 5), (0, -1)])
+def test_records_that_are_not_there_are_refused(move: tuple[int, int]) -> None:
+    moves = RecordMoves([(torch.zeros(9, 2), torch.zeros(5, 2)), (torch.zeros(12, 2), torch.zeros(7, 2))])
+    with pytest.raises(InternalError, match=r"of \(9, 5\)$"):
+        moves.run([(0, 0), move])

@@ -29,6 +29,7 @@ from engine.pipeline.stages import StageExecutor
 from engine.speculative.multistep import MultiStepAttention
 from engine.speculative.multistep_device import DeviceRounds
 from engine.speculative.multistep_latent import MultiStepLatentAttention
+from engine.speculative.multistep_paged import PagedRounds
 from runtime.errors import StalePlanError
 from tests.decode import test_layerwise as layerwise
 from tests.engine.backends import test_device_latent as device_latent
@@ -40,6 +41,7 @@ from tests.engine.graphs import test_runner as graphs
 from tests.engine.speculative import test_draft_graphs as draft_graphs
 from tests.engine.speculative import test_multistep_device
 from tests.engine.speculative import test_plan_marker as rounds
+from tests.engine.speculative import test_recorded_drafts as recorded_drafts
 from tests.support.contracts import latent
 from tests.support.contracts.attention import GEOMETRY as FLASHINFER
 from tests.support.kernels.attention import LAYER
@@ -129,6 +131,8 @@ CASES = {
     "engine/speculative/multistep.py": Case(
         lambda: MultiStepAttention(kv_pools=kv_pools(), geometry=GEOMETRY), rounds.round_batch, run_kv,
         plans_again=False),
+    "engine/speculative/multistep_paged.py": Case(
+        lambda: PagedRounds(kv_pools=kv_pools(), geometry=GEOMETRY), rounds.round_batch, run_kv, plans_again=False),
     "engine/speculative/multistep_device.py": Case(
         lambda: DeviceRounds(kv_pools=kv_pools(), geometry=GEOMETRY, wrappers=FakeWrappers(),
                              device=torch.device("cpu")), rounds.round_batch, run_kv, plans_again=False,
@@ -308,6 +312,7 @@ CHECKS: dict[str, Callable[[], None]] = {
     "engine/graphs/runner.py": in_turn(
         graphs.test_s1_3_a_replay_without_a_plan_of_its_own_is_refused,
         graphs.test_s1_3_each_replay_is_planned_once_and_a_batch_with_a_plan_is_left_alone),
+    "engine/speculative/recorded_drafts.py": lambda: recorded_drafts.test_trees_are_those_of_eager_steps(1),
     "engine/speculative/layerwise.py": check_layerwise,
     "engine/speculative/frozen.py": rounds.test_s1_2_a_chain_over_frozen_keys_is_planned_once,
     "engine/speculative/eagle.py": lambda: rounds.test_s1_2_one_plan_per_step_and_path_none_inside_the_loop(2, 3),

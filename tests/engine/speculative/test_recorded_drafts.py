@@ -1,0 +1,122 @@
+"""A draft whose steps are recorded and one that runs eagerly propose the same trees."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from engine.backends.cpu.attention import CpuAttention
+from engine.contracts.attention import AttentionGeometry
+from engine.contracts.model import StageOutput
+from engine.core.batch import ForwardMode, SamplingRow
+from engine.core.draft_trees import SpecRow, TokenTree
+from engine.core.request import DrawnToken, SamplingParams
+from engine.core.rows import Row, build_batch
+from engine.speculative.draft_attention import DraftAttention, RoundAttention
+from engine.speculative.eagle import EagleDrafter
+from engine.speculative.multistep import MultiStepAttention
+from engine.speculative.multistep_paged import PagedRounds
+from engine.speculative.recorded_drafts import RecordedDrafts
+from engine.speculative.verify import Run
+from runtime.errors import InternalError
+from tests.engine.speculative.test_multistep_device import HEADS, KV_HEADS, round_of
+from tests.engine.speculative.test_plan_marker import GEOMETRY, HIDDEN, PAGE_SIZE, VOCAB, ToyDraft, round_batch
+
+MAX_NODES, PAGES_EACH = 4, 8
+WIDE = AttentionGeometry(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=16, page_size=32, scale=0.4)
+
+
+class Draft:
+    """Over pages of NaN, the null page too; each request has eight of its own."""
+
+    def __init__(self, topk: int, *, is_recorded: bool, steps: int = 3) -> None:
+        self.pools = {0: torch.full((1 + 4 * PAGES_EACH, 2, 1, PAGE_SIZE, HIDDEN), float("nan"))}
+        attention = DraftAttention.over_kv(CpuAttention(kv_pools=self.pools, geometry=GEOMETRY),
+                                           MultiStepAttention(kv_pools=self.pools, geometry=GEOMETRY))
+        model = ToyDraft()
+        self.recorded = RecordedDrafts(model=model, attention=attention, topk=topk, steps=steps, max_nodes=MAX_NODES,
+                                       rounds=PagedRounds(kv_pools=self.pools, geometry=GEOMETRY))
+        self.drafter = EagleDrafter(model=model, attention=attention, topk=topk, steps=steps,
+                                    recorded=self.recorded if is_recorded else None)
+
+    def propose(self, mode: ForwardMode, counts: dict[int, int], contexts: Sequence[int],
+                accepted: dict[int, int], seed: int) -> list[TokenTree]:
+        """counts: how many tokens each request brings; accepted: how many nodes of a chain stand."""
+        batch = build_batch(mode, [
+            Row(key, [3 + key] * count, contexts[key], list(range(1 + PAGES_EACH * key, 1 + PAGES_EACH * (key + 1))), 0,
+                SamplingRow(SamplingParams(), 0), SpecRow(parents=tuple(range(-1, count - 1)), num_draft_tokens=3))
+            for key, count in counts.items()])
+        runs = [Run(row, list(range(accepted[key])),
+                    [DrawnToken((7 + key + place) % VOCAB) for place in range(accepted[key])])
+                for row, key in enumerate(counts)]
+        hidden = torch.randn(batch.num_tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
+        return self.drafter.propose(batch, StageOutput(aux_hidden={0: hidden}), runs)
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_trees_are_those_of_eager_steps(topk: int) -> None:
+    """Rows that come and go, across pages, with all or some of their nodes accepted."""
+    drafts = [Draft(topk, is_recorded=is_recorded) for is_recorded in (True, False)]
+    rng, contexts = random.Random(topk), [0] * 4
+    prompts = [5, 30, 1, 17]
+    for turn in range(60):
+        mode = ForwardMode.PREFILL if turn < len(prompts) else rng.choice([ForwardMode.VERIFY, ForwardMode.DECODE])
+        length = {ForwardMode.PREFILL: 0, ForwardMode.VERIFY: MAX_NODES, ForwardMode.DECODE: 1}[mode]
+        chosen = [turn] if turn < len(prompts) else rng.sample(range(4), rng.randint(1, 3))
+        counts = {key: length or prompts[key] for key in chosen}
+        accepted = {key: rng.randint(1, count) if mode is ForwardMode.VERIFY else count
+                    for key, count in counts.items()}
+        recorded, eager = (draft.propose(mode, counts, contexts, accepted, turn) for draft in drafts)
+        assert recorded == eager
+        assert all(len(tree) == 3 for tree in recorded)
+        for key in chosen:
+            contexts[key] += accepted[key]
+    assert max(contexts) > 3 * PAGE_SIZE
+    assert drafts[0].recorded.num_replays > 30
+    assert drafts[0].drafter.num_plans == drafts[1].drafter.num_plans
+
+
+def test_a_round_that_does_not_fit_runs_eagerly() -> None:
+    """Nine steps behind the first of three rows are 27 tokens, of a null page of 16."""
+    draft = Draft(1, is_recorded=True, steps=10)
+    trees = draft.propose(ForwardMode.DECODE, dict.fromkeys(range(3), 1), [0, 0, 0], dict.fromkeys(range(3), 1), 0)
+    assert (draft.recorded.num_recorded, len(trees)) == (0, 3)
+
+
+@pytest.mark.parametrize("branches", [1, 3])
+@pytest.mark.parametrize("lengths", [(1,), (40, 64, 33)])
+def test_a_round_sees_what_gathered_keys_show(lengths: tuple[int, ...], branches: int) -> None:
+    """Three steps of two layers, the branches chosen anew in between."""
+    generator = torch.Generator().manual_seed(1)
+    pools = {layer: torch.randn(10, 2, KV_HEADS, 32, 16, generator=generator) for layer in range(2)}
+    backends: tuple[RoundAttention, ...] = (
+        PagedRounds(kv_pools=pools, geometry=WIDE), MultiStepAttention(kv_pools=pools, geometry=WIDE))
+    batches = [round_of(lengths, branches) for _ in backends]
+    for backend, batch in zip(backends, batches, strict=True):
+        backend.plan(batch)
+    for _ in range(3):
+        for layer in range(2):
+            q = torch.randn(len(lengths) * branches, HEADS, 16, generator=generator)
+            k, v = torch.randn(2, len(lengths) * branches, KV_HEADS, 16, generator=generator)
+            found, expected = (backend.run(layer, q, k, v, batch)
+                               for backend, batch in zip(backends, batches, strict=True))
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+        parents = torch.randint(branches, (len(lengths), branches), generator=generator)
+        for backend, batch in zip(backends, batches, strict=True):
+            backend.reorder(batch, parents)
+
+
+def test_a_round_ends_where_the_null_page_does() -> None:
+    rounds = PagedRounds(kv_pools={0: torch.zeros(20, 2, 1, PAGE_SIZE, HIDDEN)}, geometry=GEOMETRY)
+    batch = round_batch()
+    assert rounds.has_room(batch.num_tokens, PAGE_SIZE // batch.num_tokens)
+    assert not rounds.has_room(batch.num_tokens, PAGE_SIZE // batch.num_tokens + 1)
+    rounds.plan(batch)
+    x = torch.ones(batch.num_tokens, 1, HIDDEN)
+    for _ in range(PAGE_SIZE // batch.num_tokens):
+        rounds.run(0, x.expand(-1, 2, -1).contiguous(), x, x, batch)
+    with pytest.raises(InternalError, match="fill the null page"):
+        rounds.run(0, x.expand(-1, 2, -1).contiguous(), x, x, batch)
+    with pytest.raises(InternalError, match="has no room for a round of 40"):
+        rounds.plan(round_batch(branches=20))
