@@ -57,7 +57,8 @@ async def test_one_routers_load_shows_in_the_others_choices() -> None:
 async def test_the_death_of_one_router_frees_what_it_held_and_disturbs_no_other() -> None:
     fabric, journal = Fabric(), Journal()
     prefill, pool = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
-    pool.token_pause_s = 0.01
+    may_go = asyncio.Event()
+    pool.at(Point.TOKEN, lambda _: may_go.wait())
     async with running_router(prefill, pool) as first:
         async with running_router(prefill, pool, start_workers=False) as second:
             await eventually(lambda: not second.directory.pair_problem(), "a stranger")
@@ -66,6 +67,7 @@ async def test_the_death_of_one_router_frees_what_it_held_and_disturbs_no_other(
             await eventually(lambda: len(pool.open_requests) == 2, "too few requests")
             await second.server.grpc.stop(grace=None)
             assert isinstance(await lost, BatonError)
+            may_go.set()
             await kept
         await eventually(lambda: not pool.open_requests, "what the dead router held")
         await asked(first, 3)

@@ -1,6 +1,8 @@
 """Pools of different sizes behind one router: a request goes where it fits, and waits for nobody else's pool."""
 
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 from protos import types_pb2
 from router.request.admission import AdmissionLimits
@@ -51,18 +53,31 @@ def _usable(router: RouterHarness, cluster: Cluster) -> set[str]:
             worker.address in names}
 
 
-async def test_others_do_not_wait_behind_one_whose_pool_is_away() -> None:
+@asynccontextmanager
+async def large_pool_away(max_wait_s: float) -> AsyncIterator[RouterHarness]:
     cluster = Cluster()
-    async with running_router(*cluster.workers, admission=AdmissionLimits(max_wait_s=2.0)) as router:
+    async with running_router(*cluster.workers, admission=AdmissionLimits(max_wait_s=max_wait_s)) as router:
         await cluster.large.die()
         await eventually(lambda: "large" not in _usable(router, cluster), "the death")
-        long = asyncio.create_task(router.failure(token_request(PROMPT, max_tokens=NEEDS_LARGE)))
+        yield router
+
+
+async def test_others_do_not_wait_behind_one_whose_pool_is_away() -> None:
+    async with large_pool_away(max_wait_s=250.0) as router:
+        long = asyncio.create_task(router.failure(token_request(PROMPT, max_tokens=NEEDS_LARGE), timeout_s=250.0))
         await eventually(lambda: router.services.admission.num_waiting == 1, "a request that waits")
         for _ in range(3):
             answer = await router.ask(token_request(PROMPT, max_tokens=FITS_SMALL))
             assert answer.finish is not None
             assert answer.finish.reason == types_pb2.FINISH_REASON_LENGTH
         assert not long.done()
-        error = await long
+        long.cancel()
+        await asyncio.gather(long, return_exceptions=True)
+        await router.assert_nothing_left()
+
+
+async def test_whose_pool_stays_away_is_told_what_is_missing() -> None:
+    async with large_pool_away(max_wait_s=0.5) as router:
+        error = await router.failure(token_request(PROMPT, max_tokens=NEEDS_LARGE))
         assert isinstance(error, UnavailableError)
         assert "no workers that hold 100 tokens" in str(error)
