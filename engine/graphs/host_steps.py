@@ -1,25 +1,40 @@
-"""Decode and verify steps on the host as recordings, one for each shape of batch, made when the first such step runs.
+"""Decode and verify steps on the host as recordings, one for each shape of batch, made when such a step comes again.
 
-    the first     batch ─▶ plan ─▶ the forward, recorded as it runs
-    later ones    batch ─▶ plan ─▶ refill inputs and plan ─▶ replay
+    the first two   batch ─▶ plan ─▶ the forward
+    the third       batch ─▶ plan ─▶ the forward, recorded as it runs
+    later ones      batch ─▶ plan ─▶ refill inputs and plan ─▶ replay
+
+To record takes as long as three to five steps, and what layers make once for all steps is there by then.
 
 Nothing is padded: a recording costs hardly more than the step that it is made of. Its results lie in memory of its own
 and are valid until it is replayed.
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import NoReturn
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from engine.contracts.attention import AttentionBackend
 from engine.contracts.model import ForwardContext, StageModel, StageOutput
 from engine.contracts.recurrent import PlansStates, RecurrentBackend
 from engine.core.batch import ForwardBatch, ForwardMode, GraphBucket
 from engine.core.draft_trees import SpecInfo
-from engine.graphs.recorded import Arena, CannotRecordError, OtherShapeError, Recording, record, refill, with_room
+from engine.graphs.recorded import Arena, CannotRecordError, Recording, record
+from engine.memory.layout import NULL_INDEX
+
+EAGER_FIRST = 2  # steps of a shape before it is recorded
 
 logger = logging.getLogger(__name__)
+
+
+class OtherShapeError(Exception):
+    """What a step is given is not what it was recorded with; the message has both."""
 
 
 class _Withheld(tuple[int, ...]):
@@ -52,11 +67,13 @@ class HostSteps:
     plans_share_memory = False
 
     def __init__(self, *, model: StageModel, attention: AttentionBackend, recurrent: RecurrentBackend,
-                 states: PlansStates, max_rows: int) -> None:
-        """Batches of up to `max_rows` rows are recorded. `states` plans for `recurrent`."""
+                 states: PlansStates, max_rows: int, num_eager: int = EAGER_FIRST) -> None:
+        """Batches of up to `max_rows` rows are recorded, of each shape the one after `num_eager`. `states` plans for
+        `recurrent`."""
         self._model, self._attention, self._states, self._max_rows = model, attention, states, max_rows
         self._context = ForwardContext(attention, recurrent)
         self._steps: dict[GraphBucket, RecordedStep] = {}
+        self._eager_left: dict[GraphBucket, int] = defaultdict(lambda: num_eager)
         self._arena = Arena()
         self._is_off = False
         self.num_recorded, self.num_replays = 0, 0
@@ -85,6 +102,9 @@ class HostSteps:
             step.recording.replay()
             self.num_replays += 1
             return _handed_on(step.result)
+        if self._eager_left[bucket]:
+            self._eager_left[bucket] -= 1
+            return self._eagerly(batch, given)
         try:
             step = self._steps[bucket] = self._recorded(batch, given)
         except CannotRecordError as error:
@@ -128,3 +148,41 @@ def _refill_step(step: RecordedStep, batch: ForwardBatch, states: object, given:
                       (step.states, states),
                       (step.batch.forward_metadata_plan, batch.forward_metadata_plan)):
         refill(kept, new)
+
+
+def with_room(page_tables: Tensor) -> Tensor:
+    """page_tables: [R, P]. A copy for up to twice as many pages of a row, the further ones the null page."""
+    width = page_tables.shape[1]
+    return F.pad(page_tables, (0, (1 << width.bit_length()) - width), value=NULL_INDEX)
+
+
+def refill(kept: object, new: object) -> None:
+    """Give kept tensors, alone or in dataclasses and dictionaries, the values of new ones, of which tables may be
+    narrower; everything else must be the same.
+
+    Raises:
+        OtherShapeError: it is not. What came before it is filled.
+    """
+    if isinstance(kept, Tensor):
+        if not isinstance(new, Tensor) or not _are_alike(kept, new):
+            raise OtherShapeError(f"it was recorded with {_described(kept)}, and is given {_described(new)}")
+        (kept if kept.shape == new.shape else kept[:, :new.shape[1]]).copy_(new)
+    elif type(kept) is type(new) and is_dataclass(kept):
+        for field in fields(kept):
+            refill(getattr(kept, field.name), getattr(new, field.name))
+    elif isinstance(kept, dict) and isinstance(new, dict) and kept.keys() == new.keys():
+        for name, value in kept.items():
+            refill(value, new[name])
+    elif kept != new:
+        raise OtherShapeError(f"it was recorded with {_described(kept)}, and is given {_described(new)}")
+
+
+def _are_alike(kept: Tensor, new: Tensor) -> bool:
+    """Of one type and shape, or tables of as many rows, the new one not wider."""
+    is_table = kept.dtype is torch.int32 and kept.dim() == new.dim() == 2
+    return kept.dtype is new.dtype and (
+        kept.shape == new.shape or (is_table and len(kept) == len(new) and kept.shape[1] > new.shape[1]))
+
+
+def _described(value: object) -> str:
+    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)

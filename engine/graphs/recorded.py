@@ -2,28 +2,25 @@
 
 A recorded function reads and writes the memory that it had when it was recorded, runs no Python of its own and decides
 nothing. So whatever it decided on, shapes and lengths, must be the same when it runs again; what differs between two
-runs lies in tensors that are filled anew before (`refill`).
+runs lies in tensors that are filled anew before.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass
 from functools import cache, partial
 from typing import Any
 from weakref import finalize
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.kernels.host.compiled import Team, has_kernels, recorders
 from engine.kernels.host.program import Launch, Program
-from engine.kernels.host.rows import add_rows, copy_rows
-from engine.memory.layout import NULL_INDEX
+from engine.kernels.host.rows import add_rows, copy_rows, gather_rows, join_rows, largest_of_rows
 
 _ops = torch.ops.aten
 _ALLOCATIONS = {_ops.empty.memory_format, _ops.empty_like.default, _ops.new_empty.default, _ops.empty_strided.default}
@@ -36,10 +33,6 @@ _UNKNOWN_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 class CannotRecordError(Exception):
     """What a function did depends on values, or is no operation on tensors; the message names the operation."""
-
-
-class OtherShapeError(Exception):
-    """What a step is given is not what it was recorded with; the message has both."""
 
 
 class Recording:
@@ -155,12 +148,9 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: object, args: tuple[Any, ...] = (),  # noqa: ANN401
                            kwargs: Mapping[str, Any] | None = None) -> Any:  # noqa: ANN401
         kwargs = dict(kwargs or {})
-        if func is _ops.add.Tensor and not kwargs and _are_rows(*args):
+        if (kernel := None if kwargs else _kernel_for(func, args)) is not None:
             with self:
-                return add_rows(args[0], args[1], Team())
-        if func is _ops.contiguous.default and not kwargs and _are_apart(*args):
-            with self:
-                return copy_rows(args[0], Team())
+                return kernel()
         if func is _ops.empty.memory_format and kwargs.get("dtype") is not None:
             return self._arena.empty(args[0], kwargs["dtype"])
         if func is _ops.empty_like.default and not kwargs and args[0].is_contiguous():
@@ -232,6 +222,35 @@ def _depends_on_values(func: Any, args: tuple[Any, ...]) -> bool:  # noqa: ANN40
     return func is _ops.lift_fresh.default or bool(_UNKNOWN_TAGS.intersection(func.tags))
 
 
+def _kernel_for(func: Any, args: tuple[Any, ...]) -> Callable[[], Tensor] | None:  # noqa: ANN401
+    """What has the bits of an operation, as launches."""
+    team = Team()
+    if func is _ops.add.Tensor and _are_rows(*args):
+        return lambda: add_rows(args[0], args[1], team)
+    if func is _ops.contiguous.default and _are_apart(*args):
+        return lambda: copy_rows(args[0], team)
+    if func is _ops.cat.default and len(args) == 2 and args[1] in (1, -1) and _are_columns(args[0]):
+        return lambda: join_rows(args[0], team)
+    if func is _ops.embedding.default and len(args) == 2 and _are_columns(args[:1]) and args[1].dim() == 1:
+        return lambda: gather_rows(args[0], args[1], team)
+    if func is _ops.index.Tensor and _are_columns(args[:1]) and len(args[1]) == 1 and _are_indices(args[1][0]):
+        return lambda: gather_rows(args[0], args[1][0], team)
+    if func is _ops.argmax.default and args[1:] == (-1,) and _are_columns(args[:1]) and (
+            args[0].dtype is torch.float32 and args[0].is_contiguous()):
+        return lambda: largest_of_rows(args[0], team)
+    return None
+
+
+def _are_columns(parts: Sequence[Tensor]) -> bool:
+    """Of one type that kernels know, [T, n] each, dense within rows."""
+    return all(part.dim() == 2 and part.dtype is parts[0].dtype and has_kernels(part.dtype) and part.numel()
+               and part.stride(1) == 1 for part in parts)
+
+
+def _are_indices(x: object) -> bool:
+    return isinstance(x, Tensor) and x.dtype is torch.int64 and x.dim() == 1
+
+
 def _are_rows(first: object, second: object) -> bool:
     return (isinstance(first, Tensor) and isinstance(second, Tensor) and first.shape == second.shape
             and first.dtype is second.dtype and has_kernels(first.dtype) and first.is_contiguous()
@@ -253,41 +272,3 @@ def _tensors(values: object) -> list[Tensor]:
     if isinstance(values, Tensor):
         return [values]
     return [tensor for value in values for tensor in _tensors(value)] if isinstance(values, list | tuple) else []
-
-
-def with_room(page_tables: Tensor) -> Tensor:
-    """page_tables: [R, P]. A copy for up to twice as many pages of a row, the further ones the null page."""
-    width = page_tables.shape[1]
-    return F.pad(page_tables, (0, (1 << width.bit_length()) - width), value=NULL_INDEX)
-
-
-def refill(kept: object, new: object) -> None:
-    """Give kept tensors, alone or in dataclasses and dictionaries, the values of new ones, of which tables may be
-    narrower; everything else must be the same.
-
-    Raises:
-        OtherShapeError: it is not. What came before it is filled.
-    """
-    if isinstance(kept, Tensor):
-        if not isinstance(new, Tensor) or not _are_alike(kept, new):
-            raise OtherShapeError(f"it was recorded with {_described(kept)}, and is given {_described(new)}")
-        (kept if kept.shape == new.shape else kept[:, :new.shape[1]]).copy_(new)
-    elif type(kept) is type(new) and is_dataclass(kept):
-        for field in fields(kept):
-            refill(getattr(kept, field.name), getattr(new, field.name))
-    elif isinstance(kept, dict) and isinstance(new, dict) and kept.keys() == new.keys():
-        for name, value in kept.items():
-            refill(value, new[name])
-    elif kept != new:
-        raise OtherShapeError(f"it was recorded with {_described(kept)}, and is given {_described(new)}")
-
-
-def _are_alike(kept: Tensor, new: Tensor) -> bool:
-    """Of one type and shape, or tables of as many rows, the new one not wider."""
-    is_table = kept.dtype is torch.int32 and kept.dim() == new.dim() == 2
-    return kept.dtype is new.dtype and (
-        kept.shape == new.shape or (is_table and len(kept) == len(new) and kept.shape[1] > new.shape[1]))
-
-
-def _described(value: object) -> str:
-    return f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)

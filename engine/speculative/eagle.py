@@ -79,8 +79,13 @@ class EagleDrafter:
         info = batch.spec_info
         if self._handed is None or not isinstance(info, SpecInfo):
             raise InternalError("no draft's state is handed over to this pool")
-        return self._grow(batch, batch.context_lens, torch.tensor(batch.context_lens),
-                          self._handed.get(batch.slot_ids.long()), [row.num_draft_tokens for row in info.rows])
+        ends, num_nodes = self._handed.get(batch.slot_ids.long()), [row.num_draft_tokens for row in info.rows]
+        if self._recorded is not None:
+            candidates = self._recorded.begin(batch, batch.context_lens, ends)
+            if candidates is not None:
+                self.num_plans["draft_round"] += 1
+                return candidates.trees(num_nodes)
+        return self._grow(batch, batch.context_lens, torch.tensor(batch.context_lens), ends, num_nodes)
 
     @torch.inference_mode()
     def propose(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> list[TokenTree]:

@@ -55,7 +55,7 @@ class PagedRounds:
 
     def has_room(self, num_tokens: int, num_steps: int) -> bool:
         """Whether a round of that many tokens per step, and of so many steps behind its first level, fits."""
-        return num_tokens * num_steps <= self._geometry.page_size
+        return num_tokens * max(1, num_steps) <= self._geometry.page_size
 
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
         """Plan all steps of the round that begins with this batch and mark it.

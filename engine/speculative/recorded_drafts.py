@@ -6,6 +6,7 @@ slots lie behind what stands, as the target's own keys of nodes that fell do, an
 """
 
 import logging
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,10 +14,12 @@ import torch
 from torch import Tensor
 
 from engine.contracts.model import ForwardContext
-from engine.core.batch import ForwardBatch
-from engine.graphs.recorded import Arena, CannotRecordError, OtherShapeError, Recording, record, refill, with_room
+from engine.core.batch import BatchPlanner, ForwardBatch
+from engine.graphs.host_steps import EAGER_FIRST, OtherShapeError, refill, with_room
+from engine.graphs.recorded import Arena, CannotRecordError, Recording, record
 from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.draft_batches import FollowedRow, extend_batch, round_batch
+from engine.speculative.draft_handoff import DraftEnd
 from engine.speculative.draft_model import DraftModel
 from engine.speculative.multistep_paged import PagedRoundPlan, PagedRounds
 from engine.speculative.proposal import Candidates, Chains, Proposal
@@ -26,15 +29,37 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class DraftStep:
-    """What a recording reads. tokens: [n] int64, whose features the slots read; last: [R] int64, the slot of each
-    row's last token that stands."""
+class Followed:
+    """What a draft follows before it grows. tokens: [n] int64, whose features the slots read; last: [R] int64, the slot
+    of each row's last token that stands; aux_hidden: [T, H] of the target's tokens, by layer."""
 
     extend: ForwardBatch
-    round: ForwardBatch
     tokens: Tensor
     last: Tensor
     aux_hidden: Mapping[int, Tensor]
+
+    def inputs(self) -> list[object]:
+        """What differs from step to step."""
+        extend = self.extend
+        return [self.tokens, self.last, dict(self.aux_hidden), extend.token_ids, extend.positions,
+                extend.forward_metadata_plan]
+
+
+@dataclass(frozen=True)
+class DraftStep:
+    """What a recording reads. before: what was followed, or where drafts stand that were handed over; round: the batch
+    that grows; positions: [steps - 1, R] int64 of its steps' slots."""
+
+    before: Followed | DraftEnd
+    round: ForwardBatch
+    positions: Tensor
+
+    def inputs(self) -> list[object]:
+        """What differs from step to step."""
+        plan, before = self.round.forward_metadata_plan, self.before
+        assert isinstance(plan, PagedRoundPlan)
+        ends = before.inputs() if isinstance(before, Followed) else [before.log_p, before.tokens, before.hidden]
+        return [self.positions, self.round.positions, plan.reads, *ends]
 
 
 @dataclass(frozen=True)
@@ -45,42 +70,74 @@ class RecordedDraft:
 
 
 class RecordedDrafts:
-    """The recorded steps of one draft. What `propose` returns is valid until the next."""
+    """The recorded steps of one draft. What it returns is valid until the next step."""
 
     def __init__(self, *, model: DraftModel, attention: DraftAttention, rounds: PagedRounds, topk: int, steps: int,
-                 max_nodes: int) -> None:
-        """Steps whose rows have up to `max_nodes` tokens are recorded; candidates of `steps` levels, `topk` wide."""
-        self._model, self._attention, self._rounds = model, attention, rounds
+                 max_nodes: int, num_eager: int = EAGER_FIRST) -> None:
+        """Steps whose rows have up to `max_nodes` tokens are recorded, of each shape the one after `num_eager`;
+        candidates of `steps` levels, `topk` wide."""
+        self._model, self._pages, self._on_pages = model, attention.pages, attention.on_pages
+        self._rounds = rounds
         self._expander = TreeExpander(model=model, rounds=rounds, topk=topk,
                                       context=ForwardContext(rounds, attention.on_pages.recurrent))
         self._topk, self._steps, self._max_nodes = min(topk, model.vocab_size), steps, max_nodes
         self._recorded: dict[tuple[int, int], RecordedDraft] = {}
+        self._eager_left: dict[tuple[int, int], int] = defaultdict(lambda: num_eager)
         self._arena = Arena()
         self._is_off = False
         self.num_recorded, self.num_replays = 0, 0
+
+    def begin(self, rows: ForwardBatch, slots: Sequence[int], ends: DraftEnd) -> Candidates | Chains | None:
+        """Candidates behind the `slots` that each row has, whose positions are as many; None where they are too many
+        rows, or share their choice of keys: nothing is done then."""
+        if not self._takes(rows.num_rows) or ends.keys is not None:
+            return None
+        return self._run((rows.num_rows, 0), self._planned(ends, rows, slots, torch.tensor(slots)))
 
     def propose(self, batch: ForwardBatch, followed: Sequence[FollowedRow],
                 aux_hidden: Mapping[int, Tensor]) -> Candidates | Chains | None:
         """Candidates behind the rows of a batch, in their order; None where some are not followed, their lengths
         differ, or they are too many: nothing is done then. aux_hidden: [T, H] of the batch's tokens, by layer."""
         length, num_rows = batch.query_lens[0], len(followed)
-        if (self._is_off or num_rows < batch.num_rows or length > self._max_nodes or len(set(batch.query_lens)) > 1
-                or not self._rounds.has_room(num_rows * self._topk, self._steps - 1)):
+        if (not self._takes(num_rows) or num_rows < batch.num_rows or length > self._max_nodes
+                or len(set(batch.query_lens)) > 1):
             return None
-        step = self._planned(batch, [_repeated(row, length) for row in followed],
-                             [len(row.features) for row in followed], aux_hidden)
-        recorded = self._recorded.get((num_rows, length))
-        if recorded is not None and recorded.step.extend.page_tables.shape[1] >= batch.page_tables.shape[1]:
+        rows = [_repeated(row, length) for row in followed]
+        extend = extend_batch(batch, rows)
+        self._pages.plan(extend)
+        standing = torch.tensor([len(row.features) for row in followed])
+        tokens = torch.tensor([token for row in rows for token in row.features])
+        before = Followed(extend, tokens, torch.arange(num_rows) * length + standing - 1, aux_hidden)
+        slots = [context + len(row.features) for context, row in zip(extend.context_lens, followed, strict=True)]
+        positions = torch.tensor([row.position for row in rows]) + standing
+        return self._run((num_rows, length), self._planned(before, extend, slots, positions))
+
+    def _takes(self, num_rows: int) -> bool:
+        return not self._is_off and self._rounds.has_room(num_rows * self._topk, self._steps - 1)
+
+    def _planned(self, before: Followed | DraftEnd, rows: ForwardBatch, slots: Sequence[int],
+                 positions: Tensor) -> DraftStep:
+        grown = round_batch(rows, slots, positions, self._topk)
+        self._rounds.plan(grown)
+        return DraftStep(before, grown, positions + torch.arange(self._steps - 1)[:, None])
+
+    def _run(self, shape: tuple[int, int], step: DraftStep) -> Candidates | Chains | None:
+        recorded = self._recorded.get(shape)
+        if recorded is not None and recorded.step.round.page_tables.shape[1] >= step.round.page_tables.shape[1]:
             try:
-                _refill_step(recorded.step, step)
+                for kept, new in zip(recorded.step.inputs(), step.inputs(), strict=True):
+                    refill(kept, new)
             except OtherShapeError as error:
                 logger.warning("a draft's step runs eagerly: %s", error)
                 return self._grown(step)
             recorded.recording.replay()
             self.num_replays += 1
             return recorded.result
+        if self._eager_left[shape]:
+            self._eager_left[shape] -= 1
+            return self._grown(step)
         try:
-            recorded = self._recorded[num_rows, length] = self._record(step)
+            recorded = self._recorded[shape] = self._record(step)
         except CannotRecordError as error:
             logger.info("a draft's steps are not recorded: %s", error)
             self._is_off = True
@@ -88,39 +145,38 @@ class RecordedDrafts:
         self.num_recorded += 1
         return recorded.result
 
-    def _planned(self, batch: ForwardBatch, rows: Sequence[FollowedRow], num_standing: Sequence[int],
-                 aux_hidden: Mapping[int, Tensor]) -> DraftStep:
-        extend, length = extend_batch(batch, rows), batch.query_lens[0]
-        standing = torch.tensor(num_standing)
-        slots = [context + count for context, count in zip(extend.context_lens, num_standing, strict=True)]
-        positions = torch.tensor([row.position for row in rows]) + standing
-        grown = round_batch(extend, slots, positions, self._topk)
-        self._attention.pages.plan(extend)
-        self._rounds.plan(grown)
-        return DraftStep(extend, grown, torch.tensor([token for row in rows for token in row.features]),
-                         torch.arange(len(rows)) * length + standing - 1, aux_hidden)
-
     def _record(self, step: DraftStep) -> RecordedDraft:
         """Run the step on tensors of its own, with tables that have room."""
-        extend, grown = (replace(batch, plan_mark=None, positions=batch.positions.clone(),
-                                 page_tables=with_room(batch.page_tables)) for batch in (step.extend, step.round))
-        own = replace(step, extend=extend, round=grown,
-                      aux_hidden={layer_id: hidden.clone() for layer_id, hidden in step.aux_hidden.items()})
-        self._attention.pages.plan(extend)
-        self._rounds.plan(grown)
-        results = list[Candidates | Chains]()
+        before = step.before
+        if isinstance(before, Followed):
+            before = replace(before, extend=_own(before.extend, self._pages),
+                             aux_hidden={layer_id: hidden.clone() for layer_id, hidden in before.aux_hidden.items()})
+        own, results = DraftStep(before, _own(step.round, self._rounds), step.positions), list[Candidates | Chains]()
         recording = record(lambda: results.append(self._grown(own)), self._arena)
         return RecordedDraft(own, results[0], recording)
 
     def _grown(self, step: DraftStep) -> Candidates | Chains:
-        features = self._model.features(step.aux_hidden, step.tokens)
-        hidden = self._model.forward(step.extend, features, self._attention.on_pages)[step.last]
-        growing = replace(step.round)  # which moves on; a recording begins with the positions that it is given
-        if self._topk == 1:
-            return self._expander.chains(growing, hidden, self._steps)
-        proposal = Proposal(*self._expander.best(hidden))
+        growing = replace(step.round)  # which moves on; a recording begins where it did
+        if isinstance(step.before, Followed):
+            features = self._model.features(step.before.aux_hidden, step.before.tokens)
+            hidden = self._model.forward(step.before.extend, features, self._on_pages)[step.before.last]
+            if self._topk == 1:
+                return self._expander.chains(growing, self._expander.most_likely(hidden), hidden, step.positions)
+            proposal = Proposal(*self._expander.best(hidden))
+        else:
+            hidden = step.before.hidden
+            if self._topk == 1:
+                return self._expander.chains(growing, step.before.tokens.flatten(), hidden, step.positions)
+            proposal = Proposal(step.before.log_p, step.before.tokens)
         self._expander.expand(proposal, growing, hidden, self._steps)
         return proposal.candidates()
+
+
+def _own(batch: ForwardBatch, planner: BatchPlanner) -> ForwardBatch:
+    """A copy with its own tensors and plan, and tables that have room."""
+    own = replace(batch, plan_mark=None, positions=batch.positions.clone(), page_tables=with_room(batch.page_tables))
+    planner.plan(own)
+    return own
 
 
 def _repeated(row: FollowedRow, length: int) -> FollowedRow:
@@ -128,16 +184,3 @@ def _repeated(row: FollowedRow, length: int) -> FollowedRow:
     missing = length - len(row.features)
     return replace(row, features=[*row.features, *row.features[-1:] * missing],
                    next_tokens=[*row.next_tokens, *row.next_tokens[-1:] * missing])
-
-
-def _refill_step(kept: DraftStep, new: DraftStep) -> None:
-    """Raises OtherShapeError."""
-    plan, planned = kept.round.forward_metadata_plan, new.round.forward_metadata_plan
-    assert isinstance(plan, PagedRoundPlan)
-    assert isinstance(planned, PagedRoundPlan)
-    for old, value in ((kept.tokens, new.tokens), (kept.last, new.last), (dict(kept.aux_hidden), dict(new.aux_hidden)),
-                       (kept.extend.token_ids, new.extend.token_ids),
-                       (kept.extend.positions, new.extend.positions),
-                       (kept.extend.forward_metadata_plan, new.extend.forward_metadata_plan),
-                       (kept.round.positions, new.round.positions), (plan.reads, planned.reads)):
-        refill(old, value)

@@ -24,19 +24,18 @@ class TreeExpander:
         log_p, ids = self._model.logits(hidden).log_softmax(-1).topk(self._topk)
         return log_p, self._model.target_ids(ids)
 
-    def chains(self, batch: ForwardBatch, hidden: Tensor, steps: int) -> Chains:
-        """As many as `steps` tokens for each row, the most likely ones: what `expand` gives with `topk` 1, without the
-        scores, which a chain has no use for. `batch` and hidden: as there."""
-        tokens = [self._most_likely(hidden)]
-        for step in range(1, steps):
-            if step > 1:
-                batch.positions = batch.positions + 1
+    def chains(self, batch: ForwardBatch, first: Tensor, hidden: Tensor, positions: Tensor) -> Chains:
+        """The first tokens [R] and the most likely ones behind them: what `expand` gives with `topk` 1, without scores,
+        which a chain has no use for. `batch` and hidden: as there; positions: [steps - 1, R] of the slots."""
+        tokens = [first]
+        for batch.positions in positions:
             batch.token_ids = tokens[-1]
             hidden = self._model.forward(batch, hidden, self._context)
-            tokens.append(self._most_likely(hidden))
+            tokens.append(self.most_likely(hidden))
         return Chains(torch.stack(tokens, 1))
 
-    def _most_likely(self, hidden: Tensor) -> Tensor:
+    def most_likely(self, hidden: Tensor) -> Tensor:
+        """hidden: [n, hidden]. The target's ids [n] of the most likely tokens."""
         return self._model.target_ids(self._model.logits(hidden).argmax(-1))
 
     def expand(self, proposal: Proposal, batch: ForwardBatch, hidden: Tensor, steps: int) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine.core.numerics import HOST
 from engine.kernels.host.compiled import Team, dense_tokens, has_kernels
-from engine.kernels.host.token_passes import rotate_halves
+from engine.kernels.host.token_passes import rotary_table, rotate_halves
 from models.blocks.config import RawConfig
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional"]
@@ -177,7 +177,10 @@ class Rotary:
         return None if spec is None else cls(spec=spec, dtype=dtype, device=device)
 
     def table(self, positions: Tensor) -> RotaryTable:
-        """positions: [T] int64 absolute positions, on the host or already on the device."""
-        angles = (positions.to(self._frequencies.device)[:, None].float() * self._frequencies)[:, None]
-        return RotaryTable(cos=(angles.cos() * self._amplitude).to(self._dtype),
-                           sin=(angles.sin() * self._amplitude).to(self._dtype))
+        """positions: [T] int64 absolute positions, on the host or on the device. Angles are rounded to fp32, and then
+        their cosines and sines to the nearest fp32 numbers: every library gives the same bits."""
+        if self._frequencies.device.type == "cpu" and has_kernels(self._dtype):
+            return RotaryTable(*rotary_table(positions, self._frequencies, self._amplitude, self._dtype, Team()))
+        angles = (positions.to(self._frequencies.device)[:, None].float() * self._frequencies)[:, None].double()
+        return RotaryTable(cos=(angles.cos().float() * self._amplitude).to(self._dtype),
+                           sin=(angles.sin().float() * self._amplitude).to(self._dtype))

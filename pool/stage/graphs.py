@@ -62,11 +62,13 @@ def build_draft_graphs(config: WorkerConfig, parts: Capturable | None, plan: Spe
                        attention: DraftAttention) -> CapturedDraft:
     """Capture the forwards by which the draft follows up to `max_running` rows, and the whole rounds in which it grows
     their trees; on the host record both, each number of rows when it comes. Nothing and raises as `build_graphs`."""
-    if attention.recordable_round is not None and config.cuda_graphs and not plan.draft.target.counts_on_host:
+    if not config.cuda_graphs or plan.draft.target.counts_on_host:
+        return CapturedDraft()
+    if attention.recordable_round is not None and plan.config.steps > 1:
         return CapturedDraft(recorded=RecordedDrafts(
             model=model, attention=attention, rounds=attention.recordable_round, topk=plan.config.topk,
             steps=plan.config.steps, max_nodes=plan.config.max_nodes))
-    if parts is None or attention.capturable is None or not config.cuda_graphs or plan.draft.target.counts_on_host:
+    if parts is None or attention.capturable is None:
         return CapturedDraft()
     (cache, *_) = model.cache_specs(config.page_size)
     width, dtype = plan.draft.hidden_size, getattr(torch, cache.dtype)

@@ -54,8 +54,8 @@ def eagle_drafter(model: DraftModel, shape: Shape, num_pages: int, *, is_recorde
     assert isinstance(geometry, AttentionGeometry)
     attention = DraftAttention.over_kv(CpuAttention(kv_pools=pools, geometry=geometry),
                                        MultiStepAttention(kv_pools=pools, geometry=geometry))
-    recorded = RecordedDrafts(model=model, attention=attention, topk=shape.width, steps=shape.depth,
-                              rounds=PagedRounds(kv_pools=pools, geometry=geometry), max_nodes=shape.nodes + 1)
+    recorded = RecordedDrafts(model=model, attention=attention, rounds=PagedRounds(kv_pools=pools, geometry=geometry),
+                              topk=shape.width, steps=shape.depth, max_nodes=shape.nodes + 1, num_eager=0)
     return EagleDrafter(model=model, attention=attention, topk=shape.width, steps=shape.depth,
                         recorded=recorded if is_recorded else None)
 

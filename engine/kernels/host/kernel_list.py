@@ -61,14 +61,16 @@ def kernels() -> Iterator[Kernel]:
         yield Kernel(product_kernel.compiled_for, (dtype,), {"in_bytes": in_bytes})
     for dtype, of_one_type in itertools.product(STORED_AS, (
             delta_rule.chunks_for, delta_rule.steps_for, index_scores.scores_for, causal_conv.compiled_for,
-            causal_conv.trees_for, eight_bits.compiled_for, token_passes.rotation_for, rows.sum_for, rows.copies_for,
-            rows.writes_for, gates.gates_for, gates.norm_for, gates.heads_for)):
+            causal_conv.trees_for, eight_bits.compiled_for, token_passes.rotation_for, token_passes.tables_for,
+            rows.sum_for, rows.copies_for, rows.gathers_for, rows.writes_for, gates.gates_for, gates.norm_for,
+            gates.heads_for)):
         yield Kernel(of_one_type, (dtype,))
     for dtype, other in itertools.product(STORED_AS, STORED_AS):
         yield Kernel(latent.compiled_for, (dtype, other))
         for rounds_first in (False, True):
             yield Kernel(token_passes.norm_for, (dtype, other, rounds_first))
-    for alone in (packing.compiled, tiles.compiled, index_scores.choice, program.load_runner, rows.moves_for):
+    for alone in (packing.compiled, tiles.compiled, index_scores.choice, program.load_runner, rows.moves_for,
+                  rows.maxima):
         yield Kernel(alone)
 
 
@@ -92,8 +94,9 @@ def kernels_of(needs: ModelNeeds) -> Iterator[Kernel]:
         (needs.selects_keys, Kernel(index_scores.choice)),
         (True, Kernel(packing.compiled)),
         (draws, Kernel(program.load_runner)),
-        (draws, Kernel(rows.sum_for, (dtype,))),
-        (draws, Kernel(rows.writes_for, (dtype,))),
+        (needs.attends or needs.attends_latent, Kernel(token_passes.tables_for, (dtype,))),
+        *((draws, Kernel(kernel, (dtype,)))
+          for kernel in (rows.sum_for, rows.copies_for, rows.gathers_for, rows.writes_for)),
         (needs.in_bytes, Kernel(eight_bits.compiled_for, (dtype,))),
     )
     yield from (kernel for is_called, kernel in called if is_called)

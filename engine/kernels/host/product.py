@@ -39,7 +39,7 @@ from engine.kernels.host.product_kernel import (
 from engine.kernels.host.tiles import in_tiles, is_tiled
 from runtime.errors import InternalError
 
-REVISION = 4  # of sums and roundings: another number, other bits
+REVISION = 5  # of sums and roundings: another number, other bits
 
 _GROUP_BLOCKS = 4
 _CHUNK_ROWS = 48  # rows that share a pass over a segment of the weights while that is in the nearest cache

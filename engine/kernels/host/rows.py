@@ -16,6 +16,8 @@ from engine.kernels.host.compiled import (
     NEXT,
     PART,
     STORED_AS,
+    STRICT,
+    STRICT_PART,
     Team,
     compile_kernel,
     count_up,
@@ -29,13 +31,16 @@ from engine.kernels.host.strided import size_of
 from runtime.errors import InternalError
 
 _SUM = record("num_values", "x", "y", "out")
-_COPIES = record("num_rows", "width", "stride", "x", "out")
+_COPIES = record("num_rows", "width", "stride", "out_stride", "x", "out")
 _WRITES = record("num_tokens", "num_heads", "width", "page_size", "page_values", "k", "k_stride", "v", "v_stride",
                  "pages", "write_pages", "write_offsets")
+_GATHERS = record("num_rows", "width", "stride", "num_source_rows", "table", "indices", "out")
+_MAXIMA = record("num_rows", "width", "x", "out")
 _RECORDS = record("num_moves", "num_pools", "pools", "sources", "targets")
 _POOL_FIELDS = 3
 _ITEM_TOKENS = 16
 _ITEM_VALUES = 1 << 14
+_BLOCK_VALUES = 64
 
 
 def add_rows(x: Tensor, y: Tensor, team: Team) -> Tensor:
@@ -71,11 +76,21 @@ def _add_values(pointer, stored):
         count_up(pointer, DONE)
 
 
-def copy_rows(x: Tensor, team: Team) -> Tensor:
-    """x: [T, ...] bf16 or fp32, each row dense. Returns a dense copy."""
-    out = torch.empty(x.shape, dtype=x.dtype)
+def copy_rows(x: Tensor, team: Team, out: Tensor | None = None) -> Tensor:
+    """x: [T, ...] bf16 or fp32, each row dense. Returns a dense copy; or `out`, filled, of the same shape with dense
+    rows."""
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype)
     launch_integers(copies_for(x.dtype), -(-len(x) // _ITEM_TOKENS), (
-        len(x), x[0].numel(), x.stride(0), x.data_ptr(), out.data_ptr()), team)
+        len(x), x[0].numel(), x.stride(0), out.stride(0), x.data_ptr(), out.data_ptr()), team)
+    return out
+
+
+def join_rows(parts: Sequence[Tensor], team: Team) -> Tensor:
+    """torch.cat of [T, n] each along the last dimension; bf16 or fp32, each row dense."""
+    out = torch.empty(len(parts[0]), sum(part.shape[1] for part in parts), dtype=parts[0].dtype)
+    for part, columns in zip(parts, torch.split(out, [part.shape[1] for part in parts], 1), strict=True):
+        copy_rows(part, team, columns)
     return out
 
 
@@ -93,16 +108,101 @@ def copies_for(dtype: torch.dtype):
 def _copy_rows(pointer, stored):
     """One thread's part: a few rows at a time, until none is left."""
     a = carray(pointer, 1)[0]
-    out = carray(pointer_to(a.out, stored), (a.num_rows, a.width))
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
             return
         for row in range(item * _ITEM_TOKENS, min((item + 1) * _ITEM_TOKENS, a.num_rows)):
             x = carray(pointer_to(a.x + row * a.stride * size_of(stored), stored), a.width)
+            out = carray(pointer_to(a.out + row * a.out_stride * size_of(stored), stored), a.width)
+            for place in range(a.width):
+                out[place] = x[place]
+        count_up(pointer, DONE)
+
+
+def gather_rows(table: Tensor, indices: Tensor, team: Team) -> Tensor:
+    """Rows `indices` [T] int64 of table [N, n], bf16 or fp32, dense within rows. Returns [T, n].
+
+    Raises:
+        InternalError: a row that the table does not have.
+    """
+    out, indices = torch.empty(len(indices), table.shape[1], dtype=table.dtype), indices.contiguous()
+    launch_integers(gathers_for(table.dtype), -(-len(indices) // _ITEM_TOKENS), (
+        len(indices), table.shape[1], table.stride(0), len(table), table.data_ptr(), indices.data_ptr(),
+        out.data_ptr()), team)
+    return out
+
+
+@cache
+def gathers_for(dtype: torch.dtype):
+    stored = STORED_AS[dtype]
+
+    def work(pointer):
+        _gather_rows(pointer, stored)
+
+    return compile_kernel(work, _GATHERS, f"gather_rows_{stored.__name__}", __file__, strided.__file__)
+
+
+@njit(**PART)
+def _gather_rows(pointer, stored):
+    """One thread's part: a few rows at a time, until none is left, or one is not there."""
+    a = carray(pointer, 1)[0]
+    indices = carray(pointer_to(a.indices, np.int64), a.num_rows)
+    out = carray(pointer_to(a.out, stored), (a.num_rows, a.width))
+    while True:
+        item = count_up(pointer, NEXT)
+        if item >= a.num_items:
+            return
+        for row in range(item * _ITEM_TOKENS, min((item + 1) * _ITEM_TOKENS, a.num_rows)):
+            if not 0 <= indices[row] < a.num_source_rows:
+                return
+            x = carray(pointer_to(a.table + indices[row] * a.stride * size_of(stored), stored), a.width)
             for place in range(a.width):
                 out[row, place] = x[place]
         count_up(pointer, DONE)
+
+
+def largest_of_rows(x: Tensor, team: Team) -> Tensor:
+    """x: [T, n] fp32, dense. Returns [T] int64, the place of each row's largest value as torch.argmax has it: the first
+    of equal ones, and NaN above all."""
+    out = torch.empty(len(x), dtype=torch.int64)
+    launch_integers(maxima(), len(x), (len(x), x.shape[1], x.data_ptr(), out.data_ptr()), team)
+    return out
+
+
+@cache
+def maxima():
+    return compile_kernel(_find_largest, _MAXIMA, "largest_of_rows", __file__, numbers=STRICT)
+
+
+@njit(**STRICT_PART)
+def _find_largest(pointer):
+    """One thread's part: a row at a time, until none is left."""
+    a = carray(pointer, 1)[0]
+    rows = carray(pointer_to(a.x, np.float32), (a.num_rows, a.width))
+    out = carray(pointer_to(a.out, np.int64), a.num_rows)
+    while True:
+        item = count_up(pointer, NEXT)
+        if item >= a.num_items:
+            return
+        out[item] = _place_of_largest(rows[item])
+        count_up(pointer, DONE)
+
+
+@njit(**STRICT_PART)
+def _place_of_largest(x):
+    """Blocks of values have their maxima at once; only a block with a greater one is searched."""
+    best, place = x[0], 0
+    for first in range(0, len(x), _BLOCK_VALUES):
+        block = x[first:first + _BLOCK_VALUES]
+        is_better = False
+        for value in block:
+            is_better |= not value <= best
+        if is_better and best == best:
+            for at in range(len(block)):
+                if not block[at] <= best and best == best:
+                    best, place = block[at], first + at
+    return place
 
 
 def write_tokens(k: Tensor, v: Tensor, pages: Tensor, write_pages: Tensor, write_offsets: Tensor, team: Team) -> None:

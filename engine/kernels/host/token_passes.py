@@ -1,5 +1,5 @@
 """Root-mean-square norms and rotary embedding on the host, each in one pass over the tokens, where torch makes seven
-and four.
+and four, and the table of a rotation, for which it makes eight.
 
 What a norm makes of a row depends on the row alone, what a rotation makes of an element on its pair and its angle
 alone.
@@ -12,11 +12,14 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
+from engine.kernels.host import functions
 from engine.kernels.host.compiled import (
     DONE,
     NEXT,
     PART,
     STORED_AS,
+    STRICT,
+    STRICT_PART,
     Team,
     bits_of,
     compile_kernel,
@@ -28,9 +31,11 @@ from engine.kernels.host.compiled import (
     rounded,
     wide,
 )
+from engine.kernels.host.functions import cos_and_sin
 
 _NORM = record("num_tokens", "num_heads", "width", "stride", "num_weights", "x", "weight", "out", "eps_bits")
 _ROTATION = record("num_tokens", "num_heads", "width", "stride", "half", "x", "cos", "sin", "out")
+_TABLES = record("num_tokens", "half", "positions", "frequencies", "amplitude_bits", "cos", "sin")
 _ITEM_TOKENS = 16
 
 
@@ -90,6 +95,51 @@ def _norm(x, weight, eps, out, stored, rounds_first):
         if rounds_first:
             unit = wide(rounded(unit, stored))
         out[place] = rounded(unit * wide(weight[place]), stored)
+
+
+def rotary_table(positions: Tensor, frequencies: Tensor, amplitude: float, dtype: torch.dtype,
+                 team: Team) -> tuple[Tensor, Tensor]:
+    """cos and sin of positions [T] int64 times frequencies [half] fp32, times the amplitude: [T, 1, half] each, bf16 or
+    fp32. An angle is rounded to fp32, as torch does it."""
+    shape = len(positions), 1, len(frequencies)
+    cos, sin = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
+    positions, frequencies = positions.contiguous(), frequencies.contiguous()
+    launch_integers(tables_for(dtype), -(-len(positions) // _ITEM_TOKENS), (
+        shape[0], shape[2], positions.data_ptr(), frequencies.data_ptr(), bits_of(amplitude), cos.data_ptr(),
+        sin.data_ptr()), team)
+    return cos, sin
+
+
+@cache
+def tables_for(dtype: torch.dtype):
+    stored = STORED_AS[dtype]
+
+    def work(pointer):
+        _fill_tables(pointer, stored)
+
+    return compile_kernel(work, _TABLES, f"rotary_table_{stored.__name__}", __file__, functions.__file__,
+                          numbers=STRICT)
+
+
+@njit(**STRICT_PART)
+def _fill_tables(pointer, stored):
+    """One thread's part: a few tokens at a time, until none is left."""
+    a = carray(pointer, 1)[0]
+    positions = carray(pointer_to(a.positions, np.int64), a.num_tokens)
+    frequencies = carray(pointer_to(a.frequencies, np.float32), a.half)
+    cos = carray(pointer_to(a.cos, stored), (a.num_tokens, a.half))
+    sin = carray(pointer_to(a.sin, stored), (a.num_tokens, a.half))
+    amplitude = number_of(a.amplitude_bits)
+    while True:
+        item = count_up(pointer, NEXT)
+        if item >= a.num_items:
+            return
+        for token in range(item * _ITEM_TOKENS, min((item + 1) * _ITEM_TOKENS, a.num_tokens)):
+            for place in range(a.half):
+                along, across = cos_and_sin(np.float32(positions[token]) * frequencies[place])
+                cos[token, place] = rounded(along * amplitude, stored)
+                sin[token, place] = rounded(across * amplitude, stored)
+        count_up(pointer, DONE)
 
 
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, team: Team) -> Tensor:

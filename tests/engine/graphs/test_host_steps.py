@@ -36,6 +36,7 @@ class HostStage:
     layers: LayerRange
     capture_layers: frozenset[int] = frozenset()
     is_recorded: bool = True
+    num_eager: int = 0
     pools: dict[CacheKind, dict[int, Tensor]] = field(default_factory=lambda: {kind: {} for kind in CacheKind})
 
     def __post_init__(self) -> None:
@@ -55,7 +56,7 @@ class HostStage:
         assert backends.states is not None
         self.attention = backends.attention
         self.steps = HostSteps(model=model, attention=backends.attention, recurrent=backends.recurrent,
-                               states=backends.states, max_rows=MAX_ROWS)
+                               states=backends.states, max_rows=MAX_ROWS, num_eager=self.num_eager)
         self.executor = StageExecutor(model=model, attention=backends.attention, recurrent=backends.recurrent,
                                       caches=backends.caches, graphs=self.steps if self.is_recorded else None)
 
@@ -64,12 +65,13 @@ class Twins:
     """The same stages twice, recorded and eager, fed the same."""
 
     def __init__(self, config: dict[str, object], dtype: str = "float32", *, cuts: Sequence[int] = (),
-                 capture_layers: frozenset[int] = frozenset()) -> None:
+                 capture_layers: frozenset[int] = frozenset(), num_eager: int = 0) -> None:
         model = tiny(config, dtype)
         ranges = [LayerRange(start, end) for start, end in pairwise([0, *cuts, model.facts.num_layers])]
         self.sequences = Sequences()
         self.num_steps = 0
-        self.recorded, self.eager = ([HostStage(model, layers, capture_layers, is_recorded) for layers in ranges]
+        self.recorded, self.eager = ([HostStage(model, layers, capture_layers, is_recorded, num_eager)
+                                      for layers in ranges]
                                      for is_recorded in (True, False))
 
     def step(self, mode: ForwardMode, counts: dict[int, int], *, parents: dict[int, tuple[int, ...]] | None = None,
@@ -138,6 +140,15 @@ def test_replays_have_the_bits_of_eager_steps(config: dict[str, object], dtype: 
     recorded, replayed = twins.counts()
     assert recorded + replayed == 80
     assert replayed > recorded
+
+
+def test_a_shape_is_recorded_when_it_has_come_before() -> None:
+    twins = prefilled(Twins(LLAMA, num_eager=2), 5, 30)
+    for replays in (0, 0, 0, 1, 2):
+        twins.decode(0)
+        assert twins.counts()[1] == replays
+    twins.decode(0, 1)
+    assert twins.counts() == (1, 2)
 
 
 @pytest.mark.usefixtures("_two_threads")

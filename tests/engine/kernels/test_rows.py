@@ -4,7 +4,15 @@ import pytest
 import torch
 
 from engine.kernels.host.compiled import Team
-from engine.kernels.host.rows import RecordMoves, add_rows, copy_rows, write_tokens
+from engine.kernels.host.rows import (
+    RecordMoves,
+    add_rows,
+    copy_rows,
+    gather_rows,
+    join_rows,
+    largest_of_rows,
+    write_tokens,
+)
 from runtime.errors import InternalError
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
@@ -67,3 +75,32 @@ def test_records_that_are_not_there_are_refused(move: tuple[int, int]) -> None:
     moves = RecordMoves([(torch.zeros(9, 2), torch.zeros(5, 2)), (torch.zeros(12, 2), torch.zeros(7, 2))])
     with pytest.raises(InternalError, match=r"of \(9, 5\)$"):
         moves.run([(0, 0), move])
+
+
+@DTYPES
+@pytest.mark.parametrize("widths", [(5,), (24, 7, 16)])
+def test_rows_are_joined(dtype: torch.dtype, widths: tuple[int, ...]) -> None:
+    parts = [torch.randn(33, 2 * width).to(dtype)[:, :width] for width in widths]
+    assert torch.equal(join_rows(parts, Team()), torch.cat(parts, -1))
+
+
+@DTYPES
+def test_rows_are_gathered(dtype: torch.dtype) -> None:
+    table, indices = torch.randn(50, 40).to(dtype)[:, 3:20], torch.randint(50, (70,))
+    assert torch.equal(gather_rows(table, indices, Team()), table[indices])
+
+
+@pytest.mark.parametrize("index", [-1, 50, 1 << 40])
+def test_rows_that_a_table_does_not_have_are_refused(index: int) -> None:
+    with pytest.raises(InternalError, match="a kernel ended after"):
+        gather_rows(torch.zeros(50, 8), torch.tensor([3, index]), Team())
+
+
+@pytest.mark.parametrize("width", [1, 63, 64, 736, 1000])
+def test_the_largest_of_a_row_is_what_torch_finds(width: int) -> None:
+    rows = torch.randn(20, width)
+    rows[1], rows[2] = 3.0, -torch.inf
+    rows[3, width // 2:], rows[4, width // 3] = 9.0, torch.nan
+    rows[5, -1], rows[5, width // 2], rows[6, 0] = torch.nan, torch.nan, torch.nan
+    rows[7, width // 2], rows[8] = torch.inf, torch.nan
+    assert torch.equal(largest_of_rows(rows, Team()), rows.argmax(-1))

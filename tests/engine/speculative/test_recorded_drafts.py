@@ -14,6 +14,7 @@ from engine.core.draft_trees import SpecRow, TokenTree
 from engine.core.request import DrawnToken, SamplingParams
 from engine.core.rows import Row, build_batch
 from engine.speculative.draft_attention import DraftAttention, RoundAttention
+from engine.speculative.draft_handoff import DraftEnd, HandedEnds
 from engine.speculative.eagle import EagleDrafter
 from engine.speculative.multistep import MultiStepAttention
 from engine.speculative.multistep_paged import PagedRounds
@@ -34,11 +35,12 @@ class Draft:
         self.pools = {0: torch.full((1 + 4 * PAGES_EACH, 2, 1, PAGE_SIZE, HIDDEN), float("nan"))}
         attention = DraftAttention.over_kv(CpuAttention(kv_pools=self.pools, geometry=GEOMETRY),
                                            MultiStepAttention(kv_pools=self.pools, geometry=GEOMETRY))
-        model = ToyDraft()
+        model, shape = ToyDraft(), (5, topk)
+        self.ends = HandedEnds(torch.zeros(shape), torch.zeros(shape, dtype=torch.int64), torch.zeros(5, HIDDEN))
         self.recorded = RecordedDrafts(model=model, attention=attention, topk=topk, steps=steps, max_nodes=MAX_NODES,
-                                       rounds=PagedRounds(kv_pools=self.pools, geometry=GEOMETRY))
+                                       rounds=PagedRounds(kv_pools=self.pools, geometry=GEOMETRY), num_eager=1)
         self.drafter = EagleDrafter(model=model, attention=attention, topk=topk, steps=steps,
-                                    recorded=self.recorded if is_recorded else None)
+                                    handed=self.ends, recorded=self.recorded if is_recorded else None)
 
     def propose(self, mode: ForwardMode, counts: dict[int, int], contexts: Sequence[int],
                 accepted: dict[int, int], seed: int) -> list[TokenTree]:
@@ -52,6 +54,32 @@ class Draft:
                 for row, key in enumerate(counts)]
         hidden = torch.randn(batch.num_tokens, HIDDEN, generator=torch.Generator().manual_seed(seed))
         return self.drafter.propose(batch, StageOutput(aux_hidden={0: hidden}), runs)
+
+    def begin(self, contexts: dict[int, int], seed: int) -> list[TokenTree]:
+        """First trees of requests whose prompts and ends were handed over."""
+        batch = build_batch(ForwardMode.PREBUILT, [
+            Row(key, [], context, list(range(1 + PAGES_EACH * key, 1 + PAGES_EACH * (key + 1))), 1 + key, None,
+                SpecRow(num_draft_tokens=3)) for key, context in contexts.items()])
+        generator = torch.Generator().manual_seed(seed)
+        for key, context in contexts.items():
+            self.pools[0][1 + PAGES_EACH * key:][:-(-context // PAGE_SIZE)] = torch.randn(
+                -(-context // PAGE_SIZE), 2, 1, PAGE_SIZE, HIDDEN, generator=generator)
+        log_p = torch.rand(len(contexts), self.ends.topk_p.shape[1], generator=generator).sort(descending=True)[0].log()
+        tokens = torch.randint(VOCAB, log_p.shape, generator=generator)
+        hidden = torch.randn(len(contexts), HIDDEN, generator=generator)
+        self.ends.put(batch.slot_ids.long(), DraftEnd(log_p, tokens, hidden))
+        return self.drafter.begin(batch)
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_first_trees_are_those_of_eager_steps(topk: int) -> None:
+    drafts = [Draft(topk, is_recorded=is_recorded) for is_recorded in (True, False)]
+    for seed, contexts in enumerate([{0: 5}, {2: 16}, {1: 40, 3: 1}, {0: 90}, {3: 17}, {2: 30, 0: 2}, {1: 3, 2: 64}]):
+        recorded, eager = (draft.begin(contexts, seed) for draft in drafts)
+        assert recorded == eager
+        assert [len(tree) for tree in recorded] == [3] * len(contexts)
+    assert (drafts[0].recorded.num_recorded, drafts[0].recorded.num_replays) == (2, 3)
+    assert drafts[0].drafter.num_plans == drafts[1].drafter.num_plans == {"draft_extend": 0, "draft_round": 7}
 
 
 @pytest.mark.parametrize("topk", [1, 2])

@@ -1,10 +1,11 @@
 """Rotary embedding as a rotation of the plane, and its bits in any number of rows."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from models.blocks.rotary import RopeSpec, Rotary
+from models.blocks.rotary import RopeSpec, Rotary, inverse_frequencies
 
 POSITIONS = torch.tensor([0, 1, 2, 17, 4095])
 
@@ -41,3 +42,26 @@ def test_a_token_has_the_same_bits_in_any_number_of_tokens(num_heads: int, head_
             assert torch.equal(table.rotate_halves(x[:count]), alone[:count]), count
     finally:
         torch.set_num_threads(before)
+
+
+def test_tables_are_the_nearest_numbers_to_the_cosines_of_rounded_angles() -> None:
+    """So that no library's cosine matters: also half a million positions in, and whatever stands beside a token."""
+    spec = RopeSpec(dim=64, theta=1e4)
+    further = torch.randint(1 << 20, (5000,), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(5000), further])
+    table = Rotary(spec=spec, dtype=torch.float32).table(positions)
+    angles = (positions[:, None].float() * inverse_frequencies(spec)).double().numpy()
+    assert torch.equal(table.cos[:, 0], torch.from_numpy(np.cos(angles).astype(np.float32)))
+    assert torch.equal(table.sin[:, 0], torch.from_numpy(np.sin(angles).astype(np.float32)))
+    alone = Rotary(spec=spec, dtype=torch.float32).table(positions[7777:7778])
+    assert torch.equal(alone.cos[0], table.cos[7777])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_table_is_stretched_and_rounded_once(dtype: torch.dtype) -> None:
+    """Also in a type that kernels do not know."""
+    spec = RopeSpec(dim=8, theta=1e4, amplitude=1.25)
+    table = Rotary(spec=spec, dtype=dtype).table(torch.arange(100))
+    angles = (torch.arange(100)[:, None].float() * inverse_frequencies(spec)).double()
+    assert torch.equal(table.cos[:, 0], (angles.cos().float() * 1.25).to(dtype))
+    assert torch.equal(table.sin[:, 0], (angles.sin().float() * 1.25).to(dtype))

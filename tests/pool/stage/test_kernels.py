@@ -17,6 +17,7 @@ from engine.kernels.host import (
     product_kernel,
     program,
     rows,
+    token_passes,
 )
 from engine.kernels.host.kernel_list import Kernel
 from pool.process import PoolRole
@@ -29,14 +30,16 @@ from tests.support.models.checkpoints import make_checkpoint
 
 ALWAYS = {product_kernel.compiled_for, packing.compiled}
 RECURRENT = {causal_conv.compiled_for, gates.gates_for, gates.norm_for}
-STEPS = {program.load_runner, rows.sum_for, rows.writes_for}
+ATTENDS = {in_place.compiled_for, token_passes.tables_for}
+STEPS = {program.load_runner, rows.sum_for, rows.copies_for, rows.gathers_for, rows.writes_for}
 
 
 @pytest.mark.parametrize(("family", "role", "called"), [
-    ("llama", PrefillRole(), {in_place.compiled_for}),
-    ("qwen3_5", PrefillRole(), {in_place.compiled_for, delta_rule.chunks_for, *RECURRENT}),
-    ("qwen3_5", DecodeRole(), {in_place.compiled_for, delta_rule.steps_for, *RECURRENT, *STEPS}),
-    ("deepseek_v32", DecodeRole(), {latent.compiled_for, index_scores.scores_for, index_scores.choice, *STEPS})])
+    ("llama", PrefillRole(), ATTENDS),
+    ("qwen3_5", PrefillRole(), {*ATTENDS, delta_rule.chunks_for, *RECURRENT}),
+    ("qwen3_5", DecodeRole(), {*ATTENDS, delta_rule.steps_for, *RECURRENT, *STEPS}),
+    ("deepseek_v32", DecodeRole(), {
+        latent.compiled_for, index_scores.scores_for, index_scores.choice, token_passes.tables_for, *STEPS})])
 def test_what_a_stage_will_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, role: PoolRole,
                                 called: set[object]) -> None:
     asked: list[Kernel] = []
