@@ -1,7 +1,6 @@
 """What is checked and divided before a process starts, against sums done by hand."""
 
 import json
-import socket
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from runtime.config import Address
 from runtime.errors import ConfigError
 from runtime.host_memory import HostMemory
 from runtime.model_folder import loaded_bytes
+from tests.support.network.ports import taken_port
 
 MIB = 1 << 20
 Tables = Mapping[str, Mapping[str, object]]
@@ -73,11 +73,11 @@ def test_a_partition_that_fits(tmp_path: Path) -> None:
 
 
 def test_a_port_that_is_taken_is_named_with_its_flag() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    with taken_port("127.0.0.1") as port:
         with pytest.raises(ConfigError, match=rf"--listen 127.0.0.1:{port}: Address already in use; is another"):
             check_port(Address("127.0.0.1", port), flag="--listen")
-    check_port(Address("127.0.0.1", port), flag="--listen")
+        for _ in range(2):  # looking does not take it
+            check_port(Address("127.0.0.1", port + 1), flag="--listen")
     check_port(Address("127.0.0.1", 0), flag="--listen")
     with pytest.raises(ConfigError, match=r"--listen 192\.0\.2\.1:7000: Cannot assign requested address$"):
         check_port(Address("192.0.2.1", 7000), flag="--listen")

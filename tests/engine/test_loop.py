@@ -281,11 +281,12 @@ async def test_an_engine_that_has_ended_refuses_instead_of_keeping_its_callers(r
 
 async def test_what_a_cancelled_caller_would_have_got_is_given_back(running: list[EngineLoop]) -> None:
     loop = start(running, ScriptedScheduler())
-    gate, undone = threading.Event(), threading.Event()
+    began, gate, undone = threading.Event(), threading.Event(), threading.Event()
     taken: list[str] = []
 
     def take() -> str:
-        gate.wait(30)
+        began.set()
+        gate.wait(120)
         return "lease"
 
     def undo(result: str) -> None:
@@ -293,7 +294,7 @@ async def test_what_a_cancelled_caller_would_have_got_is_given_back(running: lis
         undone.set()
 
     waiting = asyncio.create_task(loop.submit(take, undo=undo))
-    await asyncio.sleep(0.05)
+    assert await asyncio.to_thread(began.wait, 30)
     waiting.cancel()
     gate.set()
     with pytest.raises(asyncio.CancelledError):
@@ -303,15 +304,17 @@ async def test_what_a_cancelled_caller_would_have_got_is_given_back(running: lis
 
 
 async def test_an_error_for_a_caller_that_was_cancelled_is_no_bug_in_the_log(running: list[EngineLoop]) -> None:
-    loop, complaints, gate = start(running, ScriptedScheduler()), list[dict[str, object]](), threading.Event()
+    loop, complaints = start(running, ScriptedScheduler()), list[dict[str, object]]()
+    began, gate = threading.Event(), threading.Event()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
 
     def refuse() -> None:
-        gate.wait(30)
+        began.set()
+        gate.wait(120)
         raise CapacityError("48 requests hold memory", resource="held requests")
 
     waiting = asyncio.create_task(loop.submit(refuse))
-    await asyncio.sleep(0.05)
+    assert await asyncio.to_thread(began.wait, 30)
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting

@@ -246,7 +246,7 @@ async def test_a_pool_that_never_commits_is_given_up(workers: Workers) -> None:
 
 async def test_a_prefill_worker_that_sends_and_never_says_the_first_token_is_given_up(workers: Workers) -> None:
     """The pool has everything else and cannot be blamed: it keeps its reservation."""
-    limits = replace(FLOW_LIMITS, commit_s=0.2, migrations=0)
+    limits = replace(FLOW_LIMITS, commit_s=1.0, migrations=0)
     async with running_router(workers.p0, workers.p1, workers.d0, flow=limits) as router:
         mute = min((workers.p0, workers.p1), key=lambda worker: worker.address)
         mute.says_first_token = False

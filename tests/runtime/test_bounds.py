@@ -1,8 +1,7 @@
 """A server's bounds towards those who call it, over real connections."""
 
 import asyncio
-import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import grpc
@@ -17,6 +16,7 @@ from runtime.lasting_server import LastingServer
 from runtime.server import MAX_PING_STRIKES, MIN_PING_INTERVAL_S
 from runtime.status import error_from_rpc
 from tests.router.harness import eventually
+from tests.support.network.ports import taken_port
 from tests.support.router.generation import EchoGeneration, serve_echo
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -194,8 +194,7 @@ async def test_a_flood_of_pings_ends_the_connection_and_our_own_pace_does_not() 
     await server.drain(grace_s=0)
 
 
-async def test_the_second_door_takes_only_names(unused_address: Callable[[], str]) -> None:
-    door = unused_address()
+async def test_the_second_door_takes_only_names(door: str) -> None:
     server, _ = await serve_echo(EchoGeneration(), health_listen=door)
     async with open_channel(door) as channel:
         check: Any = health_pb2_grpc.HealthStub(channel).Check  # type: ignore[attr-defined]  # the stubs lack it
@@ -206,13 +205,9 @@ async def test_the_second_door_takes_only_names(unused_address: Callable[[], str
 
 
 @pytest.fixture
-def unused_address() -> Callable[[], str]:
-    def find() -> str:
-        with socket.socket() as found:
-            found.bind(("127.0.0.1", 0))
-            return f"127.0.0.1:{found.getsockname()[1]}"
-
-    return find
+def door() -> Iterator[str]:
+    with taken_port("127.0.0.1") as taken:
+        yield f"127.0.0.1:{taken + 1}"  # which nobody takes while the one before it is held
 
 
 def headers(path: bytes) -> bytes:

@@ -197,7 +197,7 @@ async def test_a_stage_that_dies_leaves_no_task_behind() -> None:
         await observer.until("leaving 1 in 9 s")
         stage.die()
         await observer.until("lost 1")
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while [task for task in asyncio.all_tasks() if "Queue.get" in repr(task.get_coro())]:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 

@@ -111,6 +111,7 @@ async def test_a_caller_that_never_stops_talking_is_read_no_further_than_it_is_h
         call = stub.Run()
         for _ in range(4 * MAX_UNREAD):
             await call.write(pb.RunRequest())
+        await until(lambda: service.inbox is not None and service.inbox._queue.qsize() == MAX_UNREAD)
         await asyncio.sleep(0.2)
         assert service.inbox is not None
         assert service.inbox._queue.qsize() == MAX_UNREAD

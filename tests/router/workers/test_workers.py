@@ -122,6 +122,7 @@ async def test_no_worker_at_all_is_unavailable_after_the_grace_and_then_at_once(
     prefill.address, decode.address = "127.0.0.1:1", "127.0.0.1:2"
     limits = AdmissionLimits(pairless_grace_s=1.0)
     async with running_router(prefill, decode, admission=limits, start_workers=False) as router:
+        await eventually(lambda: all("cannot be reached" in w.problem for w in router.directory.workers), "two tries")
         error = await router.failure(token_request([1]))
         assert isinstance(error, UnavailableError)
         assert str(error) == "no prefill worker is usable (cannot be reached)", "no address of the inside"
