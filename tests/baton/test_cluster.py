@@ -78,7 +78,7 @@ async def eventually(condition: Callable[[], bool], timeout_s: float = 60) -> No
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

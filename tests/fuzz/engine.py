@@ -92,16 +92,16 @@ def _damage(numbers: random.Random, data: bytearray, other: bytes) -> None:
 
 
 def _tried(target: Target, case: int | None, data: bytes) -> Iterator[Finding]:
-    began_s = time.perf_counter()
+    began_s = time.thread_time()  # of computing: a busy machine may take any time for it
     try:
         target.parse(data)
     except target.allowed:
         pass
     except Exception as error:  # noqa: BLE001 - that is what is looked for
         yield Finding(target.name, case, data, repr(error)[:300])
-    took_s = time.perf_counter() - began_s
+    took_s = time.thread_time() - began_s
     if took_s > SLOW_S:
-        yield Finding(target.name, case, data, f"took {took_s:.1f} s")
+        yield Finding(target.name, case, data, f"computed for {took_s:.1f} s")
 
 
 def _peak_bytes() -> int:
