@@ -1,5 +1,13 @@
 """The checkpoint that is served here, and its right answers."""
 
+import pytest
+
 from tests.support.cluster.reference import checkpoint, reference
+from tests.support.models.grammars import wait_long_for_masks
 
 __all__ = ["checkpoint", "reference"]
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_long_for_masks(monkeypatch)

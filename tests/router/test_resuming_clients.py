@@ -184,7 +184,7 @@ async def test_the_deadline_is_one_for_all_attempts() -> None:
         decode.at(Point.TOKEN, never)
         async with client_of(first, second) as client:
             answer = asyncio.create_task(client.complete(QUERY, timeout_s=3))
-            await eventually(lambda: decode.open_requests, "the answer")
+            await eventually(lambda: decode.open_requests or answer.done(), "the answer")
             await ended(first)
             with pytest.raises((DeadlineError, UnavailableError)):
                 await answer

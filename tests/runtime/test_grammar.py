@@ -31,16 +31,21 @@ def grammars(tmp_path: Path) -> Iterator[Grammars]:
     loaded.close()
 
 
-@pytest.fixture
-def only_computing_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fast core computes a product of automata beyond the limit of memory before it comes to the limit of computing;
-    on a busy one the limits of waiting come first."""
-    monkeypatch.setattr(process, "MEMORY_BYTES", 1 << 30)
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy core the limits of waiting come before those of computing. Tests of them bring their own."""
+    monkeypatch.setattr(process, "ANSWER_S", LONG_S)
     monkeypatch.setattr(process, "COMPILE_WALL_S", LONG_S)
     monkeypatch.setattr(checking, "WAIT_S", LONG_S)
 
 
-@pytest.mark.usefixtures("only_computing_counts")
+@pytest.fixture
+def ample_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fast core computes a product of automata beyond the limit of memory before it comes to the limit of time."""
+    monkeypatch.setattr(process, "MEMORY_BYTES", 1 << 30)
+
+
+@pytest.mark.usefixtures("ample_memory")
 async def test_a_schema_that_would_compile_for_minutes_is_refused_by_its_limit_and_remembered(
         grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
     async with asyncio.timeout(LONG_S):
@@ -51,7 +56,7 @@ async def test_a_schema_that_would_compile_for_minutes_is_refused_by_its_limit_a
         await grammars.check(never_compiled())
 
 
-@pytest.mark.usefixtures("only_computing_counts")
+@pytest.mark.usefixtures("ample_memory")
 async def test_while_many_of_them_come_others_are_compiled(grammars: Grammars) -> None:
     hostile = [asyncio.create_task(grammars.check(never_compiled(str(number)))) for number in range(12)]
     async with asyncio.timeout(4 * LONG_S):

@@ -23,8 +23,13 @@ from engine.sampling.sampler import sample
 from engine.speculative.verify import draw_runs, sampling_at
 from runtime.errors import InternalError, InvalidRequestError
 from runtime.grammar import Grammar, GrammarKind, Grammars, GuidedText, checking, load_grammars
-from tests.support.models.grammars import allowed_after, fresh_after
+from tests.support.models.grammars import allowed_after, fresh_after, wait_long_for_masks
 from tests.support.models.guided import EOS, VOCAB_SIZE, spelled, write_character_tokenizer
+
+
+@pytest.fixture(autouse=True)
+def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    wait_long_for_masks(monkeypatch)
 
 
 @pytest.fixture(scope="module")
@@ -195,10 +200,10 @@ def test_masks_are_computed_beside_the_forward(grammars: Grammars, monkeypatch: 
 
 def test_a_grammar_that_hangs_costs_the_others_of_its_batch_one_limit(grammars: Grammars,
                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guided, "STEP_WAIT_S", 0.3)
     sampler, hung = GuidedSampler(grammars), row(regex("xy"), 21)
     fine = row(regex("zy"), 22)
-    sampler(torch.zeros(1, VOCAB_SIZE), [hung])
+    sampler(torch.zeros(2, VOCAB_SIZE), [hung, fine])  # both are compiled
+    monkeypatch.setattr(guided, "STEP_WAIT_S", 0.3)
     child = grammars._processes[regex("xy")]._child
     assert child is not None
     signal.pidfd_send_signal(child._pidfd, signal.SIGSTOP)

@@ -130,18 +130,18 @@ async def test_a_client_that_does_not_read_is_noticed_and_a_finish_still_fits() 
 
 
 async def test_what_may_wait_waits_for_a_client_that_does_not_read_and_no_longer() -> None:
-    responses = ResponseQueue(stall_limit_s=0.05)
+    responses = ResponseQueue(stall_limit_s=1.0)
     for i in range(MAX_UNREAD):
         await responses.room()
         responses.put(chunk(i, index=i))
-    with pytest.raises(RequestAborted, match=r"read nothing for 0\.05 s"):
+    with pytest.raises(RequestAborted, match="read nothing for 1 s"):
         await responses.room()
     await anext(responses)
     await responses.room()
 
 
 async def test_a_client_that_trickles_has_the_stall_limit_for_the_end_of_its_stream() -> None:
-    responses = ResponseQueue(stall_limit_s=0.2)
+    responses = ResponseQueue(stall_limit_s=1.0)
     for i in range(MAX_UNREAD):
         responses.put(chunk(i, index=i))
     responses.close()
@@ -150,7 +150,7 @@ async def test_a_client_that_trickles_has_the_stall_limit_for_the_end_of_its_str
     async def trickle() -> None:
         async for response in responses:
             read.append(response)
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.2)
 
     with pytest.raises(RequestAborted, match="not read the end of its stream"):
         await trickle()

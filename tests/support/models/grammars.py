@@ -4,13 +4,21 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 
-from runtime.grammar import Grammars, GuidedText, unpacked
+from runtime.grammar import Grammars, GuidedText, process, unpacked
 from runtime.grammar.language import Grammar
 from tests.support.models.guided import VOCAB_SIZE
 
 LONG_S = 60.0  # nothing here is about time
+
+
+def wait_long_for_masks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stands still for a second makes no grammar too slow. Tests of that limit bring their own."""
+    monkeypatch.setattr(process, "ANSWER_S", LONG_S)
+    monkeypatch.setattr(process, "COMPILE_WALL_S", LONG_S)
+    monkeypatch.setattr("engine.sampling.guided.STEP_WAIT_S", LONG_S)
 
 
 def allowed_after(text: GuidedText, kept: int, token_ids: Sequence[int]) -> NDArray[np.bool_]:
