@@ -23,31 +23,18 @@ from engine.kernels.rows_in_place import NO_WINDOW, RowsInPlace
 from runtime.errors import InternalError, StalePlanError
 
 MAX_TILE_ROWS = 384  # tokens times the heads that share a kv head: what is kept of them fits a core's own cache
-_MIN_RUN_TOKENS = 8  # on average
 _FEW_TOKENS = 64  # are listed sooner than seven operations of torch are through, each of which lets other threads in
 
 
 @dataclass(frozen=True)
-class PageRun:
-    """New tokens of a batch that lie behind each other in one page from `offset` on."""
-
-    page: int
-    offset: int
-    first_token: int
-    num_tokens: int
-
-
-@dataclass(frozen=True)
 class AttentionPlan:
-    """Everything `run` needs besides q, k and v. Nothing in it changes after planning. `runs` cover all tokens, or are
-    empty where they are so short that writing token by token is quicker, and for steps, whose plans are of one shape.
-    `parts`: the same for layers that see a window only, one behind the other."""
+    """Everything `run` needs besides q, k and v. Nothing in it changes after planning. `parts`: the same for layers
+    that see a window only, one behind the other."""
 
     num_rows: int
     num_tokens: int
     write_pages: Tensor  # [T] int64
     write_offsets: Tensor  # [T] int64
-    runs: tuple[PageRun, ...]
     rows: RowsInPlace
     parts: "tuple[WindowPart, ...]" = ()
 
@@ -93,7 +80,6 @@ def build_plan(batch: ForwardBatch, geometry: AttentionGeometry, num_pages: int 
         num_tokens=len(positions),
         write_pages=write_pages,
         write_offsets=write_offsets,
-        runs=_runs(batch, geometry.page_size),
         rows=_rows_in_place(batch, geometry, positions),
     )
 
@@ -180,22 +166,6 @@ def _tiles(batch: ForwardBatch, size: int) -> list[tuple[int, int, int]]:
 
 def _cost(tile: tuple[int, tuple[int, int, int]]) -> int:
     return tile[0]
-
-
-def _runs(batch: ForwardBatch, page_size: int) -> tuple[PageRun, ...]:
-    if batch.mode in (ForwardMode.DECODE, ForwardMode.VERIFY) or batch.num_tokens < _MIN_RUN_TOKENS * batch.num_rows:
-        return ()
-    runs, first_token = [], 0
-    for pages, context_len, query_len in zip(batch.page_tables.tolist(), batch.context_lens, batch.query_lens,
-                                             strict=True):
-        done = 0
-        while done < query_len:
-            page, offset = divmod(context_len + done, page_size)
-            count = min(page_size - offset, query_len - done)
-            runs.append(PageRun(pages[page], offset, first_token + done, count))
-            done += count
-        first_token += query_len
-    return tuple(runs) if batch.num_tokens >= _MIN_RUN_TOKENS * len(runs) else ()
 
 
 def storage_positions(batch: ForwardBatch) -> tuple[Tensor, Tensor]:

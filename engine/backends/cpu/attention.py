@@ -119,23 +119,18 @@ def _check_pools(pools: Mapping[int, Tensor], geometry: AttentionGeometry) -> No
 
 
 def _write(pool: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, team: Team) -> None:
-    if not plan.runs and k.dtype == v.dtype == pool.dtype and has_kernels(pool.dtype):
+    if k.dtype == v.dtype == pool.dtype and has_kernels(pool.dtype):
         write_tokens(dense_tokens(k), dense_tokens(v), pool, plan.write_pages, plan.write_offsets, team)
-    elif not plan.runs:
+    else:
         pool[plan.write_pages, 0, :, plan.write_offsets] = k
         pool[plan.write_pages, 1, :, plan.write_offsets] = v
-    for run in plan.runs:
-        tokens = slice(run.first_token, run.first_token + run.num_tokens)
-        page = pool[run.page, :, :, run.offset : run.offset + run.num_tokens]
-        page[0].copy_(k[tokens].transpose(0, 1))
-        page[1].copy_(v[tokens].transpose(0, 1))
 
 
 def attend(pages: Tensor, q: Tensor, rows: RowsInPlace, scale: float, team: Team) -> Tensor:
     """pages: [P, 2 (k, v), num_kv_heads, page_size, D]; q: [T, num_heads, D] of new tokens whose keys are written.
     Returns the same as q."""
     if has_kernels(pages.dtype):
-        return attend_in_place(pages, q.to(pages.dtype).contiguous(), rows, scale, team).to(q.dtype)
+        return attend_in_place(pages, dense_tokens(q.to(pages.dtype)), rows, scale, team).to(q.dtype)
     return attend_by_token(pages, q, rows, scale)
 
 

@@ -55,7 +55,7 @@ from engine.kernels.rows_in_place import RowsInPlace
 
 _ARGUMENTS = record("num_rows", "num_tokens", "num_tiles", "tile_rows", "num_kv_heads", "share", "head_dim", "itemsize",
                     "page_size", "table_width", "path_width", "window", "heads", "rows_by_key", "unit_bits", "pages",
-                    "queries", "tables", "tiles", "positions", "num_in_order", "paths", "out")
+                    "queries", "query_stride", "tables", "tiles", "positions", "num_in_order", "paths", "out")
 _STATE_FLOATS = STATE_BYTES // 4
 _LOG2_E = 1.4426950408889634
 
@@ -64,12 +64,12 @@ def attend_in_place(pages: Tensor, queries: Tensor, rows: RowsInPlace, scale: fl
     """Softmax attention of new tokens whose keys are written.
 
     pages: [P, 2 (k, v), num_kv_heads, page_size, D] bf16 or fp32, contiguous; queries: [T, num_heads, D] of the same
-    type, contiguous; scale: more than 0. Returns [T, num_heads, D] of that type.
+    type, dense within a token; scale: more than 0. Returns [T, num_heads, D] of that type.
 
     Raises:
         InternalError: not all of it was computed.
     """
-    out = torch.empty_like(queries)
+    out = torch.empty(queries.shape, dtype=queries.dtype)
     num_rows, table_width = rows.tables.shape
     num_kv_heads, page_size, head_dim = pages.shape[2:]
     num_tiles, share = rows.tiles.shape[0], queries.shape[1] // num_kv_heads
@@ -81,8 +81,9 @@ def attend_in_place(pages: Tensor, queries: Tensor, rows: RowsInPlace, scale: fl
         compiled_for(pages.dtype, tiled=tiled, few=few), num_tiles * num_kv_heads // heads,
         (num_rows, queries.shape[0], num_tiles, tile_rows, num_kv_heads, share, head_dim, pages.itemsize, page_size,
          table_width, rows.paths.shape[1], rows.window, heads, TILE_ROWS if tiled else 0, bits_of(scale * _LOG2_E),
-         pages.data_ptr(), queries.data_ptr(), rows.tables.data_ptr(), rows.tiles.data_ptr(),
-         rows.positions.data_ptr(), rows.num_in_order.data_ptr(), rows.paths.data_ptr(), out.data_ptr()),
+         pages.data_ptr(), queries.data_ptr(), queries.stride(0) * queries.itemsize, rows.tables.data_ptr(),
+         rows.tiles.data_ptr(), rows.positions.data_ptr(), rows.num_in_order.data_ptr(), rows.paths.data_ptr(),
+         out.data_ptr()),
         team, scratch_bytes=scratch_bytes_of(head_dim, pages.itemsize, heads * tile_rows))
     return out
 
@@ -214,12 +215,13 @@ def _begin(a, room, stored, kv_head, first, count):
     """The tile's queries side by side; nothing is added up yet."""
     of_head = count * a.share
     num_rows = a.heads * of_head
-    given = carray(pointer_to(a.queries, stored), (a.num_tokens, a.num_kv_heads, a.share, a.head_dim))
     queries = carray(pointer_to(room.queries, stored), (num_rows, room.query_bytes // a.itemsize))
     for row in range(num_rows):
-        source = given[first + row % of_head // a.share, kv_head + row // of_head, row % a.share]
+        given = a.queries + (first + row % of_head // a.share) * a.query_stride
+        head = (kv_head + row // of_head) * a.share + row % a.share
+        source = carray(pointer_to(given + head * a.head_dim * a.itemsize, stored), a.head_dim)
         target = queries[row]
-        for channel in range(len(source)):
+        for channel in range(a.head_dim):
             target[channel] = source[channel]
     if num_rows <= a.rows_by_key:
         list_rows(room.found, room.queries, room.query_bytes)

@@ -59,19 +59,23 @@ def sum_for(dtype: torch.dtype):
     def work(pointer):
         _add_values(pointer, stored)
 
-    return compile_kernel(work, _SUM, f"add_rows_{stored.__name__}", __file__)
+    return compile_kernel(work, _SUM, f"add_rows_{stored.__name__}", __file__, strided.__file__)
 
 
 @njit(**PART)
 def _add_values(pointer, stored):
     a = carray(pointer, 1)[0]
-    x, y = carray(pointer_to(a.x, stored), a.num_values), carray(pointer_to(a.y, stored), a.num_values)
-    out = carray(pointer_to(a.out, stored), a.num_values)
+    size = size_of(stored)
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
             return
-        for place in range(item * _ITEM_VALUES, min((item + 1) * _ITEM_VALUES, a.num_values)):
+        first = item * _ITEM_VALUES
+        count = min(_ITEM_VALUES, a.num_values - first)
+        x = carray(pointer_to(a.x + first * size, stored), count)
+        y = carray(pointer_to(a.y + first * size, stored), count)
+        out = carray(pointer_to(a.out + first * size, stored), count)
+        for place in range(count):
             out[place] = rounded(wide(x[place]) + wide(y[place]), stored)
         count_up(pointer, DONE)
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.backends.cpu.attention import CpuAttention
-from engine.backends.plan import AttentionPlan, PageRun, build_plan
+from engine.backends.plan import AttentionPlan, build_plan
 from engine.contracts.attention import AttentionGeometry
 from engine.core import rows as rows_of_batch
 from engine.core.batch import ForwardBatch, ForwardMode
@@ -128,14 +128,6 @@ def test_a_batch_padded_before_planning_is_covered() -> None:
     padded = forward(backend, batch)
     alone = forward(build(), make_batch(ForwardMode.DECODE, ROWS))
     assert all(torch.equal(a, b[:2]) for a, b in zip(alone, padded, strict=True))
-
-
-def test_new_keys_are_written_in_runs_where_pages_take_several() -> None:
-    long, short = Row(34, 30, (5, 6, 7, 8)), Row(1, 16, (1, 2))
-    plan = planned(make_batch(ForwardMode.PREFILL, [long, short]))
-    assert plan.runs == (PageRun(6, 14, 0, 2), PageRun(7, 0, 2, 16), PageRun(8, 0, 18, 16), PageRun(2, 0, 34, 1))
-    for mode, rows in ((ForwardMode.DECODE, [short]), (ForwardMode.PREFILL, [Row(15, 9, (5, 6)), short])):
-        assert planned(make_batch(mode, rows)).runs == ()
 
 
 def test_a_chunk_is_cut_into_tiles_of_which_the_longest_come_first() -> None:

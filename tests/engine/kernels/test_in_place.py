@@ -144,6 +144,8 @@ def test_a_long_row_has_the_same_bits_in_any_tiles_and_the_right_ones(
     expected = truth(queries, cached, context, scale, window)
     tolerance = 4e-6 if dtype is torch.float32 else 4e-3
     assert (out.double() - expected).norm() / expected.norm() < tolerance
+    beside_keys = torch.cat([queries, torch.full_like(queries, float("nan"))], 1)[:, :share]
+    assert torch.equal(attend_in_place(pages, beside_keys, plan, scale, Team()), out)
     for tile in (13, 1):
         again = rows_of([context], [num_keys - context], page_size, tile=tile, window=window)
         assert torch.equal(attend_in_place(pages, queries, again, scale, Team()), out)
