@@ -17,7 +17,7 @@ from engine.backends.cpu.attention import attend
 from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardBatch
 from engine.kernels.host.compiled import Team, dense_tokens
-from engine.kernels.host.rows import write_tokens
+from engine.kernels.host.token_passes import write_tokens
 from engine.kernels.rows_in_place import RowsInPlace
 from engine.memory.layout import NULL_INDEX
 from engine.speculative.multistep import num_branches_of

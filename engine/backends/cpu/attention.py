@@ -17,7 +17,7 @@ from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardBatch
 from engine.kernels.host.compiled import Team, dense_tokens, has_kernels
 from engine.kernels.host.in_place import attend_in_place
-from engine.kernels.host.rows import write_tokens
+from engine.kernels.host.token_passes import write_tokens
 from engine.kernels.rows_in_place import RowsInPlace
 from runtime.errors import InternalError, StalePlanError
 

@@ -62,7 +62,7 @@ def kernels() -> Iterator[Kernel]:
     for dtype, of_one_type in itertools.product(STORED_AS, (
             delta_rule.chunks_for, delta_rule.steps_for, index_scores.scores_for, causal_conv.compiled_for,
             causal_conv.trees_for, eight_bits.compiled_for, token_passes.rotation_for, token_passes.tables_for,
-            rows.sum_for, rows.copies_for, rows.gathers_for, rows.writes_for, gates.gates_for, gates.norm_for,
+            token_passes.writes_for, rows.sum_for, rows.copies_for, rows.gathers_for, gates.gates_for, gates.norm_for,
             gates.heads_for)):
         yield Kernel(of_one_type, (dtype,))
     for dtype, other in itertools.product(STORED_AS, STORED_AS):
@@ -95,8 +95,8 @@ def kernels_of(needs: ModelNeeds) -> Iterator[Kernel]:
         (True, Kernel(packing.compiled)),
         (draws, Kernel(program.load_runner)),
         (needs.attends or needs.attends_latent, Kernel(token_passes.tables_for, (dtype,))),
-        *((draws, Kernel(kernel, (dtype,)))
-          for kernel in (rows.sum_for, rows.copies_for, rows.gathers_for, rows.writes_for)),
+        (needs.attends, Kernel(token_passes.writes_for, (dtype,))),
+        *((draws, Kernel(kernel, (dtype,))) for kernel in (rows.sum_for, rows.copies_for, rows.gathers_for)),
         (needs.in_bytes, Kernel(eight_bits.compiled_for, (dtype,))),
     )
     yield from (kernel for is_called, kernel in called if is_called)

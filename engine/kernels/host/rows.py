@@ -1,5 +1,5 @@
-"""Sums and copies of rows on the host, keys and values into their pages, and states to where they stay: what stands
-between the products of a step, and between two steps, as launches.
+"""Sums and copies of rows on the host, and states to where they stay: what stands between the products of a step, and
+between two steps, as launches.
 """
 
 from collections.abc import Sequence
@@ -32,13 +32,11 @@ from runtime.errors import InternalError
 
 _SUM = record("num_values", "x", "y", "out")
 _COPIES = record("num_rows", "width", "stride", "out_stride", "x", "out")
-_WRITES = record("num_tokens", "num_heads", "width", "page_size", "page_values", "k", "k_stride", "v", "v_stride",
-                 "pages", "write_pages", "write_offsets")
 _GATHERS = record("num_rows", "width", "stride", "num_source_rows", "table", "indices", "out")
 _MAXIMA = record("num_rows", "width", "x", "out")
 _RECORDS = record("num_moves", "num_pools", "pools", "sources", "targets")
 _POOL_FIELDS = 3
-_ITEM_TOKENS = 16
+_ITEM_ROWS = 16
 _ITEM_VALUES = 1 << 14
 _BLOCK_VALUES = 64
 
@@ -85,7 +83,7 @@ def copy_rows(x: Tensor, team: Team, out: Tensor | None = None) -> Tensor:
     rows."""
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype)
-    launch_integers(copies_for(x.dtype), -(-len(x) // _ITEM_TOKENS), (
+    launch_integers(copies_for(x.dtype), -(-len(x) // _ITEM_ROWS), (
         len(x), x[0].numel(), x.stride(0), out.stride(0), x.data_ptr(), out.data_ptr()), team)
     return out
 
@@ -116,7 +114,7 @@ def _copy_rows(pointer, stored):
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
             return
-        for row in range(item * _ITEM_TOKENS, min((item + 1) * _ITEM_TOKENS, a.num_rows)):
+        for row in range(item * _ITEM_ROWS, min((item + 1) * _ITEM_ROWS, a.num_rows)):
             x = carray(pointer_to(a.x + row * a.stride * size_of(stored), stored), a.width)
             out = carray(pointer_to(a.out + row * a.out_stride * size_of(stored), stored), a.width)
             for place in range(a.width):
@@ -131,7 +129,7 @@ def gather_rows(table: Tensor, indices: Tensor, team: Team) -> Tensor:
         InternalError: a row that the table does not have.
     """
     out, indices = torch.empty(len(indices), table.shape[1], dtype=table.dtype), indices.contiguous()
-    launch_integers(gathers_for(table.dtype), -(-len(indices) // _ITEM_TOKENS), (
+    launch_integers(gathers_for(table.dtype), -(-len(indices) // _ITEM_ROWS), (
         len(indices), table.shape[1], table.stride(0), len(table), table.data_ptr(), indices.data_ptr(),
         out.data_ptr()), team)
     return out
@@ -157,7 +155,7 @@ def _gather_rows(pointer, stored):
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
             return
-        for row in range(item * _ITEM_TOKENS, min((item + 1) * _ITEM_TOKENS, a.num_rows)):
+        for row in range(item * _ITEM_ROWS, min((item + 1) * _ITEM_ROWS, a.num_rows)):
             if not 0 <= indices[row] < a.num_source_rows:
                 return
             x = carray(pointer_to(a.table + indices[row] * a.stride * size_of(stored), stored), a.width)
@@ -207,60 +205,6 @@ def _place_of_largest(x):
                 if not block[at] <= best and best == best:
                     best, place = block[at], first + at
     return place
-
-
-def write_tokens(k: Tensor, v: Tensor, pages: Tensor, write_pages: Tensor, write_offsets: Tensor, team: Team) -> None:
-    """Copy k and v [T, heads, D], dense within a token, to pages [P, 2 (k, v), heads, page_size, D], dense, all of one
-    type, bf16 or fp32: token t to page write_pages[t] at write_offsets[t], both [T] int64.
-
-    Raises:
-        InternalError: shapes that do not belong together.
-    """
-    num_tokens, num_heads, width = k.shape
-    if (v.shape, pages.shape[2], pages.shape[4], *write_pages.shape, *write_offsets.shape) != (
-            k.shape, num_heads, width, num_tokens, num_tokens):
-        raise InternalError(f"k {tuple(k.shape)} and v {tuple(v.shape)} for {len(write_pages)} places in pages of "
-                            f"{tuple(pages.shape[1:])}")
-    launch_integers(writes_for(k.dtype), -(-num_tokens // _ITEM_TOKENS), (
-        num_tokens, num_heads, width, pages.shape[3], pages.stride(1), k.data_ptr(), k.stride(0), v.data_ptr(),
-        v.stride(0), pages.data_ptr(), write_pages.data_ptr(), write_offsets.data_ptr()), team)
-
-
-@cache
-def writes_for(dtype: torch.dtype):
-    stored = STORED_AS[dtype]
-
-    def work(pointer):
-        _write_tokens(pointer, stored)
-
-    return compile_kernel(work, _WRITES, f"write_tokens_{stored.__name__}", __file__, strided.__file__)
-
-
-@njit(**PART)
-def _write_tokens(pointer, stored):
-    """One thread's part: a few tokens at a time, until none is left."""
-    a = carray(pointer, 1)[0]
-    size = size_of(stored)
-    write_pages = carray(pointer_to(a.write_pages, np.int64), a.num_tokens)
-    write_offsets = carray(pointer_to(a.write_offsets, np.int64), a.num_tokens)
-    while True:
-        item = count_up(pointer, NEXT)
-        if item >= a.num_items:
-            return
-        for token in range(item * _ITEM_TOKENS, min((item + 1) * _ITEM_TOKENS, a.num_tokens)):
-            page = a.pages + 2 * write_pages[token] * a.page_values * size
-            _write(a, a.k + token * a.k_stride * size, page, write_offsets[token], stored)
-            _write(a, a.v + token * a.v_stride * size, page + a.page_values * size, write_offsets[token], stored)
-        count_up(pointer, DONE)
-
-
-@njit(**PART)
-def _write(a, token, page, offset, stored):
-    x = carray(pointer_to(token, stored), (a.num_heads, a.width))
-    out = carray(pointer_to(page, stored), (a.num_heads, a.page_size, a.width))
-    for head in range(a.num_heads):
-        for place in range(a.width):
-            out[head, offset, place] = x[head, place]
 
 
 class RecordMoves:

@@ -1,5 +1,6 @@
 """Root-mean-square norms and rotary embedding on the host, each in one pass over the tokens, where torch makes seven
-and four, and the table of a rotation, for which it makes eight.
+and four, the table of a rotation, for which it makes eight, and keys and values into their pages, for which it makes
+two.
 
 What a norm makes of a row depends on the row alone, what a rotation makes of an element on its pair and its angle
 alone.
@@ -12,7 +13,7 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
-from engine.kernels.host import functions
+from engine.kernels.host import functions, strided
 from engine.kernels.host.compiled import (
     DONE,
     NEXT,
@@ -32,10 +33,14 @@ from engine.kernels.host.compiled import (
     wide,
 )
 from engine.kernels.host.functions import cos_and_sin
+from engine.kernels.host.strided import size_of
+from runtime.errors import InternalError
 
 _NORM = record("num_tokens", "num_heads", "width", "stride", "num_weights", "x", "weight", "out", "eps_bits")
 _ROTATION = record("num_tokens", "num_heads", "width", "stride", "half", "x", "cos", "sin", "out")
 _TABLES = record("num_tokens", "half", "positions", "frequencies", "amplitude_bits", "cos", "sin")
+_WRITES = record("num_tokens", "num_heads", "width", "page_size", "page_values", "k", "k_stride", "v", "v_stride",
+                 "pages", "write_pages", "write_offsets")
 _ITEM_TOKENS = 16
 
 
@@ -195,3 +200,57 @@ def _turn(x, cos, sin, out, stored):
         out[half + place] = rounded(b * wide(cos[place]) + a * wide(sin[place]), stored)
     for place in range(2 * half, len(x)):
         out[place] = x[place]
+
+
+def write_tokens(k: Tensor, v: Tensor, pages: Tensor, write_pages: Tensor, write_offsets: Tensor, team: Team) -> None:
+    """Copy k and v [T, heads, D], dense within a token, to pages [P, 2 (k, v), heads, page_size, D], dense, all of one
+    type, bf16 or fp32: token t to page write_pages[t] at write_offsets[t], both [T] int64.
+
+    Raises:
+        InternalError: shapes that do not belong together.
+    """
+    num_tokens, num_heads, width = k.shape
+    if (v.shape, pages.shape[2], pages.shape[4], *write_pages.shape, *write_offsets.shape) != (
+            k.shape, num_heads, width, num_tokens, num_tokens):
+        raise InternalError(f"k {tuple(k.shape)} and v {tuple(v.shape)} for {len(write_pages)} places in pages of "
+                            f"{tuple(pages.shape[1:])}")
+    launch_integers(writes_for(k.dtype), -(-num_tokens // _ITEM_TOKENS), (
+        num_tokens, num_heads, width, pages.shape[3], pages.stride(1), k.data_ptr(), k.stride(0), v.data_ptr(),
+        v.stride(0), pages.data_ptr(), write_pages.data_ptr(), write_offsets.data_ptr()), team)
+
+
+@cache
+def writes_for(dtype: torch.dtype):
+    stored = STORED_AS[dtype]
+
+    def work(pointer):
+        _write_tokens(pointer, stored)
+
+    return compile_kernel(work, _WRITES, f"write_tokens_{stored.__name__}", __file__, strided.__file__)
+
+
+@njit(**PART)
+def _write_tokens(pointer, stored):
+    """One thread's part: a few tokens at a time, until none is left."""
+    a = carray(pointer, 1)[0]
+    size = size_of(stored)
+    write_pages = carray(pointer_to(a.write_pages, np.int64), a.num_tokens)
+    write_offsets = carray(pointer_to(a.write_offsets, np.int64), a.num_tokens)
+    while True:
+        item = count_up(pointer, NEXT)
+        if item >= a.num_items:
+            return
+        for token in range(item * _ITEM_TOKENS, min((item + 1) * _ITEM_TOKENS, a.num_tokens)):
+            page = a.pages + 2 * write_pages[token] * a.page_values * size
+            _write(a, a.k + token * a.k_stride * size, page, write_offsets[token], stored)
+            _write(a, a.v + token * a.v_stride * size, page + a.page_values * size, write_offsets[token], stored)
+        count_up(pointer, DONE)
+
+
+@njit(**PART)
+def _write(a, token, page, offset, stored):
+    x = carray(pointer_to(token, stored), (a.num_heads, a.width))
+    out = carray(pointer_to(page, stored), (a.num_heads, a.page_size, a.width))
+    for head in range(a.num_heads):
+        for place in range(a.width):
+            out[head, offset, place] = x[head, place]

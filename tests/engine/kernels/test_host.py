@@ -1,4 +1,5 @@
-"""Norms and rotation on the host: the definitions in double precision, rounded as the types say, row by row alike."""
+"""Norms and rotation on the host: the definitions in double precision, rounded as the types say, row by row alike; and
+keys and values in their pages."""
 
 import os
 import subprocess
@@ -20,7 +21,7 @@ from engine.kernels.host.compiled import (
     launch_integers,
     record,
 )
-from engine.kernels.host.token_passes import rms_norm, rotate_halves
+from engine.kernels.host.token_passes import rms_norm, rotate_halves, write_tokens
 from runtime.errors import InternalError
 
 TYPES = [torch.bfloat16, torch.float32]
@@ -126,3 +127,24 @@ def test_damaged_files_of_an_earlier_process_are_no_obstacle(tmp_path: Path, mon
     for path in kept:
         path.write_bytes(path.read_bytes()[:20])
     compile_and_run()
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("num_tokens", "page_size"), [(1, 16), (35, 4)])
+def test_tokens_go_to_their_pages_and_touch_nothing_else(dtype: torch.dtype, num_tokens: int, page_size: int) -> None:
+    together = torch.randn(num_tokens, 7, 24).to(dtype)
+    k, v = together[:, 1:4], together[:, 4:]
+    pages = torch.full((40, 2, 3, page_size, 24), float("nan"), dtype=dtype)
+    expected = pages.clone()
+    slots = torch.randperm(40 * page_size)[:num_tokens]
+    write_pages, write_offsets = slots // page_size, slots % page_size
+    expected[write_pages, 0, :, write_offsets], expected[write_pages, 1, :, write_offsets] = k, v
+    write_tokens(k, v, pages, write_pages, write_offsets, Team())
+    assert torch.equal(pages.nan_to_num(-7.0), expected.nan_to_num(-7.0))
+
+
+@pytest.mark.parametrize(("num_heads", "width", "num_places"), [(2, 24, 5), (3, 16, 5), (3, 24, 4)])
+def test_shapes_that_do_not_belong_together_are_refused(num_heads: int, width: int, num_places: int) -> None:
+    tokens, places = torch.zeros(5, num_heads, width), torch.zeros(num_places, dtype=torch.long)
+    with pytest.raises(InternalError, match=r"for [45] places in pages of \(2, 3, 16, 24\)$"):
+        write_tokens(tokens, tokens, torch.zeros(2, 2, 3, 16, 24), places, places, Team())
