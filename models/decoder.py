@@ -52,11 +52,16 @@ class DecoderLayer:
         """hidden: [T, hidden]. Returns the same shape, or with `wanted`, indices of tokens, their rows only: then the
         feed-forward runs for no other token. `counts`: how many those are on each data rank, where there are several;
         all of them divide the feed-forward, so it runs also for a rank without any."""
+        mixed = None
         if len(hidden):
-            hidden = self._mixed(hidden, stage_pass, wanted)
+            hidden, mixed = self._mixed(hidden, stage_pass, wanted)
         if not (len(hidden) if counts is None else sum(counts)):
             return hidden
-        fed = self._fed(self._post_norm.forward(hidden), counts)
+        if mixed is None:
+            rows = self._post_norm.forward(hidden)
+        else:
+            hidden, rows = self._post_norm.add_and_forward(hidden, mixed)
+        fed = self._fed(rows, counts)
         hidden = hidden + (fed if self._output_norm is None else self._output_norm.forward(fed))
         return hidden if self._scale is None else hidden * self._scale
 
@@ -66,7 +71,8 @@ class DecoderLayer:
         every = self.feed_forward.forward(self._ranks.gather_rows(rows, counts))
         return self._ranks.own_rows(every, counts)
 
-    def _mixed(self, hidden: Tensor, stage_pass: StagePass, wanted: Tensor | None) -> Tensor:
+    def _mixed(self, hidden: Tensor, stage_pass: StagePass, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The wanted rows and what is to be added to them."""
         if self.layer_id == self.start_layer:
             if self._rotary is not None:
                 stage_pass.rotary = self._rotary.table(stage_pass.batch.positions)
@@ -77,7 +83,7 @@ class DecoderLayer:
             stage_pass.context.on_layer_done(self.layer_id)
         if wanted is not None:
             hidden, mixed = hidden[wanted], mixed[wanted]
-        return hidden + (mixed if self._mixed_norm is None else self._mixed_norm.forward(mixed))
+        return hidden, mixed if self._mixed_norm is None else self._mixed_norm.forward(mixed)
 
 
 class DecoderStage:

@@ -9,7 +9,7 @@ from torch import Tensor
 from engine.core.numerics import sigmoid, silu
 from engine.kernels.host.compiled import Team, dense_tokens, has_kernels
 from engine.kernels.host.gates import gated_norm
-from engine.kernels.host.token_passes import rms_norm
+from engine.kernels.host.token_passes import add_and_norm, rms_norm
 from models.blocks.weights import Weights
 
 
@@ -49,9 +49,16 @@ class RmsNorm:
             return scaled.mul_(self._weight).to(x.dtype)
         return scaled.to(x.dtype).mul_(self._weight)
 
+    def add_and_forward(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+        """x + other, [T, D], and `forward` of that; in one pass over the tokens where it can be."""
+        if x.device.type != "cpu" or not (x.dtype == other.dtype and has_kernels(x.dtype, self._weight.dtype)):
+            total = x + other
+            return total, self.forward(total)
+        return add_and_norm(dense_tokens(x), dense_tokens(other), self._weight, self._spec.eps, self._team,
+                            rounds_first=not self._is_wide)
+
     def fused(self, x: Tensor) -> Tensor:
-        """The same up to rounding, in one kernel where the device has it: a step of few rows mostly waits for launches.
-        """
+        """`forward` up to rounding, as one kernel where the device has it: a step of few rows mostly waits for them."""
         wide, own = x.float() if self._is_wide else x, self._weight.dim() > 1  # a weight of its own per head
         normed = F.rms_norm(wide, x.shape[-1:], None if own else self._weight, self._spec.eps)
         return (normed * self._weight if own else normed).to(x.dtype)

@@ -176,12 +176,20 @@ def _add_block(a, room, found, ahead, positions, first, count, begin, end, start
             scores += row * SCORE_ROW
         else:
             score(room.queries + row * room.query_bytes, room.query_bytes, room.keys, room.key_block, scores, SCORE_ROW,
-                  -(-a.head_dim * a.itemsize // 4), num_rows, -(-num_keys // LANES))
+                  -(-a.head_dim * a.itemsize // 4), num_rows,
+                  -(-_num_seen(a, positions, first, row + num_rows, start, num_keys) // LANES))
         _weigh(a, room, positions, scores, room.weights, first, row, row, num_rows, start, num_keys, soften)
         if row == begin:
             fill_values(a, room, values, found, ahead, num_keys)
         add_up(room.weights, room.weight_bytes, values, room.value_block, room.sums + row * room.sum_bytes,
-               room.sum_bytes, -(-num_keys * a.itemsize // 4), num_rows, room.value_blocks)
+               room.sum_bytes, -(-_num_seen(a, positions, first, row + num_rows, start, num_keys) * a.itemsize // 4),
+               num_rows, room.value_blocks)
+
+
+@njit(**STRICT_PART)
+def _num_seen(a, positions, first, end, start, num_keys):
+    """How many of the block's keys the tile's rows before `end` see: those of the last of them, the block's at most."""
+    return min(num_keys, positions[first + (end - 1) // a.share] + 1 - start)
 
 
 @njit(**STRICT_PART)

@@ -36,7 +36,8 @@ from engine.kernels.host.functions import cos_and_sin
 from engine.kernels.host.strided import size_of
 from runtime.errors import InternalError
 
-_NORM = record("num_tokens", "num_heads", "width", "stride", "num_weights", "x", "weight", "out", "eps_bits")
+_NORM = record("num_tokens", "num_heads", "width", "stride", "num_weights", "x", "weight", "out", "eps_bits",
+               "other_stride", "other", "sums")
 _ROTATION = record("num_tokens", "num_heads", "width", "stride", "half", "x", "cos", "sin", "out")
 _TABLES = record("num_tokens", "half", "positions", "frequencies", "amplitude_bits", "cos", "sin")
 _WRITES = record("num_tokens", "num_heads", "width", "page_size", "page_values", "k", "k_stride", "v", "v_stride",
@@ -49,13 +50,24 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, team: Team, *, rounds_first:
     `rounds_first` the unit row is rounded to x's type before it is multiplied, else after only. Returns a new tensor in
     x's shape and type."""
     out = torch.empty(x.shape, dtype=x.dtype)
-    if not len(x):
-        return out
+    _launch_norm(x, weight, eps, team, rounds_first, out)
+    return out
+
+
+def add_and_norm(x: Tensor, other: Tensor, weight: Tensor, eps: float, team: Team, *,
+                 rounds_first: bool) -> tuple[Tensor, Tensor]:
+    """x + other, both [T, D] of one type, rounded once, and `rms_norm` of that. Returns new tensors like x."""
+    sums, out = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
+    _launch_norm(x, weight, eps, team, rounds_first, out, other.stride(0), other.data_ptr(), sums.data_ptr())
+    return sums, out
+
+
+def _launch_norm(x: Tensor, weight: Tensor, eps: float, team: Team, rounds_first: bool, out: Tensor,  # noqa: FBT001
+                 other_stride: int = 0, other: int = 0, sums: int = 0) -> None:
     num_tokens, width = x.shape[0], x.shape[-1]
     launch_integers(norm_for(x.dtype, weight.dtype, rounds_first), -(-num_tokens // _ITEM_TOKENS), (
-        num_tokens, x.shape[1] if x.dim() == 3 else 1, width, x.stride(0),
-        weight.numel() // width, x.data_ptr(), weight.data_ptr(), out.data_ptr(), bits_of(eps)), team)
-    return out
+        num_tokens, x.shape[1] if x.dim() == 3 else 1, width, x.stride(0), weight.numel() // width, x.data_ptr(),
+        weight.data_ptr(), out.data_ptr(), bits_of(eps), other_stride, other, sums), team)
 
 
 @cache
@@ -66,36 +78,48 @@ def norm_for(dtype: torch.dtype, weight_dtype: torch.dtype, rounds_first: bool):
         _norm_tokens(pointer, stored, weighed, rounds_first)
 
     name = f"rms_norm_{stored.__name__}_{weighed.__name__}_{'twice' if rounds_first else 'once'}"
-    return compile_kernel(work, _NORM, name, __file__)
+    return compile_kernel(work, _NORM, name, __file__, strided.__file__)
 
 
 @njit(**PART)
 def _norm_tokens(pointer, stored, weighed, rounds_first):
     """One thread's part: a few tokens at a time, until none is left."""
     a = carray(pointer, 1)[0]
-    x = carray(pointer_to(a.x, stored), (a.num_tokens - 1) * a.stride + a.num_heads * a.width)
-    weight = carray(pointer_to(a.weight, weighed), (a.num_weights, a.width))
-    out = carray(pointer_to(a.out, stored), (a.num_tokens, a.num_heads, a.width))
+    size, weight_bytes = size_of(stored), a.width * size_of(weighed)
     eps = number_of(a.eps_bits)
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
             return
         for token in range(item * _ITEM_TOKENS, min((item + 1) * _ITEM_TOKENS, a.num_tokens)):
-            for head in range(a.num_heads):
-                first = token * a.stride + head * a.width
-                row = x[first:first + a.width]
-                _norm(row, weight[head % a.num_weights], eps, out[token, head], stored, rounds_first)
+            x, out = a.x + token * a.stride * size, a.out + token * a.num_heads * a.width * size
+            if a.sums:
+                sums = a.sums + token * a.width * size
+                _add(pointer_to(x, stored), pointer_to(a.other + token * a.other_stride * size, stored),
+                     pointer_to(sums, stored), a.width, stored)
+                x = sums
+            weight = 0
+            for _ in range(a.num_heads):
+                _norm(pointer_to(x, stored), pointer_to(a.weight + weight * weight_bytes, weighed), eps,
+                      pointer_to(out, stored), a.width, stored, rounds_first)
+                x, out = x + a.width * size, out + a.width * size
+                weight = weight + 1 if weight + 1 < a.num_weights else 0
         count_up(pointer, DONE)
 
 
 @njit(**PART)
-def _norm(x, weight, eps, out, stored, rounds_first):
+def _add(x, other, sums, width, stored):
+    for place in range(width):
+        sums[place] = rounded(wide(x[place]) + wide(other[place]), stored)
+
+
+@njit(**PART)
+def _norm(x, weight, eps, out, width, stored, rounds_first):
     total = np.float32(0)
-    for place in range(len(x)):
+    for place in range(width):
         total += wide(x[place]) * wide(x[place])
-    factor = np.float32(1) / np.sqrt(total / np.float32(len(x)) + eps)
-    for place in range(len(x)):
+    factor = np.float32(1) / np.sqrt(total / np.float32(width) + eps)
+    for place in range(width):
         unit = wide(x[place]) * factor
         if rounds_first:
             unit = wide(rounded(unit, stored))

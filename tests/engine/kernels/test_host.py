@@ -21,7 +21,7 @@ from engine.kernels.host.compiled import (
     launch_integers,
     record,
 )
-from engine.kernels.host.token_passes import rms_norm, rotate_halves, write_tokens
+from engine.kernels.host.token_passes import add_and_norm, rms_norm, rotate_halves, write_tokens
 from runtime.errors import InternalError
 
 TYPES = [torch.bfloat16, torch.float32]
@@ -52,6 +52,18 @@ def test_norm_is_the_definition(shape: tuple[int, ...], dtype: torch.dtype, roun
     unit = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt()
     within_a_step(out, (unit.to(dtype).double() if rounds_first else unit) * weight.double())
     assert out.dtype == dtype
+
+
+@pytest.mark.parametrize("shape", [(1, 8), (33, 1000), (0, 16)])
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("rounds_first", [True, False])
+def test_a_sum_and_its_norm_have_the_bits_of_one_after_the_other(shape: tuple[int, int], dtype: torch.dtype,
+                                                                 rounds_first: bool) -> None:  # noqa: FBT001
+    x, other = draw(*shape, dtype=dtype), draw(*shape).mul(100).to(dtype)
+    weight = torch.randn(shape[1])
+    sums, normed = add_and_norm(x, other, weight, 1e-5, Team(), rounds_first=rounds_first)
+    assert torch.equal(sums, x + other)
+    assert torch.equal(normed, rms_norm(sums, weight, 1e-5, Team(), rounds_first=rounds_first))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
