@@ -20,7 +20,7 @@ from bench.pool_metrics import PoolPorts, decode_ports
 from bench.report import OtherLoad, Value
 
 STEP = "baton_pp_stage_step_seconds"
-PROMPT_TOKENS, OUTPUT_TOKENS = 64, 1200
+PROMPT_TOKENS, OUTPUT_TOKENS = 64, 1900
 LOOK_S = 0.05
 TIMEOUT_S = 300.0
 
@@ -44,7 +44,10 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
                 for task in streams:
                     if task.done():
                         task.result()
-            return await look(await decode_ports(cluster), tokens, flags.seconds)
+            figures = await look(await decode_ports(cluster), tokens, flags.seconds)
+            if any(task.done() for task in streams):
+                raise SystemExit(f"a stream ended within {flags.seconds:g} s: look for less long")
+            return figures
         finally:
             for task in streams:
                 task.cancel()
@@ -70,7 +73,8 @@ def main() -> int:
     parser = benchmark_flags(__doc__)
     parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
     parser.add_argument("--streams", type=int, default=8, help="default 8")
-    parser.add_argument("--seconds", type=float, default=4.0, help="between the two looks, default 4")
+    parser.add_argument("--seconds", type=float, default=2.0,
+                        help="between the two looks, within which no stream may end, default 2")
     parser.add_argument("--warm-up-tokens", type=int, default=32, help="of each stream before, default 32")
     return run_benchmark("bubble", parser, measure)
 
