@@ -125,8 +125,8 @@ def up(
                                                            "their own.")] = 1,
     decode_dp_attention: Annotated[int, typer.Option(help="Groups of the ranks of a decode stage with requests of "
                                                           "their own.")] = 1,
-    prefill_partition: Annotated[str, typer.Option(help='Layers per prefill stage, like "3,5".')] = "",
-    decode_partition: Annotated[str, typer.Option(help='Layers per decode stage, like "3,5".')] = "",
+    prefill_partition: Annotated[str, typer.Option(help='Layers per prefill stage, like "3,5", or balanced.')] = "",
+    decode_partition: Annotated[str, typer.Option(help='Layers per decode stage, like "3,5", or balanced.')] = "",
     routers: Annotated[int, typer.Option(help="Number of routers before them; those after the first take free "
                                               "ports.")] = 1,
     listen: Annotated[str | None, typer.Option(help="HOST:PORT of the router; port 0 takes a free one.",

@@ -16,6 +16,7 @@ from runtime.host_memory import MIB, HostMemory, host_memory
 from runtime.model_folder import loaded_bytes, read_object, text_fields
 
 ROLES = ("prefill", "decode")
+BALANCED = "balanced"  # workers divide the layers so (`pool.stage.config`)
 HOST_SHARE, DEVICE_SHARE = 0.8, 0.85  # of what is free on the host, of a device: for all workers together
 PROCESS_BYTES = 384 * MIB  # of a worker beside weights and cache
 LEAST_CACHE_BYTES = 64 * MIB
@@ -23,8 +24,8 @@ LEAST_CACHE_BYTES = 64 * MIB
 
 @dataclass(frozen=True)
 class PoolShape:
-    """The pools of one role: how many, of how many stages, split how ("" for evenly), the flags each process gets
-    beside, and how many ranks share a stage, in how many data ranks."""
+    """The pools of one role: how many, of how many stages, split how (`BALANCED`, "" for evenly), the flags that each
+    process gets beside, and how many ranks share a stage, in how many data ranks."""
 
     role: str
     count: int
@@ -50,9 +51,14 @@ def check_partition(shape: PoolShape, model: Path) -> None:
     if not shape.partition:
         return
     flag = f"--{shape.role}-partition {shape.partition}"
+    if shape.partition == BALANCED and shape.num_stages > 1:
+        return
     counts = [part.strip() for part in shape.partition.split(",")]
+    if shape.partition == BALANCED:
+        raise ConfigError(f"{flag} is for several stages, and --{shape.role}-pp says 1", field="partition")
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in counts):
-        raise ConfigError(f'{flag} must be numbers of layers, at least 1 each, like "3,5"', field="partition")
+        raise ConfigError(f'{flag} must be numbers of layers, at least 1 each, like "3,5", or {BALANCED}',
+                          field="partition")
     if len(counts) != shape.num_stages:
         raise ConfigError(f"{flag} is for {_counted(len(counts), 'stage')}, and --{shape.role}-pp says "
                           f"{shape.num_stages}", field="partition")

@@ -26,7 +26,8 @@ TIMEOUT_S = 300.0
 
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
-    config = ClusterConfig(model=flags.model, decode_pp=2, listen="127.0.0.1:0", log_level="warning")
+    config = ClusterConfig(model=flags.model, decode_pp=2, decode_partition=flags.partition, listen="127.0.0.1:0",
+                           log_level="warning")
     async with running_cluster(config) as (cluster, client):
         planned = [Planned(0.0, PROMPT_TOKENS, OUTPUT_TOKENS)] * flags.streams
         tokens = [0] * flags.streams
@@ -72,6 +73,7 @@ async def look(ports: PoolPorts, tokens: list[int], seconds: float) -> dict[str,
 def main() -> int:
     parser = benchmark_flags(__doc__)
     parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
+    parser.add_argument("--partition", default="", help="layers of both stages, as 5,3, or balanced; default: even")
     parser.add_argument("--streams", type=int, default=8, help="default 8")
     parser.add_argument("--seconds", type=float, default=2.0,
                         help="between the two looks, within which no stream may end, default 2")

@@ -98,6 +98,21 @@ class ModelDescription:
             num_bytes += -(-self._kept_bytes(name, entry.shape, layers) // own.size)
         return num_bytes
 
+    def layer_bytes(self, *, with_head: bool) -> list[int]:
+        """What a step reads of each layer's weights, all experts counted; `with_head` the last one's and the head's
+        together. Not the embedding, of which a token takes one row. 0s where weights are random."""
+        read = [0] * self.spec.num_layers
+        if self.checkpoint is None:
+            return read
+        head = EMBEDDING if self.spec.tied_head else HEAD
+        for name, entry in stage_entries(self.checkpoint, self.spec, LayerRange(0, self.spec.num_layers)).items():
+            layer, num_bytes = _LAYER.match(name), kept_bytes(entry.shape, self.facts.dtype, in_bytes=self.in_bytes)
+            if layer is not None and int(layer[1]) < len(read):
+                read[int(layer[1])] += num_bytes
+            elif name == head and with_head:
+                read[-1] += num_bytes
+        return read
+
     def _kept_bytes(self, name: str, shape: tuple[int, ...], layers: LayerRange) -> int:
         """Of one tensor. An embedding keeps its type; a head that is tied to it is then a copy."""
         coded = kept_bytes(shape, self.facts.dtype, in_bytes=self.in_bytes)

@@ -176,7 +176,7 @@ def _build(config: WorkerConfig, role: PoolRole, stop: StopSignal,
     incarnation, certificates = secrets.token_hex(8), config.certificates()
     tracing = open_tracing(config.otel_endpoint, role=role.name, worker=incarnation)
     plan = plan_stage(config, max_held=role.max_held(config), speculates=role.speculates,
-                      keeps_states=role.keeps_states)
+                      keeps_states=role.keeps_states, reads_prompts=role.reads_prompts)
     # The leader reports for its pool: the other stages have the same, for their layers.
     level = logging.DEBUG if config.rank else logging.INFO
     place = config.placement

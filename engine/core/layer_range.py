@@ -1,8 +1,9 @@
 """Which layers a pipeline stage owns, and which part of each a rank of it has. Layer ids are global everywhere; only
 pools subtract `start`, inside."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from runtime.errors import ConfigError
 
@@ -171,6 +172,27 @@ def get_pp_indices(num_layers: int, rank: int, size: int, partition: str | None 
         counts = [base + (stage >= size - extra) for stage in range(size)]
     start = sum(counts[:rank])
     return LayerRange(start, start + counts[rank])
+
+
+def balanced_counts(costs: Sequence[float], size: int) -> tuple[int, ...]:
+    """How many layers of these costs each of `size` stages gets, at least one each, so that the dearest stage costs
+    least; of several such ways the one whose first stages are shortest.
+
+    Raises:
+        ConfigError: more stages than layers.
+    """
+    if not 1 <= size <= len(costs):
+        raise ConfigError(f"{size} pipeline stages need at least {size} layers, the model has {len(costs)}",
+                          field="pipeline_size")
+    until = [0.0, *accumulate(costs)]
+    # Of the last layers from `first` on in so many stages: the dearest stage's cost, and the counts.
+    ways: dict[int, tuple[float, tuple[int, ...]]] = {
+        first: (until[-1] - until[first], (len(costs) - first,)) for first in range(len(costs))}
+    for num_stages in range(2, size + 1):
+        ways = {first: min((max(until[end] - until[first], ways[end][0]), (end - first, *ways[end][1]))
+                           for end in range(first + 1, len(costs) - num_stages + 2))
+                for first in range(len(costs) - num_stages + 1)}
+    return ways[0][1]
 
 
 def _parse_partition(partition: str, num_layers: int, size: int) -> list[int]:

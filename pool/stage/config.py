@@ -14,6 +14,7 @@ from transfer.ucx.binding import UcxBinding, parse_ports
 
 TransportName = Literal["auto", "shm", "tcp", "cuda"]
 StageChannelName = Literal["auto", "ucx", "nccl"]
+BALANCED = "balanced"  # a partition of as much weight for every stage
 MIN_CONTEXT_TOKENS = 16  # a router's own first request needs six, and waits for a pool that can hold them
 
 
@@ -42,7 +43,9 @@ class WorkerConfig(TlsConfig):
                                                           "decode pool of one process, without a draft)")
     leader: str = Field(default="", description="HOST:PORT of stage 0's gRPC server, or the file:///PATH that it "
                                                 "announces itself in; needed by the other stages")
-    partition: str = Field(default="", description='layers per stage, as "3,5"; default: even, later stages one more')
+    partition: str = Field(default="", description='layers per stage, as "3,5"; balanced: so that all stages read '
+                                                   "about as much of the weights in a step; default: even, later "
+                                                   "stages one more")
     page_size: int = Field(default=64, ge=1, le=4096, description="tokens per cache page")
     max_context: int = Field(default=0, ge=0, description="tokens of prompt and answer together, at least "
                                                           f"{MIN_CONTEXT_TOKENS}; 0: the model's, or as many as the "

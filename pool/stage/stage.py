@@ -8,7 +8,7 @@ import torch
 
 from engine.assembly.backend_set import Backends, StageBackends, StageCaches, build_executor
 from engine.contracts.model import ModelFacts, StageModel
-from engine.core.layer_range import LayerRange, get_pp_indices
+from engine.core.layer_range import LayerRange, balanced_counts, get_pp_indices
 from engine.core.numerics import HOST, Numerics
 from engine.graphs.runner import Replays
 from engine.memory.heap import keep_freed_memory
@@ -22,7 +22,7 @@ from models.decoder import EMBEDDING
 from models.loader import ModelDescription, read_model
 from models.weights_digest import PoolWeights, StageWeights, WeightsDigest
 from pool.stage.backends import choose_backends
-from pool.stage.config import WorkerConfig
+from pool.stage.config import BALANCED, WorkerConfig
 from pool.stage.graphs import build_draft_graphs, build_graphs, build_host_steps
 from pool.stage.handoff import LayerMark, build_agent, layer_mark
 from pool.stage.metrics import StageCounts, stage_counts
@@ -83,20 +83,21 @@ class StagePlan:
 
 
 def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates: bool = False,
-               keeps_states: bool = False, memory: Memory = memory_of) -> StagePlan:
+               keeps_states: bool = False, reads_prompts: bool = False, memory: Memory = memory_of) -> StagePlan:
     """Read the checkpoint's headers and derive pool sizes. Raises ConfigError with the arithmetic if it cannot fit.
 
     `max_held` requests may hold memory at the same time (default: those that may run). Roles that do not speculate
     look at the draft only to hand over its cache of the prompt. Those that keep states of prompts have slots for them,
-    where the model has any. `memory` is that of the machine or device that the stage is for.
+    where the model has any. Where `reads_prompts`, a balanced partition leaves the head out of account: few tokens of
+    a chunk need it. `memory` is that of the machine or device that the stage is for.
     """
     place = config.placement
     if config.weights == "int8" and config.device != HOST.type:
         raise ConfigError(f"weights int8 are for device cpu, not {config.device}", field="weights")
     whole = read_model(config.model, in_bytes=config.weights == "int8")
     _check_experts(config, whole)
-    description, facts = whole.of_rank(place.tensor), whole.facts
-    ranges = _layers_of_stages(config, facts.num_layers)
+    description = whole.of_rank(place.tensor)
+    ranges = _layers_of_stages(config, whole, reads_prompts=reads_prompts)
     specs = description.cache_specs(config.page_size)
     speculation = plan_speculation(config, whole) if speculates or config.spec_prompt else None
     if speculation is not None and speculates:
@@ -136,13 +137,15 @@ def _check_experts(config: WorkerConfig, description: ModelDescription) -> None:
         raise ConfigError(f"--ep {config.ep}: {description.facts.architecture} has no experts", field="ep")
 
 
-def _layers_of_stages(config: WorkerConfig, num_layers: int) -> list[LayerRange]:
-    size = config.placement.pipeline_size
-    if config.partition and size == 1:
-        raise ConfigError(f"--partition {config.partition} names the layers of several stages, and this pool has one: "
+def _layers_of_stages(config: WorkerConfig, model: ModelDescription, *, reads_prompts: bool) -> list[LayerRange]:
+    size, partition = config.placement.pipeline_size, config.partition
+    if partition and size == 1:
+        raise ConfigError(f"--partition {partition} names the layers of several stages, and this pool has one: "
                           f"--world-size says how many (with baton up, --prefill-pp and --decode-pp)",
                           field="partition")
-    return [get_pp_indices(num_layers, rank, size, config.partition or None) for rank in range(size)]
+    if partition == BALANCED:
+        partition = ",".join(map(str, balanced_counts(model.layer_bytes(with_head=not reads_prompts), size)))
+    return [get_pp_indices(model.facts.num_layers, rank, size, partition or None) for rank in range(size)]
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ def shapes(*, prefill: int = 1, decode: int = 1, decode_pp: int = 1, flags: tupl
     (2, "3,4", "sums to 7, the model has 8 layers"),
     (2, "0,8", "at least 1 each"),
     (2, "3;5", "must be numbers of layers"),
+    (1, "balanced", "is for several stages, and --decode-pp says 1"),
 ])
 def test_a_partition_fits_stages_and_layers(tmp_path: Path, num_stages: int, partition: str, says: str) -> None:
     with pytest.raises(ConfigError, match=says):
@@ -70,6 +71,7 @@ def test_weights_that_are_no_files_count_nothing(tmp_path: Path) -> None:
 def test_a_partition_that_fits(tmp_path: Path) -> None:
     check_partition(PoolShape("decode", 1, 2, "3, 5", ()), model(tmp_path / "model"))
     check_partition(PoolShape("decode", 1, 1, "", ()), Path("/nowhere"))
+    check_partition(PoolShape("decode", 1, 2, "balanced", ()), Path("/nowhere"))
 
 
 def test_a_port_that_is_taken_is_named_with_its_flag() -> None:

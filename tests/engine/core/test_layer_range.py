@@ -1,10 +1,13 @@
 """Layer ranges and their split over pipeline stages, against the rule written out by hand."""
 
+from collections.abc import Sequence
+from itertools import accumulate, combinations, pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.layer_range import LayerRange, Placement, get_pp_indices
+from engine.core.layer_range import LayerRange, Placement, balanced_counts, get_pp_indices
 from runtime.errors import ConfigError
 
 
@@ -79,6 +82,26 @@ def test_s0_4_more_stages_than_layers_is_refused(partition: str | None) -> None:
     with pytest.raises(ConfigError, match="3 pipeline stages need at least 3 layers, the model has 2") as caught:
         get_pp_indices(2, 0, 3, partition)
     assert caught.value.field == "pipeline_size"
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())
+def test_no_other_partition_has_a_cheaper_dearest_stage(costs: list[int], data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, len(costs)))
+    counts = balanced_counts(costs, size)
+    assert len(counts) == size
+    assert min(counts) > 0
+    assert sum(counts) == len(costs)
+    every = [dearest(costs, (0, *cuts, len(costs))) for cuts in combinations(range(1, len(costs)), size - 1)]
+    assert dearest(costs, list(accumulate(counts, initial=0))) == min(every)
+
+
+def dearest(costs: Sequence[int], cuts: Sequence[int]) -> int:
+    return max(sum(costs[start:end]) for start, end in pairwise(cuts))
+
+
+def test_more_balanced_stages_than_layers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="3 pipeline stages need at least 3 layers, the model has 2"):
+        balanced_counts([1, 1], 3)
 
 
 @pytest.mark.parametrize("rank", [-1, 3])

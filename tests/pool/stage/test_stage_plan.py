@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from decode.worker import DecodeRole
-from engine.core.layer_range import get_pp_indices
+from engine.core.layer_range import LayerRange, get_pp_indices
 from engine.memory.layout import CacheKind
 from models.weights_digest import PoolWeights
 from pool.stage.config import WorkerConfig
@@ -149,3 +150,18 @@ def test_a_draft_without_a_cache_finds_the_targets_on_the_last_stage(tmp_path: P
     with pytest.raises(ConfigError, match=complaint) as caught:
         plan_stage(config.model_copy(update=layout), speculates=True)
     assert caught.value.field == field
+
+
+@pytest.mark.parametrize("ties", [False, True], ids=["a head", "a tied head"])
+@pytest.mark.parametrize(("reads_prompts", "expected"), [(True, [(0, 2), (2, 4)]), (False, [(0, 3), (3, 4)])],
+                         ids=["prompts", "steps"])
+def test_balanced_stages_count_the_head_where_each_token_needs_it(tmp_path: Path, reads_prompts: bool,  # noqa: FBT001
+                                                                  ties: bool, expected: list[tuple[int, int]],  # noqa: FBT001
+                                                                  ) -> None:
+    """It weighs two and a half layers; the embedding counts nowhere."""
+    LlamaForCausalLM(LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=1600,
+        tie_word_embeddings=ties)).save_pretrained(tmp_path)
+    for rank, (start, end) in enumerate(expected):
+        config = WorkerConfig(model=tmp_path, rank=rank, world_size=2, partition="balanced", num_pages=8)
+        assert plan_stage(config, reads_prompts=reads_prompts).model_layers == LayerRange(start, end)
