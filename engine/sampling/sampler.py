@@ -1,6 +1,6 @@
 """From logits to tokens and their log-probabilities. Draws one token per row: from the row to the distribution, and a
-token from it. Pure: the same logits and the same row give the same token, in any batch. Numpy in double precision, one
-row at a time: this makes the result independent of the batch, and double precision keeps a running sum over 150,000
+token from it. Pure: the same logits and the same row give the same token, in any batch. In double precision, one row at
+a time: this makes the result independent of the batch, and double precision keeps a running sum over 150,000
 probabilities exact enough to invert.
 
 Because the random number depends on (seed, position) alone, drawing at a node of a draft tree is the same call with
@@ -21,7 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.batch import ForwardBatch, ForwardMode, OutputRow, SamplingRow
-from engine.core.request import DrawnToken, SamplingParams, TokenLogprobs
+from engine.core.request import DrawnToken, TokenLogprobs
+from engine.kernels.host.compiled import Team
+from engine.kernels.host.token_draws import NOT_HERE, draw_tokens
 from engine.sampling.uniform import uniform
 from runtime.errors import InternalError
 
@@ -30,7 +32,8 @@ Ids = NDArray[np.int64]
 Mask = NDArray[np.bool_]
 Scores = tuple[DrawnToken, ...]
 
-_NUCLEUS_GUESS = 4096
+_TEAM = Team()
+_CHANGED_TOGETHER = 16  # rows: a copy of logits in double precision is 1.2 MB of 150,000
 
 
 class TokenCounts:
@@ -99,24 +102,6 @@ def adjusted(logits: Floats, row: SamplingRow, counts: TokenCounts | None = None
     return result
 
 
-def filtered(logits: Floats, params: SamplingParams) -> tuple[Ids, Floats]:
-    """Ids [n], ascending, and weights [n] of the tokens that may be drawn; the weights need not sum to 1.
-
-    Temperature, then top-k, then top-p of what top-k left, then min-p; equal weights stay in the order of their ids,
-    so exactly k tokens pass top-k. `params.temperature` is above 0 and the largest of `logits` finite.
-    """
-    with np.errstate(over="ignore"):  # a tiny temperature sends everything but the best to minus infinity
-        weights = np.exp((logits - logits.max()) / params.temperature)
-    ids = np.arange(len(weights), dtype=np.int64)
-    if 0 < params.top_k < len(weights):
-        ids = _highest(weights, params.top_k)
-    if params.top_p < 1:
-        ids = ids[_highest(weights[ids], _nucleus_size(weights[ids], params.top_p))]
-    if params.min_p > 0:  # the largest weight is 1
-        ids = ids[weights[ids] >= params.min_p]
-    return ids, weights[ids]
-
-
 def largest(values: Floats, count: int) -> Ids:
     """Ids of the `count` largest values, largest first, equal ones by id."""
     ids = _highest(values, count)
@@ -134,21 +119,6 @@ def _highest(values: Floats, count: int) -> Ids:
     equal = np.flatnonzero(values == threshold)
     kept[equal[: count - int(kept.sum())]] = True
     return np.flatnonzero(kept)
-
-
-def _nucleus_size(weights: Floats, top_p: float) -> int:
-    """How many of the largest weights it takes to hold a share of at least `top_p`; at least one."""
-    mass, num_others = top_p * float(weights.sum()), len(weights) - _NUCLEUS_GUESS
-    if num_others > 0:  # the usual nucleus is small; sort only what may be in it
-        size = _reach(np.partition(weights, num_others)[num_others:], mass)
-        if size <= _NUCLEUS_GUESS:
-            return size
-    return _reach(weights, mass)
-
-
-def _reach(weights: Floats, mass: float) -> int:
-    """How many of the weights, largest first, sum to `mass`; one more than there are if rounding keeps all below."""
-    return int(np.searchsorted(np.cumsum(np.sort(weights)[::-1]), mass)) + 1
 
 
 Sampler = Callable[[Tensor, Sequence[SamplingRow]], list[DrawnToken]]
@@ -175,7 +145,9 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], allowed: Sequence[Mask |
 
     Temperature 0 takes the largest logit (the lowest id among equals); otherwise the inverse of the cumulative
     distribution, in the order of token ids, at `uniform(seed, position)`. A row without a largest finite logit (NaN,
-    infinity, or every token banned) gets token 0 with a problem that is a fault; it ends alone.
+    infinity, or every token banned) gets token 0 with a problem that is a fault; it ends alone. What may be drawn is
+    what passes top-k of the weights at that temperature, then top-p of what top-k left, then min-p; equal weights in
+    the order of their ids, so exactly k tokens pass top-k.
 
     Raises:
         InternalError: `rows` does not fit `logits`.
@@ -188,28 +160,40 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], allowed: Sequence[Mask |
         return _raw_maxima(logits)
     # In one copy: filters and the random number then run as on any other device, so every device draws alike from the
     # same logits.
-    host = logits.detach().cpu().numpy()
-    return [draw(host[index].astype(np.float64), row, allowed[index] if allowed else None,
-                 counts[index] if counts else None) for index, row in enumerate(rows)]
+    host = logits.detach().cpu().contiguous()
+    masks, known = allowed or [None] * len(rows), counts or [None] * len(rows)
+    changed = [index for index, row in enumerate(rows) if changes_logits(row) or masks[index] is not None]
+    if not changed:
+        return _drawn(host, rows, host)
+    raw = sorted({*range(len(rows))} - {*changed})
+    tokens = dict(zip(raw, _drawn(host[raw], [rows[index] for index in raw], host[raw]), strict=True))
+    for first in range(0, len(changed), _CHANGED_TOGETHER):
+        some = changed[first:first + _CHANGED_TOGETHER]
+        finals = np.stack([_changed(host[index], rows[index], masks[index], known[index]) for index in some])
+        tokens |= zip(some, _drawn(torch.from_numpy(finals), [rows[index] for index in some], host[some]), strict=True)
+    return [tokens[index] for index in range(len(rows))]
 
 
-def draw(logits: Floats, row: SamplingRow, allowed: Mask | None = None,
-         counts: TokenCounts | None = None) -> DrawnToken:
-    """One token from one row of logits, [vocab] in double precision, as in `sample`."""
-    final = adjusted(logits, row, counts) if changes_logits(row) else logits
-    if allowed is not None:
-        final = np.where(allowed, final, -np.inf)
-    best = int(final.argmax())  # NaN counts as largest
-    if not np.isfinite(final[best]):
-        return _fault(float(final[best]))
-    if row.params.temperature == 0:
-        token_id = best
-    else:
-        ids, weights = filtered(final, row.params)
-        token_id = int(ids[_inverse(weights, uniform(row.params.seed, row.position))])
+def _changed(logits: Tensor, row: SamplingRow, allowed: Mask | None, counts: TokenCounts | None) -> Floats:
+    final = adjusted(logits.numpy().astype(np.float64), row, counts)
+    return final if allowed is None else np.where(allowed, final, -np.inf)
+
+
+def _drawn(final: Tensor, rows: Sequence[SamplingRow], logits: Tensor) -> list[DrawnToken]:
+    """From `final` [R, vocab], fp32 or fp64, which `logits` of the same shape became."""
+    rules = [(params.temperature, float(params.top_k), params.top_p, params.min_p,
+              uniform(params.seed, row.position) if params.temperature else 0.0)
+             for row in rows for params in (row.params,)]
+    return [_described(token_id, row, *of_row) for token_id, row, *of_row in
+            zip(draw_tokens(final, rules, _TEAM), rows, final, logits, strict=True)]
+
+
+def _described(token_id: int, row: SamplingRow, final: Tensor, logits: Tensor) -> DrawnToken:
+    if token_id == NOT_HERE:
+        return _fault(final.max().item())  # NaN counts as largest
     if row.num_top_logprobs is None:
         return DrawnToken(token_id)
-    return DrawnToken(token_id, token_logprobs(logits, token_id, row.num_top_logprobs))
+    return DrawnToken(token_id, token_logprobs(logits.numpy().astype(np.float64), token_id, row.num_top_logprobs))
 
 
 def takes_maximum(row: SamplingRow) -> bool:
@@ -223,16 +207,6 @@ def _raw_maxima(logits: Tensor) -> list[DrawnToken]:
     largest_values, token_ids = torch.stack([values.double(), ids.double()]).tolist()
     return [DrawnToken(int(token_id)) if math.isfinite(value) else _fault(value)
             for value, token_id in zip(largest_values, token_ids, strict=True)]
-
-
-def _inverse(weights: Floats, point: float) -> int:
-    """The first index whose cumulative share exceeds `point`.
-
-    The largest weight is 1 and `point` at most 1 - 2**-53, so the product below stays under the total when rounded,
-    and the index found has weight.
-    """
-    sums = weights.cumsum()
-    return int(sums.searchsorted(point * sums[-1], side="right"))
 
 
 def token_logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs:

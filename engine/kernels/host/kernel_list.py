@@ -19,6 +19,7 @@ from engine.kernels.host import (
     program,
     rows,
     tiles,
+    token_draws,
     token_passes,
 )
 from engine.kernels.host.amx import has_tiles
@@ -72,6 +73,8 @@ def kernels() -> Iterator[Kernel]:
     for alone in (packing.compiled, tiles.compiled, index_scores.choice, program.load_runner, rows.moves_for,
                   rows.maxima):
         yield Kernel(alone)
+    for drawn in (torch.float32, torch.float64):
+        yield Kernel(token_draws.compiled_for, (drawn,))
 
 
 def kernels_of(needs: ModelNeeds) -> Iterator[Kernel]:
@@ -93,6 +96,7 @@ def kernels_of(needs: ModelNeeds) -> Iterator[Kernel]:
         (needs.selects_keys, Kernel(index_scores.scores_for, (dtype,))),
         (needs.selects_keys, Kernel(index_scores.choice)),
         (True, Kernel(packing.compiled)),
+        (True, Kernel(token_draws.compiled_for, (torch.float32,))),
         (draws, Kernel(program.load_runner)),
         (needs.attends or needs.attends_latent, Kernel(token_passes.tables_for, (dtype,))),
         (needs.attends, Kernel(token_passes.writes_for, (dtype,))),

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from engine.core.batch import OutputOpening, OutputRow, SamplingRow
 from engine.core.request import DrawnToken, SamplingParams
-from engine.sampling.sampler import adjusted, filtered, largest, sample
+from engine.sampling.sampler import adjusted, largest, sample
 from engine.sampling.uniform import uniform
 from runtime.errors import InternalError
+from tests.support.kernels.numpy_draws import filtered
 
 MASK = 2**64 - 1
 History = tuple[tuple[int, ...], tuple[int, ...]]
@@ -122,7 +123,7 @@ def test_equal_weights_are_kept_by_lower_id() -> None:
 
 
 def test_a_large_nucleus_is_found_as_in_a_small_vocabulary() -> None:
-    """20,000 weights, of which the larger half holds 2/3 of the mass; the first guess of the nucleus is too small."""
+    """20,000 weights, of which the larger half holds 2/3 of the mass."""
     logits = np.where(np.arange(20_000) % 2 == 0, math.log(2.0), 0.0)
     ids, _ = filtered(logits, SamplingParams(top_p=0.5))
     assert ids.tolist() == list(range(0, 15_000, 2))

@@ -17,6 +17,7 @@ from engine.kernels.host import (
     product_kernel,
     program,
     rows,
+    token_draws,
     token_passes,
 )
 from engine.kernels.host.kernel_list import Kernel
@@ -28,7 +29,7 @@ from pool.stage.stage import plan_stage
 from prefill.worker import PrefillRole
 from tests.support.models.checkpoints import make_checkpoint
 
-ALWAYS = {product_kernel.compiled_for, packing.compiled}
+ALWAYS = {product_kernel.compiled_for, packing.compiled, token_draws.compiled_for}
 RECURRENT = {causal_conv.compiled_for, gates.gates_for, gates.norm_for}
 ATTENDS = {in_place.compiled_for, token_passes.tables_for, token_passes.writes_for}
 STEPS = {program.load_runner, rows.sum_for, rows.copies_for, rows.gathers_for}
