@@ -249,3 +249,20 @@ async def test_what_a_step_posted_arrives_at_once_and_an_error_holds_nothing_up(
     loop.call_soon(seen.append, "the loop's next callback")
     await until(lambda: len(seen) == 3)
     assert (seen, errors) == ([1, 3, "the loop's next callback"], [failure])
+
+
+async def test_the_loop_is_let_in_at_once_but_not_behind_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[str] = []
+    monkeypatch.setattr(module, "_give_way", lambda: taken.append("way"))
+    monkeypatch.setattr(module, "LET_IN_S", 60.0)
+    post = EventPost(asyncio.get_running_loop())
+    for event in ("first", "second"):
+        post.put(taken.append, event)
+        post.flush()
+    monkeypatch.setattr(module, "LET_IN_S", 0.0)
+    post.flush()  # nothing
+    post.put(taken.append, "third")
+    post.flush()
+    assert taken == ["way", "way"]
+    await asyncio.sleep(0)
+    assert taken == ["way", "way", "first", "second", "third"]
