@@ -71,10 +71,8 @@ def kernels() -> Iterator[Kernel]:
         for rounds_first in (False, True):
             yield Kernel(token_passes.norm_for, (dtype, other, rounds_first))
     for alone in (packing.compiled, tiles.compiled, index_scores.choice, program.load_runner, rows.moves_for,
-                  rows.maxima):
+                  rows.maxima, token_draws.compiled):
         yield Kernel(alone)
-    for drawn in (torch.float32, torch.float64):
-        yield Kernel(token_draws.compiled_for, (drawn,))
 
 
 def kernels_of(needs: ModelNeeds) -> Iterator[Kernel]:
@@ -96,7 +94,7 @@ def kernels_of(needs: ModelNeeds) -> Iterator[Kernel]:
         (needs.selects_keys, Kernel(index_scores.scores_for, (dtype,))),
         (needs.selects_keys, Kernel(index_scores.choice)),
         (True, Kernel(packing.compiled)),
-        (True, Kernel(token_draws.compiled_for, (torch.float32,))),
+        (True, Kernel(token_draws.compiled)),
         (draws, Kernel(program.load_runner)),
         (needs.attends or needs.attends_latent, Kernel(token_passes.tables_for, (dtype,))),
         (needs.attends, Kernel(token_passes.writes_for, (dtype,))),

@@ -27,17 +27,20 @@ from engine.kernels.host.compiled import (
     record,
     take_seat,
 )
-from engine.kernels.host.strided import integers, size_of
+from engine.kernels.host.strided import floats, integers
 
 NOT_HERE = -1  # in place of a token
 Rule = tuple[float, float, float, float, float]
 """Temperature, top-k, top-p, min-p, and a random number from [0, 1)."""
 RULE_FIELDS = 5
-_DRAWS = record("num_rows", "vocab_size", "logits", "rules", "tokens")
+_DRAWS = record("num_rows", "vocab_size", "itemsize", "logits", "rules", "tokens")
 _BLOCK = 64
 _SUM_BLOCK = 512  # weights that are added up before the draw looks among them
 _ONE_BITS = 0x3FF0000000000000
 _EXPONENT_BIAS, _FRACTION_BITS = 1023, 52
+_FP32_BYTES = 4
+# Every one that is written out takes half a second to compile, so all filters go through one place.
+_BLOCKS, _TOP_K, _TOP_P, _MIN_P = range(4)
 _LOWEST = -708.0  # e^x counts as 0 below
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693147180369123816490, 1.90821492927058770002e-10
@@ -51,86 +54,115 @@ def draw_tokens(logits: Tensor, rules: Sequence[Rule], team: Team) -> list[int]:
     largest logits. NOT_HERE for a row without a largest finite logit, or with NaN."""
     (num_rows, vocab_size), table = logits.shape, torch.tensor(rules, dtype=torch.float64)
     tokens = torch.empty(num_rows, dtype=torch.int64)
-    scratch_bytes = 8 * (2 * vocab_size + -(-vocab_size // _BLOCK))
-    launch_integers(compiled_for(logits.dtype), num_rows, (
-        num_rows, vocab_size, logits.data_ptr(), table.data_ptr(), tokens.data_ptr()), team,
+    scratch_bytes = 8 * (3 * vocab_size + -(-vocab_size // _BLOCK))
+    launch_integers(compiled(), num_rows, (
+        num_rows, vocab_size, logits.itemsize, logits.data_ptr(), table.data_ptr(), tokens.data_ptr()), team,
         scratch_bytes=scratch_bytes)
     return tokens.tolist()
 
 
 @cache
-def compiled_for(dtype: torch.dtype):
-    stored = np.float64 if dtype is torch.float64 else np.float32
-
-    def work(pointer):
-        _draw_rows(pointer, stored)
-
-    return compile_kernel(work, _DRAWS, f"draw_tokens_{stored.__name__}", __file__, strided.__file__)
+def compiled():
+    return compile_kernel(_draw_rows, _DRAWS, "draw_tokens", __file__, strided.__file__)
 
 
 @njit(**PART)
-def _draw_rows(pointer, stored):
+def _draw_rows(pointer):
     """One thread's part: a row at a time, until none is left."""
     a = carray(pointer, 1)[0]
-    weights = take_seat(pointer)
-    ids, marks = weights + 8 * a.vocab_size, weights + 16 * a.vocab_size
+    room = take_seat(pointer)
+    weights, logits = pointer_to(room, np.float64), pointer_to(room + 8 * a.vocab_size, np.float64)
+    ids, marks = integers(room + 16 * a.vocab_size), pointer_to(room + 24 * a.vocab_size, np.float64)
     tokens = integers(a.tokens)
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
             return
+        given = a.logits + item * a.vocab_size * a.itemsize
+        if a.itemsize == _FP32_BYTES:
+            _copy(floats(given), logits, a.vocab_size)
+        else:
+            _copy(pointer_to(given, np.float64), logits, a.vocab_size)
         rule = carray(pointer_to(a.rules + item * RULE_FIELDS * 8, np.float64), RULE_FIELDS)
-        logits = pointer_to(a.logits + item * a.vocab_size * size_of(stored), stored)
-        tokens[item] = _draw(logits, a.vocab_size, rule, pointer_to(weights, np.float64), pointer_to(ids, np.int64),
-                             pointer_to(marks, np.float64), stored)
+        tokens[item] = _draw(logits, a.vocab_size, rule, weights, ids, marks)
         count_up(pointer, DONE)
 
 
 @njit(**PART)
-def _draw(logits, vocab_size, rule, weights, ids, marks, stored):
+def _copy(given, logits, vocab_size):
+    for place in range(vocab_size):
+        logits[place] = given[place]
+
+
+@njit(**PART)
+def _draw(logits, vocab_size, rule, weights, ids, marks):
     """weights, ids: room for as many as there are tokens; marks: for one of each block."""
     temperature, top_k, top_p, min_p, point = rule[0], int(rule[1]), rule[2], rule[3], rule[4]
-    num_blocks = (vocab_size + _BLOCK - 1) // _BLOCK
-    best = _mark_blocks(logits, vocab_size, marks, stored)
+    best = _mark_blocks(logits, vocab_size, marks)
     if not np.isfinite(best):
         return NOT_HERE
     if temperature == 0:
-        return _first(logits, vocab_size, marks, best)
-    for block in range(num_blocks):
+        return _first(logits, marks, best)
+    for block in range((vocab_size + _BLOCK - 1) // _BLOCK):
         marks[block] = _exp((marks[block] - best) / temperature)
-    count, mass, takes_all = vocab_size, 0.0, False
-    if 0 < top_k < vocab_size:
-        least = _least_of(marks, num_blocks, float(top_k), False) if top_k < num_blocks else 0.0  # noqa: FBT003
-        count = _gather(logits, vocab_size, best, temperature, marks, least, weights, ids)
-        count = _keep(weights, ids, count, _least_of(weights, count, float(top_k), False), top_k)  # noqa: FBT003
-        mass = top_p * _sum(weights, 0, count)
-    else:
-        for place in range(vocab_size):
-            weights[place] = _exp((logits[place] - best) / temperature)
-        takes_all = top_p >= 1 and min_p <= 0
-        if not takes_all:
-            # What weighs less than this has all together no more than the share that top-p leaves out.
+    top_k = top_k if top_k < vocab_size else 0
+    takes_all = not top_k and top_p >= 1 and min_p <= 0
+    count, mass, least, above = vocab_size, 0.0, 0.0, 0.0
+    for step in range(_BLOCKS, (_BLOCKS if takes_all else _MIN_P) + 1):
+        if _searches(step, top_k, top_p, vocab_size):
+            numbers, size = (marks, (vocab_size + _BLOCK - 1) // _BLOCK) if step == _BLOCKS else (weights, count)
+            wanted, by_mass = (mass, 1.0) if step == _TOP_P else (float(top_k), 0.0)
+            least = _least_of(numbers, size, wanted, by_mass)
+            above = _amount_above(numbers, size, least, by_mass)
+        elif step == _MIN_P:
+            least = min_p
+        elif step != _BLOCKS:
+            continue
+        if step != _BLOCKS:
+            count = _keep(weights, ids, count, least, _num_equal(step, count, top_k, mass, least, above))
+            mass = top_p * _sum(weights, 0, count)  # of what top-k left
+            continue
+        _weigh(logits, vocab_size, best, temperature, marks, least, weights)
+        if not top_k:
             mass = _sum(weights, 0, vocab_size)
-            least = (1 - top_p) * mass / vocab_size * (1 - 1e-9) if top_p < 1 else min_p
-            mass *= top_p
+            least, mass = _least_in_sight(mass, top_p, min_p, vocab_size), top_p * mass
+        if not takes_all:
             count = _pick(weights, vocab_size, marks, least, ids)
-    if top_p < 1 and _sum(weights, 0, count) > mass:
-        least = _least_of(weights, count, mass, True)  # noqa: FBT003
-        heavier = _sum_above(weights, count, least)
-        num_equal = max(1, int(np.ceil((mass - heavier) / least)))
-        count = _keep(weights, ids, count, least, _count_above(weights, count, least) + num_equal)
-    if min_p > 0:
-        count = _keep(weights, ids, count, min_p, count)
     place = _find(weights, count, point, marks)
     return place if takes_all else ids[place]
 
 
 @njit(**PART)
-def _mark_blocks(logits, vocab_size, marks, stored):
+def _searches(step, top_k, top_p, vocab_size):
+    """Whether a filter's least weight is to be found. Top-k passes no token of a block that is not among so many best
+    ones, if there are more."""
+    if step == _BLOCKS:
+        return 0 < top_k < (vocab_size + _BLOCK - 1) // _BLOCK
+    return (step == _TOP_K and top_k > 0) or (step == _TOP_P and top_p < 1)
+
+
+@njit(**PART)
+def _least_in_sight(total, top_p, min_p, vocab_size):
+    """No token that weighs less is drawn: all that do have no more than the share that top-p leaves out."""
+    return (1 - top_p) * total / vocab_size * (1 - 1e-9) if top_p < 1 else min_p
+
+
+@njit(**PART)
+def _num_equal(step, count, top_k, mass, least, above):
+    """How many of the least weight pass, with those above it."""
+    if step == _TOP_K:
+        return top_k - int(above)
+    if step == _TOP_P and least > 0:
+        return max(1, int(np.ceil((mass - above) / least)))
+    return count
+
+
+@njit(**PART)
+def _mark_blocks(logits, vocab_size, marks):
     """The highest logit of each block, of which the highest is returned; NaN where there is one."""
     best, is_number = -np.inf, True
     for block in range((vocab_size + _BLOCK - 1) // _BLOCK):
-        first, highest = block * _BLOCK, stored(-np.inf)
+        first, highest = block * _BLOCK, -np.inf
         size, num_numbers = min(_BLOCK, vocab_size - first), 0
         for place in range(size):
             value = logits[first + place]
@@ -138,12 +170,12 @@ def _mark_blocks(logits, vocab_size, marks, stored):
             num_numbers += value == value
         is_number = is_number and num_numbers == size
         marks[block] = highest
-        best = max(best, float(highest))
+        best = max(best, highest)
     return best if is_number else np.nan
 
 
 @njit(**PART)
-def _first(logits, vocab_size, marks, best):
+def _first(logits, marks, best):
     block = 0
     while marks[block] != best:
         block += 1
@@ -166,22 +198,17 @@ def _exp(x):
 
 
 @njit(**PART)
-def _gather(logits, vocab_size, best, temperature, marks, least, weights, ids):
-    """Ids, ascending, and weights of the tokens that weigh `least` or more. Returns how many."""
-    count = 0
+def _weigh(logits, vocab_size, best, temperature, marks, least, weights):
+    """Weights, 1 of the best, in all blocks that have one of `least` or more."""
     for block in range((vocab_size + _BLOCK - 1) // _BLOCK):
         if marks[block] >= least:
             for place in range(block * _BLOCK, min((block + 1) * _BLOCK, vocab_size)):
-                weight = _exp((logits[place] - best) / temperature)
-                if weight >= least:
-                    weights[count], ids[count] = weight, place
-                    count += 1
-    return count
+                weights[place] = _exp((logits[place] - best) / temperature)
 
 
 @njit(**PART)
 def _pick(weights, vocab_size, marks, least, ids):
-    """The same of weights that are there; they close up."""
+    """Weights of `least` or more close up, with their ids, ascending. Returns how many."""
     count = 0
     for block in range((vocab_size + _BLOCK - 1) // _BLOCK):
         if marks[block] >= least:
@@ -193,10 +220,9 @@ def _pick(weights, vocab_size, marks, least, ids):
 
 
 @njit(**PART)
-def _keep(weights, ids, count, least, limit):
-    """Of weights with their ids those above `least`, and of those equal to it the first, `limit` together. Returns how
-    many."""
-    num_equal, kept = limit - _count_above(weights, count, least), 0
+def _keep(weights, ids, count, least, num_equal):
+    """Of weights with their ids those above `least`, and the first `num_equal` equal to it. Returns how many."""
+    kept = 0
     for place in range(count):
         weight = weights[place]
         if weight > least or (weight == least and num_equal > 0):
@@ -208,22 +234,25 @@ def _keep(weights, ids, count, least, limit):
 
 @njit(**PART)
 def _least_of(weights, count, wanted, by_mass):
-    """The highest weight for which those of it or more are `wanted`, or `by_mass` sum up to that; 0 if none is."""
-    low, high = 0, _ONE_BITS  # as bits: low is enough, what is above high is not
+    """The highest weight for which those of it or more are `wanted`, or sum up to that; 0 if none is."""
+    low, high = 0, _ONE_BITS  # as bits: low is low enough, what is above high is not
     while low < high:
         middle = low + (high - low + 1) // 2
-        least, found = np.int64(middle).view(np.float64), 0.0
-        if by_mass:
-            for place in range(count):
-                found += weights[place] if weights[place] >= least else 0.0
-        else:
-            for place in range(count):
-                found += 1.0 if weights[place] >= least else 0.0
-        if found >= wanted:
+        if _amount_above(weights, count, np.int64(middle - 1).view(np.float64), by_mass) >= wanted:
             low = middle
         else:
             high = middle - 1
     return np.int64(low).view(np.float64)
+
+
+@njit(**PART)
+def _amount_above(weights, count, bound, by_mass):
+    """How many weights are above the bound (`by_mass` 0.0), or what they sum up to (1.0)."""
+    total, by_number = 0.0, 1.0 - by_mass
+    for place in range(count):
+        weight = weights[place]
+        total += by_number + by_mass * weight if weight > bound else 0.0
+    return total
 
 
 @njit(**PART)
@@ -232,22 +261,6 @@ def _sum(weights, first, end):
     for place in range(first, end):
         total += weights[place]
     return total
-
-
-@njit(**PART)
-def _sum_above(weights, count, least):
-    total = 0.0
-    for place in range(count):
-        total += weights[place] if weights[place] > least else 0.0
-    return total
-
-
-@njit(**PART)
-def _count_above(weights, count, least):
-    found = 0
-    for place in range(count):
-        found += weights[place] > least
-    return found
 
 
 @njit(**PART)

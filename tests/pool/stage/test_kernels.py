@@ -29,7 +29,7 @@ from pool.stage.stage import plan_stage
 from prefill.worker import PrefillRole
 from tests.support.models.checkpoints import make_checkpoint
 
-ALWAYS = {product_kernel.compiled_for, packing.compiled, token_draws.compiled_for}
+ALWAYS = {product_kernel.compiled_for, packing.compiled, token_draws.compiled}
 RECURRENT = {causal_conv.compiled_for, gates.gates_for, gates.norm_for}
 ATTENDS = {in_place.compiled_for, token_passes.tables_for, token_passes.writes_for}
 STEPS = {program.load_runner, rows.sum_for, rows.copies_for, rows.gathers_for}
