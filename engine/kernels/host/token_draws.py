@@ -107,13 +107,20 @@ def _draw(logits, vocab_size, rule, weights, ids, marks):
         marks[block] = _exp((marks[block] - best) / temperature)
     top_k = top_k if top_k < vocab_size else 0
     takes_all = not top_k and top_p >= 1 and min_p <= 0
+    count = _weighed(logits, vocab_size, best, temperature, top_k, top_p, min_p, takes_all, weights, ids, marks)
+    place = _find(weights, count, point, marks)
+    return place if takes_all else ids[place]
+
+
+@njit(**PART)
+def _weighed(logits, vocab_size, best, temperature, top_k, top_p, min_p, takes_all, weights, ids, marks):
+    """Weights of what may be drawn, and unless that is all their ids. Returns how many."""
     count, mass, least, above = vocab_size, 0.0, 0.0, 0.0
-    for step in range(_BLOCKS, (_BLOCKS if takes_all else _MIN_P) + 1):
+    for step in range(_BLOCKS, _BLOCKS + 1 if takes_all else _MIN_P + 1):
         if _searches(step, top_k, top_p, vocab_size):
             numbers, size = (marks, (vocab_size + _BLOCK - 1) // _BLOCK) if step == _BLOCKS else (weights, count)
             wanted, by_mass = (mass, 1.0) if step == _TOP_P else (float(top_k), 0.0)
-            least = _least_of(numbers, size, wanted, by_mass)
-            above = _amount_above(numbers, size, least, by_mass)
+            least, above = _least_of(numbers, size, wanted, by_mass)
         elif step == _MIN_P:
             least = min_p
         elif step != _BLOCKS:
@@ -128,8 +135,7 @@ def _draw(logits, vocab_size, rule, weights, ids, marks):
             least, mass = _least_in_sight(mass, top_p, min_p, vocab_size), top_p * mass
         if not takes_all:
             count = _pick(weights, vocab_size, marks, least, ids)
-    place = _find(weights, count, point, marks)
-    return place if takes_all else ids[place]
+    return count
 
 
 @njit(**PART)
@@ -234,7 +240,8 @@ def _keep(weights, ids, count, least, num_equal):
 
 @njit(**PART)
 def _least_of(weights, count, wanted, by_mass):
-    """The highest weight for which those of it or more are `wanted`, or sum up to that; 0 if none is."""
+    """The highest weight for which those of it or more are `wanted` (`by_mass` 0.0), or sum up to that (1.0), or 0; and
+    what those above it are or sum up to."""
     low, high = 0, _ONE_BITS  # as bits: low is low enough, what is above high is not
     while low < high:
         middle = low + (high - low + 1) // 2
@@ -242,12 +249,12 @@ def _least_of(weights, count, wanted, by_mass):
             low = middle
         else:
             high = middle - 1
-    return np.int64(low).view(np.float64)
+    least = np.int64(low).view(np.float64)
+    return least, _amount_above(weights, count, least, by_mass)
 
 
 @njit(**PART)
 def _amount_above(weights, count, bound, by_mass):
-    """How many weights are above the bound (`by_mass` 0.0), or what they sum up to (1.0)."""
     total, by_number = 0.0, 1.0 - by_mass
     for place in range(count):
         weight = weights[place]
