@@ -2,8 +2,9 @@
 is lost. Processes that are killed: tests/cluster/test_routers.py."""
 
 import asyncio
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
 import pytest
@@ -43,9 +44,25 @@ def next_of(turns: Targets) -> int:
     return turns._turn
 
 
+@pytest.fixture(autouse=True)
+def _held_ports() -> Iterator[None]:
+    yield
+    while _HELD:
+        _HELD.pop().close()
+
+
+_HELD: list[socket.socket] = []  # on ports of routers that ended: no other test's router gets them meanwhile
+
+
 async def ended(router: RouterHarness) -> None:
     """Without a word, as a process that is killed."""
     await router.server.grpc.stop(grace=None)
+    host, _, port = router.address.rpartition(":")
+    held = socket.socket()
+    held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    with suppress(OSError):  # somebody has it already
+        held.bind((host, int(port)))
+    _HELD.append(held)
 
 
 async def told(client: AsyncBatonClient, query: Query, router: RouterHarness, after: int) -> list[Event]:

@@ -211,7 +211,7 @@ class UcxStageChannel:
             elif num_restless >= RESTLESS_ROUNDS:
                 # Over TCP a connection that its peer does not answer keeps UCX's descriptor readable all the while.
                 time.sleep(min(RESTLESS_NAP_S, left_s))
-                num_restless = 0
+                num_restless = RESTLESS_ROUNDS - 1  # one look, and again: sixteen take as long as the nap
             else:
                 num_restless += 1
                 if self._worker.arm():
