@@ -51,11 +51,11 @@ def check_partition(shape: PoolShape, model: Path) -> None:
     if not shape.partition:
         return
     flag = f"--{shape.role}-partition {shape.partition}"
-    if shape.partition == BALANCED and shape.num_stages > 1:
+    if shape.partition == BALANCED:
+        if shape.num_stages == 1:
+            raise ConfigError(f"{flag} is for several stages, and --{shape.role}-pp says 1", field="partition")
         return
     counts = [part.strip() for part in shape.partition.split(",")]
-    if shape.partition == BALANCED:
-        raise ConfigError(f"{flag} is for several stages, and --{shape.role}-pp says 1", field="partition")
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in counts):
         raise ConfigError(f'{flag} must be numbers of layers, at least 1 each, like "3,5", or {BALANCED}',
                           field="partition")

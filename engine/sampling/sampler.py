@@ -166,7 +166,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], allowed: Sequence[Mask |
     if not changed:
         return _drawn(host, rows, host)
     raw = sorted({*range(len(rows))} - {*changed})
-    tokens = dict(zip(raw, _drawn(host[raw], [rows[index] for index in raw], host[raw]), strict=True))
+    of_raw = host[raw]
+    tokens = dict(zip(raw, _drawn(of_raw, [rows[index] for index in raw], of_raw), strict=True))
     for first in range(0, len(changed), _CHANGED_TOGETHER):
         some = changed[first:first + _CHANGED_TOGETHER]
         finals = np.stack([_changed(host[index], rows[index], masks[index], known[index]) for index in some])
@@ -184,16 +185,16 @@ def _drawn(final: Tensor, rows: Sequence[SamplingRow], logits: Tensor) -> list[D
     rules = [(params.temperature, float(params.top_k), params.top_p, params.min_p,
               uniform(params.seed, row.position) if params.temperature else 0.0)
              for row in rows for params in (row.params,)]
-    return [_described(token_id, row, *of_row) for token_id, row, *of_row in
-            zip(draw_tokens(final, rules, _TEAM), rows, final, logits, strict=True)]
-
-
-def _described(token_id: int, row: SamplingRow, final: Tensor, logits: Tensor) -> DrawnToken:
-    if token_id == NOT_HERE:
-        return _fault(final.max().item())  # NaN counts as largest
-    if row.num_top_logprobs is None:
-        return DrawnToken(token_id)
-    return DrawnToken(token_id, token_logprobs(logits.numpy().astype(np.float64), token_id, row.num_top_logprobs))
+    tokens = []
+    for index, (token_id, row) in enumerate(zip(draw_tokens(final, rules, _TEAM), rows, strict=True)):
+        if token_id == NOT_HERE:
+            tokens.append(_fault(final[index].max().item()))  # NaN counts as largest
+        elif row.num_top_logprobs is None:
+            tokens.append(DrawnToken(token_id))
+        else:
+            raw = logits[index].numpy().astype(np.float64)
+            tokens.append(DrawnToken(token_id, token_logprobs(raw, token_id, row.num_top_logprobs)))
+    return tokens
 
 
 def takes_maximum(row: SamplingRow) -> bool:

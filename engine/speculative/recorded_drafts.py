@@ -1,5 +1,5 @@
 """What a draft does behind a step on the host, from the target's features to the next candidates, as recordings: one
-for each number of rows and of tokens in a row, made when the first such step runs.
+for each number of rows and of tokens in a row, made when such a step comes again.
 
 Rows accept different numbers of nodes. So a row that stands shorter than it was verified repeats its last token: those
 slots lie behind what stands, as the target's own keys of nodes that fell do, and no slot that stands sees them.

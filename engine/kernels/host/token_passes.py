@@ -50,7 +50,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, team: Team, *, rounds_first:
     `rounds_first` the unit row is rounded to x's type before it is multiplied, else after only. Returns a new tensor in
     x's shape and type."""
     out = torch.empty(x.shape, dtype=x.dtype)
-    _launch_norm(x, weight, eps, team, rounds_first, out)
+    _launch_norm(x, weight, eps, team, out, rounds_first=rounds_first)
     return out
 
 
@@ -58,16 +58,18 @@ def add_and_norm(x: Tensor, other: Tensor, weight: Tensor, eps: float, team: Tea
                  rounds_first: bool) -> tuple[Tensor, Tensor]:
     """x + other, both [T, D] of one type, rounded once, and `rms_norm` of that. Returns new tensors like x."""
     sums, out = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
-    _launch_norm(x, weight, eps, team, rounds_first, out, other.stride(0), other.data_ptr(), sums.data_ptr())
+    _launch_norm(x, weight, eps, team, out, (other.stride(0), other.data_ptr(), sums.data_ptr()),
+                 rounds_first=rounds_first)
     return sums, out
 
 
-def _launch_norm(x: Tensor, weight: Tensor, eps: float, team: Team, rounds_first: bool, out: Tensor,  # noqa: FBT001
-                 other_stride: int = 0, other: int = 0, sums: int = 0) -> None:
+def _launch_norm(x: Tensor, weight: Tensor, eps: float, team: Team, out: Tensor,
+                 added: tuple[int, int, int] = (0, 0, 0), *, rounds_first: bool) -> None:
+    """`added`: the other's stride and address, and the sums'."""
     num_tokens, width = x.shape[0], x.shape[-1]
     launch_integers(norm_for(x.dtype, weight.dtype, rounds_first), -(-num_tokens // _ITEM_TOKENS), (
         num_tokens, x.shape[1] if x.dim() == 3 else 1, width, x.stride(0), weight.numel() // width, x.data_ptr(),
-        weight.data_ptr(), out.data_ptr(), bits_of(eps), other_stride, other, sums), team)
+        weight.data_ptr(), out.data_ptr(), bits_of(eps), *added), team)
 
 
 @cache

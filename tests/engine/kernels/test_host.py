@@ -57,8 +57,8 @@ def test_norm_is_the_definition(shape: tuple[int, ...], dtype: torch.dtype, roun
 @pytest.mark.parametrize("shape", [(1, 8), (33, 1000), (0, 16)])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("rounds_first", [True, False])
-def test_a_sum_and_its_norm_have_the_bits_of_one_after_the_other(shape: tuple[int, int], dtype: torch.dtype,
-                                                                 rounds_first: bool) -> None:  # noqa: FBT001
+def test_a_sum_and_its_norm_have_the_bits_of_one_after_the_other(shape: tuple[int, int], dtype: torch.dtype, *,
+                                                                 rounds_first: bool) -> None:
     x, other = draw(*shape, dtype=dtype), draw(*shape).mul(100).to(dtype)
     weight = torch.randn(shape[1])
     sums, normed = add_and_norm(x, other, weight, 1e-5, Team(), rounds_first=rounds_first)

@@ -155,9 +155,8 @@ def test_a_draft_without_a_cache_finds_the_targets_on_the_last_stage(tmp_path: P
 @pytest.mark.parametrize("ties", [False, True], ids=["a head", "a tied head"])
 @pytest.mark.parametrize(("reads_prompts", "expected"), [(True, [(0, 2), (2, 4)]), (False, [(0, 3), (3, 4)])],
                          ids=["prompts", "steps"])
-def test_balanced_stages_count_the_head_where_each_token_needs_it(tmp_path: Path, reads_prompts: bool,  # noqa: FBT001
-                                                                  ties: bool, expected: list[tuple[int, int]],  # noqa: FBT001
-                                                                  ) -> None:
+def test_balanced_stages_count_the_head_where_each_token_needs_it(tmp_path: Path, expected: list[tuple[int, int]], *,
+                                                                  reads_prompts: bool, ties: bool) -> None:
     """It weighs two and a half layers; the embedding counts nowhere."""
     LlamaForCausalLM(LlamaConfig(
         hidden_size=64, intermediate_size=128, num_hidden_layers=4, num_attention_heads=4, vocab_size=1600,

@@ -4,6 +4,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.request import SamplingParams
+from engine.sampling.sampler import largest
 from engine.sampling.uniform import uniform
 
 Floats = NDArray[np.float64]
@@ -37,16 +38,8 @@ def filtered(logits: Floats, params: SamplingParams) -> tuple[Ids, Floats]:
 
 
 def _highest(values: Floats, count: int) -> Ids:
-    """Ids of the `count` largest values, ascending; of equal ones the lower ids. Finds a threshold, sorts nothing."""
-    if count >= len(values):
-        return np.arange(len(values), dtype=np.int64)
-    if count < 1:
-        return np.empty(0, dtype=np.int64)
-    threshold = np.partition(values, len(values) - count)[len(values) - count]
-    kept = values > threshold
-    equal = np.flatnonzero(values == threshold)
-    kept[equal[: count - int(kept.sum())]] = True
-    return np.flatnonzero(kept)
+    """Ids of the `count` largest values, ascending; of equal ones the lower ids."""
+    return np.sort(largest(values, count))
 
 
 def _nucleus_size(weights: Floats, top_p: float) -> int:
