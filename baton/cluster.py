@@ -11,7 +11,6 @@ Each process keeps to one core, where a core is what computes. Leaving the block
 
 import asyncio
 import contextlib
-import itertools
 import os
 import sys
 import tempfile
@@ -24,6 +23,7 @@ from typing import Self
 
 from baton.client import DEFAULT_TARGET, AsyncBatonClient
 from baton.cluster_config import ClusterConfig
+from baton.core_places import core_places
 from baton.gateway import wait_ready
 from baton.nursery import Child, Nursery, NurseryLink, Spawn, spawn
 from baton.preflight import (
@@ -89,7 +89,8 @@ class LocalCluster:
             role: [name for pool in self._pools if pool.shape.role == role for name in pool.names] for role in ROLES}})
         self._sink = sink
         self._is_quiet = False
-        self._cores = itertools.cycle(_usable_cores())
+        roles = {name: pool.shape.role for pool in self._pools for name in pool.names}
+        self._cores = core_places(roles | dict.fromkeys(self._router_names, "router"), _usable_cores(), config.cores)
         self._folder = tempfile.TemporaryDirectory(prefix="baton-")
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._nursery: Nursery | None = None  # of its own
@@ -284,7 +285,7 @@ class LocalCluster:
         shared = ["--model", str(config.model), "--log-level", config.log_level]
         shared += ["--config", str(config.config_file)] if config.config_file else []
         spec = ProcessSpec(name, role, (*shared, *flags), listen,
-                           next(self._cores) if config.one_core_each else None,
+                           self._cores[name] if config.one_core_each else None,
                            self._announcement_path(name), leads, self._metrics_ports[name])
         self._run(spec, spawn if self._link is None or role == "router" else self._fork)
 

@@ -1,6 +1,7 @@
 """What a local cluster consists of, checked before any of it starts."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import resources
 from pathlib import Path
 
@@ -21,7 +22,8 @@ class ClusterConfig:
     """What to start. `worker_flags` go to every prefill and decode process, `router_flags` to the routers, of which the
     first listens at `listen` ("router") and the others on ports of their own ("router-1", ...). At `http`, if
     given, a gateway before all routers serves OpenAI's API. Without `one_core_each` processes have all cores: those on
-    a GPU compile kernels as they start, and move bytes beside it.
+    a GPU compile kernels as they start, and move bytes beside it. Else those of a role in `cores` keep to one of these
+    each, in turn, and the others to one that has little to do.
 
     With `forks_workers` prefill and decode processes are forks of one that has loaded torch: of `nursery`, which stays,
     or of one of the cluster's own. They start faster, and so does one that replaces a dead one."""
@@ -46,6 +48,7 @@ class ClusterConfig:
     router_flags: tuple[str, ...] = ()
     config_file: Path | None = None
     one_core_each: bool = True
+    cores: Mapping[str, Sequence[int]] = field(default_factory=dict)
     log_level: str = "info"
     ready_timeout_s: float = 180.0
     stop_grace_s: float = 8.0

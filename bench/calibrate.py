@@ -5,20 +5,22 @@ from each other when they serve. Prompts of many lengths, one at a time for each
 message takes beside it; answers drawn beside more and more others, short ones and long ones, give what a round takes.
 The costs are least squares of the medians, none below 0, as `sim.costs` describes them; they go to --output. What a
 cluster of one machine cannot show, bandwidth between hosts and how long a start takes elsewhere, stays as in --like.
-Then each role is measured alone and, in turn with that, while the other is busy: on a machine with fewer cores than
-processes that compute, both take longer.
+Then each role is measured alone and, in turn with that, while the other is busy, which also gives what a request takes
+of a core that draws for others. Prefill workers get a core each, decode workers as many as are left but for the last,
+which the router and this program have, and a simulation knows how many those are. With fewer than two cores more than
+there are prefill workers, processes lie as in any cluster.
 
 With --compare, as with `--compare 0.6 1.3`, the cluster then gets the same load as its simulation, and every figure is
-shown beside the simulated one. Where processes have no cores of their own, a router and a client that are busy slow
-workers down, too, which a simulation has only as far as they were busy while costs were measured.
+shown beside the simulated one.
 """
 
 import argparse
 import asyncio
+import os
 import sys
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -33,8 +35,10 @@ from baton.workload import Arrivals, Lengths, Planned, Shape, make_queries, plan
 from bench.command import benchmark_flags, run_benchmark, running_cluster
 from bench.report import Value
 from pool.stage.config import WorkerConfig
+from router.workers.policy import Policy
 from sim.costs import BesideCosts, Costs
 from sim.fleet import FleetConfig, simulate
+from sim.router import RouterOptions
 
 PROMPTS = (16, 64, 128, 256, 384, 512, 768, 1024, 1280, 1536)  # tokens
 ROWS = (1, 2, 4, 8, 12, 16)
@@ -44,6 +48,7 @@ BESIDE_PROMPT = 1024  # tokens; a worker that is to be busy has
 BESIDE_PROMPTS = 2  # such prompts at a time,
 BESIDE_ROWS = 4  # or draws as many answers
 BESIDE_TOKENS = 512  # of these
+POLICY = Policy.LEAST_LOAD  # all workers of a role get as much
 BUSY_S = 0.5  # until those that are to be busy are
 SHAPE = Shape(Lengths.parse("uniform:512-1536"), Lengths.parse("uniform:8-24"))
 
@@ -57,8 +62,42 @@ class UnloadedTimes:
     token_s: float | None
 
 
-async def measured(client: AsyncBatonClient, like: Costs, num_workers: int, repeats: int) -> Costs:
-    """Of the workers behind `client`, so many of each role."""
+@dataclass(frozen=True)
+class RoleCores:
+    """Of a machine on which roles do not meet."""
+
+    prefill: tuple[int, ...]
+    decode: tuple[int, ...]
+    others: tuple[int, ...]  # the router's, and this program's
+
+    @classmethod
+    def of(cls, cores: Sequence[int], num_workers: int) -> "RoleCores | None":
+        """For so many workers of each role; None where `cores` are too few."""
+        num_decode = min(len(cores) - num_workers - 1, num_workers)
+        if num_decode < 1:
+            return None
+        bounds = num_workers, num_workers + num_decode
+        return cls(tuple(cores[:bounds[0]]), tuple(cores[bounds[0]:bounds[1]]), tuple(cores[bounds[1]:]))
+
+    @property
+    def by_role(self) -> dict[str, tuple[int, ...]]:
+        return {"prefill": self.prefill, "decode": self.decode, "router": self.others}
+
+
+@contextmanager
+def _kept_to(cores: Sequence[int]) -> Iterator[None]:
+    """This program."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+async def measured(client: AsyncBatonClient, like: Costs, num_workers: int, repeats: int,
+                   decode_cores: int = 0) -> Costs:
+    """Of the workers behind `client`, so many of each role, those of decode on so many cores for all; 0 is enough."""
     info, load = await client.model_info(), await client.load()
     longest = info.max_context_tokens - ROUND_TOKENS
     lengths = [length for length in PROMPTS if length <= longest]
@@ -76,6 +115,8 @@ async def measured(client: AsyncBatonClient, like: Costs, num_workers: int, repe
     round_s, row_s, context_s = fitted(
         [(1, rows, rows * (context + ROUND_TOKENS / 2)) for rows, context in cases],
         [median(each for each in several if each is not None) for several in rounds])
+    round_s, row_s, context_s = (cost / _crowd(num_workers, decode_cores) for cost in (round_s, row_s, context_s))
+    beside, request_s = await measured_beside(client, num_workers, repeats, decode_cores)
     latency_s = median(seen.message_s for several in alone for seen in several) / 2
     num_pages = load.kv_tokens_total // load.page_size // num_workers
     return Costs(
@@ -87,41 +128,60 @@ async def measured(client: AsyncBatonClient, like: Costs, num_workers: int, repe
             "num_pages": num_pages, "max_running": int(WorkerConfig.model_fields["max_running"].default),
             "max_queued": int(WorkerConfig.model_fields["max_queued"].default)}),
         decode=like.decode.model_copy(update={
-            "step_s": round_s, "row_s": row_s, "context_s": context_s, "replay_s": token_s, "num_pages": num_pages,
-            "max_running": int(WorkerConfig.model_fields["max_running"].default),
+            "step_s": round_s, "row_s": row_s, "context_s": context_s, "replay_s": token_s, "request_s": request_s,
+            "num_pages": num_pages, "max_running": int(WorkerConfig.model_fields["max_running"].default),
             "max_held": load.max_running_requests // num_workers}),
-        network=like.network.model_copy(update={"latency_s": latency_s}),
-        beside=await measured_beside(client, num_workers, repeats))
+        network=like.network.model_copy(update={"latency_s": latency_s}), beside=beside)
 
 
-async def measured_beside(client: AsyncBatonClient, num_workers: int, repeats: int) -> BesideCosts:
-    """How many times as long either role takes while the other is busy."""
+def _crowd(num_workers: int, num_cores: int) -> float:
+    """Workers to a core while all compute."""
+    return num_workers / (num_cores or num_workers)
+
+
+async def measured_beside(client: AsyncBatonClient, num_workers: int, repeats: int, decode_cores: int
+                          ) -> tuple[BesideCosts, float]:
+    """How many times as long either role takes while the other is busy; and what a request takes of a core that draws,
+    0 where roles share their cores: short prompts have hardly more than that, long ones the rest, too."""
     prefill: list[list[float]] = [[], []]  # alone, and beside the other role
-    decode: list[list[float]] = [[], []]
+    decode: dict[int, list[float]] = {0: [], PROMPTS[0]: [], BESIDE_PROMPT: []}  # alone, and beside such prompts
+    ended_in: dict[int, list[float]] = {length: [0, 0.0] for length in decode}  # requests, and seconds
     for _ in range(repeats):
         for place, others in enumerate((0, num_workers * BESIDE_ROWS)):
             async with _kept_busy(client, others, PROMPTS[0], BESIDE_TOKENS):
                 prefill[place] += [seen.prefill_s for seen in await _asked(client, num_workers, BESIDE_PROMPT, 1)]
-        for place, others in enumerate((0, num_workers * BESIDE_PROMPTS)):
-            async with _kept_busy(client, others, BESIDE_PROMPT, 2):  # which are handed over
+        for length, seen_s in decode.items():
+            async with _kept_busy(client, num_workers * BESIDE_PROMPTS if length else 0, length, 2) as ended:
+                num_before, began_s = len(ended), time.monotonic()  # they are handed over
                 seen = await _asked(client, num_workers * BESIDE_ROWS, PROMPTS[0], ROUND_TOKENS)
-                decode[place] += [each.token_s for each in seen if each.token_s is not None]
-    return BesideCosts(prefill=max(1.0, median(prefill[1]) / median(prefill[0])),
-                       decode=max(1.0, median(decode[1]) / median(decode[0])))
+                seen_s += [each.token_s for each in seen if each.token_s is not None]
+                ended_in[length][0] += len(ended) - num_before
+                ended_in[length][1] += time.monotonic() - began_s
+    prefill_beside = max(1.0, median(prefill[1]) / median(prefill[0]))
+    alone_s, beside_short_s, beside_long_s = (median(seen_s) for seen_s in decode.values())
+    if not decode_cores:
+        return BesideCosts(prefill=prefill_beside, decode=max(1.0, beside_long_s / alone_s)), 0.0
+    short_rate, long_rate = (count / seconds / decode_cores for count, seconds in list(ended_in.values())[1:])
+    request_s = max(0.0, 1 - alone_s / beside_short_s) / short_rate
+    left = max(0.1, 1 - long_rate * request_s)  # of a core, for drawing
+    decode_beside = max(1.0, beside_long_s * left / alone_s)
+    return BesideCosts(prefill=prefill_beside, decode=decode_beside, decode_cores=decode_cores), request_s
 
 
 @asynccontextmanager
 async def _kept_busy(client: AsyncBatonClient, count: int, prompt_tokens: int, output_tokens: int
-                     ) -> AsyncIterator[None]:
-    """So many requests are under way at any time of the block."""
+                     ) -> AsyncIterator[list[UnloadedTimes]]:
+    """So many requests are under way at any time of the block. Yields those that have ended."""
+    ended: list[UnloadedTimes] = []
+
     async def one_after_the_other() -> None:
         while True:
-            await _asked(client, 1, prompt_tokens, output_tokens)
+            ended.extend(await _asked(client, 1, prompt_tokens, output_tokens))
 
     tasks = [asyncio.create_task(one_after_the_other()) for _ in range(count)]
     try:
         await asyncio.sleep(BUSY_S if count else 0.0)
-        yield
+        yield ended
     finally:
         for task in tasks:
             task.cancel()
@@ -162,10 +222,10 @@ def capacity(costs: Costs, shape: Shape, num_prefill: int, num_decode: int) -> f
     mean_prompt, mean_output = ((lengths.first + lengths.second) / 2 for lengths in (shape.prompt, shape.output))
     num_chunks = -(-mean_prompt // costs.prefill.chunk_tokens)
     prompt_s = costs.prefill.chunk_s(round(mean_prompt), mean_prompt ** 2 / 2) + (num_chunks - 1) * costs.prefill.step_s
-    prompt_s *= costs.beside.prefill
+    prompt_s *= costs.beside.prefill * _crowd(num_prefill, costs.beside.prefill_cores)
     rows = costs.decode.max_running
     answer_s = mean_output * costs.decode.round_s(rows, rows * (mean_prompt + mean_output / 2)) / rows
-    answer_s *= costs.beside.decode
+    answer_s = (answer_s * costs.beside.decode + costs.decode.request_s) * _crowd(num_decode, costs.beside.decode_cores)
     return min(num_prefill / prompt_s, num_decode / answer_s)
 
 
@@ -186,15 +246,25 @@ async def compared(client: AsyncBatonClient, config: FleetConfig, load: float, s
 
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
+    usable = sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else []
+    cores = RoleCores.of(usable, flags.workers)
+    cluster = ClusterConfig(model=flags.model, prefill=flags.workers, decode=flags.workers, listen="127.0.0.1:0",
+                            log_level="warning", cores={} if cores is None else cores.by_role,
+                            router_flags=("--policy", POLICY))
+    with nullcontext() if cores is None else _kept_to(cores.others):
+        return await _measured_and_compared(flags, cluster, 0 if cores is None else len(cores.decode))
+
+
+async def _measured_and_compared(flags: argparse.Namespace, cluster: ClusterConfig, decode_cores: int
+                                 ) -> dict[str, Value]:
     began_s = time.monotonic()
     like = Costs() if flags.like is None else Costs.read(flags.like)
-    cluster = ClusterConfig(model=flags.model, prefill=flags.workers, decode=flags.workers, listen="127.0.0.1:0",
-                            log_level="warning")
     async with running_cluster(cluster, retry=NO_RETRY) as (_, client):
-        costs = await measured(client, like, flags.workers, flags.repeats)
+        costs = await measured(client, like, flags.workers, flags.repeats, decode_cores)
         flags.output.write_text(costs.model_dump_json(indent=2) + "\n")
         figures = _figures(costs, flags.workers, time.monotonic() - began_s)
-        config = FleetConfig(flags.workers, flags.workers, costs=costs, seed=flags.seed)
+        config = FleetConfig(flags.workers, flags.workers, costs=costs, router=RouterOptions(policy=POLICY),
+                             seed=flags.seed)
         for load in flags.compare:
             figures |= await compared(client, config, load, flags.seconds)
     return figures
@@ -205,9 +275,9 @@ def _figures(costs: Costs, num_workers: int, took_s: float) -> dict[str, Value]:
         "calibrated_in_s": took_s, "prefill_step_s": costs.prefill.step_s,
         "prefill_token_s": costs.prefill.token_s, "prefill_pair_s": costs.prefill.pair_s,
         "decode_step_s": costs.decode.step_s, "decode_row_s": costs.decode.row_s,
-        "decode_context_s": costs.decode.context_s, "latency_s": costs.network.latency_s,
-        "prefill_beside": costs.beside.prefill, "decode_beside": costs.beside.decode,
-        "capacity_per_s": capacity(costs, SHAPE, num_workers, num_workers)}
+        "decode_context_s": costs.decode.context_s, "decode_request_s": costs.decode.request_s,
+        "latency_s": costs.network.latency_s, "prefill_beside": costs.beside.prefill,
+        "decode_beside": costs.beside.decode, "capacity_per_s": capacity(costs, SHAPE, num_workers, num_workers)}
 
 
 def main() -> int:

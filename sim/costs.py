@@ -51,12 +51,14 @@ class PrefillCosts(_Part):
 class DecodeCosts(_Part):
     """All rows of a pool get their next token within `step_s`, `row_s` for each of them and `context_s` for each token
     they attend to. `tokens_per_step`: with drafts, the mean of those accepted and the one drawn. `replay_s` for each
-    token that a request which was set back, or moves here, computes again."""
+    token that a request which was set back, or moves here, computes again. `request_s` for each request that comes:
+    what its call and its prompt's arrival take of the core that draws."""
 
     step_s: float = Field(default=0.014, ge=0)
     row_s: float = Field(default=5e-5, ge=0)
     context_s: float = Field(default=1.2e-8, ge=0)
     replay_s: float = Field(default=7e-5, ge=0)
+    request_s: float = Field(default=0.0, ge=0)
     tokens_per_step: float = Field(default=1.0, ge=1)
     num_pages: int = Field(default=16_384, ge=1)
     num_slots: int = Field(default=0, ge=0)
@@ -79,11 +81,13 @@ class NetworkCosts(_Part):
 
 
 class BesideCosts(_Part):
-    """How many times as long workers of a role take while all of the other are busy: more than 1 where processes share
-    cores, as on one machine."""
+    """Of one machine. `prefill` and `decode`: how many times as long workers of a role take while all of the other are
+    busy. `prefill_cores` and `decode_cores`: of how many cores all workers of a role take even shares; 0 is enough."""
 
     prefill: float = Field(default=1.0, ge=1)
     decode: float = Field(default=1.0, ge=1)
+    prefill_cores: int = Field(default=0, ge=0)
+    decode_cores: int = Field(default=0, ge=0)
 
 
 class Costs(_Part):

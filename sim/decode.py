@@ -152,6 +152,8 @@ class DecodeWorker(SimulatedWorker):
                            num_tokens=1 + num_again, num_bytes=self.costs.handoff_bytes(num_prompt))
         self._stays[row.key] = stay
         self._woken()
+        if self.pool.interrupt(self._clock.now()):
+            self._plan()
         self._offered(stay)
         return stay
 
@@ -202,10 +204,10 @@ class DecodeWorker(SimulatedWorker):
 
     def _plan(self) -> None:
         """Look again when the pool's span ends."""
+        self._computes(is_busy=self.pool.span is not None)  # may come back here, where it shares a core
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
-        self._computes(is_busy=self.pool.span is not None)
         if self.pool.span is not None:
             self._timer = self._loop.call_at(self.pool.span.ends_s, self._advance)
 

@@ -83,6 +83,7 @@ class DecodePool:
     _joining: list[DrawnRow] = field(default_factory=list)
     _waiting: list[DrawnRow] = field(default_factory=list)  # set back
     _pages_used: int = 0
+    _interruption_s: float = 0.0  # before the next round
 
     def reserve(self, row: DrawnRow) -> None:
         """Memory for a request. Raises CapacityError."""
@@ -98,6 +99,15 @@ class DecodePool:
             raise CapacityError(f"{num_pages} pages are needed", resource="pages")
         self._take(row, num_pages)
         self._held[row.key] = row
+
+    def interrupt(self, now_s: float) -> bool:
+        """A request has come: rows that draw wait for what that takes, after the round under way. Returns whether any
+        do."""
+        if not self.costs.request_s or self.span is None:
+            return False
+        self._interruption_s += self.costs.request_s
+        self._change(now_s)
+        return True
 
     def join(self, row: DrawnRow, now_s: float) -> None:
         """Its prompt has landed."""
@@ -185,6 +195,8 @@ class DecodePool:
             row.again = 0
             row.first_step_s = now_s if row.first_step_s is None else row.first_step_s
         count, context = len(self._running), sum(row.context for row in self._running)
+        again_s += self._interruption_s * self.slowness
+        self._interruption_s = 0.0
         first_s = self.costs.round_s(count, context) * self.slowness
         growth_s = self.costs.context_s * count * self.costs.tokens_per_step * self.slowness
         self.span = Rounds(now_s + again_s, rounds, first_s, growth_s)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from baton.cluster_config import demo_model
-from bench.calibrate import PROMPTS, SHAPE, capacity, fitted, measure
+from bench.calibrate import PROMPTS, SHAPE, RoleCores, capacity, fitted, measure
 from sim.costs import BesideCosts, Costs, DecodeCosts, PrefillCosts
 
 
@@ -31,6 +31,20 @@ def test_the_slower_role_bounds_a_fleet() -> None:
     shared = costs.model_copy(update={"beside": BesideCosts(prefill=4, decode=2)})
     assert capacity(shared, SHAPE, 2, 2) == pytest.approx(2 / 4.096)
     assert capacity(shared, SHAPE, 1000, 1) == pytest.approx(8 / 0.16)
+    crowded = costs.model_copy(update={
+        "beside": BesideCosts(prefill_cores=1, decode_cores=2),
+        "decode": costs.decode.model_copy(update={"request_s": 0.005})})
+    assert capacity(crowded, SHAPE, 4, 1000) == pytest.approx(1 / 1.024), "four have a core"
+    enough = crowded.model_copy(update={"beside": BesideCosts(decode_cores=2)})
+    assert capacity(enough, SHAPE, 1000, 4) == pytest.approx(2 * 1 / (0.16 / 16 + 0.005)), "four have two"
+
+
+@pytest.mark.parametrize(("num_cores", "prefill", "decode", "others"), [
+    (4, (0, 1), (2,), (3,)), (6, (0, 1), (2, 3), (4, 5)), (5, (0, 1), (2, 3), (4,))])
+def test_roles_that_are_measured_do_not_meet(num_cores: int, prefill: tuple[int, ...], decode: tuple[int, ...],
+                                             others: tuple[int, ...]) -> None:
+    assert RoleCores.of(range(num_cores), 2) == RoleCores(prefill, decode, others)
+    assert RoleCores.of(range(3), 2) is None
 
 
 @pytest.mark.long

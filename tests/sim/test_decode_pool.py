@@ -110,3 +110,22 @@ def test_what_is_released_in_the_middle_is_free_at_the_end_of_the_round() -> Non
     assert pool.span.ends_s == 3.0
     assert pool.advance(3.0) == []
     assert pool.pages_free(3.0) == 8
+
+
+def test_rows_wait_while_a_request_comes() -> None:
+    """Rounds of 0.01 s, one of which is under way at 0.025 s: it ends at 0.03, two requests take 0.004 s each, and the
+    other seven of ten rounds follow. A pool that draws nothing loses nothing."""
+    pool = DecodePool(DecodeCosts(step_s=0.01, row_s=0, context_s=0, request_s=0.004), 16)
+    assert not pool.interrupt(0.0)
+    row = DrawnRow(0, 10, 10)
+    pool.reserve(row)
+    pool.join(row, 0.0)
+    assert pool.span is not None
+    assert pool.span.ends_s == pytest.approx(0.1)
+    assert pool.interrupt(0.025)
+    assert pool.interrupt(0.026)
+    assert pool.span.ends_s == pytest.approx(0.03)
+    assert not pool.advance(0.03)
+    assert pool.span.ends_s == pytest.approx(0.108)
+    assert pool.advance(0.108) == [row]
+    assert pool.busy_s == pytest.approx(0.108)

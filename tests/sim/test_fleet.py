@@ -56,6 +56,18 @@ def test_workers_that_share_cores_slow_each_other_down() -> None:
     assert slowed.e2e_s == pytest.approx(alone.e2e_s + 1.2 * 2 / 3, abs=0.06)
 
 
+def test_workers_on_one_core_take_turns() -> None:
+    """Two prompts of 0.6 s come together, to one of two prefill workers each, which have one core: both take twice as
+    long but for the first, which begins alone. Two pools with a core for both: 20 more rounds of 0.02 s take 0.8 s."""
+    apart = replace(FLEET, num_prefill=2, num_decode=2, router=RouterOptions(policy=Policy.LEAST_LOAD))
+    together = COSTS.model_copy(update={"beside": BesideCosts(prefill_cores=1, decode_cores=1)})
+    load = [Planned(0.0, 500, 21), Planned(0.0, 500, 21)]
+    for costs, ttft_s, draws_s in ((COSTS, 0.6, 0.4), (together, 1.2, 0.8)):
+        late = max(simulate(replace(apart, costs=costs), load).outcomes, key=lambda each: each.ttft_s or 0.0)
+        assert late.ttft_s == pytest.approx(2 * LATENCY_S + ttft_s)
+        assert late.e2e_s == pytest.approx(2 * LATENCY_S + ttft_s + 2 * LATENCY_S + draws_s, abs=0.45)
+
+
 def test_a_slow_link_shows_behind_the_first_token() -> None:
     """500,000 bytes at 1,000,000 a second begin to leave in the middle of the chunk, 0.3 s before its end: they arrive
     0.2 s after it, when decode already has the first token."""
