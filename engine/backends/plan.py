@@ -71,8 +71,8 @@ def build_plan(batch: ForwardBatch, geometry: AttentionGeometry, num_pages: int 
         InternalError: a tree of another size than its row, or a page that the pools do not have.
     """
     tables = batch.page_tables.numpy()
-    # Compiled code would read whatever is there.
-    if num_pages is not None and tables.size and not (tables.min() >= 0 and tables.max() < num_pages):
+    # Compiled code would read whatever is there. Unsigned, a number below 0 is too large.
+    if num_pages is not None and tables.size and not tables.view(f"u{tables.itemsize}").max() < num_pages:
         raise InternalError(f"the pool has {num_pages} pages, the page tables name {tables.tolist()}")
     positions, write_pages, write_offsets = _places(batch, tables, geometry.page_size)
     return AttentionPlan(
@@ -120,23 +120,22 @@ def _page_ends(batch: ForwardBatch, page_size: int) -> Iterator[int]:
 def _places(batch: ForwardBatch, tables: NDArray[np.integer[Any]], page_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Where each token's key is stored, all [T]: its place in the row, int32, and page and offset, int64."""
     if batch.num_tokens > _FEW_TOKENS:
-        rows, positions = storage_positions(batch)
-        return positions.int(), batch.page_tables[rows, positions // page_size].long(), positions % page_size
-    places = [(row, position) for row, (context_len, query_len)
-              in enumerate(zip(batch.context_lens, batch.query_lens, strict=True))
-              for position in range(context_len, context_len + query_len)]
-    return (torch.tensor([position for _, position in places], dtype=torch.int32),
-            torch.tensor([tables[row, position // page_size] for row, position in places], dtype=torch.long),
-            torch.tensor([position % page_size for _, position in places], dtype=torch.long))
+        of_tokens, positions = storage_positions(batch)
+        return positions.int(), batch.page_tables[of_tokens, positions // page_size].long(), positions % page_size
+    rows = [row for row, query_len in enumerate(batch.query_lens) for _ in range(query_len)]
+    places = np.array([position for context_len, query_len in zip(batch.context_lens, batch.query_lens, strict=True)
+                       for position in range(context_len, context_len + query_len)], np.int64)
+    pages, offsets = np.divmod(places, page_size)
+    return (torch.from_numpy(places.astype(np.int32)), torch.from_numpy(tables[rows, pages].astype(np.int64)),
+            torch.from_numpy(offsets))
 
 
 def _rows_in_place(batch: ForwardBatch, geometry: AttentionGeometry, positions: Tensor) -> RowsInPlace:
-    num_in_order = torch.tensor([sum(lengths) for lengths in zip(batch.context_lens, batch.query_lens, strict=True)],
-                                dtype=torch.int32)
+    num_in_order = _ints([sum(lengths) for lengths in zip(batch.context_lens, batch.query_lens, strict=True)])
     paths = torch.empty(len(positions), 0, dtype=torch.long)
     pages, visibility = batch.page_tables, tree_visibility(batch)
     if visibility:
-        num_in_order = torch.tensor(batch.context_lens, dtype=torch.int32)
+        num_in_order = _ints(batch.context_lens)
         paths = torch.zeros(len(positions), max(batch.query_lens), dtype=torch.long)
         positions, start = positions.clone(), 0
         for row, visible in enumerate(visibility):
@@ -148,9 +147,14 @@ def _rows_in_place(batch: ForwardBatch, geometry: AttentionGeometry, positions: 
             positions[tokens] = (first + visible.sum(1) - 1).int()
             start += len(visible)
     tiles = _tiles(batch, max(1, MAX_TILE_ROWS * geometry.num_kv_heads // geometry.num_heads))
-    return RowsInPlace(pages.int().contiguous(), torch.tensor(tiles, dtype=torch.int32).view(-1, 3), positions,
+    return RowsInPlace(pages.int().contiguous(), torch.from_numpy(np.array(tiles, np.int32).reshape(-1, 3)), positions,
                        num_in_order, paths, max((count for *_, count in tiles), default=0),
                        NO_WINDOW if geometry.window is None else geometry.window)
+
+
+def _ints(values: Sequence[int]) -> Tensor:
+    """[n] int32. By way of numpy: torch takes four times as long over a short list."""
+    return torch.from_numpy(np.array(values, np.int32))
 
 
 def _tiles(batch: ForwardBatch, size: int) -> list[tuple[int, int, int]]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.contracts.recurrent import RecurrentBackend
 from engine.core.batch import ForwardBatch, ForwardMode
+from engine.core.rows import longs
 from engine.kernels.delta_rule import CHUNK
 from engine.kernels.host.compiled import dense_tokens
 from engine.kernels.host.delta_rule import DeltaInputs
@@ -48,8 +49,8 @@ def recurrent_rows(batch: ForwardBatch, num_slots: int) -> RecurrentRows:
     slots = batch.slot_ids.tolist()
     if slots and not 0 <= min(slots) <= max(slots) < num_slots:
         raise InternalError(f"the pools have {num_slots} slots, the batch names {slots}")
-    return RecurrentRows(starts=torch.tensor([0, *accumulate(batch.query_lens)]), slots=batch.slot_ids.long(),
-                         is_new=torch.tensor([int(length == 0) for length in batch.context_lens]))
+    return RecurrentRows(starts=longs([0, *accumulate(batch.query_lens)]), slots=longs(slots),
+                         is_new=longs([int(length == 0) for length in batch.context_lens]))
 
 
 class Taps:

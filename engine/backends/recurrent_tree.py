@@ -22,6 +22,7 @@ from engine.backends.recurrent_batch import Taps, delta_inputs, recurrent_rows
 from engine.contracts.recurrent import PlanningRecurrent, RecurrentBackend
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo, SpecRow, ancestors, node_depths
+from engine.core.rows import longs
 from engine.kernels.host.causal_conv import causal_conv_of_trees
 from engine.kernels.host.compiled import Team, dense_tokens, has_kernels
 from engine.kernels.host.delta_rule import delta_steps
@@ -239,10 +240,11 @@ def lay_out(batch: ForwardBatch, max_nodes: int, num_scratch: int, num_slots: in
             raise InternalError(f"row {row} brings {batch.query_lens[row]} nodes and a tree of {len(spec.parents)}; "
                                 f"at most {max_nodes} are verified at once")
         kept += range(first, first + len(spec.parents))
-    nodes, scratch_rows = _nodes_of(tuple(spec.parents for spec in info.rows)), torch.tensor(kept)
+    nodes, scratch_rows = _nodes_of(tuple(spec.parents for spec in info.rows)), longs(kept)
     parents = torch.from_numpy(nodes.parents.copy())
-    return TreeLayout(nodes, recurrent_rows(batch, num_slots), StateSteps(parents, scratch_rows),
-                      batch.slot_ids.long(), scratch_rows, {length: nodes.history(length) for length in lengths})
+    rows = recurrent_rows(batch, num_slots)
+    return TreeLayout(nodes, rows, StateSteps(parents, scratch_rows), rows.slots, scratch_rows,
+                      {length: nodes.history(length) for length in lengths})
 
 
 @lru_cache(maxsize=64)  # chains are of few lengths, and most steps have the shape of the one before

@@ -43,7 +43,7 @@ BuildBatch = Callable[[ForwardMode, Sequence[Row]], ForwardBatch]
 
 def build_batch(mode: ForwardMode, rows: Sequence[Row]) -> ForwardBatch:
     """A batch of these rows, in this order; page tables are as wide as the longest row needs."""
-    token_ids = _longs([token for row in rows for token in row.token_ids])
+    token_ids = longs([token for row in rows for token in row.token_ids])
     specs = tuple(row.spec for row in rows if row.spec is not None)
     return ForwardBatch(
         mode=mode,
@@ -51,7 +51,7 @@ def build_batch(mode: ForwardMode, rows: Sequence[Row]) -> ForwardBatch:
         query_lens=tuple(len(row.token_ids) for row in rows),
         context_lens=tuple(row.context_len for row in rows),
         token_ids=token_ids,
-        positions=_longs([position for row in rows for position in row.positions]),
+        positions=longs([position for row in rows for position in row.positions]),
         page_tables=_page_tables(rows),
         slot_ids=torch.from_numpy(np.array([row.slot_id for row in rows], np.int32)),
         sampling=tuple(row.sampling for row in rows),
@@ -61,7 +61,7 @@ def build_batch(mode: ForwardMode, rows: Sequence[Row]) -> ForwardBatch:
     )
 
 
-def _longs(values: list[int]) -> Tensor:
+def longs(values: Sequence[int]) -> Tensor:
     """[n] int64. By way of numpy: torch takes four times as long over a short list."""
     return torch.from_numpy(np.array(values, np.int64))
 

@@ -13,7 +13,7 @@ and are valid until it is replayed.
 import logging
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import NoReturn
 
 import torch
@@ -168,8 +168,8 @@ def refill(kept: object, new: object) -> None:
             raise OtherShapeError(f"it was recorded with {_described(kept)}, and is given {_described(new)}")
         (kept if kept.shape == new.shape else kept[:, :new.shape[1]]).copy_(new)
     elif type(kept) is type(new) and is_dataclass(kept):
-        for field in fields(kept):
-            refill(getattr(kept, field.name), getattr(new, field.name))
+        for name in kept.__dataclass_fields__:
+            refill(getattr(kept, name), getattr(new, name))
     elif isinstance(kept, dict) and isinstance(new, dict) and kept.keys() == new.keys():
         for name, value in kept.items():
             refill(value, new[name])

@@ -2,12 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
-import torch
 from torch import Tensor
 
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import CarriedKeys, SpecInfo
+from engine.core.rows import longs
 from engine.speculative.verify import Run
 from runtime.errors import InternalError
 
@@ -54,20 +55,22 @@ def extend_batch(batch: ForwardBatch, followed: Sequence[FollowedRow]) -> Forwar
     """The draft's slots are counted from the first it has; positions stay the target's."""
     info = batch.spec_info
     assert isinstance(info, SpecInfo)
-    rows = torch.tensor([row.row for row in followed])
+    tables, slots, rows = batch.page_tables, batch.slot_ids, [row.row for row in followed]
+    if rows != list(range(batch.num_rows)):
+        tables, slots = tables[rows], slots[rows]
     return ForwardBatch(
         mode=ForwardMode.DRAFT, request_keys=tuple(batch.request_keys[row.row] for row in followed),
         query_lens=tuple(len(row.features) for row in followed),
         context_lens=tuple(row.position - info.rows[row.row].draft_start for row in followed),
-        token_ids=torch.tensor([token for row in followed for token in row.next_tokens]),
-        positions=torch.cat([torch.arange(row.position, row.position + len(row.features)) for row in followed]),
-        page_tables=batch.page_tables[rows], slot_ids=batch.slot_ids[rows], sampling=(None,) * len(followed),
+        token_ids=longs([token for row in followed for token in row.next_tokens]),
+        positions=longs([row.position + place for row in followed for place in range(len(row.features))]),
+        page_tables=tables, slot_ids=slots, sampling=(None,) * len(followed),
         spec_info=CarriedKeys())
 
 
 def row_ends(batch: ForwardBatch) -> Tensor:
     """[R] int64, each row's last token."""
-    return torch.tensor(batch.query_lens).cumsum(0) - 1
+    return longs(list(accumulate(batch.query_lens, initial=-1))[1:])
 
 
 def round_batch(rows: ForwardBatch, slots: Sequence[int], positions: Tensor, width: int,
@@ -76,6 +79,7 @@ def round_batch(rows: ForwardBatch, slots: Sequence[int], positions: Tensor, wid
     see `CarriedKeys.chosen_by`. Only chains carry keys: the branches of a tree change places between steps."""
     return ForwardBatch(
         mode=ForwardMode.DRAFT, request_keys=rows.request_keys, query_lens=(width,) * rows.num_rows,
-        context_lens=tuple(slots), token_ids=None, positions=positions.repeat_interleave(width),
-        page_tables=rows.page_tables, slot_ids=rows.slot_ids, sampling=(None,) * rows.num_rows,
+        context_lens=tuple(slots), token_ids=None,
+        positions=positions if width == 1 else positions.repeat_interleave(width), page_tables=rows.page_tables,
+        slot_ids=rows.slot_ids, sampling=(None,) * rows.num_rows,
         spec_info=CarriedKeys.chosen_by(keys) if width == 1 else None)

@@ -10,6 +10,7 @@ Legend: R rows, K branches per row, T = R * K, S steps of a round behind its fir
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -68,16 +69,16 @@ class PagedRounds:
         num_steps = self._geometry.page_size // count
         if not num_steps:
             raise InternalError(f"a page of {self._geometry.page_size} tokens has no room for a round of {count}")
-        contexts = torch.tensor(batch.context_lens, dtype=torch.int32)
-        steps = torch.arange(num_steps)
-        offsets = steps[:, None] * count + torch.arange(count)
+        contexts = np.array(batch.context_lens, np.int32)
+        steps = np.arange(num_steps, dtype=np.int32)[:, None]
+        offsets = np.arange(num_steps * count).reshape(num_steps, count)
+        tiles = np.array([(row, row * branches, branches) for row in range(batch.num_rows)], np.int32)
         rows = RowsInPlace(
-            tables=batch.page_tables.int().contiguous(),
-            tiles=torch.tensor([(row, row * branches, branches) for row in range(batch.num_rows)], dtype=torch.int32),
-            positions=torch.empty(0, dtype=torch.int32), num_in_order=contexts, paths=offsets.t().contiguous(),
-            longest_tile=branches)
-        positions = (steps[:, None] + contexts.repeat_interleave(branches)).int()
-        reads = RoundReads(rows, positions, torch.full_like(offsets, NULL_INDEX), offsets)
+            tables=batch.page_tables.int().contiguous(), tiles=torch.from_numpy(tiles),
+            positions=torch.empty(0, dtype=torch.int32), num_in_order=torch.from_numpy(contexts),
+            paths=torch.from_numpy(offsets.T.copy()), longest_tile=branches)
+        reads = RoundReads(rows, torch.from_numpy(steps + contexts.repeat(branches)),
+                           torch.from_numpy(np.full(offsets.shape, NULL_INDEX)), torch.from_numpy(offsets))
         batch.mark_forward_metadata_ready(self, plan=PagedRoundPlan(batch.num_rows, branches, reads))
         self.num_plans += 1
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from engine.contracts.model import ForwardContext
 from engine.core.batch import BatchPlanner, ForwardBatch
+from engine.core.rows import longs
 from engine.graphs.host_steps import EAGER_FIRST, OtherShapeError, refill, with_room
 from engine.graphs.recorded import Arena, CannotRecordError, Recording, record
 from engine.speculative.draft_attention import DraftAttention
@@ -105,11 +106,12 @@ class RecordedDrafts:
         rows = [_repeated(row, length) for row in followed]
         extend = extend_batch(batch, rows)
         self._pages.plan(extend)
-        standing = torch.tensor([len(row.features) for row in followed])
-        tokens = torch.tensor([token for row in rows for token in row.features])
-        before = Followed(extend, tokens, torch.arange(num_rows) * length + standing - 1, aux_hidden)
-        slots = [context + len(row.features) for context, row in zip(extend.context_lens, followed, strict=True)]
-        positions = torch.tensor([row.position for row in rows]) + standing
+        standing = [len(row.features) for row in followed]
+        tokens = longs([token for row in rows for token in row.features])
+        last = longs([row * length + count - 1 for row, count in enumerate(standing)])
+        before = Followed(extend, tokens, last, aux_hidden)
+        slots = [context + count for context, count in zip(extend.context_lens, standing, strict=True)]
+        positions = longs([row.position + count for row, count in zip(rows, standing, strict=True)])
         return self._run((num_rows, length), self._planned(before, extend, slots, positions))
 
     def _takes(self, num_rows: int) -> bool:

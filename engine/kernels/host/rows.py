@@ -226,10 +226,10 @@ class RecordMoves:
         for move in moves:
             if not all(0 <= place < count for place, count in zip(move, self._num_records, strict=True)):
                 raise InternalError(f"record {move[0]} to {move[1]} of {self._num_records}")
-        sources, targets = torch.tensor(moves).t().contiguous()
+        places = torch.from_numpy(np.array(moves, np.int64).T.copy())  # sources, then targets
         launch_integers(moves_for(), len(moves) * len(self._pairs), (
-            len(moves), len(self._pairs), self._table.data_ptr(), sources.data_ptr(), targets.data_ptr()),
-            self._team)
+            len(moves), len(self._pairs), self._table.data_ptr(), places.data_ptr(),
+            places.data_ptr() + len(moves) * places.itemsize), self._team)
 
 
 @cache
