@@ -17,7 +17,7 @@ NAME_BYTES = 16
 _ID = "I"  # four bytes on all platforms that Python supports
 _DRAFT = "+"
 # The parts of a pool's text that have one value, in its order; what follows describes the caches.
-_NAMED = ("schema", "weights", "kept as", "numerics", "arithmetic", "page size", "max context")
+_NAMED = ("schema", "config", "weights", "kept as", "numerics", "arithmetic", "page size", "max context")
 
 
 def pairing_digest(model: str, draft: str) -> str:

@@ -79,7 +79,7 @@ class StagePlan:
             page_size=self.geometry.page_size, numerics=self.settings["numerics"],
             weights=self.settings["weights"],
             arithmetic=self.settings["arithmetic"], max_context=self.settings["max_context"],
-            draft_revision=weights.draft_revision(draft))
+            draft_revision=weights.draft_revision(draft), config=self.description.facts.revision, tensors=weights.total)
 
 
 def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates: bool = False,

@@ -92,6 +92,16 @@ def test_pools_with_other_weights_do_not_pair(checkpoint: CheckpointMaker, broke
         check_compatible(mine, theirs.digest, theirs.text)
 
 
+def test_pools_with_another_config_do_not_pair(checkpoint: CheckpointMaker, broken: Path) -> None:
+    """Somebody has edited a file of settings on one host; the weights are the same, and are not said to differ."""
+    config = json.loads((broken / "config.json").read_text())
+    (broken / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 2 * config["rms_norm_eps"]}))
+    mine, theirs = (plan_stage(WorkerConfig(model=folder, num_pages=8)).compatibility(read_stages(folder, 1))
+                    for folder in (checkpoint("llama"), broken))
+    with pytest.raises(IncompatiblePeerError, match=r"differ in config \([0-9a-f]{12} here, [0-9a-f]{12} there\): "):
+        check_compatible(mine, theirs.digest, theirs.text)
+
+
 def test_two_tensors_that_changed_places_are_another_set() -> None:
     first, second = WeightsDigest(), WeightsDigest()
     for digest, names in ((first, "ab"), (second, "ba")):

@@ -23,11 +23,12 @@ class Compatibility:
 
 def compatibility(*, revision: str, specs: Iterable[CacheSpec], page_size: int, numerics: str = "exact",
                   weights: str = "model", arithmetic: str = "any", max_context: str = "the model's",
-                  draft_revision: str = "") -> Compatibility:
-    """What a pool's bytes mean. `revision` is the digest of the weights, `specs` covers the whole model; caches that
-    do not travel are not compared. `weights` says how they are kept (`--weights`); `arithmetic` names the kernels and
-    the class of instructions that bits depend on, where bits are promised; `max_context` the limit that an operator
-    set: a request that one pool of a pair admits must have a place to go on in every other."""
+                  draft_revision: str = "", config: str = "", tensors: str = "") -> Compatibility:
+    """What a pool's bytes mean. `revision` is the digest of the model, of which `config` and `tensors` are the two
+    parts, to be shown; `specs` covers the whole model; caches that do not travel are not compared. `weights` says how
+    they are kept (`--weights`); `arithmetic` names the kernels and the class of instructions that bits depend on,
+    where bits are promised; `max_context` the limit that an operator set: a request that one pool of a pair admits
+    must have a place to go on in every other."""
     ordered = sorted(travelling(specs), key=lambda spec: (spec.layer_id, spec.kind))
     model = [spec for spec in ordered if not spec.of_draft]
     draft = [spec for spec in ordered if spec.of_draft]
@@ -35,8 +36,8 @@ def compatibility(*, revision: str, specs: Iterable[CacheSpec], page_size: int, 
               f"page_size={page_size}", f"max_context={max_context}", f"kept={weights}"]
     digest = pairing_digest(_digest([*header, *_lines(model)]),
                             _digest([draft_revision, *_lines(draft)]) if draft else "")
-    text = (f"schema {SCHEMA_VERSION}, weights {revision[:12]}, kept as {weights}, numerics {numerics}, "
-            f"arithmetic {arithmetic}, "
+    text = (f"schema {SCHEMA_VERSION}, config {config[:12] or 'unknown'}, weights {(tensors or revision)[:12]}, "
+            f"kept as {weights}, numerics {numerics}, arithmetic {arithmetic}, "
             f"page size {page_size}, max context {max_context}, {_describe(model)}")
     return Compatibility(digest, f"{text}, and of draft {draft_revision[:12]} {_describe(draft)}" if draft else text)
 
