@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from baton.load import Outcome
 from baton.workload import Planned
 from protos import generation_pb2, types_pb2
-from router.request.validate import AdmissibleRequest
+from router.request.validate import AdmissibleRequest, workers_of
 from runtime.errors import BatonError, InternalError, UnavailableError
 from sim.router import RouterProcess
 from sim.worker import VOCAB_SIZE, Prompts
@@ -26,7 +26,7 @@ class _Reader:
     num_tokens: int = 0
     first_s: float | None = None
     last_s: float = 0.0
-    compatibility: str = ""
+    workers: str = ""  # their compatibility
     num_finishes: int = 0
     num_cached: int = 0
 
@@ -38,7 +38,7 @@ class _Reader:
             self.last_s = asyncio.get_running_loop().time()
             self.first_s = self.last_s if self.first_s is None else self.first_s
             self.num_tokens += len(response.chunk.token_ids)
-            self.compatibility = response.chunk.compatibility or self.compatibility
+            self.workers = self.workers or workers_of(response.chunk.compatibility)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Clients:
             router = self._rng.choice(alive)
             resumed = ((1,) * reader.num_tokens,) if reader.num_tokens else ()
             request = AdmissibleRequest(engine, (), wants_text=False, resumed=resumed,
-                                        resumed_from=(reader.compatibility,) if resumed else (), prompt_ids=prompt_ids)
+                                        resumed_from=(reader.workers,) if resumed else (), prompt_ids=prompt_ids)
             self._prompts[engine.request_id] = request.prompt
             try:
                 async for response in router.answer(request):

@@ -107,7 +107,7 @@ class Answer:
         self._responses = responses
         self.timeline = timeline
         self.token_ids = list(resumed)  # all that the client has
-        self.compatibility = ""  # of the workers; the client gets it with the first tokens
+        self.drawn_by = ""  # workers, for which prompt; the client gets it with the first tokens
         self._is_named = False
         self.has_ended = False
 
@@ -129,7 +129,7 @@ class Answer:
         self.token_ids.extend(chunk.token_ids)
         self.timeline.tokens(len(chunk.token_ids))
         if not self._is_named and chunk.token_ids:
-            chunk.compatibility, self._is_named = self.compatibility, True
+            chunk.compatibility, self._is_named = self.drawn_by, True
         self._send(response)
 
     async def scores(self, scores: types_pb2.PromptLogprobs) -> None:

@@ -190,7 +190,7 @@ class RequestFlow:
     def _start(self, pair: WorkerPair) -> None:
         """Give the request to this pair, with what its client has already."""
         self._is_committed = False
-        self._answer.compatibility = pair.decode.compatibility
+        self._answer.drawn_by = self._request.drawn_by(pair.decode.compatibility)
         self._prefill = PrefillStream(self._parts, pair.prefill)
         self._decode = DecodeStream(self._parts, pair.decode, self._stepped, self._answer.token_ids[1:])
         if self._first_token is None and self._decode.may_compute_rest:

@@ -6,15 +6,16 @@ All violations are reported at once, each with the path of its field and the lim
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import blake2b
 
 from protos import generation_pb2, types_pb2
 from router.request.answer import resumed_violations, too_many_resumed
 from router.text.model_facts import ModelLimits
 from router.text.tokenise import Message, Tokeniser
 from router.workers.prefix_index import RoutedPrompt, prompt_of
-from runtime.errors import FieldViolation, InvalidRequestError, UnknownModelError
+from runtime.errors import FieldViolation, InvalidRequestError, UnavailableError, UnknownModelError
 from runtime.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, Grammars
 
 MAX_REQUEST_ID_BYTES = 128
@@ -55,6 +56,7 @@ SAMPLING_INTERVALS = {
     "presence_penalty": _Interval(-2, 2),
     "repetition_penalty": _Interval(0, 10, low_is_open=True),
 }
+_OF_PROMPT = "@"  # between the two parts of what a client is told
 LOGIT_BIAS_INTERVAL = _Interval(-100, 100)
 SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "frequency_penalty": 0.0,
                      "presence_penalty": 0.0, "repetition_penalty": 1.0}
@@ -89,6 +91,16 @@ class AdmissibleRequest:
         """What the workers of its first choice must fit; empty where any do."""
         return self.resumed_from[0] if self.resumed_from else ""
 
+    @cached_property
+    def prompt_digest(self) -> str:
+        """16 hexadecimal digits. A chat is another prompt by another template, a text by another tokenizer."""
+        ids = array("I", self.engine.prompt_token_ids) if self.prompt_ids is None else self.prompt_ids
+        return blake2b(ids.tobytes(), digest_size=8).hexdigest()
+
+    def drawn_by(self, compatibility: str) -> str:
+        """What a client is told of tokens that such workers draw, for `resumed_from`."""
+        return f"{compatibility}{_OF_PROMPT}{self.prompt_digest}"
+
     @property
     def context_tokens(self) -> int:
         """What it may come to, prompt plus completion."""
@@ -105,6 +117,7 @@ async def admissible(request: generation_pb2.GenerateRequest, facts: ModelLimits
         UnknownModelError: it names another model.
         InvalidRequestError: with every violation found.
         CapacityError: too many grammars wait to be compiled.
+        UnavailableError: it resumes an answer to what another router made another prompt of.
     """
     if request.model not in ("", facts.name):
         raise UnknownModelError(FieldViolation("model", f"{_shown(request.model)} is not served, {facts.name!r} is"))
@@ -121,7 +134,26 @@ async def admissible(request: generation_pb2.GenerateRequest, facts: ModelLimits
     violations = list(_context(request, facts, len(prompt)))
     if violations:
         raise InvalidRequestError(*violations)
-    return _resolve(request, facts, prompt, draw_seed)
+    return _of_this_prompt(_resolve(request, facts, prompt, draw_seed))
+
+
+def workers_of(drawn_by: str) -> str:
+    """The compatibility in what a client was told."""
+    return drawn_by.partition(_OF_PROMPT)[0]
+
+
+def _of_this_prompt(resolved: AdmissibleRequest) -> AdmissibleRequest:
+    """With the workers alone in `resumed_from`. Raises UnavailableError where tokens were drawn for another prompt."""
+    for index, name in enumerate(resolved.resumed_from):
+        digest = name.partition(_OF_PROMPT)[2]
+        if digest not in ("", resolved.prompt_digest):
+            raise UnavailableError(
+                f"resumed_from[{index}]: the answer began for a prompt with the digest {digest}, and this router makes "
+                f"{resolved.prompt_digest} of the request: it has another chat template or tokenizer, or the request "
+                "is another one")
+    if not resolved.resumed_from:
+        return resolved
+    return replace(resolved, resumed_from=tuple(map(workers_of, resolved.resumed_from)))
 
 
 def _identity(request: generation_pb2.GenerateRequest, most_urgent: int) -> Iterable[FieldViolation]:

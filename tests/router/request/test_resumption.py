@@ -167,7 +167,8 @@ async def test_an_answer_goes_on_where_it_began_or_nowhere() -> None:
         for name in ("old", "new", "old", "new"):
             answer = await router.ask(a_question(tokens[:4], resumed_from=[name]))
             assert answer.token_ids == tokens[4:]
-            assert [chunk.compatibility for chunk in answer.chunks] == [name] + [""] * (len(answer.chunks) - 1)
+            workers, *others = [chunk.compatibility.partition("@")[0] for chunk in answer.chunks]
+            assert (workers, set(others)) == (name, {""})
         both = await said(router, a_question(tokens[:4], tokens[:2], n=2, resumed_from=["old", "new"]))
         assert {index: choice.token_ids for index, choice in both.items()} == {0: tokens[4:], 1: tokens[2:]}
         for worker in old:
@@ -175,6 +176,21 @@ async def test_an_answer_goes_on_where_it_began_or_nowhere() -> None:
         with pytest.raises(UnavailableError, match="no workers of the weights and numerics that began this answer"):
             await router.ask(a_question(tokens[:4], resumed_from=["old"]))
         assert (await router.ask(a_question(tokens[:4], resumed_from=["new"]))).token_ids == tokens[4:]
+        await router.assert_nothing_left()
+
+
+async def test_an_answer_goes_on_for_the_prompt_that_it_began_for() -> None:
+    """A client sends its chat again to a router with another template: the tokens that it has would follow another
+    prompt, and the first of them may well be the same."""
+    fabric, journal = Fabric(), Journal()
+    tokens = expected_tokens(PROMPT, NUM_TOKENS)
+    async with running_router(FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)) as router:
+        drawn_by = (await router.ask(a_question([]))).chunks[0].compatibility
+        assert (await router.ask(a_question(tokens[:4], resumed_from=[drawn_by]))).token_ids == tokens[4:]
+        other = a_question(tokens[:4], resumed_from=[drawn_by])
+        other.token_ids.ids.append(1)
+        with pytest.raises(UnavailableError, match=r"resumed_from\[0\]: the answer began for a prompt with the digest"):
+            await router.ask(other)
         await router.assert_nothing_left()
 
 
