@@ -64,6 +64,8 @@ def _typed_errors() -> Iterator[None]:
 
 def _error_of(call: grpc.aio.AioRpcError | grpc.Call) -> BatonError:
     """The router's own error, or the loss of a router that died first: then there is no time to come back after."""
+    if is_lost(call) and call.code() is grpc.StatusCode.CANCELLED:  # by gRPC itself, on the router's side
+        return UnavailableError("a router gave the call up before it answered: it stops, or gets too many calls")
     if is_lost(call):
         return UnavailableError(f"a router cannot be reached: {call.details() or call.code().name}")
     return error_from_rpc(call)

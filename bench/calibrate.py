@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
@@ -139,33 +139,49 @@ def _crowd(num_workers: int, num_cores: int) -> float:
     return num_workers / (num_cores or num_workers)
 
 
+@dataclass
+class _DrawnBeside:
+    """Times of tokens that were drawn while requests of one kind came, and those requests."""
+
+    token_s: list[float] = field(default_factory=list)
+    num_requests: int = 0
+    seconds: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Requests per second."""
+        return self.num_requests / self.seconds
+
+    async def observe(self, client: AsyncBatonClient, num_workers: int, prompt_tokens: int) -> None:
+        """Draw once; 0 tokens: no requests come. The others are handed over."""
+        num_others = num_workers * BESIDE_PROMPTS if prompt_tokens else 0
+        async with _kept_busy(client, num_others, prompt_tokens, 2) as ended:
+            num_before, began_s = len(ended), time.monotonic()
+            seen = await _asked(client, num_workers * BESIDE_ROWS, PROMPTS[0], ROUND_TOKENS)
+            self.token_s += [each.token_s for each in seen if each.token_s is not None]
+            self.num_requests += len(ended) - num_before
+            self.seconds += time.monotonic() - began_s
+
+
 async def measured_beside(client: AsyncBatonClient, num_workers: int, repeats: int, decode_cores: int
                           ) -> tuple[BesideCosts, float]:
     """How many times as long either role takes while the other is busy; and what a request takes of a core that draws,
     0 where roles share their cores: short prompts have hardly more than that, long ones the rest, too."""
     prefill: list[list[float]] = [[], []]  # alone, and beside the other role
-    decode: dict[int, list[float]] = {0: [], PROMPTS[0]: [], BESIDE_PROMPT: []}  # alone, and beside such prompts
-    ended_in: dict[int, list[float]] = {length: [0, 0.0] for length in decode}  # requests, and seconds
+    alone, short, long = _DrawnBeside(), _DrawnBeside(), _DrawnBeside()
     for _ in range(repeats):
         for place, others in enumerate((0, num_workers * BESIDE_ROWS)):
             async with _kept_busy(client, others, PROMPTS[0], BESIDE_TOKENS):
                 prefill[place] += [seen.prefill_s for seen in await _asked(client, num_workers, BESIDE_PROMPT, 1)]
-        for length, seen_s in decode.items():
-            async with _kept_busy(client, num_workers * BESIDE_PROMPTS if length else 0, length, 2) as ended:
-                num_before, began_s = len(ended), time.monotonic()  # they are handed over
-                seen = await _asked(client, num_workers * BESIDE_ROWS, PROMPTS[0], ROUND_TOKENS)
-                seen_s += [each.token_s for each in seen if each.token_s is not None]
-                ended_in[length][0] += len(ended) - num_before
-                ended_in[length][1] += time.monotonic() - began_s
+        for drawn, prompt_tokens in ((alone, 0), (short, PROMPTS[0]), (long, BESIDE_PROMPT)):
+            await drawn.observe(client, num_workers, prompt_tokens)
     prefill_beside = max(1.0, median(prefill[1]) / median(prefill[0]))
-    alone_s, beside_short_s, beside_long_s = (median(seen_s) for seen_s in decode.values())
+    longer = median(long.token_s) / median(alone.token_s)
     if not decode_cores:
-        return BesideCosts(prefill=prefill_beside, decode=max(1.0, beside_long_s / alone_s)), 0.0
-    short_rate, long_rate = (count / seconds / decode_cores for count, seconds in list(ended_in.values())[1:])
-    request_s = max(0.0, 1 - alone_s / beside_short_s) / short_rate
-    left = max(0.1, 1 - long_rate * request_s)  # of a core, for drawing
-    decode_beside = max(1.0, beside_long_s * left / alone_s)
-    return BesideCosts(prefill=prefill_beside, decode=decode_beside, decode_cores=decode_cores), request_s
+        return BesideCosts(prefill=prefill_beside, decode=max(1.0, longer)), 0.0
+    request_s = max(0.0, 1 - median(alone.token_s) / median(short.token_s)) / (short.rate / decode_cores)
+    left = max(0.1, 1 - request_s * long.rate / decode_cores)  # of a core, for drawing
+    return BesideCosts(prefill=prefill_beside, decode=max(1.0, longer * left), decode_cores=decode_cores), request_s
 
 
 @asynccontextmanager

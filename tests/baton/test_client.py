@@ -3,6 +3,7 @@ import re
 import threading
 from collections.abc import AsyncIterator
 
+import grpc
 import pytest
 
 from baton import wire
@@ -21,9 +22,9 @@ from baton.values import (
     Usage,
 )
 from protos import generation_pb2 as pb
-from protos import types_pb2
+from protos import generation_pb2_grpc, types_pb2
 from runtime import errors
-from tests.support.router.generation import EchoGeneration, serve_echo
+from tests.support.router.generation import Context, EchoGeneration, serve_echo
 
 
 @pytest.fixture
@@ -171,6 +172,23 @@ async def test_nobody_there_is_unavailable() -> None:
     async with AsyncBatonClient("127.0.0.1:1") as client:
         with pytest.raises(errors.UnavailableError, match=r"127\.0\.0\.1:1"):
             await client.complete(Query("x"), timeout_s=30)
+
+
+async def test_a_call_that_grpc_gives_up_is_not_said_to_meet_nobody() -> None:
+    """As it does where more calls come than an event loop takes from it; the router is there."""
+    class GivesUp(EchoGeneration):
+        async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+            await context.abort(grpc.StatusCode.CANCELLED)
+            yield pb.GenerateResponse()
+
+    server = grpc.aio.server()
+    generation_pb2_grpc.add_GenerationServicer_to_server(GivesUp(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with AsyncBatonClient(f"127.0.0.1:{port}", retry=NO_RETRY) as client:
+        with pytest.raises(errors.UnavailableError, match="gave the call up before it answered"):
+            await client.complete(Query("x"))
+    await server.stop(0)
 
 
 async def test_bad_target_is_named() -> None:
