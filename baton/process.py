@@ -33,7 +33,7 @@ class ProcessSpec:
     role: str  # the module to run
     arguments: tuple[str, ...]
     listen: str
-    core: int | None  # the one it keeps to; None for all
+    cores: tuple[int, ...] | None  # that it keeps to; None for all
     announce: Path
     leads: bool  # the process whose health stands for its pool
     metrics_port: int = 0  # 0: any
@@ -159,7 +159,7 @@ class RoleProcess:
         self._listens()  # where the last run did, so that this one does too
         self.spec.announce.unlink(missing_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-        core = ALL_CORES if self.spec.core is None else str(self.spec.core)
+        core = ALL_CORES if self.spec.cores is None else ",".join(map(str, self.spec.cores))
         self._child = await self._spawn(self.spec.role, (*self.spec.arguments, *self._own_addresses()), core=core,
                                         environment=environment)
         self._num_starts += 1

@@ -15,7 +15,8 @@ MAX_BYTES = 1 << 18  # an environment is a few KiB
 
 @dataclass(frozen=True)
 class Order:
-    """A worker to fork: `python -m MODULE ARG...`, in that folder and environment, on that core (`ALL_CORES`: all)."""
+    """A worker to fork: `python -m MODULE ARG...`, in that folder and environment, on that core, as `tie_to_parent`
+    takes it."""
 
     number: int  # of this connection
     module: str

@@ -1,4 +1,4 @@
-"""A process of ours: it imports nothing from where it was started, does not outlive its parent, keeps to one core."""
+"""A process of ours: it imports nothing from where it was started, does not outlive its parent, keeps to its cores."""
 
 import ctypes
 import os
@@ -25,12 +25,13 @@ def program(module: str, *arguments: str) -> list[str]:
 
 
 def tie_to_parent(parent: int, core: str) -> None:
-    """The kernel ends this process when `parent` dies, however that dies, and keeps it on one core unless `core` is
-    `ALL_CORES`. Ends the process if the parent is gone already. Linux only; elsewhere nothing happens."""
+    """The kernel ends this process when `parent` dies, however that dies, and keeps it on `core`, or on several with
+    commas between, unless that is `ALL_CORES`. Ends the process if the parent is gone already. Linux only; elsewhere
+    nothing happens."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         sys.exit("the parent has ended")
     if core != ALL_CORES:
-        os.sched_setaffinity(0, {int(core)})
+        os.sched_setaffinity(0, map(int, core.split(",")))

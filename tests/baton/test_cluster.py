@@ -91,7 +91,8 @@ async def test_it_serves_and_gives_each_process_its_flags(cluster: LocalCluster,
     leader = str(cluster.processes["decode-0.0"].spec.announce)
     assert f"--leader file://{leader}" in log.of("decode-0.1")
     assert f"--decode file://{leader}" in log.of("router")
-    assert all(f"on cores [{process.spec.core}] " in log.of(name) for name, process in cluster.processes.items())
+    assert all(f"on cores {list(process.spec.cores or ())} " in log.of(name)
+               for name, process in cluster.processes.items())
 
 
 async def test_a_start_that_takes_long_shows_how_far_each_process_is(
@@ -243,7 +244,7 @@ class Restarted:
     """A process that is back at once."""
 
     def __init__(self, name: str, role: str, address: str) -> None:
-        self.spec = ProcessSpec(name, role, (), address, 0, Path(), leads=role == "router")
+        self.spec = ProcessSpec(name, role, (), address, (0,), Path(), leads=role == "router")
         self.announcement = Announcement(address, None, 0, "")
         self.num_restarts = 0
 
