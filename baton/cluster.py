@@ -6,7 +6,8 @@
     cluster.processes["decode-0.1"].kill()                   # comes back under the same address
 
 All start beside each other. Leaders announce the ports they got in files, where their stages and the routers read them.
-Each process keeps to one core, where a core is what computes. Leaving the block, by whatever way, ends every process.
+Each worker keeps to one core, where a core is what computes (`core_places.py`). Leaving the block, by whatever way,
+ends every process.
 """
 
 import asyncio

@@ -23,7 +23,7 @@ class ClusterConfig:
     first listens at `listen` ("router") and the others on ports of their own ("router-1", ...). At `http`, if
     given, a gateway before all routers serves OpenAI's API. Without `one_core_each` processes have all cores: those on
     a GPU compile kernels as they start, and move bytes beside it. Else those of a role in `cores` keep to one of these
-    each, in turn, and the others to one that has little to do.
+    each, in turn, and the others to what `core_places` leaves them.
 
     With `forks_workers` prefill and decode processes are forks of one that has loaded torch: of `nursery`, which stays,
     or of one of the cluster's own. They start faster, and so does one that replaces a dead one."""

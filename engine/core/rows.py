@@ -53,7 +53,7 @@ def build_batch(mode: ForwardMode, rows: Sequence[Row]) -> ForwardBatch:
         token_ids=token_ids,
         positions=longs([position for row in rows for position in row.positions]),
         page_tables=_page_tables(rows),
-        slot_ids=torch.from_numpy(np.array([row.slot_id for row in rows], np.int32)),
+        slot_ids=ints([row.slot_id for row in rows]),
         sampling=tuple(row.sampling for row in rows),
         scoring=tuple(row.scoring for row in rows) if any(row.scoring is not None for row in rows) else (),
         states=tuple(row.states for row in rows) if any(row.states != NO_STATES for row in rows) else (),
@@ -64,6 +64,11 @@ def build_batch(mode: ForwardMode, rows: Sequence[Row]) -> ForwardBatch:
 def longs(values: Sequence[int]) -> Tensor:
     """[n] int64. By way of numpy: torch takes four times as long over a short list."""
     return torch.from_numpy(np.array(values, np.int64))
+
+
+def ints(values: Sequence[int]) -> Tensor:
+    """[n] int32, likewise."""
+    return torch.from_numpy(np.array(values, np.int32))
 
 
 def _page_tables(rows: Sequence[Row]) -> Tensor:
