@@ -89,20 +89,21 @@ def _of_any_rows(six, four, two, one):
 
 
 def softening(*, rounds):
-    """f(scores, weights, state, num_seen, unit, rows): `blocks.soften_for` for any number of rows."""
+    """f(scores, weights, states, num_seen, unit, sums, sum_row, sum_vectors, rows): `blocks.soften_for` for any number
+    of rows."""
     four, one = soften_for(4, rounds=rounds), soften_for(1, rounds=rounds)
     weight_row = BLOCK_KEYS * (2 if rounds else 4)
 
     @njit(**STRICT_PART)
-    def soften(scores, weights, state, num_seen, unit, rows):
-        row = 0
+    def soften(scores, weights, states, num_seen, unit, sums, sum_row, sum_vectors, rows):
+        row, seen_row = 0, 8 if num_seen else 0
         while row + 4 <= rows:
-            four(scores + row * SCORE_ROW, weights + row * weight_row, state + row * STATE_BYTES, num_seen + row * 8,
-                 unit)
+            four(scores + row * SCORE_ROW, weights + row * weight_row, states + row * STATE_BYTES,
+                 num_seen + row * seen_row, unit, sums + row * sum_row, sum_row, sum_vectors)
             row += 4
         while row < rows:
-            one(scores + row * SCORE_ROW, weights + row * weight_row, state + row * STATE_BYTES, num_seen + row * 8,
-                unit)
+            one(scores + row * SCORE_ROW, weights + row * weight_row, states + row * STATE_BYTES,
+                num_seen + row * seen_row, unit, sums + row * sum_row, sum_row, sum_vectors)
             row += 1
 
     return soften

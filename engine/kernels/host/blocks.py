@@ -123,50 +123,98 @@ def mixed_halves(b, first, second):
 
 @cache
 def soften_for(rows: int, *, rounds: bool):
-    """A function for compiled code: f(scores, weights, state, num_seen, unit). A step of the online softmax of `rows`
-    rows, each for itself: while one waits for its highest score, others are computed.
+    """A function for compiled code: f(scores, weights, states, num_seen, unit, sums, sum_row, sum_vectors). A step of
+    the online softmax of `rows` rows, each for itself: while one waits for its highest score, others are computed.
 
     Of each row, one behind the other: scores: [BLOCK_KEYS] fp32, of which those from its `num_seen`, int64, on count as
-    minus infinity, whatever they hold; weights: where exp(unit * ln 2 * (score - highest so far)) goes, [BLOCK_KEYS]
-    fp32, or bf16 with `rounds`; state: STATE_BYTES, fp32: 16 partial sums of all weights so far, the highest score so
-    far, and where the factor goes by which everything that was added up before must be multiplied. A block of which
-    nothing is seen changes no bit: its weights are 0, its factor is 1.
+    minus infinity, whatever they hold (an address of 0: all rows see all); weights: where exp(unit * ln 2 * (score -
+    highest so far)) goes, [BLOCK_KEYS] fp32, or bf16 with `rounds`; state: STATE_BYTES, fp32: 16 partial sums of all
+    weights so far and the highest score so far; sums: what the row has added up, so many vectors, `sum_row` bytes from
+    one row to the next. Where a score is higher than all before, they and the partial sums are brought to its scale. A
+    block of which nothing is seen changes no bit: its weights are 0.
 
     Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
     """
 
     @intrinsic
-    def soften(typing, scores, weights, states, num_seen, unit):
+    def soften(typing, scores, weights, states, num_seen, unit, sums, sum_row, sum_vectors):
         def generate(context, builder, signature, arguments):
-            scores, weights, states, num_seen, unit = arguments
-            _soften(builder, scores, weights, states, num_seen, unit, rows, rounds)
+            _Softmax(builder, rows, *arguments).write(rounds=rounds)
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 4, types.float32), generate
+        return types.void(*[types.int64] * 4, types.float32, *[types.int64] * 3), generate
 
     return soften
 
 
-def _soften(b, scores, weights, states, num_seen, unit, rows, rounds):
-    found = []
-    for row in range(rows):
-        seen = b.load(_pointer(b, num_seen, _I64, 8 * row), align=8)
-        found.append([_seen(b, b.load(_pointer(b, scores, _FLOATS, row * SCORE_ROW + VECTOR_BYTES * place), align=4),
-                            seen, LANES * place) for place in range(BLOCK_KEYS // LANES)])
-    unit = in_all_lanes(b, unit)
-    before = [in_all_lanes(b, b.load(_pointer(b, states, _F32, row * STATE_BYTES + VECTOR_BYTES), align=4))
-              for row in range(rows)]
-    highest = _highest(b, found, before)
-    for row in range(rows):
-        weights_at = b.add(weights, _I64(row * BLOCK_KEYS * (2 if rounds else 4)))
-        _weigh(b, found[row], weights_at, b.add(states, _I64(row * STATE_BYTES)), before[row], highest[row], unit,
-               rounds)
+class _Softmax:
+    """Writes one `soften_for` where the builder stands."""
+
+    def __init__(self, builder, rows, scores, weights, states, num_seen, unit, sums, sum_row, sum_vectors) -> None:
+        self._b, self._rows = builder, range(rows)
+        self._scores, self._weights, self._num_seen = scores, weights, num_seen
+        self._states = [builder.add(states, _I64(row * STATE_BYTES)) for row in self._rows]
+        self._sums = [builder.add(sums, builder.mul(sum_row, _I64(row))) for row in self._rows]
+        self._sum_vectors, self._unit = sum_vectors, in_all_lanes(builder, unit)
+
+    def write(self, *, rounds) -> None:
+        b = self._b
+        found = self._found()
+        before = [in_all_lanes(b, b.load(_pointer(b, state, _F32, VECTOR_BYTES), align=4)) for state in self._states]
+        highest = _highest(b, found, before)
+        self._rescale(before, highest)
+        for row in self._rows:
+            weights = b.add(self._weights, _I64(row * BLOCK_KEYS * (2 if rounds else 4)))
+            _weigh(b, found[row], weights, self._states[row], b.fmul(highest[row], self._unit), self._unit, rounds)
+
+    def _found(self):
+        """Each row's scores, without those that it does not see."""
+        b, (all_seen, some_hidden) = self._b, (self._b.append_basic_block(name) for name in ("all", "some"))
+        places = range(BLOCK_KEYS // LANES)
+        found = [[b.load(_pointer(b, self._scores, _FLOATS, row * SCORE_ROW + VECTOR_BYTES * place), align=4)
+                  for place in places] for row in self._rows]
+        entry = b.block
+        b.cbranch(b.icmp_signed("==", self._num_seen, _I64(0)), all_seen, some_hidden)
+        b.position_at_end(some_hidden)
+        counts = [b.load(_pointer(b, self._num_seen, _I64, 8 * row), align=8) for row in self._rows]
+        left = [[_seen(b, found[row][place], counts[row], LANES * place) for place in places] for row in self._rows]
+        b.branch(all_seen)
+        b.position_at_end(all_seen)
+        return [[_either(b, found[row][place], entry, left[row][place], some_hidden) for place in places]
+                for row in self._rows]
+
+    def _rescale(self, before, highest) -> None:
+        """Brings rows with a new highest score to its scale."""
+        b = self._b
+        lane = _I32(0)
+        is_higher = [b.fcmp_ordered(">", *(b.extract_element(vectors[row], lane) for vectors in (highest, before)))
+                     for row in self._rows]
+        any_higher = is_higher[0]
+        for other in is_higher[1:]:
+            any_higher = b.or_(any_higher, other)
+        some, done = b.append_basic_block("higher"), b.append_basic_block("on_scale")
+        b.cbranch(any_higher, some, done)
+        b.position_at_end(some)
+        lows, highs = (b.fmul(_side_by_side(b, vectors), self._unit) for vectors in (before, highest))
+        factors = _exp2(b, b.fsub(lows, highs))
+        for row in self._rows:
+            scaled, after = b.append_basic_block(f"scale_{row}"), b.append_basic_block(f"scaled_{row}")
+            b.cbranch(is_higher[row], scaled, after)
+            b.position_at_end(scaled)
+            factor = in_all_lanes(b, b.extract_element(factors, _I32(row)))
+            for address, count in ((self._states[row], _I64(1)), (self._sums[row], self._sum_vectors)):
+                with cgutils.for_range(b, count) as loop:
+                    at = b.inttoptr(b.add(address, b.mul(loop.index, _I64(VECTOR_BYTES))), _FLOATS.as_pointer())
+                    b.store(b.fmul(b.load(at, align=4), factor), at, align=4)
+            b.store(b.extract_element(highest[row], lane), _pointer(b, self._states[row], _F32, VECTOR_BYTES), align=4)
+            b.branch(after)
+            b.position_at_end(after)
+        b.branch(done)
+        b.position_at_end(done)
 
 
-def _weigh(b, found, weights, state, before, highest, unit, rounds):
-    """What follows when a row's highest score is known."""
-    origin = b.fmul(highest, unit)
-    factor = _exp2(b, b.fsub(b.fmul(before, unit), origin))
+def _weigh(b, found, weights, state, origin, unit, rounds):
+    """What follows when a row's highest score is known, the origin in units of the exponential."""
     # One rounding: scores far from 0 keep their distances. All of a row's weights share the origin's error.
     parts = [_exp2(b, _fma(b, score, unit, b.fneg(origin))) for score in found]
     for place, part in enumerate(parts):
@@ -178,9 +226,22 @@ def _weigh(b, found, weights, state, before, highest, unit, rounds):
     while len(parts) > 1:
         parts = [b.fadd(*parts[i:i + 2]) for i in range(0, len(parts), 2)]
     sums = _pointer(b, state, _FLOATS, 0)
-    b.store(b.fadd(b.fmul(b.load(sums, align=4), factor), parts[0]), sums, align=4)
-    for place, value in enumerate((highest, factor)):
-        b.store(b.extract_element(value, _I32(0)), _pointer(b, state, _F32, VECTOR_BYTES + 4 * place), align=4)
+    b.store(b.fadd(b.load(sums, align=4), parts[0]), sums, align=4)
+
+
+def _either(b, value, block, other, other_block):
+    phi = b.phi(value.type)
+    phi.add_incoming(value, block)
+    phi.add_incoming(other, other_block)
+    return phi
+
+
+def _side_by_side(b, vectors):
+    """A vector that has lane i of the i-th."""
+    joined = vectors[0]
+    for place, vector in enumerate(vectors[1:], start=1):
+        joined = b.shuffle_vector(joined, vector, _places(lane + LANES * (lane == place) for lane in range(LANES)))
+    return joined
 
 
 def _seen(b, scores, num_seen, first):

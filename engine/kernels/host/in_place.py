@@ -50,7 +50,6 @@ from engine.kernels.host.key_blocks import (
     score_nothing,
 )
 from engine.kernels.host.room import CHUNK_ROWS, list_rows, room_at, scratch_bytes_of
-from engine.kernels.host.strided import floats, scale
 from engine.kernels.rows_in_place import RowsInPlace
 
 _ARGUMENTS = record("num_rows", "num_tokens", "num_tiles", "tile_rows", "num_kv_heads", "share", "head_dim", "itemsize",
@@ -245,18 +244,34 @@ def _begin(a, room, stored, kv_head, first, count):
 def _weigh(a, room, positions, scores, weights, first, tile_row, row, num_rows, start, num_keys, soften):
     """Scores of the item's rows from `row` on, of a tile from `tile_row` on, with the block of keys at `start` become
     weights; what the rows have added up is brought to the same scale."""
-    seen, states = carray(pointer_to(room.seen, np.int64), CHUNK_ROWS), room.state + row * STATE_BYTES
+    num_seen = room.seen
+    if _all_see(a, positions, first + tile_row // a.share, first + (tile_row + num_rows - 1) // a.share, start,
+                num_keys):
+        num_seen = 0
+    else:
+        _hide(a, room, positions, scores, first, tile_row, num_rows, start, num_keys)
+    soften(scores, weights, room.state + row * STATE_BYTES, num_seen, number_of(a.unit_bits),
+           room.sums + row * room.sum_bytes, room.sum_bytes, room.value_blocks, num_rows)
+
+
+@njit(**STRICT_PART)
+def _all_see(a, positions, first, last, start, num_keys):
+    """Whether tokens first..last see a whole block of keys; no where that would have to be looked up for each."""
+    is_in_order = a.path_width == 0
+    return (is_in_order and num_keys == BLOCK_KEYS and positions[first] + 1 >= start + BLOCK_KEYS
+            and first_seen(a, positions[last]) <= start)
+
+
+@njit(**STRICT_PART)
+def _hide(a, room, positions, scores, first, tile_row, num_rows, start, num_keys):
+    """Lists how many of the block's keys each row sees, and hides those before its window."""
+    seen = carray(pointer_to(room.seen, np.int64), CHUNK_ROWS)
     for place in range(num_rows):
         position = positions[first + (tile_row + place) // a.share]
         seen[place] = max(0, min(num_keys, position + 1 - start))
         hidden = first_seen(a, position) - start
         if hidden > 0:
             carray(pointer_to(scores + place * SCORE_ROW, np.float32), BLOCK_KEYS)[:hidden] = -np.inf
-    soften(scores, weights, states, room.seen, number_of(a.unit_bits), num_rows)
-    for place in range(num_rows):
-        factor = floats(states + place * STATE_BYTES)[LANES + 1]
-        if factor != np.float32(1):
-            scale(room.sums + (row + place) * room.sum_bytes, room.value_blocks * LANES, factor)
 
 
 @njit(**STRICT_PART)
