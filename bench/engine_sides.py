@@ -39,6 +39,7 @@ from engine.memory.pools import StagePools
 from engine.pipeline.stages import StageExecutor
 from models.blocks.weights import RandomWeights
 from models.loader import ModelDescription, random_model
+from pool.stage.config import WorkerConfig
 
 VOCAB_SIZE, NUM_SHOWN_LOGITS = 151936, 1000
 MODEL: dict[str, object] = {
@@ -81,7 +82,7 @@ class Ours:
         attention = CpuAttention(kv_pools=pools.kv, geometry=geometry)
         recurrent = CpuRecurrent(conv_pools=pools.conv, state_pools=pools.state, numerics=numerics)
         steps = HostSteps(model=model, attention=attention, recurrent=recurrent, states=recurrent,
-                          max_rows=max_rows)
+                          max_rows=max_rows, chunk_tokens=WorkerConfig.model_fields["chunk_tokens"].default)
         self._stage = StageExecutor(model=model, attention=attention, recurrent=recurrent, graphs=steps)
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(0)) + 1
         self._tables = order.view(max_rows, pages_per_row).int()

@@ -47,7 +47,7 @@ class DecoderLayer:
         self.feed_forward = spec.feed_forward.build(weights.at("mlp").among(ranks))
         self._scale = weights.tensor("layer_scalar", 1) if decoder.scales_layers else None
 
-    def forward(self, hidden: Tensor, stage_pass: StagePass, wanted: Tensor | None = None,
+    def forward(self, hidden: Tensor, stage_pass: StagePass, wanted: Tensor | slice | None = None,
                 counts: Sequence[int] | None = None) -> Tensor:
         """hidden: [T, hidden]. Returns the same shape, or with `wanted`, indices of tokens, their rows only: then the
         feed-forward runs for no other token. `counts`: how many those are on each data rank, where there are several;
@@ -71,7 +71,7 @@ class DecoderLayer:
         every = self.feed_forward.forward(self._ranks.gather_rows(rows, counts))
         return self._ranks.own_rows(every, counts)
 
-    def _mixed(self, hidden: Tensor, stage_pass: StagePass, wanted: Tensor | None) -> tuple[Tensor, Tensor]:
+    def _mixed(self, hidden: Tensor, stage_pass: StagePass, wanted: Tensor | slice | None) -> tuple[Tensor, Tensor]:
         """The wanted rows and what is to be added to them."""
         if self.layer_id == self.start_layer:
             if self._rotary is not None:
@@ -195,14 +195,17 @@ class DecoderStage:
         rows = self._ranks.gather(embed((token_ids - part.start).clamp(0, len(part) - 1)))
         return rows[token_ids // each * len(token_ids) + torch.arange(len(token_ids))]
 
-    def _wanted(self, batch: ForwardBatch) -> Tensor | None:
-        """Indices of the tokens whose logits the last stage gives; None where it gives all, as in decode steps."""
+    def _wanted(self, batch: ForwardBatch) -> Tensor | slice | None:
+        """The tokens whose logits the last stage gives, by their indices unless they lie side by side; None where it
+        gives all, as in decode steps."""
         wanted = wanted_tokens(batch) if self._is_last else []
         if not self._is_last or len(wanted) == batch.num_tokens:
             return None
+        if not wanted or wanted[-1] - wanted[0] == len(wanted) - 1:
+            return slice(wanted[0], wanted[-1] + 1) if wanted else slice(0, 0)
         return torch.tensor(wanted, dtype=torch.long).to(self._device)
 
-    def _cut_layer(self, wanted: Tensor | None) -> int | None:
+    def _cut_layer(self, wanted: Tensor | slice | None) -> int | None:
         """The last layer, if only the tokens that draw need what comes behind its mixer: most of a prompt does not."""
         last = self._layer_range.end - 1
         return last if wanted is not None and self._may_cut(last) else None

@@ -94,12 +94,14 @@ class ScoringRow:
 @dataclass(frozen=True)
 class GraphBucket:
     """A shape that forwards are captured for: batches of `mode`, of up to `max_rows` rows of up to `row_tokens` tokens,
-    padded to that. `is_masked`: the rows may be trees, which attention sees through a mask; else each row is causal."""
+    padded to that. `is_masked`: the rows may be trees, which attention sees through a mask; else each row is causal.
+    `draws`: a token is drawn behind them; behind most chunks of a prompt none is."""
 
     mode: ForwardMode
     max_rows: int
     row_tokens: int = 1
     is_masked: bool = False
+    draws: bool = True
 
     @property
     def num_rows(self) -> int:

@@ -1,4 +1,5 @@
-"""Decode and verify steps on the host as recordings, one for each shape of batch, made when such a step comes again.
+"""Steps on the host as recordings, one for each shape of batch, made when such a step comes again: decode and verify
+steps, and whole chunks of prompts.
 
     the first two   batch ─▶ plan ─▶ the forward
     the third       batch ─▶ plan ─▶ the forward, recorded as it runs
@@ -12,9 +13,10 @@ and are valid until it is replayed.
 
 import logging
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, is_dataclass, replace
-from typing import NoReturn
+from functools import partial
+from typing import SupportsIndex, overload
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +27,7 @@ from engine.contracts.model import ForwardContext, StageModel, StageOutput
 from engine.contracts.recurrent import PlansStates, RecurrentBackend
 from engine.core.batch import ForwardBatch, ForwardMode, GraphBucket
 from engine.core.draft_trees import SpecInfo
-from engine.graphs.recorded import Arena, CannotRecordError, Recording, record
+from engine.graphs.recorded import Arena, CannotRecordError, Recording, also_do, cannot_record, record
 from engine.memory.layout import NULL_INDEX
 
 EAGER_FIRST = 2  # steps of a shape before it is recorded
@@ -37,16 +39,24 @@ class OtherShapeError(Exception):
     """What a step is given is not what it was recorded with; the message has both."""
 
 
-class _Withheld(tuple[int, ...]):
-    """In place of what a recording must not depend on."""
+class _RowLengths(tuple[int, ...]):
+    """What a recording must not depend on."""
 
     __slots__ = ()
 
     def __iter__(self) -> Iterator[int]:
-        raise CannotRecordError("a forward that reads how long its rows are")
+        cannot_record("a forward that reads how long its rows are")
+        return super().__iter__()
 
-    def __getitem__(self, place: object) -> NoReturn:
-        raise CannotRecordError("a forward that reads how long a row is")
+    @overload
+    def __getitem__(self, place: SupportsIndex) -> int: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> tuple[int, ...]: ...
+
+    def __getitem__(self, place: SupportsIndex | slice) -> int | tuple[int, ...]:
+        cannot_record("a forward that reads how long a row is")
+        return super().__getitem__(place)
 
 
 @dataclass
@@ -67,22 +77,32 @@ class HostSteps:
     plans_share_memory = False
 
     def __init__(self, *, model: StageModel, attention: AttentionBackend, recurrent: RecurrentBackend,
-                 states: PlansStates, max_rows: int, num_eager: int = EAGER_FIRST) -> None:
-        """Batches of up to `max_rows` rows are recorded, of each shape the one after `num_eager`. `states` plans for
-        `recurrent`."""
-        self._model, self._attention, self._states, self._max_rows = model, attention, states, max_rows
-        self._context = ForwardContext(attention, recurrent)
+                 states: PlansStates, max_rows: int, chunk_tokens: int,
+                 observer: Callable[[ForwardBatch, int], None] | None = None, num_eager: int = EAGER_FIRST) -> None:
+        """Steps of up to `max_rows` rows are recorded, and of prompts what has `chunk_tokens` tokens, as most of a long
+        one has; of each shape the one after `num_eager`. `states` plans for `recurrent`. `observer` is called for each
+        layer as it completes, but for all at the end of the step that is recorded."""
+        self._model, self._attention, self._states = model, attention, states
+        self._max_rows, self._chunk_tokens = max_rows, chunk_tokens
+        self.observer = observer
+        self._running: ForwardBatch | None = None
+        self._context = ForwardContext(attention, recurrent, None if observer is None else self._layer_done)
         self._steps: dict[GraphBucket, RecordedStep] = {}
         self._eager_left: dict[GraphBucket, int] = defaultdict(lambda: num_eager)
         self._arena = Arena()
-        self._is_off = False
+        self._not_recorded: set[ForwardMode] = set()
         self.num_recorded, self.num_replays = 0, 0
 
     def bucket_for(self, batch: ForwardBatch) -> GraphBucket | None:
-        """The shape of a batch, planned or not, whose rows are of one length and draw; None for what runs eagerly."""
-        is_plain = (batch.mode in (ForwardMode.DECODE, ForwardMode.VERIFY) and not batch.scoring and all(batch.sampling)
-                    and not any(row.snapshots for row in batch.states))
-        if self._is_off or not is_plain or not 0 < batch.num_rows <= self._max_rows or len(set(batch.query_lens)) > 1:
+        """The shape of a batch, planned or not: of rows of one length that draw, or one whole chunk of a prompt. None
+        for what runs eagerly."""
+        if batch.mode in self._not_recorded or batch.scoring or any(row.snapshots for row in batch.states):
+            return None
+        if batch.mode is ForwardMode.PREFILL:
+            is_whole = batch.query_lens == (self._chunk_tokens,)
+            return GraphBucket(batch.mode, 1, self._chunk_tokens, draws=any(batch.sampling)) if is_whole else None
+        if (batch.mode not in (ForwardMode.DECODE, ForwardMode.VERIFY) or not all(batch.sampling)
+                or not 0 < batch.num_rows <= self._max_rows or len(set(batch.query_lens)) > 1):
             return None
         info = batch.spec_info
         return GraphBucket(batch.mode, batch.num_rows, batch.query_lens[0],
@@ -92,7 +112,7 @@ class HostSteps:
         """The forward of a planned batch that `bucket_for` found this bucket for. `given` as in `StageExecutor.run`.
 
         What its recording does not fit runs eagerly."""
-        step = self._steps.get(bucket)
+        self._running, step = batch, self._steps.get(bucket)
         if step is not None and step.batch.page_tables.shape[1] >= batch.page_tables.shape[1]:
             try:
                 _refill_step(step, batch, self._states.plan(batch), given)
@@ -105,19 +125,16 @@ class HostSteps:
         if self._eager_left[bucket]:
             self._eager_left[bucket] -= 1
             return self._eagerly(batch, given)
-        try:
-            step = self._steps[bucket] = self._recorded(batch, given)
-        except CannotRecordError as error:
-            logger.info("steps are not recorded: %s", error)
-            self._is_off = True
-            return self._eagerly(batch, given)
-        self.num_recorded += 1
-        return _handed_on(step.result)
+        return self._recorded(batch, bucket, given)
+
+    def _layer_done(self, layer_id: int) -> None:
+        if self.observer is not None and self._running is not None:
+            self.observer(self._running, layer_id)
 
     def _eagerly(self, batch: ForwardBatch, given: StageOutput) -> StageOutput:
         return self._model.forward(batch, given.hidden, self._context, given.aux_hidden)
 
-    def _recorded(self, batch: ForwardBatch, given: StageOutput) -> RecordedStep:
+    def _recorded(self, batch: ForwardBatch, bucket: GraphBucket, given: StageOutput) -> StageOutput:
         """Run the batch, with tables for up to twice as many pages of a row."""
         own = replace(
             batch, plan_mark=None, states=(), positions=batch.positions.clone(),
@@ -125,14 +142,26 @@ class HostSteps:
             page_tables=with_room(batch.page_tables))
         given = _handed_on(given)
         self._attention.plan(own)
-        states, results = self._states.plan(own), list[StageOutput]()
-        own.context_lens = _Withheld()
+        states, results, layers = self._states.plan(own), list[StageOutput](), list[int]()
+        own.context_lens = _RowLengths(own.context_lens)
 
-        def forward() -> None:
-            results.append(self._model.forward(own, given.hidden, self._context, given.aux_hidden))
+        def note_layer(layer_id: int) -> None:
+            layers.append(layer_id)
+            also_do(partial(self._layer_done, layer_id))
 
-        recording = record(forward, self._arena)
-        return RecordedStep(own, states, given, results[0], recording)
+        context = replace(self._context, on_layer_done=None if self.observer is None else note_layer)
+        try:
+            recording = record(lambda: results.append(
+                self._model.forward(own, given.hidden, context, given.aux_hidden)), self._arena)
+        except CannotRecordError as error:
+            logger.info("%s steps are not recorded: %s", batch.mode, error)
+            self._not_recorded.add(batch.mode)
+        else:
+            self._steps[bucket] = RecordedStep(own, states, given, results[0], recording)
+            self.num_recorded += 1
+        for layer_id in layers:
+            self._layer_done(layer_id)
+        return _handed_on(results[0])
 
 
 def _handed_on(output: StageOutput) -> StageOutput:

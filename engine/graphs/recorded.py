@@ -32,7 +32,7 @@ _UNKNOWN_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape
 
 
 class CannotRecordError(Exception):
-    """What a function did depends on values, or is no operation on tensors; the message names the operation."""
+    """What a function did depends on values, or is no operation on tensors; the message names the first such thing."""
 
 
 class Recording:
@@ -95,10 +95,10 @@ class Arena:
 
 
 def record(function: Callable[[], object], arena: Arena) -> Recording:
-    """Run the function once, for good, and note what it does.
+    """Run the function once, for good and to its end, and note what it does.
 
     Raises:
-        CannotRecordError: it does what cannot be recorded; what it has done by then is done.
+        CannotRecordError: it did what cannot be recorded. All that it does is done.
     """
     arena.begin()
     notes = _Notes(arena)
@@ -111,13 +111,25 @@ def record(function: Callable[[], object], arena: Arena) -> Recording:
     return notes.recording()
 
 
+def also_do(call: Callable[[], object]) -> None:
+    """In place of this, a recording that is being made calls that. Nothing where none is."""
+    if isinstance(notes := recorders.get(), _Notes):
+        notes.add_call(call)
+
+
+def cannot_record(reason: str) -> None:
+    """What runs now depends on what a recording does not know. Nothing where none is being made."""
+    if isinstance(notes := recorders.get(), _Notes):
+        notes.refuse(reason)
+
+
 class _NoValues(TorchFunctionMode):
-    """Refuses what reads values without an operation that `_Notes` sees."""
+    """Finds what reads values without an operation that `_Notes` sees."""
 
     def __torch_function__(self, func: Any, types: object, args: tuple[Any, ...] = (),  # noqa: ANN401
                            kwargs: Mapping[str, Any] | None = None) -> Any:  # noqa: ANN401
         if func in _READS:
-            raise CannotRecordError(func.__name__)
+            cannot_record(func.__name__)
         return func(*args, **(kwargs or {}))
 
 
@@ -135,6 +147,14 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._steps: list[Callable[[], object] | list[Launch]] = []
         self._kept: list[Tensor] = []
         self._seat_bytes = 0
+        self._refused = ""
+
+    def add_call(self, call: Callable[[], object]) -> None:
+        self._steps.append(call)
+
+    def refuse(self, reason: str) -> None:
+        """From here on nothing is noted."""
+        self._refused = self._refused or reason
 
     def add_launch(self, function: int, arguments: bytes, seat_bytes: int) -> None:
         """See `LaunchRecorder`."""
@@ -148,6 +168,8 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: object, args: tuple[Any, ...] = (),  # noqa: ANN401
                            kwargs: Mapping[str, Any] | None = None) -> Any:  # noqa: ANN401
         kwargs = dict(kwargs or {})
+        if self._refused:
+            return func(*args, **kwargs)
         if (kernel := None if kwargs else _kernel_for(func, args)) is not None:
             with self:
                 return kernel()
@@ -155,10 +177,10 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return self._arena.empty(args[0], kwargs["dtype"])
         if func is _ops.empty_like.default and not kwargs and args[0].is_contiguous():
             return self._arena.empty(args[0].shape, args[0].dtype)
-        if _depends_on_values(func, args):
-            raise CannotRecordError(str(func))
         result = func(*args, **kwargs)
-        if func in _ALLOCATIONS:
+        if _depends_on_values(func, args):
+            self.refuse(str(func))
+        elif func in _ALLOCATIONS:
             self._kept.append(result)
         elif func._schema.is_mutable:  # noqa: SLF001 - the only place where torch says so
             self._steps.append(partial(func, *args, **kwargs))
@@ -170,7 +192,8 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """An operation that gives tensors: nothing to do again where they are views of its arguments."""
         results = result if isinstance(result, list | tuple) else [result]
         if not all(isinstance(each, Tensor) for each in results):
-            raise CannotRecordError(str(func))
+            self.refuse(str(func))
+            return
         given = {_storage(tensor) for tensor in _tensors((args, tuple(kwargs.values())))}
         if all(_storage(each) in given for each in results):
             return
@@ -178,6 +201,9 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._steps.append(_again(func, args, kwargs, results))
 
     def recording(self) -> Recording:
+        """Raises CannotRecordError."""
+        if self._refused:
+            raise CannotRecordError(self._refused)
         seats, team = torch.empty(self._seat_bytes, dtype=torch.uint8), Team()
         return Recording([Program(step, seats, team).run if isinstance(step, list) else step for step in self._steps],
                          [*self._kept, seats])

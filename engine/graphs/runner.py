@@ -8,7 +8,7 @@ plan in the buffers of the bucket's wrapper. A plan serves one replay, so none c
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,6 +61,11 @@ class Replays(Protocol):
         """Whether the next batch may be planned only when the one before has run."""
         ...
 
+    @property
+    def observer(self) -> Callable[[ForwardBatch, int], None] | None:
+        """What `run` calls for each layer that is done."""
+        ...
+
     def bucket_for(self, batch: ForwardBatch) -> GraphBucket | None:
         """What to run the batch in; None for what runs eagerly."""
         ...
@@ -98,6 +103,7 @@ class StageGraphs:
     """The captured forwards of one stage. What `run` returns as logits is valid until the next `run`."""
 
     plans_share_memory = True
+    observer = None  # the layers of a captured forward cannot be observed one by one
 
     def __init__(self, *, model: StageModel, attention: GraphAttention, recurrent: GraphRecurrent,
                  buckets: Sequence[GraphBucket], capture: Capture, device: torch.device) -> None:

@@ -62,8 +62,8 @@ class StageExecutor:
         planner = attention if attention is not None else latent_attention
         if planner is None:
             raise ConfigError("a model without any attention layer is not supported", field="model")
-        if graphs is not None and on_layer_done is not None:
-            raise InternalError("the layers of a captured forward cannot be observed one by one")
+        if graphs is not None and graphs.observer is not on_layer_done:
+            raise InternalError("what observes layers is not what captured forwards call")
         self.model = model
         self._graphs = graphs
         self._caches = caches

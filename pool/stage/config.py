@@ -86,8 +86,8 @@ class WorkerConfig(TlsConfig):
     device: str = Field(default="cpu", description="what layers and cache memory are on: cpu, cuda or cuda:N (with "
                                                    "numerics fast)")
     cuda_graphs: bool = Field(default=True, description="replay steps: where device is cuda decode and verify "
-                                                        "steps as captured graphs, where it is cpu decode steps as "
-                                                        "recorded kernels")
+                                                        "steps as captured graphs, where it is cpu these and whole "
+                                                        "chunks of prompts as recorded kernels")
     threads: int = Field(default=1, ge=1, le=256, description="compute threads of this process")
     transport: TransportName = Field(default="auto", description="UCX profile: shm within a host, tcp between hosts, "
                                                                           "cuda between devices of one host")

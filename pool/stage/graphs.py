@@ -9,6 +9,7 @@ from engine.contracts.model import StageModel
 from engine.graphs.buckets import decode_buckets, extend_buckets, verify_buckets
 from engine.graphs.host_steps import HostSteps
 from engine.graphs.runner import StageGraphs
+from engine.pipeline.stages import LayerObserver
 from engine.speculative.config import SpeculationConfig
 from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.draft_graphs import DraftGraphs
@@ -47,15 +48,15 @@ def build_graphs(config: WorkerConfig, description: ModelDescription, model: Sta
 
 
 def build_host_steps(config: WorkerConfig, description: ModelDescription, model: StageModel,
-                     backends: StageBackends) -> HostSteps | None:
-    """Record the decode steps of up to `max_running` rows, each number of rows when it comes. None where what such a
-    step does depends on more than its rows, and where nothing is to be captured."""
+                     backends: StageBackends, observer: LayerObserver | None) -> HostSteps | None:
+    """Record the decode steps of up to `max_running` rows, each number of rows when it comes, and whole chunks of
+    prompts. None where what such a step does depends on more than its rows, and where nothing is to be captured."""
     attention, states = backends.attention, backends.states
     if (attention is None or states is None or not config.cuda_graphs or description.counts_on_host
             or config.placement.tensor.size > 1):
         return None
     return HostSteps(model=model, attention=attention, recurrent=backends.recurrent, states=states,
-                     max_rows=config.max_running)
+                     max_rows=config.max_running, chunk_tokens=config.chunk_tokens, observer=observer)
 
 
 def build_draft_graphs(config: WorkerConfig, parts: Capturable | None, plan: SpeculationPlan, model: DraftModel,

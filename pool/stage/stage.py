@@ -187,11 +187,10 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
     agent = build_agent(pools, backends.device, transport, incarnation=incarnation, on_event=on_event,
                         route=Route.DIRECT if profile.reaches_devices else Route.PINNED)
     observer = observe_layers(agent, layer_mark(backends.device))
-    # Only a prefill pool, which observes layers one by one, has no steps to capture.
     graphs: Replays | None = None
-    if observer is None and backends.device == HOST:
-        graphs = build_host_steps(config, plan.description, model, runs_on)
-    elif observer is None:
+    if backends.device == HOST:
+        graphs = build_host_steps(config, plan.description, model, runs_on, observer)
+    elif observer is None:  # what a device has captured calls nothing
         graphs = build_graphs(config, plan.description, model, runs_on,
                               speculation.config if speculation is not None else None)
     executor = build_executor(model, runs_on, backends.device, observer, graphs, overlap)

@@ -1,6 +1,7 @@
 """The same answer from every topology: clusters against one process, tokens and logprobs bit for bit."""
 
 import asyncio
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,9 @@ import pytest
 import torch
 
 from baton.values import TokenLogprobs
-from engine.core.batch import ForwardMode, ScoringRow
+from engine.contracts.model import StageOutput
+from engine.core.batch import ForwardBatch, ForwardMode, GraphBucket, ScoringRow
+from engine.graphs.host_steps import HostSteps
 from engine.sampling.sampler import score
 from models.loader import read_model
 from tests.support.cluster.one_process import cluster_in_process
@@ -58,6 +61,25 @@ async def test_steps_that_are_prepared_ahead_give_the_same_bits(checkpoint: Path
         completions = await asyncio.gather(*(client.complete(as_query(question), timeout_s=60)
                                              for question in questions))
         assert [shown(completion) for completion in completions] == expected
+
+
+async def test_chunks_of_prompts_that_are_replayed_give_the_same_bits(
+        checkpoint: Path, expected: list[Shown], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From any position, of two stages that hand over each layer as it completes."""
+    run, replayed = HostSteps.run, Counter[ForwardMode]()
+
+    def counting(steps: HostSteps, batch: ForwardBatch, bucket: GraphBucket, given: StageOutput) -> StageOutput:
+        before = steps.num_replays
+        output = run(steps, batch, bucket, given)
+        replayed[batch.mode] += steps.num_replays - before
+        return output
+
+    monkeypatch.setattr(HostSteps, "run", counting)
+    async with cluster_in_process(checkpoint, prefill_pp=2, chunk_tokens=64) as client:
+        for _ in range(2):
+            for query, answer in zip(map(as_query, make_questions(8)), expected, strict=True):
+                assert shown(await client.complete(replace(query, prefix_cache=False), timeout_s=60)) == answer
+    assert replayed[ForwardMode.PREFILL] > 20
 
 
 @pytest.mark.parametrize("decode_pp", [1, 2, 3, 4])

@@ -70,25 +70,22 @@ class CpuRecurrent:
 
     def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
         """Depthwise causal convolution, then SiLU; see `RecurrentBackend.causal_conv`."""
-        check_mode(batch)
-        pool = pool_of(self._conv_pools, layer_id, "conv")
+        pool, plan = pool_of(self._conv_pools, layer_id, "conv"), self.plan(batch)
         if not x.shape[0]:
             return x
         if x.dtype == pool.dtype and has_kernels(x.dtype):
-            taps, rows = self._taps.of(layer_id, weight), self.plan(batch).rows
-            return causal_conv(dense_tokens(x), taps, pool, rows, self._team)
+            return causal_conv(dense_tokens(x), self._taps.of(layer_id, weight), pool, plan.rows, self._team)
         return _plain_conv(x, weight, pool, batch)
 
     def gated_delta_rule(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
                          batch: ForwardBatch) -> Tensor:
         """See `RecurrentBackend.gated_delta_rule`. q and k are normalised here, not by the caller."""
-        check_mode(batch)
-        pool = pool_of(self._state_pools, layer_id, "state")
+        pool, plan = pool_of(self._state_pools, layer_id, "state"), self.plan(batch)
         if not v.shape[0]:
             return v.float()
         if not has_kernels(v.dtype):
             return _plain_delta_rule(q, k, v, g, beta, pool, batch)
-        inputs, plan = delta_inputs(q, k, v, g, beta), self.plan(batch)
+        inputs = delta_inputs(q, k, v, g, beta)
         if plan.steps is not None:
             return delta_steps(inputs, plan.rows, plan.steps, pool, pool, self._team)
         return delta_chunks(inputs, plan.rows, pool, self._team)
@@ -97,6 +94,8 @@ class CpuRecurrent:
         """See `PlansStates.plan`. Made before or at the first recurrent layer of a forward, used by all."""
         if self._planned is None or self._planned[0] is not batch:
             pools = (*self._conv_pools.values(), *self._state_pools.values())
+            if pools:
+                check_mode(batch)
             rows = recurrent_rows(batch, min((len(pool) for pool in pools), default=sys.maxsize))
             steps = None
             if batch.mode is ForwardMode.DECODE:

@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -12,19 +13,19 @@ from torch import Tensor
 from engine.assembly.backend_set import StageCaches
 from engine.assembly.cpu import CpuBackends
 from engine.contracts.model import StageOutput
-from engine.core.batch import ForwardMode, ScoringRow
+from engine.core.batch import ForwardBatch, ForwardMode, ScoringRow
 from engine.core.layer_range import LayerRange
 from engine.core.numerics import Numerics
 from engine.core.state_rows import Snapshot, StateRow
 from engine.graphs.host_steps import HostSteps
 from engine.memory.layout import CacheKind
-from engine.pipeline.stages import StageExecutor
+from engine.pipeline.stages import LayerObserver, StageExecutor
 from models.loader import ModelDescription
 from runtime.errors import InternalError, StalePlanError
 from tests.support.device.captured_stage import MAX_ROWS, NUM_SEQUENCES, PAGE_SIZE, PAGES_EACH, Sequences
 from tests.support.models.tiny_models import HYBRID, LLAMA, QWEN3, tiny
 
-MAX_NODES = 10
+MAX_NODES, CHUNK_TOKENS = 10, 9
 CHAIN, FORK, BUSH = (-1, 0, 1, 2), (-1, 0, 0, 1), (-1, 0, 0, 0)
 
 
@@ -32,15 +33,16 @@ CHAIN, FORK, BUSH = (-1, 0, 1, 2), (-1, 0, 0, 1), (-1, 0, 0, 0)
 class HostStage:
     """One stage with pools of its own, all of NaN at first; its steps are recorded, or all eager."""
 
-    model: ModelDescription
+    description: ModelDescription
     layers: LayerRange
     capture_layers: frozenset[int] = frozenset()
     is_recorded: bool = True
     num_eager: int = 0
+    observer: LayerObserver | None = None
     pools: dict[CacheKind, dict[int, Tensor]] = field(default_factory=lambda: {kind: {} for kind in CacheKind})
 
     def __post_init__(self) -> None:
-        for spec in self.model.cache_specs(PAGE_SIZE):
+        for spec in self.description.cache_specs(PAGE_SIZE):
             if spec.layer_id in self.layers:
                 count = NUM_SEQUENCES * PAGES_EACH + 1 if spec.kind.is_paged else NUM_SEQUENCES + 1
                 self.pools[spec.kind][spec.layer_id] = torch.full(
@@ -48,17 +50,20 @@ class HostStage:
         caches = StageCaches(*(self.pools[kind] for kind in (
             CacheKind.KV, CacheKind.LATENT, CacheKind.INDEX_KEY, CacheKind.CONV, CacheKind.STATE, CacheKind.WINDOW)))
         backends = CpuBackends(Numerics.EXACT).of_stage(
-            caches, self.model.attention_geometry(PAGE_SIZE), None, max_nodes=MAX_NODES,
+            caches, self.description.attention_geometry(PAGE_SIZE), None, max_nodes=MAX_NODES,
             num_scratch=NUM_SEQUENCES + 1 if caches.conv else 0,
         ).with_snapshots(caches)
-        model = self.model.load_stage(self.layers, numerics=Numerics.EXACT, capture_layers=self.capture_layers)
+        self.model = self.description.load_stage(self.layers, numerics=Numerics.EXACT,
+                                                 capture_layers=self.capture_layers)
         assert backends.attention is not None
         assert backends.states is not None
         self.attention = backends.attention
-        self.steps = HostSteps(model=model, attention=backends.attention, recurrent=backends.recurrent,
-                               states=backends.states, max_rows=MAX_ROWS, num_eager=self.num_eager)
-        self.executor = StageExecutor(model=model, attention=backends.attention, recurrent=backends.recurrent,
-                                      caches=backends.caches, graphs=self.steps if self.is_recorded else None)
+        self.steps = HostSteps(model=self.model, attention=backends.attention, recurrent=backends.recurrent,
+                               states=backends.states, max_rows=MAX_ROWS, chunk_tokens=CHUNK_TOKENS,
+                               observer=self.observer, num_eager=self.num_eager)
+        self.executor = StageExecutor(model=self.model, attention=backends.attention, recurrent=backends.recurrent,
+                                      caches=backends.caches, on_layer_done=self.observer,
+                                      graphs=self.steps if self.is_recorded else None)
 
 
 class Twins:
@@ -169,6 +174,64 @@ def test_trees_of_one_size_are_replayed_whatever_their_branches(config: dict[str
     assert twins.counts() == (4, 4)  # trees, of which chains may be some; chains alone
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("config", [LLAMA, QWEN3], ids=["llama", "qwen3"])
+def test_whole_chunks_of_prompts_are_replayed(config: dict[str, object], dtype: str) -> None:
+    """From any position, with others in between; behind some a token is drawn."""
+    twins = Twins(config, dtype, cuts=(2,), capture_layers=frozenset({1, 3}))
+    for row, lengths in enumerate([(9, 9, 9, 9), (5, 9, 9), (9, 16, 9), (9, 9, 3, 9)]):
+        for place, count in enumerate(lengths):
+            twins.step(ForwardMode.PREFILL, {row: count}, silent=(row,) if place + 1 < len(lengths) else ())
+        twins.decode(row)
+    recorded, replayed = twins.counts()
+    assert recorded == 2 * 3, "on two stages: chunks behind which tokens are drawn, others, and drawn tokens"
+    assert recorded + replayed == 2 * (11 + 4)
+
+
+def test_whole_chunks_of_hybrid_models_are_replayed_too() -> None:
+    """They begin on a grid of 64 tokens, which is all that these sequences have room for."""
+    twins = Twins(HYBRID, cuts=(2,))
+    for row in range(6):
+        twins.step(ForwardMode.PREFILL, {row: CHUNK_TOKENS}, silent=(row,) if row % 2 else ())
+        twins.decode(row)
+    assert twins.counts() == (2 * 3, 2 * (4 + 5))
+
+
+def test_layers_of_replays_are_reported_as_they_complete() -> None:
+    seen: list[tuple[ForwardBatch, int]] = []
+    stage = HostStage(tiny(LLAMA), LayerRange(0, 2), observer=lambda batch, layer_id: seen.append((batch, layer_id)))
+    sequences = Sequences()
+    for _ in range(3):
+        batch = sequences.batch(ForwardMode.PREFILL, {0: CHUNK_TOKENS})
+        pools = [pool[batch.page_tables[0].long()] for pool in stage.pools[CacheKind.KV].values()]
+        stage.executor.run(batch)
+        assert [(id(of), layer_id) for of, layer_id in seen] == [(id(batch), 0), (id(batch), 1)]
+        assert not any(torch.equal(before, pool[batch.page_tables[0].long()])
+                       for before, pool in zip(pools, stage.pools[CacheKind.KV].values(), strict=True))
+        seen.clear()
+    assert stage.steps.num_replays == 2
+
+
+def test_a_forward_that_cannot_be_recorded_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twice, and recurrent states would have gone through its tokens twice."""
+    twins = prefilled(Twins(HYBRID), 9, 9)
+    (stage,) = twins.recorded
+    forward = stage.model.forward
+
+    def read(*arguments: Any) -> StageOutput:  # noqa: ANN401
+        output = forward(*arguments)
+        assert output.logits is not None
+        output.logits.max().item()
+        return output
+
+    monkeypatch.setattr(stage.model, "forward", read)
+    for _ in range(3):
+        twins.decode(0, 1)
+    assert twins.counts() == (1, 1), "of the prompts"
+    assert twins.recorded[0].steps.bucket_for(twins.sequences.batch(ForwardMode.DECODE, {0: 1})) is None
+    assert twins.recorded[0].steps.bucket_for(twins.sequences.batch(ForwardMode.PREFILL, {0: 9})) is not None
+
+
 def test_prompts_larger_batches_and_rows_of_several_lengths_run_eagerly_between_replays() -> None:
     twins = prefilled(Twins(HYBRID), 3, 4, 5, 6)
     twins.decode(0, 1)
@@ -190,7 +253,7 @@ def test_a_step_is_recorded_again_when_rows_outgrow_its_tables() -> None:
 
 
 def test_a_row_that_starts_anew_in_a_slot_has_no_state_of_the_one_before() -> None:
-    twins = prefilled(Twins(HYBRID), 9)
+    twins = prefilled(Twins(HYBRID), 8)
     for _ in range(3):
         twins.decode(0)
         twins.sequences.lengths[0] = 0
