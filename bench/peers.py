@@ -30,8 +30,10 @@ from typing import Protocol
 from bench.engine import HUGE_PAGES, SideProcess
 from bench.peer_files import write_checkpoint, write_gguf
 from bench.report import OtherLoad, Value, render
+from engine.graphs.host_steps import EAGER_FIRST
 
 CONTEXT, PROMPTS, ROWS = 512, (512, 2048), (1, 8, 32)
+WARM_UPS = EAGER_FIRST + 1  # prompts: vLLM compiles when it starts, Baton records what comes again
 LLAMA_TIMEOUT_S = 600.0
 
 
@@ -109,7 +111,8 @@ def measure(sides: Mapping[str, PeerSide], *, turns: int, steps: int) -> dict[st
     for tokens in PROMPTS:
         case = PeerCase(f"prefill_{tokens}", tokens)
         for side in sides.values():
-            side.prefill(tokens)  # warms up
+            for _ in range(WARM_UPS):
+                side.prefill(tokens)
         for _ in range(turns):
             for name, side in sides.items():
                 case.add(name, side.prefill(tokens))
