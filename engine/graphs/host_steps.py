@@ -13,10 +13,10 @@ and are valid until it is replayed.
 
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, is_dataclass, replace
 from functools import partial
-from typing import SupportsIndex, overload
+from typing import cast, overload
 
 import torch
 import torch.nn.functional as F
@@ -39,24 +39,24 @@ class OtherShapeError(Exception):
     """What a step is given is not what it was recorded with; the message has both."""
 
 
-class _RowLengths(tuple[int, ...]):
-    """What a recording must not depend on."""
+class _RowLengths(Sequence[int]):
+    """What a recording must not depend on. No tuple: numpy reads one without calling anything of it."""
 
-    __slots__ = ()
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self._lengths = lengths
 
-    def __iter__(self) -> Iterator[int]:
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, place: int | slice) -> int | Sequence[int]:
         cannot_record("a forward that reads how long its rows are")
-        return super().__iter__()
-
-    @overload
-    def __getitem__(self, place: SupportsIndex) -> int: ...
-
-    @overload
-    def __getitem__(self, place: slice) -> tuple[int, ...]: ...
-
-    def __getitem__(self, place: SupportsIndex | slice) -> int | tuple[int, ...]:
-        cannot_record("a forward that reads how long a row is")
-        return super().__getitem__(place)
+        return self._lengths[place]
 
 
 @dataclass
@@ -143,7 +143,7 @@ class HostSteps:
         given = _handed_on(given)
         self._attention.plan(own)
         states, results, layers = self._states.plan(own), list[StageOutput](), list[int]()
-        own.context_lens = _RowLengths(own.context_lens)
+        own.context_lens = cast("tuple[int, ...]", _RowLengths(own.context_lens))
 
         def note_layer(layer_id: int) -> None:
             layers.append(layer_id)

@@ -1,11 +1,12 @@
 """Recorded steps against eager ones: the same bits, whatever was recorded or came before."""
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -212,24 +213,29 @@ def test_layers_of_replays_are_reported_as_they_complete() -> None:
     assert stage.steps.num_replays == 2
 
 
-def test_a_forward_that_cannot_be_recorded_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("read", [
+    lambda _, output: output.logits.max().item(), lambda batch, _: sum(batch.context_lens),
+    lambda batch, _: batch.context_lens[0], lambda batch, _: torch.tensor(batch.context_lens),
+    lambda batch, _: np.array(batch.context_lens, np.int32)],
+    ids=["a value", "lengths", "a length", "by torch", "by numpy"])
+def test_a_forward_that_cannot_be_recorded_runs_once(read: Callable[[ForwardBatch, StageOutput], object],
+                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     """Twice, and recurrent states would have gone through its tokens twice."""
     twins = prefilled(Twins(HYBRID), 9, 9)
     (stage,) = twins.recorded
     forward = stage.model.forward
 
-    def read(*arguments: Any) -> StageOutput:  # noqa: ANN401
-        output = forward(*arguments)
-        assert output.logits is not None
-        output.logits.max().item()
+    def reading(batch: ForwardBatch, *arguments: Any) -> StageOutput:  # noqa: ANN401
+        output = forward(batch, *arguments)
+        read(batch, output)
         return output
 
-    monkeypatch.setattr(stage.model, "forward", read)
+    monkeypatch.setattr(stage.model, "forward", reading)
     for _ in range(3):
         twins.decode(0, 1)
     assert twins.counts() == (1, 1), "of the prompts"
-    assert twins.recorded[0].steps.bucket_for(twins.sequences.batch(ForwardMode.DECODE, {0: 1})) is None
-    assert twins.recorded[0].steps.bucket_for(twins.sequences.batch(ForwardMode.PREFILL, {0: 9})) is not None
+    assert stage.steps.bucket_for(twins.sequences.batch(ForwardMode.DECODE, {0: 1})) is None
+    assert stage.steps.bucket_for(twins.sequences.batch(ForwardMode.PREFILL, {0: 9})) is not None
 
 
 def test_prompts_larger_batches_and_rows_of_several_lengths_run_eagerly_between_replays() -> None:
