@@ -143,7 +143,7 @@ class HostSteps:
         given = _handed_on(given)
         self._attention.plan(own)
         states, results, layers = self._states.plan(own), list[StageOutput](), list[int]()
-        own.context_lens = cast("tuple[int, ...]", _RowLengths(own.context_lens))
+        watch_lengths(own)
 
         def note_layer(layer_id: int) -> None:
             layers.append(layer_id)
@@ -162,6 +162,11 @@ class HostSteps:
         for layer_id in layers:
             self._layer_done(layer_id)
         return _handed_on(results[0])
+
+
+def watch_lengths(batch: ForwardBatch) -> None:
+    """Of a planned batch, of which a recording is made."""
+    batch.context_lens = cast("tuple[int, ...]", _RowLengths(batch.context_lens))
 
 
 def _handed_on(output: StageOutput) -> StageOutput:

@@ -16,7 +16,7 @@ from torch import Tensor
 from engine.contracts.model import ForwardContext
 from engine.core.batch import BatchPlanner, ForwardBatch
 from engine.core.rows import longs
-from engine.graphs.host_steps import EAGER_FIRST, OtherShapeError, refill, with_room
+from engine.graphs.host_steps import EAGER_FIRST, OtherShapeError, refill, watch_lengths, with_room
 from engine.graphs.recorded import Arena, CannotRecordError, Recording, record
 from engine.speculative.draft_attention import DraftAttention
 from engine.speculative.draft_batches import FollowedRow, extend_batch, round_batch
@@ -178,6 +178,7 @@ def _own(batch: ForwardBatch, planner: BatchPlanner) -> ForwardBatch:
     """A copy with its own tensors and plan, and tables that have room."""
     own = replace(batch, plan_mark=None, positions=batch.positions.clone(), page_tables=with_room(batch.page_tables))
     planner.plan(own)
+    watch_lengths(own)
     return own
 
 
