@@ -34,11 +34,15 @@ def compiled(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
 @dataclass
 class Text:
-    """One text on its way through a grammar. Behind an end-of-sequence token nothing counts, so all is allowed."""
+    """One text on its way through a grammar. Behind an end-of-sequence token nothing counts, so all is allowed. The
+    library gets neither: where a grammar is complete it does not note the token that ends it, and takes back one too
+    many when drafted tokens are."""
 
     automaton: LLMatcher  # at its start, shared by all texts
     end_token_ids: frozenset[int]
     token_ids: list[int] = field(default_factory=list)
+    _num_followed: int = 0  # those before the one that ends it
+    _mask_bytes: int = 0  # once there has been one
 
     def __post_init__(self) -> None:
         self.matcher = self.automaton.deep_copy()
@@ -49,15 +53,18 @@ class Text:
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(known, token_ids, strict=False)))
         self._cut(kept + common)
         for token_id in token_ids[common:]:
-            if not self.matcher.consume_token(token_id):
+            if not self._has_ended and not self._follow(token_id):
                 raise self._unfollowable()
             self.token_ids.append(token_id)
 
     def mask(self) -> bytes:
         """A bit per token of the tokenizer's vocabulary, lowest first. Raises Unfollowable."""
+        if self._has_ended and self._mask_bytes:
+            return b"\xff" * self._mask_bytes
         packed = self.matcher.compute_bitmask()
-        if self.token_ids and self.token_ids[-1] in self.end_token_ids:
-            return b"\xff" * len(packed)
+        self._mask_bytes = len(packed)
+        if self._has_ended:
+            return b"\xff" * self._mask_bytes
         if self.matcher.is_error():
             raise self._unfollowable()
         return packed
@@ -81,15 +88,29 @@ class Text:
             except Unfollowable:
                 if not node:
                     raise
-                known, self.matcher, self.token_ids = self.token_ids[:base], self.automaton.deep_copy(), []
+                known, self.matcher = self.token_ids[:base], self.automaton.deep_copy()
+                self.token_ids, self._num_followed = [], 0
                 self.move(0, known)  # with a new one, because one that failed stays failed
                 continue
             yield node, found[node]
 
+    @property
+    def _has_ended(self) -> bool:
+        return self._num_followed < len(self.token_ids)
+
+    def _follow(self, token_id: int) -> bool:
+        """Whether the grammar lets it stand here."""
+        if token_id in self.end_token_ids:
+            return bool(self.matcher.is_accepting())
+        is_followed = bool(self.matcher.consume_token(token_id))
+        self._num_followed += is_followed
+        return is_followed
+
     def _cut(self, length: int) -> None:
-        if length < len(self.token_ids):
-            self.matcher.rollback(len(self.token_ids) - length)
-            del self.token_ids[length:]
+        if length < self._num_followed:
+            self.matcher.rollback(self._num_followed - length)
+            self._num_followed = length
+        del self.token_ids[length:]
 
     def _unfollowable(self) -> Unfollowable:
         return Unfollowable(f"cannot be followed beyond {len(self.token_ids)} tokens: "

@@ -3,6 +3,7 @@
 import itertools
 import re
 import signal
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from engine.sampling.sampler import sample
 from engine.speculative.verify import draw_runs, sampling_at
 from runtime.errors import InternalError, InvalidRequestError
 from runtime.grammar import Grammar, GrammarKind, Grammars, GuidedText, checking, load_grammars
-from tests.support.models.grammars import allowed_after, fresh_after, wait_long_for_masks
+from tests.support.models.grammars import LONG_S, allowed_after, fresh_after, wait_long_for_masks
 from tests.support.models.guided import EOS, VOCAB_SIZE, spelled, write_character_tokenizer
 
 
@@ -157,6 +158,23 @@ def test_trees_are_walked_along_the_grammar(grammars: Grammars, seed: int) -> No
     assert [token.token_id for token in run.tokens] == plain[:5]
     (after_tree,) = sampler(position_logits(2), [sampling_at(at, plain[:2])])
     assert after_tree.token_id == plain[2], "back to where fewer tokens were kept"
+
+
+@pytest.mark.parametrize(("grammar", "known", "drafted"), [
+    ("(yes|no|maybe)", "ye", "s$"), ("(yes|no|maybe)", "ye", "s$$"), ("[0-9]{4}-[0-9]{2}", "2024-1", "2$"),
+    ("x{0,3}", "x", "$x"), ("x{0,3}", "x", "xx$x"), ('"[a-z]*"', '"a', '"$')])
+def test_an_end_that_was_only_drafted_changes_nothing(grammars: Grammars, grammar: str, known: str,
+                                                      drafted: str) -> None:
+    """Behind a grammar that is complete nothing but the end may stand, so drafts that are any good have it."""
+    tokens = [EOS if token == ord("$") else token for token in spelled(drafted)]
+    text = grammars.open(regex(grammar))
+    for count in range(len(known), -1, -1):
+        job = text.ask(0, spelled(known), (0, *tokens), range(-1, len(tokens)))
+        assert job.wait(time.monotonic() + LONG_S)
+        assert job.problem == ""
+        assert np.array_equal(allowed_after(text, count, ()), fresh_after(grammars, regex(grammar),
+                                                                        spelled(known[:count])))
+    text.close()
 
 
 def test_rows_without_a_grammar_are_drawn_as_ever(grammars: Grammars) -> None:
