@@ -52,6 +52,7 @@ _FOLLOWER_SERVICE = "baton.v1.Pipeline"
 _NARRATOR = "baton"
 _REAP_S = 5.0
 _POLL_S = 0.1
+_LOOK_S = 2.0  # between two looks at the workers of a router that does not serve
 PROGRESS_S = 5.0  # between two reports of a start that takes long
 
 
@@ -348,19 +349,39 @@ async def _wait_process(process: RoleProcess, security: ChannelSecurity, timeout
         await wait_ready(announcement.address, timeout_s=timeout_s)
         return
     security = security.to(PeerRole(process.spec.role))
+    is_router = process.spec.role == "router"
     async with open_channel(announcement.address, security=security) as channel:
+        serving = wait_serving(channel, _SERVICES[process.spec.role], timeout_s=timeout_s)
         try:
-            await wait_serving(channel, _SERVICES[process.spec.role], timeout_s=timeout_s)
+            await (_unless_unpaired(serving, announcement.address, security) if is_router else serving)
         except UnavailableError as error:
-            is_router = process.spec.role == "router"
-            reasons = await _worker_problems(announcement.address, security) if is_router else []
+            reasons = _problems(await _workers(announcement.address, security)) if is_router else []
             raise UnavailableError("; ".join([f"{process.spec.name}: {error}", *reasons])) from None
 
 
-async def _worker_problems(router: str, security: ChannelSecurity) -> list[str]:
-    """What the router reports of the workers it cannot use."""
+async def _unless_unpaired(serving: Coroutine[None, None, None], router: str, security: ChannelSecurity) -> None:
+    """Wait for `serving`, but raise UnavailableError as soon as the router knows usable workers of both roles, and none
+    of them fits another: all of a role here have the same settings, and those do not change."""
+    waiting = asyncio.create_task(serving)
+    try:
+        while not (await asyncio.wait({waiting}, timeout=_LOOK_S))[0]:
+            usable = [worker for worker in await _workers(router, security) if worker.serving]
+            if {worker.role for worker in usable} == set(ROLES) and all(worker.reason for worker in usable):
+                raise UnavailableError("its workers serve, but do not fit together")
+        await waiting
+    finally:
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def _workers(router: str, security: ChannelSecurity) -> Sequence[WorkerStatus]:
+    """As the router sees them; none where it does not answer."""
     with contextlib.suppress(BatonError):
         async with AsyncBatonClient(router, security=security) as client:
-            workers = (await client.cluster_status()).workers
-            return [f"{worker.role} {worker.address}: {worker.reason}" for worker in workers if worker.reason]
-    return []
+            return (await client.cluster_status()).workers
+    return ()
+
+
+def _problems(workers: Sequence[WorkerStatus]) -> list[str]:
+    """Of those that the router cannot use."""
+    return [f"{worker.role} {worker.address}: {worker.reason}" for worker in workers if worker.reason]

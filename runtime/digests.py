@@ -18,6 +18,8 @@ _ID = "I"  # four bytes on all platforms that Python supports
 _DRAFT = "+"
 # The parts of a pool's text that have one value, in its order; what follows describes the caches.
 _NAMED = ("schema", "config", "weights", "kept as", "numerics", "arithmetic", "page size", "max context")
+_NAMED_OF_DRAFT = ("draft", "spec topk")  # a pool without them fits one that has them
+_UNKNOWN = "unknown"
 
 
 def pairing_digest(model: str, draft: str) -> str:
@@ -49,14 +51,15 @@ def names_draft(digest: str) -> bool:
 def named_difference(mine: str, theirs: str) -> str:
     """Which of the named parts of two pools' texts differ, as " in numerics (exact here, fast there)"; empty if none
     of them does."""
-    pairs = [(name, _part(mine, name), _part(theirs, name)) for name in _NAMED]
-    differing = [f"{name} ({own} here, {other} there)" for name, own, other in pairs if own != other]
+    pairs = [(name, _part(mine, name), _part(theirs, name)) for name in (*_NAMED, *_NAMED_OF_DRAFT)]
+    differing = [f"{name} ({own} here, {other} there)" for name, own, other in pairs
+                 if own != other and (name in _NAMED or _UNKNOWN not in (own, other))]
     return f" in {', '.join(differing)}" if differing else ""
 
 
 def _part(text: str, name: str) -> str:
     found = re.search(rf"(?:^|, ){name} ([^,]*)", text)
-    return found[1] if found else "unknown"
+    return found[1] if found else _UNKNOWN
 
 
 def block_names(token_ids: Sequence[int], block_tokens: int, *, compatibility: str, salt: str = "",

@@ -101,7 +101,8 @@ class WorkerConfig(TlsConfig):
         default=10.0, gt=0, le=3600, description="a stage that does not take a frame for so long is lost; grows to "
                                                  "8 times the longest of the last 64 steps")
     draft: Path | None = Field(default=None, description="directory of a draft model; a decode pool then speculates")
-    spec_topk: int = Field(default=1, ge=1, le=32, description="continuations drafted per node; 1 drafts chains")
+    spec_topk: int = Field(default=1, ge=1, le=32, description="continuations drafted per node, alike in pools "
+                                                             "of both roles; 1 drafts chains")
     spec_steps: int = Field(default=5, ge=1, le=16, description="tokens drafted ahead at most")
     spec_draft_tokens: int = Field(default=5, ge=1, le=128, description="drafted tokens verified per step and request")
     spec_prompt: bool = Field(default=True, description="the draft's state of the prompt is handed over between pools "

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
-from engine.memory.layout import CacheSpec, travelling
+from engine.memory.layout import CacheKind, CacheSpec, travelling
 from runtime.digests import may_pair, named_difference, pairing_digest
 from runtime.errors import IncompatiblePeerError
 
@@ -39,7 +39,7 @@ def compatibility(*, revision: str, specs: Iterable[CacheSpec], page_size: int, 
     text = (f"schema {SCHEMA_VERSION}, config {config[:12] or 'unknown'}, weights {(tensors or revision)[:12]}, "
             f"kept as {weights}, numerics {numerics}, arithmetic {arithmetic}, "
             f"page size {page_size}, max context {max_context}, {_describe(model)}")
-    return Compatibility(digest, f"{text}, and of draft {draft_revision[:12]} {_describe(draft)}" if draft else text)
+    return Compatibility(digest, f"{text}, draft {draft_revision[:12]}, {_describe_draft(draft)}" if draft else text)
 
 
 def check_compatible(mine: Compatibility, peer_digest: str, peer_text: str) -> None:
@@ -74,6 +74,12 @@ def _describe(specs: list[CacheSpec]) -> str:
         cache = " + ".join(f"{spec.kind} {spec.record_shape} {spec.dtype}" for spec in group)
         layers_by_cache.setdefault(cache, []).append(layer_id)
     return "; ".join(f"layers {_ranges(layers)}: {cache}" for cache, layers in layers_by_cache.items())
+
+
+def _describe_draft(specs: list[CacheSpec]) -> str:
+    """With the setting that the shape of its first level comes from."""
+    topk = next((f"spec topk {spec.record_shape[0]}, " for spec in specs if spec.kind is CacheKind.TOPK_P), "")
+    return f"{topk}its {_describe(specs)}"
 
 
 def _ranges(ids: list[int]) -> str:

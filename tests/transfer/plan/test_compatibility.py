@@ -53,9 +53,22 @@ def test_a_pool_without_the_draft_pairs() -> None:
     for drafting in (first, narrow, other):
         check_compatible(MINE, drafting.digest, drafting.text)
         check_compatible(drafting, MINE.digest, MINE.text)
-    for peer, says in ((narrow, r"of draft d1 layers 4: kv \(2, 1, 4, 8\)"), (other, "of draft d2 layers 4: kv")):
+    for peer, says in ((narrow, r"draft d1, its layers 4: kv \(2, 1, 4, 8\)"),
+                       (other, r"differ in draft \(d1 here, d2 there\)")):
         with pytest.raises(IncompatiblePeerError, match=says):
             check_compatible(first, peer.digest, peer.text)
+
+
+def test_drafts_of_other_widths_are_named_by_the_setting_they_come_from() -> None:
+    chains, trees = (
+        compatibility(revision="abcdef0123456789", page_size=4, draft_revision="d1",
+                      specs=(*SPECS, CacheSpec(4, CacheKind.TOPK_P, (topk,), "float32", 4, of_draft=True)))
+        for topk in (1, 3))
+    with pytest.raises(IncompatiblePeerError, match=r"pools differ in spec topk \(1 here, 3 there\): here schema"):
+        check_compatible(chains, trees.digest, trees.text)
+    fast = compatibility(revision="abcdef0123456789", specs=SPECS, page_size=4, numerics="fast")
+    with pytest.raises(IncompatiblePeerError, match=r"differ in numerics \(exact here, fast there\): here"):
+        check_compatible(trees, fast.digest, fast.text)  # which has no draft, and need not
 
 
 @pytest.mark.parametrize(("kind", "shard"), [(CacheKind.CONV, (3, 12)), (CacheKind.STATE, (1, 8, 8)),
