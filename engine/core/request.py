@@ -1,9 +1,9 @@
 """A generation request on the device side: token ids in, token ids out, every default resolved."""
 
 from dataclasses import dataclass, field
-from enum import StrEnum
+from enum import IntEnum, StrEnum
 
-from runtime.errors import FieldViolation, InternalError, InvalidRequestError
+from runtime.errors import FieldViolation, InternalError, InvalidRequestError, UnavailableError
 from runtime.grammar import Grammar
 
 
@@ -77,20 +77,27 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...] = ()
 
 
+class ProblemCause(IntEnum):
+    """What keeps a token from being drawn. Stages send the number."""
+
+    GRAMMAR = 0  # the request's: it cannot be followed, or not in the computing it may take
+    DEFECT = 1  # an invariant does not hold
+    BUSY = 2  # the machine: the same may well be computed elsewhere, or later
+
+
 @dataclass(frozen=True)
 class DrawnToken:
-    """One token of one request, as the sampler drew it. `problem`: why the request must end with an error instead;
-    `is_fault`: that is ours, not its grammar's."""
+    """One token of one request, as the sampler drew it. `problem`: why the request must end with an error instead."""
 
     token_id: int
     logprobs: TokenLogprobs | None = field(default=None)
     problem: str = ""
-    is_fault: bool = False
+    cause: ProblemCause = ProblemCause.GRAMMAR
 
     @property
-    def error(self) -> InvalidRequestError | InternalError | None:
+    def error(self) -> InvalidRequestError | InternalError | UnavailableError | None:
         if not self.problem:
             return None
-        if self.is_fault:
-            return InternalError(self.problem)
-        return InvalidRequestError(FieldViolation("structured_output", self.problem))
+        if self.cause is ProblemCause.GRAMMAR:
+            return InvalidRequestError(FieldViolation("structured_output", self.problem))
+        return (InternalError if self.cause is ProblemCause.DEFECT else UnavailableError)(self.problem)

@@ -17,7 +17,7 @@ from torch import Tensor
 from engine.contracts.model import StageOutput
 from engine.core.batch import DataShare, ForwardBatch, ForwardMode, SamplingRow
 from engine.core.draft_trees import SpecInfo, TokenTree, Verified
-from engine.core.request import DrawnToken, SamplingParams, TokenLogprobs
+from engine.core.request import DrawnToken, ProblemCause, SamplingParams, TokenLogprobs
 from engine.pipeline import row_tables
 from engine.pipeline.channel import Packet, PacketKind, PartPiece
 from engine.pipeline.frames import SCHEMA
@@ -79,7 +79,7 @@ _BATCH = Record(_STEP, _DRAWING, row_tables.OUTPUTS, row_tables.SCORING, row_tab
 
 
 def _token_columns(name: str) -> tuple[Column, ...]:
-    return (tuples(name, name, token_id="i8", has_logprobs="u1", logprob="f8", is_fault="u1"),
+    return (tuples(name, name, token_id="i8", has_logprobs="u1", logprob="f8", cause="u1"),
             *lists(_pairs(f"{name}.top"), per=name), *lists(texts(f"{name}.problem"), per=name))
 
 
@@ -289,7 +289,7 @@ def _sampling_of(values: Values, of_outputs: Values | None) -> Iterator[tuple[in
 def _token_values(name: str, tokens: Sequence[DrawnToken]) -> Values:
     logprobs = [token.logprobs for token in tokens]
     return {
-        name: [(token.token_id, found is not None, 0.0 if found is None else found.logprob, token.is_fault)
+        name: [(token.token_id, found is not None, 0.0 if found is None else found.logprob, token.cause)
                for token, found in zip(tokens, logprobs, strict=True)],
         **put_lists(f"{name}.top", [() if found is None else found.top for found in logprobs]),
         **put_texts(f"{name}.problem", [token.problem for token in tokens]),
@@ -297,8 +297,8 @@ def _token_values(name: str, tokens: Sequence[DrawnToken]) -> Values:
 
 
 def _tokens_of(values: Values, name: str) -> list[DrawnToken]:
-    return [DrawnToken(token_id, TokenLogprobs(logprob, top) if has_logprobs else None, problem, bool(is_fault))
-            for (token_id, has_logprobs, logprob, is_fault), top, problem in zip(
+    return [DrawnToken(token_id, TokenLogprobs(logprob, top) if has_logprobs else None, problem, ProblemCause(cause))
+            for (token_id, has_logprobs, logprob, cause), top, problem in zip(
                 values[name], get_lists(values, f"{name}.top"), get_texts(values, f"{name}.problem"),
                 strict=True)]
 

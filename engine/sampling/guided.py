@@ -16,9 +16,9 @@ from torch import Tensor
 
 from engine.core.batch import ForwardBatch, ForwardMode, OutputRow, SamplingRow
 from engine.core.draft_trees import SpecInfo
-from engine.core.request import DrawnToken
+from engine.core.request import DrawnToken, ProblemCause
 from engine.sampling.sampler import Mask, TokenCounts, sample
-from runtime.errors import FieldViolation, InvalidRequestError
+from runtime.errors import FieldViolation, InvalidRequestError, UnavailableError
 from runtime.grammar import Grammars, GuidedText, MaskJob, unpacked
 
 STEP_WAIT_S = 1.0  # for the masks of one step, behind its forward
@@ -37,7 +37,7 @@ class _Kept:
     text: GuidedText | None = None
     job: MaskJob | None = None
     problem: str = ""
-    is_fault: bool = False
+    cause: ProblemCause = ProblemCause.GRAMMAR
 
     def forget(self) -> None:
         if self.text is not None:
@@ -51,7 +51,7 @@ class _Drawing:
     allowed: Mask | None = None
     counts: TokenCounts | None = None
     problem: str = ""
-    is_fault: bool = False
+    cause: ProblemCause = ProblemCause.GRAMMAR
 
 
 class GuidedSampler:
@@ -95,8 +95,7 @@ class GuidedSampler:
         for row in rows:
             if row.output is not None and row.output.is_only and (only := self._kept.pop(row.output.key, None)):
                 only.forget()
-        return [DrawnToken(0, problem=how.problem, is_fault=how.is_fault) if how.problem else next(drawn)
-                for how in found]
+        return [DrawnToken(0, problem=how.problem, cause=how.cause) if how.problem else next(drawn) for how in found]
 
     def _begin(self, output: OutputRow, tree: Tree, share: float) -> _Kept:
         """Take the row's request up, and request its masks. What is wrong is kept, for the row alone."""
@@ -117,9 +116,9 @@ class GuidedSampler:
     def _open(self, kept: _Kept, output: OutputRow) -> None:
         opening = output.opening
         if opening is None:
-            kept.problem, kept.is_fault = "the last stage does not know this request's output", True
+            kept.problem, kept.cause = "the last stage does not know this request's output", ProblemCause.DEFECT
         elif opening.grammar is not None and self._grammars is None:
-            kept.problem, kept.is_fault = "a row brings a grammar, but the model has no tokenizer", True
+            kept.problem, kept.cause = "a row brings a grammar, but the model has no tokenizer", ProblemCause.DEFECT
         elif opening.grammar is not None and self._grammars is not None:
             kept.text = self._grammars.open(opening.grammar)
 
@@ -128,20 +127,23 @@ class GuidedSampler:
         if kept is None or not _goes_on(kept.base, output):
             kept = self._begin(output, _NO_TREE, 1.0)
         if kept.problem:
-            return _Drawing(problem=kept.problem, is_fault=kept.is_fault)
+            return _Drawing(problem=kept.problem, cause=kept.cause)
         counts = None
         if row.params.needs_history:
             try:
                 counts = self._count(kept, output)
             except IndexError as error:
-                return _Drawing(problem=f"the last stage does not know this request's output: {error}", is_fault=True)
+                return _Drawing(problem=f"the last stage does not know this request's output: {error}",
+                                cause=ProblemCause.DEFECT)
         if kept.text is None:
             return _Drawing(counts=counts)
         try:
             return _Drawing(self._mask(kept, kept.text, output), counts)
         except InvalidRequestError as error:
             kept.problem = error.violations[0].description
-            return _Drawing(problem=kept.problem)
+        except UnavailableError as error:
+            kept.problem, kept.cause = str(error), ProblemCause.BUSY
+        return _Drawing(problem=kept.problem, cause=kept.cause)
 
     def _count(self, kept: _Kept, output: OutputRow) -> TokenCounts:
         """Raises IndexError when the row builds on an output that is not known."""
@@ -156,21 +158,24 @@ class GuidedSampler:
 
         Raises:
             InvalidRequestError: its grammar does not allow the output, or cannot be followed quickly enough.
+            UnavailableError: its process was not let compute in time.
         """
         job, path = kept.job, output.token_ids[len(kept.base.token_ids):]
         if job is not None:
-            self._wait(job)
+            self._wait(job, text)
         if job is None or path not in job.masks:
             job, path = text.ask(output.kept, output.token_ids, share=kept.share), ()
-            self._wait(job)
+            self._wait(job, text)
         return unpacked(job.masks[path], self._vocab_size)
 
-    def _wait(self, job: MaskJob) -> None:
-        """Raises InvalidRequestError."""
+    def _wait(self, job: MaskJob, text: GuidedText) -> None:
+        """Raises InvalidRequestError and UnavailableError."""
         if self._deadline_s is None:
             self._deadline_s = time.monotonic() + STEP_WAIT_S
         if not job.wait(self._deadline_s):
-            job.fail(f"its next token could not be computed within {STEP_WAIT_S:g} s of a step, the limit")
+            text.give_up(job, f"{STEP_WAIT_S:g} s of a step")
+        if job.problem and job.is_held_up:
+            raise UnavailableError(job.problem)
         if job.problem:
             raise InvalidRequestError(FieldViolation("structured_output", job.problem))
 

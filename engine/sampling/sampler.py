@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.batch import ForwardBatch, ForwardMode, OutputRow, SamplingRow
-from engine.core.request import DrawnToken, TokenLogprobs
+from engine.core.request import DrawnToken, ProblemCause, TokenLogprobs
 from engine.kernels.host.compiled import Team
 from engine.kernels.host.token_draws import NOT_HERE, draw_tokens
 from engine.sampling.uniform import uniform
@@ -223,7 +223,7 @@ def token_logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs
 
 def _fault(largest_logit: float) -> DrawnToken:
     problem = f"the largest logit of a row is {largest_logit}: the forward went wrong or all is banned"
-    return DrawnToken(0, problem=problem, is_fault=True)
+    return DrawnToken(0, problem=problem, cause=ProblemCause.DEFECT)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from runtime.errors import (
     FieldViolation,
     InternalError,
     InvalidRequestError,
+    UnavailableError,
 )
 from runtime.grammar.children import FORK_S, GrammarChild, GrammarNursery
 from runtime.grammar.language import Grammar
@@ -45,6 +46,7 @@ TICKS_S = 0.02
 COMPILE_WALL_S = 5.0  # where the processor is so busy that the time of computing is no measure
 MEMORY_BYTES = 128 << 20  # of one grammar, beyond the tokenizer
 ANSWER_S = 1.0  # for one mask; the library's limits end it after a hundredth of that
+HELD_UP_CPU_S = 0.1  # with less of it a process that is late was not let compute; limits end a mask after less
 # Of one text: what it may save up, what a step adds to it, and what a step adds to all of its texts at most.
 BURST_CPU_S, TOKEN_CPU_S, STEP_CPU_S = 0.2, 0.005, 0.04
 REPLAYED_TOKEN_CPU_S = 0.0001  # where many tokens come at once, of a text that began elsewhere
@@ -62,15 +64,18 @@ class MaskJob:
     call: TextCall
     masks: Masks = field(default_factory=dict)
     problem: str = ""
+    is_held_up: bool = False  # the problem is that the machine did not let its process compute
     cpu_s: float = 0.0
+    process_cpu_s: float | None = None  # what the process had computed when it got this
     done: threading.Event = field(default_factory=threading.Event)
 
     def wait(self, deadline_s: float) -> bool:
         """Whether it is done by then, in terms of `time.monotonic`."""
         return self.done.wait(max(0.0, deadline_s - time.monotonic()))
 
-    def fail(self, problem: str) -> None:
-        self.problem = self.problem or problem
+    def fail(self, problem: str, *, is_held_up: bool = False) -> None:
+        if not self.problem:
+            self.is_held_up, self.problem = is_held_up, problem
         self.done.set()
 
     def add(self, node: int, mask: bytes) -> None:
@@ -106,6 +111,16 @@ class GrammarProcess:
 
     def submit(self, job: MaskJob | TextCall) -> None:
         self._jobs.put_nowait(job)
+
+    def give_up(self, job: MaskJob, limit: str) -> None:
+        """Any thread: the job was not done within its limit. A mask that takes long is a matter of its grammar; one
+        whose process was hardly let compute, or never got to it, is not."""
+        child, before_s = self._child, job.process_cpu_s
+        computed_s = 0.0 if child is None or before_s is None else child.cpu_s() - before_s
+        if computed_s < HELD_UP_CPU_S:
+            job.fail(f"the machine was too busy to compute the next token of a grammar within {limit}", is_held_up=True)
+        else:
+            job.fail(f"its next token could not be computed within {limit}, the limit")
 
     def close(self) -> None:
         """Any thread; ends what it computes."""
@@ -172,17 +187,20 @@ class GrammarProcess:
             self._answer(job)
         except BatonError as error:
             self._drop()
-            job.fail(f"its grammar cannot be compiled again: {error}")
-        except (OSError, struct.error, ValueError) as error:
+            job.fail(f"its grammar cannot be compiled again: {error}",
+                     is_held_up=isinstance(error, CapacityError | UnavailableError))
+        except TimeoutError:
+            self.give_up(job, f"{ANSWER_S:g} s")
             self._drop()
-            job.fail(f"its next token could not be computed within {ANSWER_S:g} s, the limit"
-                     if isinstance(error, TimeoutError) else
-                     f"its next token needs more than {MEMORY_BYTES >> 20} MiB, the limit, or ended the computation")
+        except (OSError, struct.error, ValueError):
+            self._drop()
+            job.fail(f"its next token needs more than {MEMORY_BYTES >> 20} MiB, the limit, or ended the computation")
 
     def _answer(self, job: MaskJob) -> None:
         """Raises OSError when the process has ended or hangs."""
         child, call = self._child, job.call
         assert child is not None
+        job.process_cpu_s = child.cpu_s()
         known = self._known.setdefault(call.key, [])
         del known[call.kept:]
         known += call.token_ids
@@ -246,6 +264,10 @@ class GuidedText:
         if self._asked is not None:
             self._left_s -= self._asked.cpu_s
             self._asked = None
+
+    def give_up(self, job: MaskJob, limit: str) -> None:
+        """It was not done within `limit`."""
+        self._process.give_up(job, limit)
 
     def close(self) -> None:
         """Idempotent."""

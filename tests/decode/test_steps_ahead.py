@@ -9,7 +9,7 @@ import torch
 from decode.entry import DecodeLimits, Event, Finished
 from decode.scheduler import DecodeScheduler
 from engine.core.batch import ForwardBatch, ForwardMode
-from engine.core.request import DrawnToken, FinishReason, Request, SamplingParams
+from engine.core.request import DrawnToken, FinishReason, ProblemCause, Request, SamplingParams
 from engine.core.rows import NOT_DRAWN
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
@@ -262,7 +262,8 @@ def test_a_token_that_was_not_drawn_fails_its_request_alone() -> None:
     key, failing = joined(scheduler, request())
     _, other = joined(scheduler, request())
     first, second = launched(scheduler), launched(scheduler)
-    scheduler.on_result(first, StepResult(0, [DrawnToken(0, problem="NaN", is_fault=True), DrawnToken(106)]))
+    broken = DrawnToken(0, problem="NaN", cause=ProblemCause.DEFECT)
+    scheduler.on_result(first, StepResult(0, [broken, DrawnToken(106)]))
     assert isinstance(failing.last, Failed)
     scheduler.release(key)
     end(scheduler, second)

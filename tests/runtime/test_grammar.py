@@ -1,7 +1,9 @@
 """One client's grammar costs that client: too large, too slow or too hungry, it is refused by name, and it alone."""
 
 import asyncio
+import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -14,6 +16,7 @@ import pytest
 
 from runtime.errors import CapacityError, InvalidRequestError, UnavailableError
 from runtime.grammar import Grammar, GrammarKind, Grammars, checking, children, load_grammars, process
+from runtime.grammar.children import GrammarChild
 from runtime.grammar.language import check_shape, shown
 from tests.support.models.grammars import LONG_S, allowed_after
 from tests.support.models.guided import EOS, spelled, write_character_tokenizer
@@ -169,18 +172,22 @@ async def test_no_text_of_a_grammar_reaches_an_error_or_a_log_at_length(
     assert shown("a\nb\x1b" + "c" * 200, 12) == "a\\nb\\x1bcccc…"
 
 
-async def test_one_that_hangs_fails_alone_and_its_grammar_goes_on(grammars: Grammars,
-                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process is stopped from outside, as if a mask never came."""
+@pytest.mark.parametrize(("computed_s", "says"), [
+    (0.0, f"too busy to compute the next token of a grammar within {LONG_S:g} s"),
+    (0.9, f"could not be computed within {LONG_S:g} s, the limit")])
+async def test_one_that_hangs_fails_alone_and_its_grammar_goes_on(
+        grammars: Grammars, monkeypatch: pytest.MonkeyPatch, computed_s: float, says: str) -> None:
+    """The process is stopped from outside, as a machine does that has too much to do, or a mask never comes."""
     grammar = regex("a*b[12]+")
     await grammars.check(grammar)
     hangs, goes_on = grammars.open(grammar), grammars.open(grammar)
     before = allowed_after(goes_on, 0, spelled("aab"))
     child = grammars._processes[grammar]._child
     assert child is not None
-    receive = child.receive
+    receive, before_s = child.receive, child.cpu_s()
 
     def hurried(timeout_s: float) -> bytes:
+        monkeypatch.setattr(child, "cpu_s", lambda: before_s + computed_s)
         monkeypatch.setattr(process, "ANSWER_S", LONG_S)  # not for the next one, which a busy machine may hold up
         return receive(timeout_s)
 
@@ -189,10 +196,24 @@ async def test_one_that_hangs_fails_alone_and_its_grammar_goes_on(grammars: Gram
     signal.pidfd_send_signal(child._pidfd, signal.SIGSTOP)
     job, next_job = hangs.ask(0, ()), goes_on.ask(3, spelled("1"))
     assert job.wait(time.monotonic() + LONG_S)
-    assert f"could not be computed within {LONG_S:g} s, the limit" in job.problem
+    assert says in job.problem
+    assert job.is_held_up == (computed_s == 0)
     assert next_job.wait(time.monotonic() + LONG_S)
     assert next_job.problem == ""
     assert (allowed_after(goes_on, 3, ()) == before).all(), "a new process knows what the text was"
+
+
+def test_what_a_process_has_computed_is_read_from_outside() -> None:
+    ours, theirs = socket.socketpair()
+    child = GrammarChild(ours, os.pidfd_open(os.getpid()))
+    before_s, began_s = child.cpu_s(), time.process_time()
+    while time.process_time() < began_s + 0.2:
+        pass
+    assert 0.1 < child.cpu_s() - before_s < time.process_time() - began_s + 0.1
+    child.kill = lambda: None  # type: ignore[method-assign]  # it is this process
+    child.close()
+    theirs.close()
+    assert child.cpu_s() == 0
 
 
 async def test_a_text_that_takes_too_much_computing_fails_by_its_budget_alone(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.core.batch import SamplingRow
-from engine.core.request import DrawnToken, SamplingParams
+from engine.core.request import DrawnToken, ProblemCause, SamplingParams
 from engine.kernels.host.compiled import Team
 from engine.kernels.host.token_draws import NOT_HERE, draw_tokens
 from engine.sampling.sampler import sample
@@ -87,5 +87,5 @@ def test_a_row_without_a_largest_number_ends_alone(value: float, place: int) -> 
     rules = [SamplingParams(seed=seed) for seed in range(3)]
     assert drawn(logits, rules) == [fine[0], NOT_HERE, fine[2]]
     tokens = sample(logits, [SamplingRow(params, position=7) for params in rules])
-    assert tokens[1].is_fault
+    assert tokens[1].cause is ProblemCause.DEFECT
     assert [tokens[0], tokens[2]] == [DrawnToken(fine[0]), DrawnToken(fine[2])]

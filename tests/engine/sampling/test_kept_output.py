@@ -14,7 +14,7 @@ from torch import Tensor
 
 from engine.core.batch import ForwardBatch, ForwardMode, OutputOpening, OutputRow, SamplingRow
 from engine.core.draft_trees import SpecRow
-from engine.core.request import DrawnToken, Request, SamplingParams
+from engine.core.request import DrawnToken, ProblemCause, Request, SamplingParams
 from engine.core.rows import Row, build_batch, sampling_row
 from engine.sampling.guided import GuidedSampler
 from engine.sampling.sampler import TokenCounts, sample
@@ -97,7 +97,7 @@ def test_a_row_about_an_unknown_output_fails_alone() -> None:
     stranger = SamplingRow(PENALTIES, 10, output=OutputRow(5, 7, (1,)))
     fine = sampling_row(request("b", (1, 2)), (3,))
     drawn = sampler(torch.zeros(2, VOCAB), [stranger, fine])
-    assert drawn[0].is_fault
+    assert drawn[0].cause is ProblemCause.DEFECT
     assert "does not know this request's output" in drawn[0].problem
     assert [drawn[1]] == sample(torch.zeros(1, VOCAB), [fine])
 
@@ -110,7 +110,7 @@ def test_what_was_kept_for_another_leader_is_void() -> None:
         logits, [sampling_row(second, (6,))]), "an opening begins anew"
     sampler.reset()
     (token,) = sampler(logits, [sampling_row(second, (6, 7), key=1, known=1, is_only=False)])
-    assert token.is_fault
+    assert token.cause is ProblemCause.DEFECT
 
 
 class Spy(GuidedSampler):

@@ -12,7 +12,7 @@ from typing import cast
 import pytest
 import torch
 
-from engine.core.request import Request, SamplingParams
+from engine.core.request import ProblemCause, Request, SamplingParams
 from engine.core.rows import sampling_row
 from engine.pipeline.ranks import StageRanks
 from engine.sampling.guided import GuidedSampler
@@ -231,7 +231,7 @@ def test_what_was_kept_of_requests_ends_with_their_leader() -> None:
     sampler(torch.zeros(1, 8), [sampling_row(request, (3,), key=1, is_only=False)])
     engine._connect([], 1)
     (token,) = sampler(torch.zeros(1, 8), [sampling_row(request, (3, 4), key=1, known=1, is_only=False)])
-    assert token.is_fault
+    assert token.cause is ProblemCause.DEFECT
 
 
 async def test_an_engine_that_meets_an_error_makes_the_pool_form_anew() -> None:
