@@ -159,9 +159,7 @@ class Admission:
                 pair = await placed
             return pair
         except TimeoutError:
-            if not self._directory.can_hold(request.context_tokens):
-                raise UnavailableError(f"no workers that hold {request.context_tokens} tokens are usable") from None
-            raise self._dropped(Refusal(Cause.WAIT, self.wait_s())) from None
+            raise self._dropped(request, Refusal(Cause.WAIT, self.wait_s())) from None
         finally:
             if pair is None:
                 self._abandon(waiter)
@@ -212,8 +210,11 @@ class Admission:
         }
         return CapacityError(texts[refusal.cause], resource="router queue", retry_after_s=refusal.retry_after_s)
 
-    def _dropped(self, refusal: Refusal) -> CapacityError:
+    def _dropped(self, request: AdmissibleRequest, refusal: Refusal) -> CapacityError | UnavailableError:
         """After it has waited."""
+        if refusal.cause is Cause.WAIT and not self._directory.can_hold(request.context_tokens):
+            self._metrics.dropped.labels(Cause.WORKERS).inc()
+            return UnavailableError(f"no workers that hold {request.context_tokens} tokens are usable")
         self._metrics.dropped.labels(refusal.cause).inc()
         text = "no pair of workers had room "
         text += "before its deadline" if refusal.cause is Cause.DEADLINE else f"for {self._limits.max_wait_s:g} s"
@@ -309,13 +310,13 @@ class Admission:
             return
         self._swept_s = now_s
         for waiter, refusal in self._line.drop_hopeless(self._rates(), now_s):
-            self._fail(waiter, self._dropped(refusal))
+            self._fail(waiter, self._dropped(waiter.item.request, refusal))
 
     def _drop_if_hopeless(self, waiter: Waiter[_Held], rates: Rates) -> bool:
         """Whether the one whose turn it is has been failed instead."""
         refusal = self._line.drop_if_hopeless(waiter, rates, self._clock.now())
         if refusal is not None:
-            self._fail(waiter, self._dropped(refusal))
+            self._fail(waiter, self._dropped(waiter.item.request, refusal))
         return refusal is not None
 
     def _fail_all(self) -> None:

@@ -3,6 +3,9 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
+
+import pytest
 
 from protos import types_pb2
 from router.request.admission import AdmissionLimits
@@ -76,8 +79,12 @@ async def test_others_do_not_wait_behind_one_whose_pool_is_away() -> None:
         await router.assert_nothing_left()
 
 
-async def test_whose_pool_stays_away_is_told_what_is_missing() -> None:
+@pytest.mark.parametrize("line_wait_s", [0.5, 0.2])
+async def test_whose_pool_stays_away_is_told_what_is_missing(line_wait_s: float) -> None:
+    """Whether its own wait ends first or the look through the line."""
     async with large_pool_away(max_wait_s=0.5) as router:
+        line = router.services.admission._line
+        line.limits = replace(line.limits, max_wait_s=line_wait_s)
         error = await router.failure(token_request(PROMPT, max_tokens=NEEDS_LARGE))
         assert isinstance(error, UnavailableError)
         assert "no workers that hold 100 tokens" in str(error)
