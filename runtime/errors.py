@@ -12,6 +12,7 @@
     ├── CapacityError           a queue or pool is full                        RESOURCE_EXHAUSTED
     ├── UnavailableError        draining, or no worker that could serve        UNAVAILABLE
     │   ├── DrainingError       leaves on purpose, hands its requests back     UNAVAILABLE
+    │   ├── HeldUpError         too late for one request, which moves         UNAVAILABLE
     │   └── PeerLostError       a process died in the middle of a request      ABORTED
     ├── HandoffError            a transfer failed and no retry is left         ABORTED
     │   └── IntegrityError      bytes arrived that are not the bytes sent      DATA_LOSS
@@ -128,6 +129,12 @@ class DrainingError(UnavailableError):
     """The process is leaving: what it refuses or hands back can go on elsewhere."""
 
     reason = "DRAINING"
+
+
+class HeldUpError(UnavailableError):
+    """A busy machine was late for one request, which may go on elsewhere; the process serves all others as before."""
+
+    reason = "HELD_UP"
 
 
 class PeerLostError(UnavailableError):

@@ -26,7 +26,7 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 # Why a session or a try may fail: reasons of `runtime.errors` that workers meet. Their counters stand at 0 from the
 # start: what appears with its first failure has no increase that an alert could see.
 FAILURES = ("ABORTED_BY_CLIENT", "DEADLINE_EXCEEDED", "DIGEST_MISMATCH", "DRAINING", "HANDOFF_FAILED",
-            "INCOMPATIBLE_PEER", "INTERNAL", "OUT_OF_CAPACITY", "PEER_LOST", "UNAVAILABLE")
+            "HELD_UP", "INCOMPATIBLE_PEER", "INTERNAL", "OUT_OF_CAPACITY", "PEER_LOST", "UNAVAILABLE")
 SESSION_FAILURES = tuple(reason.lower() for reason in FAILURES)
 
 
@@ -109,8 +109,8 @@ class RouterMetrics:
                              zeros=product(("prefill", "decode"), FAILURES)),
             migrations=_counter(
                 registry, "migrations",
-                "Requests that moved to another decode pool after theirs was lost.",
-                "type", "outcome", zeros=product(("lost", "drained"), ("resumed", "failed"))),
+                "Requests that moved to another decode pool: theirs was lost, drained or late.",
+                "type", "outcome", zeros=product(("lost", "drained", "held_up"), ("resumed", "failed"))),
             resumptions=_counter(registry, "resumptions", "Answers that another router began and that went on here."),
             discovery_errors=_counter(
                 registry, "discovery_errors",

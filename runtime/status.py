@@ -183,6 +183,7 @@ _BY_REASON: Mapping[str, _Builder] = {
     errors.CapacityError.reason: lambda m, d: errors.CapacityError(m, resource=d.facts.get("resource", "unknown"),
                                                                    retry_after_s=d.retry_after_s),
     errors.DrainingError.reason: lambda m, d: errors.DrainingError(m, retry_after_s=d.retry_after_s),
+    errors.HeldUpError.reason: lambda m, d: errors.HeldUpError(m, retry_after_s=d.retry_after_s),
     errors.UnavailableError.reason: lambda m, d: errors.UnavailableError(m, retry_after_s=d.retry_after_s),
     errors.PeerLostError.reason: lambda m, d: errors.PeerLostError(m, retry_after_s=d.retry_after_s),
     errors.HandoffError.reason: _named(errors.HandoffError),

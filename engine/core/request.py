@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
-from runtime.errors import FieldViolation, InternalError, InvalidRequestError, UnavailableError
+from runtime.errors import FieldViolation, HeldUpError, InternalError, InvalidRequestError
 from runtime.grammar import Grammar
 
 
@@ -95,9 +95,9 @@ class DrawnToken:
     cause: ProblemCause = ProblemCause.GRAMMAR
 
     @property
-    def error(self) -> InvalidRequestError | InternalError | UnavailableError | None:
+    def error(self) -> InvalidRequestError | InternalError | HeldUpError | None:
         if not self.problem:
             return None
         if self.cause is ProblemCause.GRAMMAR:
             return InvalidRequestError(FieldViolation("structured_output", self.problem))
-        return (InternalError if self.cause is ProblemCause.DEFECT else UnavailableError)(self.problem)
+        return (InternalError if self.cause is ProblemCause.DEFECT else HeldUpError)(self.problem)

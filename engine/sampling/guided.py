@@ -18,7 +18,7 @@ from engine.core.batch import ForwardBatch, ForwardMode, OutputRow, SamplingRow
 from engine.core.draft_trees import SpecInfo
 from engine.core.request import DrawnToken, ProblemCause
 from engine.sampling.sampler import Mask, TokenCounts, sample
-from runtime.errors import FieldViolation, InvalidRequestError, UnavailableError
+from runtime.errors import FieldViolation, HeldUpError, InvalidRequestError
 from runtime.grammar import Grammars, GuidedText, MaskJob, unpacked
 
 STEP_WAIT_S = 1.0  # for the masks of one step, behind its forward
@@ -141,7 +141,7 @@ class GuidedSampler:
             return _Drawing(self._mask(kept, kept.text, output), counts)
         except InvalidRequestError as error:
             kept.problem = error.violations[0].description
-        except UnavailableError as error:
+        except HeldUpError as error:
             kept.problem, kept.cause = str(error), ProblemCause.BUSY
         return _Drawing(problem=kept.problem, cause=kept.cause)
 
@@ -158,7 +158,7 @@ class GuidedSampler:
 
         Raises:
             InvalidRequestError: its grammar does not allow the output, or cannot be followed quickly enough.
-            UnavailableError: its process was not let compute in time.
+            HeldUpError: its process was not let compute in time.
         """
         job, path = kept.job, output.token_ids[len(kept.base.token_ids):]
         if job is not None:
@@ -169,13 +169,13 @@ class GuidedSampler:
         return unpacked(job.masks[path], self._vocab_size)
 
     def _wait(self, job: MaskJob, text: GuidedText) -> None:
-        """Raises InvalidRequestError and UnavailableError."""
+        """Raises InvalidRequestError and HeldUpError."""
         if self._deadline_s is None:
             self._deadline_s = time.monotonic() + STEP_WAIT_S
         if not job.wait(self._deadline_s):
             text.give_up(job, f"{STEP_WAIT_S:g} s of a step")
         if job.problem and job.is_held_up:
-            raise UnavailableError(job.problem)
+            raise HeldUpError(job.problem)
         if job.problem:
             raise InvalidRequestError(FieldViolation("structured_output", job.problem))
 

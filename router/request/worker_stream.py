@@ -28,6 +28,7 @@ from runtime.errors import (
     BatonError,
     DeadlineError,
     DrainingError,
+    HeldUpError,
     InternalError,
     InvalidRequestError,
     PeerLostError,
@@ -239,8 +240,8 @@ async def search(directory: Directory, attempt: Callable[[], Booking | None], wa
 
 
 def suspect(booking: Booking, error: BatonError) -> None:
-    """A worker whose stream broke gets nothing more until it reports again."""
-    if isinstance(error, UnavailableError):
+    """A worker whose stream broke gets nothing more until it reports again; one that was late for a request may."""
+    if isinstance(error, UnavailableError) and not isinstance(error, HeldUpError):
         booking.lost(str(error))
 
 
@@ -249,6 +250,13 @@ class MoveReason(StrEnum):
 
     LOST = "lost"
     DRAINED = "drained"
+    HELD_UP = "held_up"
+
+
+def _move_reason(error: BatonError) -> MoveReason:
+    if isinstance(error, DrainingError):
+        return MoveReason.DRAINED
+    return MoveReason.HELD_UP if isinstance(error, HeldUpError) else MoveReason.LOST
 
 
 @dataclass
@@ -259,7 +267,7 @@ class Migrations:
     them. Draws are keyed by seed and position, so what follows is what would have followed. A pair must serve the same
     weights in the same way: its compatibility digest fits that of the lost pool.
 
-    A request that loses pool after pool may be what kills them, so losses are bounded;
+    A request that loses pool after pool may be what kills them, or holds them up, so losses are bounded;
     pools that drain hand requests back on purpose, and do not count.
     """
 
@@ -279,9 +287,10 @@ class Migrations:
         self.ended()
         if not isinstance(error, UnavailableError | RequestAborted):
             raise error
-        self._under_way = MoveReason.DRAINED if isinstance(error, DrainingError) else MoveReason.LOST
-        self.num_lost += self._under_way is MoveReason.LOST
-        lost.lost(str(error))  # it gets nothing until it reports again
+        self._under_way = _move_reason(error)
+        self.num_lost += self._under_way is not MoveReason.DRAINED
+        if self._under_way is not MoveReason.HELD_UP:
+            lost.lost(str(error))  # it gets nothing until it reports again
         pair = None
         if self.num_lost <= self.limits.migrations:
             await asyncio.sleep(RETRY_PAUSE_S)

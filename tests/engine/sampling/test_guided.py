@@ -22,7 +22,7 @@ from engine.sampling import guided
 from engine.sampling.guided import GuidedSampler
 from engine.sampling.sampler import sample
 from engine.speculative.verify import draw_runs, sampling_at
-from runtime.errors import InternalError, InvalidRequestError, UnavailableError
+from runtime.errors import HeldUpError, InternalError, InvalidRequestError
 from runtime.grammar import Grammar, GrammarKind, Grammars, GuidedText, checking, load_grammars
 from tests.support.models.grammars import LONG_S, allowed_after, fresh_after, wait_long_for_masks
 from tests.support.models.guided import EOS, VOCAB_SIZE, spelled, write_character_tokenizer
@@ -228,7 +228,7 @@ def test_a_grammar_that_hangs_costs_the_others_of_its_batch_one_limit(grammars: 
     batch = build_batch(ForwardMode.DECODE, [Row(21, [0], 0, [1], 0, hung), Row(22, [0], 0, [2], 0, fine)])
     sampler.prepare(batch)
     failed, drawn = sampler(torch.zeros(2, VOCAB_SIZE), [hung, fine])
-    assert isinstance(failed.error, UnavailableError)
+    assert isinstance(failed.error, HeldUpError)
     assert "too busy to compute the next token of a grammar within 0.3 s of a step" in failed.problem
     assert (drawn.token_id, drawn.problem) == (ord("z"), "")
     sampler.reset()

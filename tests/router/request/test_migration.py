@@ -8,11 +8,13 @@ from itertools import accumulate
 import pytest
 
 from protos import generation_pb2, types_pb2
+from router.workers.worker import Worker
 from runtime.errors import (
     BatonError,
     CapacityError,
     DeadlineError,
     DrainingError,
+    HeldUpError,
     InternalError,
     PeerLostError,
     UnavailableError,
@@ -83,6 +85,21 @@ async def test_a_pool_that_drains_hands_its_requests_back(number: int) -> None:
             pool.at(Point.TOKEN, leaves)
         await answered_as_if_nothing_happened(router)
         assert router.metric("baton_migrations_total", type="drained", outcome="resumed") == 1
+
+
+@pytest.mark.parametrize("num_pools", [1, 2])
+async def test_a_pool_that_is_late_for_a_request_serves_the_others(num_pools: int,
+                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, pools = cluster(num_pools)
+    async with running_router(prefill, *pools) as router:
+        late = gives_up_at_token(3, HeldUpError("the machine was too busy"))
+        for pool in pools:
+            pool.at(Point.TOKEN, late)
+        lost: list[str] = []
+        monkeypatch.setattr(Worker, "lost", lambda _, reason: lost.append(reason))
+        await answered_as_if_nothing_happened(router)
+        assert not lost
+        assert router.metric("baton_migrations_total", type="held_up", outcome="resumed") == 1
 
 
 async def test_text_and_a_stop_string_cross_the_border() -> None:
