@@ -63,8 +63,8 @@ def kernels() -> Iterator[Kernel]:
     for dtype, of_one_type in itertools.product(STORED_AS, (
             delta_rule.chunks_for, delta_rule.steps_for, index_scores.scores_for, causal_conv.compiled_for,
             causal_conv.trees_for, eight_bits.compiled_for, token_passes.rotation_for, token_passes.tables_for,
-            token_passes.writes_for, rows.sum_for, rows.copies_for, rows.gathers_for, gates.gates_for, gates.norm_for,
-            gates.heads_for)):
+            token_passes.writes_for, rows.sum_for, rows.copies_for, rows.gathers_for, packing.arranges_for,
+            gates.gates_for, gates.norm_for, gates.heads_for)):
         yield Kernel(of_one_type, (dtype,))
     for dtype, other in itertools.product(STORED_AS, STORED_AS):
         yield Kernel(latent.compiled_for, (dtype, other))
@@ -94,6 +94,7 @@ def kernels_of(needs: ModelNeeds) -> Iterator[Kernel]:
         (needs.selects_keys, Kernel(index_scores.scores_for, (dtype,))),
         (needs.selects_keys, Kernel(index_scores.choice)),
         (True, Kernel(packing.compiled)),
+        (has_tiles(), Kernel(packing.arranges_for, (dtype,))),
         (True, Kernel(token_draws.compiled)),
         (draws, Kernel(program.load_runner)),
         (needs.attends or needs.attends_latent, Kernel(token_passes.tables_for, (dtype,))),

@@ -1,5 +1,5 @@
 """Weights as the products of the host read them: 16 rows' values side by side, so that one load is 16 columns of y, in
-eight segments of k of one length, or in fewer where a process holds a part of k only."""
+eight segments of k of one length, or in fewer where a process holds a part of k only; and rows of x that meet them."""
 
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -10,26 +10,31 @@ import torch.nn.functional as F
 from numba import carray, njit
 from torch import Tensor
 
-from engine.kernels.host import blocks
+from engine.kernels.host import blocks, strided
 from engine.kernels.host.blocks import turn
 from engine.kernels.host.compiled import (
     DONE,
     NEXT,
     PART,
+    STORED_AS,
     Team,
     compile_kernel,
     count_up,
     launch,
+    launch_integers,
     pointer_to,
     record,
     take_seat,
 )
 from engine.kernels.host.dot import BLOCK_STEP_BYTES, LANES
+from engine.kernels.host.strided import size_of
 
 SEGMENTS = 8
 
 _ARGUMENTS = record("num_blocks", "num_rows", "num_words", "num_segments", "segment_words", "segment_steps",
                     "matrix_words", "row_words", "weight", "out")
+_ROWS = record("num_rows", "num_terms", "row_stride", "num_segments", "own_terms", "filled_terms", "x", "out")
+_ITEM_ROWS = 16
 _WORD_BYTES = 4  # what one step takes of a row: two terms of bf16 or one of fp32
 
 
@@ -76,20 +81,61 @@ class Segments:
         """Whether nothing fills them up."""
         return self.num_terms == self.count * self.steps * self.step_terms
 
-    def arranged(self, x: Tensor) -> Tensor:
-        """x [..., num_terms] as [..., count * terms of a segment], terms side by side: a view where it lies
-        so already."""
-        if self.are_whole:
-            return x if x.stride(-1) == 1 else x.contiguous()
-        own, filled = self.own_terms, self.steps * self.step_terms
-        cut = F.pad(x, (0, self.count * own - self.num_terms)).view(*x.shape[:-1], self.count, own)
-        return F.pad(cut, (0, filled - own)).flatten(-2)
+    @cached_property
+    def terms(self) -> int:
+        """Of a segment, with what fills it up."""
+        return self.steps * self.step_terms
 
     def restored(self, x: Tensor) -> Tensor:
         """[..., num_terms] of what `arranged` returns."""
-        filled = self.steps * self.step_terms
-        cut = x.view(*x.shape[:-1], self.count, filled)[..., :self.own_terms]
+        cut = x.view(*x.shape[:-1], self.count, self.terms)[..., :self.own_terms]
         return cut.flatten(-2)[..., :self.num_terms]
+
+
+def arranged(x: Tensor, segments: Segments, team: Team) -> Tensor:
+    """x [..., K], bf16 or fp32, with K the segments' terms, as [..., count * terms of a segment], side by side: a view
+    where it lies so already, else with zeros for what fills the segments up."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    if segments.are_whole:
+        return x
+    rows = x.reshape(-1, segments.num_terms)
+    out = torch.empty(*x.shape[:-1], segments.count * segments.terms, dtype=x.dtype)
+    launch_integers(arranges_for(x.dtype), -(-len(rows) // _ITEM_ROWS), (
+        len(rows), segments.num_terms, rows.stride(0), segments.count, segments.own_terms, segments.terms,
+        rows.data_ptr(), out.data_ptr()), team)
+    return out
+
+
+@cache
+def arranges_for(dtype: torch.dtype):
+    stored = STORED_AS[dtype]
+
+    def work(pointer):
+        _arrange_rows(pointer, stored)
+
+    return compile_kernel(work, _ROWS, f"arrange_rows_{stored.__name__}", __file__, strided.__file__)
+
+
+@njit(**PART)
+def _arrange_rows(pointer, stored):
+    """One thread's part: a few rows at a time, until none is left."""
+    a = carray(pointer, 1)[0]
+    size = size_of(stored)
+    while True:
+        item = count_up(pointer, NEXT)
+        if item >= a.num_items:
+            return
+        for row in range(item * _ITEM_ROWS, min((item + 1) * _ITEM_ROWS, a.num_rows)):
+            for segment in range(a.num_segments):
+                start = min(segment * a.own_terms, a.num_terms)
+                count = min(a.own_terms, a.num_terms - start)
+                x = pointer_to(a.x + (row * a.row_stride + start) * size, stored)
+                out = pointer_to(a.out + (row * a.num_segments + segment) * a.filled_terms * size, stored)
+                for term in range(count):
+                    out[term] = x[term]
+                for term in range(count, a.filled_terms):
+                    out[term] = 0
+        count_up(pointer, DONE)
 
 
 def pack(weight: Tensor, segments: Segments, team: Team) -> Tensor:

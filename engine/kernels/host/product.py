@@ -27,7 +27,7 @@ from engine.kernels.host.amx import LAYOUT_BYTES
 from engine.kernels.host.compiled import STORED_AS, Team, launch_integers
 from engine.kernels.host.dot import BLOCK_STEP_BYTES, LANES
 from engine.kernels.host.eight_bits import CodedRows, coded, coded_blocks
-from engine.kernels.host.packing import SEGMENTS, Segments, pack
+from engine.kernels.host.packing import SEGMENTS, Segments, arranged, pack
 from engine.kernels.host.product_kernel import (
     SHARE_FIELDS,
     STREAM_ROWS,
@@ -182,7 +182,7 @@ class PackedGroup:
 def _operand(x: Tensor, segments: Segments, team: Team) -> tuple[Tensor, CodedRows | None]:
     """x as weights in these segments multiply it; where that is as codes, with what belongs to them."""
     if not segments.in_bytes:
-        return x if segments.are_whole and x.stride(-1) == 1 else segments.arranged(x), None
+        return x if segments.are_whole and x.stride(-1) == 1 else arranged(x, segments, team), None
     codes = coded(x, segments, team)
     return codes.codes, codes
 

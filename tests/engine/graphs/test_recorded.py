@@ -11,6 +11,7 @@ from torch import Tensor
 
 from engine.graphs.recorded import Arena, CannotRecordError, record
 from engine.kernels.host.compiled import Team
+from engine.kernels.host.product import PackedWeight
 from engine.kernels.host.program import Launch, Program
 from engine.kernels.host.rows import add_rows
 from engine.kernels.host.token_passes import rms_norm
@@ -104,3 +105,14 @@ def test_a_kernel_that_does_not_end_is_named() -> None:
     launches = [Launch(address, array("q", (5, 5, num_items, 0, 0, 0)).tobytes()) for num_items in (0, 2)]
     with pytest.raises(InternalError, match="kernel 1 of a recorded step ended after 0 of 2 parts"):
         Program(launches, torch.empty(0, dtype=torch.uint8), Team()).run()
+
+
+@pytest.mark.parametrize("num_terms", [128, 129, 777])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_are_launches_alone(num_terms: int, dtype: torch.dtype) -> None:
+    """Rows that are filled up with zeros on their way to the weights, too."""
+    weight = PackedWeight(torch.randn(40, num_terms).to(dtype), None, Team())
+    x = torch.randn(3, num_terms).to(dtype)
+    recording = record(lambda: weight.multiply(x), Arena())
+    assert recording.num_steps == 1
+    assert torch.equal(replayed(weight.multiply, x, x.neg()), weight.multiply(x.neg()))

@@ -13,7 +13,7 @@ from torch import Tensor
 from engine.kernels.host.amx import has_tiles
 from engine.kernels.host.compiled import Team
 from engine.kernels.host.dot import has_pair_products
-from engine.kernels.host.packing import Segments, pack
+from engine.kernels.host.packing import Segments, arranged, pack
 from engine.kernels.host.product import PackedWeight, arithmetic_class
 from engine.kernels.host.sums import earlier_sums
 from engine.kernels.plain_product import plain_product
@@ -181,9 +181,9 @@ def test_packing(dtype: torch.dtype, num_terms: int, multiple: int) -> None:
             segment, step = divmod(k // pair, own)
             expected[:, n // 16, segment * filled + step, n % 16, k % pair] = weight[:, n, k]
     assert torch.equal(blocks.view(expected.shape), expected)
-    assert torch.equal(segments.restored(segments.arranged(weight)), weight)
+    assert torch.equal(segments.restored(arranged(weight, segments, Team())), weight)
     kept = blocks.view(2, 2, 8 * filled, 16, pair).transpose(2, 3).reshape(2, 32, -1)[:, :19]
-    assert torch.equal(segments.arranged(weight), kept)
+    assert torch.equal(arranged(weight, segments, Team()), kept)
 
 
 @pytest.mark.parametrize("by_tiles", [True, False])
