@@ -11,7 +11,7 @@ by its stream of steps (`decode.steps`).
 import math
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from engine.memory.layout import bytes_per_page, travelling
 from pool.request.conversion import chunk_to_proto, in_vocabulary
 from pool.request.entry import DataRanks, Failed
 from pool.request.stay import (
+    EventPost,
     Inbox,
     RequestParts,
     SessionChanged,
@@ -312,6 +313,11 @@ async def _until(inbox: DecodeInbox, kind: type[ItemT], timeout_s: float | None)
                 continue  # an offer that crossed the commit is needless
 
 
+def _emit(post: EventPost, receive: Callable[[Event], None], event: Event) -> None:
+    """Tokens wait for those of the next steps, if these are short. Engine thread."""
+    post.put(receive, event, can_wait=isinstance(event, Drawn))
+
+
 def _receive(outlet: StepOutlet, inbox: DecodeInbox, event: Event) -> None:
     """What the engine did: the router gets what was drawn, the stay whatever ends it."""
     if isinstance(event, Drawn):
@@ -354,7 +360,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         ends_at_s = deadline_of(context, clock)
         feed = await self.feeds.named(opening.steps_id)
         outlet = StepOutlet(feed, opening.steps_key, 0 if source is None else 1 + len(replayed))
-        emit = partial(parts.post.put, partial(_receive, outlet, inbox))
+        emit = partial(_emit, parts.post, partial(_receive, outlet, inbox))
 
         async def take_place() -> DecodeStay | LocalStay:
             mine = parts.leader.compatibility.digest

@@ -10,6 +10,7 @@ import ctypes
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from types import TracebackType
@@ -44,6 +45,7 @@ ResponseT = TypeVar("ResponseT", covariant=True)
 OPEN_TIMEOUT_S = 10.0
 DRAIN_TIMEOUT_S = 30.0
 MAX_UNREAD = 16
+PACE_S = 0.004  # between two looks for what can wait
 LET_IN_S = 0.004  # since the engine's thread last gave way; more often the kernel sees to it
 
 
@@ -58,38 +60,58 @@ class SessionChanged:
 
 
 class EventPost:
-    """Takes the engine's events to the event loop, all of a step with one call: every call from another thread wakes
-    the loop, and that costs more than the event; a callback of the loop's own for each costs as much.
+    """Takes the engine's events to the event loop, all that wait at a time.
+
+    A call from another thread wakes the loop, and that costs more than the event, half as much as a step of a small
+    model. So behind a delivery the loop looks again by a timer of its own, for as long as it finds something, and what
+    can wait does so until then.
 
     Where both threads share a core, the loop's would wait until the engine's has used up its slice, 3 ms on Linux. So
-    the engine's lets it in, but not behind every one of many short steps: events that wait together go out together.
+    the engine's lets it in, but not behind every one of many short steps.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._events: list[tuple[Callable[..., object], object]] = []
+        self._events: deque[tuple[Callable[..., object], object]] = deque()  # both threads'
+        self._is_urgent = False
+        self._is_due = False  # the loop has been called, or looks again without; written by both threads
+        self._timer: asyncio.TimerHandle | None = None
         self._let_in_s = 0.0
 
-    def put(self, receive: Callable[[EventT], object], event: EventT) -> None:
-        """`receive(event)` on the event loop's thread, in order, after `flush`. Engine thread."""
+    def put(self, receive: Callable[[EventT], object], event: EventT, *, can_wait: bool = False) -> None:
+        """`receive(event)` on the event loop's thread, in order, after `flush`; or up to PACE_S later, if it
+        `can_wait`. Engine thread."""
         self._events.append((receive, event))
+        self._is_urgent = self._is_urgent or not can_wait
 
     def flush(self) -> None:
         """Before every wait and every forward. Engine thread."""
-        if self._events:
-            events, self._events = self._events, []
-            self._loop.call_soon_threadsafe(self._deliver, events)
-            if time.monotonic() - self._let_in_s >= LET_IN_S:
-                _give_way()
-                self._let_in_s = time.monotonic()
+        if not self._events:
+            return
+        if self._is_urgent or not self._is_due:
+            self._is_urgent, self._is_due = False, True
+            self._loop.call_soon_threadsafe(self._deliver)
+        if time.monotonic() - self._let_in_s >= LET_IN_S:
+            _give_way()
+            self._let_in_s = time.monotonic()
 
-    def _deliver(self, events: list[tuple[Callable[..., object], object]]) -> None:
-        for receive, event in events:
+    def _deliver(self) -> None:
+        for _ in range(len(self._events)):
+            receive, event = self._events.popleft()
             try:
                 receive(event)
             except Exception as error:  # noqa: BLE001 - as of every callback of the loop; the others get theirs
                 self._loop.call_exception_handler({"message": "an event of the engine was not taken",
                                                    "exception": error})
+        if self._timer is None:
+            self._timer = self._loop.call_later(PACE_S, self._look_again)
+
+    def _look_again(self) -> None:
+        """The engine's thread calls from here on, unless it has left something meanwhile."""
+        self._timer, self._is_due = None, False
+        if self._events:
+            self._is_due = True
+            self._deliver()
 
 
 def _give_way() -> None:

@@ -94,7 +94,6 @@ def kernels_of(needs: ModelNeeds) -> Iterator[Kernel]:
         (needs.selects_keys, Kernel(index_scores.scores_for, (dtype,))),
         (needs.selects_keys, Kernel(index_scores.choice)),
         (True, Kernel(packing.compiled)),
-        (has_tiles(), Kernel(packing.arranges_for, (dtype,))),
         (True, Kernel(token_draws.compiled)),
         (draws, Kernel(program.load_runner)),
         (needs.attends or needs.attends_latent, Kernel(token_passes.tables_for, (dtype,))),

@@ -259,10 +259,60 @@ async def test_the_loop_is_let_in_at_once_but_not_behind_every_step(monkeypatch:
     for event in ("first", "second"):
         post.put(taken.append, event)
         post.flush()
+    assert taken == ["way"]
+    await asyncio.sleep(0)
     monkeypatch.setattr(module, "LET_IN_S", 0.0)
     post.flush()  # nothing
     post.put(taken.append, "third")
     post.flush()
-    assert taken == ["way", "way"]
+    assert taken == ["way", "first", "second", "way"]
     await asyncio.sleep(0)
-    assert taken == ["way", "way", "first", "second", "third"]
+    assert taken == ["way", "first", "second", "way", "third"]
+
+
+async def test_what_can_wait_wakes_the_loop_once_and_is_found_by_its_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, seen, calls = asyncio.get_running_loop(), list[object](), list[object]()
+    post, wake = EventPost(loop), loop.call_soon_threadsafe
+
+    def called(*args: Any) -> None:  # noqa: ANN401 - as the loop has it
+        calls.append(args)
+        wake(*args)
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", called)
+
+    def step(event: object, *, can_wait: bool = True) -> None:
+        post.put(seen.append, event, can_wait=can_wait)
+        post.flush()
+
+    step("first")
+    await asyncio.sleep(0)
+    assert (seen, len(calls)) == (["first"], 1), "nobody is awake, so it goes at once"
+    step("second")
+    step("third")
+    await asyncio.sleep(0)
+    assert (seen, len(calls)) == (["first"], 1)
+    await until(lambda: seen == ["first", "second", "third"])
+    assert len(calls) == 1
+    step("fourth")
+    step("last", can_wait=False)
+    await asyncio.sleep(0)
+    assert (seen[3:], len(calls)) == (["fourth", "last"], 2), "what must not wait takes along what came before"
+    await asyncio.sleep(3 * module.PACE_S)
+    step("after a pause")
+    assert len(calls) == 3
+    await asyncio.sleep(0)
+    assert seen[5:] == ["after a pause"]
+
+
+async def test_nothing_is_lost_between_a_thread_that_posts_and_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "PACE_S", 0.0001)
+    seen, post = list[object](), EventPost(asyncio.get_running_loop())
+
+    def engine() -> None:
+        for number in range(20_000):
+            post.put(seen.append, number, can_wait=True)
+            post.flush()
+
+    await asyncio.to_thread(engine)
+    await until(lambda: len(seen) == 20_000)
+    assert seen == list(range(20_000))
