@@ -157,6 +157,10 @@ def _quoted(value: object) -> str:
     return json.dumps(text, ensure_ascii=False) if _QUOTED.intersection(text) else text
 
 
+# At level debug they have a line for each call, or for each instruction that is compiled.
+_TALKATIVE = ("grpc", "numba")
+
+
 def configure(*, level: str, style: LogStyle, role: str, stream: TextIO = sys.stderr) -> None:
     """Send all logs of this process to `stream`. Raises ConfigError for an unknown level."""
     if level not in LEVELS:
@@ -166,3 +170,5 @@ def configure(*, level: str, style: LogStyle, role: str, stream: TextIO = sys.st
     handler.setFormatter(JsonFormatter() if style is LogStyle.JSON else HumanFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     logging.captureWarnings(capture=True)
+    for library in _TALKATIVE:
+        logging.getLogger(library).setLevel(max(logging.INFO, logging.getLogger().level))

@@ -28,10 +28,12 @@ STYLES = list(LogStyle)
 @pytest.fixture(autouse=True)
 def restored_root_logger() -> Iterator[None]:
     root = logging.getLogger()
-    handlers, level = root.handlers[:], root.level
+    handlers = root.handlers[:]
+    levels = [(logger, logger.level) for logger in map(logging.getLogger, (None, "grpc", "numba"))]
     yield
     root.handlers[:] = handlers
-    root.setLevel(level)
+    for logger, level in levels:
+        logger.setLevel(level)
     logging.captureWarnings(capture=False)
 
 
@@ -46,6 +48,16 @@ def test_json_lines_carry_ids_and_fields() -> None:
     assert line == {"level": "info", "role": "decode", "logger": "x", "message": "took 3", "request_id": "r1",
                     "session_id": "s1", "pages": 4}
     assert not bound_ids()
+
+
+@pytest.mark.parametrize(("level", "lines"), [("debug", 2), ("error", 0)])
+def test_debug_is_not_what_libraries_note_of_each_instruction(level: str, lines: int) -> None:
+    stream = io.StringIO()
+    configure(level=level, style=LogStyle.HUMAN, role="decode", stream=stream)
+    logging.getLogger("numba.core.byteflow").debug("dispatch pc=0")
+    logging.getLogger("numba.core").info("what is rare")
+    logging.getLogger("decode").debug("ours")
+    assert len(stream.getvalue().splitlines()) == lines
 
 
 def test_human_lines_show_the_traceback() -> None:
