@@ -10,6 +10,7 @@ address was taken is no use to it.
 """
 
 import ctypes
+import logging
 import os
 import tempfile
 from array import array
@@ -30,6 +31,8 @@ from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
 from engine.kernels.host.alone import alone
 from runtime.errors import InternalError
+
+logger = logging.getLogger(__name__)
 
 _LIBRARY = Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 _FORM = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -175,7 +178,8 @@ def compile_kernel(work, arguments: np.dtype, name: str, *sources: str, numbers:
             return cfunc(**options, **if_missing, cache=True)(work)
     except (KernelLockedError, KernelMissingError):
         raise
-    except Exception:  # noqa: BLE001 - nowhere to keep it, a full disk, a damaged file: a fault of the code comes again
+    except Exception as error:  # noqa: BLE001 - nowhere to keep it, a full disk: a fault of the code comes again
+        logger.info("kernel %s is not kept, each process compiles it: %r", name, error)
         return cfunc(**options)(work)
 
 

@@ -174,7 +174,10 @@ def largest_of_rows(x: Tensor, team: Team) -> Tensor:
 
 @cache
 def maxima():
-    return compile_kernel(_find_largest, _MAXIMA, "largest_of_rows", __file__, numbers=STRICT)
+    def work(pointer):
+        _find_largest(pointer)
+
+    return compile_kernel(work, _MAXIMA, "largest_of_rows", __file__, numbers=STRICT)
 
 
 @njit(**STRICT_PART)
@@ -234,7 +237,10 @@ class RecordMoves:
 
 @cache
 def moves_for():
-    return compile_kernel(_move_records, _RECORDS, "move_records", __file__)
+    def work(pointer):
+        _move_records(pointer)
+
+    return compile_kernel(work, _RECORDS, "move_records", __file__)
 
 
 @njit(**PART)

@@ -63,7 +63,10 @@ def draw_tokens(logits: Tensor, rules: Sequence[Rule], team: Team) -> list[int]:
 
 @cache
 def compiled():
-    return compile_kernel(_draw_rows, _DRAWS, "draw_tokens", __file__, strided.__file__)
+    def work(pointer):
+        _draw_rows(pointer)
+
+    return compile_kernel(work, _DRAWS, "draw_tokens", __file__, strided.__file__)
 
 
 @njit(**PART)

@@ -5,6 +5,7 @@ import itertools
 import os
 import struct
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -27,6 +28,19 @@ from engine.kernels.host.kernel_list import Kernel, ModelNeeds, kernels, kernels
 from runtime.host_memory import HostMemory
 from runtime.tied import program
 
+FINDER = """
+import logging
+from engine.kernels.host.compiled import Attempt, KernelMissingError, trying
+from engine.kernels.host.kernel_list import kernels
+
+logging.basicConfig(level="INFO")
+for kernel in kernels():
+    try:
+        with trying(Attempt.LOAD):
+            kernel.load()
+    except KernelMissingError:
+        print(kernel)
+"""
 MISSING, LOCKED, THERE = KernelMissingError(), KernelLockedError(), None
 
 
@@ -163,3 +177,10 @@ def test_those_of_a_model_are_among_all() -> None:
     for dtype, flags in itertools.product((torch.bfloat16, torch.float32), itertools.product((False, True), repeat=6)):
         assert all(kernel in every for kernel in kernels_of(ModelNeeds(dtype, *flags)))
     assert not list(kernels_of(ModelNeeds(torch.float16, reads_prompts=True, attends=True)))
+
+
+def test_what_one_process_has_compiled_others_find() -> None:
+    for kernel in kernels():
+        kernel.load()
+    found = subprocess.run([sys.executable, "-c", FINDER], capture_output=True, text=True, check=True)
+    assert (found.stdout, found.stderr) == ("", "")
