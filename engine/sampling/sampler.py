@@ -21,8 +21,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.batch import ForwardBatch, ForwardMode, OutputRow, SamplingRow
+from engine.core.numerics import HOST
 from engine.core.request import DrawnToken, ProblemCause, TokenLogprobs
 from engine.kernels.host.compiled import Team
+from engine.kernels.host.rows import largest_of_rows
 from engine.kernels.host.token_draws import NOT_HERE, draw_tokens
 from engine.sampling.uniform import uniform
 from runtime.errors import InternalError
@@ -203,9 +205,13 @@ def takes_maximum(row: SamplingRow) -> bool:
 
 
 def _raw_maxima(logits: Tensor) -> list[DrawnToken]:
-    """All rows at once, where they are; one trip to the host."""
-    values, ids = logits.max(dim=-1)  # the first of equals; NaN counts as largest
-    largest_values, token_ids = torch.stack([values.double(), ids.double()]).tolist()
+    """All rows at once, where they are; one trip to the host. The first of equals; NaN counts as largest."""
+    if logits.device == HOST and logits.dtype is torch.float32 and logits.is_contiguous():
+        ids = largest_of_rows(logits, _TEAM)
+        largest_values, token_ids = logits.numpy()[np.arange(len(ids)), ids.numpy()].tolist(), ids.tolist()
+    else:
+        values, ids = logits.max(dim=-1)
+        largest_values, token_ids = torch.stack([values.double(), ids.double()]).tolist()
     return [DrawnToken(int(token_id)) if math.isfinite(value) else _fault(value)
             for value, token_id in zip(largest_values, token_ids, strict=True)]
 
