@@ -4,7 +4,7 @@
 # Ends within GPU_ALL_SECONDS (default 570), the most valuable parts first. A part that fails, or has no more time, leaves
 # the others running, and what it had reported until then is in the output folder: PART.txt, and PART.err for what it wrote
 # besides; summary.txt has a line for each. Needs the extra `gpu` (FlashInfer) and a CUDA toolkit for its just-in-time
-# kernels (nvcc on the PATH, or CUDA_HOME); no network.
+# kernels (CUDA_HOME, /usr/local/cuda or the wheels that the extra brings) and a C++ compiler; no network.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 2
 command -v nvidia-smi >/dev/null || { echo "$0 needs a machine with an NVIDIA GPU" >&2; exit 2; }
@@ -61,6 +61,15 @@ for name in ("torch", "triton", "flashinfer-python", "apache-tvm-ffi", "ninja", 
         print(name, "MISSING")
 PYTHON
 }
+
+# Where nvcc is a script elsewhere, FlashInfer takes that place for the toolkit's.
+wheels=$("$python" -c 'import nvidia; print(list(nvidia.__path__)[0])' 2>/dev/null)
+for home in "${CUDA_HOME:-}" /usr/local/cuda "${wheels:+$wheels/cu13}"; do
+    [[ -n $home && -x $home/bin/nvcc ]] || continue
+    export CUDA_HOME=$home
+    deploy/images/cuda_links.sh "$out/links" && export LIBRARY_PATH=$(realpath "$out/links")${LIBRARY_PATH:+:$LIBRARY_PATH}
+    break
+done
 
 roomy=${TMPDIR:-/tmp} # for a checkpoint of 16 GB: memory, where there is enough
 (($(df --output=avail -k /dev/shm 2>/dev/null | tail -n 1) > 32 << 20)) 2>/dev/null && roomy=/dev/shm

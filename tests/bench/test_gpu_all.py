@@ -10,22 +10,27 @@ SCRIPT = Path(__file__).parents[2] / "bench" / "gpu_all.sh"
 PARTS = ("warm", "tests", "model", "cluster", "layers", "handoff", "stages_ucx")
 PYTHON = """#!/bin/bash
 case "$*" in
+"-c import nvidia;"*) echo "$WHEELS" ;;
 *"$FAILS"*) echo half of it; echo why not >&2; exit 3 ;;
 *"$HANGS"*) echo half of it; sleep 300 ;;
 -c*) exit 1 ;;
 -) cat >/dev/null; echo torch 0 ;;
-*) echo "done: $*" ;;
+*) echo "done: $* $CUDA_HOME $LIBRARY_PATH" ;;
 esac
+"""
+CC = """#!/bin/bash
+cat >/dev/null
+while (($#)); do [[ $1 == -o ]] && echo "$*" >"$2"; shift; done
 """
 
 
 @pytest.fixture
 def machine(tmp_path: Path) -> dict[str, str]:
-    for name, text in (("nvidia-smi", "#!/bin/bash\necho a GPU\n"), ("python", PYTHON)):
+    for name, text in (("nvidia-smi", "#!/bin/bash\necho a GPU\n"), ("python", PYTHON), ("cc", CC)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
     return {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": str(tmp_path / "python"),
-            "FAILS": "nothing", "HANGS": "nothing"}
+            "FAILS": "nothing", "HANGS": "nothing", "WHEELS": "", "CUDA_HOME": "", "LIBRARY_PATH": ""}
 
 
 def run(machine: dict[str, str], out: Path, *parts: str) -> tuple[int, dict[str, str]]:
@@ -58,3 +63,22 @@ def test_parts_can_be_chosen(machine: dict[str, str], tmp_path: Path) -> None:
     status, ended = run(machine, tmp_path / "out", "tests", "layers")
     assert status == 0
     assert [name for name in ended if name in PARTS] == ["tests", "layers"]
+
+
+@pytest.mark.parametrize("comes_with_wheels", [True, False])
+def test_kernels_are_linked_where_only_cuda_runs(machine: dict[str, str], tmp_path: Path,
+                                                 comes_with_wheels: bool) -> None:  # noqa: FBT001
+    """By names that a linker looks for: the runtime's own, and a stand-in for the driver's."""
+    toolkit = tmp_path / "nvidia" / "cu13"
+    for file in (toolkit / "bin" / "nvcc", toolkit / "lib" / "libcudart.so.13"):
+        file.parent.mkdir(parents=True)
+        file.touch(0o755)
+    found = {"WHEELS": str(toolkit.parent)} if comes_with_wheels else {"CUDA_HOME": str(toolkit)}
+    out = tmp_path / "out"
+    status, _ = run({**machine, **found}, out, "layers")
+    assert status == 0
+    if Path("/usr/local/cuda/bin/nvcc").exists() and comes_with_wheels:
+        toolkit = Path("/usr/local/cuda")  # the machine's own comes first
+    assert (out / "layers.txt").read_text().split()[-2:] == [str(toolkit), f"{out}/links"]
+    assert (out / "links" / "libcudart.so").resolve().name.startswith("libcudart.so")
+    assert "-soname,libcuda.so.1" in (out / "links" / "libcuda.so").read_text()

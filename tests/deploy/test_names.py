@@ -275,6 +275,9 @@ def test_the_image_is_what_the_manifests_expect(documents: list[Document]) -> No
     assert extras
     for named in extras:
         assert {"ucx", "http", "otel", "vllm"} <= set(named.split(",")) <= project["optional-dependencies"].keys()
+    targets = set(re.findall(r"FROM \S+ AS (\S+)", dockerfile))
+    assert set(re.findall(r"--target (\S+)", dockerfile)) | {"default"} <= targets
+    assert dockerfile.rstrip().endswith("FROM base AS default")
     assert 'ENTRYPOINT ["python", "-m"]' in dockerfile
     for pod in pod_kinds(documents):
         context: dict[str, Any] = pod.spec["securityContext"]
