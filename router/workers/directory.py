@@ -118,7 +118,7 @@ class Directory:
 
     def _worker(self, role: WorkerRole, address: str) -> Worker:
         worker = Worker(role, address, self._connect(role, address), lambda: self._on_change(worker), self._clock,
-                        self._index_of(role))
+                        self._index_of(role), self._options.security.shown)
         return worker
 
     def _index_of(self, role: WorkerRole) -> PrefixIndex:

@@ -25,6 +25,7 @@ from router.workers.worker import Worker, WorkerRole
 from runtime.clock import ManualClock
 from runtime.digests import block_names
 from runtime.metrics import RouterMetrics
+from runtime.version import WIRE_VERSION
 from tests.router.harness import FACTS, worker_info
 
 
@@ -276,6 +277,18 @@ async def test_a_worker_with_another_tokenizer_is_refused_by_both_digests(theirs
     if not accepted:
         assert known.prefill.problem == ("it has another tokenizer: the digest of its tokenizer.json is a, "
                                          "the router's b")
+
+
+@pytest.mark.parametrize(("version", "accepted"), [(0, False), (WIRE_VERSION, True), (WIRE_VERSION + 1, False)])
+async def test_a_worker_that_takes_requests_in_another_way_is_refused_by_both_versions(version: int, *,
+                                                                                      accepted: bool) -> None:
+    known = Known()
+    known.prefill.introduced(worker_info(WorkerRole.PREFILL, wire_version=version), FACTS)
+    known.prefill.reported(worker_pb2.WorkerLoad(serving=True))
+    assert known.prefill.is_usable == accepted
+    if not accepted:
+        assert known.prefill.problem == ("it takes requests in another way than this router gives them: its wire "
+                                         f"version is {version}, the router's {WIRE_VERSION}")
 
 
 @pytest.mark.parametrize(("theirs", "ours", "accepted"), [((1, 2), (2, 1), True), ((), (1,), True), ((1,), (), False),
