@@ -19,7 +19,6 @@ from prometheus_client import CollectorRegistry, Counter
 
 from decode.outlet import DecodeOutlet
 from pool.request.router_call import Opening, RequestKind, RouterCall
-from prefill.outlet import PrefillOutlet
 from protos import (
     decode_pb2,
     decode_pb2_grpc,
@@ -145,13 +144,14 @@ class SourcePrefill(prefill_pb2_grpc.PrefillServicer):
                 yield prefill_pb2.PrefillEvents(events=events)
 
     async def _run(self, opening: Opening[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent]) -> None:
-        outlet, num_tokens = PrefillOutlet(opening.outlet), len(opening.input.open.request.prompt_token_ids)
-        outlet.started(prefill_pb2.PrefillStarted(terms=transfer_pb2.SourceTerms(
-            compatibility="source", page_size=64, num_tokens=num_tokens)))
+        key, num_tokens = opening.outlet.key, len(opening.input.open.request.prompt_token_ids)
+        opening.outlet.send(prefill_pb2.PrefillEvent(key=key, started=prefill_pb2.PrefillStarted(
+            terms=transfer_pb2.SourceTerms(compatibility="source", page_size=64, num_tokens=num_tokens))))
         async for token_id in self._steps.tokens(1):
-            outlet.first_token(prefill_pb2.PrefillFirstToken(token=types_pb2.TokenChunk(token_ids=[token_id])))
+            opening.outlet.send(prefill_pb2.PrefillEvent(key=key, first_token=prefill_pb2.PrefillFirstToken(
+                token=types_pb2.TokenChunk(token_ids=[token_id]))))
         await opening.inbox.get(None, "the destination terms")
-        outlet.sent(prefill_pb2.PrefillSent())
+        opening.outlet.send(prefill_pb2.PrefillEvent(key=key, sent=prefill_pb2.PrefillSent()))
         await opening.inbox.get(None, "the release")
 
 

@@ -24,8 +24,7 @@ from engine.core.request import FinishReason, Request
 from engine.memory.layout import bytes_per_page, travelling
 from pool.request.conversion import chunk_to_proto, in_vocabulary
 from pool.request.entry import DataRanks, Failed
-from pool.request.inbox import Inbox, SessionChanged
-from pool.request.router_call import Opening, RequestKind, RouterCall
+from pool.request.router_call import Inbox, Opening, RequestKind, RouterCall, SessionChanged
 from pool.request.stay import RequestParts, read_request, serve
 from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc, types_pb2

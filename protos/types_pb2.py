@@ -22,10 +22,9 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
-from google.protobuf import any_pb2 as google_dot_protobuf_dot_any__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/types.proto\x12\x08\x62\x61ton.v1\x1a\x19google/protobuf/any.proto\"\xc1\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12;\n\nlogit_bias\x18\t \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seed\"\xb6\x01\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x17\n\nignore_eos\x18\x05 \x01(\x08H\x02\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eos\"E\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x42\t\n\x07grammar\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"C\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12!\n\x03top\x18\x02 \x03(\x0b\x32\x14.baton.v1.TopLogprob\"f\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12)\n\x08logprobs\x18\x03 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\"\xc6\x03\n\rEngineRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x12\n\nmin_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x1d\n\x10num_top_logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x16\n\tspeculate\x18\t \x01(\x08H\x01\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\n \x01(\rH\x02\x88\x01\x01\x12\x35\n\x11structured_output\x18\x0b \x01(\x0b\x32\x1a.baton.v1.StructuredOutput\x12\x19\n\x0cprefix_cache\x18\x0c \x01(\x08H\x03\x88\x01\x01\x12\x12\n\ncache_salt\x18\r \x01(\tB\x13\n\x11_num_top_logprobsB\x0c\n\n_speculateB\x16\n\x14_num_prompt_logprobsB\x0f\n\r_prefix_cache\"c\n\x0eRequestContext\x12\x18\n\x0btime_left_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x02 \x01(\t\x12\x12\n\ntracestate\x18\x03 \x01(\tB\x0e\n\x0c_time_left_s\"\x12\n\x10RequestCancelled\"T\n\x0cRequestEnded\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12%\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32\x14.google.protobuf.Any\"J\n\nTokenChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12)\n\x08logprobs\x18\x02 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\"\xe5\x02\n\x07Timings\x12\x1b\n\x0erouter_queue_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x0fprefill_queue_s\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x16\n\tprefill_s\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x16\n\treserve_s\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12transfer_exposed_s\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1b\n\x0e\x64\x65\x63ode_queue_s\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x15\n\x08\x64\x65\x63ode_s\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x14\n\x07total_s\x18\x08 \x01(\x01H\x07\x88\x01\x01\x42\x11\n\x0f_router_queue_sB\x12\n\x10_prefill_queue_sB\x0c\n\n_prefill_sB\x0c\n\n_reserve_sB\x15\n\x13_transfer_exposed_sB\x11\n\x0f_decode_queue_sB\x0b\n\t_decode_sB\n\n\x08_total_s\"i\n\x0c\x44\x61taRankLoad\x12\x17\n\x0fqueued_requests\x18\x01 \x01(\r\x12\x18\n\x10running_requests\x18\x02 \x01(\r\x12\x12\n\npages_free\x18\x03 \x01(\r\x12\x12\n\nslots_free\x18\x04 \x01(\r*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x42\x46\n\x08\x62\x61ton.v1P\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42TN\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xea\x02\tBaton::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x62\x61ton/v1/types.proto\x12\x08\x62\x61ton.v1\"\xc1\x03\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x02H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x02H\x03\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x05 \x01(\x02H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x02H\x05\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x07 \x01(\x02H\x06\x88\x01\x01\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x07\x88\x01\x01\x12;\n\nlogit_bias\x18\t \x03(\x0b\x32\'.baton.v1.SamplingParams.LogitBiasEntry\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x02:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x14\n\x12_frequency_penaltyB\x13\n\x11_presence_penaltyB\x15\n\x13_repetition_penaltyB\x07\n\x05_seed\"\xb6\x01\n\x0eStopConditions\x12\x17\n\nmax_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x14\n\x0cstop_strings\x18\x03 \x03(\t\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x17\n\nignore_eos\x18\x05 \x01(\x08H\x02\x88\x01\x01\x42\r\n\x0b_max_tokensB\r\n\x0b_min_tokensB\r\n\x0b_ignore_eos\"E\n\x10StructuredOutput\x12\x15\n\x0bjson_schema\x18\x01 \x01(\tH\x00\x12\x0f\n\x05regex\x18\x02 \x01(\tH\x00\x42\t\n\x07grammar\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"/\n\nTopLogprob\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"C\n\rTokenLogprobs\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12!\n\x03top\x18\x02 \x03(\x0b\x32\x14.baton.v1.TopLogprob\"f\n\x0ePromptLogprobs\x12\x16\n\x0e\x66irst_position\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12)\n\x08logprobs\x18\x03 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\"\xc6\x03\n\rEngineRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12*\n\x08sampling\x18\x03 \x01(\x0b\x32\x18.baton.v1.SamplingParams\x12\x12\n\nmax_tokens\x18\x04 \x01(\r\x12\x12\n\nmin_tokens\x18\x05 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x06 \x03(\r\x12\x1d\n\x10num_top_logprobs\x18\x07 \x01(\rH\x00\x88\x01\x01\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x16\n\tspeculate\x18\t \x01(\x08H\x01\x88\x01\x01\x12 \n\x13num_prompt_logprobs\x18\n \x01(\rH\x02\x88\x01\x01\x12\x35\n\x11structured_output\x18\x0b \x01(\x0b\x32\x1a.baton.v1.StructuredOutput\x12\x19\n\x0cprefix_cache\x18\x0c \x01(\x08H\x03\x88\x01\x01\x12\x12\n\ncache_salt\x18\r \x01(\tB\x13\n\x11_num_top_logprobsB\x0c\n\n_speculateB\x16\n\x14_num_prompt_logprobsB\x0f\n\r_prefix_cache\"c\n\x0eRequestContext\x12\x18\n\x0btime_left_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x13\n\x0btraceparent\x18\x02 \x01(\t\x12\x12\n\ntracestate\x18\x03 \x01(\tB\x0e\n\x0c_time_left_s\"\x12\n\x10RequestCancelled\"U\n\x0cRequestEnded\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12&\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32\x15.baton.v1.ErrorDetail\".\n\x0b\x45rrorDetail\x12\x10\n\x08type_url\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"J\n\nTokenChunk\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12)\n\x08logprobs\x18\x02 \x03(\x0b\x32\x17.baton.v1.TokenLogprobs\"\xe5\x02\n\x07Timings\x12\x1b\n\x0erouter_queue_s\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x1c\n\x0fprefill_queue_s\x18\x02 \x01(\x01H\x01\x88\x01\x01\x12\x16\n\tprefill_s\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x16\n\treserve_s\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12transfer_exposed_s\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1b\n\x0e\x64\x65\x63ode_queue_s\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x15\n\x08\x64\x65\x63ode_s\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x14\n\x07total_s\x18\x08 \x01(\x01H\x07\x88\x01\x01\x42\x11\n\x0f_router_queue_sB\x12\n\x10_prefill_queue_sB\x0c\n\n_prefill_sB\x0c\n\n_reserve_sB\x15\n\x13_transfer_exposed_sB\x11\n\x0f_decode_queue_sB\x0b\n\t_decode_sB\n\n\x08_total_s\"i\n\x0c\x44\x61taRankLoad\x12\x17\n\x0fqueued_requests\x18\x01 \x01(\r\x12\x18\n\x10running_requests\x18\x02 \x01(\r\x12\x12\n\npages_free\x18\x03 \x01(\r\x12\x12\n\nslots_free\x18\x04 \x01(\r*z\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x12\x19\n\x15\x46INISH_REASON_ABORTED\x10\x03\x42\x46\n\x08\x62\x61ton.v1P\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42TN\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xea\x02\tBaton::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,36 +34,38 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._serialized_options = b'\n\010baton.v1P\001Z\020baton/v1;batonv1\242\002\003BTN\252\002\010Baton.V1\312\002\010Baton\\V1\352\002\tBaton::V1'
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2223
-  _globals['_FINISHREASON']._serialized_end=2345
-  _globals['_SAMPLINGPARAMS']._serialized_start=62
-  _globals['_SAMPLINGPARAMS']._serialized_end=511
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=342
-  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=390
-  _globals['_STOPCONDITIONS']._serialized_start=514
-  _globals['_STOPCONDITIONS']._serialized_end=696
-  _globals['_STRUCTUREDOUTPUT']._serialized_start=698
-  _globals['_STRUCTUREDOUTPUT']._serialized_end=767
-  _globals['_TOKENIDS']._serialized_start=769
-  _globals['_TOKENIDS']._serialized_end=792
-  _globals['_TOPLOGPROB']._serialized_start=794
-  _globals['_TOPLOGPROB']._serialized_end=841
-  _globals['_TOKENLOGPROBS']._serialized_start=843
-  _globals['_TOKENLOGPROBS']._serialized_end=910
-  _globals['_PROMPTLOGPROBS']._serialized_start=912
-  _globals['_PROMPTLOGPROBS']._serialized_end=1014
-  _globals['_ENGINEREQUEST']._serialized_start=1017
-  _globals['_ENGINEREQUEST']._serialized_end=1471
-  _globals['_REQUESTCONTEXT']._serialized_start=1473
-  _globals['_REQUESTCONTEXT']._serialized_end=1572
-  _globals['_REQUESTCANCELLED']._serialized_start=1574
-  _globals['_REQUESTCANCELLED']._serialized_end=1592
-  _globals['_REQUESTENDED']._serialized_start=1594
-  _globals['_REQUESTENDED']._serialized_end=1678
-  _globals['_TOKENCHUNK']._serialized_start=1680
-  _globals['_TOKENCHUNK']._serialized_end=1754
-  _globals['_TIMINGS']._serialized_start=1757
-  _globals['_TIMINGS']._serialized_end=2114
-  _globals['_DATARANKLOAD']._serialized_start=2116
-  _globals['_DATARANKLOAD']._serialized_end=2221
+  _globals['_FINISHREASON']._serialized_start=2245
+  _globals['_FINISHREASON']._serialized_end=2367
+  _globals['_SAMPLINGPARAMS']._serialized_start=35
+  _globals['_SAMPLINGPARAMS']._serialized_end=484
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=315
+  _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_end=363
+  _globals['_STOPCONDITIONS']._serialized_start=487
+  _globals['_STOPCONDITIONS']._serialized_end=669
+  _globals['_STRUCTUREDOUTPUT']._serialized_start=671
+  _globals['_STRUCTUREDOUTPUT']._serialized_end=740
+  _globals['_TOKENIDS']._serialized_start=742
+  _globals['_TOKENIDS']._serialized_end=765
+  _globals['_TOPLOGPROB']._serialized_start=767
+  _globals['_TOPLOGPROB']._serialized_end=814
+  _globals['_TOKENLOGPROBS']._serialized_start=816
+  _globals['_TOKENLOGPROBS']._serialized_end=883
+  _globals['_PROMPTLOGPROBS']._serialized_start=885
+  _globals['_PROMPTLOGPROBS']._serialized_end=987
+  _globals['_ENGINEREQUEST']._serialized_start=990
+  _globals['_ENGINEREQUEST']._serialized_end=1444
+  _globals['_REQUESTCONTEXT']._serialized_start=1446
+  _globals['_REQUESTCONTEXT']._serialized_end=1545
+  _globals['_REQUESTCANCELLED']._serialized_start=1547
+  _globals['_REQUESTCANCELLED']._serialized_end=1565
+  _globals['_REQUESTENDED']._serialized_start=1567
+  _globals['_REQUESTENDED']._serialized_end=1652
+  _globals['_ERRORDETAIL']._serialized_start=1654
+  _globals['_ERRORDETAIL']._serialized_end=1700
+  _globals['_TOKENCHUNK']._serialized_start=1702
+  _globals['_TOKENCHUNK']._serialized_end=1776
+  _globals['_TIMINGS']._serialized_start=1779
+  _globals['_TIMINGS']._serialized_end=2136
+  _globals['_DATARANKLOAD']._serialized_start=2138
+  _globals['_DATARANKLOAD']._serialized_end=2243
 # @@protoc_insertion_point(module_scope)

@@ -1,17 +1,23 @@
-"""The calls that a server has under way: counted, traced, waited for by a drain, and ended by it.
+"""The calls that a server has under way: counted, traced, waited for by a drain, and ended by it (`CallLedger`).
 
 Requests that share one gRPC call (`Prefill.Serve`, `Decode.Serve`) count as calls of their own, under a method name of
-their own: that they share one is nothing that a drain, a metric or a trace has to know.
+their own: that they share one is nothing that a drain, a metric or a trace has to know. Each end of a call that is
+shared has a `SendQueue` of what waits to be sent: whatever is due together goes into one message, in order for each
+request. An end that is read slowly sends fewer and longer messages. What waits for a request is bounded by what the
+request may send, and how many requests there are by whoever opens them.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import grpc
+from prometheus_client import Counter, Gauge, Histogram
 
 from runtime.errors import BatonError, DrainingError, InternalError, InvalidRequestError
 from runtime.intake import Seats
@@ -22,12 +28,36 @@ from runtime.tracing import UNTRACED, Metadata, Tracing
 
 logger = logging.getLogger(__name__)
 
+ItemT = TypeVar("ItemT")
+
+
+@dataclass
+class _MethodMeter:
+    """The instruments of one method: looked up once and not for every call."""
+
+    method: str
+    requests: Counter
+    seconds: Histogram
+    running: Gauge
+    _by_code: dict[str, Counter] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, metrics: RpcMetrics, method: str) -> "_MethodMeter":
+        return cls(method, metrics.requests, metrics.seconds.labels(method), metrics.running.labels(method))
+
+    def ended(self, code: str, seconds: float) -> None:
+        if code not in self._by_code:
+            self._by_code[code] = self.requests.labels(self.method, code)
+        self._by_code[code].inc()
+        self.seconds.observe(seconds)
+
 
 @dataclass(eq=False)
 class OpenCall:
     """One under way, from `CallLedger.begin` to `CallLedger.over`. `expelled`: what the server ended it with."""
 
     method: str
+    meter: _MethodMeter
     task: "asyncio.Task[object]"
     expelled: BatonError | None = None
 
@@ -48,6 +78,7 @@ class CallLedger:
         self._metrics = metrics
         self._tracing = tracing
         self._background = background
+        self._meters: dict[str, _MethodMeter] = {}
         self._calls: dict[OpenCall, None] = {}
         self._num_counted = 0  # of them, those that are not in the background
         self._quiet = asyncio.Event()
@@ -93,9 +124,11 @@ class CallLedger:
         """In the task that serves it."""
         task = asyncio.current_task()
         assert task is not None
-        call = OpenCall(method, task)
+        if (meter := self._meters.get(method)) is None:
+            meter = self._meters[method] = _MethodMeter.of(self._metrics, method)
+        call = OpenCall(method, meter, task)
         self._calls[call] = None
-        self._metrics.in_flight(method).inc()
+        meter.running.inc()
         if method not in self._background:
             self._num_counted += 1
             self._quiet.clear()
@@ -106,7 +139,7 @@ class CallLedger:
         if call not in self._calls:
             return
         del self._calls[call]
-        self._metrics.in_flight(call.method).dec()
+        call.meter.running.dec()
         if call.method not in self._background:
             self._num_counted -= 1
             if not self._num_counted:
@@ -135,7 +168,7 @@ class CallLedger:
                 failure = failed(call.method, error)
             finally:
                 code = code if failure is None else failure.code
-                self._metrics.ended(call.method, code.name, time.monotonic() - started)
+                call.meter.ended(code.name, time.monotonic() - started)
                 span.note(grpc_code=code.name)
             if failure is not None:
                 span.fail(failure.code.name)
@@ -169,3 +202,79 @@ def _let_go(error: BaseException | None) -> None:
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
+
+
+@dataclass(frozen=True)
+class MessageLimits:
+    """Of one message: as many items as its reader handles without a pause, and no more weight, in whatever its sender
+    counts, but for an item that has more by itself."""
+
+    max_items: int
+    max_weight: int
+
+
+class SendQueue(Generic[ItemT]):
+    """One reader, on the event loop's thread, as everybody else."""
+
+    def __init__(self, limits: MessageLimits) -> None:
+        self._limits = limits
+        self._waiting: dict[int, deque[tuple[ItemT, int]]] = {}  # with weights; by key, in order of their first items
+        self._reader: asyncio.Future[None] | None = None  # that waits for an item
+        self._is_closed = False
+        self._error: Exception | None = None
+
+    def __len__(self) -> int:
+        """Requests for which something waits."""
+        return len(self._waiting)
+
+    def put(self, key: int, item: ItemT, weight: int = 1) -> None:
+        """Never waits."""
+        items = self._waiting.get(key)
+        if items is None:
+            self._waiting[key] = items = deque()
+        items.append((item, weight))
+        self._wake()
+
+    def newest(self, key: int) -> ItemT | None:
+        """The last item that waits for this request: more may still be put into it."""
+        items = self._waiting.get(key)
+        return items[-1][0] if items else None
+
+    def drop(self, key: int) -> tuple[ItemT, ...]:
+        """Send none of what waits for this request; returns it."""
+        return tuple(item for item, _ in self._waiting.pop(key, ()))
+
+    def close(self, error: Exception | None = None) -> None:
+        """Nothing more will be put; with an error, nothing more will be sent. Only the first call counts."""
+        if not self._is_closed:
+            self._is_closed, self._error = True, error
+            self._wake()
+
+    async def take(self) -> list[ItemT]:
+        """The items of the next message; none when the queue is closed and all were taken. Raises the error that it was
+        closed with."""
+        while not self._waiting and not self._is_closed:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+            await asyncio.sleep(0)  # whoever was woken together with this has something to send, too
+        if self._error is not None:
+            raise self._error
+        return self._message()
+
+    def _message(self) -> list[ItemT]:
+        taken, total = list[ItemT](), 0
+        while self._waiting and len(taken) < self._limits.max_items:
+            key, items = next(iter(self._waiting.items()))
+            item, weight = items[0]
+            total += weight
+            if taken and total > self._limits.max_weight:
+                break
+            taken.append(item)
+            items.popleft()
+            if not items:
+                del self._waiting[key]
+        return taken
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)

@@ -80,6 +80,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
         self._seats = Seats("calls", limits.max_calls, limits.max_held_bytes)
         self._background_seats = Seats("endless calls", _MAX_BACKGROUND_CALLS, limits.max_held_bytes)
         self._open_seats: dict[str, Seats] = {}
+        self._guarded_handlers: dict[str, tuple[object, Any]] = {}  # by method: what is guarded, and the guarded one
         self.calls = CallLedger(self._seats, metrics, tracing, background_methods)
 
     async def intercept_service(
@@ -90,7 +91,11 @@ class CallGuard(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
-        guarded: Handler[RequestT, ResponseT] = self._guarded(handler_call_details.method, handler)
+        method = handler_call_details.method
+        known = self._guarded_handlers.get(method)
+        if known is None or known[0] is not handler:
+            known = self._guarded_handlers[method] = handler, self._guarded(method, handler)
+        guarded: Handler[RequestT, ResponseT] = known[1]
         return guarded
 
     def _guarded(self, method: str, handler: Any) -> Any:  # noqa: ANN401 (gRPC's four handler kinds share no type)

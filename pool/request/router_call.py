@@ -4,7 +4,7 @@
 Each request has a task of its own, a place in the server's `CallLedger` as a call has, and exactly one end, unless the
 router gives it up. An error of one ends no other. What a request sends waits here and goes out with what the others do;
 unread it costs no more than its request may send, since tokens join (`decode.outlet`) and scores are held back
-(`prefill.outlet`). When the call ends, so do its requests.
+(`prefill.service`). When the call ends, so do its requests.
 
 What a router may get wrong: a message for a request that is over crossed its end, and is dropped; one that a request
 cannot take ends that request; a key that was used before, and more inputs than a message may have, end the call:
@@ -13,29 +13,92 @@ nothing that it says can be trusted.
 
 import asyncio
 import math
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextvars import Context
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from google.protobuf.message import Message
 from prometheus_client import Counter
 
-from pool.request.inbox import MAX_UNREAD, Inbox
 from protos import decode_pb2, prefill_pb2, types_pb2
-from runtime.calls import CallLedger, OpenCall
+from runtime.calls import CallLedger, MessageLimits, OpenCall, SendQueue
 from runtime.errors import CapacityError, DeadlineError, FieldViolation, InvalidRequestError
-from runtime.send_queue import MessageLimits, SendQueue
 from runtime.status import RpcFailure
 from runtime.tracing import Metadata
 
 InputT = TypeVar("InputT", prefill_pb2.PrefillInput, decode_pb2.DecodeInput)
 EventT = TypeVar("EventT", prefill_pb2.PrefillEvent, decode_pb2.DecodeEvent)
+HappenedT = TypeVar("HappenedT")
 
+MAX_UNREAD = 32  # of one request: a handful, and reads of as many scores as are under way
 MAX_OPEN = 1024  # requests of one router, and as many again that are refused until it has read so
 MAX_INPUTS = 1024  # per message
 MAX_EVENTS, MAX_TOKENS = 256, 16384  # per message: a router handles one without a pause, and takes it with all logprobs
 END_S = 5.0  # for its requests to end after the call has
 LATE_S = 0.25  # behind its deadline: whatever waits within a request ends first, and says for what
+
+
+@dataclass(frozen=True)
+class SessionChanged:
+    """A stage reported; the session holds what."""
+
+
+class Inbox(Generic[InputT, HappenedT]):
+    """The router's messages, the engine's events and the session's reports. One reader; event loop's thread.
+
+    A request makes as many entries as it has tokens and stages, so these need no bound of their own. Of the router's
+    messages `MAX_UNREAD` are kept.
+    """
+
+    def __init__(self, expired: Counter) -> None:
+        """`expired` counts waits that took too long."""
+        self._expired = expired
+        self._items: deque[InputT | HappenedT | SessionChanged] = deque()
+        self._num_unread = 0  # messages among them
+        self._reader: asyncio.Future[None] | None = None  # that waits for an item
+
+    def received(self, message: InputT) -> bool:
+        """From the router. False if more are unread than a router sends."""
+        if self._num_unread >= MAX_UNREAD:
+            return False
+        self._num_unread += 1
+        self._put(message)
+        return True
+
+    def happened(self, event: HappenedT) -> None:
+        """Of the engine."""
+        self._put(event)
+
+    def session_changed(self) -> None:
+        self._put(SessionChanged())
+
+    async def get(self, timeout_s: float | None, waiting_for: str) -> InputT | HappenedT | SessionChanged:
+        """The next thing that happened. `timeout_s` None waits as long as the request lives.
+
+        Raises:
+            DeadlineError: nothing happened in time; the message names what was waited for.
+        """
+        if not self._items:
+            await self._wait(timeout_s, waiting_for)
+        item = self._items.popleft()
+        self._num_unread -= isinstance(item, Message)
+        return item
+
+    async def _wait(self, timeout_s: float | None, waiting_for: str) -> None:
+        self._reader = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._reader
+        except TimeoutError:
+            self._expired.inc()
+            raise DeadlineError(f"gave up waiting for {waiting_for}") from None
+
+    def _put(self, item: InputT | HappenedT | SessionChanged) -> None:
+        self._items.append(item)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
 
 
 class Outlet(Generic[EventT]):

@@ -1,7 +1,7 @@
 """A request's stay on a pool, the same for both roles: how it begins, what happens to it, how it ends.
 
 `read_request` checks what is asked before any work; `EventPost` brings what the engine did to the request's inbox
-(`pool.request.inbox`); `serve` runs the stay; `MemoryReclaimer` ends what it leaves behind.
+(`pool.request.router_call`); `serve` runs the stay; `MemoryReclaimer` ends what it leaves behind.
 """
 
 import asyncio

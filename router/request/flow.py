@@ -36,12 +36,21 @@ from dataclasses import dataclass
 from protos import decode_pb2, generation_pb2, prefill_pb2, types_pb2
 from router.request.admission import Admission
 from router.request.answer import Answer, finish_of
-from router.request.flow_inbox import Ended, Event, FlowInbox, Over, Overdue, Received
-from router.request.migrations import Migrations
+from router.request.retries import Migrations, lost
 from router.request.service_times import Outlook, ServiceRecord
 from router.request.streams import DecodeStream, PrefillStream
 from router.request.validate import AdmissibleRequest
-from router.request.worker_stream import FlowLimits, FlowParts, lost, task_group
+from router.request.worker_stream import (
+    Ended,
+    Event,
+    FlowInbox,
+    FlowLimits,
+    FlowParts,
+    Over,
+    Overdue,
+    Received,
+    task_group,
+)
 from router.workers.directory import Directory, WorkerPair
 from router.workers.worker import WorkerRole
 from runtime.errors import (
@@ -176,7 +185,8 @@ class RequestFlow:
                     self._record.cut_off()
                 self._prefill.close()
                 self._decode.close()
-                self._migrations.ended()
+                if self._migrations.under_way is not None:
+                    self._migrations.ended()
 
     def _start(self, pair: WorkerPair) -> None:
         """Give the request to this pair, with what its client has already."""
@@ -351,7 +361,8 @@ class RequestFlow:
         """The pool has all of the prompt."""
         self._is_committed = True
         self._record.committed(self._decode.booking)
-        self._migrations.resumed()
+        if self._migrations.under_way is not None:
+            self._migrations.resumed()
         self._timeline.committed()
 
     async def _decode_ended(self, error: BatonError | None) -> None:

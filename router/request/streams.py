@@ -7,16 +7,8 @@ from contextlib import suppress
 from functools import partial
 
 from protos import decode_pb2, prefill_pb2, transfer_pb2, types_pb2
-from router.request.flow_inbox import DueTimer, Ended
-from router.request.worker_stream import (
-    RETRY_PAUSE_S,
-    FlowParts,
-    WorkerStream,
-    cancel,
-    may_retry,
-    search,
-    suspect,
-)
+from router.request.retries import RETRY_PAUSE_S, may_retry, search, suspect
+from router.request.worker_stream import DueTimer, Ended, FlowParts, WorkerStream
 from router.workers.worker import Booking
 from runtime.errors import BatonError, CapacityError, PeerLostError
 
@@ -93,7 +85,7 @@ class PrefillStream:
 
     def close(self) -> None:
         """Idempotent."""
-        cancel(self._search)
+        _cancel(self._search)
         if self.stream is not None:
             self.stream.close()
         self._booking.release()
@@ -268,7 +260,7 @@ class DecodeStream:
 
     def close(self) -> None:
         """Idempotent."""
-        cancel(self._search)
+        _cancel(self._search)
         self._close_stream()
         self._booking.release()
 
@@ -335,3 +327,9 @@ class DecodeStream:
         self._num_offers += 1
         self._is_destination_due = True
         self._due.owe(self._parts.limits.reserve_s)
+
+
+def _cancel(task: asyncio.Task[None] | None) -> None:
+    """End a search, unless the caller is that search."""
+    if task is not None and task is not asyncio.current_task():
+        task.cancel()

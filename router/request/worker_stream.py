@@ -1,45 +1,72 @@
-"""What the prefill stream and the decode stream of a request have in common: their place on the call that all requests
-to a worker share, what they know of the request, and the search for another worker.
+"""What the prefill stream and the decode stream of a request have in common: a place on the call that all requests to a
+worker share, what they know of the request, and the queue of what its task has to handle.
 
 Messages go out without waiting, and events are delivered as they arrive. The stream's life is the request's life on
 that worker: `close` makes the worker give it up. Nothing that comes for a closed stream is delivered.
 
 `PrefillStream` and `DecodeStream` (`router.request.streams`) each own one booking and one `WorkerStream` at a time, and
-move on to another worker. A search that finds none in time raises in the flow's task group. Where a pool gives the
-whole request up, `router.request.migrations` finds another pair.
+move on to another worker (`router.request.retries`).
 """
 
 import asyncio
-import logging
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Generic, Self, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 from protos import decode_pb2, prefill_pb2, types_pb2
-from router.request.flow_inbox import Ended, Received
 from router.workers.directory import Directory
 from router.workers.prefix_index import RoutedPrompt
-from router.workers.worker import Booking, Worker
+from router.workers.worker import Worker
 from router.workers.worker_call import WorkerCall
-from runtime.errors import (
-    BatonError,
-    DeadlineError,
-    HeldUpError,
-    InternalError,
-    InvalidRequestError,
-    PeerLostError,
-    UnavailableError,
-)
+from runtime.clock import HELD_UP_S
+from runtime.errors import BatonError
 from runtime.supervision import first_leaf
 from runtime.tracing import Metadata
-
-logger = logging.getLogger(__name__)
 
 InputT = TypeVar("InputT", prefill_pb2.PrefillInput, decode_pb2.DecodeInput)
 EventT = TypeVar("EventT", prefill_pb2.PrefillEvent, decode_pb2.DecodeEvent)
 
-RETRY_PAUSE_S = 0.05
+MAX_UNHANDLED = 64  # events of one request; workers wait for the request, or have little to say
+
+
+class Stream(Protocol):
+    """That something came by."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Received:
+    """A message of a worker."""
+
+    stream: Stream
+    event: prefill_pb2.PrefillEvent | decode_pb2.DecodeEvent
+
+
+@dataclass(frozen=True)
+class Ended:
+    """A worker's stream is over: as it should, with the worker's error, or because it was lost, and why."""
+
+    stream: Stream | None
+    error: BatonError | None = None
+    lost: str = ""
+
+
+@dataclass(frozen=True)
+class Over:
+    """Nothing more is needed of the workers, or handling what came went wrong."""
+
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Overdue:
+    """An answer that was due has not come."""
+
+
+Event = Received | Ended | Over | Overdue
 
 
 class WorkerStream(Generic[InputT, EventT]):
@@ -91,10 +118,85 @@ class WorkerStream(Generic[InputT, EventT]):
         self._deliver(Ended(self, lost=reason))
 
 
-def lost(worker: Worker, reason: str) -> PeerLostError:
-    """For the client, who has no use for addresses of this cluster's inside; the log has them."""
-    logger.info("stream lost", extra={"worker": worker.address, "reason": reason})
-    return PeerLostError(f"the {worker.role} worker was lost")
+class FlowInbox:
+    """What a request's task has to handle, in order: what happens while nothing waits here, and needs no wait, is
+    handled where it happens."""
+
+    def __init__(self) -> None:
+        self._events: deque[Event] = deque()
+        self._reader: asyncio.Future[None] | None = None  # that waits for an event
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether the task waits, with nothing to handle."""
+        return self._reader is not None and not self._reader.done() and not self._events
+
+    def post(self, event: Event) -> bool:
+        """Never waits. False if too many events wait already, for one of a worker."""
+        if len(self._events) >= MAX_UNHANDLED and isinstance(event, Received):
+            return False
+        self._events.append(event)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+        return True
+
+    async def get(self) -> Event:
+        while not self._events:
+            self._reader = asyncio.get_running_loop().create_future()
+            await self._reader
+        return self._events.popleft()
+
+
+class DueTimer:
+    """Calls `overdue` when an answer that is due has not come in time. One timer for a request and not one for an
+    answer: it is moved when it goes off too soon. Build inside a running event loop."""
+
+    def __init__(self, overdue: Callable[[], object]) -> None:
+        self._overdue = overdue
+        self._loop = asyncio.get_running_loop()
+        self._timer: asyncio.TimerHandle | None = None
+        self.due_at: float | None = None  # loop time; None while none is due
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it should be there."""
+        return self.due_at is not None and self._loop.time() >= self.due_at
+
+    def owe(self, seconds: float) -> None:
+        """An answer is due so soon, in place of any other."""
+        self.due_at = self._loop.time() + seconds
+        if self._timer is None or self._timer.when() > self.due_at:
+            self._set(self.due_at)
+
+    def settle(self) -> None:
+        """None is due any more."""
+        self.due_at = None
+
+    def close(self) -> None:
+        """Idempotent."""
+        self.due_at = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _set(self, when: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(when, self._look)
+
+    def _look(self) -> None:
+        self._timer = None
+        if self.due_at is None:
+            return
+        now = self._loop.time()
+        if now < self.due_at:
+            self._set(self.due_at)
+        elif now - self.due_at >= HELD_UP_S:
+            # This router did not run, as when its process was held up: what the worker sent is read first.
+            self.due_at = now + HELD_UP_S
+            self._set(self.due_at)
+        else:
+            self._overdue()
 
 
 @dataclass(frozen=True)
@@ -138,33 +240,6 @@ class FlowParts:
         """What a worker gets beside what is asked."""
         time_left_s = max(0.0, self.ends_at - asyncio.get_running_loop().time())
         return types_pb2.RequestContext(time_left_s=time_left_s, **dict(self.trace))
-
-
-def may_retry(error: BatonError) -> bool:
-    """Whether another worker could do better: not with a request that is wrong, a bug, or no time left."""
-    return not isinstance(error, InvalidRequestError | InternalError | DeadlineError)
-
-
-def cancel(task: asyncio.Task[None] | None) -> None:
-    """End a search, unless the caller is that search."""
-    if task is not None and task is not asyncio.current_task():
-        task.cancel()
-
-
-async def search(directory: Directory, attempt: Callable[[], Booking | None], wait_s: float,
-                 error: BatonError) -> Booking:
-    """A booking within `wait_s`, or the error that made it necessary."""
-    try:
-        async with asyncio.timeout(wait_s):
-            return await directory.until(attempt)
-    except TimeoutError:
-        raise error from None
-
-
-def suspect(booking: Booking, error: BatonError) -> None:
-    """A worker whose stream broke gets nothing more until it reports again; one that was late for a request may."""
-    if isinstance(error, UnavailableError) and not isinstance(error, HeldUpError):
-        booking.lost(str(error))
 
 
 @asynccontextmanager

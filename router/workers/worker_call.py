@@ -17,6 +17,7 @@ import grpc
 from google.protobuf.message import Message
 
 from protos import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
+from runtime.calls import MessageLimits, SendQueue
 from runtime.errors import (
     BatonError,
     ConfigError,
@@ -27,7 +28,6 @@ from runtime.errors import (
     UnavailableError,
 )
 from runtime.intake import StallWatch
-from runtime.send_queue import MessageLimits, SendQueue
 from runtime.status import error_from_rpc, error_from_status, is_lost
 
 logger = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ class WorkerCall(Generic[InputT, EventT]):
                 continue  # given up
             if event.HasField("ended"):
                 del self._receivers[event.key]
-                receiver.ended(error_from_status(event.ended.SerializeToString()))
+                receiver.ended(error_from_status(event.ended.SerializeToString()) if event.ended.code else None)
                 self._end_if_over()
             else:
                 receiver.received(event)

@@ -3,11 +3,11 @@
 import pytest
 
 from pool.request.router_call import Outlet
-from prefill.outlet import MAX_UNREAD_SCORES, PrefillOutlet
+from prefill.service import MAX_UNREAD_SCORES, PrefillOutlet
 from protos import prefill_pb2 as pb
 from protos import types_pb2
+from runtime.calls import MessageLimits, SendQueue
 from runtime.errors import InvalidRequestError
-from runtime.send_queue import MessageLimits, SendQueue
 
 
 def scores(position: int, count: int = 1) -> types_pb2.PromptLogprobs:

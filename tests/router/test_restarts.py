@@ -6,8 +6,7 @@ from dataclasses import replace
 import grpc
 
 from protos import prefill_pb2, worker_pb2
-from router.request.flow_inbox import Ended, Received
-from router.request.worker_stream import WorkerStream
+from router.request.worker_stream import Ended, Received, WorkerStream
 from router.workers.discovery import StaticSource
 from router.workers.worker import Worker, WorkerRole
 from runtime.errors import UnavailableError

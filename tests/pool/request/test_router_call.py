@@ -14,8 +14,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from pool.request import router_call
-from pool.request.inbox import MAX_UNREAD
-from pool.request.router_call import MAX_INPUTS, Opening, RequestKind, RouterCall
+from pool.request.router_call import MAX_INPUTS, MAX_UNREAD, Opening, RequestKind, RouterCall
 from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc, types_pb2
 from runtime.client import open_channel

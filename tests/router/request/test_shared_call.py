@@ -5,12 +5,19 @@ import asyncio
 
 import pytest
 
-from prefill.outlet import MAX_UNREAD_SCORES
 from protos import generation_pb2
 from router.request.answer import ResponseQueue
 from runtime.errors import UnavailableError
 from tests.router.harness import NO_GRACE, RouterHarness, eventually, running_router, token_request
-from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+from tests.support.router.fake_workers import (
+    MAX_UNREAD_SCORES,
+    Fabric,
+    FakeDecode,
+    FakePrefill,
+    Journal,
+    Point,
+    expected_tokens,
+)
 
 NUM_TOKENS = 40
 
@@ -119,12 +126,11 @@ async def test_scores_that_a_client_has_no_room_for_stay_at_the_worker(monkeypat
     monkeypatch.setattr(ResponseQueue, "room", room)
     async with running_router(prefill, pool) as router:
         prompt = list(range(101))
-        asked = asyncio.create_task(router.ask(token_request(prompt, max_tokens=2, num_prompt_logprobs=0)))
-        await eventually(lambda: Point.COMPUTED in prefill.journal.events(), "a first token")
+        asked = asyncio.create_task(router.ask(token_request(
+            prompt, max_tokens=2, num_prompt_logprobs=0, request_id="scored")))
+        await eventually(lambda: prefill.num_scored["scored"] == MAX_UNREAD_SCORES, "scores")
         await asyncio.gather(*(answered(router, other) for other in (1, 2, 3)))
-        (key,) = (outlet._key for outlet in prefill.outlets if outlet.is_held_up)
-        assert Point.RESERVE in prefill.journal.events()
-        assert prefill.num_scored[key] == MAX_UNREAD_SCORES
+        assert prefill.num_scored["scored"] == MAX_UNREAD_SCORES
         may_go.set()
         answer = await asked
         assert answer.token_ids == expected_tokens(prompt, 2)

@@ -20,9 +20,7 @@ import grpc
 from prometheus_client import CollectorRegistry, Counter
 
 from decode.outlet import DecodeOutlet
-from pool.request.inbox import Inbox
-from pool.request.router_call import Opening, RequestKind, RouterCall
-from prefill.outlet import PrefillOutlet
+from pool.request.router_call import Inbox, Opening, RequestKind, RouterCall
 from protos import (
     decode_pb2,
     decode_pb2_grpc,
@@ -40,6 +38,7 @@ from runtime.server import GrpcServer, ServerOptions
 from runtime.version import WIRE_VERSION
 
 VOCAB_SIZE = 512
+MAX_UNREAD_SCORES = 16  # as prefill.proto says
 ENDLESS_METHODS = frozenset({"/baton.v1.Worker/Watch", "/baton.v1.Prefill/Serve", "/baton.v1.Decode/Serve"})
 Context = grpc.aio.ServicerContext[Any, Any]
 Hook = Callable[[types_pb2.EngineRequest], Awaitable[object]]
@@ -253,8 +252,7 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
 
     def __init__(self, name: str, fabric: Fabric, journal: Journal, **options: Any) -> None:  # noqa: ANN401
         super().__init__(name, fabric, journal, **options)
-        self.outlets: list[PrefillOutlet] = []  # of all requests so far
-        self.num_scored: defaultdict[int, int] = defaultdict(int)  # messages of scores that were sent, by key
+        self.num_scored: defaultdict[str, int] = defaultdict(int)  # messages of scores that were sent, by request
 
     def register(self, server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
@@ -268,33 +266,35 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         with self.called():
             async with contextlib.aclosing(call.events(item.inputs async for item in request_iterator)) as batches:
                 async for events in batches:
-                    for event in events:
-                        self.num_scored[event.key] += event.HasField("scored")
                     yield prefill_pb2.PrefillEvents(events=events)
 
     async def _run(self, opening: Opening[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent]) -> None:
-        request, outlet = opening.input.open.request, PrefillOutlet(opening.outlet)
-        self.outlets.append(outlet)
-        with self.holding(request.request_id), _awaiting(opening.inbox, outlet) as destination:
+        request = opening.input.open.request
+
+        def says(**event: Any) -> None:  # noqa: ANN401 - fields of a message
+            opening.outlet.send(prefill_pb2.PrefillEvent(key=opening.outlet.key, **event))
+
+        with self.holding(request.request_id), _reading(opening.inbox) as inputs:
             await self.reached(Point.QUEUED, request)
-            if destination.done() and destination.result() is not None:
+            if inputs.destination.done():
                 raise InvalidRequestError(FieldViolation("input", "expected one destination, after started"))
-            outlet.started(prefill_pb2.PrefillStarted(queue_s=0.25, terms=self._terms(request)))
+            says(started=prefill_pb2.PrefillStarted(queue_s=0.25, terms=self._terms(request)))
             await self.reached(Point.STARTED, request)
             for scored in self._scores(request):
-                outlet.scored(scored)
+                await inputs.may_score.acquire()
+                self.num_scored[request.request_id] += 1
+                says(scored=scored)
             await self.reached(Point.COMPUTED, request)
             token = (expected_tokens(list(request.prompt_token_ids), 1)[0] + self.first_token_offset) % VOCAB_SIZE
             if self.says_first_token:
-                outlet.first_token(prefill_pb2.PrefillFirstToken(
+                says(first_token=prefill_pb2.PrefillFirstToken(
                     token=types_pb2.TokenChunk(token_ids=[token]), prefill_s=self.prefill_s))
-            terms = await destination
-            assert terms is not None, "a router releases a prompt that it has given destination terms"
+            terms = await inputs.destination
             await self.reached(Point.SENDING, request)
             self.fabric.deliver(terms)
-            outlet.sent(prefill_pb2.PrefillSent(num_bytes=1))
+            says(sent=prefill_pb2.PrefillSent(num_bytes=1))
             await self.reached(Point.SENT, request)
-            assert await _next_terms(opening.inbox, outlet) is None, "a prompt gets destination terms once"
+            await inputs.released.wait()
             await self.reached(Point.RELEASED, request)
 
     def _scores(self, request: types_pb2.EngineRequest) -> Iterator[types_pb2.PromptLogprobs]:
@@ -423,32 +423,38 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         outlet.finished(decode_pb2.DecodeFinished(reason=reason, stop_token_id=stopped, queue_s=0.03125, decode_s=0.5))
 
 
+class _PrefillInputs:
+    """What a router has sent for one prompt."""
+
+    def __init__(self) -> None:
+        self.destination: asyncio.Future[transfer_pb2.DestinationTerms] = asyncio.get_running_loop().create_future()
+        self.may_score = asyncio.Semaphore(MAX_UNREAD_SCORES)
+        self.released = asyncio.Event()
+
+    async def read(self, inbox: Inbox[prefill_pb2.PrefillInput, Any]) -> None:
+        while True:
+            message = await inbox.get(None, "")
+            assert isinstance(message, prefill_pb2.PrefillInput)
+            match message.WhichOneof("input"):
+                case "destination":
+                    self.destination.set_result(message.destination)  # a prompt gets them once
+                case "scores_read":
+                    for _ in range(message.scores_read.count):
+                        self.may_score.release()
+                case other:
+                    assert other == "release", f"a prompt got {other}"
+                    self.released.set()
+
+
 @contextlib.contextmanager
-def _awaiting(inbox: Inbox[prefill_pb2.PrefillInput, Any],
-              outlet: PrefillOutlet) -> Iterator["asyncio.Task[transfer_pb2.DestinationTerms | None]"]:
-    """`_next_terms`, waited for while other things happen."""
-    task = asyncio.create_task(_next_terms(inbox, outlet))
+def _reading(inbox: Inbox[prefill_pb2.PrefillInput, Any]) -> Iterator[_PrefillInputs]:
+    """What comes, read while other things happen."""
+    inputs = _PrefillInputs()
+    task = asyncio.create_task(inputs.read(inbox))
     try:
-        yield task
+        yield inputs
     finally:
         task.cancel()
-
-
-async def _next_terms(inbox: Inbox[prefill_pb2.PrefillInput, Any],
-                      outlet: PrefillOutlet) -> transfer_pb2.DestinationTerms | None:
-    """None where the router releases the prompt."""
-    while True:
-        message = await inbox.get(None, "")
-        assert isinstance(message, prefill_pb2.PrefillInput)
-        match message.WhichOneof("input"):
-            case "scores_read":
-                outlet.scores_read(message.scores_read)
-            case "destination":
-                terms: transfer_pb2.DestinationTerms = message.destination
-                return terms
-            case other:
-                assert other == "release", f"a prompt got {other}"
-                return None
 
 
 def _finish_reason(request: types_pb2.EngineRequest, tokens: list[int]) -> types_pb2.FinishReason | None:

@@ -1,23 +1,60 @@
-"""Where a pool gives a whole request up: the search for another pair of workers, which goes on with it."""
+"""What becomes of a request whose worker failed: whether another one could do better, the search for it, and, where a
+pool gives the whole request up, the move to another pair."""
 
 import asyncio
+import logging
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 
-from router.request.worker_stream import RETRY_PAUSE_S, FlowLimits
+from router.request.worker_stream import FlowLimits
 from router.workers.directory import Directory, WorkerPair
 from router.workers.prefix_index import RoutedPrompt
-from router.workers.worker import Booking
+from router.workers.worker import Booking, Worker
 from runtime.errors import (
     BatonError,
+    DeadlineError,
     DrainingError,
     HeldUpError,
+    InternalError,
+    InvalidRequestError,
     PeerLostError,
     RequestAborted,
     UnavailableError,
 )
 from runtime.metrics import RouterMetrics
+
+logger = logging.getLogger(__name__)
+
+RETRY_PAUSE_S = 0.05
+
+
+def lost(worker: Worker, reason: str) -> PeerLostError:
+    """For the client, who has no use for addresses of this cluster's inside; the log has them."""
+    logger.info("stream lost", extra={"worker": worker.address, "reason": reason})
+    return PeerLostError(f"the {worker.role} worker was lost")
+
+
+def may_retry(error: BatonError) -> bool:
+    """Whether another worker could do better: not with a request that is wrong, a bug, or no time left."""
+    return not isinstance(error, InvalidRequestError | InternalError | DeadlineError)
+
+
+async def search(directory: Directory, attempt: Callable[[], Booking | None], wait_s: float,
+                 error: BatonError) -> Booking:
+    """A booking within `wait_s`, or the error that made it necessary."""
+    try:
+        async with asyncio.timeout(wait_s):
+            return await directory.until(attempt)
+    except TimeoutError:
+        raise error from None
+
+
+def suspect(booking: Booking, error: BatonError) -> None:
+    """A worker whose stream broke gets nothing more until it reports again; one that was late for a request may."""
+    if isinstance(error, UnavailableError) and not isinstance(error, HeldUpError):
+        booking.lost(str(error))
 
 
 class MoveReason(StrEnum):
@@ -43,14 +80,15 @@ class Migrations:
     weights in the same way: its compatibility digest fits that of the lost pool.
 
     A request that loses pool after pool may be what kills them, or holds them up, so losses are bounded;
-    pools that drain hand requests back on purpose, and do not count.
+    pools that drain hand requests back on purpose, and do not count. `under_way`: why it moves at present, until it has
+    resumed or ended.
     """
 
     directory: Directory
     limits: FlowLimits
     metrics: RouterMetrics
     num_lost: int = 0
-    _under_way: MoveReason | None = None
+    under_way: MoveReason | None = None
 
     async def another_pair(self, lost: Booking, error: BatonError, prompt: RoutedPrompt,
                            context_tokens: int = 0) -> WorkerPair:
@@ -62,9 +100,9 @@ class Migrations:
         self.ended()
         if not isinstance(error, UnavailableError | RequestAborted):
             raise error
-        self._under_way = _move_reason(error)
-        self.num_lost += self._under_way is not MoveReason.DRAINED
-        if self._under_way is not MoveReason.HELD_UP:
+        self.under_way = _move_reason(error)
+        self.num_lost += self.under_way is not MoveReason.DRAINED
+        if self.under_way is not MoveReason.HELD_UP:
             lost.lost(str(error))  # it gets nothing until it reports again
         pair = None
         if self.num_lost <= self.limits.migrations:
@@ -83,9 +121,9 @@ class Migrations:
         self._count("failed")
 
     def _count(self, outcome: str) -> None:
-        if self._under_way is not None:
-            self.metrics.migrations.labels(self._under_way.value, outcome).inc()
-        self._under_way = None
+        if self.under_way is not None:
+            self.metrics.migrations.labels(self.under_way.value, outcome).inc()
+        self.under_way = None
 
     async def _search(self, lost: Booking, prompt: RoutedPrompt, context_tokens: int) -> WorkerPair | None:
         """Longer while there is a pair that is only full."""
