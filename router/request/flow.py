@@ -201,10 +201,10 @@ class RequestFlow:
 
     def _happened(self, event: Received | Ended) -> None:
         """On a worker: handled where it arrives, unless that takes a wait, or others wait already."""
-        if not self._inbox.is_idle or self._has_to_wait(event):
-            self._keep(event)
-            return
         try:
+            if not self._inbox.is_idle or self._has_to_wait(event):
+                self._keep(event)
+                return
             if isinstance(event, Received):
                 self._handle_now(event)
             if self._finish is not None:

@@ -279,6 +279,23 @@ async def test_a_worker_with_another_tokenizer_is_refused_by_both_digests(theirs
                                          "the router's b")
 
 
+async def test_who_waits_for_a_pair_is_woken_when_there_is_one_and_when_there_is_none() -> None:
+    known = Known()
+    serves(known.decode[0])
+    waiting = asyncio.create_task(known.directory.until_paired(is_paired=True))
+    await asyncio.sleep(0)
+    serves(known.prefill)
+    await asyncio.wait_for(waiting, 30)
+    waiting = asyncio.create_task(known.directory.until_paired(is_paired=False))
+    known.prefill.book(10).release()
+    serves(known.prefill)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    known.decode[0].lost("cannot be reached")
+    await asyncio.wait_for(waiting, 30)
+    await known.directory.until_paired(is_paired=False)
+
+
 @pytest.mark.parametrize(("version", "accepted"), [(0, False), (WIRE_VERSION, True), (WIRE_VERSION + 1, False)])
 async def test_a_worker_that_takes_requests_in_another_way_is_refused_by_both_versions(version: int, *,
                                                                                       accepted: bool) -> None:
