@@ -10,13 +10,15 @@ import asyncio
 import itertools
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
 import grpc
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 
-from decode.steps import StepFeeds, StepOutlet
+from decode.outlet import DecodeOutlet
+from pool.request.router_call import Opening, RequestKind, RouterCall
 from protos import (
     decode_pb2,
     decode_pb2_grpc,
@@ -29,11 +31,14 @@ from protos import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from runtime.calls import CallLedger
 from runtime.metrics import RpcMetrics
 from runtime.server import GrpcServer, ServerOptions
+from runtime.version import WIRE_VERSION
 
 TOKENS = range(300, 500)  # ids of plain words
 ROOM = 1 << 20  # of everything that a worker counts
+ENDLESS_METHODS = frozenset({"/baton.v1.Worker/Watch", "/baton.v1.Prefill/Serve", "/baton.v1.Decode/Serve"})
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -106,7 +111,7 @@ class SourceWorker(worker_pb2_grpc.WorkerServicer):
         self._info = worker_pb2.WorkerInfo(
             role=role, incarnation=role, architecture=model["architectures"][0], vocab_size=model["vocab_size"],
             num_layers=model["num_hidden_layers"], max_context_tokens=model["max_position_embeddings"],
-            compatibility="source", page_size=64, pages_total=ROOM,
+            compatibility="source", page_size=64, pages_total=ROOM, wire_version=WIRE_VERSION,
             max_running_requests=ROOM, max_queued_requests=ROOM, stages=["0-1"])
 
     async def Watch(self, request: worker_pb2.WatchRequest,
@@ -124,49 +129,62 @@ class SourceWorker(worker_pb2_grpc.WorkerServicer):
 class SourcePrefill(prefill_pb2_grpc.PrefillServicer):
     """Draws the first token at the next step."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: Steps, calls: CallLedger) -> None:
         self._steps = steps
+        self._calls = calls
+        self._kind: RequestKind[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent] = RequestKind(
+            "/baton.v1.Prefill/Run", self._run, lambda item: item.open.context,
+            lambda key, ended: prefill_pb2.PrefillEvent(key=key, ended=ended))
 
-    async def Run(self, request_iterator: AsyncIterator[prefill_pb2.RunRequest],
-                  context: Context) -> AsyncIterator[prefill_pb2.RunResponse]:
-        request = (await anext(request_iterator)).request
-        yield prefill_pb2.RunResponse(started=prefill_pb2.PrefillStarted(terms=transfer_pb2.SourceTerms(
-            compatibility="source", page_size=64, num_tokens=len(request.prompt_token_ids))))
+    async def Serve(self, request_iterator: AsyncIterator[prefill_pb2.PrefillInputs],
+                    context: Context) -> AsyncIterator[prefill_pb2.PrefillEvents]:
+        call = RouterCall(self._kind, self._calls, expired())
+        async with aclosing(call.events(message.inputs async for message in request_iterator)) as batches:
+            async for events in batches:
+                yield prefill_pb2.PrefillEvents(events=events)
+
+    async def _run(self, opening: Opening[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent]) -> None:
+        key, num_tokens = opening.outlet.key, len(opening.input.open.request.prompt_token_ids)
+        opening.outlet.send(prefill_pb2.PrefillEvent(key=key, started=prefill_pb2.PrefillStarted(
+            terms=transfer_pb2.SourceTerms(compatibility="source", page_size=64, num_tokens=num_tokens))))
         async for token_id in self._steps.tokens(1):
-            yield prefill_pb2.RunResponse(first_token=prefill_pb2.PrefillFirstToken(
-                token=types_pb2.TokenChunk(token_ids=[token_id])))
-        await anext(request_iterator)
-        yield prefill_pb2.RunResponse(sent=prefill_pb2.PrefillSent())
-        async for _ in request_iterator:
-            pass
+            opening.outlet.send(prefill_pb2.PrefillEvent(key=key, first_token=prefill_pb2.PrefillFirstToken(
+                token=types_pb2.TokenChunk(token_ids=[token_id]))))
+        await opening.inbox.get(None, "the destination terms")
+        opening.outlet.send(prefill_pb2.PrefillEvent(key=key, sent=prefill_pb2.PrefillSent()))
+        await opening.inbox.get(None, "the release")
 
 
 class SourceDecode(decode_pb2_grpc.DecodeServicer):
     """Draws the others, one at each step."""
 
-    def __init__(self, steps: Steps) -> None:
+    def __init__(self, steps: Steps, calls: CallLedger) -> None:
         self._steps = steps
-        self._feeds = StepFeeds()
+        self._calls = calls
+        self._kind: RequestKind[decode_pb2.DecodeInput, decode_pb2.DecodeEvent] = RequestKind(
+            "/baton.v1.Decode/Generate", self._generate, lambda item: item.open.context,
+            lambda key, ended: decode_pb2.DecodeEvent(key=key, ended=ended))
 
-    async def Steps(self, request: decode_pb2.StepsRequest,
-                    context: Context) -> AsyncIterator[decode_pb2.StepsResponse]:
-        with self._feeds.opened(request.steps_id) as feed:
-            async for message in feed.messages():
-                yield message
+    async def Serve(self, request_iterator: AsyncIterator[decode_pb2.DecodeInputs],
+                    context: Context) -> AsyncIterator[decode_pb2.DecodeEvents]:
+        call = RouterCall(self._kind, self._calls, expired())
+        async with aclosing(call.events(message.inputs async for message in request_iterator)) as batches:
+            async for events in batches:
+                yield decode_pb2.DecodeEvents(events=events)
 
-    async def Generate(self, request_iterator: AsyncIterator[decode_pb2.DecodeRequest],
-                       context: Context) -> AsyncIterator[decode_pb2.DecodeResponse]:
-        opening = (await anext(request_iterator)).open
-        terms = transfer_pb2.DestinationTerms(session_id=opening.request.request_id)
-        yield decode_pb2.DecodeResponse(destination=terms)
-        await anext(request_iterator)
-        outlet = StepOutlet(await self._feeds.named(opening.steps_id), opening.steps_key, 1)
+    async def _generate(self, opening: Opening[decode_pb2.DecodeInput, decode_pb2.DecodeEvent]) -> None:
+        request, outlet = opening.input.open.request, DecodeOutlet(opening.outlet, 1)
+        outlet.destination(transfer_pb2.DestinationTerms(session_id=request.request_id))
+        await opening.inbox.get(None, "the first token")
         outlet.committed(decode_pb2.DecodeCommitted())
-        async for token_id in self._steps.tokens(opening.request.max_tokens - 1):
+        async for token_id in self._steps.tokens(request.max_tokens - 1):
             outlet.drawn(types_pb2.TokenChunk(token_ids=[token_id]))
         outlet.finished(decode_pb2.DecodeFinished(reason=types_pb2.FINISH_REASON_LENGTH))
-        async for _ in request_iterator:
-            pass
+
+
+def expired() -> Counter:
+    """Waits that took too long: there are none."""
+    return Counter("expired", "Waits that took too long.", registry=CollectorRegistry())
 
 
 async def serve_source(model: Path, step_s: float) -> None:
@@ -174,12 +192,13 @@ async def serve_source(model: Path, step_s: float) -> None:
     config, steps = json.loads((model / "config.json").read_text()), Steps(step_s)
     addresses = []
     for role in ("prefill", "decode"):
-        server = GrpcServer(ServerOptions("127.0.0.1:0"), services=(), metrics=RpcMetrics.create(CollectorRegistry()))
+        server = GrpcServer(ServerOptions("127.0.0.1:0"), services=(), background_methods=ENDLESS_METHODS,
+                            metrics=RpcMetrics.create(CollectorRegistry()))
         worker_pb2_grpc.add_WorkerServicer_to_server(SourceWorker(role, config), server.grpc)
         if role == "prefill":
-            prefill_pb2_grpc.add_PrefillServicer_to_server(SourcePrefill(steps), server.grpc)
+            prefill_pb2_grpc.add_PrefillServicer_to_server(SourcePrefill(steps, server.calls), server.grpc)
         else:
-            decode_pb2_grpc.add_DecodeServicer_to_server(SourceDecode(steps), server.grpc)
+            decode_pb2_grpc.add_DecodeServicer_to_server(SourceDecode(steps, server.calls), server.grpc)
         addresses.append(await server.start())
     plain, address = await serve_plainly(plain_source(steps))
     print(*addresses, address, flush=True)

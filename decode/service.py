@@ -1,8 +1,7 @@
-"""The Decode service: one stream is one request, from reservation to its last token; what is drawn goes to the router
-by its stream of steps (`decode.steps`).
+"""The Decode service: requests of routers (`pool.request.router_call`), each from its reservation to its last token.
 
     open ─▶ reserve on all stages, post receives ─▶ destination ─▶ … bytes land, digests match …
-        first_token ───────────────────────────────▶ by the steps: committed ─▶ tokens … ─▶ finished
+        first_token ───────────────────────────────▶ committed ─▶ tokens … ─▶ finished, ended
         source_lost (the prefill worker died), new_source ─▶ destination of the next epoch, same memory
     open without a source ─▶ local (nearly all of the prompt is here) ─▶ tokens …; else refused
     open with replayed tokens (another pool was lost) ─▶ the same; they are computed again before a new one is drawn
@@ -12,33 +11,24 @@ import math
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import TypeVar
 
 import grpc
 
 from decode.entry import Drawn, Event, Finished, Reservation
+from decode.outlet import DecodeOutlet
 from decode.scheduler import DecodeScheduler
-from decode.steps import StepFeeds, StepOutlet
 from engine.core.request import FinishReason, Request
 from engine.memory.layout import bytes_per_page, travelling
 from pool.request.conversion import chunk_to_proto, in_vocabulary
 from pool.request.entry import DataRanks, Failed
-from pool.request.stay import (
-    EventPost,
-    Inbox,
-    RequestParts,
-    SessionChanged,
-    StreamEnded,
-    deadline_of,
-    open_stream,
-    read_request,
-    serve,
-)
+from pool.request.router_call import Inbox, Opening, RequestKind, RouterCall, SessionChanged
+from pool.request.stay import EventPost, RequestParts, read_request, serve
 from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc, types_pb2
+from runtime.calls import CallLedger
 from runtime.clock import SystemClock
 from runtime.digests import in_common, share_draft
 from runtime.errors import (
@@ -49,7 +39,6 @@ from runtime.errors import (
     InternalError,
     InvalidRequestError,
     PeerLostError,
-    RequestAborted,
 )
 from runtime.metrics import ArrivalMetrics
 from runtime.tracing import begin
@@ -60,11 +49,8 @@ from transfer.plan.handoff_terms import DestinationTerms, SourceTerms
 from transfer.session import ReceiveSession, ReceiveState, SessionDeadlines
 
 HANDOFF_TIMEOUT_S = 60.0  # in one state of the handoff, for a request without a deadline
-FIRST_TOKEN_TIMEOUT_S = 5.0
-FINISH_TIMEOUT_S = 60.0
 
-DecodeInbox = Inbox[pb.DecodeRequest, Event]
-ItemT = TypeVar("ItemT", Finished, StreamEnded)
+DecodeInbox = Inbox[pb.DecodeInput, Event]
 
 _REASONS = {
     FinishReason.STOP: types_pb2.FINISH_REASON_STOP,
@@ -84,7 +70,7 @@ class DecodeParts(RequestParts):
 class DecodeStay:
     """One request on this pool, its session and its memory. Satisfies `pool.request.stay.Stay`."""
 
-    def __init__(self, parts: DecodeParts, inbox: DecodeInbox, outlet: StepOutlet, request: Request,
+    def __init__(self, parts: DecodeParts, inbox: DecodeInbox, outlet: DecodeOutlet, request: Request,
                  reservation: Reservation, source: SourceTerms, alike: str, patience_s: float) -> None:
         """`source` is the first to deliver, `alike` what it has in common with this pool, `patience_s` the longest that
         one state of the handoff may last."""
@@ -109,13 +95,13 @@ class DecodeStay:
         self._phase = begin("baton.transfer.receive", request_id=request.request_id,
                             session_id=self._session.session_id)
 
-    async def run(self) -> AsyncIterator[pb.DecodeResponse]:
+    async def run(self) -> None:
         offer: SourceTerms | None = self._source
         while offer is not None:
             destination = await self._shake_hands(offer)
             offer = destination if isinstance(destination, SourceTerms) else None
             if isinstance(destination, DestinationTerms):
-                yield pb.DecodeResponse(destination=codec.destination_to_proto(destination))
+                self._outlet.destination(codec.destination_to_proto(destination))
                 offer = await self._land()
             if offer is not None:
                 self._parts.meters.handoff.failures.labels("source_replaced").inc()
@@ -126,7 +112,7 @@ class DecodeStay:
         """Close what is open and give the memory back once nothing can write it."""
         self._phase.end()
         key, session = self._reservation.key, self._session
-        session.abort("its stream ended")  # no change if the request has taken the memory over
+        session.abort("its request ended")  # no change if the request has taken the memory over
         self._parts.reclaimer.end(
             lambda: self._parts.ranks.of(key).release(key), session=session if self._is_open else None,
             close=(lambda: self._parts.leader.group.close_receive(session.session_id)) if self._is_open else None)
@@ -193,7 +179,6 @@ class DecodeStay:
             if failed and isinstance(session.error, IntegrityError):
                 self._parts.arrivals.integrity_failures.inc()
                 self._parts.meters.handoff.failures.labels(session.error.reason.lower()).inc()
-                await self._await_first_token()
                 raise session.error
             failure = session.error
             try:
@@ -206,29 +191,20 @@ class DecodeStay:
                 return new_source
         return None
 
-    async def _await_first_token(self) -> None:
-        """Wait for the first token, the last thing a router writes: gRPC replaces the status of a stream that ends
-        while its caller writes to it, and this one must arrive."""
-        with suppress(DeadlineError):
-            while self._first_token is None:
-                await self._handle_arrival(FIRST_TOKEN_TIMEOUT_S, "the first token")
-
     async def _handle_arrival(self, timeout_s: float | None, waiting_for: str) -> SourceTerms | None:
         """Handle one happening before the commit."""
         match await self._inbox.get(timeout_s, waiting_for):
             case SessionChanged():
                 return None
-            case StreamEnded():
-                raise RequestAborted("the router closed the stream before the handoff was complete")
             case Failed(error):
                 raise error.again()
-            case pb.DecodeRequest() as message:
+            case pb.DecodeInput() as message:
                 return self._handle_input(message)
             case other:
                 raise InternalError(f"unexpected {type(other).__name__} before the request joined")
         return None
 
-    def _handle_input(self, message: pb.DecodeRequest) -> SourceTerms | None:
+    def _handle_input(self, message: pb.DecodeInput) -> SourceTerms | None:
         match message.WhichOneof("input"):
             case "first_token" if len(message.first_token.token_ids) == 1:
                 self._first_token, = in_vocabulary("first_token", message.first_token.token_ids,
@@ -277,12 +253,9 @@ class LocalStay:
         self._inbox = inbox
         self._reservation = reservation
 
-    async def run(self) -> AsyncIterator[pb.DecodeResponse]:
+    async def run(self) -> None:
         self._parts.arrivals.local_prefills.labels("short_rest").inc()
         await _finish(self._parts, self._inbox)
-        by_stream: tuple[pb.DecodeResponse, ...] = ()  # all of it comes by the steps
-        for response in by_stream:
-            yield response
 
     def end(self) -> None:
         key = self._reservation.key
@@ -290,26 +263,15 @@ class LocalStay:
 
 
 async def _finish(parts: DecodeParts, inbox: DecodeInbox) -> None:
-    """To the end of a request that draws."""
-    finished = await _until(inbox, Finished, None)
-    parts.meters.work.queue_s.observe(finished.queue_s)
-    # The router half-closes when it has the finish. A stream that ended before could overtake it, and with it a
-    # drain, which waits for streams like this one and not for those of steps.
-    with suppress(DeadlineError):
-        await _until(inbox, StreamEnded, FINISH_TIMEOUT_S)
-
-
-async def _until(inbox: DecodeInbox, kind: type[ItemT], timeout_s: float | None) -> ItemT:
-    """The first item of this kind, of a request that draws. Raises what it failed of."""
+    """To the end of a request that draws. Raises what it failed of."""
     while True:
-        match await inbox.get(timeout_s, "the router to take the finish"):
-            case kind() as item:
-                return item
+        match await inbox.get(None, "the request to finish"):
+            case Finished(queue_s=queue_s):
+                parts.meters.work.queue_s.observe(queue_s)
+                return
             case Failed(error):
                 raise error.again()
-            case StreamEnded():
-                raise RequestAborted("the router closed the stream before the request had finished")
-            case SessionChanged() | pb.DecodeRequest():
+            case _:
                 continue  # an offer that crossed the commit is needless
 
 
@@ -318,7 +280,7 @@ def _emit(post: EventPost, receive: Callable[[Event], None], event: Event) -> No
     post.put(receive, event, can_wait=isinstance(event, Drawn))
 
 
-def _receive(outlet: StepOutlet, inbox: DecodeInbox, event: Event) -> None:
+def _receive(outlet: DecodeOutlet, inbox: DecodeInbox, event: Event) -> None:
     """What the engine did: the router gets what was drawn, the stay whatever ends it."""
     if isinstance(event, Drawn):
         outlet.drawn(chunk_to_proto(*event.tokens))
@@ -330,36 +292,38 @@ def _receive(outlet: StepOutlet, inbox: DecodeInbox, event: Event) -> None:
     inbox.happened(event)
 
 
-Context = grpc.aio.ServicerContext[pb.DecodeRequest, pb.DecodeResponse]
-StepsContext = grpc.aio.ServicerContext[pb.StepsRequest, pb.StepsResponse]
+Context = grpc.aio.ServicerContext[pb.DecodeInputs, pb.DecodeEvents]
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
     """Thin: every decision is the scheduler's, every byte the transfer agents'."""
 
-    def __init__(self, parts: DecodeParts) -> None:
+    def __init__(self, parts: DecodeParts, calls: CallLedger) -> None:
+        """`calls` are those of its server."""
         self._parts = parts
         for scheduler in parts.ranks.schedulers:
             scheduler.on_preempted = parts.arrivals.preempted
-        self.feeds = StepFeeds()
+        self._calls = calls
+        self._kind: RequestKind[pb.DecodeInput, pb.DecodeEvent] = RequestKind(
+            "/baton.v1.Decode/Generate", self._generate, lambda item: item.open.context,
+            lambda key, ended: pb.DecodeEvent(key=key, ended=ended))
 
-    async def Steps(self, request: pb.StepsRequest, context: StepsContext) -> AsyncIterator[pb.StepsResponse]:
-        with self.feeds.opened(request.steps_id) as feed:
-            async for message in feed.messages():
-                yield message
+    async def Serve(self, request_iterator: AsyncIterator[pb.DecodeInputs],
+                    context: Context) -> AsyncIterator[pb.DecodeEvents]:
+        call = RouterCall(self._kind, self._calls, self._parts.meters.handoff.leases_expired)
+        async with aclosing(call.events(message.inputs async for message in request_iterator)) as batches:
+            async for events in batches:
+                yield pb.DecodeEvents(events=events)
 
-    async def Generate(self, request_iterator: AsyncIterator[pb.DecodeRequest],
-                       context: Context) -> AsyncIterator[pb.DecodeResponse]:
-        parts = self._parts
-        opening = (await open_stream(parts, request_iterator, role="decode", expected="open")).open
-        request = read_request(parts, opening.request)
-        source = codec.source_from_proto(opening.source) if opening.HasField("source") else None
-        replayed = _replayed(opening, request, vocab_size=parts.plan.description.facts.vocab_size)
-        inbox: DecodeInbox = Inbox(request_iterator, parts.meters.handoff.leases_expired)
+    async def _generate(self, opening: Opening[pb.DecodeInput, pb.DecodeEvent]) -> None:
+        parts, asked = self._parts, opening.input.open
+        request = read_request(parts, asked.request, role="decode")
+        source = codec.source_from_proto(asked.source) if asked.HasField("source") else None
+        replayed = _replayed(asked, request, vocab_size=parts.plan.description.facts.vocab_size)
+        inbox: DecodeInbox = opening.inbox
         clock = parts.ranks.schedulers[0].clock
-        ends_at_s = deadline_of(context, clock)
-        feed = await self.feeds.named(opening.steps_id)
-        outlet = StepOutlet(feed, opening.steps_key, 0 if source is None else 1 + len(replayed))
+        ends_at_s = clock.now() + opening.ends_in_s
+        outlet = DecodeOutlet(opening.outlet, 0 if source is None else 1 + len(replayed))
         emit = partial(_emit, parts.post, partial(_receive, outlet, inbox))
 
         async def take_place() -> DecodeStay | LocalStay:
@@ -382,10 +346,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             patience_s = HANDOFF_TIMEOUT_S if math.isinf(ends_at_s) else max(0.0, ends_at_s - clock.now())
             return DecodeStay(parts, inbox, outlet, request, reservation, source, alike, patience_s)
 
-        with feed.joined(opening.steps_key, lambda error: inbox.happened(Failed(error))):
-            async with aclosing(serve(parts, inbox, request, take_place)) as responses:
-                async for response in responses:
-                    yield response
+        await serve(parts, request, take_place)
 
 
 def _replayed(opening: pb.DecodeOpen, request: Request, *, vocab_size: int) -> tuple[int, ...]:

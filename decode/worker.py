@@ -84,7 +84,7 @@ class DecodeLeading:
         service = DecodeService(DecodeParts(
             leader=parts.leader, plan=parts.stage.plan, reclaimer=parts.reclaimer, meters=parts.meters,
             post=parts.post, grammars=parts.leader.grammars, caches=parts.config.decode_cache,
-            ranks=self.ranks, arrivals=ArrivalMetrics.create(parts.registry)))
+            ranks=self.ranks, arrivals=ArrivalMetrics.create(parts.registry)), server.calls)
         decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
 
     def _observe_speculation(self, parts: LeaderParts) -> None:

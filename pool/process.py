@@ -51,7 +51,8 @@ from transfer.plan.handoff_terms import StageSessionEvent
 
 logger = logging.getLogger(__name__)
 
-ENDLESS_METHODS = frozenset({"/baton.v1.Worker/Watch", "/baton.v1.Pipeline/Join", "/baton.v1.Decode/Steps"})
+ENDLESS_METHODS = frozenset({"/baton.v1.Worker/Watch", "/baton.v1.Pipeline/Join", "/baton.v1.Prefill/Serve",
+                             "/baton.v1.Decode/Serve"})
 PIPELINE_SERVICE = "baton.v1.Pipeline"
 WORKER_SERVICE = "baton.v1.Worker"
 REFRESH_S = 0.25  # between two looks of the gauges

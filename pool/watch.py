@@ -21,6 +21,7 @@ from protos import types_pb2, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from runtime.errors import FieldViolation, InvalidRequestError
 from runtime.tokenizer_files import tokenizer_digest
+from runtime.version import WIRE_VERSION
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def worker_info(config: WorkerConfig, plan: StagePlan, *, role: str, incarnation
         max_running_requests=num_ranks * plan.max_held, max_batch_requests=num_ranks * config.max_running,
         max_queued_requests=num_ranks * config.max_queued,
         stages=[str(layers) for layers in plan.ranges], tensor_size=config.tp, data_size=num_ranks,
-        tokenizer_digest=tokenizer_digest(config.model), eos_token_ids=facts.eos_token_ids)
+        tokenizer_digest=tokenizer_digest(config.model), eos_token_ids=facts.eos_token_ids, wire_version=WIRE_VERSION)
 
 
 def formed_info(info: pb.WorkerInfo, leader: Leader, plan: StagePlan) -> pb.WorkerInfo:

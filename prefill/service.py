@@ -1,11 +1,12 @@
-"""The Prefill service: one stream is one request, from the queue until decode has its bytes.
+"""The Prefill service: requests of routers (`pool.request.router_call`), from the queue until decode has their bytes.
 
-    request ─▶ queued ─▶ started (source terms) … chunks run … ─▶ first_token
+    open ─▶ queued ─▶ started (source terms) … chunks run … ─▶ first_token
          destination (whenever decode has reserved) ─▶ layers leave as they complete ─▶ sent
-         half-close by the router: decode has committed ─▶ pages freed, stream ends
+         release: decode has committed ─▶ pages freed, ended
 """
 
 import time
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -16,20 +17,13 @@ import grpc
 from engine.core.request import Request
 from pool.request.conversion import chunk_to_proto, scores_to_proto
 from pool.request.entry import DataRanks, Failed
-from pool.request.stay import (
-    Inbox,
-    RequestParts,
-    SessionChanged,
-    StreamEnded,
-    deadline_of,
-    open_stream,
-    read_request,
-    serve,
-)
+from pool.request.router_call import Inbox, Opening, Outlet, RequestKind, RouterCall, SessionChanged
+from pool.request.stay import RequestParts, read_request, serve
 from prefill.prompts import Event, FirstToken, Scored, Started
 from prefill.scheduler import PrefillScheduler
 from protos import prefill_pb2 as pb
-from protos import prefill_pb2_grpc
+from protos import prefill_pb2_grpc, transfer_pb2, types_pb2
+from runtime.calls import CallLedger
 from runtime.clock import SystemClock
 from runtime.errors import (
     BatonError,
@@ -46,8 +40,10 @@ from transfer.plan.handoff_terms import DestinationTerms, SourceTerms
 from transfer.session import SendSession, SendState
 
 DESTINATION_TIMEOUT_S = 120.0  # from the first token to the destination terms
+UNREAD_TIMEOUT_S = 120.0  # for scores that wait to be read
+MAX_UNREAD_SCORES = 16  # events, as prefill.proto says
 
-PrefillInbox = Inbox[pb.RunRequest, Event]
+PrefillInbox = Inbox[pb.PrefillInput, Event]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,18 +54,76 @@ class PrefillParts(RequestParts):
     chunk_tokens: int
 
 
+class PrefillOutlet:
+    """What one prompt sends. Scores of a long prompt come faster than a slow client takes them: of those only so many
+    are under way as the router has room for, and what follows them waits behind them."""
+
+    def __init__(self, outlet: Outlet[pb.PrefillEvent]) -> None:
+        self._outlet = outlet
+        self._key = outlet.key
+        self._num_unread = 0  # scored events that the client has not taken
+        self._held: deque[pb.PrefillEvent] = deque()  # since too many are
+
+    @property
+    def is_held_up(self) -> bool:
+        """Whether something waits until the client reads."""
+        return bool(self._held)
+
+    def started(self, started: pb.PrefillStarted) -> None:
+        self._send(pb.PrefillEvent(key=self._key, started=started))
+
+    def scored(self, scored: types_pb2.PromptLogprobs) -> None:
+        self._send(pb.PrefillEvent(key=self._key, scored=scored))
+
+    def first_token(self, token: pb.PrefillFirstToken) -> None:
+        self._send(pb.PrefillEvent(key=self._key, first_token=token))
+
+    def sent(self, sent: pb.PrefillSent) -> None:
+        self._send(pb.PrefillEvent(key=self._key, sent=sent))
+
+    def scores_read(self, read: pb.PrefillScoresRead) -> None:
+        """Raises InvalidRequestError for more than were sent."""
+        if read.count > self._num_unread:
+            raise InvalidRequestError(FieldViolation(
+                "scores_read.count", f"{read.count} are more than the {self._num_unread} that are unread"))
+        self._num_unread -= read.count
+        while self._held and self._may_go(self._held[0]):
+            self._pass(self._held.popleft())
+
+    def _send(self, event: pb.PrefillEvent) -> None:
+        if self._held or not self._may_go(event):
+            self._held.append(event)
+        else:
+            self._pass(event)
+
+    def _pass(self, event: pb.PrefillEvent) -> None:
+        self._outlet.send(event, max(1, len(event.scored.token_ids)))
+
+    def _may_go(self, event: pb.PrefillEvent) -> bool:
+        """Counts it, if it may."""
+        if not event.HasField("scored"):
+            return True
+        if self._num_unread >= MAX_UNREAD_SCORES:
+            return False
+        self._num_unread += 1
+        return True
+
+
 class PrefillStay:
     """One request on this pool, its session and its memory. Satisfies `pool.request.stay.Stay`."""
 
-    def __init__(self, parts: PrefillParts, inbox: PrefillInbox, request: Request, key: int) -> None:
+    def __init__(self, parts: PrefillParts, inbox: PrefillInbox, outlet: PrefillOutlet, request: Request,
+                 key: int) -> None:
         self._parts = parts
         self._inbox = inbox
+        self._outlet = outlet
         self._request = request
         self._key = key
         self._source: SourceTerms | None = None
         self._data_rank = 0  # once it has started
         self._session: SendSession | None = None
         self._has_first_token = False
+        self._is_released = False
         self._opened_s = 0.0
         self._has_reported_sent = False
         self._destination: DestinationTerms | None = None
@@ -78,38 +132,49 @@ class PrefillStay:
         self._computing: Span | None = None
         self._sending: Span | None = None
 
-    async def run(self) -> AsyncIterator[pb.RunResponse]:
-        while True:
+    async def run(self) -> None:
+        while not self._is_released:
             match await self._inbox.get(self._patience_s(), "the router to confirm the handoff"):
                 case Started() as started:
-                    yield pb.RunResponse(started=self._started(started))
+                    self._outlet.started(self._started(started))
                 case Scored(first_position, tokens):
-                    yield pb.RunResponse(scored=scores_to_proto(first_position, tokens))
+                    self._outlet.scored(scores_to_proto(first_position, tokens))
                 case FirstToken() as drawn:
-                    yield pb.RunResponse(first_token=self._first_token(drawn))
+                    self._outlet.first_token(self._first_token(drawn))
                 case Failed(error):
                     raise error.again()
                 case SessionChanged():
                     if (sent := self._sent()) is not None:
-                        yield pb.RunResponse(sent=sent)
-                case pb.RunRequest() as message:
-                    self._send_to(message)
-                case StreamEnded():
-                    self._released()
-                    return
+                        self._outlet.sent(sent)
+                case pb.PrefillInput() as message:
+                    self._handle_input(message)
                 case other:
-                    raise InternalError(f"unexpected {type(other).__name__} on a prefill stream")
+                    raise InternalError(f"unexpected {type(other).__name__} of a prompt")
+
+    def _handle_input(self, message: pb.PrefillInput) -> None:
+        match message.WhichOneof("input"):
+            case "destination":
+                self._send_to(message.destination)
+            case "release":
+                self._released()
+            case "scores_read":
+                self._outlet.scores_read(message.scores_read)
+            case other:
+                raise InvalidRequestError(FieldViolation("input", f"{other} is not expected now"))
 
     def _patience_s(self) -> float | None:
-        """None while the prompt queues or is computed with nowhere to go: that lasts as long as the stream."""
+        """None while the prompt queues or is computed with nowhere to go: that lasts as long as the request."""
+        if self._outlet.is_held_up:
+            return UNREAD_TIMEOUT_S
         if self._session is not None:
             return self._session.time_left_s()
         return DESTINATION_TIMEOUT_S if self._has_first_token else None
 
     def _released(self) -> None:
-        """The router half-closed: decode has committed."""
+        """Decode has committed."""
         if not self._has_first_token:
-            raise RequestAborted("the router closed the stream before the first token")
+            raise RequestAborted("the router released the prompt before the first token")
+        self._is_released = True
         if self._session is not None and self._session.state is SendState.SENT:
             self._session.release()
 
@@ -163,7 +228,7 @@ class PrefillStay:
         key, session = self._key, self._session
         session_id = None if session is None else session.session_id
         if session is not None:
-            session.abort("its stream ended")  # no change if everything was sent and released
+            session.abort("its request ended")  # no change if everything was sent and released
         self._parts.reclaimer.end(lambda: self._parts.ranks.of(key).release(key), session=session,
                                   close=lambda: self._parts.leader.group.close_request(key, session_id))
 
@@ -188,14 +253,14 @@ class PrefillStay:
         self._end_spans(self._computing)
         return pb.PrefillFirstToken(token=chunk_to_proto(drawn.token), prefill_s=drawn.prefill_s)
 
-    def _send_to(self, message: pb.RunRequest) -> None:
+    def _send_to(self, message: transfer_pb2.DestinationTerms) -> None:
         """The decode pool has reserved: start sending, beginning with what is computed already."""
-        if message.WhichOneof("input") != "destination" or self._source is None or self._session is not None:
+        if self._source is None or self._session is not None:
             raise InvalidRequestError(FieldViolation("input", "expected one destination, after started"))
         if self._parts.leader.group.endpoints(self._data_rank) != self._source.stages:
             # The engine, which emits it, may be within a forward for longer than destination terms takes.
             raise UnavailableError("a stage of the prefill pool was lost after this prompt had started")
-        destination = codec.destination_from_proto(message.destination)
+        destination = codec.destination_from_proto(message)
         try:
             check_plan(self._source, destination, self._parts.plan.geometry.specs)
         except BatonError as error:
@@ -213,23 +278,33 @@ class PrefillStay:
                                            self._inbox.session_changed, self._data_rank)
 
 
-Context = grpc.aio.ServicerContext[pb.RunRequest, pb.RunResponse]
+Context = grpc.aio.ServicerContext[pb.PrefillInputs, pb.PrefillEvents]
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
     """Thin: every decision is the scheduler's, every byte the transfer agents'."""
 
-    def __init__(self, parts: PrefillParts) -> None:
+    def __init__(self, parts: PrefillParts, calls: CallLedger) -> None:
+        """`calls` are those of its server."""
         self._parts = parts
+        self._calls = calls
+        self._kind: RequestKind[pb.PrefillInput, pb.PrefillEvent] = RequestKind(
+            "/baton.v1.Prefill/Run", self._run, lambda item: item.open.context,
+            lambda key, ended: pb.PrefillEvent(key=key, ended=ended))
 
-    async def Run(self, request_iterator: AsyncIterator[pb.RunRequest],
-                  context: Context) -> AsyncIterator[pb.RunResponse]:
+    async def Serve(self, request_iterator: AsyncIterator[pb.PrefillInputs],
+                    context: Context) -> AsyncIterator[pb.PrefillEvents]:
+        call = RouterCall(self._kind, self._calls, self._parts.meters.handoff.leases_expired)
+        async with aclosing(call.events(message.inputs async for message in request_iterator)) as batches:
+            async for events in batches:
+                yield pb.PrefillEvents(events=events)
+
+    async def _run(self, opening: Opening[pb.PrefillInput, pb.PrefillEvent]) -> None:
         parts = self._parts
-        opening = await open_stream(parts, request_iterator, role="prefill", expected="request")
-        request = read_request(parts, opening.request)
-        inbox: PrefillInbox = Inbox(request_iterator, parts.meters.handoff.leases_expired)
+        request = read_request(parts, opening.input.open.request, role="prefill")
+        inbox: PrefillInbox = opening.inbox
         emit = partial(parts.post.put, inbox.happened)
-        ends_at_s = deadline_of(context, parts.ranks.schedulers[0].clock)
+        ends_at_s = parts.ranks.schedulers[0].clock.now() + opening.ends_in_s
 
         async def take_place() -> PrefillStay:
             blocks = parts.blocks_of(request, parts.leader.compatibility.digest)
@@ -237,8 +312,6 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 lambda: parts.ranks.place(request, blocks, lambda scheduler: scheduler.submit(
                     request, emit, blocks=blocks, ends_at_s=ends_at_s)),
                 undo=lambda taken: parts.ranks.of(taken).release(taken))
-            return PrefillStay(parts, inbox, request, key)
+            return PrefillStay(parts, inbox, PrefillOutlet(opening.outlet), request, key)
 
-        async with aclosing(serve(parts, inbox, request, take_place)) as responses:
-            async for response in responses:
-                yield response
+        await serve(parts, request, take_place)

@@ -71,7 +71,7 @@ class PrefillLeading:
         service = PrefillService(PrefillParts(
             leader=parts.leader, plan=parts.stage.plan, reclaimer=parts.reclaimer, meters=parts.meters,
             post=parts.post, grammars=parts.leader.grammars, caches=parts.config.prefix_cache,
-            ranks=self.ranks, chunk_tokens=parts.config.chunk_tokens))
+            ranks=self.ranks, chunk_tokens=parts.config.chunk_tokens), server.calls)
         prefill_pb2_grpc.add_PrefillServicer_to_server(service, server.grpc)
 
     async def warm_up(self, parts: LeaderParts) -> None:

@@ -8,31 +8,39 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class DecodeOpen(_message.Message):
-    __slots__ = ("request", "source", "replayed_token_ids", "steps_id", "steps_key")
-    REQUEST_FIELD_NUMBER: _ClassVar[int]
-    SOURCE_FIELD_NUMBER: _ClassVar[int]
-    REPLAYED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    STEPS_ID_FIELD_NUMBER: _ClassVar[int]
-    STEPS_KEY_FIELD_NUMBER: _ClassVar[int]
-    request: _types_pb2.EngineRequest
-    source: _transfer_pb2.SourceTerms
-    replayed_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    steps_id: str
-    steps_key: int
-    def __init__(self, request: _Optional[_Union[_types_pb2.EngineRequest, _Mapping]] = ..., source: _Optional[_Union[_transfer_pb2.SourceTerms, _Mapping]] = ..., replayed_token_ids: _Optional[_Iterable[int]] = ..., steps_id: _Optional[str] = ..., steps_key: _Optional[int] = ...) -> None: ...
+class DecodeInputs(_message.Message):
+    __slots__ = ("inputs",)
+    INPUTS_FIELD_NUMBER: _ClassVar[int]
+    inputs: _containers.RepeatedCompositeFieldContainer[DecodeInput]
+    def __init__(self, inputs: _Optional[_Iterable[_Union[DecodeInput, _Mapping]]] = ...) -> None: ...
 
-class DecodeRequest(_message.Message):
-    __slots__ = ("open", "new_source", "first_token", "source_lost")
+class DecodeInput(_message.Message):
+    __slots__ = ("key", "open", "new_source", "first_token", "source_lost", "cancelled")
+    KEY_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     NEW_SOURCE_FIELD_NUMBER: _ClassVar[int]
     FIRST_TOKEN_FIELD_NUMBER: _ClassVar[int]
     SOURCE_LOST_FIELD_NUMBER: _ClassVar[int]
+    CANCELLED_FIELD_NUMBER: _ClassVar[int]
+    key: int
     open: DecodeOpen
     new_source: _transfer_pb2.SourceTerms
     first_token: _types_pb2.TokenChunk
     source_lost: DecodeSourceLost
-    def __init__(self, open: _Optional[_Union[DecodeOpen, _Mapping]] = ..., new_source: _Optional[_Union[_transfer_pb2.SourceTerms, _Mapping]] = ..., first_token: _Optional[_Union[_types_pb2.TokenChunk, _Mapping]] = ..., source_lost: _Optional[_Union[DecodeSourceLost, _Mapping]] = ...) -> None: ...
+    cancelled: _types_pb2.RequestCancelled
+    def __init__(self, key: _Optional[int] = ..., open: _Optional[_Union[DecodeOpen, _Mapping]] = ..., new_source: _Optional[_Union[_transfer_pb2.SourceTerms, _Mapping]] = ..., first_token: _Optional[_Union[_types_pb2.TokenChunk, _Mapping]] = ..., source_lost: _Optional[_Union[DecodeSourceLost, _Mapping]] = ..., cancelled: _Optional[_Union[_types_pb2.RequestCancelled, _Mapping]] = ...) -> None: ...
+
+class DecodeOpen(_message.Message):
+    __slots__ = ("request", "source", "replayed_token_ids", "context")
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
+    REPLAYED_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    request: _types_pb2.EngineRequest
+    source: _transfer_pb2.SourceTerms
+    replayed_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    context: _types_pb2.RequestContext
+    def __init__(self, request: _Optional[_Union[_types_pb2.EngineRequest, _Mapping]] = ..., source: _Optional[_Union[_transfer_pb2.SourceTerms, _Mapping]] = ..., replayed_token_ids: _Optional[_Iterable[int]] = ..., context: _Optional[_Union[_types_pb2.RequestContext, _Mapping]] = ...) -> None: ...
 
 class DecodeSourceLost(_message.Message):
     __slots__ = ()
@@ -66,36 +74,28 @@ class DecodeFinished(_message.Message):
     num_preemptions: int
     def __init__(self, reason: _Optional[_Union[_types_pb2.FinishReason, str]] = ..., stop_token_id: _Optional[int] = ..., queue_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., num_preemptions: _Optional[int] = ...) -> None: ...
 
-class DecodeResponse(_message.Message):
-    __slots__ = ("destination",)
-    DESTINATION_FIELD_NUMBER: _ClassVar[int]
-    destination: _transfer_pb2.DestinationTerms
-    def __init__(self, destination: _Optional[_Union[_transfer_pb2.DestinationTerms, _Mapping]] = ...) -> None: ...
-
-class StepsRequest(_message.Message):
-    __slots__ = ("steps_id",)
-    STEPS_ID_FIELD_NUMBER: _ClassVar[int]
-    steps_id: str
-    def __init__(self, steps_id: _Optional[str] = ...) -> None: ...
-
-class StepsResponse(_message.Message):
+class DecodeEvents(_message.Message):
     __slots__ = ("events",)
     EVENTS_FIELD_NUMBER: _ClassVar[int]
-    events: _containers.RepeatedCompositeFieldContainer[StepEvent]
-    def __init__(self, events: _Optional[_Iterable[_Union[StepEvent, _Mapping]]] = ...) -> None: ...
+    events: _containers.RepeatedCompositeFieldContainer[DecodeEvent]
+    def __init__(self, events: _Optional[_Iterable[_Union[DecodeEvent, _Mapping]]] = ...) -> None: ...
 
-class StepEvent(_message.Message):
-    __slots__ = ("steps_key", "position", "committed", "local", "tokens", "finished")
-    STEPS_KEY_FIELD_NUMBER: _ClassVar[int]
+class DecodeEvent(_message.Message):
+    __slots__ = ("key", "position", "destination", "committed", "local", "tokens", "finished", "ended")
+    KEY_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
+    DESTINATION_FIELD_NUMBER: _ClassVar[int]
     COMMITTED_FIELD_NUMBER: _ClassVar[int]
     LOCAL_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
-    steps_key: int
+    ENDED_FIELD_NUMBER: _ClassVar[int]
+    key: int
     position: int
+    destination: _transfer_pb2.DestinationTerms
     committed: DecodeCommitted
     local: DecodeLocal
     tokens: _types_pb2.TokenChunk
     finished: DecodeFinished
-    def __init__(self, steps_key: _Optional[int] = ..., position: _Optional[int] = ..., committed: _Optional[_Union[DecodeCommitted, _Mapping]] = ..., local: _Optional[_Union[DecodeLocal, _Mapping]] = ..., tokens: _Optional[_Union[_types_pb2.TokenChunk, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ...) -> None: ...
+    ended: _types_pb2.RequestEnded
+    def __init__(self, key: _Optional[int] = ..., position: _Optional[int] = ..., destination: _Optional[_Union[_transfer_pb2.DestinationTerms, _Mapping]] = ..., committed: _Optional[_Union[DecodeCommitted, _Mapping]] = ..., local: _Optional[_Union[DecodeLocal, _Mapping]] = ..., tokens: _Optional[_Union[_types_pb2.TokenChunk, _Mapping]] = ..., finished: _Optional[_Union[DecodeFinished, _Mapping]] = ..., ended: _Optional[_Union[_types_pb2.RequestEnded, _Mapping]] = ...) -> None: ...

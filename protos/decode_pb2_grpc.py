@@ -34,32 +34,20 @@ class DecodeStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Generate = channel.stream_stream(
-                '/baton.v1.Decode/Generate',
-                request_serializer=baton_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
-                _registered_method=True)
-        self.Steps = channel.unary_stream(
-                '/baton.v1.Decode/Steps',
-                request_serializer=baton_dot_v1_dot_decode__pb2.StepsRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_decode__pb2.StepsResponse.FromString,
+        self.Serve = channel.stream_stream(
+                '/baton.v1.Decode/Serve',
+                request_serializer=baton_dot_v1_dot_decode__pb2.DecodeInputs.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_decode__pb2.DecodeEvents.FromString,
                 _registered_method=True)
 
 
 class DecodeServicer:
     """Missing associated documentation comment in .proto file."""
 
-    def Generate(self, request_iterator, context):
-        """One request. The stream's life is the session's life: dropping it aborts and frees. What the request draws comes by
-        the caller's `Steps`; the stream ends with OK when the request has finished there, or with what ended it.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Steps(self, request, context):
-        """What is drawn for all requests of one router. It lasts until the router or the worker ends it, and with it end the
-        requests that name it.
+    def Serve(self, request_iterator, context):
+        """All requests of one router, each under a key that the router chooses: keys rise and are never used again on this call.
+        A message has what is due for any of them, in order for each; what a step of the pool draws for all of them crosses in
+        one. The call lasts until router or worker ends it, and with it end its requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -68,15 +56,10 @@ class DecodeServicer:
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Generate': grpc.stream_stream_rpc_method_handler(
-                    servicer.Generate,
-                    request_deserializer=baton_dot_v1_dot_decode__pb2.DecodeRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_decode__pb2.DecodeResponse.SerializeToString,
-            ),
-            'Steps': grpc.unary_stream_rpc_method_handler(
-                    servicer.Steps,
-                    request_deserializer=baton_dot_v1_dot_decode__pb2.StepsRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_decode__pb2.StepsResponse.SerializeToString,
+            'Serve': grpc.stream_stream_rpc_method_handler(
+                    servicer.Serve,
+                    request_deserializer=baton_dot_v1_dot_decode__pb2.DecodeInputs.FromString,
+                    response_serializer=baton_dot_v1_dot_decode__pb2.DecodeEvents.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -90,7 +73,7 @@ class Decode:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Generate(request_iterator,
+    def Serve(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -103,36 +86,9 @@ class Decode:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/baton.v1.Decode/Generate',
-            baton_dot_v1_dot_decode__pb2.DecodeRequest.SerializeToString,
-            baton_dot_v1_dot_decode__pb2.DecodeResponse.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Steps(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/baton.v1.Decode/Steps',
-            baton_dot_v1_dot_decode__pb2.StepsRequest.SerializeToString,
-            baton_dot_v1_dot_decode__pb2.StepsResponse.FromString,
+            '/baton.v1.Decode/Serve',
+            baton_dot_v1_dot_decode__pb2.DecodeInputs.SerializeToString,
+            baton_dot_v1_dot_decode__pb2.DecodeEvents.FromString,
             options,
             channel_credentials,
             insecure,

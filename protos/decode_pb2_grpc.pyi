@@ -31,46 +31,31 @@ class DecodeStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DecodeAsyncStub: ...
-    Generate: _grpc.StreamStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]
-    """One request. The stream's life is the session's life: dropping it aborts and frees. What the request draws comes by
-    the caller's `Steps`; the stream ends with OK when the request has finished there, or with what ended it.
-    """
-    Steps: _grpc.UnaryStreamMultiCallable[_decode_pb2.StepsRequest, _decode_pb2.StepsResponse]
-    """What is drawn for all requests of one router. It lasts until the router or the worker ends it, and with it end the
-    requests that name it.
+    Serve: _grpc.StreamStreamMultiCallable[_decode_pb2.DecodeInputs, _decode_pb2.DecodeEvents]
+    """All requests of one router, each under a key that the router chooses: keys rise and are never used again on this call.
+    A message has what is due for any of them, in order for each; what a step of the pool draws for all of them crosses in
+    one. The call lasts until router or worker ends it, and with it end its requests.
     """
 
 @_typing.type_check_only
 class DecodeAsyncStub(DecodeStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Generate: _aio.StreamStreamMultiCallable[_decode_pb2.DecodeRequest, _decode_pb2.DecodeResponse]  # type: ignore[assignment]
-    """One request. The stream's life is the session's life: dropping it aborts and frees. What the request draws comes by
-    the caller's `Steps`; the stream ends with OK when the request has finished there, or with what ended it.
-    """
-    Steps: _aio.UnaryStreamMultiCallable[_decode_pb2.StepsRequest, _decode_pb2.StepsResponse]  # type: ignore[assignment]
-    """What is drawn for all requests of one router. It lasts until the router or the worker ends it, and with it end the
-    requests that name it.
+    Serve: _aio.StreamStreamMultiCallable[_decode_pb2.DecodeInputs, _decode_pb2.DecodeEvents]  # type: ignore[assignment]
+    """All requests of one router, each under a key that the router chooses: keys rise and are never used again on this call.
+    A message has what is due for any of them, in order for each; what a step of the pool draws for all of them crosses in
+    one. The call lasts until router or worker ends it, and with it end its requests.
     """
 
 class DecodeServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
-    def Generate(
+    def Serve(
         self,
-        request_iterator: _MaybeAsyncIterator[_decode_pb2.DecodeRequest],
+        request_iterator: _MaybeAsyncIterator[_decode_pb2.DecodeInputs],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_decode_pb2.DecodeResponse], _abc.AsyncIterator[_decode_pb2.DecodeResponse]]:
-        """One request. The stream's life is the session's life: dropping it aborts and frees. What the request draws comes by
-        the caller's `Steps`; the stream ends with OK when the request has finished there, or with what ended it.
-        """
-
-    @_abc_1.abstractmethod
-    def Steps(
-        self,
-        request: _decode_pb2.StepsRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_decode_pb2.StepsResponse], _abc.AsyncIterator[_decode_pb2.StepsResponse]]:
-        """What is drawn for all requests of one router. It lasts until the router or the worker ends it, and with it end the
-        requests that name it.
+    ) -> _typing.Union[_abc.Iterator[_decode_pb2.DecodeEvents], _abc.AsyncIterator[_decode_pb2.DecodeEvents]]:
+        """All requests of one router, each under a key that the router chooses: keys rise and are never used again on this call.
+        A message has what is due for any of them, in order for each; what a step of the pool draws for all of them crosses in
+        one. The call lasts until router or worker ends it, and with it end its requests.
         """
 
 def add_DecodeServicer_to_server(servicer: DecodeServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

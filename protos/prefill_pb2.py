@@ -26,7 +26,7 @@ from protos import transfer_pb2 as baton_dot_v1_dot_transfer__pb2
 from protos import types_pb2 as baton_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/transfer.proto\x1a\x14\x62\x61ton/v1/types.proto\"t\n\nRunRequest\x12*\n\x07request\x18\x01 \x01(\x0b\x32\x17.baton.v1.EngineRequestH\x00\x12\x31\n\x0b\x64\x65stination\x18\x02 \x01(\x0b\x32\x1a.baton.v1.DestinationTermsH\x00\x42\x07\n\x05input\"^\n\x0ePrefillStarted\x12$\n\x05terms\x18\x01 \x01(\x0b\x32\x15.baton.v1.SourceTerms\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"K\n\x11PrefillFirstToken\x12#\n\x05token\x18\x01 \x01(\x0b\x32\x14.baton.v1.TokenChunk\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\" \n\x0bPrefillSent\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"\xca\x01\n\x0bRunResponse\x12+\n\x07started\x18\x01 \x01(\x0b\x32\x18.baton.v1.PrefillStartedH\x00\x12\x32\n\x0b\x66irst_token\x18\x02 \x01(\x0b\x32\x1b.baton.v1.PrefillFirstTokenH\x00\x12%\n\x04sent\x18\x03 \x01(\x0b\x32\x15.baton.v1.PrefillSentH\x00\x12*\n\x06scored\x18\x04 \x01(\x0b\x32\x18.baton.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent2A\n\x07Prefill\x12\x36\n\x03Run\x12\x14.baton.v1.RunRequest\x1a\x15.baton.v1.RunResponse(\x01\x30\x01\x42\x46\n\x08\x62\x61ton.v1P\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42TN\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xea\x02\tBaton::V1b\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x16\x62\x61ton/v1/prefill.proto\x12\x08\x62\x61ton.v1\x1a\x17\x62\x61ton/v1/transfer.proto\x1a\x14\x62\x61ton/v1/types.proto\"7\n\rPrefillInputs\x12&\n\x06inputs\x18\x01 \x03(\x0b\x32\x16.baton.v1.PrefillInput\"\x90\x02\n\x0cPrefillInput\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12%\n\x04open\x18\x02 \x01(\x0b\x32\x15.baton.v1.PrefillOpenH\x00\x12\x31\n\x0b\x64\x65stination\x18\x03 \x01(\x0b\x32\x1a.baton.v1.DestinationTermsH\x00\x12+\n\x07release\x18\x04 \x01(\x0b\x32\x18.baton.v1.PrefillReleaseH\x00\x12\x32\n\x0bscores_read\x18\x05 \x01(\x0b\x32\x1b.baton.v1.PrefillScoresReadH\x00\x12/\n\tcancelled\x18\x06 \x01(\x0b\x32\x1a.baton.v1.RequestCancelledH\x00\x42\x07\n\x05input\"b\n\x0bPrefillOpen\x12(\n\x07request\x18\x01 \x01(\x0b\x32\x17.baton.v1.EngineRequest\x12)\n\x07\x63ontext\x18\x02 \x01(\x0b\x32\x18.baton.v1.RequestContext\"\x10\n\x0ePrefillRelease\"\"\n\x11PrefillScoresRead\x12\r\n\x05\x63ount\x18\x01 \x01(\r\"^\n\x0ePrefillStarted\x12$\n\x05terms\x18\x01 \x01(\x0b\x32\x15.baton.v1.SourceTerms\x12\x0f\n\x07queue_s\x18\x02 \x01(\x01\x12\x15\n\rcached_tokens\x18\x03 \x01(\r\"K\n\x11PrefillFirstToken\x12#\n\x05token\x18\x01 \x01(\x0b\x32\x14.baton.v1.TokenChunk\x12\x11\n\tprefill_s\x18\x02 \x01(\x01\" \n\x0bPrefillSent\x12\x11\n\tnum_bytes\x18\x01 \x01(\x04\"7\n\rPrefillEvents\x12&\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x16.baton.v1.PrefillEvent\"\x81\x02\n\x0cPrefillEvent\x12\x0b\n\x03key\x18\x01 \x01(\x04\x12+\n\x07started\x18\x02 \x01(\x0b\x32\x18.baton.v1.PrefillStartedH\x00\x12\x32\n\x0b\x66irst_token\x18\x03 \x01(\x0b\x32\x1b.baton.v1.PrefillFirstTokenH\x00\x12%\n\x04sent\x18\x04 \x01(\x0b\x32\x15.baton.v1.PrefillSentH\x00\x12*\n\x06scored\x18\x05 \x01(\x0b\x32\x18.baton.v1.PromptLogprobsH\x00\x12\'\n\x05\x65nded\x18\x06 \x01(\x0b\x32\x16.baton.v1.RequestEndedH\x00\x42\x07\n\x05\x65vent2H\n\x07Prefill\x12=\n\x05Serve\x12\x17.baton.v1.PrefillInputs\x1a\x17.baton.v1.PrefillEvents(\x01\x30\x01\x42\x46\n\x08\x62\x61ton.v1P\x01Z\x10\x62\x61ton/v1;batonv1\xa2\x02\x03\x42TN\xaa\x02\x08\x42\x61ton.V1\xca\x02\x08\x42\x61ton\\V1\xea\x02\tBaton::V1b\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,16 +34,26 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'protos.prefill_pb2', _globa
 if not _descriptor._USE_C_DESCRIPTORS:
   _globals['DESCRIPTOR']._loaded_options = None
   _globals['DESCRIPTOR']._serialized_options = b'\n\010baton.v1P\001Z\020baton/v1;batonv1\242\002\003BTN\252\002\010Baton.V1\312\002\010Baton\\V1\352\002\tBaton::V1'
-  _globals['_RUNREQUEST']._serialized_start=83
-  _globals['_RUNREQUEST']._serialized_end=199
-  _globals['_PREFILLSTARTED']._serialized_start=201
-  _globals['_PREFILLSTARTED']._serialized_end=295
-  _globals['_PREFILLFIRSTTOKEN']._serialized_start=297
-  _globals['_PREFILLFIRSTTOKEN']._serialized_end=372
-  _globals['_PREFILLSENT']._serialized_start=374
-  _globals['_PREFILLSENT']._serialized_end=406
-  _globals['_RUNRESPONSE']._serialized_start=409
-  _globals['_RUNRESPONSE']._serialized_end=611
-  _globals['_PREFILL']._serialized_start=613
-  _globals['_PREFILL']._serialized_end=678
+  _globals['_PREFILLINPUTS']._serialized_start=83
+  _globals['_PREFILLINPUTS']._serialized_end=138
+  _globals['_PREFILLINPUT']._serialized_start=141
+  _globals['_PREFILLINPUT']._serialized_end=413
+  _globals['_PREFILLOPEN']._serialized_start=415
+  _globals['_PREFILLOPEN']._serialized_end=513
+  _globals['_PREFILLRELEASE']._serialized_start=515
+  _globals['_PREFILLRELEASE']._serialized_end=531
+  _globals['_PREFILLSCORESREAD']._serialized_start=533
+  _globals['_PREFILLSCORESREAD']._serialized_end=567
+  _globals['_PREFILLSTARTED']._serialized_start=569
+  _globals['_PREFILLSTARTED']._serialized_end=663
+  _globals['_PREFILLFIRSTTOKEN']._serialized_start=665
+  _globals['_PREFILLFIRSTTOKEN']._serialized_end=740
+  _globals['_PREFILLSENT']._serialized_start=742
+  _globals['_PREFILLSENT']._serialized_end=774
+  _globals['_PREFILLEVENTS']._serialized_start=776
+  _globals['_PREFILLEVENTS']._serialized_end=831
+  _globals['_PREFILLEVENT']._serialized_start=834
+  _globals['_PREFILLEVENT']._serialized_end=1091
+  _globals['_PREFILL']._serialized_start=1093
+  _globals['_PREFILL']._serialized_end=1165
 # @@protoc_insertion_point(module_scope)

@@ -34,19 +34,20 @@ class PrefillStub:
         Args:
             channel: A grpc.Channel.
         """
-        self.Run = channel.stream_stream(
-                '/baton.v1.Prefill/Run',
-                request_serializer=baton_dot_v1_dot_prefill__pb2.RunRequest.SerializeToString,
-                response_deserializer=baton_dot_v1_dot_prefill__pb2.RunResponse.FromString,
+        self.Serve = channel.stream_stream(
+                '/baton.v1.Prefill/Serve',
+                request_serializer=baton_dot_v1_dot_prefill__pb2.PrefillInputs.SerializeToString,
+                response_deserializer=baton_dot_v1_dot_prefill__pb2.PrefillEvents.FromString,
                 _registered_method=True)
 
 
 class PrefillServicer:
     """Missing associated documentation comment in .proto file."""
 
-    def Run(self, request_iterator, context):
-        """One request. The stream's life is the request's life: dropping it aborts. The router half-closes when decode has
-        committed; the worker then frees the pages and ends the stream with OK.
+    def Serve(self, request_iterator, context):
+        """All requests of one router, each under a key that the router chooses: keys rise and are never used again on this call.
+        A message has what is due for any of them, in order for each. The call lasts until router or worker ends it, and with
+        it end its requests.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -55,10 +56,10 @@ class PrefillServicer:
 
 def add_PrefillServicer_to_server(servicer, server):
     rpc_method_handlers = {
-            'Run': grpc.stream_stream_rpc_method_handler(
-                    servicer.Run,
-                    request_deserializer=baton_dot_v1_dot_prefill__pb2.RunRequest.FromString,
-                    response_serializer=baton_dot_v1_dot_prefill__pb2.RunResponse.SerializeToString,
+            'Serve': grpc.stream_stream_rpc_method_handler(
+                    servicer.Serve,
+                    request_deserializer=baton_dot_v1_dot_prefill__pb2.PrefillInputs.FromString,
+                    response_serializer=baton_dot_v1_dot_prefill__pb2.PrefillEvents.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -72,7 +73,7 @@ class Prefill:
     """Missing associated documentation comment in .proto file."""
 
     @staticmethod
-    def Run(request_iterator,
+    def Serve(request_iterator,
             target,
             options=(),
             channel_credentials=None,
@@ -85,9 +86,9 @@ class Prefill:
         return grpc.experimental.stream_stream(
             request_iterator,
             target,
-            '/baton.v1.Prefill/Run',
-            baton_dot_v1_dot_prefill__pb2.RunRequest.SerializeToString,
-            baton_dot_v1_dot_prefill__pb2.RunResponse.FromString,
+            '/baton.v1.Prefill/Serve',
+            baton_dot_v1_dot_prefill__pb2.PrefillInputs.SerializeToString,
+            baton_dot_v1_dot_prefill__pb2.PrefillEvents.FromString,
             options,
             channel_credentials,
             insecure,

@@ -31,28 +31,31 @@ class PrefillStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillAsyncStub: ...
-    Run: _grpc.StreamStreamMultiCallable[_prefill_pb2.RunRequest, _prefill_pb2.RunResponse]
-    """One request. The stream's life is the request's life: dropping it aborts. The router half-closes when decode has
-    committed; the worker then frees the pages and ends the stream with OK.
+    Serve: _grpc.StreamStreamMultiCallable[_prefill_pb2.PrefillInputs, _prefill_pb2.PrefillEvents]
+    """All requests of one router, each under a key that the router chooses: keys rise and are never used again on this call.
+    A message has what is due for any of them, in order for each. The call lasts until router or worker ends it, and with
+    it end its requests.
     """
 
 @_typing.type_check_only
 class PrefillAsyncStub(PrefillStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Run: _aio.StreamStreamMultiCallable[_prefill_pb2.RunRequest, _prefill_pb2.RunResponse]  # type: ignore[assignment]
-    """One request. The stream's life is the request's life: dropping it aborts. The router half-closes when decode has
-    committed; the worker then frees the pages and ends the stream with OK.
+    Serve: _aio.StreamStreamMultiCallable[_prefill_pb2.PrefillInputs, _prefill_pb2.PrefillEvents]  # type: ignore[assignment]
+    """All requests of one router, each under a key that the router chooses: keys rise and are never used again on this call.
+    A message has what is due for any of them, in order for each. The call lasts until router or worker ends it, and with
+    it end its requests.
     """
 
 class PrefillServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
-    def Run(
+    def Serve(
         self,
-        request_iterator: _MaybeAsyncIterator[_prefill_pb2.RunRequest],
+        request_iterator: _MaybeAsyncIterator[_prefill_pb2.PrefillInputs],
         context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_prefill_pb2.RunResponse], _abc.AsyncIterator[_prefill_pb2.RunResponse]]:
-        """One request. The stream's life is the request's life: dropping it aborts. The router half-closes when decode has
-        committed; the worker then frees the pages and ends the stream with OK.
+    ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillEvents], _abc.AsyncIterator[_prefill_pb2.PrefillEvents]]:
+        """All requests of one router, each under a key that the router chooses: keys rise and are never used again on this call.
+        A message has what is due for any of them, in order for each. The call lasts until router or worker ends it, and with
+        it end its requests.
         """
 
 def add_PrefillServicer_to_server(servicer: PrefillServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

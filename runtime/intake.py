@@ -81,6 +81,9 @@ class Intake:
         return message
 
     async def _place(self) -> None:
+        if not self._places.locked():
+            await self._places.acquire()  # at once
+            return
         self._waiting += 1
         self._press()
         try:

@@ -13,34 +13,23 @@ in its metadata, and its message is never read.
 import asyncio
 import contextlib
 import inspect
-import logging
-import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 from google.protobuf.message import Message
 
-from runtime.errors import (
-    BatonError,
-    DrainingError,
-    FieldViolation,
-    InternalError,
-    InvalidRequestError,
-    RequestAborted,
-)
+from runtime.calls import CallLedger, failed
+from runtime.errors import FieldViolation, InvalidRequestError, RequestAborted
 from runtime.intake import Intake, IntakeLimits, Seats, StallWatch, bounded
-from runtime.log import bound_ids
 from runtime.metrics import RpcMetrics
 from runtime.security import Access, ServerSecurity, access_to
-from runtime.status import MAX_VIOLATIONS, RpcFailure, failure_of
-from runtime.tracing import UNTRACED, Tracing, context_of
+from runtime.status import RpcFailure
+from runtime.tracing import Tracing, context_of
 
 if TYPE_CHECKING:  # generic in the type stubs only
     from grpc import RpcMethodHandler as Handler
-
-logger = logging.getLogger(__name__)
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
@@ -73,8 +62,8 @@ class CallLimits:
 
 
 class CallGuard(grpc.aio.ServerInterceptor):
-    """One per server. Keeps the calls in flight; those that are open to every caller (health, reflection) are bounded,
-    but neither counted nor waited for.
+    """One per server. `calls` are those in flight, but for those that are open to every caller (health, reflection):
+    these are bounded, and neither counted nor waited for.
 
     `background_methods` ("/baton.v1.Worker/Watch") are streams without an end of their own: they neither hold up a
     drain nor are refused by it.
@@ -83,49 +72,16 @@ class CallGuard(grpc.aio.ServerInterceptor):
     def __init__(self, *, background_methods: frozenset[str], limits: CallLimits, metrics: RpcMetrics,
                  security: ServerSecurity, tracing: Tracing) -> None:
         self._security = security
-        self._tracing = tracing
         self._background = background_methods
         self._limits = limits
-        self._metrics = metrics
         places = max(1, min(_MAX_PLACES, RECEIVING_BYTES // limits.max_message_bytes))
         self._intake = Intake(IntakeLimits(places, _PATIENCE_S))
         self._open_intake = Intake(_OPEN_INTAKE)
         self._seats = Seats("calls", limits.max_calls, limits.max_held_bytes)
         self._background_seats = Seats("endless calls", _MAX_BACKGROUND_CALLS, limits.max_held_bytes)
         self._open_seats: dict[str, Seats] = {}
-        self._tasks: dict[asyncio.Task[object], str] = {}
-        self._quiet = asyncio.Event()
-        self._quiet.set()
-        self._refusal = ""
-        self._expelled: dict[asyncio.Task[object], BatonError] = {}
-
-    def refuse_new(self, reason: str) -> None:
-        """From now on new streams end with UNAVAILABLE and this reason: they begin work. A call of one message ends
-        some (`Abort`) or asks how it goes, which is wanted most while others wait for the drain."""
-        self._refusal = reason
-        self._metrics.draining.set(1)
-
-    async def wait_quiet(self, *, timeout_s: float) -> bool:
-        """Whether all calls that count have ended within the time."""
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._quiet.wait()
-        except TimeoutError:
-            return False
-        return True
-
-    def hand_back(self, error: BatonError) -> None:
-        """End the calls that count with this error, so that their callers go on elsewhere."""
-        self._expel([task for task, method in self._tasks.items() if method not in self._background], error)
-
-    def expel(self) -> None:
-        """End every call, the background ones too, with UNAVAILABLE."""
-        self._expel(self._tasks, DrainingError("the server is stopping"))
-
-    def _expel(self, tasks: Iterable[asyncio.Task[object]], error: BatonError) -> None:
-        for task in tasks:
-            self._expelled[task] = error
-            task.cancel()
+        self._guarded_handlers: dict[str, tuple[object, Any]] = {}  # by method: what is guarded, and the guarded one
+        self.calls = CallLedger(self._seats, metrics, tracing, background_methods)
 
     async def intercept_service(
         self,
@@ -135,7 +91,11 @@ class CallGuard(grpc.aio.ServerInterceptor):
         handler = await continuation(handler_call_details)
         if handler is None:
             return handler
-        guarded: Handler[RequestT, ResponseT] = self._guarded(handler_call_details.method, handler)
+        method = handler_call_details.method
+        known = self._guarded_handlers.get(method)
+        if known is None or known[0] is not handler:
+            known = self._guarded_handlers[method] = handler, self._guarded(method, handler)
+        guarded: Handler[RequestT, ResponseT] = known[1]
         return guarded
 
     def _guarded(self, method: str, handler: Any) -> Any:  # noqa: ANN401 (gRPC's four handler kinds share no type)
@@ -150,8 +110,8 @@ class CallGuard(grpc.aio.ServerInterceptor):
 
         async def served(requests: object, context: Context) -> object:
             with seats.taken():
-                if self._refusal and begins_work and not is_open and method not in self._background:
-                    raise DrainingError(self._refusal)
+                if begins_work and not is_open and method not in self._background:
+                    self.calls.check_open()
                 if handler.request_streaming:
                     return await self._run(behavior, requests, context)
                 request = await intake.receive(lambda: _first_message(context),
@@ -199,34 +159,17 @@ class CallGuard(grpc.aio.ServerInterceptor):
         return None
 
     async def _call(self, method: str, context: Context, serve: Callable[[], Awaitable[object]]) -> object:
-        """What `serve` gives; None where it was given up on. No context manager: an error that goes through one stays
-        in the frames of it, and the request in the error."""
-        started = time.monotonic()
-        code = grpc.StatusCode.OK
-        failure: RpcFailure | None = None
-        tracing = UNTRACED if method in self._background else self._tracing
-        with tracing.call(method, context_of(context.invocation_metadata())) as span, self._registered(method):
-            try:
-                self._security.check(method, context)
-                return await serve()
-            except asyncio.CancelledError:
-                code = grpc.StatusCode.CANCELLED
-                task = asyncio.current_task()
-                if task is None or task not in self._expelled:
-                    raise
-                failure = failure_of(self._expelled[task])
-            except grpc.aio.AbortError:
-                code = grpc.StatusCode.UNKNOWN
-                raise
-            except Exception as error:  # noqa: BLE001 (the process edge: every error becomes a status)
-                failure = _failed(method, error)
-            finally:
-                code = code if failure is None else failure.code
-                self._metrics.ended(method, code.name, time.monotonic() - started)
-                span.note(grpc_code=code.name)
-            if failure is not None:
-                await _abort(context, failure)
-            return None
+        """What `serve` gives; None where it was given up on."""
+        async def checked() -> object:
+            self._security.check(method, context)
+            return await serve()
+
+        call = self.calls.begin(method)
+        try:
+            return await self.calls.run(call, context_of(context.invocation_metadata()), checked,
+                                        lambda failure: _abort(context, failure))
+        finally:
+            self.calls.over(call)
 
     async def _answer(self, method: str, context: Context, serve: Callable[[], Awaitable[object]]) -> object:
         """Errors become statuses, and nothing else."""
@@ -235,30 +178,9 @@ class CallGuard(grpc.aio.ServerInterceptor):
         except grpc.aio.AbortError:
             raise
         except Exception as error:  # noqa: BLE001 (the process edge: every error becomes a status)
-            failure = _failed(method, error)
+            failure = failed(method, error)
         await _abort(context, failure)
         return None
-
-    @contextlib.contextmanager
-    def _registered(self, method: str) -> Iterator[None]:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks[task] = method
-        self._metrics.in_flight(method).inc()
-        self._note_quiet()
-        try:
-            yield
-        finally:
-            del self._tasks[task]
-            self._expelled.pop(task, None)
-            self._metrics.in_flight(method).dec()
-            self._note_quiet()
-
-    def _note_quiet(self) -> None:
-        if all(method in self._background for method in self._tasks.values()):
-            self._quiet.set()
-        else:
-            self._quiet.clear()
 
 
 async def _first_message(context: Context) -> Message:
@@ -282,26 +204,3 @@ async def _abort(context: Context, failure: RpcFailure) -> None:
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_ABORT_S):
             await context.abort(failure.code, failure.message, failure.trailing_metadata)
-
-
-def _failed(method: str, error: Exception) -> RpcFailure:
-    """Log a failure as what it is (a bug with its traceback, anything else as a line) and give its status. What is
-    wrong with a request quotes it, so the log has only the names of its fields."""
-    failure = failure_of(error, bound_ids().get("request_id", ""))
-    fields = {"method": method, "code": failure.code.name}
-    if isinstance(error, InvalidRequestError):
-        logger.info("call refused for %s", ", ".join(v.field for v in error.violations[:MAX_VIOLATIONS]), extra=fields)
-    elif isinstance(error, BatonError) and not isinstance(error, InternalError):
-        logger.info("call refused or failed: %s", failure.message, extra=fields)
-    else:
-        logger.error("bug in a handler", exc_info=error, extra=fields)
-    _let_go(error)
-    return failure
-
-
-def _let_go(error: BaseException | None) -> None:
-    """The frames of a traceback hold the request, and cycles hold tracebacks until the garbage collector comes by. The
-    frames themselves are left alone: calls that end for one reason share its error, and all their frames are in it."""
-    while error is not None:
-        error.__traceback__ = None
-        error = error.__cause__ or error.__context__

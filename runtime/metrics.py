@@ -48,13 +48,6 @@ class RpcMetrics:
             draining=_gauge(registry, "draining", "1 from the moment this process refuses new calls because it stops."),
         )
 
-    def ended(self, method: str, code: str, seconds: float) -> None:
-        self.requests.labels(method, code).inc()
-        self.seconds.labels(method).observe(seconds)
-
-    def in_flight(self, method: str) -> Gauge:
-        return self.running.labels(method)
-
 
 @dataclass(frozen=True)
 class RouterMetrics:

@@ -43,6 +43,9 @@ class OtelSpan:
                                        start_time=since_epoch_ns + int(began_s * 1e9))
         span.end(since_epoch_ns + int(ended_s * 1e9))
 
+    def fail(self, why: str) -> None:
+        self._span.set_status(Status(StatusCode.ERROR, why))
+
     def outgoing(self) -> Metadata:
         carrier: dict[str, str] = {}
         _PROPAGATOR.inject(carrier, trace.set_span_in_context(self._span))

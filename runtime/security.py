@@ -68,9 +68,8 @@ METHODS: Mapping[str, Access] = {
     "/baton.v1.Generation/GetLoad": Access.CLIENT,
     "/baton.v1.Generation/FlushCaches": Access.WATCHER,
     "/xds.service.orca.v3.OpenRcaService/StreamCoreMetrics": Access.CLIENT,
-    "/baton.v1.Prefill/Run": Access.ROUTER,
-    "/baton.v1.Decode/Generate": Access.ROUTER,
-    "/baton.v1.Decode/Steps": Access.ROUTER,
+    "/baton.v1.Prefill/Serve": Access.ROUTER,
+    "/baton.v1.Decode/Serve": Access.ROUTER,
     "/baton.v1.Worker/Watch": Access.WATCHER,
     "/baton.v1.Worker/FlushCache": Access.WATCHER,
     "/baton.v1.Pipeline/Join": Access.POOL,
@@ -89,7 +88,7 @@ _SPIFFE_ID = re.compile(r"spiffe://[a-z0-9._-]+/baton/([a-z]+)")
 
 
 def access_to(method: str) -> Access:
-    """`method` is a full path, "/baton.v1.Prefill/Run". One that is in neither table is closed."""
+    """`method` is a full path, "/baton.v1.Prefill/Serve". One that is in neither table is closed."""
     path = method.removeprefix("/")
     service = path.partition("/")[0]
     return METHODS.get(method) or SERVICES.get(path) or SERVICES.get(service, Access.NOBODY)
@@ -222,6 +221,10 @@ class ChannelSecurity:
     @property
     def is_plain(self) -> bool:
         return self.certificates is None and self.token is None
+
+    def shown(self) -> object:
+        """What servers see of it: the same object until the files change."""
+        return None if self.certificates is None else self.certificates.current()
 
     def to(self, role: PeerRole) -> "ChannelSecurity":
         """For a channel to a server that must hold this role."""

@@ -114,9 +114,9 @@ class Health:
 
 
 class GrpcServer:
-    """Build inside a running event loop. `services` are the full names whose readiness this process reports;
-    `background_methods` are endless streams that a drain does not wait for, `also_served` services without a readiness
-    of their own."""
+    """Build inside a running event loop. `calls` are those under way. `services` are the full names whose readiness
+    this process reports; `background_methods` are endless streams that a drain does not wait for, `also_served`
+    services without a readiness of their own."""
 
     def __init__(self, options: ServerOptions, *, services: tuple[str, ...], metrics: RpcMetrics,
                  security: ServerSecurity = OPEN_SERVER, background_methods: frozenset[str] = frozenset(),
@@ -130,6 +130,7 @@ class GrpcServer:
         self._guard, self._health_guard = (
             CallGuard(background_methods=background_methods, limits=limits, metrics=metrics, security=security,
                       tracing=tracing) for _ in range(2))  # each door has its own places
+        self.calls = self._guard.calls
         self.health = Health(services)
         self._health_server: grpc.aio.Server | None = None
         self.grpc: grpc.aio.Server = LastingServer(
@@ -177,24 +178,24 @@ class GrpcServer:
     async def empty(self, *, grace_s: float) -> None:
         """Wait `grace_s` for the calls in flight and hand the rest back; the server stays. Refusing new calls is up to
         the services."""
-        if not await self._guard.wait_quiet(timeout_s=grace_s):
+        if not await self.calls.wait_quiet(timeout_s=grace_s):
             logger.warning("calls still in flight after the grace period are handed back", extra={"grace_s": grace_s})
         await self.hand_back(DrainingError("the server is stopping"))
 
     async def hand_back(self, error: BatonError) -> None:
         """End the calls in flight with this error, so that their callers go on elsewhere; the server stays."""
-        self._guard.hand_back(error)
-        await self._guard.wait_quiet(timeout_s=1.0)
+        self.calls.hand_back(error)
+        await self.calls.wait_quiet(timeout_s=1.0)
 
     async def drain(self, *, grace_s: float) -> None:
         """Report NOT_SERVING, refuse new calls, wait `grace_s` for those in flight, end the rest, stop."""
         await self.health.shut_down()
-        self._guard.refuse_new("the server is draining")
-        if not await self._guard.wait_quiet(timeout_s=grace_s):
+        self.calls.refuse_new("the server is draining")
+        if not await self.calls.wait_quiet(timeout_s=grace_s):
             logger.warning("calls still in flight after the grace period are ended", extra={"grace_s": grace_s})
-        # What calls say may go through a stream without an end (`Decode.Steps`): that ends behind them.
+        # Requests that share a stream without an end (`Decode.Serve`) end before it: how they ended goes through it.
         await self.hand_back(DrainingError("the server is stopping"))
-        self._guard.expel()
+        self.calls.expel()
         await self.grpc.stop(grace=0.2)
         await self.stop()
 

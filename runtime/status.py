@@ -2,6 +2,8 @@
 
     failure_of(error, request_id="") -> RpcFailure          for servers; runtime.server calls it for every handler
     error_from_rpc(rpc_error) -> BatonError                 for clients, sync and async
+    failure.status, error_from_status(status)               the same where the status of one of several requests on a
+                                                            call goes in a message: a serialised google.rpc.Status
 
 Details: ErrorInfo always (domain "baton"); BadRequest for InvalidRequestError; QuotaFailure for CapacityError;
 PreconditionFailure for ConfigError and IncompatiblePeerError; RetryInfo where it is known when to come back;
@@ -59,6 +61,11 @@ class RpcFailure:
     code: grpc.StatusCode
     message: str
     trailing_metadata: tuple[tuple[str, str | bytes], ...]
+
+    @property
+    def status(self) -> bytes:
+        """The google.rpc.Status that it is, serialised."""
+        return _status_in(self.trailing_metadata)
 
 
 class EndedCall(Protocol):
@@ -229,21 +236,42 @@ def is_lost(call: EndedCall) -> bool:
 
 def error_from_rpc(call: EndedCall) -> BatonError:
     """The typed error behind a failed call, with field violations and retry delay where the server gave them."""
-    message = call.details() or "no details"
-    details = _read_details(call)
+    code = call.code() or grpc.StatusCode.UNKNOWN
+    return _error_of(code, call.details() or "", _parsed(_status_in(call.trailing_metadata() or ())))
+
+
+def error_from_status(status: bytes) -> BatonError | None:
+    """The same of a status that came in a message; None where that is OK."""
+    parsed = _parsed(status)
+    code = _CODE_OF_NUMBER.get(parsed.code, grpc.StatusCode.UNKNOWN)
+    return None if code is grpc.StatusCode.OK else _error_of(code, parsed.message, parsed)
+
+
+_CODE_OF_NUMBER: Mapping[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
+
+
+def _error_of(code: grpc.StatusCode, message: str, status: Status) -> BatonError:
+    message, details = message or "no details", _read_details(status)
     if details.reason in _BY_REASON:
         return _BY_REASON[details.reason](message, details)
-    code = call.code() or grpc.StatusCode.UNKNOWN
     if code in _BY_CODE:
         return _BY_CODE[code](message)
     return errors.InternalError(f"{code.name}: {message}")
 
 
-def _read_details(call: EndedCall) -> _Details:
+def _status_in(metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
+    raw = next((value for key, value in metadata if key == DETAILS_KEY), b"")
+    return raw if isinstance(raw, bytes) else raw.encode()
+
+
+def _parsed(raw: bytes) -> Status:
     status = Status()
-    raw = next((value for key, value in call.trailing_metadata() or () if key == DETAILS_KEY), b"")
     with suppress(DecodeError):  # not ours, then: the code alone decides
-        status.ParseFromString(raw if isinstance(raw, bytes) else raw.encode())
+        status.ParseFromString(raw)
+    return status
+
+
+def _read_details(status: Status) -> _Details:
     info, bad, retry = details_pb2.ErrorInfo(), details_pb2.BadRequest(), details_pb2.RetryInfo()
     for packed in status.details:
         for detail in (info, bad, retry):

@@ -1,6 +1,6 @@
 """Traces: spans that follow a request over processes, in W3C trace context. Off unless an endpoint is configured.
 
-    with tracing.call("/baton.v1.Prefill/Run", metadata):        # the interceptor, around every call
+    with tracing.call("/baton.v1.Prefill/Run", metadata):        # around every call, and every request on a shared one
         note(request_id="r1")                                    # anything below, in this task or those it starts
         span = begin("baton.transfer.send"); ...; span.end()     # a child of the call's span
         stub.Generate(..., metadata=outgoing())                  # the next process goes on with the trace
@@ -26,6 +26,10 @@ class Span(Protocol):
 
     def record(self, name: str, began_s: float, ended_s: float, **attributes: str | int | float) -> None:
         """A child that is over already; seconds of the monotonic clock."""
+        ...
+
+    def fail(self, why: str) -> None:
+        """It ends with an error."""
         ...
 
     def outgoing(self) -> Metadata:
@@ -60,6 +64,9 @@ class Bystander:
         return self
 
     def record(self, name: str, began_s: float, ended_s: float, **attributes: str | int | float) -> None:
+        """Nothing is recorded."""
+
+    def fail(self, why: str) -> None:
         """Nothing is recorded."""
 
     def outgoing(self) -> Metadata:

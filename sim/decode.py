@@ -15,20 +15,22 @@ from sim.costs import Costs
 from sim.decode_pool import DecodePool, DrawnRow
 from sim.links import Arrival, Arrivals, Interface
 from sim.network import Method, SimulatedCall
+from sim.requests import RouterEnd, SimulatedRequest
 from sim.worker import SimulatedWorker
 
 TOKEN = 1  # every one
 
 
+DecodeRequest = SimulatedRequest[decode_pb2.DecodeInput, decode_pb2.DecodeEvent]
+
+
 @dataclass(eq=False)
 class _DecodeStay:
-    """One request here, from its call to the end of that."""
+    """One request here, to its end."""
 
-    call: SimulatedCall
+    request: DecodeRequest
     row: DrawnRow
     session_id: str
-    steps_id: str
-    steps_key: int
     num_tokens: int  # of the output, that its router has
     num_offers: int = 0
     num_bytes: float = 0.0
@@ -42,7 +44,7 @@ class _DecodeStay:
 
 
 class DecodeWorker(SimulatedWorker):
-    """Serves `Decode.Generate` and `Decode.Steps`."""
+    """Serves `Decode.Serve`."""
 
     role = "decode"
 
@@ -72,7 +74,7 @@ class DecodeWorker(SimulatedWorker):
         super().drain()
         for stay in tuple(self._stays.values()):
             self._send_drawn(stay)
-            stay.call.end(DrainingError("the decode worker drains"))
+            stay.request.end(DrainingError("the decode worker drains"))
             self._release(stay)
 
     def die(self) -> None:
@@ -95,11 +97,10 @@ class DecodeWorker(SimulatedWorker):
             self._timer.cancel()
         self.pool = DecodePool(self.costs.decode, self.costs.model.page_size, self.pace)
         self._stays: dict[int, _DecodeStay] = {}
-        self._steps: dict[str, SimulatedCall] = {}  # by their ids
         return PointJournal()
 
     def _methods(self) -> dict[str, Method]:
-        return {"/baton.v1.Decode/Generate": self._generate, "/baton.v1.Decode/Steps": self._open_steps}
+        return {"/baton.v1.Decode/Serve": self._serve}
 
     def _described(self) -> worker_pb2.WorkerInfo:
         mine = self.costs.decode
@@ -113,29 +114,25 @@ class DecodeWorker(SimulatedWorker):
             open_sessions=sum(not stay.is_committed for stay in self._stays.values()),
             output_tokens=self.pool.num_drawn)
 
-    def _open_steps(self, call: SimulatedCall) -> None:
-        def opened(message: Message) -> None:
-            assert isinstance(message, decode_pb2.StepsRequest)
-            steps_id = message.steps_id
-            self._steps[steps_id] = call
-            call.on_gone = lambda: self._ended_steps(steps_id)
+    def _serve(self, call: SimulatedCall) -> None:
+        end: RouterEnd[decode_pb2.DecodeInput, decode_pb2.DecodeEvent] = RouterEnd(
+            call, lambda event: decode_pb2.DecodeEvents(events=[event]),
+            lambda key, ended: decode_pb2.DecodeEvent(key=key, ended=ended), self._opened)
 
-        call.on_message = opened
+        def received(message: Message) -> None:
+            assert isinstance(message, decode_pb2.DecodeInputs)
+            for item in message.inputs:
+                end.received(item)
 
-    def _ended_steps(self, steps_id: str) -> None:
-        self._steps.pop(steps_id, None)
+        call.on_message = received
 
-    def _generate(self, call: SimulatedCall) -> None:
-        def opened(message: Message) -> None:
-            assert isinstance(message, decode_pb2.DecodeRequest)
-            stay = self._reserve(call, message.open)
-            if stay is not None:
-                call.on_message = lambda later: self._received(stay, later)
-                call.on_gone = lambda: self._release(stay)
+    def _opened(self, request: DecodeRequest, message: decode_pb2.DecodeInput) -> None:
+        stay = self._reserve(request, message.open)
+        if stay is not None:
+            request.on_input = lambda later: self._received(stay, later)
+            request.on_gone = lambda: self._release(stay)
 
-        call.on_message = opened
-
-    def _reserve(self, call: SimulatedCall, opening: decode_pb2.DecodeOpen) -> _DecodeStay | None:
+    def _reserve(self, made: DecodeRequest, opening: decode_pb2.DecodeOpen) -> _DecodeStay | None:
         self._num_stays += 1
         request, num_again = opening.request, len(opening.replayed_token_ids)
         num_prompt = len(request.prompt_token_ids)
@@ -146,10 +143,10 @@ class DecodeWorker(SimulatedWorker):
                 raise DrainingError("the decode worker drains")
             self.pool.reserve(row)
         except BatonError as error:
-            call.end(error)
+            made.end(error)
             return None
-        stay = _DecodeStay(call, row, f"{self.incarnation}/{row.key}", opening.steps_id, opening.steps_key,
-                           num_tokens=1 + num_again, num_bytes=self.costs.handoff_bytes(num_prompt))
+        stay = _DecodeStay(made, row, f"{self.incarnation}/{row.key}", num_tokens=1 + num_again,
+                           num_bytes=self.costs.handoff_bytes(num_prompt))
         self._stays[row.key] = stay
         self._woken()
         if self.pool.interrupt(self._clock.now()):
@@ -157,8 +154,7 @@ class DecodeWorker(SimulatedWorker):
         self._offered(stay)
         return stay
 
-    def _received(self, stay: _DecodeStay, message: Message) -> None:
-        assert isinstance(message, decode_pb2.DecodeRequest)
+    def _received(self, stay: _DecodeStay, message: decode_pb2.DecodeInput) -> None:
         if stay.is_committed:
             return
         match message.WhichOneof("input"):
@@ -175,7 +171,7 @@ class DecodeWorker(SimulatedWorker):
         stay.has_landed = False
         self._arrivals[stay.session_id, stay.epoch] = Arrival(self.interface, lambda: self._landed(stay))
         terms = transfer_pb2.DestinationTerms(session_id=stay.session_id, epoch=stay.epoch)
-        stay.call.send(decode_pb2.DecodeResponse(destination=terms))
+        stay.request.send(decode_pb2.DecodeEvent(destination=terms))
 
     def _landed(self, stay: _DecodeStay) -> None:
         self.num_landed_bytes += stay.num_bytes
@@ -188,7 +184,7 @@ class DecodeWorker(SimulatedWorker):
         now = self._clock.now()
         stay.is_committed = True
         self._arrivals.pop((stay.session_id, stay.epoch), None)
-        self._send(stay, decode_pb2.StepEvent(committed=decode_pb2.DecodeCommitted(
+        self._send(stay, decode_pb2.DecodeEvent(committed=decode_pb2.DecodeCommitted(
             transfer_exposed_s=now - stay.first_token_s, num_bytes=round(stay.num_bytes))))
         if stay.row.left <= 0:
             self._finish(stay)
@@ -215,22 +211,21 @@ class DecodeWorker(SimulatedWorker):
         self._send_drawn(stay)
         row, now = stay.row, self._clock.now()
         first_s = now if row.first_step_s is None else row.first_step_s
-        self._send(stay, decode_pb2.StepEvent(finished=decode_pb2.DecodeFinished(
+        self._send(stay, decode_pb2.DecodeEvent(finished=decode_pb2.DecodeFinished(
             reason=types_pb2.FINISH_REASON_LENGTH, queue_s=max(0.0, first_s - row.joined_s), decode_s=now - first_s,
             num_preemptions=row.num_preemptions)))
-        stay.call.on_half_close = stay.call.end  # the router has the finish
+        stay.request.end()
         del self._stays[row.key]
 
     def _send_drawn(self, stay: _DecodeStay) -> None:
         count = self.pool.drawn(stay.row, self._clock.now())
         if count:
-            self._send(stay, decode_pb2.StepEvent(tokens=types_pb2.TokenChunk(token_ids=[TOKEN] * count)))
+            self._send(stay, decode_pb2.DecodeEvent(tokens=types_pb2.TokenChunk(token_ids=[TOKEN] * count)))
             stay.num_tokens += count
 
-    def _send(self, stay: _DecodeStay, event: decode_pb2.StepEvent) -> None:
-        event.steps_key, event.position = stay.steps_key, stay.num_tokens
-        if (steps := self._steps.get(stay.steps_id)) is not None:
-            steps.send(decode_pb2.StepsResponse(events=[event]))
+    def _send(self, stay: _DecodeStay, event: decode_pb2.DecodeEvent) -> None:
+        event.position = stay.num_tokens
+        stay.request.send(event)
 
     def _release(self, stay: _DecodeStay) -> None:
         if self._stays.pop(stay.row.key, None) is None:

@@ -7,7 +7,7 @@ as the kernel of a killed process does.
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NoReturn, Self
@@ -52,7 +52,7 @@ class Server:
 
 
 class SimulatedCall:
-    """Both ends of one call. Its caller iterates and cancels; its server listens, sends and ends."""
+    """Both ends of one call. Its caller writes, iterates and cancels; its server listens, sends and ends."""
 
     def __init__(self, server: Server, latency_s: float) -> None:
         self.on_message: Callable[[Message], None] = _ignore
@@ -65,7 +65,6 @@ class SimulatedCall:
         self._num_held = 0  # of those, by a cut
         self._received: deque[Message] = deque()
         self._waiter: asyncio.Future[None] | None = None
-        self._pump: asyncio.Task[None] | None = None
         self._error: grpc.aio.AioRpcError | None = None
         self._is_over = False  # its server is done with it
         self._has_ended = False  # its caller knows how it ended
@@ -93,17 +92,22 @@ class SimulatedCall:
             self._under_way.popleft()()
             self._wake()
 
-    def open(self, path: str, messages: AsyncIterator[Message]) -> Self:
+    def open(self, path: str) -> Self:
         """By its caller."""
         self._server.calls[self] = None
         self._later(partial(self._begin, path))
-        self._pump = self._loop.create_task(self._forward(messages))
         return self
+
+    async def write(self, message: Message) -> None:
+        """By its caller. Never waits."""
+        self._later(partial(self._deliver, message))
+
+    async def done_writing(self) -> None:
+        """By its caller, who writes no more."""
+        self._later(self._half_closed)
 
     def cancel(self) -> None:
         """By its caller. Idempotent."""
-        if self._pump is not None:
-            self._pump.cancel()
         if not self._is_over:
             self._later(self._gone)
 
@@ -129,11 +133,6 @@ class SimulatedCall:
             return
         self._server.methods[path](self)
 
-    async def _forward(self, messages: AsyncIterator[Message]) -> None:
-        async for message in messages:
-            self._later(partial(self._deliver, message))
-        self._later(self._half_closed)
-
     def _deliver(self, message: Message) -> None:
         if not self._is_over:
             self.on_message(message)
@@ -153,8 +152,6 @@ class SimulatedCall:
 
     def _ended(self, error: grpc.aio.AioRpcError | None) -> None:
         self._error, self._has_ended = error, True
-        if self._pump is not None:
-            self._pump.cancel()
 
     def _later(self, arrival: Callable[[], None]) -> None:
         self._under_way.append(arrival)
@@ -181,31 +178,18 @@ class Channel(grpc.aio.Channel):
         self._server = server
         self._latency_s = latency_s
 
-    def unary_stream(self, method: str, *_: object, **__: object) -> Any:  # noqa: ANN401
-        """Makes what routers use of a `grpc.aio.UnaryStreamCall`."""
-        make = self.stream_stream(method)
-        return lambda message, **_: make(_alone(message))
-
     def stream_stream(self, method: str, *_: object, **__: object) -> Any:  # noqa: ANN401
         """Makes what routers use of a `grpc.aio.StreamStreamCall`."""
-        def call(messages: AsyncIterator[Message], **_: object) -> SimulatedCall:
-            # A caller's deadline ends its calls itself; their time limit would only do it once more.
-            return SimulatedCall(self._server, self._latency_s).open(method, messages)
-
-        return call
+        return lambda: SimulatedCall(self._server, self._latency_s).open(method)
 
     async def close(self, grace: float | None = None) -> None:
         """Calls end by themselves."""
 
     def _has_no(self, *_: object, **__: object) -> NoReturn:
-        raise InternalError("the simulated network has streams of responses and nothing else")
+        raise InternalError("the simulated network has streams both ways and nothing else")
 
-    unary_unary = stream_unary = _has_no
+    unary_unary = unary_stream = stream_unary = _has_no
     get_state = wait_for_state_change = channel_ready = __aenter__ = __aexit__ = _has_no
-
-
-async def _alone(message: Message) -> AsyncIterator[Message]:
-    yield message
 
 
 def _lost(details: str) -> grpc.aio.AioRpcError:

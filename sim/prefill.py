@@ -25,6 +25,7 @@ from sim.cores import SharedCores
 from sim.costs import Costs
 from sim.links import Arrivals, Interface, Sending
 from sim.network import Method, SimulatedCall
+from sim.requests import RouterEnd, SimulatedRequest
 from sim.worker import COMPATIBILITY, Prompts, SimulatedWorker
 
 FIRST_TOKEN = 1  # of every answer, whoever draws it
@@ -39,11 +40,14 @@ def batch_of_lengths(mode: ForwardMode, rows: Sequence[Row]) -> ForwardBatch:
         page_tables=_NO_TOKENS, slot_ids=_NO_TOKENS, sampling=tuple(row.sampling for row in rows))
 
 
+PrefillRequest = SimulatedRequest[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent]
+
+
 @dataclass(eq=False)
 class _PrefillStay:
-    """One request here, from its call to the end of that."""
+    """One request here, to its end."""
 
-    call: SimulatedCall
+    request: PrefillRequest
     key: int = 0
     num_tokens: int = 0
     computed: float = 0.0  # tokens whose bytes can leave
@@ -51,7 +55,7 @@ class _PrefillStay:
 
 
 class PrefillWorker(SimulatedWorker):
-    """Serves `Prefill.Run`."""
+    """Serves `Prefill.Serve`."""
 
     role = "prefill"
 
@@ -84,7 +88,7 @@ class PrefillWorker(SimulatedWorker):
     def drain(self) -> None:
         super().drain()
         for stay in tuple(self._stays.values()):
-            stay.call.end(DrainingError("the prefill worker drains"))
+            stay.request.end(DrainingError("the prefill worker drains"))
             self._release(stay)
 
     def die(self) -> None:
@@ -103,7 +107,7 @@ class PrefillWorker(SimulatedWorker):
         return self._scheduler.cache.journal
 
     def _methods(self) -> dict[str, Method]:
-        return {"/baton.v1.Prefill/Run": self._run}
+        return {"/baton.v1.Prefill/Serve": self._serve}
 
     def _described(self) -> worker_pb2.WorkerInfo:
         mine = self.costs.prefill
@@ -117,21 +121,31 @@ class PrefillWorker(SimulatedWorker):
             queued_requests=load.queued_requests, queued_tokens=load.queued_tokens, pages_free=load.pages_free,
             running_requests=load.running_requests, slots_free=load.slots_free, prompt_tokens=self.num_tokens)
 
-    def _run(self, call: SimulatedCall) -> None:
-        stay = _PrefillStay(call)
+    def _serve(self, call: SimulatedCall) -> None:
+        end: RouterEnd[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent] = RouterEnd(
+            call, lambda event: prefill_pb2.PrefillEvents(events=[event]),
+            lambda key, ended: prefill_pb2.PrefillEvent(key=key, ended=ended), self._opened)
 
         def received(message: Message) -> None:
-            assert isinstance(message, prefill_pb2.RunRequest)
-            if message.HasField("request"):
-                self._submit(stay, message.request)
-            else:
-                self._send_to(stay, message.destination)
+            assert isinstance(message, prefill_pb2.PrefillInputs)
+            for item in message.inputs:
+                end.received(item)
 
-        def committed() -> None:
-            call.end()
-            self._release(stay)
+        call.on_message = received
 
-        call.on_message, call.on_half_close, call.on_gone = received, committed, lambda: self._release(stay)
+    def _opened(self, request: PrefillRequest, message: prefill_pb2.PrefillInput) -> None:
+        stay = _PrefillStay(request)
+
+        def received(later: prefill_pb2.PrefillInput) -> None:
+            match later.WhichOneof("input"):
+                case "destination":
+                    self._send_to(stay, later.destination)
+                case "release":  # decode has committed
+                    request.end()
+                    self._release(stay)
+
+        request.on_input, request.on_gone = received, lambda: self._release(stay)
+        self._submit(stay, message.open.request)
 
     def _submit(self, stay: _PrefillStay, message: types_pb2.EngineRequest) -> None:
         stay.num_tokens = len(message.prompt_token_ids)
@@ -142,7 +156,7 @@ class PrefillWorker(SimulatedWorker):
             stay.key = self._scheduler.submit(request, lambda event: self._happened(stay, event), 
                                               blocks=self._blocks_of(message))
         except BatonError as error:
-            stay.call.end(error)
+            stay.request.end(error)
             return
         self._stays[stay.key] = stay
         self._woken()
@@ -159,13 +173,13 @@ class PrefillWorker(SimulatedWorker):
                 stay.computed = event.num_cached
                 terms = transfer_pb2.SourceTerms(compatibility=COMPATIBILITY, num_tokens=stay.num_tokens,
                                                  page_size=self.costs.model.page_size)
-                stay.call.send(prefill_pb2.RunResponse(started=prefill_pb2.PrefillStarted(
+                stay.request.send(prefill_pb2.PrefillEvent(started=prefill_pb2.PrefillStarted(
                     terms=terms, queue_s=event.queue_s, cached_tokens=event.num_cached)))
             case FirstToken():
-                stay.call.send(prefill_pb2.RunResponse(first_token=prefill_pb2.PrefillFirstToken(
+                stay.request.send(prefill_pb2.PrefillEvent(first_token=prefill_pb2.PrefillFirstToken(
                     token=types_pb2.TokenChunk(token_ids=[FIRST_TOKEN]), prefill_s=event.prefill_s)))
             case Failed(error):
-                stay.call.end(error)
+                stay.request.end(error)
                 self._release(stay)
 
     def _send_to(self, stay: _PrefillStay, destination: transfer_pb2.DestinationTerms) -> None:
@@ -177,7 +191,7 @@ class PrefillWorker(SimulatedWorker):
 
         def arrived() -> None:
             arrival.landed()
-            stay.call.send(prefill_pb2.RunResponse(sent=prefill_pb2.PrefillSent(num_bytes=round(num_bytes))))
+            stay.request.send(prefill_pb2.PrefillEvent(sent=prefill_pb2.PrefillSent(num_bytes=round(num_bytes))))
 
         stay.transfer = Sending(self.interface, arrival.interface, num_bytes, arrived)
         stay.transfer.release(num_bytes * stay.computed / stay.num_tokens)

@@ -6,6 +6,7 @@ from typing import Protocol
 from pool.prefix.journal import PointJournal
 from protos import worker_pb2
 from router.workers.prefix_index import RoutedPrompt
+from runtime.version import WIRE_VERSION
 from sim.cores import SharedCores
 from sim.costs import Costs
 from sim.network import Method, Server
@@ -146,7 +147,7 @@ class SimulatedWorker(ABC):
         info.MergeFrom(worker_pb2.WorkerInfo(
             role=self.role, incarnation=self.incarnation, architecture=ARCHITECTURE, compatibility=COMPATIBILITY,
             vocab_size=VOCAB_SIZE, max_context_tokens=model.max_context_tokens, num_layers=model.num_layers,
-            page_size=model.page_size))
+            page_size=model.page_size, wire_version=WIRE_VERSION))
         return info
 
     def load(self) -> worker_pb2.WorkerLoad:

@@ -19,6 +19,8 @@ _METRICS_HEAD = """# Metrics
 Every process serves these at `/metrics` (`--metrics-port`). Names, types, labels and units are fixed at 0.1
 (`deploy/metrics.yaml`). Histograms also have `_bucket`, `_sum` and `_count`. A *follower* is a stage behind its pool's
 leader. Labels never hold anything a client chose. Besides these there are the usual `process_*` and `python_*` figures.
+Requests on a router's call to a worker count as calls of their own, as `/baton.v1.Prefill/Run` and
+`/baton.v1.Decode/Generate`.
 
 `baton up` writes a Prometheus configuration for its processes and prints its path. One for processes that you start
 yourself names their metrics ports (`components/monitoring` has PodMonitors for Kubernetes):

@@ -1,24 +1,17 @@
 """A request's stay on a pool, the same for both roles: how it begins, what happens to it, how it ends.
 
-`open_stream` and `read_request` check the stream's first message before any work; `Inbox` is the one queue of
-everything that can happen to a request, so there is one place where it waits; `EventPost` brings there what the engine
-did; `serve` runs the stay; `MemoryReclaimer` ends what it leaves behind.
+`read_request` checks what is asked before any work; `EventPost` brings what the engine did to the request's inbox
+(`pool.request.router_call`); `serve` runs the stay; `MemoryReclaimer` ends what it leaves behind.
 """
 
 import asyncio
 import ctypes
 import logging
-import math
 import time
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeVar, cast
-
-import grpc
-from google.protobuf.message import Message
-from prometheus_client import Counter
+from typing import Protocol, TypeVar
 
 from engine.core.request import Request
 from engine.loop import EngineLoop
@@ -29,34 +22,19 @@ from pool.request.conversion import check_grammar, request_from_proto
 from pool.stage.metrics import LeaderMeters
 from pool.stage.stage import StagePlan
 from protos import types_pb2
-from runtime.clock import HELD_UP_S, Clock
+from runtime.clock import HELD_UP_S
 from runtime.digests import block_names
-from runtime.errors import DeadlineError, FieldViolation, InvalidRequestError, UnavailableError
-from runtime.intake import first_message
-from runtime.log import bind
+from runtime.errors import UnavailableError
+from runtime.log import rebind
 from runtime.tracing import note
 
 logger = logging.getLogger(__name__)
 
-MessageT = TypeVar("MessageT", bound=Message)
 EventT = TypeVar("EventT")
-ResponseT = TypeVar("ResponseT", covariant=True)
 
-OPEN_TIMEOUT_S = 10.0
 DRAIN_TIMEOUT_S = 30.0
-MAX_UNREAD = 16
 PACE_S = 0.004  # between two looks for what can wait
 LET_IN_S = 0.004  # since the engine's thread last gave way; more often the kernel sees to it
-
-
-@dataclass(frozen=True)
-class StreamEnded:
-    """The caller half-closed: it sends nothing more and still reads."""
-
-
-@dataclass(frozen=True)
-class SessionChanged:
-    """A stage reported; the session holds what."""
 
 
 class EventPost:
@@ -120,64 +98,6 @@ def _give_way() -> None:
 
 
 _LIBRARY = ctypes.CDLL(None)  # C's
-
-
-class Inbox(Generic[MessageT, EventT]):
-    """The stream's messages, the engine's events and the session's reports of one request, in one queue.
-
-    Use as a context manager on the event loop's thread; leaving it stops the reader of the stream.
-
-    A request makes as many entries as it has tokens and stages, so these need no bound of their own. Of the caller's
-    messages no more than `MAX_UNREAD` are read ahead.
-    """
-
-    def __init__(self, stream: AsyncIterator[MessageT], expired: Counter) -> None:
-        """`expired` counts waits that took too long."""
-        self._stream = stream
-        self._expired = expired
-        self._queue: asyncio.Queue[MessageT | EventT | StreamEnded | SessionChanged] = asyncio.Queue()
-        self._room = asyncio.Semaphore(MAX_UNREAD)
-        self._reader: asyncio.Task[None] | None = None
-
-    def __enter__(self) -> Self:
-        self._reader = asyncio.create_task(self._read())
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
-        if self._reader is not None:
-            self._reader.cancel()
-
-    async def _read(self) -> None:
-        async for message in self._stream:
-            await self._room.acquire()
-            self._queue.put_nowait(message)
-        self._queue.put_nowait(StreamEnded())
-
-    def happened(self, event: EventT) -> None:
-        """Of the engine. Event loop's thread."""
-        self._queue.put_nowait(event)
-
-    def session_changed(self) -> None:
-        """Event loop's thread."""
-        self._queue.put_nowait(SessionChanged())
-
-    async def get(self, timeout_s: float | None, waiting_for: str) -> MessageT | EventT | StreamEnded | SessionChanged:
-        """The next thing that happened. `timeout_s` None waits as long as the stream lives.
-
-        Raises:
-            DeadlineError: nothing happened in time; the message names what was waited for.
-        """
-        try:
-            # Not wait_for: before Python 3.12 it loses a cancellation that meets an item.
-            async with asyncio.timeout(timeout_s):
-                item = await self._queue.get()
-        except TimeoutError:
-            self._expired.inc()
-            raise DeadlineError(f"gave up waiting for {waiting_for}") from None
-        if isinstance(item, Message):
-            self._room.release()
-        return item
 
 
 class MemoryReclaimer:
@@ -262,11 +182,11 @@ class RequestParts:
                            compatibility=compatibility)
 
 
-class Stay(Protocol[ResponseT]):
+class Stay(Protocol):
     """A request's stay on a pool, from its place in the scheduler to its end."""
 
-    def run(self) -> AsyncIterator[ResponseT]:
-        """What the stream is sent. Raises BatonError for what ended the request before its time."""
+    async def run(self) -> None:
+        """To its end. Raises BatonError for what ended the request before its time."""
         ...
 
     def end(self) -> None:
@@ -274,47 +194,24 @@ class Stay(Protocol[ResponseT]):
         ...
 
 
-def deadline_of(context: grpc.aio.ServicerContext[Any, Any], clock: Clock) -> float:
-    """The caller's, in the clock's seconds; infinite without one."""
-    remaining_s = cast("float | None", context.time_remaining())  # None without a deadline; typed as a float
-    return math.inf if remaining_s is None else clock.now() + remaining_s
-
-
-async def open_stream(parts: RequestParts, stream: AsyncIterator[MessageT], *, role: str, expected: str) -> MessageT:
-    """The message that opens a stream, whose `input` must be the `expected` one.
-
-    Raises:
-        UnavailableError: the pool does not serve.
-        InvalidRequestError: the stream opens with something else, or with nothing.
-        DeadlineError: no message came in time.
-    """
+def read_request(parts: RequestParts, message: types_pb2.EngineRequest, *, role: str) -> Request:
+    """Raises UnavailableError where the pool does not serve, InvalidRequestError naming every field that it could not
+    serve."""
+    rebind(request_id=message.request_id)
     if not parts.leader.serving:
         raise UnavailableError(f"the {role} pool does not serve: {parts.leader.reason}")
-    opening = await first_message(stream, OPEN_TIMEOUT_S)
-    if opening.WhichOneof("input") != expected:
-        raise InvalidRequestError(FieldViolation("input", f"the first message must be {expected}"))
-    return opening
-
-
-def read_request(parts: RequestParts, message: types_pb2.EngineRequest) -> Request:
-    """Raises InvalidRequestError naming every field that this pool could not serve."""
     request = request_from_proto(message, vocab_size=parts.plan.description.facts.vocab_size,
                                  max_context_tokens=parts.plan.size.context_tokens)
     note(request_id=request.request_id, prompt_tokens=len(request.prompt_token_ids))
     return request
 
 
-async def serve(parts: RequestParts, inbox: Inbox[MessageT, EventT], request: Request,
-                begin: Callable[[], Awaitable[Stay[ResponseT]]]) -> AsyncGenerator[ResponseT, None]:
-    """The responses of one request, whose stay `begin` takes a place for. Close it: it ends the stay.
-
-    Raises as `check_grammar`, `begin` and `Stay.run` do.
-    """
+async def serve(parts: RequestParts, request: Request, begin: Callable[[], Awaitable[Stay]]) -> None:
+    """One request, whose stay `begin` takes a place for, to its end. Raises as `check_grammar`, `begin` and `Stay.run`
+    do."""
     await check_grammar(request, parts.grammars)
-    with bind(request_id=request.request_id), inbox:
-        stay = await begin()
-        try:
-            async for response in stay.run():
-                yield response
-        finally:
-            stay.end()
+    stay = await begin()
+    try:
+        await stay.run()
+    finally:
+        stay.end()

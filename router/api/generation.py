@@ -82,7 +82,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         outputs = [await self._output(checked, index) for index in range(checked.num_choices)]
         responses = ResponseQueue(self._limits.client_stall_s)
         key = self._register(checked, outputs, responses, timeline, context, caller)
-        task = asyncio.create_task(run_together(self._running[key]))
+        flows = self._running[key]
+        task = asyncio.create_task(flows[0].run() if len(flows) == 1 else run_together(flows))
         # By callback, because this handler may be cancelled at any await, more than once.
         task.add_done_callback(lambda ended: self._ended(key, responses, ended))
         try:
@@ -91,8 +92,9 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             await task
         finally:
             # A client that left is an abort; the workers' streams are closed when the task is over.
-            task.cancel()
-            await asyncio.gather(task, return_exceptions=True)
+            if not task.done():
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
 
     async def Abort(self, request: generation_pb2.AbortRequest,
                     context: Context) -> generation_pb2.AbortResponse:

@@ -54,7 +54,8 @@ class Readiness:
             for name in self._names:
                 await self._health.set_serving(name)
             logger.info("ready")
-            problem = await self._directory.until(lambda: self._directory.pair_problem() or None)
+            await self._directory.until_paired(is_paired=False)
+            problem = self._directory.pair_problem()
             for name in self._names:
                 await self._health.set_not_serving(name)
             logger.warning("not ready", extra={"reason": problem})
@@ -65,7 +66,7 @@ class Readiness:
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(NOTICE_S):
-                    await self._directory.until(lambda: None if self._directory.pair_problem() else True)
+                    await self._directory.until_paired(is_paired=True)
                     return
             problem = self._directory.pair_problem()
             if problem and problem != logged:

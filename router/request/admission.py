@@ -148,11 +148,17 @@ class Admission:
             pair.release()
 
     async def _wait(self, request: AdmissibleRequest, ends_at_s: float) -> WorkerPair:
-        waiter = self._enter(request, ends_at_s)
+        demand = self._demand(request, ends_at_s)
+        if not self._line.waiters and self._limits.max_waiting:
+            at_once = self._place_at_once(request, demand)
+            if at_once is not None:
+                return at_once
+        waiter = self._enter(request, demand)
         placed = waiter.item.placed
         self._pump()
-        if not placed.done():
-            self._entered.set()  # `run` looks after it
+        if placed.done():
+            return placed.result()
+        self._entered.set()  # `run` looks after it
         pair: WorkerPair | None = None
         try:
             async with asyncio.timeout(self._limits.max_wait_s):
@@ -171,7 +177,19 @@ class Admission:
         if placed.done() and not placed.cancelled() and placed.exception() is None:
             placed.result().release()
 
-    def _enter(self, request: AdmissibleRequest, ends_at_s: float) -> Waiter[_Held]:
+    def _place_at_once(self, request: AdmissibleRequest, demand: Demand) -> WorkerPair | None:
+        """Where nobody waits, as `_enter` and `_pump` would: None if there is no room, or it may be refused."""
+        rates = self._rates(request.prompt.num_tokens)
+        service_s = 0.0 if rates.is_idle else self._outlook.cautious_s(rates, demand.work)
+        if self._clock.now() + service_s > demand.ends_at_s:
+            return None
+        pair = self._directory.place(request.prompt, request.context_tokens, request.compatibility)
+        if pair is not None:
+            self._line.num_arrived += 1
+        return pair
+
+    def _demand(self, request: AdmissibleRequest, ends_at_s: float) -> Demand:
+        """What it wants. Raises where there is nobody to serve it, or too little time for any worker."""
         problem = self._directory.refusal()
         if problem and self._directory.pairless_s >= self._grace_s:
             self._metrics.refused.labels(Cause.WORKERS).inc()
@@ -185,7 +203,9 @@ class Admission:
             self._metrics.refused.labels(Cause.DEADLINE).inc()
             raise DeadlineError(f"prefill of {num_tokens} tokens takes at least {least_s:.2g} s; the deadline "
                                 f"leaves {max(left_s, 0.0):.2g} s")
-        demand = Demand(self._work_of(request, num_tokens), ends_at_s, request.engine.priority)
+        return Demand(self._work_of(request, num_tokens), ends_at_s, request.engine.priority)
+
+    def _enter(self, request: AdmissibleRequest, demand: Demand) -> Waiter[_Held]:
         held = _Held(request, asyncio.get_running_loop().create_future())
         waiter = self._line.enter(demand, held, self._rates(request.prompt.num_tokens), self._clock.now())
         if isinstance(waiter, Refusal):
@@ -197,7 +217,7 @@ class Admission:
 
     def _rates(self, num_tokens: int = 1) -> Rates:
         return Rates.of(self._directory.usable(WorkerRole.PREFILL), self._directory.usable(WorkerRole.DECODE),
-                        len(self._line), num_tokens)
+                        len(self._line.waiters), num_tokens)
 
     def _refused(self, refusal: Refusal) -> CapacityError:
         """On arrival."""

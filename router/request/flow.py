@@ -3,16 +3,15 @@
 Life of a request:
 
  1. `Admission` holds it back until a compatible pair could take it soon, and books both workers.
- 2. `Prefill.Run` opens. The worker queues the request; `started` comes when it is its turn, with the terms of what
-    it will send.
- 3. `Decode.Generate` opens with these terms. The pool reserves on all stages and answers with `DestinationTerms`, or
+ 2. A prefill worker is opened a stream. It queues the request; `started` comes when it is its turn, with the terms of
+    what it will send.
+ 3. A decode pool is opened one with these terms. It reserves on all stages and answers with `DestinationTerms`, or
     refuses and the next pool gets the offer; when all refuse, they get it again while prefill computes.
  4. The destination terms go to prefill, which starts to send.
  5. `first_token` comes from prefill and goes to the client at once, and to decode.
- 6. `committed` comes by the steps of decode, which are those of all requests there, when everything landed and was
-    checked: the prefill stream is half-closed and its worker releases its memory.
- 7. Tokens come by the steps and go to the client, until `finished`: the decode stream is half-closed and ends. Or until
-    the text contains a stop string: then closing the streams is the abort.
+ 6. `committed` comes from decode when everything landed and was checked: prefill may release its memory, and ends.
+ 7. Tokens come from decode and go to the client, until `finished`, with which that stream ends, too. Or until the text
+    contains a stop string: then closing the streams is the abort.
 
 A pool that has nearly all of the prompt is asked first to compute the rest itself: then 2 to 6 fall away.
 
@@ -26,17 +25,18 @@ starts over at 2, the tokens already sent are computed again over there without 
 stream goes on. Whatever ends a request - its last token, an error, the client, Abort, the deadline - leaves through
 `_serve`'s end, where both streams are closed and both bookings released.
 
-One task owns the state, but for what comes by the steps, which is handled as it arrives; each stream has a reader task,
-and a search for another worker has one. Their task group ends with the request.
+What its workers send is handled as it arrives, from the one call that all requests to a worker share; what has to wait,
+and what comes behind that, by the request's own task. A search for another worker has a task; its group ends with the
+request.
 """
 
 import asyncio
-from contextlib import suppress
 from dataclasses import dataclass
 
 from protos import decode_pb2, generation_pb2, prefill_pb2, types_pb2
 from router.request.admission import Admission
 from router.request.answer import Answer, finish_of
+from router.request.retries import Migrations, lost
 from router.request.service_times import Outlook, ServiceRecord
 from router.request.streams import DecodeStream, PrefillStream
 from router.request.validate import AdmissibleRequest
@@ -46,8 +46,9 @@ from router.request.worker_stream import (
     FlowInbox,
     FlowLimits,
     FlowParts,
-    Migrations,
-    StepsOver,
+    Over,
+    Overdue,
+    Received,
     task_group,
 )
 from router.workers.directory import Directory, WorkerPair
@@ -64,7 +65,7 @@ from runtime.errors import (
     UnavailableError,
 )
 from runtime.metrics import RouterMetrics
-from runtime.tracing import begin
+from runtime.tracing import begin, outgoing
 
 CLOCKS_DIFFER_S = 0.05  # a client's idea of its deadline and this router's
 
@@ -172,94 +173,121 @@ class RequestFlow:
     async def _serve(self, pair: WorkerPair) -> None:
         async with task_group() as group:
             self._parts = FlowParts(self._request.engine, self._request.prompt, self._services.directory,
-                                    self._services.limits, self._inbox, group, self._ends_at)
+                                    self._services.limits, group, self._ends_at, outgoing(), self._happened,
+                                    lambda: self._inbox.post(Overdue()))
             self._start(pair)
             try:
                 while self._finish is None:
-                    await self._handle(await self._next_event())
+                    await self._handle(await self._inbox.get())
                 self._end(self._finish)
-                if self._answer.stopped is None:
-                    await self._linger()
             finally:
                 if self._finish is None and self._is_out_of_time:
                     self._record.cut_off()
                 self._prefill.close()
                 self._decode.close()
-                self._migrations.ended()
+                if self._migrations.under_way is not None:
+                    self._migrations.ended()
 
     def _start(self, pair: WorkerPair) -> None:
         """Give the request to this pair, with what its client has already."""
         self._is_committed = False
         self._answer.drawn_by = self._request.drawn_by(pair.decode.compatibility)
         self._prefill = PrefillStream(self._parts, pair.prefill)
-        self._decode = DecodeStream(self._parts, pair.decode, self._stepped, self._answer.token_ids[1:])
+        self._decode = DecodeStream(self._parts, pair.decode, self._answer.token_ids[1:])
         if self._first_token is None and self._decode.may_compute_rest:
             self._decode.ask_alone()
         else:
             self._prefill.run()
 
-    async def _next_event(self) -> Event:
-        """A message of a worker, or its silence where an answer is due."""
-        while True:
-            if self._decode.due_at is None:
-                return await self._inbox.get()
-            try:
-                async with asyncio.timeout_at(self._decode.due_at):
-                    return await self._inbox.get()
-            except TimeoutError:
-                if self._decode.excused():
-                    continue
-                if self._decode.lacks_first_token:
-                    return Ended(self._prefill.stream, self._prefill.overdue())
-                return Ended(self._decode.stream, self._decode.overdue())
+    def _happened(self, event: Received | Ended) -> None:
+        """On a worker: handled where it arrives, unless that takes a wait, or others wait already."""
+        try:
+            if not self._inbox.is_idle or self._has_to_wait(event):
+                self._keep(event)
+                return
+            if isinstance(event, Received):
+                self._handle_now(event)
+            if self._finish is not None:
+                self._inbox.post(Over())
+        except Exception as error:  # noqa: BLE001 - it ends this request, and no other one
+            self._inbox.post(Over(error))
+
+    def _has_to_wait(self, event: Received | Ended) -> bool:
+        if isinstance(event, Received):
+            return event.event.HasField("scored") if isinstance(event.event, prefill_pb2.PrefillEvent) else False
+        return event.stream is not self._prefill.stream or not self._is_prefill_done
+
+    def _keep(self, event: Received | Ended) -> None:
+        """For this request's task."""
+        if not self._inbox.post(event) and isinstance(event, Received):
+            event.stream.close()
+            self._inbox.post(Ended(event.stream, lost="it sent more than could be handled"))
 
     async def _handle(self, event: Event) -> None:
-        if isinstance(event, StepsOver):
-            if event.error is not None:
-                raise event.error
-        elif event.stream is self._prefill.stream:
-            if isinstance(event, Ended):
-                await self._prefill_ended(event.error)
-            elif isinstance(event.message, prefill_pb2.RunResponse):
-                await self._on_prefill_message(event.message)
-        elif event.stream is self._decode.stream:
-            if isinstance(event, Ended):
-                await self._decode_ended(event.error)
-            elif isinstance(event.message, decode_pb2.DecodeResponse):
-                self._on_decode_message(event.message)
+        match event:
+            case Received():
+                self._handle_now(event)
+                await self._pass_scores(event)
+            case Ended(stream=stream) if stream is self._prefill.stream:
+                error = lost(self._prefill.booking.worker, event.lost) if event.lost else event.error
+                await self._prefill_ended(error)
+            case Ended(stream=stream) if stream is self._decode.stream:
+                error = lost(self._decode.booking.worker, event.lost) if event.lost else event.error
+                await self._decode_ended(error)
+            case Overdue() if self._decode.is_overdue:
+                if self._decode.lacks_first_token:
+                    await self._prefill_ended(self._prefill.overdue())
+                else:
+                    await self._decode_ended(self._decode.overdue())
+            case Over(error=Exception() as error):
+                raise error
         # Otherwise a stream that was given up: its events are dropped.
 
-    async def _on_prefill_message(self, response: prefill_pb2.RunResponse) -> None:
+    def _handle_now(self, received: Received) -> None:
+        if received.stream is self._prefill.stream:
+            if isinstance(received.event, prefill_pb2.PrefillEvent):
+                self._on_prefill_event(received.event)
+        elif received.stream is self._decode.stream and isinstance(received.event, decode_pb2.DecodeEvent):
+            self._on_decode_event(received.event)
+
+    def _on_prefill_event(self, event: prefill_pb2.PrefillEvent) -> None:
         timings = self._timeline.timings
-        match response.WhichOneof("event"):
+        match event.WhichOneof("event"):
             case "started":
-                timings.prefill_queue_s = response.started.queue_s
-                self._num_cached = response.started.cached_tokens
+                timings.prefill_queue_s = event.started.queue_s
+                self._num_cached = event.started.cached_tokens
                 self._answer.cached(self._num_cached)
                 self._note_prediction(self._num_cached - self._prefill.booking.num_held)
                 self._timeline.reserving()
                 try:
-                    self._decode.offer(response.started.terms)
+                    self._decode.offer(event.started.terms)
                 except PeerLostError as error:
-                    await self._decode_ended(error)
+                    self._inbox.post(Ended(self._decode.stream, error))
             case "first_token":
-                timings.prefill_s = response.first_token.prefill_s
+                timings.prefill_s = event.first_token.prefill_s
                 self._prefill.computed()
                 num_computed = len(self._request.engine.prompt_token_ids) - self._num_cached
                 self._record.prefilled(num_computed, timings.prefill_s)
-                self._take_first_token(response.first_token.token)
+                self._take_first_token(event.first_token.token)
                 self._let_prefill_go()
-            case "scored":
-                await self._answer.scores(response.scored)
             case "sent":
                 if not self._is_committed:
                     self._decode.expect_commit()
 
+    async def _pass_scores(self, received: Received) -> None:
+        """To the client, when it has room for them. They come before the first token."""
+        event = received.event
+        if received.stream is self._prefill.stream and isinstance(event, prefill_pb2.PrefillEvent) \
+                and event.HasField("scored"):
+            await self._answer.scores(event.scored)
+            self._prefill.scores_read()
+
     def _take_first_token(self, token: types_pb2.TokenChunk) -> None:
         if self._first_token is None:
             self._first_token = token
-            self._decode.first_token(token)
             self._emit(token)
+            if self._finish is None:
+                self._decode.first_token(token)
         elif list(token.token_ids) == list(self._first_token.token_ids):
             self._decode.first_token(token)
         elif self._request.resumed_of(0):
@@ -270,9 +298,13 @@ class RequestFlow:
             raise InternalError(f"a second prefill worker drew {list(token.token_ids)} as first token, the first one "
                                 f"{list(self._first_token.token_ids)}")
 
+    @property
+    def _is_prefill_done(self) -> bool:
+        return self._is_committed and self._first_token is not None
+
     async def _prefill_ended(self, error: BatonError | None) -> None:
-        if self._is_committed and self._first_token is not None:
-            return  # its part was done
+        if self._is_prefill_done:
+            return
         error = error or PeerLostError("the prefill worker ended its stream too early")
         if self._is_committed:
             raise error  # nothing to hand over any more, but no worker can send the first token
@@ -290,16 +322,18 @@ class RequestFlow:
         directory.severed(self._prefill.booking, self._decode.booking)
         return not directory.is_fed(self._decode.booking, self._request.context_tokens)
 
-    def _on_decode_message(self, response: decode_pb2.DecodeResponse) -> None:
-        if response.HasField("destination") and self._decode.reserved(response.destination):
+    def _on_decode_event(self, event: decode_pb2.DecodeEvent) -> None:
+        if not event.HasField("destination"):
+            self._stepped(event)
+        elif self._decode.reserved(event.destination):
             self._timeline.reserved()
-            self._prefill.deliver_to(response.destination)
+            self._prefill.deliver_to(event.destination)
 
-    def _stepped(self, event: decode_pb2.StepEvent) -> None:
-        """What the decode pool drew goes to the client where it arrives, without a turn of this request's task."""
+    def _stepped(self, event: decode_pb2.DecodeEvent) -> None:
+        """What the pool drew goes to the client."""
         if event.position != len(self._answer.token_ids):
-            self._decode.steps_lost(f"its next token is number {event.position}, the client has "
-                                    f"{len(self._answer.token_ids)}")
+            self._decode.broken(f"its next token is number {event.position}, the client has "
+                                f"{len(self._answer.token_ids)}")
             return
         match event.WhichOneof("event"):
             case "tokens":
@@ -320,15 +354,15 @@ class RequestFlow:
                 self._answer.cached(event.local.cached_tokens)
                 self._joined()
             case "finished":
+                self._decode.finished()
                 self._finished(event.finished)
-        if self._finish is not None:
-            self._decode.steps_over()
 
     def _joined(self) -> None:
         """The pool has all of the prompt."""
         self._is_committed = True
         self._record.committed(self._decode.booking)
-        self._migrations.resumed()
+        if self._migrations.under_way is not None:
+            self._migrations.resumed()
         self._timeline.committed()
 
     async def _decode_ended(self, error: BatonError | None) -> None:
@@ -357,7 +391,7 @@ class RequestFlow:
         self._services.metrics.cache_predictions.labels(outcome).inc()
 
     def _let_prefill_go(self) -> None:
-        if not self._is_committed or self._first_token is None:
+        if not self._is_prefill_done:
             return
         if self._prefill.has_first_token:
             self._prefill.let_go()
@@ -388,13 +422,3 @@ class RequestFlow:
     def _conclude(self, finish: generation_pb2.GenerateFinish) -> None:
         self._answer.rest()
         self._answer.finish(self._answer.stopped or finish)
-
-    async def _linger(self) -> None:
-        """Let both workers end their streams with OK, as they are about to; the client has its finish already."""
-        streams = [stream for stream in (self._prefill.stream, self._decode.stream) if stream is not None]
-        if self._decode.stream is not None:
-            self._decode.stream.half_close()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._services.limits.linger_s):
-                while not all(stream.has_ended for stream in streams):
-                    await self._inbox.get()

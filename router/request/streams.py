@@ -2,28 +2,15 @@
 in a decode pool, from the offer of its prompt to its last token."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 
-from protos import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, transfer_pb2, types_pb2
-from router.request.worker_stream import (
-    RETRY_PAUSE_S,
-    Ended,
-    FlowParts,
-    StepsOver,
-    WorkerStream,
-    cancel,
-    lost,
-    may_retry,
-    search,
-    suspect,
-)
-from router.workers.worker import Booking, StepStream
-from runtime.clock import HELD_UP_S
+from protos import decode_pb2, prefill_pb2, transfer_pb2, types_pb2
+from router.request.retries import RETRY_PAUSE_S, may_retry, search, suspect
+from router.request.worker_stream import DueTimer, Ended, FlowParts, WorkerStream
+from router.workers.worker import Booking
 from runtime.errors import BatonError, CapacityError, PeerLostError
-
-PrefillCall = WorkerStream[prefill_pb2.RunRequest, prefill_pb2.RunResponse]
 
 
 class PrefillStream:
@@ -36,14 +23,15 @@ class PrefillStream:
         self._attempts = 1
         self._search: asyncio.Task[None] | None = None
         self.has_first_token = False  # drawn by the present attempt
-        self.stream: PrefillCall | None = None
+        self.stream: WorkerStream[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent] | None = None
 
     def run(self) -> None:
         """Run the prompt on the worker that is booked."""
-        stub = prefill_pb2_grpc.PrefillStub(self._booking.worker.channel)
-        self.stream = WorkerStream.open(stub.Run, self._booking.worker, self._parts.inbox.deliver, self._parts.group,
-                                        self._parts.time_left_s())
-        self.stream.send(prefill_pb2.RunRequest(request=self._parts.request))
+        worker = self._booking.worker
+        opening = prefill_pb2.PrefillInput()
+        opening.open.context.CopyFrom(self._parts.context())
+        opening.open.request.CopyFrom(self._parts.request)
+        self.stream = WorkerStream.open(worker, worker.prefill_calls.current(), opening, self._parts.deliver)
 
     @property
     def address(self) -> str:
@@ -55,12 +43,23 @@ class PrefillStream:
 
     def deliver_to(self, destination: transfer_pb2.DestinationTerms) -> None:
         if self.stream is not None:
-            self.stream.send(prefill_pb2.RunRequest(destination=destination))
+            self.stream.send(prefill_pb2.PrefillInput(destination=destination))
 
     def let_go(self) -> None:
         """The pool has what it sent."""
         if self.stream is not None:
-            self.stream.half_close()
+            self.stream.send(prefill_pb2.PrefillInput(release=prefill_pb2.PrefillRelease()))
+            self.stream.let_end()
+
+    def scores_read(self) -> None:
+        """The client has taken one more message of them."""
+        if self.stream is None:
+            return
+        unsent = self.stream.unsent
+        if unsent is not None and unsent.HasField("scores_read"):
+            unsent.scores_read.count += 1
+        else:
+            self.stream.send(prefill_pb2.PrefillInput(scores_read=prefill_pb2.PrefillScoresRead(count=1)))
 
     def computed(self) -> None:
         """The prompt waits for nothing on that worker any more."""
@@ -86,7 +85,7 @@ class PrefillStream:
 
     def close(self) -> None:
         """Idempotent."""
-        cancel(self._search)
+        _cancel(self._search)
         if self.stream is not None:
             self.stream.close()
         self._booking.release()
@@ -103,28 +102,17 @@ class PrefillStream:
         self.run()
 
 
-DecodeCall = WorkerStream[decode_pb2.DecodeRequest, decode_pb2.DecodeResponse]
-
 MAX_RETRY_PAUSE_S = 0.5
 
 
 class DecodeStream:
-    """One reservation in a decode pool, offered to pool after pool until one takes it. What the pool draws comes by the
-    steps of its worker. Satisfies `router.workers.worker.StepReceiver`.
+    """One reservation in a decode pool, offered to pool after pool until one takes it, and what that draws."""
 
-    `due_at` is the loop time by which the pool's answer is due, None while none is.
-    """
-
-    def __init__(self, parts: FlowParts, booking: Booking, on_step: Callable[[decode_pb2.StepEvent], None],
-                 replayed: Sequence[int] = ()) -> None:
-        """`on_step` is called as the steps arrive. `replayed`: output tokens after the first that the client has, of a
-        request that moves here."""
+    def __init__(self, parts: FlowParts, booking: Booking, replayed: Sequence[int] = ()) -> None:
+        """`replayed`: output tokens after the first that the client has, of a request that moves here."""
         self._parts = parts
         self._booking = booking
-        self._on_step = on_step
         self._replayed = tuple(replayed)
-        self._steps: StepStream | None = None
-        self._steps_key = 0
         self._search: asyncio.Task[None] | None = None
         self._tried: frozenset[str] = frozenset()
         self._refused_since: float | None = None
@@ -133,9 +121,9 @@ class DecodeStream:
         self._num_offers = 0  # on the present stream; the epoch of destination terms is that of the offer they answer
         self._is_destination_due = False
         self.asks_alone = False  # whether the pool was asked to compute the rest itself, and has not answered
-        self.stream: DecodeCall | None = None
+        self._due = DueTimer(parts.overdue)
+        self.stream: WorkerStream[decode_pb2.DecodeInput, decode_pb2.DecodeEvent] | None = None
         self.has_reserved = False
-        self.due_at: float | None = None
 
     @property
     def address(self) -> str:
@@ -164,7 +152,8 @@ class DecodeStream:
     def took_alone(self) -> None:
         """It does so."""
         self.asks_alone, self.has_reserved = False, True
-        self._is_destination_due, self.due_at = False, None
+        self._is_destination_due = False
+        self._due.settle()
         self._booking.reserved()
 
     def refused_alone(self, error: BatonError) -> None:
@@ -182,7 +171,7 @@ class DecodeStream:
         """
         self._source = source
         if self.stream is not None:
-            self.stream.send(decode_pb2.DecodeRequest(new_source=source))
+            self.stream.send(decode_pb2.DecodeInput(new_source=source))
             self._expect_destination()
         elif self._search is None or self._search.done():
             if self._booking.is_outlived:
@@ -196,7 +185,7 @@ class DecodeStream:
         if self.has_reserved:
             self._send_source_lost()
         if not self._is_destination_due:
-            self.due_at = None
+            self._due.settle()
 
     def first_token(self, token: types_pb2.TokenChunk) -> None:
         """Sent when the pool has reserved: what is sent to a pool that refuses would hide why it did. Only the first
@@ -218,11 +207,12 @@ class DecodeStream:
         self._booking.reserved()
         if destination.epoch != self._num_offers - 1:
             return False
-        self._is_destination_due, self.due_at = False, None
+        self._is_destination_due = False
+        self._due.settle()
         return self._source is not None
 
     def expect_commit(self) -> None:
-        self._owe(self._parts.limits.commit_s)
+        self._due.owe(self._parts.limits.commit_s)
 
     @property
     def lacks_first_token(self) -> bool:
@@ -230,21 +220,20 @@ class DecodeStream:
         return not self._is_destination_due and self._first_token is None
 
     def committed(self) -> None:
-        self.due_at = None
+        self._due.settle()
 
-    def excused(self) -> bool:
-        """Whether nothing is due any more, or `due_at` has passed while this router did not run, as when its process
-        was held up: what the pool sent is read first."""
-        if self.due_at is None:
-            return True
-        now = asyncio.get_running_loop().time()
-        if now - self.due_at < HELD_UP_S:
-            return False
-        self.due_at = now + HELD_UP_S
-        return True
+    def finished(self) -> None:
+        """It has drawn everything, and ends the request by itself."""
+        if self.stream is not None:
+            self.stream.let_end()
+
+    @property
+    def is_overdue(self) -> bool:
+        """Whether its answer has not come in time."""
+        return self._due.is_over
 
     def overdue(self) -> BatonError:
-        """What it means that `due_at` has passed."""
+        """What it means that its answer has not come."""
         missing = "commit a handoff that was sent" if self.has_reserved else "answer a reservation"
         return PeerLostError(f"the decode worker did not {missing} in time")
 
@@ -263,37 +252,23 @@ class DecodeStream:
         wanted = self.compatibility if self._source is None else self._source.compatibility
         self._search = self._parts.group.create_task(self._reopen(error, wanted))
 
-    def stepped(self, event: decode_pb2.StepEvent) -> None:
-        try:
-            self._on_step(event)
-        except Exception as error:  # noqa: BLE001 - it ends this request, and no other one
-            self.steps_over(error)
-
-    def steps_lost(self, reason: str) -> None:
-        self._leave_steps()
+    def broken(self, reason: str) -> None:
+        """What it sent makes no sense: the request is lost there."""
         if self.stream is not None:
-            self._parts.inbox.post(Ended(self.stream, lost(self._booking.worker, reason)))
-
-    def steps_over(self, error: Exception | None = None) -> None:
-        """The request has all that it needs, or cannot go on for this error."""
-        self._leave_steps()
-        self._parts.inbox.post(StepsOver(error))
+            self.stream.close()
+            self._parts.deliver(Ended(self.stream, lost=reason))
 
     def close(self) -> None:
         """Idempotent."""
-        cancel(self._search)
+        _cancel(self._search)
         self._close_stream()
         self._booking.release()
 
     def _close_stream(self) -> None:
-        self._leave_steps()
+        self._due.close()
         if self.stream is not None:
             self.stream.close()
-        self.stream, self.due_at = None, None
-
-    def _leave_steps(self) -> None:
-        if self._steps is not None:
-            self._steps.leave(self._steps_key)
+        self.stream = None
 
     async def _reopen(self, error: BatonError, compatibility: str) -> None:
         """The old booking stays until there is a new one: what waits here goes before what admission still holds."""
@@ -320,27 +295,23 @@ class DecodeStream:
                 await self._parts.directory.changed()
 
     def _open(self, source: transfer_pb2.SourceTerms | None) -> None:
-        worker = self._booking.worker
-        stub = decode_pb2_grpc.DecodeStub(worker.channel)
-        self._steps = worker.steps()
-        self._steps_key = self._steps.join(self)
-        self.stream = WorkerStream.open(stub.Generate, worker, self._parts.inbox.deliver, self._parts.group,
-                                        self._parts.time_left_s())
+        worker, opening = self._booking.worker, decode_pb2.DecodeInput()
+        opening.open.context.CopyFrom(self._parts.context())
+        opening.open.replayed_token_ids.extend(self._replayed)
+        if source is not None:
+            opening.open.source.CopyFrom(source)
+        opening.open.request.CopyFrom(self._parts.request)
+        self.stream = WorkerStream.open(worker, worker.decode_calls.current(), opening, self._parts.deliver)
         self._num_offers = 0
-        message = decode_pb2.DecodeRequest(open=decode_pb2.DecodeOpen(
-            source=source, replayed_token_ids=self._replayed, steps_id=self._steps.steps_id,
-            steps_key=self._steps_key))
-        message.open.request.CopyFrom(self._parts.request)  # last: a message within messages is copied with each
-        self.stream.send(message)
         self._expect_destination()
 
     def _send_first_token(self, token: types_pb2.TokenChunk) -> None:
         if self.stream is not None:
-            self.stream.send(decode_pb2.DecodeRequest(first_token=token))
+            self.stream.send(decode_pb2.DecodeInput(first_token=token))
 
     def _send_source_lost(self) -> None:
         if self.stream is not None:
-            self.stream.send(decode_pb2.DecodeRequest(source_lost=decode_pb2.DecodeSourceLost()))
+            self.stream.send(decode_pb2.DecodeInput(source_lost=decode_pb2.DecodeSourceLost()))
 
     def _patience_s(self, error: BatonError, compatibility: str) -> float:
         """What is left of it since the first refusal: more where pools live and are only full."""
@@ -355,7 +326,10 @@ class DecodeStream:
     def _expect_destination(self) -> None:
         self._num_offers += 1
         self._is_destination_due = True
-        self._owe(self._parts.limits.reserve_s)
+        self._due.owe(self._parts.limits.reserve_s)
 
-    def _owe(self, seconds: float) -> None:
-        self.due_at = asyncio.get_running_loop().time() + seconds
+
+def _cancel(task: asyncio.Task[None] | None) -> None:
+    """End a search, unless the caller is that search."""
+    if task is not None and task is not asyncio.current_task():
+        task.cancel()

@@ -83,48 +83,48 @@ class Waiter(Generic[T]):
 
 @dataclass
 class WaitingLine(Generic[T]):
-    """The requests that wait. The caller gives the present rates and time."""
+    """The requests that wait, `waiters` in their order. The caller gives the present rates and time."""
 
     limits: WaitingLimits
     outlook: Outlook
     num_arrived: int = 0
-    _waiters: list[Waiter[T]] = field(default_factory=list)
+    waiters: list[Waiter[T]] = field(default_factory=list)
 
     def __len__(self) -> int:
-        return len(self._waiters)
+        return len(self.waiters)
 
     def __iter__(self) -> Iterator[Waiter[T]]:
         """A copy, in order."""
-        return iter(tuple(self._waiters))
+        return iter(tuple(self.waiters))
 
     def enter(self, demand: Demand, item: T, rates: Rates, now_s: float) -> Waiter[T] | Refusal:
         """A place for a request, or why it gets none."""
         service_s = self.outlook.cautious_s(rates, demand.work)
         begin_by_s = min(demand.ends_at_s - service_s, now_s + self.limits.max_wait_s)
         waiter = Waiter(demand.priority, begin_by_s, self.num_arrived, demand, now_s, item)
-        place = bisect.bisect(self._waiters, waiter)
-        wait_s = rates.wait_s(_work_of(islice(self._waiters, place)))
-        if len(self._waiters) >= self.limits.max_waiting:
+        place = bisect.bisect(self.waiters, waiter)
+        wait_s = rates.wait_s(_work_of(islice(self.waiters, place)))
+        if len(self.waiters) >= self.limits.max_waiting:
             return Refusal(Cause.QUEUE_FULL, wait_s, service_s)
         if wait_s > self.limits.max_wait_s:
             return Refusal(Cause.WAIT, wait_s, service_s)
-        is_measured = bool(self._waiters) or not rates.is_idle
+        is_measured = bool(self.waiters) or not rates.is_idle
         if is_measured and now_s + wait_s + service_s > demand.ends_at_s:
             return Refusal(Cause.DEADLINE, wait_s, service_s)
         self.num_arrived += 1
-        self._waiters.insert(place, waiter)
+        self.waiters.insert(place, waiter)
         return waiter
 
     @property
     def first(self) -> Waiter[T]:
         """Of a line that is not empty."""
-        return self._waiters[0]
+        return self.waiters[0]
 
     def best(self, gain: Callable[[T], float], now_s: float) -> Waiter[T]:
         """Who gains most if it is served now, the first of equals: of the first `LOOK_AHEAD`, as urgent as the first,
         and behind nobody who cannot wait longer. The line must not be empty."""
         best, most = self.first, gain(self.first.item)
-        for waiter in islice(self._waiters, LOOK_AHEAD):
+        for waiter in islice(self.waiters, LOOK_AHEAD):
             if waiter.priority != self.first.priority:
                 break
             gained = gain(waiter.item)
@@ -136,25 +136,25 @@ class WaitingLine(Generic[T]):
 
     def passes(self, waiter: Waiter[T]) -> None:
         """It is about to be served before those in front of it."""
-        for passed in islice(self._waiters, bisect.bisect_left(self._waiters, waiter)):
+        for passed in islice(self.waiters, bisect.bisect_left(self.waiters, waiter)):
             passed.num_passed += 1
 
     def leave(self, waiter: Waiter[T]) -> bool:
         """Whether it was there."""
-        place = bisect.bisect_left(self._waiters, waiter)
-        if place < len(self._waiters) and self._waiters[place] is waiter:
-            del self._waiters[place]
+        place = bisect.bisect_left(self.waiters, waiter)
+        if place < len(self.waiters) and self.waiters[place] is waiter:
+            del self.waiters[place]
             return True
         return False
 
     def drop_hopeless(self, rates: Rates, now_s: float) -> list[tuple[Waiter[T], Refusal]]:
         """Those whose time does not suffice any more, even if their turn came now; they have left."""
         dropped = []
-        for waiter in tuple(self._waiters):
+        for waiter in tuple(self.waiters):
             if (cause := self._hopeless(waiter, rates, now_s)) is not None:
                 self.leave(waiter)
                 dropped.append((waiter, cause))
-        wait_s = rates.wait_s(_work_of(self._waiters)) if dropped else 0.0
+        wait_s = rates.wait_s(_work_of(self.waiters)) if dropped else 0.0
         return [(waiter, Refusal(cause, wait_s)) for waiter, cause in dropped]
 
     def drop_if_hopeless(self, waiter: Waiter[T], rates: Rates, now_s: float) -> Refusal | None:
@@ -163,12 +163,12 @@ class WaitingLine(Generic[T]):
         if cause is None:
             return None
         self.leave(waiter)
-        return Refusal(cause, rates.wait_s(_work_of(self._waiters)))
+        return Refusal(cause, rates.wait_s(_work_of(self.waiters)))
 
     @property
     def work(self) -> TokenWork:
         """Of all of them."""
-        return _work_of(self._waiters)
+        return _work_of(self.waiters)
 
     def oldest_s(self, now_s: float) -> float:
         """How long the one that came first has waited. Any thread."""
@@ -176,7 +176,7 @@ class WaitingLine(Generic[T]):
 
     def clear(self) -> list[Waiter[T]]:
         """All of them; they have left."""
-        waiters, self._waiters = self._waiters, []
+        waiters, self.waiters = self.waiters, []
         return waiters
 
     def _hopeless(self, waiter: Waiter[T], rates: Rates, now_s: float) -> Cause | None:

@@ -97,6 +97,9 @@ class Directory:
         self.index = PrefixIndex()  # of what prefill workers have
         self._pool_index = PrefixIndex()  # of what need not be sent to decode pools
         self._changed: asyncio.Event | None = None  # of those that wait for one, if anybody does
+        self._pairing_changed = asyncio.Event()
+        self._infos: dict[tuple[WorkerRole, str], object] = {}  # what each worker said of itself last
+        self._longest: tuple[int, int] | None = None  # as of this version of the set, until a worker says otherwise
         self._pairless_since_s: float | None = self._clock.now()
         self._severed = SeveredPairs(self._clock)
         sources = {role: [open_source(target, options.discovery, metrics.discovery_errors, rng) for target in targets]
@@ -118,7 +121,7 @@ class Directory:
 
     def _worker(self, role: WorkerRole, address: str) -> Worker:
         worker = Worker(role, address, self._connect(role, address), lambda: self._on_change(worker), self._clock,
-                        self._index_of(role))
+                        self._index_of(role), self._options.security.shown)
         return worker
 
     def _index_of(self, role: WorkerRole) -> PrefixIndex:
@@ -143,10 +146,21 @@ class Directory:
             await self.changed()
         return result
 
+    async def until_paired(self, *, is_paired: bool) -> None:
+        """Return when some workers can serve together, or none can any more. Bookings and reports wake nobody here."""
+        while self.is_paired is not is_paired:
+            await self._pairing_changed.wait()
+
     @property
     def max_context_tokens(self) -> int:
         """What the largest pair of workers seen so far can hold, prompt plus completion: one that is away now may
         come back. Smaller ones get what they can hold."""
+        version = self._worker_set.version
+        if self._longest is None or self._longest[0] != version:
+            self._longest = version, self._largest_pair()
+        return self._longest[1]
+
+    def _largest_pair(self) -> int:
         largest: dict[WorkerRole, dict[str, int]] = {role: {} for role in WorkerRole}  # by compatibility
         for worker in self.workers:
             if (num_tokens := worker.max_context_tokens) is not None:
@@ -176,8 +190,7 @@ class Directory:
     @property
     def is_paired(self) -> bool:
         """Whether some prefill and decode worker can serve together."""
-        sources, pools = (self._worker_set.tally.compatibilities(role) for role in WorkerRole)
-        return any(may_pair(source, pool) for source in sources for pool in pools)
+        return self._pairless_since_s is None
 
     @property
     def pairless_s(self) -> float:
@@ -308,10 +321,8 @@ class Directory:
 
     def num_missing(self, prompt: RoutedPrompt) -> int:
         """Tokens of the prompt that have to be computed where most of it is, by what prefill workers reported."""
-        found = ((self._worker_set.find(WorkerRole.PREFILL, address), num_held)
-                 for address, num_held in self._num_held(WorkerRole.PREFILL, prompt).items())
-        return prompt.num_tokens - max((num_held for worker, num_held in found
-                                        if worker is not None and worker.is_usable), default=0)
+        usable, held = self._worker_set.usable[WorkerRole.PREFILL].addresses, self._num_held(WorkerRole.PREFILL, prompt)
+        return prompt.num_tokens - max([num_held for address, num_held in held.items() if address in usable], default=0)
 
     def usable(self, role: WorkerRole) -> Sequence[Worker]:
         """Workers of this role that requests can be given to, with room or without."""
@@ -391,7 +402,7 @@ class Directory:
         has most comes first."""
         index = self._index_of(role)
         kinds = {(page_size, in_common(compatibility, source or compatibility))
-                 for page_size, compatibility in self._worker_set.usable(role).block_kinds}
+                 for page_size, compatibility in self._worker_set.usable[role].block_kinds}
         return {address: depth * page_size for page_size, compatibility in kinds
                 for address, depth in index.depths(prompt.block_names(page_size, compatibility)).items()}
 
@@ -400,17 +411,29 @@ class Directory:
                 if may_pair(worker.standing.compatibility, compatibility)]
 
     def _usable(self, role: WorkerRole, context_tokens: int = 0) -> Sequence[Worker]:
-        usable = self._worker_set.usable(role)
+        usable = self._worker_set.usable[role]
         if context_tokens <= usable.shortest:
             return usable.workers
         return [worker for worker in usable.workers if worker.standing.longest >= context_tokens]
 
     def _on_change(self, worker: Worker) -> None:
-        if self._worker_set.changed(worker) and self.is_paired != (self._pairless_since_s is None):
-            self._pairless_since_s = None if self.is_paired else self._clock.now()
+        if self._worker_set.changed(worker):
+            self._note_pairing()
+        key = worker.role, worker.address
+        if self._infos.get(key) is not worker.info:
+            self._infos[key], self._longest = worker.info, None
         if self._changed is not None:
             self._changed.set()
             self._changed = None
+
+    def _note_pairing(self) -> None:
+        """Other workers are usable than before."""
+        sources, pools = (self._worker_set.tally.compatibilities(role) for role in WorkerRole)
+        is_paired = any(may_pair(source, pool) for source in sources for pool in pools)
+        if is_paired != self.is_paired:
+            self._pairless_since_s = None if is_paired else self._clock.now()
+            self._pairing_changed.set()
+            self._pairing_changed = asyncio.Event()
 
     def _num_workers(self, role: WorkerRole, *, is_usable: bool) -> int:
         """Any thread."""

@@ -1,5 +1,5 @@
-"""One worker as the router sees it: what it reported of itself, what the router has given it since, and the stream by
-which a decode pool sends what it draws.
+"""One worker as the router sees it: what it reported of itself, what the router has given it since, and the call that
+its requests share.
 
 Reports are always a little old. A `Booking` is the router's own count of what it gave away; estimates add the bookings
 made since the last report to what that report has, so that a burst does not all land on one worker. What a report shows
@@ -7,24 +7,21 @@ as free, less what was sent there since, is what can be booked: with one router 
 refuse, with several it may.
 """
 
-import asyncio
-import contextvars
-import itertools
 import math
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Protocol
 
 import grpc
 
-from protos import decode_pb2, decode_pb2_grpc, worker_pb2
+from protos import decode_pb2, prefill_pb2, worker_pb2
 from router.text.model_facts import ModelLimits
 from router.workers.policy import AnswerPace, Candidate, DecodePace, PrefillPace, Standing, reserved_tokens
 from router.workers.prefix_index import PrefixIndex
+from router.workers.worker_call import DECODE_CALL, PREFILL_CALL, CallSlot
 from runtime.clock import Clock, SystemClock
+from runtime.version import WIRE_VERSION
 
 # Prompts wait here, where they are ordered and dropped, rather than at a worker, which gets as many as keep it busy
 # while it reports and is asked.
@@ -108,59 +105,6 @@ class _Claims:
     tokens: int = 0
 
 
-class StepReceiver(Protocol):
-    """A request in a pool. Both methods return at once and raise nothing. Event loop's thread."""
-
-    def stepped(self, event: decode_pb2.StepEvent) -> None:
-        """What the pool did for it, in order."""
-        ...
-
-    def steps_lost(self, reason: str) -> None:
-        """Some of it will not come any more."""
-        ...
-
-
-class StepStream:
-    """What a decode pool draws for all requests of this router: one call to `Decode.Steps`, from its start to its end.
-    Whoever joins gets the events of its own request as they arrive and never waits: a request whose client is slow
-    holds up no other one. Build inside a running event loop."""
-
-    def __init__(self, channel: grpc.aio.Channel) -> None:
-        self.steps_id = secrets.token_hex(16)
-        self.has_ended = False
-        self._keys = itertools.count(1)
-        self._receivers: dict[int, StepReceiver] = {}
-        # In a context of its own: it outlives the request that makes it, whose id and span are not those of the others.
-        self._reader = asyncio.create_task(self._read(channel), context=contextvars.Context())
-
-    def join(self, receiver: StepReceiver) -> int:
-        """The key under which the pool is to name the receiver's request."""
-        key = next(self._keys)
-        self._receivers[key] = receiver
-        return key
-
-    def leave(self, key: int) -> None:
-        """What still comes for it is dropped. Idempotent."""
-        self._receivers.pop(key, None)
-
-    async def _read(self, channel: grpc.aio.Channel) -> None:
-        reason = "the pool ended its steps"
-        try:
-            async for message in decode_pb2_grpc.DecodeStub(channel).Steps(
-                    decode_pb2.StepsRequest(steps_id=self.steps_id)):
-                for event in message.events:
-                    if (receiver := self._receivers.get(event.steps_key)) is not None:
-                        receiver.stepped(event)
-        except grpc.aio.AioRpcError as error:
-            reason = error.details() or error.code().name
-        except grpc.aio.UsageError as closed:  # the channel of a worker that is gone for good
-            reason = str(closed)
-        finally:
-            self.has_ended = True
-            for receiver in list(self._receivers.values()):
-                receiver.steps_lost(reason)
-
-
 @dataclass
 class Worker:
     """Mutable state of one address; only discovery, its watch and its requests write it."""
@@ -171,6 +115,7 @@ class Worker:
     on_change: Callable[[], None]
     clock: Clock = field(default_factory=SystemClock)
     index: PrefixIndex = field(default_factory=PrefixIndex)  # the router's, of all workers
+    identity: Callable[[], object] = lambda: None  # what the channel shows to the worker
     info: worker_pb2.WorkerInfo | None = None
     load: worker_pb2.WorkerLoad = field(default_factory=worker_pb2.WorkerLoad)
     mismatch: str = ""  # why what it said about itself makes it useless here; empty if it does not
@@ -179,12 +124,16 @@ class Worker:
     start_s: float = 0.0  # how long its last start took, as far as it has said; kept while it is away
     _bookings: list[Booking] = field(default_factory=list)
     _outlived: list[Booking] = field(default_factory=list)  # of earlier incarnations: claims no more
-    _streams: list[object] = field(default_factory=list)
+    _streams: dict[object, None] = field(default_factory=dict)
     _claims_at_report: _Claims = field(default_factory=_Claims)
     _finished: list[Booking] = field(default_factory=list)  # whose memory the last report does not show as free
-    _steps: StepStream | None = None
 
     def __post_init__(self) -> None:
+        # A worker has one role: only one of the two is ever used.
+        self.prefill_calls: CallSlot[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent] = CallSlot(
+            PREFILL_CALL, self.channel, self.identity)
+        self.decode_calls: CallSlot[decode_pb2.DecodeInput, decode_pb2.DecodeEvent] = CallSlot(
+            DECODE_CALL, self.channel, self.identity)
         self.prefill_pace, self.decode_pace = PrefillPace(self.clock), DecodePace(self.clock)
         self.answer_pace = AnswerPace(self.clock)
 
@@ -236,21 +185,15 @@ class Worker:
             self.changed()
 
     def attach(self, stream: object) -> None:
-        """A stream uses its channel, from now to `detach`."""
-        self._streams.append(stream)
+        """A request's stream uses its channel, from now to `detach`."""
+        self._streams[stream] = None
 
     def detach(self, stream: object) -> None:
         """Idempotent."""
         if stream in self._streams:
-            self._streams.remove(stream)
-            self.changed()
-
-    def steps(self) -> StepStream:
-        """Of a decode pool: by which its requests get what it draws. The first request makes the call, and the first
-        one after its end makes it again."""
-        if self._steps is None or self._steps.has_ended:
-            self._steps = StepStream(self.channel)
-        return self._steps
+            del self._streams[stream]
+            if not self.is_listed:  # it may be dropped now
+                self.changed()
 
     @property
     def incarnation(self) -> str:
@@ -413,6 +356,9 @@ def _mismatch(info: worker_pb2.WorkerInfo, role: WorkerRole, facts: ModelLimits)
     """Why a worker must not serve this router's model; empty if it may."""
     if info.role != role:
         return f"it is a {info.role} worker, configured as {role}"
+    if info.wire_version != WIRE_VERSION:
+        return (f"it takes requests in another way than this router gives them: its wire version is "
+                f"{info.wire_version}, the router's {WIRE_VERSION}")
     expected = {"architecture": facts.architecture, "vocab_size": facts.vocab_size, "num_layers": facts.num_layers}
     for name, value in expected.items():
         if getattr(info, name) != value:

@@ -101,13 +101,27 @@ class UsableWorkers:
     workers: tuple[Worker, ...] = ()
     shortest: float = math.inf
     block_kinds: frozenset[tuple[int, str]] = frozenset()
+    addresses: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, workers: Iterable[Worker]) -> "UsableWorkers":
         usable = tuple(worker for worker in workers if worker.is_usable)
         standings = [worker.standing for worker in usable]
         return cls(usable, min((standing.longest for standing in standings), default=math.inf),
-                   frozenset((standing.page_size, standing.compatibility) for standing in standings))
+                   frozenset((standing.page_size, standing.compatibility) for standing in standings),
+                   frozenset(worker.address for worker in usable))
+
+
+class _UsableByRole(dict[WorkerRole, UsableWorkers]):
+    """Looked for when some worker came to be usable, or ceased to be: not for every request."""
+
+    def __init__(self, workers_of: Callable[[WorkerRole], Iterable[Worker]]) -> None:
+        super().__init__()
+        self._workers_of = workers_of
+
+    def __missing__(self, role: WorkerRole) -> UsableWorkers:
+        found = self[role] = UsableWorkers.of(self._workers_of(role))
+        return found
 
 
 class WorkerSet:
@@ -123,7 +137,9 @@ class WorkerSet:
         self._watches: dict[tuple[WorkerRole, str], asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
         self.tally = Tally()
-        self._usable: dict[WorkerRole, UsableWorkers] = {}
+        self._usable = _UsableByRole(self.of)
+        self.usable: Mapping[WorkerRole, UsableWorkers] = self._usable
+        self.version = 0  # rises when there are other workers
         for index, (_, source) in enumerate(self._sources):
             if isinstance(source, StaticSource):
                 self._list(index, frozenset({source.address}))
@@ -138,16 +154,11 @@ class WorkerSet:
         """In order of appearance."""
         return self._by_role[role]
 
-    def usable(self, role: WorkerRole) -> UsableWorkers:
-        """Looked for when some worker came to be usable, or ceased to be: not for every request."""
-        if role not in self._usable:
-            self._usable[role] = UsableWorkers.of(self.of(role))
-        return self._usable[role]
-
     def find(self, role: WorkerRole, address: str) -> Worker | None:
         return self._workers.get((role, address))
 
     def _sort(self) -> None:
+        self.version += 1
         self._by_role = {role: tuple(worker for (kind, _), worker in self._workers.items() if kind is role)
                          for role in WorkerRole}
         self._all = tuple(worker for role in WorkerRole for worker in self._by_role[role])

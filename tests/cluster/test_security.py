@@ -69,11 +69,11 @@ async def test_a_cluster_under_mutual_tls_and_tokens(checkpoint: Path, reference
                      if process.announcement is not None}
         prefill = ChannelSecurity(client_files, server_name="prefill")
         async with open_channel(addresses["prefill-0"], security=prefill) as channel:
-            run = prefill_pb2_grpc.PrefillStub(channel).Run(wait_for_ready=True)
+            run = prefill_pb2_grpc.PrefillStub(channel).Serve(wait_for_ready=True)
             assert isinstance(await refusal(run), PermissionDeniedError)
         decode = ChannelSecurity(client_files, server_name="decode")
         async with open_channel(addresses["decode-0.0"], security=decode) as channel:
-            generate = decode_pb2_grpc.DecodeStub(channel).Generate(wait_for_ready=True)
+            generate = decode_pb2_grpc.DecodeStub(channel).Serve(wait_for_ready=True)
             assert isinstance(await refusal(generate), PermissionDeniedError)
             join = pipeline_pb2_grpc.PipelineStub(channel).Join(wait_for_ready=True)
             assert isinstance(await refusal(join), PermissionDeniedError)

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from protos import decode_pb2 as pb
-from tests.support.pool.arrivals import NUM_LAYERS, SOURCE_PAGES, Arrivals, arrivals, first_token, specs
+from tests.support.pool.arrivals import NUM_LAYERS, SOURCE_PAGES, Arrivals, arrivals, cancelled, first_token, specs
 from transfer.plan import codec
 from transfer.plan.handoff_terms import DestinationTerms
 
@@ -28,8 +28,8 @@ async def land(pools: Arrivals, request_key: int) -> tuple[DestinationTerms, int
     stream, destination = await pools.open()
     pools.deliver(destination, request_key=request_key)
     stream.send(first_token())
-    committed = (await stream.next_step()).committed
-    await stream.drop()
+    committed = (await stream.next()).committed
+    stream.send(cancelled())
     await pools.until(lambda: pools.is_free)
     return destination, committed.num_bytes
 
@@ -70,13 +70,13 @@ async def test_a_source_that_is_replaced_by_one_that_does_not_know(pools: Arriva
     for stage in pools.source.stages:
         stage.memory.randomize(99)  # to tell what crosses now from what was there
     pools.terms = replace(pools.terms, sends_rest=False)
-    stream.send(pb.DecodeRequest(new_source=codec.source_to_proto(pools.terms)))
+    stream.send(pb.DecodeInput(new_source=codec.source_to_proto(pools.terms)))
     destination = codec.destination_from_proto((await stream.next()).destination)
     assert (destination.epoch, destination.held_tokens) == (1, 0)
     assert not set(first.page_ids[:4]) & set(destination.page_ids)
     pools.deliver(destination, request_key=2)
     stream.send(first_token())
-    assert (await stream.next_step()).committed.num_bytes == whole
+    assert (await stream.next()).committed.num_bytes == whole
     assert_read_alike(pools, destination)
-    await stream.drop()
+    stream.send(cancelled())
     await pools.until(lambda: pools.is_free)

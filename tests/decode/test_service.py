@@ -21,6 +21,7 @@ from runtime.errors import (
     HandoffError,
     IncompatiblePeerError,
     IntegrityError,
+    InternalError,
     InvalidRequestError,
     PeerLostError,
 )
@@ -32,6 +33,7 @@ from tests.support.pool.arrivals import (
     Arrivals,
     DecodeStream,
     arrivals,
+    cancelled,
     first_token,
     state_bytes,
 )
@@ -82,14 +84,14 @@ async def test_s4_10_a_slot_is_read_only_when_every_stage_has_landed(pools: Arri
     await pools.until(lambda: all(COMPLETE in stage.log.states(destination.session_id) for stage in others))
     await asyncio.sleep(0.05)  # for whoever would commit now
     assert pools.next_batch() is None
-    assert stream.steps.empty()
+    assert stream.events.empty()
     pools.finish_layers(lambda layer_id: layer_id in late_layers)
-    assert (await stream.next_step()).WhichOneof("event") == "committed"
+    assert (await stream.next()).WhichOneof("event") == "committed"
     batch = pools.next_batch()
     assert batch is not None
     assert (batch.mode, batch.slot_ids.tolist()) == (ForwardMode.DECODE, [destination.slot_id])
     call(pools.loop, lambda: pools.scheduler.on_result(batch, StepResult(0, [DrawnToken(9)])))
-    await stream.drop()
+    stream.send(cancelled())
     await assert_gone(pools, destination.session_id)
 
 
@@ -111,8 +113,8 @@ async def test_s4_10_one_failing_stage_fails_the_request_and_frees_every_stage(p
     again, destination = await pools.open()  # the same memory serves the next request
     pools.deliver(destination)
     again.send(first_token())
-    assert (await again.next_step()).WhichOneof("event") == "committed"
-    await again.drop()
+    assert (await again.next()).WhichOneof("event") == "committed"
+    again.send(cancelled())
     await assert_gone(pools, destination.session_id)
 
 
@@ -139,14 +141,14 @@ async def to_landed(pools: Arrivals) -> tuple[DecodeStream, str]:
 async def to_committed(pools: Arrivals) -> tuple[DecodeStream, str]:
     stream, session_id = await to_landed(pools)
     stream.send(first_token())
-    assert (await stream.next_step()).WhichOneof("event") == "committed"
+    assert (await stream.next()).WhichOneof("event") == "committed"
     return stream, session_id
 
 
 async def to_decoding(pools: Arrivals) -> tuple[DecodeStream, str]:
     stream, session_id = await to_committed(pools)
     run_step(pools)
-    assert list((await stream.next_step()).tokens.token_ids) == [9]
+    assert list((await stream.next()).tokens.token_ids) == [9]
     return stream, session_id
 
 
@@ -155,28 +157,26 @@ async def test_s4_7_an_abort_frees_at_every_step(
         pools: Arrivals, reach: Callable[[Arrivals], Awaitable[tuple[DecodeStream, str]]]) -> None:
     stream, session_id = await reach(pools)
     assert not pools.is_free
-    await stream.drop()
+    stream.send(cancelled())
     await assert_gone(pools, session_id)
 
 
 async def test_s4_7_a_failed_step_frees(pools: Arrivals) -> None:
     stream, session_id = await to_committed(pools)
     run_step(pools, StepFailed("stage 1: no"))
-    with pytest.raises(StepFailed):
+    with pytest.raises(InternalError):
         await stream.ended()
     await assert_gone(pools, session_id)
 
 
 async def test_requests_that_one_error_ends_end_each_with_its_own(pools: Arrivals) -> None:
-    """The frames of an error are cleared where it becomes a status; those of other requests must not be among them."""
+    """The frames of an error are cleared where it becomes a status; those of other requests must not be among them, or
+    their ends would be bugs."""
     streams = [await to_committed(pools) for _ in range(2)]
     call(pools.loop, lambda: pools.scheduler.on_pipeline_lost([], PeerLostError("stage 1 of the pool died")))
-    errors = []
     for stream, _ in streams:
-        with pytest.raises(PeerLostError, match="stage 1 of the pool died") as caught:
+        with pytest.raises(PeerLostError, match="stage 1 of the pool died"):
             await stream.ended()
-        errors.append(caught.value)
-    assert errors[0] is not errors[1]
     for _, session_id in streams:
         await assert_gone(pools, session_id)
 
@@ -186,9 +186,8 @@ async def test_s4_7_a_request_that_its_first_token_ends_frees_without_a_step(poo
     stream, destination = await pools.open(max_tokens=1) if how == "length" else await pools.open(stop_token_ids=[7])
     pools.deliver(destination)
     stream.send(first_token(7))
-    assert (await stream.next_step()).WhichOneof("event") == "committed"
-    assert (await stream.next_step()).WhichOneof("event") == "finished"
-    stream.half_close()
+    assert (await stream.next()).WhichOneof("event") == "committed"
+    assert (await stream.next()).WhichOneof("event") == "finished"
     await stream.ended()
     assert pools.next_batch() is None
     await assert_gone(pools, destination.session_id)
@@ -199,7 +198,7 @@ async def test_s4_7_a_request_set_back_for_lack_of_pages_gives_its_slot_back_and
     stream, destination = await pools.open(max_tokens=16)
     pools.deliver(destination)
     stream.send(first_token())
-    assert (await stream.next_step()).WhichOneof("event") == "committed"
+    assert (await stream.next()).WhichOneof("event") == "committed"
     others = pools.scheduler.pages.alloc(pools.scheduler.pages.num_free, owner="others")
     while pools.scheduler.load().queued_requests == 0:
         run_step(pools)
@@ -213,9 +212,8 @@ async def test_s4_7_a_request_set_back_for_lack_of_pages_gives_its_slot_back_and
     others.end()
     while pools.scheduler.load().running_requests or pools.scheduler.load().queued_requests:
         run_step(pools)
-    while (await stream.next_step()).WhichOneof("event") != "finished":
+    while (await stream.next()).WhichOneof("event") != "finished":
         pass
-    stream.half_close()
     await stream.ended()
     assert pools.metric("baton_preemptions_total") == 1
     await assert_gone(pools, destination.session_id)
@@ -241,8 +239,8 @@ def refuse(*where: object) -> Buffer:
     raise HandoffError("no such page")
 
 
-def new_source(terms: SourceTerms) -> pb.DecodeRequest:
-    return pb.DecodeRequest(new_source=codec.source_to_proto(terms))
+def new_source(terms: SourceTerms) -> pb.DecodeInput:
+    return pb.DecodeInput(new_source=codec.source_to_proto(terms))
 
 
 async def test_a_source_lost_with_everything_sent_and_nothing_said_is_replaced(pools: Arrivals) -> None:
@@ -256,10 +254,10 @@ async def test_a_source_lost_with_everything_sent_and_nothing_said_is_replaced(p
     assert (destination.session_id, destination.epoch) == (session_id, 1)
     pools.deliver(destination, request_key=2)
     stream.send(first_token())
-    assert (await stream.next_step()).WhichOneof("event") == "committed"
+    assert (await stream.next()).WhichOneof("event") == "committed"
     assert_handed_over(pools.source, pools.dest, SOURCE_PAGES, destination.page_ids, 1, destination.slot_id)
     assert all(stage.log.states(session_id) == [OPEN, COMPLETE, DRAINED] for stage in pools.dest.stages)
-    await stream.drop()
+    stream.send(cancelled())
     await pools.until(lambda: pools.is_free)
 
 
@@ -297,8 +295,8 @@ async def test_a_prompt_may_take_as_long_to_land_as_its_request_has(
         await asyncio.sleep(0.3)
         pools.deliver(destination)
         stream.send(first_token())
-        assert (await stream.next_step()).WhichOneof("event") == "committed"
-        await stream.drop()
+        assert (await stream.next()).WhichOneof("event") == "committed"
+        stream.send(cancelled())
     await assert_gone(pools, destination.session_id)
 
 
@@ -328,7 +326,7 @@ async def test_a_landing_that_failed_waits_for_another_source_where_its_own_is_l
     """The next one may queue for long on another worker."""
     monkeypatch.setattr(arrival, "SessionDeadlines", Impatient)
     stream, destination = await pools.open()
-    stream.send(pb.DecodeRequest(source_lost=pb.DecodeSourceLost()))
+    stream.send(pb.DecodeInput(source_lost=pb.DecodeSourceLost()))
     pools.network.fault = lambda tag, num_bytes: Fault.DIE
     pools.deliver(destination)
     failed = StageSessionState.FAILED
@@ -337,7 +335,7 @@ async def test_a_landing_that_failed_waits_for_another_source_where_its_own_is_l
     await asyncio.sleep(3 * Impatient.word_s)
     stream.send(new_source(pools.terms))
     assert codec.destination_from_proto((await stream.next()).destination).epoch == 1
-    await stream.drop()
+    stream.send(cancelled())
     await assert_gone(pools, destination.session_id)
 
 
@@ -348,7 +346,7 @@ async def test_a_pool_that_cannot_open_says_so_instead_of_a_landing(
     stream = pools.begin()
     with pytest.raises(HandoffError, match="stage 1: no such page"):
         await stream.ended()
-    assert stream.responses.empty(), "its source never starts"
+    assert stream.events.empty(), "its source never starts"
     await pools.until(lambda: pools.is_free)
 
 
@@ -370,11 +368,11 @@ class Later:
 
 
 async def test_a_request_whose_time_is_up_takes_no_step(pools: Arrivals) -> None:
-    """Nobody cancels the handler here, as gRPC would in time."""
+    """The engine sees it, whatever else is late."""
     stream, destination = await pools.open(remaining_s=600.0)
     pools.deliver(destination)
     stream.send(first_token())
-    assert (await stream.next_step()).HasField("committed")
+    assert (await stream.next()).HasField("committed")
     pools.scheduler.clock = Later()
     assert pools.next_batch() is None
     with pytest.raises(DeadlineError, match="the request's deadline has passed"):

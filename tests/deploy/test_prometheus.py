@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
+import grpc
 import pytest
 import yaml
 
@@ -166,16 +167,17 @@ async def lab_troubles(lab: Laboratory, server: Prometheus, watch: Watch, shop: 
 async def _refused_handshakes(lab: Laboratory, count: int) -> None:
     """A router that mixes up pools offers terms of another model."""
     request = types_pb2.EngineRequest(request_id="stranger", prompt_token_ids=[1], max_tokens=1)
-    opening = decode_pb2.DecodeOpen(request=request, steps_id="stranger's steps", source=transfer_pb2.SourceTerms(
+    opening = decode_pb2.DecodeOpen(request=request, source=transfer_pb2.SourceTerms(
         compatibility="another", num_tokens=1, page_size=64, chunk_tokens=64, page_ids=[1]))
     async with open_channel(lab.roles["decode"].announcement.address) as channel:
-        stub = decode_pb2_grpc.DecodeStub(channel)
-        steps = stub.Steps(decode_pb2.StepsRequest(steps_id=opening.steps_id))
-        for _ in range(count):
-            call = stub.Generate(iter([decode_pb2.DecodeRequest(open=opening)]))
-            assert "FAILED_PRECONDITION" in str(await call.code())
+        call = decode_pb2_grpc.DecodeStub(channel).Serve()
+        for key in range(1, count + 1):
+            await call.write(decode_pb2.DecodeInputs(inputs=[decode_pb2.DecodeInput(key=key, open=opening)]))
+            message = await call.read()
+            assert isinstance(message, decode_pb2.DecodeEvents)
+            assert [event.ended.code for event in message.events] == [grpc.StatusCode.FAILED_PRECONDITION.value[0]]
             await asyncio.sleep(2 * INTERVAL_S)
-        steps.cancel()
+        call.cancel()
 
 
 def _lab_targets(lab: Laboratory) -> list[Target]:

@@ -4,15 +4,14 @@ The three roles run in this process, so that the worker can be made to die betwe
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 import pytest
 
+from pool.request.router_call import Opening, Outlet
 from prefill import worker
-from prefill.service import Context, PrefillService
+from prefill.service import PrefillService
 from protos import prefill_pb2 as pb
 from runtime.errors import PeerLostError
 from tests.support.cluster.one_process import cluster_in_process
@@ -22,6 +21,20 @@ from transfer.plan.handoff_terms import StageSessionEvent
 from transfer.session import ReceiveSession, ReceiveState
 
 hear = ReceiveSession.on_stage_event
+
+
+class DyingOutlet(Outlet[pb.PrefillEvent]):
+    """Passes on that the prompt has started, and nothing else."""
+
+    def __init__(self, outlet: Outlet[pb.PrefillEvent]) -> None:
+        super().__init__(outlet._queue, outlet.key)
+        self.has_sent = asyncio.Event()
+
+    def send(self, event: pb.PrefillEvent, weight: int = 1) -> None:
+        if event.HasField("started"):
+            super().send(event, weight)
+        elif event.HasField("sent"):
+            self.has_sent.set()
 
 
 class DyingService(PrefillService):
@@ -36,18 +49,21 @@ class DyingService(PrefillService):
         cls.is_armed, cls.has_died = True, False
         cls.has_landed.clear()
 
-    async def Run(self, request_iterator: AsyncIterator[pb.RunRequest],
-                  context: Context) -> AsyncIterator[pb.RunResponse]:
+    async def _run(self, opening: Opening[pb.PrefillInput, pb.PrefillEvent]) -> None:
         dies, DyingService.is_armed = DyingService.is_armed, False
-        run = cast("AsyncGenerator[pb.RunResponse]", super().Run(request_iterator, context))
-        async with aclosing(run) as responses:
-            async for response in responses:
-                if not dies or response.HasField("started"):
-                    yield response
-                elif response.HasField("sent"):
-                    await DyingService.has_landed.wait()
-                    DyingService.has_died = True
-                    raise PeerLostError("the worker died")
+        if not dies:
+            await super()._run(opening)
+            return
+        outlet = DyingOutlet(opening.outlet)
+        running = asyncio.create_task(super()._run(replace(opening, outlet=outlet)))
+        try:
+            await outlet.has_sent.wait()
+            await DyingService.has_landed.wait()
+        finally:
+            running.cancel()
+            await asyncio.wait({running})
+        DyingService.has_died = True
+        raise PeerLostError("the worker died")
 
 
 def hear_and_note(session: ReceiveSession, rank: int, event: StageSessionEvent) -> ReceiveState:

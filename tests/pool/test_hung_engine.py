@@ -12,8 +12,15 @@ from protos import prefill_pb2_grpc, types_pb2
 from runtime.announce import read_announcement
 from runtime.client import open_channel, wait_serving
 from runtime.errors import UnavailableError
-from runtime.status import error_from_rpc
+from runtime.status import error_from_status
 from tests.support.models.checkpoints import make_checkpoint
+
+
+async def next_event(call: "grpc.aio.StreamStreamCall[pb.PrefillInputs, pb.PrefillEvents]") -> pb.PrefillEvent:
+    message = await call.read()
+    assert isinstance(message, pb.PrefillEvents)
+    (event,) = message.events
+    return event
 
 
 async def test_a_hung_engine_gives_its_requests_back_and_ends_its_process(tmp_path: Path) -> None:
@@ -31,15 +38,12 @@ async def test_a_hung_engine_gives_its_requests_back_and_ends_its_process(tmp_pa
                 await wait_serving(channel, "baton.v1.Prefill", timeout_s=60)
                 began_s = time.monotonic()
                 request = types_pb2.EngineRequest(request_id="r", prompt_token_ids=[1, 2, 3], max_tokens=4)
-                call = prefill_pb2_grpc.PrefillStub(channel).Run(timeout=3600)
-                await call.write(pb.RunRequest(request=request))
-                started = await call.read()
-                assert isinstance(started, pb.RunResponse)
+                call = prefill_pb2_grpc.PrefillStub(channel).Serve()
+                await call.write(pb.PrefillInputs(inputs=[pb.PrefillInput(key=1, open=pb.PrefillOpen(
+                    request=request, context=types_pb2.RequestContext(time_left_s=3600)))]))
+                started, ended = await next_event(call), await next_event(call)
                 assert started.HasField("started")
-                try:
-                    await call.read()
-                except grpc.aio.AioRpcError as ended:
-                    error = error_from_rpc(ended)
+                error = error_from_status(ended.ended.SerializeToString())
                 assert isinstance(error, UnavailableError)
                 assert "the engine has been within one step for more than 2 s" in str(error)
             _, said = await process.communicate()

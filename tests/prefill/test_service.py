@@ -34,7 +34,7 @@ from testing.memory_transport import MemoryNetwork
 from tests.support.models.tiny_models import HYBRID, tiny
 from tests.support.pool.arrivals import NUM_LAYERS, NUM_PAGES, NUM_SLOTS, PAGE_SIZE, PROMPT, specs
 from tests.support.pool.local_pool import call
-from tests.support.pool.streams import Stream
+from tests.support.pool.streams import call_ledger, prefill_call
 from tests.support.transfer.handoff import Pool
 from transfer.plan import codec
 from transfer.plan.compatibility import Compatibility
@@ -92,7 +92,7 @@ async def sending_pool() -> AsyncIterator[SendingPool]:
         plan=StagePlan(tiny(HYBRID), ranges, geometry, {}, PoolSize(geometry.num_pages, geometry.num_slots, 64),
                        max_held=8),
         reclaimer=reclaimer, meters=LeaderMeters.create(CollectorRegistry(), geometry), post=post,
-        chunk_tokens=8))
+        chunk_tokens=8), call_ledger())
     try:
         yield SendingPool(service, scheduler, loop, group, second, reclaimer, dest, complaints)
     finally:
@@ -101,21 +101,32 @@ async def sending_pool() -> AsyncIterator[SendingPool]:
             await asyncio.to_thread(pool.shutdown)
 
 
+def opening(time_left_s: float | None = None) -> pb.PrefillInput:
+    request = types_pb2.EngineRequest(request_id="r", prompt_token_ids=PROMPT, max_tokens=4)
+    return pb.PrefillInput(open=pb.PrefillOpen(
+        request=request, context=types_pb2.RequestContext(time_left_s=time_left_s)))
+
+
+class Later:
+    """An hour ahead of everybody else's."""
+
+    def now(self) -> float:
+        return SystemClock().now() + 3600.0
+
+
 async def test_a_prompt_whose_time_is_up_before_its_turn_is_never_computed() -> None:
-    """Nobody cancels the handler here, as gRPC would in time."""
+    """The engine sees it, whatever else is late."""
     async with sending_pool() as pools:
-        stream = Stream(pools.service.Run, remaining_s=0.01)
-        stream.send(pb.RunRequest(request=types_pb2.EngineRequest(
-            request_id="r", prompt_token_ids=PROMPT, max_tokens=4)))
+        stream = prefill_call(pools.service.Serve).open(opening(time_left_s=600.0))
         async with asyncio.timeout(60):
             while not pools.scheduler.load().queued_requests:  # noqa: ASYNC110 - a scheduler has no event to wait for
                 await asyncio.sleep(0.001)
-        await asyncio.sleep(0.02)
+        pools.scheduler.clock = Later()
         assert await pools.loop.submit(pools.scheduler.next_batch) is None
         with pytest.raises(DeadlineError, match="that its deadline leaves"):
             await stream.ended()
         call(pools.loop, pools.scheduler.on_idle)
-        assert stream.responses.empty()
+        assert stream.events.empty()
         assert pools.complaints == []
 
 
@@ -133,16 +144,14 @@ def lost_and_replaced(pools: SendingPool) -> None:
 async def test_destination_terms_that_meet_a_broken_pool_ends_the_request_and_leaves_nothing(
         change: Callable[[SendingPool], None]) -> None:
     async with sending_pool() as pools:
-        stream = Stream(pools.service.Run)
-        stream.send(pb.RunRequest(request=types_pb2.EngineRequest(
-            request_id="r", prompt_token_ids=PROMPT, max_tokens=4)))
+        stream = prefill_call(pools.service.Serve).open(opening())
         async with asyncio.timeout(60):
-            while stream.responses.empty():
+            while stream.events.empty():
                 await pools.loop.submit(pools.scheduler.next_batch)  # and the engine is within its forward from then on
             terms = codec.source_from_proto((await stream.next()).started.terms)
             change(pools)
             destination = pools.dest.destination(terms, range(1, len(terms.page_ids) + 1))
-            stream.send(pb.RunRequest(destination=codec.destination_to_proto(destination)))
+            stream.send(pb.PrefillInput(destination=codec.destination_to_proto(destination)))
             with pytest.raises(UnavailableError):
                 await stream.ended()
             assert (pools.reclaimer.open_tasks, pools.group.open_sessions) == (0, 0), "there is no session to drain"

@@ -34,6 +34,7 @@ from runtime.metrics import RouterMetrics, RpcMetrics
 from runtime.security import OPEN_SERVER, ServerSecurity
 from runtime.server import GrpcServer, ServerOptions
 from runtime.status import error_from_rpc
+from runtime.version import WIRE_VERSION
 from tests.support.router.fake_workers import VOCAB_SIZE, FakeDecode, FakePrefill, FakeWorker
 
 EOS = VOCAB_SIZE - 1
@@ -105,7 +106,7 @@ def worker_info(role: WorkerRole, **changes: object) -> worker_pb2.WorkerInfo:
     facts: dict[str, object] = {
         "role": role.value, "incarnation": "a", "architecture": "Tiny", "vocab_size": VOCAB_SIZE, "num_layers": 4,
         "max_context_tokens": 256, "page_size": 16, "pages_total": 10, "slots_total": 4, "max_running_requests": 4,
-        "max_queued_requests": 3}
+        "max_queued_requests": 3, "wire_version": WIRE_VERSION}
     return worker_pb2.WorkerInfo(**(facts | changes))  # type: ignore[arg-type]
 
 
@@ -164,9 +165,9 @@ class RouterHarness:
 
 
 def request_tasks() -> list[str]:
-    """Tasks that exist only while a request does: flows, readers, searches, and gRPC's own request senders."""
+    """Tasks that exist only while a request does: flows, searches, and gRPC's own request senders."""
     names = [getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()]
-    kinds = ("Flow.", "WorkerStream.", "PrefillLeg.", "DecodeLeg.", "_StreamRequestMixin.")
+    kinds = ("RequestFlow.", "PrefillStream.", "DecodeStream.", "RouterCall._serve", "_StreamRequestMixin.")
     return [name for name in names if name.startswith(kinds)]
 
 

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import grpc
 
-from protos import prefill_pb2, prefill_pb2_grpc, worker_pb2
+from protos import prefill_pb2, worker_pb2
 from router.request.worker_stream import Ended, Received, WorkerStream
 from router.workers.discovery import StaticSource
 from router.workers.worker import Worker, WorkerRole
-from runtime.errors import PeerLostError, UnavailableError
+from runtime.errors import UnavailableError
 from tests.router.harness import FACTS, FLOW_LIMITS, NO_GRACE, eventually, running_router, token_request, worker_info
 from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
 
@@ -37,16 +37,16 @@ async def test_a_worker_whose_channel_is_closed_was_lost() -> None:
     channel = grpc.aio.insecure_channel("127.0.0.1:1")
     worker = Worker(WorkerRole.PREFILL, "h:1", channel, lambda: None)
     await channel.close()
-    inbox: asyncio.Queue[Received[prefill_pb2.RunResponse] | Ended] = asyncio.Queue()
-    async with asyncio.TaskGroup() as group, asyncio.timeout(30):
-        stream = WorkerStream.open(prefill_pb2_grpc.PrefillStub(channel).Run, worker, inbox.put, group, 5.0)
-        stream.send(prefill_pb2.RunRequest())
+    delivered: asyncio.Queue[Received | Ended] = asyncio.Queue()
+    async with asyncio.timeout(30):
+        stream = WorkerStream.open(worker, worker.prefill_calls.current(), prefill_pb2.PrefillInput(),
+                                   delivered.put_nowait)
         assert worker.is_in_use
-        ended = await inbox.get()
+        ended = await delivered.get()
         stream.close()
     assert isinstance(ended, Ended)
     assert ended.stream is stream
-    assert isinstance(ended.error, PeerLostError)
+    assert ended.lost
     assert not worker.is_in_use
 
 

@@ -11,9 +11,8 @@ from runtime.security import METHODS, SERVICES, Access, PeerRole, access_to, che
 PROTOS = Path(__file__).resolve().parents[2] / "protos"
 # Method -> roles that a server with certificates lets in; on a pool led by prefill, and on one led by decode.
 ROLES: dict[str, tuple[set[PeerRole], set[PeerRole]]] = {
-    "/baton.v1.Prefill/Run": ({PeerRole.ROUTER}, {PeerRole.ROUTER}),
-    "/baton.v1.Decode/Generate": ({PeerRole.ROUTER}, {PeerRole.ROUTER}),
-    "/baton.v1.Decode/Steps": ({PeerRole.ROUTER}, {PeerRole.ROUTER}),
+    "/baton.v1.Prefill/Serve": ({PeerRole.ROUTER}, {PeerRole.ROUTER}),
+    "/baton.v1.Decode/Serve": ({PeerRole.ROUTER}, {PeerRole.ROUTER}),
     "/baton.v1.Worker/Watch": ({PeerRole.ROUTER, PeerRole.OPERATOR},) * 2,
     "/baton.v1.Worker/FlushCache": ({PeerRole.ROUTER, PeerRole.OPERATOR},) * 2,
     "/baton.v1.Generation/FlushCaches": ({PeerRole.ROUTER, PeerRole.OPERATOR},) * 2,

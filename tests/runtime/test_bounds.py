@@ -45,7 +45,7 @@ async def test_a_client_that_never_reads_ends_and_holds_up_no_drain() -> None:
         call = generation_pb2_grpc.GenerationStub(channel).Generate(pb.GenerateRequest(request_id="r", text="x"))
         await eventually(lambda: servicer.running, "no call")
         await eventually(lambda: not servicer.running, "a handler that never ends")
-        await eventually(lambda: server._guard._quiet.is_set(), "a call that counts for ever")
+        await eventually(lambda: server.calls._quiet.is_set(), "a call that counts for ever")
         async with asyncio.timeout(30):
             await server.drain(grace_s=600)
         call.cancel()

@@ -9,7 +9,7 @@ from socketserver import TCPServer
 
 import pytest
 
-from router.request.worker_stream import MoveReason
+from router.request.retries import MoveReason
 from router.workers.worker import WorkerRole
 from runtime import errors
 from runtime.errors import BatonError, ConfigError

@@ -165,7 +165,7 @@ async def test_a_drain_lets_calls_through_that_begin_nothing() -> None:
         running = stub.Generate(pb.GenerateRequest(text="hang", request_id="r1"))
         await running.read()
         draining = asyncio.create_task(server.drain(grace_s=30))
-        await eventually(lambda: server._guard._refusal, "a server that does not drain")
+        await eventually(lambda: server.calls._refusal, "a server that does not drain")
         refused = await fail(address, text="hello")
         assert isinstance(refused, errors.DrainingError)
         assert "draining" in str(refused)

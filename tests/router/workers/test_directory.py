@@ -25,6 +25,7 @@ from router.workers.worker import Worker, WorkerRole
 from runtime.clock import ManualClock
 from runtime.digests import block_names
 from runtime.metrics import RouterMetrics
+from runtime.version import WIRE_VERSION
 from tests.router.harness import FACTS, worker_info
 
 
@@ -276,6 +277,35 @@ async def test_a_worker_with_another_tokenizer_is_refused_by_both_digests(theirs
     if not accepted:
         assert known.prefill.problem == ("it has another tokenizer: the digest of its tokenizer.json is a, "
                                          "the router's b")
+
+
+async def test_who_waits_for_a_pair_is_woken_when_there_is_one_and_when_there_is_none() -> None:
+    known = Known()
+    serves(known.decode[0])
+    waiting = asyncio.create_task(known.directory.until_paired(is_paired=True))
+    await asyncio.sleep(0)
+    serves(known.prefill)
+    await asyncio.wait_for(waiting, 30)
+    waiting = asyncio.create_task(known.directory.until_paired(is_paired=False))
+    known.prefill.book(10).release()
+    serves(known.prefill)
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    known.decode[0].lost("cannot be reached")
+    await asyncio.wait_for(waiting, 30)
+    await known.directory.until_paired(is_paired=False)
+
+
+@pytest.mark.parametrize(("version", "accepted"), [(0, False), (WIRE_VERSION, True), (WIRE_VERSION + 1, False)])
+async def test_a_worker_that_takes_requests_in_another_way_is_refused_by_both_versions(version: int, *,
+                                                                                      accepted: bool) -> None:
+    known = Known()
+    known.prefill.introduced(worker_info(WorkerRole.PREFILL, wire_version=version), FACTS)
+    known.prefill.reported(worker_pb2.WorkerLoad(serving=True))
+    assert known.prefill.is_usable == accepted
+    if not accepted:
+        assert known.prefill.problem == ("it takes requests in another way than this router gives them: its wire "
+                                         f"version is {version}, the router's {WIRE_VERSION}")
 
 
 @pytest.mark.parametrize(("theirs", "ours", "accepted"), [((1, 2), (2, 1), True), ((), (1,), True), ((1,), (), False),

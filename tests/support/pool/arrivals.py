@@ -4,10 +4,10 @@ Nothing computes: tests look at what the scheduler would run, and at whose memor
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import cast
 
 from prometheus_client import CollectorRegistry
 
@@ -34,7 +34,7 @@ from runtime.metrics import ArrivalMetrics, CacheMetrics
 from testing.memory_transport import MemoryNetwork
 from tests.support.models.tiny_models import HYBRID, tiny
 from tests.support.pool.local_pool import call
-from tests.support.pool.streams import Stream
+from tests.support.pool.streams import SharedCall, Stream, call_ledger, decode_call
 from tests.support.transfer.handoff import Pool
 from transfer.plan import codec
 from transfer.plan.compatibility import Compatibility
@@ -98,19 +98,7 @@ class _Leader:
     compatibility: Compatibility = field(default_factory=lambda: Compatibility("c", "text"))
 
 
-STEPS_ID = "steps of the tests"
-
-
-class DecodeStream(Stream[pb.DecodeRequest, pb.DecodeResponse]):
-    """`steps` are the events that nobody has taken yet."""
-
-    def __init__(self, service: DecodeService, remaining_s: float | None) -> None:
-        super().__init__(service.Generate, remaining_s=remaining_s)
-        self.steps: asyncio.Queue[pb.StepEvent] = asyncio.Queue()
-
-    async def next_step(self, timeout_s: float = 60) -> pb.StepEvent:
-        async with asyncio.timeout(timeout_s):
-            return await self.steps.get()
+DecodeStream = Stream[pb.DecodeInput, pb.DecodeEvent]
 
 
 @dataclass
@@ -126,22 +114,11 @@ class Arrivals:
     complaints: list[str]
     registry: CollectorRegistry
     terms: SourceTerms = field(init=False)
-    router: "asyncio.Task[None]" = field(init=False)  # what reads the steps
-    streams: dict[int, DecodeStream] = field(default_factory=dict)  # by the keys of their steps
-    num_messages: int = 0  # of steps
+    router: SharedCall[pb.DecodeInput, pb.DecodeEvent] = field(init=False)
 
     def __post_init__(self) -> None:
         self.terms = self.source.terms(SOURCE_PAGES, len(PROMPT))
-
-    async def read_steps(self) -> None:
-        """As a router does, until it is cancelled: then it is gone."""
-        steps = cast("AsyncGenerator[pb.StepsResponse, None]",
-                     self.service.Steps(pb.StepsRequest(steps_id=STEPS_ID), cast(Any, None)))
-        async with aclosing(steps):
-            async for message in steps:
-                self.num_messages += 1
-                for event in message.events:
-                    self.streams[event.steps_key].steps.put_nowait(event)
+        self.router = decode_call(self.service.Serve)
 
     def metric(self, name: str, **labels: str) -> float:
         """A sample; 0 for one that never moved."""
@@ -151,20 +128,17 @@ class Arrivals:
                    remaining_s: float | None = None) -> tuple[DecodeStream, DestinationTerms]:
         """A request up to its destination terms."""
         stream = self.begin(max_tokens=max_tokens, stop_token_ids=stop_token_ids, remaining_s=remaining_s)
-        response = await stream.next()
-        return stream, codec.destination_from_proto(response.destination)
+        event = await stream.next()
+        return stream, codec.destination_from_proto(event.destination)
 
     def begin(self, *, max_tokens: int = 8, stop_token_ids: Sequence[int] = (), remaining_s: float | None = None,
               has_source: bool = True) -> DecodeStream:
         """A request whose reservation is asked for; without a source the pool is to compute the rest itself."""
-        stream, key = DecodeStream(self.service, remaining_s), len(self.streams) + 1
-        self.streams[key] = stream
         request = types_pb2.EngineRequest(request_id="r", prompt_token_ids=PROMPT, max_tokens=max_tokens,
                                           stop_token_ids=stop_token_ids)
         source = codec.source_to_proto(self.terms) if has_source else None
-        stream.send(pb.DecodeRequest(open=pb.DecodeOpen(request=request, source=source, steps_id=STEPS_ID,
-                                                        steps_key=key)))
-        return stream
+        return self.router.open(pb.DecodeInput(open=pb.DecodeOpen(
+            request=request, source=source, context=types_pb2.RequestContext(time_left_s=remaining_s))))
 
     def deliver(self, destination: DestinationTerms, *, layers: Callable[[int], bool] = lambda layer_id: True,
                 request_key: int = 1) -> None:
@@ -194,8 +168,13 @@ class Arrivals:
                 await asyncio.sleep(0.005)
 
 
-def first_token(token: int = 7) -> pb.DecodeRequest:
-    return pb.DecodeRequest(first_token=types_pb2.TokenChunk(token_ids=[token]))
+def cancelled() -> pb.DecodeInput:
+    """The router gives a request up."""
+    return pb.DecodeInput(cancelled=types_pb2.RequestCancelled())
+
+
+def first_token(token: int = 7) -> pb.DecodeInput:
+    return pb.DecodeInput(first_token=types_pb2.TokenChunk(token_ids=[token]))
 
 
 @asynccontextmanager
@@ -225,13 +204,11 @@ async def arrivals(*, caches: bool = False) -> AsyncIterator[Arrivals]:
         meters=LeaderMeters.create(registry, geometry), post=post, arrivals=ArrivalMetrics.create(registry),
         caches=caches)
     scheduler.cache.metrics = CacheMetrics.create(registry)
-    made = Arrivals(source, dest, network, scheduler, DecodeService(parts), loop, complaints, registry)
-    made.router = asyncio.create_task(made.read_steps())
+    made = Arrivals(source, dest, network, scheduler, DecodeService(parts, call_ledger()), loop, complaints, registry)
     try:
         yield made
     finally:
-        made.router.cancel()
-        await asyncio.wait({made.router})
+        await made.router.drop()
         await asyncio.to_thread(source.shutdown)
         await asyncio.to_thread(dest.shutdown)
         loop.stop()

@@ -1,60 +1,102 @@
-"""The router's end of a worker's stream, with the handler in this process and no gRPC between."""
+"""A router's end of its call to a worker, with the handler in this process and no gRPC between."""
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
-RequestT = TypeVar("RequestT")
-ResponseT = TypeVar("ResponseT")
+from prometheus_client import CollectorRegistry
+
+from protos import decode_pb2, prefill_pb2, types_pb2
+from runtime.calls import CallLedger
+from runtime.intake import Seats
+from runtime.metrics import RpcMetrics
+from runtime.status import error_from_status
+
+InputT = TypeVar("InputT", prefill_pb2.PrefillInput, decode_pb2.DecodeInput)
+EventT = TypeVar("EventT", prefill_pb2.PrefillEvent, decode_pb2.DecodeEvent)
+Serve = Callable[[AsyncIterator[Any], Any], AsyncIterator[Any]]
 
 
-@dataclass(frozen=True)
-class CallContext:
-    """What a handler asks its context: the seconds that the caller's deadline leaves; None without one."""
-
-    remaining_s: float | None = None
-
-    def time_remaining(self) -> float | None:
-        return self.remaining_s
+def call_ledger(registry: CollectorRegistry | None = None) -> CallLedger:
+    """That of a server."""
+    return CallLedger(Seats("calls", 2048, 1 << 20), RpcMetrics.create(registry or CollectorRegistry()))
 
 
-class Stream(Generic[RequestT, ResponseT]):
-    """Runs the handler in a task of its own. `responses` are those that nobody has taken yet."""
+class Stream(Generic[InputT, EventT]):
+    """One request on a call. `events` are those that nobody has taken yet."""
 
-    def __init__(self, method: Callable[[AsyncIterator[RequestT], Any], AsyncIterator[ResponseT]], *,
-                 remaining_s: float | None = None) -> None:
-        self._messages: asyncio.Queue[RequestT | None] = asyncio.Queue()
-        self.responses: asyncio.Queue[ResponseT] = asyncio.Queue()
-        self._handler = asyncio.create_task(self._serve(method, CallContext(remaining_s)))
+    def __init__(self, call: "SharedCall[InputT, EventT]", key: int) -> None:
+        self._call: SharedCall[InputT, EventT] = call
+        self.key = key
+        self.events: asyncio.Queue[EventT] = asyncio.Queue()
+        self.end: asyncio.Future[types_pb2.RequestEnded] = asyncio.get_running_loop().create_future()
 
-    def send(self, message: RequestT) -> None:
-        self._messages.put_nowait(message)
+    def send(self, message: InputT) -> None:
+        message.key = self.key
+        self._call.send(message)
+
+    async def next(self, timeout_s: float = 60) -> EventT:
+        async with asyncio.timeout(timeout_s):
+            return await self.events.get()
+
+    async def ended(self, timeout_s: float = 60) -> None:
+        """Raises what the request ended with."""
+        async with asyncio.timeout(timeout_s):
+            ended = await asyncio.shield(self.end)
+        if (error := error_from_status(ended.SerializeToString())) is not None:
+            raise error
+
+    def arrived(self, event: EventT) -> None:
+        if event.HasField("ended"):
+            self.end.set_result(event.ended)
+        else:
+            self.events.put_nowait(event)
+
+
+class SharedCall(Generic[InputT, EventT]):
+    """Runs a `Serve` handler in a task of its own. `num_messages` came back so far."""
+
+    def __init__(self, serve: Serve, message_of: Callable[[list[InputT]], Any]) -> None:
+        self._message_of: Callable[[list[InputT]], Any] = message_of
+        self._messages: asyncio.Queue[Any] = asyncio.Queue()
+        self.streams: dict[int, Stream[InputT, EventT]] = {}
+        self.num_messages = 0
+        self.handler = asyncio.create_task(self._run(serve))
+
+    def open(self, opening: InputT) -> Stream[InputT, EventT]:
+        stream: Stream[InputT, EventT] = Stream(self, len(self.streams) + 1)
+        self.streams[stream.key] = stream
+        stream.send(opening)
+        return stream
+
+    def send(self, *inputs: InputT) -> None:
+        """In one message."""
+        self._messages.put_nowait(self._message_of(list(inputs)))
 
     def half_close(self) -> None:
         self._messages.put_nowait(None)
 
-    async def next(self, timeout_s: float = 60) -> ResponseT:
-        async with asyncio.timeout(timeout_s):
-            return await self.responses.get()
-
-    async def ended(self, timeout_s: float = 60) -> None:
-        """Raises what the stream ended with."""
-        async with asyncio.timeout(timeout_s):
-            await self._handler
-
     async def drop(self) -> None:
-        """The caller is gone: gRPC cancels the handler."""
-        self._handler.cancel()
-        await asyncio.wait([self._handler])
+        """The router is gone: gRPC cancels the handler."""
+        self.handler.cancel()
+        await asyncio.wait([self.handler])
 
-    async def _serve(self, method: Callable[[AsyncIterator[RequestT], Any], AsyncIterator[ResponseT]],
-                     context: CallContext) -> None:
-        async with aclosing(cast("AsyncGenerator[ResponseT, None]", method(self._read(), context))) as responses:
-            async for response in responses:
-                self.responses.put_nowait(response)
+    async def _run(self, serve: Serve) -> None:
+        async with aclosing(cast("AsyncGenerator[Any, None]", serve(self._read(), None))) as messages:
+            async for message in messages:
+                self.num_messages += 1
+                for event in message.events:
+                    self.streams[event.key].arrived(event)
 
-    async def _read(self) -> AsyncIterator[RequestT]:
+    async def _read(self) -> AsyncIterator[Any]:
         while (message := await self._messages.get()) is not None:
             yield message
+
+
+def prefill_call(serve: Serve) -> SharedCall[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent]:
+    return SharedCall(serve, lambda inputs: prefill_pb2.PrefillInputs(inputs=inputs))
+
+
+def decode_call(serve: Serve) -> SharedCall[decode_pb2.DecodeInput, decode_pb2.DecodeEvent]:
+    return SharedCall(serve, lambda inputs: decode_pb2.DecodeInputs(inputs=inputs))

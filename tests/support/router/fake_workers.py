@@ -17,9 +17,10 @@ from enum import StrEnum
 from typing import Any
 
 import grpc
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 
-from decode.steps import StepFeed, StepFeeds, StepOutlet
+from decode.outlet import DecodeOutlet
+from pool.request.router_call import Inbox, Opening, RequestKind, RouterCall
 from protos import (
     decode_pb2,
     decode_pb2_grpc,
@@ -30,11 +31,15 @@ from protos import (
     worker_pb2,
     worker_pb2_grpc,
 )
+from runtime.calls import CallLedger
 from runtime.errors import BatonError, CapacityError, ConfigError, FieldViolation, InvalidRequestError
 from runtime.metrics import RpcMetrics
 from runtime.server import GrpcServer, ServerOptions
+from runtime.version import WIRE_VERSION
 
 VOCAB_SIZE = 512
+MAX_UNREAD_SCORES = 16  # as prefill.proto says
+ENDLESS_METHODS = frozenset({"/baton.v1.Worker/Watch", "/baton.v1.Prefill/Serve", "/baton.v1.Decode/Serve"})
 Context = grpc.aio.ServicerContext[Any, Any]
 Hook = Callable[[types_pb2.EngineRequest], Awaitable[object]]
 
@@ -121,6 +126,9 @@ class FakeWorker(CachelessWorker):
         self.reports = True  # whether the watch stream says anything after its facts
         self.open_requests: list[str] = []
         self.refused: dict[str, int] = defaultdict(int)
+        self.wire_version = WIRE_VERSION
+        self.num_calls = 0  # that routers have open
+        self._expired = Counter("expired", "Waits that took too long.", registry=CollectorRegistry())
         self._hooks: dict[Point, Hook] = {}
         self._server: GrpcServer | None = None
 
@@ -159,7 +167,7 @@ class FakeWorker(CachelessWorker):
 
     async def _listen(self) -> None:
         server = GrpcServer(ServerOptions(listen=self.address), services=(self.service,),
-                            metrics=RpcMetrics.create(CollectorRegistry()))
+                            metrics=RpcMetrics.create(CollectorRegistry()), background_methods=ENDLESS_METHODS)
         worker_pb2_grpc.add_WorkerServicer_to_server(self, server.grpc)
         self.register(server.grpc)
         self.address = await server.start()
@@ -173,6 +181,20 @@ class FakeWorker(CachelessWorker):
 
     def register(self, server: grpc.aio.Server) -> None:
         raise NotImplementedError
+
+    @property
+    def calls(self) -> CallLedger:
+        assert self._server is not None
+        return self._server.calls
+
+    @contextlib.contextmanager
+    def called(self) -> Iterator[None]:
+        """By a router, for all of its requests."""
+        self.num_calls += 1
+        try:
+            yield
+        finally:
+            self.num_calls -= 1
 
     def check_length(self, request: types_pb2.EngineRequest) -> None:
         """As pool.request.conversion does."""
@@ -200,7 +222,8 @@ class FakeWorker(CachelessWorker):
             role=self.role, incarnation=self.incarnation, model="tiny", architecture="Tiny", revision="r1",
             compatibility=self.compatibility, compatibility_text=f"text of {self.compatibility}",
             vocab_size=VOCAB_SIZE, max_context_tokens=self.max_context_tokens, num_layers=4,
-            tokenizer_digest=self.tokenizer_digest, page_size=16, pages_total=self.num_pages,
+            tokenizer_digest=self.tokenizer_digest, wire_version=self.wire_version,
+            page_size=16, pages_total=self.num_pages,
             max_running_requests=self.max_running, max_queued_requests=1000, stages=["0-2", "2-4"]))
         said: list[tuple[bytes, ...]] = []
         while True:
@@ -227,33 +250,51 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     prefill_s = 0.125  # what it says that a prompt took
     scored_chunks: tuple[int, ...] = (1000,)  # tokens scored per message; position p scores -p
 
+    def __init__(self, name: str, fabric: Fabric, journal: Journal, **options: Any) -> None:  # noqa: ANN401
+        super().__init__(name, fabric, journal, **options)
+        self.num_scored: defaultdict[str, int] = defaultdict(int)  # messages of scores that were sent, by request
+
     def register(self, server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
 
-    async def Run(self, request_iterator: AsyncIterator[prefill_pb2.RunRequest],
-                  context: Context) -> AsyncIterator[prefill_pb2.RunResponse]:
-        request = (await anext(request_iterator)).request
-        with self.holding(request.request_id), _awaiting(request_iterator) as destination:
+    async def Serve(self, request_iterator: AsyncIterator[prefill_pb2.PrefillInputs],
+                    context: Context) -> AsyncIterator[prefill_pb2.PrefillEvents]:
+        kind: RequestKind[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent] = RequestKind(
+            "/baton.v1.Prefill/Run", self._run, lambda item: item.open.context,
+            lambda key, ended: prefill_pb2.PrefillEvent(key=key, ended=ended))
+        call = RouterCall(kind, self.calls, self._expired)
+        with self.called():
+            async with contextlib.aclosing(call.events(item.inputs async for item in request_iterator)) as batches:
+                async for events in batches:
+                    yield prefill_pb2.PrefillEvents(events=events)
+
+    async def _run(self, opening: Opening[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent]) -> None:
+        request = opening.input.open.request
+
+        def says(**event: Any) -> None:  # noqa: ANN401 - fields of a message
+            opening.outlet.send(prefill_pb2.PrefillEvent(key=opening.outlet.key, **event))
+
+        with self.holding(request.request_id), _reading(opening.inbox) as inputs:
             await self.reached(Point.QUEUED, request)
-            if destination.done() and destination.result() is not None:
+            if inputs.destination.done():
                 raise InvalidRequestError(FieldViolation("input", "expected one destination, after started"))
-            yield prefill_pb2.RunResponse(started=prefill_pb2.PrefillStarted(queue_s=0.25, terms=self._terms(request)))
+            says(started=prefill_pb2.PrefillStarted(queue_s=0.25, terms=self._terms(request)))
             await self.reached(Point.STARTED, request)
             for scored in self._scores(request):
-                yield prefill_pb2.RunResponse(scored=scored)
+                await inputs.may_score.acquire()
+                self.num_scored[request.request_id] += 1
+                says(scored=scored)
             await self.reached(Point.COMPUTED, request)
             token = (expected_tokens(list(request.prompt_token_ids), 1)[0] + self.first_token_offset) % VOCAB_SIZE
             if self.says_first_token:
-                yield prefill_pb2.RunResponse(first_token=prefill_pb2.PrefillFirstToken(
+                says(first_token=prefill_pb2.PrefillFirstToken(
                     token=types_pb2.TokenChunk(token_ids=[token]), prefill_s=self.prefill_s))
-            if (answer := await destination) is None:
-                return  # the router let go before it had destination terms: an abort
+            terms = await inputs.destination
             await self.reached(Point.SENDING, request)
-            self.fabric.deliver(answer.destination)
-            yield prefill_pb2.RunResponse(sent=prefill_pb2.PrefillSent(num_bytes=1))
+            self.fabric.deliver(terms)
+            says(sent=prefill_pb2.PrefillSent(num_bytes=1))
             await self.reached(Point.SENT, request)
-            async for _ in request_iterator:
-                raise AssertionError("a prefill stream gets a request and destination terms, nothing else")
+            await inputs.released.wait()
             await self.reached(Point.RELEASED, request)
 
     def _scores(self, request: types_pb2.EngineRequest) -> Iterator[types_pb2.PromptLogprobs]:
@@ -281,58 +322,59 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
 
     def __init__(self, name: str, fabric: Fabric, journal: Journal, **options: Any) -> None:  # noqa: ANN401
         super().__init__(name, fabric, journal, **options)
-        self.steps = StepFeeds()
-        self.steps_errors: list[BatonError] = []  # what the next message of steps is lost by
+        self.call_errors: list[BatonError] = []  # what the next message with tokens is lost by, and the call with it
         self.times_sent: Callable[[int], int] = lambda position: 1  # the tokens at a position; 0: they are lost
 
     def register(self, server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
 
-    async def Steps(self, request: decode_pb2.StepsRequest,
-                    context: Context) -> AsyncIterator[decode_pb2.StepsResponse]:
-        with self.steps.opened(request.steps_id) as stream:
-            async for message in stream.messages():
-                if self.steps_errors:
-                    raise self.steps_errors.pop()
-                yield decode_pb2.StepsResponse(events=[
-                    event for event in message.events
-                    for _ in range(self.times_sent(event.position) if event.HasField("tokens") else 1)])
+    async def Serve(self, request_iterator: AsyncIterator[decode_pb2.DecodeInputs],
+                    context: Context) -> AsyncIterator[decode_pb2.DecodeEvents]:
+        kind: RequestKind[decode_pb2.DecodeInput, decode_pb2.DecodeEvent] = RequestKind(
+            "/baton.v1.Decode/Generate", self._generate, lambda item: item.open.context,
+            lambda key, ended: decode_pb2.DecodeEvent(key=key, ended=ended))
+        call = RouterCall(kind, self.calls, self._expired)
+        with self.called():
+            async with contextlib.aclosing(call.events(item.inputs async for item in request_iterator)) as batches:
+                async for events in batches:
+                    if self.call_errors and any(event.HasField("tokens") for event in events):
+                        raise self.call_errors.pop()
+                    yield decode_pb2.DecodeEvents(events=[
+                        event for event in events
+                        for _ in range(self.times_sent(event.position) if event.HasField("tokens") else 1)])
 
-    async def Generate(self, request_iterator: AsyncIterator[decode_pb2.DecodeRequest],
-                       context: Context) -> AsyncIterator[decode_pb2.DecodeResponse]:
-        pending = (await anext(request_iterator)).open
-        request = pending.request
+    async def _generate(self, opening: Opening[decode_pb2.DecodeInput, decode_pb2.DecodeEvent]) -> None:
+        pending = opening.input.open
+        request, known = pending.request, list[int]()
         self.check_length(request)
         await self.reached(Point.RESERVE, request)
         if len(self.open_requests) >= self.max_running:
             self.refused[request.request_id] += 1
             raise CapacityError(f"{self.name} is full", resource="slots")
         with self.holding(request.request_id):
-            inputs: asyncio.Queue[decode_pb2.DecodeRequest] = asyncio.Queue()
-            reader = asyncio.create_task(self._read_into(request_iterator, inputs))
+            inputs: asyncio.Queue[decode_pb2.DecodeInput] = asyncio.Queue()
+            reader = asyncio.create_task(self._read_into(opening.inbox, inputs))
             try:
-                known: list[int] = []
+                position = 1 + len(pending.replayed_token_ids) if pending.HasField("source") else 0
+                outlet = DecodeOutlet(opening.outlet, position)
                 if pending.HasField("source"):
-                    async for response in self._receive(pending, inputs, known):
-                        yield response
-                stream = await self.steps.named(pending.steps_id)
-                ended: asyncio.Future[BatonError] = asyncio.get_running_loop().create_future()
-                with stream.joined(pending.steps_key, ended.set_result):
-                    await self._decode(pending, stream, known)
-                    await asyncio.wait(set[asyncio.Future[Any]]({reader, ended}), return_when=asyncio.FIRST_COMPLETED)
+                    await self._receive(pending, inputs, known, outlet)
+                await self._decode(pending, outlet, known, lambda: opening.outlet.unsent is None)
             finally:
                 reader.cancel()
 
-    async def _read_into(self, requests: AsyncIterator[decode_pb2.DecodeRequest],
-                         inputs: "asyncio.Queue[decode_pb2.DecodeRequest]") -> None:
-        async for request in requests:
-            if request.HasField("source_lost"):
+    async def _read_into(self, inbox: Inbox[decode_pb2.DecodeInput, Any],
+                         inputs: "asyncio.Queue[decode_pb2.DecodeInput]") -> None:
+        while True:
+            message = await inbox.get(None, "")
+            assert isinstance(message, decode_pb2.DecodeInput)
+            if message.HasField("source_lost"):
                 self.sources_lost += 1
             else:
-                await inputs.put(request)
+                await inputs.put(message)
 
-    async def _receive(self, pending: decode_pb2.DecodeOpen, inputs: "asyncio.Queue[decode_pb2.DecodeRequest]",
-                       known: list[int]) -> AsyncIterator[decode_pb2.DecodeResponse]:
+    async def _receive(self, pending: decode_pb2.DecodeOpen, inputs: "asyncio.Queue[decode_pb2.DecodeInput]",
+                       known: list[int], outlet: DecodeOutlet) -> None:
         """Puts the tokens it gets into `known`."""
         session_id, first_token, request = uuid.uuid4().hex, None, pending.request
         for epoch in itertools.count():
@@ -342,8 +384,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 if message.HasField("new_source"):
                     continue  # overtaken: it lands for the newer source only
                 first_token = message.first_token.token_ids[0]
-            yield decode_pb2.DecodeResponse(destination=transfer_pb2.DestinationTerms(session_id=session_id,
-                                                                                      epoch=epoch))
+            outlet.destination(transfer_pb2.DestinationTerms(session_id=session_id, epoch=epoch))
             await self.reached(Point.LANDED, request)
             delivered = self.fabric.delivered(session_id, epoch)
             first_token = await _first_token_and_delivery(inputs, delivered, first_token)
@@ -352,8 +393,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         assert first_token is not None
         known += [first_token, *pending.replayed_token_ids]
 
-    async def _decode(self, pending: decode_pb2.DecodeOpen, feed: StepFeed, tokens: list[int]) -> None:
-        request, outlet = pending.request, StepOutlet(feed, pending.steps_key, len(tokens))
+    async def _decode(self, pending: decode_pb2.DecodeOpen, outlet: DecodeOutlet, tokens: list[int],
+                      is_sent: Callable[[], bool]) -> None:
+        request = pending.request
         if pending.HasField("source"):
             await self.reached(Point.COMMIT, request)
             outlet.committed(decode_pb2.DecodeCommitted(transfer_exposed_s=0.0625, num_bytes=1))
@@ -374,23 +416,43 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             logprobs = [types_pb2.TokenLogprobs(logprob=-float(t)) for t in chunk]
             outlet.drawn(types_pb2.TokenChunk(
                 token_ids=chunk, logprobs=logprobs if request.HasField("num_top_logprobs") else None))
-            while feed._events:  # noqa: ASYNC110 - none joins another: routers read in time, or end the call
+            while not is_sent():  # noqa: ASYNC110 - none joins another: routers read in time, or end the call
                 await asyncio.sleep(0)
         await self.reached(Point.FINISH, request)
         stopped = tokens[-1] if reason == types_pb2.FINISH_REASON_STOP else None
         outlet.finished(decode_pb2.DecodeFinished(reason=reason, stop_token_id=stopped, queue_s=0.03125, decode_s=0.5))
 
 
-@contextlib.contextmanager
-def _awaiting(requests: AsyncIterator[prefill_pb2.RunRequest],
-              ) -> Iterator["asyncio.Task[prefill_pb2.RunRequest | None]"]:
-    """The next message, or None at the end, listened for while other things happen."""
-    async def upcoming() -> prefill_pb2.RunRequest | None:
-        return await anext(requests, None)
+class _PrefillInputs:
+    """What a router has sent for one prompt."""
 
-    task = asyncio.create_task(upcoming())
+    def __init__(self) -> None:
+        self.destination: asyncio.Future[transfer_pb2.DestinationTerms] = asyncio.get_running_loop().create_future()
+        self.may_score = asyncio.Semaphore(MAX_UNREAD_SCORES)
+        self.released = asyncio.Event()
+
+    async def read(self, inbox: Inbox[prefill_pb2.PrefillInput, Any]) -> None:
+        while True:
+            message = await inbox.get(None, "")
+            assert isinstance(message, prefill_pb2.PrefillInput)
+            match message.WhichOneof("input"):
+                case "destination":
+                    self.destination.set_result(message.destination)  # a prompt gets them once
+                case "scores_read":
+                    for _ in range(message.scores_read.count):
+                        self.may_score.release()
+                case other:
+                    assert other == "release", f"a prompt got {other}"
+                    self.released.set()
+
+
+@contextlib.contextmanager
+def _reading(inbox: Inbox[prefill_pb2.PrefillInput, Any]) -> Iterator[_PrefillInputs]:
+    """What comes, read while other things happen."""
+    inputs = _PrefillInputs()
+    task = asyncio.create_task(inputs.read(inbox))
     try:
-        yield task
+        yield inputs
     finally:
         task.cancel()
 
@@ -401,7 +463,7 @@ def _finish_reason(request: types_pb2.EngineRequest, tokens: list[int]) -> types
     return types_pb2.FINISH_REASON_LENGTH if len(tokens) >= request.max_tokens else None
 
 
-async def _first_token_and_delivery(inputs: "asyncio.Queue[decode_pb2.DecodeRequest]", delivered: asyncio.Event,
+async def _first_token_and_delivery(inputs: "asyncio.Queue[decode_pb2.DecodeInput]", delivered: asyncio.Event,
                                     first_token: int | None) -> int | None:
     """Wait until both are there; the token alone if another source takes over first."""
     destination, message = asyncio.create_task(delivered.wait()), asyncio.create_task(inputs.get())

@@ -1,14 +1,23 @@
-"""What a pool draws reaches the router in one stream for all of its requests: each gets its own, in order and whole, or
-goes on elsewhere with the same tokens."""
+"""All requests to a worker share one call: each gets its own, in order and whole, or goes on elsewhere with the same
+tokens; none holds up or ends another."""
 
 import asyncio
 
 import pytest
 
 from protos import generation_pb2
+from router.request.answer import ResponseQueue
 from runtime.errors import UnavailableError
-from tests.router.harness import RouterHarness, eventually, running_router, token_request
-from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+from tests.router.harness import NO_GRACE, RouterHarness, eventually, running_router, token_request
+from tests.support.router.fake_workers import (
+    MAX_UNREAD_SCORES,
+    Fabric,
+    FakeDecode,
+    FakePrefill,
+    Journal,
+    Point,
+    expected_tokens,
+)
 
 NUM_TOKENS = 40
 
@@ -25,12 +34,12 @@ async def answered(router: RouterHarness, prompt: int) -> None:
     assert logprobs == [-float(token_id) for token_id in answer.token_ids[1:]]
 
 
-async def test_requests_share_a_stream_and_each_gets_its_own_tokens_in_order() -> None:
+async def test_requests_share_a_call_and_each_gets_its_own_tokens_in_order() -> None:
     prefill, (pool,) = cluster()
     async with running_router(prefill, pool) as router:
         pool.token_pause_s = 0.01
         await asyncio.gather(*(answered(router, prompt) for prompt in range(0, 320, 10)))
-        assert len(pool.steps._feeds) == 1
+        assert (prefill.num_calls, pool.num_calls) == (1, 1)
         await router.assert_nothing_left()
 
 
@@ -53,7 +62,7 @@ async def test_tokens_that_are_lost_or_come_twice_cost_another_try_and_change_no
         await router.assert_nothing_left()
 
 
-async def test_a_stream_that_ends_moves_its_requests_and_is_opened_again() -> None:
+async def test_a_call_that_ends_moves_its_requests_and_is_made_again() -> None:
     """As when the pool gave the router up, or a proxy between them did."""
     prefill, pools = cluster(2)
     async with running_router(prefill, *pools) as router:
@@ -62,7 +71,7 @@ async def test_a_stream_that_ends_moves_its_requests_and_is_opened_again() -> No
         answers = [asyncio.create_task(answered(router, prompt)) for prompt in (1, 2, 3, 4)]
         await eventually(lambda: prefill.journal.events().count(Point.TOKEN) > 20, "tokens")
         for pool in pools:
-            pool.steps_errors.append(UnavailableError("the router has read nothing"))
+            pool.call_errors.append(UnavailableError("the router has read nothing"))
         await asyncio.gather(*answers)
         assert router.metric("baton_migrations_total", type="lost", outcome="resumed") == 4
         await answered(router, 5)
@@ -101,5 +110,39 @@ async def test_what_still_comes_for_a_request_that_is_over_reaches_nobody(how: s
                 await router.stub.Abort(generation_pb2.AbortRequest(request_ids=["r"]))
         await asyncio.gather(*others)
         (worker,) = (worker for worker in router.directory.workers if worker.role == "decode")
-        assert not worker.steps()._receivers
+        assert not worker.decode_calls.current()._receivers
         await router.assert_nothing_left()
+
+
+async def test_scores_that_a_client_has_no_room_for_stay_at_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefill, (pool,) = cluster()
+    prefill.scored_chunks = (1,) * 100
+    may_go, passed = asyncio.Event(), list[int]()
+
+    async def room(_: ResponseQueue) -> None:
+        await may_go.wait()
+        passed.append(1)
+
+    monkeypatch.setattr(ResponseQueue, "room", room)
+    async with running_router(prefill, pool) as router:
+        prompt = list(range(101))
+        asked = asyncio.create_task(router.ask(token_request(
+            prompt, max_tokens=2, num_prompt_logprobs=0, request_id="scored")))
+        await eventually(lambda: prefill.num_scored["scored"] == MAX_UNREAD_SCORES, "scores")
+        await asyncio.gather(*(answered(router, other) for other in (1, 2, 3)))
+        assert prefill.num_scored["scored"] == MAX_UNREAD_SCORES
+        may_go.set()
+        answer = await asked
+        assert answer.token_ids == expected_tokens(prompt, 2)
+        scored = [token_id for chunk in answer.chunks for token_id in chunk.prompt_logprobs.token_ids]
+        assert (scored, len(passed)) == (prompt[1:], 100)
+        await router.assert_nothing_left()
+
+
+async def test_a_worker_of_another_release_is_refused_with_a_reason_and_nobody_waits() -> None:
+    prefill, (pool,) = cluster()
+    pool.wire_version = 0
+    async with running_router(prefill, pool, admission=NO_GRACE) as router:
+        error = await router.failure(token_request([1]))
+        assert isinstance(error, UnavailableError)
+        assert "it takes requests in another way than this router gives them" in str(error)

@@ -1,0 +1,328 @@
+"""One router's call: all of its requests on this pool, each under its key. The pool's end of what
+`router.workers.worker_call` is the router's end of.
+
+Each request has a task of its own, a place in the server's `CallLedger` as a call has, and exactly one end, unless the
+router gives it up. An error of one ends no other. What a request sends waits here and goes out with what the others do;
+unread it costs no more than its request may send, since tokens join (`decode.outlet`) and scores are held back
+(`prefill.service`). When the call ends, so do its requests.
+
+What a router may get wrong: a message for a request that is over crossed its end, and is dropped; one that a request
+cannot take ends that request; a key that was used before, and more inputs than a message may have, end the call:
+nothing that it says can be trusted.
+"""
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextvars import Context
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from google.protobuf.message import Message
+from prometheus_client import Counter
+
+from protos import decode_pb2, prefill_pb2, types_pb2
+from runtime.calls import CallLedger, MessageLimits, OpenCall, SendQueue
+from runtime.errors import CapacityError, DeadlineError, FieldViolation, InvalidRequestError
+from runtime.status import RpcFailure
+from runtime.tracing import Metadata
+
+InputT = TypeVar("InputT", prefill_pb2.PrefillInput, decode_pb2.DecodeInput)
+EventT = TypeVar("EventT", prefill_pb2.PrefillEvent, decode_pb2.DecodeEvent)
+HappenedT = TypeVar("HappenedT")
+
+MAX_UNREAD = 32  # of one request: a handful, and reads of as many scores as are under way
+MAX_OPEN = 1024  # requests of one router, and as many again that are refused until it has read so
+MAX_INPUTS = 1024  # per message
+MAX_EVENTS, MAX_TOKENS = 256, 16384  # per message: a router handles one without a pause, and takes it with all logprobs
+END_S = 5.0  # for its requests to end after the call has
+LATE_S = 0.25  # behind its deadline: whatever waits within a request ends first, and says for what
+
+
+@dataclass(frozen=True)
+class SessionChanged:
+    """A stage reported; the session holds what."""
+
+
+class Inbox(Generic[InputT, HappenedT]):
+    """The router's messages, the engine's events and the session's reports. One reader; event loop's thread.
+
+    A request makes as many entries as it has tokens and stages, so these need no bound of their own. Of the router's
+    messages `MAX_UNREAD` are kept.
+    """
+
+    def __init__(self, expired: Counter) -> None:
+        """`expired` counts waits that took too long."""
+        self._expired = expired
+        self._items: deque[InputT | HappenedT | SessionChanged] = deque()
+        self._num_unread = 0  # messages among them
+        self._reader: asyncio.Future[None] | None = None  # that waits for an item
+
+    def received(self, message: InputT) -> bool:
+        """From the router. False if more are unread than a router sends."""
+        if self._num_unread >= MAX_UNREAD:
+            return False
+        self._num_unread += 1
+        self._put(message)
+        return True
+
+    def happened(self, event: HappenedT) -> None:
+        """Of the engine."""
+        self._put(event)
+
+    def session_changed(self) -> None:
+        self._put(SessionChanged())
+
+    async def get(self, timeout_s: float | None, waiting_for: str) -> InputT | HappenedT | SessionChanged:
+        """The next thing that happened. `timeout_s` None waits as long as the request lives.
+
+        Raises:
+            DeadlineError: nothing happened in time; the message names what was waited for.
+        """
+        if not self._items:
+            await self._wait(timeout_s, waiting_for)
+        item = self._items.popleft()
+        self._num_unread -= isinstance(item, Message)
+        return item
+
+    async def _wait(self, timeout_s: float | None, waiting_for: str) -> None:
+        self._reader = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._reader
+        except TimeoutError:
+            self._expired.inc()
+            raise DeadlineError(f"gave up waiting for {waiting_for}") from None
+
+    def _put(self, item: InputT | HappenedT | SessionChanged) -> None:
+        self._items.append(item)
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
+class Outlet(Generic[EventT]):
+    """What one request sends, each event with its key. Nothing leaves it once the request is over."""
+
+    def __init__(self, queue: SendQueue[EventT], key: int) -> None:
+        self._queue: SendQueue[EventT] = queue
+        self.key = key
+        self.is_open = True
+
+    def send(self, event: EventT, weight: int = 1) -> None:
+        """Never waits. `weight` is the number of its tokens, or of those that it may come to."""
+        if self.is_open:
+            self._queue.put(self.key, event, weight)
+
+    @property
+    def unsent(self) -> EventT | None:
+        """The last event, as long as it may still be changed."""
+        return self._queue.newest(self.key)
+
+
+@dataclass(frozen=True)
+class Opening(Generic[InputT, EventT]):
+    """A request that begins. `ends_in_s` is infinite without a deadline."""
+
+    input: InputT
+    inbox: Inbox[InputT, Any]
+    outlet: Outlet[EventT]
+    ends_in_s: float
+
+
+@dataclass(frozen=True)
+class RequestKind(Generic[InputT, EventT]):
+    """What differs between the roles. `method` is what metrics, traces and logs call a request; `serve` runs one to its
+    end and raises what it ends with."""
+
+    method: str
+    serve: Callable[[Opening[InputT, EventT]], Awaitable[None]]
+    context_of: Callable[[InputT], types_pb2.RequestContext]
+    ended: Callable[[int, types_pb2.RequestEnded], EventT]
+
+
+@dataclass(eq=False)
+class _Request(Generic[InputT, EventT]):
+    """One under way. `violation`: what its router got wrong before it began."""
+
+    inbox: Inbox[InputT, Any]
+    outlet: Outlet[EventT]
+    task: asyncio.Task[None] | None = None
+    call: OpenCall | None = None  # once its task has begun
+    violation: FieldViolation | None = None
+
+    def refuse(self, violation: FieldViolation) -> None:
+        if self.call is None:
+            self.violation = violation
+        else:
+            self.call.expel(InvalidRequestError(violation))
+
+
+class RouterCall(Generic[InputT, EventT]):
+    """From its first message to its end. Build inside a running event loop."""
+
+    def __init__(self, kind: RequestKind[InputT, EventT], calls: CallLedger, expired: Counter) -> None:
+        """`expired` counts waits of requests that took too long."""
+        self._kind: RequestKind[InputT, EventT] = kind
+        self._calls = calls
+        self._expired = expired
+        self._queue: SendQueue[EventT] = SendQueue(MessageLimits(MAX_EVENTS, MAX_TOKENS))
+        self._requests: dict[int, _Request[InputT, EventT]] = {}
+        self._ends: dict[int, OpenCall] = {}  # of requests that are over, until their ends are sent
+        self._last_key = 0
+        self._has_room = asyncio.Event()
+        self._has_all = False  # the router opens no more
+
+    async def events(self, messages: AsyncIterator[Sequence[InputT]]) -> AsyncGenerator[list[EventT], None]:
+        """What is to be sent, in one message each, until the router has half-closed and its requests are over.
+        `messages`: the inputs of each.
+
+        Raises:
+            InvalidRequestError: the router is not to be understood any more.
+        """
+        reader = asyncio.create_task(self._read(messages))
+        try:
+            while events := await self._queue.take():
+                yield events
+                self._sent(events)
+        finally:
+            reader.cancel()
+            await self._end_all()
+
+    async def _read(self, messages: AsyncIterator[Sequence[InputT]]) -> None:
+        try:
+            async for inputs in messages:
+                if len(inputs) > MAX_INPUTS:
+                    raise InvalidRequestError(FieldViolation(
+                        "inputs", f"a message may have at most {MAX_INPUTS}, this one has {len(inputs)}"))
+                for item in inputs:
+                    while len(self._requests) + len(self._ends) >= 2 * MAX_OPEN:  # the router reads first
+                        self._has_room.clear()
+                        await self._has_room.wait()
+                    self._received(item)
+        except Exception as error:  # noqa: BLE001 - the call ends with it
+            self._queue.close(error)
+        finally:
+            self._has_all = True
+            self._close_if_over()
+
+    def _received(self, item: InputT) -> None:
+        kind, request = item.WhichOneof("input"), self._requests.get(item.key)
+        if kind == "open":
+            self._open(item)
+        elif kind == "cancelled":
+            self._give_up(item.key, request)
+        elif request is None:
+            return  # it crossed the request's end
+        elif kind is None:
+            request.refuse(FieldViolation("input", "is missing, or of another version"))
+        elif not request.inbox.received(item):
+            request.refuse(FieldViolation("input", f"more than {MAX_UNREAD} are unread"))
+
+    def _open(self, item: InputT) -> None:
+        if item.key <= self._last_key:
+            raise InvalidRequestError(FieldViolation(
+                "key", f"keys must rise, but {item.key} was opened after {self._last_key}"))
+        self._last_key = item.key
+        request = self._requests[item.key] = _Request[InputT, EventT](
+            Inbox(self._expired), Outlet(self._queue, item.key))
+        # In a context of its own: the ids and the span of the call's task are not the request's.
+        request.task = asyncio.get_running_loop().create_task(self._serve(item, request), context=Context())
+
+    def _give_up(self, key: int, request: "_Request[InputT, EventT] | None") -> None:
+        """The router is not interested any more."""
+        self._queue.drop(key)
+        if request is None:
+            if (call := self._ends.pop(key, None)) is not None:
+                self._calls.over(call)
+                self._has_room.set()
+            return
+        request.outlet.is_open = False
+        if request.task is not None:
+            request.task.cancel()
+        if request.call is None:  # its task has not begun, and never will
+            self._forget(key)
+
+    async def _serve(self, item: InputT, request: "_Request[InputT, EventT]") -> None:
+        call = request.call = self._calls.begin(self._kind.method)
+        ended = types_pb2.RequestEnded()
+
+        async def fail(failure: RpcFailure) -> None:
+            ended.ParseFromString(failure.status)
+
+        try:
+            await self._calls.run(call, _trace_of(self._kind.context_of(item)),
+                                  lambda: self._placed(item, request, call), fail)
+        except asyncio.CancelledError:  # the router gave it up, or the call is over
+            self._calls.over(call)
+            raise
+        else:
+            if request.outlet.is_open:
+                self._ends[item.key] = call
+                request.outlet.send(self._kind.ended(item.key, ended))
+            else:  # given up at the last moment
+                self._calls.over(call)
+        finally:
+            request.outlet.is_open = False
+            self._forget(item.key)
+
+    async def _placed(self, item: InputT, request: "_Request[InputT, EventT]", call: OpenCall) -> None:
+        if request.violation is not None:
+            raise InvalidRequestError(request.violation)
+        if len(self._requests) > MAX_OPEN:
+            raise CapacityError(f"{MAX_OPEN} requests of one router are under way, which is the limit",
+                                resource="requests")
+        ends_in_s, timer = _time_left_s(self._kind.context_of(item)), None
+        if not math.isinf(ends_in_s):
+            timer = asyncio.get_running_loop().call_later(ends_in_s + LATE_S, _out_of_time, call, ends_in_s)
+        try:
+            with self._calls.place():
+                await self._kind.serve(Opening(item, request.inbox, request.outlet, ends_in_s))
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    def _sent(self, events: Sequence[EventT]) -> None:
+        if self._ends:
+            for event in events:
+                if event.HasField("ended") and (call := self._ends.pop(event.key, None)) is not None:
+                    self._calls.over(call)
+            self._has_room.set()
+
+    def _forget(self, key: int) -> None:
+        del self._requests[key]
+        self._has_room.set()
+        self._close_if_over()
+
+    def _close_if_over(self) -> None:
+        if self._has_all and not self._requests:
+            self._queue.close()
+
+    async def _end_all(self) -> None:
+        """The call is over, and with it its requests: what they hold is given back before anything else happens."""
+        for call in self._ends.values():
+            self._calls.over(call)
+        tasks = [request.task for request in self._requests.values() if request.task is not None]
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=END_S)
+
+
+def _out_of_time(call: OpenCall, ends_in_s: float) -> None:
+    call.expel(DeadlineError(f"the request did not end within the {ends_in_s:.3g} s that its deadline left"))
+
+
+def _trace_of(context: types_pb2.RequestContext) -> Metadata:
+    return tuple((key, value) for key, value in (
+        ("traceparent", context.traceparent), ("tracestate", context.tracestate)) if value)
+
+
+def _time_left_s(context: types_pb2.RequestContext) -> float:
+    """Infinite without a deadline. Raises InvalidRequestError for what is no time."""
+    if not context.HasField("time_left_s"):
+        return math.inf
+    if not 0 <= context.time_left_s < math.inf:
+        raise InvalidRequestError(FieldViolation(
+            "context.time_left_s", f"must be a finite number, not negative, got {context.time_left_s}"))
+    return context.time_left_s
