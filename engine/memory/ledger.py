@@ -7,12 +7,12 @@ is given up for a lease that finds too few ids free. A ledger belongs to one thr
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from runtime.errors import CapacityError, InternalError
 
-Evict = Callable[[int], Iterable[int]]
+Evict = Callable[[int], Collection[int]]
 """Chooses so many of the cached ids, or more, that are worth least. They are free afterwards."""
 
 
@@ -66,6 +66,11 @@ class Ledger:
     def free_ids(self) -> list[int]:
         return list(self._free)
 
+    @property
+    def num_kept(self) -> int:
+        """Ids that a cache holds, under lease or not."""
+        return len(self._kept)
+
     def kept_ids(self) -> set[int]:
         """Those a cache holds, under lease or not."""
         return set(self._kept)
@@ -104,10 +109,10 @@ class Ledger:
         Raises:
             InternalError: an id is not kept.
         """
-        for item in ids:
-            if item not in self._kept:
-                raise InternalError(f"{owner} shares {self.name} {item}, which no cache keeps")
-        self._num_cached -= sum(not self.is_leased(item) for item in ids)
+        if not self._kept.issuperset(ids):
+            item = next(item for item in ids if item not in self._kept)
+            raise InternalError(f"{owner} shares {self.name} {item}, which no cache keeps")
+        self._num_cached -= len(ids) - sum(map(self._holders.__contains__, ids))
         self._holders.update(ids)
 
     def give_back(self, ids: Iterable[int]) -> None:
@@ -129,32 +134,32 @@ class Ledger:
         """`evict` is asked when ids are missing. A ledger has one cache at most."""
         self._evict = evict
 
-    def keep(self, ids: Iterable[int]) -> None:
+    def keep(self, ids: Collection[int]) -> None:
         """A cache holds these ids from now on, whose content is final.
 
         Raises:
             InternalError: an id is kept already, or under no lease.
         """
         holders, kept = self._holders, self._kept
-        for item in ids:
-            if item in kept or not holders[item]:
-                raise InternalError(f"{self.name} {item} cannot be kept: it is "
-                                    f"{'kept already' if item in kept else 'under no lease'}")
-            kept.add(item)
+        if not kept.isdisjoint(ids) or not all(map(holders.__contains__, ids)):
+            item = next(item for item in ids if item in kept or item not in holders)
+            raise InternalError(f"{self.name} {item} cannot be kept: it is "
+                                f"{'kept already' if item in kept else 'under no lease'}")
+        kept.update(ids)
 
-    def let_go(self, ids: Iterable[int]) -> None:
+    def let_go(self, ids: Collection[int]) -> None:
         """The cache holds these no longer; those under no lease are free.
 
         Raises:
             InternalError: an id is not kept.
         """
-        for item in ids:
-            if item not in self._kept:
-                raise InternalError(f"{self.name} {item} is let go of, but was never kept")
-            self._kept.remove(item)
-            if not self.is_leased(item):
-                self._num_cached -= 1
-                self._free.add([item])
+        if not self._kept.issuperset(ids):
+            item = next(item for item in ids if item not in self._kept)
+            raise InternalError(f"{self.name} {item} is let go of, but was never kept")
+        self._kept.difference_update(ids)
+        free = [item for item in ids if item not in self._holders]
+        self._num_cached -= len(free)
+        self._free.add(free)
 
     def opened(self, lease: Holder) -> None:
         self._leases[lease] = None
@@ -200,8 +205,15 @@ class FreeRuns:
         Raises:
             InternalError: an id is free already.
         """
-        for item in ids:
-            self._add(item)
+        start = end = -1
+        for item in sorted(ids):  # what was leased or given up together lies together mostly
+            if item != end:
+                if item < end:
+                    raise InternalError(f"id {item} is free already")
+                self._add(start, end)
+                start = item
+            end = item + 1
+        self._add(start, end)
 
     def _continue_run(self, after: int, count: int) -> list[int]:
         at = bisect_left(self._starts, after + 1)
@@ -228,20 +240,25 @@ class FreeRuns:
         self._count -= end - start
         return list(range(start, end))
 
-    def _add(self, item: int) -> None:
-        if item in self:
-            raise InternalError(f"id {item} is free already")
-        at = bisect_right(self._starts, item)
-        joins_left = at > 0 and self._ends[at - 1] == item
-        joins_right = at < len(self._starts) and self._starts[at] == item + 1
+    def _add(self, start: int, end: int) -> None:
+        """A run of ids, which may be empty."""
+        if start == end:
+            return
+        at = bisect_right(self._starts, start)
+        if at > 0 and self._ends[at - 1] > start:
+            raise InternalError(f"id {start} is free already")
+        if at < len(self._starts) and self._starts[at] < end:
+            raise InternalError(f"id {self._starts[at]} is free already")
+        self._count += end - start
+        joins_left = at > 0 and self._ends[at - 1] == start
+        joins_right = at < len(self._starts) and self._starts[at] == end
         if joins_left and joins_right:
             self._ends[at - 1] = self._ends[at]
             del self._starts[at], self._ends[at]
         elif joins_left:
-            self._ends[at - 1] = item + 1
+            self._ends[at - 1] = end
         elif joins_right:
-            self._starts[at] = item
+            self._starts[at] = start
         else:
-            self._starts.insert(at, item)
-            self._ends.insert(at, item + 1)
-        self._count += 1
+            self._starts.insert(at, start)
+            self._ends.insert(at, end)

@@ -21,18 +21,26 @@ class PointJournal:
         self._watchers: list[PointWatcher] = []
 
     def stored(self, names: Sequence[bytes]) -> None:
+        points = self._points
         with self._lock:
-            for name in names:
-                self._points[name] = self._points.get(name, 0) + 1
+            if points.keys().isdisjoint(names):  # as always with one cache; of a long prompt there are hundreds
+                points.update(dict.fromkeys(names, 1))
+            else:
+                for name in names:
+                    points[name] = points.get(name, 0) + 1
             self._note(names, is_stored=True)
 
-    def removed(self, name: bytes) -> None:
+    def removed(self, names: Sequence[bytes]) -> None:
+        gone = []
         with self._lock:
-            left = self._points.pop(name, 1) - 1
-            if left:
-                self._points[name] = left
-            else:
-                self._note((name,), is_stored=False)
+            for name in names:
+                left = self._points.pop(name, 1) - 1
+                if left:
+                    self._points[name] = left
+                else:
+                    gone.append(name)
+            if gone:
+                self._note(gone, is_stored=False)
 
     @contextmanager
     def watch(self) -> "Iterator[PointWatcher]":

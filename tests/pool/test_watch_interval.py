@@ -82,6 +82,6 @@ async def test_what_a_prefix_cache_gained_and_lost_goes_before_the_load() -> Non
     assert (await anext(reports)).cache == pb.CacheReport(number=0, whole=True, stored=b"a" * 16)
     assert (await anext(reports)).load.cache_reports == 1
     journal.stored([b"b" * 16])
-    journal.removed(b"a" * 16)
+    journal.removed([b"a" * 16])
     assert (await anext(reports)).cache == pb.CacheReport(number=1, stored=b"b" * 16, removed=b"a" * 16)
     assert (await anext(reports)).load.cache_reports == 2

@@ -42,7 +42,7 @@ def test_reports_amount_to_what_there_is(monkeypatch: pytest.MonkeyPatch, steps:
                     journal.stored([name])
                 case "remove":
                     stored -= Counter([name])
-                    journal.removed(name)
+                    journal.removed([name])
                 case "take":
                     reports = watcher.take()
                     numbers += [report.number for report in reports]
@@ -59,6 +59,6 @@ def test_a_watcher_that_is_not_read_keeps_little(monkeypatch: pytest.MonkeyPatch
         assert watcher.take() == []
         for name in NAMES:
             journal.stored([name])
-            journal.removed(name)
+            journal.removed([name])
         journal.stored([NAMES[3]])
         assert watcher.take() == [worker_pb2.CacheReport(number=0, whole=True, stored=NAMES[3])]
