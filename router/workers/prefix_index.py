@@ -4,7 +4,7 @@ Pure. A worker numbers its reports. One that does not follow the last, and begin
 worker must be watched anew.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import repeat
 from typing import Protocol
@@ -90,9 +90,10 @@ class PrefixIndex:
         held = self._held.setdefault(worker, set())
         if report.stored:
             self._store(_names(report.stored), held, self._bit(worker))
-        for name in _names(report.removed):
-            held.discard(name)
-            self._remove(name, self._bits.get(worker, 0))
+        if report.removed:
+            removed = _names(report.removed)
+            held.difference_update(removed)
+            self._remove(removed, self._bits.get(worker, 0))
         return True
 
     def has_all(self, worker: str, num_reports: int) -> bool:
@@ -106,8 +107,7 @@ class PrefixIndex:
         if bit:
             self._everyone ^= bit
             self._free.append(bit.bit_length() - 1)
-        for name in self._held.pop(worker, ()):
-            self._remove(name, bit)
+        self._remove(self._held.pop(worker, ()), bit)
         self._num_reports.pop(worker, None)
 
     def is_held(self, name: bytes) -> bool:
@@ -156,19 +156,27 @@ class PrefixIndex:
 
     def _store(self, names: list[bytes], held: set[bytes], bit: int) -> None:
         held.update(names)
+        holders, new = self._holders, names
+        if not holders.keys().isdisjoint(names):
+            new = [name for name in names if name not in holders]
+            for name in names:
+                if name in holders:
+                    holders[name] |= bit
+        holders.update(dict.fromkeys(new, bit))  # the worker's own number: of many workers it is long
+        if self.listener is not None:
+            for name in new:
+                self.listener.stored(name)
+
+    def _remove(self, names: Iterable[bytes], bit: int) -> None:
         holders = self._holders
         for name in names:
             before = holders.get(name, 0)
-            holders[name] = before | bit if before else bit  # the worker's own number: of many workers it is long
-            if not before and self.listener is not None:
-                self.listener.stored(name)
-
-    def _remove(self, name: bytes, bit: int) -> None:
-        rest = self._holders.get(name, 0) & ~bit
-        if rest:
-            self._holders[name] = rest
-        elif self._holders.pop(name, None) is not None and self.listener is not None:
-            self.listener.removed(name)
+            if before != bit and (rest := before & ~bit):
+                holders[name] = rest
+            elif before:
+                del holders[name]
+                if self.listener is not None:
+                    self.listener.removed(name)
 
 
 def _names(joined: bytes) -> list[bytes]:
