@@ -35,8 +35,13 @@ class BlockRun:
 
     @property
     def can_grow(self) -> bool:
-        """Whether a block behind its last one may join the run: nothing sets the last one apart."""
-        return not self.num_children and not self.num_hits and self.slot_id is None and self.parent is not None
+        """Whether a block behind its last one may join the run: nothing sets that one apart."""
+        return self.is_bare and not self.num_hits
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether neither a branch nor a snapshot is behind its last block. The root never is."""
+        return not self.num_children and self.slot_id is None and self.parent is not None
 
 
 class EvictionOrder:

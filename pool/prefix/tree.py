@@ -246,7 +246,7 @@ class PrefixTree:
         self.journal.removed(run.names[-1:])
         run.slot_id = None
         self._snapshots.discard(run)
-        while not run.num_children and run.slot_id is None and run is not self._root:
+        while run.is_bare:
             run = self._shortened(run, len(run.names), given)
         self._put_leaf(run)
         return slot_id
