@@ -2,7 +2,7 @@
 
 `Timeline`: when things happened to one request, as the router saw them, and how long they took by the workers' reports.
 `Outlook`: estimates from rates that were measured (prompt tokens per second and time between tokens of each pool,
-`router.workers.policy`), how long answers become, and how far such estimates have been wrong. Nothing is refused on a
+`router.workers.pace`), how long answers become, and how far such estimates have been wrong. Nothing is refused on a
 guess: what was not measured lately counts as no time at all.
 """
 

@@ -22,7 +22,8 @@ import grpc
 
 from protos import decode_pb2, decode_pb2_grpc, worker_pb2
 from router.text.model_facts import ModelLimits
-from router.workers.policy import AnswerPace, Candidate, DecodePace, PrefillPace, Standing, reserved_tokens
+from router.workers.pace import AnswerPace, DecodePace, PrefillPace
+from router.workers.policy import Candidate, Standing, reserved_tokens
 from router.workers.prefix_index import PrefixIndex
 from runtime.clock import Clock, SystemClock
 
