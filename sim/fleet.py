@@ -18,9 +18,10 @@ from sim.decode import DecodeWorker
 from sim.faults import Mishap, check_target, unleash
 from sim.links import Arrivals
 from sim.prefill import PrefillWorker
+from sim.prompts import VOCAB_SIZE
 from sim.router import RouterOptions, RouterProcess
 from sim.time import LoopClock, run_virtually
-from sim.worker import ARCHITECTURE, VOCAB_SIZE, Prompts, SimulatedWorker
+from sim.worker import ARCHITECTURE, Prompts, SimulatedWorker
 
 WARM_UP_S = 2.0  # from the start of all processes to the first request
 COOL_DOWN_S = 5.0  # from the last request's end until nothing may be left of any

@@ -19,7 +19,6 @@ from prefill.prompts import Event, FirstToken, PrefillLimits, Started
 from prefill.scheduler import PrefillScheduler
 from protos import prefill_pb2, transfer_pb2, types_pb2, worker_pb2
 from runtime.clock import Clock
-from runtime.digests import block_names
 from runtime.errors import BatonError, DrainingError
 from sim.cores import SharedCores
 from sim.costs import Costs
@@ -135,7 +134,7 @@ class PrefillWorker(SimulatedWorker):
 
     def _submit(self, stay: _PrefillStay, message: types_pb2.EngineRequest) -> None:
         stay.num_tokens = len(message.prompt_token_ids)
-        request = Request(message.request_id, (0,) * stay.num_tokens, message.max_tokens, priority=message.priority)
+        request = Request(message.request_id, range(stay.num_tokens), message.max_tokens, priority=message.priority)
         try:
             if self._is_draining:
                 raise DrainingError("the prefill worker drains")
@@ -149,9 +148,9 @@ class PrefillWorker(SimulatedWorker):
         self._launch()
 
     def _blocks_of(self, message: types_pb2.EngineRequest) -> tuple[bytes, ...]:
-        page_size, prompt = self.costs.model.page_size, self._prompts.get(message.request_id)
-        known = () if prompt is None else prompt.block_names(page_size, COMPATIBILITY)  # but for the last token's
-        return block_names(message.prompt_token_ids, page_size, compatibility=COMPATIBILITY, known=known)
+        """None of a request that nobody waits for any more."""
+        prompt = self._prompts.get(message.request_id)
+        return () if prompt is None else prompt.page_names(self.costs.model.page_size)
 
     def _happened(self, stay: _PrefillStay, event: Event) -> None:
         match event:

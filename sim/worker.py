@@ -5,17 +5,16 @@ from typing import Protocol
 
 from pool.prefix.journal import PointJournal
 from protos import worker_pb2
-from router.workers.prefix_index import RoutedPrompt
 from sim.cores import SharedCores
 from sim.costs import Costs
 from sim.network import Method, Server
+from sim.prompts import VOCAB_SIZE, SimulatedPrompt
 
 COMPATIBILITY = "simulated"
 ARCHITECTURE = "Simulated"
-VOCAB_SIZE = 1 << 28
 
-Prompts = dict[str, RoutedPrompt]
-"""Of all requests under way, by their ids. Workers name the blocks of a prompt as its router does: once will do."""
+Prompts = dict[str, SimulatedPrompt]
+"""Of all requests under way, by their ids."""
 
 
 class Watcher(Protocol):

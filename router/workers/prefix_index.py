@@ -4,8 +4,11 @@ Pure. A worker numbers its reports. One that does not follow the last, and begin
 worker must be watched anew.
 """
 
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
 from itertools import repeat
 from typing import Protocol
 
@@ -25,6 +28,12 @@ class RoutedPrompt:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hexadecimal digits. A chat is another prompt by another template, a text by another tokenizer."""
+        ids = self.token_ids if isinstance(self.token_ids, array) else array("I", self.token_ids)
+        return blake2b(ids.tobytes(), digest_size=8).hexdigest()
 
     def block_names(self, page_size: int, compatibility: str) -> tuple[bytes, ...]:
         """Of the blocks that a worker may have and need not compute: all but the last token, which draws the next one.

@@ -178,11 +178,12 @@ class Worker:
     problem: str = "not reached yet"  # why it cannot be used; empty if it can
     is_listed: bool = True
     start_s: float = 0.0  # how long its last start took, as far as it has said; kept while it is away
-    _bookings: list[Booking] = field(default_factory=list)
-    _outlived: list[Booking] = field(default_factory=list)  # of earlier incarnations: claims no more
+    tokens_ahead: int = 0  # of prompts of this router's requests there that are not computed yet
+    _bookings: dict[Booking, None] = field(default_factory=dict)  # in their order
+    _outlived: dict[Booking, None] = field(default_factory=dict)  # of earlier incarnations: claims no more
     _streams: list[object] = field(default_factory=list)
     _claims_at_report: _Claims = field(default_factory=_Claims)
-    _finished: list[Booking] = field(default_factory=list)  # whose memory the last report does not show as free
+    _finished: dict[Booking, None] = field(default_factory=dict)  # whose memory the last report does not show as free
     _steps: StepStream | None = None
 
     def __post_init__(self) -> None:
@@ -201,14 +202,9 @@ class Worker:
 
     def num_sharing(self, num_more: int, num_tokens: int) -> int:
         """Requests that a decode pool draws for if so many more, with prompts of so many tokens, come to it."""
-        if self.info is None or not num_more or not self.standing.has_room(num_tokens):
+        if not num_more or self.info is None or not self.standing.has_room(num_tokens):
             return self.num_booked
         return min(self.num_booked + num_more, self._most_running)
-
-    @property
-    def tokens_ahead(self) -> int:
-        """Prompt tokens of this router's requests there that are not computed yet."""
-        return sum([booking.num_tokens for booking in self._bookings])
 
     @property
     def is_usable(self) -> bool:
@@ -275,8 +271,9 @@ class Worker:
     def introduced(self, info: worker_pb2.WorkerInfo, facts: ModelLimits) -> None:
         """Its facts arrived. Claims on an earlier incarnation died with it."""
         if info.incarnation != self.incarnation:
-            self._outlived += self._bookings
+            self._outlived |= self._bookings
             self._bookings.clear()
+            self.tokens_ahead = 0
             self._finished.clear()
             self._claims_at_report = _Claims()
             self.prefill_pace.restarted()
@@ -310,7 +307,8 @@ class Worker:
         page_size = self.standing.page_size
         booking = Booking(self, self.incarnation, self.compatibility, num_tokens - num_held,
                           -(-reserved_tokens(num_tokens, context_tokens, page_size) // page_size), num_held)
-        self._bookings.append(booking)
+        self._bookings[booking] = None
+        self.tokens_ahead += booking.num_tokens
         self._forget_standing()
         if self.role is WorkerRole.PREFILL:
             self.prefill_pace.began()
@@ -320,16 +318,17 @@ class Worker:
         """It has given this booking's memory back, before its next report says so."""
         if booking in self._bookings and booking.is_reported:
             booking.is_reported = False
-            self._finished.append(booking)
+            self._finished[booking] = None
             self._forget_standing()
 
     def release(self, booking: Booking, num_computed: int = 0) -> None:
         """`num_computed`: tokens of a prompt that it computed."""
         if booking in self._outlived:
-            self._outlived.remove(booking)
+            del self._outlived[booking]
             self.changed()
         elif booking in self._bookings:
-            self._bookings.remove(booking)
+            del self._bookings[booking]
+            self.tokens_ahead -= booking.num_tokens
             if self.role is WorkerRole.PREFILL:
                 self.prefill_pace.ended(num_computed)
             self.changed()
