@@ -95,6 +95,7 @@ class DecodeWorker(SimulatedWorker):
             self._timer.cancel()
         self.pool = DecodePool(self.costs.decode, self.costs.model.page_size, self.pace)
         self._stays: dict[int, _DecodeStay] = {}
+        self._num_open = 0  # of them, not committed
         self._steps: dict[str, SimulatedCall] = {}  # by their ids
         return PointJournal()
 
@@ -106,12 +107,12 @@ class DecodeWorker(SimulatedWorker):
         return worker_pb2.WorkerInfo(pages_total=mine.num_pages, slots_total=mine.num_slots,
                                      max_running_requests=mine.max_held, max_batch_requests=mine.max_running)
 
-    def _reported(self) -> worker_pb2.WorkerLoad:
+    def _reported(self, *, serving: bool, reason: str) -> worker_pb2.WorkerLoad:
+        pool = self.pool
         return worker_pb2.WorkerLoad(
-            queued_requests=self.pool.num_waiting, running_requests=self.pool.num_held - self.pool.num_waiting,
-            pages_free=self.pool.pages_free(self._clock.now()), slots_free=self.pool.slots_free,
-            open_sessions=sum(not stay.is_committed for stay in self._stays.values()),
-            output_tokens=self.pool.num_drawn)
+            serving=serving, reason=reason, start_s=self.costs.decode.start_s, queued_requests=pool.num_waiting,
+            running_requests=pool.num_held - pool.num_waiting, pages_free=pool.pages_free(self._clock.now()),
+            slots_free=pool.slots_free, open_sessions=self._num_open, output_tokens=pool.num_drawn)
 
     def _open_steps(self, call: SimulatedCall) -> None:
         def opened(message: Message) -> None:
@@ -151,6 +152,7 @@ class DecodeWorker(SimulatedWorker):
         stay = _DecodeStay(call, row, f"{self.incarnation}/{row.key}", opening.steps_id, opening.steps_key,
                            num_tokens=1 + num_again, num_bytes=self.costs.handoff_bytes(num_prompt))
         self._stays[row.key] = stay
+        self._num_open += 1
         self._woken()
         if self.pool.interrupt(self._clock.now()):
             self._plan()
@@ -187,6 +189,7 @@ class DecodeWorker(SimulatedWorker):
             return
         now = self._clock.now()
         stay.is_committed = True
+        self._num_open -= 1
         self._arrivals.pop((stay.session_id, stay.epoch), None)
         self._send(stay, decode_pb2.StepEvent(committed=decode_pb2.DecodeCommitted(
             transfer_exposed_s=now - stay.first_token_s, num_bytes=round(stay.num_bytes))))
@@ -235,6 +238,7 @@ class DecodeWorker(SimulatedWorker):
     def _release(self, stay: _DecodeStay) -> None:
         if self._stays.pop(stay.row.key, None) is None:
             return
+        self._num_open -= not stay.is_committed
         self._arrivals.pop((stay.session_id, stay.epoch), None)
         self.pool.release(stay.row, self._clock.now())
         if self.server.is_up:

@@ -110,10 +110,10 @@ class PrefillWorker(SimulatedWorker):
                                      max_running_requests=mine.max_running, max_batch_requests=mine.max_running,
                                      max_queued_requests=mine.max_queued)
 
-    def _reported(self) -> worker_pb2.WorkerLoad:
+    def _reported(self, *, serving: bool, reason: str) -> worker_pb2.WorkerLoad:
         load = self._scheduler.load()
         return worker_pb2.WorkerLoad(
-            queued_requests=load.queued_requests, queued_tokens=load.queued_tokens, pages_free=load.pages_free,
+            serving=serving, reason=reason, start_s=self.costs.prefill.start_s, queued_requests=load.queued_requests, queued_tokens=load.queued_tokens, pages_free=load.pages_free,
             running_requests=load.running_requests, slots_free=load.slots_free, prompt_tokens=self.num_tokens)
 
     def _run(self, call: SimulatedCall) -> None:

@@ -131,8 +131,8 @@ class SimulatedWorker(ABC):
         """What differs between roles."""
 
     @abstractmethod
-    def _reported(self) -> worker_pb2.WorkerLoad:
-        """What differs between roles."""
+    def _reported(self, *, serving: bool, reason: str) -> worker_pb2.WorkerLoad:
+        """All of a load. It is made with what it says: that takes half as long as to set one field after the other."""
 
     def _woken(self) -> None:
         self.was_used = True
@@ -150,7 +150,4 @@ class SimulatedWorker(ABC):
 
     def load(self) -> worker_pb2.WorkerLoad:
         """At this moment."""
-        load = self._reported()
-        load.serving, load.reason = not self._is_draining, "draining" if self._is_draining else ""
-        load.start_s = self.start_s
-        return load
+        return self._reported(serving=not self._is_draining, reason="draining" if self._is_draining else "")

@@ -65,26 +65,31 @@ class PointWatcher:
     def __init__(self, points: Collection[bytes], lock: Lock) -> None:
         self._points = points
         self._lock = lock
-        self._changed: dict[bytes, bool] | None = None  # whether it is there; None: a whole account is due
+        self._is_due = True  # a whole account
+        self._stored: dict[bytes, None] = {}
+        self._removed: dict[bytes, None] = {}
         self.num_reports = 0
 
     def note(self, names: Sequence[bytes], *, is_stored: bool) -> None:
         """The journal, under its lock."""
-        if self._changed is None:
+        if self._is_due:
             return
-        self._changed.update(dict.fromkeys(names, is_stored))
-        if len(self._changed) > len(self._points) + MAX_NAMES:
-            self._changed = None
+        now, before = (self._stored, self._removed) if is_stored else (self._removed, self._stored)
+        if not before.keys().isdisjoint(names):
+            for name in names:
+                before.pop(name, None)
+        now.update(dict.fromkeys(names))
+        if len(now) + len(before) > len(self._points) + MAX_NAMES:
+            self._is_due = True
 
     def take(self) -> list[worker_pb2.CacheReport]:
         """Everything that was not reported yet, in order; empty when nothing changed."""
+        if not (self._stored or self._removed or self._is_due):
+            return []  # as most reports
         with self._lock:
-            if self._changed is not None and not self._changed:
-                return []  # as most reports
-            is_whole, changed = self._changed is None, self._changed
-            stored = list(self._points) if changed is None else [name for name, is_there in changed.items() if is_there]
-            removed = [name for name, is_there in changed.items() if not is_there] if changed else []
-            self._changed = {}
+            is_whole, self._is_due = self._is_due, False
+            stored, removed = list(self._points if is_whole else self._stored), [] if is_whole else list(self._removed)
+            self._stored, self._removed = {}, {}
         empties = is_whole and self.num_reports > 0  # a new watcher expects nothing anyway
         firsts = range(0, max(len(stored), len(removed), int(empties)), MAX_NAMES)
         reports = [worker_pb2.CacheReport(number=number, whole=is_whole and not first,

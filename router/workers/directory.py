@@ -117,8 +117,8 @@ class Directory:
         await self._worker_set.run()
 
     def _worker(self, role: WorkerRole, address: str) -> Worker:
-        worker = Worker(role, address, self._connect(role, address), lambda: self._on_change(worker), self._clock,
-                        self._index_of(role))
+        worker = Worker(role, address, self._connect(role, address), lambda: self._on_change(worker), self._wake,
+                        self._clock, self._index_of(role))
         return worker
 
     def _index_of(self, role: WorkerRole) -> PrefixIndex:
@@ -408,6 +408,10 @@ class Directory:
     def _on_change(self, worker: Worker) -> None:
         if self._worker_set.changed(worker) and self.is_paired != (self._pairless_since_s is None):
             self._pairless_since_s = None if self.is_paired else self._clock.now()
+        self._wake()
+
+    def _wake(self) -> None:
+        """Those that wait for a change."""
         if self._changed is not None:
             self._changed.set()
             self._changed = None

@@ -71,7 +71,7 @@ class Booking:
         """The worker has reserved; its next report shows it."""
         if not self.has_reserved:
             self.has_reserved = True
-            self.worker.changed()
+            self.worker.load_changed()
 
     def began(self) -> None:
         """A decode pool begins with the answer."""
@@ -170,6 +170,7 @@ class Worker:
     address: str
     channel: grpc.aio.Channel
     on_change: Callable[[], None]
+    on_load: Callable[[], None]  # in place of it where only its load, or what is booked there, is another
     clock: Clock = field(default_factory=SystemClock)
     index: PrefixIndex = field(default_factory=PrefixIndex)  # the router's, of all workers
     info: worker_pb2.WorkerInfo | None = None
@@ -179,6 +180,7 @@ class Worker:
     is_listed: bool = True
     start_s: float = 0.0  # how long its last start took, as far as it has said; kept while it is away
     tokens_ahead: int = 0  # of prompts of this router's requests there that are not computed yet
+    _most_running: int = 0  # requests a decode pool is given
     _bookings: dict[Booking, None] = field(default_factory=dict)  # in their order
     _outlived: dict[Booking, None] = field(default_factory=dict)  # of earlier incarnations: claims no more
     _streams: list[object] = field(default_factory=list)
@@ -191,9 +193,14 @@ class Worker:
         self.answer_pace = AnswerPace(self.clock)
 
     def changed(self) -> None:
-        """What choices go by may be another."""
+        """What choices go by may be another, and whether it can be used at all."""
         self._forget_standing()
         self.on_change()
+
+    def load_changed(self) -> None:
+        """What choices go by may be another. Most reports say no more."""
+        self._forget_standing()
+        self.on_load()
 
     @property
     def num_booked(self) -> int:
@@ -202,9 +209,10 @@ class Worker:
 
     def num_sharing(self, num_more: int, num_tokens: int) -> int:
         """Requests that a decode pool draws for if so many more, with prompts of so many tokens, come to it."""
+        num_booked = len(self._bookings)
         if not num_more or self.info is None or not self.standing.has_room(num_tokens):
-            return self.num_booked
-        return min(self.num_booked + num_more, self._most_running)
+            return num_booked
+        return min(num_booked + num_more, self._most_running)
 
     @property
     def is_usable(self) -> bool:
@@ -278,7 +286,7 @@ class Worker:
             self._claims_at_report = _Claims()
             self.prefill_pace.restarted()
             self.index.forget(self.address)
-        self.info = info
+        self.info, self._most_running = info, _most_running(info)
         self.load = worker_pb2.WorkerLoad()
         self.mismatch = _mismatch(info, self.role, facts)
         self.problem = self.mismatch or "no load report yet"
@@ -287,14 +295,17 @@ class Worker:
     def reported(self, load: worker_pb2.WorkerLoad) -> None:
         """A load report arrived; `introduced` came before."""
         self.load = load
-        self.start_s = load.start_s or self.start_s
         self._claims_at_report = _Claims(len(self._bookings), self.tokens_ahead)
         self._finished.clear()
         for booking in self._bookings:
             booking.is_reported = booking.has_reserved
+        before = self.problem, self.start_s
         not_serving = "" if load.serving else load.reason or "not serving"
-        self.problem = self.mismatch or not_serving
-        self.changed()
+        self.problem, self.start_s = self.mismatch or not_serving, load.start_s or self.start_s
+        if (self.problem, self.start_s) == before:
+            self.load_changed()
+        else:
+            self.changed()
 
     def lost(self, reason: str) -> None:
         """It cannot be reached; its next report makes it usable again."""
@@ -331,7 +342,10 @@ class Worker:
             self.tokens_ahead -= booking.num_tokens
             if self.role is WorkerRole.PREFILL:
                 self.prefill_pace.ended(num_computed)
-            self.changed()
+            if self.is_listed:
+                self.load_changed()
+            else:  # it may have been its last one
+                self.changed()
 
     @cached_property
     def standing(self) -> Standing:
@@ -387,15 +401,6 @@ class Worker:
         return round(self.load.running_requests * GROWTH_S / token_s / max(self.info.page_size, 1))
 
     @property
-    def _most_running(self) -> int:
-        """Requests a decode pool is given: as many as it computes at a time and some on their way, though it would hold
-        more. More would take turns, and all of them end later for it."""
-        if self.info is None:
-            return 0
-        batch = self.info.max_batch_requests or self.info.max_running_requests
-        return min(batch + max(DECODE_LOOKAHEAD, batch // 2), self.info.max_running_requests)
-
-    @property
     def _unreported(self) -> list[Booking]:
         """What holds memory, or will, that the last report did not count."""
         return [booking for booking in self._bookings if not booking.is_reported and booking not in self._finished]
@@ -407,6 +412,13 @@ class Worker:
 def _estimate(reported: int, booked: int, booked_at_report: int) -> int:
     """Of what is there now: the report, plus what changed here since; never less than our own."""
     return max(booked, reported + booked - booked_at_report)
+
+
+def _most_running(info: worker_pb2.WorkerInfo) -> int:
+    """As many as it computes at a time and some on their way, though it would hold more. More would take turns, and all
+    of them end later for it."""
+    batch = info.max_batch_requests or info.max_running_requests
+    return min(batch + max(DECODE_LOOKAHEAD, batch // 2), info.max_running_requests)
 
 
 def _mismatch(info: worker_pb2.WorkerInfo, role: WorkerRole, facts: ModelLimits) -> str:
