@@ -111,6 +111,16 @@ class Costs(_Part):
             place = ".".join(map(str, first["loc"]))
             raise ConfigError(f"{path}: {place}: {first['msg']}", field="costs") from None
 
+    def times(self, factor: float) -> "Costs":
+        """Of workers that compute so many times as long, and start as fast."""
+        if factor == 1:
+            return self
+        prefill = {name: getattr(self.prefill, name) * factor for name in ("step_s", "token_s", "pair_s")}
+        decode = {name: getattr(self.decode, name) * factor
+                  for name in ("step_s", "row_s", "context_s", "replay_s", "request_s")}
+        return self.model_copy(update={"prefill": self.prefill.model_copy(update=prefill),
+                                       "decode": self.decode.model_copy(update=decode)})
+
     def handoff_bytes(self, num_tokens: int) -> float:
         """Of a prompt."""
         return self.model.token_bytes * num_tokens + self.model.state_bytes

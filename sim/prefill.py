@@ -113,7 +113,8 @@ class PrefillWorker(SimulatedWorker):
     def _reported(self, *, serving: bool, reason: str) -> worker_pb2.WorkerLoad:
         load = self._scheduler.load()
         return worker_pb2.WorkerLoad(
-            serving=serving, reason=reason, start_s=self.costs.prefill.start_s, queued_requests=load.queued_requests, queued_tokens=load.queued_tokens, pages_free=load.pages_free,
+            serving=serving, reason=reason, start_s=self.costs.prefill.start_s, queued_requests=load.queued_requests,
+            queued_tokens=load.queued_tokens, pages_free=load.pages_free,
             running_requests=load.running_requests, slots_free=load.slots_free, prompt_tokens=self.num_tokens)
 
     def _run(self, call: SimulatedCall) -> None:
