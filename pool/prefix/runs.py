@@ -1,6 +1,7 @@
 """Runs of blocks that a pool remembers, and in which order they are given up. Pure."""
 
 import heapq
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
@@ -19,7 +20,7 @@ class BlockRun:
     snapshot."""
 
     names: list[bytes]
-    page_ids: list[int]
+    page_ids: "array[int]"
     parent: "BlockRun | None"
     start: int
     used_s: float

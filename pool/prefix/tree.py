@@ -12,6 +12,7 @@ Who may not be given up is not decided here: leases count holders, and the tree 
 belongs to the thread that schedules.
 """
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -98,7 +99,7 @@ class PrefixTree:
         self._clock = clock
         self._is_page_held, self._is_slot_held = is_page_held, is_slot_held
         self.journal = journal or PointJournal()
-        self._root = BlockRun([], [], None, 0, 0.0)
+        self._root = BlockRun([], array("i"), None, 0, 0.0)
         self._runs: dict[bytes, BlockRun] = {}  # by the names of their blocks
         self._leaves = EvictionOrder(worth)
         self._snapshots = EvictionOrder(snapshot_worth)
@@ -219,11 +220,11 @@ class PrefixTree:
         """The run that ends with these blocks, which follow its last one. A long prompt has thousands."""
         if run.can_grow:
             run.names += names
-            run.page_ids += page_ids
+            run.page_ids.extend(page_ids)
         else:
             self._leaves.discard(run)
             run.num_children += 1
-            run = BlockRun(list(names), list(page_ids), run, run.depth, 0.0)
+            run = BlockRun(list(names), array("i", page_ids), run, run.depth, 0.0)
         self._runs.update(dict.fromkeys(names, run))
         return run
 

@@ -76,7 +76,8 @@ class PrefixIndex:
     def __init__(self) -> None:
         self.listener: IndexListener | None = None
         self._holders: dict[bytes, int] = {}  # per name a bit for each worker
-        self._held: dict[str, set[bytes]] = {}
+        self._held: dict[str, bytearray] = {}  # names, one behind the other; some may have been removed since
+        self._num_removed: dict[str, int] = {}  # of those
         self._bits: dict[str, int] = {}  # of those that have something
         self._everyone = 0  # all of these bits
         self._workers: list[str] = []  # by the place of their bit
@@ -96,13 +97,16 @@ class PrefixIndex:
             return False
         self._num_reports[worker] = report.number + 1
         self._latest = None
-        held = self._held.setdefault(worker, set())
+        held = self._held.setdefault(worker, bytearray())
         if report.stored:
-            self._store(_names(report.stored), held, self._bit(worker))
+            held += report.stored
+            self._store(_names(report.stored), self._bit(worker))
         if report.removed:
             removed = _names(report.removed)
-            held.difference_update(removed)
             self._remove(removed, self._bits.get(worker, 0))
+            self._num_removed[worker] = self._num_removed.get(worker, 0) + len(removed)
+            if 2 * NAME_BYTES * self._num_removed[worker] > len(held):
+                self._tidy(worker)
         return True
 
     def has_all(self, worker: str, num_reports: int) -> bool:
@@ -116,7 +120,8 @@ class PrefixIndex:
         if bit:
             self._everyone ^= bit
             self._free.append(bit.bit_length() - 1)
-        self._remove(self._held.pop(worker, ()), bit)
+        self._remove(_names(bytes(self._held.pop(worker, b""))), bit)
+        self._num_removed.pop(worker, None)
         self._num_reports.pop(worker, None)
 
     def is_held(self, name: bytes) -> bool:
@@ -163,8 +168,14 @@ class PrefixIndex:
             self._everyone |= 1 << place
         return self._bits[worker]
 
-    def _store(self, names: list[bytes], held: set[bytes], bit: int) -> None:
-        held.update(names)
+    def _tidy(self, worker: str) -> None:
+        """Keep no name that the worker does not have any more, and none twice."""
+        bit, holders = self._bits.get(worker, 0), self._holders
+        names = dict.fromkeys(_names(bytes(self._held[worker])))
+        self._held[worker] = bytearray(b"".join(name for name in names if holders.get(name, 0) & bit))
+        self._num_removed[worker] = 0
+
+    def _store(self, names: list[bytes], bit: int) -> None:
         holders, new = self._holders, names
         if not holders.keys().isdisjoint(names):
             new = [name for name in names if name not in holders]
