@@ -8,6 +8,7 @@ is given up for a lease that finds too few ids free. A ledger belongs to one thr
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import compress
 from typing import Protocol
 
 from runtime.errors import CapacityError, InternalError
@@ -40,7 +41,8 @@ class Ledger:
         self._free = FreeRuns(1, num_ids)
         self._leases: dict[Holder, None] = {}  # in the order they began
         self._holders: Counter[int] = Counter()  # leases per id
-        self._kept: set[int] = set()
+        self._kept = bytearray(num_ids)  # 1 for each id that a cache holds
+        self._num_kept = 0
         self._num_cached = 0
         self._evict: Evict = lambda count: ()
 
@@ -69,11 +71,11 @@ class Ledger:
     @property
     def num_kept(self) -> int:
         """Ids that a cache holds, under lease or not."""
-        return len(self._kept)
+        return self._num_kept
 
     def kept_ids(self) -> set[int]:
         """Those a cache holds, under lease or not."""
-        return set(self._kept)
+        return set(compress(range(self.num_ids), self._kept))
 
     def is_leased(self, item: int) -> bool:
         return self._holders[item] > 0
@@ -109,9 +111,9 @@ class Ledger:
         Raises:
             InternalError: an id is not kept.
         """
-        if not self._kept.issuperset(ids):
-            item = next(item for item in ids if item not in self._kept)
-            raise InternalError(f"{owner} shares {self.name} {item}, which no cache keeps")
+        for item in ids:
+            if not self._is_kept(item):
+                raise InternalError(f"{owner} shares {self.name} {item}, which no cache keeps")
         self._num_cached -= len(ids) - sum(map(self._holders.__contains__, ids))
         self._holders.update(ids)
 
@@ -124,7 +126,7 @@ class Ledger:
                 holders[item] = left
                 continue
             holders.pop(item)
-            if item in kept:
+            if kept[item]:
                 self._num_cached += 1
             else:
                 free.append(item)
@@ -141,11 +143,12 @@ class Ledger:
             InternalError: an id is kept already, or under no lease.
         """
         holders, kept = self._holders, self._kept
-        if not kept.isdisjoint(ids) or not all(map(holders.__contains__, ids)):
-            item = next(item for item in ids if item in kept or item not in holders)
-            raise InternalError(f"{self.name} {item} cannot be kept: it is "
-                                f"{'kept already' if item in kept else 'under no lease'}")
-        kept.update(ids)
+        for item in ids:
+            if item not in holders or kept[item]:
+                raise InternalError(f"{self.name} {item} cannot be kept: it is "
+                                    f"{'kept already' if item in holders else 'under no lease'}")
+            kept[item] = 1
+        self._num_kept += len(ids)
 
     def let_go(self, ids: Collection[int]) -> None:
         """The cache holds these no longer; those under no lease are free.
@@ -153,13 +156,17 @@ class Ledger:
         Raises:
             InternalError: an id is not kept.
         """
-        if not self._kept.issuperset(ids):
-            item = next(item for item in ids if item not in self._kept)
-            raise InternalError(f"{self.name} {item} is let go of, but was never kept")
-        self._kept.difference_update(ids)
+        for item in ids:
+            if not self._is_kept(item):
+                raise InternalError(f"{self.name} {item} is let go of, but was never kept")
+            self._kept[item] = 0
+        self._num_kept -= len(ids)
         free = [item for item in ids if item not in self._holders]
         self._num_cached -= len(free)
         self._free.add(free)
+
+    def _is_kept(self, item: int) -> bool:
+        return 0 <= item < self.num_ids and self._kept[item] > 0
 
     def opened(self, lease: Holder) -> None:
         self._leases[lease] = None

@@ -101,6 +101,10 @@ class PrefixTree:
         self.journal = journal or PointJournal()
         self._root = BlockRun([], array("i"), None, 0, 0.0)
         self._runs: dict[bytes, BlockRun] = {}  # by the names of their blocks
+        self._points: dict[bytes, None] | None = {}  # the names of resume points; None where every block is one
+        if not rule.has_states and rule.is_point(1):
+            self._points = None
+        self.journal.follow(self._runs if self._points is None else self._points)
         self._leaves = EvictionOrder(worth)
         self._snapshots = EvictionOrder(snapshot_worth)
 
@@ -148,6 +152,8 @@ class PrefixTree:
             run.slot_id, run.num_saved = slot_id, run.depth - self._resume_point(names, run.depth)[1]
             taken.slot_ids.append(slot_id)
             points.append(names[-1])
+        if points and self._points is not None:
+            self._points.update(dict.fromkeys(points))
         if points:
             self.journal.stored(points)
         self._use(run)
@@ -244,7 +250,7 @@ class PrefixTree:
         slot_id = run.slot_id
         assert slot_id is not None
         given.slot_ids.append(slot_id)
-        self.journal.removed(run.names[-1:])
+        self._remove_points(run.names[-1:])
         run.slot_id = None
         self._snapshots.discard(run)
         while run.is_bare:
@@ -261,8 +267,17 @@ class PrefixTree:
             while num_gone < most and not is_held(run.page_ids[-num_gone - 1]):
                 num_gone += 1
         points = self._rule.points(range(run.depth - num_gone + 1, run.depth + 1))
-        self.journal.removed([run.names[depth - run.start - 1] for depth in reversed(points)])
-        self._put_leaf(self._shortened(run, num_gone, given))
+        names = [run.names[depth - run.start - 1] for depth in reversed(points)]
+        rest = self._shortened(run, num_gone, given)
+        self._remove_points(names)
+        self._put_leaf(rest)
+
+    def _remove_points(self, names: Sequence[bytes]) -> None:
+        """The journal notes it last: who then begins to watch does not find them any more."""
+        if self._points is not None:
+            for name in names:
+                del self._points[name]
+        self.journal.removed(names)
 
     def _shortened(self, run: BlockRun, count: int, given: Changed) -> BlockRun:
         """A leaf without its last blocks; without any left, its parent, which was used whenever it was."""
