@@ -17,7 +17,7 @@ from runtime.digests import NAME_BYTES
 BLOCK_TOKENS = 512  # of a trace's blocks
 VOCAB_SIZE = 1 << 28
 _HALF = NAME_BYTES // 2
-_MOST_ZEROS = 1 << 16  # in one of those that prompts are put together from
+_ZEROS_STEP = 1024  # from one number of tokens to the next, of those that prompts are copied from
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class PromptBook:
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, int | None, int], int] = {}  # by those of what is before, and what follows
         self._places: list[bytes] = []
-        self._zeros: dict[int, types_pb2.EngineRequest] = {}  # tokens, by the power of two that there are
+        self._zeros: dict[int, types_pb2.EngineRequest] = {}  # by how many there are
 
     def prompt(self, index: int, planned: Planned) -> SimulatedPrompt:
         """Of request `index`."""
@@ -121,11 +121,10 @@ class PromptBook:
     def request(self, num_tokens: int) -> types_pb2.EngineRequest:
         """With so many tokens, and nothing else. To copy some that are there takes a tenth of what it takes to put one
         after the other into a message."""
+        count = -(-num_tokens // _ZEROS_STEP) * _ZEROS_STEP
+        if count not in self._zeros:
+            self._zeros[count] = types_pb2.EngineRequest(prompt_token_ids=[0] * count)
         request = types_pb2.EngineRequest()
-        while num_tokens:
-            count = min(1 << num_tokens.bit_length() - 1, _MOST_ZEROS)
-            if count not in self._zeros:
-                self._zeros[count] = types_pb2.EngineRequest(prompt_token_ids=[0] * count)
-            request.prompt_token_ids.MergeFrom(self._zeros[count].prompt_token_ids)
-            num_tokens -= count
+        request.prompt_token_ids.MergeFrom(self._zeros[count].prompt_token_ids)
+        del request.prompt_token_ids[num_tokens:]
         return request
