@@ -20,7 +20,7 @@ from sim.links import Arrivals
 from sim.prefill import PrefillWorker
 from sim.prompts import VOCAB_SIZE
 from sim.router import RouterOptions, RouterProcess
-from sim.time import LoopClock, run_virtually
+from sim.time import LoopClock, keep_all, run_virtually
 from sim.worker import ARCHITECTURE, Prompts, SimulatedWorker
 
 WARM_UP_S = 2.0  # from the start of all processes to the first request
@@ -123,6 +123,7 @@ class Fleet:
             for router in self._routers.values():
                 router.start(beside)
             await asyncio.sleep(WARM_UP_S)
+            keep_all()
             start_s = self._loop.time()
             others = [beside.create_task(self._look(start_s, load[-1].at_s / NUM_SAMPLES)),
                       *(beside.create_task(unleash(fault, by_name, self._routers)) for fault in self._faults)]

@@ -19,7 +19,7 @@ from runtime.errors import InternalError
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-COLLECTION = 50_000, 20, 50  # objects of each generation between two looks for garbage
+COLLECTION = 50_000, 10, 2  # objects of each generation between two looks for garbage
 _SPARE_TIMERS = 1024  # cancelled ones that may stay in the heap, beside as many as are not
 
 
@@ -149,6 +149,14 @@ def run_virtually(work: Coroutine[Any, Any, T]) -> T:
         return runner.run(work)
 
 
+def keep_all() -> None:
+    """What there is now stays to the end of the run, and need not be looked through for the garbage of requests, each
+    of which is a circle that holds its prompt. The second look counts what is left, by which Python reckons when the
+    next one is worth it."""
+    gc.freeze()
+    gc.collect()
+
+
 @contextmanager
 def _seldom_collected() -> Iterator[None]:
     """What a fleet has stays: to look through it for garbage as often as Python does takes a fifth of a run."""
@@ -157,4 +165,5 @@ def _seldom_collected() -> Iterator[None]:
     try:
         yield
     finally:
+        gc.unfreeze()
         gc.set_threshold(*before)
