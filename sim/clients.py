@@ -10,6 +10,7 @@ from baton.workload import Planned
 from protos import generation_pb2, types_pb2
 from router.request.validate import AdmissibleRequest, workers_of
 from runtime.errors import BatonError, InternalError, UnavailableError
+from sim.cores import Machine
 from sim.prompts import PromptBook, SimulatedPrompt
 from sim.router import RouterProcess
 from sim.worker import Prompts
@@ -51,7 +52,9 @@ class Answered:
 class Clients:
     """`ask` sends one request; all of them choose routers by one seed."""
 
-    def __init__(self, routers: Sequence[RouterProcess], rng: random.Random, prompts: Prompts) -> None:
+    def __init__(self, routers: Sequence[RouterProcess], rng: random.Random, prompts: Prompts,
+                 machine: Machine) -> None:
+        self._machine = machine
         self._routers = routers
         self._rng = rng
         self._prompts = prompts
@@ -66,6 +69,7 @@ class Clients:
         engine.request_id, engine.max_tokens, engine.sampling.seed = f"r{index}", planned.output_tokens, index
         try:
             self._prompts[engine.request_id] = prompt
+            await self._machine.receive(planned.prompt_tokens)
             await self._resumed(engine, prompt, reader)
         except BatonError as failure:
             error = failure.reason
@@ -90,6 +94,8 @@ class Clients:
                                         resumed_from=(reader.workers,) if resumed else (), routed=prompt)
             try:
                 async for response in router.answer(request):
+                    if reader.first_s is None:
+                        self._machine.answer(prompt.num_tokens)
                     reader.take(response)
                 return
             except UnavailableError:

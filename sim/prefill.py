@@ -18,12 +18,12 @@ from pool.request.entry import Failed
 from prefill.prompts import Event, FirstToken, PrefillLimits, Started
 from prefill.scheduler import PrefillScheduler
 from protos import prefill_pb2, transfer_pb2, types_pb2, worker_pb2
-from runtime.clock import Clock
 from runtime.errors import BatonError, DrainingError
-from sim.cores import SharedCores
+from sim.cores import Processor
 from sim.costs import Costs
 from sim.links import Arrivals, Interface, Sending
 from sim.network import Method, SimulatedCall
+from sim.time import LoopClock
 from sim.worker import COMPATIBILITY, Prompts, SimulatedWorker
 
 FIRST_TOKEN = 1  # of every answer, whoever draws it
@@ -54,14 +54,13 @@ class PrefillWorker(SimulatedWorker):
 
     role = "prefill"
 
-    def __init__(self, address: str, costs: Costs, arrivals: Arrivals, prompts: Prompts, clock: Clock,
-                 cores: SharedCores) -> None:
+    def __init__(self, address: str, costs: Costs, arrivals: Arrivals, prompts: Prompts, processor: Processor) -> None:
         self.interface = Interface(costs.network.bytes_per_s)
         self._arrivals = arrivals
         self._prompts = prompts
-        self._clock = clock
-        self._loop = asyncio.get_running_loop()
-        super().__init__(address, costs, cores)
+        self._clock = LoopClock(asyncio.get_running_loop())
+        self._due_s = 0.0  # for requests that began, with the next chunk
+        super().__init__(address, costs, processor)
 
     @property
     def start_s(self) -> float:
@@ -157,6 +156,7 @@ class PrefillWorker(SimulatedWorker):
         match event:
             case Started():
                 stay.computed = event.num_cached
+                self._due_s += self.costs.prefill.request_s
                 terms = transfer_pb2.SourceTerms(compatibility=COMPATIBILITY, num_tokens=stay.num_tokens,
                                                  page_size=self.costs.model.page_size)
                 stay.call.send(prefill_pb2.RunResponse(started=prefill_pb2.PrefillStarted(
@@ -194,21 +194,22 @@ class PrefillWorker(SimulatedWorker):
         """Chunks, as long as a stage waits for one."""
         while self._num_in_flight < self.costs.prefill.stages:
             batch = self._scheduler.next_batch()
-            self._computes(is_busy=batch is not None or self._num_in_flight > 0)
+            self.processor.compute(is_computing=batch is not None or self._num_in_flight > 0)
             if batch is None:
                 return
             self._num_in_flight += 1
             began_s, ends_s = self._passes(batch)
-            self._loop.call_at((began_s + ends_s) / 2, self._half_computed, batch, self._num_starts)
-            self._loop.call_at(ends_s, self._computed, batch, self._num_starts)
+            self.processor.call_at((began_s + ends_s) / 2, self._half_computed, batch, self._num_starts)
+            self.processor.call_at(ends_s, self._computed, batch, self._num_starts)
 
     def _passes(self, batch: ForwardBatch) -> tuple[float, float]:
-        """When a chunk begins on the first stage and leaves the last."""
+        """When a chunk begins on the first stage and leaves the last, by the processor's time."""
         mine, lengths = self.costs.prefill, list(zip(batch.query_lens, batch.context_lens, strict=True))
         pairs = sum(count * (context + (count + 1) / 2) for count, context in lengths)
-        stage_s = mine.chunk_s(sum(batch.query_lens), pairs) * self.pace / mine.stages
+        stage_s = (mine.chunk_s(sum(batch.query_lens), pairs) + self._due_s) / mine.stages
+        self._due_s = 0.0
         self.busy_s += stage_s
-        at_s = began_s = max(self._clock.now(), self._stage_free_s[0])
+        at_s = began_s = max(self.processor.now(), self._stage_free_s[0])
         for stage, free_s in enumerate(self._stage_free_s):
             at_s = self._stage_free_s[stage] = max(at_s, free_s) + stage_s
         return began_s, at_s

@@ -5,7 +5,7 @@ from typing import Protocol
 
 from pool.prefix.journal import PointJournal
 from protos import worker_pb2
-from sim.cores import SharedCores
+from sim.cores import Processor
 from sim.costs import Costs
 from sim.network import Method, Server
 from sim.prompts import VOCAB_SIZE, SimulatedPrompt
@@ -38,12 +38,10 @@ class SimulatedWorker(ABC):
 
     role = ""
 
-    def __init__(self, address: str, costs: Costs, cores: SharedCores) -> None:
+    def __init__(self, address: str, costs: Costs, processor: Processor) -> None:
         self.address = address
         self.costs = costs
-        self._cores = cores
-        self._is_busy = False
-        self.slowness = 1.0  # everything takes so many times as long
+        self.processor = processor
         self.busy_s = 0.0  # it computed so far
         self.num_tokens = 0  # computed or drawn so far
         self.was_used = False  # it got a request, ever
@@ -62,7 +60,7 @@ class SimulatedWorker(ABC):
 
     def die(self) -> None:
         """At once."""
-        self._computes(is_busy=False)
+        self.processor.compute(is_computing=False)
         self.server.die()
         for watcher in tuple(self.watchers):
             watcher.died()
@@ -84,21 +82,6 @@ class SimulatedWorker(ABC):
         self._is_draining = True
         for watcher in self.watchers:
             watcher.changed()
-
-    def slow_down(self, slowness: float) -> None:
-        """From now on."""
-        self.slowness = slowness
-
-    @property
-    def pace(self) -> float:
-        """How many times as long it takes now, for a fault and for others on its cores."""
-        return self.slowness * self._cores.slowness(self.role)
-
-    def _computes(self, *, is_busy: bool) -> None:
-        """Whether it does, from now on."""
-        if is_busy != self._is_busy:
-            self._is_busy = is_busy
-            self._cores.busy(self.role, is_busy=is_busy)
 
     @property
     def incarnation(self) -> str:
