@@ -121,6 +121,14 @@ class TokenWork:
     prompt_tokens: float = 0.0
     output_tokens: float = 0.0
 
+    def more(self, other: "TokenWork") -> "TokenWork":
+        return TokenWork(self.prompt_tokens + other.prompt_tokens, self.output_tokens + other.output_tokens)
+
+    def less(self, other: "TokenWork") -> "TokenWork":
+        """Never below nothing."""
+        return TokenWork(max(0.0, self.prompt_tokens - other.prompt_tokens),
+                         max(0.0, self.output_tokens - other.output_tokens))
+
 
 @dataclass(frozen=True)
 class Rates:

@@ -59,13 +59,12 @@ class Candidate(NamedTuple):
     load_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
+class Standing(NamedTuple):
     """What a choice goes by, as of a worker's last report or booking. `longest`: tokens of a sequence that it can hold,
     below 0 while it cannot be used. `candidate`: as policies see it. `has_place`: a prefill worker would queue one more
     prompt, a decode pool is given one more request. `tokens_left`: of a request that it would take; those in free pages
     of a decode pool, -1 without a place. `prompts_ahead`: tokens of each prompt of a prefill worker that is busy, of
-    which `busy_tokens` are enough."""
+    which `busy_tokens` are enough; `tokens_ahead` are all of them, `longest_ahead` the longest."""
 
     longest: float
     compatibility: str
@@ -75,12 +74,17 @@ class Standing:
     tokens_left: float
     prompts_ahead: tuple[int, ...] = ()
     busy_tokens: float = math.inf
+    tokens_ahead: int = 0
+    longest_ahead: int = 0
 
     def has_room(self, num_tokens: int, context_tokens: int = 0) -> bool:
         """For a prompt of so many tokens; `context_tokens` as for `Worker.book`."""
         if self.prompts_ahead:
-            return self.has_place and self.busy_tokens > sum(
-                min(ahead, SHORT_RATIO * num_tokens) for ahead in self.prompts_ahead)
+            if self.busy_tokens > self.tokens_ahead:
+                return self.has_place
+            most = SHORT_RATIO * num_tokens
+            return self.has_place and most < self.longest_ahead and self.busy_tokens > sum(
+                [ahead if ahead < most else most for ahead in self.prompts_ahead])
         # The most that is reserved, first: this is asked of every worker for every choice.
         return (num_tokens + self.page_size <= self.tokens_left
                 or reserved_tokens(num_tokens, context_tokens, self.page_size) <= self.tokens_left)

@@ -369,10 +369,11 @@ class Worker:
         is_busy = rate is not None and len(self._bookings) >= PREFILL_LOOKAHEAD
         has_place = not limit or self._num_requests(self.load.queued_requests) < limit
         candidate = Candidate(self.address, num_tokens, load_s=1 / rate if rate else 0.0)
+        ahead = tuple([booking.num_tokens for booking in self._bookings]) if is_busy else ()
         return Standing(longest, self.compatibility, page_size, candidate, has_place,
-                        tokens_left=math.inf if has_place else -1,
-                        prompts_ahead=tuple(booking.num_tokens for booking in self._bookings) if is_busy else (),
-                        busy_tokens=math.inf if rate is None else rate * PREFILL_LOOKAHEAD_S)
+                        tokens_left=math.inf if has_place else -1, prompts_ahead=ahead,
+                        busy_tokens=math.inf if rate is None else rate * PREFILL_LOOKAHEAD_S,
+                        tokens_ahead=self.tokens_ahead, longest_ahead=max(ahead, default=0))
 
     def _decode_standing(self, longest: float, page_size: int) -> Standing:
         num_requests = self._num_requests(self.load.running_requests + self.load.queued_requests)
