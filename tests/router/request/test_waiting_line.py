@@ -274,7 +274,8 @@ def test_those_without_a_deadline_are_not_starved(gaps: Sequence[float]) -> None
     assert line.clock.now() - began <= 20.0 + 3.0
 
 
-@given(st.lists(st.tuples(st.sampled_from(["enter", "enter", "leave", "clear"]), st.integers(0, 9), st.integers(1, 40))))
+@given(st.lists(st.tuples(st.sampled_from(["enter", "enter", "leave", "clear"]), st.integers(0, 9),
+                          st.integers(1, 40))))
 def test_the_work_and_the_shortest_prompt_are_of_those_who_wait(steps: list[tuple[str, int, int]]) -> None:
     line = Line()
     there: list[Waiter[str]] = []
