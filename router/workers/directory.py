@@ -217,9 +217,10 @@ class Directory:
         role = workers[0].role
         some = {worker.address: worker for worker in self._rng.sample(workers, MOST_COMPARED)}
         for address in islice(self._num_held(role, prompt), MOST_COMPARED):
-            holder = self._worker_set.find(role, address)
-            if holder is not None and fits(holder):
-                some[address] = holder
+            if address not in some:  # of a prompt that begins as all do every worker has a part
+                holder = self._worker_set.find(role, address)
+                if holder is not None and fits(holder):
+                    some[address] = holder
         return list(some.values())
 
     def _place_among(self, sources: Sequence[Worker], pools: Sequence[Worker], prompt: RoutedPrompt,
