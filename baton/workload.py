@@ -19,6 +19,7 @@ from baton.values import ModelInfo, Query, Sampling, Stop
 from runtime.errors import ConfigError
 
 MAX_LENGTH = 1 << 20
+MAX_BLOCK = (1 << 64) - 1
 
 
 class Process(StrEnum):
@@ -146,6 +147,8 @@ def _trace_line(line: str, where: str, speed: float) -> Planned:
     if not 0 <= at_s < math.inf or not 1 <= prompt <= MAX_LENGTH or not 1 <= output <= MAX_LENGTH:
         raise ConfigError(f"{where}: at_s must be finite and not negative, lengths must be from 1 to {MAX_LENGTH}",
                           field="trace")
+    if any(not 0 <= block <= MAX_BLOCK for block in blocks):
+        raise ConfigError(f"{where}: hash_ids must be from 0 to {MAX_BLOCK}", field="trace")
     return Planned(at_s / speed, prompt, output, blocks)
 
 

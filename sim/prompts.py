@@ -17,6 +17,7 @@ from runtime.digests import NAME_BYTES
 BLOCK_TOKENS = 512  # of a trace's blocks
 VOCAB_SIZE = 1 << 28
 _HALF = NAME_BYTES // 2
+_BLOCK_BITS = 96  # of the name of a block: those of a trace have 64, and more in its copies
 _ZEROS_STEP = 1024  # from one number of tokens to the next, of those that prompts are copied from
 
 
@@ -105,7 +106,8 @@ class PromptBook:
     """Of all clients of a run."""
 
     def __init__(self) -> None:
-        self._numbers: dict[tuple[int, int | None, int], int] = {}  # by those of what is before, and what follows
+        self._num_numbers = 0
+        self._numbers: dict[int, int] = {}  # by that of what is before and the block that follows, in one
         self._places: list[bytes] = []
         self._zeros: dict[int, types_pb2.EngineRequest] = {}  # by how many there are
 
@@ -113,8 +115,14 @@ class PromptBook:
         """Of request `index`."""
         tokens, known, number, numbers = TracedTokens(index, planned), self._numbers, 0, list[int]()
         for block, _ in tokens.runs():
-            key = number, block, index if block is None else 0
-            number = known.setdefault(key, len(known) + 1)
+            key = number << _BLOCK_BITS | (block or 0)
+            found = None if block is None else known.get(key)
+            if found is None:
+                self._num_numbers += 1
+                found = self._num_numbers
+                if block is not None:
+                    known[key] = found
+            number = found
             numbers.append(number)
         return SimulatedPrompt(tokens, numbers=tuple(numbers), places=self._places)
 

@@ -68,6 +68,7 @@ def test_traces_of_both_spellings_are_replayed(tmp_path: Path) -> None:
     ("", "has no requests"), ("{", r"\.jsonl:1: needs at_s"), ('{"at_s": 1, "prompt_tokens": 3}', r"\.jsonl:1: needs"),
     ('{"at_s": 1, "prompt_tokens": 0, "output_tokens": 1}', "lengths must be from 1"),
     ('{"at_s": NaN, "prompt_tokens": 1, "output_tokens": 1}', "at_s must be finite"),
+    ('{"at_s": 1, "prompt_tokens": 1, "output_tokens": 1, "hash_ids": [-1]}', "hash_ids must be from 0"),
     ('{"at_s": 1e400, "prompt_tokens": 1, "output_tokens": 1}', "at_s must be finite"),
     ('{"at_s": 2, "prompt_tokens": 1, "output_tokens": 1}\n{"at_s": 1, "prompt_tokens": 1, "output_tokens": 1}',
      "not in order of time")])
