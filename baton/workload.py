@@ -19,6 +19,7 @@ from baton.values import ModelInfo, Query, Sampling, Stop
 from runtime.errors import ConfigError
 
 MAX_LENGTH = 1 << 20
+MAX_BLOCK = (1 << 64) - 1
 
 
 class Process(StrEnum):
@@ -146,7 +147,22 @@ def _trace_line(line: str, where: str, speed: float) -> Planned:
     if not 0 <= at_s < math.inf or not 1 <= prompt <= MAX_LENGTH or not 1 <= output <= MAX_LENGTH:
         raise ConfigError(f"{where}: at_s must be finite and not negative, lengths must be from 1 to {MAX_LENGTH}",
                           field="trace")
+    if any(not 0 <= block <= MAX_BLOCK for block in blocks):
+        raise ConfigError(f"{where}: hash_ids must be from 0 to {MAX_BLOCK}", field="trace")
     return Planned(at_s / speed, prompt, output, blocks)
+
+
+def superposed(planned: Sequence[Planned], copies: int, *, seed: int) -> list[Planned]:
+    """A load in order of time, so many times at once: as many users with as much to ask, each copy with blocks of its
+    own and beginning somewhere else in the load, so that bursts do not meet. Its length and the first copy stay."""
+    rng, end_s = random.Random(seed), max((item.at_s for item in planned), default=0.0)
+    step = 1 + max((block for item in planned for block in item.blocks), default=0)
+    together = list(planned)
+    for copy in range(1, copies):
+        later_s = rng.uniform(0.0, end_s)
+        together += [replace(item, at_s=(item.at_s + later_s) % end_s if end_s else 0.0,
+                             blocks=tuple(block + copy * step for block in item.blocks)) for item in planned]
+    return sorted(together, key=lambda item: item.at_s)
 
 
 def make_queries(info: ModelInfo, planned: Sequence[Planned], *, seed: int) -> list[Query]:

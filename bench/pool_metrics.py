@@ -56,10 +56,11 @@ def scrape(port: int) -> Figures:
 async def decode_ports(cluster: LocalCluster) -> PoolPorts:
     """Of the first decode pool of a cluster that is up."""
     names = [name for name in cluster.processes if name.partition(".")[0] == "decode-0"]
-    return PoolPorts(tuple([await _port(cluster, name) for name in sorted(names)]))
+    return PoolPorts(tuple([await port_of(cluster, name) for name in sorted(names)]))
 
 
-async def _port(cluster: LocalCluster, name: str) -> int:
+async def port_of(cluster: LocalCluster, name: str) -> int:
+    """Where a process of the cluster serves metrics."""
     port = (await cluster.processes[name].announced(timeout_s=10)).metrics_port
     assert port is not None, "workers serve metrics"
     return port

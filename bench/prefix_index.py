@@ -38,8 +38,7 @@ def taken_s(work: Callable[[], object]) -> float:
 
 def rebuild_s(num_entries: int) -> float:
     journal, rng = PointJournal(), random.Random(0)
-    for _ in range(num_entries):
-        journal.stored([rng.randbytes(16)])
+    journal.follow({rng.randbytes(16) for _ in range(num_entries)})
     with journal.watch() as watcher:
         wire = [report.SerializeToString() for report in watcher.take()]
     index = PrefixIndex()

@@ -133,10 +133,11 @@ class PromptCache(PrefixCache):
         self.metrics.queried.inc(len(entry.request.prompt_token_ids))
         self.metrics.matched.inc(found.num_tokens)
         self.metrics.reused.inc(found.num_tokens)
-        points = [self._num_blocks(count) for count in found.snapshot_tokens] if self.rule.has_states else (
-            range(len(found.page_ids) + 1, len(entry.blocks) + 1))
-        for point in points:
-            self._coming.setdefault(entry.blocks[point - 1], entry)
+        blocks = tuple(entry.blocks[self._num_blocks(count) - 1] for count in found.snapshot_tokens) \
+            if self.rule.has_states else entry.blocks[len(found.page_ids):]
+        if not self._coming.keys().isdisjoint(blocks):
+            blocks = tuple(block for block in blocks if block not in self._coming)
+        self._coming.update(dict.fromkeys(blocks, entry))
 
     def states_of(self, entry: PrefillEntry, end: int, *, num_spare: int) -> StateRow:
         """What the prompt's next row, up to token `end`, does with states: it goes on from the one that was found, and
@@ -168,7 +169,9 @@ class PromptCache(PrefixCache):
 
     def end(self, entry: PrefillEntry) -> None:
         """It computes no more: who waits for it has to do so."""
-        for block in entry.blocks:
+        if not self._coming:
+            return
+        for block in entry.blocks[entry.num_left:]:
             if self._coming.get(block) is entry:
                 del self._coming[block]
 
@@ -178,6 +181,7 @@ class PromptCache(PrefixCache):
 
     def _leave(self, entry: PrefillEntry, page_ids: Sequence[int], count: int, slot_id: int | None = None) -> None:
         self.insert(entry.blocks[:count], page_ids, slot_id)
+        coming = self._coming
         for block in entry.blocks[entry.num_left:count]:  # a long prompt has many chunks, and more blocks
-            self._coming.pop(block, None)
+            coming.pop(block, None)
         entry.num_left = count

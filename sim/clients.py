@@ -2,8 +2,7 @@
 
 import asyncio
 import random
-from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from baton.load import Outcome
@@ -11,12 +10,12 @@ from baton.workload import Planned
 from protos import generation_pb2, types_pb2
 from router.request.validate import AdmissibleRequest, workers_of
 from runtime.errors import BatonError, InternalError, UnavailableError
+from sim.cores import Machine
+from sim.prompts import PromptBook, SimulatedPrompt
 from sim.router import RouterProcess
-from sim.worker import VOCAB_SIZE, Prompts
+from sim.worker import Prompts
 
-BLOCK_TOKENS = 512  # of a trace's blocks
 MAX_ROUTERS = 3  # that a client tries
-_LENGTH_DELIMITED = 2  # how a packed field is on the wire
 
 
 @dataclass
@@ -53,20 +52,25 @@ class Answered:
 class Clients:
     """`ask` sends one request; all of them choose routers by one seed."""
 
-    def __init__(self, routers: Sequence[RouterProcess], rng: random.Random, prompts: Prompts) -> None:
+    def __init__(self, routers: Sequence[RouterProcess], rng: random.Random, prompts: Prompts,
+                 machine: Machine) -> None:
+        self._machine = machine
         self._routers = routers
         self._rng = rng
         self._prompts = prompts
+        self._book = PromptBook()
         self._loop = asyncio.get_running_loop()
         self.answered: list[Answered] = []
 
     async def ask(self, index: int, planned: Planned) -> None:
         """Now. The outcome is noted when it has ended, however it does."""
         began_s, reader, error = self._loop.time(), _Reader(), ""
-        engine = packed_prompt(index, planned)
+        engine, prompt = self._book.request(planned.prompt_tokens), self._book.prompt(index, planned)
         engine.request_id, engine.max_tokens, engine.sampling.seed = f"r{index}", planned.output_tokens, index
         try:
-            await self._resumed(engine, prompt_of(index, planned), reader)
+            self._prompts[engine.request_id] = prompt
+            await self._machine.receive(planned.prompt_tokens)
+            await self._resumed(engine, prompt, reader)
         except BatonError as failure:
             error = failure.reason
         finally:
@@ -79,7 +83,7 @@ class Clients:
             Outcome(times[0] if times else None, times, reader.num_tokens, None, error or None, planned.at_s),
             planned.prompt_tokens, reader.num_cached))
 
-    async def _resumed(self, engine: types_pb2.EngineRequest, prompt_ids: "array[int]", reader: _Reader) -> None:
+    async def _resumed(self, engine: types_pb2.EngineRequest, prompt: SimulatedPrompt, reader: _Reader) -> None:
         for attempt in range(1, MAX_ROUTERS + 1):
             alive = [router for router in self._routers if router.is_up]
             if not alive:
@@ -87,48 +91,13 @@ class Clients:
             router = self._rng.choice(alive)
             resumed = ((1,) * reader.num_tokens,) if reader.num_tokens else ()
             request = AdmissibleRequest(engine, (), wants_text=False, resumed=resumed,
-                                        resumed_from=(reader.workers,) if resumed else (), prompt_ids=prompt_ids)
-            self._prompts[engine.request_id] = request.prompt
+                                        resumed_from=(reader.workers,) if resumed else (), routed=prompt)
             try:
                 async for response in router.answer(request):
+                    if reader.first_s is None:
+                        self._machine.answer(prompt.num_tokens)
                     reader.take(response)
                 return
             except UnavailableError:
                 if router.is_up or attempt == MAX_ROUTERS:
                     raise
-
-
-def prompt_of(index: int, planned: Planned) -> "array[int]":
-    """Token ids: those of a trace's blocks are the same wherever the block is, all others occur once."""
-    prompt = array("I")
-    for token_id, count in _runs(index, planned):
-        prompt += array("I", (token_id,)) * count
-    return prompt
-
-
-def packed_prompt(index: int, planned: Planned) -> types_pb2.EngineRequest:
-    """A request with the tokens of `prompt_of`, and nothing else. It is parsed: to put one token after the other into
-    a message takes eight times as long."""
-    packed = b"".join(_varint(token_id) * count for token_id, count in _runs(index, planned))
-    tag = types_pb2.EngineRequest.PROMPT_TOKEN_IDS_FIELD_NUMBER << 3 | _LENGTH_DELIMITED
-    return types_pb2.EngineRequest.FromString(_varint(tag) + _varint(len(packed)) + packed)
-
-
-def _runs(index: int, planned: Planned) -> Iterator[tuple[int, int]]:
-    """Tokens of a prompt, and how often each of them follows itself."""
-    left = planned.prompt_tokens
-    for block in planned.blocks[:-(-left // BLOCK_TOKENS)]:
-        count = min(left, BLOCK_TOKENS)
-        left -= count
-        yield block + 1, count
-    if left:
-        yield VOCAB_SIZE - 1 - index, left
-
-
-def _varint(number: int) -> bytes:
-    """As messages have it on the wire: seven bits in a byte, the lowest first."""
-    encoded = bytearray()
-    while number > 0x7F:
-        encoded.append(number & 0x7F | 0x80)
-        number >>= 7
-    return bytes((*encoded, number))

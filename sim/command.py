@@ -13,7 +13,7 @@ import typer
 
 from baton.load import Slo
 from baton.load_plot import check_can_plot
-from baton.workload import Arrivals, Lengths, Planned, Process, Shape, plan, read_trace
+from baton.workload import Arrivals, Lengths, Planned, Process, Shape, plan, read_trace, superposed
 from router.workers.policy import Policy
 from runtime.errors import BatonError, ConfigError
 from runtime.log import LogStyle, configure
@@ -56,12 +56,14 @@ class LoadFlags:
              "roughly.")] = None
     trace: Annotated[Path | None, typer.Option(help="Times, lengths and common blocks of this JSONL file.")] = None
     speed: Annotated[float, typer.Option(min=0.001, help="Replay a trace this much faster.")] = 1.0
+    copies: Annotated[int, typer.Option(min=1, help="So many of the trace at once, with prompts of their own.")] = 1
     requests: Annotated[int | None, typer.Option(min=1, help="How many; default: all of the trace, or 1000.")] = None
     rate: Annotated[float, typer.Option(min=0.001, help="Mean arrivals per second, without a trace.")] = 4.0
     arrival: Annotated[Process, typer.Option(help="How arrivals are spread.")] = Process.POISSON
     burst: Annotated[int, typer.Option(min=1, help="Requests per burst, with --arrival burst.")] = 8
     prompt_tokens: Annotated[str, typer.Option(help=_LENGTHS)] = "exponential:4000"
     output_tokens: Annotated[str, typer.Option(help="The same, for what is generated.")] = "exponential:300"
+    slower: Annotated[float, typer.Option(min=0.001, help="Workers take this many times what the costs say.")] = 1.0
     policy: Annotated[Policy, typer.Option(help="How routers choose workers.")] = Policy.PREFIX_CACHE
     slo: Annotated[str, typer.Option(help="What a good request keeps.")] = "ttft=2s,tpot=50ms"
     seed: Annotated[int, typer.Option(help="The same seed gives the same run.")] = 0
@@ -69,12 +71,12 @@ class LoadFlags:
 
     def costs_read(self) -> Costs:
         """Raises ConfigError."""
-        return Costs() if self.costs is None else Costs.read(self.costs)
+        return (Costs() if self.costs is None else Costs.read(self.costs)).times(self.slower)
 
     def planned(self, costs: Costs) -> list[Planned]:
         """What is longer than the context is cut. Raises ConfigError."""
         if self.trace is not None:
-            load = read_trace(self.trace, speed=self.speed)[:self.requests]
+            load = superposed(read_trace(self.trace, speed=self.speed), self.copies, seed=self.seed)[:self.requests]
         else:
             shape = Shape(Lengths.parse(self.prompt_tokens, field="prompt_tokens"),
                           Lengths.parse(self.output_tokens, field="output_tokens"))

@@ -1,6 +1,6 @@
 """What workers and their network take for what they do: the file that `python -m bench.calibrate` writes.
 
-    {"model": {...}, "prefill": {...}, "decode": {...}, "network": {...}, "beside": {...}}
+    {"model": {...}, "prefill": {...}, "decode": {...}, "network": {...}, "machine": {...}}
 
 All times are seconds, all sizes bytes. The defaults are a dense model of 70 billion parameters on nodes of eight H100
 at the rates that public benchmarks show, rounded; they are no measurement.
@@ -30,11 +30,13 @@ class ModelCosts(_Part):
 class PrefillCosts(_Part):
     """A chunk takes `step_s`, `token_s` for each of its tokens, and `pair_s` for each pair of one of its tokens and one
     that this attends to. A pool of several stages has as many chunks under way, each of which takes that for all
-    stages together. With `num_snapshots` a prompt goes on only from where a state was kept."""
+    stages together. `request_s`: what the first chunk of a prompt takes beyond that, for its messages and its way to
+    decode. With `num_slots` a prompt goes on only from where a state was kept."""
 
     step_s: float = Field(default=0.008, ge=0)
     token_s: float = Field(default=7e-5, ge=0)
     pair_s: float = Field(default=1e-9, ge=0)
+    request_s: float = Field(default=0.0, ge=0)
     stages: int = Field(default=1, ge=1)
     chunk_tokens: int = Field(default=2048, ge=1)
     grid: int = Field(default=64, ge=1)
@@ -51,14 +53,15 @@ class PrefillCosts(_Part):
 class DecodeCosts(_Part):
     """All rows of a pool get their next token within `step_s`, `row_s` for each of them and `context_s` for each token
     they attend to. `tokens_per_step`: with drafts, the mean of those accepted and the one drawn. `replay_s` for each
-    token that a request which was set back, or moves here, computes again. `request_s` for each request that comes:
-    what its call and its prompt's arrival take of the core that draws."""
+    token that a request which was set back, or moves here, computes again. `request_s` for each request that comes,
+    and `landed_s` for each token of its prompt: what its call and the arrival take of the core that draws."""
 
     step_s: float = Field(default=0.014, ge=0)
     row_s: float = Field(default=5e-5, ge=0)
     context_s: float = Field(default=1.2e-8, ge=0)
     replay_s: float = Field(default=7e-5, ge=0)
     request_s: float = Field(default=0.0, ge=0)
+    landed_s: float = Field(default=0.0, ge=0)
     tokens_per_step: float = Field(default=1.0, ge=1)
     num_pages: int = Field(default=16_384, ge=1)
     num_slots: int = Field(default=0, ge=0)
@@ -80,14 +83,20 @@ class NetworkCosts(_Part):
     bytes_per_s: float = Field(default=5e10, gt=0)
 
 
-class BesideCosts(_Part):
-    """Of one machine. `prefill` and `decode`: how many times as long workers of a role take while all of the other are
-    busy. `prefill_cores` and `decode_cores`: of how many cores all workers of a role take even shares; 0 is enough."""
+class MachineCosts(_Part):
+    """Of one that all processes of a fleet are on. `cores`: how many it has; 0: every worker has one for itself.
+    `speed`: seconds of work that a core gives in a second, less than 1 where others use it, too. Beside prefill, decode
+    gets `decode_weight` times as much of a core, as a kernel's scheduler favours who has slept. What router and client
+    together take of a core: `request_s` for a request that comes, `prompt_token_s` for each token of its prompt,
+    `round_s` for each round of a decode pool, `token_s` for each token that is drawn there."""
 
-    prefill: float = Field(default=1.0, ge=1)
-    decode: float = Field(default=1.0, ge=1)
-    prefill_cores: int = Field(default=0, ge=0)
-    decode_cores: int = Field(default=0, ge=0)
+    cores: int = Field(default=0, ge=0)
+    speed: float = Field(default=1.0, gt=0)
+    decode_weight: float = Field(default=1.0, gt=0)
+    request_s: float = Field(default=0.0, ge=0)
+    prompt_token_s: float = Field(default=0.0, ge=0)
+    round_s: float = Field(default=0.0, ge=0)
+    token_s: float = Field(default=0.0, ge=0)
 
 
 class Costs(_Part):
@@ -97,7 +106,7 @@ class Costs(_Part):
     prefill: PrefillCosts = PrefillCosts()
     decode: DecodeCosts = DecodeCosts()
     network: NetworkCosts = NetworkCosts()
-    beside: BesideCosts = BesideCosts()
+    machine: MachineCosts = MachineCosts()
 
     @classmethod
     def read(cls, path: Path) -> "Costs":
@@ -110,6 +119,16 @@ class Costs(_Part):
             first = error.errors()[0]
             place = ".".join(map(str, first["loc"]))
             raise ConfigError(f"{path}: {place}: {first['msg']}", field="costs") from None
+
+    def times(self, factor: float) -> "Costs":
+        """Of workers that compute so many times as long, and start as fast."""
+        if factor == 1:
+            return self
+        prefill = {name: getattr(self.prefill, name) * factor for name in ("step_s", "token_s", "pair_s", "request_s")}
+        decode = {name: getattr(self.decode, name) * factor
+                  for name in ("step_s", "row_s", "context_s", "replay_s", "request_s", "landed_s")}
+        return self.model_copy(update={"prefill": self.prefill.model_copy(update=prefill),
+                                       "decode": self.decode.model_copy(update=decode)})
 
     def handoff_bytes(self, num_tokens: int) -> float:
         """Of a prompt."""

@@ -8,9 +8,8 @@ from google.protobuf.message import Message
 
 from pool.prefix.journal import PointJournal
 from protos import decode_pb2, transfer_pb2, types_pb2, worker_pb2
-from runtime.clock import Clock
 from runtime.errors import BatonError, DrainingError
-from sim.cores import SharedCores
+from sim.cores import Alarm, Machine, Processor
 from sim.costs import Costs
 from sim.decode_pool import DecodePool, DrawnRow
 from sim.links import Arrival, Arrivals, Interface
@@ -48,16 +47,15 @@ class DecodeWorker(SimulatedWorker):
 
     role = "decode"
 
-    def __init__(self, address: str, costs: Costs, arrivals: Arrivals, clock: Clock, cores: SharedCores) -> None:
+    def __init__(self, address: str, costs: Costs, arrivals: Arrivals, machine: Machine, processor: Processor) -> None:
         self.interface = Interface(costs.network.bytes_per_s)
         self.num_landed_bytes = 0.0
         self._arrivals = arrivals
-        self._clock = clock
+        self._machine = machine
         self._loop = asyncio.get_running_loop()
         self._num_stays = 0
-        self._timer: asyncio.TimerHandle | None = None
-        super().__init__(address, costs, cores)
-        cores.on_change(self.role, self._paced)
+        self._alarm: Alarm | None = None
+        super().__init__(address, costs, processor)
 
     @property
     def start_s(self) -> float:
@@ -82,21 +80,17 @@ class DecodeWorker(SimulatedWorker):
             self._send_drawn(stay)
         super().die()
 
-    def slow_down(self, slowness: float) -> None:
-        super().slow_down(slowness)
-        self._paced()
-
-    def _paced(self) -> None:
-        """It is slower or faster now, from the next round on."""
-        if self.server.is_up and self.pool.slowness != self.pace:
-            self.pool.change_pace(self.pace, self._clock.now())
-            self._plan()
+    @property
+    def pages_used(self) -> int:
+        """Now."""
+        return self.costs.decode.num_pages - self.pool.pages_free(self.processor.now()) if self.pool.num_held else 0
 
     def _begin(self) -> PointJournal:
-        if self._timer is not None:
-            self._timer.cancel()
-        self.pool = DecodePool(self.costs.decode, self.costs.model.page_size, self.pace)
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self.pool = DecodePool(self.costs.decode, self.costs.model.page_size, self._loop.time)
         self._stays: dict[int, _DecodeStay] = {}
+        self._num_open = 0  # of them, not committed
         return PointJournal()
 
     def _methods(self) -> dict[str, Method]:
@@ -107,12 +101,12 @@ class DecodeWorker(SimulatedWorker):
         return worker_pb2.WorkerInfo(pages_total=mine.num_pages, slots_total=mine.num_slots,
                                      max_running_requests=mine.max_held, max_batch_requests=mine.max_running)
 
-    def _reported(self) -> worker_pb2.WorkerLoad:
+    def _reported(self, *, serving: bool, reason: str) -> worker_pb2.WorkerLoad:
+        pool = self.pool
         return worker_pb2.WorkerLoad(
-            queued_requests=self.pool.num_waiting, running_requests=self.pool.num_held - self.pool.num_waiting,
-            pages_free=self.pool.pages_free(self._clock.now()), slots_free=self.pool.slots_free,
-            open_sessions=sum(not stay.is_committed for stay in self._stays.values()),
-            output_tokens=self.pool.num_drawn)
+            serving=serving, reason=reason, start_s=self.costs.decode.start_s, queued_requests=pool.num_waiting,
+            running_requests=pool.num_held - pool.num_waiting, pages_free=pool.pages_free(self.processor.now()),
+            slots_free=pool.slots_free, open_sessions=self._num_open, output_tokens=pool.num_drawn)
 
     def _serve(self, call: SimulatedCall) -> None:
         end: RouterEnd[decode_pb2.DecodeInput, decode_pb2.DecodeEvent] = RouterEnd(
@@ -148,9 +142,13 @@ class DecodeWorker(SimulatedWorker):
         stay = _DecodeStay(made, row, f"{self.incarnation}/{row.key}", num_tokens=1 + num_again,
                            num_bytes=self.costs.handoff_bytes(num_prompt))
         self._stays[row.key] = stay
+        self._num_open += 1
         self._woken()
-        if self.pool.interrupt(self._clock.now()):
+        takes_s = self.costs.decode.landed_s * num_prompt
+        if self.pool.interrupt(takes_s, self.processor.now()):
             self._plan()
+        else:
+            self.processor.spend(takes_s)
         self._offered(stay)
         return stay
 
@@ -161,7 +159,7 @@ class DecodeWorker(SimulatedWorker):
             case "new_source":
                 self._offered(stay)
             case "first_token":
-                stay.first_token_s = self._clock.now()
+                stay.first_token_s = self._loop.time()
                 self._commit_if_complete(stay)
 
     def _offered(self, stay: _DecodeStay) -> None:
@@ -181,35 +179,37 @@ class DecodeWorker(SimulatedWorker):
     def _commit_if_complete(self, stay: _DecodeStay) -> None:
         if not stay.has_landed or stay.first_token_s is None or stay.row.key not in self._stays:
             return
-        now = self._clock.now()
         stay.is_committed = True
+        self._num_open -= 1
+        self.pool.delay(self.costs.decode.request_s)
         self._arrivals.pop((stay.session_id, stay.epoch), None)
         self._send(stay, decode_pb2.DecodeEvent(committed=decode_pb2.DecodeCommitted(
-            transfer_exposed_s=now - stay.first_token_s, num_bytes=round(stay.num_bytes))))
+            transfer_exposed_s=self._loop.time() - stay.first_token_s, num_bytes=round(stay.num_bytes))))
         if stay.row.left <= 0:
             self._finish(stay)
-            self.pool.release(stay.row, now)
+            self.pool.release(stay.row, self.processor.now())
         else:
-            self.pool.join(stay.row, now)
+            self.pool.join(stay.row, self.processor.now())
         self._plan()
 
     def _advance(self) -> None:
-        for row in self.pool.advance(self._clock.now()):
+        self._alarm = None
+        for row in self.pool.advance(self.processor.now()):
             self._finish(self._stays[row.key])
         self._plan()
 
     def _plan(self) -> None:
         """Look again when the pool's span ends."""
-        self._computes(is_busy=self.pool.span is not None)  # may come back here, where it shares a core
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None
-        if self.pool.span is not None:
-            self._timer = self._loop.call_at(self.pool.span.ends_s, self._advance)
+        span = self.pool.span
+        messages = 0.0 if span is None else self._machine.messages(self.pool.num_running, span.first_s)
+        self.processor.compute(is_computing=span is not None, messages=messages)
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._alarm = None if span is None else self.processor.call_at(span.ends_s, self._advance)
 
     def _finish(self, stay: _DecodeStay) -> None:
         self._send_drawn(stay)
-        row, now = stay.row, self._clock.now()
+        row, now = stay.row, self._loop.time()
         first_s = now if row.first_step_s is None else row.first_step_s
         self._send(stay, decode_pb2.DecodeEvent(finished=decode_pb2.DecodeFinished(
             reason=types_pb2.FINISH_REASON_LENGTH, queue_s=max(0.0, first_s - row.joined_s), decode_s=now - first_s,
@@ -218,7 +218,7 @@ class DecodeWorker(SimulatedWorker):
         del self._stays[row.key]
 
     def _send_drawn(self, stay: _DecodeStay) -> None:
-        count = self.pool.drawn(stay.row, self._clock.now())
+        count = self.pool.drawn(stay.row, self.processor.now())
         if count:
             self._send(stay, decode_pb2.DecodeEvent(tokens=types_pb2.TokenChunk(token_ids=[TOKEN] * count)))
             stay.num_tokens += count
@@ -230,7 +230,8 @@ class DecodeWorker(SimulatedWorker):
     def _release(self, stay: _DecodeStay) -> None:
         if self._stays.pop(stay.row.key, None) is None:
             return
+        self._num_open -= not stay.is_committed
         self._arrivals.pop((stay.session_id, stay.epoch), None)
-        self.pool.release(stay.row, self._clock.now())
+        self.pool.release(stay.row, self.processor.now())
         if self.server.is_up:
             self._plan()

@@ -8,7 +8,7 @@ back; it comes back, and is computed again, before anything new is admitted.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from runtime.errors import CapacityError, InternalError
@@ -69,11 +69,12 @@ class Rounds:
 
 @dataclass
 class DecodePool:
-    """`advance` must be called when `span` ends; what it returns has ended."""
+    """`advance` must be called when `span` ends; what it returns has ended. Spans are in seconds of what it computes
+    with, as the caller gives them; requests remember when they came and began by `clock`."""
 
     costs: DecodeCosts
     page_size: int
-    slowness: float = 1.0
+    clock: Callable[[], float]
     span: Rounds | None = None
     busy_s: float = 0.0
     num_drawn: int = 0
@@ -100,18 +101,22 @@ class DecodePool:
         self._take(row, num_pages)
         self._held[row.key] = row
 
-    def interrupt(self, now_s: float) -> bool:
-        """A request has come: rows that draw wait for what that takes, after the round under way. Returns whether any
-        do."""
-        if not self.costs.request_s or self.span is None:
+    def interrupt(self, takes_s: float, now_s: float) -> bool:
+        """Something else has to be done for so long: rows that draw wait for it, after the round under way. Returns
+        whether any do."""
+        if not takes_s or self.span is None:
             return False
-        self._interruption_s += self.costs.request_s
+        self.delay(takes_s)
         self._change(now_s)
         return True
 
+    def delay(self, takes_s: float) -> None:
+        """Something else has to be done before the next rows begin."""
+        self._interruption_s += takes_s
+
     def join(self, row: DrawnRow, now_s: float) -> None:
         """Its prompt has landed."""
-        row.joined_s = now_s
+        row.joined_s = self.clock()
         self._joining.append(row)
         self._change(now_s)
 
@@ -127,12 +132,6 @@ class DecodePool:
             if row in rows:
                 rows.remove(row)
         self._change(now_s)
-
-    def change_pace(self, slowness: float, now_s: float) -> None:
-        """Everything takes so many times as long, after the round under way."""
-        self.slowness = slowness
-        if self.span is not None:
-            self._change(now_s)
 
     def advance(self, now_s: float) -> list[DrawnRow]:
         """The span is over. Returns the rows that have all their tokens, and are gone."""
@@ -160,6 +159,11 @@ class DecodePool:
         return len(self._held)
 
     @property
+    def num_running(self) -> int:
+        """Of those that it draws for now."""
+        return len(self._running)
+
+    @property
     def num_waiting(self) -> int:
         return len(self._waiting)
 
@@ -183,22 +187,22 @@ class DecodePool:
 
     def _begin(self, now_s: float) -> None:
         """The next span, if there is anything to draw."""
-        again_s = self._readmit() * self.costs.replay_s * self.slowness
+        again_s = self._readmit() * self.costs.replay_s
         self._running += self._joining
         self._joining = []
         while (rounds := self._rounds()) == 0:
             self._set_back(max(self._running, key=lambda row: row.turn))
         if not rounds:
             return
-        again_s += sum(row.again for row in self._running) * self.costs.replay_s * self.slowness
+        again_s += sum(row.again for row in self._running) * self.costs.replay_s
         for row in self._running:
             row.again = 0
-            row.first_step_s = now_s if row.first_step_s is None else row.first_step_s
+            row.first_step_s = self.clock() if row.first_step_s is None else row.first_step_s
         count, context = len(self._running), sum(row.context for row in self._running)
-        again_s += self._interruption_s * self.slowness
+        again_s += self._interruption_s
         self._interruption_s = 0.0
-        first_s = self.costs.round_s(count, context) * self.slowness
-        growth_s = self.costs.context_s * count * self.costs.tokens_per_step * self.slowness
+        first_s = self.costs.round_s(count, context)
+        growth_s = self.costs.context_s * count * self.costs.tokens_per_step
         self.span = Rounds(now_s + again_s, rounds, first_s, growth_s)
         self.busy_s += again_s
 

@@ -73,9 +73,9 @@ async def unleash(fault: Mishap, workers: Mapping[str, SimulatedWorker], routers
             await asyncio.sleep(fault.for_s)
             workers[fault.target].heal()
         case MishapKind.SLOW:
-            workers[fault.target].slow_down(fault.factor)
+            workers[fault.target].processor.slow_down(fault.factor)
             await asyncio.sleep(fault.for_s)
-            workers[fault.target].slow_down(1.0)
+            workers[fault.target].processor.slow_down(1.0)
 
 
 def check_target(fault: Mishap, workers: Mapping[str, SimulatedWorker], routers: Mapping[str, RouterProcess]) -> None:

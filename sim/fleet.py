@@ -12,15 +12,16 @@ from router.request.worker_stream import task_group
 from router.text.model_facts import ModelLimits
 from runtime.errors import InternalError
 from sim.clients import Answered, Clients
-from sim.cores import SharedCores
+from sim.cores import Machine
 from sim.costs import Costs
 from sim.decode import DecodeWorker
 from sim.faults import Mishap, check_target, unleash
 from sim.links import Arrivals
 from sim.prefill import PrefillWorker
+from sim.prompts import VOCAB_SIZE
 from sim.router import RouterOptions, RouterProcess
-from sim.time import LoopClock, run_virtually
-from sim.worker import ARCHITECTURE, VOCAB_SIZE, Prompts, SimulatedWorker
+from sim.time import LoopClock, keep_all, run_virtually
+from sim.worker import ARCHITECTURE, Prompts, SimulatedWorker
 
 WARM_UP_S = 2.0  # from the start of all processes to the first request
 COOL_DOWN_S = 5.0  # from the last request's end until nothing may be left of any
@@ -96,11 +97,13 @@ class Fleet:
         self._clock = LoopClock(self._loop)
         self._began_s = time.perf_counter()
         costs, arrivals, prompts = config.costs, Arrivals(), Prompts()
-        cores = SharedCores(costs.beside, config.num_prefill, config.num_decode)
-        self._prefill = [PrefillWorker(f"prefill-{index}:1", costs, arrivals, prompts, self._clock, cores)
-                         for index in range(config.num_prefill)]
-        self._decode = [DecodeWorker(f"decode-{index}:1", costs, arrivals, self._clock, cores)
-                        for index in range(config.num_decode)]
+        prefill, decode = ([f"{role}-{index}" for index in range(count)] for role, count in (
+            ("prefill", config.num_prefill), ("decode", config.num_decode)))
+        machine = Machine(costs.machine, dict.fromkeys(prefill, "prefill") | dict.fromkeys(decode, "decode"))
+        self._prefill = [PrefillWorker(f"{name}:1", costs, arrivals, prompts, machine.processor(name))
+                         for name in prefill]
+        self._decode = [DecodeWorker(f"{name}:1", costs, arrivals, machine, machine.processor(name))
+                        for name in decode]
         self._workers: list[SimulatedWorker] = [*self._prefill, *self._decode]
         facts = ModelLimits("simulated", ARCHITECTURE, VOCAB_SIZE, costs.model.max_context_tokens,
                             costs.model.num_layers, ())
@@ -109,7 +112,8 @@ class Fleet:
             f"router-{index}": RouterProcess.build(config.router, by_address, costs.network.latency_s, self._clock,
                                                    random.Random(f"{config.seed}/router/{index}"), facts)
             for index in range(config.num_routers)}
-        self._clients = Clients(list(self._routers.values()), random.Random(f"{config.seed}/clients"), prompts)
+        self._clients = Clients(list(self._routers.values()), random.Random(f"{config.seed}/clients"), prompts,
+                                machine)
         self._faults = config.faults
         self._samples: list[FleetState] = []
 
@@ -122,6 +126,7 @@ class Fleet:
             for router in self._routers.values():
                 router.start(beside)
             await asyncio.sleep(WARM_UP_S)
+            keep_all()
             start_s = self._loop.time()
             others = [beside.create_task(self._look(start_s, load[-1].at_s / NUM_SAMPLES)),
                       *(beside.create_task(unleash(fault, by_name, self._routers)) for fault in self._faults)]
@@ -149,7 +154,7 @@ class Fleet:
             now = self._clock.now()
             sources = [worker for worker in self._prefill if worker.was_used]  # of many workers few are
             pools = [worker.pool for worker in self._decode if worker.was_used]
-            pages_used = sum(pool.costs.num_pages - pool.pages_free(now) for pool in pools if pool.num_held)
+            pages_used = sum(worker.pages_used for worker in self._decode if worker.was_used)
             self._samples.append(FleetState(
                 now - start_s, sum(router.services.admission.num_waiting for router in self._routers.values()),
                 sum(worker.queued_tokens for worker in sources), sum(pool.num_held for pool in pools),

@@ -9,6 +9,8 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+_ROUNDING = 1e-9  # of a handoff's bytes
+
 
 @dataclass(eq=False)
 class Interface:
@@ -60,7 +62,7 @@ class Sending:
     def cancel(self) -> None:
         """What has not arrived will not. Idempotent."""
         self.settle()
-        if self._left >= 1:
+        if not self._has_left:
             self.source.num_vain_bytes += self._num_bytes - self._left
         self._left = self._ready = 0.0
         self._leave()
@@ -104,5 +106,10 @@ class Sending:
         """All that was there has left."""
         self._move(self._ready)
         self._leave()
-        if self._left < 1:
+        if self._has_left:
             self._on_arrived()
+
+    @property
+    def _has_left(self) -> bool:
+        """Whether all of it is gone; what is left of a sum of parts is no byte."""
+        return self._left <= _ROUNDING * self._num_bytes

@@ -18,14 +18,13 @@ from pool.request.entry import Failed
 from prefill.prompts import Event, FirstToken, PrefillLimits, Started
 from prefill.scheduler import PrefillScheduler
 from protos import prefill_pb2, transfer_pb2, types_pb2, worker_pb2
-from runtime.clock import Clock
-from runtime.digests import block_names
 from runtime.errors import BatonError, DrainingError
-from sim.cores import SharedCores
+from sim.cores import Processor
 from sim.costs import Costs
 from sim.links import Arrivals, Interface, Sending
 from sim.network import Method, SimulatedCall
 from sim.requests import RouterEnd, SimulatedRequest
+from sim.time import LoopClock
 from sim.worker import COMPATIBILITY, Prompts, SimulatedWorker
 
 FIRST_TOKEN = 1  # of every answer, whoever draws it
@@ -59,14 +58,13 @@ class PrefillWorker(SimulatedWorker):
 
     role = "prefill"
 
-    def __init__(self, address: str, costs: Costs, arrivals: Arrivals, prompts: Prompts, clock: Clock,
-                 cores: SharedCores) -> None:
+    def __init__(self, address: str, costs: Costs, arrivals: Arrivals, prompts: Prompts, processor: Processor) -> None:
         self.interface = Interface(costs.network.bytes_per_s)
         self._arrivals = arrivals
         self._prompts = prompts
-        self._clock = clock
-        self._loop = asyncio.get_running_loop()
-        super().__init__(address, costs, cores)
+        self._clock = LoopClock(asyncio.get_running_loop())
+        self._due_s = 0.0  # for requests that began, with the next chunk
+        super().__init__(address, costs, processor)
 
     @property
     def start_s(self) -> float:
@@ -115,10 +113,11 @@ class PrefillWorker(SimulatedWorker):
                                      max_running_requests=mine.max_running, max_batch_requests=mine.max_running,
                                      max_queued_requests=mine.max_queued)
 
-    def _reported(self) -> worker_pb2.WorkerLoad:
+    def _reported(self, *, serving: bool, reason: str) -> worker_pb2.WorkerLoad:
         load = self._scheduler.load()
         return worker_pb2.WorkerLoad(
-            queued_requests=load.queued_requests, queued_tokens=load.queued_tokens, pages_free=load.pages_free,
+            serving=serving, reason=reason, start_s=self.costs.prefill.start_s, queued_requests=load.queued_requests,
+            queued_tokens=load.queued_tokens, pages_free=load.pages_free,
             running_requests=load.running_requests, slots_free=load.slots_free, prompt_tokens=self.num_tokens)
 
     def _serve(self, call: SimulatedCall) -> None:
@@ -149,7 +148,7 @@ class PrefillWorker(SimulatedWorker):
 
     def _submit(self, stay: _PrefillStay, message: types_pb2.EngineRequest) -> None:
         stay.num_tokens = len(message.prompt_token_ids)
-        request = Request(message.request_id, (0,) * stay.num_tokens, message.max_tokens, priority=message.priority)
+        request = Request(message.request_id, range(stay.num_tokens), message.max_tokens, priority=message.priority)
         try:
             if self._is_draining:
                 raise DrainingError("the prefill worker drains")
@@ -163,14 +162,15 @@ class PrefillWorker(SimulatedWorker):
         self._launch()
 
     def _blocks_of(self, message: types_pb2.EngineRequest) -> tuple[bytes, ...]:
-        page_size, prompt = self.costs.model.page_size, self._prompts.get(message.request_id)
-        known = () if prompt is None else prompt.block_names(page_size, COMPATIBILITY)  # but for the last token's
-        return block_names(message.prompt_token_ids, page_size, compatibility=COMPATIBILITY, known=known)
+        """None of a request that nobody waits for any more."""
+        prompt = self._prompts.get(message.request_id)
+        return () if prompt is None else prompt.page_names(self.costs.model.page_size)
 
     def _happened(self, stay: _PrefillStay, event: Event) -> None:
         match event:
             case Started():
                 stay.computed = event.num_cached
+                self._due_s += self.costs.prefill.request_s
                 terms = transfer_pb2.SourceTerms(compatibility=COMPATIBILITY, num_tokens=stay.num_tokens,
                                                  page_size=self.costs.model.page_size)
                 stay.request.send(prefill_pb2.PrefillEvent(started=prefill_pb2.PrefillStarted(
@@ -208,21 +208,22 @@ class PrefillWorker(SimulatedWorker):
         """Chunks, as long as a stage waits for one."""
         while self._num_in_flight < self.costs.prefill.stages:
             batch = self._scheduler.next_batch()
-            self._computes(is_busy=batch is not None or self._num_in_flight > 0)
+            self.processor.compute(is_computing=batch is not None or self._num_in_flight > 0)
             if batch is None:
                 return
             self._num_in_flight += 1
             began_s, ends_s = self._passes(batch)
-            self._loop.call_at((began_s + ends_s) / 2, self._half_computed, batch, self._num_starts)
-            self._loop.call_at(ends_s, self._computed, batch, self._num_starts)
+            self.processor.call_at((began_s + ends_s) / 2, self._half_computed, batch, self._num_starts)
+            self.processor.call_at(ends_s, self._computed, batch, self._num_starts)
 
     def _passes(self, batch: ForwardBatch) -> tuple[float, float]:
-        """When a chunk begins on the first stage and leaves the last."""
+        """When a chunk begins on the first stage and leaves the last, by the processor's time."""
         mine, lengths = self.costs.prefill, list(zip(batch.query_lens, batch.context_lens, strict=True))
         pairs = sum(count * (context + (count + 1) / 2) for count, context in lengths)
-        stage_s = mine.chunk_s(sum(batch.query_lens), pairs) * self.pace / mine.stages
+        stage_s = (mine.chunk_s(sum(batch.query_lens), pairs) + self._due_s) / mine.stages
+        self._due_s = 0.0
         self.busy_s += stage_s
-        at_s = began_s = max(self._clock.now(), self._stage_free_s[0])
+        at_s = began_s = max(self.processor.now(), self._stage_free_s[0])
         for stage, free_s in enumerate(self._stage_free_s):
             at_s = self._stage_free_s[stage] = max(at_s, free_s) + stage_s
         return began_s, at_s

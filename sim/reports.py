@@ -125,8 +125,8 @@ class _Watch:
     def _report(self) -> None:
         """What is new; if nothing is, and nothing will be until it is woken, no other is due."""
         assert self._cache is not None
-        worker = self._worker
-        news = [worker_pb2.WatchResponse(cache=report) for report in self._cache.take()]
+        worker, reports = self._worker, self._cache.take()
+        news = [worker_pb2.WatchResponse(cache=report) for report in reports] if reports else ()
         load = worker.load()
         load.cache_reports = self._cache.num_reports
         self._timer = None
@@ -148,7 +148,8 @@ class _Watch:
 
     def _loaded(self, news: Sequence[worker_pb2.WatchResponse], load: worker_pb2.WorkerLoad) -> None:
         """As `_arrive` of what is new and of a load, which is not put into a message of its own."""
-        self._arrive(news)
+        if news:
+            self._arrive(news)
         if not self.ended.done() and (problem := apply_load(self._reader, load)):
             self._end(problem)
 

@@ -19,7 +19,7 @@ from runtime.errors import InternalError
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
-COLLECTION = 50_000, 20, 50  # objects of each generation between two looks for garbage
+COLLECTION = 50_000, 10, 2  # objects of each generation between two looks for garbage
 _SPARE_TIMERS = 1024  # cancelled ones that may stay in the heap, beside as many as are not
 
 
@@ -80,7 +80,9 @@ class VirtualLoop(asyncio.BaseEventLoop):
 
     def call_later(self, delay: float, callback: Callable[[*Ts], object], *args: *Ts,
                    context: Context | None = None) -> asyncio.TimerHandle:
-        return self.call_at(self._now_s + delay, callback, *args, context=context)
+        due = _Due(self._now_s + delay, callback, args, self, context)
+        heapq.heappush(self._timers, (due.when(), next(self._serial), due))
+        return due
 
     def call_at(self, when: float, callback: Callable[[*Ts], object], *args: *Ts,
                 context: Context | None = None) -> asyncio.TimerHandle:
@@ -99,9 +101,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
         soon = self._soon
         try:
             while not self._is_stopping:
-                due = soon.popleft() if soon else self._next_timer()
-                if due.is_cancelled:
-                    continue
+                if soon:
+                    due = soon.popleft()
+                    if due.is_cancelled:
+                        continue
+                else:
+                    due = self._next_timer()
                 if due.context is None:
                     due.callback(*due.arguments)
                 else:
@@ -116,10 +121,12 @@ class VirtualLoop(asyncio.BaseEventLoop):
             self._timers = [each for each in self._timers if not each[2].is_cancelled]
             heapq.heapify(self._timers)
             self.num_cancelled = 0
-        while self._timers:
-            when_s, _, due = heapq.heappop(self._timers)
+        timers, pop = self._timers, heapq.heappop
+        while timers:
+            when_s, _, due = pop(timers)
             if not due.is_cancelled:
-                self._now_s = max(self._now_s, when_s)
+                if when_s > self._now_s:
+                    self._now_s = when_s
                 return due
             self.num_cancelled -= 1
         raise InternalError("the simulation waits for something that will never happen")
@@ -142,6 +149,14 @@ def run_virtually(work: Coroutine[Any, Any, T]) -> T:
         return runner.run(work)
 
 
+def keep_all() -> None:
+    """What there is now stays to the end of the run, and need not be looked through for the garbage of requests, each
+    of which is a circle that holds its prompt. The second look counts what is left, by which Python reckons when the
+    next one is worth it."""
+    gc.freeze()
+    gc.collect()
+
+
 @contextmanager
 def _seldom_collected() -> Iterator[None]:
     """What a fleet has stays: to look through it for garbage as often as Python does takes a fifth of a run."""
@@ -150,4 +165,5 @@ def _seldom_collected() -> Iterator[None]:
     try:
         yield
     finally:
+        gc.unfreeze()
         gc.set_threshold(*before)

@@ -5,18 +5,17 @@ from typing import Protocol
 
 from pool.prefix.journal import PointJournal
 from protos import worker_pb2
-from router.workers.prefix_index import RoutedPrompt
 from runtime.version import WIRE_VERSION
-from sim.cores import SharedCores
+from sim.cores import Processor
 from sim.costs import Costs
 from sim.network import Method, Server
+from sim.prompts import VOCAB_SIZE, SimulatedPrompt
 
 COMPATIBILITY = "simulated"
 ARCHITECTURE = "Simulated"
-VOCAB_SIZE = 1 << 28
 
-Prompts = dict[str, RoutedPrompt]
-"""Of all requests under way, by their ids. Workers name the blocks of a prompt as its router does: once will do."""
+Prompts = dict[str, SimulatedPrompt]
+"""Of all requests under way, by their ids."""
 
 
 class Watcher(Protocol):
@@ -40,12 +39,10 @@ class SimulatedWorker(ABC):
 
     role = ""
 
-    def __init__(self, address: str, costs: Costs, cores: SharedCores) -> None:
+    def __init__(self, address: str, costs: Costs, processor: Processor) -> None:
         self.address = address
         self.costs = costs
-        self._cores = cores
-        self._is_busy = False
-        self.slowness = 1.0  # everything takes so many times as long
+        self.processor = processor
         self.busy_s = 0.0  # it computed so far
         self.num_tokens = 0  # computed or drawn so far
         self.was_used = False  # it got a request, ever
@@ -64,7 +61,7 @@ class SimulatedWorker(ABC):
 
     def die(self) -> None:
         """At once."""
-        self._computes(is_busy=False)
+        self.processor.compute(is_computing=False)
         self.server.die()
         for watcher in tuple(self.watchers):
             watcher.died()
@@ -86,21 +83,6 @@ class SimulatedWorker(ABC):
         self._is_draining = True
         for watcher in self.watchers:
             watcher.changed()
-
-    def slow_down(self, slowness: float) -> None:
-        """From now on."""
-        self.slowness = slowness
-
-    @property
-    def pace(self) -> float:
-        """How many times as long it takes now, for a fault and for others on its cores."""
-        return self.slowness * self._cores.slowness(self.role)
-
-    def _computes(self, *, is_busy: bool) -> None:
-        """Whether it does, from now on."""
-        if is_busy != self._is_busy:
-            self._is_busy = is_busy
-            self._cores.busy(self.role, is_busy=is_busy)
 
     @property
     def incarnation(self) -> str:
@@ -133,8 +115,8 @@ class SimulatedWorker(ABC):
         """What differs between roles."""
 
     @abstractmethod
-    def _reported(self) -> worker_pb2.WorkerLoad:
-        """What differs between roles."""
+    def _reported(self, *, serving: bool, reason: str) -> worker_pb2.WorkerLoad:
+        """All of a load. It is made with what it says: that takes half as long as to set one field after the other."""
 
     def _woken(self) -> None:
         self.was_used = True
@@ -152,7 +134,4 @@ class SimulatedWorker(ABC):
 
     def load(self) -> worker_pb2.WorkerLoad:
         """At this moment."""
-        load = self._reported()
-        load.serving, load.reason = not self._is_draining, "draining" if self._is_draining else ""
-        load.start_s = self.start_s
-        return load
+        return self._reported(serving=not self._is_draining, reason="draining" if self._is_draining else "")

@@ -1,5 +1,6 @@
 """A generation request on the device side: token ids in, token ids out, every default resolved."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
@@ -40,7 +41,7 @@ class Request:
     """One request. `stop_token_ids` includes the model's end-of-sequence ids unless the client ignores them."""
 
     request_id: str
-    prompt_token_ids: tuple[int, ...]
+    prompt_token_ids: Sequence[int]
     max_tokens: int
     sampling: SamplingParams = SamplingParams()
     min_tokens: int = 0

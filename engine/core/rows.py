@@ -97,7 +97,7 @@ def sampling_row(request: Request, output_token_ids: Sequence[int], *, key: int 
     if request.needs_output:
         opening = None
         if known is None:
-            prompt = request.prompt_token_ids if request.sampling.needs_history else ()
+            prompt = tuple(request.prompt_token_ids) if request.sampling.needs_history else ()
             opening = OutputOpening(prompt, request.grammar)
         output = OutputRow(key, known or 0, tuple(output_token_ids[known or 0:]), opening, is_only)
     return SamplingRow(request.sampling, position, request.num_top_logprobs, banned, banned_before, output)
@@ -107,7 +107,7 @@ def scoring_row(request: Request, start: int, end: int) -> ScoringRow | None:
     """How the prompt tokens `start` to `end` are scored against those after them; None if it was not requested."""
     if request.num_prompt_logprobs is None:
         return None
-    return ScoringRow(request.prompt_token_ids[start + 1:end + 1], request.num_prompt_logprobs)
+    return ScoringRow(tuple(request.prompt_token_ids[start + 1:end + 1]), request.num_prompt_logprobs)
 
 
 def chunk_end(context_len: int, total: int, budget: int, grid: int) -> int:

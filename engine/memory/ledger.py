@@ -7,12 +7,13 @@ is given up for a lease that finds too few ids free. A ledger belongs to one thr
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from itertools import compress
 from typing import Protocol
 
 from runtime.errors import CapacityError, InternalError
 
-Evict = Callable[[int], Iterable[int]]
+Evict = Callable[[int], Collection[int]]
 """Chooses so many of the cached ids, or more, that are worth least. They are free afterwards."""
 
 
@@ -40,7 +41,8 @@ class Ledger:
         self._free = FreeRuns(1, num_ids)
         self._leases: dict[Holder, None] = {}  # in the order they began
         self._holders: Counter[int] = Counter()  # leases per id
-        self._kept: set[int] = set()
+        self._kept = bytearray(num_ids)  # 1 for each id that a cache holds
+        self._num_kept = 0
         self._num_cached = 0
         self._evict: Evict = lambda count: ()
 
@@ -66,9 +68,14 @@ class Ledger:
     def free_ids(self) -> list[int]:
         return list(self._free)
 
+    @property
+    def num_kept(self) -> int:
+        """Ids that a cache holds, under lease or not."""
+        return self._num_kept
+
     def kept_ids(self) -> set[int]:
         """Those a cache holds, under lease or not."""
-        return set(self._kept)
+        return set(compress(range(self.num_ids), self._kept))
 
     def is_leased(self, item: int) -> bool:
         return self._holders[item] > 0
@@ -105,9 +112,9 @@ class Ledger:
             InternalError: an id is not kept.
         """
         for item in ids:
-            if item not in self._kept:
+            if not self._is_kept(item):
                 raise InternalError(f"{owner} shares {self.name} {item}, which no cache keeps")
-        self._num_cached -= sum(not self.is_leased(item) for item in ids)
+        self._num_cached -= len(ids) - sum(map(self._holders.__contains__, ids))
         self._holders.update(ids)
 
     def give_back(self, ids: Iterable[int]) -> None:
@@ -119,7 +126,7 @@ class Ledger:
                 holders[item] = left
                 continue
             holders.pop(item)
-            if item in kept:
+            if kept[item]:
                 self._num_cached += 1
             else:
                 free.append(item)
@@ -129,7 +136,7 @@ class Ledger:
         """`evict` is asked when ids are missing. A ledger has one cache at most."""
         self._evict = evict
 
-    def keep(self, ids: Iterable[int]) -> None:
+    def keep(self, ids: Collection[int]) -> None:
         """A cache holds these ids from now on, whose content is final.
 
         Raises:
@@ -137,24 +144,29 @@ class Ledger:
         """
         holders, kept = self._holders, self._kept
         for item in ids:
-            if item in kept or not holders[item]:
+            if item not in holders or kept[item]:
                 raise InternalError(f"{self.name} {item} cannot be kept: it is "
-                                    f"{'kept already' if item in kept else 'under no lease'}")
-            kept.add(item)
+                                    f"{'kept already' if item in holders else 'under no lease'}")
+            kept[item] = 1
+        self._num_kept += len(ids)
 
-    def let_go(self, ids: Iterable[int]) -> None:
+    def let_go(self, ids: Collection[int]) -> None:
         """The cache holds these no longer; those under no lease are free.
 
         Raises:
             InternalError: an id is not kept.
         """
         for item in ids:
-            if item not in self._kept:
+            if not self._is_kept(item):
                 raise InternalError(f"{self.name} {item} is let go of, but was never kept")
-            self._kept.remove(item)
-            if not self.is_leased(item):
-                self._num_cached -= 1
-                self._free.add([item])
+            self._kept[item] = 0
+        self._num_kept -= len(ids)
+        free = [item for item in ids if item not in self._holders]
+        self._num_cached -= len(free)
+        self._free.add(free)
+
+    def _is_kept(self, item: int) -> bool:
+        return 0 <= item < self.num_ids and self._kept[item] > 0
 
     def opened(self, lease: Holder) -> None:
         self._leases[lease] = None
@@ -200,8 +212,15 @@ class FreeRuns:
         Raises:
             InternalError: an id is free already.
         """
-        for item in ids:
-            self._add(item)
+        start = end = -1
+        for item in sorted(ids):  # what was leased or given up together lies together mostly
+            if item != end:
+                if item < end:
+                    raise InternalError(f"id {item} is free already")
+                self._add(start, end)
+                start = item
+            end = item + 1
+        self._add(start, end)
 
     def _continue_run(self, after: int, count: int) -> list[int]:
         at = bisect_left(self._starts, after + 1)
@@ -228,20 +247,25 @@ class FreeRuns:
         self._count -= end - start
         return list(range(start, end))
 
-    def _add(self, item: int) -> None:
-        if item in self:
-            raise InternalError(f"id {item} is free already")
-        at = bisect_right(self._starts, item)
-        joins_left = at > 0 and self._ends[at - 1] == item
-        joins_right = at < len(self._starts) and self._starts[at] == item + 1
+    def _add(self, start: int, end: int) -> None:
+        """A run of ids, which may be empty."""
+        if start == end:
+            return
+        at = bisect_right(self._starts, start)
+        if at > 0 and self._ends[at - 1] > start:
+            raise InternalError(f"id {start} is free already")
+        if at < len(self._starts) and self._starts[at] < end:
+            raise InternalError(f"id {self._starts[at]} is free already")
+        self._count += end - start
+        joins_left = at > 0 and self._ends[at - 1] == start
+        joins_right = at < len(self._starts) and self._starts[at] == end
         if joins_left and joins_right:
             self._ends[at - 1] = self._ends[at]
             del self._starts[at], self._ends[at]
         elif joins_left:
-            self._ends[at - 1] = item + 1
+            self._ends[at - 1] = end
         elif joins_right:
-            self._starts[at] = item
+            self._starts[at] = start
         else:
-            self._starts.insert(at, item)
-            self._ends.insert(at, item + 1)
-        self._count += 1
+            self._starts.insert(at, start)
+            self._ends.insert(at, end)

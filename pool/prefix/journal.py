@@ -13,30 +13,46 @@ MAX_NAMES = 16384  # in one report
 
 
 class PointJournal:
-    """Of one cache, or of those of a pool's data ranks: a point is there as long as one of them has it. Any thread."""
+    """Of one cache, or of those of a pool's data ranks: a point is there as long as one of them has it. Any thread, but
+    for changes, which are those of one."""
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._points: dict[bytes, int] = {}  # how many caches have it
+        self._caches: list[Collection[bytes]] = []
         self._watchers: list[PointWatcher] = []
 
-    def stored(self, names: Sequence[bytes]) -> None:
-        with self._lock:
-            for name in names:
-                self._points[name] = self._points.get(name, 0) + 1
-            self._note(names, is_stored=True)
+    def follow(self, points: Collection[bytes]) -> None:
+        """A cache's points: a dictionary or a set, which it changes and then notes what has changed."""
+        self._caches.append(points)
 
-    def removed(self, name: bytes) -> None:
-        with self._lock:
-            left = self._points.pop(name, 1) - 1
-            if left:
-                self._points[name] = left
-            else:
-                self._note((name,), is_stored=False)
+    def stored(self, names: Sequence[bytes]) -> None:
+        """They are in a cache now."""
+        if self._watchers:
+            with self._lock:
+                self._note(names, is_stored=True)
+
+    def removed(self, names: Sequence[bytes]) -> None:
+        """They are not in one of them any more."""
+        if self._watchers:
+            if len(self._caches) > 1:
+                names = [name for name in names if not any(name in points for points in self._caches)]
+            with self._lock:
+                self._note(names, is_stored=False)
+
+    def points(self) -> Collection[bytes]:
+        """All of them, as they are now: a list is made of a dictionary or a set at once, whatever other threads do."""
+        if len(self._caches) == 1:
+            return list(self._caches[0])
+        return dict.fromkeys(name for points in self._caches for name in list(points))
+
+    @property
+    def num_points(self) -> int:
+        """At most; what several have counts for each."""
+        return sum(map(len, self._caches))
 
     @contextmanager
     def watch(self) -> "Iterator[PointWatcher]":
-        watcher = PointWatcher(self._points, self._lock)
+        watcher = PointWatcher(self, self._lock)
         with self._lock:
             self._watchers.append(watcher)
         try:
@@ -54,29 +70,35 @@ class PointWatcher:
     """What one watcher has not been sent yet: of each point its latest state only, and the whole account once that is
     shorter."""
 
-    def __init__(self, points: Collection[bytes], lock: Lock) -> None:
-        self._points = points
+    def __init__(self, journal: PointJournal, lock: Lock) -> None:
+        self._journal = journal
         self._lock = lock
-        self._changed: dict[bytes, bool] | None = None  # whether it is there; None: a whole account is due
+        self._is_due = True  # a whole account
+        self._stored: dict[bytes, None] = {}
+        self._removed: dict[bytes, None] = {}
         self.num_reports = 0
 
     def note(self, names: Sequence[bytes], *, is_stored: bool) -> None:
         """The journal, under its lock."""
-        if self._changed is None:
+        if self._is_due:
             return
-        self._changed.update(dict.fromkeys(names, is_stored))
-        if len(self._changed) > len(self._points) + MAX_NAMES:
-            self._changed = None
+        now, before = (self._stored, self._removed) if is_stored else (self._removed, self._stored)
+        if not before.keys().isdisjoint(names):
+            for name in names:
+                before.pop(name, None)
+        now.update(dict.fromkeys(names))
+        if len(now) + len(before) > self._journal.num_points + MAX_NAMES:
+            self._is_due = True
 
     def take(self) -> list[worker_pb2.CacheReport]:
         """Everything that was not reported yet, in order; empty when nothing changed."""
+        if not (self._stored or self._removed or self._is_due):
+            return []  # as most reports
         with self._lock:
-            if self._changed is not None and not self._changed:
-                return []  # as most reports
-            is_whole, changed = self._changed is None, self._changed
-            stored = list(self._points) if changed is None else [name for name, is_there in changed.items() if is_there]
-            removed = [name for name, is_there in changed.items() if not is_there] if changed else []
-            self._changed = {}
+            is_whole, self._is_due = self._is_due, False
+            stored = list(self._journal.points() if is_whole else self._stored)
+            removed = [] if is_whole else list(self._removed)
+            self._stored, self._removed = {}, {}
         empties = is_whole and self.num_reports > 0  # a new watcher expects nothing anyway
         firsts = range(0, max(len(stored), len(removed), int(empties)), MAX_NAMES)
         reports = [worker_pb2.CacheReport(number=number, whole=is_whole and not first,

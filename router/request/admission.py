@@ -203,7 +203,7 @@ class Admission:
             self._metrics.refused.labels(Cause.DEADLINE).inc()
             raise DeadlineError(f"prefill of {num_tokens} tokens takes at least {least_s:.2g} s; the deadline "
                                 f"leaves {max(left_s, 0.0):.2g} s")
-        return Demand(self._work_of(request, num_tokens), ends_at_s, request.engine.priority)
+        return Demand(self._work_of(request, num_tokens), ends_at_s, request.engine.priority, request.prompt.num_tokens)
 
     def _enter(self, request: AdmissibleRequest, demand: Demand) -> Waiter[_Held]:
         held = _Held(request, asyncio.get_running_loop().create_future())
@@ -265,14 +265,10 @@ class Admission:
         # workers are away, but not those of smaller ones.
         passed_by, too_large = math.inf, math.inf
         for waiter in self._line:
-            request = waiter.item.request
-            num_tokens = len(request.engine.prompt_token_ids)
-            if self._is_orphan(request):
-                self._line.leave(waiter)
-                self._metrics.dropped.labels(Cause.WORKERS).inc()
-                self._fail(waiter, self._no_heirs())
-                continue
-            if num_tokens * SHORT_RATIO > passed_by or request.context_tokens >= too_large:
+            if self._line.shortest * SHORT_RATIO > passed_by:
+                break  # as nearly always where one is passed by: nobody else needs to be looked at
+            request, num_tokens = waiter.item.request, waiter.demand.num_tokens
+            if num_tokens * SHORT_RATIO > passed_by or request.context_tokens >= too_large or self._is_orphan(request):
                 continue
             rates = rates or self._rates()
             if self._drop_if_hopeless(waiter, rates):
@@ -324,13 +320,18 @@ class Admission:
             waiter.item.placed.set_result(pair)
 
     def _sweep(self) -> None:
-        """Fail those whose time does not suffice any more: they cost nothing yet."""
+        """Fail those whose time does not suffice any more, and those whose workers are gone: they cost nothing yet."""
         now_s = self._clock.now()
         if now_s - self._swept_s < SWEEP_S:
             return
         self._swept_s = now_s
         for waiter, refusal in self._line.drop_hopeless(self._rates(), now_s):
             self._fail(waiter, self._dropped(waiter.item.request, refusal))
+        for waiter in self._line:
+            if self._is_orphan(waiter.item.request):
+                self._line.leave(waiter)
+                self._metrics.dropped.labels(Cause.WORKERS).inc()
+                self._fail(waiter, self._no_heirs())
 
     def _drop_if_hopeless(self, waiter: Waiter[_Held], rates: Rates) -> bool:
         """Whether the one whose turn it is has been failed instead."""

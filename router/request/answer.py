@@ -40,18 +40,18 @@ class Output:
 
     def add(self, tokens: types_pb2.TokenChunk) -> generation_pb2.GenerateResponse:
         """The chunk to send. If a stop string matched, it ends with the token that completed it."""
-        text, used = "", 0
-        for token_id in tokens.token_ids:
-            used += 1
-            self.num_tokens += 1
-            text += self._text_of(token_id)
-            if self.stop_string is not None:
-                break
         response = generation_pb2.GenerateResponse()
         chunk = response.chunk  # filled in place: a message that is put into another one is copied
-        chunk.token_ids.extend(tokens.token_ids[:used])
-        chunk.text = text
-        if tokens.logprobs:
+        used = len(tokens.token_ids)
+        if self._text is None:
+            self.num_tokens += used
+        else:
+            chunk.text, used = self._text_of(tokens.token_ids)
+        if used == len(tokens.token_ids):
+            chunk.token_ids.MergeFrom(tokens.token_ids)
+            chunk.logprobs.MergeFrom(tokens.logprobs)
+        else:
+            chunk.token_ids.extend(tokens.token_ids[:used])
             chunk.logprobs.extend(tokens.logprobs[:used])
         self._count_into(chunk.usage)
         return response
@@ -82,7 +82,18 @@ class Output:
         usage.prompt_tokens, usage.completion_tokens = self._num_prompt_tokens, self.num_tokens
         usage.cached_tokens = self.num_cached_tokens
 
-    def _text_of(self, token_id: int) -> str:
+    def _text_of(self, token_ids: Iterable[int]) -> tuple[str, int]:
+        """Counts them; their text, and how many of them there are up to the end of a stop string."""
+        text, used = "", 0
+        for token_id in token_ids:
+            used += 1
+            self.num_tokens += 1
+            text += self._text_of_one(token_id)
+            if self.stop_string is not None:
+                break
+        return text, used
+
+    def _text_of_one(self, token_id: int) -> str:
         # A stop token can only be drawn as the last one; like a stop string, it is not part of the text.
         if self._text is None or token_id in self._stop_token_ids:
             return ""

@@ -2,7 +2,7 @@
 
 `Timeline`: when things happened to one request, as the router saw them, and how long they took by the workers' reports.
 `Outlook`: estimates from rates that were measured (prompt tokens per second and time between tokens of each pool,
-`router.workers.policy`), how long answers become, and how far such estimates have been wrong. Nothing is refused on a
+`router.workers.pace`), how long answers become, and how far such estimates have been wrong. Nothing is refused on a
 guess: what was not measured lately counts as no time at all.
 """
 
@@ -121,6 +121,14 @@ class TokenWork:
     prompt_tokens: float = 0.0
     output_tokens: float = 0.0
 
+    def more(self, other: "TokenWork") -> "TokenWork":
+        return TokenWork(self.prompt_tokens + other.prompt_tokens, self.output_tokens + other.output_tokens)
+
+    def less(self, other: "TokenWork") -> "TokenWork":
+        """Never below nothing."""
+        return TokenWork(max(0.0, self.prompt_tokens - other.prompt_tokens),
+                         max(0.0, self.output_tokens - other.output_tokens))
+
 
 @dataclass(frozen=True)
 class Rates:
@@ -144,16 +152,17 @@ class Rates:
         some_sources, some_pools = (workers[::-(-len(workers) // MOST_ASKED) or 1] for workers in (sources, pools))
         prefill = [rate for worker in some_sources if (rate := worker.prefill_pace.tokens_per_s)]
         has_room = any(worker.standing.has_room(num_tokens) for worker in some_sources)
-        sharing = [(worker, worker.num_sharing(num_waiting, num_tokens)) for worker in some_pools]
-        paced = [(count, token_s) for worker, count in sharing
-                 if (token_s := worker.decode_pace.token_s(count)) is not None]
+        num_paced, drawn, between_s = 0, 0.0, 0.0
+        for worker in some_pools:
+            count = worker.num_sharing(num_waiting, num_tokens)
+            if (token_s := worker.decode_pace.token_s(count)) is not None:
+                num_paced, drawn, between_s = num_paced + 1, drawn + count / token_s, between_s + token_s
         ahead = float(sum([worker.tokens_ahead for worker in some_sources]))
         idle = all(any(not worker.num_booked for worker in workers) for workers in (some_sources, some_pools))
         mean = sum(prefill) / len(prefill) if prefill else math.inf
-        drawn = sum(count / token_s for count, token_s in paced) / len(paced) if paced else 0.0
         return cls(prompt_tokens_per_s=math.inf if has_room or not prefill else mean * len(sources),
-                   output_tokens_per_s=drawn * len(pools) or math.inf, prompt_token_s=1 / mean,
-                   output_token_s=sum(token_s for _, token_s in paced) / len(paced) if paced else 0.0,
+                   output_tokens_per_s=drawn / max(num_paced, 1) * len(pools) or math.inf, prompt_token_s=1 / mean,
+                   output_token_s=between_s / max(num_paced, 1),
                    tokens_ahead=ahead / max(len(some_sources), 1), is_idle=idle)
 
     def wait_s(self, ahead: TokenWork) -> float:

@@ -8,7 +8,6 @@ from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from hashlib import blake2b
 
 from protos import generation_pb2, types_pb2
 from router.request.answer import resumed_violations, too_many_resumed
@@ -66,7 +65,7 @@ SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0,
 class AdmissibleRequest:
     """A request that can succeed. `engine` is its first choice; its `request_id` is empty if the client chose none.
     `resumed`: of each choice in turn, the tokens its client has already, as far as there are any; `resumed_from`: of
-    each choice the compatibility of the workers that drew them, "" where any workers may go on. `prompt_ids` are those
+    each choice the compatibility of the workers that drew them, "" where any workers may go on. `routed` has the tokens
     of `engine` as machine integers: to read them back from a message takes ten times as long. None: nobody has them."""
 
     engine: types_pb2.EngineRequest
@@ -75,12 +74,12 @@ class AdmissibleRequest:
     num_choices: int = 1
     resumed: tuple[tuple[int, ...], ...] = ()
     resumed_from: tuple[str, ...] = ()
-    prompt_ids: "array[int] | None" = None
+    routed: RoutedPrompt | None = None
 
     @cached_property
     def prompt(self) -> RoutedPrompt:
         """For choosing workers."""
-        return prompt_of(self.engine, self.prompt_ids)
+        return self.routed or prompt_of(self.engine)
 
     def resumed_of(self, index: int) -> tuple[int, ...]:
         """Of choice `index`."""
@@ -91,15 +90,9 @@ class AdmissibleRequest:
         """What the workers of its first choice must fit; empty where any do."""
         return self.resumed_from[0] if self.resumed_from else ""
 
-    @cached_property
-    def prompt_digest(self) -> str:
-        """16 hexadecimal digits. A chat is another prompt by another template, a text by another tokenizer."""
-        ids = array("I", self.engine.prompt_token_ids) if self.prompt_ids is None else self.prompt_ids
-        return blake2b(ids.tobytes(), digest_size=8).hexdigest()
-
     def drawn_by(self, compatibility: str) -> str:
         """What a client is told of tokens that such workers draw, for `resumed_from`."""
-        return f"{compatibility}{_OF_PROMPT}{self.prompt_digest}"
+        return f"{compatibility}{_OF_PROMPT}{self.prompt.digest}"
 
     @property
     def context_tokens(self) -> int:
@@ -146,10 +139,10 @@ def _of_this_prompt(resolved: AdmissibleRequest) -> AdmissibleRequest:
     """With the workers alone in `resumed_from`. Raises UnavailableError where tokens were drawn for another prompt."""
     for index, name in enumerate(resolved.resumed_from):
         digest = name.partition(_OF_PROMPT)[2]
-        if digest not in ("", resolved.prompt_digest):
+        if digest not in ("", resolved.prompt.digest):
             raise UnavailableError(
                 f"resumed_from[{index}]: the answer began for a prompt with the digest {digest}, and this router makes "
-                f"{resolved.prompt_digest} of the request: it has another chat template or tokenizer, or the request "
+                f"{resolved.prompt.digest} of the request: it has another chat template or tokenizer, or the request "
                 "is another one")
     if not resolved.resumed_from:
         return resolved
@@ -347,7 +340,7 @@ def _resolve(request: generation_pb2.GenerateRequest, facts: ModelLimits, prompt
     )
     return AdmissibleRequest(engine, tuple(stop.stop_strings), wants_text=not request.skip_text,
                              num_choices=request.n if request.HasField("n") else 1, resumed=resumed,
-                             resumed_from=tuple(request.resumed_from), prompt_ids=array("I", prompt))
+                             resumed_from=tuple(request.resumed_from), routed=prompt_of(engine, array("I", prompt)))
 
 
 def _resolved_sampling(given: types_pb2.SamplingParams, draw_seed: Callable[[], int]) -> types_pb2.SamplingParams:

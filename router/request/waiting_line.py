@@ -45,11 +45,12 @@ class WaitingLimits:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a request wants: `ends_at_s` is its deadline."""
+    """What a request wants: `ends_at_s` is its deadline, `num_tokens` those of its prompt, wherever they are."""
 
     work: TokenWork
     ends_at_s: float = math.inf
     priority: int = 0
+    num_tokens: int = 0
 
 
 @dataclass(frozen=True)
@@ -83,12 +84,15 @@ class Waiter(Generic[T]):
 
 @dataclass
 class WaitingLine(Generic[T]):
-    """The requests that wait, `waiters` in their order. The caller gives the present rates and time."""
+    """The requests that wait, `waiters` in their order. The caller gives the present rates and time. `work` is that of
+    all of them: what is asked with every request and every report is kept, as a line may be long."""
 
     limits: WaitingLimits
     outlook: Outlook
     num_arrived: int = 0
+    work: TokenWork = field(default_factory=TokenWork)
     waiters: list[Waiter[T]] = field(default_factory=list)
+    _lengths: list[int] = field(default_factory=list)  # of their prompts, ascending
 
     def __len__(self) -> int:
         return len(self.waiters)
@@ -103,7 +107,7 @@ class WaitingLine(Generic[T]):
         begin_by_s = min(demand.ends_at_s - service_s, now_s + self.limits.max_wait_s)
         waiter = Waiter(demand.priority, begin_by_s, self.num_arrived, demand, now_s, item)
         place = bisect.bisect(self.waiters, waiter)
-        wait_s = rates.wait_s(_work_of(islice(self.waiters, place)))
+        wait_s = rates.wait_s(self.work.less(_work_of(islice(self.waiters, place, None))))
         if len(self.waiters) >= self.limits.max_waiting:
             return Refusal(Cause.QUEUE_FULL, wait_s, service_s)
         if wait_s > self.limits.max_wait_s:
@@ -113,7 +117,14 @@ class WaitingLine(Generic[T]):
             return Refusal(Cause.DEADLINE, wait_s, service_s)
         self.num_arrived += 1
         self.waiters.insert(place, waiter)
+        bisect.insort(self._lengths, demand.num_tokens)
+        self.work = self.work.more(demand.work)
         return waiter
+
+    @property
+    def shortest(self) -> float:
+        """Tokens of the shortest prompt that waits; infinite where none does."""
+        return self._lengths[0] if self._lengths else math.inf
 
     @property
     def first(self) -> Waiter[T]:
@@ -144,6 +155,8 @@ class WaitingLine(Generic[T]):
         place = bisect.bisect_left(self.waiters, waiter)
         if place < len(self.waiters) and self.waiters[place] is waiter:
             del self.waiters[place]
+            del self._lengths[bisect.bisect_left(self._lengths, waiter.demand.num_tokens)]
+            self.work = self.work.less(waiter.demand.work) if self.waiters else TokenWork()
             return True
         return False
 
@@ -154,7 +167,7 @@ class WaitingLine(Generic[T]):
             if (cause := self._hopeless(waiter, rates, now_s)) is not None:
                 self.leave(waiter)
                 dropped.append((waiter, cause))
-        wait_s = rates.wait_s(_work_of(self.waiters)) if dropped else 0.0
+        wait_s = rates.wait_s(self.work)
         return [(waiter, Refusal(cause, wait_s)) for waiter, cause in dropped]
 
     def drop_if_hopeless(self, waiter: Waiter[T], rates: Rates, now_s: float) -> Refusal | None:
@@ -163,12 +176,7 @@ class WaitingLine(Generic[T]):
         if cause is None:
             return None
         self.leave(waiter)
-        return Refusal(cause, rates.wait_s(_work_of(self.waiters)))
-
-    @property
-    def work(self) -> TokenWork:
-        """Of all of them."""
-        return _work_of(self.waiters)
+        return Refusal(cause, rates.wait_s(self.work))
 
     def oldest_s(self, now_s: float) -> float:
         """How long the one that came first has waited. Any thread."""
@@ -176,7 +184,7 @@ class WaitingLine(Generic[T]):
 
     def clear(self) -> list[Waiter[T]]:
         """All of them; they have left."""
-        waiters, self.waiters = self.waiters, []
+        waiters, self.waiters, self._lengths, self.work = self.waiters, [], [], TokenWork()
         return waiters
 
     def _hopeless(self, waiter: Waiter[T], rates: Rates, now_s: float) -> Cause | None:

@@ -120,8 +120,8 @@ class Directory:
         await self._worker_set.run()
 
     def _worker(self, role: WorkerRole, address: str) -> Worker:
-        worker = Worker(role, address, self._connect(role, address), lambda: self._on_change(worker), self._clock,
-                        self._index_of(role), self._options.security.shown)
+        worker = Worker(role, address, self._connect(role, address), lambda: self._on_change(worker), self._wake,
+                        self._clock, self._index_of(role), self._options.security.shown)
         return worker
 
     def _index_of(self, role: WorkerRole) -> PrefixIndex:
@@ -230,9 +230,10 @@ class Directory:
         role = workers[0].role
         some = {worker.address: worker for worker in self._rng.sample(workers, MOST_COMPARED)}
         for address in islice(self._num_held(role, prompt), MOST_COMPARED):
-            holder = self._worker_set.find(role, address)
-            if holder is not None and fits(holder):
-                some[address] = holder
+            if address not in some:  # of a prompt that begins as all do every worker has a part
+                holder = self._worker_set.find(role, address)
+                if holder is not None and fits(holder):
+                    some[address] = holder
         return list(some.values())
 
     def _place_among(self, sources: Sequence[Worker], pools: Sequence[Worker], prompt: RoutedPrompt,
@@ -422,6 +423,10 @@ class Directory:
         key = worker.role, worker.address
         if self._infos.get(key) is not worker.info:
             self._infos[key], self._longest = worker.info, None
+        self._wake()
+
+    def _wake(self) -> None:
+        """Those that wait for a change."""
         if self._changed is not None:
             self._changed.set()
             self._changed = None

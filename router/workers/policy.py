@@ -1,13 +1,9 @@
-"""Which worker gets a request, which has room, which pairs cannot hand over, and how fast workers are. Pure: what
-varies (turn, random source, prompt, time) is an argument.
+"""Which worker gets a request, which has room, and which pairs cannot hand over. Pure: what varies (turn, random
+source, prompt, time) is an argument.
 
 Every policy sees only workers that may get the request: whoever asks leaves out those without room, and those that were
 tried for it. Of equals it draws one: routers that know the same of the same workers would otherwise all take the same
 one. The same snapshot and random source always give the same answer, whatever the order of the workers.
-
-Speed is measured from what the router sees. It is weighed the less the older it is, and what was not confirmed for
-a while is dropped: a pool that was slow once would otherwise get nothing by which it could show that it is not any
-more.
 """
 
 import hashlib
@@ -19,7 +15,6 @@ from enum import StrEnum
 from typing import NamedTuple
 
 from runtime.clock import Clock
-from runtime.pace import MIN_TOKENS
 
 
 class Policy(StrEnum):
@@ -48,11 +43,6 @@ AFFINITY_TOKENS = 256
 AFFINITY_FACTOR = 1.5
 AFFINITY_SLACK = 8192.0
 UNSEEN_TOKEN_S, UNSEEN_ANSWER_S = 1e-4, 5.0  # to compute a token, to draw an answer: until some were seen
-HALF_LIFE_S = 5.0  # of busy time
-MIN_PROMPTS = 3  # one alone may have met a cold start
-MIN_DRAWN = 32  # tokens: the first one after a start may have taken as long as a hundred others
-MEMORY_S = 30.0
-KEPT_SHARE = 0.9  # of what came before, per answer
 SEVERED_MEMORY_S = 30.0
 MAX_SEVERED_PAIRS = 4096
 SHORT_RATIO = 4  # a prompt beside one that is so many times as long does not wait for all of it
@@ -69,13 +59,12 @@ class Candidate(NamedTuple):
     load_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Standing:
+class Standing(NamedTuple):
     """What a choice goes by, as of a worker's last report or booking. `longest`: tokens of a sequence that it can hold,
     below 0 while it cannot be used. `candidate`: as policies see it. `has_place`: a prefill worker would queue one more
     prompt, a decode pool is given one more request. `tokens_left`: of a request that it would take; those in free pages
     of a decode pool, -1 without a place. `prompts_ahead`: tokens of each prompt of a prefill worker that is busy, of
-    which `busy_tokens` are enough."""
+    which `busy_tokens` are enough; `tokens_ahead` are all of them, `longest_ahead` the longest."""
 
     longest: float
     compatibility: str
@@ -85,12 +74,17 @@ class Standing:
     tokens_left: float
     prompts_ahead: tuple[int, ...] = ()
     busy_tokens: float = math.inf
+    tokens_ahead: int = 0
+    longest_ahead: int = 0
 
     def has_room(self, num_tokens: int, context_tokens: int = 0) -> bool:
         """For a prompt of so many tokens; `context_tokens` as for `Worker.book`."""
         if self.prompts_ahead:
-            return self.has_place and self.busy_tokens > sum(
-                min(ahead, SHORT_RATIO * num_tokens) for ahead in self.prompts_ahead)
+            if self.busy_tokens > self.tokens_ahead:
+                return self.has_place
+            most = SHORT_RATIO * num_tokens
+            return self.has_place and most < self.longest_ahead and self.busy_tokens > sum(
+                [ahead if ahead < most else most for ahead in self.prompts_ahead])
         # The most that is reserved, first: this is asked of every worker for every choice.
         return (num_tokens + self.page_size <= self.tokens_left
                 or reserved_tokens(num_tokens, context_tokens, self.page_size) <= self.tokens_left)
@@ -252,126 +246,3 @@ class SeveredPairs:
             if now_s < until_s:
                 found.setdefault(source, set()).add(pool)
         return found
-
-
-@dataclass
-class PrefillPace:
-    """Prompt tokens per second of a pool while it has prompts to compute: under load that is its throughput, else the
-    speed of single prompts. Time without prompts does not count."""
-
-    clock: Clock
-    num_computing: int = 0
-    _tokens: float = 0.0
-    _busy_s: float = 0.0
-    _num_prompts: int = 0
-    _counted_until_s: float = 0.0
-
-    def began(self) -> None:
-        """The pool was given a prompt."""
-        self._count_time()
-        self.num_computing += 1
-
-    def ended(self, num_tokens: int) -> None:
-        """A prompt was computed, so many tokens of it; 0: it was given up. Few tokens count as `MIN_TOKENS`: most of
-        their time is none of theirs, and a prompt that no cache has would seem to take for ever."""
-        self._count_time()
-        self.num_computing = max(0, self.num_computing - 1)
-        self._tokens += max(num_tokens, MIN_TOKENS) if num_tokens else 0
-        self._num_prompts += num_tokens > 0
-
-    def restarted(self) -> None:
-        """The pool started anew: what it was given is gone."""
-        self._count_time()
-        self.num_computing = 0
-
-    @property
-    def tokens_per_s(self) -> float | None:
-        """None until a few prompts were computed."""
-        self._count_time()
-        return self._tokens / self._busy_s if self._num_prompts >= MIN_PROMPTS and self._busy_s > 0 else None
-
-    def _count_time(self) -> None:
-        now = self.clock.now()
-        if self.num_computing:
-            passed_s = now - self._counted_until_s
-            kept = 0.5 ** (passed_s / HALF_LIFE_S)
-            self._tokens *= kept
-            self._busy_s = self._busy_s * kept + passed_s
-        self._counted_until_s = now
-
-
-@dataclass
-class _Sample:
-    """Weighed sums over the answers of one load; `num_tokens` counts all of them, whatever they weigh by now."""
-
-    tokens: float = 0.0
-    seconds: float = 0.0
-    seen_s: float = 0.0
-    num_tokens: int = 0
-
-    def add(self, num_tokens: int, seconds: float, now_s: float) -> None:
-        self.num_tokens += num_tokens
-        self.tokens = self.tokens * KEPT_SHARE + num_tokens
-        self.seconds = self.seconds * KEPT_SHARE + seconds
-        self.seen_s = now_s
-
-
-@dataclass
-class DecodePace:
-    """Time between two tokens of one answer by how many requests share the pool. Loads of one power of two are one; one
-    counts once it has drawn `MIN_DRAWN` tokens."""
-
-    clock: Clock
-    _by_load: dict[int, _Sample] = field(default_factory=dict)
-
-    def observe(self, num_requests: int, num_tokens: int, seconds: float) -> None:
-        """An answer got `num_tokens` in so many seconds beside `num_requests`, itself included."""
-        if num_tokens < 1 or seconds <= 0:
-            return
-        sample = self._by_load.setdefault(max(1, num_requests).bit_length(), _Sample())
-        sample.add(num_tokens, seconds, self.clock.now())
-
-    def token_s(self, num_requests: int) -> float | None:
-        """At this load, or at the nearest lower one that was seen lately, which promises rather too much; without any
-        at the nearest higher one. None when nothing was seen, or too little."""
-        oldest_s, wanted = self.clock.now() - MEMORY_S, max(1, num_requests).bit_length()
-        lower, higher = 0, 0
-        for load, sample in self._by_load.items():  # once, as every request asks this of many pools
-            if sample.seen_s < oldest_s or sample.num_tokens < MIN_DRAWN:
-                continue
-            if load > wanted:
-                higher = min(load, higher or load)
-            elif load > lower:
-                lower = load
-        found = self._by_load.get(lower or higher)
-        return None if found is None else found.seconds / found.tokens
-
-
-@dataclass
-class AnswerPace:
-    """How long answers of a decode pool take, and how much longer for bytes of their prompts: those that came before
-    their prompt was computed cost nothing."""
-
-    clock: Clock
-    _answers: _Sample = field(default_factory=_Sample)
-    _landed: _Sample = field(default_factory=_Sample)
-
-    def answered(self, seconds: float) -> None:
-        """An answer took so long."""
-        self._answers.add(1, seconds, self.clock.now())
-
-    def landed(self, num_tokens: int, waited_s: float) -> None:
-        """What was missing of a prompt, so many tokens, came so long after its first token. Few count as `MIN_TOKENS`:
-        most of their time is none of theirs."""
-        self._landed.add(max(num_tokens, MIN_TOKENS), waited_s, self.clock.now())
-
-    @property
-    def answer_s(self) -> float:
-        """0 before the first."""
-        return self._answers.seconds / self._answers.tokens if self._answers.tokens else 0.0
-
-    @property
-    def token_share(self) -> float:
-        """Of an answer's time, what one more token that has to be sent adds to it; by what landed lately."""
-        is_known = self._answers.seconds > 0 and self._landed.seen_s >= self.clock.now() - MEMORY_S
-        return self._landed.seconds / self._landed.tokens / self.answer_s if is_known and self._landed.tokens else 0.0

@@ -4,8 +4,11 @@ Pure. A worker numbers its reports. One that does not follow the last, and begin
 worker must be watched anew.
 """
 
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from hashlib import blake2b
 from itertools import repeat
 from typing import Protocol
 
@@ -25,6 +28,12 @@ class RoutedPrompt:
     @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
+
+    @cached_property
+    def digest(self) -> str:
+        """16 hexadecimal digits. A chat is another prompt by another template, a text by another tokenizer."""
+        ids = self.token_ids if isinstance(self.token_ids, array) else array("I", self.token_ids)
+        return blake2b(ids.tobytes(), digest_size=8).hexdigest()
 
     def block_names(self, page_size: int, compatibility: str) -> tuple[bytes, ...]:
         """Of the blocks that a worker may have and need not compute: all but the last token, which draws the next one.
@@ -67,7 +76,8 @@ class PrefixIndex:
     def __init__(self) -> None:
         self.listener: IndexListener | None = None
         self._holders: dict[bytes, int] = {}  # per name a bit for each worker
-        self._held: dict[str, set[bytes]] = {}
+        self._held: dict[str, bytearray] = {}  # names, one behind the other; some may have been removed since
+        self._num_removed: dict[str, int] = {}  # of those
         self._bits: dict[str, int] = {}  # of those that have something
         self._everyone = 0  # all of these bits
         self._workers: list[str] = []  # by the place of their bit
@@ -87,12 +97,16 @@ class PrefixIndex:
             return False
         self._num_reports[worker] = report.number + 1
         self._latest = None
-        held = self._held.setdefault(worker, set())
+        held = self._held.setdefault(worker, bytearray())
         if report.stored:
-            self._store(_names(report.stored), held, self._bit(worker))
-        for name in _names(report.removed):
-            held.discard(name)
-            self._remove(name, self._bits.get(worker, 0))
+            held += report.stored
+            self._store(_names(report.stored), self._bit(worker))
+        if report.removed:
+            removed = _names(report.removed)
+            self._remove(removed, self._bits.get(worker, 0))
+            self._num_removed[worker] = self._num_removed.get(worker, 0) + len(removed)
+            if 2 * NAME_BYTES * self._num_removed[worker] > len(held):
+                self._tidy(worker)
         return True
 
     def has_all(self, worker: str, num_reports: int) -> bool:
@@ -106,8 +120,8 @@ class PrefixIndex:
         if bit:
             self._everyone ^= bit
             self._free.append(bit.bit_length() - 1)
-        for name in self._held.pop(worker, ()):
-            self._remove(name, bit)
+        self._remove(_names(bytes(self._held.pop(worker, b""))), bit)
+        self._num_removed.pop(worker, None)
         self._num_reports.pop(worker, None)
 
     def is_held(self, name: bytes) -> bool:
@@ -154,21 +168,35 @@ class PrefixIndex:
             self._everyone |= 1 << place
         return self._bits[worker]
 
-    def _store(self, names: list[bytes], held: set[bytes], bit: int) -> None:
-        held.update(names)
+    def _tidy(self, worker: str) -> None:
+        """Keep no name that the worker does not have any more, and none twice."""
+        bit, holders = self._bits.get(worker, 0), self._holders
+        names = dict.fromkeys(_names(bytes(self._held[worker])))
+        self._held[worker] = bytearray(b"".join(name for name in names if holders.get(name, 0) & bit))
+        self._num_removed[worker] = 0
+
+    def _store(self, names: list[bytes], bit: int) -> None:
+        holders, new = self._holders, names
+        if not holders.keys().isdisjoint(names):
+            new = [name for name in names if name not in holders]
+            for name in names:
+                if name in holders:
+                    holders[name] |= bit
+        holders.update(dict.fromkeys(new, bit))  # the worker's own number: of many workers it is long
+        if self.listener is not None:
+            for name in new:
+                self.listener.stored(name)
+
+    def _remove(self, names: Iterable[bytes], bit: int) -> None:
         holders = self._holders
         for name in names:
             before = holders.get(name, 0)
-            holders[name] = before | bit if before else bit  # the worker's own number: of many workers it is long
-            if not before and self.listener is not None:
-                self.listener.stored(name)
-
-    def _remove(self, name: bytes, bit: int) -> None:
-        rest = self._holders.get(name, 0) & ~bit
-        if rest:
-            self._holders[name] = rest
-        elif self._holders.pop(name, None) is not None and self.listener is not None:
-            self.listener.removed(name)
+            if before != bit and (rest := before & ~bit):
+                holders[name] = rest
+            elif before:
+                del holders[name]
+                if self.listener is not None:
+                    self.listener.removed(name)
 
 
 def _names(joined: bytes) -> list[bytes]:

@@ -17,7 +17,8 @@ import grpc
 
 from protos import decode_pb2, prefill_pb2, worker_pb2
 from router.text.model_facts import ModelLimits
-from router.workers.policy import AnswerPace, Candidate, DecodePace, PrefillPace, Standing, reserved_tokens
+from router.workers.pace import AnswerPace, DecodePace, PrefillPace
+from router.workers.policy import Candidate, Standing, reserved_tokens
 from router.workers.prefix_index import PrefixIndex
 from router.workers.worker_call import DECODE_CALL, PREFILL_CALL, CallSlot
 from runtime.clock import Clock, SystemClock
@@ -67,7 +68,7 @@ class Booking:
         """The worker has reserved; its next report shows it."""
         if not self.has_reserved:
             self.has_reserved = True
-            self.worker.changed()
+            self.worker.load_changed()
 
     def began(self) -> None:
         """A decode pool begins with the answer."""
@@ -113,6 +114,7 @@ class Worker:
     address: str
     channel: grpc.aio.Channel
     on_change: Callable[[], None]
+    on_load: Callable[[], None]  # in place of it where only its load, or what is booked there, is another
     clock: Clock = field(default_factory=SystemClock)
     index: PrefixIndex = field(default_factory=PrefixIndex)  # the router's, of all workers
     identity: Callable[[], object] = lambda: None  # what the channel shows to the worker
@@ -122,11 +124,13 @@ class Worker:
     problem: str = "not reached yet"  # why it cannot be used; empty if it can
     is_listed: bool = True
     start_s: float = 0.0  # how long its last start took, as far as it has said; kept while it is away
-    _bookings: list[Booking] = field(default_factory=list)
-    _outlived: list[Booking] = field(default_factory=list)  # of earlier incarnations: claims no more
+    tokens_ahead: int = 0  # of prompts of this router's requests there that are not computed yet
+    _most_running: int = 0  # requests a decode pool is given
+    _bookings: dict[Booking, None] = field(default_factory=dict)  # in their order
+    _outlived: dict[Booking, None] = field(default_factory=dict)  # of earlier incarnations: claims no more
     _streams: dict[object, None] = field(default_factory=dict)
     _claims_at_report: _Claims = field(default_factory=_Claims)
-    _finished: list[Booking] = field(default_factory=list)  # whose memory the last report does not show as free
+    _finished: dict[Booking, None] = field(default_factory=dict)  # whose memory the last report does not show as free
 
     def __post_init__(self) -> None:
         # A worker has one role: only one of the two is ever used.
@@ -138,9 +142,14 @@ class Worker:
         self.answer_pace = AnswerPace(self.clock)
 
     def changed(self) -> None:
-        """What choices go by may be another."""
+        """What choices go by may be another, and whether it can be used at all."""
         self._forget_standing()
         self.on_change()
+
+    def load_changed(self) -> None:
+        """What choices go by may be another. Most reports say no more."""
+        self._forget_standing()
+        self.on_load()
 
     @property
     def num_booked(self) -> int:
@@ -149,14 +158,10 @@ class Worker:
 
     def num_sharing(self, num_more: int, num_tokens: int) -> int:
         """Requests that a decode pool draws for if so many more, with prompts of so many tokens, come to it."""
-        if self.info is None or not num_more or not self.standing.has_room(num_tokens):
-            return self.num_booked
-        return min(self.num_booked + num_more, self._most_running)
-
-    @property
-    def tokens_ahead(self) -> int:
-        """Prompt tokens of this router's requests there that are not computed yet."""
-        return sum([booking.num_tokens for booking in self._bookings])
+        num_booked = len(self._bookings)
+        if not num_more or self.info is None or not self.standing.has_room(num_tokens):
+            return num_booked
+        return min(num_booked + num_more, self._most_running)
 
     @property
     def is_usable(self) -> bool:
@@ -217,13 +222,14 @@ class Worker:
     def introduced(self, info: worker_pb2.WorkerInfo, facts: ModelLimits) -> None:
         """Its facts arrived. Claims on an earlier incarnation died with it."""
         if info.incarnation != self.incarnation:
-            self._outlived += self._bookings
+            self._outlived |= self._bookings
             self._bookings.clear()
+            self.tokens_ahead = 0
             self._finished.clear()
             self._claims_at_report = _Claims()
             self.prefill_pace.restarted()
             self.index.forget(self.address)
-        self.info = info
+        self.info, self._most_running = info, _most_running(info)
         self.load = worker_pb2.WorkerLoad()
         self.mismatch = _mismatch(info, self.role, facts)
         self.problem = self.mismatch or "no load report yet"
@@ -232,14 +238,17 @@ class Worker:
     def reported(self, load: worker_pb2.WorkerLoad) -> None:
         """A load report arrived; `introduced` came before."""
         self.load = load
-        self.start_s = load.start_s or self.start_s
         self._claims_at_report = _Claims(len(self._bookings), self.tokens_ahead)
         self._finished.clear()
         for booking in self._bookings:
             booking.is_reported = booking.has_reserved
+        before = self.problem, self.start_s
         not_serving = "" if load.serving else load.reason or "not serving"
-        self.problem = self.mismatch or not_serving
-        self.changed()
+        self.problem, self.start_s = self.mismatch or not_serving, load.start_s or self.start_s
+        if (self.problem, self.start_s) == before:
+            self.load_changed()
+        else:
+            self.changed()
 
     def lost(self, reason: str) -> None:
         """It cannot be reached; its next report makes it usable again."""
@@ -252,7 +261,8 @@ class Worker:
         page_size = self.standing.page_size
         booking = Booking(self, self.incarnation, self.compatibility, num_tokens - num_held,
                           -(-reserved_tokens(num_tokens, context_tokens, page_size) // page_size), num_held)
-        self._bookings.append(booking)
+        self._bookings[booking] = None
+        self.tokens_ahead += booking.num_tokens
         self._forget_standing()
         if self.role is WorkerRole.PREFILL:
             self.prefill_pace.began()
@@ -262,19 +272,23 @@ class Worker:
         """It has given this booking's memory back, before its next report says so."""
         if booking in self._bookings and booking.is_reported:
             booking.is_reported = False
-            self._finished.append(booking)
+            self._finished[booking] = None
             self._forget_standing()
 
     def release(self, booking: Booking, num_computed: int = 0) -> None:
         """`num_computed`: tokens of a prompt that it computed."""
         if booking in self._outlived:
-            self._outlived.remove(booking)
+            del self._outlived[booking]
             self.changed()
         elif booking in self._bookings:
-            self._bookings.remove(booking)
+            del self._bookings[booking]
+            self.tokens_ahead -= booking.num_tokens
             if self.role is WorkerRole.PREFILL:
                 self.prefill_pace.ended(num_computed)
-            self.changed()
+            if self.is_listed:
+                self.load_changed()
+            else:  # it may have been its last one
+                self.changed()
 
     @cached_property
     def standing(self) -> Standing:
@@ -298,10 +312,11 @@ class Worker:
         is_busy = rate is not None and len(self._bookings) >= PREFILL_LOOKAHEAD
         has_place = not limit or self._num_requests(self.load.queued_requests) < limit
         candidate = Candidate(self.address, num_tokens, load_s=1 / rate if rate else 0.0)
+        ahead = tuple([booking.num_tokens for booking in self._bookings]) if is_busy else ()
         return Standing(longest, self.compatibility, page_size, candidate, has_place,
-                        tokens_left=math.inf if has_place else -1,
-                        prompts_ahead=tuple(booking.num_tokens for booking in self._bookings) if is_busy else (),
-                        busy_tokens=math.inf if rate is None else rate * PREFILL_LOOKAHEAD_S)
+                        tokens_left=math.inf if has_place else -1, prompts_ahead=ahead,
+                        busy_tokens=math.inf if rate is None else rate * PREFILL_LOOKAHEAD_S,
+                        tokens_ahead=self.tokens_ahead, longest_ahead=max(ahead, default=0))
 
     def _decode_standing(self, longest: float, page_size: int) -> Standing:
         num_requests = self._num_requests(self.load.running_requests + self.load.queued_requests)
@@ -330,15 +345,6 @@ class Worker:
         return round(self.load.running_requests * GROWTH_S / token_s / max(self.info.page_size, 1))
 
     @property
-    def _most_running(self) -> int:
-        """Requests a decode pool is given: as many as it computes at a time and some on their way, though it would hold
-        more. More would take turns, and all of them end later for it."""
-        if self.info is None:
-            return 0
-        batch = self.info.max_batch_requests or self.info.max_running_requests
-        return min(batch + max(DECODE_LOOKAHEAD, batch // 2), self.info.max_running_requests)
-
-    @property
     def _unreported(self) -> list[Booking]:
         """What holds memory, or will, that the last report did not count."""
         return [booking for booking in self._bookings if not booking.is_reported and booking not in self._finished]
@@ -350,6 +356,13 @@ class Worker:
 def _estimate(reported: int, booked: int, booked_at_report: int) -> int:
     """Of what is there now: the report, plus what changed here since; never less than our own."""
     return max(booked, reported + booked - booked_at_report)
+
+
+def _most_running(info: worker_pb2.WorkerInfo) -> int:
+    """As many as it computes at a time and some on their way, though it would hold more. More would take turns, and all
+    of them end later for it."""
+    batch = info.max_batch_requests or info.max_running_requests
+    return min(batch + max(DECODE_LOOKAHEAD, batch // 2), info.max_running_requests)
 
 
 def _mismatch(info: worker_pb2.WorkerInfo, role: WorkerRole, facts: ModelLimits) -> str:

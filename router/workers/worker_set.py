@@ -179,7 +179,8 @@ class WorkerSet:
         is_other = self.tally.count(worker)
         if is_other:
             self._usable.pop(worker.role, None)
-        self._sweep()
+        if self._unlisted:
+            self._sweep()
         return is_other
 
     def _sweep(self) -> None:

@@ -6,7 +6,17 @@ from pathlib import Path
 import pytest
 
 from baton.values import ModelInfo
-from baton.workload import Arrivals, Lengths, Planned, Process, Shape, make_queries, plan, read_trace
+from baton.workload import (
+    Arrivals,
+    Lengths,
+    Planned,
+    Process,
+    Shape,
+    make_queries,
+    plan,
+    read_trace,
+    superposed,
+)
 from runtime.errors import ConfigError
 
 INFO = ModelInfo("m", "M", 16, 64, 1, (7,), has_tokenizer=False, has_chat_template=False, revision="")
@@ -58,6 +68,7 @@ def test_traces_of_both_spellings_are_replayed(tmp_path: Path) -> None:
     ("", "has no requests"), ("{", r"\.jsonl:1: needs at_s"), ('{"at_s": 1, "prompt_tokens": 3}', r"\.jsonl:1: needs"),
     ('{"at_s": 1, "prompt_tokens": 0, "output_tokens": 1}', "lengths must be from 1"),
     ('{"at_s": NaN, "prompt_tokens": 1, "output_tokens": 1}', "at_s must be finite"),
+    ('{"at_s": 1, "prompt_tokens": 1, "output_tokens": 1, "hash_ids": [-1]}', "hash_ids must be from 0"),
     ('{"at_s": 1e400, "prompt_tokens": 1, "output_tokens": 1}', "at_s must be finite"),
     ('{"at_s": 2, "prompt_tokens": 1, "output_tokens": 1}\n{"at_s": 1, "prompt_tokens": 1, "output_tokens": 1}',
      "not in order of time")])
@@ -77,3 +88,17 @@ def test_queries_fit_the_model_and_never_end_early() -> None:
     assert all(query.stop.ignore_eos and query.stop.max_tokens == 3 for query in queries)
     (long,) = make_queries(INFO, [Planned(0, 500, 10)], seed=0)
     assert (len(long.prompt), long.stop.max_tokens) == (54, 10), "cut to the context of 64"
+
+
+def test_copies_of_a_load_ask_as_much_each_within_its_time() -> None:
+    """Three times the requests of 10 s within 10 s; what begins alike within a copy does not across copies."""
+    load = [Planned(0.0, 5, 2, (0, 1)), Planned(4.0, 6, 3, (0, 2)), Planned(10.0, 7, 4)]
+    assert superposed(load, 1, seed=0) == load
+    together = superposed(load, 3, seed=0)
+    assert [item.at_s for item in together] == sorted(item.at_s for item in together)
+    assert 0 <= together[0].at_s <= together[-1].at_s <= 10
+    assert sorted((item.prompt_tokens, item.output_tokens) for item in together) == [
+        (5, 2)] * 3 + [(6, 3)] * 3 + [(7, 4)] * 3
+    firsts = [item.blocks[0] for item in together if item.blocks]
+    assert sorted(firsts.count(first) for first in set(firsts)) == [2, 2, 2]
+    assert superposed(load, 3, seed=1) != together

@@ -30,7 +30,7 @@ def expected(reference: Reference) -> list[Shown]:
 @pytest.fixture(scope="module")
 def expected_scores(checkpoint: Path) -> tuple[TokenLogprobs, ...]:
     """Of the first question's prompt, in one process as one chunk."""
-    driver, prompt = StageDriver(read_model(checkpoint)), make_questions(1)[0].prompt_token_ids
+    driver, prompt = StageDriver(read_model(checkpoint)), tuple(make_questions(1)[0].prompt_token_ids)
     batch = driver.batch(ForwardMode.PREFILL, {0: list(prompt)}, draw=False)
     batch.scoring = (ScoringRow(prompt[1:], num_top=3),)
     (scores,) = score(driver.run(batch).logits, batch).scores

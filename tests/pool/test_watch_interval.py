@@ -76,12 +76,14 @@ async def test_an_interval_out_of_range_is_refused() -> None:
 
 async def test_what_a_prefix_cache_gained_and_lost_goes_before_the_load() -> None:
     journal = PointJournal()
-    journal.stored([b"a" * 16])
+    points = {b"a" * 16}
+    journal.follow(points)
     reports = watch(WorkerService(pb.WorkerInfo, Loads(IDLE), journal, no_cache), 0.05)
     assert (await anext(reports)).HasField("info")
     assert (await anext(reports)).cache == pb.CacheReport(number=0, whole=True, stored=b"a" * 16)
     assert (await anext(reports)).load.cache_reports == 1
+    points ^= {b"a" * 16, b"b" * 16}
     journal.stored([b"b" * 16])
-    journal.removed(b"a" * 16)
+    journal.removed([b"a" * 16])
     assert (await anext(reports)).cache == pb.CacheReport(number=1, stored=b"b" * 16, removed=b"a" * 16)
     assert (await anext(reports)).load.cache_reports == 2

@@ -17,7 +17,7 @@ PROMPT = [1, 2, 3]
 
 
 async def test_a_booking_keeps_the_channel_but_claims_nothing_of_another_incarnation() -> None:
-    worker = Worker(WorkerRole.DECODE, "h:1", grpc.aio.insecure_channel("127.0.0.1:1"), lambda: None)
+    worker = Worker(WorkerRole.DECODE, "h:1", grpc.aio.insecure_channel("127.0.0.1:1"), lambda: None, lambda: None)
     worker.introduced(worker_info(WorkerRole.DECODE, compatibility="m"), FACTS)
     booking = worker.book(10)
     assert not booking.is_outlived
@@ -35,7 +35,7 @@ async def test_a_booking_keeps_the_channel_but_claims_nothing_of_another_incarna
 
 async def test_a_worker_whose_channel_is_closed_was_lost() -> None:
     channel = grpc.aio.insecure_channel("127.0.0.1:1")
-    worker = Worker(WorkerRole.PREFILL, "h:1", channel, lambda: None)
+    worker = Worker(WorkerRole.PREFILL, "h:1", channel, lambda: None, lambda: None)
     await channel.close()
     delivered: asyncio.Queue[Received | Ended] = asyncio.Queue()
     async with asyncio.timeout(30):

@@ -6,10 +6,12 @@ from dataclasses import dataclass
 
 import pytest
 
+from runtime.clock import ManualClock
 from runtime.errors import CapacityError
 from sim.costs import DecodeCosts
 from sim.decode_pool import DecodePool, DrawnRow, Rounds
 
+CLOCK = ManualClock().now  # rows only remember it
 COSTS = DecodeCosts(step_s=0.01, row_s=0.001, context_s=1e-6, num_pages=10_000, max_running=8, max_held=64)
 
 
@@ -22,7 +24,7 @@ class Coming:
 
 def drawn_in_spans(costs: DecodeCosts, coming: list[Coming], page_size: int = 16) -> dict[int, float]:
     """When each got its last token."""
-    pool, now_s, ended, left = DecodePool(costs, page_size), 0.0, dict[int, float](), list(enumerate(coming))
+    pool, now_s, ended, left = DecodePool(costs, page_size, CLOCK), 0.0, dict[int, float](), list(enumerate(coming))
     while left or pool.span is not None:
         due_s = left[0][1].at_s if left else math.inf
         if pool.span is not None and pool.span.ends_s <= due_s:
@@ -79,7 +81,7 @@ def test_pages_that_run_out_set_the_youngest_back() -> None:
     with the second round. After four seconds they have 16 and 15 tokens in eight pages, and the first needs a ninth:
     the second is set back, comes back when the first has drawn its last four tokens, and draws the five it lacks."""
     costs = DecodeCosts(step_s=1, row_s=0, context_s=0, replay_s=0, num_pages=8, growth_tokens=0)
-    pool, now_s = DecodePool(costs, 4), 0.0
+    pool, now_s = DecodePool(costs, 4, CLOCK), 0.0
     rows = [DrawnRow(key, 12, 8) for key in (1, 2)]
     for row in rows:
         pool.reserve(row)
@@ -101,7 +103,7 @@ def test_pages_that_run_out_set_the_youngest_back() -> None:
 
 def test_what_is_released_in_the_middle_is_free_at_the_end_of_the_round() -> None:
     costs = DecodeCosts(step_s=1, row_s=0, context_s=0, num_pages=8, growth_tokens=0)
-    pool, row = DecodePool(costs, 4), DrawnRow(1, 12, 100)
+    pool, row = DecodePool(costs, 4, CLOCK), DrawnRow(1, 12, 100)
     pool.reserve(row)
     pool.join(row, 0.0)
     assert pool.drawn(row, 2.5) == 2
@@ -112,20 +114,25 @@ def test_what_is_released_in_the_middle_is_free_at_the_end_of_the_round() -> Non
     assert pool.pages_free(3.0) == 8
 
 
-def test_rows_wait_while_a_request_comes() -> None:
-    """Rounds of 0.01 s, one of which is under way at 0.025 s: it ends at 0.03, two requests take 0.004 s each, and the
-    other seven of ten rounds follow. A pool that draws nothing loses nothing."""
-    pool = DecodePool(DecodeCosts(step_s=0.01, row_s=0, context_s=0, request_s=0.004), 16)
-    assert not pool.interrupt(0.0)
+def test_rows_wait_for_what_else_has_to_be_done() -> None:
+    """Rounds of 0.01 s, one of which is under way at 0.025 s: it ends at 0.03, two other things take 0.004 s each, and
+    the other seven of ten rounds follow. A pool that draws nothing loses nothing, unless it is to be done first."""
+    pool = DecodePool(DecodeCosts(step_s=0.01, row_s=0, context_s=0), 16, CLOCK)
+    assert not pool.interrupt(0.004, 0.0)
     row = DrawnRow(0, 10, 10)
     pool.reserve(row)
     pool.join(row, 0.0)
     assert pool.span is not None
     assert pool.span.ends_s == pytest.approx(0.1)
-    assert pool.interrupt(0.025)
-    assert pool.interrupt(0.026)
+    assert pool.interrupt(0.004, 0.025)
+    assert pool.interrupt(0.004, 0.026)
     assert pool.span.ends_s == pytest.approx(0.03)
     assert not pool.advance(0.03)
     assert pool.span.ends_s == pytest.approx(0.108)
     assert pool.advance(0.108) == [row]
     assert pool.busy_s == pytest.approx(0.108)
+    pool.delay(0.004)
+    again = DrawnRow(1, 10, 10)
+    pool.reserve(again)
+    pool.join(again, 1.0)
+    assert pool.span.ends_s == pytest.approx(1.104)

@@ -9,7 +9,7 @@ from baton.load import Slo
 from baton.workload import Arrivals, Lengths, Planned, Process, Shape, plan
 from router.workers.policy import Policy
 from runtime.errors import ConfigError
-from sim.costs import BesideCosts, Costs, DecodeCosts, ModelCosts, NetworkCosts, PrefillCosts
+from sim.costs import Costs, DecodeCosts, MachineCosts, ModelCosts, NetworkCosts, PrefillCosts
 from sim.faults import Mishap
 from sim.fleet import NUM_SAMPLES, FleetConfig, FleetRun, simulate
 from sim.prefill import PrefillWorker
@@ -42,30 +42,80 @@ def test_one_request_takes_what_its_parts_take() -> None:
     assert outcome.tpot_s == pytest.approx((2 * LATENCY_S + 0.2) / 10)
 
 
-def test_workers_that_share_cores_slow_each_other_down() -> None:
-    """While the only prefill worker computes the second prompt, rounds of 0.02 s take three times as long; while the
-    only pool draws, chunks take twice as long: 2 * 0.6 s, in which there are 20 rounds and not 60. Rounds under way at
-    either end stay as they are."""
-    shared = COSTS.model_copy(update={"beside": BesideCosts(prefill=2, decode=3)})
+def one_machine(**costs: float) -> Costs:
+    return COSTS.model_copy(update={"machine": MachineCosts(**costs)})  # type: ignore[arg-type]
+
+
+def test_workers_that_share_a_core_slow_each_other_down() -> None:
+    """A prompt comes at 1 s while an answer is drawn: for its 0.6 s of work both have half a core, 1.2 s, in which the
+    answer gets 0.6 s of its own."""
     load = [Planned(0.0, 500, 201), Planned(1.0, 500, 1)]
-    alone, other = sorted(simulate(replace(FLEET, costs=COSTS), load).outcomes, key=lambda each: each.arrived_s)
-    slowed, late = sorted(simulate(replace(FLEET, costs=shared), load).outcomes, key=lambda each: each.arrived_s)
+    alone, other = sorted(simulate(FLEET, load).outcomes, key=lambda each: each.arrived_s)
+    slowed, late = sorted(simulate(replace(FLEET, costs=one_machine(cores=1)), load).outcomes,
+                          key=lambda each: each.arrived_s)
     assert other.ttft_s == pytest.approx(2 * LATENCY_S + 0.6)
     assert late.ttft_s == pytest.approx(2 * LATENCY_S + 1.2)
     assert alone.e2e_s is not None
-    assert slowed.e2e_s == pytest.approx(alone.e2e_s + 1.2 * 2 / 3, abs=0.06)
+    assert slowed.e2e_s == pytest.approx(alone.e2e_s + 0.6)
 
 
-def test_workers_on_one_core_take_turns() -> None:
-    """Two prompts of 0.6 s come together, to one of two prefill workers each, which have one core: both take twice as
-    long but for the first, which begins alone. Two pools with a core for both: 20 more rounds of 0.02 s take 0.8 s."""
+def test_decode_may_get_more_of_a_core() -> None:
+    """Twice as much as prefill: of the 0.6 s of work a third of a second each, 1.8 s, in which the answer loses 0.6."""
+    load = [Planned(0.0, 500, 401), Planned(1.0, 500, 1)]
+    alone = min(simulate(FLEET, load).outcomes, key=lambda each: each.arrived_s)
+    slowed, late = sorted(simulate(replace(FLEET, costs=one_machine(cores=1, decode_weight=2)), load).outcomes,
+                          key=lambda each: each.arrived_s)
+    assert late.ttft_s == pytest.approx(2 * LATENCY_S + 1.8)
+    assert alone.e2e_s is not None
+    assert slowed.e2e_s == pytest.approx(alone.e2e_s + 0.6)
+
+
+def test_workers_keep_to_their_cores() -> None:
+    """Two of each role on two cores: two prompts and their answers at a time slow nobody down. On one core, two prompts
+    of 0.6 s take 1.2 s, then two answers of 0.4 s take 0.8 s."""
     apart = replace(FLEET, num_prefill=2, num_decode=2, router=RouterOptions(policy=Policy.LEAST_LOAD))
-    together = COSTS.model_copy(update={"beside": BesideCosts(prefill_cores=1, decode_cores=1)})
     load = [Planned(0.0, 500, 21), Planned(0.0, 500, 21)]
-    for costs, ttft_s, draws_s in ((COSTS, 0.6, 0.4), (together, 1.2, 0.8)):
-        late = max(simulate(replace(apart, costs=costs), load).outcomes, key=lambda each: each.ttft_s or 0.0)
-        assert late.ttft_s == pytest.approx(2 * LATENCY_S + ttft_s)
-        assert late.e2e_s == pytest.approx(2 * LATENCY_S + ttft_s + 2 * LATENCY_S + draws_s, abs=0.45)
+    for cores, ttft_s, draws_s in ((0, 0.6, 0.4), (2, 0.6, 0.4), (4, 0.6, 0.4), (1, 1.2, 0.8)):
+        for outcome in simulate(replace(apart, costs=one_machine(cores=cores)), load).outcomes:
+            assert outcome.ttft_s == pytest.approx(2 * LATENCY_S + ttft_s)
+            assert outcome.e2e_s == pytest.approx(2 * LATENCY_S + ttft_s + 2 * LATENCY_S + draws_s)
+
+
+def test_router_and_client_take_of_the_cores_as_well() -> None:
+    """0.2 s for a request, half of it before it reaches a worker. The other half, with the first token, goes to that of
+    two cores that draws nothing: the answer of 20 tokens takes 0.4 s. On one core they take turns, until the 0.1 s are
+    over after 0.2: the answer takes 0.5 s."""
+    for cores, draws_s in ((2, 0.4), (1, 0.5)):
+        outcome, = simulate(replace(FLEET, costs=one_machine(cores=cores, request_s=0.2)),
+                            [Planned(0.0, 500, 21)]).outcomes
+        assert outcome.ttft_s == pytest.approx(0.1 + 2 * LATENCY_S + 0.6)
+        assert outcome.e2e_s == pytest.approx(0.1 + 4 * LATENCY_S + 0.6 + draws_s, abs=2 * LATENCY_S)
+
+
+def test_messages_take_of_all_cores() -> None:
+    """0.01 s for every round of 0.02 s: of one core a round leaves two thirds to drawing, of two cores each four
+    fifths, and a machine of half the speed takes twice as long."""
+    for cores, speed, round_s in ((1, 1.0, 0.03), (2, 1.0, 0.025), (1, 0.5, 0.06)):
+        outcome, = simulate(replace(FLEET, costs=one_machine(cores=cores, speed=speed, round_s=0.01)),
+                            [Planned(0.0, 16, 101)]).outcomes
+        assert outcome.e2e_s is not None
+        assert outcome.ttft_s is not None
+        assert outcome.e2e_s - outcome.ttft_s == pytest.approx(100 * round_s, abs=0.05 * round_s + 4 * LATENCY_S)
+
+
+def test_a_request_costs_its_workers_more_than_its_tokens() -> None:
+    """0.05 s before its prompt, of a chunk of 0.6 s; 0.03 s before its answer of ten more tokens, which take 0.2 s; for
+    the prompt's 500 tokens, which land while the pool draws for another, that one's answer takes 0.5 s longer."""
+    costs = COSTS.model_copy(update={"prefill": COSTS.prefill.model_copy(update={"request_s": 0.05}),
+                                     "decode": COSTS.decode.model_copy(update={"request_s": 0.03, "landed_s": 1e-3})})
+    outcome, = simulate(replace(FLEET, costs=costs), [Planned(0.0, 500, 11)]).outcomes
+    assert outcome.ttft_s == pytest.approx(2 * LATENCY_S + 0.65)
+    assert outcome.tpot_s == pytest.approx((2 * LATENCY_S + 0.23) / 10)
+    load = [Planned(0.0, 500, 201), Planned(1.0, 500, 1)]
+    alone, slowed = (min(simulate(replace(FLEET, costs=each), load).outcomes, key=lambda each: each.arrived_s)
+                     for each in (COSTS, costs))
+    assert alone.e2e_s is not None
+    assert slowed.e2e_s == pytest.approx(alone.e2e_s + 0.05 + 0.03 + 0.5 + 0.03, abs=0.05)
 
 
 def test_a_slow_link_shows_behind_the_first_token() -> None:

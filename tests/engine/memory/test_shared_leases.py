@@ -1,7 +1,7 @@
 """Pages that a cache keeps and requests share, against a model of who holds what, by random histories and by hand."""
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import pytest
 from hypothesis import settings
@@ -29,7 +29,7 @@ class SharingMachine(RuleBasedStateMachine):
         self.asked: list[int] = []  # pages that the lease which is being granted shares
         self.names = itertools.count()
 
-    def evict(self, count: int) -> Iterable[int]:
+    def evict(self, count: int) -> Collection[int]:
         """Whatever the ledger says of who holds what, the model decides."""
         victims = [page for page in self.cache if page not in self.leased and page not in self.asked][:count]
         assert len(victims) == count, "more was asked for than nobody holds"

@@ -1,7 +1,5 @@
 """Who applies all reports to a journal knows what is in it, whatever happened between them."""
 
-from collections import Counter
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -27,38 +25,48 @@ def applied(known: set[bytes], reports: list[worker_pb2.CacheReport]) -> set[byt
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.tuples(st.sampled_from(["store", "remove", "take", "take"]), st.sampled_from(NAMES))))
-def test_reports_amount_to_what_there_is(monkeypatch: pytest.MonkeyPatch, steps: list[tuple[str, bytes]]) -> None:
-    """With two names per report, and a whole account in place of more than two changes beyond what there is."""
+@given(st.lists(st.tuples(st.sampled_from(["store", "remove", "take", "take"]), st.sampled_from(NAMES),
+                          st.integers(0, 1))), st.integers(1, 2))
+def test_reports_amount_to_what_there_is(monkeypatch: pytest.MonkeyPatch, steps: list[tuple[str, bytes, int]],
+                                         num_ranks: int) -> None:
+    """With two names per report, and a whole account in place of more than two changes beyond what there is; of one or
+    two data ranks, which may have the same point."""
     monkeypatch.setattr(module, "MAX_NAMES", 2)
-    journal, stored, known = PointJournal(), Counter([NAMES[0]]), set[bytes]()  # data ranks may have the same point
-    journal.stored([NAMES[0]])
+    journal, known = PointJournal(), set[bytes]()
+    ranks = [{NAMES[0]} for _ in range(num_ranks)]
+    for points in ranks:
+        journal.follow(points)
     with journal.watch() as watcher:
         numbers = list[int]()
-        for step, name in [*steps, ("take", b"")]:
+        for step, name, rank in [*steps, ("take", b"", 0)]:
+            points = ranks[rank % num_ranks]
             match step:
                 case "store":
-                    stored[name] += 1
+                    points.add(name)
                     journal.stored([name])
-                case "remove":
-                    stored -= Counter([name])
-                    journal.removed(name)
+                case "remove" if name in points:
+                    points.remove(name)
+                    journal.removed([name])
                 case "take":
                     reports = watcher.take()
                     numbers += [report.number for report in reports]
                     known = applied(known, reports)
-                    assert known == set(+stored)
+                    assert known == set().union(*ranks)
                     assert watcher.take() == []
     assert numbers == list(range(watcher.num_reports))
 
 
 def test_a_watcher_that_is_not_read_keeps_little(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_NAMES", 2)
-    journal = PointJournal()
+    journal, points = PointJournal(), set[bytes]()
+    journal.follow(points)
     with journal.watch() as watcher:
         assert watcher.take() == []
         for name in NAMES:
+            points.add(name)
             journal.stored([name])
-            journal.removed(name)
+            points.remove(name)
+            journal.removed([name])
+        points.add(NAMES[3])
         journal.stored([NAMES[3]])
         assert watcher.take() == [worker_pb2.CacheReport(number=0, whole=True, stored=NAMES[3])]

@@ -84,7 +84,7 @@ async def test_first_token_reaches_the_client_before_decode_has_reserved() -> No
 
 async def test_a_worker_that_does_not_let_go_delays_no_finish() -> None:
     prefill, decode = pair()
-    prefill.at(Point.RELEASED, lambda _: asyncio.sleep(30))
+    prefill.at(Point.RELEASED, lambda _: asyncio.sleep(3))
     async with running_router(prefill, decode) as router:
         async for response in router.stub.Generate(token_request([7], max_tokens=3)):
             if response.HasField("finish"):

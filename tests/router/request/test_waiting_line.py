@@ -272,3 +272,25 @@ def test_those_without_a_deadline_are_not_starved(gaps: Sequence[float]) -> None
     else:
         raise AssertionError("it still waits")
     assert line.clock.now() - began <= 20.0 + 3.0
+
+
+@given(st.lists(st.tuples(st.sampled_from(["enter", "enter", "leave", "clear"]), st.integers(0, 9),
+                          st.integers(1, 40))))
+def test_the_work_and_the_shortest_prompt_are_of_those_who_wait(steps: list[tuple[str, int, int]]) -> None:
+    line = Line()
+    there: list[Waiter[str]] = []
+    for step, place, num_tokens in steps:
+        now = line.clock.now()
+        if step == "enter":
+            demand = Demand(TokenWork(num_tokens, num_tokens / 8), math.inf, place, num_tokens)
+            waiter = line.line.enter(demand, "", RATES, now)
+            assert isinstance(waiter, Waiter)
+            there.append(waiter)
+        elif step == "leave" and there:
+            assert line.line.leave(there.pop(place % len(there)))
+        elif step == "clear":
+            assert len(line.line.clear()) == len(there)
+            there.clear()
+        assert line.line.work.prompt_tokens == sum(waiter.demand.work.prompt_tokens for waiter in there)
+        assert line.line.work.output_tokens == pytest.approx(sum(waiter.demand.work.output_tokens for waiter in there))
+        assert line.line.shortest == min((waiter.demand.num_tokens for waiter in there), default=math.inf)

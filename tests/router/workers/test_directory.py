@@ -17,7 +17,7 @@ from protos import worker_pb2
 from router.request.admission import Admission, AdmissionLimits
 from router.request.service_times import MOST_ASKED, Outlook, Rates
 from router.workers.directory import MOST_COMPARED, START_MARGIN, Directory, DirectoryOptions
-from router.workers.policy import DecodePace
+from router.workers.pace import DecodePace
 from router.workers.prefix_index import RoutedPrompt
 from router.workers.report import statuses
 from router.workers.watch import apply_report

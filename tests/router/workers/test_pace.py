@@ -2,7 +2,7 @@
 
 import pytest
 
-from router.workers.policy import HALF_LIFE_S, MEMORY_S, MIN_DRAWN, MIN_PROMPTS, DecodePace, PrefillPace
+from router.workers.pace import HALF_LIFE_S, MEMORY_S, MIN_DRAWN, MIN_PROMPTS, DecodePace, PrefillPace
 from runtime.clock import ManualClock
 
 

@@ -7,11 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from router.workers.pace import MEMORY_S, AnswerPace
 from router.workers.policy import (
     AFFINITY_FACTOR,
     AFFINITY_SLACK,
-    MEMORY_S,
-    AnswerPace,
     Candidate,
     Draw,
     LinkedWorkers,

@@ -52,7 +52,7 @@ async def test_a_missing_report_is_noticed(script: Sequence[pb.WatchResponse], n
     worker_pb2_grpc.add_WorkerServicer_to_server(scripted, server)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
     await server.start()
-    worker = Worker(WorkerRole.PREFILL, address, grpc.aio.insecure_channel(address), lambda: None)
+    worker = Worker(WorkerRole.PREFILL, address, grpc.aio.insecure_channel(address), lambda: None, lambda: None)
     watching = asyncio.create_task(watch_worker(worker, FACTS, 0.05, random.Random(0), follow_stream))
     try:
         await eventually(lambda: worker.index.depths(NAMES) == {address: 2} and worker.is_usable, "a missing report")

@@ -17,7 +17,8 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 async def a_worker(role: WorkerRole, clock: Clock | None = None, **load: int) -> Worker:
-    worker = Worker(role, "h:1", grpc.aio.insecure_channel("127.0.0.1:1"), lambda: None, clock or SystemClock())
+    worker = Worker(role, "h:1", grpc.aio.insecure_channel("127.0.0.1:1"), lambda: None, lambda: None,
+                    clock or SystemClock())
     worker.introduced(worker_info(role), FACTS)
     worker.reported(worker_pb2.WorkerLoad(serving=True, **load))  # type: ignore[arg-type]
     return worker

@@ -29,8 +29,8 @@ def as_query(request: Request) -> Query:
     """Without end-of-sequence ids: tiny random models draw them at random, and lengths should be known."""
     params = request.sampling
     return Query(
-        prompt=request.prompt_token_ids, request_id=request.request_id, num_top_logprobs=request.num_top_logprobs,
-        skip_text=True, stop=Stop(max_tokens=request.max_tokens, ignore_eos=True),
+        prompt=tuple(request.prompt_token_ids), request_id=request.request_id, skip_text=True,
+        num_top_logprobs=request.num_top_logprobs, stop=Stop(max_tokens=request.max_tokens, ignore_eos=True),
         sampling=Sampling(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p,
                           frequency_penalty=params.frequency_penalty, presence_penalty=params.presence_penalty,
                           repetition_penalty=params.repetition_penalty, seed=params.seed))

@@ -1,0 +1,137 @@
+"""What the processes of a local cluster spend: seconds of a core by role, for how much work. Needs Linux."""
+
+import asyncio
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from baton.client import AsyncBatonClient
+from baton.cluster import LocalCluster
+from baton.load import Outcome, run_load
+from baton.values import ModelInfo
+from baton.workload import Arrivals, Planned, Shape, make_queries, plan
+from bench.pool_metrics import port_of, scrape
+from runtime.errors import ConfigError
+
+PREFILL, DECODE, OTHERS = "prefill", "decode", "others"  # the last: routers, and the program that asks
+MOST_PER_S = 100.0  # requests that a turn makes ready
+SETTLE_S = 0.3  # from the last answer until nothing is done for it any more
+_STEPS = "baton_pp_step_seconds_count"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Requests of one turn and their answers, in any order, and how long it took."""
+
+    planned: Sequence[Planned]
+    outcomes: Sequence[Outcome]
+    seconds: float
+
+
+@dataclass(frozen=True)
+class ClosedLoad:
+    """So many requests of a shape at a time, one after the other, for so long."""
+
+    shape: Shape
+    at_once: int
+    seconds: float
+
+    async def ask(self, client: AsyncBatonClient, info: ModelInfo, seed: int) -> Asked:
+        planned = plan(round(MOST_PER_S * self.seconds), Arrivals(rate=MOST_PER_S), self.shape, seed=seed)
+        left = iter(list(zip(planned, make_queries(info, planned, seed=seed), strict=True)))
+        asked, outcomes, began_s = list[Planned](), list[Outcome](), time.monotonic()
+
+        async def one_after_the_other() -> None:
+            while time.monotonic() < began_s + self.seconds and (following := next(left, None)) is not None:
+                asked.append(following[0])
+                outcomes.extend(await run_load(client, [following[1]], [0.0]))
+
+        await asyncio.gather(*(one_after_the_other() for _ in range(self.at_once)))
+        return Asked(asked, outcomes, time.monotonic() - began_s)
+
+
+@dataclass(frozen=True)
+class OpenLoad:
+    """Requests of a shape as they come, so many a second, for so long."""
+
+    shape: Shape
+    rate: float
+    seconds: float
+
+    async def ask(self, client: AsyncBatonClient, info: ModelInfo, seed: int) -> Asked:
+        planned = plan(max(2, round(self.rate * self.seconds)), Arrivals(rate=self.rate), self.shape, seed=seed)
+        queries, began_s = make_queries(info, planned, seed=seed), time.monotonic()
+        outcomes = await run_load(client, queries, [item.at_s for item in planned])
+        return Asked(planned, outcomes, time.monotonic() - began_s)
+
+
+@dataclass(frozen=True)
+class Spent:
+    """On some requests. `drawn`: tokens of answers but for first ones; `chunks` and `rounds`: steps of prefill and of
+    decode pools; `core_s`: by role."""
+
+    requests: int
+    prompt_tokens: int
+    drawn: int
+    chunks: float
+    rounds: float
+    core_s: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class _Reading:
+    core_s: Mapping[str, float]
+    steps: Mapping[str, float]
+
+
+class Meter:
+    """Of a cluster that is up, and of this program."""
+
+    def __init__(self, pids: Mapping[str, int], ports: Mapping[str, int]) -> None:
+        self._pids = {**pids, OTHERS: os.getpid()}
+        self._ports = ports
+
+    @classmethod
+    async def of(cls, cluster: LocalCluster) -> "Meter":
+        """Raises ConfigError where the system does not show what processes spend."""
+        if sys.platform != "linux":
+            raise ConfigError("what processes spend is read from /proc, which Linux has", field="cluster")
+        pids = {name: process.pid for name, process in cluster.processes.items() if process.pid is not None}
+        return cls(pids, {name: await port_of(cluster, name) for name in pids if _role(name) != OTHERS})
+
+    async def spent(self, client: AsyncBatonClient, info: ModelInfo, load: ClosedLoad | OpenLoad, seed: int
+                    ) -> tuple[Spent, Asked]:
+        """On a load, which is asked for. Raises InternalError where a request fails."""
+        before = await self._read()
+        asked = await load.ask(client, info, seed)
+        await asyncio.sleep(SETTLE_S)
+        after = await self._read()
+        failed = [outcome.error for outcome in asked.outcomes if outcome.error is not None]
+        assert not failed, failed[0]
+        return Spent(
+            len(asked.planned), sum(item.prompt_tokens for item in asked.planned),
+            sum(item.output_tokens - 1 for item in asked.planned),
+            after.steps[PREFILL] - before.steps[PREFILL], after.steps[DECODE] - before.steps[DECODE],
+            {role: after.core_s[role] - before.core_s[role] for role in after.core_s}), asked
+
+    async def _read(self) -> _Reading:
+        core_s, steps = dict.fromkeys((PREFILL, DECODE, OTHERS), 0.0), dict.fromkeys((PREFILL, DECODE), 0.0)
+        for name, port in self._ports.items():
+            steps[_role(name)] += (await asyncio.to_thread(scrape, port)).value(_STEPS)
+        for name, pid in self._pids.items():
+            core_s[_role(name)] += _core_s(pid)
+        return _Reading(core_s, steps)
+
+
+def _role(name: str) -> str:
+    role = name.partition("-")[0]
+    return role if role in (PREFILL, DECODE) else OTHERS
+
+
+def _core_s(pid: int) -> float:
+    """Of all threads that a process has, and had."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

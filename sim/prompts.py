@@ -1,0 +1,138 @@
+"""Prompts of simulated clients. Nobody computes their tokens, so only their lengths are on the wire, as zeros, and what
+is the same in two of them is known by the blocks of the trace: names of pages, which else are digests of all tokens up
+to their ends (`runtime.digests`), are numbers here that are equal where the digests were.
+"""
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import overload
+
+from baton.workload import Planned
+from protos import types_pb2
+from router.workers.prefix_index import RoutedPrompt
+from runtime.digests import NAME_BYTES
+
+BLOCK_TOKENS = 512  # of a trace's blocks
+VOCAB_SIZE = 1 << 28
+_HALF = NAME_BYTES // 2
+_BLOCK_BITS = 96  # of the name of a block: those of a trace have 64, and more in its copies
+_ZEROS_STEP = 1024  # from one number of tokens to the next, of those that prompts are copied from
+
+
+@dataclass(frozen=True)
+class TracedTokens(Sequence[int]):
+    """Token ids: those of a trace's blocks are the same wherever the block is, all others occur once. There are none of
+    them before they are looked at."""
+
+    number: int  # of the request
+    planned: Planned
+
+    def __len__(self) -> int:
+        return self.planned.prompt_tokens
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[int]: ...
+
+    def __getitem__(self, place: int | slice) -> int | Sequence[int]:
+        return self._ids[place]
+
+    @cached_property
+    def _ids(self) -> "array[int]":
+        ids = array("I")
+        for block, count in self.runs():
+            token_id = VOCAB_SIZE - 1 - self.number if block is None else block + 1
+            ids += array("I", (token_id,)) * count
+        return ids
+
+    def runs(self) -> Iterator[tuple[int | None, int]]:
+        """Blocks, None for what is of no block, and how many tokens there are of each."""
+        left = self.planned.prompt_tokens
+        for block in self.planned.blocks[:-(-left // BLOCK_TOKENS)]:
+            count = min(left, BLOCK_TOKENS)
+            left -= count
+            yield block, count
+        if left:
+            yield None, left
+
+
+@dataclass(frozen=True)
+class SimulatedPrompt(RoutedPrompt):
+    """`numbers`: of each of the trace's blocks in it, one that stands for all tokens up to the block's end; the last
+    one for what is of no block, too. `places`: of pages, as many as the longest prompt so far has."""
+
+    numbers: tuple[int, ...] = ()
+    places: list[bytes] = field(default_factory=list, compare=False)
+
+    def block_names(self, page_size: int, compatibility: str) -> tuple[bytes, ...]:
+        """All simulated workers are of one compatibility."""
+        key = page_size, ""
+        if key not in self._names:
+            self._names[key] = self.page_names(page_size)[:(self.num_tokens - 1) // page_size]
+        return self._names[key]
+
+    def page_names(self, page_size: int) -> tuple[bytes, ...]:
+        """Of all whole pages."""
+        key = page_size, "whole"
+        if key not in self._names:
+            self._names[key] = self._named(page_size)
+        return self._names[key]
+
+    def _named(self, page_size: int) -> tuple[bytes, ...]:
+        count, names, page = self.num_tokens // page_size, list[bytes](), 0
+        while len(self.places) < count:
+            self.places.append(len(self.places).to_bytes(_HALF))
+        for place, number in enumerate(self.numbers, 1):  # of the pages that end in its block
+            is_last = place == len(self.numbers)
+            end, head = count if is_last else min(place * BLOCK_TOKENS // page_size, count), number.to_bytes(_HALF)
+            names += [head + tail for tail in self.places[page:end]]
+            page = end
+        return tuple(names)
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return len(self.token_ids)
+
+    @cached_property
+    def digest(self) -> str:
+        return f"{self.numbers[-1]:x}-{self.num_tokens:x}"
+
+
+class PromptBook:
+    """Of all clients of a run."""
+
+    def __init__(self) -> None:
+        self._num_numbers = 0
+        self._numbers: dict[int, int] = {}  # by that of what is before and the block that follows, in one
+        self._places: list[bytes] = []
+        self._zeros: dict[int, types_pb2.EngineRequest] = {}  # by how many there are
+
+    def prompt(self, index: int, planned: Planned) -> SimulatedPrompt:
+        """Of request `index`."""
+        tokens, known, number, numbers = TracedTokens(index, planned), self._numbers, 0, list[int]()
+        for block, _ in tokens.runs():
+            key = number << _BLOCK_BITS | (block or 0)
+            found = None if block is None else known.get(key)
+            if found is None:
+                self._num_numbers += 1
+                found = self._num_numbers
+                if block is not None:
+                    known[key] = found
+            number = found
+            numbers.append(number)
+        return SimulatedPrompt(tokens, numbers=tuple(numbers), places=self._places)
+
+    def request(self, num_tokens: int) -> types_pb2.EngineRequest:
+        """With so many tokens, and nothing else. To copy some that are there takes a tenth of what it takes to put one
+        after the other into a message."""
+        count = -(-num_tokens // _ZEROS_STEP) * _ZEROS_STEP
+        if count not in self._zeros:
+            self._zeros[count] = types_pb2.EngineRequest(prompt_token_ids=[0] * count)
+        request = types_pb2.EngineRequest()
+        request.prompt_token_ids.MergeFrom(self._zeros[count].prompt_token_ids)
+        del request.prompt_token_ids[num_tokens:]
+        return request
