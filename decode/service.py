@@ -30,7 +30,7 @@ from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc, types_pb2
 from runtime.calls import CallLedger
 from runtime.clock import SystemClock
-from runtime.digests import in_common, share_draft
+from runtime.digests import check_compatible, in_common, share_draft
 from runtime.errors import (
     BatonError,
     DeadlineError,
@@ -43,7 +43,6 @@ from runtime.errors import (
 from runtime.metrics import ArrivalMetrics
 from runtime.tracing import begin
 from transfer.plan import codec
-from transfer.plan.compatibility import check_compatible
 from transfer.plan.copy_plan import plan_destination
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms
 from transfer.session import ReceiveSession, ReceiveState, SessionDeadlines

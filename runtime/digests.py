@@ -11,7 +11,10 @@ They have 128 bits of BLAKE2b: to find a second text for a name takes 2**128 tri
 import re
 from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass
 from hashlib import blake2b
+
+from runtime.errors import IncompatiblePeerError
 
 NAME_BYTES = 16
 _ID = "I"  # four bytes on all platforms that Python supports
@@ -20,6 +23,14 @@ _DRAFT = "+"
 _NAMED = ("schema", "config", "weights", "kept as", "numerics", "arithmetic", "page size", "max context")
 _NAMED_OF_DRAFT = ("draft", "spec topk")  # a pool without them fits one that has them
 _UNKNOWN = "unknown"
+
+
+@dataclass(frozen=True)
+class Compatibility:
+    """Of a pool: `digest` is compared, `text` is shown when two differ."""
+
+    digest: str
+    text: str
 
 
 def pairing_digest(model: str, draft: str) -> str:
@@ -31,6 +42,13 @@ def may_pair(first: str, second: str) -> bool:
     """Whether one pool may hand prompts to the other: the same model, and not two different drafts."""
     (model, _, draft), (other_model, _, other_draft) = first.partition(_DRAFT), second.partition(_DRAFT)
     return model == other_model and (draft == other_draft or not (draft and other_draft))
+
+
+def check_compatible(mine: Compatibility, peer_digest: str, peer_text: str) -> None:
+    """Raises IncompatiblePeerError showing both sides when they must not be paired."""
+    if not may_pair(mine.digest, peer_digest):
+        raise IncompatiblePeerError(f"the pools differ{named_difference(mine.text, peer_text)}: here {mine.text}; "
+                                    f"there {peer_text}")
 
 
 def share_draft(first: str, second: str) -> bool:

@@ -23,8 +23,8 @@ from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage, max_frame_bytes
 from protos import pipeline_pb2 as pb
 from runtime.clock import SystemClock
+from runtime.digests import Compatibility
 from runtime.errors import BatonError, PeerLostError, UnavailableError
-from transfer.plan.compatibility import Compatibility
 from transfer.plan.handoff_terms import StageSessionEvent
 
 logger = logging.getLogger(__name__)

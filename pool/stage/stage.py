@@ -31,10 +31,11 @@ from pool.stage.settings import stage_settings
 from pool.stage.speculation import SpeculationPlan, build_drafter, check_frozen, plan_speculation, prompt_drafter
 from pool.stage.warmup import run_every_kind
 from runtime.clock import SystemClock
+from runtime.digests import Compatibility
 from runtime.errors import ConfigError
 from runtime.grammar import MAX_GRAMMAR_BYTES, Grammars, load_grammars
 from transfer.agent.agent import TransferAgent
-from transfer.plan.compatibility import Compatibility, compatibility
+from transfer.plan.compatibility import compatibility
 from transfer.plan.handoff_terms import StageSessionEvent
 from transfer.transport.device import Route
 from transfer.ucx.settings import TransportProfile

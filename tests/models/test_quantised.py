@@ -25,6 +25,7 @@ from models.loader import read_model
 from models.quantised_formats import open_checkpoint
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import plan_stage
+from runtime.digests import check_compatible
 from runtime.errors import ConfigError, IncompatiblePeerError
 from runtime.model_folder import loaded_bytes
 from tests.models.conftest import CheckpointMaker
@@ -32,7 +33,6 @@ from tests.models.test_weights_digest import flip, read_stages, tensor_bytes
 from tests.support.models.checkpoints import add_nextn, make_checkpoint
 from tests.support.models.quantised import LAYOUTS, meant_by, write_quantised
 from tests.support.models.single_stage import StageDriver
-from transfer.plan.compatibility import check_compatible
 
 PROMPT = [5, 6, 7, 8, 9]
 

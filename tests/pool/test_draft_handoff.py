@@ -20,6 +20,7 @@ from models.loader import read_model
 from models.weights_digest import PoolWeights
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import plan_stage
+from runtime.digests import Compatibility, check_compatible
 from runtime.errors import IncompatiblePeerError
 from tests.support.cluster.one_process import cluster_in_process
 from tests.support.cluster.questions import as_query
@@ -27,7 +28,6 @@ from tests.support.drafts.drafters import KnowingModel
 from tests.support.drafts.eagle import save_draft
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.pool.local_pool import local_pool
-from transfer.plan.compatibility import Compatibility, check_compatible
 
 CHAIN = {"spec_topk": 1, "spec_steps": 3, "spec_draft_tokens": 3}
 TREE = {"spec_topk": 3, "spec_steps": 4, "spec_draft_tokens": 12}

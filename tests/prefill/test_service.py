@@ -29,6 +29,7 @@ from prefill.service import PrefillParts, PrefillService
 from protos import prefill_pb2 as pb
 from protos import types_pb2
 from runtime.clock import SystemClock
+from runtime.digests import Compatibility
 from runtime.errors import DeadlineError, PeerLostError, UnavailableError
 from testing.memory_transport import MemoryNetwork
 from tests.support.models.tiny_models import HYBRID, tiny
@@ -37,7 +38,6 @@ from tests.support.pool.local_pool import call
 from tests.support.pool.streams import call_ledger, prefill_call
 from tests.support.transfer.handoff import Pool
 from transfer.plan import codec
-from transfer.plan.compatibility import Compatibility
 from transfer.plan.handoff_terms import StageSessionEvent
 
 

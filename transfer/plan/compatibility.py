@@ -1,24 +1,15 @@
-"""Which pools may be paired: a digest of everything that must be equal, and the same as text for people."""
+"""What pools must have alike to be paired, as a digest and as text for people; and what the stages of one pool must."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import groupby
 
 from engine.memory.layout import CacheKind, CacheSpec, travelling
-from runtime.digests import may_pair, named_difference, pairing_digest
+from runtime.digests import Compatibility, pairing_digest
 from runtime.errors import IncompatiblePeerError
 
 SCHEMA_VERSION = 6
 """Raised whenever the copy plan, the tags, the trailer or the digests change."""
-
-
-@dataclass(frozen=True)
-class Compatibility:
-    """`digest` is compared (see `runtime.digests`), `text` is shown when two differ."""
-
-    digest: str
-    text: str
 
 
 def compatibility(*, revision: str, specs: Iterable[CacheSpec], page_size: int, numerics: str = "exact",
@@ -40,13 +31,6 @@ def compatibility(*, revision: str, specs: Iterable[CacheSpec], page_size: int, 
             f"kept as {weights}, numerics {numerics}, arithmetic {arithmetic}, "
             f"page size {page_size}, max context {max_context}, {_describe(model)}")
     return Compatibility(digest, f"{text}, draft {draft_revision[:12]}, {_describe_draft(draft)}" if draft else text)
-
-
-def check_compatible(mine: Compatibility, peer_digest: str, peer_text: str) -> None:
-    """Raises IncompatiblePeerError showing both sides when they must not be paired."""
-    if not may_pair(mine.digest, peer_digest):
-        raise IncompatiblePeerError(f"the pools differ{named_difference(mine.text, peer_text)}: here {mine.text}; "
-                                    f"there {peer_text}")
 
 
 def check_settings(mine: Mapping[str, str], theirs: Mapping[str, str]) -> None:

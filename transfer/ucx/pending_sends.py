@@ -45,7 +45,8 @@ class PendingSends:
         return bool(self._sends)
 
     def has_room(self, num_bytes: int) -> bool:
-        return not self._sends or sum(len(send.frame) for send in self._sends) + num_bytes <= self._max_bytes
+        """Beside those that wait already."""
+        return sum(len(send.frame) for send in self._sends) + num_bytes <= self._max_bytes
 
     def add(self, send: PendingSend) -> None:
         if self._thread is None:

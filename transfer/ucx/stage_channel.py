@@ -165,7 +165,7 @@ class UcxStageChannel:
         deadline_s = time.monotonic() + timeout_s
         with self._pending.using:
             self._check(rank)
-            while not self._pending.has_room(len(frame)):
+            while self._pending.any and not self._pending.has_room(len(frame)):
                 self._dispatch()
                 self._check(rank)
                 self._pause(deadline_s)

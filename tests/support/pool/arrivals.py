@@ -30,6 +30,7 @@ from pool.stage.stage import StagePlan
 from protos import decode_pb2 as pb
 from protos import types_pb2
 from runtime.clock import SystemClock
+from runtime.digests import Compatibility
 from runtime.metrics import ArrivalMetrics, CacheMetrics
 from testing.memory_transport import MemoryNetwork
 from tests.support.models.tiny_models import HYBRID, tiny
@@ -37,7 +38,6 @@ from tests.support.pool.local_pool import call
 from tests.support.pool.streams import SharedCall, Stream, call_ledger, decode_call
 from tests.support.transfer.handoff import Pool
 from transfer.plan import codec
-from transfer.plan.compatibility import Compatibility
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageEndpoint, StageSessionEvent
 from transfer.session import ReceiveSession
 

@@ -6,9 +6,10 @@ from typing import Any
 import pytest
 
 from engine.memory.layout import CacheKind, CacheSpec
+from runtime.digests import check_compatible
 from runtime.errors import IncompatiblePeerError
 from tests.support.transfer.handoff import hybrid_specs
-from transfer.plan.compatibility import check_compatible, check_settings, compatibility
+from transfer.plan.compatibility import check_settings, compatibility
 
 SPECS = hybrid_specs(4)
 MINE = compatibility(revision="abcdef0123456789", specs=SPECS, page_size=4)
