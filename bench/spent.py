@@ -82,7 +82,7 @@ class Spent:
 
 
 @dataclass(frozen=True)
-class _Reading:
+class _CostCounts:
     core_s: Mapping[str, float]
     steps: Mapping[str, float]
 
@@ -117,13 +117,13 @@ class Meter:
             after.steps[PREFILL] - before.steps[PREFILL], after.steps[DECODE] - before.steps[DECODE],
             {role: after.core_s[role] - before.core_s[role] for role in after.core_s}), asked
 
-    async def _read(self) -> _Reading:
+    async def _read(self) -> _CostCounts:
         core_s, steps = dict.fromkeys((PREFILL, DECODE, OTHERS), 0.0), dict.fromkeys((PREFILL, DECODE), 0.0)
         for name, port in self._ports.items():
             steps[_role(name)] += (await asyncio.to_thread(scrape, port)).value(_STEPS)
         for name, pid in self._pids.items():
             core_s[_role(name)] += _core_s(pid)
-        return _Reading(core_s, steps)
+        return _CostCounts(core_s, steps)
 
 
 def _role(name: str) -> str:
