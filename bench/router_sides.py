@@ -18,6 +18,7 @@ import grpc
 from prometheus_client import CollectorRegistry, Counter
 
 from decode.outlet import DecodeOutlet
+from engine.core.request import DrawnToken
 from pool.request.router_call import Opening, RequestKind, RouterCall
 from protos import (
     decode_pb2,
@@ -178,7 +179,7 @@ class SourceDecode(decode_pb2_grpc.DecodeServicer):
         await opening.inbox.get(None, "the first token")
         outlet.committed(decode_pb2.DecodeCommitted())
         async for token_id in self._steps.tokens(request.max_tokens - 1):
-            outlet.drawn(types_pb2.TokenChunk(token_ids=[token_id]))
+            outlet.drawn((DrawnToken(token_id),))
         outlet.finished(decode_pb2.DecodeFinished(reason=types_pb2.FINISH_REASON_LENGTH))
 
 

@@ -5,9 +5,13 @@ Tokens that the router was not sent yet join, so a router that reads slowly gets
 waits is bounded by what its requests may draw. Event loop's thread.
 """
 
+from collections.abc import Sequence
+
+from engine.core.request import DrawnToken
+from pool.request.conversion import extend_chunk
 from pool.request.router_call import Outlet
 from protos import decode_pb2 as pb
-from protos import transfer_pb2, types_pb2
+from protos import transfer_pb2
 
 MAX_JOINED = 64  # tokens of one event
 
@@ -20,6 +24,8 @@ class DecodeOutlet:
         self._outlet = outlet
         self._key = outlet.key
         self._position = position
+        self._tokens: pb.DecodeEvent | None = None  # the last ones
+        self._room = 0  # for so many more there
 
     def destination(self, terms: transfer_pb2.DestinationTerms) -> None:
         """Memory is reserved, and receives are posted."""
@@ -33,14 +39,14 @@ class DecodeOutlet:
         """The same of a request without a source."""
         self._outlet.send(pb.DecodeEvent(key=self._key, position=self._position, local=local))
 
-    def drawn(self, tokens: types_pb2.TokenChunk) -> None:
-        unsent, position = self._outlet.unsent, self._position
-        self._position += len(tokens.token_ids)
-        if unsent is not None and unsent.HasField("tokens") \
-                and len(unsent.tokens.token_ids) + len(tokens.token_ids) <= MAX_JOINED:
-            unsent.tokens.MergeFrom(tokens)
-            return
-        self._outlet.send(pb.DecodeEvent(key=self._key, position=position, tokens=tokens), MAX_JOINED)
+    def drawn(self, tokens: Sequence[DrawnToken]) -> None:
+        position, num_tokens = self._position, len(tokens)
+        self._position += num_tokens
+        if self._tokens is None or self._room < num_tokens or self._outlet.unsent is not self._tokens:
+            self._tokens, self._room = pb.DecodeEvent(key=self._key, position=position), MAX_JOINED
+            self._outlet.send(self._tokens, MAX_JOINED)
+        self._room -= num_tokens
+        extend_chunk(self._tokens.tokens, tokens)
 
     def finished(self, finished: pb.DecodeFinished) -> None:
         """Nothing comes after it but the end."""

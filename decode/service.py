@@ -22,7 +22,7 @@ from decode.outlet import DecodeOutlet
 from decode.scheduler import DecodeScheduler
 from engine.core.request import FinishReason, Request
 from engine.memory.layout import bytes_per_page, travelling
-from pool.request.conversion import chunk_to_proto, in_vocabulary
+from pool.request.conversion import in_vocabulary
 from pool.request.entry import DataRanks, Failed
 from pool.request.router_call import Inbox, Opening, RequestKind, RouterCall, SessionChanged
 from pool.request.stay import EventPost, RequestParts, read_request, serve
@@ -282,7 +282,7 @@ def _emit(post: EventPost, receive: Callable[[Event], None], event: Event) -> No
 def _receive(outlet: DecodeOutlet, inbox: DecodeInbox, event: Event) -> None:
     """What the engine did: the router gets what was drawn, the stay whatever ends it."""
     if isinstance(event, Drawn):
-        outlet.drawn(chunk_to_proto(*event.tokens))
+        outlet.drawn(event.tokens)
         return
     if isinstance(event, Finished):
         outlet.finished(pb.DecodeFinished(

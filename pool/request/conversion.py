@@ -4,7 +4,7 @@ is checked again here, because others than routers may reach its port."""
 import math
 from collections.abc import Iterator, Sequence
 
-from engine.core.request import DrawnToken, Request, SamplingParams
+from engine.core.request import DrawnToken, Request, SamplingParams, TokenLogprobs
 from pool.pipeline.grammars import NO_GRAMMARS, GrammarCheck, grammar_from_proto
 from protos import types_pb2 as pb
 from runtime.errors import FieldViolation, InvalidRequestError
@@ -54,20 +54,28 @@ def in_vocabulary(field: str, token_ids: Sequence[int], vocab_size: int) -> tupl
 
 def chunk_to_proto(*tokens: DrawnToken) -> pb.TokenChunk:
     """The tokens of one step: several where drafted ones were accepted."""
-    return pb.TokenChunk(token_ids=[token.token_id for token in tokens], logprobs=_logprobs_to_proto(tokens))
+    chunk = pb.TokenChunk()
+    extend_chunk(chunk, tokens)
+    return chunk
+
+
+def extend_chunk(chunk: pb.TokenChunk, tokens: Sequence[DrawnToken]) -> None:
+    """By tokens that were drawn next."""
+    chunk.token_ids.extend([token.token_id for token in tokens])
+    for token in tokens:
+        if token.logprobs is not None:
+            chunk.logprobs.append(_logprobs_to_proto(token.logprobs))
 
 
 def scores_to_proto(first_position: int, tokens: Sequence[DrawnToken]) -> pb.PromptLogprobs:
     """Scored tokens of a prompt, the first of them at `first_position`."""
     return pb.PromptLogprobs(first_position=first_position, token_ids=[token.token_id for token in tokens],
-                             logprobs=_logprobs_to_proto(tokens))
+                             logprobs=[_logprobs_to_proto(token.logprobs) for token in tokens if token.logprobs])
 
 
-def _logprobs_to_proto(tokens: Sequence[DrawnToken]) -> Iterator[pb.TokenLogprobs]:
-    for token in tokens:
-        if token.logprobs is not None:
-            top = [pb.TopLogprob(token_id=token_id, logprob=value) for token_id, value in token.logprobs.top]
-            yield pb.TokenLogprobs(logprob=token.logprobs.logprob, top=top)
+def _logprobs_to_proto(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
+    return pb.TokenLogprobs(logprob=logprobs.logprob, top=[
+        pb.TopLogprob(token_id=token_id, logprob=value) for token_id, value in logprobs.top])
 
 
 def _violations(message: pb.EngineRequest, vocab_size: int, max_context_tokens: int) -> list[FieldViolation]:

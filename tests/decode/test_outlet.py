@@ -4,7 +4,7 @@ and nothing that a slow router makes longer than its answer."""
 import pytest
 
 from decode.outlet import MAX_JOINED, DecodeOutlet
-from engine.core.request import DrawnToken
+from engine.core.request import DrawnToken, TokenLogprobs
 from engine.pipeline.stages import StepResult
 from pool.request.router_call import Outlet
 from protos import decode_pb2 as pb
@@ -12,6 +12,10 @@ from protos import types_pb2
 from runtime.calls import MessageLimits, SendQueue
 from tests.support.pool.arrivals import Arrivals, DecodeStream, arrivals, cancelled, first_token
 from tests.support.pool.local_pool import call
+
+
+def drawn(token_id: int) -> list[DrawnToken]:
+    return [DrawnToken(token_id, TokenLogprobs(-float(token_id)))]
 
 
 def chunk(*token_ids: int) -> types_pb2.TokenChunk:
@@ -27,7 +31,7 @@ async def test_unread_tokens_of_a_request_join_and_nothing_passes_another(monkey
     outlets[1].committed(pb.DecodeCommitted())
     for token_id in range(6):
         for outlet in outlets.values():
-            outlet.drawn(chunk(token_id))
+            outlet.drawn(drawn(token_id))
     outlets[1].finished(pb.DecodeFinished())
     first = await queue.take()
     assert sorted((event.key, event.position, list(event.tokens.token_ids)) for event in first) == [
@@ -36,7 +40,7 @@ async def test_unread_tokens_of_a_request_join_and_nothing_passes_another(monkey
         "committed", "tokens", "tokens", "finished"]
     assert [entry.logprob for event in first if event.key == 2 for entry in event.tokens.logprobs] == [
         0, -1, -2, -3, -4, -5]
-    outlets[2].drawn(chunk(6))
+    outlets[2].drawn(drawn(6))
     assert await queue.take() == [pb.DecodeEvent(key=2, position=7, tokens=chunk(6))]
 
 
@@ -46,7 +50,7 @@ async def test_a_message_has_no_more_tokens_than_a_router_takes_however_they_joi
     for key in range(300):
         outlet = DecodeOutlet(Outlet(queue, key), 0)
         for token_id in range(3 * MAX_JOINED):
-            outlet.drawn(chunk(token_id))
+            outlet.drawn(drawn(token_id))
     taken = []
     while len(queue):
         taken.append(await queue.take())

@@ -20,6 +20,7 @@ import grpc
 from prometheus_client import CollectorRegistry, Counter
 
 from decode.outlet import DecodeOutlet
+from engine.core.request import DrawnToken, TokenLogprobs
 from pool.request.router_call import Inbox, Opening, RequestKind, RouterCall
 from protos import (
     decode_pb2,
@@ -403,7 +404,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             outlet.local(decode_pb2.DecodeLocal(cached_tokens=16 * len(self.kept)))
             await self.reached(Point.COMPUTED, request)
             tokens += expected_tokens(list(request.prompt_token_ids), 1)
-            outlet.drawn(types_pb2.TokenChunk(token_ids=tokens))
+            outlet.drawn([DrawnToken(token_id) for token_id in tokens])
         assert tokens == expected_tokens(list(request.prompt_token_ids), len(tokens)), "what it gets is what was drawn"
         while (reason := _finish_reason(request, tokens)) is None:
             if self.token_pause_s:
@@ -413,9 +414,8 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             while len(chunk) < self.tokens_per_chunk and _finish_reason(request, tokens) is None:
                 chunk.append((tokens[-1] + 1) % VOCAB_SIZE)
                 tokens.append(chunk[-1])
-            logprobs = [types_pb2.TokenLogprobs(logprob=-float(t)) for t in chunk]
-            outlet.drawn(types_pb2.TokenChunk(
-                token_ids=chunk, logprobs=logprobs if request.HasField("num_top_logprobs") else None))
+            shows = request.HasField("num_top_logprobs")
+            outlet.drawn([DrawnToken(t, TokenLogprobs(-float(t)) if shows else None) for t in chunk])
             while not is_sent():  # noqa: ASYNC110 - none joins another: routers read in time, or end the call
                 await asyncio.sleep(0)
         await self.reached(Point.FINISH, request)
