@@ -125,10 +125,10 @@ class TileLoop:
         self._b, self._x, self._x_row, self._x_tile, self._x_step = builder, x, x_row, x_tile, x_step
         self._w, self._w_block, self._y, self._y_row, self._steps = w, w_block, y, y_row, steps
 
-    def write(self, row_tiles: int, blocks: int, *, first: int = 0, adds: bool = False, fetches_x: bool = False,
-              fetches_w: bool = False, product: str = "tdpbf16ps") -> None:
-        """`first`: of the two tiles for x the one to begin with. `fetches_x`: x was read before, so there is time to
-        fetch what comes behind it; `fetches_w`: fetch weights further on. `product`: the instruction that adds up."""
+    def write(self, row_tiles: int, blocks: int, *, first: int = 0, adds: bool = False, fetches_w: bool = False,
+              product: str = "tdpbf16ps") -> None:
+        """`first`: of the two tiles for x the one to begin with. `fetches_w`: fetch weights further on. `product`: the
+        instruction that adds up."""
         b = self._b
         places = [(m, n, _SUMS[2 * (first + m) + n]) for m in range(row_tiles) for n in range(blocks)]
         for m, n, tile in places:
@@ -145,8 +145,6 @@ class TileLoop:
             terms = b.add(self._x, b.mul(k, self._x_step))
             terms = b.add(terms, b.mul(self._x_tile, _I64(m)))
             self._load(_ROWS_OF_X[first + m], terms, self._x_row)
-            if fetches_x:
-                self._fetch(b.add(terms, b.mul(self._steps, self._x_step)), self._x_row)
             for n in range(blocks) if m == 0 else reversed(range(blocks)):
                 if m == 0:
                     weights = b.add(b.add(self._w, b.mul(k, _I64(BLOCK_STEP_BYTES))), b.mul(self._w_block, _I64(n)))

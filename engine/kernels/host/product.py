@@ -43,6 +43,7 @@ REVISION = 5  # of sums and roundings: another number, other bits
 
 _GROUP_BLOCKS = 4
 _CHUNK_ROWS = 48  # rows that share a pass over a segment of the weights while that is in the nearest cache
+_CHUNK_TILE_ROWS = 128  # the same for tiles, whose sums then stay in a core's own cache
 _ITEMS_PER_THREAD = 4
 _STEP_BYTES = 4  # of a row of x
 _SHARE_BYTES = 5 << 18  # of x in tiles: stays in a core's own cache while the weights go by
@@ -232,14 +233,14 @@ def _copy_row_bytes(segments: Segments) -> int:
 @lru_cache(maxsize=4096)
 def _share_out_tiles(num_rows: int, num_blocks: int, num_panels: int, tile_bytes: int, num_threads: int) -> _Work:
     """The same for x in tiles, of which a share stays in a core's own cache while all groups go by."""
-    num_groups, num_chunks = -(-num_blocks // _GROUP_BLOCKS), -(-num_rows // amx.MAX_ROWS)
+    num_groups, num_chunks = -(-num_blocks // _GROUP_BLOCKS), -(-num_rows // _CHUNK_TILE_ROWS)
     wanted = max(-(-_ITEMS_PER_THREAD * num_threads // num_groups),
                  -(-num_rows // amx.TILE_ROWS * tile_bytes // _SHARE_BYTES))
     share_chunks = -(-num_chunks // min(wanted, num_chunks))
     return _Work(num_groups * -(-num_chunks // share_chunks),
-                 _scratch_bytes(amx.MAX_ROWS, amx.MAX_ROWS, _GROUP_BLOCKS, num_panels),
-                 (amx.MAX_ROWS, _GROUP_BLOCKS, amx.TILE_ROWS, amx.MAX_ROWS, 0, share_chunks, _GROUP_BLOCKS, num_groups,
-                  num_threads))
+                 _scratch_bytes(amx.MAX_ROWS, _CHUNK_TILE_ROWS, _GROUP_BLOCKS, num_panels),
+                 (amx.MAX_ROWS, _GROUP_BLOCKS, amx.TILE_ROWS, _CHUNK_TILE_ROWS, 0, share_chunks, _GROUP_BLOCKS,
+                  num_groups, num_threads))
 
 
 def _scratch_bytes(tile_rows: int, chunk_rows: int, blocks: int, num_panels: int) -> int:

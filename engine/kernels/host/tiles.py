@@ -192,7 +192,6 @@ def _write_tiles(b, blocks, product, rows, x, x_row, x_tile, x_step, w, w_block,
         for first in range(0, blocks, 2):
             at_w, at_y = b.add(w, b.mul(w_block, _I64(first))), b.add(y, _I64(first * BLOCK_STEP_BYTES))
             loop = TileLoop(b, x, x_row, x_tile, x_step, at_w, w_block, at_y, y_row, steps)
-            loop.write(2, min(2, blocks), fetches_w=start is few, fetches_x=start is many and first + 2 == blocks > 2,
-                       product=product)
+            loop.write(2, min(2, blocks), fetches_w=start is few, product=product)
         b.branch(end)
     b.position_at_end(end)
