@@ -56,7 +56,6 @@ class SimulatedCall:
 
     def __init__(self, server: Server, latency_s: float) -> None:
         self.on_message: Callable[[Message], None] = _ignore
-        self.on_half_close: Callable[[], None] = _ignore
         self.on_gone: Callable[[], None] = _ignore  # its caller cancelled, or this process dies
         self._server = server
         self._latency_s = latency_s
@@ -102,10 +101,6 @@ class SimulatedCall:
         """By its caller. Never waits."""
         self._later(partial(self._deliver, message))
 
-    async def done_writing(self) -> None:
-        """By its caller, who writes no more."""
-        self._later(self._half_closed)
-
     def cancel(self) -> None:
         """By its caller. Idempotent."""
         if not self._is_over:
@@ -136,10 +131,6 @@ class SimulatedCall:
     def _deliver(self, message: Message) -> None:
         if not self._is_over:
             self.on_message(message)
-
-    def _half_closed(self) -> None:
-        if not self._is_over:
-            self.on_half_close()
 
     def _gone(self) -> None:
         if not self._is_over:
@@ -179,7 +170,7 @@ class Channel(grpc.aio.Channel):
         self._latency_s = latency_s
 
     def stream_stream(self, method: str, *_: object, **__: object) -> Any:  # noqa: ANN401
-        """Makes what routers use of a `grpc.aio.StreamStreamCall`."""
+        """Makes what routers use of a `grpc.aio.StreamStreamCall`; they half-close only where certificates change."""
         return lambda: SimulatedCall(self._server, self._latency_s).open(method)
 
     async def close(self, grace: float | None = None) -> None:

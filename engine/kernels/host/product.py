@@ -183,7 +183,7 @@ class PackedGroup:
 def _operand(x: Tensor, segments: Segments, team: Team) -> tuple[Tensor, CodedRows | None]:
     """x as weights in these segments multiply it; where that is as codes, with what belongs to them."""
     if not segments.in_bytes:
-        return x if segments.are_whole and x.stride(-1) == 1 else arranged(x, segments, team), None
+        return arranged(x, segments, team), None
     codes = coded(x, segments, team)
     return codes.codes, codes
 
