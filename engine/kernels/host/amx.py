@@ -12,6 +12,7 @@ unit (oneDNN) find it as they expect it.
 
 import ctypes
 import platform
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import numpy as np
@@ -22,6 +23,7 @@ from numba.extending import intrinsic
 
 from engine.kernels.host.compiled import STRICT_PART, pointer_to
 from engine.kernels.host.dot import BLOCK_STEP_BYTES, cpu_features
+from engine.kernels.host.strided import LINE_BYTES, write_fetch
 
 TILE_ROWS, TILE_BYTES = 16, 1024
 STEPS = 16  # of a block that one instruction takes: 32 terms
@@ -29,11 +31,10 @@ MAX_ROWS = 32  # of one call: two tiles
 LAYOUT_BYTES = 64  # of what configures them
 
 _SUMS, _ROWS_OF_X, _WEIGHTS = (0, 1, 2, 3), (4, 5), (6, 7)
-_AHEAD_BYTES = 4096
 _STEP_BYTES = 4  # of a row of x, where its terms lie side by side
 _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA = 158, 0x1023, 18
 
-_I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_I8, _I64 = ir.IntType(8), ir.IntType(64)
 _POINTER = _I8.as_pointer()
 
 
@@ -93,23 +94,24 @@ def release_tiles(typing):
 
 
 @cache
-def tile_block(row_tiles: int, blocks: int, *, adds: bool = False, second: bool = False):
-    """A function for compiled code: f(x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps), all int64.
+def tile_block(row_tiles: int, blocks: int, *, adds: bool = False, second: bool = False, fetched: int = 0):
+    """A function for compiled code: f(x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps, ahead), all int64.
 
     y [rows, 16 * blocks] fp32 = x [rows, 2 * steps] times the blocks at w, bf16; with `adds` sums start from what y
     holds. `steps` is a multiple of STEPS. The rows are those of the first tiles of the configuration and, where there
-    are two row tiles, of the second; with `second`, for one row tile and block, those of the second alone.
+    are two row tiles, of the second; with `second`, for one row tile and block, those of the second alone. Every STEPS
+    steps fetch so many lines from `ahead` on into the cache, each time the next ones.
     """
 
     @intrinsic
-    def multiply(typing, x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps):
+    def multiply(typing, x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps, ahead):
         def generate(context, b, signature, arguments):
-            x, x_row, w, w_block, y, y_row, steps = arguments
+            x, x_row, w, w_block, y, y_row, steps, ahead = arguments
             loop = TileLoop(b, x, x_row, b.mul(x_row, _I64(TILE_ROWS)), _I64(_STEP_BYTES), w, w_block, y, y_row, steps)
-            loop.write(row_tiles, blocks, adds=adds, first=1 if second else 0)
+            loop.write(row_tiles, blocks, adds=adds, first=1 if second else 0, fetches=((ahead, fetched),))
             return context.get_dummy_value()
 
-        return types.void(*[types.int64] * 7), generate
+        return types.void(*[types.int64] * 8), generate
 
     return multiply
 
@@ -125,10 +127,11 @@ class TileLoop:
         self._b, self._x, self._x_row, self._x_tile, self._x_step = builder, x, x_row, x_tile, x_step
         self._w, self._w_block, self._y, self._y_row, self._steps = w, w_block, y, y_row, steps
 
-    def write(self, row_tiles: int, blocks: int, *, first: int = 0, adds: bool = False, fetches_w: bool = False,
-              product: str = "tdpbf16ps") -> None:
-        """`first`: of the two tiles for x the one to begin with. `fetches_w`: fetch weights further on. `product`: the
-        instruction that adds up."""
+    def write(self, row_tiles: int, blocks: int, *, first: int = 0, adds: bool = False,
+              product: str = "tdpbf16ps", fetches: Sequence[tuple[ir.Value, int]] = (), locality: int = 2) -> None:
+        """`first`: of the two tiles for x the one to begin with. `product`: the instruction that adds up. `fetches`:
+        addresses, from which every step fetches so many lines, each time the next ones, into the cache of that
+        `locality` (`strided.write_fetch`)."""
         b = self._b
         places = [(m, n, _SUMS[2 * (first + m) + n]) for m in range(row_tiles) for n in range(blocks)]
         for m, n, tile in places:
@@ -141,18 +144,20 @@ class TileLoop:
         b.position_at_end(loop)
         k = b.phi(_I64)
         k.add_incoming(_I64(0), entry)
+        fetch = self._spread(k, fetches, locality, row_tiles + blocks + row_tiles * blocks)
         for m in range(row_tiles):
             terms = b.add(self._x, b.mul(k, self._x_step))
             terms = b.add(terms, b.mul(self._x_tile, _I64(m)))
             self._load(_ROWS_OF_X[first + m], terms, self._x_row)
+            next(fetch)
             for n in range(blocks) if m == 0 else reversed(range(blocks)):
                 if m == 0:
                     weights = b.add(b.add(self._w, b.mul(k, _I64(BLOCK_STEP_BYTES))), b.mul(self._w_block, _I64(n)))
-                    if fetches_w:
-                        self._fetch(b.add(weights, _I64(_AHEAD_BYTES)), _I64(BLOCK_STEP_BYTES))
                     self._load(_WEIGHTS[n % 2], weights, _I64(BLOCK_STEP_BYTES))
+                    next(fetch)
                 tile_call(b, product, _I8(_SUMS[2 * (first + m) + n]), _I8(_ROWS_OF_X[first + m]),
                           _I8(_WEIGHTS[n % 2]))
+                next(fetch)
                 if m == row_tiles - 1:
                     tile_call(b, "tilezero", _I8(_WEIGHTS[n % 2]))
             tile_call(b, "tilezero", _I8(_ROWS_OF_X[first + m]))
@@ -167,13 +172,15 @@ class TileLoop:
         b = self._b
         return b.add(b.add(self._y, b.mul(self._y_row, _I64(TILE_ROWS * m))), _I64(n * BLOCK_STEP_BYTES))
 
-    def _fetch(self, address, stride) -> None:
-        """A tile's lines into the cache."""
-        for line in range(TILE_ROWS):
-            at = self._b.inttoptr(self._b.add(address, self._b.mul(stride, _I64(line))), _POINTER)
-            kind = ir.FunctionType(ir.VoidType(), [_POINTER, _I32, _I32, _I32])
-            fetch = cgutils.get_or_insert_function(self._b.module, kind, "llvm.prefetch.p0")
-            self._b.call(fetch, [at, _I32(0), _I32(3), _I32(1)])
+    def _spread(self, k, fetches: Sequence[tuple[ir.Value, int]], locality: int, num_parts: int) -> Iterator[None]:
+        """Writes what step `k` fetches in so many parts: all lines at once would hold up the loads behind them."""
+        b = self._b
+        lines = [(address, line, count) for address, count in fetches for line in range(count)]
+        for part in range(num_parts):
+            for address, line, count in lines[len(lines) * part // num_parts:len(lines) * (part + 1) // num_parts]:
+                at = b.add(b.mul(k, _I64(count * LINE_BYTES // STEPS)), _I64(line * LINE_BYTES))
+                write_fetch(b, b.add(address, at), locality=locality)
+            yield
 
     def _load(self, tile: int, address, stride) -> None:
         tile_call(self._b, "tileloadd64", _I8(tile), self._b.inttoptr(address, _POINTER), stride)

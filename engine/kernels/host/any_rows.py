@@ -28,13 +28,13 @@ def tiled_product(*, adds):
             weights, sums = w + block * w_block, y + block * BLOCK_STEP_BYTES
             if rows > TILE_ROWS:
                 if block + 1 < blocks:
-                    two_pair(x, x_row, weights, w_block, sums, y_row, steps)
+                    two_pair(x, x_row, weights, w_block, sums, y_row, steps, 0)
                 else:
-                    two_one(x, x_row, weights, w_block, sums, y_row, steps)
+                    two_one(x, x_row, weights, w_block, sums, y_row, steps, 0)
             elif block + 1 < blocks:
-                one_pair(x, x_row, weights, w_block, sums, y_row, steps)
+                one_pair(x, x_row, weights, w_block, sums, y_row, steps, 0)
             else:
-                one_one(x, x_row, weights, w_block, sums, y_row, steps)
+                one_one(x, x_row, weights, w_block, sums, y_row, steps, 0)
 
     return multiply
 

@@ -12,6 +12,7 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 from engine.kernels.host.dot import BFLOAT, LANES, has_pair_products, in_all_lanes
+from engine.kernels.host.strided import write_fetch
 
 BLOCK_KEYS = 64  # keys of one step of the online softmax, on a grid of absolute positions
 VECTOR_BYTES = 64
@@ -43,7 +44,18 @@ def turn(typing, addresses, offset, out, out_row):
     return types.void(*[types.int64] * 4), generate
 
 
-def _turn(b, addresses, offset, out, out_row):
+@intrinsic
+def turn_and_fetch(typing, addresses, offset, out, out_row, ahead, distance):
+    """Likewise, and 32 lines from `ahead` on, so many bytes apart, are fetched into the cache meanwhile."""
+
+    def generate(context, builder, signature, arguments):
+        _turn(builder, *arguments)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 6), generate
+
+
+def _turn(b, addresses, offset, out, out_row, ahead=None, distance=None):
     rows = [b.add(b.load(_pointer(b, addresses, _I64, 8 * row), align=8), offset) for row in range(LANES)]
     for group in range(4):
         # Vector q: of rows q, q + 4, q + 8, q + 12 these four words.
@@ -52,6 +64,8 @@ def _turn(b, addresses, offset, out, out_row):
         for word, vector in enumerate(_turned(b, [_joined(b, quarter) for quarter in quarters])):
             at = b.add(out, b.mul(out_row, _I64(4 * group + word)))
             b.store(vector, _pointer(b, at, _INTEGERS, 0), align=4)
+            for line in () if ahead is None else (0, 1):
+                write_fetch(b, b.add(ahead, b.mul(distance, _I64(2 * (4 * group + word) + line))), locality=2)
 
 
 def words_of(b, rows):

@@ -2,6 +2,7 @@
 
 Keys are turned in registers, 16 keys by 8 words at a time, and multiplied at once; so are values, of which two keys'
 become pairs there. A sum has the same terms in the same order as from a packed block (`dot.py`), and so the same bits.
+The matrix unit multiplies keys where they lie, by queries that are turned instead.
 
 On a page the keys of the kv heads lie one behind the other, and then their values. So the kv heads of an item take
 turns at each block, its keys from the first head's to the last one's and then its values, and while one head's are
@@ -17,14 +18,23 @@ from llvmlite import ir
 from numba import njit, types
 from numba.extending import intrinsic
 
-from engine.kernels.host.blocks import SCORE_ROW, VECTOR_BYTES, mixed_halves, mixed_quarters, pairs_of, words_of
+from engine.kernels.host.amx import STEPS, TILE_ROWS, tile_block
+from engine.kernels.host.any_rows import shape_tiles
+from engine.kernels.host.blocks import (
+    BLOCK_KEYS,
+    SCORE_ROW,
+    VECTOR_BYTES,
+    mixed_halves,
+    mixed_quarters,
+    pairs_of,
+    words_of,
+)
 from engine.kernels.host.compiled import STRICT_PART
 from engine.kernels.host.dot import LANES, add_pairs, has_pair_products, in_all_lanes
-from engine.kernels.host.key_blocks import behind_keys
-from engine.kernels.host.room import CHUNK_ROWS
+from engine.kernels.host.key_blocks import behind_keys, pair_values_at, score_by_key
 from engine.kernels.host.strided import counted, integers, write_fetch
 
-FEW_ROWS = 8  # of a tile at most
+_FEW_ROWS = 8  # of a tile at most, without the matrix unit
 CHANNELS = 2 * LANES  # of one vector of bf16; heads have a multiple of these
 _PIECE_BYTES = 32  # of each key that go through the registers at a time
 _KEYS = 2 * LANES  # at a time: with more, lines are needed before they come
@@ -34,18 +44,20 @@ _I32, _I64, _FLOATS = ir.IntType(32), ir.IntType(64), ir.VectorType(ir.FloatType
 
 
 @cache
-def has_few_rows(dtype: torch.dtype, *, tiled: bool) -> bool:
-    """Whether there is a kernel for few rows beside the one for any number."""
-    return dtype is torch.bfloat16 and not tiled and has_pair_products()
+def most_rows(dtype: torch.dtype, head_dim: int, *, tiled: bool) -> int:
+    """The most rows of a tile that the kernel for few rows takes; 0 where there is none."""
+    if dtype is not torch.bfloat16 or head_dim % CHANNELS or not (tiled or has_pair_products()):
+        return 0
+    return TILE_ROWS if tiled else _FEW_ROWS
 
 
 @cache
-def heads_of_item(num_tiles: int, num_kv_heads: int, tile_rows: int, num_threads: int) -> int:
-    """How many kv heads of a tile of few rows one thread takes at a time: as many as there is room for, but so that
-    there are two items for each of several threads."""
+def heads_of_item(num_tiles: int, num_kv_heads: int, tile_rows: int, most: int, num_threads: int) -> int:
+    """How many kv heads of a tile of few rows one thread takes at a time: as many as have `most` rows together, but so
+    that there are two items for each of several threads."""
     num_items = 2 * num_threads if num_threads > 1 else 1
     return max((heads for heads in range(1, num_kv_heads + 1)
-                if num_kv_heads % heads == 0 and heads * tile_rows <= CHUNK_ROWS
+                if num_kv_heads % heads == 0 and heads * tile_rows <= most
                 and num_tiles * num_kv_heads // heads >= num_items), default=1)
 
 
@@ -187,10 +199,8 @@ _ADD_4, _ADD_2 = (_of_any_width(add_block(rows, width), width, add_block(rows, 1
 @njit(**STRICT_PART)
 def score_head(a, room, found, head, begin, num_rows, num_keys):
     """Scores of the item's rows from `begin` on, which are of that head, with a block of `num_keys` keys."""
-    head_bytes = a.page_size * a.head_dim * a.itemsize
-    offset, num_pieces, last = head * head_bytes, a.head_dim * a.itemsize // _PIECE_BYTES, begin + num_rows
-    # Then come the next head's keys, or the first one's values.
-    then = offset + head_bytes if head + 1 < a.heads else behind_keys(a)
+    num_pieces, last = a.head_dim * a.itemsize // _PIECE_BYTES, begin + num_rows
+    offset, then = _keys_and_next(a, head)
     for key in range(0, num_keys, _KEYS):
         row, at = begin, found + 8 * key
         while row < last:
@@ -208,11 +218,8 @@ def score_head(a, room, found, head, begin, num_rows, num_keys):
 def add_head(a, room, found, ahead, head, begin, num_rows, num_keys):
     """Likewise what the weights make of the block's values is added to the rows' sums."""
     num_vectors, num_pairs = a.head_dim // CHANNELS, -(-num_keys // 2)
-    head_bytes = a.page_size * a.head_dim * a.itemsize
-    row, last, offset = begin, begin + num_rows, behind_keys(a) + head * head_bytes
-    next_found, then = found, offset + head_bytes
-    if head + 1 == a.heads:  # then come the next block's keys
-        next_found, then = ahead, 0
+    row, last = begin, begin + num_rows
+    offset, next_found, then = _values_and_next(a, found, ahead, head)
     if num_keys % 2:  # beside the last value stands 0
         integers(found)[num_keys] = room.nothing - offset
     while row < last:
@@ -226,3 +233,48 @@ def add_head(a, room, found, ahead, head, begin, num_rows, num_keys):
             _ADD_2(found, offset, weights, others * room.weight_bytes, sums, others * room.sum_bytes, num_pairs,
                    next_found, then, num_vectors)
             row += 2
+
+
+@njit(**STRICT_PART)
+def score_head_in_tiles(a, room, found, head, begin, num_rows, num_keys):
+    """`score_head` by the matrix unit. The rows of other heads are scored with these keys, too, for which it takes no
+    longer: what they had before is lost."""
+    shape_tiles(room.layout, num_rows)
+    offset, then = _keys_and_next(a, head)
+    score_by_key(a, room, found, offset, found, then, num_keys)
+
+
+@njit(**STRICT_PART)
+def add_head_in_tiles(a, room, found, ahead, head, begin, num_rows, num_keys):
+    """`add_head` by the matrix unit."""
+    offset, next_found, then = _values_and_next(a, found, ahead, head)
+    pair_values_at(a, room, room.values, found, offset, next_found, then, num_keys, 1)
+    sums, steps = room.sums + begin * room.sum_bytes, -(-num_keys // (2 * STEPS)) * STEPS
+    for block in range(0, room.value_blocks, 2):
+        lines = integers(next_found)[BLOCK_KEYS // 2 + BLOCK_KEYS // 2 * block // room.value_blocks] + then
+        _ADD_TILES(room.weights + begin * room.weight_bytes, room.weight_bytes,
+                   room.values + block * room.value_block, room.value_block, sums + block * VECTOR_BYTES,
+                   room.sum_bytes, steps, lines)
+
+
+_ADD_TILES = tile_block(1, 2, adds=True, fetched=LANES)  # those of the other half of a whole block's keys
+
+
+@njit(**STRICT_PART)
+def _keys_and_next(a, head):
+    """How far behind the first head's keys those of `head` lie, and what is read after them: the next head's keys, or
+    the first one's values."""
+    head_bytes = a.page_size * a.head_dim * a.itemsize
+    offset = head * head_bytes
+    return offset, offset + head_bytes if head + 1 < a.heads else behind_keys(a)
+
+
+@njit(**STRICT_PART)
+def _values_and_next(a, found, ahead, head):
+    """How far behind the first head's keys the values of `head` lie, and what is read after them: from which addresses
+    and how far behind, the next head's values or the next block's keys."""
+    head_bytes = a.page_size * a.head_dim * a.itemsize
+    offset = behind_keys(a) + head * head_bytes
+    if head + 1 < a.heads:
+        return offset, found, offset + head_bytes
+    return offset, ahead, 0

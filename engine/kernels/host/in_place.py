@@ -38,7 +38,14 @@ from engine.kernels.host.compiled import (
     take_seat,
 )
 from engine.kernels.host.dot import LANES, Form
-from engine.kernels.host.few_rows import CHANNELS, FEW_ROWS, add_head, has_few_rows, heads_of_item, score_head
+from engine.kernels.host.few_rows import (
+    add_head,
+    add_head_in_tiles,
+    heads_of_item,
+    most_rows,
+    score_head,
+    score_head_in_tiles,
+)
 from engine.kernels.host.key_blocks import (
     copy_values,
     fill_keys,
@@ -74,8 +81,12 @@ def attend_in_place(pages: Tensor, queries: Tensor, rows: RowsInPlace, scale: fl
     num_tiles, share = rows.tiles.shape[0], queries.shape[1] // num_kv_heads
     tile_rows = share * rows.longest_tile
     tiled = pages.dtype is torch.bfloat16 and has_tiles()
-    few = tile_rows <= FEW_ROWS and head_dim % CHANNELS == 0 and has_few_rows(pages.dtype, tiled=tiled)
-    heads = heads_of_item(num_tiles, num_kv_heads, tile_rows, torch.get_num_threads()) if few else 1
+    most = most_rows(pages.dtype, head_dim, tiled=tiled)
+    few = tile_rows <= most
+    heads = 1
+    if few:
+        heads = heads_of_item(num_tiles, num_kv_heads, tile_rows, TILE_ROWS if tiled else CHUNK_ROWS,
+                              torch.get_num_threads())
     launch_integers(
         compiled_for(pages.dtype, tiled=tiled, few=few), num_tiles * num_kv_heads // heads,
         (num_rows, queries.shape[0], num_tiles, tile_rows, num_kv_heads, share, head_dim, pages.itemsize, page_size,
@@ -90,9 +101,12 @@ def attend_in_place(pages: Tensor, queries: Tensor, rows: RowsInPlace, scale: fl
 @cache
 def compiled_for(dtype: torch.dtype, *, tiled: bool, few: bool = False):
     """The kernel for pages of this type, with bf16's products by the matrix unit if `tiled`; `few`: for tiles of
-    FEW_ROWS at most and heads of a multiple of CHANNELS, where `has_few_rows`."""
-    work = _attend_few if few else _attend_tiled if tiled else _attend_fp32 if dtype is torch.float32 else _attend_bf16
-    name = f"attend_{STORED_AS[dtype].__name__}_{'few' if few else 'tiled' if tiled else 'plain'}"
+    `few_rows.most_rows`."""
+    if few:
+        work = _attend_few_tiled if tiled else _attend_few
+    else:
+        work = _attend_tiled if tiled else _attend_fp32 if dtype is torch.float32 else _attend_bf16
+    name = f"attend_{STORED_AS[dtype].__name__}{'_few' if few else ''}_{'tiled' if tiled else 'plain'}"
     parts = (__file__, any_rows.__file__, blocks.__file__, dot.__file__, amx.__file__, strided.__file__,
              key_blocks.__file__, few_rows.__file__, room.__file__)
     return compile_kernel(work, _ARGUMENTS, name, *parts, numbers=STRICT)
@@ -165,7 +179,7 @@ def _add_block(a, room, found, ahead, positions, first, count, begin, end, start
     values = room.values if is_scored or end - begin > CHUNK_ROWS else room.keys
     if is_scored:
         shape(room.layout, end - begin)
-        by_key(a, room, found, ahead, num_keys)
+        by_key(a, room, found, 0, ahead, 0, num_keys)
     else:
         fill_keys(a, room, found, ahead, num_keys)
     for row in range(begin, end, CHUNK_ROWS):
@@ -291,7 +305,7 @@ def _finish(a, room, stored, kv_head, first, count):
             target[channel] = rounded(source[channel] / total + np.float32(0), stored)
 
 
-# What the four kernels are made of has names of the module: a function in a closure would be part of the name that
+# What the kernels are made of has names of the module: a function in a closure would be part of the name that
 # numba keeps code under, and no two processes spell it alike.
 _TILED_SCORE, _TILED_ADD = any_rows.tiled_product(adds=False), any_rows.tiled_product(adds=True)
 _BF16_SCORE, _BF16_ADD = any_rows.plain_product(Form.BF16, adds=False), any_rows.plain_product(Form.BF16, adds=True)
@@ -313,6 +327,12 @@ def _attend_bf16(pointer):
 def _attend_few(pointer):
     _take_tiles(pointer, np.uint16, _add_to_few, no_tiles, score_nothing, score_head, _SOFTEN_ROUNDED, pair_values,
                 add_head)
+
+
+def _attend_few_tiled(pointer):
+    _take_tiles(pointer, np.uint16, _add_to_few, no_tiles, score_nothing, score_head_in_tiles, _SOFTEN_ROUNDED,
+                pair_values, add_head_in_tiles)
+    release_tiles()
 
 
 def _attend_fp32(pointer):

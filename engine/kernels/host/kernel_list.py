@@ -24,7 +24,7 @@ from engine.kernels.host import (
 )
 from engine.kernels.host.amx import has_tiles
 from engine.kernels.host.compiled import STORED_AS, has_kernels
-from engine.kernels.host.few_rows import has_few_rows
+from engine.kernels.host.few_rows import CHANNELS, most_rows
 
 
 @dataclass(frozen=True)
@@ -106,5 +106,5 @@ def kernels_of(needs: ModelNeeds) -> Iterator[Kernel]:
 
 def _attention(dtype: torch.dtype) -> Iterator[Kernel]:
     tiled = dtype is torch.bfloat16 and has_tiles()
-    for few in (False, True) if has_few_rows(dtype, tiled=tiled) else (False,):
+    for few in (False, True) if most_rows(dtype, CHANNELS, tiled=tiled) else (False,):
         yield Kernel(in_place.compiled_for, (dtype,), {"tiled": tiled, "few": few})

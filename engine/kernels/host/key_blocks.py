@@ -8,10 +8,10 @@ import numpy as np
 from numba import carray, njit
 
 from engine.kernels.host.amx import tile_block
-from engine.kernels.host.blocks import BLOCK_KEYS, SCORE_ROW, VECTOR_BYTES, put_in_pairs, turn
+from engine.kernels.host.blocks import BLOCK_KEYS, SCORE_ROW, VECTOR_BYTES, put_in_pairs, turn, turn_and_fetch
 from engine.kernels.host.compiled import STRICT_PART, pointer_to
 from engine.kernels.host.dot import LANES
-from engine.kernels.host.strided import fetch_line
+from engine.kernels.host.strided import fetch_line, integers
 
 
 @njit(**STRICT_PART)
@@ -69,41 +69,44 @@ def fill_keys(a, room, found, ahead, num_keys):
     for group in range(num_groups):
         at, first = found + group * LANES * 8, group * LANES
         for offset in range(0, whole, VECTOR_BYTES):
-            _fetch(a, ahead, first + LANES * offset // whole, first + LANES * (offset + VECTOR_BYTES) // whole, 0)
+            fetch_keys(a, ahead, first + LANES * offset // whole, first + LANES * (offset + VECTOR_BYTES) // whole, 0)
             turn(at, offset, room.keys + group * room.key_block + offset * LANES, VECTOR_BYTES)
         if whole < key_bytes:
             _copy_halves(at, whole, (key_bytes - whole) // 2, room.tails, VECTOR_BYTES)
             turn(room.found_tails, 0, room.keys + group * room.key_block + whole * LANES, VECTOR_BYTES)
-    _fetch(a, ahead, num_groups * LANES, BLOCK_KEYS, 0)
+    fetch_keys(a, ahead, num_groups * LANES, BLOCK_KEYS, 0)
 
 
 @njit(**STRICT_PART)
-def score_by_key(a, room, found, ahead, num_keys):
+def score_by_key(a, room, found, offset, ahead, then, num_keys):
     """A block's scores with queries that are turned instead of the keys, 16 at most: keys are multiplied where they
-    lie. Each score is the sum that `fill_keys` and a product of the queries lead to."""
+    lie, `offset` bytes behind the addresses. Each score is the sum that `fill_keys` and a product of the queries lead
+    to. What lies `then` bytes behind the addresses at `ahead` is fetched."""
     key_bytes, words = a.head_dim * a.itemsize, room.query_bytes // 4
     copied, num_groups = room.keys + room.key_block, -(-num_keys // LANES)
     for group in range(num_groups):
         at = found + group * LANES * 8
-        keys, distance = carray(pointer_to(at, np.int64), 1)[0], key_bytes
+        keys, distance = integers(at)[0] + offset, key_bytes
         if key_bytes < room.query_bytes or not _lie_in_line(at, key_bytes):
-            _copy_halves(at, 0, a.head_dim, copied, room.query_bytes)
+            _copy_halves(at, offset, a.head_dim, copied, room.query_bytes)
             _clear_ends(copied, key_bytes, room.query_bytes)
             keys, distance = copied, room.query_bytes
-        _KEYS_BY_QUERIES(keys, distance, room.keys, room.key_block, room.by_key + group * LANES * VECTOR_BYTES,
-                         VECTOR_BYTES, words)
-        _fetch(a, ahead, group * LANES, group * LANES + LANES // 2, 0)
-    for group in range(num_groups):
-        _fetch(a, ahead, group * LANES + LANES // 2, (group + 1) * LANES, 0)
-        turn(room.lines, group * LANES * VECTOR_BYTES, room.scores + group * VECTOR_BYTES, SCORE_ROW)
-    _fetch(a, ahead, num_groups * LANES, BLOCK_KEYS, 0)
+        by_key = group * LANES * VECTOR_BYTES
+        # Fetched are lines one behind the other, half of a group's keys in each part: they lie on one page, unless
+        # pages are smaller.
+        _KEYS_BY_QUERIES(keys, distance, room.keys, room.key_block, room.by_key + by_key, VECTOR_BYTES, words,
+                         integers(ahead)[group * LANES] + then)
+        turn_and_fetch(room.lines, by_key, room.scores + group * VECTOR_BYTES, SCORE_ROW,
+                       integers(ahead)[group * LANES + LANES // 2] + then, words)
+    fetch_keys(a, ahead, num_groups * LANES, BLOCK_KEYS, then)
 
 
-_KEYS_BY_QUERIES = tile_block(1, 1, second=True)
+# A step has 16 words of 16 keys: as many lines as half of those keys have for each step.
+_KEYS_BY_QUERIES = tile_block(1, 1, second=True, fetched=LANES // 2)
 
 
 @njit(**STRICT_PART)
-def score_nothing(a, room, found, ahead, num_keys):
+def score_nothing(a, room, found, offset, ahead, then, num_keys):
     """Where products have no rows of keys."""
 
 
@@ -136,16 +139,22 @@ def _clear_ends(rows, begin, row_bytes):
 @njit(**STRICT_PART)
 def pair_values(a, room, values, found, ahead, num_keys):
     """A block's values in bf16, [channels / 16][pairs][16][2], with zeros up to a multiple of 16 pairs."""
-    found = carray(pointer_to(found, np.int64), BLOCK_KEYS)
-    whole, behind = a.head_dim // (2 * LANES) * 2 * LANES, behind_keys(a)
+    pair_values_at(a, room, values, found, behind_keys(a), ahead, behind_keys(a), num_keys, 2)
+
+
+@njit(**STRICT_PART)
+def pair_values_at(a, room, values, found, offset, ahead, then, num_keys, fetched):
+    """Likewise of values that lie `offset` bytes behind the addresses. For each pair of them `fetched` of those at
+    `ahead` are fetched, `then` bytes behind the addresses."""
+    found, whole = carray(pointer_to(found, np.int64), BLOCK_KEYS), a.head_dim // (2 * LANES) * 2 * LANES
     num_pairs = -(-num_keys // (2 * LANES)) * LANES
     for pair in range(num_pairs):
         first, second = room.nothing, room.nothing
         if 2 * pair < num_keys:
-            first = found[2 * pair] + behind
+            first = found[2 * pair] + offset
         if 2 * pair + 1 < num_keys:
-            second = found[2 * pair + 1] + behind
-        _fetch(a, ahead, 2 * pair, 2 * pair + 2, behind)
+            second = found[2 * pair + 1] + offset
+        fetch_keys(a, ahead, fetched * pair, fetched * (pair + 1), then)
         for channel in range(0, whole, 2 * LANES):
             put_in_pairs(first + channel * 2, second + channel * 2,
                          values + channel // LANES * room.value_block + pair * VECTOR_BYTES, room.value_block)
@@ -154,7 +163,7 @@ def pair_values(a, room, values, found, ahead, num_keys):
             words = carray(pointer_to(place, np.uint16), 2)
             words[0] = carray(pointer_to(first + channel * 2, np.uint16), 1)[0]
             words[1] = carray(pointer_to(second + channel * 2, np.uint16), 1)[0]
-    _fetch(a, ahead, 2 * num_pairs, BLOCK_KEYS, behind)
+    fetch_keys(a, ahead, fetched * num_pairs, fetched * BLOCK_KEYS // 2, then)
 
 
 @njit(**STRICT_PART)
@@ -162,14 +171,14 @@ def copy_values(a, room, values, found, ahead, num_keys):
     """A block's values in fp32, [channels / 16][keys][16]."""
     found, behind = carray(pointer_to(found, np.int64), BLOCK_KEYS), behind_keys(a)
     for key in range(num_keys):
-        _fetch(a, ahead, key, key + 1, behind)
+        fetch_keys(a, ahead, key, key + 1, behind)
         source = carray(pointer_to(found[key] + behind, np.float32), a.head_dim)
         for channel in range(0, a.head_dim, LANES):
             place = values + channel // LANES * room.value_block + key * VECTOR_BYTES
             target = carray(pointer_to(place, np.float32), LANES)
             for lane in range(min(LANES, a.head_dim - channel)):
                 target[lane] = source[channel + lane]
-    _fetch(a, ahead, num_keys, BLOCK_KEYS, behind)
+    fetch_keys(a, ahead, num_keys, BLOCK_KEYS, behind)
 
 
 @njit(**STRICT_PART)
@@ -179,7 +188,7 @@ def behind_keys(a):
 
 
 @njit(**STRICT_PART)
-def _fetch(a, found, begin, end, offset):
+def fetch_keys(a, found, begin, end, offset):
     """Bring what lies `offset` bytes behind some of the addresses into the cache, line after line: what fetches lines
     ahead by itself follows such a way. A few at a time: more than are under way at once would have to wait."""
     addresses = carray(pointer_to(found, np.int64), BLOCK_KEYS)

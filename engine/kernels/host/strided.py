@@ -15,7 +15,7 @@ from numba.extending import intrinsic
 
 from engine.kernels.host.compiled import STRICT_PART
 
-LANES = 16
+LANES, LINE_BYTES = 16, 64
 
 _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 

@@ -62,7 +62,7 @@ def rows_times_blocks(max_rows: int, blocks: int):
             if not _is_tiled(stored):
                 write_rows(builder, by_rows, max_rows, blocks, form)
             elif form is Form.BF16:
-                _write_tiles(builder, blocks, "tdpbf16ps", *arguments[1:11])
+                _write_tiles(builder, blocks, "tdpbf16ps", *arguments[1:12])
             else:
                 few = builder.icmp_signed("<=", arguments[1], _I64(_FEW_ROWS))
                 with builder.if_else(few) as (then, otherwise):
@@ -72,7 +72,7 @@ def rows_times_blocks(max_rows: int, blocks: int):
                         if whole < _FEW_ROWS:
                             _write_halves(builder, by_rows, range(whole + 1, _FEW_ROWS + 1), blocks, form)
                     with otherwise:
-                        _write_tiles(builder, blocks, "tdpbsud", *arguments[1:11])
+                        _write_tiles(builder, blocks, "tdpbsud", *arguments[1:12])
             return context.get_dummy_value()
 
         return types.void(stored, *[types.int64] * 15), generate
@@ -177,21 +177,22 @@ def _write_halves(b, arguments, rows, blocks, form) -> None:
                    first_rows=rows[0])
 
 
-def _write_tiles(b, blocks, product, rows, x, x_row, x_tile, x_step, w, w_block, y, y_row, steps) -> None:
+def _write_tiles(b, blocks, product, rows, x, x_row, x_tile, x_step, w, w_block, y, y_row, steps, ahead) -> None:
     """One tile of rows times all blocks at once, or two times two blocks. x that is not laid out in tiles has few rows:
-    then weights come from memory and are fetched ahead."""
+    then weights come from memory, and those that lie `ahead` bytes behind the ones that are multiplied are fetched."""
     one, two, few, many, end = (b.append_basic_block(name) for name in ("one", "two", "few", "many", "end"))
     b.cbranch(b.icmp_signed("<=", rows, _I64(TILE_ROWS)), one, two)
-    b.position_at_end(one)
-    TileLoop(b, x, x_row, x_tile, x_step, w, w_block, y, y_row, steps).write(1, blocks, fetches_w=True, product=product)
-    b.branch(end)
+    for start, row_tiles, width in ((one, 1, blocks), (few, 2, 2), (many, 2, 2)):
+        b.position_at_end(start)
+        for first in range(0, blocks, width):
+            at_w, at_y = b.add(w, b.mul(w_block, _I64(first))), b.add(y, _I64(first * BLOCK_STEP_BYTES))
+            count, later = min(width, blocks), b.add(at_w, ahead)
+            fetches = [(b.add(later, b.mul(w_block, _I64(block))), TILE_ROWS) for block in range(count)]
+            TileLoop(b, x, x_row, x_tile, x_step, at_w, w_block, at_y, y_row, steps).write(
+                row_tiles, count, product=product, fetches=() if start is many else fetches,
+                # Of two tiles of rows the sums fill the nearest cache.
+                locality=3 if row_tiles == 1 else 2)
+        b.branch(end)
     b.position_at_end(two)
     b.cbranch(b.icmp_signed("==", x_step, _I64(STEP_BYTES)), many, few)
-    for start in (few, many):
-        b.position_at_end(start)
-        for first in range(0, blocks, 2):
-            at_w, at_y = b.add(w, b.mul(w_block, _I64(first))), b.add(y, _I64(first * BLOCK_STEP_BYTES))
-            loop = TileLoop(b, x, x_row, x_tile, x_step, at_w, w_block, at_y, y_row, steps)
-            loop.write(2, min(2, blocks), fetches_w=start is few, product=product)
-        b.branch(end)
     b.position_at_end(end)

@@ -15,7 +15,7 @@ from engine.kernels.host import in_place
 from engine.kernels.host.amx import has_tiles
 from engine.kernels.host.compiled import Team
 from engine.kernels.host.dot import has_pair_products
-from engine.kernels.host.few_rows import has_few_rows, heads_of_item
+from engine.kernels.host.few_rows import heads_of_item, most_rows
 from engine.kernels.host.in_place import attend_in_place
 from engine.kernels.rows_in_place import NO_WINDOW, RowsInPlace
 from runtime.errors import InternalError
@@ -30,7 +30,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from engine.kernels.host.compiled import Team
 from engine.kernels.host.dot import has_pair_products
-from engine.kernels.host.few_rows import has_few_rows, heads_of_item
+from engine.kernels.host.few_rows import heads_of_item, most_rows
 from engine.kernels.host.in_place import attend_in_place
 from tests.engine.kernels.test_in_place import drawn, rows_of
 
@@ -201,9 +201,9 @@ def test_few_rows_have_the_bits_of_packed_keys(
         filled(pages, plan.tables[row], cached, max(0, context - plan.window))
     queries = drawn(len(plan.positions), num_kv_heads * share, head_dim, dtype=torch.bfloat16, seed=0)
     with monkeypatch.context() as patch:
-        patch.setattr(in_place, "heads_of_item", lambda *sizes: heads_of_item(*sizes[:3], num_threads))
+        patch.setattr(in_place, "heads_of_item", lambda *sizes: heads_of_item(*sizes[:4], num_threads))
         few = attend_in_place(pages, queries, plan, 0.2, Team())
-        patch.setattr(in_place, "has_few_rows", lambda dtype, *, tiled: False)
+        patch.setattr(in_place, "most_rows", lambda dtype, head_dim, *, tiled: 0)
         packed = attend_in_place(pages, queries, plan, 0.2, Team())
     assert not few.isnan().any()
     assert torch.equal(few, packed)
@@ -216,24 +216,26 @@ def test_values_of_few_rows_are_those_of_packed_ones_where_they_are_infinite(mon
     pages[1, 1, :, 36, ::2] = float("inf")
     queries = drawn(1, 4, 64, dtype=torch.bfloat16, seed=2)
     few = attend_in_place(pages, queries, plan, 0.2, Team())
-    monkeypatch.setattr(in_place, "has_few_rows", lambda dtype, *, tiled: False)
+    monkeypatch.setattr(in_place, "most_rows", lambda dtype, head_dim, *, tiled: 0)
     assert few.isinf().any()
     assert torch.equal(few, attend_in_place(pages, queries, plan, 0.2, Team()))
 
 
-@pytest.mark.parametrize(("num_tiles", "num_kv_heads", "tile_rows", "num_threads", "heads"), [
-    (1, 8, 2, 1, 8), (1, 8, 2, 2, 2), (1, 8, 2, 4, 1), (1, 8, 2, 16, 1), (2, 8, 2, 2, 4), (8, 8, 2, 4, 8),
-    (8, 8, 8, 1, 4), (1, 6, 8, 1, 3), (3, 1, 8, 2, 1), (0, 8, 0, 2, 1)])
+@pytest.mark.parametrize(("num_tiles", "num_kv_heads", "tile_rows", "most", "num_threads", "heads"), [
+    (1, 8, 2, 32, 1, 8), (1, 8, 2, 32, 2, 2), (1, 8, 2, 32, 4, 1), (1, 8, 2, 32, 16, 1), (2, 8, 2, 32, 2, 4),
+    (8, 8, 2, 32, 4, 8), (8, 8, 8, 32, 1, 4), (8, 8, 8, 16, 1, 2), (8, 8, 16, 16, 1, 1), (1, 6, 8, 32, 1, 3),
+    (3, 1, 8, 32, 2, 1), (0, 8, 0, 32, 2, 1)])
 def test_an_item_of_few_rows_has_as_many_heads_as_leave_work_for_all_threads(
-    num_tiles: int, num_kv_heads: int, tile_rows: int, num_threads: int, heads: int
+    num_tiles: int, num_kv_heads: int, tile_rows: int, most: int, num_threads: int, heads: int
 ) -> None:
-    assert heads_of_item(num_tiles, num_kv_heads, tile_rows, num_threads) == heads
+    assert heads_of_item(num_tiles, num_kv_heads, tile_rows, most, num_threads) == heads
 
 
-def test_few_rows_have_a_kernel_where_the_cpu_multiplies_pairs_and_has_no_matrix_unit() -> None:
-    assert has_few_rows(torch.bfloat16, tiled=False) == has_pair_products()
-    assert not has_few_rows(torch.bfloat16, tiled=True)
-    assert not has_few_rows(torch.float32, tiled=False)
+def test_few_rows_have_a_kernel_where_the_cpu_multiplies_pairs_or_has_a_matrix_unit() -> None:
+    assert most_rows(torch.bfloat16, 64, tiled=False) == (8 if has_pair_products() else 0)
+    assert most_rows(torch.bfloat16, 64, tiled=True) == 16
+    assert most_rows(torch.bfloat16, 80, tiled=True) == 0
+    assert most_rows(torch.float32, 64, tiled=False) == 0
 
 
 def test_keys_behind_a_tokens_own_change_no_bit_of_it(dtype: torch.dtype) -> None:
