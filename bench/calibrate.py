@@ -4,8 +4,8 @@
 prompts and short ones, long answers and short ones, some requests at a time and many. What prefill workers, decode
 workers, and router and client together spend on each load, in seconds of a core, is what requests, tokens and steps
 have cost: least squares of that, none below 0, as `sim.costs` describes them. A last load is more than the cluster can
-serve. By what its simulation makes of it the last two costs are found: how fast cores are with all this, and what
-decode workers get of one beside a prefill worker. Costs go to --output. What a cluster of one machine cannot show,
+serve. By how long its simulation takes for it the last cost is found: how fast cores are with all this. Costs go to
+--output. What a cluster of one machine cannot show,
 bandwidth between hosts and how long a start takes elsewhere, stays as in --like.
 
 With --compare, as with `--compare 0.6 2`, the cluster then gets other loads of that shape, and again the short ones
@@ -45,10 +45,9 @@ SHAPES = (  # and how many requests at a time, of each worker of a role
     (Shape(SHAPE.prompt, Lengths.parse("uniform:1-4")), 4), (Shape(Lengths.parse("uniform:128-512"), SHAPE.output), 4),
     (Shape(Lengths.parse("uniform:16-128"), Lengths.parse("uniform:32-64")), 6))
 WARM_S = 2.0  # of the first of these, before anything is measured
-OVERLOAD = 1.6  # times what costs allow, for --seconds-each
+OVERLOAD, OVERLOADS = 1.6, 2  # times what costs allow, for so many times --seconds-each
 LATENCY_S = 3e-4  # of a message on one machine, beside what its ends compute
 ONE_BYTE = 1  # of a token that is handed over there: it costs cores, which are measured, and no bandwidth
-WEIGHTS = (1.0, 1.3, 1.6, 2.0)
 SLO = Slo(1, 1)
 
 
@@ -81,7 +80,7 @@ class Calibrator:
             load = ClosedLoad(_within(shape, self.info), at_once * self.num_workers, self.seconds_each)
             spent.append((await self.meter.spent(self.client, self.info, load, seed + number))[0])
         rate = OVERLOAD * capacity(self.fitted(spent), SHAPE, self.num_workers)
-        overload = OpenLoad(_within(SHAPE, self.info), rate, self.seconds_each)
+        overload = OpenLoad(_within(SHAPE, self.info), rate, OVERLOADS * self.seconds_each)
         more, asked = await self.meter.spent(self.client, self.info, overload, seed + len(SHAPES))
         return Calibration((*spent, more), (asked,))
 
@@ -105,25 +104,11 @@ class Calibrator:
 
     def costs(self, found: Calibration) -> Costs:
         """All of them. Takes some seconds."""
-        costs = self.fitted(found.spent)
-        speed, weight = 1.0, 1.0
+        costs, speed = self.fitted(found.spent), 1.0
         for _ in range(2):
-            speeds, weights = zip(*(self._of_machine(_with(costs, speed, weight), asked) for asked in found.overloads),
-                                  strict=True)
-            speed, weight = sum(speeds) / len(speeds), sum(weights) / len(weights)
-        return _with(costs, speed, weight)
-
-    def _of_machine(self, costs: Costs, asked: Asked) -> tuple[float, float]:
-        """With which speed of the cores, and with which weight of decode workers, a simulation serves as many requests
-        a second, and lets answers take as long."""
-        real = summarise(asked.outcomes, SLO, asked.seconds)
-        took_s, tpots_s = [], []
-        for weight in WEIGHTS:
-            run = simulate(self.fleet(_with(costs, costs.machine.speed, weight), 0), asked.planned)
-            took_s.append(run.duration_s)
-            tpots_s.append(float(summarise(run.outcomes, SLO, run.duration_s)["tpot_s_p50"] or 0.0))
-        weight = float(np.interp(-float(real["tpot_s_p50"] or 0.0), [-each for each in tpots_s], WEIGHTS))
-        return costs.machine.speed * float(np.interp(weight, WEIGHTS, took_s)) / asked.seconds, weight
+            took = [simulate(self.fleet(_at(costs, speed), 0), asked.planned).duration_s for asked in found.overloads]
+            speed *= sum(took) / sum(asked.seconds for asked in found.overloads)
+        return _at(costs, speed)
 
     def fleet(self, costs: Costs, seed: int) -> FleetConfig:
         """The cluster, in a simulation."""
@@ -170,9 +155,9 @@ def capacity(costs: Costs, shape: Shape, num_workers: int) -> float:
     return min(on_cores, num_workers / prompt_s, num_workers / answer_s)
 
 
-def _with(costs: Costs, speed: float, weight: float) -> Costs:
-    return costs.model_copy(update={
-        "machine": costs.machine.model_copy(update={"speed": speed, "decode_weight": weight})})
+def _at(costs: Costs, speed: float) -> Costs:
+    """Of cores that fast."""
+    return costs.model_copy(update={"machine": costs.machine.model_copy(update={"speed": speed})})
 
 
 def _within(shape: Shape, info: ModelInfo) -> Shape:
@@ -224,7 +209,7 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
 
 def _figures(costs: Costs, num_workers: int, took_s: float) -> dict[str, Value]:
     parts = {"prefill": ("request_s", "step_s", "token_s"), "decode": ("request_s", "landed_s", "step_s", "row_s"),
-             "machine": ("request_s", "prompt_token_s", "round_s", "token_s", "speed", "decode_weight")}
+             "machine": ("request_s", "prompt_token_s", "round_s", "token_s", "speed")}
     return {"calibrated_in_s": took_s, "capacity_per_s": capacity(costs, SHAPE, num_workers),
             **{f"{part}_{name}": getattr(getattr(costs, part), name) for part, names in parts.items()
                for name in names}}

@@ -34,8 +34,7 @@ class Processor:
     """What one worker computes with. Its time passes as fast as the loop's where it has a core for itself, and slower
     where it shares one: work is so many seconds of it, whoever computes beside."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, core: "Core | None" = None, weight: float = 1.0) -> None:
-        self.weight = weight
+    def __init__(self, loop: asyncio.AbstractEventLoop, core: "Core | None" = None) -> None:
         self._loop = loop
         self._core = core
         self._rate = 1.0
@@ -81,7 +80,8 @@ class Processor:
                 self._arm(alarm)
 
     def spend(self, seconds: float) -> None:
-        """Beside what it computes, as its process does for messages that come."""
+        """Beside what it computes, as another thread of its process does; without a machine that has a core of its own.
+        """
         if self._core is not None:
             self._core.spend(seconds, lambda: None)
 
@@ -133,8 +133,7 @@ class Machine:
 
     def processor(self, name: str) -> Processor:
         """Of this worker."""
-        return Processor(self._loop, self._places.get(name),
-                         self._costs.decode_weight if name.startswith("decode") else 1.0)
+        return Processor(self._loop, self._places.get(name))
 
     def messages(self, num_rows: int, round_s: float) -> float:
         """As `Processor.messages`, of a pool that draws a token for each of so many rows in so many seconds."""
@@ -160,13 +159,11 @@ class Machine:
     def share(self) -> None:
         """Give every processor its part. What messages take is taken off first, which slows down those that cause them:
         of what they would cause with whole cores they cause as much as is left of these."""
-        weights = [sum(processor.weight for processor in core.computing) for core in self._cores]
-        wanted = sum(processor.messages * processor.weight / weight
-                     for core, weight in zip(self._cores, weights, strict=True) for processor in core.computing)
+        wanted = sum(processor.messages / len(core.computing) for core in self._cores for processor in core.computing)
         left = self._costs.speed / (1 + wanted / len(self._cores))
-        for core, weight in zip(self._cores, weights, strict=True):
+        for core in self._cores:
             for processor in tuple(core.computing):
-                processor.give(left * processor.weight / weight)
+                processor.give(left / len(core.computing))
 
 
 def _end(wait: "asyncio.Future[None]") -> None:

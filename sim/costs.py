@@ -53,8 +53,10 @@ class PrefillCosts(_Part):
 class DecodeCosts(_Part):
     """All rows of a pool get their next token within `step_s`, `row_s` for each of them and `context_s` for each token
     they attend to. `tokens_per_step`: with drafts, the mean of those accepted and the one drawn. `replay_s` for each
-    token that a request which was set back, or moves here, computes again. `request_s` for each request that comes,
-    and `landed_s` for each token of its prompt: what its call and the arrival take of the core that draws."""
+    token that a request which was set back, or moves here, computes again. `request_s` for each request: a third when
+    it comes and one when its prompt has landed, for both of which rows that draw wait, and one when it ends, beside
+    them. `landed_s` for each token of its prompt: they wait for a third of it, and the rest is beside them, too. What
+    is beside them slows them down where they share a core with it."""
 
     step_s: float = Field(default=0.014, ge=0)
     row_s: float = Field(default=5e-5, ge=0)
@@ -85,14 +87,12 @@ class NetworkCosts(_Part):
 
 class MachineCosts(_Part):
     """Of one that all processes of a fleet are on. `cores`: how many it has; 0: every worker has one for itself.
-    `speed`: seconds of work that a core gives in a second, less than 1 where others use it, too. Beside prefill, decode
-    gets `decode_weight` times as much of a core, as a kernel's scheduler favours who has slept. What router and client
+    `speed`: seconds of work that a core gives in a second, less than 1 where others use it, too. What router and client
     together take of a core: `request_s` for a request that comes, `prompt_token_s` for each token of its prompt,
     `round_s` for each round of a decode pool, `token_s` for each token that is drawn there."""
 
     cores: int = Field(default=0, ge=0)
     speed: float = Field(default=1.0, gt=0)
-    decode_weight: float = Field(default=1.0, gt=0)
     request_s: float = Field(default=0.0, ge=0)
     prompt_token_s: float = Field(default=0.0, ge=0)
     round_s: float = Field(default=0.0, ge=0)

@@ -81,6 +81,11 @@ class DecodeWorker(SimulatedWorker):
         super().die()
 
     @property
+    def _third_s(self) -> float:
+        """What a request takes when it comes, when its prompt has landed, and when it ends."""
+        return self.costs.decode.request_s / 3
+
+    @property
     def pages_used(self) -> int:
         """Now."""
         return self.costs.decode.num_pages - self.pool.pages_free(self.processor.now()) if self.pool.num_held else 0
@@ -144,11 +149,13 @@ class DecodeWorker(SimulatedWorker):
         self._stays[row.key] = stay
         self._num_open += 1
         self._woken()
-        takes_s = self.costs.decode.landed_s * num_prompt
-        if self.pool.interrupt(takes_s, self.processor.now()):
+        landed_s = self.costs.decode.landed_s * num_prompt
+        waited_for_s = self._third_s + landed_s / 3
+        if self.pool.interrupt(waited_for_s, self.processor.now()):
             self._plan()
         else:
-            self.processor.spend(takes_s)
+            self.processor.spend(waited_for_s)
+        self.processor.spend(landed_s * 2 / 3)
         self._offered(stay)
         return stay
 
@@ -181,7 +188,7 @@ class DecodeWorker(SimulatedWorker):
             return
         stay.is_committed = True
         self._num_open -= 1
-        self.pool.delay(self.costs.decode.request_s)
+        self.pool.delay(self._third_s)
         self._arrivals.pop((stay.session_id, stay.epoch), None)
         self._send(stay, decode_pb2.DecodeEvent(committed=decode_pb2.DecodeCommitted(
             transfer_exposed_s=self._loop.time() - stay.first_token_s, num_bytes=round(stay.num_bytes))))
@@ -215,6 +222,7 @@ class DecodeWorker(SimulatedWorker):
             reason=types_pb2.FINISH_REASON_LENGTH, queue_s=max(0.0, first_s - row.joined_s), decode_s=now - first_s,
             num_preemptions=row.num_preemptions)))
         stay.request.end()
+        self.processor.spend(self._third_s)
         del self._stays[row.key]
 
     def _send_drawn(self, stay: _DecodeStay) -> None:

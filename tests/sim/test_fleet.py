@@ -59,17 +59,6 @@ def test_workers_that_share_a_core_slow_each_other_down() -> None:
     assert slowed.e2e_s == pytest.approx(alone.e2e_s + 0.6)
 
 
-def test_decode_may_get_more_of_a_core() -> None:
-    """Twice as much as prefill: of the 0.6 s of work a third of a second each, 1.8 s, in which the answer loses 0.6."""
-    load = [Planned(0.0, 500, 401), Planned(1.0, 500, 1)]
-    alone = min(simulate(FLEET, load).outcomes, key=lambda each: each.arrived_s)
-    slowed, late = sorted(simulate(replace(FLEET, costs=one_machine(cores=1, decode_weight=2)), load).outcomes,
-                          key=lambda each: each.arrived_s)
-    assert late.ttft_s == pytest.approx(2 * LATENCY_S + 1.8)
-    assert alone.e2e_s is not None
-    assert slowed.e2e_s == pytest.approx(alone.e2e_s + 0.6)
-
-
 def test_workers_keep_to_their_cores() -> None:
     """Two of each role on two cores: two prompts and their answers at a time slow nobody down. On one core, two prompts
     of 0.6 s take 1.2 s, then two answers of 0.4 s take 0.8 s."""
@@ -103,19 +92,33 @@ def test_messages_take_of_all_cores() -> None:
         assert outcome.e2e_s - outcome.ttft_s == pytest.approx(100 * round_s, abs=0.05 * round_s + 4 * LATENCY_S)
 
 
+def with_requests() -> Costs:
+    return COSTS.model_copy(update={"prefill": COSTS.prefill.model_copy(update={"request_s": 0.05}),
+                                    "decode": COSTS.decode.model_copy(update={"request_s": 0.03, "landed_s": 3e-4})})
+
+
 def test_a_request_costs_its_workers_more_than_its_tokens() -> None:
-    """0.05 s before its prompt, of a chunk of 0.6 s; 0.03 s before its answer of ten more tokens, which take 0.2 s; for
-    the prompt's 500 tokens, which land while the pool draws for another, that one's answer takes 0.5 s longer."""
-    costs = COSTS.model_copy(update={"prefill": COSTS.prefill.model_copy(update={"request_s": 0.05}),
-                                     "decode": COSTS.decode.model_copy(update={"request_s": 0.03, "landed_s": 1e-3})})
+    """0.05 s before its prompt, of a chunk of 0.6 s; a third of 0.03 s before its answer of ten more tokens, which take
+    0.2 s. Another's answer waits for two such thirds, and a third of 0.15 s for the prompt's 500 tokens."""
+    costs = with_requests()
     outcome, = simulate(replace(FLEET, costs=costs), [Planned(0.0, 500, 11)]).outcomes
     assert outcome.ttft_s == pytest.approx(2 * LATENCY_S + 0.65)
-    assert outcome.tpot_s == pytest.approx((2 * LATENCY_S + 0.23) / 10)
+    assert outcome.tpot_s == pytest.approx((2 * LATENCY_S + 0.21) / 10)
     load = [Planned(0.0, 500, 201), Planned(1.0, 500, 1)]
     alone, slowed = (min(simulate(replace(FLEET, costs=each), load).outcomes, key=lambda each: each.arrived_s)
                      for each in (COSTS, costs))
     assert alone.e2e_s is not None
-    assert slowed.e2e_s == pytest.approx(alone.e2e_s + 0.05 + 0.03 + 0.5 + 0.03, abs=0.05)
+    assert slowed.e2e_s == pytest.approx(alone.e2e_s + 0.05 + 0.01 + 0.02 + 0.05)
+
+
+def test_on_one_core_all_of_a_request_takes_its_time() -> None:
+    """Two requests, of which the first ends last: before that the core has done all that they cost but for its end."""
+    load = [Planned(0.0, 500, 201), Planned(1.0, 500, 1)]
+    plain, costly = (min(simulate(replace(FLEET, costs=each.model_copy(update={"machine": MachineCosts(cores=1)})),
+                                  load).outcomes, key=lambda each: each.arrived_s)
+                     for each in (COSTS, with_requests()))
+    assert plain.e2e_s == pytest.approx(0.6 + 4 + 0.6 + 4 * LATENCY_S, abs=LATENCY_S)
+    assert costly.e2e_s == pytest.approx(plain.e2e_s + 2 * (0.05 + 0.03 + 0.15) - 0.01, abs=LATENCY_S)
 
 
 def test_a_slow_link_shows_behind_the_first_token() -> None:
