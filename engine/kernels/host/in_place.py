@@ -57,11 +57,13 @@ from engine.kernels.host.key_blocks import (
     score_nothing,
 )
 from engine.kernels.host.room import CHUNK_ROWS, list_rows, room_at, scratch_bytes_of
+from engine.kernels.host.tiles import rows_for_product
 from engine.kernels.rows_in_place import RowsInPlace
 
 _ARGUMENTS = record("num_rows", "num_tokens", "num_tiles", "tile_rows", "num_kv_heads", "share", "head_dim", "itemsize",
                     "page_size", "table_width", "path_width", "window", "heads", "rows_by_key", "unit_bits", "pages",
-                    "queries", "query_stride", "tables", "tiles", "positions", "num_in_order", "paths", "out")
+                    "queries", "query_stride", "tables", "tiles", "positions", "num_in_order", "paths", "out",
+                    "out_stride")
 _STATE_FLOATS = STATE_BYTES // 4
 _LOG2_E = 1.4426950408889634
 
@@ -70,15 +72,16 @@ def attend_in_place(pages: Tensor, queries: Tensor, rows: RowsInPlace, scale: fl
     """Softmax attention of new tokens whose keys are written.
 
     pages: [P, 2 (k, v), num_kv_heads, page_size, D] bf16 or fp32, contiguous; queries: [T, num_heads, D] of the same
-    type, dense within a token; scale: more than 0. Returns [T, num_heads, D] of that type.
+    type, dense within a token; scale: more than 0. Returns [T, num_heads, D] of that type, likewise.
 
     Raises:
         InternalError: not all of it was computed.
     """
-    out = torch.empty(queries.shape, dtype=queries.dtype)
+    num_heads, head_dim = queries.shape[1:]
+    out = rows_for_product(len(queries), num_heads * head_dim, queries.dtype).view(len(queries), num_heads, head_dim)
     num_rows, table_width = rows.tables.shape
-    num_kv_heads, page_size, head_dim = pages.shape[2:]
-    num_tiles, share = rows.tiles.shape[0], queries.shape[1] // num_kv_heads
+    num_kv_heads, page_size = pages.shape[2:4]
+    num_tiles, share = rows.tiles.shape[0], num_heads // num_kv_heads
     tile_rows = share * rows.longest_tile
     tiled = pages.dtype is torch.bfloat16 and has_tiles()
     most = most_rows(pages.dtype, head_dim, tiled=tiled)
@@ -93,7 +96,7 @@ def attend_in_place(pages: Tensor, queries: Tensor, rows: RowsInPlace, scale: fl
          table_width, rows.paths.shape[1], rows.window, heads, TILE_ROWS if tiled else 0, bits_of(scale * _LOG2_E),
          pages.data_ptr(), queries.data_ptr(), queries.stride(0) * queries.itemsize, rows.tables.data_ptr(),
          rows.tiles.data_ptr(), rows.positions.data_ptr(), rows.num_in_order.data_ptr(), rows.paths.data_ptr(),
-         out.data_ptr()),
+         out.data_ptr(), out.stride(0)),
         team, scratch_bytes=scratch_bytes_of(head_dim, pages.itemsize, heads * tile_rows))
     return out
 
@@ -290,7 +293,7 @@ def _hide(a, room, positions, scores, first, tile_row, num_rows, start, num_keys
 
 @njit(**STRICT_PART)
 def _finish(a, room, stored, kv_head, first, count):
-    out = carray(pointer_to(a.out, stored), (a.num_tokens, a.num_kv_heads, a.share, a.head_dim))
+    out = carray(pointer_to(a.out, stored), (a.num_tokens, a.out_stride))
     of_head = count * a.share
     state = carray(pointer_to(room.state, np.float32), (a.heads * of_head, _STATE_FLOATS))
     sums = carray(pointer_to(room.sums, np.float32), (a.heads * of_head, room.value_blocks * LANES))
@@ -299,8 +302,9 @@ def _finish(a, room, stored, kv_head, first, count):
         for lane in range(LANES):
             total += state[row, lane]
         source = sums[row]
-        target = out[first + row % of_head // a.share, kv_head + row // of_head, row % a.share]
-        for channel in range(len(target)):
+        head = (kv_head + row // of_head) * a.share + row % a.share
+        target = out[first + row % of_head // a.share, head * a.head_dim:][:a.head_dim]
+        for channel in range(a.head_dim):
             # A sum that came to nothing may be -0, or not if keys followed that the token does not see.
             target[channel] = rounded(source[channel] / total + np.float32(0), stored)
 

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.kernels.host import amx, tiles
+from engine.kernels.host import amx
 from engine.kernels.host.amx import LAYOUT_BYTES
 from engine.kernels.host.compiled import STORED_AS, Team, launch_integers
 from engine.kernels.host.dot import BLOCK_STEP_BYTES, LANES
@@ -36,7 +36,7 @@ from engine.kernels.host.product_kernel import (
     instructions,
     streams,
 )
-from engine.kernels.host.tiles import in_tiles, is_tiled
+from engine.kernels.host.tiles import apart, is_tiled, rows_for_product
 from runtime.errors import InternalError
 
 REVISION = 5  # of sums and roundings: another number, other bits
@@ -46,7 +46,7 @@ _CHUNK_ROWS = 48  # rows that share a pass over a segment of the weights while t
 _CHUNK_TILE_ROWS = 128  # the same for tiles, whose sums then stay in a core's own cache
 _ITEMS_PER_THREAD = 4
 _STEP_BYTES = 4  # of a row of x
-_SHARE_BYTES = 5 << 18  # of x in tiles: stays in a core's own cache while the weights go by
+_SHARE_BYTES = 5 << 18  # of x for tiles: stays in a core's own cache while the weights go by
 
 
 def arithmetic_class() -> str:
@@ -106,7 +106,9 @@ class PackedWeight:
             raise InternalError(f"x {tuple(x.shape)} {x.dtype} for weights {self.shape} {self.dtype}")
         if out_dtype not in (self.dtype, torch.float32):
             raise InternalError(f"results in {out_dtype} of weights in {self.dtype}")
-        out = torch.empty(num_rows, count * columns, dtype=out_dtype)
+        # What is gated goes on to a product.
+        out = torch.empty(num_rows, count * columns, dtype=out_dtype) if up is None else rows_for_product(
+            num_rows, count * columns, out_dtype)
         if not out.numel():
             return out
         x, codes = _operand(x, self.segments, self._team)
@@ -118,18 +120,13 @@ class PackedWeight:
         w_up, bias_up, scales_up = (0, 0, 0) if up is None else up.addresses
         num_panels, num_threads = 1 if up is None else 2, torch.get_num_threads()
         if self._tiled and num_rows > amx.MAX_ROWS and not headwise:
-            x = in_tiles(x.view(torch.bfloat16), self._team)  # codes go two at a time
-            tile_bytes = x.stride(0) * x.itemsize
-            work = _share_out_tiles(num_rows, num_blocks, num_panels, tile_bytes, num_threads)
-            distances = tiles.STEP_BYTES, tile_bytes, tiles.STEP_BYTES, 0
+            x = apart(x, self._team)
+            work = _share_out_tiles(num_rows, num_blocks, num_panels, x.stride(0) * x.itemsize, num_threads)
         else:
-            row_bytes = x.stride(0) * x.itemsize
             work = _share_out(num_rows, count, num_blocks, num_panels, num_threads, self.segments)
-            distances = (row_bytes, amx.TILE_ROWS * row_bytes, _STEP_BYTES,
-                         x.stride(1) * x.itemsize if headwise else 0)
         launch_integers(compiled_for(self.dtype, in_bytes=self.segments.in_bytes), work.num_items, (
-            *work.fields, num_rows, count * columns, columns, num_blocks, count, self.segments.count,
-            self.segments.steps, x.data_ptr(), *distances, 0,
+            *work.fields, num_rows, out.stride(0), columns, num_blocks, count, self.segments.count,
+            self.segments.steps, x.data_ptr(), x.stride(0) * x.itemsize, x.stride(1) * x.itemsize if headwise else 0, 0,
             self.addresses[0], w_up, self.segments.block_bytes, self.addresses[1], bias_up,
             residual_at, residual_stride, out.data_ptr(), out.itemsize, self.addresses[2], scales_up,
             *_scales_of(codes)), self._team, scratch_bytes=work.scratch_bytes)
@@ -169,12 +166,12 @@ class PackedGroup:
                 start += count
         x, codes = _operand(x, first.segments, self._team)
         num_blocks, is_gated = first.blocks.shape[1], self._ups[0][0]
-        num_matrices, row_bytes = len(table) // SHARE_FIELDS, x.stride(0) * x.itemsize
+        num_matrices = len(table) // SHARE_FIELDS
         work = _share_out(max(counts), num_matrices, num_blocks, 2 if is_gated else 1, torch.get_num_threads(),
                           first.segments)
         launch_integers(compiled_for(first.dtype, in_bytes=first.segments.in_bytes), work.num_items, (
             *work.fields, num_rows, columns, columns, num_blocks, num_matrices, first.segments.count,
-            first.segments.steps, x.data_ptr(), row_bytes, amx.TILE_ROWS * row_bytes, _STEP_BYTES, 0,
+            first.segments.steps, x.data_ptr(), x.stride(0) * x.itemsize, 0,
             table.buffer_info()[0], 0, is_gated, first.segments.block_bytes, 0, 0, 0, 0,
             out.data_ptr(), out.itemsize, 0, 0, *_scales_of(codes)), self._team, scratch_bytes=work.scratch_bytes)
         return out
@@ -231,11 +228,11 @@ def _copy_row_bytes(segments: Segments) -> int:
 
 
 @lru_cache(maxsize=4096)
-def _share_out_tiles(num_rows: int, num_blocks: int, num_panels: int, tile_bytes: int, num_threads: int) -> _Work:
-    """The same for x in tiles, of which a share stays in a core's own cache while all groups go by."""
+def _share_out_tiles(num_rows: int, num_blocks: int, num_panels: int, row_bytes: int, num_threads: int) -> _Work:
+    """The same for many rows and tiles: a share of x stays in a core's own cache while all groups go by."""
     num_groups, num_chunks = -(-num_blocks // _GROUP_BLOCKS), -(-num_rows // _CHUNK_TILE_ROWS)
     wanted = max(-(-_ITEMS_PER_THREAD * num_threads // num_groups),
-                 -(-num_rows // amx.TILE_ROWS * tile_bytes // _SHARE_BYTES))
+                 -(-num_rows * row_bytes // _SHARE_BYTES))
     share_chunks = -(-num_chunks // min(wanted, num_chunks))
     return _Work(num_groups * -(-num_chunks // share_chunks),
                  _scratch_bytes(amx.MAX_ROWS, _CHUNK_TILE_ROWS, _GROUP_BLOCKS, num_panels),

@@ -34,12 +34,13 @@ SHARE_FIELDS = 6
 TILE_ROWS, _TILE_BLOCKS = (6, 4) if has_wide_vectors() else (4, 1)  # all sums in registers
 # A few rows take one block after the other, so that the weights are one stream: it comes faster than four do.
 STREAM_ROWS = 16 if has_wide_vectors() else TILE_ROWS
+_STEP_BYTES = 4  # of a row of x
 _STREAM_AHEAD_BYTES = 8192  # at least; whole segments
 
 _ARGUMENTS = record("tile_rows", "tile_blocks", "unit_rows", "chunk_rows", "copy_row_bytes", "share_chunks",
-                    "group_blocks", "num_groups", "num_threads", "num_rows", "out_columns", "num_columns", "num_blocks",
-                    "num_matrices", "num_segments", "segment_steps", "x", "x_row_bytes", "x_tile_bytes", "x_step_bytes",
-                    "x_matrix_bytes", "shares", "w", "w_up", "w_block_bytes", "bias", "bias_up", "residual",
+                    "group_blocks", "num_groups", "num_threads", "num_rows", "out_stride", "num_columns", "num_blocks",
+                    "num_matrices", "num_segments", "segment_steps", "x", "x_row_bytes", "x_matrix_bytes",
+                     "shares", "w", "w_up", "w_block_bytes", "bias", "bias_up", "residual",
                     "residual_stride", "out", "out_itemsize", "scales", "scales_up", "x_scales", "x_offsets")
 
 
@@ -103,47 +104,47 @@ def _take_items(pointer, stored, terms):
         column += block * LANES
         first_row = share * a.share_chunks * a.chunk_rows
         end_row = min(first_row + a.share_chunks * a.chunk_rows, num_rows)
-        x_row, x_tile = a.x_row_bytes, a.x_tile_bytes
-        x_at += _row_offset(start + first_row, x_row, x_tile)
+        x_row = a.x_row_bytes
+        x_at += (start + first_row) * x_row
         if a.copy_row_bytes:
             if copied != share * a.num_matrices + matrix:
                 copied = share * a.num_matrices + matrix
                 _copy_rows(x_at, x_row, copy_at, a.copy_row_bytes, end_row - first_row,
                            a.num_segments * a.segment_steps)
-            x_at, x_row, x_tile = copy_at, a.copy_row_bytes, amx.TILE_ROWS * a.copy_row_bytes
+            x_at, x_row = copy_at, a.copy_row_bytes
         for row in range(first_row, end_row, a.chunk_rows):
             rows, first = min(a.chunk_rows, end_row - row), start + row
             tile_rows = rows if a.unit_rows == 1 else amx.MAX_ROWS
             if tile_rows != shaped_rows:
                 make_tiles(terms, tile_rows, layout)
                 shaped_rows = tile_rows
-            out = a.out + (first * a.out_columns + column) * a.out_itemsize
+            out = a.out + (first * a.out_stride + column) * a.out_itemsize
             following = a.num_threads * a.group_blocks if row + a.chunk_rows >= end_row else 0
             for panel in range(num_panels):
                 w = (ups if panel else weights) + block * a.w_block_bytes
                 of_columns = (scales_up if panel else scales) + block * a.num_segments * BLOCK_STEP_BYTES
-                _multiply_group(a, x_at + _row_offset(row - first_row, x_row, x_tile), x_row, x_tile, first, rows, w,
-                                of_columns, num_blocks, following, sums_at, panel, terms)
+                _multiply_group(a, x_at + (row - first_row) * x_row, x_row, first, rows, w, of_columns, num_blocks,
+                                following, sums_at, panel, terms)
                 if panel == 0:
-                    _claim(out, rows, a.out_columns * a.out_itemsize, num_columns * a.out_itemsize)
+                    _claim(out, rows, a.out_stride * a.out_itemsize, num_columns * a.out_itemsize)
             _finish(a, sums_at, first, rows, column, num_columns, out, stored)
         count_up(pointer, DONE)
 
 
 @njit(**STRICT_PART)
-def _multiply_group(a, x, x_row, x_tile, first_row, rows, w, scales, num_blocks, following, sums_at, panel, terms):
+def _multiply_group(a, x, x_row, first_row, rows, w, scales, num_blocks, following, sums_at, panel, terms):
     """`rows` rows, of which x is the first, times `num_blocks` blocks. `following`: how many blocks behind these begin
     that this thread multiplies next, as far as it can know."""
     for block in range(0, num_blocks, a.tile_blocks):
         end = min(block + a.tile_blocks, num_blocks)
         skipped = (end if end < num_blocks else following) - block - 1
-        _multiply(a, x, x_row, x_tile, first_row, rows, w + block * a.w_block_bytes, skipped * a.w_block_bytes,
+        _multiply(a, x, x_row, first_row, rows, w + block * a.w_block_bytes, skipped * a.w_block_bytes,
                   scales + block * a.num_segments * BLOCK_STEP_BYTES, end - block, sums_at + block * BLOCK_STEP_BYTES,
                   panel, terms)
 
 
 @njit(**STRICT_PART)
-def _multiply(a, x, x_row, x_tile, first_row, rows, w, skipped_bytes, scales, num_blocks, sums_at, panel, terms):
+def _multiply(a, x, x_row, first_row, rows, w, skipped_bytes, scales, num_blocks, sums_at, panel, terms):
     """The same for blocks that one tile takes. A segment of the weights serves all rows, while each tile of them
     fetches its part of a later segment: memory is as busy in the last of them as in the first. `skipped_bytes`: from
     the end of the first block to what is multiplied next."""
@@ -164,10 +165,9 @@ def _multiply(a, x, x_row, x_tile, first_row, rows, w, skipped_bytes, scales, nu
             out = (third if place == 2 else (second if place else total)) + at
             following = (third if place else second) + at
             sums = out if joined else own
-            _multiply_tile(a, end - start, x + _row_offset(start, x_row, x_tile) + first * a.x_step_bytes, x_row,
-                           x_tile, w + first * BLOCK_STEP_BYTES, num_blocks, sums,
-                           ahead + segment_bytes * tile // num_tiles, BLOCK_STEP_BYTES // num_tiles, num_earlier,
-                           following, third + at, terms)
+            _multiply_tile(a, end - start, x + start * x_row + first * _STEP_BYTES, x_row, w + first * BLOCK_STEP_BYTES,
+                           num_blocks, sums, ahead + segment_bytes * tile // num_tiles if a.unit_rows == 1 else 0,
+                           BLOCK_STEP_BYTES // num_tiles, num_earlier, following, third + at, terms)
             restore(terms, a, first_row + start, min(end, rows) - start, segment, scales, num_blocks, sums)
             if not joined:
                 _join(a, end - start, num_blocks, num_earlier, out, following, third + at, sums)
@@ -185,23 +185,17 @@ def _join(a, rows, num_blocks, num_earlier, out, second, third, sums):
 
 
 @njit(**STRICT_PART)
-def _row_offset(row, row_bytes, tile_bytes):
-    """Where in x a row begins; of tiles, the first of each 16."""
-    return row // amx.TILE_ROWS * tile_bytes + row % amx.TILE_ROWS * row_bytes
-
-
-@njit(**STRICT_PART)
-def _multiply_tile(a, rows, x, x_row, x_tile, w, num_blocks, y, ahead, ahead_step, num_earlier, second, third, terms):
+def _multiply_tile(a, rows, x, x_row, w, num_blocks, y, ahead, ahead_step, num_earlier, second, third, terms):
     """One segment's sums of one tile of rows, and where tiles join them the earlier ones."""
     block, y_row = 0, a.group_blocks * BLOCK_STEP_BYTES
     while block + _TILE_BLOCKS <= num_blocks:
         at = block * BLOCK_STEP_BYTES
-        _wide(terms, rows, x, x_row, x_tile, a.x_step_bytes, w + block * a.w_block_bytes, a.w_block_bytes, y + at,
+        _wide(terms, rows, x, x_row, w + block * a.w_block_bytes, a.w_block_bytes, y + at,
               y_row, a.segment_steps, ahead, ahead_step, num_earlier, second + at, third + at)
         block += _TILE_BLOCKS
     while block < num_blocks:
         at = block * BLOCK_STEP_BYTES
-        _narrow(terms, rows, x, x_row, x_tile, a.x_step_bytes, w + block * a.w_block_bytes, a.w_block_bytes, y + at,
+        _narrow(terms, rows, x, x_row, w + block * a.w_block_bytes, a.w_block_bytes, y + at,
                 y_row, a.segment_steps, ahead, ahead_step, num_earlier, second + at, third + at)
         block += 1
 
@@ -242,7 +236,7 @@ def _finish(a, sums_at, first_row, rows, column, num_columns, out_at, stored):
         if a.residual:
             at = (first_row + r) * a.residual_stride + column
             _add(totals, pointer_to(a.residual + at * size_of(stored), stored), num_columns)
-        row_at = out_at + r * a.out_columns * a.out_itemsize
+        row_at = out_at + r * a.out_stride * a.out_itemsize
         if a.out_itemsize == 4:
             _write(totals, pointer_to(row_at, np.float32), num_columns, np.float32)
         else:

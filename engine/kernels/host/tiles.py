@@ -1,7 +1,8 @@
 """Products of bf16 and of bytes by the CPU's matrix tiles (AMX: Sapphire Rapids and later).
 
 A tile is 16 rows of 64 bytes. Rows of x that lie a power of two apart share few sets of the nearest cache, and each is
-read again for every few columns; so x of many rows is laid out in tiles once (`in_tiles`).
+read again for every few columns; so many rows lie an odd number of lines apart (`rows_apart`). What makes them writes
+them so, or they are copied.
 """
 
 from functools import cache
@@ -14,7 +15,7 @@ from numba.extending import intrinsic
 from torch import Tensor
 
 from engine.kernels.host.amx import (
-    TILE_BYTES,
+    MAX_ROWS,
     TILE_ROWS,
     TileLoop,
     has_byte_tiles,
@@ -25,6 +26,7 @@ from engine.kernels.host.amx import (
 from engine.kernels.host.compiled import (
     DONE,
     NEXT,
+    STORED_AS,
     STRICT,
     STRICT_PART,
     Team,
@@ -35,34 +37,32 @@ from engine.kernels.host.compiled import (
     record,
 )
 from engine.kernels.host.dot import BLOCK_STEP_BYTES, Form, write_rows
-
-STEP_BYTES = 64  # from one step to the next of x in tiles
+from engine.kernels.host.strided import LINE_BYTES
 
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
 _POINTER = _I8.as_pointer()
-_ROWS = record("num_rows", "num_tiles", "x", "x_row_bytes", "out")
-_TERMS, _WORDS = 32, 8  # of a tile's row: bf16, 64 bits
+_ROWS = record("num_rows", "num_words", "x", "x_row_bytes", "out", "out_row_bytes")
+_STEP_BYTES, _WORD_BYTES = 4, 8  # of a row of x, and as they are copied
 _FEW_ROWS = 8  # of bytes, whose sums are the same: tiles begin and end slowly, and a segment of bytes is soon over
 _FORMS = {types.uint16: Form.BF16, types.float32: Form.FP32, types.int8: Form.BYTES}
 
 
 @cache
 def rows_times_blocks(max_rows: int, blocks: int):
-    """f(stored, rows, x, x_row_bytes, x_tile_bytes, x_step_bytes, w, w_block_bytes, y, y_row_bytes, steps, ahead,
-    ahead_step, num_earlier, second, third): `dot.write_rows`, or the same by tiles for bf16 and bytes where the CPU has
-    them (`is_tiled`). There `rows` are those that tiles were made for last, `blocks` are 1, 2 or 4, `steps` is a
-    multiple of STEPS, and no earlier sums are added; only tiles know of x that 16 rows may lie apart from the next 16,
-    and steps from each other, by any number of bytes."""
+    """f(stored, rows, x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps, ahead, ahead_step, num_earlier, second,
+    third): `dot.write_rows`, or the same by tiles for bf16 and bytes where the CPU has them (`is_tiled`). There `rows`
+    are those that tiles were made for last, `blocks` are 1, 2 or 4, `steps` is a multiple of STEPS, no earlier sums are
+    added, and nothing is fetched where `ahead` is 0."""
 
     @intrinsic
-    def multiply(typing, stored, rows, x, x_row_bytes, x_tile_bytes, x_step_bytes, w, w_block_bytes, y, y_row_bytes,
-                 steps, ahead, ahead_step, num_earlier, second, third):
+    def multiply(typing, stored, rows, x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps, ahead, ahead_step,
+                 num_earlier, second, third):
         def generate(context, builder, signature, arguments):
-            form, by_rows = _FORMS[stored.dtype], [*arguments[1:4], *arguments[6:]]
+            form, by_rows = _FORMS[stored.dtype], arguments[1:]
             if not _is_tiled(stored):
                 write_rows(builder, by_rows, max_rows, blocks, form)
             elif form is Form.BF16:
-                _write_tiles(builder, blocks, "tdpbf16ps", *arguments[1:12])
+                _write_tiles(builder, blocks, "tdpbf16ps", *arguments[1:10])
             else:
                 few = builder.icmp_signed("<=", arguments[1], _I64(_FEW_ROWS))
                 with builder.if_else(few) as (then, otherwise):
@@ -72,10 +72,10 @@ def rows_times_blocks(max_rows: int, blocks: int):
                         if whole < _FEW_ROWS:
                             _write_halves(builder, by_rows, range(whole + 1, _FEW_ROWS + 1), blocks, form)
                     with otherwise:
-                        _write_tiles(builder, blocks, "tdpbsud", *arguments[1:12])
+                        _write_tiles(builder, blocks, "tdpbsud", *arguments[1:10])
             return context.get_dummy_value()
 
-        return types.void(stored, *[types.int64] * 15), generate
+        return types.void(stored, *[types.int64] * 13), generate
 
     return multiply
 
@@ -90,12 +90,33 @@ def joins_sums(typing, stored):
     return types.boolean(stored), generate
 
 
-def in_tiles(x: Tensor, team: Team) -> Tensor:
-    """x [M, K] bf16, terms side by side, K a multiple of 32. Returns [ceil(M / 16), K / 32, 16, 32], zeros beyond M."""
-    num_rows, num_terms = x.shape
-    out = torch.empty(-(-num_rows // TILE_ROWS), num_terms // _TERMS, TILE_ROWS, _TERMS, dtype=x.dtype)
-    launch_integers(compiled(), len(out), (num_rows, out.shape[1], x.data_ptr(), x.stride(0) * x.itemsize,
-                                            out.data_ptr()), team)
+def rows_apart(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """[M, K], not filled, of which rows lie an odd number of lines apart."""
+    of_line = LINE_BYTES // dtype.itemsize
+    distance = (-(-width // of_line) | 1) * of_line
+    # What is behind them up to a multiple of a tile's rows is read, and of no use.
+    return torch.empty(-(-num_rows // TILE_ROWS) * TILE_ROWS, distance, dtype=dtype)[:num_rows, :width]
+
+
+def rows_for_product(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """[M, K], not filled, as a product would have it."""
+    if num_rows > MAX_ROWS and is_tiled(STORED_AS[dtype]):
+        return rows_apart(num_rows, width, dtype)
+    return torch.empty(num_rows, width, dtype=dtype)
+
+
+def apart(x: Tensor, team: Team) -> Tensor:
+    """x [M, K], terms side by side, as `rows_apart` has it: the same where it is so, or a copy. A row has a multiple of
+    64 bits."""
+    distance, whole = x.stride(0), -(-len(x) // TILE_ROWS) * TILE_ROWS
+    num_lines, rest = divmod(distance * x.itemsize, LINE_BYTES)
+    last = (x.storage_offset() + whole * distance) * x.itemsize
+    if num_lines % 2 and not rest and x.data_ptr() % LINE_BYTES == 0 and last <= x.untyped_storage().nbytes():
+        return x
+    out = rows_apart(x.shape[0], x.shape[1], x.dtype)
+    launch_integers(compiled(), -(-len(x) // TILE_ROWS), (
+        len(x), x.shape[1] * x.itemsize // _WORD_BYTES, x.data_ptr(), distance * x.itemsize, out.data_ptr(),
+        out.stride(0) * out.itemsize), team)
     return out
 
 
@@ -104,7 +125,7 @@ def compiled():
     def work(pointer):
         _take_rows(pointer)
 
-    return compile_kernel(work, _ROWS, "in_tiles", __file__, numbers=STRICT)
+    return compile_kernel(work, _ROWS, "rows_apart", __file__, numbers=STRICT)
 
 
 @njit(**STRICT_PART)
@@ -115,18 +136,11 @@ def _take_rows(pointer):
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
             return
-        out = carray(pointer_to(a.out + item * a.num_tiles * TILE_BYTES, np.uint64), (a.num_tiles, TILE_ROWS, _WORDS))
-        for place in range(TILE_ROWS):
-            row = item * TILE_ROWS + place
-            if row < a.num_rows:
-                x = carray(pointer_to(a.x + row * a.x_row_bytes, np.uint64), (a.num_tiles, _WORDS))
-                for tile in range(a.num_tiles):
-                    for word in range(_WORDS):
-                        out[tile, place, word] = x[tile, word]
-            else:
-                for tile in range(a.num_tiles):
-                    for word in range(_WORDS):
-                        out[tile, place, word] = 0
+        for row in range(item * TILE_ROWS, min((item + 1) * TILE_ROWS, a.num_rows)):
+            x = pointer_to(a.x + row * a.x_row_bytes, np.uint64)
+            out = pointer_to(a.out + row * a.out_row_bytes, np.uint64)
+            for word in range(a.num_words):
+                out[word] = x[word]
         count_up(pointer, DONE)
 
 
@@ -177,9 +191,9 @@ def _write_halves(b, arguments, rows, blocks, form) -> None:
                    first_rows=rows[0])
 
 
-def _write_tiles(b, blocks, product, rows, x, x_row, x_tile, x_step, w, w_block, y, y_row, steps, ahead) -> None:
-    """One tile of rows times all blocks at once, or two times two blocks. x that is not laid out in tiles has few rows:
-    then weights come from memory, and those that lie `ahead` bytes behind the ones that are multiplied are fetched."""
+def _write_tiles(b, blocks, product, rows, x, x_row, w, w_block, y, y_row, steps, ahead) -> None:
+    """One tile of rows times all blocks at once, or two times two blocks. Where few rows are all, weights come from
+    memory: those that lie `ahead` bytes behind the ones that are multiplied are fetched."""
     one, two, few, many, end = (b.append_basic_block(name) for name in ("one", "two", "few", "many", "end"))
     b.cbranch(b.icmp_signed("<=", rows, _I64(TILE_ROWS)), one, two)
     for start, row_tiles, width in ((one, 1, blocks), (few, 2, 2), (many, 2, 2)):
@@ -188,11 +202,12 @@ def _write_tiles(b, blocks, product, rows, x, x_row, x_tile, x_step, w, w_block,
             at_w, at_y = b.add(w, b.mul(w_block, _I64(first))), b.add(y, _I64(first * BLOCK_STEP_BYTES))
             count, later = min(width, blocks), b.add(at_w, ahead)
             fetches = [(b.add(later, b.mul(w_block, _I64(block))), TILE_ROWS) for block in range(count)]
-            TileLoop(b, x, x_row, x_tile, x_step, at_w, w_block, at_y, y_row, steps).write(
+            x_tile = b.mul(x_row, _I64(TILE_ROWS))
+            TileLoop(b, x, x_row, x_tile, _I64(_STEP_BYTES), at_w, w_block, at_y, y_row, steps).write(
                 row_tiles, count, product=product, fetches=() if start is many else fetches,
                 # Of two tiles of rows the sums fill the nearest cache.
                 locality=3 if row_tiles == 1 else 2)
         b.branch(end)
     b.position_at_end(two)
-    b.cbranch(b.icmp_signed("==", x_step, _I64(STEP_BYTES)), many, few)
+    b.cbranch(b.icmp_signed("==", ahead, _I64(0)), many, few)
     b.position_at_end(end)

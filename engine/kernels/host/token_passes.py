@@ -34,10 +34,11 @@ from engine.kernels.host.compiled import (
 )
 from engine.kernels.host.functions import cos_and_sin
 from engine.kernels.host.strided import size_of
+from engine.kernels.host.tiles import rows_for_product
 from runtime.errors import InternalError
 
-_NORM = record("num_tokens", "num_heads", "width", "stride", "num_weights", "x", "weight", "out", "eps_bits",
-               "other_stride", "other", "sums")
+_NORM = record("num_tokens", "num_heads", "width", "stride", "num_weights", "x", "weight", "out", "out_stride",
+               "eps_bits", "other_stride", "other", "sums")
 _ROTATION = record("num_tokens", "num_heads", "width", "stride", "half", "x", "cos", "sin", "out")
 _TABLES = record("num_tokens", "half", "positions", "frequencies", "amplitude_bits", "cos", "sin")
 _WRITES = record("num_tokens", "num_heads", "width", "page_size", "page_values", "k", "k_stride", "v", "v_stride",
@@ -48,8 +49,8 @@ _ITEM_TOKENS = 16
 def rms_norm(x: Tensor, weight: Tensor, eps: float, team: Team, *, rounds_first: bool) -> Tensor:
     """x: [T, heads, D] or [T, D], dense within a token; weight: [D] or [heads, D], dense; each bf16 or fp32. With
     `rounds_first` the unit row is rounded to x's type before it is multiplied, else after only. Returns a new tensor in
-    x's shape and type."""
-    out = torch.empty(x.shape, dtype=x.dtype)
+    x's shape and type, dense within a token."""
+    out = torch.empty(x.shape, dtype=x.dtype) if x.dim() == 3 else rows_for_product(x.shape[0], x.shape[1], x.dtype)
     _launch_norm(x, weight, eps, team, out, rounds_first=rounds_first)
     return out
 
@@ -57,7 +58,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, team: Team, *, rounds_first:
 def add_and_norm(x: Tensor, other: Tensor, weight: Tensor, eps: float, team: Team, *,
                  rounds_first: bool) -> tuple[Tensor, Tensor]:
     """x + other, both [T, D] of one type, rounded once, and `rms_norm` of that. Returns new tensors like x."""
-    sums, out = torch.empty(x.shape, dtype=x.dtype), torch.empty(x.shape, dtype=x.dtype)
+    sums, out = torch.empty(x.shape, dtype=x.dtype), rows_for_product(x.shape[0], x.shape[1], x.dtype)
     _launch_norm(x, weight, eps, team, out, (other.stride(0), other.data_ptr(), sums.data_ptr()),
                  rounds_first=rounds_first)
     return sums, out
@@ -69,7 +70,7 @@ def _launch_norm(x: Tensor, weight: Tensor, eps: float, team: Team, out: Tensor,
     num_tokens, width = x.shape[0], x.shape[-1]
     launch_integers(norm_for(x.dtype, weight.dtype, rounds_first), -(-num_tokens // _ITEM_TOKENS), (
         num_tokens, x.shape[1] if x.dim() == 3 else 1, width, x.stride(0), weight.numel() // width, x.data_ptr(),
-        weight.data_ptr(), out.data_ptr(), bits_of(eps), *added), team)
+        weight.data_ptr(), out.data_ptr(), out.stride(0), bits_of(eps), *added), team)
 
 
 @cache
@@ -94,7 +95,7 @@ def _norm_tokens(pointer, stored, weighed, rounds_first):
         if item >= a.num_items:
             return
         for token in range(item * _ITEM_TOKENS, min((item + 1) * _ITEM_TOKENS, a.num_tokens)):
-            x, out = a.x + token * a.stride * size, a.out + token * a.num_heads * a.width * size
+            x, out = a.x + token * a.stride * size, a.out + token * a.out_stride * size
             if a.sums:
                 sums = a.sums + token * a.width * size
                 _add(pointer_to(x, stored), pointer_to(a.other + token * a.other_stride * size, stored),

@@ -16,6 +16,7 @@ from engine.kernels.host.dot import has_pair_products
 from engine.kernels.host.packing import Segments, arranged, pack
 from engine.kernels.host.product import PackedWeight, arithmetic_class
 from engine.kernels.host.sums import earlier_sums
+from engine.kernels.host.tiles import apart, rows_apart
 from engine.kernels.plain_product import plain_product
 from runtime.errors import InternalError
 
@@ -147,6 +148,22 @@ def test_a_matrix_for_each_head(dtype: torch.dtype, heads: int, num_columns: int
         assert torch.equal(result.view(20, heads, num_columns)[:, head], alone)
 
 
+@pytest.mark.parametrize(("first", "is_copied"), [(0, False), (1, True), (16, False), (63, False), (65, True)])
+def test_rows_that_lie_apart_have_the_bits_of_a_copy(first: int, is_copied: bool) -> None:  # noqa: FBT001
+    """100 of 112 rows. Those behind a slice's last, up to a multiple of 16, are read with it: where the memory ends
+    before them it is copied."""
+    weight, rows = packed(draw(40, 256, dtype=torch.bfloat16)), draw(100, 256, dtype=torch.bfloat16, seed=1)
+    lie_apart = rows_apart(100, 256, rows.dtype)
+    lie_apart.as_strided((112 * lie_apart.stride(0),), (1,)).fill_(float("nan"))
+    lie_apart.copy_(rows)
+    part = lie_apart[first:]
+    given = apart(part, Team())
+    assert (given.data_ptr() != part.data_ptr()) == is_copied
+    assert given.stride(0) * given.itemsize // 64 % 2 == apart(rows, Team()).stride(0) * given.itemsize // 64 % 2 == 1
+    assert torch.equal(given, rows[first:])
+    assert torch.equal(weight.multiply(part), weight.multiply(rows[first:].clone()))
+
+
 @pytest.mark.parametrize("dtype", TYPES)
 def test_nothing_to_multiply(dtype: torch.dtype) -> None:
     assert packed(draw(24, 16, dtype=dtype)).multiply(draw(0, 16, dtype=dtype)).shape == (0, 24)
@@ -219,6 +236,7 @@ import sys
 import torch
 from engine.kernels.host.product import PackedWeight, arithmetic_class
 from engine.kernels.host.sums import earlier_sums
+from engine.kernels.host.tiles import apart, rows_apart
 from engine.kernels.host.compiled import Team
 from engine.kernels.plain_product import plain_product
 torch.manual_seed(0)
