@@ -43,7 +43,7 @@ REVISION = 5  # of sums and roundings: another number, other bits
 
 _GROUP_BLOCKS = 4
 _CHUNK_ROWS = 48  # rows that share a pass over a segment of the weights while that is in the nearest cache
-_CHUNK_TILE_ROWS = 128  # the same for tiles, whose sums then stay in a core's own cache
+_CHUNK_TILE_ROWS = 256  # the same for tiles, whose sums then stay in a core's own cache
 _ITEMS_PER_THREAD = 4
 _STEP_BYTES = 4  # of a row of x
 _SHARE_BYTES = 5 << 18  # of x for tiles: stays in a core's own cache while the weights go by
