@@ -117,6 +117,7 @@ def test_on_one_core_all_of_a_request_takes_its_time() -> None:
     plain, costly = (min(simulate(replace(FLEET, costs=each.model_copy(update={"machine": MachineCosts(cores=1)})),
                                   load).outcomes, key=lambda each: each.arrived_s)
                      for each in (COSTS, with_requests()))
+    assert plain.e2e_s is not None
     assert plain.e2e_s == pytest.approx(0.6 + 4 + 0.6 + 4 * LATENCY_S, abs=LATENCY_S)
     assert costly.e2e_s == pytest.approx(plain.e2e_s + 2 * (0.05 + 0.03 + 0.15) - 0.01, abs=LATENCY_S)
 
