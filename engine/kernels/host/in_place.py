@@ -57,7 +57,7 @@ from engine.kernels.host.key_blocks import (
     score_nothing,
 )
 from engine.kernels.host.room import CHUNK_ROWS, list_rows, room_at, scratch_bytes_of
-from engine.kernels.host.tiles import rows_for_product
+from engine.kernels.host.rows import rows_for_product
 from engine.kernels.rows_in_place import RowsInPlace
 
 _ARGUMENTS = record("num_rows", "num_tokens", "num_tiles", "tile_rows", "num_kv_heads", "share", "head_dim", "itemsize",
@@ -85,7 +85,7 @@ def attend_in_place(pages: Tensor, queries: Tensor, rows: RowsInPlace, scale: fl
     tile_rows = share * rows.longest_tile
     tiled = pages.dtype is torch.bfloat16 and has_tiles()
     most = most_rows(pages.dtype, head_dim, tiled=tiled)
-    few = tile_rows <= most
+    few = 0 < tile_rows <= most
     heads = 1
     if few:
         heads = heads_of_item(num_tiles, num_kv_heads, tile_rows, TILE_ROWS if tiled else CHUNK_ROWS,

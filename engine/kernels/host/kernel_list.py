@@ -18,7 +18,6 @@ from engine.kernels.host import (
     product_kernel,
     program,
     rows,
-    tiles,
     token_draws,
     token_passes,
 )
@@ -70,7 +69,7 @@ def kernels() -> Iterator[Kernel]:
         yield Kernel(latent.compiled_for, (dtype, other))
         for rounds_first in (False, True):
             yield Kernel(token_passes.norm_for, (dtype, other, rounds_first))
-    for alone in (packing.compiled, tiles.compiled, index_scores.choice, program.load_runner, rows.moves_for,
+    for alone in (packing.compiled, index_scores.choice, program.load_runner, rows.moves_for,
                   rows.maxima, token_draws.compiled):
         yield Kernel(alone)
 

@@ -36,7 +36,8 @@ from engine.kernels.host.product_kernel import (
     instructions,
     streams,
 )
-from engine.kernels.host.tiles import apart, is_tiled, rows_for_product
+from engine.kernels.host.rows import apart, rows_for_product
+from engine.kernels.host.tiles import is_tiled
 from runtime.errors import InternalError
 
 REVISION = 5  # of sums and roundings: another number, other bits
@@ -180,7 +181,8 @@ class PackedGroup:
 def _operand(x: Tensor, segments: Segments, team: Team) -> tuple[Tensor, CodedRows | None]:
     """x as weights in these segments multiply it; where that is as codes, with what belongs to them."""
     if not segments.in_bytes:
-        return arranged(x, segments, team), None
+        lies_so = segments.are_whole and x.stride(-1) == 1
+        return x if lies_so else arranged(x, segments, team), None
     codes = coded(x, segments, team)
     return codes.codes, codes
 

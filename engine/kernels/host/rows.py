@@ -1,5 +1,5 @@
-"""Sums and copies of rows on the host, and states to where they stay: what stands between the products of a step, and
-between two steps, as launches.
+"""Rows on the host: their sums and copies, how they lie, and states to where they stay. What stands between the products
+of a step, and between two steps, as launches.
 """
 
 from collections.abc import Sequence
@@ -11,6 +11,7 @@ from numba import carray, njit
 from torch import Tensor
 
 from engine.kernels.host import strided
+from engine.kernels.host.amx import MAX_ROWS, TILE_ROWS, has_tiles
 from engine.kernels.host.compiled import (
     DONE,
     NEXT,
@@ -27,7 +28,7 @@ from engine.kernels.host.compiled import (
     rounded,
     wide,
 )
-from engine.kernels.host.strided import size_of
+from engine.kernels.host.strided import LINE_BYTES, size_of
 from runtime.errors import InternalError
 
 _SUM = record("num_values", "x", "y", "out")
@@ -86,6 +87,34 @@ def copy_rows(x: Tensor, team: Team, out: Tensor | None = None) -> Tensor:
     launch_integers(copies_for(x.dtype), -(-len(x) // _ITEM_ROWS), (
         len(x), x[0].numel(), x.stride(0), out.stride(0), x.data_ptr(), out.data_ptr()), team)
     return out
+
+
+def rows_apart(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """[M, K], not filled, of which rows lie an odd number of lines apart: those of a tile of the matrix unit then share
+    no sets of a core's nearest cache."""
+    of_line = LINE_BYTES // dtype.itemsize
+    distance = (-(-width // of_line) | 1) * of_line
+    # What is behind them up to a multiple of a tile's rows is read, and of no use.
+    return torch.empty(-(-num_rows // TILE_ROWS) * TILE_ROWS, distance, dtype=dtype)[:num_rows, :width]
+
+
+def rows_for_product(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
+    """[M, K], not filled, as a product would have it."""
+    if num_rows > MAX_ROWS and dtype is torch.bfloat16 and has_tiles():
+        return rows_apart(num_rows, width, dtype)
+    return torch.empty(num_rows, width, dtype=dtype)
+
+
+def apart(x: Tensor, team: Team) -> Tensor:
+    """x [M, K], bf16 or an even number of int8, dense rows, as `rows_apart` has it: the same where it is so, or a
+    copy."""
+    distance, whole = x.stride(0), -(-len(x) // TILE_ROWS) * TILE_ROWS
+    num_lines, rest = divmod(distance * x.itemsize, LINE_BYTES)
+    last = (x.storage_offset() + whole * distance) * x.itemsize
+    if num_lines % 2 and not rest and x.data_ptr() % LINE_BYTES == 0 and last <= x.untyped_storage().nbytes():
+        return x
+    halves = x.view(torch.bfloat16)
+    return copy_rows(halves, team, rows_apart(len(x), halves.shape[1], torch.bfloat16))
 
 
 def join_rows(parts: Sequence[Tensor], team: Team) -> Tensor:

@@ -1,21 +1,17 @@
 """Products of bf16 and of bytes by the CPU's matrix tiles (AMX: Sapphire Rapids and later).
 
 A tile is 16 rows of 64 bytes. Rows of x that lie a power of two apart share few sets of the nearest cache, and each is
-read again for every few columns; so many rows lie an odd number of lines apart (`rows_apart`). What makes them writes
-them so, or they are copied.
+read again for every few columns; so many rows lie an odd number of lines apart (`rows.rows_apart`).
 """
 
 from functools import cache
 
 import numpy as np
-import torch
 from llvmlite import ir
-from numba import carray, njit, types
+from numba import njit, types
 from numba.extending import intrinsic
-from torch import Tensor
 
 from engine.kernels.host.amx import (
-    MAX_ROWS,
     TILE_ROWS,
     TileLoop,
     has_byte_tiles,
@@ -23,26 +19,12 @@ from engine.kernels.host.amx import (
     lay_out_tiles,
     tile_call,
 )
-from engine.kernels.host.compiled import (
-    DONE,
-    NEXT,
-    STORED_AS,
-    STRICT,
-    STRICT_PART,
-    Team,
-    compile_kernel,
-    count_up,
-    launch_integers,
-    pointer_to,
-    record,
-)
+from engine.kernels.host.compiled import STRICT_PART
 from engine.kernels.host.dot import BLOCK_STEP_BYTES, Form, write_rows
-from engine.kernels.host.strided import LINE_BYTES
 
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
 _POINTER = _I8.as_pointer()
-_ROWS = record("num_rows", "num_words", "x", "x_row_bytes", "out", "out_row_bytes")
-_STEP_BYTES, _WORD_BYTES = 4, 8  # of a row of x, and as they are copied
+_STEP_BYTES = 4  # of a row of x
 _FEW_ROWS = 8  # of bytes, whose sums are the same: tiles begin and end slowly, and a segment of bytes is soon over
 _FORMS = {types.uint16: Form.BF16, types.float32: Form.FP32, types.int8: Form.BYTES}
 
@@ -88,60 +70,6 @@ def joins_sums(typing, stored):
         return ir.Constant(ir.IntType(1), not _is_tiled(stored) and _FORMS[stored.dtype] is not Form.BYTES)
 
     return types.boolean(stored), generate
-
-
-def rows_apart(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """[M, K], not filled, of which rows lie an odd number of lines apart."""
-    of_line = LINE_BYTES // dtype.itemsize
-    distance = (-(-width // of_line) | 1) * of_line
-    # What is behind them up to a multiple of a tile's rows is read, and of no use.
-    return torch.empty(-(-num_rows // TILE_ROWS) * TILE_ROWS, distance, dtype=dtype)[:num_rows, :width]
-
-
-def rows_for_product(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """[M, K], not filled, as a product would have it."""
-    if num_rows > MAX_ROWS and is_tiled(STORED_AS[dtype]):
-        return rows_apart(num_rows, width, dtype)
-    return torch.empty(num_rows, width, dtype=dtype)
-
-
-def apart(x: Tensor, team: Team) -> Tensor:
-    """x [M, K], terms side by side, as `rows_apart` has it: the same where it is so, or a copy. A row has a multiple of
-    64 bits."""
-    distance, whole = x.stride(0), -(-len(x) // TILE_ROWS) * TILE_ROWS
-    num_lines, rest = divmod(distance * x.itemsize, LINE_BYTES)
-    last = (x.storage_offset() + whole * distance) * x.itemsize
-    if num_lines % 2 and not rest and x.data_ptr() % LINE_BYTES == 0 and last <= x.untyped_storage().nbytes():
-        return x
-    out = rows_apart(x.shape[0], x.shape[1], x.dtype)
-    launch_integers(compiled(), -(-len(x) // TILE_ROWS), (
-        len(x), x.shape[1] * x.itemsize // _WORD_BYTES, x.data_ptr(), distance * x.itemsize, out.data_ptr(),
-        out.stride(0) * out.itemsize), team)
-    return out
-
-
-@cache
-def compiled():
-    def work(pointer):
-        _take_rows(pointer)
-
-    return compile_kernel(work, _ROWS, "rows_apart", __file__, numbers=STRICT)
-
-
-@njit(**STRICT_PART)
-def _take_rows(pointer):
-    """One thread's part: 16 rows at a time, until none are left."""
-    a = carray(pointer, 1)[0]
-    while True:
-        item = count_up(pointer, NEXT)
-        if item >= a.num_items:
-            return
-        for row in range(item * TILE_ROWS, min((item + 1) * TILE_ROWS, a.num_rows)):
-            x = pointer_to(a.x + row * a.x_row_bytes, np.uint64)
-            out = pointer_to(a.out + row * a.out_row_bytes, np.uint64)
-            for word in range(a.num_words):
-                out[word] = x[word]
-        count_up(pointer, DONE)
 
 
 @njit(**STRICT_PART)

@@ -33,8 +33,8 @@ from engine.kernels.host.compiled import (
     wide,
 )
 from engine.kernels.host.functions import cos_and_sin
+from engine.kernels.host.rows import rows_for_product
 from engine.kernels.host.strided import size_of
-from engine.kernels.host.tiles import rows_for_product
 from runtime.errors import InternalError
 
 _NORM = record("num_tokens", "num_heads", "width", "stride", "num_weights", "x", "weight", "out", "out_stride",

@@ -13,7 +13,7 @@ import numba
 import pytest
 import torch
 
-from engine.kernels.host import ahead, compiled, tiles, token_passes
+from engine.kernels.host import ahead, compiled, packing, token_passes
 from engine.kernels.host.ahead import compile_ahead
 from engine.kernels.host.compiled import (
     Attempt,
@@ -166,10 +166,10 @@ def test_where_nothing_can_be_kept_a_process_compiles_for_itself_at_once(monkeyp
 
 
 def test_a_helper_compiles_what_it_is_told_to(tmp_path: Path) -> None:
-    wanted = [Kernel(tiles.compiled), Kernel(token_passes.norm_for, (torch.float32, torch.float32, False))]
+    wanted = [Kernel(packing.compiled), Kernel(token_passes.norm_for, (torch.float32, torch.float32, False))]
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
     subprocess.run(program(ahead.__name__, str(os.getpid()), ahead._places(wanted)), check=True, env=environment)
-    assert sorted(path.name.partition(".")[0] for path in tmp_path.rglob("*.nbi")) == ["tiles", "token_passes"]
+    assert sorted(path.name.partition(".")[0] for path in tmp_path.rglob("*.nbi")) == ["packing", "token_passes"]
 
 
 def test_those_of_a_model_are_among_all() -> None:

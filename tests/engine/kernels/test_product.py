@@ -15,8 +15,8 @@ from engine.kernels.host.compiled import Team
 from engine.kernels.host.dot import has_pair_products
 from engine.kernels.host.packing import Segments, arranged, pack
 from engine.kernels.host.product import PackedWeight, arithmetic_class
+from engine.kernels.host.rows import apart, rows_apart
 from engine.kernels.host.sums import earlier_sums
-from engine.kernels.host.tiles import apart, rows_apart
 from engine.kernels.plain_product import plain_product
 from runtime.errors import InternalError
 
@@ -236,7 +236,7 @@ import sys
 import torch
 from engine.kernels.host.product import PackedWeight, arithmetic_class
 from engine.kernels.host.sums import earlier_sums
-from engine.kernels.host.tiles import apart, rows_apart
+from engine.kernels.host.rows import apart, rows_apart
 from engine.kernels.host.compiled import Team
 from engine.kernels.plain_product import plain_product
 torch.manual_seed(0)
