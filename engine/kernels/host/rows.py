@@ -1,5 +1,5 @@
-"""Rows on the host: their sums and copies, how they lie, and states to where they stay. What stands between the products
-of a step, and between two steps, as launches.
+"""Rows on the host: their sums and copies, how they lie, and states to where they stay. What stands between products of
+a step, and between two steps, as launches.
 """
 
 from collections.abc import Sequence
