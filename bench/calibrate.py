@@ -5,8 +5,8 @@ prompts and short ones, long answers and short ones, some requests at a time and
 workers, and router and client together spend on each load, in seconds of a core, is what requests, tokens and steps
 have cost: least squares of that, none below 0, as `sim.costs` describes them. A last load is more than the cluster can
 serve. By how long its simulation takes for it the last cost is found: how fast cores are with all this. Costs go to
---output. What a cluster of one machine cannot show,
-bandwidth between hosts and how long a start takes elsewhere, stays as in --like.
+--output. What a cluster of one machine cannot show, bandwidth between hosts and how long a start takes elsewhere, stays
+as in --like.
 
 With --compare, as with `--compare 0.6 2`, the cluster then gets other loads of that shape, and again the short ones
 after each, and every figure is shown beside that of a simulation by the costs from right before and right after.

@@ -107,7 +107,7 @@ def tile_block(row_tiles: int, blocks: int, *, adds: bool = False, second: bool 
     def multiply(typing, x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps, ahead):
         def generate(context, b, signature, arguments):
             x, x_row, w, w_block, y, y_row, steps, ahead = arguments
-            loop = TileLoop(b, x, x_row, b.mul(x_row, _I64(TILE_ROWS)), _I64(_STEP_BYTES), w, w_block, y, y_row, steps)
+            loop = TileLoop(b, x, x_row, w, w_block, y, y_row, steps)
             loop.write(row_tiles, blocks, adds=adds, first=1 if second else 0, fetches=((ahead, fetched),))
             return context.get_dummy_value()
 
@@ -123,8 +123,8 @@ class TileLoop:
     registers than the eight tiles, and loads wait for one. A tile that is made zero gives its own back.
     """
 
-    def __init__(self, builder, x, x_row, x_tile, x_step, w, w_block, y, y_row, steps) -> None:
-        self._b, self._x, self._x_row, self._x_tile, self._x_step = builder, x, x_row, x_tile, x_step
+    def __init__(self, builder, x, x_row, w, w_block, y, y_row, steps) -> None:
+        self._b, self._x, self._x_row = builder, x, x_row
         self._w, self._w_block, self._y, self._y_row, self._steps = w, w_block, y, y_row, steps
 
     def write(self, row_tiles: int, blocks: int, *, first: int = 0, adds: bool = False,
@@ -146,8 +146,8 @@ class TileLoop:
         k.add_incoming(_I64(0), entry)
         fetch = self._spread(k, fetches, locality, row_tiles + blocks + row_tiles * blocks)
         for m in range(row_tiles):
-            terms = b.add(self._x, b.mul(k, self._x_step))
-            terms = b.add(terms, b.mul(self._x_tile, _I64(m)))
+            terms = b.add(self._x, b.mul(k, _I64(_STEP_BYTES)))
+            terms = b.add(terms, b.mul(self._x_row, _I64(TILE_ROWS * m)))
             self._load(_ROWS_OF_X[first + m], terms, self._x_row)
             next(fetch)
             for n in range(blocks) if m == 0 else reversed(range(blocks)):

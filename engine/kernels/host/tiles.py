@@ -24,7 +24,6 @@ from engine.kernels.host.dot import BLOCK_STEP_BYTES, Form, write_rows
 
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
 _POINTER = _I8.as_pointer()
-_STEP_BYTES = 4  # of a row of x
 _FEW_ROWS = 8  # of bytes, whose sums are the same: tiles begin and end slowly, and a segment of bytes is soon over
 _FORMS = {types.uint16: Form.BF16, types.float32: Form.FP32, types.int8: Form.BYTES}
 
@@ -130,8 +129,7 @@ def _write_tiles(b, blocks, product, rows, x, x_row, w, w_block, y, y_row, steps
             at_w, at_y = b.add(w, b.mul(w_block, _I64(first))), b.add(y, _I64(first * BLOCK_STEP_BYTES))
             count, later = min(width, blocks), b.add(at_w, ahead)
             fetches = [(b.add(later, b.mul(w_block, _I64(block))), TILE_ROWS) for block in range(count)]
-            x_tile = b.mul(x_row, _I64(TILE_ROWS))
-            TileLoop(b, x, x_row, x_tile, _I64(_STEP_BYTES), at_w, w_block, at_y, y_row, steps).write(
+            TileLoop(b, x, x_row, at_w, w_block, at_y, y_row, steps).write(
                 row_tiles, count, product=product, fetches=() if start is many else fetches,
                 # Of two tiles of rows the sums fill the nearest cache.
                 locality=3 if row_tiles == 1 else 2)

@@ -30,7 +30,6 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from engine.kernels.host.compiled import Team
 from engine.kernels.host.dot import has_pair_products
-from engine.kernels.host.few_rows import heads_of_item, most_rows
 from engine.kernels.host.in_place import attend_in_place
 from tests.engine.kernels.test_in_place import drawn, rows_of
 

@@ -236,7 +236,6 @@ import sys
 import torch
 from engine.kernels.host.product import PackedWeight, arithmetic_class
 from engine.kernels.host.sums import earlier_sums
-from engine.kernels.host.rows import apart, rows_apart
 from engine.kernels.host.compiled import Team
 from engine.kernels.plain_product import plain_product
 torch.manual_seed(0)
