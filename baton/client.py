@@ -24,6 +24,7 @@ import random
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Iterable, Iterator
+from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Self, TypeVar
 
@@ -39,6 +40,7 @@ from runtime.clock import SystemClock
 from runtime.errors import BatonError, FieldViolation, InvalidRequestError, UnavailableError
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity
 from runtime.status import error_from_rpc, is_lost
+from runtime.uninterrupted import uninterrupted, uninterrupted_stream
 
 if TYPE_CHECKING:  # in the type stubs only
     from protos.generation_pb2_grpc import GenerationAsyncStub
@@ -121,7 +123,7 @@ class _Attempts:
 
 
 class BatonClient:
-    """For threads. One client may be shared by many."""
+    """For threads. One client may be shared by many, and a KeyboardInterrupt leaves it as good as it was."""
 
     def __init__(self, *targets: str, security: ChannelSecurity = PLAIN_CHANNEL, retry: Retry = DEFAULT_RETRY) -> None:
         """`targets`: HOST:PORT of routers of the same workers; without any, the one of `baton up`."""
@@ -140,7 +142,7 @@ class BatonClient:
 
     def close(self) -> None:
         for channel in self._channels:
-            channel.close()
+            uninterrupted(channel.close)
 
     def generate(self, query: Query, *, timeout_s: float | None = None,
                  traceparent: str = "") -> Generator[Event, None, None]:
@@ -149,13 +151,11 @@ class BatonClient:
         while True:
             turn, request, left_s = answer.begin()
             try:
-                with _typed_errors():
-                    call = self._stubs[turn].Generate(request, timeout=left_s, metadata=_metadata(traceparent))
-                    try:
-                        for response in call:
-                            yield from answer.news(response)
-                    finally:
-                        call.cancel()
+                with _typed_errors(), contextlib.closing(uninterrupted_stream(partial(
+                        self._stubs[turn].Generate, request, timeout=left_s,
+                        metadata=_metadata(traceparent)))) as responses:
+                    for response in responses:
+                        yield from answer.news(response)
                 return
             except BatonError as error:
                 if answer.is_whole:
@@ -177,7 +177,8 @@ class BatonClient:
         for stub in self._stubs:
             try:
                 with _typed_errors():
-                    aborted |= dict.fromkeys(stub.Abort(request, timeout=CONTROL_TIMEOUT_S).aborted)
+                    answer = uninterrupted(partial(stub.Abort, request, timeout=CONTROL_TIMEOUT_S))
+                    aborted |= dict.fromkeys(answer.aborted)
             except UnavailableError as error:
                 failures.append(error)  # nothing runs where nobody is
         if len(failures) == len(self._stubs):
@@ -207,7 +208,7 @@ class BatonClient:
             turn = self._turns.next()
             try:
                 with _typed_errors():
-                    return question(self._stubs[turn])
+                    return uninterrupted(partial(question, self._stubs[turn]))
             except UnavailableError as error:
                 self._turns.failed(turn, error)
                 failures.append(error)
