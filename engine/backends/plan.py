@@ -23,7 +23,7 @@ from engine.core.rows import ints
 from engine.kernels.rows_in_place import NO_WINDOW, RowsInPlace
 from runtime.errors import InternalError, StalePlanError
 
-MAX_TILE_ROWS = 384  # tokens times the heads that share a kv head: what is kept of them fits a core's own cache
+MAX_TILE_ROWS = 512  # tokens times the heads that share a kv head: what is kept of them fits a core's own cache
 _FEW_TOKENS = 64  # are listed sooner than seven operations of torch are through, each of which lets other threads in
 
 

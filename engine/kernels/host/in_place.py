@@ -47,7 +47,9 @@ from engine.kernels.host.few_rows import (
     score_head_in_tiles,
 )
 from engine.kernels.host.key_blocks import (
+    behind_keys,
     copy_values,
+    fetch_keys,
     fill_keys,
     find,
     first_block,
@@ -184,9 +186,12 @@ def _add_block(a, room, found, ahead, positions, first, count, begin, end, start
         shape(room.layout, end - begin)
         by_key(a, room, found, 0, ahead, 0, num_keys)
     else:
-        fill_keys(a, room, found, ahead, num_keys)
+        fill_keys(a, room, found, num_keys)
+    fetched = 0
     for row in range(begin, end, CHUNK_ROWS):
         num_rows, scores = min(CHUNK_ROWS, end - row), room.scores
+        fetched_then = BLOCK_KEYS * (row + num_rows - begin) // (end - begin)
+        fetch_keys(a, ahead, fetched, fetched_then, 0)
         shape(room.layout, num_rows)
         if is_scored:
             scores += row * SCORE_ROW
@@ -196,7 +201,9 @@ def _add_block(a, room, found, ahead, positions, first, count, begin, end, start
                   -(-_num_seen(a, positions, first, row + num_rows, start, num_keys) // LANES))
         _weigh(a, room, positions, scores, room.weights, first, row, row, num_rows, start, num_keys, soften)
         if row == begin:
-            fill_values(a, room, values, found, ahead, num_keys)
+            fill_values(a, room, values, found, num_keys)
+        fetch_keys(a, ahead, fetched, fetched_then, behind_keys(a))
+        fetched = fetched_then
         add_up(room.weights, room.weight_bytes, values, room.value_block, room.sums + row * room.sum_bytes,
                room.sum_bytes, -(-_num_seen(a, positions, first, row + num_rows, start, num_keys) * a.itemsize // 4),
                num_rows, room.value_blocks)

@@ -1,7 +1,7 @@
 """A block of keys and values on its way from pages to the products of attention (`in_place.py`).
 
-Pages come from memory, and a thread that has few queries for each key waits for little else. So while a block is read,
-the next one is fetched: its keys while these keys are, its values while these values are.
+Pages come from memory, and a thread that has few queries for each key waits for little else. So the next block is
+fetched meanwhile: with few queries while this one is read, with many while this one is multiplied.
 """
 
 import numpy as np
@@ -61,20 +61,18 @@ def find(a, found, nothing, row, token, kv_head, start, num_keys):
 
 
 @njit(**STRICT_PART)
-def fill_keys(a, room, found, ahead, num_keys):
+def fill_keys(a, room, found, num_keys):
     """A block's keys as `dot.py` takes them. Groups of 16 without any key are left out."""
     key_bytes = a.head_dim * a.itemsize
     whole = key_bytes // VECTOR_BYTES * VECTOR_BYTES
     num_groups = -(-num_keys // LANES)
     for group in range(num_groups):
-        at, first = found + group * LANES * 8, group * LANES
+        at = found + group * LANES * 8
         for offset in range(0, whole, VECTOR_BYTES):
-            fetch_keys(a, ahead, first + LANES * offset // whole, first + LANES * (offset + VECTOR_BYTES) // whole, 0)
             turn(at, offset, room.keys + group * room.key_block + offset * LANES, VECTOR_BYTES)
         if whole < key_bytes:
             _copy_halves(at, whole, (key_bytes - whole) // 2, room.tails, VECTOR_BYTES)
             turn(room.found_tails, 0, room.keys + group * room.key_block + whole * LANES, VECTOR_BYTES)
-    fetch_keys(a, ahead, num_groups * LANES, BLOCK_KEYS, 0)
 
 
 @njit(**STRICT_PART)
@@ -137,9 +135,9 @@ def _clear_ends(rows, begin, row_bytes):
 
 
 @njit(**STRICT_PART)
-def pair_values(a, room, values, found, ahead, num_keys):
+def pair_values(a, room, values, found, num_keys):
     """A block's values in bf16, [channels / 16][pairs][16][2], with zeros up to a multiple of 16 pairs."""
-    pair_values_at(a, room, values, found, behind_keys(a), ahead, behind_keys(a), num_keys, 2)
+    pair_values_at(a, room, values, found, behind_keys(a), found, 0, num_keys, 0)
 
 
 @njit(**STRICT_PART)
@@ -167,18 +165,16 @@ def pair_values_at(a, room, values, found, offset, ahead, then, num_keys, fetche
 
 
 @njit(**STRICT_PART)
-def copy_values(a, room, values, found, ahead, num_keys):
+def copy_values(a, room, values, found, num_keys):
     """A block's values in fp32, [channels / 16][keys][16]."""
     found, behind = carray(pointer_to(found, np.int64), BLOCK_KEYS), behind_keys(a)
     for key in range(num_keys):
-        fetch_keys(a, ahead, key, key + 1, behind)
         source = carray(pointer_to(found[key] + behind, np.float32), a.head_dim)
         for channel in range(0, a.head_dim, LANES):
             place = values + channel // LANES * room.value_block + key * VECTOR_BYTES
             target = carray(pointer_to(place, np.float32), LANES)
             for lane in range(min(LANES, a.head_dim - channel)):
                 target[lane] = source[channel + lane]
-    fetch_keys(a, ahead, num_keys, BLOCK_KEYS, behind)
 
 
 @njit(**STRICT_PART)

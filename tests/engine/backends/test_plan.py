@@ -131,12 +131,12 @@ def test_a_batch_padded_before_planning_is_covered() -> None:
 
 
 def test_a_chunk_is_cut_into_tiles_of_which_the_longest_come_first() -> None:
-    batch = make_batch(ForwardMode.PREFILL, [Row(3, 0, (1,)), Row(0, 16, (2,)), Row(388, 20, tuple(range(1, 28)))])
+    batch = make_batch(ForwardMode.PREFILL, [Row(3, 0, (1,)), Row(0, 16, (2,)), Row(516, 20, tuple(range(1, 36)))])
     rows = planned(batch).rows
-    assert rows.tiles.tolist() == [[2, 195, 192], [2, 3, 192], [2, 387, 4], [0, 0, 3]]
-    assert rows.positions.tolist() == [0, 1, 2, *range(20, 408)]
-    assert rows.num_in_order.tolist() == [3, 16, 408]
-    assert rows.paths.shape == (391, 0)
+    assert rows.tiles.tolist() == [[2, 259, 256], [2, 3, 256], [2, 515, 4], [0, 0, 3]]
+    assert rows.positions.tolist() == [0, 1, 2, *range(20, 536)]
+    assert rows.num_in_order.tolist() == [3, 16, 536]
+    assert rows.paths.shape == (519, 0)
 
 
 def test_nodes_of_a_tree_see_their_path_where_plain_decoding_would_have_stored_it() -> None:
