@@ -157,19 +157,22 @@ class Attention:
         value = value.view(-1, self._num_kv_heads, spec.head_dim) if self._widths[1] else heads[:, self._num_heads:]
         if self._value_norm is not None:
             value = self._value_norm.forward(value)
-        if self._head_norm is not None:
-            heads = self._head_norm.forward(heads)
-        heads = self._rotated(heads, stage_pass)
+        heads = self._normed_and_rotated(heads, stage_pass)
         query, key = heads[:, :self._num_heads], heads[:, self._num_heads:]
         out = stage_pass.paged_attention().run(self._layer_id, query, key, value, stage_pass.batch).flatten(1)
         return self._output(_gated(out, gate) if spec.output_gate else out)
 
-    def _rotated(self, heads: Tensor, stage_pass: StagePass) -> Tensor:
+    def _normed_and_rotated(self, heads: Tensor, stage_pass: StagePass) -> Tensor:
         """[T, heads, head_dim], of q and k."""
-        if self._spec.rotation is Rotation.NONE:
-            return heads
+        norm, rotation = self._head_norm, self._spec.rotation
+        if rotation is Rotation.NONE:
+            return heads if norm is None else norm.forward(heads)
         table = stage_pass.rotary_table(is_window=self._spec.window is not None)
-        return table.rotate_pairs(heads) if self._spec.rotation is Rotation.PAIRS else table.rotate_halves(heads)
+        if rotation is Rotation.HALVES and norm is not None:
+            return norm.forward_rotated(heads, table)
+        if norm is not None:
+            heads = norm.forward(heads)
+        return table.rotate_pairs(heads) if rotation is Rotation.PAIRS else table.rotate_halves(heads)
 
 
 def _gated(heads: Tensor, gate: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ from torch import Tensor
 from engine.core.numerics import sigmoid, silu
 from engine.kernels.host.compiled import Team, dense_tokens, has_kernels
 from engine.kernels.host.gates import gated_norm
-from engine.kernels.host.token_passes import add_and_norm, rms_norm
+from engine.kernels.host.token_passes import add_and_norm, norm_and_rotate, rms_norm
+from models.blocks.rotary import RotaryTable
 from models.blocks.weights import Weights
 
 
@@ -48,6 +49,13 @@ class RmsNorm:
         if self._is_wide:
             return scaled.mul_(self._weight).to(x.dtype)
         return scaled.to(x.dtype).mul_(self._weight)
+
+    def forward_rotated(self, x: Tensor, table: RotaryTable) -> Tensor:
+        """`forward` of x [T, heads, D], and its halves rotated; in one pass over the tokens where it can be."""
+        if x.device.type != "cpu" or not has_kernels(x.dtype, self._weight.dtype) or table.cos.dtype != x.dtype:
+            return table.rotate_halves(self.forward(x))
+        return norm_and_rotate(dense_tokens(x), self._weight, self._spec.eps, table.cos.contiguous(),
+                               table.sin.contiguous(), self._team, rounds_first=not self._is_wide)
 
     def add_and_forward(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
         """x + other, [T, D], and `forward` of that; in one pass over the tokens where it can be."""

@@ -236,7 +236,7 @@ def _weigh(b, found, weights, state, origin, unit, rounds):
     parts = [exp2(b, _fma(b, score, unit, b.fneg(origin))) for score in found]
     for place, part in enumerate(parts):
         if rounds:
-            shorts = _to_bf16(b, part)
+            shorts = to_bf16(b, part)
             b.store(shorts, _pointer(b, weights, shorts.type, VECTOR_BYTES // 2 * place), align=2)
         else:
             b.store(part, _pointer(b, weights, _FLOATS, VECTOR_BYTES * place), align=4)
@@ -322,7 +322,7 @@ def _call(b, name, *arguments):
     return b.call(cgutils.get_or_insert_function(b.module, kind, name), arguments)
 
 
-def _to_bf16(b, x):
+def to_bf16(b, x):
     """The bits of x, 0 or far from subnormal, rounded to the nearest bf16, of two to the even one. NaN stays NaN."""
     if has_pair_products():
         kind = ir.FunctionType(ir.VectorType(BFLOAT, LANES), [_FLOATS])

@@ -13,7 +13,7 @@ import torch
 from numba import carray, njit
 from torch import Tensor
 
-from engine.kernels.host import functions, strided
+from engine.kernels.host import blocks, dot, functions, row_vectors, strided
 from engine.kernels.host.compiled import (
     DONE,
     NEXT,
@@ -30,20 +30,21 @@ from engine.kernels.host.compiled import (
     pointer_to,
     record,
     rounded,
-    wide,
 )
 from engine.kernels.host.functions import cos_and_sin
+from engine.kernels.host.row_vectors import add_row, norm_row, norm_row_rounding_first, turn_row
 from engine.kernels.host.rows import rows_for_product
 from engine.kernels.host.strided import size_of
 from runtime.errors import InternalError
 
 _NORM = record("num_tokens", "num_heads", "width", "stride", "num_weights", "x", "weight", "out", "out_stride",
-               "eps_bits", "other_stride", "other", "sums")
+               "eps_bits", "other_stride", "other", "sums", "half", "cos", "sin")
 _ROTATION = record("num_tokens", "num_heads", "width", "stride", "half", "x", "cos", "sin", "out")
 _TABLES = record("num_tokens", "half", "positions", "frequencies", "amplitude_bits", "cos", "sin")
 _WRITES = record("num_tokens", "num_heads", "width", "page_size", "page_values", "k", "k_stride", "v", "v_stride",
                  "pages", "write_pages", "write_offsets")
 _ITEM_TOKENS = 16
+_PARTS = (__file__, row_vectors.__file__, blocks.__file__, dot.__file__, strided.__file__)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, team: Team, *, rounds_first: bool) -> Tensor:
@@ -52,6 +53,15 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float, team: Team, *, rounds_first:
     x's shape and type, dense within a token."""
     out = torch.empty(x.shape, dtype=x.dtype) if x.dim() == 3 else rows_for_product(x.shape[0], x.shape[1], x.dtype)
     _launch_norm(x, weight, eps, team, out, rounds_first=rounds_first)
+    return out
+
+
+def norm_and_rotate(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, team: Team, *,
+                    rounds_first: bool) -> Tensor:
+    """`rotate_halves` of `rms_norm` of x [T, heads, D], with the same bits; in one pass."""
+    out = torch.empty(x.shape, dtype=x.dtype)
+    _launch_norm(x, weight, eps, team, out, turned=(cos.shape[-1], cos.data_ptr(), sin.data_ptr()),
+                 rounds_first=rounds_first)
     return out
 
 
@@ -65,27 +75,33 @@ def add_and_norm(x: Tensor, other: Tensor, weight: Tensor, eps: float, team: Tea
 
 
 def _launch_norm(x: Tensor, weight: Tensor, eps: float, team: Team, out: Tensor,
-                 added: tuple[int, int, int] = (0, 0, 0), *, rounds_first: bool) -> None:
-    """`added`: the other's stride and address, and the sums'."""
+                 added: tuple[int, int, int] = (0, 0, 0), turned: tuple[int, int, int] = (0, 0, 0), *,
+                 rounds_first: bool) -> None:
+    """`added`: the other's stride and address, and the sums'. `turned`: how many pairs, and the table's addresses."""
     num_tokens, width = x.shape[0], x.shape[-1]
     launch_integers(norm_for(x.dtype, weight.dtype, rounds_first), -(-num_tokens // _ITEM_TOKENS), (
         num_tokens, x.shape[1] if x.dim() == 3 else 1, width, x.stride(0), weight.numel() // width, x.data_ptr(),
-        weight.data_ptr(), out.data_ptr(), out.stride(0), bits_of(eps), *added), team)
+        weight.data_ptr(), out.data_ptr(), out.stride(0), bits_of(eps), *added, *turned), team)
 
 
 @cache
 def norm_for(dtype: torch.dtype, weight_dtype: torch.dtype, rounds_first: bool):  # noqa: FBT001
     stored, weighed = STORED_AS[dtype], STORED_AS[weight_dtype]
 
-    def work(pointer):
-        _norm_tokens(pointer, stored, weighed, rounds_first)
+    # By names of the module: a function in a closure would be part of the name that numba keeps code under.
+    if rounds_first:
+        def work(pointer):
+            _norm_tokens(pointer, stored, weighed, norm_row_rounding_first)
+    else:
+        def work(pointer):
+            _norm_tokens(pointer, stored, weighed, norm_row)
 
     name = f"rms_norm_{stored.__name__}_{weighed.__name__}_{'twice' if rounds_first else 'once'}"
-    return compile_kernel(work, _NORM, name, __file__, strided.__file__)
+    return compile_kernel(work, _NORM, name, *_PARTS, numbers=STRICT)
 
 
-@njit(**PART)
-def _norm_tokens(pointer, stored, weighed, rounds_first):
+@njit(**STRICT_PART)
+def _norm_tokens(pointer, stored, weighed, norm):
     """One thread's part: a few tokens at a time, until none is left."""
     a = carray(pointer, 1)[0]
     size, weight_bytes = size_of(stored), a.width * size_of(weighed)
@@ -98,35 +114,16 @@ def _norm_tokens(pointer, stored, weighed, rounds_first):
             x, out = a.x + token * a.stride * size, a.out + token * a.out_stride * size
             if a.sums:
                 sums = a.sums + token * a.width * size
-                _add(pointer_to(x, stored), pointer_to(a.other + token * a.other_stride * size, stored),
-                     pointer_to(sums, stored), a.width, stored)
+                add_row(x, a.other + token * a.other_stride * size, sums, a.width, stored)
                 x = sums
-            weight = 0
+            weight, angles = 0, token * a.half * size
             for _ in range(a.num_heads):
-                _norm(pointer_to(x, stored), pointer_to(a.weight + weight * weight_bytes, weighed), eps,
-                      pointer_to(out, stored), a.width, stored, rounds_first)
+                norm(x, a.weight + weight * weight_bytes, eps, out, a.width, stored, weighed)
+                if a.half:
+                    turn_row(out, a.cos + angles, a.sin + angles, out, a.half, a.width, stored)
                 x, out = x + a.width * size, out + a.width * size
                 weight = weight + 1 if weight + 1 < a.num_weights else 0
         count_up(pointer, DONE)
-
-
-@njit(**PART)
-def _add(x, other, sums, width, stored):
-    for place in range(width):
-        sums[place] = rounded(wide(x[place]) + wide(other[place]), stored)
-
-
-@njit(**PART)
-def _norm(x, weight, eps, out, width, stored, rounds_first):
-    total = np.float32(0)
-    for place in range(width):
-        total += wide(x[place]) * wide(x[place])
-    factor = np.float32(1) / np.sqrt(total / np.float32(width) + eps)
-    for place in range(width):
-        unit = wide(x[place]) * factor
-        if rounds_first:
-            unit = wide(rounded(unit, stored))
-        out[place] = rounded(unit * wide(weight[place]), stored)
 
 
 def rotary_table(positions: Tensor, frequencies: Tensor, amplitude: float, dtype: torch.dtype,
@@ -196,37 +193,25 @@ def rotation_for(dtype: torch.dtype):
     def work(pointer):
         _rotate_tokens(pointer, stored)
 
-    return compile_kernel(work, _ROTATION, f"rotate_{stored.__name__}", __file__)
+    return compile_kernel(work, _ROTATION, f"rotate_{stored.__name__}", *_PARTS, numbers=STRICT)
 
 
-@njit(**PART)
+@njit(**STRICT_PART)
 def _rotate_tokens(pointer, stored):
     """One thread's part: a few tokens at a time, until none is left."""
     a = carray(pointer, 1)[0]
-    x = carray(pointer_to(a.x, stored), (a.num_tokens - 1) * a.stride + a.num_heads * a.width)
-    cos = carray(pointer_to(a.cos, stored), (a.num_tokens, a.half))
-    sin = carray(pointer_to(a.sin, stored), (a.num_tokens, a.half))
-    out = carray(pointer_to(a.out, stored), (a.num_tokens, a.num_heads, a.width))
+    size = size_of(stored)
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
             return
         for token in range(item * _ITEM_TOKENS, min((item + 1) * _ITEM_TOKENS, a.num_tokens)):
-            for head in range(a.num_heads):
-                first = token * a.stride + head * a.width
-                _turn(x[first:first + a.width], cos[token], sin[token], out[token, head], stored)
+            x, out = a.x + token * a.stride * size, a.out + token * a.num_heads * a.width * size
+            angles = token * a.half * size
+            for _ in range(a.num_heads):
+                turn_row(x, a.cos + angles, a.sin + angles, out, a.half, a.width, stored)
+                x, out = x + a.width * size, out + a.width * size
         count_up(pointer, DONE)
-
-
-@njit(**PART)
-def _turn(x, cos, sin, out, stored):
-    half = len(cos)
-    for place in range(half):
-        a, b = wide(x[place]), wide(x[half + place])
-        out[place] = rounded(a * wide(cos[place]) - b * wide(sin[place]), stored)
-        out[half + place] = rounded(b * wide(cos[place]) + a * wide(sin[place]), stored)
-    for place in range(2 * half, len(x)):
-        out[place] = x[place]
 
 
 def write_tokens(k: Tensor, v: Tensor, pages: Tensor, write_pages: Tensor, write_offsets: Tensor, team: Team) -> None:

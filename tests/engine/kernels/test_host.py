@@ -21,7 +21,7 @@ from engine.kernels.host.compiled import (
     launch_integers,
     record,
 )
-from engine.kernels.host.token_passes import add_and_norm, rms_norm, rotate_halves, write_tokens
+from engine.kernels.host.token_passes import add_and_norm, norm_and_rotate, rms_norm, rotate_halves, write_tokens
 from runtime.errors import InternalError
 
 TYPES = [torch.bfloat16, torch.float32]
@@ -76,6 +76,20 @@ def test_rotation_is_the_definition(dtype: torch.dtype, head_dim: int, half: int
     within_a_step(out[..., :half], a * cos - b * sin)
     within_a_step(out[..., half:2 * half], b * cos + a * sin)
     assert torch.equal(out[..., 2 * half:], x[..., 2 * half:])
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize(("head_dim", "half"), [(128, 64), (72, 20), (8, 1)])
+@pytest.mark.parametrize("rounds_first", [True, False])
+def test_a_norm_that_rotates_has_the_bits_of_one_after_the_other(dtype: torch.dtype, head_dim: int, half: int, *,
+                                                                 rounds_first: bool) -> None:
+    x, angle = dense_tokens(draw(35, 3, head_dim, dtype=dtype)), draw(35, 1, half)
+    cos, sin = (part.contiguous().to(dtype) for part in (angle.cos(), angle.sin()))
+    weight = torch.randn(3, head_dim)
+    both = norm_and_rotate(x, weight, 1e-5, cos, sin, Team(), rounds_first=rounds_first)
+    normed = rms_norm(x, weight, 1e-5, Team(), rounds_first=rounds_first)
+    assert torch.equal(both, rotate_halves(normed, cos, sin, Team()))
+    assert len(norm_and_rotate(x[:0], weight, 1e-5, cos[:0], sin[:0], Team(), rounds_first=rounds_first)) == 0
 
 
 @pytest.mark.parametrize("dtype", TYPES)
