@@ -232,7 +232,7 @@ class _Softmax:
 def _weigh(b, found, weights, state, origin, unit, rounds):
     """What follows when a row's highest score is known, the origin in units of the exponential."""
     # One rounding: scores far from 0 keep their distances. All of a row's weights share the origin's error.
-    exp2 = _exp2_to_bf16 if rounds else _exp2
+    exp2 = exp2_to_bf16 if rounds else _exp2
     parts = [exp2(b, _fma(b, score, unit, b.fneg(origin))) for score in found]
     for place, part in enumerate(parts):
         if rounds:
@@ -265,7 +265,7 @@ def _seen(b, scores, num_seen, first):
     """Minus infinity in place of the scores from `num_seen` on, the first of which is number `first`."""
     count = in_all_lanes(b, b.trunc(b.sub(num_seen, _I64(first)), _I32))
     hidden = b.icmp_signed(">=", ir.Constant(_INTEGERS, list(range(LANES))), count)
-    return b.select(hidden, _constant(float("-inf")), scores)
+    return b.select(hidden, constant(float("-inf")), scores)
 
 
 def _highest(b, rows, others):
@@ -284,12 +284,12 @@ def _larger(b, first, second):
 
 
 def _exp2(b, x):
-    shifted = b.fadd(x, _constant(_MAGIC))
-    value = _one_and_more(b, b.fsub(x, b.fsub(shifted, _constant(_MAGIC))), _EXP2)
+    shifted = b.fadd(x, constant(_MAGIC))
+    value = _one_and_more(b, b.fsub(x, b.fsub(shifted, constant(_MAGIC))), _EXP2)
     return _times_power(b, value, b.bitcast(shifted, _INTEGERS), x)
 
 
-def _exp2_to_bf16(b, x):
+def exp2_to_bf16(b, x):
     """2^x for what is rounded to bf16: with half of the instructions where the CPU has the two for it (AVX512-DQ). They
     let small results fade out where others become 0, of which nothing is left in a sum that has a 1."""
     if "+avx512dq" not in cpu_features():
@@ -304,9 +304,9 @@ def _exp2_to_bf16(b, x):
 
 
 def _one_and_more(b, x, coefficients):
-    value = _constant(coefficients[-1])
+    value = constant(coefficients[-1])
     for coefficient in (*coefficients[-2::-1], 1.0):
-        value = _fma(b, value, x, _constant(coefficient))
+        value = _fma(b, value, x, constant(coefficient))
     return value
 
 
@@ -314,7 +314,7 @@ def _times_power(b, value, exponent, x):
     """value * 2^exponent, of which the lowest nine bits count; 0 where x is so low."""
     power = b.shl(exponent, ir.Constant(_INTEGERS, [23] * LANES))
     value = b.bitcast(b.add(b.bitcast(value, _INTEGERS), power), _FLOATS)
-    return b.select(b.fcmp_ordered("<", x, _constant(_LOWEST)), _constant(0.0), value)
+    return b.select(b.fcmp_ordered("<", x, constant(_LOWEST)), constant(0.0), value)
 
 
 def _call(b, name, *arguments):
@@ -340,7 +340,7 @@ def _fma(b, x, y, z):
     return b.call(fma, [x, y, z])
 
 
-def _constant(value):
+def constant(value):
     return ir.Constant(_FLOATS, [value] * LANES)
 
 

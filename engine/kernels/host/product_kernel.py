@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from numba import carray, njit
 
-from engine.kernels.host import amx, dot, eight_bits, functions, strided, sums, tiles
+from engine.kernels.host import amx, blocks, dot, eight_bits, functions, row_vectors, strided, sums, tiles
 from engine.kernels.host.amx import LAYOUT_BYTES, has_tiles
 from engine.kernels.host.compiled import (
     DONE,
@@ -25,6 +25,7 @@ from engine.kernels.host.compiled import (
 from engine.kernels.host.dot import BLOCK_STEP_BYTES, LANES, has_pair_products, has_wide_vectors
 from engine.kernels.host.eight_bits import restore
 from engine.kernels.host.functions import silu
+from engine.kernels.host.row_vectors import is_bf16, open_row
 from engine.kernels.host.strided import fetch_for_writing, floats, size_of
 from engine.kernels.host.sums import earlier_sums, join
 from engine.kernels.host.tiles import joins_sums, make_tiles, release_tiles, rows_times_blocks
@@ -67,7 +68,7 @@ def compiled_for(dtype: torch.dtype, *, in_bytes: bool = False):
 
     name = f"product_{instructions()}_{stored.__name__}_{terms.__name__}"
     parts = (__file__, dot.__file__, amx.__file__, tiles.__file__, sums.__file__, strided.__file__, functions.__file__,
-             eight_bits.__file__)
+             eight_bits.__file__, row_vectors.__file__, blocks.__file__)
     return compile_kernel(work, _ARGUMENTS, name, *parts, numbers=STRICT)
 
 
@@ -231,8 +232,11 @@ def _finish(a, sums_at, first_row, rows, column, num_columns, out_at, stored):
             ups = floats(totals_at + (a.chunk_rows + r) * sum_row)
             if a.bias_up:
                 _add(ups, floats(a.bias_up + 4 * column), num_columns)
-            for n in range(num_columns):
-                totals[n] = silu(totals[n]) * ups[n]
+            if is_bf16(stored):
+                open_row(totals_at + r * sum_row, totals_at + (a.chunk_rows + r) * sum_row, num_columns)
+            else:
+                for n in range(num_columns):
+                    totals[n] = silu(totals[n]) * ups[n]
         if a.residual:
             at = (first_row + r) * a.residual_stride + column
             _add(totals, pointer_to(a.residual + at * size_of(stored), stored), num_columns)

@@ -1,4 +1,4 @@
-"""What norms and rotations do with a row, in vectors of 16 lanes.
+"""What norms, rotations and gates do with a row, in vectors of 16 lanes.
 
 LLVM makes vectors of such loops, too, but rounds to bf16 in seven instructions where some CPUs have one for it. The
 last vector of a row may have fewer numbers.
@@ -9,13 +9,16 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.host.blocks import to_bf16
+from engine.kernels.host.blocks import constant, exp2_to_bf16, to_bf16
 from engine.kernels.host.dot import LANES, in_all_lanes
 from engine.kernels.host.strided import Lines, counted
 
 _I1, _I16, _I32, _I64, _F32 = ir.IntType(1), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
 _FLOATS, _INTEGERS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _SHORTS, _MASK = ir.VectorType(_I16, LANES), ir.VectorType(_I1, LANES)
+_LOG2_E = 1.4426950408889634
+_LOWEST = -83.0  # opens to -7e-35, and 1 + e^83 has a reciprocal far from the smallest number
+_GUESS = 0x7EF311C7  # less a number's bits: about those of its reciprocal
 _SUMS = 4  # side by side, each of every fourth vector
 
 
@@ -35,7 +38,8 @@ def norm_row_rounding_first(typing, x, weight, eps, out, width, stored, weighed)
 def _norm(stored, weighed, *, rounds_first: bool):
     def generate(context, b, signature, arguments):
         x, weight, eps, out, width, *_ = arguments
-        row, weights, result = _Numbers(b, stored, x), _Numbers(b, weighed, weight), _Numbers(b, stored, out)
+        row, result = (_Numbers(b, stored.dtype, address) for address in (x, out))
+        weights = _Numbers(b, weighed.dtype, weight)
         mean = b.fdiv(_sum_of_squares(b, row, width), b.sitofp(width, _F32))
         factor = in_all_lanes(b, b.fdiv(_F32(1.0), _root(b, b.fadd(mean, eps))))
 
@@ -58,7 +62,7 @@ def turn_row(typing, x, cos, sin, out, half, width, stored):
 
     def generate(context, b, signature, arguments):
         x, cos, sin, out, half, width, _ = arguments
-        row, along, across, result = (_Numbers(b, stored, address) for address in (x, cos, sin, out))
+        row, along, across, result = (_Numbers(b, stored.dtype, address) for address in (x, cos, sin, out))
         lines = Lines(b, LANES)
 
         def turn(place, values, mask):
@@ -86,7 +90,7 @@ def add_row(typing, x, other, out, width, stored):
 
     def generate(context, b, signature, arguments):
         x, other, out, width, _ = arguments
-        first, second, result = (_Numbers(b, stored, address) for address in (x, other, out))
+        first, second, result = (_Numbers(b, stored.dtype, address) for address in (x, other, out))
 
         def add(place, values, mask):
             result.store(b.fadd(first.load(place, mask), second.load(place, mask)), place, mask)
@@ -98,12 +102,41 @@ def add_row(typing, x, other, out, width, stored):
     return types.void(*[types.int64] * 4, stored), generate
 
 
+@intrinsic
+def open_row(typing, x, other, count):
+    """x = silu(x) * other of `count` fp32 numbers each, for what is rounded to bf16: relative error 1e-5."""
+
+    def generate(context, b, signature, arguments):
+        x, other, count = arguments
+        row, others = (_Numbers(b, types.float32, address) for address in (x, other))
+
+        def open_(place, values, mask):
+            read = row.load(place, mask)
+            row.store(b.fmul(_silu(b, read), others.load(place, mask)), place, mask)
+            return values
+
+        _over(b, _I64(0), count, (), open_)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), generate
+
+
+@intrinsic
+def is_bf16(typing, stored):
+    """Whether numbers stored like that are bf16: known when a kernel is compiled."""
+
+    def generate(context, b, signature, arguments):
+        return ir.Constant(_I1, stored.dtype is types.uint16)
+
+    return types.boolean(stored), generate
+
+
 class _Numbers:
     """Numbers side by side from an address on, bf16 or fp32, as vectors of fp32."""
 
-    def __init__(self, builder, stored, address) -> None:
+    def __init__(self, builder, kind, address) -> None:
         self._b, self._address = builder, address
-        self._is_short = stored.dtype is types.uint16
+        self._is_short = kind is types.uint16
         self._kind, self._bytes = (_SHORTS, 2) if self._is_short else (_FLOATS, 4)
 
     def load(self, place, mask=None):
@@ -184,3 +217,16 @@ def _sum_of_squares(b, row: _Numbers, width):
 def _root(b, number):
     called = cgutils.get_or_insert_function(b.module, ir.FunctionType(_F32, [_F32]), "llvm.sqrt.f32")
     return b.call(called, [number])
+
+
+def _silu(b, x):
+    """x / (1 + e^-x). The quotient by steps of multiplication: a division would take longer than all else, and the
+    CPU's own guesses of one differ between makers."""
+    lines = Lines(b, LANES)
+    x = b.select(b.fcmp_ordered("<", x, constant(_LOWEST)), constant(_LOWEST), x)  # NaN stays NaN
+    below = b.fadd(exp2_to_bf16(b, b.fmul(x, constant(-_LOG2_E))), constant(1.0))
+    guess = b.bitcast(b.sub(ir.Constant(_INTEGERS, [_GUESS] * LANES), b.bitcast(below, _INTEGERS)), _FLOATS)
+    for _ in range(2):  # off by 0.13 at most, then by the third power of that, and of that again
+        off = lines.fma(b.fneg(below), guess, constant(1.0))
+        guess = lines.fma(guess, lines.fma(off, off, off), guess)
+    return b.fmul(x, guess)
