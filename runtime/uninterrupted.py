@@ -20,7 +20,7 @@ T_co = TypeVar("T_co", covariant=True)
 _LOOK_S = 0.1  # an interrupt right before a wait does not end the wait
 
 
-class Call(Protocol[T_co]):
+class StreamingCall(Protocol[T_co]):
     """A call whose answer is a stream."""
 
     def __iter__(self) -> Iterator[T_co]: ...
@@ -37,7 +37,7 @@ def uninterrupted(function: Callable[[], T]) -> T:
     return _next_of(results).value()
 
 
-def uninterrupted_stream(begin: Callable[[], Call[T]]) -> Generator[T, None, None]:
+def uninterrupted_stream(begin: Callable[[], StreamingCall[T]]) -> Generator[T, None, None]:
     """The messages of the call that `begin` returns, each read when it is asked for. Closing cancels the call."""
     if _can_be_interrupted():
         yield from _read_aside(begin)
@@ -77,8 +77,8 @@ class _Result(Generic[T]):
         return self._value
 
 
-def _read_aside(begin: Callable[[], Call[T]]) -> Generator[T, None, None]:
-    reader = _Reader(begin)
+def _read_aside(begin: Callable[[], StreamingCall[T]]) -> Generator[T, None, None]:
+    reader = _AsideReader(begin)
     try:
         start_new_thread(reader.run, ())
         while True:
@@ -91,12 +91,12 @@ def _read_aside(begin: Callable[[], Call[T]]) -> Generator[T, None, None]:
         reader.close()
 
 
-class _Reader(Generic[T]):
+class _AsideReader(Generic[T]):
     """Reads a call on a thread of its own, a message per `next`."""
 
-    def __init__(self, begin: Callable[[], Call[T]]) -> None:
+    def __init__(self, begin: Callable[[], StreamingCall[T]]) -> None:
         self._begin = begin
-        self._call: Call[T] | None = None
+        self._call: StreamingCall[T] | None = None
         self._messages: Iterator[T] | None = None
         self._is_closed = False
         self._steps: SimpleQueue[Callable[[], T] | None] = SimpleQueue()

@@ -38,8 +38,8 @@ def norm_row_rounding_first(typing, x, weight, eps, out, width, stored, weighed)
 def _norm(stored, weighed, *, rounds_first: bool):
     def generate(context, b, signature, arguments):
         x, weight, eps, out, width, *_ = arguments
-        row, result = (_Numbers(b, stored.dtype, address) for address in (x, out))
-        weights = _Numbers(b, weighed.dtype, weight)
+        row, result = (_RowNumbers(b, stored.dtype, address) for address in (x, out))
+        weights = _RowNumbers(b, weighed.dtype, weight)
         mean = b.fdiv(_sum_of_squares(b, row, width), b.sitofp(width, _F32))
         factor = in_all_lanes(b, b.fdiv(_F32(1.0), _root(b, b.fadd(mean, eps))))
 
@@ -62,7 +62,7 @@ def turn_row(typing, x, cos, sin, out, half, width, stored):
 
     def generate(context, b, signature, arguments):
         x, cos, sin, out, half, width, _ = arguments
-        row, along, across, result = (_Numbers(b, stored.dtype, address) for address in (x, cos, sin, out))
+        row, along, across, result = (_RowNumbers(b, stored.dtype, address) for address in (x, cos, sin, out))
         lines = Lines(b, LANES)
 
         def turn(place, values, mask):
@@ -90,7 +90,7 @@ def add_row(typing, x, other, out, width, stored):
 
     def generate(context, b, signature, arguments):
         x, other, out, width, _ = arguments
-        first, second, result = (_Numbers(b, stored.dtype, address) for address in (x, other, out))
+        first, second, result = (_RowNumbers(b, stored.dtype, address) for address in (x, other, out))
 
         def add(place, values, mask):
             result.store(b.fadd(first.load(place, mask), second.load(place, mask)), place, mask)
@@ -108,7 +108,7 @@ def open_row(typing, x, other, count):
 
     def generate(context, b, signature, arguments):
         x, other, count = arguments
-        row, others = (_Numbers(b, types.float32, address) for address in (x, other))
+        row, others = (_RowNumbers(b, types.float32, address) for address in (x, other))
 
         def open_(place, values, mask):
             read = row.load(place, mask)
@@ -131,7 +131,7 @@ def is_bf16(typing, stored):
     return types.boolean(stored), generate
 
 
-class _Numbers:
+class _RowNumbers:
     """Numbers side by side from an address on, bf16 or fp32, as vectors of fp32."""
 
     def __init__(self, builder, kind, address) -> None:
@@ -192,7 +192,7 @@ def _over(b, start, count, values, step):
                    lambda index, now: step(behind, now, mask))
 
 
-def _sum_of_squares(b, row: _Numbers, width):
+def _sum_of_squares(b, row: _RowNumbers, width):
     """One number."""
     lines = Lines(b, LANES)
 
