@@ -293,8 +293,7 @@ def exp2_to_bf16(b, x):
     """2^x for what is rounded to bf16: with half of the instructions where the CPU has the two for it (AVX512-DQ). They
     let small results fade out where others become 0, of which nothing is left in a sum that has a 1."""
     if "+avx512dq" not in cpu_features():
-        whole = b.call(cgutils.get_or_insert_function(b.module, ir.FunctionType(_FLOATS, [_FLOATS]),
-                                                      "llvm.floor.v16f32"), [x])
+        whole = _call(b, "llvm.floor.v16f32", x)
         value = _one_and_more(b, b.fsub(x, whole), _EXP2_TO_BF16)
         return _times_power(b, value, b.fptosi(whole, _INTEGERS), x)
     nothing, all_lanes, as_set = ir.Constant(_FLOATS, None), ir.Constant(ir.IntType(16), -1), _I32(4)
@@ -336,8 +335,7 @@ def to_bf16(b, x):
 
 
 def _fma(b, x, y, z):
-    fma = cgutils.get_or_insert_function(b.module, ir.FunctionType(_FLOATS, [_FLOATS] * 3), "llvm.fma.v16f32")
-    return b.call(fma, [x, y, z])
+    return _call(b, "llvm.fma.v16f32", x, y, z)
 
 
 def constant(value):

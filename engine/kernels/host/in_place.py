@@ -191,11 +191,11 @@ def _add_block(a, room, found, ahead, positions, first, count, begin, end, start
     for row in range(begin, end, CHUNK_ROWS):
         num_rows, scores = min(CHUNK_ROWS, end - row), room.scores
         fetched_then = BLOCK_KEYS * (row + num_rows - begin) // (end - begin)
-        fetch_keys(a, ahead, fetched, fetched_then, 0)
         shape(room.layout, num_rows)
-        if is_scored:
+        if is_scored:  # the next keys are fetched by then
             scores += row * SCORE_ROW
         else:
+            fetch_keys(a, ahead, fetched, fetched_then, 0)
             score(room.queries + row * room.query_bytes, room.query_bytes, room.keys, room.key_block, scores, SCORE_ROW,
                   -(-a.head_dim * a.itemsize // 4), num_rows,
                   -(-_num_seen(a, positions, first, row + num_rows, start, num_keys) // LANES))

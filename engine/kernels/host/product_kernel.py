@@ -25,7 +25,7 @@ from engine.kernels.host.compiled import (
 from engine.kernels.host.dot import BLOCK_STEP_BYTES, LANES, has_pair_products, has_wide_vectors
 from engine.kernels.host.eight_bits import restore
 from engine.kernels.host.functions import silu
-from engine.kernels.host.row_vectors import is_bf16, open_row
+from engine.kernels.host.row_vectors import open_row
 from engine.kernels.host.strided import fetch_for_writing, floats, size_of
 from engine.kernels.host.sums import earlier_sums, join
 from engine.kernels.host.tiles import joins_sums, make_tiles, release_tiles, rows_times_blocks
@@ -232,7 +232,7 @@ def _finish(a, sums_at, first_row, rows, column, num_columns, out_at, stored):
             ups = floats(totals_at + (a.chunk_rows + r) * sum_row)
             if a.bias_up:
                 _add(ups, floats(a.bias_up + 4 * column), num_columns)
-            if is_bf16(stored):
+            if size_of(stored) == 2:  # is rounded to bf16
                 open_row(totals_at + r * sum_row, totals_at + (a.chunk_rows + r) * sum_row, num_columns)
             else:
                 for n in range(num_columns):

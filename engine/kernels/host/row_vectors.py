@@ -43,14 +43,13 @@ def _norm(stored, weighed, *, rounds_first: bool):
         mean = b.fdiv(_sum_of_squares(b, row, width), b.sitofp(width, _F32))
         factor = in_all_lanes(b, b.fdiv(_F32(1.0), _root(b, b.fadd(mean, eps))))
 
-        def scale(place, values, mask):
+        def scale(place, mask):
             unit = b.fmul(row.load(place, mask), factor)
             if rounds_first:
                 unit = row.rounded(unit)
             result.store(b.fmul(unit, weights.load(place, mask)), place, mask)
-            return values
 
-        _over(b, _I64(0), width, (), scale)
+        _for_each(b, _I64(0), width, scale)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.float32, types.int64, types.int64, stored, weighed), generate
@@ -65,20 +64,18 @@ def turn_row(typing, x, cos, sin, out, half, width, stored):
         row, along, across, result = (_RowNumbers(b, stored.dtype, address) for address in (x, cos, sin, out))
         lines = Lines(b, LANES)
 
-        def turn(place, values, mask):
+        def turn(place, mask):
             first, second = row.load(place, mask), row.load(b.add(half, place), mask)
             c, s = along.load(place, mask), across.load(place, mask)
             result.store(lines.fma(first, c, b.fneg(b.fmul(second, s))), place, mask)
             result.store(lines.fma(second, c, b.fmul(first, s)), b.add(half, place), mask)
-            return values
 
-        def keep(place, values, mask):
+        def keep(place, mask):
             result.store(row.load(place, mask), place, mask)
-            return values
 
-        _over(b, _I64(0), half, (), turn)
+        _for_each(b, _I64(0), half, turn)
         turned = b.add(half, half)
-        _over(b, turned, b.sub(width, turned), (), keep)
+        _for_each(b, turned, b.sub(width, turned), keep)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 6, stored), generate
@@ -92,11 +89,10 @@ def add_row(typing, x, other, out, width, stored):
         x, other, out, width, _ = arguments
         first, second, result = (_RowNumbers(b, stored.dtype, address) for address in (x, other, out))
 
-        def add(place, values, mask):
+        def add(place, mask):
             result.store(b.fadd(first.load(place, mask), second.load(place, mask)), place, mask)
-            return values
 
-        _over(b, _I64(0), width, (), add)
+        _for_each(b, _I64(0), width, add)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 4, stored), generate
@@ -110,25 +106,14 @@ def open_row(typing, x, other, count):
         x, other, count = arguments
         row, others = (_RowNumbers(b, types.float32, address) for address in (x, other))
 
-        def open_(place, values, mask):
+        def open_(place, mask):
             read = row.load(place, mask)
             row.store(b.fmul(_silu(b, read), others.load(place, mask)), place, mask)
-            return values
 
-        _over(b, _I64(0), count, (), open_)
+        _for_each(b, _I64(0), count, open_)
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 3), generate
-
-
-@intrinsic
-def is_bf16(typing, stored):
-    """Whether numbers stored like that are bf16: known when a kernel is compiled."""
-
-    def generate(context, b, signature, arguments):
-        return ir.Constant(_I1, stored.dtype is types.uint16)
-
-    return types.boolean(stored), generate
 
 
 class _RowNumbers:
@@ -150,7 +135,7 @@ class _RowNumbers:
             read = b.call(called, [at, _I32(self._bytes), mask, ir.Constant(self._kind, None)])
         if not self._is_short:
             return read
-        return b.bitcast(b.shl(b.zext(read, _INTEGERS), ir.Constant(_INTEGERS, [16] * LANES)), _FLOATS)
+        return _widened(b, read)
 
     def store(self, value, place, mask=None) -> None:
         b, at = self._b, self._at(place)
@@ -165,11 +150,7 @@ class _RowNumbers:
 
     def rounded(self, value):
         """As it would be read if it were stored."""
-        if not self._is_short:
-            return value
-        b = self._b
-        short = b.zext(to_bf16(b, value), _INTEGERS)
-        return b.bitcast(b.shl(short, ir.Constant(_INTEGERS, [16] * LANES)), _FLOATS)
+        return _widened(self._b, to_bf16(self._b, value)) if self._is_short else value
 
     def _at(self, place):
         b = self._b
@@ -177,6 +158,21 @@ class _RowNumbers:
 
     def _suffix(self) -> str:
         return f"v{LANES}{'i16' if self._is_short else 'f32'}"
+
+
+def _widened(b, shorts):
+    """bf16 as fp32."""
+    return b.bitcast(b.shl(b.zext(shorts, _INTEGERS), ir.Constant(_INTEGERS, [16] * LANES)), _FLOATS)
+
+
+def _for_each(b, start, count, write):
+    """`write(place, mask)` as `_over` goes, with nothing to carry along."""
+
+    def step(place, values, mask):
+        write(place, mask)
+        return values
+
+    _over(b, start, count, (), step)
 
 
 def _over(b, start, count, values, step):
