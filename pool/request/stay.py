@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 EventT = TypeVar("EventT")
 
 DRAIN_TIMEOUT_S = 30.0
-PACE_S = 0.004  # between two looks for what can wait
+PACE_S = 0.006  # between two looks for what can wait
 LET_IN_S = 0.004  # since the engine's thread last gave way; more often the kernel sees to it
 
 
