@@ -7,13 +7,14 @@ engine thread.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from decode.speculation import DraftState
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import AcceptedNodes
 from engine.core.request import DrawnToken, FinishReason, Request
 from engine.core.rows import NOT_DRAWN, Row, build_batch, chunk_end, sampling_row
+from engine.memory.layout import NULL_INDEX
 from engine.memory.leases import PageAllocator, SlotAllocator, SlotLease, pages_for_tokens
 from pool.prefix.tree import Found
 from pool.request.entry import Entry, Failed, PrefixCache
@@ -88,6 +89,11 @@ class DecodeEntry(Entry[Event]):
         """Whether a token in flight is its last one, whatever it is."""
         longest = min(self.request.max_tokens, max_context_tokens - len(self.request.prompt_token_ids))
         return self.num_due > 0 and len(self.outputs) + self.num_due >= longest
+
+    @property
+    def scratch_id(self) -> int:
+        """Of its record, or of the null record."""
+        return NULL_INDEX if self.scratch is None else self.scratch.slot_id
 
     def lease_scratch(self, scratch: SlotAllocator) -> None:
         """Take a record unless it has one, or none is free."""
@@ -315,10 +321,7 @@ class StepBuilder:
         if not self.limits.speculates:
             return self._known_row(entry, entry.computed + 1,
                                    draws=entry.computed == entry.num_tokens + entry.num_due - 1)
-        row = self._replayed_row(entry) if entry.num_tokens - entry.computed > 1 else self._verified_row(entry)
-        if entry.scratch is None or row.spec is None:
-            return row
-        return row._replace(spec=replace(row.spec, scratch=entry.scratch.slot_id))
+        return self._replayed_row(entry) if entry.num_tokens - entry.computed > 1 else self._verified_row(entry)
 
     def _known_row(self, entry: DecodeEntry, end: int, *, draws: bool) -> Row:
         """Known tokens up to `end`, or the one that is due."""
@@ -334,7 +337,8 @@ class StepBuilder:
         count = self._room(entry, min(entry.num_tokens - entry.computed - 1, self.limits.num_draft_tokens + 1))
         end = entry.computed + count
         row = _row(entry, entry.tokens(entry.computed, end), draws=False)
-        spec = entry.draft.replay(entry.computed, count, entry.tokens(end, end + 1)[0], self.draft_tokens(entry))
+        spec = entry.draft.replay(entry.computed, count, entry.tokens(end, end + 1)[0],
+                                  num_draft_tokens=self.draft_tokens(entry), scratch=entry.scratch_id)
         entry.draft.accepted = AcceptedNodes(entry.computed, tuple(range(count)))
         entry.advance(end)
         return row._replace(spec=spec)
@@ -342,9 +346,9 @@ class StepBuilder:
     def _verified_row(self, entry: DecodeEntry) -> Row:
         """The newest token with the tree drafted after it. What counts as computed is known once it is verified."""
         num_left = min(entry.num_left, self.limits.max_context_tokens - entry.num_tokens)
-        max_nodes = self._room(entry, 1 + len(entry.draft.tree)) - 1
+        max_nodes = self._room(entry, 1 + len(entry.draft.tree)) - 1 if entry.draft.tree else 0
         tree, spec = entry.draft.verify(entry.computed, max_nodes=max_nodes, max_depth=num_left - 1,
-                                        num_draft_tokens=self.draft_tokens(entry))
+                                        num_draft_tokens=self.draft_tokens(entry), scratch=entry.scratch_id)
         newest = entry.tokens(entry.computed, entry.num_tokens)
         return _row(entry, [*newest, *tree.token_ids], draws=True)._replace(spec=spec)
 

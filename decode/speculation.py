@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.core.draft_trees import NO_TREE, AcceptedNodes, SpecRow, TokenTree
+from engine.memory.layout import NULL_INDEX
 
 DraftLength = Callable[[int], int]  # running requests -> how many nodes their next trees may have
 MAX_DRAFT_TOKENS = 1 << 16  # as many as the pool is built for
@@ -55,26 +56,27 @@ class DraftState:
         self.landed = False
         return SpecRow(num_draft_tokens=num_draft_tokens)
 
-    def verify(self, context_len: int, *, max_nodes: int, max_depth: int,
-               num_draft_tokens: int) -> tuple[TokenTree, SpecRow]:
+    def verify(self, context_len: int, *, max_nodes: int, max_depth: int, num_draft_tokens: int,
+               scratch: int) -> tuple[TokenTree, SpecRow]:
         """The tree to verify, cut to what there is room and use for, and the row's share of the batch."""
         tree = self.tree.within(max(0, max_depth)).first(max(0, max_nodes))
         self.tree = NO_TREE
-        return tree, self._row(context_len, tree.rooted_parents, None, num_draft_tokens)
+        return tree, self._row(context_len, tree.rooted_parents, None, num_draft_tokens, scratch)
 
-    def replay(self, context_len: int, num_tokens: int, next_token_id: int, num_draft_tokens: int) -> SpecRow:
+    def replay(self, context_len: int, num_tokens: int, next_token_id: int, *, num_draft_tokens: int,
+               scratch: int) -> SpecRow:
         """Tokens that are known to stand, as a chain, with the token after them."""
-        return self._row(context_len, tuple(range(-1, num_tokens - 1)), next_token_id, num_draft_tokens)
+        return self._row(context_len, tuple(range(-1, num_tokens - 1)), next_token_id, num_draft_tokens, scratch)
 
     def prefill(self, context_len: int, next_token_id: int | None, num_draft_tokens: int) -> SpecRow:
         """Prompt tokens; `next_token_id` is None where the batch draws it."""
         return self._row(context_len, (), next_token_id, num_draft_tokens)
 
-    def _row(self, context_len: int, parents: tuple[int, ...], next_token_id: int | None,
-             num_draft_tokens: int) -> SpecRow:
+    def _row(self, context_len: int, parents: tuple[int, ...], next_token_id: int | None, num_draft_tokens: int,
+             scratch: int = NULL_INDEX) -> SpecRow:
         """A draft that was left out of a step has lost its thread: its cache begins anew where it comes back."""
         if num_draft_tokens and not self.followed:
             self.start = context_len
         self.followed, self.landed = num_draft_tokens > 0, False
         accepted, self.accepted = self.accepted, None
-        return SpecRow(parents, accepted, next_token_id, self.start, num_draft_tokens)
+        return SpecRow(parents, accepted, next_token_id, self.start, num_draft_tokens, scratch)

@@ -114,8 +114,8 @@ def observe_verified(metrics: SpeculationMetrics, step: VerifiedStep) -> None:
     metrics.drafted.inc(step.num_drafted)
     for count in step.accepted:
         metrics.accept_length.observe(count + 1)
-        for depth in range(1, count + 1):
-            metrics.accepted.labels(str(depth)).inc()
+    for depth in range(1, max(step.accepted, default=0) + 1):
+        metrics.accepted.labels(str(depth)).inc(sum(count >= depth for count in step.accepted))
     metrics.step_s.labels("yes" if step.num_drafted else "no").observe(step.seconds)
 
 

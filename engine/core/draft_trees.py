@@ -34,10 +34,14 @@ class TokenTree:
 
     def first(self, count: int) -> "TokenTree":
         """The tree of the first `count` nodes; no node loses its parent."""
+        if count >= len(self):
+            return self
         return TokenTree(self.token_ids[:count], self.parents[:count])
 
     def within(self, depth: int) -> "TokenTree":
         """The nodes of at most this depth; those below the known token have depth 1."""
+        if depth >= len(self):
+            return self
         depths = node_depths(self.rooted_parents)[1:]
         accepted = [node for node, found in enumerate(depths) if found <= depth]
         place = {old: new for new, old in enumerate(accepted)} | {-1: -1}
