@@ -18,6 +18,7 @@ from baton.values import (
     ChatMessage,
     Completion,
     Event,
+    Finish,
     Query,
     Sampling,
     Stop,
@@ -73,13 +74,14 @@ def client_beginning_with(running: RunningCluster, router: str) -> AsyncBatonCli
 
 async def events_of(running: RunningCluster, router: str, query: Query,
                     happens: dict[int, Callable[[], object]]) -> list[Event]:
-    """All that a client gets which begins with this router; `happens` when it has got so many events."""
-    events: list[Event] = []
+    """All that a client gets which begins with this router; `happens` once it has so many tokens or more."""
+    events, num_tokens = list[Event](), 0
     async with client_beginning_with(running, router) as client:
         async for event in client.generate(query, timeout_s=60):
             events.append(event)
-            if (action := happens.pop(len(events), None)) is not None:
-                action()
+            num_tokens += 0 if isinstance(event, Finish) else len(event.token_ids)
+            for at in [at for at in happens if at <= num_tokens]:
+                happens.pop(at)()
     return events
 
 
@@ -126,7 +128,8 @@ async def test_an_answer_has_the_same_bits_wherever_its_router_is_killed() -> No
             victim = running.cluster.processes[ROUTERS[turn % 2]]
             pid = victim.pid
             asking = [asyncio.create_task(events_of(running, ROUTERS[turn % 2], query, {})) for query in queries]
-            witness = asyncio.create_task(events_of(running, ROUTERS[turn % 2], QUERIES[4], {at: victim.kill}))
+            witness = asyncio.create_task(events_of(running, ROUTERS[turn % 2], QUERIES[4],
+                                                    {at: victim.kill} if at else {}))
             if at == 0:
                 await asyncio.sleep(0.02)
                 victim.kill()
