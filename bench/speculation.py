@@ -78,7 +78,6 @@ async def side(flags: argparse.Namespace, *worker_flags: str) -> AsyncIterator[C
 
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
-    # Each shape of a step is recorded when it has come a few times, and drafts make many shapes: other prompts come
     queries = [Query(item.prompt, Sampling(temperature=0), Stop(max_tokens=flags.output_tokens))
                for item in speculation_prompts(2 * flags.prompts, seed=0)]
     queries, others = queries[:flags.prompts], queries[flags.prompts:]
@@ -90,12 +89,12 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
         plain = await stack.enter_async_context(side(flags))
         drafting = await stack.enter_async_context(side(flags, *draft))
         for batch in flags.batches:
-            for of_round in (others, queries):
+            for asked in (others, queries):
                 for each in (plain, drafting):
                     each.tokens, each.seconds = 0, 0.0
-                for start in range(0, len(of_round) - batch + 1, batch):
+                for start in range(0, len(asked) - batch + 1, batch):
                     for each in (plain, drafting):
-                        await each.run(of_round[start:start + batch])
+                        await each.run(asked[start:start + batch])
             values |= {f"plain_tokens_per_s_{batch}": plain.rate, f"draft_tokens_per_s_{batch}": drafting.rate,
                        f"speedup_{batch}": drafting.rate / plain.rate}
         values |= {**await plain.steps("plain"), **await drafting.steps("draft")}
