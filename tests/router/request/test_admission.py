@@ -140,7 +140,7 @@ async def test_room_goes_to_who_finds_its_prompt_there(policy: Policy, order: li
         decode.at(Point.TOKEN, lambda _: goes_on.wait())
         while not router.services.admission.num_waiting:
             calls.append(asyncio.create_task(router.ask(token_request([9] * 16))))
-            await asyncio.sleep(0.01)
+            await eventually(lambda: router.services.admission.num_let_in == len(calls), "a request that was let in")
         for num_waiting, first in enumerate((2, 1), 2):
             calls.append(asyncio.create_task(router.ask(token_request([first] * 200))))
             await eventually(lambda: router.services.admission.num_waiting == num_waiting, "the queue")  # noqa: B023
