@@ -3,6 +3,10 @@
 A longer draft makes a step slower and may make it yield more tokens; which wins depends on the draft, the text and how
 many requests share the step. So a pool of each size class keeps what the lengths in question have yielded per second,
 runs the best one, and tries another now and then. A length is replaced only by one that is clearly better.
+
+A draft that does not follow what is drawn is lost for the rest of its answer. So a trial of no drafts lets them follow,
+and they are left out only once having none has turned out best. Behind that a trial of longer ones measures what they
+yield to answers whose drafts begin anew.
 """
 
 from dataclasses import dataclass, field
@@ -61,9 +65,11 @@ class AdaptiveDraft:
     def lengths(self) -> tuple[int, ...]:
         return tuple(sorted({0, -(-self.max_nodes // 3), self.max_nodes}))
 
-    def length(self, num_running: int) -> int:
-        """Drafted nodes per request when so many requests run."""
-        return self.lengths[self._class_of(num_running).tried]
+    def length(self, num_running: int) -> int | None:
+        """Drafted nodes per request when so many requests run; None: drafts need not even follow."""
+        found = self._class_of(num_running)
+        length = self.lengths[found.tried]
+        return length if length or found.tried != found.best else None
 
     def observe(self, step: VerifiedStep, num_running: int) -> None:
         """Account for a step and decide about the next ones."""

@@ -222,6 +222,7 @@ class RequestMemory:
         found = self._readable(entry)
         self._lease(entry, found)
         entry.advance(found.num_tokens)
+        entry.draft.followed = names_draft(entry.compatibility)
 
     def lease_for_rest(self, entry: DecodeEntry, most: int) -> None:
         """As `lease_to_read`, of a prompt that is new here; CapacityError, too, where more than `most` tokens of it are
@@ -275,11 +276,12 @@ class RequestMemory:
 
 @dataclass(frozen=True)
 class StepBuilder:
-    """Rows and batches of the entries that are to run. `draft_tokens(entry)`: how many nodes its next tree may have."""
+    """Rows and batches of the entries that are to run. `draft_tokens(entry)`: how many nodes its next tree may have;
+    None: its draft does not follow."""
 
     limits: DecodeLimits
     pages: PageAllocator
-    draft_tokens: Callable[[DecodeEntry], int]
+    draft_tokens: Callable[[DecodeEntry], int | None]
 
     def decode(self, entries: Sequence[DecodeEntry]) -> ForwardBatch:
         """One step of entries whose prompts are computed and whose next token has a page."""

@@ -268,10 +268,11 @@ class DecodeScheduler:
     def _steps(self) -> StepBuilder:
         return StepBuilder(self.limits, self.pages, self._num_draft_tokens)
 
-    def _num_draft_tokens(self, entry: DecodeEntry) -> int:
-        if not entry.request.speculates or entry.scratch is None:
-            return 0
-        return min(self.limits.num_draft_tokens, self.draft_length(len(self._turns)))
+    def _num_draft_tokens(self, entry: DecodeEntry) -> int | None:
+        length = self.draft_length(len(self._turns)) if entry.request.speculates else None
+        if length is None or entry.scratch is None:
+            return None if length is None else 0  # whoever gets a record later goes on with its draft
+        return min(self.limits.num_draft_tokens, length)
 
     def _admit(self, entry: DecodeEntry, lease: Callable[[DecodeEntry], None]) -> None:
         """It gets a key, and its memory by `lease`."""

@@ -158,7 +158,8 @@ class DecodeStay:
         self._is_open = True
         parts.leader.group.open_receive(source, destination, session, self._inbox.session_changed, data_rank)
         while session.state is ReceiveState.RESERVED:
-            new_source = await self._handle_arrival(session.time_left_s(), "every stage to post its receives")
+            new_source = await self._handle_arrival(session.time_left_s(), "every stage to post its receives",
+                                                    HandoffError)  # another pool may do better
             if new_source is not None:
                 return new_source
         if session.error is not None and not isinstance(session.error, PeerLostError):
@@ -190,9 +191,10 @@ class DecodeStay:
                 return new_source
         return None
 
-    async def _handle_arrival(self, timeout_s: float | None, waiting_for: str) -> SourceTerms | None:
-        """Handle one happening before the commit."""
-        match await self._inbox.get(timeout_s, waiting_for):
+    async def _handle_arrival(self, timeout_s: float | None, waiting_for: str,
+                              failure: type[BatonError] = DeadlineError) -> SourceTerms | None:
+        """Handle one happening before the commit, or raise the `failure`."""
+        match await self._inbox.get(timeout_s, waiting_for, failure):
             case SessionChanged():
                 return None
             case Failed(error):
@@ -309,7 +311,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
     async def Serve(self, request_iterator: AsyncIterator[pb.DecodeInputs],
                     context: Context) -> AsyncIterator[pb.DecodeEvents]:
-        call = RouterCall(self._kind, self._calls, self._parts.meters.handoff.leases_expired)
+        num_taken = len(self._parts.ranks.schedulers) * self._parts.plan.max_held
+        call = RouterCall(self._kind, self._calls, self._parts.meters.handoff.leases_expired, num_taken)
         async with aclosing(call.events(message.inputs async for message in request_iterator)) as batches:
             async for events in batches:
                 yield pb.DecodeEvents(events=events)

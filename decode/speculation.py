@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from engine.core.draft_trees import NO_TREE, AcceptedNodes, SpecRow, TokenTree
 from engine.memory.layout import NULL_INDEX
 
-DraftLength = Callable[[int], int]  # running requests -> how many nodes their next trees may have
+# Running requests -> how many nodes their next trees may have; None: drafts do not even follow what is drawn.
+DraftLength = Callable[[int], int | None]
 MAX_DRAFT_TOKENS = 1 << 16  # as many as the pool is built for
 
 
@@ -35,7 +36,7 @@ class DraftState:
 
     tree      proposed by the last stage, to be verified with the request's newest token
     accepted  what the last verification accepted; the stages commit it before the request's next step
-    start     tokens before this position are not in the draft's cache
+    start     the draft's cache counts from this position on
     followed  whether the draft has followed all steps since `start`
     landed    its state came with the prompt, and no tree was grown from it yet
     """
@@ -51,32 +52,33 @@ class DraftState:
         """Whether the draft's cache has every token that the request's has."""
         return self.followed and self.start == 0
 
-    def begin(self, num_draft_tokens: int) -> SpecRow:
+    def begin(self, num_draft_tokens: int | None) -> SpecRow:
         """To grow the first tree from what has landed."""
         self.landed = False
         return SpecRow(num_draft_tokens=num_draft_tokens)
 
-    def verify(self, context_len: int, *, max_nodes: int, max_depth: int, num_draft_tokens: int,
+    def verify(self, context_len: int, *, max_nodes: int, max_depth: int, num_draft_tokens: int | None,
                scratch: int) -> tuple[TokenTree, SpecRow]:
         """The tree to verify, cut to what there is room and use for, and the row's share of the batch."""
         tree = self.tree.within(max(0, max_depth)).first(max(0, max_nodes))
         self.tree = NO_TREE
         return tree, self._row(context_len, tree.rooted_parents, None, num_draft_tokens, scratch)
 
-    def replay(self, context_len: int, num_tokens: int, next_token_id: int, *, num_draft_tokens: int,
+    def replay(self, context_len: int, num_tokens: int, next_token_id: int, *, num_draft_tokens: int | None,
                scratch: int) -> SpecRow:
         """Tokens that are known to stand, as a chain, with the token after them."""
         return self._row(context_len, tuple(range(-1, num_tokens - 1)), next_token_id, num_draft_tokens, scratch)
 
-    def prefill(self, context_len: int, next_token_id: int | None, num_draft_tokens: int) -> SpecRow:
+    def prefill(self, context_len: int, next_token_id: int | None, num_draft_tokens: int | None) -> SpecRow:
         """Prompt tokens; `next_token_id` is None where the batch draws it."""
         return self._row(context_len, (), next_token_id, num_draft_tokens)
 
-    def _row(self, context_len: int, parents: tuple[int, ...], next_token_id: int | None, num_draft_tokens: int,
-             scratch: int = NULL_INDEX) -> SpecRow:
+    def _row(self, context_len: int, parents: tuple[int, ...], next_token_id: int | None,
+             num_draft_tokens: int | None, scratch: int = NULL_INDEX) -> SpecRow:
         """A draft that was left out of a step has lost its thread: its cache begins anew where it comes back."""
-        if num_draft_tokens and not self.followed:
+        follows = num_draft_tokens is not None
+        if follows and not self.followed:
             self.start = context_len
-        self.followed, self.landed = num_draft_tokens > 0, False
+        self.followed, self.landed = follows, False
         accepted, self.accepted = self.accepted, None
         return SpecRow(parents, accepted, next_token_id, self.start, num_draft_tokens, scratch)

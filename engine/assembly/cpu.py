@@ -54,14 +54,14 @@ class CpuBackends:
         if isinstance(geometry, AttentionGeometry):
             kv = pools[CacheKind.KV]
             attention = DraftAttention.over_kv(CpuAttention(kv_pools=kv, geometry=geometry),
-                                               MultiStepAttention(kv_pools=kv, geometry=geometry))
+                                               MultiStepAttention(kv_pools=kv, geometry=geometry), geometry.page_size)
             if not all(has_kernels(pool.dtype) for pool in kv.values()):
                 return attention
             return replace(attention, recordable_round=PagedRounds(kv_pools=kv, geometry=geometry))
         latent, index = pools[CacheKind.LATENT], pools[CacheKind.INDEX_KEY]
         return DraftAttention.over_latents(
             CpuLatentAttention(latent_pools=latent, index_pools=index, geometry=geometry),
-            MultiStepLatentAttention(latent_pools=latent, index_pools=index, geometry=geometry))
+            MultiStepLatentAttention(latent_pools=latent, index_pools=index, geometry=geometry), geometry.page_size)
 
     def _recurrent(self, conv_pools: Mapping[int, Tensor], state_pools: Mapping[int, Tensor]) -> CpuRecurrent:
         return CpuRecurrent(conv_pools=conv_pools, state_pools=state_pools, numerics=self.numerics)

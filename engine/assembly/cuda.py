@@ -76,14 +76,16 @@ class DeviceBackends:
             latent, index_key = pools[CacheKind.LATENT], pools[CacheKind.INDEX_KEY]
             return DraftAttention.over_latents(
                 self._compressed(latent, index_key, geometry),
-                MultiStepLatentAttention(latent_pools=latent, index_pools=index_key, geometry=geometry))
+                MultiStepLatentAttention(latent_pools=latent, index_pools=index_key, geometry=geometry),
+                geometry.page_size)
         kv = pools[CacheKind.KV]
         wrappers = self.wrappers(geometry, kv)
         paged = self._paged(kv, geometry, wrappers)
         if not isinstance(wrappers, FlashInferWrappers):
-            return DraftAttention.over_kv(paged, MultiStepAttention(kv_pools=kv, geometry=geometry))
+            return DraftAttention.over_kv(paged, MultiStepAttention(kv_pools=kv, geometry=geometry), geometry.page_size)
         rounds = DeviceRounds(kv_pools=kv, geometry=geometry, wrappers=wrappers, device=self.device)
-        return replace(DraftAttention.over_kv(paged, rounds), capturable=paged, capturable_round=rounds)
+        return replace(DraftAttention.over_kv(paged, rounds, geometry.page_size), capturable=paged,
+                       capturable_round=rounds)
 
     def _paged(self, kv_pools: Mapping[int, Tensor], geometry: AttentionGeometry,
                wrappers: WrapperFactory) -> FlashInferAttention:

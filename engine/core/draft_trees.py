@@ -76,8 +76,10 @@ class SpecRow:
     parents           VERIFY: per token of the row the index of its parent within the row; -1 for the root
     accepted          to be committed on every stage before the row runs; None if its last step verified nothing
     next_token_id     the token after the row's last one where the batch does not draw it, else None
-    draft_start       tokens before this position have no draft cache (their features were never on this pool)
-    num_draft_tokens  how many nodes the next tree may have; 0: the draft leaves this row out
+    draft_start       tokens before this position have no draft cache that counts; those from there on have theirs in
+                      the row's pages from that of this position on, where nobody else reads
+    num_draft_tokens  how many nodes the next tree may have; 0: the draft follows and grows none; None: it leaves this
+                      row out
     scratch           where recurrent layers keep the states of the row's nodes, from one verification until what was
                       accepted of it is committed; 0, the null record, where there are none to keep
     """
@@ -86,7 +88,7 @@ class SpecRow:
     accepted: AcceptedNodes | None = None
     next_token_id: int | None = None
     draft_start: int = 0
-    num_draft_tokens: int = 0
+    num_draft_tokens: int | None = None
     scratch: int = 0
 
 

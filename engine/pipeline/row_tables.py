@@ -131,7 +131,8 @@ def spec_values(spec: SpecInfo) -> Values:
     accepted = [row.accepted or AcceptedNodes(-1, ()) for row in rows]
     return {
         "spec": [(nodes.context_len, -1 if row.next_token_id is None else row.next_token_id, row.draft_start,
-                  row.num_draft_tokens, row.scratch) for nodes, row in zip(accepted, rows, strict=True)],
+                  -1 if row.num_draft_tokens is None else row.num_draft_tokens, row.scratch)
+                 for nodes, row in zip(accepted, rows, strict=True)],
         "spec.tokens": spec.token_ids.numpy(),
         **put_lists("spec.parents", [row.parents for row in rows]),
         **put_lists("spec.accepted", [nodes.nodes for nodes in accepted]),
@@ -150,5 +151,6 @@ def spec_of(values: Values, query_lens: Sequence[int], num_tokens: int) -> SpecI
         if parents and (len(parents) != length or any(not -1 <= parent < node for node, parent in enumerate(parents))):
             raise ValueError(f"the parents {parents[:8]} of a row of {length} tokens")
         rows.append(SpecRow(parents, None if context_len < 0 else AcceptedNodes(context_len, nodes),
-                            None if next_token_id < 0 else next_token_id, draft_start, num_draft_tokens, scratch))
+                            None if next_token_id < 0 else next_token_id, draft_start,
+                            None if num_draft_tokens < 0 else num_draft_tokens, scratch))
     return SpecInfo(torch.from_numpy(values["spec.tokens"].copy()), tuple(rows))

@@ -31,7 +31,8 @@ class RoundAttention(AttentionBackend, RoundPlanner, Protocol):
 
 @dataclass(frozen=True)
 class DraftAttention:
-    """Who plans, and what the draft's layers run on then. Both look at the same pools. `capturable` and
+    """Who plans, and what the draft's layers run on then. Both look at the same pools, in pages of `page_size` tokens,
+    as the target's. `capturable` and
     `capturable_round`: `pages` and `round` as graphs see them; None where they cannot be captured. `recordable_round`:
     what a round runs on, on the host, where it is recorded; None where it cannot be."""
 
@@ -39,18 +40,21 @@ class DraftAttention:
     on_pages: ForwardContext
     round: RoundPlanner
     in_round: ForwardContext
+    page_size: int
     capturable: GraphAttention | None = None
     capturable_round: DeviceRounds | None = None
     recordable_round: PagedRounds | None = None
 
     @classmethod
-    def over_kv(cls, paged: AttentionBackend, multi_step: RoundAttention) -> "DraftAttention":
-        return cls(paged, ForwardContext(paged, no_states()), multi_step, ForwardContext(multi_step, no_states()))
+    def over_kv(cls, paged: AttentionBackend, multi_step: RoundAttention, page_size: int) -> "DraftAttention":
+        return cls(paged, ForwardContext(paged, no_states()), multi_step, ForwardContext(multi_step, no_states()),
+                   page_size)
 
     @classmethod
-    def over_latents(cls, paged: LatentAttentionBackend, multi_step: MultiStepLatentAttention) -> "DraftAttention":
+    def over_latents(cls, paged: LatentAttentionBackend, multi_step: MultiStepLatentAttention,
+                     page_size: int) -> "DraftAttention":
         return cls(paged, ForwardContext(None, no_states(), latent_attention=paged),
-                   multi_step, ForwardContext(None, no_states(), latent_attention=multi_step))
+                   multi_step, ForwardContext(None, no_states(), latent_attention=multi_step), page_size)
 
 
 def no_states() -> CpuRecurrent:

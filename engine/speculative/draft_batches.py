@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
+import torch
 from torch import Tensor
 
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import CarriedKeys, SpecInfo
 from engine.core.rows import longs
+from engine.memory.layout import NULL_INDEX
 from engine.speculative.verify import Run
 from runtime.errors import InternalError
 
@@ -37,7 +39,7 @@ def followed_rows(batch: ForwardBatch, runs: Sequence[Run]) -> list[FollowedRow]
     for row, (length, context_len, spec) in enumerate(zip(batch.query_lens, batch.context_lens, info.rows,
                                                           strict=True)):
         run = by_row.get(row)
-        if spec.num_draft_tokens:
+        if spec.num_draft_tokens is not None:
             nodes, after = list(range(length)), tokens[first + 1:first + length]
             if run is not None and batch.mode is ForwardMode.VERIFY:
                 nodes, after = list(run.accepted), [token.token_id for token in run.tokens[:-1]]
@@ -51,21 +53,32 @@ def followed_rows(batch: ForwardBatch, runs: Sequence[Run]) -> list[FollowedRow]
     return found
 
 
-def extend_batch(batch: ForwardBatch, followed: Sequence[FollowedRow]) -> ForwardBatch:
-    """The draft's slots are counted from the first it has; positions stay the target's."""
+def extend_batch(batch: ForwardBatch, followed: Sequence[FollowedRow], page_size: int) -> ForwardBatch:
+    """The draft's slots are counted from the first it has, in the page of that position; positions stay the target's.
+    A draft that begins anew in mid-answer so writes no page of the prompt, which other requests may read."""
     info = batch.spec_info
     assert isinstance(info, SpecInfo)
     tables, slots, rows = batch.page_tables, batch.slot_ids, [row.row for row in followed]
     if rows != list(range(batch.num_rows)):
         tables, slots = tables[rows], slots[rows]
+    starts = [info.rows[row.row].draft_start for row in followed]
     return ForwardBatch(
         mode=ForwardMode.DRAFT, request_keys=tuple(batch.request_keys[row.row] for row in followed),
         query_lens=tuple(len(row.features) for row in followed),
-        context_lens=tuple(row.position - info.rows[row.row].draft_start for row in followed),
+        context_lens=tuple(row.position - start for row, start in zip(followed, starts, strict=True)),
         token_ids=longs([token for row in followed for token in row.next_tokens]),
         positions=longs([row.position + place for row in followed for place in range(len(row.features))]),
-        page_tables=tables, slot_ids=slots, sampling=(None,) * len(followed),
-        spec_info=CarriedKeys())
+        page_tables=_from_page(tables, [start // page_size for start in starts]), slot_ids=slots,
+        sampling=(None,) * len(followed), spec_info=CarriedKeys())
+
+
+def _from_page(tables: Tensor, first: Sequence[int]) -> Tensor:
+    """Each row of page tables [R, pages] from its page of that number on."""
+    if not any(first):
+        return tables
+    columns = torch.arange(tables.shape[1]) + torch.tensor(first)[:, None]
+    beyond = (columns >= tables.shape[1]).to(tables.device)
+    return tables.gather(1, columns.clamp(max=tables.shape[1] - 1).to(tables.device)).masked_fill(beyond, NULL_INDEX)
 
 
 def row_ends(batch: ForwardBatch) -> Tensor:

@@ -16,7 +16,8 @@ class Drafter(Protocol):
     """
 
     def propose(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> list[TokenTree]:
-        """One tree per run, of at most as many nodes as the row's `num_draft_tokens`, after the tokens it drew.
+        """One tree per run, of at most as many nodes as the row's `num_draft_tokens`, after the tokens it drew. A row
+        that has None there is left out; one that has 0 is followed.
 
         Called once for every batch of the pool, also for those of which no row draws (`runs` is then empty), so that a
         draft with a cache of its own can follow. `batch.spec_info` is a `SpecInfo`.

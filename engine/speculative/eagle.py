@@ -67,7 +67,7 @@ class EagleDrafter:
     def follow(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> None:
         """See `PoolDrafter.follow`."""
         if followed := followed_rows(batch, runs):
-            extend = extend_batch(batch, followed)
+            extend = extend_batch(batch, followed, self._attention.page_size)
             hidden = self._extend(extend, followed, output)
             ended = [index for index, row in enumerate(followed) if row.num_nodes]
             if self._handed is not None and ended:
@@ -79,7 +79,7 @@ class EagleDrafter:
         info = batch.spec_info
         if self._handed is None or not isinstance(info, SpecInfo):
             raise InternalError("no draft's state is handed over to this pool")
-        ends, num_nodes = self._handed.get(batch.slot_ids.long()), [row.num_draft_tokens for row in info.rows]
+        ends, num_nodes = self._handed.get(batch.slot_ids.long()), [row.num_draft_tokens or 0 for row in info.rows]
         if self._recorded is not None:
             candidates = self._recorded.begin(batch, batch.context_lens, ends)
             if candidates is not None:
@@ -96,9 +96,10 @@ class EagleDrafter:
         if self._recorded is not None:
             candidates = self._recorded.propose(batch, followed, output.aux_hidden)
             if candidates is not None:
-                self.num_plans = {path: count + 1 for path, count in self.num_plans.items()}
+                self.num_plans["draft_extend"] += 1
+                self.num_plans["draft_round"] += any(row.num_nodes for row in followed)
                 return _in_order_of(runs, followed, candidates.trees([row.num_nodes for row in followed]))
-        extend = extend_batch(batch, followed)
+        extend = extend_batch(batch, followed, self._attention.page_size)
         hidden = self._extend(extend, followed, output)
         growing = [index for index, row in enumerate(followed) if row.num_nodes]
         trees = list[TokenTree]()

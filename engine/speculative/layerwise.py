@@ -44,7 +44,7 @@ class LayerwiseDrafter:
     def follow(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> None:
         """See `PoolDrafter.follow`."""
         if followed := followed_rows(batch, runs):
-            extend = extend_batch(batch, followed)
+            extend = extend_batch(batch, followed, self._attention.page_size)
             log_p, tokens = self._extend(extend, [token for row in followed for token in row.features], output)
             ended = [index for index, row in enumerate(followed) if row.num_nodes]
             if self._handed is not None and ended:
@@ -56,7 +56,7 @@ class LayerwiseDrafter:
         info = batch.spec_info
         if self._handed is None or not isinstance(info, SpecInfo):
             raise InternalError("no draft's state is handed over to this pool")
-        return _chains(*self._handed.get(batch.slot_ids.long()), [row.num_draft_tokens for row in info.rows])
+        return _chains(*self._handed.get(batch.slot_ids.long()), [row.num_draft_tokens or 0 for row in info.rows])
 
     @torch.inference_mode()
     def propose(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> list[TokenTree]:
@@ -64,7 +64,7 @@ class LayerwiseDrafter:
         followed = followed_rows(batch, runs)
         if not followed:
             return [NO_TREE] * len(runs)
-        extend = extend_batch(batch, followed)
+        extend = extend_batch(batch, followed, self._attention.page_size)
         log_p, tokens = self._extend(extend, [token for row in followed for token in row.features], output)
         grown = _chains(log_p, tokens, [row.num_nodes for row in followed])
         trees = {row.row: tree for row, tree in zip(followed, grown, strict=True)}

@@ -1,5 +1,5 @@
 """What a draft does behind a step on the host, from the target's features to the next candidates, as recordings: one
-for each number of rows and of tokens in a row, made when such a step comes again.
+for each number of rows and of tokens in a row, with a round and without one, made when such a step comes again.
 
 Rows accept different numbers of nodes. So a row that stands shorter than it was verified repeats its last token: those
 slots lie behind what stands, as the target's own keys of nodes that fell do, and no slot that stands sees them.
@@ -28,6 +28,8 @@ from engine.speculative.tree_expander import TreeExpander
 
 logger = logging.getLogger(__name__)
 
+_Shape = tuple[int, int, bool]  # rows, tokens of each that are followed, whether a round is grown
+
 
 @dataclass(frozen=True)
 class Followed:
@@ -49,17 +51,27 @@ class Followed:
 @dataclass(frozen=True)
 class DraftStep:
     """What a recording reads. before: what was followed, or where drafts stand that were handed over; round: the batch
-    that grows; positions: [steps - 1, R] int64 of its steps' slots."""
+    that grows, None where the draft only follows; positions: [steps - 1, R] int64 of its steps' slots."""
 
     before: Followed | DraftEnd
-    round: ForwardBatch
-    positions: Tensor
+    round: ForwardBatch | None = None
+    positions: Tensor | None = None
+
+    @property
+    def num_pages(self) -> int:
+        """That its tables have room for, per row."""
+        batch = self.round or (self.before.extend if isinstance(self.before, Followed) else None)
+        return 0 if batch is None else batch.page_tables.shape[1]
 
     def inputs(self) -> list[object]:
         """What differs from step to step."""
-        plan, before = self.round.forward_metadata_plan, self.before
+        before = self.before
+        ends: list[object] = [before.log_p, before.tokens, before.hidden] if isinstance(before, DraftEnd) \
+            else before.inputs()
+        if self.round is None:
+            return ends
+        plan = self.round.forward_metadata_plan
         assert isinstance(plan, PagedRoundPlan)
-        ends = before.inputs() if isinstance(before, Followed) else [before.log_p, before.tokens, before.hidden]
         return [self.positions, self.round.positions, plan.reads, *ends]
 
 
@@ -78,12 +90,12 @@ class RecordedDrafts:
         """Steps whose rows have up to `max_nodes` tokens are recorded, of each shape the one after `num_eager`;
         candidates of `steps` levels, `topk` wide."""
         self._model, self._pages, self._on_pages = model, attention.pages, attention.on_pages
-        self._rounds = rounds
+        self._rounds, self._page_size = rounds, attention.page_size
         self._expander = TreeExpander(model=model, rounds=rounds, topk=topk,
                                       context=ForwardContext(rounds, attention.on_pages.recurrent))
         self._topk, self._steps, self._max_nodes = min(topk, model.vocab_size), steps, max_nodes
-        self._recorded: dict[tuple[int, int], RecordedDraft] = {}
-        self._eager_left: dict[tuple[int, int], int] = defaultdict(lambda: num_eager)
+        self._recorded: dict[_Shape, RecordedDraft] = {}
+        self._eager_left: dict[_Shape, int] = defaultdict(lambda: num_eager)
         self._arena = Arena()
         self._is_off = False
         self.num_recorded, self.num_replays = 0, 0
@@ -93,26 +105,29 @@ class RecordedDrafts:
         rows, or share their choice of keys: nothing is done then."""
         if not self._takes(rows.num_rows) or ends.keys is not None:
             return None
-        return self._run((rows.num_rows, 0), self._planned(ends, rows, slots, torch.tensor(slots)))
+        return self._run((rows.num_rows, 0, True), self._planned(ends, rows, slots, torch.tensor(slots)))
 
     def propose(self, batch: ForwardBatch, followed: Sequence[FollowedRow],
                 aux_hidden: Mapping[int, Tensor]) -> Candidates | Chains | None:
-        """Candidates behind the rows of a batch, in their order; None where some are not followed, their lengths
-        differ, or they are too many: nothing is done then. aux_hidden: [T, H] of the batch's tokens, by layer."""
+        """Candidates behind the rows of a batch, in their order, none where no row is to grow; None where some are not
+        followed, their lengths differ, or they are too many: nothing is done then. aux_hidden: [T, H] of the batch's
+        tokens, by layer."""
         length, num_rows = batch.query_lens[0], len(followed)
         if (not self._takes(num_rows) or num_rows < batch.num_rows or length > self._max_nodes
                 or len(set(batch.query_lens)) > 1):
             return None
         rows = [_repeated(row, length) for row in followed]
-        extend = extend_batch(batch, rows)
+        extend = extend_batch(batch, rows, self._page_size)
         self._pages.plan(extend)
         standing = [len(row.features) for row in followed]
         tokens = longs([token for row in rows for token in row.features])
         last = longs([row * length + count - 1 for row, count in enumerate(standing)])
         before = Followed(extend, tokens, last, aux_hidden)
+        if not any(row.num_nodes for row in rows):
+            return self._run((num_rows, length, False), DraftStep(before))
         slots = [context + count for context, count in zip(extend.context_lens, standing, strict=True)]
         positions = longs([row.position + count for row, count in zip(rows, standing, strict=True)])
-        return self._run((num_rows, length), self._planned(before, extend, slots, positions))
+        return self._run((num_rows, length, True), self._planned(before, extend, slots, positions))
 
     def _takes(self, num_rows: int) -> bool:
         return not self._is_off and self._rounds.has_room(num_rows * self._topk, self._steps - 1)
@@ -123,9 +138,9 @@ class RecordedDrafts:
         self._rounds.plan(grown)
         return DraftStep(before, grown, positions + torch.arange(self._steps - 1)[:, None])
 
-    def _run(self, shape: tuple[int, int], step: DraftStep) -> Candidates | Chains | None:
+    def _run(self, shape: _Shape, step: DraftStep) -> Candidates | Chains | None:
         recorded = self._recorded.get(shape)
-        if recorded is not None and recorded.step.round.page_tables.shape[1] >= step.round.page_tables.shape[1]:
+        if recorded is not None and recorded.step.num_pages >= step.num_pages:
             try:
                 for kept, new in zip(recorded.step.inputs(), step.inputs(), strict=True):
                     refill(kept, new)
@@ -153,23 +168,26 @@ class RecordedDrafts:
         if isinstance(before, Followed):
             before = replace(before, extend=_own(before.extend, self._pages),
                              aux_hidden={layer_id: hidden.clone() for layer_id, hidden in before.aux_hidden.items()})
-        own, results = DraftStep(before, _own(step.round, self._rounds), step.positions), list[Candidates | Chains]()
+        grown = None if step.round is None else _own(step.round, self._rounds)
+        own, results = DraftStep(before, grown, step.positions), list[Candidates | Chains]()
         recording = record(lambda: results.append(self._grown(own)), self._arena)
         return RecordedDraft(own, results[0], recording)
 
     def _grown(self, step: DraftStep) -> Candidates | Chains:
-        growing = replace(step.round)  # which moves on; a recording begins where it did
-        if isinstance(step.before, Followed):
-            features = self._model.features(step.before.aux_hidden, step.before.tokens)
-            hidden = self._model.forward(step.before.extend, features, self._on_pages)[step.before.last]
-            if self._topk == 1:
-                return self._expander.chains(growing, self._expander.most_likely(hidden), hidden, step.positions)
-            proposal = Proposal(*self._expander.best(hidden))
+        before = step.before
+        if isinstance(before, Followed):
+            features = self._model.features(before.aux_hidden, before.tokens)
+            hidden = self._model.forward(before.extend, features, self._on_pages)[before.last]
         else:
-            hidden = step.before.hidden
-            if self._topk == 1:
-                return self._expander.chains(growing, step.before.tokens.flatten(), hidden, step.positions)
-            proposal = Proposal(step.before.log_p, step.before.tokens)
+            hidden = before.hidden
+        if step.round is None or step.positions is None:
+            return Chains(torch.empty(len(hidden), 0, dtype=torch.int64))
+        growing = replace(step.round)  # which moves on; a recording begins where it did
+        if self._topk == 1:
+            first = self._expander.most_likely(hidden) if isinstance(before, Followed) else before.tokens.flatten()
+            return self._expander.chains(growing, first, hidden, step.positions)
+        best = self._expander.best(hidden) if isinstance(before, Followed) else (before.log_p, before.tokens)
+        proposal = Proposal(*best)
         self._expander.expand(proposal, growing, hidden, self._steps)
         return proposal.candidates()
 

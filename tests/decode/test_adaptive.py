@@ -14,9 +14,9 @@ Pool = Callable[[int], tuple[float, float]]  # draft length -> (tokens per step,
 def run(policy: AdaptiveDraft, pool: Pool, steps: int, *, num_running: int = 1) -> tuple[float, float]:
     """Tokens and seconds of so many steps. A step verifies what the step before it asked for."""
     tokens = seconds = 0.0
-    asked = policy.length(num_running)
+    asked = policy.length(num_running) or 0
     for _ in range(steps):
-        length, asked = asked, policy.length(num_running)
+        length, asked = asked, policy.length(num_running) or 0
         per_step, duration = pool(length)
         tokens, seconds = tokens + per_step, seconds + duration
         # A hundred rows, so that fractions of a token count.
@@ -28,7 +28,7 @@ def settled(policy: AdaptiveDraft, pool: Pool, *, num_running: int = 1) -> int:
     """The length of most steps: trials come in between."""
     lengths = Counter[int]()
     for _ in range(100):
-        lengths[policy.length(num_running)] += 1
+        lengths[policy.length(num_running) or 0] += 1
         run(policy, pool, 1, num_running=num_running)
     return lengths.most_common(1)[0][0]
 
@@ -83,6 +83,20 @@ def test_a_small_advantage_does_not_make_it_waver() -> None:
         changes, last = changes + (policy.length(1) != last), policy.length(1)
     assert changes <= 2 * (2000 // policy.trial_interval + 1), "trials, and nothing but trials"
     assert policy.length(1) in (3, last)
+
+
+def test_drafts_follow_a_trial_of_none_and_are_left_out_once_none_is_best() -> None:
+    policy, seen = AdaptiveDraft(3), set[int | None]()
+    for _ in range(500):
+        run(policy, good_draft, 1)
+        seen.add(policy.length(1))
+    assert seen == {0, 1, 3}
+    run(policy, bad_draft, 1000)
+    seen.clear()
+    for _ in range(1000):
+        run(policy, bad_draft, 1)
+        seen.add(policy.length(1))
+    assert seen == {None, 1, 3}
 
 
 def test_batch_sizes_are_judged_apart() -> None:

@@ -53,7 +53,7 @@ def eagle_drafter(model: DraftModel, shape: Shape, num_pages: int, *, is_recorde
     geometry = model.attention_geometry(PAGE_SIZE)
     assert isinstance(geometry, AttentionGeometry)
     attention = DraftAttention.over_kv(CpuAttention(kv_pools=pools, geometry=geometry),
-                                       MultiStepAttention(kv_pools=pools, geometry=geometry))
+                                       MultiStepAttention(kv_pools=pools, geometry=geometry), geometry.page_size)
     recorded = RecordedDrafts(model=model, attention=attention, rounds=PagedRounds(kv_pools=pools, geometry=geometry),
                               topk=shape.width, steps=shape.depth, max_nodes=shape.nodes + 1, num_eager=0)
     return EagleDrafter(model=model, attention=attention, topk=shape.width, steps=shape.depth,
@@ -97,9 +97,9 @@ def test_a_draft_that_lost_the_thread_begins_anew(description: ModelDescription,
     """Left out of the prompt, as after a handoff that brought no draft cache, and of some steps in between."""
     calls = itertools.count()
 
-    def sometimes(num_running: int) -> int:
+    def sometimes(num_running: int) -> int | None:
         number = next(calls)
-        return 0 if number < 6 or number % 9 < 2 else MAX_DRAFT_TOKENS
+        return None if number < 6 or number % 9 < 2 else MAX_DRAFT_TOKENS
 
     made: list[CheckedDrafter] = []
     shape = CHAINS["chain 3"]

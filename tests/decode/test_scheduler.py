@@ -356,7 +356,7 @@ def test_a_record_of_states_that_nobody_gave_back_is_found_when_idle() -> None:
         scheduler.on_idle()
 
 
-def shape(batch: ForwardBatch) -> tuple[ForwardMode, int, int, int]:
+def shape(batch: ForwardBatch) -> tuple[ForwardMode, int, int | None, int]:
     """Mode, tokens, nodes of the next tree and record of a batch of one row."""
     assert isinstance(batch.spec_info, SpecInfo)
     (row,) = batch.spec_info.rows

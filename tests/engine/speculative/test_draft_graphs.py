@@ -34,7 +34,7 @@ class Draft:
                                          write_kv=write_kv)
         model, self.capture = ToyDraft(), RecordingCapture([self.paged])
         self.rounds = DeviceRounds(kv_pools=self.pools, geometry=GEOMETRY, wrappers=FakeWrappers(), device=CPU)
-        attention = DraftAttention.over_kv(self.paged, self.rounds)
+        attention = DraftAttention.over_kv(self.paged, self.rounds, PAGE_SIZE)
         self.capture.planners = [self.paged, self.rounds]
         graphs = rounds = None
         if is_captured:

@@ -72,11 +72,11 @@ class Bench:
         self.model = ToyDraft()
         self.paged = CpuAttention(kv_pools=pools, geometry=GEOMETRY)
         self.steps = MultiStepAttention(kv_pools=pools, geometry=GEOMETRY)
-        attention = DraftAttention.over_kv(self.paged, self.steps)
+        attention = DraftAttention.over_kv(self.paged, self.steps, PAGE_SIZE)
         self.drafter: Drafter = EagleDrafter(model=self.model, attention=attention, topk=topk, steps=steps)
 
-    def propose(self, rows: Sequence[tuple[int, int]], *, num_draft_tokens: int = 9, drawing: bool = True) -> list[
-            TokenTree]:
+    def propose(self, rows: Sequence[tuple[int, int]], *, num_draft_tokens: int | None = 9,
+                drawing: bool = True) -> list[TokenTree]:
         """One call after a prefill of rows (context, tokens)."""
         sampling = SamplingRow(SamplingParams(), 0) if drawing else None
         batch = build_batch(ForwardMode.PREFILL, [
@@ -133,7 +133,7 @@ def test_s1_4_one_step_is_neither_planned_nor_run_as_multi_step() -> None:
 def test_s1_4_an_idle_batch_is_not_planned() -> None:
     bench = Bench(topk=3, steps=3)
     assert bench.propose([]) == []
-    assert bench.propose([(0, 5)], num_draft_tokens=0) == [TokenTree()]
+    assert bench.propose([(0, 5)], num_draft_tokens=None) == [TokenTree()]
     assert (bench.paged.num_plans, bench.steps.num_plans, bench.model.forwards) == (0, 0, [])
 
 

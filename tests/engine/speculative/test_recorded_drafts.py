@@ -34,7 +34,7 @@ class Draft:
     def __init__(self, topk: int, *, is_recorded: bool, steps: int = 3) -> None:
         self.pools = {0: torch.full((1 + 4 * PAGES_EACH, 2, 1, PAGE_SIZE, HIDDEN), float("nan"))}
         attention = DraftAttention.over_kv(CpuAttention(kv_pools=self.pools, geometry=GEOMETRY),
-                                           MultiStepAttention(kv_pools=self.pools, geometry=GEOMETRY))
+                                           MultiStepAttention(kv_pools=self.pools, geometry=GEOMETRY), PAGE_SIZE)
         model, shape = ToyDraft(), (5, topk)
         self.ends = HandedEnds(torch.zeros(shape), torch.zeros(shape, dtype=torch.int64), torch.zeros(5, HIDDEN))
         self.recorded = RecordedDrafts(model=model, attention=attention, topk=topk, steps=steps, max_nodes=MAX_NODES,
@@ -43,11 +43,13 @@ class Draft:
                                     handed=self.ends, recorded=self.recorded if is_recorded else None)
 
     def propose(self, mode: ForwardMode, counts: dict[int, int], contexts: Sequence[int],
-                accepted: dict[int, int], seed: int) -> list[TokenTree]:
-        """counts: how many tokens each request brings; accepted: how many nodes of a chain stand."""
+                accepted: dict[int, int], seed: int, *, num_nodes: int = 3, starts: Sequence[int] = (0,) * 4,
+                ) -> list[TokenTree]:
+        """counts: how many tokens each request brings; accepted: how many nodes of a chain stand; starts: of drafts."""
         batch = build_batch(mode, [
             Row(key, [3 + key] * count, contexts[key], list(range(1 + PAGES_EACH * key, 1 + PAGES_EACH * (key + 1))), 0,
-                SamplingRow(SamplingParams(), 0), SpecRow(parents=tuple(range(-1, count - 1)), num_draft_tokens=3))
+                SamplingRow(SamplingParams(), 0),
+                SpecRow(tuple(range(-1, count - 1)), num_draft_tokens=num_nodes, draft_start=starts[key]))
             for key, count in counts.items()])
         runs = [Run(row, list(range(accepted[key])),
                     [DrawnToken((7 + key + place) % VOCAB) for place in range(accepted[key])])
@@ -103,6 +105,36 @@ def test_trees_are_those_of_eager_steps(topk: int) -> None:
     assert max(contexts) > 3 * PAGE_SIZE
     assert drafts[0].recorded.num_replays > 30
     assert drafts[0].drafter.num_plans == drafts[1].drafter.num_plans
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+def test_steps_that_only_follow_are_those_of_eager_steps(topk: int) -> None:
+    """Now and then trees are wanted, whose drafts have followed all along; one began in mid-answer."""
+    drafts = [Draft(topk, is_recorded=is_recorded) for is_recorded in (True, False)]
+    rng, contexts, starts = random.Random(topk), [0] * 4, (0, 0, 20, 0)
+    contexts[2] = 20
+    for turn in range(60):
+        chosen, grows = rng.sample(range(4), rng.randint(1, 3)), turn % 5 == 4
+        recorded, eager = (draft.propose(ForwardMode.DECODE, dict.fromkeys(chosen, 1), contexts,
+                                         dict.fromkeys(chosen, 1), turn, num_nodes=3 * grows, starts=starts)
+                           for draft in drafts)
+        assert recorded == eager
+        assert all(len(tree) == 3 * grows for tree in recorded)
+        for key in chosen:
+            contexts[key] += 1
+    assert drafts[0].recorded.num_replays > 30
+    assert drafts[0].drafter.num_plans == drafts[1].drafter.num_plans == {"draft_extend": 60, "draft_round": 12}
+
+
+def test_a_draft_that_begins_anew_leaves_the_pages_before_it_as_they_are() -> None:
+    draft, accepted = Draft(1, is_recorded=True), {0: 1}
+    draft.propose(ForwardMode.PREFILL, {0: 40}, [0] * 4, {0: 1}, 0)
+    before = draft.pools[0][1:3].clone()
+    for turn in range(4):
+        trees = draft.propose(ForwardMode.DECODE, {0: 1}, [41 + turn] * 4, accepted, turn, starts=(41,) * 4)
+        assert [len(tree) for tree in trees] == [3]
+    assert torch.equal(draft.pools[0][1:3], before)
+    assert draft.pools[0][3, :, :, :4].isfinite().all(), "its own begin in the page of their position"
 
 
 def test_a_round_that_does_not_fit_runs_eagerly() -> None:

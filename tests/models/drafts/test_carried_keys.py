@@ -66,11 +66,14 @@ class Bench:
         return cls(model, Choosing(latent_pools=latent, index_pools=index, geometry=geometry),
                    ChoosingSteps(latent_pools=latent, index_pools=index, geometry=geometry))
 
+    @property
+    def attention(self) -> DraftAttention:
+        return DraftAttention.over_latents(self.paged, self.steps, 16)
+
     def propose(self, *, topk: int, model: DraftModel | None = None,
                 pages: tuple[list[int], ...] = PAGES) -> list[TokenTree]:
         """After both prompts."""
-        drafter = EagleDrafter(model=model or self.model, attention=DraftAttention.over_latents(self.paged, self.steps),
-                               topk=topk, steps=STEPS)
+        drafter = EagleDrafter(model=model or self.model, attention=self.attention, topk=topk, steps=STEPS)
         batch = build_batch(ForwardMode.PREFILL, [
             Row(key, prompt, 0, table, 0, SamplingRow(SamplingParams(), 0), SpecRow(num_draft_tokens=STEPS))
             for key, (prompt, table) in enumerate(zip(PROMPTS, pages, strict=True))])
@@ -116,7 +119,7 @@ def test_s2_7_the_first_step_chooses_where_nothing_is_carried(draft: Maker, *, s
     bench.propose(topk=1)
     before, batch = bench.steps.num_choices, round_batch()
     bench.steps.plan(batch)
-    context = DraftAttention.over_latents(bench.paged, bench.steps).in_round
+    context = bench.attention.in_round
     for _ in range(3):
         bench.model.forward(batch, FEATURES[:2], context)
     assert bench.steps.num_choices - before == num_choices
@@ -176,6 +179,6 @@ def test_s2_10_one_row_without_a_key_and_the_whole_round_chooses_anew(draft: Mak
     batch = round_batch()
     batch.spec_info = carried
     bench.steps.plan(batch)
-    bench.model.forward(batch, FEATURES[:2], DraftAttention.over_latents(bench.paged, bench.steps).in_round)
+    bench.model.forward(batch, FEATURES[:2], bench.attention.in_round)
     assert bench.steps.num_choices == 1
     assert carried.selected is not None

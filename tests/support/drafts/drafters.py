@@ -63,7 +63,7 @@ class OracleDrafter:
             assert sampling is not None
             after = sampling.position + len(run.tokens)
             truth = list(self.truth.get(batch.request_keys[run.row], ()))[after:after + self.shape.depth]
-            trees.append(self._tree(truth).first(batch.spec_info.rows[run.row].num_draft_tokens))
+            trees.append(self._tree(truth).first(batch.spec_info.rows[run.row].num_draft_tokens or 0))
         return trees
 
     def begin(self, batch: ForwardBatch) -> list[TokenTree]:
@@ -124,7 +124,7 @@ def chain_behind(model: DraftModel, specs: Sequence[CacheSpec], prompt: Sequence
     assert isinstance(geometry, AttentionGeometry)
     pools = {spec.layer_id: torch.full((8, *spec.record_shape), float("nan")) for spec in specs}
     attention = DraftAttention.over_kv(CpuAttention(kv_pools=pools, geometry=geometry),
-                                       MultiStepAttention(kv_pools=pools, geometry=geometry))
+                                       MultiStepAttention(kv_pools=pools, geometry=geometry), geometry.page_size)
     batch = build_batch(ForwardMode.PREFILL, [Row(1, prompt, 0, [3, 5], 0, SamplingRow(SamplingParams(), 0),
                                                   SpecRow(num_draft_tokens=4))])
     (tree,) = EagleDrafter(model=model, topk=1, steps=4, attention=attention).propose(

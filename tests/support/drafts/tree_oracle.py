@@ -129,7 +129,7 @@ class CheckedDrafter:
             following = [tokens[first + node] for node in nodes[1:]]
             following.append(run.tokens[-1].token_id if run is not None else spec.next_token_id or 0)
             kept = [slot for slot in self.slots.get(key, []) if slot[0] < start]  # a replay begins again
-            if start < spec.draft_start or not spec.num_draft_tokens:
+            if start < spec.draft_start or spec.num_draft_tokens is None:
                 kept, nodes, following = [], [], []
             kept = [slot for slot in kept if slot[0] >= spec.draft_start]
             self.slots[key] = kept + [(start + depth, features[first + node], token)
