@@ -176,15 +176,17 @@ class StageGroup:
         if not self.formed:
             raise UnavailableError("the stage that follows grammars is missing")
         here = [] if self._grammars is None else [self._grammars.check(grammar)]
-        await asyncio.gather(*here, *(self._check_at(rank, grammar) for rank in self._drawing if rank))
+        await asyncio.gather(*here, *(self._check_at(link, grammar) for link in self._links
+                                      if link.rank in self._drawing))
 
-    async def _check_at(self, rank: int, grammar: Grammar) -> None:
+    async def _check_at(self, link: StageLink, grammar: Grammar) -> None:
+        if link not in self._links:  # lost since, before there was a check that could fail with it
+            raise UnavailableError("the stage that follows grammars is gone")
         check_id, checked = next(self._check_ids), asyncio.get_running_loop().create_future()
         self._checks[check_id] = grammar, checked
         try:
             async with asyncio.timeout(GRAMMAR_TIMEOUT_S):
-                self._links[rank - 1].send(check_grammar=pb.CheckGrammar(check_id=check_id,
-                                                                         grammar=grammar_to_proto(grammar)))
+                link.send(check_grammar=pb.CheckGrammar(check_id=check_id, grammar=grammar_to_proto(grammar)))
                 await checked
         except TimeoutError:
             raise UnavailableError(f"the last stage has not checked a grammar within {GRAMMAR_TIMEOUT_S:g} s") from None

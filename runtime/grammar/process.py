@@ -244,6 +244,9 @@ class GuidedText:
         whose node 0 is the last of them, also at its further nodes, as far as that is quick. `share`: this text's part
         of all that are called in a step.
 
+        A text that has used up half of what it may save up has no nodes computed before they are reached: what a draft
+        proposes must not end an answer that plain decoding goes on with.
+
         Raises:
             InvalidRequestError: the text has taken more computing than it may.
         """
@@ -254,8 +257,9 @@ class GuidedText:
                                      f"{min(TOKEN_CPU_S, share * STEP_CPU_S) * 1e3:.3g} ms for each further one"))
         self._left_s = min(BURST_CPU_S, self._left_s + min(TOKEN_CPU_S, share * STEP_CPU_S))
         self._left_s += REPLAYED_TOKEN_CPU_S * max(0, len(token_ids) - len(tree_parents) - 1)
-        job = MaskJob(TextCall(Call.ASK, self._key, kept, tuple(token_ids), tuple(tree_token_ids),
-                               tuple(tree_parents)))
+        nodes = slice(1 if self._left_s < BURST_CPU_S / 2 else None)
+        job = MaskJob(TextCall(Call.ASK, self._key, kept, tuple(token_ids), tuple(tree_token_ids[nodes]),
+                               tuple(tree_parents[nodes])))
         self._process.submit(job)
         self._asked = job
         return job

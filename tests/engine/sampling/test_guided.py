@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
@@ -23,7 +24,9 @@ from engine.sampling.guided import GuidedSampler
 from engine.sampling.sampler import sample
 from engine.speculative.verify import draw_runs, sampling_at
 from runtime.errors import HeldUpError, InternalError, InvalidRequestError
-from runtime.grammar import Grammar, GrammarKind, Grammars, GuidedText, checking, load_grammars
+from runtime.grammar import Grammar, GrammarKind, Grammars, GuidedText, MaskJob, checking, load_grammars
+from runtime.grammar.messages import TextCall
+from runtime.grammar.process import GrammarProcess
 from tests.support.models.grammars import LONG_S, allowed_after, fresh_after, wait_long_for_masks
 from tests.support.models.guided import EOS, VOCAB_SIZE, spelled, write_character_tokenizer
 
@@ -279,3 +282,32 @@ def test_a_model_without_a_tokenizer_offers_none(tmp_path: Path) -> None:
     write_character_tokenizer(tmp_path)
     assert load_grammars(tmp_path, ()) is None, "no text could end"
     assert load_grammars(tmp_path, (VOCAB_SIZE,)) is None
+
+
+class CountedProcess:
+    """Computes each mask in so many seconds, and those of a tree's further nodes for 5 ms at most."""
+
+    def __init__(self, mask_s: float) -> None:
+        self.num_texts, self.mask_s = 0, mask_s
+
+    def submit(self, job: MaskJob | TextCall) -> None:
+        if isinstance(job, MaskJob):
+            further = min(len(job.call.tree_token_ids[1:]) * self.mask_s, 0.005 + self.mask_s)
+            job.cpu_s = self.mask_s + further
+
+
+@pytest.mark.parametrize("share", [1.0, 1 / 16])
+@pytest.mark.parametrize("num_accepted", [0, 2, 5])
+def test_drafts_end_no_text_that_plain_decoding_goes_on_with(num_accepted: int, share: float) -> None:
+    """Masks take nearly what a step earns. Nodes that were drafted in vain took more than was left, after a while; now
+    those that are reached are asked for one by one where little is left."""
+    process = CountedProcess(0.95 * min(0.005, share * 0.04))
+    text = GuidedText(cast(GrammarProcess, process), 1)
+    for _ in range(1000):
+        job = text.ask(0, (7,), (7, 1, 2, 3, 4, 5), range(-1, 5), share=share)
+        for _ in range(0 if len(job.call.tree_token_ids) > 1 else num_accepted):
+            text.ask(0, (7,), share=share)
+    process.mask_s = 1.0
+    text.ask(0, (7,), share=share)
+    with pytest.raises(InvalidRequestError, match="more computing than the limit"):
+        text.ask(0, (7,), share=share)

@@ -60,3 +60,15 @@ async def test_a_check_ends_with_the_stage_that_was_asked() -> None:
         await check
     with pytest.raises(UnavailableError, match="missing"):
         await group.check(WORD)
+
+
+async def test_a_stage_that_is_lost_before_it_is_asked_fails_the_check() -> None:
+    """Between the call and the moment its parts run: the list of links is shorter then."""
+    group, links = formed()
+    check = asyncio.create_task(group.check(WORD))
+    await asyncio.sleep(0)
+    group.stage_lost(2, "stage 2 of the pool died")
+    async with asyncio.timeout(10):
+        with pytest.raises(UnavailableError, match="stage"):
+            await check
+    assert all(link.window.empty() or link.rank == 2 for link in links)
