@@ -35,6 +35,7 @@ from runtime.errors import (
     BatonError,
     DeadlineError,
     FieldViolation,
+    HandoffError,
     IntegrityError,
     InternalError,
     InvalidRequestError,

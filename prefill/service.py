@@ -27,7 +27,9 @@ from runtime.calls import CallLedger
 from runtime.clock import SystemClock
 from runtime.errors import (
     BatonError,
+    DeadlineError,
     FieldViolation,
+    HandoffError,
     InternalError,
     InvalidRequestError,
     RequestAborted,
@@ -42,6 +44,13 @@ from transfer.session import SendSession, SendState
 DESTINATION_TIMEOUT_S = 120.0  # from the first token to the destination terms
 UNREAD_TIMEOUT_S = 120.0  # for scores that wait to be read
 MAX_UNREAD_SCORES = 16  # events, as prefill.proto says
+
+# What the states of a session that have an end wait for.
+_WAITS = {
+    SendState.PLANNED: "every stage to be ready to send",
+    SendState.SENDING: "every byte to leave",
+    SendState.SENT: "the router to confirm the handoff",
+}
 
 PrefillInbox = Inbox[pb.PrefillInput, Event]
 
@@ -134,7 +143,7 @@ class PrefillStay:
 
     async def run(self) -> None:
         while not self._is_released:
-            match await self._inbox.get(self._patience_s(), "the router to confirm the handoff"):
+            match await self._inbox.get(*self._patience()):
                 case Started() as started:
                     self._outlet.started(self._started(started))
                 case Scored(first_position, tokens):
@@ -162,13 +171,15 @@ class PrefillStay:
             case other:
                 raise InvalidRequestError(FieldViolation("input", f"{other} is not expected now"))
 
-    def _patience_s(self) -> float | None:
-        """None while the prompt queues or is computed with nowhere to go: that lasts as long as the request."""
+    def _patience(self) -> tuple[float | None, str, type[BatonError]]:
+        """Seconds that what comes next may take, what that is, and the error where it does not come: another worker
+        may do better unless it is up to the client. None seconds while the prompt queues or is computed with nowhere to
+        go: that lasts as long as the request."""
         if self._outlet.is_held_up:
-            return UNREAD_TIMEOUT_S
+            return UNREAD_TIMEOUT_S, "the client to read the prompt's logprobs", DeadlineError
         if self._session is not None:
-            return self._session.time_left_s()
-        return DESTINATION_TIMEOUT_S if self._has_first_token else None
+            return self._session.time_left_s(), _WAITS.get(self._session.state, "the session to end"), HandoffError
+        return DESTINATION_TIMEOUT_S if self._has_first_token else None, "the destination terms", HandoffError
 
     def _released(self) -> None:
         """Decode has committed."""
@@ -294,7 +305,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
     async def Serve(self, request_iterator: AsyncIterator[pb.PrefillInputs],
                     context: Context) -> AsyncIterator[pb.PrefillEvents]:
-        call = RouterCall(self._kind, self._calls, self._parts.meters.handoff.leases_expired)
+        num_taken = sum(scheduler.limits.max_running + scheduler.limits.max_queued
+                        for scheduler in self._parts.ranks.schedulers)
+        call = RouterCall(self._kind, self._calls, self._parts.meters.handoff.leases_expired, num_taken)
         async with aclosing(call.events(message.inputs async for message in request_iterator)) as batches:
             async for events in batches:
                 yield pb.PrefillEvents(events=events)

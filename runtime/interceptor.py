@@ -41,7 +41,7 @@ MAX_QUESTION_BYTES, MAX_OPEN_BYTES = 256 << 10, 4 << 10
 # Calls that need no token, by method: streams may last for ever.
 _MAX_OPEN_CALLS = {"/grpc.health.v1.Health/Check": 64, "/grpc.health.v1.Health/Watch": 64}
 _MAX_OTHER_OPEN_CALLS = 4
-_MAX_BACKGROUND_CALLS = 256
+_MAX_BACKGROUND_CALLS = 256  # of callers with the same access: watchers shut no router out
 # Of messages being read: bytes in all, and how long the slowest may keep the next one waiting. Those that need no token
 # arrive with the call or are no honest ones.
 RECEIVING_BYTES, _MAX_PLACES, _PATIENCE_S = 128 << 20, 64, 5.0
@@ -78,7 +78,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
         self._intake = Intake(IntakeLimits(places, _PATIENCE_S))
         self._open_intake = Intake(_OPEN_INTAKE)
         self._seats = Seats("calls", limits.max_calls, limits.max_held_bytes)
-        self._background_seats = Seats("endless calls", _MAX_BACKGROUND_CALLS, limits.max_held_bytes)
+        self._background_seats: dict[Access, Seats] = {}
         self._open_seats: dict[str, Seats] = {}
         self._guarded_handlers: dict[str, tuple[object, Any]] = {}  # by method: what is guarded, and the guarded one
         self.calls = CallLedger(self._seats, metrics, tracing, background_methods)
@@ -132,9 +132,13 @@ class CallGuard(grpc.aio.ServerInterceptor):
         return make(guarded, parse, handler.response_serializer)
 
     def _seats_for(self, method: str) -> Seats:
+        access = access_to(method)
         if method in self._background:
-            return self._background_seats
-        if access_to(method) is not Access.OPEN:
+            if access not in self._background_seats:
+                self._background_seats[access] = Seats("endless calls", _MAX_BACKGROUND_CALLS,
+                                                       self._limits.max_held_bytes)
+            return self._background_seats[access]
+        if access is not Access.OPEN:
             return self._seats
         if method not in self._open_seats:
             max_calls = _MAX_OPEN_CALLS.get(method, _MAX_OTHER_OPEN_CALLS)

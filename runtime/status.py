@@ -275,7 +275,10 @@ def _read_details(status: Status) -> _Details:
     info, bad, retry = details_pb2.ErrorInfo(), details_pb2.BadRequest(), details_pb2.RetryInfo()
     for packed in status.details:
         for detail in (info, bad, retry):
-            packed.Unpack(detail)
+            try:
+                packed.Unpack(detail)
+            except DecodeError:  # not ours, as in `_parsed`
+                detail.Clear()
     return _Details(
         reason=info.reason if info.domain == DOMAIN else "",
         facts=dict(info.metadata),

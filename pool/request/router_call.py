@@ -24,7 +24,7 @@ from prometheus_client import Counter
 
 from protos import decode_pb2, prefill_pb2, types_pb2
 from runtime.calls import CallLedger, MessageLimits, OpenCall, SendQueue
-from runtime.errors import CapacityError, DeadlineError, FieldViolation, InvalidRequestError
+from runtime.errors import BatonError, CapacityError, DeadlineError, FieldViolation, InvalidRequestError
 from runtime.status import RpcFailure
 from runtime.tracing import Metadata
 
@@ -33,7 +33,7 @@ EventT = TypeVar("EventT", prefill_pb2.PrefillEvent, decode_pb2.DecodeEvent)
 HappenedT = TypeVar("HappenedT")
 
 MAX_UNREAD = 32  # of one request: a handful, and reads of as many scores as are under way
-MAX_OPEN = 1024  # requests of one router, and as many again that are refused until it has read so
+SPARE_OPEN = 1024  # requests of one router beyond what its pool takes; what is refused waits until it has read so
 MAX_INPUTS = 1024  # per message
 MAX_EVENTS, MAX_TOKENS = 256, 16384  # per message: a router handles one without a pause, and takes it with all logprobs
 END_S = 5.0  # for its requests to end after the call has
@@ -74,26 +74,27 @@ class Inbox(Generic[InputT, HappenedT]):
     def session_changed(self) -> None:
         self._put(SessionChanged())
 
-    async def get(self, timeout_s: float | None, waiting_for: str) -> InputT | HappenedT | SessionChanged:
+    async def get(self, timeout_s: float | None, waiting_for: str,
+                  failure: type[BatonError] = DeadlineError) -> InputT | HappenedT | SessionChanged:
         """The next thing that happened. `timeout_s` None waits as long as the request lives.
 
         Raises:
-            DeadlineError: nothing happened in time; the message names what was waited for.
+            BatonError: nothing happened in time, a `failure`; the message names what was waited for.
         """
         if not self._items:
-            await self._wait(timeout_s, waiting_for)
+            await self._wait(timeout_s, waiting_for, failure)
         item = self._items.popleft()
         self._num_unread -= isinstance(item, Message)
         return item
 
-    async def _wait(self, timeout_s: float | None, waiting_for: str) -> None:
+    async def _wait(self, timeout_s: float | None, waiting_for: str, failure: type[BatonError]) -> None:
         self._reader = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._reader
         except TimeoutError:
             self._expired.inc()
-            raise DeadlineError(f"gave up waiting for {waiting_for}") from None
+            raise failure(f"gave up waiting for {waiting_for}") from None
 
     def _put(self, item: InputT | HappenedT | SessionChanged) -> None:
         self._items.append(item)
@@ -161,10 +162,14 @@ class _Request(Generic[InputT, EventT]):
 class RouterCall(Generic[InputT, EventT]):
     """From its first message to its end. Build inside a running event loop."""
 
-    def __init__(self, kind: RequestKind[InputT, EventT], calls: CallLedger, expired: Counter) -> None:
-        """`expired` counts waits of requests that took too long."""
+    def __init__(self, kind: RequestKind[InputT, EventT], calls: CallLedger, expired: Counter,
+                 num_taken: int = 0) -> None:
+        """`expired` counts waits of requests that took too long. `num_taken` requests the pool runs or queues at the
+        same time: its own limit is what a router shall meet."""
         self._kind: RequestKind[InputT, EventT] = kind
         self._calls = calls
+        self._max_open = num_taken + SPARE_OPEN
+        self._num_admitted = 0
         self._expired = expired
         self._queue: SendQueue[EventT] = SendQueue(MessageLimits(MAX_EVENTS, MAX_TOKENS))
         self._requests: dict[int, _Request[InputT, EventT]] = {}
@@ -196,7 +201,7 @@ class RouterCall(Generic[InputT, EventT]):
                     raise InvalidRequestError(FieldViolation(
                         "inputs", f"a message may have at most {MAX_INPUTS}, this one has {len(inputs)}"))
                 for item in inputs:
-                    while len(self._requests) + len(self._ends) >= 2 * MAX_OPEN:  # the router reads first
+                    while len(self._requests) + len(self._ends) >= 2 * self._max_open:  # the router reads first
                         self._has_room.clear()
                         await self._has_room.wait()
                     self._received(item)
@@ -269,12 +274,13 @@ class RouterCall(Generic[InputT, EventT]):
     async def _placed(self, item: InputT, request: "_Request[InputT, EventT]", call: OpenCall) -> None:
         if request.violation is not None:
             raise InvalidRequestError(request.violation)
-        if len(self._requests) > MAX_OPEN:
-            raise CapacityError(f"{MAX_OPEN} requests of one router are under way, which is the limit",
+        if self._num_admitted >= self._max_open:
+            raise CapacityError(f"{self._max_open} requests of one router are under way, which is the limit",
                                 resource="requests")
         ends_in_s, timer = _time_left_s(self._kind.context_of(item)), None
         if not math.isinf(ends_in_s):
             timer = asyncio.get_running_loop().call_later(ends_in_s + LATE_S, _out_of_time, call, ends_in_s)
+        self._num_admitted += 1
         try:
             with self._calls.place():
                 await self._kind.serve(Opening(item, request.inbox, request.outlet, ends_in_s))
@@ -302,6 +308,8 @@ class RouterCall(Generic[InputT, EventT]):
         """The call is over, and with it its requests: what they hold is given back before anything else happens."""
         for call in self._ends.values():
             self._calls.over(call)
+        for request in self._requests.values():
+            request.outlet.is_open = False  # one that ends otherwise meanwhile has nobody to tell
         tasks = [request.task for request in self._requests.values() if request.task is not None]
         for task in tasks:
             task.cancel()

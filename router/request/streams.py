@@ -77,6 +77,7 @@ class PrefillStream:
             BatonError: `error`, if a retry cannot help or none is left.
         """
         self.close()
+        self.stream, self.has_first_token = None, False  # no answer of that attempt counts any more
         suspect(self._booking, error)
         self._tried |= {self.address}
         if self._attempts >= self._parts.limits.prefill_attempts or not may_retry(error):
@@ -98,7 +99,6 @@ class PrefillStream:
                                                       context_tokens=self._parts.context_tokens),
             self._parts.limits.comeback_s(directory), error)
         self._attempts += 1
-        self.has_first_token = False
         self.run()
 
 

@@ -20,6 +20,7 @@ from protos import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, t
 from runtime.calls import MessageLimits, SendQueue
 from runtime.errors import (
     BatonError,
+    CapacityError,
     ConfigError,
     FieldViolation,
     InvalidRequestError,
@@ -147,6 +148,7 @@ class WorkerCall(Generic[InputT, EventT]):
 
     async def _run(self, channel: grpc.aio.Channel) -> None:
         error: BatonError | None = None
+        call: grpc.aio.StreamStreamCall[Any, Any] | None = None
         writer: asyncio.Task[None] | None = None
         try:
             call = self._kind.begin(channel)
@@ -167,6 +169,8 @@ class WorkerCall(Generic[InputT, EventT]):
             self.has_ended = True
             if writer is not None:
                 writer.cancel()
+            if call is not None:
+                call.cancel()  # else one that is read no further, for a bug, keeps its requests at the worker
             self._lost(error)
 
     def _received(self, message: EventBatch[EventT]) -> None:
@@ -215,7 +219,7 @@ def _error_of(error: grpc.aio.AioRpcError) -> BatonError | None:
     if is_lost(error):
         return None
     said = error_from_rpc(error)
-    meant = UnavailableError, PermissionDeniedError, UnauthenticatedError, ConfigError
+    meant = CapacityError, UnavailableError, PermissionDeniedError, UnauthenticatedError, ConfigError
     return said if isinstance(said, meant) else None
 
 

@@ -13,6 +13,7 @@ from engine.core.batch import ForwardMode
 from engine.core.request import DrawnToken
 from engine.memory.layout import Buffer
 from engine.pipeline.stages import StepFailed, StepResult
+from pool.request import router_call
 from protos import decode_pb2 as pb
 from runtime.clock import SystemClock
 from runtime.errors import (
@@ -40,8 +41,8 @@ from tests.support.pool.arrivals import (
 from tests.support.pool.local_pool import call
 from tests.support.transfer.handoff import assert_handed_over
 from transfer.plan import codec
-from transfer.plan.handoff_terms import SourceTerms, StageSessionState
-from transfer.session import SessionDeadlines
+from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageSessionState
+from transfer.session import ReceiveSession, SessionDeadlines
 
 OPEN, COMPLETE, DRAINED = StageSessionState.OPEN, StageSessionState.COMPLETE, StageSessionState.DRAINED
 
@@ -378,4 +379,31 @@ async def test_a_request_whose_time_is_up_takes_no_step(pools: Arrivals) -> None
     with pytest.raises(DeadlineError, match="the request's deadline has passed"):
         await stream.ended()
     assert pools.metric("baton_kv_lease_expired_total") == 0, "no handoff was too slow"
+    await assert_gone(pools, destination.session_id)
+
+
+async def test_stages_that_do_not_post_in_time_are_no_deadline_and_another_pool_may_do_better(
+        pools: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SessionDeadlines, "within", lambda _: SessionDeadlines(open_s=0.01))
+    group = pools.service._parts.leader.group
+    open_receive = group.open_receive
+
+    def open_unseen(source: SourceTerms, destination: DestinationTerms, session: ReceiveSession, *_: object) -> None:
+        take = session.on_stage_event
+        monkeypatch.setattr(session, "on_stage_event",
+                            lambda rank, event: None if event.state is OPEN else take(rank, event))
+        open_receive(source, destination, session, lambda: None)
+
+    monkeypatch.setattr(group, "open_receive", open_unseen)
+    with pytest.raises(HandoffError, match="gave up waiting for every stage to post its receives"):
+        await pools.begin().ended()
+    await pools.until(lambda: pools.is_free)
+    assert pools.metric("baton_handshake_failures_total", reason="handoff_failed") == 1
+
+
+async def test_a_router_may_have_as_many_requests_here_as_the_pool_holds(
+        pools: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_call, "SPARE_OPEN", 0)
+    stream, destination = await pools.open()
+    stream.send(cancelled())
     await assert_gone(pools, destination.session_id)

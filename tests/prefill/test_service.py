@@ -2,43 +2,49 @@
 on."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import cast
 
 import pytest
 from prometheus_client import CollectorRegistry
 
 from engine.core.layer_range import Placement, get_pp_indices
+from engine.core.request import DrawnToken
 from engine.loop import EngineLoop, LoopObserver
 from engine.memory.layout import PoolGeometry
 from engine.memory.leases import PageAllocator, SlotAllocator
+from engine.pipeline.stages import StepResult
 from models.weights_digest import StageWeights
 from pool.pipeline.group import SessionReports, StageGroup
 from pool.pipeline.leader import Leader
 from pool.pipeline.membership import StageLink
+from pool.request import router_call
 from pool.request.entry import DataRanks
 from pool.request.stay import EventPost, MemoryReclaimer
 from pool.stage.metrics import LeaderMeters
 from pool.stage.pool_size import PoolSize
 from pool.stage.stage import StagePlan
+from prefill import service as prefill_service
 from prefill.prompts import PrefillLimits
 from prefill.scheduler import PrefillScheduler
 from prefill.service import PrefillParts, PrefillService
 from protos import prefill_pb2 as pb
-from protos import types_pb2
+from protos import transfer_pb2, types_pb2
 from runtime.clock import SystemClock
 from runtime.digests import Compatibility
-from runtime.errors import DeadlineError, PeerLostError, UnavailableError
+from runtime.errors import CapacityError, DeadlineError, HandoffError, PeerLostError, UnavailableError
 from testing.memory_transport import MemoryNetwork
 from tests.support.models.tiny_models import HYBRID, tiny
 from tests.support.pool.arrivals import NUM_LAYERS, NUM_PAGES, NUM_SLOTS, PAGE_SIZE, PROMPT, specs
 from tests.support.pool.local_pool import call
-from tests.support.pool.streams import call_ledger, prefill_call
+from tests.support.pool.streams import Stream, call_ledger, prefill_call
 from tests.support.transfer.handoff import Pool
 from transfer.plan import codec
-from transfer.plan.handoff_terms import StageSessionEvent
+from transfer.plan.handoff_terms import StageSessionEvent, StageSessionState
+from transfer.session import SendSession, SessionDeadlines
 
 
 @dataclass
@@ -159,3 +165,75 @@ async def test_destination_terms_that_meet_a_broken_pool_ends_the_request_and_le
         pages, slots = pools.scheduler.pages, pools.scheduler.slots
         assert (pages.num_free, slots.num_free) == (pages.num_total, slots.num_total)
         assert pools.complaints == []
+
+
+OPEN, COMPLETE, DRAINED = StageSessionState.OPEN, StageSessionState.COMPLETE, StageSessionState.DRAINED
+
+
+PrefillStream = Stream[pb.PrefillInput, pb.PrefillEvent]
+
+
+async def to_first_token(pools: SendingPool) -> tuple[PrefillStream, transfer_pb2.DestinationTerms]:
+    """A prompt that is computed, and what its destination would answer."""
+    stream = prefill_call(pools.service.Serve).open(opening())
+    async with asyncio.timeout(60):
+        while stream.events.qsize() < 2:
+            if (batch := await pools.loop.submit(pools.scheduler.next_batch)) is not None:
+                drawn = [DrawnToken(5) for row in batch.sampling if row is not None]
+                call(pools.loop, partial(pools.scheduler.on_result, batch, StepResult(0, drawn)))
+            await asyncio.sleep(0.001)
+    terms = codec.source_from_proto((await stream.next()).started.terms)
+    assert (await stream.next()).HasField("first_token")
+    destination = pools.dest.destination(terms, range(1, len(terms.page_ids) + 1))
+    return stream, codec.destination_to_proto(destination)
+
+
+async def test_destination_terms_that_do_not_come_are_named_and_another_worker_may_do_better(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefill_service, "DESTINATION_TIMEOUT_S", 0.01)
+    async with sending_pool() as pools:
+        stream, _ = await to_first_token(pools)
+        with pytest.raises(HandoffError, match="gave up waiting for the destination terms"):
+            await stream.ended()
+
+
+@pytest.mark.parametrize(("reported", "limit", "waiting_for"), [
+    ((), "open_s", "every stage to be ready to send"), ((OPEN,), "move_s", "every byte to leave"),
+    ((OPEN, COMPLETE), "finish_s", "the router to confirm the handoff")])
+async def test_each_state_of_a_handoff_that_lasts_too_long_is_named_and_another_worker_may_do_better(
+        monkeypatch: pytest.MonkeyPatch, reported: Sequence[StageSessionState], limit: str, waiting_for: str) -> None:
+    monkeypatch.setattr(prefill_service, "SendSession",
+                        partial(SendSession, deadlines=replace(SessionDeadlines(), **{limit: 0.01})))
+    async with sending_pool() as pools:
+        sessions: list[SendSession] = []
+
+        def report(*states: StageSessionState) -> None:
+            session, = sessions
+            for rank in range(2):
+                for state in states:
+                    session.on_stage_event(rank, StageSessionEvent(session.session_id, session.epoch, state))
+
+        def open_send(_key: int, _source: object, _destination: object, session: SendSession,
+                      on_change: Callable[[], object], _data_rank: int) -> None:
+            sessions.append(session)
+            report(*reported)
+            on_change()
+
+        monkeypatch.setattr(pools.group, "open_send", open_send)
+        monkeypatch.setattr(pools.group, "close_request", lambda *_: report(DRAINED))
+        stream, destination = await to_first_token(pools)
+        stream.send(pb.PrefillInput(destination=destination))
+        with pytest.raises(HandoffError, match=f"gave up waiting for {waiting_for}"):
+            await stream.ended()
+        assert pools.complaints == []
+
+
+async def test_a_router_may_have_as_many_requests_here_as_run_and_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One more is refused by the queue, whose limit routers know."""
+    monkeypatch.setattr(router_call, "SPARE_OPEN", 0)
+    async with sending_pool() as pools:
+        shared = prefill_call(pools.service.Serve)
+        streams = [shared.open(opening()) for _ in range(5)]
+        with pytest.raises(CapacityError, match="4 prompts are queued"):
+            await streams[-1].ended()
+        await shared.drop()

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from protos import generation_pb2, types_pb2
+from router.request import streams
 from router.workers.worker import WorkerRole
 from runtime.errors import (
     CapacityError,
@@ -18,7 +19,7 @@ from runtime.errors import (
     PeerLostError,
     UnavailableError,
 )
-from tests.router.harness import FLOW_LIMITS, NO_GRACE, eventually, running_router, token_request
+from tests.router.harness import FLOW_LIMITS, NO_GRACE, eventually, request_tasks, running_router, token_request
 from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
 
 PREFILL_POINTS = [Point.QUEUED, Point.STARTED, Point.COMPUTED, Point.SENDING]
@@ -335,4 +336,29 @@ async def test_prefill_dies_after_delivery_and_before_the_commit(workers: Worker
         await eventually(lambda: successor.open_requests, "the successor")
         may_commit.set()
         assert (await answer).token_ids == expected_tokens(PROMPT, 5)
+        await router.assert_nothing_left()
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+async def test_a_pool_commits_while_a_successor_of_its_prefill_worker_is_looked_for(
+        workers: Workers, monkeypatch: pytest.MonkeyPatch, *, is_alone: bool) -> None:
+    """Nobody is needed any more: the search ends, and not the request with it, nor the pool for a second offer."""
+    monkeypatch.setattr(streams, "RETRY_PAUSE_S", 60.0)  # longer than the test looks
+    prefill = (workers.p0,) if is_alone else (workers.p0, workers.p1)
+
+    def searches() -> list[str]:
+        return [name for name in request_tasks() if name.startswith("PrefillStream.")]
+
+    async def commit(_: types_pb2.EngineRequest) -> None:
+        await eventually(lambda: workers.d0.sources_lost, "the word that the source is lost")
+        assert searches()
+
+    async with running_router(*prefill, workers.d0) as router:
+        min(prefill, key=lambda worker: worker.address).die_at(Point.SENT)
+        workers.d0.at(Point.COMMIT, commit)
+        workers.d0.at(Point.FINISH, lambda _: eventually(lambda: not searches(), "the search", within_s=10.0))
+        answer = await router.ask(token_request(PROMPT, max_tokens=5))
+        assert answer.token_ids == expected_tokens(PROMPT, 5)
+        assert workers.journal.events().count(Point.QUEUED) == 1
+        assert router.metric("baton_router_retries_total", role="decode", reason="PEER_LOST") == 0
         await router.assert_nothing_left()

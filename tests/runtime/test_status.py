@@ -11,7 +11,14 @@ from google.rpc.status_pb2 import Status
 
 from runtime import errors
 from runtime.errors import BatonError, FieldViolation
-from runtime.status import DETAILS_KEY, PUSHBACK_KEY, RpcFailure, error_from_rpc, failure_of
+from runtime.status import (
+    DETAILS_KEY,
+    PUSHBACK_KEY,
+    RpcFailure,
+    error_from_rpc,
+    error_from_status,
+    failure_of,
+)
 
 DetailT = TypeVar("DetailT", bound=Message)
 
@@ -162,3 +169,12 @@ def test_the_first_violations_are_told_and_how_many_more_there_are() -> None:
 def test_garbage_in_the_details_trailer_is_ignored() -> None:
     failure = RpcFailure(grpc.StatusCode.UNAVAILABLE, "text", ((DETAILS_KEY, b"\xff\xff\xff"),))
     assert type(error_from_rpc(as_rpc_error(failure))) is errors.UnavailableError
+
+
+def test_a_detail_that_cannot_be_parsed_is_ignored() -> None:
+    status = Status.FromString(failure_of(errors.CapacityError("full", resource="slots", retry_after_s=2.0)).status)
+    info = next(detail for detail in status.details if detail.type_url.endswith("ErrorInfo"))
+    info.value += b"\xff"
+    back = error_from_status(status.SerializeToString())
+    assert isinstance(back, errors.CapacityError), "by its code"
+    assert (str(back), back.resource) == ("full", "calls")

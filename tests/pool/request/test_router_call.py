@@ -48,7 +48,8 @@ class End:
 class Pool:
     """`requests` by their ids, from their beginning to their end; each takes inputs, and ends as it is told."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_taken: int = 0) -> None:
+        self.num_taken = num_taken  # that it says it takes
         self.registry = CollectorRegistry()
         self.calls = call_ledger(self.registry)
         self.requests: dict[str, Request] = {}
@@ -65,7 +66,7 @@ class Pool:
     async def Serve(self, request_iterator: AsyncIterator[pb.DecodeInputs],
                     context: object) -> AsyncIterator[pb.DecodeEvents]:
         expired = Counter("expired", "Waits.", registry=CollectorRegistry())
-        call = RouterCall(self.kind, self.calls, expired)
+        call = RouterCall(self.kind, self.calls, expired, self.num_taken)
         async with aclosing(call.events(message.inputs async for message in request_iterator)) as batches:
             async for events in batches:
                 yield pb.DecodeEvents(events=events)
@@ -334,7 +335,7 @@ async def test_a_request_ends_with_its_deadline_and_others_do_not(monkeypatch: p
 
 
 async def test_requests_beyond_the_limit_are_refused_and_those_under_way_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_call, "MAX_OPEN", 2)
+    monkeypatch.setattr(router_call, "SPARE_OPEN", 2)
     pool = Pool()
     call, (first, second) = await begun(pool, "a", "b")
     with pytest.raises(CapacityError, match="2 requests of one router") as refused:
@@ -348,9 +349,28 @@ async def test_requests_beyond_the_limit_are_refused_and_those_under_way_go_on(m
     await call.drop()
 
 
+async def test_the_limit_grows_with_the_pool_and_the_first_of_a_message_are_let_in(
+        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_call, "SPARE_OPEN", 2)
+    pool = Pool(num_taken=6)
+    call, _ = await begun(pool, *(f"old{number}" for number in range(6)))
+    keys = range(7, 13)
+    call.streams |= {key: Stream(call, key) for key in keys}
+    call.send(*(with_key(key, opening(f"new{key}")) for key in keys))
+    for key in keys[2:]:
+        with pytest.raises(CapacityError, match="8 requests of one router"):
+            await call.streams[key].ended()
+    assert pool.began[6:] == ["new7", "new8"]
+    await goes_on(pool, call.streams[7], "new7")
+    again = call.open(opening("again"))
+    await until(lambda: "again" in pool.requests)
+    await goes_on(pool, again, "again")
+    await call.drop()
+
+
 async def test_a_router_that_opens_and_never_reads_is_read_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every end waits until it is taken: their number is bounded."""
-    monkeypatch.setattr(router_call, "MAX_OPEN", 4)
+    monkeypatch.setattr(router_call, "SPARE_OPEN", 4)
     pool = Pool()
     call = RouterCall(pool.kind, pool.calls, Counter("expired", "Waits.", registry=CollectorRegistry()))
 
@@ -401,6 +421,22 @@ async def test_all_requests_end_with_the_call_before_it_is_over() -> None:
     assert sorted(pool.ended) == ["a", "b"]
     assert await pool.calls.wait_quiet(timeout_s=5)
     assert pool.metric("baton_requests_total", method=METHOD, grpc_code="CANCELLED") == 2
+
+
+@pytest.mark.parametrize("is_expelled_first", [True, False])
+async def test_a_request_that_is_expelled_as_its_call_ends_is_over(*, is_expelled_first: bool) -> None:
+    """Nobody is there who could be told its end, so nobody waits for that."""
+    pool = Pool()
+    call, _ = await begun(pool, "a", "b")
+    if is_expelled_first:
+        pool.calls.hand_back(DrainingError("the server is stopping"))
+    call.handler.cancel()
+    await asyncio.sleep(0)  # the handler has cancelled them, and they have not run
+    pool.calls.hand_back(DrainingError("the server is stopping"))
+    await asyncio.wait([call.handler])
+    assert sorted(pool.ended) == ["a", "b"]
+    assert await pool.calls.wait_quiet(timeout_s=5)
+    assert pool.metric("baton_requests_in_flight", method=METHOD) == 0
 
 
 class Served(decode_pb2_grpc.DecodeServicer):

@@ -12,8 +12,11 @@ from prometheus_client import CollectorRegistry
 
 from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc, types_pb2
+from protos.worker_pb2 import WatchRequest
+from protos.worker_pb2_grpc import WorkerStub
 from router.workers import worker_call
 from router.workers.worker_call import DECODE_CALL, CallSlot, WorkerCall
+from runtime import interceptor
 from runtime.client import open_channel
 from runtime.errors import (
     BatonError,
@@ -29,6 +32,7 @@ from runtime.metrics import RpcMetrics
 from runtime.server import GrpcServer, ServerOptions
 from runtime.status import failure_of
 from tests.router.harness import eventually
+from tests.support.router.fake_workers import Fabric, FakeDecode, Journal
 
 Call = WorkerCall[pb.DecodeInput, pb.DecodeEvent]
 
@@ -149,6 +153,40 @@ async def test_an_error_of_one_request_reaches_it_typed_and_no_other() -> None:
         call.task.cancel()
 
 
+async def test_details_that_cannot_be_parsed_cost_no_request_its_call() -> None:
+    async with scripted() as (worker, _, channel):
+        call, first, second = Call(DECODE_CALL, channel), Receiver(), Receiver()
+        keys = [call.open(first, opening()), call.open(second, opening())]
+        said = ended(keys[0], CapacityError("no slots", resource="slots"))
+        for detail in said.ended.details:
+            detail.value = b"\xff\xff"
+        worker.says(said, token(keys[1]))
+        await eventually(lambda: second.events, "a token")
+        (error,) = first.ends
+        assert isinstance(error, CapacityError), "by its code"
+        assert str(error) == "no slots"
+        assert not second.is_over
+        call.task.cancel()
+
+
+async def test_a_call_whose_reader_fails_ends_at_the_worker_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it holds for the requests would be held for ever."""
+    async with scripted() as (worker, server, channel):
+        call, receiver = Call(DECODE_CALL, channel), Receiver()
+        key = call.open(receiver, opening())
+        await worker.got("open")
+
+        def fails(_: pb.DecodeEvent) -> None:
+            raise RuntimeError("a bug")
+
+        monkeypatch.setattr(receiver, "received", fails)
+        worker.says(token(key))
+        await eventually(lambda: receiver.losses, "the loss")
+        await eventually(server.calls._quiet.is_set, "the call at the worker")
+        with pytest.raises(RuntimeError, match="a bug"):
+            await call.task
+
+
 async def test_what_comes_for_unknown_keys_or_behind_an_end_reaches_nobody() -> None:
     async with scripted() as (worker, _, channel):
         call, first, second = Call(DECODE_CALL, channel), Receiver(), Receiver()
@@ -194,7 +232,8 @@ async def test_what_is_left_of_an_unsent_request_is_not_sent_before_its_cancella
 
 @pytest.mark.parametrize(("said", "kind"), [
     (DrainingError("the server is stopping"), DrainingError), (UnavailableError("unhealthy"), UnavailableError),
-    (PermissionDeniedError("not you"), PermissionDeniedError), (ConfigError("no"), ConfigError)])
+    (PermissionDeniedError("not you"), PermissionDeniedError), (ConfigError("no"), ConfigError),
+    (CapacityError("256 calls are under way", resource="calls"), CapacityError)])
 async def test_what_a_worker_says_of_the_call_is_said_of_each_of_its_requests(said: BatonError,
                                                                               kind: type[BatonError]) -> None:
     async with scripted() as (worker, _, channel):
@@ -360,3 +399,21 @@ async def test_a_retired_call_that_its_worker_keeps_is_cancelled(monkeypatch: py
         call.leave(key)
         await eventually(lambda: call.has_ended, "the end")
         assert [item.WhichOneof("input") for item in worker.inputs] == ["open", "cancelled"]
+
+
+async def test_those_who_watch_a_worker_take_no_place_of_a_router(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(interceptor, "_MAX_BACKGROUND_CALLS", 2)
+    worker = FakeDecode("d", Fabric(), Journal())
+    await worker.start()
+    async with open_channel(worker.address) as channel:
+        watches = [WorkerStub(channel).Watch(WatchRequest(interval_s=1)) for _ in range(2)]
+        for watch in watches:
+            await watch.read()
+        with pytest.raises(grpc.aio.AioRpcError, match="2 endless calls are under way"):
+            await WorkerStub(channel).Watch(WatchRequest(interval_s=1)).read()
+        calls = [Call(DECODE_CALL, channel) for _ in range(2)]
+        await eventually(lambda: worker.num_calls == 2, "the calls of routers")
+        assert not any(call.has_ended for call in calls)
+        for call in calls:
+            call.task.cancel()
+    await worker.die()

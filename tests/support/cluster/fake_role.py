@@ -1,7 +1,7 @@
 """A role process without an engine: it takes a role's flags, serves health (and an echo, as router), and announces.
 
-Its behaviour is chosen by the name of the "model": "broken" exits at once with an error, "slow" never serves, and
-neither does one with a file of that name.
+Its behaviour is chosen by the name of the "model": "broken" exits at once with an error, "refused" as a role does that
+refuses its settings, "slow" never serves, and neither does one with a file of that name.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from protos import generation_pb2_grpc
 from runtime.announce import Announcement, write_announcement
 from runtime.metrics import RpcMetrics
 from runtime.server import GrpcServer, ServerOptions
-from runtime.supervision import StopSignal, run_process
+from runtime.supervision import EXIT_CONFIG, StopSignal, run_process
 from tests.support.router.generation import EchoGeneration
 
 SERVICES = {"router": "baton.v1.Generation", "prefill": "baton.v1.Prefill", "decode": "baton.v1.Decode"}
@@ -26,9 +26,15 @@ def main(role: str) -> None:
     for flag in ("--model", "--listen", "--announce"):
         parser.add_argument(flag, type=Path if flag != "--listen" else str)
     flags, rest = parser.parse_known_args()
+    if "--check-settings" in rest:
+        sys.exit()
     print(f"{role} on cores {sorted(os.sched_getaffinity(0))} with {' '.join(rest)}", flush=True)
     if flags.model.name == "broken" and role == "decode":
         sys.exit("the weights are not readable")
+
+    if flags.model.name == "refused" and role == "decode":
+        print(f"{role}: the settings do not fit", file=sys.stderr)
+        sys.exit(EXIT_CONFIG)
 
     async def run(stop: StopSignal) -> None:
         server = GrpcServer(ServerOptions(listen=flags.listen), services=(SERVICES[role],),
