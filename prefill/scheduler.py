@@ -138,6 +138,7 @@ class PrefillScheduler:
         for row, (key, sampling) in enumerate(zip(batch.request_keys, batch.sampling, strict=True)):
             entry = self._entries[key]
             entry.in_flight -= 1
+            had_failed, entry.has_failed = entry.has_failed, entry.has_failed or result.error is not None
             if result.error is None:
                 self._keep(entry, batch.context_lens[row] + batch.query_lens[row])
             scored = next(scores, ()) if batch.scoring and batch.scoring[row] is not None else ()
@@ -146,6 +147,8 @@ class PrefillScheduler:
                 if entry.in_flight == 0:
                     self._forget(entry)
                 continue
+            if had_failed:
+                continue  # its owner knows; what this batch computed was computed from nothing
             if result.error is not None:
                 self._fail(entry, result.error)
             if scored:
@@ -240,8 +243,8 @@ class PrefillScheduler:
 
     @property
     def _num_held(self) -> int:
-        """Requests that have started and are not released."""
-        return len(self._entries) - len(self._queue)
+        """Requests that hold memory: those that have started and are not released."""
+        return sum(entry.pages is not None for entry in self._entries.values())
 
     def _num_pages(self, entry: PrefillEntry) -> int:
         return pages_for_tokens(len(entry.request.prompt_token_ids), self.limits.page_size)

@@ -99,8 +99,10 @@ class PrefixIndex:
         self._latest = None
         held = self._held.setdefault(worker, bytearray())
         if report.stored:
-            held += report.stored
-            self._store(_names(report.stored), self._bit(worker))
+            names, bit = dict.fromkeys(_names(report.stored)), self._bit(worker)
+            # What several data ranks store is removed once, with the last of them.
+            held += b"".join(name for name in names if not self._holders.get(name, 0) & bit)
+            self._store(list(names), bit)
         if report.removed:
             removed = _names(report.removed)
             self._remove(removed, self._bits.get(worker, 0))

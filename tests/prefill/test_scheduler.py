@@ -1,7 +1,7 @@
 """The prefill scheduler with hand-made results: chunks, packing, order, bounds, memory."""
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
@@ -10,10 +10,12 @@ from engine.core.batch import ForwardBatch
 from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
+from pool.prefix.tree import ResumeRule
 from pool.request.entry import Failed
 from prefill.prompts import Event, FirstToken, PrefillEntry, PrefillLimits, Scored, Started
 from prefill.scheduler import PrefillScheduler
 from runtime.clock import ManualClock
+from runtime.digests import block_names
 from runtime.errors import CapacityError, DeadlineError, InvalidRequestError, PeerLostError
 from runtime.pace import MIN_PROMPTS
 
@@ -316,6 +318,53 @@ def test_a_failed_step_and_a_lost_pipeline_tell_every_owner() -> None:
     assert scheduler.load().running_requests == 0
     assert scheduler.pages.num_free == scheduler.pages.num_total
     scheduler.on_idle()
+
+
+def cached(num_slots: int = 0, max_running: int = 4, *, has_states: bool = False) -> PrefillScheduler:
+    return replace(make(num_slots=num_slots, max_running=max_running), cache_rule=ResumeRule(4, 4, has_states))
+
+
+def submit_named(scheduler: PrefillScheduler, prompt: int, first: int = 0, *,
+                 ends_at_s: float = math.inf) -> tuple[int, Client]:
+    client, tokens = Client(), tuple(range(first, first + prompt))
+    wanted = Request("r", tokens, 1, SamplingParams(temperature=0))
+    return scheduler.submit(wanted, client.events.append, blocks=block_names(tokens, 4, compatibility="x"),
+                            ends_at_s=ends_at_s), client
+
+
+@pytest.mark.parametrize("is_released", [True, False], ids=["released", "waited for"])
+def test_what_follows_a_failed_chunk_is_neither_kept_nor_sent(*, is_released: bool) -> None:
+    """Two stages have a chunk each; the first fails, and the second computes from what it left."""
+    scheduler = cached()
+    key, client = submit_named(scheduler, 16)
+    first, second = scheduler.next_batch(), scheduler.next_batch()
+    assert first is not None
+    assert second is not None
+    if is_released:
+        scheduler.release(key)
+    scheduler.on_result(first, StepResult(0, [], StepFailed("stage 1: no")))
+    answer(scheduler, second)
+    assert client.kinds() == ["Started"] + ["Failed"] * (not is_released)
+    scheduler.release(key)
+    _, other = submit_named(scheduler, 16)
+    scheduler.next_batch()
+    (started,) = other.events
+    assert isinstance(started, Started)
+    assert started.num_cached == 0
+
+
+def test_who_failed_in_the_queue_holds_no_slot() -> None:
+    """The last free one is for a prompt that may start, not for a snapshot."""
+    scheduler = cached(num_slots=2, max_running=1, has_states=True)
+    clock = scheduler.clock
+    assert isinstance(clock, ManualClock)
+    submit_named(scheduler, 20)
+    submit_named(scheduler, 20, 900, ends_at_s=1.0)
+    first = scheduler.next_batch()
+    assert first is not None
+    answer(scheduler, first)
+    clock.advance(2)
+    assert drain(scheduler)
 
 
 def test_started_names_the_pages_in_order_and_the_slot() -> None:

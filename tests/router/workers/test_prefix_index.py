@@ -57,6 +57,15 @@ def test_what_a_request_asks_again_is_not_looked_for_again_before_a_change() -> 
     assert index.depths(names) == {"a": 1}
 
 
+def test_what_data_ranks_store_together_and_remove_once_is_not_kept_for_ever() -> None:
+    index, names = PrefixIndex(), [number.to_bytes(16, "big") for number in range(100)]
+    for cycle in range(50):
+        index.report("w", report(3 * cycle, names))
+        index.report("w", report(3 * cycle + 1, [*names, *names]))
+        index.report("w", report(3 * cycle + 2, removed=names))
+    assert len(index._held["w"]) <= 3 * 16 * len(names)
+
+
 def test_a_report_that_does_not_follow_is_refused_until_a_whole_account() -> None:
     index = PrefixIndex()
     assert index.report("a", report(0, NAMES[:1], whole=True))
