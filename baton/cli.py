@@ -20,15 +20,18 @@ from baton.cluster_config import ClusterConfig, demo_model
 from baton.connection import TlsCa, TlsCert, TlsKey, TlsName, TokenFile, advice, connection
 from baton.conversation import converse
 from baton.demo import run_demo
+from baton.finite import finite
 from baton.gateway import curl_line
 from baton.generate_command import first_question, print_text, prompt_of, read_prompt, structured_output_of
 from baton.load import Slo
 from baton.load_command import Api, LoadSpec, connect, measure, report
 from baton.load_plot import check_can_plot
 from baton.render import StartPrinter, event_json, log_printer, status_view
+from baton.settings_check import check_settings
 from baton.status_command import watch_json, watch_status
 from baton.values import ModelInfo, Query, Sampling, Stop
 from baton.workload import Arrivals, Lengths, Process, Shape
+from runtime.config import MAX_WAIT_S
 from runtime.errors import BatonError, ConfigError, RequestAborted, UnavailableError
 from runtime.log import human_line
 from runtime.security import PeerRole
@@ -43,7 +46,8 @@ app = typer.Typer(
 Target = Annotated[list[str] | None, typer.Option(
     show_default=DEFAULT_TARGET, envvar="BATON_TARGET", help="HOST:PORT of the router. Several, repeated or with "
     "commas between them, take turns, and one goes on with what another left unfinished.")]
-Timeout = Annotated[float | None, typer.Option(min=0.001, help="Give up after this many seconds.")]
+Timeout = Annotated[float | None, typer.Option(min=0.001, max=MAX_WAIT_S, callback=finite,
+                                               help="Give up after this many seconds.")]
 Ids = Annotated[bool, typer.Option("--ids", help="The prompt is token ids.")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 _LENGTH_HELP = "Lengths of prompts: 192, uniform:96-288, normal:192,48 or exponential:192."
@@ -139,7 +143,7 @@ def up(
     numerics: Annotated[str | None, typer.Option(help="exact (same bits from every topology) or fast.")] = None,
     weights: Annotated[str | None, typer.Option(help="model (its own type) or int8 (eight bits a weight).")] = None,
     device: Annotated[str | None, typer.Option(help="What workers compute on: cpu, cuda or cuda:N.")] = None,
-    transport: Annotated[str | None, typer.Option(help="How state moves: auto, shm or tcp.")] = None,
+    transport: Annotated[str | None, typer.Option(help="How state moves: auto, shm, tcp or cuda.")] = None,
     draft: Annotated[Path | None, typer.Option(help="Draft model; decode pools then speculate.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with tables router, prefill, decode.")] = None,
     otel_endpoint: Annotated[str | None, typer.Option(help="URL of an OTLP collector; traces go there.")] = None,
@@ -185,6 +189,8 @@ async def _serve(settings: ClusterConfig, console: Console) -> None:
     printer = StartPrinter(sink, own="baton")
     if settings.log_level == "debug":
         printer.ready()
+    settings.check()
+    await check_settings(settings)
     async with LocalCluster(settings, sink=printer) as cluster:
         printer.ready()
         for name, process in cluster.processes.items():
@@ -355,17 +361,20 @@ def load(
     target: Target = None,
     api: Annotated[Api, typer.Option(help="What the target speaks: Baton's own API, or VllmEngine's.")] = Api.BATON,
     requests: Annotated[int, typer.Option(min=1, help="How many to send.")] = 60,
-    rate: Annotated[float, typer.Option(min=0.001, help="Mean arrivals per second.")] = 4.0,
+    rate: Annotated[float, typer.Option(min=0.001, callback=finite, help="Mean arrivals per second.")] = 4.0,
     arrival: Annotated[Process, typer.Option(help="How arrivals are spread.")] = Process.POISSON,
     burst: Annotated[int, typer.Option(min=1, help="Requests per burst, with --arrival burst.")] = 8,
     prompt_tokens: Annotated[str, typer.Option(help=_LENGTH_HELP)] = "uniform:96-288",
     output_tokens: Annotated[str, typer.Option(help="The same, for what is generated.")] = "32",
     trace: Annotated[Path | None, typer.Option(help="Replay times and lengths of this JSONL file instead.")] = None,
-    speed: Annotated[float, typer.Option(min=0.001, help="Replay a trace this much faster.")] = 1.0,
+    speed: Annotated[float, typer.Option(min=0.001, callback=finite, help="Replay a trace this much faster.")] = 1.0,
     warm_up: Annotated[int, typer.Option(min=0, help="Requests to send before, and not to count.")] = 2,
-    slo_ttft: Annotated[float, typer.Option(help="Limit on time to first token, seconds.")] = 0.5,
-    slo_tpot: Annotated[float, typer.Option(help="Limit on time per further token, seconds.")] = 0.05,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Give a request up after this many seconds.")] = 60.0,
+    slo_ttft: Annotated[float, typer.Option(min=0.000001, callback=finite,
+                                            help="Limit on time to first token, seconds.")] = 0.5,
+    slo_tpot: Annotated[float, typer.Option(min=0.000001, callback=finite,
+                                            help="Limit on time per further token, seconds.")] = 0.05,
+    timeout: Annotated[float, typer.Option(min=0.001, max=MAX_WAIT_S, callback=finite,
+                                           help="Give a request up after this many seconds.")] = 60.0,
     seed: Annotated[int, typer.Option(help="The same seed sends the same requests at the same times.")] = 0,
     plot: Annotated[Path | None, typer.Option(help="Draw the run into this .png, .svg or .pdf.")] = None,
     as_json: AsJson = False,

@@ -30,6 +30,7 @@ from baton.nursery import Child, Nursery, NurseryLink, Spawn, spawn
 from baton.preflight import (
     ROLES,
     PoolShape,
+    check_apart,
     check_port,
     listen_address,
     memory_flags,
@@ -85,6 +86,7 @@ class LocalCluster:
         check_port(parse_address(self._listen), flag="--listen")
         if config.http:
             check_port(parse_address(config.http, field="--http"), flag="--http")
+            check_apart(parse_address(config.http), parse_address(self._listen))
         self._pools = [_Pool(shape, index) for shape in config.shapes for index in range(shape.count)]
         self._memory_flags = memory_flags(config.shapes, tables, config.model)
         self._metrics_ports = metrics_ports(tables, {"router": self._router_names, **{
@@ -250,12 +252,8 @@ class LocalCluster:
 
     def _launch_stage(self, pool: _Pool, rank: int) -> None:
         shape, leader = pool.shape, self._announcement_path(pool.name(0))
-        flags = ["--rank", str(rank), "--world-size", str(shape.pool_size), *shape.flags,
-                 *self._memory_flags[shape.role]]
-        flags += ["--tp", str(shape.num_ranks)] if shape.num_ranks > 1 else []
-        flags += ["--dp-attention", str(shape.num_data_ranks)] if shape.num_data_ranks > 1 else []
+        flags = [*shape.process_flags(rank), *self._memory_flags[shape.role]]
         flags += ["--leader", f"file://{leader}"] if rank else []
-        flags += ["--partition", shape.partition] if shape.partition else []
         self._launch(pool.name(rank), shape.role, flags, leads=rank == 0)
 
     def _announcement_path(self, name: str) -> Path:
@@ -284,9 +282,7 @@ class LocalCluster:
     def _launch(self, name: str, role: str, flags: list[str], *, leads: bool) -> None:
         config = self._config
         listen = self._listen if name == "router" else f"{config.places.host(name)}:0"
-        shared = ["--model", str(config.model), "--log-level", config.log_level]
-        shared += ["--config", str(config.config_file)] if config.config_file else []
-        spec = ProcessSpec(name, role, (*shared, *flags), listen,
+        spec = ProcessSpec(name, role, (*config.shared_flags, *flags), listen,
                            self._cores[name] if config.one_core_each else None,
                            self._announcement_path(name), leads, self._metrics_ports[name])
         self._run(spec, spawn if self._link is None or role == "router" else self._fork)

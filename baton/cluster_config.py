@@ -68,6 +68,12 @@ class ClusterConfig:
                 PoolShape("decode", self.decode, self.decode_pp, self.decode_partition, flags, self.decode_tp,
                           self.decode_dp_attention))
 
+    @property
+    def shared_flags(self) -> tuple[str, ...]:
+        """Of workers and routers alike."""
+        file = () if self.config_file is None else ("--config", str(self.config_file))
+        return ("--model", str(self.model), "--log-level", self.log_level, *file)
+
     def check(self) -> None:
         """Raises ConfigError naming the setting and its limit, before anything is started."""
         parse_address(self.listen or DEFAULT_TARGET, field="listen")
@@ -76,6 +82,9 @@ class ClusterConfig:
             if not 1 <= count <= _MAX_PROCESSES:
                 raise ConfigError(f"--{name.replace('_', '-')} must be from 1 to {_MAX_PROCESSES}, got {count}",
                                   field=name)
+        if (count := self.routers + sum(shape.num_processes for shape in self.shapes)) > _MAX_PROCESSES:
+            raise ConfigError(f"{count} processes are asked for, routers and the stages and ranks of all pools, and "
+                              f"the limit is {_MAX_PROCESSES}", field="processes")
         check_model_folder(self.model)
         for shape in self.shapes:
             check_partition(shape, self.model)

@@ -1,6 +1,6 @@
 """What `baton up` checks and divides before it starts anything: the settings file, ports, partitions, memory.
 
-The processes check their own settings again, in full; what is here is about all of them together.
+The processes check their own settings, in full (`settings_check.py`); what is here is about all of them together.
 """
 
 import errno
@@ -43,6 +43,13 @@ class PoolShape:
     @property
     def num_processes(self) -> int:
         return self.count * self.pool_size
+
+    def process_flags(self, rank: int) -> list[str]:
+        """Of one process of a pool, but for those about memory and addresses."""
+        flags = ["--rank", str(rank), "--world-size", str(self.pool_size), *self.flags]
+        flags += ["--tp", str(self.num_ranks)] if self.num_ranks > 1 else []
+        flags += ["--dp-attention", str(self.num_data_ranks)] if self.num_data_ranks > 1 else []
+        return [*flags, "--partition", self.partition] if self.partition else flags
 
 
 def check_partition(shape: PoolShape, model: Path) -> None:
@@ -87,6 +94,14 @@ def check_port(address: Address, *, flag: str) -> None:
                           field=flag.strip("-")) from None
 
 
+def check_apart(http: Address, listen: Address) -> None:
+    """Raises ConfigError where --http would take the address of --listen."""
+    hosts = {"127.0.0.1" if address.host == "localhost" else address.host for address in (http, listen)}
+    if http.port and http.port == listen.port and (len(hosts) == 1 or hosts & {"0.0.0.0", "::"}):
+        raise ConfigError(f"--http {http}: the router listens there (--listen {listen}); another port, or 0 for any",
+                          field="http")
+
+
 def port_of(table: Mapping[str, object], name: str, *, section: str) -> int | None:
     """A port from the file; None where it names none. Raises ConfigError."""
     value = table.get(name)
@@ -124,13 +139,15 @@ def memory_flags(shapes: Sequence[PoolShape], tables: Mapping[str, Mapping[str, 
     role whose flags or table limit how much it may take gets none.
 
     Raises:
-        ConfigError: the weights of all pools do not fit into the host's memory.
+        ConfigError: the weights of all pools do not fit into the host's memory, or leave nothing for a cache to
+            workers that are not told how much to take.
     """
     devices = {shape.role: _setting(shape, tables, "device") or "cpu" for shape in shapes}
     on_host = [shape for shape in shapes if devices[shape.role] == "cpu"]
     flags: dict[str, tuple[str, ...]] = {}
     if on_host:
-        each = _host_bytes(on_host, model, memory or host_memory())
+        own = all(_has_own(shape, tables) for shape in on_host)
+        each = _host_bytes(on_host, model, memory or host_memory(), may_be_none=own)
         flags |= {shape.role: ("--memory-mb", str(each // MIB)) for shape in on_host}
     num_on_device = sum(shape.num_processes for shape in shapes if shape not in on_host)
     flags |= {shape.role: ("--memory-share", f"{DEVICE_SHARE / num_on_device:.3f}") for shape in shapes
@@ -138,8 +155,8 @@ def memory_flags(shapes: Sequence[PoolShape], tables: Mapping[str, Mapping[str, 
     return {shape.role: () if _has_own(shape, tables) else flags[shape.role] for shape in shapes}
 
 
-def _host_bytes(shapes: Sequence[PoolShape], model: Path, memory: HostMemory) -> int:
-    """Of cache, for each process."""
+def _host_bytes(shapes: Sequence[PoolShape], model: Path, memory: HostMemory, *, may_be_none: bool) -> int:
+    """Of cache, for each process. Raises ConfigError."""
     weights = loaded_bytes(model)
     num_pools, num_processes = sum(shape.count for shape in shapes), sum(shape.num_processes for shape in shapes)
     if num_pools * weights > memory.available_bytes:
@@ -149,6 +166,12 @@ def _host_bytes(shapes: Sequence[PoolShape], model: Path, memory: HostMemory) ->
             f"{memory.total_bytes / MIB:.0f} MiB are free on this machine: fewer pools (--prefill, --decode), a "
             f"smaller model, or a larger machine", field="model")
     left = int(HOST_SHARE * memory.available_bytes) - num_pools * weights - num_processes * PROCESS_BYTES
+    if left <= 0 and not may_be_none:
+        raise ConfigError(
+            f"nothing is left for caches: {HOST_SHARE:g} of the {memory.available_bytes / MIB:.0f} MiB that are free "
+            f"on this machine, less {num_pools} * {weights / MIB:.0f} MiB of weights and {num_processes} * "
+            f"{PROCESS_BYTES / MIB:.0f} MiB of processes, is {left / MIB:.0f} MiB: fewer pools or stages, or say "
+            f"--memory-mb", field="memory_mb")
     return max(left // num_processes, LEAST_CACHE_BYTES)
 
 

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from baton.nursery import Child, Spawn, spawn
 from runtime.announce import Announcement, read_announcement
-from runtime.errors import BatonError, DeadlineError, UnavailableError
+from runtime.errors import BatonError, ConfigError, DeadlineError, UnavailableError
 from runtime.log import human_line
+from runtime.supervision import EXIT_CONFIG
 from runtime.tied import ALL_CORES
 
 # Called with the process's name and one line of its output.
@@ -89,7 +90,8 @@ class RoleProcess:
         """Start, and start again after each death.
 
         Raises:
-            UnavailableError: it ended before `settle`; the message has its last line.
+            ConfigError: it refused its settings before `settle`.
+            UnavailableError: it ended otherwise before `settle`; the message has its last line, as that of the other.
         """
         backoff_s = _FIRST_BACKOFF_S
         while not self._stopping:
@@ -100,7 +102,8 @@ class RoleProcess:
                 self._restarting, backoff_s = False, _FIRST_BACKOFF_S
                 continue
             if not self._settled:
-                raise UnavailableError(f"{self.spec.name} {_ending(code)}: {self._last_words()}")
+                message = f"{self.spec.name} {_ending(code)}: {self._last_words()}"
+                raise ConfigError(message, field=self.spec.role) if code == EXIT_CONFIG else UnavailableError(message)
             if self._has_served:
                 backoff_s = _FIRST_BACKOFF_S
             self._sink(self.spec.name, human_line(f"{_ending(code)}, starting again in {backoff_s:g} s",

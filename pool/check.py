@@ -36,7 +36,7 @@ def check(
     tp: Annotated[int, typer.Option(help="Ranks that share each stage.")] = 1,
     dp_attention: Annotated[int, typer.Option(help="Data ranks that these form.")] = 1,
     ep: Annotated[int | None, typer.Option(help="Ranks that experts are spread over: as many as --tp.")] = None,
-    partition: Annotated[str, typer.Option(help='Layers per stage, like "3,5".')] = "",
+    partition: Annotated[str, typer.Option(help='Layers per stage, like "3,5", or balanced.')] = "",
     weights: Annotated[str, typer.Option(help="model, or int8: eight bits a weight.")] = "model",
     draft: Annotated[Path | None, typer.Option(help="Draft model.")] = None,
     memory_mb: Annotated[int | None, typer.Option(help="Cache memory per rank in MiB; default: as fits here.")] = None,

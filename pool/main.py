@@ -9,7 +9,9 @@ from typing import Annotated
 import typer
 
 from pool.stage.config import WorkerConfig
-from runtime.config import leader_from_environment
+from runtime.config import leader_from_environment, load
+from runtime.errors import ConfigError
+from runtime.supervision import EXIT_CONFIG
 
 ENVIRONMENT_HELP = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are read where the flags are absent."
 
@@ -23,7 +25,7 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
 
     @app.command(help=f"Run one process of a {role_name} pool. {ENVIRONMENT_HELP}")
     def run(
-        model: Annotated[Path, typer.Option(help="Directory of the checkpoint.")],
+        model: Annotated[Path | None, typer.Option(help="Directory of the checkpoint.")] = None,
         model_name: Annotated[str | None, typer.Option(help="Name clients know the model by.")] = None,
         listen: Annotated[str | None, typer.Option(help="HOST:PORT of the gRPC server; port 0: any.")] = None,
         metrics_port: Annotated[int | None, typer.Option(help="Port of /metrics; 0: any.")] = None,
@@ -41,7 +43,7 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
         overlap_tokens: Annotated[int | None, typer.Option(help="Run so large a batch in two halves (--tp).")] = None,
         overlap_steps: Annotated[bool | None, typer.Option(help="Prepare a step while one computes.")] = None,
         leader: Annotated[str | None, typer.Option(help="HOST:PORT or file:///PATH of stage 0.")] = None,
-        partition: Annotated[str | None, typer.Option(help='Layers per stage, as "3,5".')] = None,
+        partition: Annotated[str | None, typer.Option(help='Layers per stage, "3,5", or balanced.')] = None,
         page_size: Annotated[int | None, typer.Option(help="Tokens per cache page.")] = None,
         num_pages: Annotated[int | None, typer.Option(help="Cache pages; 0: from --memory-mb.")] = None,
         memory_mb: Annotated[int | None, typer.Option(help="Cache memory per stage in MiB.")] = None,
@@ -77,12 +79,26 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
         log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
         log_style: Annotated[str | None, typer.Option(help="human or json.")] = None,
         otel_endpoint: Annotated[str | None, typer.Option(help="URL of an OTLP collector; traces go there.")] = None,
+        check_settings: Annotated[bool | None, typer.Option("--check-settings",
+                                                            help="Say whether the settings fit, and end.")] = None,
     ) -> None:
         given = locals()
         flags = {name: given[name] for name in WorkerConfig.model_fields if name in given}
         flags["leader"] = leader or leader_from_environment()
+        if check_settings:
+            sys.exit(_checked(role_name, flags, config))
         # Read by torch's allocator when it loads: huge pages make weights about a fifth faster to stream.
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         sys.exit(start(flags, config))
 
     return app
+
+
+def _checked(role_name: str, flags: dict[str, object], file: Path | None) -> int:
+    """The exit code of `--check-settings`, and a line to stderr where they do not fit. Loads no torch."""
+    try:
+        load(WorkerConfig, section=role_name, flags=flags, file=file).check()
+    except ConfigError as error:
+        print(f"{role_name}: {error}", file=sys.stderr)
+        return EXIT_CONFIG
+    return 0

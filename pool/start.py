@@ -24,7 +24,8 @@ def start(role: PoolRole, flags: dict[str, object], file: Path | None) -> int:
     async def run(stop: StopSignal) -> None:
         config = load(WorkerConfig, section=role.name, flags=flags, file=file)
         configure(level=config.log_level, style=LogStyle(config.log_style), role=f"{role.name}{config.rank}")
-        _check(config)
+        config.check()
+        check_ranks(config)
         check_overlap(config, role)
         logger.debug("settings", extra=describe(config))
         await run_worker(config, role, stop, age_s=process_age_s())
@@ -55,13 +56,3 @@ def check_overlap(config: WorkerConfig, role: PoolRole) -> None:
     prompts, whose chunks are long beside their planning, and one more in flight would hold up a more urgent prompt."""
     if config.overlap_steps and (role.name != "decode" or config.world_size > 1 or config.draft is not None):
         raise ConfigError("--overlap-steps is for a decode pool of one process, without a draft", field="overlap_steps")
-
-
-def _check(config: WorkerConfig) -> None:
-    if config.rank >= config.world_size:
-        raise ConfigError(f"rank {config.rank} is outside 0..{config.world_size - 1}", field="rank")
-    if config.rank > 0 and not config.leader:
-        raise ConfigError("a process other than 0 needs --leader HOST:PORT (or MASTER_ADDR and MASTER_PORT)",
-                          field="leader")
-    check_ranks(config)
-    config.binding.check()

@@ -27,6 +27,7 @@ from runtime.config import describe
 from runtime.errors import ConfigError
 from runtime.exposition import Exposition, new_registry
 from runtime.metrics import RouterMetrics, RpcMetrics
+from runtime.model_folder import check_model_folder
 from runtime.security import ChannelSecurity, ServerSecurity
 from runtime.server import GrpcServer, ServerOptions
 from runtime.supervision import StopSignal, background
@@ -51,11 +52,12 @@ async def serve(config: RouterConfig, stop: StopSignal, *, on_start: Callable[[]
     certificates = config.certificates()
     security = ServerSecurity(certificates, config.client_certificates,
                               None if config.token_file is None else TokenList(config.token_file))
-    if notice := await asyncio.to_thread(make_tokenizer, config.model):
-        logger.warning(notice)
     if config.salt_by_client and not security.names_clients:
         raise ConfigError("salt_by_client needs token_file or clients' certificates: nothing else names a client",
                           field="salt_by_client")
+    check_model_folder(config.model, needs_weights=False)
+    if notice := await asyncio.to_thread(make_tokenizer, config.model):
+        logger.warning(notice)
     model = load_served_model(config.model, config.model_name)
     incarnation = uuid.uuid4().hex
     tracing = open_tracing(config.otel_endpoint, role="router", worker=incarnation)

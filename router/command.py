@@ -58,6 +58,8 @@ def router(
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     log_style: Annotated[LogStyle | None, typer.Option(help="For people or for machines.")] = None,
     otel_endpoint: Annotated[str | None, typer.Option(help="URL of an OTLP collector; traces go there.")] = None,
+    check_settings: Annotated[bool | None, typer.Option("--check-settings",
+                                                        help="Say whether the settings fit, and end.")] = None,
 ) -> None:
     """Balance requests over prefill and decode workers and stream tokens to clients."""
     flags = {
@@ -74,9 +76,12 @@ def router(
     try:
         settings = load(RouterConfig, section="router", flags=flags, file=config)
         configure(level=settings.log_level, style=settings.log_style, role="router")
+        settings.check()
     except ConfigError as error:
         print(f"router: {error}", file=sys.stderr)
         raise typer.Exit(EXIT_CONFIG) from None
+    if check_settings:
+        raise typer.Exit
     raise typer.Exit(run_process("router", lambda stop: serve(settings, stop, on_start=_settle)))
 
 

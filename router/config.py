@@ -7,9 +7,10 @@ from pydantic import Field
 from router.request.admission import DEFAULT_LIMITS, PriorityLimitField
 from router.workers.discovery import DiscoveryOptions, TargetField
 from router.workers.policy import Policy
-from runtime.config import AddressField
+from runtime.config import MAX_WAIT_S, AddressField
 from runtime.log import LogStyle
 from runtime.security import ClientCertificates, TlsConfig
+from runtime.tracing_setup import check_endpoint
 
 
 class RouterConfig(TlsConfig):
@@ -37,30 +38,44 @@ class RouterConfig(TlsConfig):
     otel_endpoint: str = ""
     policy: Policy = Policy.PREFIX_CACHE
     watch_interval_s: float = Field(default=0.25, ge=0.05, le=60, description="How often workers report their load.")
-    max_waiting: int = Field(default=1024, ge=0, description="Requests held back at most, however short the wait.")
-    max_wait_s: float = Field(default=60.0, gt=0, description="How long a request is held back for want of room; one "
-                                                              "that would wait longer is refused at once.")
-    peer_wait_s: float | None = Field(default=None, gt=0, description="How long to wait for a lost worker or its "
-                                      "successor; default: half as long again as workers took to start, from 4 to "
-                                      "max_wait_s.")
-    prefill_attempts: int = Field(default=3, ge=1, description="Prefill workers a request may try before its commit.")
-    migrations: int = Field(default=3, ge=0, description="Decode pools that may be lost under one request.")
-    max_request_s: float = Field(default=3600.0, gt=0, description="Limit for clients that set no deadline.")
-    client_stall_s: float = Field(default=60.0, gt=0, description="How long a client may leave its stream unread.")
-    warm_up_s: float = Field(default=60.0, gt=0, description="Limit of the warm-up token before readiness.")
-    drain_s: float = Field(default=30.0, ge=0, description="How long SIGTERM lets running requests finish.")
+    max_waiting: int = Field(default=1024, ge=0, le=1 << 20,
+                             description="Requests held back at most, however short the wait.")
+    max_wait_s: float = Field(default=60.0, gt=0, le=MAX_WAIT_S,
+                              description="How long a request is held back for want of room; one that would wait "
+                                          "longer is refused at once.")
+    peer_wait_s: float | None = Field(default=None, gt=0, le=MAX_WAIT_S,
+                                      description="How long to wait for a lost worker or its successor; default: half "
+                                                  "as long again as workers took to start, from 4 to max_wait_s.")
+    prefill_attempts: int = Field(default=3, ge=1, le=1000,
+                                  description="Prefill workers a request may try before its commit.")
+    migrations: int = Field(default=3, ge=0, le=1000, description="Decode pools that may be lost under one request.")
+    max_request_s: float = Field(default=3600.0, gt=0, le=MAX_WAIT_S,
+                                 description="Limit for clients that set no deadline.")
+    client_stall_s: float = Field(default=60.0, gt=0, le=MAX_WAIT_S,
+                                  description="How long a client may leave its stream unread.")
+    warm_up_s: float = Field(default=60.0, gt=0, le=MAX_WAIT_S,
+                             description="Limit of the warm-up token before readiness.")
+    drain_s: float = Field(default=30.0, ge=0, le=MAX_WAIT_S,
+                           description="How long SIGTERM lets running requests finish.")
     max_message_bytes: int = Field(default=16 << 20, ge=1 << 10, le=1 << 29, description="Largest request.")
-    max_calls: int = Field(default=2048, ge=1, description="Calls under way; one more is refused unread.")
-    max_held_bytes: int = Field(default=128 << 20, ge=1 << 20, description="Messages of all calls under way, together.")
+    max_calls: int = Field(default=2048, ge=1, le=1 << 20, description="Calls under way; one more is refused unread.")
+    max_held_bytes: int = Field(default=128 << 20, ge=1 << 20, le=1 << 40,
+                                description="Messages of all calls under way, together.")
     # More than may wait or run: beyond this a client's own gRPC holds calls back, where nobody refuses them in time.
     max_streams: int = Field(default=4096, ge=1, le=1 << 20, description="Calls under way on one connection.")
     max_connections: int = Field(default=1024, ge=1, le=1 << 20, description="Connections of clients at once.")
-    keepalive_s: float = Field(default=1.5, gt=0, description="How often clients are pinged.")
-    keepalive_timeout_s: float = Field(default=2.5, gt=0, description="When a client that does not answer is given up.")
-    max_connection_age_s: float | None = Field(default=None, gt=0)
-    max_connection_age_grace_s: float = Field(default=3600.0, ge=0, description="What calls in flight get beyond that.")
+    keepalive_s: float = Field(default=1.5, gt=0, le=MAX_WAIT_S, description="How often clients are pinged.")
+    keepalive_timeout_s: float = Field(default=2.5, gt=0, le=MAX_WAIT_S,
+                                       description="When a client that does not answer is given up.")
+    max_connection_age_s: float | None = Field(default=None, gt=0, le=MAX_WAIT_S)
+    max_connection_age_grace_s: float = Field(default=3600.0, ge=0, le=MAX_WAIT_S,
+                                              description="What calls in flight get beyond that.")
     reflection: bool = True
     channelz: bool = False
     vllm_engine: bool = False
     salt_by_client: bool = Field(default=False, description="Share cached prompts only among requests of one client, "
                                  "by its token or certificate.")
+
+    def check(self) -> None:
+        """Raises ConfigError for what the single settings do not show."""
+        check_endpoint(self.otel_endpoint)

@@ -23,12 +23,13 @@ from runtime.errors import ConfigError
 
 SECTIONS = ("router", "prefill", "decode", "gateway")
 _MAX_PORT_DIGITS = 5
+MAX_WAIT_S = 86_400  # of any setting in seconds: gRPC counts milliseconds in 32 bits, which are 24 days
 
 
 class Config(BaseModel):
     """Root of all settings. Never written after it was built."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
 
 ConfigT = TypeVar("ConfigT", bound=Config)
@@ -56,11 +57,13 @@ class Address:
 def parse_address(text: str, *, field: str = "address") -> Address:
     """HOST:PORT or [IPV6]:PORT. Raises ConfigError naming `field`."""
     host, colon, port = text.rpartition(":")
-    if not colon or not host or (":" in host and not host.startswith("[")):
+    in_brackets = host.startswith("[") and host.endswith("]") and len(host) > 2
+    plain = host[1:-1] if in_brackets else host
+    if not colon or not plain or set(plain) & set("[]") or (":" in plain and not in_brackets):
         raise ConfigError(f"{field} must be HOST:PORT, got {text!r}", field=field)
     if not port.isascii() or not port.isdigit() or len(port) > _MAX_PORT_DIGITS or int(port) > 65535:
         raise ConfigError(f"{field} must end in a port from 0 to 65535, got {text!r}", field=field)
-    return Address(host.strip("[]"), int(port))
+    return Address(plain, int(port))
 
 
 def _checked_address(text: str) -> str:
@@ -107,7 +110,9 @@ def read_tables(file: Path) -> dict[str, dict[str, object]]:
     except (ValueError, RecursionError) as error:  # also for what is not UTF-8, and for numbers without end
         raise ConfigError(f"{file} is not TOML: {error}", field="config") from error
     for name, table in tables.items():
-        if name not in SECTIONS or not isinstance(table, dict):
+        if name in SECTIONS and not isinstance(table, dict):
+            raise ConfigError(f"{file}: {name} must be a table, [{name}], got {table!r}", field=name)
+        if name not in SECTIONS:
             raise ConfigError(f"{file}: {name!r} is not one of the tables {', '.join(SECTIONS)}"
                               f"{did_you_mean(name, SECTIONS)}", field=name)
     return tables

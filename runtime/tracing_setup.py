@@ -9,13 +9,18 @@ def open_tracing(endpoint: str, *, role: str, worker: str) -> Tracing:
 
     Raises ConfigError when OpenTelemetry is not installed or the URL is none.
     """
+    check_endpoint(endpoint)
     if not endpoint:
         return UNTRACED
-    if not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(f"otel_endpoint must be like http://127.0.0.1:4317, got {endpoint!r}", field="otel_endpoint")
     try:
         from runtime.otel import OtelTracing
     except ImportError as error:
         raise ConfigError("otel_endpoint needs OpenTelemetry: pip install 'baton[otel]'",
                           field="otel_endpoint") from error
     return OtelTracing.to_collector(endpoint, role=role, worker=worker)
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises ConfigError unless it is a URL, or empty."""
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"otel_endpoint must be like http://127.0.0.1:4317, got {endpoint!r}", field="otel_endpoint")

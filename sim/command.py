@@ -1,6 +1,7 @@
 """`baton simulate`: what a fleet makes of a load."""
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from baton.finite import finite
 from baton.load import Slo
 from baton.load_plot import check_can_plot
 from baton.workload import Arrivals, Lengths, Planned, Process, Shape, plan, read_trace, superposed
@@ -39,7 +41,7 @@ def parse_slo(text: str) -> Slo:
             limits[name.strip()] = float(value.removesuffix(unit)) * _UNITS[unit]
         except ValueError:
             limits[""] = 0.0
-    if limits.keys() != {"ttft", "tpot"} or min(limits.values()) <= 0:
+    if limits.keys() != {"ttft", "tpot"} or not all(0 < limit < math.inf for limit in limits.values()):
         raise ConfigError(f"--slo must be like ttft=2s,tpot=50ms, got {text!r}", field="slo")
     return Slo(limits["ttft"], limits["tpot"])
 
@@ -55,15 +57,17 @@ class LoadFlags:
         help="What workers take, as bench.calibrate writes it; default: a dense 70B model on eight H100 per worker, "
              "roughly.")] = None
     trace: Annotated[Path | None, typer.Option(help="Times, lengths and common blocks of this JSONL file.")] = None
-    speed: Annotated[float, typer.Option(min=0.001, help="Replay a trace this much faster.")] = 1.0
+    speed: Annotated[float, typer.Option(min=0.001, callback=finite, help="Replay a trace this much faster.")] = 1.0
     copies: Annotated[int, typer.Option(min=1, help="So many of the trace at once, with prompts of their own.")] = 1
     requests: Annotated[int | None, typer.Option(min=1, help="How many; default: all of the trace, or 1000.")] = None
-    rate: Annotated[float, typer.Option(min=0.001, help="Mean arrivals per second, without a trace.")] = 4.0
+    rate: Annotated[float, typer.Option(min=0.001, callback=finite,
+                                        help="Mean arrivals per second, without a trace.")] = 4.0
     arrival: Annotated[Process, typer.Option(help="How arrivals are spread.")] = Process.POISSON
     burst: Annotated[int, typer.Option(min=1, help="Requests per burst, with --arrival burst.")] = 8
     prompt_tokens: Annotated[str, typer.Option(help=_LENGTHS)] = "exponential:4000"
     output_tokens: Annotated[str, typer.Option(help="The same, for what is generated.")] = "exponential:300"
-    slower: Annotated[float, typer.Option(min=0.001, help="Workers take this many times what the costs say.")] = 1.0
+    slower: Annotated[float, typer.Option(min=0.001, max=1000, callback=finite,
+                                          help="Workers take this many times what the costs say.")] = 1.0
     policy: Annotated[Policy, typer.Option(help="How routers choose workers.")] = Policy.PREFIX_CACHE
     slo: Annotated[str, typer.Option(help="What a good request keeps.")] = "ttft=2s,tpot=50ms"
     seed: Annotated[int, typer.Option(help="The same seed gives the same run.")] = 0
@@ -107,7 +111,8 @@ def command(
     prefill: Annotated[int, typer.Option(min=1, help="Number of prefill workers.")] = 1,
     decode: Annotated[int, typer.Option(min=1, help="Number of decode workers.")] = 1,
     routers: RoutersFlag = 1,
-    watch_interval: Annotated[float, typer.Option(min=0.05, help="Seconds between two reports of a worker.")] = 0.25,
+    watch_interval: Annotated[float, typer.Option(min=0.05, max=60, callback=finite,
+                                                  help="Seconds between two reports of a worker.")] = 0.25,
     fault: Annotated[list[str] | None, typer.Option(
         help="Like kill:decode-3@120+30, cut:prefill-0@60+5, slow:prefill-1@60+30x3, restart:decode@100 or "
              "lose:router-1@60; repeat.")] = None,

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from baton.finite import finite
 from baton.load import Slo
 from baton.workload import Planned
 from runtime.errors import ConfigError
@@ -143,11 +144,13 @@ def plan_fleet(config: FleetConfig, load: list[Planned], slo: Slo, wanted: float
 @with_load_flags
 def command(
     flags: LoadFlags,
-    share: Annotated[float, typer.Option(min=0.01, max=1.0, help="Of all requests, those that are to keep it.")] = 0.95,
+    share: Annotated[float, typer.Option(min=0.01, max=1.0, callback=finite,
+                                         help="Of all requests, those that are to keep it.")] = 0.95,
     routers: RoutersFlag = 1,
     most: Annotated[int, typer.Option(min=1, help="Workers of one role that there may be.")] = 64,
-    prefill_price: Annotated[float, typer.Option(min=0.001, help="Of a prefill worker, in any unit.")] = 1.0,
-    decode_price: Annotated[float, typer.Option(min=0.001, help="Of a decode worker.")] = 1.0,
+    prefill_price: Annotated[float, typer.Option(min=0.001, callback=finite,
+                                                 help="Of a prefill worker, in any unit.")] = 1.0,
+    decode_price: Annotated[float, typer.Option(min=0.001, callback=finite, help="Of a decode worker.")] = 1.0,
 ) -> None:
     """Search the cheapest fleet that serves a load within limits, by simulating fleets; and say what as many workers
     that both read and draw would do."""

@@ -19,7 +19,7 @@ from runtime.client import ChannelOptions
 from runtime.server import ServerOptions
 
 # Folders whose tests never load torch, which takes longer than most of them; tests/architecture holds it.
-WITHOUT_TORCH = ("architecture", "baton", "router", "runtime", "tools")
+WITHOUT_TORCH = ("architecture", "baton", "router", "runtime")
 
 
 def has_gpu() -> bool:

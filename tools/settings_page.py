@@ -8,16 +8,19 @@ from typing import get_args
 import typer
 from annotated_types import Ge, Gt, Le, Lt, MinLen
 from pydantic.fields import FieldInfo
-from typer.core import TyperCommand, TyperGroup, TyperOption
+from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
 
 from baton.cli import app as baton_app
 from baton.gateway import GatewayConfig
 from baton.gateway import app as gateway_app
+from pool.check import app as check_app
 from pool.main import worker_command
 from pool.stage.config import WorkerConfig
 from router.command import app as router_app
 from router.config import RouterConfig
 from runtime.config import Config
+from sim.command import app as simulate_app
+from sim.plan import app as plan_app
 
 _HEAD = """# Configuration
 
@@ -42,10 +45,12 @@ _WORKERS = """`[prefill]` and `[decode]` have the same settings; each process of
 that launchers set (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT) are read where flags are absent.
 
 """
-_COMMANDS = """`baton router`, `baton prefill`, `baton decode` and `baton gateway` take the flags above. Every command
-has `--help`.
+_COMMANDS = """`baton router`, `baton prefill`, `baton decode` and `baton gateway` take the flags above; the first three
+end at once with `--check-settings`, and say whether the settings fit. Every command has `--help`.
 
 """
+# Commands that become a program of another package, but for those of the roles.
+_PROGRAMS = {"check": check_app, "simulate": simulate_app, "plan": plan_app}
 
 
 def configuration_page() -> str:
@@ -84,6 +89,8 @@ def _spelled(value: object) -> str:
     match value:
         case None | "" | ():
             return ""
+        case tuple():
+            return ", ".join(map(_spelled, value))
         case enum.Enum():
             return f"`{value.value}`"
         case bool():
@@ -126,20 +133,28 @@ def _commands() -> Iterator[str]:
     group = typer.main.get_command(baton_app)
     assert isinstance(group, TyperGroup)
     for name, command in group.commands.items():
-        if command.context_settings.get("ignore_unknown_options"):
-            continue
-        yield f"### `baton {name}`\n\n{_cell(command.help or '')}\n\n"
-        options = list(_flags(command).values())
-        if options:
-            yield "| Flag | Default | Meaning |\n|---|---|---|\n"
-        for option in options:
-            spelled = " ".join(f"`{opt}`" for opt in (*option.opts, *option.secondary_opts))
-            # A default that is made in the command is shown by name only.
-            value = option.show_default if isinstance(option.show_default, str) else option.default
-            default = "" if value is False else _spelled(value)
-            variable = f" (`{option.envvar}`)" if option.envvar else ""
-            yield f"| {spelled} | {default} | {_cell(option.help or '')}{variable} |\n"
-        yield "\n"
+        if name in _PROGRAMS:
+            yield from _command(name, typer.main.get_command(_PROGRAMS[name]))
+        elif not command.context_settings.get("ignore_unknown_options"):
+            yield from _command(name, command)
+
+
+def _command(name: str, command: object) -> Iterator[str]:
+    assert isinstance(command, TyperCommand)
+    arguments = [each.name.upper() for each in command.params if isinstance(each, TyperArgument) and each.required
+                 and each.name]
+    yield f"### `{' '.join(['baton', name, *arguments])}`\n\n{_cell(command.help or '')}\n\n"
+    options = list(_flags(command).values())
+    if options:
+        yield "| Flag | Default | Meaning |\n|---|---|---|\n"
+    for option in options:
+        spelled = " ".join(f"`{opt}`" for opt in (*option.opts, *option.secondary_opts))
+        # A default that is made in the command is shown by name only.
+        value = option.show_default if isinstance(option.show_default, str) else option.default
+        default = "" if value is False else _spelled(value)
+        variable = f" (`{option.envvar}`)" if option.envvar else ""
+        yield f"| {spelled} | {default} | {_cell(option.help or '')}{variable} |\n"
+    yield "\n"
 
 
 def _cell(text: str) -> str:

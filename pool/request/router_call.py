@@ -285,6 +285,7 @@ class RouterCall(Generic[InputT, EventT]):
             with self._calls.place():
                 await self._kind.serve(Opening(item, request.inbox, request.outlet, ends_in_s))
         finally:
+            self._num_admitted -= 1
             if timer is not None:
                 timer.cancel()
 

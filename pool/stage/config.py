@@ -7,9 +7,12 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from engine.core.layer_range import Placement
-from runtime.config import AddressField
+from runtime.announce import announcement_path
+from runtime.config import MAX_WAIT_S, AddressField, parse_address
 from runtime.errors import ConfigError
+from runtime.model_folder import check_model_folder
 from runtime.security import TlsConfig
+from runtime.tracing_setup import check_endpoint
 from transfer.ucx.binding import UcxBinding, parse_ports
 
 TransportName = Literal["auto", "shm", "tcp", "cuda"]
@@ -50,7 +53,8 @@ class WorkerConfig(TlsConfig):
     max_context: int = Field(default=0, ge=0, description="tokens of prompt and answer together, at least "
                                                           f"{MIN_CONTEXT_TOKENS}; 0: the model's, or as many as the "
                                                           "cache can hold")
-    num_pages: int = Field(default=0, ge=0, description="cache pages, the null page included; 0: from --memory-mb")
+    num_pages: int = Field(default=0, ge=0, le=1 << 28,
+                           description="cache pages, the null page included; 0: from --memory-mb")
     memory_mb: int = Field(default=0, ge=0, description="cache memory per stage in MiB, on its device, when "
                                                         "--num-pages is 0; 0: from --memory-share")
     memory_share: float = Field(
@@ -108,9 +112,11 @@ class WorkerConfig(TlsConfig):
     spec_prompt: bool = Field(default=True, description="the draft's state of the prompt is handed over between pools "
                                                         "that both have --draft; no: it never is")
     spec_adaptive: bool = Field(default=True, description="shorten drafts, or draft nothing, while that yields more")
-    caller_stall_s: float = Field(default=120.0, gt=0, description="how long a router may leave a response unread; "
-                                                                   "above its client_stall_s")
-    drain_s: float = Field(default=10.0, ge=0, description="how long SIGTERM lets running requests finish")
+    caller_stall_s: float = Field(default=120.0, gt=0, le=MAX_WAIT_S, description="how long a router may leave a "
+                                                                                  "response unread; above its "
+                                                                                  "client_stall_s")
+    drain_s: float = Field(default=10.0, ge=0, le=MAX_WAIT_S,
+                           description="how long SIGTERM lets running requests finish")
     log_level: Literal["debug", "info", "warning", "error"] = Field(default="info", description="least level logged")
     log_style: Literal["human", "json"] = Field(default="human", description="for people or for machines")
     otel_endpoint: str = Field(default="", description="URL of an OTLP collector over gRPC; empty: no traces")
@@ -136,6 +142,22 @@ class WorkerConfig(TlsConfig):
             return text and "{}-{}".format(*parse_ports(text))
         except ConfigError as error:
             raise ValueError(str(error)) from None
+
+    def check(self) -> None:
+        """Raises ConfigError for what the single settings do not show, and needs neither torch nor the model to be
+        seen."""
+        if self.rank >= self.world_size:
+            raise ConfigError(f"rank {self.rank} is outside 0..{self.world_size - 1}", field="rank")
+        if self.rank > 0 and not self.leader:
+            raise ConfigError("a process other than 0 needs --leader HOST:PORT (or MASTER_ADDR and MASTER_PORT)",
+                              field="leader")
+        if self.leader and announcement_path(self.leader) is None:
+            parse_address(self.leader, field="--leader")
+        check_endpoint(self.otel_endpoint)
+        if self.draft is not None:
+            check_model_folder(self.draft, field="draft")
+        _ = self.placement
+        self.binding.check()
 
     @property
     def placement(self) -> Placement:

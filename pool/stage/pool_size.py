@@ -73,7 +73,9 @@ def plan_pool_size(config: WorkerConfig, description: ModelDescription, ranges: 
                           f"--prefill-pp, --prefill-tp, --decode-pp and --decode-tp) divide them", field="model")
     wanted = _wanted_context(config, description)
     if config.num_pages:
-        return _by_pages(config, needs, wanted)
+        size = _by_pages(config, needs, wanted)
+        _check_room(config, ranges, needs, size, memory(config.device).total_bytes - weights[own])
+        return size
     budget = _cache_bytes(config, ranges, weights, memory)
     needs = replace(needs, max_snapshots=_num_snapshots(needs, ranges, budget))
     context = longest_context(needs.specs, ranges, budget_bytes=budget, page_size=config.page_size, at_most=wanted,
@@ -123,6 +125,19 @@ def _by_pages(config: WorkerConfig, needs: PoolNeeds, wanted: int) -> PoolSize:
                           f"{config.max_context}", field="num_pages")
     num_slots = needs.max_held + needs.max_snapshots + 1 if bytes_per_slot(needs.specs) else 0
     return PoolSize(config.num_pages, num_slots, min(wanted, room))
+
+
+def _check_room(config: WorkerConfig, ranges: Sequence[LayerRange], needs: PoolNeeds, size: PoolSize,
+                room_bytes: int) -> None:
+    """Raises ConfigError for a cache that this process's machine or device could not hold if it were empty."""
+    own = config.placement.pipeline_rank
+    cost = stage_costs(needs.specs, ranges, needs.scratch)[own]
+    cache = (size.num_pages * cost.page_bytes + size.num_slots * cost.slot_bytes
+             + needs.num_scratch * cost.scratch_bytes)
+    if cache > room_bytes:
+        raise ConfigError(f"--num-pages {config.num_pages} make a cache of {_mib(cache)} on stage {own} (layers "
+                          f"{ranges[own]}), and beside its weights {_place(config)} has {_mib(room_bytes)}: fewer "
+                          f"pages, or --memory-mb", field="num_pages")
 
 
 def _cache_bytes(config: WorkerConfig, ranges: Sequence[LayerRange], weights: Sequence[int], memory: Memory) -> int:

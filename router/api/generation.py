@@ -73,10 +73,13 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def Generate(self, request: generation_pb2.GenerateRequest,
                        context: Context) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         timeline = Timeline(self._clock, self._services.metrics)
-        rebind(request_id=request.request_id)
+        # The router's own, where the client chose none: refused requests are looked up in the log, too.
+        request_id = request.request_id or uuid.uuid4().hex
+        rebind(request_id=request_id)
         caller = self._caller_of(context)
         checked = await admissible(request, self._facts(), self._model.tokeniser, draw_seed, self._model.grammars,
                                    most_urgent=self._limits.priorities.most_urgent(caller))
+        checked.engine.request_id = request_id
         if self._limits.salts_by_client:
             checked.engine.cache_salt = client_salt(caller.identity, request.cache_salt)
         outputs = [await self._output(checked, index) for index in range(checked.num_choices)]
@@ -154,8 +157,6 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
                   timeline: Timeline, context: Context, caller: Caller) -> RequestKey:
         """Make a flow per choice; returns what they run under."""
         engine = checked.engine
-        engine.request_id = engine.request_id or uuid.uuid4().hex
-        rebind(request_id=engine.request_id)
         note(request_id=engine.request_id, prompt_tokens=len(engine.prompt_token_ids))
         key = RequestKey(caller.identity, engine.request_id)
         if key in self._running:

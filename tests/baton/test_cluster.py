@@ -232,6 +232,12 @@ async def test_a_process_that_cannot_start_ends_the_start(tmp_path: Path, log: L
             pass
 
 
+async def test_a_process_that_refuses_its_settings_ends_the_start_as_such(tmp_path: Path, log: Log) -> None:
+    with pytest.raises(ConfigError, match=r"decode-0\.[01] ended with exit code 2: the settings do not fit"):
+        async with LocalCluster(config(tmp_path, "refused"), sink=log):
+            pass
+
+
 async def test_a_cluster_that_never_serves_says_who(tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     wait_serving = LocalCluster.wait_serving  # the time to start is not what runs out
     monkeypatch.setattr(LocalCluster, "wait_serving", lambda self, timeout_s: wait_serving(self, timeout_s=5))
@@ -273,6 +279,14 @@ def test_bad_counts_are_refused_before_anything_starts(tmp_path: Path, log: Log,
     with pytest.raises(ConfigError, match="1 to 64") as caught:
         LocalCluster(replace(config(tmp_path), **settings), sink=log)
     assert caught.value.field == field
+
+
+def test_the_limit_is_on_all_processes_together(tmp_path: Path) -> None:
+    """Two routers, 14 prefill processes, and 3 pools of 2 stages of 8 ranks."""
+    fits = replace(config(tmp_path), routers=2, prefill=14, decode=3, decode_pp=2, decode_tp=8)
+    fits.check()
+    with pytest.raises(ConfigError, match=r"^65 processes are asked for.* the limit is 64"):
+        replace(fits, prefill=15).check()
 
 
 def up(folder: Path, *flags: str) -> subprocess.Popen[str]:

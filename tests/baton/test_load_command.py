@@ -13,7 +13,9 @@ import grpc
 import pytest
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
+from typer.testing import CliRunner
 
+from baton.cli import app
 from baton.load_plot import check_can_plot
 from baton.values import ChatMessage, Query
 from baton.vllm_client import AsyncVllmEngineClient
@@ -116,3 +118,12 @@ def test_what_is_not_installed_or_possible_is_said_before_the_run(tmp_path: Path
     monkeypatch.setitem(sys.modules, "smg_grpc_proto.generated", None)
     with pytest.raises(ConfigError, match=r"baton\[vllm\]"):
         AsyncVllmEngineClient("127.0.0.1:1")
+
+
+@pytest.mark.parametrize(("flag", "value"), [
+    ("--slo-ttft", "-1"), ("--slo-ttft", "nan"), ("--slo-tpot", "inf"), ("--rate", "inf"), ("--speed", "nan"),
+    ("--timeout", "inf")])
+def test_numbers_that_make_no_sense_are_refused(flag: str, value: str) -> None:
+    done = CliRunner().invoke(app, ["load", flag, value])
+    assert done.exit_code == 2
+    assert f"Invalid value for '{flag}'" in done.stderr

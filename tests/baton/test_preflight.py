@@ -2,19 +2,21 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from baton.preflight import (
     PoolShape,
+    check_apart,
     check_partition,
     check_port,
     listen_address,
     memory_flags,
     metrics_ports,
 )
-from runtime.config import Address
+from runtime.config import Address, parse_address
 from runtime.errors import ConfigError
 from runtime.host_memory import HostMemory
 from runtime.model_folder import loaded_bytes
@@ -134,5 +136,23 @@ def test_models_that_do_not_fit_are_refused_with_the_sum(tmp_path: Path) -> None
 
 
 def test_a_busy_machine_leaves_each_a_little(tmp_path: Path) -> None:
-    flags = memory_flags(shapes(), {}, model(tmp_path / "model"), HostMemory(20000 * MIB, 500 * MIB))
+    """0.8 of 1220 MiB, less two pools' weights of 100 and two processes of 384, is 8 MiB; of 1200 it is -8."""
+    folder = model(tmp_path / "model")
+    flags = memory_flags(shapes(), {}, folder, HostMemory(20000 * MIB, 1220 * MIB))
     assert flags["prefill"] == ("--memory-mb", "64")
+    busier = HostMemory(20000 * MIB, 1200 * MIB)
+    with pytest.raises(ConfigError, match=r"nothing is left for caches: 0\.8 of the 1200 MiB .* 2 \* 100 MiB of "
+                                          r"weights and 2 \* 384 MiB of processes, is -8 MiB: fewer pools") as refused:
+        memory_flags(shapes(), {}, folder, busier)
+    assert refused.value.field == "memory_mb"
+    assert memory_flags(shapes(flags=("--memory-mb", "8")), {}, folder, busier) == {"prefill": (), "decode": ()}
+
+
+@pytest.mark.parametrize(("http", "listen", "fits"), [
+    ("127.0.0.1:7000", "127.0.0.1:7000", False), ("0.0.0.0:7000", "127.0.0.1:7000", False),
+    ("localhost:7000", "127.0.0.1:7000", False), ("127.0.0.1:7000", "[::]:7000", False),
+    ("127.0.0.1:7001", "127.0.0.1:7000", True), ("127.0.0.1:0", "127.0.0.1:0", True),
+    ("127.0.0.1:7000", "127.0.0.2:7000", True)])
+def test_http_takes_another_address_than_the_router(http: str, listen: str, *, fits: bool) -> None:
+    with nullcontext() if fits else pytest.raises(ConfigError, match=r"^--http .* the router listens there"):
+        check_apart(parse_address(http), parse_address(listen))

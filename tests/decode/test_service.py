@@ -401,9 +401,9 @@ async def test_stages_that_do_not_post_in_time_are_no_deadline_and_another_pool_
     assert pools.metric("baton_handshake_failures_total", reason="handoff_failed") == 1
 
 
-async def test_a_router_may_have_as_many_requests_here_as_the_pool_holds(
-        pools: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_call, "SPARE_OPEN", 0)
-    stream, destination = await pools.open()
-    stream.send(cancelled())
-    await assert_gone(pools, destination.session_id)
+async def test_a_router_may_have_as_many_requests_here_as_the_pool_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_call, "SPARE_OPEN", 0)  # read as its call begins
+    async with arrivals() as pools:
+        stream, destination = await pools.open()
+        stream.send(cancelled())
+        await assert_gone(pools, destination.session_id)

@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import typer
 
 from baton.gateway import GatewayConfig
 from baton.gateway import app as gateway_app
 from decode.worker import DecodeRole
 from engine.core.layer_range import Placement
+from engine.core.numerics import HOST, Numerics
 from pool.main import worker_command
 from pool.pipeline.follower import GOODBYE_S
 from pool.process import PIPELINE_SERVICE
+from pool.stage.backends import check_offered
 from pool.stage.config import WorkerConfig
 from prefill.worker import PrefillRole
 from router.api.readiness import SERVICE as ROUTER_SERVICE
@@ -27,6 +30,7 @@ from runtime.config import load as load_config
 from runtime.security import ClientCertificates
 from tests.deploy.manifests import DEPLOY, OVERLAYS, Document, PodKind, load, of_kind, pod_kinds, selects
 from tests.deploy.test_network_policies import UCX
+from tests.support.models.tiny_models import LLAMA, tiny
 
 Settings = RouterConfig | WorkerConfig | GatewayConfig
 SettingsOf = Callable[[PodKind], Settings]
@@ -90,6 +94,16 @@ def test_stages_and_their_ranks_know_their_place(documents: list[Document], sett
     tp = places[0].tensor.size
     assert places == [Placement.of(rank, len(places), tp) for rank in range(len(places))]
     assert (len(places) // tp, tp) == (2, 2 if documents == load("ranks") else 1)
+
+
+def test_workers_ask_for_what_their_device_offers(documents: list[Document], settings_of: SettingsOf) -> None:
+    devices = set()
+    for pod in pod_kinds(documents):
+        if isinstance(settings := settings_of(pod), WorkerConfig):
+            devices.add(settings.device)
+            if (device := torch.device(settings.device)) != HOST:
+                check_offered(device, Numerics(settings.numerics), tiny(LLAMA))
+    assert devices == {"cuda" if documents == load("gpu") else "cpu"}
 
 
 def test_all_workers_and_routers_serve_one_model(documents: list[Document], settings_of: SettingsOf) -> None:

@@ -98,7 +98,12 @@ async def test_it_ends_within_its_drain_while_grammars_compile(tmp_path: Path) -
 @pytest.mark.parametrize(("flags", "line"), [
     (["--decode", "h:1", "--model", "."], "router.prefill"),
     (["--prefill", "h:1", "--decode", "nowhere", "--model", "."], "HOST:PORT"),
-    (["--prefill", "h:1", "--decode", "h:2", "--model", "/nowhere"], "/nowhere does not exist; --model takes"),
+    (["--prefill", "h:1", "--decode", "h:2", "--model", "/nowhere", "--log-level", "warning"],
+     "/nowhere does not exist; --model takes"),
+    (["--prefill", "h:1", "--decode", "h:2", "--model", ".", "--max-connection-age-s", "2592000"],
+     "max_connection_age_s: Input should be less than or equal to 86400"),
+    (["--prefill", "h:1", "--decode", "h:2", "--model", ".", "--otel-endpoint", "foo", "--check-settings"],
+     "otel_endpoint must be like"),
     (["--prefill", "h:1", "--decode", "h:2", "--model", ".", "--log-level", "loud"], "log level"),
     (["--prefill", "h:1", "--decode", "h:2", "--model", ".", "--salt-by-client"], "salt_by_client needs token_file"),
 ])

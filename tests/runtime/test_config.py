@@ -10,6 +10,7 @@ class Sample(Config):
     model: Path
     listen: AddressField = "127.0.0.1:0"
     num_pages: int = 64
+    wait_s: float = 1.0
 
 
 def test_flags_beat_the_file_and_the_file_beats_defaults(tmp_path: Path) -> None:
@@ -18,7 +19,7 @@ def test_flags_beat_the_file_and_the_file_beats_defaults(tmp_path: Path) -> None
     flags = {"model": "here", "num_pages": 16, "listen": None}
     config = load(Sample, section="prefill", flags=flags, file=file)
     assert config == Sample(model=Path("here"), listen="127.0.0.1:7", num_pages=16)
-    assert describe(config) == {"model": "here", "listen": "127.0.0.1:7", "num_pages": 16}
+    assert describe(config) == {"model": "here", "listen": "127.0.0.1:7", "num_pages": 16, "wait_s": 1.0}
 
 
 @pytest.mark.parametrize(("text", "field", "says"), [
@@ -30,6 +31,8 @@ def test_flags_beat_the_file_and_the_file_beats_defaults(tmp_path: Path) -> None
     ("[prefil]\nnum_pages = 8\n", "prefil", "router, prefill, decode"),
     ("[prefill]\nlisten = 'nowhere'\n", "listen", "^prefill.listen: address must be HOST:PORT, got 'nowhere'$"),
     ("num_pages = 8\n", "num_pages", "tables"),
+    ("prefill = 1\n", "prefill", r"prefill must be a table, \[prefill\], got 1$"),
+    ("[prefill]\nwait_s = inf\n", "wait_s", r"finite number \(got inf\)$"),
     ("not toml", "config", "not TOML"),
 ])
 def test_refusals_name_the_key(tmp_path: Path, text: str, field: str, says: str) -> None:
@@ -53,7 +56,8 @@ def test_config_cannot_be_written() -> None:
         config.num_pages = 1
 
 
-@pytest.mark.parametrize("text", ["h", "h:", ":1", "h:x", "h:65536", "a:b:1", "h:-1"])
+@pytest.mark.parametrize("text", ["h", "h:", ":1", "h:x", "h:65536", "a:b:1", "h:-1", "[::1", "[::1:1", "::1]:1",
+                                  "[]:1", "[[::1]]:1", "a]:1"])
 def test_bad_addresses(text: str) -> None:
     with pytest.raises(ConfigError, match="leader"):
         parse_address(text, field="leader")

@@ -35,6 +35,7 @@ def test_the_lines_of_its_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize(("arguments", "text"), [
     (["--slo", "ttft=2"], "--slo must be like ttft=2s,tpot=50ms"), (["--slo", "ttft=2s,tpot=fast"], "--slo must be"),
+    (["--slo", "ttft=nan,tpot=1s"], "--slo must be"), (["--slo", "ttft=1s,tpot=inf"], "--slo must be"),
     (["--fault", "kill"], "a fault is like"), (["--fault", "kill:decode-9@1"], "there is no decode-9"),
     (["--trace", "missing.jsonl"], "missing.jsonl"), (["--costs", "missing.json"], "missing.json")])
 def test_mistakes_are_one_line(arguments: list[str], text: str) -> None:
@@ -54,3 +55,12 @@ def test_a_cost_that_cannot_be_is_named(tmp_path: Path) -> None:
 
 def test_limits_have_units() -> None:
     assert parse_slo("ttft=2s,tpot=50ms") == parse_slo("tpot=0.05,ttft=2000ms")
+
+
+@pytest.mark.parametrize("arguments", [
+    ["--slower", "inf"], ["--slower", "nan"], ["--watch-interval", "inf"], ["--rate", "inf"], ["--rate", "nan"],
+    ["--speed", "inf"]])
+def test_numbers_without_end_are_refused(arguments: list[str]) -> None:
+    done = CliRunner().invoke(app, ["--requests", "1", *arguments])
+    assert done.exit_code == 2
+    assert f"Invalid value for '{arguments[0]}'" in done.stderr

@@ -4,7 +4,10 @@ import ast
 import re
 
 import pytest
+import typer
+from typer.core import TyperGroup
 
+from baton.cli import app
 from tests.architecture.source import modules
 from tools.reference import PAGES, ROOT
 
@@ -27,3 +30,12 @@ def test_every_flag_that_a_message_names_is_one() -> None:
     named = {flag for text in texts for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)}
     assert len(named) > 20
     assert named <= set(re.findall(r"`(--[a-z-]+)`", PAGES["docs/configuration.md"]()))
+
+
+def test_every_command_is_there_and_values_are_spelled() -> None:
+    page = PAGES["docs/configuration.md"]()
+    group = typer.main.get_command(app)
+    assert isinstance(group, TyperGroup)
+    documented = set(re.findall(r"^### `baton ([a-z]+)(?: [A-Z]+)?`$", page, re.MULTILINE))
+    assert documented == group.commands.keys() - {"router", "prefill", "decode", "gateway"}
+    assert [line for line in page.splitlines() if re.search(r"\| `[(\[<][^|]*` \|", line)] == []

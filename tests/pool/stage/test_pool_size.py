@@ -88,6 +88,15 @@ def test_a_context_that_was_asked_for_is_given_or_refused(qwen3: Path) -> None:
     assert size(qwen3, machine(32 * GIB), num_pages=5, max_context=256).context_tokens == 256
 
 
+def test_pages_that_no_memory_holds_are_refused_with_the_sum(qwen3: Path) -> None:
+    """A page is 7 MiB, weights are 1137 MiB (1136.9): 4096 MiB hold 422 pages beside them."""
+    assert size(qwen3, machine(4 * GIB), num_pages=422).num_pages == 422
+    with pytest.raises(ConfigError, match=r"--num-pages 423 make a cache of 2961 MiB on stage 0 \(layers 0-28\), and "
+                                          r"beside its weights this machine has 2959 MiB: fewer pages") as refused:
+        size(qwen3, machine(4 * GIB), num_pages=423)
+    assert refused.value.field == "num_pages"
+
+
 def test_a_context_that_no_router_could_warm_up_is_refused() -> None:
     """Its first request has four tokens and draws two; shorter pools would let it wait for longer ones."""
     assert len(WARM_UP_PROMPT) + WARM_UP_TOKENS <= MIN_CONTEXT_TOKENS

@@ -1,0 +1,52 @@
+"""Whether the roles would take the settings of a local cluster: each is asked, by its own command, before any starts.
+
+What a setting may be is known to the role alone, which loads its settings in a quarter of a second, and torch after.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+from collections.abc import Sequence
+
+from baton.cluster_config import ClusterConfig
+from baton.gateway import GatewayConfig
+from baton.nursery import spawn
+from runtime.announce import FILE
+from runtime.config import load
+from runtime.errors import ConfigError, UnavailableError
+from runtime.supervision import EXIT_CONFIG
+from runtime.tied import ALL_CORES
+
+_CHECK_S = 60.0  # on a busy machine
+
+
+async def check_settings(config: ClusterConfig) -> None:
+    """Raises ConfigError with what the first role says that refuses its flags or its table of the settings file."""
+    if config.config_file is not None:  # its gateway starts last, and only with --http
+        load(GatewayConfig, section="gateway", flags={"router": ("127.0.0.1:0",)}, file=config.config_file).check()
+    asked = [_ask(shape.role, [*config.shared_flags, *shape.process_flags(0)]) for shape in config.shapes]
+    nowhere = [word for shape in config.shapes for word in (f"--{shape.role}", f"{FILE}/{shape.role}")]
+    for refusal in await asyncio.gather(*asked, _ask("router", [*config.shared_flags, *config.router_flags, *nowhere])):
+        if refusal is not None:
+            raise refusal
+
+
+async def _ask(role: str, flags: Sequence[str]) -> ConfigError | UnavailableError | None:
+    child = await spawn(role, [*flags, "--check-settings"], core=ALL_CORES, environment=os.environ)
+    assert child.stdout is not None
+    try:
+        async with asyncio.timeout(_CHECK_S):
+            said = (await child.stdout.read()).decode(errors="replace").strip()
+            code = await child.wait()
+    except TimeoutError:
+        return UnavailableError(f"{role} has not said whether its settings fit after {_CHECK_S:.0f} s")
+    finally:
+        if child.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            await child.wait()
+    if not code:
+        return None
+    line = said.splitlines()[-1].removeprefix(f"{role}: ") if said else f"{role} ended with exit code {code}"
+    return ConfigError(line, field=role) if code == EXIT_CONFIG else UnavailableError(f"{role}: {line}")

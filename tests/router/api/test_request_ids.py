@@ -1,0 +1,40 @@
+"""Every line that the router logs of a request has its id: the client's, or the router's own."""
+
+import logging
+
+import pytest
+
+from runtime.errors import InvalidRequestError
+from runtime.log import bound_ids
+from tests.router.harness import running_router, token_request
+from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal
+
+
+class Ids(logging.Handler):
+    """What formatters of the log add to each line, which is what is bound where it is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_refusals: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.getMessage().startswith("call refused"):
+            self.of_refusals.append(bound_ids().get("request_id", ""))
+
+
+async def test_a_refused_request_has_an_id_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO)
+    handler = Ids()
+    logging.getLogger().addHandler(handler)
+    try:
+        fabric, journal = Fabric(), Journal()
+        async with running_router(FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)) as router:
+            for request_id in ("", "", "mine"):
+                with pytest.raises(InvalidRequestError, match="max_tokens"):
+                    await router.ask(token_request([1, 2], max_tokens=0, request_id=request_id))
+    finally:
+        logging.getLogger().removeHandler(handler)
+    first, second, own = handler.of_refusals
+    assert len(first) == len(second) == 32
+    assert first != second
+    assert own == "mine"
