@@ -68,7 +68,10 @@ def parse_target(text: str, *, field: str = "target") -> Address | ServiceTarget
     if (file := announcement_path(text)) is not None:
         return file
     if text.startswith(DNS):
-        return parse_address(text.removeprefix(DNS), field=field)
+        try:
+            return parse_address(text.removeprefix(DNS), field=field)
+        except ConfigError:
+            raise ConfigError(f"{field} must be {DNS}NAME:PORT, got {text!r}", field=field) from None
     if not text.startswith(KUBERNETES):
         return parse_address(text, field=field)
     path, _, port = text.removeprefix(KUBERNETES).rpartition(":")
