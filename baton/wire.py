@@ -70,10 +70,13 @@ def request_of(query: Query) -> pb.GenerateRequest:
 def _put(message: Message, path: str, values: Mapping[str, object]) -> None:
     """Set fields; None leaves one unset. `path` is where the message stands in the request."""
     for name, value in values.items():
+        field = message.DESCRIPTOR.fields_by_name[name]
+        if isinstance(value, str | bytes) and field.is_repeated:  # else each of its characters would be one
+            raise InvalidRequestError(FieldViolation(path + name, f"must be a list, got {type(value).__name__}"))
         try:
             message.MergeFrom(type(message)(**{name: value}))
         except (ValueError, TypeError) as error:
-            limits = _LIMITS.get(message.DESCRIPTOR.fields_by_name[name].cpp_type, "")
+            limits = _LIMITS.get(field.cpp_type, "")
             raise InvalidRequestError(FieldViolation(path + name, f"{limits}{error}")) from error
 
 
@@ -89,6 +92,8 @@ def _put_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
     if isinstance(prompt, str):
         _put(request, "", {"text": prompt})
         return
+    if prompt is None:
+        raise InvalidRequestError(FieldViolation("prompt", "is missing"))
     messages = [item for item in prompt if isinstance(item, ChatMessage)]
     if not messages:
         request.token_ids.SetInParent()
@@ -96,6 +101,8 @@ def _put_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
     elif len(messages) < len(prompt):
         raise InvalidRequestError(FieldViolation("prompt", "must be token ids or chat messages, not both"))
     for index, message in enumerate(messages):
+        if message.content is None:
+            raise InvalidRequestError(FieldViolation(f"chat.messages[{index}].content", "is missing"))
         content = {"role": message.role, "content": message.content}
         _put(request.chat.messages.add(), f"chat.messages[{index}].", content)
 

@@ -168,6 +168,7 @@ class RequestFlow:
             return
         if not self._is_aborted:
             raise DeadlineError(f"the request did not end within its {self._time_limit_s:g} s") from None
+        self._answer.rest()
         self._answer.finish(generation_pb2.GenerateFinish(reason=types_pb2.FINISH_REASON_ABORTED))
 
     async def _serve(self, pair: WorkerPair) -> None:

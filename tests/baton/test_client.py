@@ -117,6 +117,11 @@ async def test_field_violations_survive(echo: tuple[EchoGeneration, str]) -> Non
     (Query("\ud800"), "text", "surrogates"),
     (Query((ChatMessage("user", "hello"), ChatMessage("user", "\ud800"))), "chat.messages[1].content", "surrogates"),
     (Query((1, ChatMessage("user", "hello"))), "prompt", "not both"),  # type: ignore[arg-type]
+    (Query("x", stop=Stop(strings="END")), "stop.stop_strings", "must be a list, got str"),  # type: ignore[arg-type]
+    (Query("x", resumed_from="ab"), "resumed_from", "must be a list, got str"),  # type: ignore[arg-type]
+    (Query(b"abc"), "token_ids.ids", "must be a list, got bytes"),  # type: ignore[arg-type]
+    (Query(None), "prompt", "missing"),  # type: ignore[arg-type]
+    (Query((ChatMessage("user", None),)), "chat.messages[0].content", "missing"),  # type: ignore[arg-type]
     (Query((1, 2.5)), "token_ids.ids", "2.5|float"),  # type: ignore[arg-type]
 ])
 def test_what_does_not_fit_the_message_is_named(query: Query, field: str, says: str) -> None:

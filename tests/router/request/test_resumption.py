@@ -1,6 +1,7 @@
 """An answer that another router began goes on here, wherever it was cut, as if nothing had happened."""
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -225,3 +226,29 @@ async def test_what_follows_a_stop_string_is_refused() -> None:
         with pytest.raises(InvalidRequestError, match="follows the end of the answer") as refused:
             await router.ask(request)
         assert refused.value.violations[0].field.startswith("resumed[0].ids[")
+
+
+async def test_an_answer_that_is_aborted_has_the_text_of_its_tokens() -> None:
+    """All of it was held back, as a stop string might still come."""
+    prefill, decode = pair()
+    counted = itertools.count(1)
+    held = asyncio.Event()
+
+    async def hold(_: types_pb2.EngineRequest) -> None:
+        if next(counted) > 4:
+            held.set()
+            await asyncio.sleep(30)
+
+    async with running_router(prefill, decode) as router:
+        request = a_question()
+        text = (await router.ask(request)).text
+        request.request_id = "r"
+        request.stop.stop_strings.append(text + "never")
+        decode.at(Point.TOKEN, hold)
+        answer = asyncio.create_task(said(router, request))
+        await held.wait()
+        await router.stub.Abort(generation_pb2.AbortRequest(request_ids=["r"]))
+        told = (await answer)[0]
+        assert told.end[0] == "FINISH_REASON_ABORTED"
+        assert told.text
+        assert told.text == "".join(texts_of(told.token_ids, []))[:len(told.text)]
