@@ -54,7 +54,7 @@ class KimiDelta:
         self._conv = torch.cat([weights.tensor(f"{name}_conv1d.weight", len(channels), 1, spec.conv_kernel,
                                                rows=channels).squeeze(1) for name in ("q", "k", "v")])
         rates = weights.tensor("A_log", 1, 1, heads.total, 1, dtype=torch.float32)
-        self._decay = -rates[0, 0, heads.start:heads.stop].exp()
+        self._decay = -rates[0, 0, heads.start:heads.stop, 0].exp()
         self._step_offset = weights.tensor("dt_bias", len(channels), rows=channels, dtype=torch.float32)
         self._norm = GatedRmsNorm(weight=weights.tensor("o_norm.weight", head_dim), eps=spec.norm_eps,
                                   is_silu=False)

@@ -45,10 +45,21 @@ def read_rope(raw: RawConfig, *, head_dim: int, default_partial: float = 1.0,
     `rope_scaling`, whose kind is under `rope_type` or `type`).
 
     Raises:
-        ConfigError: a kind other than default, linear, llama3, yarn and proportional, or a missing or impossible
-            parameter.
+        ConfigError: a kind other than default, linear, llama3, yarn and proportional, a missing or impossible
+            parameter, or both styles that say different things: transformers follows the older one then, and so a
+            model would turn as nobody meant.
     """
-    name = "rope_parameters" if "rope_parameters" in raw else "rope_scaling"
+    newer, older = (_read_rope(raw, name, head_dim=head_dim, default_partial=default_partial,
+                               default_theta=default_theta)
+                    for name in ("rope_parameters", "rope_scaling"))
+    if "rope_parameters" in raw and "rope_scaling" in raw and newer != older:
+        raise raw.fail("rope_scaling", f"stands beside rope_parameters and says something else ({older}, not {newer}): "
+                                       f"keep one of them")
+    return newer if "rope_parameters" in raw else older
+
+
+def _read_rope(raw: RawConfig, name: str, *, head_dim: int, default_partial: float, default_theta: float) -> RopeSpec:
+    """From the section of that name; without it, plain."""
     params = raw.section(name) if name in raw else RawConfig({})
     kind = params.text("rope_type" if "rope_type" in params else "type", "default")
     theta = params.number("rope_theta", raw.number("rope_theta", default_theta))

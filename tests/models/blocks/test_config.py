@@ -51,11 +51,15 @@ def test_rope_of_both_styles_matches_transformers(scaling: dict[str, Any]) -> No
         assert spec.amplitude == pytest.approx(amplitude)
 
 
-def test_rope_parameters_win_over_the_older_fields() -> None:
-    raw = RawConfig(LLAMA | {"rope_theta": 1.0, "rope_scaling": {"type": "linear", "factor": 2.0},
-                             "rope_parameters": {"rope_type": "default", "rope_theta": 700.0}})
-    assert read_rope(raw, head_dim=16).theta == 700.0
-    assert read_rope(raw, head_dim=16).kind == "default"
+def test_both_styles_of_rope_must_say_the_same() -> None:
+    """transformers follows `rope_scaling`, which somebody may have added to a file that it had saved with the other."""
+    newer = {"rope_parameters": {"rope_type": "linear", "rope_theta": 700.0, "factor": 2.0}}
+    older = {"rope_theta": 700.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    assert read_rope(RawConfig(LLAMA | newer | older), head_dim=16).factor == 2.0
+    assert read_rope(RawConfig(LLAMA | newer | {"rope_theta": 1.0}), head_dim=16).theta == 700.0
+    with pytest.raises(ConfigError, match="beside rope_parameters") as caught:
+        read_rope(RawConfig(LLAMA | newer | older | {"rope_scaling": {"type": "linear", "factor": 4.0}}), head_dim=16)
+    assert caught.value.field == "rope_scaling"
 
 
 @pytest.mark.parametrize("where", ["top", "inside"])
