@@ -117,5 +117,6 @@ def test_bfloat16_is_exact_too(checkpoint: CheckpointMaker) -> None:
 def test_kimi_in_float16_is_close_to_float32(num_tokens: int) -> None:
     """Four heads: rates laid out for the wrong axis fit four tokens, and no other number."""
     prompt = {0: list(range(5, 5 + num_tokens))}
-    half, single = (StageDriver(tiny(KIMI_LINEAR, dtype)).prefill(prompt)[0].float() for dtype in ("float16", "float32"))
+    half, single = (StageDriver(tiny(KIMI_LINEAR, dtype)).prefill(prompt)[0].float()
+                    for dtype in ("float16", "float32"))
     assert (half - single).abs().max() < 0.05
