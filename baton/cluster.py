@@ -85,8 +85,9 @@ class LocalCluster:
         self._listen = listen_address(config.listen, tables, DEFAULT_TARGET)
         check_port(parse_address(self._listen), flag="--listen")
         if config.http:
-            check_port(parse_address(config.http, field="--http"), flag="--http")
-            check_apart(parse_address(config.http), parse_address(self._listen))
+            http = parse_address(config.http, field="--http")
+            check_port(http, flag="--http")
+            check_apart(http, parse_address(self._listen))
         self._pools = [_Pool(shape, index) for shape in config.shapes for index in range(shape.count)]
         self._memory_flags = memory_flags(config.shapes, tables, config.model)
         self._metrics_ports = metrics_ports(tables, {"router": self._router_names, **{

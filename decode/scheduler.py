@@ -270,9 +270,10 @@ class DecodeScheduler:
 
     def _num_draft_tokens(self, entry: DecodeEntry) -> int | None:
         length = self.draft_length(len(self._turns)) if entry.request.speculates else None
-        if length is None or entry.scratch is None:
-            return None if length is None else 0  # whoever gets a record later goes on with its draft
-        return min(self.limits.num_draft_tokens, length)
+        if length is None:
+            return None
+        # Who has no record takes plain steps, and goes on with its draft when it gets one.
+        return 0 if entry.scratch is None else min(self.limits.num_draft_tokens, length)
 
     def _admit(self, entry: DecodeEntry, lease: Callable[[DecodeEntry], None]) -> None:
         """It gets a key, and its memory by `lease`."""

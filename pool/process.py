@@ -309,7 +309,7 @@ class _HealthSetter:
 def _server(process: _Process, services: tuple[str, ...]) -> GrpcServer:
     config = process.config
     # Each request takes the place of a call, whichever router's: the pool's own limits are the ones to be met.
-    num_taken = config.dp_attention * (config.max_running + config.max_landing + config.max_queued)
+    num_taken = config.dp_attention * (process.stage.plan.max_held + config.max_queued)
     options = ServerOptions(listen=config.listen, health_listen=config.health_listen, write_s=config.caller_stall_s,
                             max_calls=ServerOptions.max_calls + num_taken)
     return GrpcServer(options, services=services,

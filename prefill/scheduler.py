@@ -58,6 +58,7 @@ class PrefillScheduler:
     _entries: dict[int, PrefillEntry] = field(default_factory=dict)
     _queue: list[tuple[int, int]] = field(default_factory=list)  # (priority, key), in order
     _running: list[PrefillEntry] = field(default_factory=list)  # started, prompt not finished
+    _num_held: int = 0  # hold memory: have started and are not released
     _saved: int = 0  # tokens of the share for short prompts that none has taken yet, at most a chunk
 
     def __post_init__(self) -> None:
@@ -138,7 +139,8 @@ class PrefillScheduler:
         for row, (key, sampling) in enumerate(zip(batch.request_keys, batch.sampling, strict=True)):
             entry = self._entries[key]
             entry.in_flight -= 1
-            had_failed, entry.has_failed = entry.has_failed, entry.has_failed or result.error is not None
+            had_failed = entry.has_failed
+            entry.has_failed |= result.error is not None  # of one that is released, too: nothing behind it is kept
             if result.error is None:
                 self._keep(entry, batch.context_lens[row] + batch.query_lens[row])
             scored = next(scores, ()) if batch.scoring and batch.scoring[row] is not None else ()
@@ -241,11 +243,6 @@ class PrefillScheduler:
         has_pages = self._num_pages(entry) + self._num_pages(head) <= self.pages.num_available
         return has_slot and has_pages and self._num_held + 2 <= self.limits.max_running and self._start(entry, budget)
 
-    @property
-    def _num_held(self) -> int:
-        """Requests that hold memory: those that have started and are not released."""
-        return sum(entry.pages is not None for entry in self._entries.values())
-
     def _num_pages(self, entry: PrefillEntry) -> int:
         return pages_for_tokens(len(entry.request.prompt_token_ids), self.limits.page_size)
 
@@ -262,6 +259,7 @@ class PrefillScheduler:
             entry.lease(self.pages, self.slots, self._num_pages(entry), shared=found.page_ids)
         except CapacityError:
             return False
+        self._num_held += 1
         self._queue.remove(entry.turn)
         self.cache.begin(entry, found)
         entry.advance(found.num_tokens)
@@ -318,5 +316,6 @@ class PrefillScheduler:
 
     def _forget(self, entry: PrefillEntry) -> None:
         self._stop_running(entry)
+        self._num_held -= entry.pages is not None
         entry.free()
         del self._entries[entry.key]

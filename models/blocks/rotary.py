@@ -6,6 +6,7 @@ layer applies that table.
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -49,13 +50,14 @@ def read_rope(raw: RawConfig, *, head_dim: int, default_partial: float = 1.0,
             parameter, or both styles that say different things: transformers follows the older one then, and so a
             model would turn as nobody meant.
     """
-    newer, older = (_read_rope(raw, name, head_dim=head_dim, default_partial=default_partial,
-                               default_theta=default_theta)
-                    for name in ("rope_parameters", "rope_scaling"))
-    if "rope_parameters" in raw and "rope_scaling" in raw and newer != older:
+    read = partial(_read_rope, raw, head_dim=head_dim, default_partial=default_partial, default_theta=default_theta)
+    if "rope_parameters" not in raw:
+        return read("rope_scaling")
+    newer = read("rope_parameters")
+    if "rope_scaling" in raw and (older := read("rope_scaling")) != newer:
         raise raw.fail("rope_scaling", f"stands beside rope_parameters and says something else ({older}, not {newer}): "
                                        f"keep one of them")
-    return newer if "rope_parameters" in raw else older
+    return newer
 
 
 def _read_rope(raw: RawConfig, name: str, *, head_dim: int, default_partial: float, default_theta: float) -> RopeSpec:
@@ -63,10 +65,10 @@ def _read_rope(raw: RawConfig, name: str, *, head_dim: int, default_partial: flo
     params = raw.section(name) if name in raw else RawConfig({})
     kind = params.text("rope_type" if "rope_type" in params else "type", "default")
     theta = params.number("rope_theta", raw.number("rope_theta", default_theta))
-    partial = params.number("partial_rotary_factor", raw.number("partial_rotary_factor", default_partial))
-    dim = int(head_dim * partial)
+    share = params.number("partial_rotary_factor", raw.number("partial_rotary_factor", default_partial))
+    dim = int(head_dim * share)
     if dim % 2 or not 0 < dim <= head_dim:
-        raise raw.fail("partial_rotary_factor", f"{partial} of head_dim {head_dim} gives {dim} rotated dimensions")
+        raise raw.fail("partial_rotary_factor", f"{share} of head_dim {head_dim} gives {dim} rotated dimensions")
     if kind == "default":
         return RopeSpec(dim=dim, theta=theta)
     if kind == "proportional":
