@@ -33,7 +33,8 @@ class RoundAttention(AttentionBackend, RoundPlanner, Protocol):
 class DraftAttention:
     """Who plans, and what the draft's layers run on then. Both look at the same pools, in pages of `page_size` tokens,
     as the target's. `capturable` and `capturable_round`: `pages` and `round` as graphs see them; None where they cannot
-    be captured. `recordable_round`: what a round runs on, on the host, where it is recorded; None where it cannot be."""
+    be captured. `recordable_round`: what a round runs on, on the host, where it is recorded; None where it cannot
+    be."""
 
     pages: BatchPlanner
     on_pages: ForwardContext
