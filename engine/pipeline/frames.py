@@ -3,7 +3,7 @@ they travel within the frame.
 
     header   <4s BBB x H xx I Q Q   magic, schema, kind, route, tensors, bytes of the record, sequence, digest
     tensors  <BB xx 3I each         dtype code, dims, first three extents (0 where absent)
-    record   see `engine/pipeline/tables.py`
+    record   see `engine/pipeline/records.py`
     run      the tensors one after the other, each at a multiple of 64 from its start, which is one, too
 
 The digest is XXH3-64 of everything behind the header, keyed by the header before the digest: whatever of a frame was
@@ -124,7 +124,7 @@ def read(data: memoryview) -> Frame:
             raise ValueError(f"a record of {record_bytes} bytes and {count} tensors are not as long")
         return Frame(PacketKind(kind), sequence, TensorRoute(route), specs, data[start:end], data[run:])
     except (struct.error, ValueError, IndexError) as error:
-        raise InternalError(f"frame {sequence} of {len(data)} bytes makes no sense: {error}") from error
+        raise InternalError(f"frame {sequence} of {len(data)} bytes is malformed: {error}") from error
 
 
 def digest_of(frame: bytearray | memoryview) -> int:

@@ -10,7 +10,7 @@ NO_GRAMMARS = "needs a model with a tokenizer and an end-of-sequence token"
 
 def grammar_from_proto(message: pb.StructuredOutput) -> Grammar | None:
     kind = message.WhichOneof("grammar")
-    return None if kind is None else Grammar(GrammarKind(kind), getattr(message, kind))
+    return None if kind is None else Grammar.of(GrammarKind(kind), getattr(message, kind))
 
 
 def grammar_to_proto(grammar: Grammar) -> pb.StructuredOutput:

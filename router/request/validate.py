@@ -287,7 +287,7 @@ def _structured_output(request: generation_pb2.GenerateRequest) -> Iterable[Fiel
 def grammar_of(request: generation_pb2.GenerateRequest) -> Grammar | None:
     """What the output must follow."""
     kind = request.structured_output.WhichOneof("grammar")
-    return None if kind is None else Grammar(GrammarKind(kind), getattr(request.structured_output, kind))
+    return None if kind is None else Grammar.of(GrammarKind(kind), getattr(request.structured_output, kind))
 
 
 async def _prompt_token_ids(request: generation_pb2.GenerateRequest, tokeniser: Tokeniser | None) -> list[int]:

@@ -35,19 +35,32 @@ class GrammarKind(StrEnum):
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a text must look like as a whole, from its first token to its end."""
+    """A constraint on a whole output, from its first token to its end.
+
+    `encoded` is the text in UTF-8, where a lone surrogate is encoded like any other code point (WTF-8). Raises
+    ValueError for other bytes.
+    """
 
     kind: GrammarKind
-    text: str = declared(repr=False)  # belongs to a client, and is long: it is never part of a log line
+    encoded: bytes = declared(repr=False)  # belongs to a client, and is long: it is never part of a log line
+
+    def __post_init__(self) -> None:
+        self.encoded.decode("utf-8", "surrogatepass")
+
+    @classmethod
+    def of(cls, kind: GrammarKind, text: str) -> "Grammar":
+        """Return the grammar with this text."""
+        return cls(kind, text.encode("utf-8", "surrogatepass"))
+
+    @property
+    def text(self) -> str:
+        """Return the text as the client sent it."""
+        return self.encoded.decode("utf-8", "surrogatepass")
 
     @property
     def field(self) -> str:
         """The field of a request that has it."""
         return f"structured_output.{self.kind}"
-
-    @property
-    def encoded(self) -> bytes:
-        return self.text.encode("utf-8", "surrogatepass")
 
     @property
     def digest(self) -> bytes:

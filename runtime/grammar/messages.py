@@ -74,8 +74,7 @@ def pack_order(order: CompileOrder) -> bytes:
 
 def unpack_order(data: bytes) -> CompileOrder:
     cpu_limit_s, memory_bytes, kind = _COMPILE.unpack_from(data)
-    return CompileOrder(Grammar(_KINDS[kind], data[_COMPILE.size:].decode("utf-8", "surrogatepass")), cpu_limit_s,
-                        memory_bytes)
+    return CompileOrder(Grammar(_KINDS[kind], data[_COMPILE.size:]), cpu_limit_s, memory_bytes)
 
 
 def pack_call(call: TextCall) -> bytes:

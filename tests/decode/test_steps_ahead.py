@@ -132,7 +132,7 @@ def test_what_the_step_ahead_writes_is_not_kept_for_others() -> None:
     end(scheduler, second)
 
 
-GUIDED = Grammar(GrammarKind.REGEX, "a*")
+GUIDED = Grammar.of(GrammarKind.REGEX, "a*")
 DEPENDENT = {"penalty": {"sampling": SamplingParams(temperature=0, frequency_penalty=0.5)},
              "grammar": {"grammar": GUIDED}}
 

@@ -62,7 +62,7 @@ def _batch_packet(numbers: random.Random) -> Packet:
 def _row(numbers: random.Random, key: int, *, is_tree: bool) -> Row:
     count = numbers.randrange(1, 5)
     tokens = [numbers.randrange(100) for _ in range(count)]
-    grammar = Grammar(GrammarKind.REGEX, "[a-z]+") if numbers.random() < 0.3 else None
+    grammar = Grammar.of(GrammarKind.REGEX, "[a-z]+") if numbers.random() < 0.3 else None
     opening = OutputOpening((1, 2, 3), grammar) if numbers.random() < 0.5 else None
     output = OutputRow(key, 2, (4,), opening, numbers.random() < 0.5) if numbers.random() < 0.8 else None
     params = SamplingParams(seed=numbers.getrandbits(64), logit_bias=((3, 0.5),) * numbers.randrange(3))

@@ -159,7 +159,7 @@ async def test_no_text_of_a_grammar_reaches_an_error_or_a_log_at_length(
     marks = SECRET + "\n\x1b[31mERROR " + "x" * 5000
     for grammar in (regex(f"[{marks}"), regex(f"{marks}(?=a)"), schema({"type": marks}), schema({marks: {"not": {}}}),
                     schema({"$ref": f"#/{marks}"}), schema({"pattern": f"({marks}"}),
-                    Grammar(GrammarKind.JSON_SCHEMA, marks),
+                    Grammar.of(GrammarKind.JSON_SCHEMA, marks),
                     schema({"allOf": [{"type": "string", "pattern": f"^.*a.{{{n}}}x{marks}*$"} for n in range(20)]})):
         try:
             await grammars.check(grammar)

@@ -1,7 +1,10 @@
-"""Records between stages: what goes in comes out, bit for bit, and nonsense is refused."""
+"""Records between stages: packing and unpacking gives equal values, and malformed records are refused."""
 
+from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -10,12 +13,11 @@ from hypothesis import strategies as st
 from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardBatch, ForwardMode, OutputOpening, OutputRow, SamplingRow, ScoringRow
 from engine.core.draft_trees import AcceptedNodes, SpecInfo, SpecRow, TokenTree, Verified
-from engine.core.request import DrawnToken, SamplingParams, TokenLogprobs
+from engine.core.request import DrawnToken, ProblemCause, SamplingParams, TokenLogprobs
 from engine.core.rows import Row, build_batch
 from engine.core.state_rows import Snapshot, StateRow
 from engine.pipeline import records
 from engine.pipeline.channel import Packet
-from engine.pipeline.tables import Record, Table, column, lists, octets, put_bytes
 from runtime.errors import InternalError
 from runtime.grammar import Grammar, GrammarKind
 
@@ -24,12 +26,12 @@ PARAMS = st.builds(
     min_p=st.floats(0, 1), frequency_penalty=st.floats(-2, 2), presence_penalty=st.floats(-2, 2),
     repetition_penalty=st.floats(0.5, 2), seed=st.integers(0, 2**64 - 1),
     logit_bias=st.lists(st.tuples(st.integers(0, 9), st.floats(-5, 5)), max_size=3).map(tuple))
+GRAMMARS = st.builds(Grammar.of, st.sampled_from(GrammarKind), st.text(st.characters(exclude_categories=())))
 TOKENS = st.lists(st.integers(0, 999), max_size=4).map(tuple)
 SAMPLING = st.none() | st.builds(
     SamplingRow, PARAMS, st.integers(0, 10**6), st.none() | st.integers(0, 20), TOKENS, st.integers(0, 10**6),
     st.none() | st.builds(OutputRow, st.integers(0, 2**40), st.integers(0, 10**6), TOKENS,
-                          st.none() | st.builds(OutputOpening, TOKENS, st.none() | st.builds(
-                              Grammar, st.sampled_from(GrammarKind), st.text())), st.booleans()))
+                          st.none() | st.builds(OutputOpening, TOKENS, st.none() | GRAMMARS), st.booleans()))
 SPEC_ROWS = st.builds(
     SpecRow, st.just(()), st.none() | st.builds(AcceptedNodes, st.integers(0, 99), TOKENS),
     st.none() | st.integers(0, 99),
@@ -85,7 +87,7 @@ DRAWN = st.lists(st.builds(
     DrawnToken, st.integers(0, 2**31),
     st.none() | st.builds(TokenLogprobs, st.floats(-50, 0),
                           st.lists(st.tuples(st.integers(0, 99), st.floats(-50, 0)), max_size=3).map(tuple)),
-    st.text(max_size=5), st.booleans()))
+    st.text(max_size=5), st.sampled_from(ProblemCause)))
 
 
 @given(tokens=DRAWN, scores=st.lists(DRAWN.map(tuple), max_size=3))
@@ -114,7 +116,7 @@ def test_an_error_is_cut_where_it_is_too_long() -> None:
 def test_nonsense_is_an_error(cut: int, junk: bytes) -> None:
     packet = records.pack_result(1, [DrawnToken(5, TokenLogprobs(-1.0, ((1, -2.0),)))])
     for record in (packet.record[:min(cut, len(packet.record) - 1)], junk):
-        with pytest.raises(InternalError, match="frame 1 makes no sense"):
+        with pytest.raises(InternalError, match="malformed result in frame 1"):
             records.unpack_result(replace(packet, record=record))
 
 
@@ -125,40 +127,48 @@ def batch_packet() -> Packet:
 
 @pytest.mark.parametrize("tensors", [(), (torch.zeros(2, 6),) * 2, (torch.zeros(3, 6),), (torch.zeros(()),)])
 def test_tensors_that_are_not_the_batchs_are_refused(tensors: tuple[torch.Tensor, ...]) -> None:
-    with pytest.raises(InternalError, match="the batch of frame 3 makes no sense"):
+    with pytest.raises(InternalError, match="malformed batch in frame 3"):
         records.unpack_batch(replace(batch_packet(), tensors=tensors))
 
 
-TABLE = Table("toy", column("head", "i8", 2), column("grid", "i4", "rows", "columns"),
-              *lists(octets("names", "names.total"), per="rows"))
+def test_tree_of_a_malformed_record_is_refused() -> None:
+    batch = build_batch(ForwardMode.VERIFY, [Row(1, [3, 4], 5, [1], 0, None, SpecRow((-1, 0)))])
+    good = records.pack_batch(3, batch, StageOutput())
+    records.unpack_batch(good)
+    for spec in (SpecRow((-1,)), SpecRow((-1, 1)), SpecRow((-1, 0), scratch=-1)):
+        bad = replace(batch, spec_info=SpecInfo(batch.spec_info.token_ids, (spec,)))  # type: ignore[union-attr]
+        with pytest.raises(InternalError, match=r"malformed batch in frame 3: (parents|scratch)"):
+            records.unpack_batch(records.pack_batch(3, bad, StageOutput()))
 
 
-def toy(**changed: object) -> dict[str, object]:
-    return {"head": [1, 2], "grid": [[1, 2, 3], [4, 5, 6]], **put_bytes("names", [b"ab", b""]), **changed}
+@pytest.mark.parametrize(("field", "value"), [
+    ("query_lens", (1,)), ("query_lens", (3, -1)), ("context_lens", (5, 5)), ("context_lens", (-5,)), ("sampling", ()),
+    ("scoring", (None, None)), ("states", (StateRow(), StateRow())), ("states", (StateRow(-1),)),
+    ("positions", torch.tensor([5])), ("positions", torch.tensor([-1, 0])), ("token_ids", torch.tensor([3])),
+    ("token_ids", torch.tensor([-3, 3])), ("slot_ids", torch.tensor([0, 0], dtype=torch.int32)),
+    ("page_tables", torch.tensor([[-1]], dtype=torch.int32)),
+    ("sampling", (SamplingRow(SamplingParams(), 7, output=OutputRow(1, -1, ())),))])
+def test_count_or_sign_of_a_malformed_record_is_refused(field: str, value: object) -> None:
+    changed: dict[str, Any] = {field: value}
+    batch = build_batch(ForwardMode.PREFILL, [Row(1, [3, 4], 5, [1], 0, SamplingRow(SamplingParams(), 7))])
+    records.unpack_batch(records.pack_input(3, batch))
+    with pytest.raises(InternalError, match="malformed batch in frame 3"):
+        records.unpack_batch(records.pack_input(3, replace(batch, **changed)))
 
 
-def test_a_table_states_each_size_once() -> None:
-    """By hand: three sizes, 16 bytes of head at 16, six int32 at 32, two lengths at 56, two bytes at 64."""
-    record = bytes(TABLE.write(toy()))
-    assert record[:12] == bytes([2, 0, 0, 0, 3, 0, 0, 0, 2, 0, 0, 0])
-    assert (record[16], record[24], record[32:56:4], record[64:]) == (1, 2, bytes([1, 2, 3, 4, 5, 6]), b"ab")
-    values, end = TABLE.read(memoryview(bytes(8) + record), 8)  # behind another one
-    assert values["grid"].tolist() == [[1, 2, 3], [4, 5, 6]]
-    assert end == 8 + len(record)
+@given(data=st.binary(max_size=4), at=st.integers(0, 300))
+def test_damaged_batch_is_refused_or_read(data: bytes, at: int) -> None:
+    """Whatever bytes arrive, nothing but InternalError leaves `unpack_batch`."""
+    packet = batch_packet()
+    record = bytes(packet.record)
+    with suppress(InternalError):
+        records.unpack_batch(replace(packet, record=record[:at] + data + record[at + len(data):]))
 
 
-def test_a_table_that_is_left_out_takes_no_room() -> None:
-    """By hand: eight bytes that say which tables are there, 66 of a table, six up to the next multiple of 8."""
-    record = Record(TABLE, TABLE)
-    assert record.write(None, None) == bytes(8)
-    second = record.write(None, toy())
-    assert (second[:8], len(second)) == (bytes([2]) + bytes(7), 80)
-    assert record.read(second)[0] is None
-    both = record.read(record.write(toy(), toy(head=[7, 8])))
-    assert [None if values is None else values["head"].tolist() for values in both] == [[1, 2], [7, 8]]
-
-
-@pytest.mark.parametrize("changed", [{"head": [1]}, {"grid": [1, 2]}, {"grid": [[1, 2, 3]]}])
-def test_a_table_refuses_other_shapes(changed: dict[str, object]) -> None:
-    with pytest.raises(InternalError, match="of a toy"):
-        TABLE.write(toy(**changed))
+def test_layout_tells_apart_names_types_and_places() -> None:
+    fields = [("a", int), ("b", int)]
+    others = ([("b", int), ("a", int)], [("a", int), ("c", int)], [("a", int), ("b", float)], fields[:1])
+    layouts = [records.layout_digest([msgspec.defstruct("Toy", each, array_like=True)]) for each in (fields, *others)]
+    layouts.append(records.layout_digest([msgspec.defstruct("Toy", fields, array_like=True)], schema=0))
+    assert len(set(layouts)) == len(layouts)
+    assert records.layout_digest([msgspec.defstruct("Toy", fields, array_like=True)]) == layouts[0]

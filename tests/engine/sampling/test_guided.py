@@ -52,7 +52,7 @@ def grammars(folder: Path) -> Iterator[Grammars]:
 
 
 def regex(text: str) -> Grammar:
-    return Grammar(GrammarKind.REGEX, text)
+    return Grammar.of(GrammarKind.REGEX, text)
 
 
 def after(grammars: Grammars, grammar: Grammar, text: str) -> str:
@@ -67,14 +67,15 @@ def test_what_may_follow_is_what_the_expression_says(grammars: Grammars, text: s
 
 
 def test_a_schema_allows_what_completes_it(grammars: Grammars) -> None:
-    schema = Grammar(GrammarKind.JSON_SCHEMA, '{"enum": ["xy", 7, null], "x-guidance": {"whitespace_flexible": false}}')
+    schema = Grammar.of(GrammarKind.JSON_SCHEMA,
+                        '{"enum": ["xy", 7, null], "x-guidance": {"whitespace_flexible": false}}')
     assert after(grammars, schema, "") == '"7n'
     assert after(grammars, schema, '"x') == "y"
     assert after(grammars, schema, "null") == "$"
 
 
 def test_whitespace_of_json_has_an_end(grammars: Grammars, folder: Path) -> None:
-    schema = Grammar(GrammarKind.JSON_SCHEMA, '{"const": [1]}')
+    schema = Grammar.of(GrammarKind.JSON_SCHEMA, '{"const": [1]}')
     # As byte-level BPE spells it.
     newline = Tokenizer.from_file(str(folder / "tokenizer.json")).token_to_id("\u010a")
     assert newline is not None
@@ -86,7 +87,7 @@ def test_whitespace_of_json_has_an_end(grammars: Grammars, folder: Path) -> None
 
 
 def test_a_schema_can_do_without_whitespace(grammars: Grammars) -> None:
-    schema = Grammar(GrammarKind.JSON_SCHEMA, '{"const": [1], "x-guidance": {"whitespace_flexible": false}}')
+    schema = Grammar.of(GrammarKind.JSON_SCHEMA, '{"const": [1], "x-guidance": {"whitespace_flexible": false}}')
     assert [after(grammars, schema, text) for text in ("", "[", "[1", "[1]")] == ["[", "1", "]", "$"]
 
 
@@ -255,7 +256,7 @@ REFUSED = [
 async def test_what_is_no_grammar_is_refused_by_field(grammars: Grammars, kind: GrammarKind, text: str,
                                                       problem: str) -> None:
     with pytest.raises(InvalidRequestError) as refused:
-        await grammars.check(Grammar(kind, text))
+        await grammars.check(Grammar.of(kind, text))
     (violation,) = refused.value.violations
     assert violation.field == f"structured_output.{kind}"
     assert problem in violation.description

@@ -15,7 +15,7 @@ from runtime.grammar import Grammar, GrammarKind
 from transfer.agent.agent import TransferAgent
 from transfer.plan.handoff_terms import StageEndpoint
 
-WORD = Grammar(GrammarKind.REGEX, "[a-z]+")
+WORD = Grammar.of(GrammarKind.REGEX, "[a-z]+")
 
 
 def formed() -> tuple[StageGroup, list[StageLink]]:

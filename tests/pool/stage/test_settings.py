@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from engine.memory.budget import decode_requests
-from engine.pipeline.tables import Table, column, tuples
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import plan_stage
 from runtime.errors import IncompatiblePeerError
@@ -84,11 +83,3 @@ def test_stages_that_keep_the_states_of_another_number_of_trees_do_not_join(tmp_
     assert (here.max_held, there.max_held, here.num_scratch, there.num_scratch) == (33, 33, 12, 34)
     with pytest.raises(IncompatiblePeerError, match=r"differ: max_running is 11 here, 33 there$"):
         check_settings(here.settings, there.settings)
-
-
-def test_a_table_with_another_column_has_another_layout() -> None:
-    columns = [tuples("x", "n", a="i8", b="i4"), tuples("x", "m", a="i8", b="i4"), column("x", "i8", "n"),
-               tuples("x", "n", a="i8", c="i4")]
-    tables = [*(Table("t", each) for each in columns), Table("t", columns[0], column("y", "i4"))]
-    assert len({table.layout for table in tables}) == len(tables)
-    assert Table("t", tuples("x", "n", a="i8", b="i4")).layout == tables[0].layout

@@ -6,11 +6,11 @@ from runtime.grammar import Grammar, GrammarKind
 
 
 def schema(value: object) -> Grammar:
-    return Grammar(GrammarKind.JSON_SCHEMA, json.dumps(value))
+    return Grammar.of(GrammarKind.JSON_SCHEMA, json.dumps(value))
 
 
 def regex(text: str) -> Grammar:
-    return Grammar(GrammarKind.REGEX, text)
+    return Grammar.of(GrammarKind.REGEX, text)
 
 
 def never_compiled(name: str = "") -> Grammar:
