@@ -159,6 +159,9 @@ def _quoted(value: object) -> str:
 
 # At level debug they have a line for each call, or for each instruction that is compiled.
 _TALKATIVE = ("grpc", "numba")
+# Logs every metadata value that is not UTF-8 whole, each time it is read and with a traceback: a token with a stray
+# byte, or 300 KB of log for 2 KB from an unknown caller. Errors of handlers are logged by `runtime.calls`, not there.
+_QUOTING = ("grpc._cython.cygrpc",)
 
 
 def configure(*, level: str, style: LogStyle, role: str, stream: TextIO = sys.stderr) -> None:
@@ -172,3 +175,5 @@ def configure(*, level: str, style: LogStyle, role: str, stream: TextIO = sys.st
     logging.captureWarnings(capture=True)
     for library in _TALKATIVE:
         logging.getLogger(library).setLevel(max(logging.INFO, logging.getLogger().level))
+    for library in _QUOTING:
+        logging.getLogger(library).setLevel(logging.CRITICAL)

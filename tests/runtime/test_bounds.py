@@ -17,6 +17,7 @@ from runtime.server import MAX_PING_STRIKES, MIN_PING_INTERVAL_S
 from runtime.status import error_from_rpc
 from tests.router.harness import eventually
 from tests.support.network.ports import taken_port
+from tests.support.network.raw_http2 import END_HEADERS, HEADERS, PING, block, frame, raw_connection
 from tests.support.router.generation import EchoGeneration, serve_echo
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -154,34 +155,19 @@ async def test_connections_of_a_server_are_bounded() -> None:
     await server.drain(grace_s=0)
 
 
-def http2_frame(kind: int, payload: bytes, flags: int = 0) -> bytes:
-    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + bytes(4) + payload
-
-
 async def pinged(address: str, pause_s: float, count: int, *, ends_within_s: float) -> bool:
     """Whether the connection lives that long after so many pings."""
-    host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    try:
-        writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + http2_frame(4, b"") + http2_frame(4, b"", 1))
-        for _ in range(count):
-            writer.write(http2_frame(6, bytes(8)))
-            await writer.drain()
-            await asyncio.sleep(pause_s)
-        answer = await asyncio.wait_for(ended(reader), ends_within_s)
-        return not answer
-    except TimeoutError:
-        return True
-    except ConnectionError:
+    async with raw_connection(address) as connection:
+        try:
+            for _ in range(count):
+                await connection.send(frame(PING, bytes(8)))
+                await asyncio.sleep(pause_s)
+            await asyncio.wait_for(connection.closed(), ends_within_s)
+        except TimeoutError:
+            return True
+        except ConnectionError:
+            pass
         return False
-    finally:
-        writer.close()
-
-
-async def ended(reader: asyncio.StreamReader) -> bool:
-    while await reader.read(65536):
-        pass
-    return True
 
 
 async def test_a_flood_of_pings_ends_the_connection_and_our_own_pace_does_not() -> None:
@@ -210,24 +196,10 @@ def door() -> Iterator[str]:
         yield f"127.0.0.1:{taken + 1}"  # which nobody takes while the one before it is held
 
 
-def headers(path: bytes) -> bytes:
-    """A POST in HPACK, by hand: no library sends such a path."""
-    def literal(name: bytes, value: bytes) -> bytes:
-        return b"\x00" + bytes([len(name)]) + name + bytes([len(value)]) + value
-
-    return (b"\x83\x86\x04" + bytes([len(path)]) + path + literal(b":authority", b"x") + literal(b"te", b"trailers")
-            + literal(b"content-type", b"application/grpc"))
-
-
 async def sent(address: str, path: bytes) -> None:
-    host, _, port = address.rpartition(":")
-    _, writer = await asyncio.open_connection(host, int(port))
-    request = headers(path)
-    writer.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + http2_frame(4, b"") + len(request).to_bytes(3, "big")
-                 + b"\x01\x04\x00\x00\x00\x01" + request)
-    await writer.drain()
-    await asyncio.sleep(0.3)
-    writer.close()
+    async with raw_connection(address) as connection:
+        await connection.send(frame(HEADERS, block(path), END_HEADERS, stream=1))
+        await asyncio.sleep(0.3)
 
 
 @pytest.mark.parametrize("path", [b"/\xff\xfe/x", b"/baton.v1.Generation/Generat\xc3("])

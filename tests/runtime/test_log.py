@@ -29,7 +29,8 @@ STYLES = list(LogStyle)
 def restored_root_logger() -> Iterator[None]:
     root = logging.getLogger()
     handlers = root.handlers[:]
-    levels = [(logger, logger.level) for logger in map(logging.getLogger, (None, "grpc", "numba"))]
+    names = (None, "grpc", "grpc._cython.cygrpc", "numba")
+    levels = [(logger, logger.level) for logger in map(logging.getLogger, names)]
     yield
     root.handlers[:] = handlers
     for logger, level in levels:
