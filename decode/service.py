@@ -354,8 +354,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
 def _replayed(opening: pb.DecodeOpen, request: Request, *, vocab_size: int) -> tuple[int, ...]:
     """Raises InvalidRequestError for tokens that this request cannot have drawn."""
-    replayed = in_vocabulary("replayed_token_ids", opening.replayed_token_ids, vocab_size)
-    if len(replayed) >= request.max_tokens:
+    if (count := len(opening.replayed_token_ids)) >= request.max_tokens:
         raise InvalidRequestError(FieldViolation(
-            "replayed_token_ids", f"{len(replayed)} and a first one are more than max_tokens, {request.max_tokens}"))
-    return replayed
+            "replayed_token_ids", f"{count} and a first one are more than max_tokens, {request.max_tokens}"))
+    return in_vocabulary("replayed_token_ids", opening.replayed_token_ids, vocab_size)

@@ -14,7 +14,7 @@ import asyncio
 import contextlib
 import inspect
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -22,7 +22,7 @@ from google.protobuf.message import Message
 
 from runtime.calls import CallLedger, failed
 from runtime.errors import FieldViolation, InvalidRequestError, RequestAborted
-from runtime.intake import Intake, IntakeLimits, Seats, StallWatch, bounded
+from runtime.intake import Intake, IntakeLimits, MessageBounds, Seats, StallWatch, bounded, held_bytes
 from runtime.metrics import RpcMetrics
 from runtime.security import Access, ServerSecurity, access_to
 from runtime.status import RpcFailure
@@ -38,6 +38,8 @@ Behavior = Callable[[Any, Context], Any]
 
 # Calls of one message and one answer; requests of callers that need no token have a name in them and nothing else.
 MAX_QUESTION_BYTES, MAX_OPEN_BYTES = 256 << 10, 4 << 10
+# What many requests of a router share: about 1 MiB, of which each has parts of its own, or the one input of a long one.
+SHARED_MESSAGE_BYTES = 2 << 20
 # Calls that need no token, by method: streams may last for ever.
 _MAX_OPEN_CALLS = {"/grpc.health.v1.Health/Check": 64, "/grpc.health.v1.Health/Watch": 64}
 _MAX_OTHER_OPEN_CALLS = 4
@@ -116,7 +118,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
                     return await self._run(behavior, requests, context)
                 request = await intake.receive(lambda: _first_message(context),
                                                lambda release: _when_over(context, release))
-                with seats.holding(request.ByteSize()):
+                with seats.holding(held_bytes(request)):
                     return await self._run(behavior, request, context)
 
         async def guarded(requests: object, context: Context) -> object:
@@ -128,8 +130,10 @@ class CallGuard(grpc.aio.ServerInterceptor):
         largest = MAX_OPEN_BYTES if is_open else MAX_QUESTION_BYTES
         if begins_work and not is_open:
             largest = self._limits.max_message_bytes
-        parse = bounded(handler.request_deserializer, min(largest, self._limits.max_message_bytes))
-        return make(guarded, parse, handler.response_serializer)
+        bounds = MessageBounds(min(largest, self._limits.max_message_bytes))
+        if access_to(method) is Access.ROUTER:
+            bounds = replace(bounds, uncounted_bytes=SHARED_MESSAGE_BYTES)
+        return make(guarded, bounded(handler.request_deserializer, bounds), handler.response_serializer)
 
     def _seats_for(self, method: str) -> Seats:
         access = access_to(method)
@@ -160,6 +164,8 @@ class CallGuard(grpc.aio.ServerInterceptor):
             if not stall.has_expired:
                 raise
             raise RequestAborted(f"the client has read nothing for {self._limits.write_s:g} s") from None
+        except grpc.aio.InternalError:  # of gRPC, before it cancels the handler
+            raise RequestAborted("the client has ended the call while a response was being sent") from None
         return None
 
     async def _call(self, method: str, context: Context, serve: Callable[[], Awaitable[object]]) -> object:
@@ -204,7 +210,7 @@ def _when_over(context: Context, then: Callable[[], None]) -> None:
 
 async def _abort(context: Context, failure: RpcFailure) -> None:
     """End the call. Raises gRPC's AbortError when the status is out; one that waits behind what the client does not
-    read is left to gRPC, so that the handler ends."""
-    with contextlib.suppress(TimeoutError):
+    read, or that a call the client has ended does not take, is left to gRPC, so that the handler ends."""
+    with contextlib.suppress(TimeoutError, grpc.aio.InternalError):
         async with asyncio.timeout(_ABORT_S):
             await context.abort(failure.code, failure.message, failure.trailing_metadata)

@@ -33,6 +33,8 @@ HANDSHAKE_S = 10.0
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 # Pings closer together than this are strikes, and the connection ends with the last one; ours come every keepalive_s.
 MIN_PING_INTERVAL_S, MAX_PING_STRIKES = 0.3, 5
+# Messages are inflated where their size is bounded, by `runtime.intake`; deflate is refused by gRPC.
+IDENTITY_AND_GZIP = 1 << 0 | 1 << 2
 # Calls gRPC may hold until the event loop takes them.
 MAX_PENDING_CALLS = 1000
 # The second door answers probes: a service's name per message, a few connections.
@@ -75,6 +77,8 @@ class ServerOptions:
             ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
             ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1e3)),
+            ("grpc.per_message_decompression", 0),
+            ("grpc.compression_enabled_algorithms_bitset", IDENTITY_AND_GZIP),
             ("grpc.max_send_message_length", -1),
             ("grpc.keepalive_time_ms", round(self.keepalive_s * 1e3)),
             ("grpc.keepalive_timeout_ms", round(self.keepalive_timeout_s * 1e3)),

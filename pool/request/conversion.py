@@ -11,6 +11,7 @@ from runtime.errors import FieldViolation, InvalidRequestError
 from runtime.grammar import MAX_GRAMMAR_BYTES
 
 MAX_TOP_LOGPROBS = 20
+MAX_LISTED_TOKENS = 1024  # biases, and tokens to stop at; routers take fewer of the latter
 
 
 def request_from_proto(message: pb.EngineRequest, *, vocab_size: int, max_context_tokens: int) -> Request:
@@ -82,15 +83,18 @@ def _violations(message: pb.EngineRequest, vocab_size: int, max_context_tokens: 
     prompt, found = message.prompt_token_ids, []
     if not prompt:
         found.append(FieldViolation("prompt_token_ids", "must not be empty"))
-    for field, ids in (("prompt_token_ids", prompt), ("stop_token_ids", message.stop_token_ids),
-                       ("sampling.logit_bias", message.sampling.logit_bias)):
-        if ids and max(ids) >= vocab_size:
-            found.append(FieldViolation(field, f"token id {max(ids)} is outside the vocabulary of {vocab_size}"))
     if message.max_tokens < 1:
         found.append(FieldViolation("max_tokens", "must be at least 1"))
     if len(prompt) + message.max_tokens > max_context_tokens:
         found.append(FieldViolation("prompt_token_ids", f"{len(prompt)} tokens and max_tokens {message.max_tokens} "
                                                         f"are over the context limit of {max_context_tokens}"))
+    for field, ids, limit in (("prompt_token_ids", prompt, max_context_tokens),
+                              ("stop_token_ids", message.stop_token_ids, MAX_LISTED_TOKENS),
+                              ("sampling.logit_bias", message.sampling.logit_bias, MAX_LISTED_TOKENS)):
+        if len(ids) > limit:  # before they are looked at: a million ids take 60 ms
+            found.append(FieldViolation(field, f"has {len(ids)} entries, the limit is {limit}"))
+        elif ids and max(ids) >= vocab_size:
+            found.append(FieldViolation(field, f"token id {max(ids)} is outside the vocabulary of {vocab_size}"))
     for field, count in (("num_top_logprobs", message.num_top_logprobs),
                          ("num_prompt_logprobs", message.num_prompt_logprobs)):
         if count > MAX_TOP_LOGPROBS:

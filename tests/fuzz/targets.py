@@ -31,6 +31,7 @@ from router.workers.discovery import parse_target
 from runtime.config import load
 from runtime.errors import BatonError, ConfigError, IntegrityError, InternalError, InvalidRequestError, PeerLostError
 from runtime.grammar import Grammar, GrammarKind
+from runtime.intake import MessageBounds, bounded
 from tests.fuzz.engine import Target
 from tests.router.harness import FACTS
 from transfer.plan import codec
@@ -150,6 +151,13 @@ def _generate_request(numbers: random.Random) -> bytes:
     return request.SerializeToString()
 
 
+def _read_counted(data: bytes) -> object:
+    """What is counted before it is parsed is what the parser makes of it, unless it is refused."""
+    request = bounded(generation_pb2.GenerateRequest.FromString, MessageBounds(1 << 20, uncounted_bytes=0))(data)
+    assert request.SerializeToString() == generation_pb2.GenerateRequest.FromString(data).SerializeToString()
+    return request
+
+
 def _admit(data: bytes) -> object:
     request = generation_pb2.GenerateRequest.FromString(data)
     return _ended(admissible(request, FACTS, None, draw_seed=lambda: 42))
@@ -243,6 +251,7 @@ TARGETS = {target.name: target for target in (
            (DecodeError, InvalidRequestError)),
     Target("session_event", _always(codec.event_to_proto(_EVENT)), _read_event, (DecodeError, InvalidRequestError)),
     Target("generate_request", _generate_request, _admit, (DecodeError, BatonError)),
+    Target("counted_request", _generate_request, _read_counted, (InvalidRequestError,)),
     Target("engine_request", _engine_request, _read_engine_request, (DecodeError, InvalidRequestError)),
     Target("safetensors", _safetensors, _read_safetensors, (ConfigError,)),
     Target("safetensors_index", _index, _read_index, (ConfigError,)),

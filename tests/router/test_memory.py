@@ -51,10 +51,11 @@ def stub(own: grpc.aio.Channel) -> Any:  # noqa: ANN401 (published without types
     return health_pb2_grpc.HealthStub(own)
 
 
-async def one_call(address: str, method: str, message: bytes, metadata: Any = None) -> grpc.StatusCode:  # noqa: ANN401
+async def one_call(address: str, method: str, message: bytes, metadata: Any = None,  # noqa: ANN401
+                   compression: grpc.Compression = grpc.Compression.NoCompression) -> grpc.StatusCode:
     async with channel(address) as own:
         start: Any = own.unary_stream(method)
-        call = start(message, timeout=30, metadata=metadata)
+        call = start(message, timeout=30, metadata=metadata, compression=compression)
         with suppress(grpc.aio.AioRpcError):
             async for _ in call:
                 pass
@@ -93,6 +94,18 @@ async def test_a_token_does_not_open_all_memory(router: Announcement) -> None:
     codes = await many(lambda: one_call(router.address, GENERATE, message, metadata))
     assert grpc.StatusCode.OK not in codes
     assert peak_mib(router.pid) - before < 400, "the pod has 1 GiB"
+
+
+@pytest.mark.parametrize("content", [b"\x2a\xf8\xff\xff\x07" + b"\x0a\x00" * 8_388_604,  # a chat of empty messages
+                                     b"\x7a\xf8\xff\xff\x07\x0a\xf4\xff\xff\x07" + bytes(16_777_204)])  # ids
+async def test_what_is_large_only_when_it_is_inflated_or_parsed_costs_little(router: Announcement,
+                                                                             content: bytes) -> None:
+    """Parsed, the first one has 500 MiB, and holds everything up for a second."""
+    before, metadata = peak_mib(router.pid), (("authorization", f"Bearer {TOKEN}"),)
+    for compression in (grpc.Compression.Gzip, grpc.Compression.NoCompression):
+        code = await one_call(router.address, GENERATE, content, metadata, compression)
+        assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert peak_mib(router.pid) - before < 100, "it came whole, once as it is and once in gRPC's own memory"
 
 
 async def test_metadata_is_bounded(router: Announcement) -> None:

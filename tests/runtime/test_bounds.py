@@ -17,7 +17,7 @@ from runtime.server import MAX_PING_STRIKES, MIN_PING_INTERVAL_S
 from runtime.status import error_from_rpc
 from tests.router.harness import eventually
 from tests.support.network.ports import taken_port
-from tests.support.network.raw_http2 import END_HEADERS, HEADERS, PING, block, frame, raw_connection
+from tests.support.network.raw_http2 import END_HEADERS, HEADERS, PING, RST_STREAM, block, call, frame, raw_connection
 from tests.support.router.generation import EchoGeneration, serve_echo
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -226,3 +226,18 @@ async def test_a_path_that_is_no_text_stops_nothing(path: bytes, caplog: pytest.
         running.cancel()
         async with asyncio.timeout(30):
             await draining
+
+
+async def test_a_client_that_resets_a_stream_it_does_not_read_is_no_bug(caplog: pytest.LogCaptureFixture) -> None:
+    """gRPC fails the response that is being sent, and cancels the handler later or not at all."""
+    servicer = Torrent()
+    server, address = await serve_echo(servicer)
+    async with raw_connection(address) as connection:
+        for stream in range(1, 41, 2):
+            request = pb.GenerateRequest(request_id=str(stream), text="x").SerializeToString()
+            await connection.send(call(b"/baton.v1.Generation/Generate", message=request, stream=stream))
+            await eventually(lambda: servicer.running, "no call")
+            await connection.send(frame(RST_STREAM, (8).to_bytes(4, "big"), stream=stream))
+            await eventually(lambda: not servicer.running, "a handler that never ends")
+    await server.drain(grace_s=0)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]

@@ -1,11 +1,24 @@
 import asyncio
+import gzip
 from collections.abc import Callable
 
 import pytest
 
 from protos import generation_pb2 as pb
+from protos import types_pb2
 from runtime.errors import CapacityError, DeadlineError, InvalidRequestError
-from runtime.intake import Intake, IntakeLimits, Seats, bounded
+from runtime.intake import (
+    FREE_INFLATED_BYTES,
+    MAX_INFLATION,
+    MAX_NUMBERS,
+    MAX_PARTS,
+    Intake,
+    IntakeLimits,
+    MessageBounds,
+    Seats,
+    bounded,
+    held_bytes,
+)
 from tests.router.harness import eventually
 
 
@@ -84,9 +97,75 @@ def test_seats_bound_calls_and_bytes_and_are_given_back() -> None:
 
 
 def test_what_is_too_long_is_not_parsed_and_what_is_no_message_is_named() -> None:
-    parse = bounded(pb.AbortRequest.FromString, 4)
+    parse = bounded(pb.AbortRequest.FromString, MessageBounds(4))
     assert parse(b"\x0a\x02ab").request_ids == ["ab"]
     with pytest.raises(InvalidRequestError, match="at most 4 bytes, this one has 5"):
         parse(b"\x0a\x03abc")
     with pytest.raises(InvalidRequestError, match="no message of its type"):
         parse(b"\xff\xff")
+
+
+COUNTED = MessageBounds(16 << 20, uncounted_bytes=0)
+
+
+def chat(num_messages: int) -> bytes:
+    """One field, and one for each message: nothing in them."""
+    return pb.GenerateRequest(chat=pb.ChatMessages(messages=[pb.ChatMessage()] * num_messages)).SerializeToString()
+
+
+def test_parts_are_counted_before_a_message_is_parsed() -> None:
+    parse = bounded(pb.GenerateRequest.FromString, COUNTED)
+    assert len(parse(chat(MAX_PARTS - 1)).chat.messages) == MAX_PARTS - 1
+    with pytest.raises(InvalidRequestError, match=f"at most {MAX_PARTS} fields and entries"):
+        parse(chat(MAX_PARTS))
+    biases = pb.GenerateRequest(sampling=types_pb2.SamplingParams(logit_bias=dict.fromkeys(range(MAX_PARTS), 1.0)))
+    with pytest.raises(InvalidRequestError, match=f"at most {MAX_PARTS} fields and entries"):
+        parse(biases.SerializeToString())
+    small = bounded(pb.GenerateRequest.FromString, MessageBounds(16 << 20, uncounted_bytes=len(chat(MAX_PARTS))))
+    assert len(small(chat(MAX_PARTS)).chat.messages) == MAX_PARTS, "what is cheap to parse is not counted"
+
+
+def test_numbers_are_counted_before_a_message_is_parsed() -> None:
+    def request(*lengths: int) -> bytes:
+        return pb.GenerateRequest(resumed=[types_pb2.TokenIds(ids=[300] * length) for length in lengths],
+                                  ).SerializeToString()
+
+    parse = bounded(pb.GenerateRequest.FromString, COUNTED)
+    assert len(parse(request(MAX_NUMBERS)).resumed[0].ids) == MAX_NUMBERS
+    with pytest.raises(InvalidRequestError, match=f"at most {MAX_NUMBERS} numbers"):
+        parse(request(MAX_NUMBERS // 2, MAX_NUMBERS // 2 + 1))
+
+
+@pytest.mark.parametrize("raw", [
+    b"\x2a\x05\x0a",  # a chat of five bytes, of which one is there
+    b"\x08" + b"\xff" * (1 << 20),  # a number without an end
+    b"\x2b\x2c",  # a group
+    b"\x1d\x00",  # four bytes, of which one is there
+    b"\x1f",  # no field is of this type
+])
+def test_what_is_no_message_is_refused_where_it_is_counted(raw: bytes) -> None:
+    with pytest.raises(InvalidRequestError, match="no message of its type"):
+        bounded(pb.GenerateRequest.FromString, COUNTED)(raw)
+
+
+def test_compressed_messages_are_inflated_up_to_a_ratio() -> None:
+    parse = bounded(pb.GenerateRequest.FromString, MessageBounds(16 << 20))
+    text = "".join(f"{number} cats. " for number in range(20_000))
+    assert parse(gzip.compress(pb.GenerateRequest(text=text).SerializeToString())).text == text
+    zeros = gzip.compress(bytes(16 << 20))
+    limit = FREE_INFLATED_BYTES + MAX_INFLATION * len(zeros)
+    with pytest.raises(InvalidRequestError, match=f"of {len(zeros)} bytes may have at most {limit} when"):
+        parse(zeros)
+    with pytest.raises(InvalidRequestError, match="may have at most 100 when"):
+        bounded(pb.GenerateRequest.FromString, MessageBounds(100))(gzip.compress(bytes(101)))
+    for damaged in (zeros[:2], zeros[:20] + zeros[30:], gzip.compress(b"\x0a\x01a")[:-1]):
+        with pytest.raises(InvalidRequestError, match=r"no message of its type|when it is inflated"):
+            parse(damaged)
+
+
+def test_a_request_is_held_with_what_becomes_of_its_numbers() -> None:
+    """Four bytes each in the request, in what a worker is sent, and as machine integers."""
+    ids = types_pb2.TokenIds(ids=[5] * 1000)
+    request = pb.GenerateRequest(token_ids=ids, resumed=[ids], resumed_from=["a"])
+    assert held_bytes(request) == request.ByteSize() + 2000 * 12
+    assert held_bytes(pb.GenerateRequest(text="x" * 1000)) == pb.GenerateRequest(text="x" * 1000).ByteSize()

@@ -115,6 +115,8 @@ BAD: dict[str, tuple[Change, str, str]] = {
     "no choices": (with_fields(n=0), "n", "between 1 and 16, got 0"),
     "many choices": (with_fields(n=17), "n", "between 1 and 16, got 17"),
     "many prompt logprobs": (with_fields(num_prompt_logprobs=21), "num_prompt_logprobs", "at most 20, got 21"),
+    "far too many resumed": (with_fields(resumed=[types_pb2.TokenIds(ids=[VOCAB_SIZE] * 100_000)]), "resumed[0].ids",
+                             "100000 tokens, the context limit is 256"),
     "many stop tokens": (with_stop(stop_token_ids=[1] * 65), "stop.stop_token_ids", "65 entries, the limit is 64"),
 }
 
