@@ -19,6 +19,9 @@ _OF_ACTIVATIONS = re.compile(r"\.(input|output|activation)_(scale|zero_point)$|\
 _IN_ORDER = {4: (0, 1, 2, 3, 4, 5, 6, 7), 8: (0, 1, 2, 3)}
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 _ALL = 0
+_NO_ALGORITHM = ("NONE", "NO_QUANT")  # Model Optimizer's, where it left the weights alone
+# What AWQ's `backend` may name: what runs the products. All but llm-awq's are stored alike.
+_OTHER_AWQ = "llm-awq"
 
 
 def open_checkpoint(folder: Path, config: RawConfig, inputs_first: tuple[str, ...] = ()) -> Checkpoint:
@@ -28,23 +31,36 @@ def open_checkpoint(folder: Path, config: RawConfig, inputs_first: tuple[str, ..
     Raises:
         ConfigError: no safetensors files, a damaged one, or a quantisation that is not supported; the field is named.
     """
-    tensors, form = open_tensors(folder), _format(folder, config)
-    if form is None:
-        return Checkpoint(dict(tensors))
-    weights = {name: entry for name, entry in tensors.items() if not _OF_ACTIVATIONS.search(name)}
-    return dequantised(weights, form, inputs_first)
+    form = _format(folder, config)
+    # Scales of a quantized cache may stand beside plain weights, also without a word in the config.
+    weights = {name: entry for name, entry in open_tensors(folder).items() if not _OF_ACTIVATIONS.search(name)}
+    return Checkpoint(weights) if form is None else dequantised(weights, form, inputs_first)
 
 
 def _format(folder: Path, config: RawConfig) -> QuantisedFormat | None:
-    """None: the checkpoint is not quantised."""
+    """Return None for a checkpoint whose weights are not quantized."""
     section = next((config.section(name) for name in _SECTIONS if name in config), None)
+    file = folder / _MODELOPT_FILE
+    own = read_config_file(file) if file.is_file() else None
     if section is None:
-        file = folder / _MODELOPT_FILE
-        return _read_modelopt(read_config_file(file)) if file.is_file() else None
-    method = section.text("quant_method")
+        return None if own is None else _read_modelopt(own)
+    if "quant_method" not in section and (own is not None or _is_of_modelopt(section)):
+        return _read_modelopt(section if own is None or _algorithms(section) else own)
+    method = section.text("quant_method").lower().replace("compressed_tensors", "compressed-tensors")
     if method not in _METHODS:
         raise section.fail("quant_method", f"{method!r} is not supported; known are {', '.join(sorted(_METHODS))}")
     return _METHODS[method](section)
+
+
+def _is_of_modelopt(section: RawConfig) -> bool:
+    """Return whether Model Optimizer says so itself; it wrote no `quant_method` for long."""
+    return "producer" in section and section.section("producer").as_dict().get("name") == "modelopt"
+
+
+def _algorithms(raw: RawConfig) -> RawConfig | None:
+    """Return the section of Model Optimizer's that names an algorithm: this one, or `quantization` in it."""
+    nested = raw.section("quantization") if "quantization" in raw else raw
+    return nested if "quant_algo" in nested else None
 
 
 def _fp8(block: tuple[int, int]) -> QuantisedFormat:
@@ -53,7 +69,8 @@ def _fp8(block: tuple[int, int]) -> QuantisedFormat:
 
 def _read_fp8(raw: RawConfig) -> QuantisedFormat:
     """DeepSeek's, also of Qwen3, Qwen3.5 and GLM: blocks as `weight_block_size` says, or one scale for each tensor."""
-    raw.require("fmt", only="e4m3", default="e4m3")
+    if (form := raw.text("fmt", "e4m3").lower()) not in ("e4m3", "float8_e4m3fn"):
+        raise raw.fail("fmt", f"{form!r} is not supported, only 'e4m3' and 'float8_e4m3fn', which are one")
     raw.require("expert_dtype", only="fp8", default="fp8")
     if "weight_block_size" not in raw:
         return _fp8((_ALL, _ALL))
@@ -65,11 +82,12 @@ def _read_fbgemm_fp8(_raw: RawConfig) -> QuantisedFormat:
 
 
 def _read_modelopt(raw: RawConfig) -> QuantisedFormat | None:
-    """Of NVIDIA's Model Optimizer: in config.json, or below `quantization` in a file of its own. None where only the
-    cache is quantised."""
-    raw = raw.section("quantization") if "quantization" in raw else raw
-    if "quant_algo" not in raw:
+    """Read what NVIDIA's Model Optimizer wrote, into config.json or a file of its own. Return None where only the cache
+    is quantized."""
+    named = _algorithms(raw)
+    if named is None or named.text("quant_algo").upper() in _NO_ALGORITHM:
         return None
+    raw = named
     blocks = {"FP8": (_ALL, _ALL), "FP8_PER_CHANNEL_PER_TOKEN": (1, _ALL), "FP8_PB_WO": (128, 128)}
     algorithm = raw.text("quant_algo").upper()
     if algorithm not in blocks:
@@ -77,15 +95,17 @@ def _read_modelopt(raw: RawConfig) -> QuantisedFormat | None:
     return _fp8(blocks[algorithm])
 
 
-def _read_compressed_tensors(raw: RawConfig) -> QuantisedFormat:
-    """Of llm-compressor. Several groups of layers may differ in how activations are quantised, not in how weights are.
-    """
+def _read_compressed_tensors(raw: RawConfig) -> QuantisedFormat | None:
+    """Read what llm-compressor wrote. Several groups of layers may differ in how activations are quantized, not in how
+    weights are. Return None where only activations or the cache are quantized."""
     for name in ("sparsity_config", "transform_config"):
         if name in raw and not _is_empty(raw.section(name)):
             raise raw.fail(name, "is not supported")
-    groups = raw.section("config_groups")
+    groups = raw.section("config_groups") if "config_groups" in raw else RawConfig({})
     forms = {name: _read_group(groups.section(name), raw) for name in groups.as_dict()
              if "weights" in groups.section(name)}
+    if not forms and ("kv_cache_scheme" in raw or groups.as_dict()):
+        return None
     if len(set(forms.values())) != 1:
         raise raw.fail("config_groups", f"must quantise weights in one way, has {len(set(forms.values()))} ways in "
                                         f"groups {', '.join(sorted(forms)) or 'none'}")
@@ -130,8 +150,11 @@ def _strategy_block(weights: RawConfig) -> tuple[int, int]:
 
 def _read_awq(raw: RawConfig) -> QuantisedFormat:
     raw.require("bits", only=4, default=4)
-    raw.require("version", only="gemm", default="gemm")
-    raw.require("backend", only="autoawq", default="autoawq")
+    field = "version" if "version" in raw else "format"
+    if (version := raw.text(field, "gemm").lower()) != "gemm":
+        raise raw.fail(field, f"{version!r} is not supported, only 'gemm'")
+    if raw.text("backend", "auto").lower() == _OTHER_AWQ:
+        raise raw.fail("backend", f"{_OTHER_AWQ!r} is not supported: it stores weights in another order")
     raw.require("zero_point", only=True, default=True)
     return QuantisedFormat(
         codes=".qweight", codes_dtype="I32", weight=".weight", scales=(".scales",), zeros=".qzeros",
@@ -141,11 +164,12 @@ def _read_awq(raw: RawConfig) -> QuantisedFormat:
 
 def _read_gptq(raw: RawConfig) -> QuantisedFormat:
     """The first version of the format stores each zero point less one."""
-    bits, version = raw.integer("bits"), raw.text("checkpoint_format", "gptq")
+    field = "checkpoint_format" if "checkpoint_format" in raw else "format"
+    bits, version = raw.integer("bits"), raw.text(field, "gptq").lower()
     if bits not in _IN_ORDER:
         raise raw.fail("bits", f"{bits} are not supported, only 4 and 8")
     if version not in ("gptq", "gptq_v2"):
-        raise raw.fail("checkpoint_format", f"{version!r} is not supported, only 'gptq' and 'gptq_v2'")
+        raise raw.fail(field, f"{version!r} is not supported, only 'gptq' and 'gptq_v2'")
     return QuantisedFormat(
         codes=".qweight", codes_dtype="I32", weight=".weight", scales=(".scales",), zeros=".qzeros", groups=".g_idx",
         block=(1, _group_size(raw)), zero=None,

@@ -14,8 +14,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+# As published: no norms, routers, convolutions, embeddings or heads.
 _QUANTISED = ("_proj.weight", "kv_a_proj_with_mqa.weight", "wq_b.weight", "wk.weight", "in_proj_qkv.weight",
-              "in_proj_z.weight")  # as published: no norms, routers, convolutions, embeddings or heads
+              "in_proj_z.weight", ".w1.weight", ".w2.weight", ".w3.weight")
 
 
 @dataclass(frozen=True)
@@ -148,6 +149,12 @@ LAYOUTS = {
         file="hf_quant_config.json", extra={"input_scale": _ONE, "k_scale": _ONE}),
     "modelopt channels": Layout(fp8((1, 0), "weight_scale", torch.float32, -1), {
         "quant_method": "modelopt", "quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}),
+    # What Model Optimizer has written without a `quant_method`, in config.json or with it in the file of its own.
+    "modelopt by producer": Layout(fp8((0, 0), "weight_scale", torch.float32, *()), {
+        "producer": {"name": "modelopt", "version": "0.29.0"}, "quantization": {"quant_algo": "FP8"}}),
+    "fp8 of MiniMax": Layout(fp8((16, 16), "weight_scale_inv", torch.float32), {
+        "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "float8_e4m3fn", "weight_block_size": [16, 16],
+        "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"]}),
     "int8 channels": Layout(int8((1, 0), symmetric=True), _compressed(
         "int-quantized", num_bits=8, type="int", strategy="channel")),
     "int8 groups": Layout(int8((1, 16), symmetric=False), _compressed(
@@ -159,6 +166,8 @@ LAYOUTS = {
     "int8 packed": Layout(int4_compressed(0, bits=8, symmetric=True), _compressed(
         "pack-quantized", num_bits=8, type="int", strategy="channel")),
     "awq": Layout(awq(16), {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "gemm", "zero_point": True}),
+    "awq in capitals": Layout(awq(16), {"quant_method": "awq", "bits": 4, "group_size": 16, "version": "GEMM",
+                                        "backend": "auto", "zero_point": True, "modules_to_not_convert": None}),
     "gptq": Layout(gptq(16), _GPTQ),
     "gptq reordered": Layout(gptq(16, reorders=True), {**_GPTQ, "desc_act": True}),
     "gptq v2 of 8 bits": Layout(gptq(0, bits=8, lacks=0), {**_GPTQ, "bits": 8, "group_size": -1,
