@@ -13,7 +13,8 @@ from pathlib import Path
 from runtime.config import Address, parse_address
 from runtime.errors import ConfigError
 from runtime.host_memory import MIB, HostMemory, host_memory
-from runtime.model_folder import loaded_bytes, read_object, text_fields
+from runtime.model_files.config import read_config, text_fields
+from runtime.model_files.weights import loaded_bytes
 
 ROLES = ("prefill", "decode")
 BALANCED = "balanced"  # workers divide the layers so (`pool.stage.config`)
@@ -69,7 +70,7 @@ def check_partition(shape: PoolShape, model: Path) -> None:
     if len(counts) != shape.num_stages:
         raise ConfigError(f"{flag} is for {_counted(len(counts), 'stage')}, and --{shape.role}-pp says "
                           f"{shape.num_stages}", field="partition")
-    num_layers = text_fields(read_object(model / "config.json")).get("num_hidden_layers")
+    num_layers = text_fields(read_config(model)).get("num_hidden_layers")
     if isinstance(num_layers, int) and sum(map(int, counts)) != num_layers:
         raise ConfigError(f"{flag} sums to {sum(map(int, counts))}, the model has {_counted(num_layers, 'layer')}",
                           field="partition")

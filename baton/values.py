@@ -179,6 +179,7 @@ class ModelInfo:
     has_tokenizer: bool
     has_chat_template: bool
     revision: str
+    default_sampling: Sampling = Sampling()  # what a request is drawn with that sets none of these
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from baton.values import (
     Prompt,
     PromptLogprobs,
     Query,
+    Sampling,
     StructuredOutput,
     Timings,
     TokenLogprobs,
@@ -179,7 +180,13 @@ def completion_of(events: Iterable[Event]) -> Completion:
 
 def model_info_of(response: pb.GetModelInfoResponse) -> ModelInfo:
     values = {f.name: getattr(response, f.name) for f in fields(ModelInfo)}
-    return ModelInfo(**{**values, "eos_token_ids": tuple(response.eos_token_ids)})
+    return ModelInfo(**{**values, "eos_token_ids": tuple(response.eos_token_ids),
+                        "default_sampling": _sampling_of(response.default_sampling)})
+
+
+def _sampling_of(message: types_pb2.SamplingParams) -> Sampling:
+    return Sampling(**{f.name: getattr(message, f.name) for f in fields(Sampling)
+                       if f.name != "logit_bias" and message.HasField(f.name)})
 
 
 def load_of(response: pb.GetLoadResponse) -> Load:

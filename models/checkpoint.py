@@ -7,6 +7,7 @@ then the bytes. Nothing is mapped: a tensor's bytes are read straight into the m
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,11 +20,13 @@ from torch import Tensor
 from engine.core.layer_range import Part
 from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError
+from runtime.model_files.weights import shortened, weight_files
 
 _PLAIN = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
           "I64": torch.int64, "BOOL": torch.bool}
 _DTYPES = {**_PLAIN, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "I8": torch.int8,
            "I32": torch.int32}
+_RUNNING = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # what a model may run in
 _MAX_HEADER_BYTES = 100 << 20
 _COMPARED_BYTES = 16 << 20
 _NONSENSE = (ValueError, KeyError, TypeError, AttributeError, OverflowError)  # what json and its readers raise
@@ -138,20 +141,28 @@ class Checkpoint:
 
     entries: Mapping[str, WeightEntry]
 
+    def usual_dtype(self) -> str:
+        """Return the type of most numbers that are stored as they are, as torch names it; float32 where none are."""
+        counts: Counter[str] = Counter()
+        for entry in self.entries.values():
+            if isinstance(entry, TensorEntry) and entry.dtype in _RUNNING:
+                counts[entry.dtype] += math.prod(entry.shape)
+        return _RUNNING[max(counts, key=lambda dtype: counts[dtype], default="F32")]
+
 
 def open_tensors(folder: Path) -> dict[str, TensorEntry]:
-    """All tensors of a folder by name: of `model.safetensors`, or of the files `model.safetensors.index.json` lists.
-    Reads headers only: the weights are digested as they are read (`read_tensor`).
+    """Return all tensors of a folder by name. Reads headers only: the weights are digested as they are read
+    (`read_tensor`).
 
     Raises:
         ConfigError: no such file, or one that is truncated or not safetensors.
     """
     entries: dict[str, TensorEntry] = {}
-    for file, listed in _weight_files(folder).items():
+    for file, listed in weight_files(folder).tensors.items():
         found = _read_header(file)
         absent = sorted(listed - found.keys())
         if absent:
-            raise ConfigError(f"{file.name} lacks tensors its index lists: {_names(absent)}", field="model")
+            raise ConfigError(f"{file.name} lacks tensors its index lists: {shortened(absent)}", field="model")
         entries.update({name: entry for name, entry in found.items() if not listed or name in listed})
     return entries
 
@@ -232,27 +243,6 @@ def _same_bytes(a: TensorEntry, b: TensorEntry) -> bool:
     return True
 
 
-def _weight_files(folder: Path) -> dict[Path, set[str]]:
-    """Files in name order, each with the tensors that an index lists for it (empty without an index)."""
-    index = folder / "model.safetensors.index.json"
-    single = folder / "model.safetensors"
-    if not index.exists():
-        if not single.is_file():
-            raise ConfigError(f"{folder} has neither model.safetensors nor model.safetensors.index.json", field="model")
-        return {single: set()}
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        files: dict[Path, set[str]] = {}
-        for name, file in sorted(weight_map.items(), key=lambda pair: (pair[1], pair[0])):
-            files.setdefault(folder / Path(file).name, set()).add(name)
-        absent = [file.name for file in files if not file.is_file()]
-    except (OSError, RecursionError, *_NONSENSE) as error:
-        raise ConfigError(f"{index} is not a safetensors index: {_shortly(error)}", field="model") from error
-    if absent:
-        raise ConfigError(f"{folder} lacks files its index lists: {_names(absent)}", field="model")
-    return files
-
-
 def _read_header(file: Path) -> dict[str, TensorEntry]:
     size = file.stat().st_size
     with file.open("rb") as stream:
@@ -300,8 +290,3 @@ def _read_exactly(file: Path, offset: int, out: Tensor, hashed: "xxhash.xxh3_128
 
 def _shortly(error: Exception) -> str:
     return repr(error)[:200]
-
-
-def _names(names: list[str]) -> str:
-    """The first few of a list of names, for a message."""
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -21,7 +21,7 @@ def read_feed_forwards(raw: RawConfig) -> tuple[FeedForwardSpec, ...]:
     num_layers = raw.integer("num_hidden_layers")
     kinds: dict[str, FeedForwardSpec] = {"dense": read_mlp(raw), "sparse": read_sigmoid_moe(raw)}
     if "mlp_layer_types" not in raw:
-        num_dense = raw.integer("first_k_dense_replace", 3, minimum=0)
+        num_dense = raw.integer("first_k_dense_replace", minimum=0)
         return tuple(kinds["dense" if layer_id < num_dense else "sparse"] for layer_id in range(num_layers))
     names = raw.texts("mlp_layer_types")
     if len(names) != num_layers or not set(names) <= kinds.keys():

@@ -1,6 +1,6 @@
 """Gemma 3: five layers that see a window only to one that sees everything, norms before and behind each part.
 
-The text model only: of a multimodal wrapper, `text_config`, whose fields may be left to their defaults.
+The text model only: of a multimodal wrapper, `text_config`.
 """
 
 from dataclasses import replace
@@ -13,20 +13,17 @@ from models.blocks.rotary import RopeSpec, read_rope
 from models.blocks.spec import FULL_ATTENTION, DecoderSpec, LayerSpec, assemble_decoder, read_layer_kinds, read_norm
 
 _WINDOW = "sliding_attention"
-_DEFAULTS = {"num_attention_heads": 8, "num_key_value_heads": 4, "vocab_size": 262208,
-             "max_position_embeddings": 131072, "tie_word_embeddings": True}
 
 
 def read_decoder(raw: RawConfig) -> DecoderSpec:
-    raw = raw.updated({name: value for name, value in _DEFAULTS.items() if name not in raw})
     for field in ("attn_logit_softcapping", "final_logit_softcapping"):
         raw.require(field, only=None, default=None)
     for field in ("attention_bias", "use_bidirectional_attention"):
         raw.require(field, only=False, default=False)
     norm = read_norm(raw, zero_centred=True)
-    full = replace(read_attention(raw, head_dim=256, qk_norm=norm),
-                   score_dim=raw.number("query_pre_attn_scalar", 256))
-    mixers = {_WINDOW: replace(full, window=raw.integer("sliding_window", 4096) - 1), FULL_ATTENTION: full}
+    full = replace(read_attention(raw, qk_norm=norm),
+                   score_dim=raw.number("query_pre_attn_scalar"))
+    mixers = {_WINDOW: replace(full, window=raw.integer("sliding_window") - 1), FULL_ATTENTION: full}
     feed_forward = read_mlp(raw, activation=Activation.GELU, field="hidden_activation")
     kinds = read_layer_kinds(raw, usual=_WINDOW, interval_field="sliding_window_pattern", interval=6)
     decoder = assemble_decoder(raw, norm=norm, rope=_read_rope(raw, FULL_ATTENTION, full.head_dim),

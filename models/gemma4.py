@@ -15,15 +15,15 @@ from models.blocks.rotary import RopeSpec, read_rope
 from models.blocks.spec import FULL_ATTENTION, DecoderSpec, LayerSpec, assemble_decoder, read_layer_kinds
 
 WINDOW = "sliding_attention"
-_DEFAULTS = {"tie_word_embeddings": True, "rope_parameters": {
-    WINDOW: {"rope_type": "default", "rope_theta": 10_000.0},
-    FULL_ATTENTION: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0}}}
+_ROPE = {WINDOW: {"rope_type": "default", "rope_theta": 10_000.0},
+         FULL_ATTENTION: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0}}
 
 
 def read_decoder(raw: RawConfig) -> DecoderSpec:
-    raw = raw.updated({name: value for name, value in _DEFAULTS.items() if name not in raw})
-    for field, default in (("hidden_size_per_layer_input", 256), ("num_kv_shared_layers", 0)):
-        if number := raw.integer(field, default, minimum=0):
+    if "rope_parameters" not in raw:
+        raw = raw.updated({"rope_parameters": _ROPE})
+    for field in ("hidden_size_per_layer_input", "num_kv_shared_layers"):
+        if number := raw.integer(field, 0, minimum=0):
             raise raw.fail(field, f"{number} is not supported, only 0")
     for field in ("enable_moe_block", "use_double_wide_mlp", "attention_bias"):
         raw.require(field, only=False, default=False)
@@ -42,9 +42,9 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
 def read_mixers(raw: RawConfig) -> dict[str, AttentionSpec]:
     """By kind of layer."""
     norm, shares = _norm(raw), raw.flag("attention_k_eq_v", default=False)
-    own = read_attention(raw, head_dim=256, qk_norm=norm)
+    own = read_attention(raw, qk_norm=norm)
     full = read_attention(_of_full_layers(raw, shares=shares), qk_norm=norm)
-    window = raw.integer("sliding_window", 512) - 1
+    window = raw.integer("sliding_window") - 1
     return {WINDOW: replace(own, score_dim=1, value_norm=norm, window=window),
             FULL_ATTENTION: replace(full, score_dim=1, value_norm=norm, keys_are_values=shares)}
 
@@ -54,13 +54,13 @@ def _of_full_layers(raw: RawConfig, *, shares: bool) -> RawConfig:
     if "per_layer_config" in raw:
         by_layer = raw.section("per_layer_config")
         return raw.updated(by_layer.section(next(iter(by_layer.as_dict()))).as_dict())
-    kv_heads = raw.integer("num_global_key_value_heads", raw.integer("num_key_value_heads", 4))
+    kv_heads = raw.integer("num_global_key_value_heads", raw.integer("num_key_value_heads"))
     return raw.updated({"head_dim": raw.integer("global_head_dim", 512),
                         **({"num_key_value_heads": kv_heads} if shares else {})})
 
 
 def _norm(raw: RawConfig) -> NormSpec:
-    return NormSpec(eps=raw.number("rms_norm_eps", 1e-6), rounds_last=True)
+    return NormSpec(eps=raw.number("rms_norm_eps"), rounds_last=True)
 
 
 def _read_rope(raw: RawConfig, kind: str, mixer: AttentionSpec) -> RopeSpec:

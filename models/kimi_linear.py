@@ -18,7 +18,7 @@ from models.blocks.spec import (
 from models.deepseek_v3 import read_feed_forwards
 
 _LINEAR = "linear_attention"
-_DEFAULTS = {"first_k_dense_replace": 1, "rms_norm_eps": 1e-5, "routed_scaling_factor": 2.446}
+_NUM_DENSE_LAYERS = 1  # where the file does not say
 _OTHER_FIELDS = {"model_max_length": "max_position_embeddings", "moe_renormalize": "norm_topk_prob",
                  "num_expert_group": "n_group", "num_experts": "n_routed_experts",
                  "num_experts_per_token": "num_experts_per_tok", "num_shared_experts": "n_shared_experts"}
@@ -46,7 +46,7 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
 def _as_others_spell(raw: RawConfig) -> RawConfig:
     """With the names that other families have for the same fields. Published files have a section for the recurrent
     layers; transformers writes what it says beside it."""
-    values = {**_DEFAULTS, **raw.as_dict()}
+    values = {"first_k_dense_replace": _NUM_DENSE_LAYERS, **raw.as_dict()}
     values |= {ours: values[theirs] for theirs, ours in _OTHER_FIELDS.items() if theirs in values}
     if "linear_attn_config" in raw:
         section = raw.section("linear_attn_config")

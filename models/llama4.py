@@ -14,16 +14,13 @@ from models.blocks.moe import InputRouting, MoeSpec
 from models.blocks.rotary import read_rope
 from models.blocks.spec import DecoderSpec, FeedForwardSpec, LayerSpec, assemble_decoder, read_norm
 
-_DEFAULTS = {"num_attention_heads": 40, "num_key_value_heads": 8, "vocab_size": 202048, "rms_norm_eps": 1e-5,
-             "max_position_embeddings": 131072}
 _OTHER_NAMES = (("feed_forward.router.", "mlp.gate."), ("feed_forward.", "mlp."))
 _INPUTS_FIRST = (".experts.gate_up_proj", ".experts.down_proj")
 
 
 def read_decoder(raw: RawConfig) -> DecoderSpec:
-    raw = raw.updated({name: value for name, value in _DEFAULTS.items() if name not in raw})
     has_bias = raw.flag("attention_bias", default=False)
-    bare = replace(read_attention(raw, head_dim=128, qkv_bias=has_bias, output_bias=has_bias), rotation=Rotation.NONE)
+    bare = replace(read_attention(raw, qkv_bias=has_bias, output_bias=has_bias), rotation=Rotation.NONE)
     # Published behind the rotation: a norm without weights is the same before it.
     norm = replace(read_norm(raw), has_weights=False) if raw.flag("use_qk_norm", default=True) else None
     rotated = replace(bare, rotation=Rotation.PAIRS, qk_norm=norm)
@@ -38,16 +35,16 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
 def _longest(raw: RawConfig, mixers: list[AttentionSpec]) -> tuple[int, str]:
     """Tokens of a sequence to which all of this applies, and the field that says so."""
     limits = [(raw.integer("max_position_embeddings"), "max_position_embeddings"),
-              (raw.integer("attention_chunk_size", 8192), "attention_chunk_size")]
+              (raw.integer("attention_chunk_size"), "attention_chunk_size")]
     is_tuned = bool(raw.as_dict().get("attn_temperature_tuning", True))  # also published as a number
     if is_tuned and Rotation.NONE in [mixer.rotation for mixer in mixers]:
-        limits.append((raw.integer("floor_scale", 8192, minimum=2) - 1, "floor_scale"))
+        limits.append((raw.integer("floor_scale", minimum=2) - 1, "floor_scale"))
     return min(limits)
 
 
 def _rotations(raw: RawConfig) -> list[bool]:
     """By layer."""
-    num_layers, interval = raw.integer("num_hidden_layers"), raw.integer("no_rope_layer_interval", 4)
+    num_layers, interval = raw.integer("num_hidden_layers"), raw.integer("no_rope_layer_interval")
     listed = raw.integers("no_rope_layers")
     if not listed:
         return [(layer_id + 1) % interval > 0 for layer_id in range(num_layers)]
@@ -58,11 +55,11 @@ def _rotations(raw: RawConfig) -> list[bool]:
 
 def _read_feed_forwards(raw: RawConfig) -> list[FeedForwardSpec]:
     """By layer: with experts where `moe_layers` says so, else on the last layer of each interval."""
-    num_layers, step = raw.integer("num_hidden_layers"), raw.integer("interleave_moe_layer_step", 1)
-    width = raw.integer("intermediate_size", 8192)
-    dense = read_mlp(raw.updated({"intermediate_size": raw.integer("intermediate_size_mlp", 16384)}))
-    experts = MoeSpec(hidden_size=raw.integer("hidden_size"), num_experts=raw.integer("num_local_experts", 16),
-                      num_chosen=raw.integer("num_experts_per_tok", 1), expert_width=width, shared_width=width,
+    num_layers, step = raw.integer("num_hidden_layers"), raw.integer("interleave_moe_layer_step")
+    width = raw.integer("intermediate_size")
+    dense = read_mlp(raw.updated({"intermediate_size": raw.integer("intermediate_size_mlp")}))
+    experts = MoeSpec(hidden_size=raw.integer("hidden_size"), num_experts=raw.integer("num_local_experts"),
+                      num_chosen=raw.integer("num_experts_per_tok"), expert_width=width, shared_width=width,
                       routing=InputRouting())
     if experts.num_chosen > experts.num_experts:
         raise raw.fail("num_experts_per_tok", f"must be at most num_local_experts {experts.num_experts}")

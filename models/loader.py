@@ -23,7 +23,7 @@ from engine.core.numerics import HOST, Numerics
 from engine.kernels.host.compiled import has_kernels
 from engine.kernels.host.eight_bits import SCALE_BYTES
 from engine.memory.layout import CacheSpec
-from models.blocks.config import RawConfig, architecture_of, dtype_name, read_config_file, text_config
+from models.blocks.config import RawConfig, architecture_of, dtype_name, has_dtype, read_config_file, text_config
 from models.blocks.spec import DecoderSpec
 from models.blocks.weights import PartSource, RandomWeights, Weights
 from models.checkpoint import Checkpoint, TransposedStack, WeightEntry, read_rows, read_tensor, same_content
@@ -32,7 +32,9 @@ from models.quantised_formats import open_checkpoint
 from models.registry import read_decoder
 from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError
-from runtime.model_folder import check_model_folder, eos_token_ids
+from runtime.model_files.end_tokens import read_end_tokens, stated_end_tokens
+from runtime.model_files.weights import weight_files
+from runtime.model_folder import check_model_folder
 
 # Wrappers put the text model below one of these; the longest match counts. Keys decide, not the architecture: a
 # wrapper saved as its text model keeps the wrapper's keys.
@@ -52,6 +54,7 @@ class ModelDescription:
     spec: DecoderSpec
     checkpoint: Checkpoint | None = field(repr=False)  # None: weights are random
     in_bytes: bool = False  # projections keep eight bits of each weight
+    notices: tuple[str, ...] = ()  # what an operator has to know of how the files were read
 
     def cache_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
         """What every layer of the whole model caches, in layer order."""
@@ -164,7 +167,7 @@ def read_model(path: Path, *, in_bytes: bool = False) -> ModelDescription:
 
     `facts.revision` is a digest over config.json (without the fields that only say who wrote it) and the names, types
     and shapes of all tensors; their bytes are digested while they are read (`load_stage`). End-of-sequence ids are
-    those of generation_config.json, or of the config where that states none.
+    those of `runtime.model_files.end_tokens`.
 
     Raises:
         ConfigError: the folder is not a checkpoint, its architecture or a field is not supported, a file is damaged, or
@@ -174,9 +177,8 @@ def read_model(path: Path, *, in_bytes: bool = False) -> ModelDescription:
     raw = read_config_file(path / "config.json")
     spec = read_decoder(architecture_of(raw), text_config(raw))
     checkpoint = open_checkpoint(path, text_config(raw), spec.inputs_first)
-    generation = path / "generation_config.json"
-    stated = read_config_file(generation).as_dict() if generation.exists() else {}
-    description = _describe(raw, spec, checkpoint, stated)
+    ends = read_end_tokens(path, raw.as_dict(), spec.vocab_size).ids
+    description = replace(_describe(raw, spec, checkpoint, ends), notices=_notices(path, raw, checkpoint))
     if in_bytes and not has_kernels(_torch_dtype(description.facts.dtype)):
         raise ConfigError(f"weights int8: models that run in {description.facts.dtype} have no products in eight bits, "
                           f"only those in bfloat16 and float32", field="weights")
@@ -186,23 +188,37 @@ def read_model(path: Path, *, in_bytes: bool = False) -> ModelDescription:
 def random_model(config: dict[str, object]) -> ModelDescription:
     """A model of this config (the content of a config.json) with repeatable random weights."""
     raw = RawConfig(config)
-    return _describe(raw, read_decoder(architecture_of(raw), text_config(raw)), None, {})
+    spec = read_decoder(architecture_of(raw), text_config(raw))
+    return _describe(raw, spec, None, stated_end_tokens(raw.as_dict(), spec.vocab_size))
 
 
 def _describe(raw: RawConfig, spec: DecoderSpec, checkpoint: Checkpoint | None,
-              generation: Mapping[str, object]) -> ModelDescription:
-    text = text_config(raw)
+              end_token_ids: tuple[int, ...]) -> ModelDescription:
+    text = with_dtype(text_config(raw), checkpoint)
     if spec.tied_head and checkpoint is not None and _has_other_head(checkpoint):
         spec = replace(spec, tied_head=False)
-    eos_ids = eos_token_ids((generation, text.as_dict(), raw.as_dict()), spec.vocab_size)
     revision = description_digest(raw, None if checkpoint is None else checkpoint.entries)
     facts = ModelFacts(
         architecture=architecture_of(raw), num_layers=spec.num_layers, hidden_size=spec.hidden_size,
         vocab_size=spec.vocab_size, max_context_tokens=spec.max_context_tokens, dtype=dtype_name(text),
-        eos_token_ids=eos_ids, revision=revision, chunk_grid=max(layer.mixer.chunk_grid for layer in spec.layers),
+        eos_token_ids=end_token_ids, revision=revision, chunk_grid=max(layer.mixer.chunk_grid for layer in spec.layers),
         context_field=spec.context_field,
     )
     return ModelDescription(facts=facts, spec=spec, checkpoint=checkpoint)
+
+
+def with_dtype(text: RawConfig, checkpoint: Checkpoint | None) -> RawConfig:
+    """Return the config with the type of its weights where it states none, as transformers takes it; without weights
+    that is float32."""
+    if checkpoint is None or has_dtype(text):
+        return text
+    return text.updated({"dtype": checkpoint.usual_dtype()})
+
+
+def _notices(path: Path, raw: RawConfig, checkpoint: Checkpoint) -> tuple[str, ...]:
+    own = "" if has_dtype(text_config(raw)) else (
+        f"{path / 'config.json'} states no dtype: the model runs in that of its weights, {checkpoint.usual_dtype()}")
+    return tuple(notice for notice in (weight_files(path).notice, own) if notice)
 
 
 def description_digest(raw: RawConfig, entries: Mapping[str, WeightEntry] | None) -> str:

@@ -16,7 +16,7 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
     raw.require("use_qk_norm", only=True, default=True)
     raw.require("qk_norm_type", only="per_layer", default="per_layer")
     raw.require("shared_intermediate_size", only=0, default=0)
-    attention = replace(read_attention(raw, head_dim=128, qk_norm=read_norm(raw)), norms_whole=True)
+    attention = replace(read_attention(raw, qk_norm=read_norm(raw)), norms_whole=True)
     moe = read_sigmoid_moe(raw.updated({"n_routed_experts": raw.integer("num_local_experts"), "n_shared_experts": 0,
                                         "moe_intermediate_size": raw.integer("intermediate_size")}))
     rope = read_rope(raw, head_dim=attention.head_dim, default_theta=5_000_000.0,

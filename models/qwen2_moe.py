@@ -22,6 +22,6 @@ def read_sparse_layers(raw: RawConfig, mixer: MixerSpec, moe: MoeSpec) -> tuple[
 
 def read_sparse_feed_forwards(raw: RawConfig, moe: MoeSpec) -> list[FeedForwardSpec]:
     """Experts on every `decoder_sparse_step`-th layer that `mlp_only_layers` does not name, dense on the others."""
-    step, dense = raw.integer("decoder_sparse_step", 1), raw.integers("mlp_only_layers")
+    step, dense = raw.integer("decoder_sparse_step"), raw.integers("mlp_only_layers")
     return [read_mlp(raw) if layer_id in dense or (layer_id + 1) % step else moe
             for layer_id in range(raw.integer("num_hidden_layers"))]

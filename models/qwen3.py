@@ -17,4 +17,4 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
 def read_qwen3_attention(raw: RawConfig) -> AttentionSpec:
     raw.require("use_sliding_window", only=False, default=False)
     bias = raw.flag("attention_bias", default=False)
-    return read_attention(raw, head_dim=128, qkv_bias=bias, output_bias=bias, qk_norm=read_norm(raw))
+    return read_attention(raw, qkv_bias=bias, output_bias=bias, qk_norm=read_norm(raw))

@@ -35,7 +35,7 @@ def read_hybrid_decoder(raw: RawConfig, feed_forwards: Sequence[FeedForwardSpec]
     norm = read_norm(raw, zero_centred=True)
     raw.require("attention_bias", only=False, default=False)
     raw.require("attn_output_gate", only=True, default=True)
-    attention = read_attention(raw, head_dim=256, qk_norm=norm, output_gate=True)
+    attention = read_attention(raw, qk_norm=norm, output_gate=True)
     recurrent = read_gated_delta_net(raw, norm_eps=norm.eps, is_interleaved=is_interleaved)
     mixers: dict[str, MixerSpec] = {_LINEAR: recurrent, FULL_ATTENTION: attention}
     kinds = read_layer_kinds(raw, usual=_LINEAR, interval_field="full_attention_interval", interval=4)

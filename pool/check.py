@@ -22,6 +22,9 @@ from pool.stage.stage import StagePlan, plan_stage
 from runtime.config import load
 from runtime.errors import BatonError
 from runtime.host_memory import MIB, HostMemory
+from runtime.model_files.config import read_config
+from runtime.model_files.end_tokens import read_end_tokens
+from runtime.model_files.sampling import read_sampling_defaults
 
 _ANY_MEMORY = HostMemory(1 << 62, 1 << 62)  # of a machine that is not this one: what the cache may take was given
 _HEAD = f"{'stage':>5}  {'layers':9}{'weights':>12}{'per token':>12}{'per request':>13}{'cache':>12}"
@@ -83,8 +86,17 @@ def report(config: WorkerConfig) -> Iterator[str]:
     num_pages = own.data_size * (plan.size.num_pages - 1)
     yield (f"{num_pages} pages of {config.page_size} tokens: room for {num_pages * config.page_size} tokens in all, "
            f"{plan.max_context_tokens} of one request")
-    if plan.size.notice:
-        yield plan.size.notice
+    yield from _of_answers(config.model, facts.vocab_size)
+    yield from plan.notices
+
+
+def _of_answers(model: Path, vocab_size: int) -> Iterator[str]:
+    """Yield what a router reads of the model's files: where answers end, and how tokens are drawn."""
+    ends = read_end_tokens(model, read_config(model), vocab_size)
+    sampling = read_sampling_defaults(model)
+    yield f"answers end at token {ends}"
+    yield f"sampling of its own (generation_config.json): {sampling}"
+    yield from (notice for notice in (ends.notice, sampling.notice) if notice)
 
 
 def _checked_stages(plan: StagePlan, own: TensorRank) -> list[LayerRange]:

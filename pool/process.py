@@ -184,8 +184,8 @@ def _build(config: WorkerConfig, role: PoolRole, stop: StopSignal,
     logger.log(level, "%s stage %d of %d%s: %s, %s numerics", role.name, place.pipeline_rank, place.pipeline_size,
                f", rank {place.tensor.rank} of {place.tensor.size}" if place.tensor.size > 1 else "",
                describe_pools(plan.geometry), config.numerics)
-    if plan.size.notice and config.rank == 0:
-        logger.warning(plan.size.notice)
+    for notice in plan.notices if config.rank == 0 else ():
+        logger.warning(notice)
     compile_kernels(config, plan, reads_prompts=role.reads_prompts)
     stage = build_stage(config, plan, incarnation=incarnation, on_event=on_event, observe_layers=role.observe_layers,
                         speculates=role.speculates)

@@ -12,7 +12,7 @@ from protos import generation_pb2_grpc, orca_service_pb2_grpc
 from router.api.generation import GenerationService, RequestLimits
 from router.api.load import ORCA_METHODS, ORCA_SERVICE, OpenRcaService
 from router.api.readiness import SERVICE, Readiness
-from router.config import RouterConfig
+from router.config import GenerationConfigUse, RouterConfig
 from router.request.admission import Admission, AdmissionLimits, PriorityLimits
 from router.request.flow import Services
 from router.request.service_times import Outlook
@@ -58,7 +58,10 @@ async def serve(config: RouterConfig, stop: StopSignal, *, on_start: Callable[[]
     check_model_folder(config.model, needs_weights=False)
     if notice := await asyncio.to_thread(make_tokenizer, config.model):
         logger.warning(notice)
-    model = load_served_model(config.model, config.model_name)
+    model = load_served_model(config.model, config.model_name,
+                              own_sampling=config.generation_config is GenerationConfigUse.AUTO)
+    for notice in model.notices:
+        logger.warning(notice)
     incarnation = uuid.uuid4().hex
     tracing = open_tracing(config.otel_endpoint, role="router", worker=incarnation)
     registry = new_registry(role="router", version=VERSION)

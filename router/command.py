@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from router.app import serve
-from router.config import RouterConfig
+from router.config import GenerationConfigUse, RouterConfig
 from router.workers.policy import Policy
 from runtime.config import load
 from runtime.errors import ConfigError
@@ -41,6 +41,8 @@ def router(
     token_file: Annotated[Path | None, typer.Option(help="Bearer tokens clients must show, one per line.")] = None,
     announce: Annotated[Path | None, typer.Option(help="Write a JSON file here once listening.")] = None,
     policy: Annotated[Policy | None, typer.Option(help="How workers are chosen.")] = None,
+    generation_config: Annotated[GenerationConfigUse | None, typer.Option(
+        help="auto: sampling that a request leaves open is the model's own; none: it is Baton's default.")] = None,
     priority_limits: Annotated[list[str] | None, typer.Option(
         help="NAME=PRIORITY: the most urgent priority of a client; *: of all others.")] = None,
     max_waiting: Annotated[int | None, typer.Option(help="Requests held back at most.")] = None,
@@ -65,6 +67,7 @@ def router(
     flags = {
         "prefill": prefill or None, "decode": decode or None, "model": model, "model_name": model_name,
         "listen": listen, "metrics_port": metrics_port, "announce": announce, "policy": policy,
+        "generation_config": generation_config,
         "health_listen": health_listen, "tls_cert": tls_cert, "tls_key": tls_key, "tls_ca": tls_ca,
         "client_certificates": client_certificates, "token_file": token_file,
         "priority_limits": priority_limits or None, "max_waiting": max_waiting,

@@ -1,5 +1,6 @@
 """Settings of a router: flags and the [router] table of a TOML file."""
 
+from enum import StrEnum
 from pathlib import Path
 
 from pydantic import Field
@@ -11,6 +12,13 @@ from runtime.config import MAX_WAIT_S, AddressField
 from runtime.log import LogStyle
 from runtime.security import ClientCertificates, TlsConfig
 from runtime.tracing_setup import check_endpoint
+
+
+class GenerationConfigUse(StrEnum):
+    """Whether a model's own sampling defaults are those of its requests."""
+
+    AUTO = "auto"
+    NONE = "none"
 
 
 class RouterConfig(TlsConfig):
@@ -36,6 +44,10 @@ class RouterConfig(TlsConfig):
     log_level: str = "info"
     log_style: LogStyle = LogStyle.HUMAN
     otel_endpoint: str = ""
+    generation_config: GenerationConfigUse = Field(
+        default=GenerationConfigUse.AUTO, description="auto: requests that leave temperature, top_p, top_k, min_p or "
+                                                      "repetition_penalty open get what the model's "
+                                                      "generation_config.json states; none: they get Baton's defaults.")
     policy: Policy = Policy.PREFIX_CACHE
     watch_interval_s: float = Field(default=0.25, ge=0.05, le=60, description="How often workers report their load.")
     max_waiting: int = Field(default=1024, ge=0, le=1 << 20,

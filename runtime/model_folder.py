@@ -4,7 +4,6 @@ Looks at names and at the first bytes of small files; nothing is loaded.
 """
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ from runtime.errors import ConfigError
 
 _LFS_HEAD = b"version https://git-lfs.github.com/spec/"
 _LFS_BYTES = 1024  # a pointer is smaller, what it stands for is not
-_HEADER_BYTES = 100 << 20
-_LOADED_FOR_STORED = {"F8_E4M3": 2, "I8": 2, "I32": 4}  # codes of 8 bits, and of 4 bits packed, become 16 bits each
 # The most that a number in a config.json may be, and a number of layers. None that is published comes near; what takes
 # work in proportion, or goes into a message, still ends well.
 MAX_NUMBER, MAX_LAYERS = 1 << 24, 10_000
@@ -45,50 +42,9 @@ def read_object(path: Path) -> dict[str, Any]:
     return content
 
 
-def text_fields(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What a config.json states of the language model, which models that also see images nest. Raises ConfigError."""
-    fields = config.get("text_config")
-    if fields is None:
-        return config
-    if not isinstance(fields, dict):
-        raise ConfigError(f"config.json: text_config must be an object, is {fields!r}", field="text_config")
-    return fields
-
-
-def eos_token_ids(sources: Sequence[Mapping[str, Any]], vocab_size: int) -> tuple[int, ...]:
-    """Those of the first source that states any; transformers takes generation_config.json before config.json. Routers,
-    which end answers at them, and workers, whose grammars end texts with them, have to mean the same. Raises
-    ConfigError."""
-    stated: object = next((source["eos_token_id"] for source in sources if source.get("eos_token_id") is not None), [])
-    ids = stated if isinstance(stated, list) else [stated]
-    if not all(type(token_id) is int and 0 <= token_id < vocab_size for token_id in ids):
-        raise ConfigError(f"eos_token_id must be ids from 0 to {vocab_size - 1}, got {stated!r}", field="eos_token_id")
-    return tuple(dict.fromkeys(ids))
-
-
 def most(name: str) -> int:
     """What the field of that name may be at most."""
     return MAX_LAYERS if name.endswith("_layers") else MAX_NUMBER
-
-
-def loaded_bytes(folder: Path) -> int:
-    """About what the weights in `folder` take once they are loaded: what is quantised is not, then."""
-    return sum(_loaded_bytes(file) for file in folder.glob("*.safetensors") if file.is_file())
-
-
-def _loaded_bytes(file: Path) -> int:
-    """A file whose header cannot be read counts as it is; who loads it says what is wrong with it."""
-    size = file.stat().st_size
-    try:
-        with file.open("rb") as stream:
-            header = json.loads(stream.read(min(int.from_bytes(stream.read(8), "little"), _HEADER_BYTES)))
-        for name, tensor in header.items():
-            if name != "__metadata__":
-                start, end = tensor["data_offsets"]
-                size += (end - start) * (_LOADED_FOR_STORED.get(tensor["dtype"], 1) - 1)
-    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
-        return file.stat().st_size
-    return size
 
 
 def _problem(folder: Path, flag: str, *, needs_weights: bool) -> str:

@@ -98,9 +98,9 @@ class AttentionSpec:
         return Attention(spec=self, weights=weights, layer_id=layer_id)
 
 
-def read_attention(raw: RawConfig, *, head_dim: int | None = None, qkv_bias: bool = False, output_bias: bool = False,
+def read_attention(raw: RawConfig, *, qkv_bias: bool = False, output_bias: bool = False,
                    qk_norm: NormSpec | None = None, output_gate: bool = False) -> AttentionSpec:
-    """The usual fields. `head_dim` is the default where the config names none, else hidden_size / num_heads.
+    """Read the usual fields. Without `head_dim` heads are hidden_size / num_heads wide.
 
     Raises:
         ConfigError: a field is missing, or kv heads do not divide the heads.
@@ -110,7 +110,7 @@ def read_attention(raw: RawConfig, *, head_dim: int | None = None, qkv_bias: boo
     if num_heads % num_kv_heads:
         raise raw.fail("num_key_value_heads", f"{num_kv_heads} must divide num_attention_heads {num_heads}")
     return AttentionSpec(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads,
-                         head_dim=raw.integer("head_dim", head_dim or hidden_size // num_heads), qkv_bias=qkv_bias,
+                         head_dim=raw.integer("head_dim", hidden_size // num_heads), qkv_bias=qkv_bias,
                          output_bias=output_bias, qk_norm=qk_norm, output_gate=output_gate)
 
 

@@ -4,23 +4,32 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from runtime.errors import ConfigError
+from runtime.model_files.config import context_of, text_fields
 from runtime.model_folder import most, read_object
 
-# Fields a multimodal wrapper keeps at its top level although they concern the text model inside.
-_WRAPPER_FIELDS = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id",
-                   "quantization_config", "compression_config", "backbone_hidden_size", "use_ordered_embeddings")
 _DTYPES = ("bfloat16", "float16", "float32")
 
 
 class RawConfig:
-    """One section of a config file, as it stands there. A null value counts as absent."""
+    """One section of a config file, as it stands there. A null value counts as absent, but takes no default of the
+    architecture."""
 
     def __init__(self, values: Mapping[str, object], *, where: str = "config.json") -> None:
+        self._stated = dict(values)
         self._values = {name: value for name, value in values.items() if value is not None}
         self._where = where
 
     def __contains__(self, name: str) -> bool:
         return name in self._values
+
+    def of_text_model(self) -> "RawConfig":
+        """Return the fields of the text model, with the defaults of those that the file leaves out. Raises
+        ConfigError."""
+        return RawConfig(text_fields(self._stated), where=self._where)
+
+    def context(self) -> tuple[int, str]:
+        """Return the longest context in tokens, and the field that says so. Raises ConfigError."""
+        return context_of(self._values)
 
     def fail(self, name: str, message: str) -> ConfigError:
         """The error to raise about field `name`."""
@@ -78,7 +87,7 @@ class RawConfig:
 
     def updated(self, values: Mapping[str, object]) -> "RawConfig":
         """The same with these fields as they are here."""
-        return RawConfig({**self._values, **values}, where=self._where)
+        return RawConfig({**self._stated, **values}, where=self._where)
 
     def as_dict(self) -> dict[str, object]:
         return dict(self._values)
@@ -120,13 +129,14 @@ def architecture_of(raw: RawConfig) -> str:
 
 
 def text_config(raw: RawConfig) -> RawConfig:
-    """The config of the text model: of a wrapper, its `text_config` with the few fields the wrapper keeps for it.
-    """
-    values = raw.as_dict()
-    if "text_config" in raw:
-        kept = {name: values[name] for name in _WRAPPER_FIELDS if name in values}
-        raw = raw.section("text_config").updated(kept)
-    return raw
+    """Return the config of the text model: of a wrapper, its `text_config` with the few fields the wrapper keeps for
+    it; with the defaults of what the file leaves out."""
+    return raw.of_text_model()
+
+
+def has_dtype(raw: RawConfig) -> bool:
+    """Return whether the config states what the model runs in."""
+    return "dtype" in raw or "torch_dtype" in raw
 
 
 def dtype_name(raw: RawConfig) -> str:

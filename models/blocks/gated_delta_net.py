@@ -90,13 +90,13 @@ class GatedDeltaNetSpec:
 
 def read_gated_delta_net(raw: RawConfig, *, norm_eps: float, is_interleaved: bool = False) -> GatedDeltaNetSpec:
     """Raises ConfigError when key heads do not divide the value heads."""
-    key_heads, value_heads = raw.integer("linear_num_key_heads", 16), raw.integer("linear_num_value_heads", 32)
+    key_heads, value_heads = raw.integer("linear_num_key_heads"), raw.integer("linear_num_value_heads")
     if value_heads % key_heads:
         raise raw.fail("linear_num_key_heads", f"{key_heads} must divide linear_num_value_heads {value_heads}")
     return GatedDeltaNetSpec(
         hidden_size=raw.integer("hidden_size"), num_key_heads=key_heads, num_value_heads=value_heads,
-        key_head_dim=raw.integer("linear_key_head_dim", 128), value_head_dim=raw.integer("linear_value_head_dim", 128),
-        conv_kernel=raw.integer("linear_conv_kernel_dim", 4, minimum=2), norm_eps=norm_eps,
+        key_head_dim=raw.integer("linear_key_head_dim"), value_head_dim=raw.integer("linear_value_head_dim"),
+        conv_kernel=raw.integer("linear_conv_kernel_dim", minimum=2), norm_eps=norm_eps,
         is_interleaved=is_interleaved,
     )
 

@@ -30,10 +30,10 @@ class KimiDeltaSpec(GatedDeltaNetSpec):
 
 
 def read_kimi_delta(raw: RawConfig, *, norm_eps: float) -> KimiDeltaSpec:
-    heads, head_dim = raw.integer("linear_num_heads", 32), raw.integer("linear_head_dim", 128)
+    heads, head_dim = raw.integer("linear_num_heads"), raw.integer("linear_head_dim")
     return KimiDeltaSpec(
         hidden_size=raw.integer("hidden_size"), num_key_heads=heads, num_value_heads=heads, key_head_dim=head_dim,
-        value_head_dim=head_dim, conv_kernel=raw.integer("linear_conv_kernel_dim", 4, minimum=2), norm_eps=norm_eps)
+        value_head_dim=head_dim, conv_kernel=raw.integer("linear_conv_kernel_dim", minimum=2), norm_eps=norm_eps)
 
 
 class KimiDelta:

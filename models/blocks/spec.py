@@ -237,9 +237,10 @@ def assemble_decoder(raw: RawConfig, *, layers: tuple[LayerSpec, ...], rope: Rop
     Raises:
         ConfigError: a field is missing or out of range.
     """
+    max_context_tokens, context_field = raw.context()
     return DecoderSpec(
         vocab_size=raw.integer("vocab_size"), hidden_size=raw.integer("hidden_size"),
-        max_context_tokens=raw.integer("max_position_embeddings"), norm=norm or read_norm(raw), rope=rope,
+        max_context_tokens=max_context_tokens, context_field=context_field, norm=norm or read_norm(raw), rope=rope,
         layers=layers, tied_head=raw.flag("tie_word_embeddings", default=False), draft_layer=draft_layer,
         num_extra_layers=0 if draft_layer is None else raw.integer("num_nextn_predict_layers", 0, minimum=0),
     )

@@ -15,7 +15,7 @@ from models.blocks.config import RawConfig, architecture_of, dtype_name, read_co
 from models.checkpoint import Checkpoint, WeightEntry
 from models.drafts import eagle1, eagle3, gemma4_assistant, nextn, qwen3_5_mtp
 from models.drafts.weights import DraftFiles, DraftWeights, draft_weights
-from models.loader import ModelDescription, description_digest, kept_bytes
+from models.loader import ModelDescription, description_digest, kept_bytes, with_dtype
 from models.quantised_formats import open_checkpoint
 from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError, InternalError
@@ -173,7 +173,7 @@ def read_draft(folder: Path, target: ModelDescription) -> DraftDescription:
     raw = text_config(read_config_file(folder / "config.json"))
     checkpoint = open_checkpoint(folder, raw)
     entries = _entries(raw, checkpoint)
-    return _describe(raw, entries, target, description_digest(raw, entries))
+    return _describe(with_dtype(raw, checkpoint), entries, target, description_digest(raw, entries))
 
 
 def random_draft(config: dict[str, object], target: ModelDescription, *, numerics: Numerics) -> DraftModel:

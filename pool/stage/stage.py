@@ -64,6 +64,11 @@ class StagePlan:
         return self.size.context_tokens
 
     @property
+    def notices(self) -> tuple[str, ...]:
+        """What an operator has to know of this model on this machine."""
+        return (*self.description.notices, *((self.size.notice,) if self.size.notice else ()))
+
+    @property
     def model_layers(self) -> LayerRange:
         """The target's layers of this stage."""
         return self.geometry.layers.intersect(LayerRange(0, self.description.facts.num_layers))

@@ -9,7 +9,7 @@ import asyncio
 import hashlib
 import secrets
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
@@ -21,7 +21,7 @@ from router.request.admission import PriorityLimits
 from router.request.answer import Answer, Output, ResponseQueue, feed
 from router.request.flow import RequestFlow, Services
 from router.request.service_times import Timeline
-from router.request.validate import AdmissibleRequest, admissible
+from router.request.validate import AdmissibleRequest, admissible, resolved_sampling
 from router.request.worker_stream import task_group
 from router.text.model_facts import ModelLimits, ServedModel
 from router.workers.worker import Worker
@@ -120,7 +120,8 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
             max_context_tokens=facts.max_context_tokens, num_layers=facts.num_layers,
             eos_token_ids=facts.eos_token_ids, has_tokenizer=tokeniser is not None,
             has_chat_template=tokeniser is not None and tokeniser.has_chat_template,
-            revision=self._services.directory.revision)
+            revision=self._services.directory.revision,
+            default_sampling=resolved_sampling(types_pb2.SamplingParams(), facts))
 
     async def GetLoad(self, request: generation_pb2.GetLoadRequest,
                       context: Context) -> generation_pb2.GetLoadResponse:
@@ -128,6 +129,11 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 
     def load(self) -> generation_pb2.GetLoadResponse:
         return load_of(self._services.directory.workers, self._services.admission.num_waiting)
+
+    @property
+    def default_sampling(self) -> Mapping[str, float]:
+        """What the model's files state of how its tokens are drawn, by field."""
+        return self._model.facts.sampling
 
     @property
     def num_active(self) -> int:

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import hashlib
 import io
+import json
 import time
 import zipfile
 from collections.abc import AsyncIterator
@@ -24,8 +25,8 @@ from protos import generation_pb2 as pb
 from router.api.generation import GenerationService
 from router.api.kv_events import CacheEvents
 from router.api.vllm_translate import VllmAnswer, error_for_vllm, request_from_vllm
-from router.text.tokenise import read_json
 from runtime.errors import FieldViolation, InvalidRequestError, UnsupportedError
+from runtime.model_files.config import read_config, text_fields
 from runtime.tokenizer_files import find_tokenizer
 from runtime.version import VERSION
 
@@ -68,15 +69,16 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
 
     async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:
         info = await self._generation.GetModelInfo(pb.GetModelInfoRequest(), context)
-        config = read_json(self._model_dir / "config.json")
-        text_config = config.get("text_config", config)
+        config = read_config(self._model_dir)
+        fields, sampling = text_fields(config), self._generation.default_sampling
         return vllm.GetModelInfoResponse(
             model_path=str(self._model_dir), is_generation=True, max_context_length=info.max_context_tokens,
             vocab_size=info.vocab_size, served_model_name=info.model,
             tokenizer_path=str(self._model_dir) if info.has_tokenizer else "", model_type=config.get("model_type", ""),
             architectures=[info.architecture], eos_token_ids=info.eos_token_ids,
-            pad_token_id=text_config.get("pad_token_id") or 0, bos_token_id=text_config.get("bos_token_id") or 0,
-            max_req_input_len=info.max_context_tokens - 1)
+            pad_token_id=fields.get("pad_token_id") or 0, bos_token_id=fields.get("bos_token_id") or 0,
+            max_req_input_len=info.max_context_tokens - 1,
+            default_sampling_params_json=json.dumps(dict(sampling)) if sampling else "")
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:
         load = await self._generation.GetLoad(pb.GetLoadRequest(), context)

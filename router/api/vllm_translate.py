@@ -1,8 +1,10 @@
 """Between `vllm.grpc.engine.VllmEngine` and `baton.v1.Generation`: pure functions over messages.
 
-That contract gives most sampling fields no presence: zero means absent there, so it does here. Fields that Baton has no
-use for are refused by name, unless ignoring them changes nothing (`skip_special_tokens` and its like shape text, and
-this service answers in token ids).
+That contract gives most sampling fields no presence: zero means absent there, so it does here. What is absent has
+Baton's own default and not the model's: gateways are told the model's (`default_sampling_params_json`) and send it
+themselves, and a client's zero, which says "all tokens", looks like an absent field. Fields that Baton has no use for
+are refused by name, unless ignoring them changes nothing (`skip_special_tokens` and its like shape text, and this
+service answers in token ids).
 """
 
 import json
@@ -14,6 +16,7 @@ from protos import generation_pb2 as pb
 from protos import types_pb2
 from router.request.validate import MAX_LOGIT_BIAS_ENTRIES
 from runtime.errors import FieldViolation, InvalidRequestError, UnsupportedError
+from runtime.sampling_limits import SAMPLING_DEFAULTS
 
 _WITHOUT_PRESENCE = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
 _UNSUPPORTED = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs")
@@ -87,8 +90,10 @@ def _sampling(params: vllm.SamplingParams) -> types_pb2.SamplingParams:
     if negative:
         raise InvalidRequestError(FieldViolation(f"sampling_params.logit_bias[{negative[0]}]", "is no token id"))
     given = {name: value for name in _WITHOUT_PRESENCE if (value := getattr(params, name))}
+    if params.HasField("temperature"):
+        given["temperature"] = params.temperature
     return types_pb2.SamplingParams(
-        **given, temperature=params.temperature if params.HasField("temperature") else None,
+        **(SAMPLING_DEFAULTS | given),
         seed=params.seed % 2**64 if params.HasField("seed") else None, logit_bias=dict(params.logit_bias))
 
 

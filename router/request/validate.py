@@ -16,6 +16,7 @@ from router.text.tokenise import Message, Tokeniser
 from router.workers.prefix_index import RoutedPrompt, prompt_of
 from runtime.errors import FieldViolation, InvalidRequestError, UnavailableError, UnknownModelError
 from runtime.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, Grammars
+from runtime.sampling_limits import LOGIT_BIAS_INTERVAL, SAMPLING_DEFAULTS, SAMPLING_INTERVALS
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_TOP_LOGPROBS = 20
@@ -28,37 +29,8 @@ MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 64
-
-
-@dataclass(frozen=True)
-class _Interval:
-    """The values a sampling field may have. NaN is in no interval."""
-
-    low: float
-    high: float
-    low_is_open: bool = False
-
-    def __contains__(self, value: float) -> bool:
-        return (self.low < value if self.low_is_open else self.low <= value) and value <= self.high
-
-    def __str__(self) -> str:
-        if self.low_is_open:
-            return f"must be above {self.low:g} and at most {self.high:g}"
-        return f"must be between {self.low:g} and {self.high:g}"
-
-
-SAMPLING_INTERVALS = {
-    "temperature": _Interval(0, 100),
-    "top_p": _Interval(0, 1, low_is_open=True),
-    "min_p": _Interval(0, 1),
-    "frequency_penalty": _Interval(-2, 2),
-    "presence_penalty": _Interval(-2, 2),
-    "repetition_penalty": _Interval(0, 10, low_is_open=True),
-}
 _OF_PROMPT = "@"  # between the two parts of what a client is told
-LOGIT_BIAS_INTERVAL = _Interval(-100, 100)
-SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "frequency_penalty": 0.0,
-                     "presence_penalty": 0.0, "repetition_penalty": 1.0}
+
 
 
 @dataclass(frozen=True)
@@ -124,7 +96,7 @@ async def admissible(request: generation_pb2.GenerateRequest, facts: ModelLimits
             raise grammar.refused("needs a model with a tokenizer and an end-of-sequence token")
         await grammars.check(grammar)
     prompt = await _prompt_token_ids(request, tokeniser)
-    violations = list(_context(request, facts, len(prompt)))
+    violations = [*_context(request, facts, len(prompt)), *_encoded(request, facts, prompt, tokeniser)]
     if violations:
         raise InvalidRequestError(*violations)
     return _of_this_prompt(_resolve(request, facts, prompt, draw_seed))
@@ -313,6 +285,18 @@ def _context(request: generation_pb2.GenerateRequest, facts: ModelLimits, num_to
         yield from too_many_resumed(request, _max_tokens(request.stop, room))
 
 
+def _encoded(request: generation_pb2.GenerateRequest, facts: ModelLimits, prompt: list[int],
+             tokeniser: Tokeniser | None) -> Iterable[FieldViolation]:
+    """Refuse texts with tokens that the tokenizer has and the model has not: those of images, in text models."""
+    kind = request.WhichOneof("prompt") or "prompt"
+    if tokeniser is None or kind == "token_ids" or not prompt or max(prompt) < facts.vocab_size:
+        return
+    token_id = next(token_id for token_id in prompt if token_id >= facts.vocab_size)
+    yield FieldViolation("chat.messages" if kind == "chat" else kind,
+                         f"contains {_shown(tokeniser.token_text(token_id))}, a token of the tokenizer that the model "
+                         f"does not have: {_not_in_vocabulary(token_id, facts)}")
+
+
 def _max_tokens(stop: types_pb2.StopConditions, room: int) -> int:
     return min(stop.max_tokens, room) if stop.HasField("max_tokens") else room
 
@@ -326,7 +310,7 @@ def _resolve(request: generation_pb2.GenerateRequest, facts: ModelLimits, prompt
     engine = types_pb2.EngineRequest(
         request_id=request.request_id,
         prompt_token_ids=prompt,
-        sampling=_resolved_sampling(request.sampling, draw_seed),
+        sampling=resolved_sampling(request.sampling, facts),
         max_tokens=_max_tokens(stop, room),
         min_tokens=stop.min_tokens,
         stop_token_ids=sorted({*stop.stop_token_ids, *eos}),
@@ -338,16 +322,17 @@ def _resolve(request: generation_pb2.GenerateRequest, facts: ModelLimits, prompt
         prefix_cache=request.prefix_cache if request.HasField("prefix_cache") else None,
         cache_salt=request.cache_salt,
     )
+    if not engine.sampling.HasField("seed"):
+        engine.sampling.seed = draw_seed()
     return AdmissibleRequest(engine, tuple(stop.stop_strings), wants_text=not request.skip_text,
                              num_choices=request.n if request.HasField("n") else 1, resumed=resumed,
                              resumed_from=tuple(request.resumed_from), routed=prompt_of(engine, array("I", prompt)))
 
 
-def _resolved_sampling(given: types_pb2.SamplingParams, draw_seed: Callable[[], int]) -> types_pb2.SamplingParams:
-    sampling = types_pb2.SamplingParams(**SAMPLING_DEFAULTS)  # type: ignore[arg-type]
+def resolved_sampling(given: types_pb2.SamplingParams, facts: ModelLimits) -> types_pb2.SamplingParams:
+    """Return every parameter as it applies: as given, else as the model's files state it, else Baton's default."""
+    sampling = types_pb2.SamplingParams(**{**SAMPLING_DEFAULTS, **facts.sampling})  # type: ignore[arg-type]
     sampling.MergeFrom(given)
-    if not given.HasField("seed"):
-        sampling.seed = draw_seed()
     return sampling
 
 

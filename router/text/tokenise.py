@@ -23,7 +23,7 @@ from tokenizers import Tokenizer
 
 from router.text.detokenise import Detokenisers
 from runtime.errors import ConfigError, FieldViolation, InvalidRequestError
-from runtime.model_folder import read_object
+from runtime.model_files.config import read_if_there
 from runtime.tokenizer_files import find_tokenizer
 
 # Longer texts are encoded on a thread, so that one long prompt does not hold up the tokens of all requests.
@@ -93,6 +93,10 @@ class Tokeniser:
         """Characters of the longest entry of the vocabulary: a text of n times as many needs at least n tokens."""
         return max(len(token) for token in self._tokenizer.get_vocab(with_added_tokens=True))
 
+    def token_text(self, token_id: int) -> str:
+        """Return the text of an entry of the vocabulary, "" if there is no such entry."""
+        return self._tokenizer.id_to_token(token_id) or ""
+
     async def encode_text(self, text: str) -> list[int]:
         """The ids of `text`, with the special tokens the tokenizer puts around a text."""
         return await self._off_loop(len(text), lambda: self._encode(text, special=True))
@@ -138,17 +142,8 @@ def load_tokeniser(model_dir: Path) -> Tokeniser | None:
     return Tokeniser(tokenizer, _load_chat_template(model_dir))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file, empty if there is no such file.
-
-    Raises:
-        ConfigError: the file holds no JSON object.
-    """
-    return read_object(path) if path.is_file() else {}
-
-
 def _load_chat_template(model_dir: Path) -> ChatTemplate | None:
-    config = read_json(model_dir / "tokenizer_config.json")
+    config = read_if_there(model_dir / "tokenizer_config.json")
     path = model_dir / "chat_template.jinja"
     source = _read_text(path) if path.is_file() else config.get("chat_template")
     if isinstance(source, list):  # several named templates

@@ -19,7 +19,7 @@ from baton.preflight import (
 from runtime.config import Address, parse_address
 from runtime.errors import ConfigError
 from runtime.host_memory import HostMemory
-from runtime.model_folder import loaded_bytes
+from runtime.model_files.weights import loaded_bytes
 from tests.support.network.ports import taken_port
 
 MIB = 1 << 20

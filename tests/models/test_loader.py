@@ -5,6 +5,7 @@ import os
 import shutil
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,8 +18,11 @@ from engine.memory.layout import CacheKind
 from models.loader import random_model, read_model, stage_entries
 from router.text.model_facts import load_served_model
 from runtime.errors import ConfigError
+from runtime.model_files.config import read_config
+from runtime.model_files.end_tokens import read_end_tokens
+from runtime.model_files.weights import loaded_bytes
 from tests.models.conftest import CheckpointMaker
-from tests.support.models.checkpoints import FAMILY_NAMES
+from tests.support.models.checkpoints import FAMILY_NAMES, make_checkpoint, oracle
 from tests.support.models.single_stage import StageDriver
 
 
@@ -179,15 +183,29 @@ def test_facts_and_caches_of_a_hybrid(checkpoint: CheckpointMaker) -> None:
         (3, CacheKind.KV, (2, 2, 16, 32), "float32")]
 
 
-@pytest.mark.parametrize(("generation", "expected"), [(None, (2,)), ({"eos_token_id": [7, 9, 7]}, (7, 9)),
-                                                      ({"temperature": 1}, (2,)), ({"eos_token_id": 5}, (5,))])
-def test_routers_and_workers_have_the_same_eos_ids(broken: Path, generation: dict[str, object] | None,
+IM_END = {"added_tokens": [{"id": 9, "content": "<|im_end|>"}], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+
+
+@pytest.mark.parametrize(("files", "expected"), [
+    ({}, (2,)), ({"generation_config": {"eos_token_id": [7, 9, 7]}}, (7, 9)),
+    ({"generation_config": {"temperature": 1}}, (2,)), ({"generation_config": {"eos_token_id": 5}}, (5,)),
+    ({"generation_config": {"eos_token_id": []}}, (2,)),
+    ({"tokenizer": IM_END, "tokenizer_config": {"eos_token": "<|im_end|>"}}, (2, 9)),
+    ({"tokenizer": IM_END, "special_tokens_map": {"eos_token": {"content": "<|im_end|>"}}}, (2, 9)),
+    ({"generation_config": {}, "config": {"eos_token_id": 3, "text_config": {"eos_token_id": 4}}}, (3,)),
+])
+def test_routers_and_workers_have_the_same_eos_ids(broken: Path, files: dict[str, dict[str, Any]],
                                                    expected: tuple[int, ...]) -> None:
-    """Workers had those of both files, routers those of generation_config.json: a grammar ended a text with a token
-    that no router stops at, and the request failed."""
-    if generation is not None:
-        (broken / "generation_config.json").write_text(json.dumps(generation))
-    assert read_model(broken).facts.eos_token_ids == load_served_model(broken).facts.eos_token_ids == expected
+    """Answers must end where a worker's grammar ends a text, and routers refuse workers that end them elsewhere."""
+    config = json.loads((broken / "config.json").read_text())
+    for name, content in files.items():
+        if name == "config":
+            content = {**config, **content, "text_config": {**config, **content["text_config"]}}
+        (broken / f"{name}.json").write_text(json.dumps(content))
+    end_token_ids = read_end_tokens(broken, read_config(broken), 256).ids
+    assert read_model(broken).facts.eos_token_ids == end_token_ids == expected
+    if "tokenizer" not in files:  # of which there is only as much as states the token
+        assert load_served_model(broken).facts.eos_token_ids == expected
 
 
 def test_eos_ids_outside_the_vocabulary_are_refused(broken: Path) -> None:
@@ -213,3 +231,41 @@ def test_random_model_needs_no_files_and_repeats(checkpoint: CheckpointMaker) ->
     logits = whole.prefill({0: [5, 6, 7]})
     assert torch.isfinite(logits).all()
     assert torch.equal(cut.prefill({0: [5, 6, 7]}), logits)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_a_config_without_a_dtype_runs_in_that_of_its_weights(dtype: torch.dtype, tmp_path: Path) -> None:
+    """And says so. transformers takes the same."""
+    path = make_checkpoint(tmp_path, "llama", dtype=dtype)
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({name: value for name, value in config.items() if name != "dtype"}))
+    model = read_model(path)
+    assert model.facts.dtype == str(oracle(path).dtype).removeprefix("torch.") == str(dtype).removeprefix("torch.")
+    assert model.notices == (f"{path / 'config.json'} states no dtype: the model runs in that of its weights, "
+                             f"{model.facts.dtype}",)
+
+
+def test_an_index_that_was_left_over_is_not_followed(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
+    """Of a model whose shards were joined; transformers reads the one file then."""
+    single, sharded = checkpoint("qwen3"), checkpoint("qwen3", shard_bytes=60_000)
+    folder = Path(shutil.copytree(single, tmp_path / "model"))
+    shutil.copy(sharded / "model.safetensors.index.json", folder)
+    model = read_model(folder)
+    assert torch.equal(StageDriver(model).prefill({0: [5, 6, 7]}),
+                       StageDriver(read_model(single)).prefill({0: [5, 6, 7]}))
+    (notice,) = model.notices
+    assert "is left over, and only model.safetensors is read" in notice
+    assert loaded_bytes(folder) == loaded_bytes(single)
+    assert torch.equal(oracle(folder).lm_head.weight, oracle(single).lm_head.weight)
+
+
+def test_an_index_that_lists_the_single_file_is_followed(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(checkpoint("qwen3"), tmp_path / "model"))
+    tensors = load_file(folder / "model.safetensors")
+    last = {name: tensors.pop(name) for name in [name for name in tensors if ".layers.3." in name]}
+    save_file(tensors, folder / "model.safetensors")
+    save_file(last, folder / "more.safetensors")
+    weight_map = dict.fromkeys(tensors, "model.safetensors") | dict.fromkeys(last, "more.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    load_all(folder)
+    assert read_model(folder).notices == ()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from pool.stage.config import WorkerConfig
 from pool.stage.stage import plan_stage
 from runtime.digests import check_compatible
 from runtime.errors import ConfigError, IncompatiblePeerError
-from runtime.model_folder import loaded_bytes
+from runtime.model_files.weights import loaded_bytes
 from tests.models.conftest import CheckpointMaker
 from tests.models.test_weights_digest import flip, read_stages, tensor_bytes
 from tests.support.models.checkpoints import add_nextn, make_checkpoint
@@ -93,7 +94,8 @@ def test_stacked_experts_are_read_one_by_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("layout", "family"), [
     ("fp8 blocks", "deepseek_v32"), ("fp8 tensors", "glm4_moe"), ("fp8 channels", "qwen3_moe"),
     ("modelopt", "llama"), ("int8 channels", "qwen3"), ("int4 packed with zeros", "qwen3_5"), ("awq", "qwen2"),
-    ("gptq reordered", "glm_moe_dsa"),
+    ("gptq reordered", "glm_moe_dsa"), ("fp8 of MiniMax", "minimax_m2"), ("awq in capitals", "llama"),
+    ("modelopt by producer", "qwen3"),
 ])
 def test_a_model_is_the_one_its_weights_mean(layout: str, family: str, checkpoint: CheckpointMaker,
                                              tmp_path: Path) -> None:
@@ -190,6 +192,63 @@ def test_what_is_counted_is_the_final_form(layout: str, checkpoint: CheckpointMa
     assert loaded_bytes(meant_by(folder)) < loaded_bytes(folder) < 1.25 * loaded_bytes(meant_by(folder)), "with scales"
 
 
+def with_scales_of_the_cache(source: Path, path: Path) -> Path:
+    """The checkpoint with scales of a quantized cache beside its weights, under every name that is published."""
+    shutil.copytree(source, path)
+    tensors = load_file(path / "model.safetensors")
+    for name in ("self_attn.k_scale", "self_attn.v_scale", "self_attn.kv_scale", "self_attn.k_proj.k_scale",
+                 "self_attn.v_proj.output_scale", "self_attn.attn.q_scale", "self_attn.attn.prob_scale"):
+        tensors[f"model.layers.0.{name}"] = torch.tensor(0.5)
+    save_file(tensors, path / "model.safetensors")
+    return path
+
+
+CACHE_SCHEME = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+ONLY_THE_CACHE: dict[str, dict[str, Any]] = {
+    "without a word": {},
+    "llm-compressor": {"config.json": {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {},
+                                       "quantization_status": "compressed", "kv_cache_scheme": CACHE_SCHEME}},
+    "llm-compressor, older": {"config.json": {
+        "quant_method": "compressed-tensors", "format": "naive-quantized", "kv_cache_scheme": None, "config_groups": {
+            "group_0": {"targets": ["re:.*k_proj", "re:.*v_proj"], "weights": None, "input_activations": None,
+                        "output_activations": CACHE_SCHEME}}}},
+    "modelopt": {"hf_quant_config.json": {"producer": {"name": "modelopt"}, "quantization": {
+        "quant_algo": None, "kv_cache_quant_algo": "FP8"}}},
+    "modelopt in config.json": {"config.json": {"quant_method": "modelopt", "quant_algo": "NO_QUANT",
+                                                "kv_cache_scheme": CACHE_SCHEME}},
+    "fp8 with every layer left out": {"config.json": {"quant_method": "fp8", "activation_scheme": "static",
+                                                      "kv_cache_scheme": "static", "ignored_layers": ["re:.*"]}},
+}
+
+
+@pytest.mark.parametrize("form", ONLY_THE_CACHE)
+def test_a_checkpoint_of_which_only_the_cache_is_quantised_is_the_plain_one(form: str, checkpoint: CheckpointMaker,
+                                                                            tmp_path: Path) -> None:
+    plain = checkpoint("llama")
+    folder = with_scales_of_the_cache(plain, tmp_path / "model")
+    for file, content in ONLY_THE_CACHE[form].items():
+        if file == "config.json":
+            content = {**json.loads((folder / file).read_text()), "quantization_config": content}
+        (folder / file).write_text(json.dumps(content))
+    assert torch.equal(StageDriver(read_model(folder), cuts=(1, 3)).prefill({0: PROMPT}),
+                       StageDriver(read_model(plain)).prefill({0: PROMPT}))
+
+
+@pytest.mark.parametrize(("section", "own"), [
+    ({"quant_algo": "FP8", "kv_cache_scheme": CACHE_SCHEME}, {"quant_method": "modelopt", "quantization": {}}),
+    ({"ignore": ["lm_head"]}, {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}}),
+    ({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}, {"producer": {"name": "modelopt"}}),
+])
+def test_model_optimizer_may_name_itself_in_its_own_file(section: dict[str, Any], own: dict[str, Any],
+                                                         checkpoint: CheckpointMaker, tmp_path: Path) -> None:
+    folder = write_quantised(checkpoint("llama"), tmp_path / "model", "modelopt")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "quantization_config": section}))
+    (folder / "hf_quant_config.json").write_text(json.dumps(own))
+    assert torch.equal(StageDriver(read_model(folder)).prefill({0: PROMPT}),
+                       StageDriver(read_model(meant_by(folder))).prefill({0: PROMPT}))
+
+
 CT, GPTQ, FP8 = (LAYOUTS[name].config for name in ("int8 channels", "gptq", "fp8 blocks"))
 
 
@@ -204,7 +263,8 @@ def with_weights(**fields: object) -> dict[str, Any]:
     ({**FP8, "weight_block_size": [128]}, "weight_block_size", "rows and columns of a block"),
     ({**FP8, "fmt": "e5m2"}, "fmt", "'e5m2' is not supported"),
     ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "quant_algo", "'NVFP4' is not supported; known are FP8"),
-    ({"quant_method": "awq", "version": "gemv"}, "version", "'gemv' is not supported, only 'gemm'"),
+    ({"quant_method": "awq", "version": "GEMV"}, "version", "'gemv' is not supported, only 'gemm'"),
+    ({"quant_method": "awq", "backend": "llm-awq"}, "backend", "stores weights in another order"),
     ({**GPTQ, "bits": 3}, "bits", "3 are not supported"),
     ({**GPTQ, "group_size": 0}, "group_size", "-1 for whole rows"),
     ({**GPTQ, "checkpoint_format": "marlin"}, "checkpoint_format", "'marlin'"),

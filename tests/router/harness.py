@@ -74,7 +74,7 @@ def write_model_dir(folder: Path) -> Path:
               "num_hidden_layers": 4, "eos_token_id": EOS}
     (folder / "config.json").write_text(json.dumps(config))
     byte_level_tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "eos_token": "<bot>"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "bos_token": "<bot>"}))
     return folder
 
 

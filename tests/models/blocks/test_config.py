@@ -102,7 +102,7 @@ def test_hybrid_layer_kinds_by_interval_and_by_list() -> None:
 
 @pytest.mark.parametrize(("change", "field"), [
     ({"architectures": ["GPT2LMHeadModel"]}, "architectures"),
-    ({"architectures": ["MistralForCausalLM"], "sliding_window": 4096}, "sliding_window"),
+    ({"architectures": ["MistralForCausalLM"], "sliding_window": 256}, "sliding_window"),
     ({"architectures": ["Gemma3ForCausalLM"], "final_logit_softcapping": 30.0}, "final_logit_softcapping"),
     ({"architectures": ["Gemma3ForCausalLM"], "hidden_activation": "silu"}, "hidden_activation"),
     ({"architectures": ["Gemma4ForCausalLM"]}, "hidden_size_per_layer_input"),

@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from tokenizers import AddedToken
 
+from baton.wire import model_info_of
 from pool.request.conversion import request_from_proto
 from protos import generation_pb2, types_pb2
 from router.request.validate import AdmissibleRequest, admissible
@@ -201,6 +203,58 @@ async def test_absent_fields_become_defaults_and_zero_stays_zero() -> None:
     engine = (await check(request)).engine
     assert (engine.sampling.temperature, engine.sampling.seed) == (0, 0)
     assert engine.HasField("num_top_logprobs")
+
+
+OF_THE_MODEL = replace(FACTS, sampling={"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1,
+                                        "repetition_penalty": 1.05})
+
+
+async def test_sampling_that_a_request_leaves_open_is_the_models() -> None:
+    model = replace(served_model(), facts=OF_THE_MODEL)
+    engine = (await check(good(), model)).engine
+    assert engine.sampling == types_pb2.SamplingParams(
+        temperature=0.6, top_k=20, top_p=0.95, min_p=0.1, repetition_penalty=1.05, frequency_penalty=0,
+        presence_penalty=0, seed=42)
+
+
+@pytest.mark.parametrize(("name", "value"), [("temperature", 0.0), ("temperature", 1.0), ("top_k", 0), ("top_p", 1.0),
+                                             ("min_p", 0.0), ("repetition_penalty", 1.0)])
+async def test_what_a_client_gives_beats_the_models_even_where_it_is_zero(name: str, value: float) -> None:
+    request = good()
+    with_sampling(**{name: value})(request)
+    sampling = (await check(request, replace(served_model(), facts=OF_THE_MODEL))).engine.sampling
+    expected = {**OF_THE_MODEL.sampling, name: value}
+    assert {field: getattr(sampling, field) for field in expected} == pytest.approx(expected)
+
+
+async def test_clients_are_told_what_an_open_request_is_drawn_with() -> None:
+    async with running_router(model=replace(served_model(), facts=OF_THE_MODEL)) as router:
+        told = await router.stub.GetModelInfo(generation_pb2.GetModelInfoRequest(), timeout=10)
+    sampling = model_info_of(told).default_sampling
+    assert (sampling.temperature, sampling.top_p, sampling.min_p, sampling.repetition_penalty) == pytest.approx(
+        (0.6, 0.95, 0.1, 1.05))
+    assert (sampling.top_k, sampling.frequency_penalty, sampling.presence_penalty) == (20, 0, 0)
+    assert sampling.seed is None
+
+
+@pytest.mark.parametrize(("change", "field"), [(with_fields(text="red <image> mill"), "text"),
+                                               (with_chat(("user", "red")), "chat.messages")])
+async def test_a_token_that_only_the_tokenizer_has_is_refused_in_the_clients_terms(change: Change, field: str) -> None:
+    """As the token of an image is, in a model of text alone whose tokenizer has it: beyond the vocabulary."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.add_special_tokens([AddedToken("<image>")])
+    beyond = tokenizer.token_to_id("<image>")
+    assert beyond is not None
+    few = replace(FACTS, vocab_size=beyond)
+    template = ChatTemplate("<image>{{ messages[0]['content'] }}", {})
+    request = good()
+    change(request)
+    with pytest.raises(InvalidRequestError) as caught:
+        await check(request, ServedModel(few, Tokeniser(tokenizer, template)))
+    (violation,) = caught.value.violations
+    assert (violation.field, violation.description) == (
+        field, f"contains '<image>', a token of the tokenizer that the model does not have: {beyond} is not in the "
+               f"vocabulary of {beyond} tokens")
 
 
 @pytest.mark.parametrize(("given", "speculates"), [({}, True), ({"speculate": True}, True),

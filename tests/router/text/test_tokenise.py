@@ -123,6 +123,28 @@ def test_facts_come_from_the_config_files(tmp_path: Path) -> None:
     assert load_served_model(tmp_path).facts.eos_token_ids == (3, 4)
 
 
+def test_the_models_own_sampling_is_read_unless_the_router_is_told_not_to(tmp_path: Path) -> None:
+    write_model_dir(tmp_path)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "num_beams": 4}))
+    model = load_served_model(tmp_path)
+    assert (model.facts.sampling, len(model.notices)) == ({"temperature": 0.6}, 1)
+    model = load_served_model(tmp_path, own_sampling=False)
+    assert (model.facts.sampling, model.notices) == ({}, ())
+    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": "hot"}))
+    assert load_served_model(tmp_path, own_sampling=False).facts.eos_token_ids == (EOS,)
+    with pytest.raises(ConfigError, match="temperature must be between 0 and 100, is 'hot'"):
+        load_served_model(tmp_path)
+
+
+def test_a_model_without_an_end_is_told_of_once(tmp_path: Path) -> None:
+    write_model_dir(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["eos_token_id"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (notice,) = load_served_model(tmp_path).notices
+    assert notice.startswith("no file of the model states an end-of-sequence token")
+
+
 def test_facts_of_a_nested_language_model(tmp_path: Path) -> None:
     text = {"vocab_size": 9, "max_position_embeddings": 8, "num_hidden_layers": 7, "eos_token_id": 0}
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Multi"], "text_config": text}))

@@ -1,0 +1,81 @@
+"""Which files hold a checkpoint's weights, and about how much memory they take."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.errors import ConfigError
+
+_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
+_HEADER_BYTES = 100 << 20
+_LOADED_FOR_STORED = {"F8_E4M3": 2, "I8": 2, "I32": 4}  # codes of 8 bits, and of 4 bits packed, become 16 bits each
+_NONSENSE = (ValueError, KeyError, TypeError, AttributeError)  # what json and its readers raise
+
+
+@dataclass(frozen=True)
+class WeightFiles:
+    """Files in name order, each with the tensors that an index lists for it (empty without an index). `notice` is what
+    an operator has to know, "" for nothing."""
+
+    tensors: dict[Path, set[str]]
+    notice: str = ""
+
+
+def weight_files(folder: Path) -> WeightFiles:
+    """Return the safetensors files of the checkpoint in `folder`: those of its index, or the single one.
+
+    An index that does not list `model.safetensors` is left over where that file is there: tools that join shards into
+    one file leave it behind. transformers reads the one file then, too.
+
+    Raises:
+        ConfigError: there is neither, the index is none, or it lists files that are not there.
+    """
+    index, single = folder / _INDEX, folder / _SINGLE
+    if not index.exists():
+        if not single.is_file():
+            raise ConfigError(f"{folder} has neither {_SINGLE} nor {_INDEX}", field="model")
+        return WeightFiles({single: set()})
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        files: dict[Path, set[str]] = {}
+        for name, file in sorted(weight_map.items(), key=lambda pair: (pair[1], pair[0])):
+            files.setdefault(folder / Path(file).name, set()).add(name)
+        if single not in files and single.is_file():
+            return WeightFiles({single: set()}, f"{index} lists other files than {_SINGLE} beside it: it is left over, "
+                                                f"and only {_SINGLE} is read")
+        absent = [file.name for file in files if not file.is_file()]
+    except (OSError, RecursionError, *_NONSENSE) as error:
+        raise ConfigError(f"{index} is not a safetensors index: {repr(error)[:200]}", field="model") from error
+    if absent:
+        raise ConfigError(f"{folder} lacks files its index lists: {shortened(absent)}", field="model")
+    return WeightFiles(files)
+
+
+def shortened(names: list[str]) -> str:
+    """Return the first few of a list of names, for a message."""
+    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+
+def loaded_bytes(folder: Path) -> int:
+    """Return about what the weights in `folder` take once they are loaded: what is quantized is not, then. A folder
+    whose files cannot be told apart counts with all of them; loading says what is wrong with it."""
+    try:
+        files = list(weight_files(folder).tensors)
+    except ConfigError:
+        files = [file for file in folder.glob("*.safetensors") if file.is_file()]
+    return sum(map(_loaded_bytes, files))
+
+
+def _loaded_bytes(file: Path) -> int:
+    """Return the file's size where its header cannot be read: loading says what is wrong with it."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            header = json.loads(stream.read(min(int.from_bytes(stream.read(8), "little"), _HEADER_BYTES)))
+        for name, tensor in header.items():
+            if name != "__metadata__":
+                start, end = tensor["data_offsets"]
+                size += (end - start) * (_LOADED_FOR_STORED.get(tensor["dtype"], 1) - 1)
+    except (RecursionError, *_NONSENSE):
+        return file.stat().st_size
+    return size
