@@ -28,7 +28,7 @@ class RouterConfig(TlsConfig):
     model_name: str = ""
     prefill: tuple[TargetField, ...] = Field(min_length=1)
     decode: tuple[TargetField, ...] = Field(min_length=1)
-    discovery_interval_s: float = Field(default=5.0, ge=0.1, le=3600, description="Pause between two looks at DNS.")
+    discovery_interval_s: float = Field(default=2.0, ge=0.1, le=3600, description="Pause between two looks at DNS.")
     kubernetes_api: str = Field(default="", description="URL of the API server; default: as every pod finds it.")
     service_account: Path = Field(default=DiscoveryOptions().service_account,
                                   description="Folder with token, ca.crt and namespace for the API server.")

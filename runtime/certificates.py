@@ -2,7 +2,7 @@
 
     store = CertificateStore(TlsFiles(ca=..., cert=..., key=...))    # ConfigError names the setting that cannot work
     store.server_credentials()                # every new connection is shaken with the files as they are then
-    store.current().channel_credentials()     # see runtime.secure_channel for channels that outlive the files
+    store.current().channel_credentials()     # see runtime.redial for channels that outlive the files
 """
 
 import ssl

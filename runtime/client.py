@@ -13,17 +13,20 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from runtime.config import parse_address
 from runtime.errors import UnavailableError
-from runtime.secure_channel import SecureChannel, SecureSyncChannel
+from runtime.redial import RedialingChannel, RedialingSyncChannel
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity
+
+_LOOK_UP_MS = 500  # between two resolutions of a name; gRPC's own 30 s leave a peer that moved unseen for as long
 
 
 @dataclass(frozen=True)
 class ChannelOptions:
     """A killed peer's kernel closes its connections at once; a silent one is given up after the sum of the two
-    keepalive times."""
+    keepalive times. `connect_s` is for one address to connect and shake hands."""
 
     keepalive_s: float = 1.5
     keepalive_timeout_s: float = 2.5
+    connect_s: float = 2.0
     max_reconnect_backoff_s: float = 1.0
     max_message_bytes: int = 64 << 20
 
@@ -37,8 +40,10 @@ class ChannelOptions:
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.initial_reconnect_backoff_ms", 100),
-            ("grpc.min_reconnect_backoff_ms", 100),
+            # In spite of its name the shortest time limit of an attempt to connect, not a pause between two.
+            ("grpc.min_reconnect_backoff_ms", round(self.connect_s * 1e3)),
             ("grpc.max_reconnect_backoff_ms", round(self.max_reconnect_backoff_s * 1e3)),
+            ("grpc.dns_min_time_between_resolutions_ms", _LOOK_UP_MS),
             ("grpc.max_receive_message_length", self.max_message_bytes),
             ("grpc.max_send_message_length", -1),  # the server names the field and the limit
             ("grpc.use_local_subchannel_pool", 1),  # two channels to one peer fail independently
@@ -48,10 +53,14 @@ class ChannelOptions:
 
 def open_channel(address: str, options: ChannelOptions = ChannelOptions(), *,
                  security: ChannelSecurity = PLAIN_CHANNEL) -> grpc.aio.Channel:
-    """An asyncio channel; it connects on first use. Raises ConfigError for an address that is not HOST:PORT, and for a
-    token that would travel in plain text."""
+    """Return an asyncio channel; it connects on first use. A peer with a name may return at another address.
+
+    Raises:
+        ConfigError: an address that is not HOST:PORT, or a token that would travel in plain text.
+    """
     target, arguments = _target(address, options, security)
-    if security.is_plain:
+    is_named = parse_address(address).is_name
+    if security.is_plain and not is_named:
         return grpc.aio.insecure_channel(target, arguments)
 
     def dial(credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
@@ -59,14 +68,15 @@ def open_channel(address: str, options: ChannelOptions = ChannelOptions(), *,
             return grpc.aio.insecure_channel(target, arguments)
         return grpc.aio.secure_channel(target, credentials, arguments)
 
-    return SecureChannel(security, dial)
+    return RedialingChannel(security, dial, is_named=is_named)
 
 
 def open_sync_channel(address: str, options: ChannelOptions = ChannelOptions(), *,
                       security: ChannelSecurity = PLAIN_CHANNEL) -> grpc.Channel:
-    """The same for code without an event loop."""
+    """Return the same for code without an event loop."""
     target, arguments = _target(address, options, security)
-    if security.is_plain:
+    is_named = parse_address(address).is_name
+    if security.is_plain and not is_named:
         return grpc.insecure_channel(target, arguments)
 
     def dial(credentials: grpc.ChannelCredentials | None) -> grpc.Channel:
@@ -74,7 +84,7 @@ def open_sync_channel(address: str, options: ChannelOptions = ChannelOptions(), 
             return grpc.insecure_channel(target, arguments)
         return grpc.secure_channel(target, credentials, arguments)
 
-    return SecureSyncChannel(security, dial)
+    return RedialingSyncChannel(security, dial, is_named=is_named)
 
 
 def _target(address: str, options: ChannelOptions, security: ChannelSecurity) -> tuple[str, list[tuple[str, Any]]]:

@@ -50,6 +50,15 @@ class Address:
         except ValueError:
             return self.host == "localhost"
 
+    @property
+    def is_name(self) -> bool:
+        """Whether the host has to be looked up."""
+        try:
+            ipaddress.ip_address(self.host)
+        except ValueError:
+            return True
+        return False
+
     def __str__(self) -> str:
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
@@ -63,7 +72,18 @@ def parse_address(text: str, *, field: str = "address") -> Address:
         raise ConfigError(f"{field} must be HOST:PORT, got {text!r}", field=field)
     if not port.isascii() or not port.isdigit() or len(port) > _MAX_PORT_DIGITS or int(port) > 65535:
         raise ConfigError(f"{field} must end in a port from 0 to 65535, got {text!r}", field=field)
+    if not _can_be_looked_up(plain):
+        raise ConfigError(f"{field} must have a host name of parts of 1 to 63 characters, got {text!r}", field=field)
     return Address(plain, int(port))
+
+
+def _can_be_looked_up(host: str) -> bool:
+    """Return whether a resolver takes the name: Python's raises errors of its own for others."""
+    try:
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    return host.isprintable() and " " not in host
 
 
 def _checked_address(text: str) -> str:

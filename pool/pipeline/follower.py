@@ -2,7 +2,8 @@
 
 Two threads: the engine thread owns the batch channel and the model, the event loop owns the Join stream. The leader's
 life shows on that stream: when it drops, every session is closed, the batch channel is left, and the stage joins
-again: as soon as a leader is there, and after a pause where one refuses. A stage whose engine meets an error drops the
+again: as soon as a leader is there, and after a pause where one refuses. A leader's name is looked up anew each time. A
+stage whose engine meets an error drops the
 stream itself: its leader may not know of it. A stage that is to stop reports that on the stream and serves on until its
 leader ends the stream.
 
@@ -19,6 +20,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 
 import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from engine.core.batch import ForwardBatch
 from engine.pipeline.stages import FollowerStage
@@ -39,12 +41,15 @@ from runtime.errors import (
     InvalidRequestError,
     PeerLostError,
 )
+from runtime.redial import renew
 from runtime.security import ChannelSecurity
-from runtime.status import error_from_rpc
+from runtime.status import error_from_rpc, is_lost
 from transfer.plan import codec
 
 REJOIN_MIN_S, REJOIN_MAX_S = 0.1, 2.0  # between two tries; the longer ones are for a leader that refuses
 RECONNECT_S = 0.25  # between two looks whether the leader is there; nothing waits longer for one that is
+ANSWER_S = 4.0  # for a leader that is there to answer
+REPORT_S = 10.0  # between two warnings that it is not there
 SETTLE_S = 60.0  # for the longest step; transfers are cut much earlier
 GOODBYE_S = 3.0  # what a leader may take beyond the grace to hand requests back
 
@@ -169,23 +174,24 @@ class Follower:
         self._engine.on_broken = lambda: events.call_soon_threadsafe(self._drop)
         options = ChannelOptions(max_reconnect_backoff_s=RECONNECT_S)
         async with open_channel(self._config.leader, options, security=self._security) as channel:
-            stub = pipeline_pb2_grpc.PipelineStub(channel)
             while True:
-                left = await self._join(stub, on_joined)
+                left = await self._join(channel, on_joined)
+                renew(channel)  # the leader that ended the stream need not be the one that has the name now
                 if self._is_leaving:
                     await events.create_future()  # nowhere to go but out
                 await self._settle(left)
                 delay = REJOIN_MIN_S if self._was_formed else min(delay * 2, REJOIN_MAX_S)
                 await asyncio.sleep(delay)
 
-    async def _join(self, stub: "pipeline_pb2_grpc.PipelineAsyncStub",
-                    on_joined: Callable[[bool], None]) -> Future[None]:
+    async def _join(self, channel: grpc.aio.Channel, on_joined: Callable[[bool], None]) -> Future[None]:
         """Wait for the leader, join it and serve until the stream ends. The result is done when the step that runs is
         over."""
         self._was_formed = False
         logger.info("joining the leader %s", self._config.leader)
         try:
-            async with JoinStream(stub.Join(wait_for_ready=True), self._hello()) as self._reports.stream:
+            await self._reach(channel)
+            join = pipeline_pb2_grpc.PipelineStub(channel).Join()
+            async with JoinStream(join, self._hello()) as self._reports.stream:
                 self._has_parted.clear()
                 while (command := await self._reports.stream.receive()) is not None:
                     self._run_command(command, on_joined)
@@ -199,6 +205,23 @@ class Follower:
         finally:
             left = self._part(on_joined)
         return left
+
+    async def _reach(self, channel: grpc.aio.Channel) -> None:
+        """Wait until the leader answers, and report from time to time why it does not."""
+        health = health_pb2_grpc.HealthStub(channel)
+        report_s = asyncio.get_running_loop().time() + REPORT_S
+        while True:
+            try:
+                await health.Check(  # type: ignore[attr-defined]  # stubs lack it
+                    health_pb2.HealthCheckRequest(), timeout=ANSWER_S)
+                return
+            except grpc.aio.AioRpcError as error:
+                if not is_lost(error) and error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
+                    return  # that it is there is all
+                if asyncio.get_running_loop().time() >= report_s:
+                    report_s += REPORT_S
+                    logger.warning("the leader %s cannot be reached: %s", self._config.leader, error_from_rpc(error))
+            await asyncio.sleep(RECONNECT_S)
 
     def _hello(self) -> pb.StageHello:
         return pb.StageHello(

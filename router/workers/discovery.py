@@ -50,7 +50,7 @@ class DiscoveryOptions:
     """`interval_s` between two looks at DNS. The Kubernetes API is found as every pod finds it, unless
     `kubernetes_api` names another; `service_account` is the folder with token, ca.crt and namespace."""
 
-    interval_s: float = 5.0
+    interval_s: float = 2.0
     kubernetes_api: str = ""
     service_account: Path = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 
@@ -121,24 +121,37 @@ async def resolve(name: str, port: int) -> list[str]:
 
 @dataclass(frozen=True)
 class DnsSource:
-    """The addresses of a name, such as a headless service's. A name without any has lost its last worker; a resolver
-    that does not answer changes nothing."""
+    """The addresses of a name, such as a headless service's.
+
+    A resolver that does not answer changes nothing. Neither does a name without any address, for `keep_s`: a name
+    server that has just started has no names, while a worker that is gone shows that by its silence.
+    """
 
     name: Address
     interval_s: float
     errors: Counter
     resolve: Resolve = resolve
+    keep_s: float = 30.0
 
     async def run(self, found: Found) -> None:
         known: frozenset[str] | None = None
+        empty_until_s: float | None = None
         while True:
             addresses = await self._look()
-            if addresses is not None and addresses != known:
+            now_s = asyncio.get_running_loop().time()
+            if addresses or not known:
+                empty_until_s = None
+            elif addresses is not None and empty_until_s is None:
+                empty_until_s = now_s + self.keep_s
+                logger.warning("%s has no address any more, its last ones stay for %g s", self.name.host, self.keep_s)
+            is_kept = empty_until_s is not None and now_s < empty_until_s
+            if addresses is not None and addresses != known and not is_kept:
                 known = addresses
                 found(addresses)
             await asyncio.sleep(self.interval_s)
 
     async def _look(self) -> frozenset[str] | None:
+        """Return the addresses, or None where the resolver cannot tell."""
         try:
             return frozenset(await self.resolve(self.name.host, self.name.port))
         except socket.gaierror as error:

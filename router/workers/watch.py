@@ -12,12 +12,14 @@ import grpc
 from protos import worker_pb2, worker_pb2_grpc
 from router.text.model_facts import ModelLimits
 from router.workers.worker import Worker
+from runtime.redial import renew
 
 logger = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 0.4  # a worker that is back is found in less than half a second
 MIN_SILENCE_S = 2.0  # a worker whose reports are missing for this long, and for this many intervals, is lost
 SILENT_INTERVALS = 5
+RECHECK_S = 2.0  # until a name that another worker answers for is looked up again
 _LOOKS = 8  # how often a silence is looked at before it is over
 _MISSING = "a report of its prefix cache is missing"
 
@@ -71,13 +73,17 @@ async def follow_stream(worker: Worker, facts: ModelLimits, interval_s: float) -
     silence_s = silence_s_of(interval_s)
     worker.index.forget(worker.address)  # the stream begins with a whole account
     call = worker_pb2_grpc.WorkerStub(worker.channel).Watch(worker_pb2.WatchRequest(interval_s=interval_s))
-    reported = asyncio.Event()
+    reported, began_s = asyncio.Event(), asyncio.get_running_loop().time()
     try:
         async with asyncio.timeout(None) as patience, _background(_run_out(patience, reported, silence_s)):
             async for response in call:
                 reported.set()
                 if (problem := apply_report(worker, facts, response)):
                     return problem
+                is_over = asyncio.get_running_loop().time() - began_s >= RECHECK_S
+                # Perhaps another worker was given the address that this name had before.
+                if is_over and (other := _other_worker(worker)) and renew(worker.channel):
+                    return other
     except TimeoutError:
         return f"no report for {silence_s:g} s"
     except grpc.aio.AioRpcError as error:
@@ -87,11 +93,19 @@ async def follow_stream(worker: Worker, facts: ModelLimits, interval_s: float) -
     return "it ended its reports"
 
 
+def _other_worker(worker: Worker) -> str:
+    """Return why what answers at the worker's address is hardly the worker meant; empty if it may be."""
+    return worker.mismatch or (f"it is the worker at {worker.same_as}" if worker.same_as else "")
+
+
 def apply_report(worker: Worker, facts: ModelLimits, response: worker_pb2.WatchResponse) -> str:
     """Why the stream is of no use any more; empty if it is."""
     has_all = True
     if response.HasField("info"):
+        known = _other_worker(worker)
         worker.introduced(response.info, facts)
+        if known and known == _other_worker(worker):
+            return ""  # and logged already
         if worker.mismatch:
             logger.warning("worker refused", extra={"worker": worker.address, "reason": worker.mismatch})
         else:

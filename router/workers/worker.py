@@ -123,6 +123,7 @@ class Worker:
     mismatch: str = ""  # why what it said about itself makes it useless here; empty if it does not
     problem: str = "not reached yet"  # why it cannot be used; empty if it can
     is_listed: bool = True
+    same_as: str = ""  # the address that this worker is used by; empty where that is this one
     start_s: float = 0.0  # how long its last start took, as far as it has said; kept while it is away
     tokens_ahead: int = 0  # of prompts of this router's requests there that are not computed yet
     _most_running: int = 0  # requests a decode pool is given
@@ -165,7 +166,21 @@ class Worker:
 
     @property
     def is_usable(self) -> bool:
+        return self.can_serve and not self.same_as
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether it could be used by this address."""
         return not self.problem and self.is_listed
+
+    def stand_in_for(self, address: str) -> bool:
+        """Use this worker by `address` and not by its own, or by its own again where that is empty. Return whether that
+        is a change."""
+        if self.same_as == address:
+            return False
+        self.same_as = address
+        self._forget_standing()
+        return True
 
     @property
     def unlisted(self) -> str:

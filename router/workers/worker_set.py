@@ -15,6 +15,7 @@ from pathlib import Path
 
 from prometheus_client import Counter
 
+from router.workers.aliases import Aliases
 from router.workers.discovery import (
     DNS,
     DiscoveryOptions,
@@ -136,6 +137,7 @@ class WorkerSet:
         self._unlisted: dict[tuple[WorkerRole, str], Worker] = {}  # of these, those that none lists any more
         self._watches: dict[tuple[WorkerRole, str], asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
+        self._aliases = Aliases()
         self.tally = Tally()
         self._usable = _UsableByRole(self.of)
         self.usable: Mapping[WorkerRole, UsableWorkers] = self._usable
@@ -147,7 +149,7 @@ class WorkerSet:
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """Prefill first, then by address in order of appearance."""
+        """Prefill first, then by address in order of appearance. One that has several is there once."""
         return self._all
 
     def of(self, role: WorkerRole) -> tuple[Worker, ...]:
@@ -159,8 +161,8 @@ class WorkerSet:
 
     def _sort(self) -> None:
         self.version += 1
-        self._by_role = {role: tuple(worker for (kind, _), worker in self._workers.items() if kind is role)
-                         for role in WorkerRole}
+        self._by_role = {role: tuple(worker for (kind, _), worker in self._workers.items()
+                                     if kind is role and not worker.same_as) for role in WorkerRole}
         self._all = tuple(worker for role in WorkerRole for worker in self._by_role[role])
         self._usable.clear()
 
@@ -176,18 +178,28 @@ class WorkerSet:
     def changed(self, worker: Worker) -> bool:
         """It has, or its requests. Of others only those are looked at that are not listed any more. Returns whether
         other workers are usable than before."""
-        is_other = self.tally.count(worker)
-        if is_other:
-            self._usable.pop(worker.role, None)
+        others = self._aliases.changed(worker)
+        is_other = self._count(worker, *others)
+        if others:
+            self._sort()
         if self._unlisted:
             self._sweep()
         return is_other
+
+    def _count(self, *workers: Worker) -> bool:
+        """Return whether one of these is usable as it was not before, or not any more."""
+        are_other = [self.tally.count(worker) for worker in workers]
+        if any(are_other):
+            self._usable.pop(workers[0].role, None)
+        return any(are_other)
 
     def _sweep(self) -> None:
         """Drop workers that are neither listed nor in use."""
         for key, worker in list(self._unlisted.items()):
             if not worker.is_in_use:
                 del self._workers[key], self._unlisted[key]
+                if others := self._aliases.forget(worker):
+                    self._count(*others)
                 self.tally.forget(*key)
                 self._sort()
                 if key in self._watches:

@@ -62,7 +62,7 @@ def keeps(worker: Worker, prompt: Sequence[int], *, salt: str = "", compatibilit
 
 
 def serves(worker: Worker, **changes: object) -> None:
-    worker.introduced(worker_info(worker.role, **changes), FACTS)
+    worker.introduced(worker_info(worker.role, **{"incarnation": f"of {worker.address}", **changes}), FACTS)
     worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=10, slots_free=4))
 
 
@@ -328,7 +328,8 @@ async def test_a_worker_without_a_partner_reports_what_differs_and_no_more() -> 
     described = {"p": "schema 6, page size 32, layers 0-7: kv", "d": "schema 6, page size 64, layers 0-7: kv"}
 
     def introduce(worker: Worker, text: str, *, serving: bool = True) -> None:
-        worker.introduced(worker_info(worker.role, compatibility=text, compatibility_text=described[text]), FACTS)
+        worker.introduced(worker_info(worker.role, incarnation=worker.address, compatibility=text,
+                                      compatibility_text=described[text]), FACTS)
         worker.reported(worker_pb2.WorkerLoad(serving=serving))
 
     introduce(known.prefill, "p")

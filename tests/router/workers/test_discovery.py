@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from prometheus_client import CollectorRegistry
 
+from router.config import RouterConfig
 from router.workers.discovery import DiscoveryOptions, DnsSource, ServiceTarget, Source, StaticSource, parse_target
 from router.workers.endpoints import EndpointSource
 from router.workers.worker_set import open_source
@@ -42,7 +43,8 @@ def test_targets_name_places(text: str, place: object) -> None:
 
 
 @pytest.mark.parametrize("text", ["prefill", "dns:///prefill", "dns://8.8.8.8/prefill:7000", "k8s:///prefill",
-                                  "k8s:///a/b/c:grpc", "k8s:///:grpc", "etcd:///prefill:1"])
+                                  "k8s:///a/b/c:grpc", "k8s:///:grpc", "etcd:///prefill:1", "dns:///pre..fill:1",
+                                  f"dns:///{'p' * 64}:1", "dns:///pre fill:1"])
 def test_what_is_no_target_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_target(text, field="prefill")
@@ -92,8 +94,10 @@ class Resolver:
 
     def __init__(self) -> None:
         self.answer: list[str] | OSError = []
+        self.num_asked = 0
 
     async def __call__(self, name: str, port: int) -> list[str]:
+        self.num_asked += 1
         if isinstance(self.answer, OSError):
             raise self.answer
         return [f"{host}:{port}" for host in self.answer]
@@ -103,7 +107,7 @@ async def test_dns_follows_a_name_and_takes_silence_for_no_news() -> None:
     resolver = Resolver()
     resolver.answer = ["10.0.0.1"]
     name = Address("prefill.baton", 7000)
-    async with running(lambda seen: DnsSource(name, 0.01, seen.metrics.discovery_errors, resolver)) as seen:
+    async with running(lambda seen: DnsSource(name, 0.01, seen.metrics.discovery_errors, resolver, 0.1)) as seen:
         await seen.until("10.0.0.1:7000")
         resolver.answer = ["10.0.0.2", "10.0.0.1"]
         await seen.until("10.0.0.1:7000", "10.0.0.2:7000")
@@ -114,6 +118,22 @@ async def test_dns_follows_a_name_and_takes_silence_for_no_news() -> None:
         await seen.until()
         resolver.answer = ["10.0.0.3"]
         await seen.until("10.0.0.3:7000")
+
+
+async def test_a_name_server_that_has_just_started_and_knows_no_names_takes_no_worker_away() -> None:
+    resolver, name = Resolver(), Address("prefill.baton", 7000)
+    resolver.answer = ["10.0.0.1"]
+    async with running(lambda seen: DnsSource(name, 0.01, seen.metrics.discovery_errors, resolver)) as seen:
+        await seen.until("10.0.0.1:7000")
+        resolver.answer, asked = [], resolver.num_asked
+        await eventually(lambda: resolver.num_asked > asked + 5, "no further look")
+        assert seen.found == [frozenset({"10.0.0.1:7000"})]
+        resolver.answer = ["10.0.0.2"]
+        await seen.until("10.0.0.2:7000")
+
+
+def test_a_name_is_looked_up_often_enough_to_find_a_worker_that_moved_within_three_seconds() -> None:
+    assert DiscoveryOptions().interval_s == RouterConfig.model_fields["discovery_interval_s"].default == 2.0
 
 
 async def test_dns_asks_the_systems_resolver() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 
 import grpc
 import pytest
@@ -11,7 +12,11 @@ from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from router.workers.watch import follow_stream, watch_worker
 from router.workers.worker import Worker, WorkerRole
+from runtime.client import ChannelOptions
+from runtime.redial import RedialingChannel
+from runtime.security import PLAIN_CHANNEL
 from tests.router.harness import FACTS, eventually, worker_info
+from tests.support.network.names import NameServer
 from tests.support.router.fake_workers import CachelessWorker
 
 Context = grpc.aio.ServicerContext[pb.WatchRequest, pb.WatchResponse]
@@ -62,3 +67,51 @@ async def test_a_missing_report_is_noticed(script: Sequence[pb.WatchResponse], n
         await asyncio.gather(watching, return_exceptions=True)
         await worker.channel.close()
         await server.stop(None)
+
+
+@pytest.mark.parametrize("answers", ["another role", "another worker's incarnation"])
+async def test_a_name_that_another_worker_answers_for_is_looked_up_again(answers: str) -> None:
+    """A worker that was given the address that the named one had before does not keep the name."""
+    role = WorkerRole.DECODE if answers == "another role" else WorkerRole.PREFILL
+    with NameServer() as names:
+        names.answers["prefill.test"] = ["127.0.0.2"]
+        async with _watched_worker("127.0.0.2", role, "theirs") as port, _watched_worker(
+                "127.0.0.3", WorkerRole.PREFILL, "ours", port):
+            target, options = f"dns://{names.address}/prefill.test:{port}", ChannelOptions().as_grpc()
+            channel = RedialingChannel(PLAIN_CHANNEL, lambda _: grpc.aio.insecure_channel(target, options),
+                                       is_named=True)
+            worker = Worker(WorkerRole.PREFILL, f"prefill.test:{port}", channel, lambda: None, lambda: None)
+            if role is WorkerRole.PREFILL:
+                worker.stand_in_for("127.0.0.2:1")  # as `WorkerSet` does for one that it knows by this address
+            watching = asyncio.create_task(watch_worker(worker, FACTS, 0.05, random.Random(0), follow_stream))
+            try:
+                await eventually(lambda: worker.incarnation == "theirs", "no report")
+                names.answers["prefill.test"] = ["127.0.0.3"]
+                await eventually(lambda: worker.incarnation == "ours", "the other worker", within_s=6)
+            finally:
+                watching.cancel()
+                await asyncio.gather(watching, return_exceptions=True)
+                await channel.close()
+
+
+class Named(CachelessWorker):
+    """Says who it is and that it serves."""
+
+    def __init__(self, role: WorkerRole, incarnation: str) -> None:
+        self._info = worker_info(role, incarnation=incarnation)
+
+    async def Watch(self, request: pb.WatchRequest, context: Context) -> AsyncIterator[pb.WatchResponse]:
+        yield pb.WatchResponse(info=self._info)
+        while True:
+            yield load(0)
+            await asyncio.sleep(request.interval_s)
+
+
+@asynccontextmanager
+async def _watched_worker(host: str, role: WorkerRole, incarnation: str, port: int = 0) -> AsyncIterator[int]:
+    server = grpc.aio.server()
+    worker_pb2_grpc.add_WorkerServicer_to_server(Named(role, incarnation), server)
+    port = server.add_insecure_port(f"{host}:{port}")
+    await server.start()
+    yield port
+    await server.stop(None)
