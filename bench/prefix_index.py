@@ -59,9 +59,9 @@ async def choice_s() -> dict[str, float]:
     blocks = [block_names(prompt, PAGE_SIZE, compatibility="m") for prompt in prompts]
     for place, worker in enumerate(directory.workers):
         worker.introduced(worker_pb2.WorkerInfo(
-            role=worker.role.value, incarnation=worker.address, architecture="M", vocab_size=1000, num_layers=4, compatibility="m",
-            max_context_tokens=1 << 20, page_size=PAGE_SIZE, pages_total=1 << 20, max_running_requests=512,
-            max_batch_requests=256, max_queued_requests=512), facts)
+            role=worker.role.value, incarnation=worker.address, architecture="M", vocab_size=1000, num_layers=4,
+            compatibility="m", max_context_tokens=1 << 20, page_size=PAGE_SIZE, pages_total=1 << 20,
+            max_running_requests=512, max_batch_requests=256, max_queued_requests=512), facts)
         names = [name for known in blocks for name in known[:place * len(known) // NUM_WORKERS]]
         worker.index.report(worker.address, worker_pb2.CacheReport(whole=True, stored=b"".join(names)))
         worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=1 << 20, cache_reports=1))

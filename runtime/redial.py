@@ -1,4 +1,4 @@
-"""Channels that are dialed anew: when the files of their certificates change, and when a name has to be looked up again.
+"""Channels that are dialed anew when the files of their certificates change, or a name has to be looked up again.
 
 gRPC fixes a channel's certificates when it is made, and looks a name up again only after pauses that grow to two
 minutes. The next call gets a new channel when the files have changed, or when the name's last connection is gone and
@@ -23,6 +23,7 @@ _UNTIL_CALLS_END_S = 30 * 86400.0
 REDIAL_S = 0.5  # between two channels of a name that cannot be reached
 CONNECTING_S = 5.0  # for a channel of a name to find an address and connect
 _LOOK_S = 0.05
+_READY = grpc.ChannelConnectivity.READY
 
 ChannelT = TypeVar("ChannelT")
 Options = Sequence[tuple[str, Any]]
@@ -164,7 +165,7 @@ class RedialingChannel(grpc.aio.Channel):
 
     async def channel_ready(self) -> None:
         # By looks: what waits for a change of state does not see that the channel was replaced.
-        while self._for_call().get_state(try_to_connect=True) is not grpc.ChannelConnectivity.READY:
+        while self._for_call().get_state(try_to_connect=True) is not _READY:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
 
 

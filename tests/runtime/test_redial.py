@@ -186,7 +186,7 @@ async def test_a_peer_that_shakes_hands_slowly_is_reached(names: NameServer) -> 
         await asyncio.gather(_pass_on(reader, to_writer), _pass_on(to_reader, writer))
 
     relay = await asyncio.start_server(delayed, "127.0.0.1", 0)
-    async with relay, open_channel("127.0.0.1:{}".format(relay.sockets[0].getsockname()[1]),
+    async with relay, open_channel(f"127.0.0.1:{relay.sockets[0].getsockname()[1]}",
                                    ChannelOptions(max_reconnect_backoff_s=0.4)) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)
         assert (await stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=10)).model == "echo"

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 from runtime.errors import ConfigError
 
@@ -28,6 +28,7 @@ BRIDGE = "baton0"
 _PRIVATE = "BATON_PRIVATE_NETWORK"
 _CLONE_NEWNET, _CLONE_NEWNS, _MNT_DETACH = 0x40000000, 0x00020000, 2
 _COMMAND_S = 30.0
+_UNSHARE = ("unshare", "--user", "--map-root-user", "--net", "--mount")
 
 
 def is_private() -> bool:
@@ -42,11 +43,16 @@ def become_private(module: str) -> None:
     Raises:
         ConfigError: this machine does not allow it; the message says what is missing.
     """
-    wrapped = ["unshare", "--user", "--map-root-user", "--net", "--mount"]
-    _try([*wrapped, "ip", "link", "add", BRIDGE, "type", "bridge"])
-    _try([*wrapped, "sh", "-c", "mount -t tmpfs none /run && ip netns add try && ip netns exec try true"])
+    _try([*_UNSHARE, "ip", "link", "add", BRIDGE, "type", "bridge"])
+    _try([*_UNSHARE, "sh", "-c", "mount -t tmpfs none /run && ip netns add try && ip netns exec try true"])
+    rerun_private(module)
+
+
+def rerun_private(module: str) -> NoReturn:
+    """Run `module` likewise where hosts of its own are not needed. Raises ConfigError."""
+    _try([*_UNSHARE, "sh", "-c", "ip link set lo up && mount --bind /etc/hosts /etc/resolv.conf"])
     os.environ[_PRIVATE] = "1"
-    os.execvp(wrapped[0], [*wrapped, sys.executable, "-m", module, *sys.argv[1:]])
+    os.execvp(_UNSHARE[0], [*_UNSHARE, sys.executable, "-m", module, *sys.argv[1:]])
 
 
 def enter(name: str) -> None:

@@ -7,10 +7,16 @@
 
 import socket
 import struct
+import subprocess
+import tempfile
 import threading
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tests.support.network.hosts import is_private, rerun_private
+
+NAME_SERVER = ("127.0.0.53", 53)
 A, AAAA = 1, 28
 _FLAGS, _NO_SUCH_NAME = 0x8180, 3  # an answer, recursion available; RFC 1035, 4.1.1
 _POINTER_TO_QUESTION = b"\xc0\x0c"
@@ -73,3 +79,19 @@ def _name_in(question: bytes) -> tuple[str, int]:
         labels.append(question[at + 1:at + 1 + length].decode())
         at += 1 + length
     return ".".join(labels).lower(), at + 1
+
+
+def become_named(module: str) -> None:
+    """Run `module` of the same command line again in a network of its own, in which NAME_SERVER is asked for all names;
+    return there.
+
+    Raises:
+        ConfigError: this machine does not allow it; the message says what is missing.
+    """
+    if not is_private():
+        rerun_private(module)
+    with tempfile.TemporaryDirectory(prefix="baton-resolv-") as folder:
+        settings = Path(folder) / "resolv.conf"
+        settings.write_text(f"nameserver {NAME_SERVER[0]}\noptions timeout:1 attempts:2\n")
+        for command in (["ip", "link", "set", "lo", "up"], ["mount", "--bind", str(settings), "/etc/resolv.conf"]):
+            subprocess.run(command, check=True, timeout=30)
