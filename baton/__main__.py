@@ -7,6 +7,7 @@ from contextlib import ExitStack
 
 from runtime.errors import ConfigError
 from runtime.quiet import quiet_grpc
+from runtime.standard_streams import open_to_all_text
 
 _STARTING = ("demo", "up")  # commands that start workers
 _WITHOUT_NURSERY = ("--no-preload", "--device", "--help")
@@ -18,6 +19,7 @@ def main() -> None:
     if is_heard:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     quiet_grpc()
+    open_to_all_text()
     with ExitStack() as stack:
         nursery = None
         if needs_nursery(sys.argv[1:]):  # it loads for longer than this process: so it begins first

@@ -43,7 +43,7 @@ from runtime.announce import Announcement
 from runtime.client import open_channel, wait_serving
 from runtime.config import parse_address, read_tables
 from runtime.errors import BatonError, ConfigError, UnavailableError
-from runtime.log import human_line
+from runtime.log import styled_line
 from runtime.security import ChannelSecurity, PeerRole
 from runtime.tokenizer_files import find_tokenizer, make_tokenizer
 
@@ -277,6 +277,7 @@ class LocalCluster:
         flags = [flag for address in self.addresses for flag in ("--router", address)]
         flags += ["--drain-s", "1", "--log-level", level]
         flags += ["--config", str(self._config.config_file)] if self._config.config_file else []
+        flags += ["--log-style", self._config.log_style.value] if self._config.log_style is not None else []
         self._run(ProcessSpec(_GATEWAY, _GATEWAY_MODULE, tuple(flags), self._config.http, None,
                               self._announcement_path(_GATEWAY), leads=True), spawn)
 
@@ -289,7 +290,8 @@ class LocalCluster:
         self._run(spec, spawn if self._link is None or role == "router" else self._fork)
 
     def _run(self, spec: ProcessSpec, start: Spawn) -> None:
-        process = RoleProcess(spec, self._show, partial(self._until_serving, spec), self._placed(spec.name, start))
+        process = RoleProcess(spec, self._show, partial(self._until_serving, spec), self._placed(spec.name, start),
+                              log_style=self._config.own_style)
         self.processes[spec.name], self._lives[spec.name] = process, asyncio.create_task(process.run())
 
     def _placed(self, name: str, start: Spawn) -> Spawn:
@@ -324,7 +326,7 @@ class LocalCluster:
             await wait_serving(channel, service, timeout_s=self._config.ready_timeout_s)
 
     def _say(self, text: str) -> None:
-        self._show(_NARRATOR, human_line(text))
+        self._show(_NARRATOR, styled_line(self._config.own_style, text, role=_NARRATOR))
 
     def _show(self, name: str, line: str) -> None:
         if not self._is_quiet:

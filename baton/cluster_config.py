@@ -11,6 +11,7 @@ from baton.nursery import HERE, Nursery, ProcessPlaces
 from baton.preflight import PoolShape, check_partition
 from runtime.config import parse_address
 from runtime.errors import ConfigError
+from runtime.log import LogStyle
 from runtime.model_folder import check_model_folder
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity
 
@@ -50,6 +51,7 @@ class ClusterConfig:
     one_core_each: bool = True
     cores: Mapping[str, Sequence[int]] = field(default_factory=dict)
     log_level: str = "info"
+    log_style: LogStyle | None = None  # None: that of each role's table in the file, and lines for people here
     ready_timeout_s: float = 180.0
     stop_grace_s: float = 8.0
     forks_workers: bool = True
@@ -69,10 +71,16 @@ class ClusterConfig:
                           self.decode_dp_attention))
 
     @property
+    def own_style(self) -> LogStyle:
+        """Return the style of the lines about the cluster itself."""
+        return self.log_style or LogStyle.HUMAN
+
+    @property
     def shared_flags(self) -> tuple[str, ...]:
         """Of workers and routers alike."""
         file = () if self.config_file is None else ("--config", str(self.config_file))
-        return ("--model", str(self.model), "--log-level", self.log_level, *file)
+        style = () if self.log_style is None else ("--log-style", self.log_style.value)
+        return ("--model", str(self.model), "--log-level", self.log_level, *style, *file)
 
     def check(self) -> None:
         """Raises ConfigError naming the setting and its limit, before anything is started."""

@@ -34,13 +34,16 @@ _PROBE_S = 2.0
 
 
 def advice(error: BatonError, targets: Sequence[str], *, tls_ca: Path | None, token_file: Path | None) -> str:
-    """The flag that is missing, or too many, where an error looks like it; begins with "; ", empty if none does."""
+    """Return what to do about an error, where it looks like a flag too few or too many, or like no router at all;
+    begins with "; ", empty where there is nothing to say."""
     if isinstance(error, UnauthenticatedError) and token_file is None:
         return "; show one with --token-file FILE (or BATON_TOKEN_FILE)"
     if not isinstance(error, UnavailableError):
         return ""
     target = targets[0].partition(",")[0].strip()
     speaks_tls = _speaks_tls(target)
+    if speaks_tls is None:
+        return f"; {target}: `baton up` starts a cluster, --target HOST:PORT (or BATON_TARGET) names another router"
     if speaks_tls and tls_ca is None:
         return f"; {target} speaks TLS: give --tls-ca FILE (or BATON_TLS_CA)"
     if speaks_tls is False and tls_ca is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from baton.client import BatonClient
 from baton.values import ChatMessage, Chunk, Finish, Query, Sampling, Stop
-from runtime.errors import BatonError, InvalidRequestError
+from runtime.errors import BatonError, ConfigError, InvalidRequestError
 
 HELP = """\
 /clear   forget what was said (not the system message)
@@ -79,14 +79,25 @@ def converse(client: BatonClient, *, system: str, sampling: Sampling, stop: Stop
 
     Raises:
         BatonError: an answer failed, and no person is there to read of it and go on.
+        ConfigError: there is nothing to read from or to write to, or what is piped in is no text.
     """
     conversation = Conversation(client, system, sampling, stop, timeout_s)
+    if sys.stdin is None or sys.stdout is None:
+        raise ConfigError("chat needs both stdin and stdout", field="stdin")
     if sys.stdin.isatty() and sys.stdout.isatty():
         _talk(conversation)
     else:
-        for line in sys.stdin:
+        for line in _piped():
             if line.strip():
                 conversation.answer(line.rstrip("\n"))
+
+
+def _piped() -> Iterator[str]:
+    """Yield the lines of stdin. Raises ConfigError for what is no text."""
+    try:
+        yield from sys.stdin
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"what is piped in is no text: {error}", field="stdin") from None
 
 
 def _talk(conversation: Conversation) -> None:

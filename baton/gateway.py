@@ -9,10 +9,8 @@ is set here is what differs from the gateway's own defaults, and why; `--flag=--
 import argparse
 import asyncio
 import importlib.util
-import json
 import os
 import secrets
-import shlex
 import socket
 import sys
 import uuid
@@ -26,7 +24,7 @@ from pydantic import Field
 from runtime.announce import Announcement, write_announcement
 from runtime.config import Address, AddressField, Config, load, parse_address
 from runtime.errors import BatonError, ConfigError, UnavailableError
-from runtime.log import LEVELS, LogStyle
+from runtime.log import LEVELS, LogStyle, styled_line
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity
 from runtime.supervision import EXIT_CONFIG, EXIT_FAILED
 from runtime.tokens import read_tokens
@@ -99,7 +97,7 @@ async def wait_ready(address: str, *, timeout_s: float) -> None:
     it lacks when that takes longer."""
     reason = "it does not listen"
     try:
-        async with asyncio.timeout(timeout_s), httpx2.AsyncClient(timeout=_LOOK_TIMEOUT_S) as client:
+        async with asyncio.timeout(timeout_s), httpx2.AsyncClient(timeout=_LOOK_TIMEOUT_S, trust_env=False) as client:
             while True:
                 try:
                     response = await client.get(f"http://{address}/readiness")
@@ -112,13 +110,6 @@ async def wait_ready(address: str, *, timeout_s: float) -> None:
                 await asyncio.sleep(_LOOK_S)
     except TimeoutError:
         raise UnavailableError(f"the gateway at {address} is not ready after {timeout_s:.0f} s: {reason}") from None
-
-
-def curl_line(address: str, model: str) -> str:
-    """A question to try."""
-    body = {"model": model, "temperature": 0, "messages": [{"role": "user", "content": "Count from 3 by 2."}]}
-    header, data = shlex.quote("content-type: application/json"), shlex.quote(json.dumps(body))
-    return f"curl http://{address}/v1/chat/completions -H {header} -d {data}"
 
 
 def arguments_of(config: GatewayConfig, listen: Address, metrics_port: int) -> list[str]:
@@ -228,9 +219,11 @@ def gateway(
     try:
         serve(load(GatewayConfig, section="gateway", flags=flags, file=config))
     except BatonError as error:
-        print(f"gateway: {error}", file=sys.stderr)
+        text = f"gateway: {error}"
+        line = styled_line(log_style, text, role="gateway", level="error") if log_style is LogStyle.JSON else text
+        print(line, file=sys.stderr)
         raise typer.Exit(EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED) from None
 
 
 if __name__ == "__main__":
-    app()
+    app(prog_name="baton gateway")

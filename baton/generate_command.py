@@ -1,20 +1,18 @@
 """`baton generate`: from what was typed to a query, and from its events to text."""
 
+import os
+import re
+import select
 import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from baton.values import ChatMessage, Chunk, Event, ModelInfo, Prompt, Query, StructuredOutput
+from baton.values import ChatMessage, Chunk, Event, Prompt, Query, StructuredOutput
 from runtime.errors import ConfigError, FieldViolation, InvalidRequestError
 
-
-def first_question(model: ModelInfo | None) -> str:
-    """What to try first, as it is typed: in the form that this model answers; None: the demo model."""
-    if model is None:
-        return '--chat "Count from 3 by 2."'
-    if model.has_chat_template:
-        return '--chat "Hello!" --max-tokens 64'
-    return '"Once upon a time" --max-tokens 32' if model.has_tokenizer else "--ids 1,2,3 --max-tokens 8"
+PATIENCE_S = 2.0  # with a silent stdin
+_NO_PROMPT = "give a PROMPT, or pipe one in"
+_SURROGATE = re.compile("[\ud800-\udfff]")  # how Python shows a byte of an argument that the locale has no text for
 
 
 def print_text(events: Iterable[Event], query: Query) -> None:
@@ -37,22 +35,48 @@ def structured_output_of(json_schema: Path | None, regex: str | None) -> Structu
     if json_schema is None:
         return None if regex is None else StructuredOutput(regex=regex)
     try:
-        return StructuredOutput(json_schema.read_text(), regex)
+        return StructuredOutput(json_schema.read_text("utf-8"), regex)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--json-schema: cannot read {json_schema}: {error}", field="json_schema") from None
 
 
 def read_prompt(argument: str | None) -> str:
-    """The argument; without one, or for "-", all of stdin but its last line's end. Raises ConfigError in a terminal,
-    where no person would see what it waits for."""
+    """Return the argument; without one, or for "-", all of stdin but its last line's end.
+
+    Raises:
+        ConfigError: there is no prompt, or what came is no text.
+    """
     if argument is not None and argument != "-":
-        return argument
-    if argument is None and sys.stdin.isatty():
-        raise ConfigError("give a PROMPT, or pipe one in", field="prompt")
+        return _argument_text(argument)
+    if sys.stdin is None or (argument is None and sys.stdin.isatty()):
+        raise ConfigError(_NO_PROMPT, field="prompt")
+    _explain_a_wait()
     try:
-        return sys.stdin.read().removesuffix("\n")
+        text = sys.stdin.read().removesuffix("\n")
     except UnicodeDecodeError as error:
         raise ConfigError(f"what is piped in is no text: {error}", field="prompt") from None
+    if not text:
+        raise ConfigError(f"{_NO_PROMPT}: stdin was empty", field="prompt")
+    return text
+
+
+def _argument_text(argument: str) -> str:
+    """Return the argument as it was meant where the locale's encoding was not that of the bytes, which then are UTF-8.
+    Raises ConfigError for an empty one, and for what is no text."""
+    if not argument:
+        raise ConfigError("the PROMPT is empty", field="prompt")
+    try:
+        return os.fsencode(argument).decode() if _SURROGATE.search(argument) else argument
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"the PROMPT is no text: {error}", field="prompt") from None
+
+
+def _explain_a_wait() -> None:
+    """Say on stderr what is waited for, where stdin stays silent: at once to a person, else after a while."""
+    is_terminal = sys.stdin.isatty()
+    if is_terminal or not select.select([sys.stdin], [], [], PATIENCE_S)[0]:
+        end = "Ctrl-D ends it" if is_terminal else "or give a PROMPT"
+        print(f"baton: reading the prompt from stdin until that ends ({end})", file=sys.stderr)
 
 
 def prompt_of(text: str, *, ids: bool, as_chat: bool) -> Prompt:
@@ -66,9 +90,12 @@ def prompt_of(text: str, *, ids: bool, as_chat: bool) -> Prompt:
 
 def _token_ids(text: str) -> tuple[int, ...]:
     try:
-        return tuple(int(part) for part in text.split(",") if part.strip())
+        ids = tuple(int(part) for part in text.split(",") if part.strip())
     except ValueError:
-        raise InvalidRequestError(FieldViolation("prompt", f"must be token ids like 1,2,3, got {text!r}")) from None
+        ids = ()
+    if not ids:
+        raise InvalidRequestError(FieldViolation("prompt", f"must be token ids like 1,2,3, got {text!r}"))
+    return ids
 
 
 def _spelled_ids(chunk: Chunk, prompt: Prompt) -> str:

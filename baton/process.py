@@ -12,7 +12,7 @@ from pathlib import Path
 from baton.nursery import Child, Spawn, spawn
 from runtime.announce import Announcement, read_announcement
 from runtime.errors import BatonError, ConfigError, DeadlineError, UnavailableError
-from runtime.log import human_line
+from runtime.log import LogStyle, message_of, styled_line
 from runtime.supervision import EXIT_CONFIG
 from runtime.tied import ALL_CORES
 
@@ -47,10 +47,12 @@ class RoleProcess:
     served is started again almost at once; where it dies before it serves, pauses grow.
     """
 
-    def __init__(self, spec: ProcessSpec, sink: LogSink, until_serving: UntilServing, spawn: Spawn = spawn) -> None:
+    def __init__(self, spec: ProcessSpec, sink: LogSink, until_serving: UntilServing, spawn: Spawn = spawn, *,
+                 log_style: LogStyle = LogStyle.HUMAN) -> None:
         self.spec = spec
         self._sink = sink
         self._spawn = spawn
+        self._log_style = log_style  # of the lines about the process
         self._until_serving = until_serving
         self._has_served = False  # in its present life
         self._child: Child | None = None
@@ -106,8 +108,8 @@ class RoleProcess:
                 raise ConfigError(message, field=self.spec.role) if code == EXIT_CONFIG else UnavailableError(message)
             if self._has_served:
                 backoff_s = _FIRST_BACKOFF_S
-            self._sink(self.spec.name, human_line(f"{_ending(code)}, starting again in {backoff_s:g} s",
-                                                  level="warning"))
+            self._sink(self.spec.name, styled_line(
+                self._log_style, f"{_ending(code)}, starting again in {backoff_s:g} s", role="baton", level="warning"))
             await asyncio.sleep(backoff_s)
             backoff_s = min(backoff_s * 2, _LAST_BACKOFF_S)
 
@@ -202,7 +204,7 @@ class RoleProcess:
             text = line.decode(errors="replace").rstrip()
             self._tail.append(text)
             # The line that a process ends on is shown once: before `settle` in the error of `run`.
-            if self._settled or not text.startswith(self._own_prefix):
+            if self._settled or not message_of(text).startswith(self._own_prefix):
                 self._sink(self.spec.name, text)
 
     @property
@@ -212,7 +214,7 @@ class RoleProcess:
 
     def _last_words(self) -> str:
         line = next((line for line in reversed(self._tail) if line), "it said nothing")
-        return line.removeprefix(self._own_prefix)
+        return message_of(line).removeprefix(self._own_prefix)
 
 
 def _kill(child: Child) -> None:

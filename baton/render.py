@@ -4,6 +4,7 @@ import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, fields
+from typing import TextIO
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
@@ -12,10 +13,12 @@ from rich.text import Text
 
 from baton.process import LogSink
 from baton.values import ClusterStatus, Completion, Event, Timings, WorkerStatus
+from runtime.log import LogStyle, styled_line
 
 _LONG_STEP_S = 2.0  # a step that takes longer is worth a word
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
 _ROUTINE = re.compile(r"[0-9:.]{12} (debug|info) ")  # as `runtime.log.human_line` begins a line
+_ROUTINE_LEVELS = ("debug", "info")
 _TIMING_TEXTS = {
     "router_queue_s": "held back by the router",
     "prefill_queue_s": "queued for prefill",
@@ -120,6 +123,31 @@ def log_printer(console: Console) -> LogSink:
     return sink
 
 
+def json_printer(stream: TextIO) -> LogSink:
+    """Print each line as a JSON object with the name of its process. What a process wrote past its logger becomes the
+    message of a warning."""
+    def sink(name: str, line: str) -> None:
+        if not line:
+            return
+        values = _object(line) or _object(styled_line(LogStyle.JSON, line, role=name, level="warning"))
+        print(json.dumps({"process": name, **values}), file=stream, flush=True)
+
+    return sink
+
+
+def _object(line: str) -> dict[str, object]:
+    """Return the JSON object in a line, or an empty one."""
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return {}
+    return values if isinstance(values, dict) else {}
+
+
+def _is_routine(line: str) -> bool:
+    return bool(_ROUTINE.match(line)) or str(_object(line).get("level", "")).lower() in _ROUTINE_LEVELS
+
+
 class StartPrinter:
     """Of what processes write while they start, only what is worth attention; from `ready` on all of it. `own` is the
     name whose lines always are."""
@@ -130,7 +158,7 @@ class StartPrinter:
         self._is_ready = False
 
     def __call__(self, name: str, line: str) -> None:
-        if self._is_ready or name == self._own or not _ROUTINE.match(line):
+        if self._is_ready or name == self._own or not _is_routine(line):
             self._sink(name, line)
 
     def ready(self) -> None:

@@ -110,7 +110,8 @@ async def forgotten_s(http: httpx2.AsyncClient, model: str, held: Held) -> float
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     config = ClusterConfig(model=flags.model, listen="127.0.0.1:0", http="127.0.0.1:0", log_level="warning")
     async with (running_cluster(config) as (cluster, client),
-                httpx2.AsyncClient(base_url=f"http://{cluster.http_address}", timeout=TIMEOUT_S) as http):
+                httpx2.AsyncClient(base_url=f"http://{cluster.http_address}", timeout=TIMEOUT_S,
+                                   trust_env=False) as http):
         model = (await client.model_info()).model
         query = Query((ChatMessage("user", QUESTION),), Sampling(temperature=0), Stop(max_tokens=8))
         grpc_s, http_s = [], []

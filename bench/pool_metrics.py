@@ -1,13 +1,13 @@
 """What a pool reports on /metrics, as benchmarks read it."""
 
 import asyncio
-import urllib.request
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.cluster import LocalCluster
+from testing.past_proxies import local_page
 
 PATHS = ("target", "draft_extend", "draft_round")
 
@@ -47,8 +47,7 @@ class Figures:
 
 
 def scrape(port: int) -> Figures:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as response:
-        text = response.read().decode()
+    text = local_page(f"http://127.0.0.1:{port}/metrics", timeout_s=5)
     samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
     return Figures({(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples})
 

@@ -29,6 +29,7 @@ from bench.report import OtherLoad, Value, process_cpu_s
 from protos import generation_pb2, generation_pb2_grpc, types_pb2
 from runtime.announce import announced_address
 from runtime.client import wait_serving
+from testing.past_proxies import PAST_PROXIES
 
 STREAMS = (8, 64)
 SHORT = 2  # tokens
@@ -114,7 +115,7 @@ async def compare(flags: argparse.Namespace) -> dict[str, Value]:
                     "--decode", decode, "--announce", str(folder / "router.json"), "--log-level", "warning"))
         async with asyncio.timeout(START_S):
             addresses = {"router": await announced_address(folder / "router.json"), "relay": (await line_of(relay))[0]}
-        channels = {name: await stack.enter_async_context(grpc.aio.insecure_channel(address))
+        channels = {name: await stack.enter_async_context(grpc.aio.insecure_channel(address, options=PAST_PROXIES))
                     for name, address in addresses.items()}
         await wait_serving(channels["router"], "baton.v1.Generation", timeout_s=START_S)
         for streams in STREAMS:
@@ -149,7 +150,8 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 async def worker_share(model: Path, streams: int, tokens: int) -> float:
     """Of the decode worker's CPU time, by its event loop's thread."""
     config = ClusterConfig(model=model, listen="127.0.0.1:0", log_level="warning")
-    async with running_cluster(config) as (cluster, _), grpc.aio.insecure_channel(cluster.address) as channel:
+    async with (running_cluster(config) as (cluster, _),
+                grpc.aio.insecure_channel(cluster.address, options=PAST_PROXIES) as channel):
         pid = cluster.processes["decode-0"].pid or 0
         middle = Middle(pid, generation_pb2_grpc.GenerationStub(channel))
         await middle.turn(streams, 2, tokens)

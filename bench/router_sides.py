@@ -36,6 +36,7 @@ from runtime.calls import CallLedger
 from runtime.metrics import RpcMetrics
 from runtime.server import GrpcServer, ServerOptions
 from runtime.version import WIRE_VERSION
+from testing.past_proxies import PAST_PROXIES
 
 TOKENS = range(300, 500)  # ids of plain words
 ROOM = 1 << 20  # of everything that a worker counts
@@ -211,7 +212,7 @@ async def serve_source(model: Path, step_s: float) -> None:
 
 async def serve_relay(source: str) -> None:
     """Prints its address."""
-    async with grpc.aio.insecure_channel(source) as channel:
+    async with grpc.aio.insecure_channel(source, options=PAST_PROXIES) as channel:
         server, address = await serve_plainly(relay(channel))
         print(address, flush=True)
         await server.wait_for_termination()

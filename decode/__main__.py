@@ -18,7 +18,7 @@ def main() -> None:
     quiet_grpc()
     from pool.main import worker_command  # loads grpc
 
-    worker_command("decode", _start)()
+    worker_command("decode", _start)(prog_name="baton decode")
 
 
 if __name__ == "__main__":

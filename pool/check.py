@@ -25,6 +25,7 @@ from runtime.host_memory import MIB, HostMemory
 from runtime.model_files.config import read_config
 from runtime.model_files.end_tokens import read_end_tokens
 from runtime.model_files.sampling import read_sampling_defaults
+from runtime.standard_streams import open_to_all_text
 
 _ANY_MEMORY = HostMemory(1 << 62, 1 << 62)  # of a machine that is not this one: what the cache may take was given
 _HEAD = f"{'stage':>5}  {'layers':9}{'weights':>12}{'per token':>12}{'per request':>13}{'cache':>12}"
@@ -129,4 +130,5 @@ def _size(num_bytes: float) -> str:
 
 
 if __name__ == "__main__":
-    app()
+    open_to_all_text()
+    app(prog_name="baton check")

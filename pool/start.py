@@ -22,6 +22,8 @@ def start(role: PoolRole, flags: dict[str, object], file: Path | None) -> int:
     """Run until stopped; returns the exit code."""
 
     async def run(stop: StopSignal) -> None:
+        if flags.get("log_style") == LogStyle.JSON:  # before the settings are read: their errors are lines, too
+            configure(level="info", style=LogStyle.JSON, role=role.name)
         config = load(WorkerConfig, section=role.name, flags=flags, file=file)
         configure(level=config.log_level, style=LogStyle(config.log_style), role=f"{role.name}{config.rank}")
         config.check()

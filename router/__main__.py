@@ -8,7 +8,7 @@ def main() -> None:
     quiet_grpc()
     from router.command import app  # loads grpc
 
-    app()
+    app(prog_name="baton router")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """The command line of a router process."""
 
 import gc
-import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +11,7 @@ from router.config import GenerationConfigUse, RouterConfig
 from router.workers.policy import Policy
 from runtime.config import load
 from runtime.errors import ConfigError
-from runtime.log import LogStyle, configure
+from runtime.log import LogStyle, configure, report_end
 from runtime.security import ClientCertificates
 from runtime.supervision import EXIT_CONFIG, run_process
 
@@ -76,12 +75,14 @@ def router(
         "salt_by_client": salt_by_client,
         "log_level": log_level, "log_style": log_style, "otel_endpoint": otel_endpoint,
     }
+    if log_style is LogStyle.JSON:  # before the settings are read: their errors are lines, too
+        configure(level="info", style=log_style, role="router")
     try:
         settings = load(RouterConfig, section="router", flags=flags, file=config)
         configure(level=settings.log_level, style=settings.log_style, role="router")
         settings.check()
     except ConfigError as error:
-        print(f"router: {error}", file=sys.stderr)
+        report_end(f"router: {error}")
         raise typer.Exit(EXIT_CONFIG) from None
     if check_settings:
         raise typer.Exit

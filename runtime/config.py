@@ -124,7 +124,7 @@ def _problem(error: Mapping[str, Any]) -> str:
 def read_tables(file: Path) -> dict[str, dict[str, object]]:
     """The tables of the file by role. Raises ConfigError for a file that cannot be read, and for any other table."""
     try:
-        tables = tomllib.loads(file.read_text())
+        tables = tomllib.loads(file.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}", field="config") from error
     except (ValueError, RecursionError) as error:  # also for what is not UTF-8, and for numbers without end

@@ -3,6 +3,7 @@
     configure(level="info", style=LogStyle.HUMAN, role="router")
     with bind(request_id=..., session_id=...): ...      ids on every line logged inside, also across awaits
     logger.info("prefill started", extra={"queue_s": 0.02})      extra fields become JSON keys or key=value
+    report_end("router: no such folder: x")                      why a process ends, in the style of its logs
 
 Values may come from unknown callers, so nothing that is logged is trusted: every value, message and line of a traceback
 is cut to a stated length, and what is not printable is escaped. One record is one line; only a traceback has more, and
@@ -117,13 +118,17 @@ def _traceback(formatted: str) -> list[str]:
     return [f"    {shown(line, MAX_TRACEBACK_CHARACTERS)}" for line in lines]
 
 
+def _utc(at_s: float) -> str:
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at_s))
+    return f"{stamp}.{int(at_s % 1 * 1e6):06d}Z"
+
+
 class JsonFormatter(logging.Formatter):
     """One JSON object per line, time in UTC with microseconds."""
 
     def format(self, record: logging.LogRecord) -> str:
-        stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         line: dict[str, object] = {
-            "time": f"{stamp}.{int(record.created % 1 * 1e6):06d}Z",
+            "time": _utc(record.created),
             "level": record.levelname.lower(),
             "role": vars(record)["role"],
             "logger": record.name,
@@ -140,6 +145,23 @@ def human_line(text: str, *, level: str = "info", at_s: float | None = None) -> 
     since 1970, now if None."""
     at_s = time.time() if at_s is None else at_s
     return f"{time.strftime('%H:%M:%S', time.localtime(at_s))}.{int(at_s % 1 * 1e3):03d} {level:7} {text}"
+
+
+def styled_line(style: LogStyle, text: str, *, role: str, level: str = "info") -> str:
+    """Return a line of now in the style of the logs, for programs without a logger."""
+    if style is LogStyle.HUMAN:
+        return human_line(text, level=level)
+    return json.dumps({"time": _utc(time.time()), "level": level, "role": role, "message": text})
+
+
+def message_of(line: str) -> str:
+    """Return the message of a line in JSON, and any other line as it is."""
+    try:
+        values = json.loads(line)
+    except ValueError:
+        return line
+    message = values.get("message") if isinstance(values, dict) else None
+    return message if isinstance(message, str) else line
 
 
 class HumanFormatter(logging.Formatter):
@@ -177,3 +199,11 @@ def configure(*, level: str, style: LogStyle, role: str, stream: TextIO = sys.st
         logging.getLogger(library).setLevel(max(logging.INFO, logging.getLogger().level))
     for library in _QUOTING:
         logging.getLogger(library).setLevel(logging.CRITICAL)
+
+
+def report_end(text: str) -> None:
+    """Write why this process ends to stderr: a JSON line where logs are JSON, else the bare text."""
+    if any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers):
+        logging.getLogger(__name__).error(text)
+    else:
+        print(text, file=sys.stderr)

@@ -16,11 +16,11 @@ draining.
 import asyncio
 import logging
 import signal
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 
 from runtime.errors import BatonError, ConfigError, InternalError
+from runtime.log import report_end
 
 logger = logging.getLogger(__name__)
 
@@ -112,10 +112,10 @@ def first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
 
 def _exit_code(name: str, error: BaseException) -> int:
     if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
-        print(f"{name}: stopped at once", file=sys.stderr)
+        report_end(f"{name}: stopped at once")
         return EXIT_FAILED
     if isinstance(error, BatonError) and not isinstance(error, InternalError):
-        print(f"{name}: {error}", file=sys.stderr)
+        report_end(f"{name}: {error}")
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
     logger.critical("%s ends on a bug", name, exc_info=error)
     return EXIT_BUG

@@ -19,6 +19,7 @@ from baton.workload import Arrivals, Lengths, Planned, Process, Shape, plan, rea
 from router.workers.policy import Policy
 from runtime.errors import BatonError, ConfigError
 from runtime.log import LogStyle, configure
+from runtime.standard_streams import open_to_all_text
 from sim.costs import Costs
 from sim.faults import Mishap
 from sim.fleet import FleetConfig, simulate
@@ -156,5 +157,6 @@ def one_line_errors(command: str) -> Iterator[None]:
 
 def run_program(program: typer.Typer, name: str) -> None:
     """The entry point. What routers and workers log would fill the terminal."""
+    open_to_all_text()
     configure(level="error", style=LogStyle.HUMAN, role="simulation")
     program(prog_name=name)

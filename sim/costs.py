@@ -112,7 +112,7 @@ class Costs(_Part):
     def read(cls, path: Path) -> "Costs":
         """Raises ConfigError naming the field."""
         try:
-            return cls.model_validate_json(path.read_text())
+            return cls.model_validate_json(path.read_text("utf-8"))
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"cannot read the costs {path}: {error}", field="costs") from error
         except ValidationError as error:

@@ -37,6 +37,9 @@ def has_gpu() -> bool:
 if not has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"
 
+# Tests talk to processes on this machine, past any proxy that the environment names.
+os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost,::1"
+
 # What a shell starts in its background ignores SIGINT, and so do the processes it starts: tests interrupt some of them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

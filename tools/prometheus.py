@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 import urllib.parse
-import urllib.request
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -17,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+
+from testing.past_proxies import local_page
 
 LOCAL = "127.0.0.1"
 _SECONDS = {"s": 1, "m": 60, "h": 3600}
@@ -88,7 +89,7 @@ class Prometheus:
 
     async def _get(self, what: str, parameters: Mapping[str, str]) -> Series:
         url = f"http://{self.address}/api/v1/{what}?{urllib.parse.urlencode(parameters)}"
-        reply = await asyncio.to_thread(lambda: json.load(urllib.request.urlopen(url, timeout=30)))
+        reply = await asyncio.to_thread(lambda: json.loads(local_page(url, timeout_s=30)))
         result: Series = reply["data"]["result"]
         return result
 

@@ -93,6 +93,38 @@ config.load()
     assert sorted(node.lineno for node in pickling(ast.parse(source))) == [2, 3, 4, 6, 7, 8, 9, 10, 11]
 
 
+def environment_proxies(name: str, tree: ast.AST) -> Iterator[ast.expr]:
+    """Yield what would reach a process of ours through a proxy that the environment names: HTTP clients that read it,
+    and gRPC channels without the option that switches it off. `runtime.client` has that among others."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
+            continue
+        called, options = node.func.attr, {f"{word.arg}={ast.unparse(word.value)}" for word in node.keywords}
+        is_channel = called in ("insecure_channel", "secure_channel") and name != "runtime.client"
+        if (called in ("AsyncClient", "Client", "urlopen") and "trust_env=False" not in options) or (
+                is_channel and "options=PAST_PROXIES" not in options):
+            yield node
+
+
+def test_no_proxy_stands_between_processes() -> None:
+    found = [
+        where(name, node) for name, tree in modules(*PRODUCT).items() for node in environment_proxies(name, tree)
+    ]  # fmt: skip
+    assert found == []
+
+
+def test_the_reader_of_proxies_sees_them() -> None:
+    source = """
+httpx2.AsyncClient(timeout=1)
+httpx2.Client(trust_env=True)
+urllib.request.urlopen(url)
+grpc.aio.insecure_channel(target)
+httpx2.AsyncClient(trust_env=False)
+grpc.aio.insecure_channel(target, options=PAST_PROXIES)
+"""
+    assert [node.lineno for node in environment_proxies("bench.x", ast.parse(source))] == [2, 3, 4, 5]
+
+
 def is_test(node: ast.AST) -> bool:
     return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
 

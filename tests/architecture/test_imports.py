@@ -37,7 +37,7 @@ ALLOWED = {
               "testing", "transfer", "tests.support"),
     "sim": ("baton", "engine", "pool", "prefill", "protos", "router", "runtime"),
     "testing": ("engine", "transfer", "protos", "runtime"),
-    "tools": ("baton", "pool", "protos", "router", "runtime", "sim", "tests"),
+    "tools": ("baton", "pool", "protos", "router", "runtime", "sim", "testing", "tests"),
 }  # fmt: skip
 # The folders of `engine/` from the lowest to the highest: each imports only what stands before it.
 ENGINE_ROOMS = ("core", "kernels", "kernels.host", "kernels.device", "memory", "contracts", "backends", "backends.cpu",

@@ -1,6 +1,7 @@
 """The cluster's supervision, over stand-ins for the roles that start in no time."""
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -289,8 +290,8 @@ def test_the_limit_is_on_all_processes_together(tmp_path: Path) -> None:
         replace(fits, prefill=15).check()
 
 
-def up(folder: Path, *flags: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "baton", "up", "--model", str(model(folder)), "--listen", "127.0.0.1:0"]
+def up(folder: Path, *flags: str, name: str = "good") -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "baton", "up", "--model", str(model(folder, name)), "--listen", "127.0.0.1:0"]
     return subprocess.Popen([*command, "--no-preload", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                             text=True)
 
@@ -320,6 +321,49 @@ def test_up_says_ready_and_stops_on_a_signal(tmp_path: Path, number: signal.Sign
     assert "router: 127.0.0.1:" in said
     assert len(started) == 3
     assert not any(map(alive, started))
+
+
+def test_every_line_of_up_and_its_processes_is_json_where_that_is_asked_for(tmp_path: Path) -> None:
+    """What the stand-ins print is no JSON, what they log is."""
+    with up(tmp_path, "--log-style", "json") as child:
+        lines = read_until(child, "ready: ")
+        assert child.stdout is not None
+        os.kill(children_of(child.pid)[0], signal.SIGKILL)
+        lines += read_until(child, "starting again")
+        child.send_signal(signal.SIGINT)
+        lines += child.stdout.readlines()
+        assert child.wait(60) == 0
+    values = [json.loads(line) for line in lines]
+    assert all({"process", "time", "level", "role", "message"} <= each.keys() for each in values)
+    assert {each["process"] for each in values} == {"baton", "prefill-0", "decode-0", "router"}
+    printed = next(each for each in values if "on cores" in each["message"])
+    assert (printed["level"], printed["role"]) == ("warning", printed["process"])
+
+
+@pytest.mark.parametrize(("name", "code", "says"), [
+    ("refused", 2, "baton up: decode-0 ended with exit code 2: the settings do not fit"),
+    ("broken", 1, "baton up: decode-0 ended with exit code 1: the weights are not readable")])
+def test_a_start_that_fails_says_why_in_json_too(tmp_path: Path, name: str, code: int, says: str) -> None:
+    with up(tmp_path, "--log-style", "json", name=name) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        lines, errors = child.stdout.readlines(), child.stderr.readlines()
+        assert child.wait(60) == code
+    assert [json.loads(line)["message"] for line in errors] == [says]
+    assert all(json.loads(line)["message"] != says for line in lines), "it is said once"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
+def test_a_terminal_without_frames_shows_the_cluster_all_the_same(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    with up(tmp_path) as child:
+        said = read_until(child, "ready: ")
+        child.send_signal(signal.SIGINT)
+        assert child.wait(60) == 0
+        assert child.stderr is not None
+        assert child.stderr.read() == ""
+    assert said[0].startswith("baton       " + ("│ " if encoding == "utf-8" else "| "))
 
 
 def test_a_second_signal_ends_up_at_once_and_in_order(tmp_path: Path) -> None:

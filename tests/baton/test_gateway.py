@@ -1,5 +1,6 @@
 """What a gateway is started with, and what is refused before. Gateways that run are in tests/cluster/test_openai.py."""
 
+import asyncio
 import importlib.util
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -83,6 +84,25 @@ def test_what_it_cannot_stand_before_is_refused(tmp_path: Path) -> None:
 def test_a_bad_setting_ends_it_before_it_listens(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         serve(settings(**given))
+
+
+@pytest.mark.parametrize("proxy", ["http://127.0.0.1:9", "socks5://127.0.0.1:9"])
+async def test_a_proxy_of_the_environment_is_passed_by(monkeypatch: pytest.MonkeyPatch, proxy: str) -> None:
+    """A stand-in gateway that is ready, and proxies that do not exist: of SOCKS the client knows nothing, either."""
+    for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+        monkeypatch.setenv(name, proxy)
+    for name in ("no_proxy", "NO_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 0\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        await wait_ready(f"{host}:{port}", timeout_s=30.0)
 
 
 async def test_waiting_for_what_is_not_there_ends_with_the_reason() -> None:

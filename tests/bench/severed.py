@@ -8,7 +8,6 @@ namespaces are refused.
 import asyncio
 import json
 import sys
-import urllib.request
 from collections.abc import Sequence
 
 from prometheus_client.parser import text_string_to_metric_families
@@ -20,6 +19,7 @@ from baton.retry import NO_RETRY
 from baton.values import Query, Sampling, Stop
 from bench.partition.grid import WORKER_FLAGS, Apart
 from runtime.errors import BatonError, ConfigError
+from testing.past_proxies import local_page
 from tests.support.network.hosts import Network, become_private, is_private
 
 MODULE, REFUSED = "tests.bench.severed", 77
@@ -56,8 +56,7 @@ async def answer(client: AsyncBatonClient) -> Sequence[int]:
 
 
 def retried(url: str) -> int:
-    with urllib.request.urlopen(url, timeout=10) as response:
-        families = text_string_to_metric_families(response.read().decode())
+    families = text_string_to_metric_families(local_page(url, timeout_s=10))
     return round(sum(sample.value for family in families for sample in family.samples
                      if sample.name == "baton_router_retries_total"))
 

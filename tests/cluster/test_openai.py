@@ -31,7 +31,8 @@ from pydantic import BaseModel
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 
-from baton.gateway import curl_line, wait_ready
+from baton.first_question import FirstQuestion
+from baton.gateway import wait_ready
 from baton.nursery import spawn
 from baton.values import ChatMessage, Completion, Query, Sampling, Stop
 from runtime.announce import read_announcement
@@ -251,7 +252,7 @@ async def test_a_client_that_leaves_gives_its_pages_back(running: RunningCluster
 
 
 async def test_the_line_that_is_printed_to_be_tried_works(running: RunningCluster) -> None:
-    program, url, *flags = shlex.split(curl_line(running.cluster.http_address, "model"))
+    program, url, *flags = shlex.split(FirstQuestion.of(None).curl(running.cluster.http_address, "model"))
     assert (program, [flag for flag in flags if flag.startswith("-")]) == ("curl", ["-H", "-d"])
     name, _, value = flags[1].partition(": ")
     async with httpx2.AsyncClient(timeout=120) as http:

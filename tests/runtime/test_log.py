@@ -17,8 +17,11 @@ from runtime.log import (
     bind,
     bound_ids,
     configure,
+    message_of,
     rebind,
+    report_end,
     shown,
+    styled_line,
 )
 
 FORGED = "x\n12:00:00.000 error   forged\r\x1b[31m\u2028\x85end"
@@ -146,3 +149,29 @@ def test_shown_is_the_text_itself_where_it_can_be() -> None:
     assert shown("a\tb\\") == "a\\tb\\"
     assert shown("abc", 2) == "ab... (3 characters)"
     assert shown("\udc80") == "\\udc80"
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_why_a_process_ends_is_told_in_the_style_of_its_logs(style: LogStyle,
+                                                             capsys: pytest.CaptureFixture[str]) -> None:
+    stream = io.StringIO()
+    configure(level="error", style=style, role="router", stream=stream)
+    report_end("router: 100% of it is wrong")
+    if style is LogStyle.HUMAN:
+        assert (capsys.readouterr().err, stream.getvalue()) == ("router: 100% of it is wrong\n", "")
+    else:
+        line = json.loads(stream.getvalue())
+        assert (line["level"], line["role"], line["message"]) == ("error", "router", "router: 100% of it is wrong")
+
+
+def test_a_line_without_a_logger_is_like_one_with_it() -> None:
+    line = json.loads(styled_line(LogStyle.JSON, "starting", role="baton"))
+    logged_line = json.loads(logged(LogStyle.JSON, lambda logger: logger.info("starting")))
+    assert {**logged_line, "role": "baton", "time": ""} == {**line, "logger": logged_line["logger"], "time": ""}
+    assert len(line["time"]) == len(logged_line["time"])
+    assert message_of(json.dumps(line)) == "starting"
+
+
+@pytest.mark.parametrize("line", ["router: no such folder", "[1]", "{}", '{"message": 1}', "{", "null", "\ud800"])
+def test_a_line_that_is_no_record_is_its_own_message(line: str) -> None:
+    assert message_of(line) == line

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from protos import generation_pb2_grpc
 from runtime.announce import Announcement, write_announcement
+from runtime.log import LogStyle, configure, report_end
 from runtime.metrics import RpcMetrics
 from runtime.server import GrpcServer, ServerOptions
 from runtime.supervision import EXIT_CONFIG, StopSignal, run_process
@@ -25,7 +26,9 @@ def main(role: str) -> None:
     parser = argparse.ArgumentParser()
     for flag in ("--model", "--listen", "--announce"):
         parser.add_argument(flag, type=Path if flag != "--listen" else str)
+    parser.add_argument("--log-style", type=LogStyle, default=LogStyle.HUMAN)
     flags, rest = parser.parse_known_args()
+    configure(level="info", style=flags.log_style, role=role)
     if "--check-settings" in rest:
         sys.exit()
     print(f"{role} on cores {sorted(os.sched_getaffinity(0))} with {' '.join(rest)}", flush=True)
@@ -33,7 +36,7 @@ def main(role: str) -> None:
         sys.exit("the weights are not readable")
 
     if flags.model.name == "refused" and role == "decode":
-        print(f"{role}: the settings do not fit", file=sys.stderr)
+        report_end(f"{role}: the settings do not fit")
         sys.exit(EXIT_CONFIG)
 
     async def run(stop: StopSignal) -> None:

@@ -1,0 +1,61 @@
+"""What the commands of `baton` share: their options, and how each of their failures becomes one line."""
+
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from baton.client import DEFAULT_TARGET
+from baton.connection import advice
+from baton.finite import finite
+from runtime.config import MAX_WAIT_S
+from runtime.errors import BatonError, ConfigError, UnavailableError
+from runtime.log import report_end
+
+Target = Annotated[list[str] | None, typer.Option(
+    show_default=DEFAULT_TARGET, envvar="BATON_TARGET", help="HOST:PORT of the router. Several, repeated or with "
+    "commas between them, take turns, and one goes on with what another left unfinished.")]
+Timeout = Annotated[float | None, typer.Option(min=0.001, max=MAX_WAIT_S, callback=finite,
+                                               help="Give up after this many seconds.")]
+AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
+
+
+def targets_of(given: list[str] | None) -> tuple[str, ...]:
+    """Return the routers that `--target` names. Raises ConfigError when it names none."""
+    targets = tuple(part.strip() for text in given or [DEFAULT_TARGET] for part in text.split(",") if part.strip())
+    if not targets:
+        raise ConfigError("--target must name a router, HOST:PORT", field="target")
+    return targets
+
+
+@contextmanager
+def one_line_errors(target: list[str] | None = None, *, tls_ca: Path | None = None,
+                    token_file: Path | None = None) -> Iterator[None]:
+    """Exit with one line about a failure. `target` and the flags are those of a command that connects."""
+    try:
+        with told_of_full_disks():
+            yield
+    except BatonError as error:
+        flags = advice(error, target or [DEFAULT_TARGET], tls_ca=tls_ca, token_file=token_file)
+        report_end(f"baton: {error}{flags}")
+        raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+
+
+@contextmanager
+def told_of_full_disks() -> Iterator[None]:
+    """Raise UnavailableError for what a disk did not take."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        # What is left of the output would fail once more, and loudly, as the process ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise UnavailableError(f"cannot write {error.filename or 'the output'}: {error.strerror}") from None
