@@ -178,7 +178,7 @@ def read_model(path: Path, *, in_bytes: bool = False) -> ModelDescription:
     spec = read_decoder(architecture_of(raw), text_config(raw))
     checkpoint = open_checkpoint(path, text_config(raw), spec.inputs_first)
     ends = read_end_tokens(path, raw.as_dict(), spec.vocab_size).ids
-    description = replace(_describe(raw, spec, checkpoint, ends), notices=_notices(path, raw, checkpoint))
+    description = replace(_describe(raw, spec, checkpoint, ends), notices=notices_of(path, raw, checkpoint))
     if in_bytes and not has_kernels(_torch_dtype(description.facts.dtype)):
         raise ConfigError(f"weights int8: models that run in {description.facts.dtype} have no products in eight bits, "
                           f"only those in bfloat16 and float32", field="weights")
@@ -215,7 +215,8 @@ def with_dtype(text: RawConfig, checkpoint: Checkpoint | None) -> RawConfig:
     return text.updated({"dtype": checkpoint.usual_dtype()})
 
 
-def _notices(path: Path, raw: RawConfig, checkpoint: Checkpoint) -> tuple[str, ...]:
+def notices_of(path: Path, raw: RawConfig, checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Return what an operator has to know of how the files in folder `path` were read."""
     own = "" if has_dtype(text_config(raw)) else (
         f"{path / 'config.json'} states no dtype: the model runs in that of its weights, {checkpoint.usual_dtype()}")
     return tuple(notice for notice in (weight_files(path).notice, own) if notice)

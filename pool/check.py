@@ -95,8 +95,8 @@ def _of_answers(model: Path, vocab_size: int) -> Iterator[str]:
     """Yield what a router reads of the model's files: where answers end, and how tokens are drawn."""
     ends = read_end_tokens(model, read_config(model), vocab_size)
     sampling = read_sampling_defaults(model)
-    yield f"answers end at token {ends}"
-    yield f"sampling of its own (generation_config.json): {sampling}"
+    yield f"end tokens: {ends}"
+    yield f"the model's own sampling: {sampling}"
     yield from (notice for notice in (ends.notice, sampling.notice) if notice)
 
 

@@ -1,7 +1,7 @@
 """Opens a draft's folder and builds the draft it describes."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ from models.blocks.config import RawConfig, architecture_of, dtype_name, read_co
 from models.checkpoint import Checkpoint, WeightEntry
 from models.drafts import eagle1, eagle3, gemma4_assistant, nextn, qwen3_5_mtp
 from models.drafts.weights import DraftFiles, DraftWeights, draft_weights
-from models.loader import ModelDescription, description_digest, kept_bytes, with_dtype
+from models.loader import ModelDescription, description_digest, kept_bytes, notices_of, with_dtype
 from models.quantised_formats import open_checkpoint
 from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError, InternalError
@@ -33,6 +33,7 @@ class DraftDescription:
     entries: dict[str, WeightEntry] | None  # None: weights are random
     target: ModelDescription
     revision: str = "random"
+    notices: tuple[str, ...] = ()  # what an operator has to know of how its files were read
 
     @property
     def capture_layers(self) -> frozenset[int]:
@@ -173,7 +174,8 @@ def read_draft(folder: Path, target: ModelDescription) -> DraftDescription:
     raw = text_config(read_config_file(folder / "config.json"))
     checkpoint = open_checkpoint(folder, raw)
     entries = _entries(raw, checkpoint)
-    return _describe(with_dtype(raw, checkpoint), entries, target, description_digest(raw, entries))
+    description = _describe(with_dtype(raw, checkpoint), entries, target, description_digest(raw, entries))
+    return replace(description, notices=notices_of(folder, raw, checkpoint))
 
 
 def random_draft(config: dict[str, object], target: ModelDescription, *, numerics: Numerics) -> DraftModel:

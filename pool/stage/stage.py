@@ -66,7 +66,9 @@ class StagePlan:
     @property
     def notices(self) -> tuple[str, ...]:
         """What an operator has to know of this model on this machine."""
-        return (*self.description.notices, *((self.size.notice,) if self.size.notice else ()))
+        draft = () if self.speculation is None else self.speculation.draft.notices
+        found = (*self.description.notices, *draft, self.size.notice)
+        return tuple(dict.fromkeys(notice for notice in found if notice))  # a draft may be in the model's own files
 
     @property
     def model_layers(self) -> LayerRange:

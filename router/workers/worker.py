@@ -395,6 +395,8 @@ def _mismatch(info: worker_pb2.WorkerInfo, role: WorkerRole, facts: ModelLimits)
     if all(digests) and digests[0] != digests[1]:  # one that has no tokenizer cannot misread a prompt
         return f"it has another tokenizer: the digest of its tokenizer.json is {digests[0]}, the router's {digests[1]}"
     ends = sorted(info.eos_token_ids), sorted(facts.eos_token_ids)
-    if ends[0] and ends[0] != ends[1]:  # releases before this field send none
+    # Without a tokenizer a worker does not know its end token, and has no grammar that needs it.
+    knows_fewer = not digests[0] and digests[1] and set(ends[0]) <= set(ends[1])
+    if ends[0] and ends[0] != ends[1] and not knows_fewer:  # releases before this field send none
         return f"it ends answers elsewhere: its eos_token_id are {ends[0]}, the router's {ends[1]}"
     return ""

@@ -35,7 +35,7 @@ class EndTokens:
     notice: str = ""
 
     def __str__(self) -> str:
-        return ", ".join(f"{' and '.join(map(str, ids))} ({file})" for file, ids in self.sources) or "none"
+        return ", ".join(f"{' '.join(map(str, ids))} ({file})" for file, ids in self.sources) or "none"
 
 
 def read_end_tokens(folder: Path, config: Mapping[str, Any], vocab_size: int) -> EndTokens:

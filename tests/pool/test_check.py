@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from itertools import takewhile
 from pathlib import Path
 
 import pytest
@@ -28,8 +29,14 @@ def llama(tmp_path: Path) -> Path:
     return make_checkpoint(tmp_path, "llama")
 
 
+def said_of(model: Path, **fields: object) -> list[str]:
+    return list(report(WorkerConfig.model_validate({"model": model, **fields})))
+
+
 def lines_of(model: Path, **fields: object) -> list[list[str]]:
-    return [line.split() for line in report(WorkerConfig.model_validate({"model": model, **fields}))]
+    """Up to what is said of answers."""
+    said = said_of(model, **fields)
+    return [line.split() for line in takewhile(lambda line: not line.startswith("end tokens"), said)]
 
 
 def test_stages_and_what_they_take(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,6 +98,24 @@ def test_eight_bits_a_weight(tmp_path: Path) -> None:
         lines_of(model, memory_mb=64, weights="int8", device="cuda")
     with pytest.raises(ConfigError, match="models that run in float16 have no products in eight bits"):
         lines_of(make_checkpoint(tmp_path, "llama", dtype=torch.float16), memory_mb=64, weights="int8")
+
+
+def test_where_answers_end_and_how_they_are_drawn(llama: Path) -> None:
+    """And what an operator has to know of the files."""
+    assert said_of(llama, memory_mb=64)[-2:] == ["end tokens: 2 (generation_config.json)",
+                                                 "the model's own sampling: none"]
+    (llama / "generation_config.json").write_text(json.dumps({
+        "eos_token_id": [], "temperature": 0.6, "top_k": 20, "typical_p": 0.9}))
+    config = json.loads((llama / "config.json").read_text())
+    del config["dtype"]
+    (llama / "config.json").write_text(json.dumps({**config, "eos_token_id": [2, 3]}))
+    assert said_of(llama, memory_mb=64)[-4:] == [
+        "end tokens: 2 3 (config.json)", "the model's own sampling: temperature 0.6, top_k 20",
+        "generation_config.json states typical_p, which Baton does not apply",
+        f"{llama / 'config.json'} states no dtype: the model runs in that of its weights, float32"]
+    (llama / "generation_config.json").write_text(json.dumps({"top_p": 1.5}))
+    with pytest.raises(ConfigError, match=r"generation_config\.json: top_p must be above 0 and at most 1, is 1\.5"):
+        said_of(llama, memory_mb=64)
 
 
 def test_what_would_be_refused_is_what_a_worker_says(llama: Path, tmp_path: Path) -> None:

@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from engine.core.numerics import Numerics
-from models.blocks.config import RawConfig
+from models.blocks.config import RawConfig, dtype_name
 from models.drafts.eagle3 import aux_layer_ids
 from models.drafts.loader import read_draft
 from runtime.errors import ConfigError
@@ -31,6 +32,20 @@ def test_all_public_names_load(tmp_path: Path, prefix: str) -> None:
     normed = expected["norm.weight"] * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
     torch.testing.assert_close(model.logits(x), normed @ expected["lm_head.weight"].t())
     assert (model.vocab_size, [spec.layer_id for spec in model.cache_specs(16)]) == (eagle.VOCAB, [0])
+
+
+def test_a_draft_without_a_dtype_runs_in_that_of_its_weights(tmp_path: Path) -> None:
+    folder = eagle.save_draft(tmp_path / "draft")
+    config = json.loads((folder / "config.json").read_text())
+    stated = {name: value for name, value in config.items() if name not in ("dtype", "torch_dtype")}
+    (folder / "config.json").write_text(json.dumps(stated))
+    tensors = load_file(folder / "model.safetensors")
+    halves = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
+    save_file(halves, folder / "model.safetensors")
+    draft = read_draft(folder, tiny(LLAMA, "bfloat16"))
+    assert dtype_name(draft.raw) == "bfloat16"
+    assert draft.notices == (f"{folder / 'config.json'} states no dtype: the model runs in that of its weights, "
+                             f"bfloat16",)
 
 
 def test_a_smaller_vocabulary_is_translated(tmp_path: Path) -> None:

@@ -323,6 +323,16 @@ async def test_a_worker_that_ends_answers_elsewhere_is_refused(theirs: tuple[int
                                          f"router's {list(ours)}")
 
 
+@pytest.mark.parametrize(("theirs", "accepted"), [((1,), True), ((1, 3), False)])
+async def test_a_worker_without_a_tokenizer_need_not_know_the_tokenizers_end(theirs: tuple[int, ...], *,
+                                                                             accepted: bool) -> None:
+    known = Known()
+    facts = replace(FACTS, eos_token_ids=(1, 2), tokenizer_digest="abc")
+    known.prefill.introduced(worker_info(WorkerRole.PREFILL, eos_token_ids=theirs), facts)
+    known.prefill.reported(worker_pb2.WorkerLoad(serving=True))
+    assert known.prefill.is_usable == accepted
+
+
 async def test_a_worker_without_a_partner_reports_what_differs_and_no_more() -> None:
     known = Known(num_decode=2)
     described = {"p": "schema 6, page size 32, layers 0-7: kv", "d": "schema 6, page size 64, layers 0-7: kv"}
