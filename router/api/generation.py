@@ -182,7 +182,9 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def _output(self, checked: AdmissibleRequest, index: int) -> Output:
         """Of choice `index`, with what its client has. Raises InvalidRequestError for what it cannot have."""
         tokeniser = self._model.tokeniser
-        detokeniser = tokeniser.detokenisers.new() if tokeniser is not None and checked.wants_text else None
+        detokeniser = None
+        if tokeniser is not None and checked.wants_text:
+            detokeniser = tokeniser.detokenisers.new(checked.engine.prompt_token_ids)
         output = Output(checked.engine, checked.stop_strings, detokeniser)
         await feed(output, checked.resumed_of(index), checked.engine, index)
         return output

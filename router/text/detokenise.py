@@ -1,90 +1,113 @@
 """Token ids to text while they arrive: whole characters only, at a cost linear in the number of tokens.
 
-`Detokeniser` turns one id at a time into the text that is certain by now. `StopMatcher` finds stop strings in that
-text across any borders and holds back what may still become one.
+A detokenizer turns one id at a time into the text that is certain by now. An answer's text is what its tokens add to
+the text of the prompt: decoders drop a space where a text begins, and an answer begins no text. Bytes that are no
+UTF-8 become one U+FFFD for each maximal part of a character, as the Unicode standard recommends (3.9, "U+FFFD
+Substitution of Maximal Subparts"). `StopMatcher` finds stop strings in that text across any borders and holds back
+what may still become one.
 """
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-from tokenizers import Tokenizer, decoders
+from tokenizers import Tokenizer
+
+from router.text.token_bytes import TokenBytes, special_ids, token_bytes_of
+
+REPLACEMENT = "\ufffd"
+MAX_CHARACTER_BYTES = 4
 
 
 class Detokeniser(Protocol):
-    """The text of one request's output. The pieces, joined, are what decoding all ids at once gives."""
+    """The text of one request's output. The pieces, joined, are what the output adds to the text of the prompt."""
 
     def add(self, token_id: int) -> str:
-        """The text that became certain with this token; empty while a character is incomplete."""
+        """Return the text that became certain with this token; empty while a character is incomplete."""
         ...
 
     def finish(self) -> str:
-        """What is left when no more tokens come: an incomplete character becomes U+FFFD."""
+        """Return what is left when no more tokens come: an incomplete character becomes U+FFFD."""
         ...
 
 
-class ByteVocabulary:
-    """The bytes behind every token of a byte-level BPE tokenizer; shared by all requests, filled as ids are seen.
+class BytesDetokeniser:
+    """A detokenizer of tokens that are bytes: an incremental UTF-8 decoder is enough."""
 
-    Byte-level BPE writes each byte as one printable character: printable Latin-1 bytes as themselves, the others as
-    code points from 256 upwards in byte order.
-    """
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-        others = [byte for byte in range(256) if byte not in printable]
-        self._byte_of = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
-        self._tokenizer = tokenizer
-        added = tokenizer.get_added_tokens_decoder()
-        self._known: dict[int, bytes] = {token_id: b"" for token_id, token in added.items() if token.special}
-
-    def bytes_of(self, token_id: int) -> bytes:
-        """Empty for special tokens and for ids that the tokenizer does not know."""
-        known = self._known.get(token_id)
-        if known is None:
-            known = self._known[token_id] = self._spell(self._tokenizer.id_to_token(token_id) or "")
-        return known
-
-    def _spell(self, token: str) -> bytes:
-        try:
-            return bytes(self._byte_of[character] for character in token)
-        except KeyError:
-            return token.encode()  # an added token outside the alphabet stands for itself
-
-
-class ByteLevelDetokeniser:
-    """For byte-level BPE (GPT-2, Llama 3, Qwen): tokens are bytes, so an incremental UTF-8 decoder is enough."""
-
-    def __init__(self, vocabulary: ByteVocabulary) -> None:
-        self._vocabulary = vocabulary
+    def __init__(self, tokens: TokenBytes, prompt: Sequence[int]) -> None:
+        self._tokens = tokens
+        self._start = tokens.text_start()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._pass_over(prompt)
+        self._before = _incomplete(self._last_bytes(prompt))  # of a character that the output may complete
 
     def add(self, token_id: int) -> str:
-        return self._decoder.decode(self._vocabulary.bytes_of(token_id))
+        data = self._tokens.of(token_id)
+        if data and not self._start.is_over:
+            data = self._start.cut(data)
+        if self._before and data:
+            return self._continue(data)
+        return self._decoder.decode(data)
 
     def finish(self) -> str:
         return self._decoder.decode(b"", final=True)
 
+    def _continue(self, data: bytes) -> str:
+        """Return the text of the first bytes after a prompt that ended inside a character."""
+        before, self._before = self._before, b""
+        self._decoder.decode(before)
+        text = self._decoder.decode(data)
+        is_broken = text.startswith(REPLACEMENT) and not (before + data).startswith(REPLACEMENT.encode())
+        return text[1:] if is_broken else text  # the prompt's broken character is none of the output's
+
+    def _pass_over(self, prompt: Iterable[int]) -> None:
+        """Drop what the decoder drops at the beginning of the prompt, so that it is not dropped of the output."""
+        for token_id in prompt:
+            if self._start.is_over:
+                return
+            if data := self._tokens.of(token_id):
+                self._start.cut(data)
+
+    def _last_bytes(self, prompt: Sequence[int]) -> bytes:
+        """Return the last bytes of the prompt, fewer than a character can have."""
+        last = b""
+        for token_id in reversed(prompt):
+            last = self._tokens.of(token_id) + last
+            if len(last) >= MAX_CHARACTER_BYTES - 1:
+                break
+        return last[1 - MAX_CHARACTER_BYTES:]
+
+
+def _incomplete(data: bytes) -> bytes:
+    """Return the bytes at the end of `data` that begin a character and do not end it."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder.decode(data)
+    return decoder.getstate()[0]
+
 
 class WindowDetokeniser:
-    """For every other tokenizer: decode a short window and give out what it added.
+    """A detokenizer of every other tokenizer: decode a short window and give out what it added.
 
     The window starts at tokens whose text is out already, because decoders treat the first token of a text
-    differently (SentencePiece drops its leading space). A window that still ends in U+FFFD is waiting for the rest of a
-    character; after `MAX_HELD_TOKENS` it is given out as it is, so that the cost stays bounded.
+    differently. A window that still ends in U+FFFD is waiting for the rest of a character; after `MAX_HELD_TOKENS` it
+    is given out as it is, so that the cost stays bounded.
     """
 
     MAX_HELD_TOKENS = 16
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, silent_ids: frozenset[int], prompt: Sequence[int]) -> None:
+        """`silent_ids` are those of special tokens, which decoding leaves out."""
         self._tokenizer = tokenizer
-        self._context: list[int] = []  # given out, kept for its effect on what follows
+        self._silent_ids = silent_ids
+        self._context = self._last_spoken(prompt)  # given out, kept for its effect on what follows
         self._held: list[int] = []
 
     def add(self, token_id: int) -> str:
+        if token_id in self._silent_ids:
+            return ""
         self._held.append(token_id)
         text = self._decode(self._context + self._held)
-        if text.endswith("\ufffd") and len(self._held) < self.MAX_HELD_TOKENS:
+        if text.endswith(REPLACEMENT) and len(self._held) < self.MAX_HELD_TOKENS:
             return ""
         return self._give_out(text)
 
@@ -93,13 +116,23 @@ class WindowDetokeniser:
 
     def _give_out(self, text: str) -> str:
         new_text = text[len(self._decode(self._context)):]
-        # Tokens without text (special ones) give no context, so what came before them must stay.
+        # Tokens without text give no context, so what came before them must stay.
         self._context = self._held if new_text else self._context + self._held
         self._context, self._held = self._context[-self.MAX_HELD_TOKENS:], []
         return new_text
 
     def _decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids, skip_special_tokens=True))
+
+    def _last_spoken(self, prompt: Sequence[int]) -> list[int]:
+        """Return the last tokens of the prompt that are not special."""
+        last: list[int] = []
+        for token_id in reversed(prompt):
+            if len(last) == self.MAX_HELD_TOKENS:
+                break
+            if token_id not in self._silent_ids:
+                last.append(token_id)
+        return last[::-1]
 
 
 class StopMatcher:
@@ -167,14 +200,15 @@ class _StopAutomaton:
 
 
 class Detokenisers:
-    """Makes a detokeniser per request, of the kind the tokenizer needs."""
+    """Makes a detokenizer per request, of the kind the tokenizer needs."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        is_byte_level = isinstance(tokenizer.decoder, decoders.ByteLevel)
-        self._vocabulary = ByteVocabulary(tokenizer) if is_byte_level else None
+        self._tokens = token_bytes_of(tokenizer)
+        self._silent_ids = special_ids(tokenizer)
 
-    def new(self) -> Detokeniser:
-        if self._vocabulary is None:
-            return WindowDetokeniser(self._tokenizer)
-        return ByteLevelDetokeniser(self._vocabulary)
+    def new(self, prompt: Sequence[int]) -> Detokeniser:
+        """Return a detokenizer of what follows the tokens of `prompt`."""
+        if self._tokens is None:
+            return WindowDetokeniser(self._tokenizer, self._silent_ids, prompt)
+        return BytesDetokeniser(self._tokens, prompt)

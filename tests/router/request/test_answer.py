@@ -23,7 +23,7 @@ def ids(text: str) -> list[int]:
 def run(text: str, *, stops: tuple[str, ...] = (), chunk: int = 1, **engine: object) -> tuple[str, list[int], Output]:
     """(text given out, ids given out, the output) for these tokens in chunks."""
     request = types_pb2.EngineRequest(prompt_token_ids=[1, 2], **engine)  # type: ignore[arg-type]
-    output = Output(request, stops, DETOKENISERS.new())
+    output = Output(request, stops, DETOKENISERS.new((1, 2)))
     given_text, tokens = "", ids(text)
     given_ids: list[int] = []
     for start in range(0, len(tokens), chunk):
@@ -56,7 +56,7 @@ def test_a_stop_token_is_sent_but_is_no_text() -> None:
 
 def test_a_stop_string_can_end_in_a_broken_character() -> None:
     """What is left of a character when the tokens end is text too."""
-    output = Output(types_pb2.EngineRequest(), ("\ufffd",), DETOKENISERS.new())
+    output = Output(types_pb2.EngineRequest(), ("\ufffd",), DETOKENISERS.new((1, 2)))
     assert output.add(types_pb2.TokenChunk(token_ids=ids("é")[:1])).chunk.text == ""
     assert output.finish() == ""
     assert output.stop_string == "\ufffd"

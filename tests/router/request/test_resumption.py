@@ -3,15 +3,24 @@
 import asyncio
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
 from protos import generation_pb2, types_pb2
 from router.request.answer import Output
+from router.text.tokenise import Tokeniser
 from runtime.errors import InvalidRequestError, UnavailableError
 from tests.router.harness import FACTS, RouterHarness, running_router, served_model, token_request
-from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+from tests.router.text.test_detokenise import LLAMA_2, sentencepiece_like
+from tests.support.router.fake_workers import (
+    Fabric,
+    FakeDecode,
+    FakePrefill,
+    Journal,
+    Point,
+    expected_tokens,
+)
 
 PROMPT = [1, 2, 3]
 NUM_TOKENS = 9
@@ -59,7 +68,7 @@ def texts_of(token_ids: list[int], stop_strings: Sequence[str]) -> list[str]:
     """The text that comes with the first token, with the second, and so on."""
     tokeniser = served_model().tokeniser
     assert tokeniser is not None
-    output = Output(types_pb2.EngineRequest(), stop_strings, tokeniser.detokenisers.new())
+    output = Output(types_pb2.EngineRequest(), stop_strings, tokeniser.detokenisers.new(()))
     return [output.add(types_pb2.TokenChunk(token_ids=[token_id])).chunk.text for token_id in token_ids]
 
 
@@ -84,6 +93,26 @@ async def test_what_follows_is_what_would_have_followed(stops: str) -> None:
             assert rest.logprobs == [-float(token_id) for token_id in whole.token_ids[max(count, 1):]]
             assert "".join(texts[:count]) + rest.text == whole.text
             assert rest.end == whole.end
+        await router.assert_nothing_left()
+
+
+@pytest.mark.parametrize(("prompt", "texts"), [([2, 510], [" the", " red", " mill"]),
+                                               ([300, 300, 424], ["the", " red", " mill"])])
+async def test_the_first_space_is_dropped_only_after_a_prompt_without_text(prompt: list[int], texts: list[str]) -> None:
+    """However much of the answer came before, and stop strings see the space. The fakes answer 0, 1, 2; ids above 265
+    are none of the tokenizer's."""
+    model = replace(served_model(), tokeniser=Tokeniser(sentencepiece_like(LLAMA_2), None))
+    async with running_router(*pair(), model=model) as router:
+        request = token_request(prompt, max_tokens=3)
+        for count in range(3):
+            request.ClearField("resumed")
+            request.resumed.append(types_pb2.TokenIds(ids=[0, 1, 2][:count]))
+            assert (await said(router, request))[0].text == "".join(texts[count:])
+        request = token_request(prompt, max_tokens=3)
+        request.stop.stop_strings.append(" the")
+        finish = (await router.ask(request)).finish
+        assert finish is not None
+        assert finish.stop_string == (" the" if texts[0] == " the" else "")
         await router.assert_nothing_left()
 
 

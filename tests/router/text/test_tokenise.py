@@ -78,6 +78,9 @@ class Watched:
     def __init__(self) -> None:
         self.threads: list[threading.Thread] = []
 
+    def get_added_tokens_decoder(self) -> dict[int, Any]:
+        return {}
+
     def encode_batch(self, texts: list[str], *, add_special_tokens: bool) -> list[Encoding]:
         self.threads.append(threading.current_thread())
         return byte_level_tokenizer().encode_batch(texts, add_special_tokens=add_special_tokens)
