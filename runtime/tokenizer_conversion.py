@@ -5,14 +5,32 @@ with one line on stderr where it cannot be done.
 """
 
 import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+# What reads each kind of vocabulary, beside transformers; whose own message names another package.
+_READERS = {"*.model": "sentencepiece", "*.tiktoken": "tiktoken"}
+
+
+def missing_packages(folder: Path) -> Iterator[tuple[str, str]]:
+    """Yield each package that reads the vocabularies of a folder and is not installed, with the file that it reads."""
+    if find_spec("transformers") is None:
+        yield "transformers", "them"
+    for pattern, package in _READERS.items():
+        file = min(folder.glob(pattern), default=None)
+        if file is not None and find_spec(package) is None:
+            yield package, file.name
 
 
 def main() -> None:
     folder, out = sys.argv[1:]
-    try:
-        from transformers import AutoTokenizer
-    except ImportError:
-        sys.exit("transformers is not installed (pip install transformers)")
+    missing = list(missing_packages(Path(folder)))
+    if missing:
+        readers = ", ".join(f"{package} for {file}" for package, file in missing)
+        sys.exit(f"they need {readers} (pip install {' '.join(package for package, _ in missing)})")
+    from transformers import AutoTokenizer
+
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # noqa: BLE001 - whatever it meets is the reason that is shown

@@ -22,6 +22,7 @@ _NOT_READ = ("truncation", "padding")
 # What tokenizers are made from, and what configures that.
 _VOCABULARIES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "*.tiktoken")
 _SAYS_HOW = ("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
+_TEKKEN = "tekken.json"  # transformers reads it by a package of Mistral's, and has no tokenizer.json for it
 _MAKE_S = 120.0
 _TOKENS_ONLY = "texts and chats are refused, prompts must be token ids (baton generate --ids 1,2,3)"
 
@@ -41,7 +42,8 @@ def make_tokenizer(model_dir: Path, environment: Mapping[str, str] = os.environ)
         return ""
     made = _made_path(model_dir, environment)
     if made is None:
-        return f"{model_dir} has no tokenizer.json: {_TOKENS_ONLY}"
+        beside = f" but {_TEKKEN}, a format of Mistral's that is not read" if (model_dir / _TEKKEN).is_file() else ""
+        return f"{model_dir} has no tokenizer.json{beside}: {_TOKENS_ONLY}"
     if not made.is_file() and (problem := _make(model_dir, made)):
         return (f"{model_dir} has no tokenizer.json, and none could be made of its other files: {problem}; "
                 f"{_TOKENS_ONLY}")

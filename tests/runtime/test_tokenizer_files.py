@@ -4,7 +4,9 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
+from runtime import tokenizer_conversion
 from runtime.errors import ConfigError
+from runtime.tokenizer_conversion import missing_packages
 from runtime.tokenizer_files import find_tokenizer, make_tokenizer, tokenizer_digest
 
 SAYS: dict[str, object] = {"model": {"vocab": {"a": 0, "b": 1}}, "truncation": None, "added_tokens": []}
@@ -64,6 +66,51 @@ def test_one_is_made_of_its_files_and_nothing_is_written_beside_them(tmp_path: P
     assert made.stat().st_mtime_ns == written, "once"
     (model / "merges.txt").write_text("#version: 0.2\n")
     assert find_tokenizer(model, cache) is None, "of other files"
+
+
+def sentencepiece_vocabulary(folder: Path) -> Path:
+    """A tokenizer.model as Llama 2 and Mistral have it: pairs merged, bytes for the rest."""
+    import sentencepiece  # published without types, and no other test needs it
+
+    folder.mkdir()
+    lines = ["the red lantern near the old mill", "a red mill, an old lantern"] * 20
+    with (folder / "tokenizer.model").open("wb") as out:
+        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_writer=out, vocab_size=300,
+                                                 model_type="bpe", byte_fallback=True, minloglevel=2,
+                                                 normalization_rule_name="identity", remove_extra_whitespaces=False)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
+    return folder
+
+
+def test_one_is_made_of_a_sentencepiece_model(tmp_path: Path) -> None:
+    import sentencepiece
+
+    model, cache = sentencepiece_vocabulary(tmp_path / "model"), {"BATON_CACHE_DIR": str(tmp_path / "cache")}
+    assert make_tokenizer(model, cache).endswith("is used, which transformers made of its other files")
+    made = find_tokenizer(model, cache)
+    assert made is not None
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(model / "tokenizer.model"))
+    ours = Tokenizer.from_file(str(made))
+    for text in ("the old mill", "a größe 東京", "red  red"):
+        assert ours.encode(text, add_special_tokens=False).ids == theirs.encode(text)
+
+
+@pytest.mark.parametrize(("file", "package"), [("tokenizer.model", "sentencepiece"), ("qwen.tiktoken", "tiktoken")])
+def test_the_package_that_reads_a_vocabulary_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str,
+                                                     package: str) -> None:
+    """transformers asks for tiktoken, whatever is missing."""
+    (tmp_path / file).write_bytes(b"")
+    monkeypatch.setattr(tokenizer_conversion, "find_spec", lambda name: None if name == package else object())
+    assert list(missing_packages(tmp_path)) == [(package, file)]
+    monkeypatch.setattr("sys.argv", ["", str(tmp_path), str(tmp_path / "out")])
+    with pytest.raises(SystemExit, match=rf"they need {package} for {file} \(pip install {package}\)"):
+        tokenizer_conversion.main()
+
+
+def test_mistrals_own_format_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tekken.json").write_text("{}")
+    notice = make_tokenizer(tmp_path, {"BATON_CACHE_DIR": str(tmp_path)})
+    assert "has no tokenizer.json but tekken.json, a format of Mistral's that is not read: texts and" in notice
 
 
 def test_what_cannot_be_made_is_said(tmp_path: Path) -> None:
