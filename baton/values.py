@@ -6,11 +6,25 @@ from enum import StrEnum
 
 
 @dataclass(frozen=True)
+class ToolCall:
+    """A call that an assistant's message asks for. `arguments` is a JSON object, as text."""
+
+    name: str
+    arguments: str = "{}"
+    id: str = ""
+
+
+@dataclass(frozen=True)
 class ChatMessage:
-    """`role` as in the model's chat template: user, assistant, system."""
+    """`role` as in the model's chat template: user, assistant, system, tool. The content is a text, a tuple of the
+    texts that OpenAI's API has in parts, or None beside calls. `tool_call_id`: of the call that a tool answers."""
 
     role: str
-    content: str
+    content: str | tuple[str, ...] | None
+    reasoning_content: str = ""
+    tool_calls: tuple[ToolCall, ...] = ()
+    tool_call_id: str = ""
+    name: str = ""
 
 
 @dataclass(frozen=True)
@@ -57,7 +71,9 @@ class Query:
     `speculate=False` declines drafts, `prefix_cache=False` what earlier prompts left; both change its speed and nothing
     else. Requests share what they leave with those of the same `cache_salt` alone. `resumed` goes on with an answer of
     which these tokens are here already, per choice (protos/baton/v1/generation.proto); a client does so for what it
-    began."""
+    began. For chats: `tools` the model may call, in the form of OpenAI's API; `template_arguments` that its chat
+    template takes; `continue_final_message` goes on with the last message. Calls and reasoning come as the text that
+    the model writes."""
 
     prompt: Prompt
     sampling: Sampling = Sampling()
@@ -75,6 +91,9 @@ class Query:
     cache_salt: str = ""
     resumed: tuple[tuple[int, ...], ...] = ()
     resumed_from: tuple[str, ...] = ()  # `Chunk.compatibility` of each choice that is resumed
+    tools: tuple[Mapping[str, object], ...] = ()
+    template_arguments: Mapping[str, object] = field(default_factory=dict)
+    continue_final_message: bool = False
 
 
 class FinishReason(StrEnum):

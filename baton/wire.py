@@ -1,6 +1,7 @@
 """Values to protobuf messages and back: the only file of this package that sees generated types' fields."""
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 
 from google.protobuf.descriptor import FieldDescriptor
@@ -18,7 +19,6 @@ from baton.values import (
     FlushedCache,
     Load,
     ModelInfo,
-    Prompt,
     PromptLogprobs,
     Query,
     Sampling,
@@ -61,7 +61,7 @@ def request_of(query: Query) -> pb.GenerateRequest:
         "num_prompt_logprobs": query.num_prompt_logprobs, "n": query.n, "priority": query.priority,
         "skip_text": query.skip_text, "speculate": query.speculate, "prefix_cache": query.prefix_cache,
         "cache_salt": query.cache_salt})
-    _put_prompt(request, query.prompt)
+    _put_prompt(request, query)
     for index, token_ids in enumerate(query.resumed):
         _put(request.resumed.add(), f"resumed[{index}].", {"ids": token_ids})
     _put(request, "", {"resumed_from": query.resumed_from})
@@ -89,23 +89,54 @@ def _put_structured_output(message: types_pb2.StructuredOutput, wanted: Structur
     _put(message, "structured_output.", {"json_schema": wanted.json_schema, "regex": wanted.regex})
 
 
-def _put_prompt(request: pb.GenerateRequest, prompt: Prompt) -> None:
-    if isinstance(prompt, str):
-        _put(request, "", {"text": prompt})
-        return
+def _put_prompt(request: pb.GenerateRequest, query: Query) -> None:
+    prompt = query.prompt
     if prompt is None:
         raise InvalidRequestError(FieldViolation("prompt", "is missing"))
-    messages = [item for item in prompt if isinstance(item, ChatMessage)]
-    if not messages:
+    messages = [] if isinstance(prompt, str) else [item for item in prompt if isinstance(item, ChatMessage)]
+    if messages:
+        if len(messages) < len(prompt):
+            raise InvalidRequestError(FieldViolation("prompt", "must be token ids or chat messages, not both"))
+        _put_chat(request.chat, messages, query)
+        return
+    if query.tools or query.template_arguments or query.continue_final_message:
+        raise InvalidRequestError(FieldViolation(
+            "prompt", "must be chat messages, which tools, template arguments and a continued message belong to"))
+    if isinstance(prompt, str):
+        _put(request, "", {"text": prompt})
+    else:
         request.token_ids.SetInParent()
         _put(request.token_ids, "token_ids.", {"ids": prompt})
-    elif len(messages) < len(prompt):
-        raise InvalidRequestError(FieldViolation("prompt", "must be token ids or chat messages, not both"))
+
+
+def _put_chat(chat: pb.ChatMessages, messages: Sequence[ChatMessage], query: Query) -> None:
     for index, message in enumerate(messages):
-        if message.content is None:
-            raise InvalidRequestError(FieldViolation(f"chat.messages[{index}].content", "is missing"))
-        content = {"role": message.role, "content": message.content}
-        _put(request.chat.messages.add(), f"chat.messages[{index}].", content)
+        _put_message(chat.messages.add(), f"chat.messages[{index}].", message)
+    arguments = _json_of("chat.template_arguments", query.template_arguments) if query.template_arguments else ""
+    _put(chat, "chat.", {
+        "tools": [_json_of(f"chat.tools[{index}]", tool) for index, tool in enumerate(query.tools)],
+        "template_arguments": arguments, "continue_final_message": query.continue_final_message})
+
+
+def _put_message(message: pb.ChatMessage, path: str, given: ChatMessage) -> None:
+    if given.content is None and not given.tool_calls and not given.reasoning_content:
+        raise InvalidRequestError(FieldViolation(f"{path}content", "is missing"))
+    _put(message, path, {name: getattr(given, name) for name in ("role", "reasoning_content", "tool_call_id", "name")})
+    if given.content is None or isinstance(given.content, str):
+        _put(message, path, {"content": given.content})
+    else:
+        for place, text in enumerate(given.content):
+            _put(message.content_parts.add(), f"{path}content_parts[{place}].", {"text": text})
+    for place, call in enumerate(given.tool_calls):
+        _put(message.tool_calls.add(), f"{path}tool_calls[{place}].",
+             {"id": call.id, "name": call.name, "arguments": call.arguments})
+
+
+def _json_of(field: str, value: Mapping[str, object]) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(FieldViolation(field, f"cannot be written as JSON: {error}")) from error
 
 
 def event_of(response: pb.GenerateResponse) -> Event:

@@ -59,7 +59,8 @@ async def serve(config: RouterConfig, stop: StopSignal, *, on_start: Callable[[]
     if notice := await asyncio.to_thread(make_tokenizer, config.model):
         logger.warning(notice)
     model = load_served_model(config.model, config.model_name,
-                              own_sampling=config.generation_config is GenerationConfigUse.AUTO)
+                              own_sampling=config.generation_config is GenerationConfigUse.AUTO,
+                              user_control_tokens=config.user_control_tokens)
     for notice in model.notices:
         logger.warning(notice)
     incarnation = uuid.uuid4().hex

@@ -8,6 +8,7 @@ import typer
 
 from router.app import serve
 from router.config import GenerationConfigUse, RouterConfig
+from router.text.control_tokens import UserControlTokens
 from router.workers.policy import Policy
 from runtime.config import load
 from runtime.errors import ConfigError
@@ -53,6 +54,8 @@ def router(
     channelz: Annotated[bool | None, typer.Option(help="Show sockets and calls to whoever may watch workers.")] = None,
     vllm_engine: Annotated[bool | None, typer.Option(help="Serve vllm.grpc.engine.VllmEngine too, for gateways that "
                                                           "know it.")] = None,
+    user_control_tokens: Annotated[UserControlTokens | None, typer.Option(
+        help="What control tokens such as <|im_end|> in the texts of a chat are read as.")] = None,
     salt_by_client: Annotated[bool | None, typer.Option(
         help="Share cached prompts only among requests of one client, by its token or certificate.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with a [router] table; flags beat it.")] = None,
@@ -72,7 +75,7 @@ def router(
         "priority_limits": priority_limits or None, "max_waiting": max_waiting,
         "max_connection_age_s": max_connection_age_s, "max_message_bytes": max_message_bytes, "reflection": reflection,
         "channelz": channelz, "vllm_engine": vllm_engine, "metrics_host": metrics_host, "drain_s": drain_s,
-        "salt_by_client": salt_by_client,
+        "salt_by_client": salt_by_client, "user_control_tokens": user_control_tokens,
         "log_level": log_level, "log_style": log_style, "otel_endpoint": otel_endpoint,
     }
     if log_style is LogStyle.JSON:  # before the settings are read: their errors are lines, too

@@ -6,6 +6,7 @@ from pathlib import Path
 from pydantic import Field
 
 from router.request.admission import DEFAULT_LIMITS, PriorityLimitField
+from router.text.control_tokens import UserControlTokens
 from router.workers.discovery import DiscoveryOptions, TargetField
 from router.workers.policy import Policy
 from runtime.config import MAX_WAIT_S, AddressField
@@ -85,6 +86,7 @@ class RouterConfig(TlsConfig):
     reflection: bool = True
     channelz: bool = False
     vllm_engine: bool = False
+    user_control_tokens: UserControlTokens = UserControlTokens.TOKENS
     salt_by_client: bool = Field(default=False, description="Share cached prompts only among requests of one client, "
                                  "by its token or certificate.")
 

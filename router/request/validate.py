@@ -11,8 +11,9 @@ from functools import cached_property
 
 from protos import generation_pb2, types_pb2
 from router.request.answer import resumed_violations, too_many_resumed
+from router.request.chats import MAX_CHAT_MESSAGES, chat_of, chat_violations, num_characters
 from router.text.model_facts import ModelLimits
-from router.text.tokenise import Message, Tokeniser
+from router.text.tokenise import Tokeniser
 from router.workers.prefix_index import RoutedPrompt, prompt_of
 from runtime.errors import FieldViolation, InvalidRequestError, UnavailableError, UnknownModelError
 from runtime.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, Grammars
@@ -23,7 +24,6 @@ MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 16
 MAX_PRIORITY = 100
 MAX_CACHE_SALT_BYTES = 128
-MAX_CHAT_MESSAGES = 4096
 MAX_SHOWN_CHARACTERS = 128  # of a text that is quoted in an error
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_STRINGS = 16
@@ -169,16 +169,9 @@ def _prompt_ids(ids: Sequence[int], facts: ModelLimits) -> Iterable[FieldViolati
 def _chat(chat: generation_pb2.ChatMessages, facts: ModelLimits, tokeniser: Tokeniser) -> Iterable[FieldViolation]:
     if not tokeniser.has_chat_template:
         yield FieldViolation("chat", "the model has no chat template")
-    if not chat.messages:
-        yield FieldViolation("chat.messages", "must not be empty")
-    if len(chat.messages) > MAX_CHAT_MESSAGES:
-        yield FieldViolation("chat.messages", f"has {len(chat.messages)} entries, the limit is {MAX_CHAT_MESSAGES}")
-        return
-    for index, message in enumerate(chat.messages):
-        if not message.role:
-            yield FieldViolation(f"chat.messages[{index}].role", "must not be empty")
-    yield from _fits("chat.messages", sum(len(message.role) + len(message.content) for message in chat.messages), facts,
-                     tokeniser)
+    yield from chat_violations(chat)
+    if len(chat.messages) <= MAX_CHAT_MESSAGES:
+        yield from _fits("chat.messages", num_characters(chat), facts, tokeniser)
 
 
 def _fits(field: str, num_characters: int, facts: ModelLimits, tokeniser: Tokeniser) -> Iterable[FieldViolation]:
@@ -267,7 +260,7 @@ async def _prompt_token_ids(request: generation_pb2.GenerateRequest, tokeniser: 
         return list(request.token_ids.ids)
     if request.HasField("text"):
         return await tokeniser.encode_text(request.text)
-    return await tokeniser.encode_chat([Message(message.role, message.content) for message in request.chat.messages])
+    return await tokeniser.encode_chat(chat_of(request.chat))
 
 
 def _context(request: generation_pb2.GenerateRequest, facts: ModelLimits, num_tokens: int) -> Iterable[FieldViolation]:

@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from router.text.control_tokens import UserControlTokens
 from router.text.tokenise import Tokeniser, load_tokeniser
 from runtime.grammar import Grammars, load_grammars
 from runtime.model_files.config import read_config, read_facts
@@ -39,7 +40,8 @@ class ServedModel:
     notices: tuple[str, ...] = ()
 
 
-def load_served_model(model_dir: Path, name: str = "", *, own_sampling: bool = True) -> ServedModel:
+def load_served_model(model_dir: Path, name: str = "", *, own_sampling: bool = True,
+                      user_control_tokens: UserControlTokens = UserControlTokens.TOKENS) -> ServedModel:
     """Read `config.json`, `generation_config.json` and the tokenizer files. The name defaults to the directory's.
     Without `own_sampling` the model's own sampling is left out of account.
 
@@ -55,6 +57,6 @@ def load_served_model(model_dir: Path, name: str = "", *, own_sampling: bool = T
         name=name or model_dir.resolve().name, architecture=stated.architecture, vocab_size=stated.vocab_size,
         max_context_tokens=stated.max_context_tokens, num_layers=stated.num_layers, eos_token_ids=ends.ids,
         tokenizer_digest=tokenizer_digest(model_dir), sampling=sampling.stated)
-    return ServedModel(facts, load_tokeniser(model_dir),
+    return ServedModel(facts, load_tokeniser(model_dir, user_control_tokens),
                        load_grammars(model_dir, facts.eos_token_ids, computes_masks=False),
                        tuple(notice for notice in (ends.notice, sampling.notice) if notice))

@@ -16,6 +16,7 @@ import pexpect
 import pytest
 from pexpect.fdpexpect import fdspawn
 
+from baton.chat_options import ChatOptions
 from baton.client import BatonClient
 from baton.conversation import Conversation
 from baton.values import ChatMessage, Chunk, Event, Finish, FinishReason, Query, Sampling, Stop, Timings, Usage
@@ -157,7 +158,7 @@ class SmallContext:
 
 def test_a_full_context_forgets_the_oldest_turn(capsys: pytest.CaptureFixture[str]) -> None:
     client = SmallContext()
-    talk = Conversation(cast(BatonClient, client), "be brief", Sampling(), Stop(), None)
+    talk = Conversation(cast(BatonClient, client), "be brief", ChatOptions(), Sampling(), Stop(), None)
     for question in ("one", "two", "three"):
         assert talk.answer(question) == "stop"
     assert client.seen == [2, 4, 6, 4], "the system message, and the turns that fit"

@@ -19,6 +19,7 @@ from baton.values import (
     Stop,
     StructuredOutput,
     Timings,
+    ToolCall,
     Usage,
 )
 from protos import generation_pb2 as pb
@@ -96,6 +97,25 @@ async def test_chat_prompt(echo: tuple[EchoGeneration, str]) -> None:
     assert answer.text == "hello "
 
 
+async def test_a_chat_has_all_that_openais_api_has(echo: tuple[EchoGeneration, str]) -> None:
+    messages = (ChatMessage("system", ("be", "brief")), ChatMessage("user", "", name="Ada"),
+                ChatMessage("assistant", None, "why not", (ToolCall("f", '{"a": 1}', "c1"),)),
+                ChatMessage("tool", "42", tool_call_id="c1"))
+    query = Query(messages, tools=({"type": "function", "function": {"name": "ö"}},),
+                  template_arguments={"enable_thinking": False}, continue_final_message=True)
+    async with AsyncBatonClient(echo[1]) as client:
+        await client.complete(query)
+    assert echo[0].requests[0].chat == pb.ChatMessages(
+        messages=[
+            pb.ChatMessage(role="system", content_parts=[pb.ContentPart(text="be"), pb.ContentPart(text="brief")]),
+            pb.ChatMessage(role="user", content="", name="Ada"),
+            pb.ChatMessage(role="assistant", reasoning_content="why not",
+                           tool_calls=[pb.ToolCall(id="c1", name="f", arguments='{"a": 1}')]),
+            pb.ChatMessage(role="tool", content="42", tool_call_id="c1")],
+        tools=['{"type": "function", "function": {"name": "ö"}}'], template_arguments='{"enable_thinking": false}',
+        continue_final_message=True)
+
+
 async def test_field_violations_survive(echo: tuple[EchoGeneration, str]) -> None:
     async with AsyncBatonClient(echo[1], retry=NO_RETRY) as client:
         with pytest.raises(errors.InvalidRequestError) as caught:
@@ -121,7 +141,10 @@ async def test_field_violations_survive(echo: tuple[EchoGeneration, str]) -> Non
     (Query("x", resumed_from="ab"), "resumed_from", "must be a list, got str"),  # type: ignore[arg-type]
     (Query(b"abc"), "token_ids.ids", "must be a list, got bytes"),  # type: ignore[arg-type]
     (Query(None), "prompt", "missing"),  # type: ignore[arg-type]
-    (Query((ChatMessage("user", None),)), "chat.messages[0].content", "missing"),  # type: ignore[arg-type]
+    (Query((ChatMessage("user", None),)), "chat.messages[0].content", "missing"),
+    (Query((ChatMessage("user", "a"),), tools=({"a": b"b"},)), "chat.tools[0]", "bytes is not JSON"),
+    (Query((ChatMessage("user", ("a", 1)),)), "chat.messages[0].content_parts[1].text", "type"),  # type: ignore[arg-type]
+    (Query("x", template_arguments={"a": 1}), "prompt", "must be chat messages, which tools, template arguments"),
     (Query((1, 2.5)), "token_ids.ids", "2.5|float"),  # type: ignore[arg-type]
 ])
 def test_what_does_not_fit_the_message_is_named(query: Query, field: str, says: str) -> None:

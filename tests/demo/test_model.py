@@ -14,7 +14,8 @@ from demo.evaluate_draft import SHAPES, measure
 from demo.train import CURRICULUM, measure_recall
 from models.drafts.loader import read_draft
 from models.loader import read_model
-from router.text.tokenise import Message, load_tokeniser
+from router.text.chat import chat_of_texts
+from router.text.tokenise import load_tokeniser
 from tests.support.models.single_stage import StageDriver
 
 MODEL = Path(__file__).parents[2] / "demo" / "model"
@@ -93,7 +94,7 @@ async def test_the_router_renders_a_chat_as_training_did(tokenizer: Tokenizer) -
     content = question.prompt.removeprefix(f"{corpus.USER} ").removesuffix(f"{corpus.END}{corpus.ASSISTANT}")
     tokeniser = load_tokeniser(MODEL)
     assert tokeniser is not None
-    assert await tokeniser.encode_chat([Message("user", content)]) == tokenizer.encode(question.prompt).ids
+    assert await tokeniser.encode_chat(chat_of_texts(("user", content))) == tokenizer.encode(question.prompt).ids
 
 
 def test_the_draft_is_one_of_this_model() -> None:

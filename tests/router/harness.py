@@ -22,8 +22,9 @@ from router.request.admission import Admission, AdmissionLimits, PriorityLimits
 from router.request.flow import Services
 from router.request.service_times import Outlook
 from router.request.worker_stream import FlowLimits
+from router.text.chat_template import ChatTemplate
 from router.text.model_facts import ModelLimits, ServedModel
-from router.text.tokenise import ChatTemplate, Tokeniser
+from router.text.tokenise import Tokeniser
 from router.workers.directory import Directory, DirectoryOptions
 from router.workers.discovery import DiscoveryOptions
 from router.workers.policy import Policy

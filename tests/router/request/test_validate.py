@@ -13,8 +13,9 @@ from baton.wire import model_info_of
 from pool.request.conversion import request_from_proto
 from protos import generation_pb2, types_pb2
 from router.request.validate import AdmissibleRequest, admissible
+from router.text.chat_template import ChatTemplate
 from router.text.model_facts import ServedModel
-from router.text.tokenise import ChatTemplate, Tokeniser
+from router.text.tokenise import Tokeniser
 from runtime.errors import InvalidRequestError, UnknownModelError
 from tests.router.harness import (
     EOS,

@@ -7,54 +7,14 @@ from typing import Any
 
 import pytest
 from tokenizers import Encoding
-from transformers import PreTrainedTokenizerFast
 
+from router.text.chat import Chat, chat_of_texts
+from router.text.chat_template import ChatTemplate
 from router.text.model_facts import load_served_model
-from router.text.tokenise import INLINE_CHARACTERS, ChatTemplate, Message, Tokeniser, load_tokeniser
+from router.text.tokenise import INLINE_CHARACTERS, Tokeniser, load_tokeniser
 from runtime.errors import ConfigError, InvalidRequestError
 from tests.router.harness import EOS, byte_level_tokenizer, write_model_dir
 from tests.support.router.fake_workers import VOCAB_SIZE
-
-TEMPLATES = {
-    "turns": "{{ bos_token }}{% for message in messages %}\n<|{{ message['role'] }}|>{{ message.content | trim }}"
-             "{{ eos_token }}\n{% endfor %}\n{% if add_generation_prompt %}<|assistant|>{% endif %}",
-    "json": "{{ messages | tojson }}|{{ messages | tojson(indent=2) }}",
-    "loop control": "{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}{{ m.content }}"
-                    "{% if loop.last %}!{% endif %}{% endfor %}",
-    "namespace": "{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}",
-    "generation tag": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
-    "tools": "{% if tools %}tools{% else %}{{ messages[0]['content'] }}{% endif %}",
-}
-CHAT = [Message("system", "Be <b>brief</b> & 'kind'."), Message("user", " größe \n")]
-
-
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_templates_render_as_in_transformers(name: str) -> None:
-    oracle: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=byte_level_tokenizer(), bos_token="<s>", eos_token="</s>")
-    turns = [{"role": message.role, "content": message.content} for message in CHAT]
-    expected = oracle.apply_chat_template(turns, chat_template=TEMPLATES[name], tokenize=False,
-                                          add_generation_prompt=True)
-    assert ChatTemplate(TEMPLATES[name], {"bos_token": "<s>", "eos_token": "</s>"}).render(CHAT) == expected
-
-
-def test_a_template_can_refuse_messages() -> None:
-    template = ChatTemplate("{{ raise_exception('roles must alternate') }}", {})
-    with pytest.raises(InvalidRequestError, match="roles must alternate") as caught:
-        template.render(CHAT)
-    assert caught.value.violations[0].field == "chat.messages"
-
-
-@pytest.mark.parametrize("source", ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}",
-                                    "{{ range(10 ** 12) }}", "{{ 1 // 0 }}", "{{ 'a' * 10 ** 15 }}"])
-def test_a_template_stays_in_its_sandbox(source: str) -> None:
-    with pytest.raises(InvalidRequestError):
-        ChatTemplate(source, {}).render(CHAT)
-
-
-def test_a_broken_template_is_found_at_the_start() -> None:
-    with pytest.raises(ConfigError, match="chat template"):
-        ChatTemplate("{% for %}", {})
 
 
 def test_a_directory_without_tokenizer_serves_ids_only(tmp_path: Path) -> None:
@@ -86,24 +46,29 @@ class Watched:
         return byte_level_tokenizer().encode_batch(texts, add_special_tokens=add_special_tokens)
 
 
-@pytest.mark.parametrize(("messages", "inline"), [
-    ([Message("user", "red")], True), ([Message("user", "mill " * INLINE_CHARACTERS)], False),
-    ([Message("mill " * INLINE_CHARACTERS, "red")], False), ([Message("user", "")] * INLINE_CHARACTERS, False)])
-async def test_long_chats_leave_the_event_loop_alone(messages: list[Message], inline: bool) -> None:  # noqa: FBT001
+LONG = "mill " * INLINE_CHARACTERS
+
+
+@pytest.mark.parametrize(("chat", "inline"), [
+    (chat_of_texts(("user", "red")), True), (chat_of_texts(("user", LONG)), False),
+    (chat_of_texts((LONG, "red")), False), (chat_of_texts(*[("user", "")] * INLINE_CHARACTERS), False),
+    (Chat((), ({"type": LONG},)), False), (Chat((), arguments={"x": [{"y": LONG}]}), False)])
+async def test_long_chats_leave_the_event_loop_alone(chat: Chat, inline: bool) -> None:  # noqa: FBT001
     watched: Any = Watched()
-    await Tokeniser(watched, ChatTemplate("{{ messages | length }}", {})).encode_chat(messages)
+    await Tokeniser(watched, ChatTemplate("{{ messages | length }}", {})).encode_chat(chat)
     assert [thread is threading.current_thread() for thread in watched.threads] == [inline]
 
 
 async def test_chat_goes_through_template_and_tokenizer(tmp_path: Path) -> None:
     tokeniser = load_tokeniser(write_model_dir(tmp_path))
     assert tokeniser is not None
-    assert await tokeniser.encode_chat([Message("user", "red")]) == byte_level_tokenizer().encode("<user>red<bot>").ids
+    token_ids = await tokeniser.encode_chat(chat_of_texts(("user", "red")))
+    assert token_ids == byte_level_tokenizer().encode("<user>red<bot>").ids
 
 
 async def test_chat_without_template_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match="no chat template"):
-        await Tokeniser(byte_level_tokenizer(), None).encode_chat([Message("user", "red")])
+        await Tokeniser(byte_level_tokenizer(), None).encode_chat(chat_of_texts(("user", "red")))
 
 
 def test_a_template_file_beats_the_config_and_named_ones_have_a_default(tmp_path: Path) -> None:

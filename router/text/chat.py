@@ -1,0 +1,76 @@
+"""A conversation as chat templates know it."""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+# What a message weighs beside its texts: rendering it takes as long as encoding so many characters.
+MESSAGE_CHARACTERS = 16
+
+Turn = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Turns with their roles and contents, in the form of OpenAI's API, with the tools that the model may call and the
+    arguments of its template. `continue_final_message`: the answer goes on with the last turn instead of a new one."""
+
+    messages: tuple[Turn, ...]
+    tools: tuple[Mapping[str, Any], ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    continue_final_message: bool = False
+
+    @cached_property
+    def num_characters(self) -> int:
+        """Return what rendering costs, in characters of text."""
+        texts = sum(_num_characters(part) for part in (*self.messages, *self.tools, self.arguments))
+        return texts + MESSAGE_CHARACTERS * len(self.messages)
+
+
+def chat_of_texts(*turns: tuple[str, str]) -> Chat:
+    """Return a conversation of plain texts, given as (role, content)."""
+    return Chat(tuple({"role": role, "content": content} for role, content in turns))
+
+
+def _num_characters(value: object) -> int:
+    """Return how many characters the texts in a value of JSON have, names of fields included."""
+    total, pending = 0, [value]
+    while pending:
+        match pending.pop():
+            case str(text):
+                total += len(text)
+            case Mapping() as fields:
+                pending += fields.keys()
+                pending += fields.values()
+            case list() | tuple() as items:
+                pending += items
+            case _:
+                total += 1
+    return total
+
+
+def text_parts(content: object) -> list[str] | None:
+    """Return the texts of a content that consists of text parts only; None for any other content."""
+    if not isinstance(content, list | tuple):
+        return None
+    parts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+    return None if len(parts) < len(content) else [str(part) for part in parts]
+
+
+def as_parts(texts: Iterable[str]) -> list[dict[str, str]]:
+    """Return a content of text parts."""
+    return [{"type": "text", "text": text} for text in texts]
+
+
+def read_object(text: str) -> dict[str, Any]:
+    """Return the object that a JSON text holds. Raises ValueError for anything else, and for texts that are none."""
+    try:
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"it is a {type(value).__name__}")
+    return value
