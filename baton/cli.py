@@ -11,13 +11,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from baton.chat_options import Messages, TemplateArguments, Tools, read_options
 from baton.client import BatonClient
 from baton.command_line import AsJson, Target, Timeout, one_line_errors, targets_of, told_of_full_disks
 from baton.connection import TlsCa, TlsCert, TlsKey, TlsName, TokenFile, connection
 from baton.conversation import converse
 from baton.demo import run_demo
 from baton.finite import finite
-from baton.generate_command import print_text, prompt_of, read_prompt, structured_output_of
+from baton.generate_command import print_text, prompt_of, structured_output_of
 from baton.load import Slo
 from baton.load_command import Api, LoadSpec, connect, measure, report
 from baton.load_plot import check_can_plot
@@ -95,6 +96,9 @@ def generate(
     target: Target = None,
     ids: Ids = False,
     as_chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message, to be answered.")] = False,
+    messages: Messages = None,
+    tools: Tools = None,
+    template_argument: TemplateArguments = None,
     max_tokens: Annotated[int | None, typer.Option(help="Stop after this many tokens.")] = None,
     temperature: Annotated[float | None, typer.Option(help="0 takes the most likely token.")] = None,
     top_k: Annotated[int | None, typer.Option(help="Draw from the k most likely tokens.")] = None,
@@ -123,13 +127,14 @@ def generate(
 ) -> None:
     """Continue a prompt, or with --chat answer it. Streams the text."""
     with one_line_errors(target, tls_ca=tls_ca, token_file=token_file):
+        options = read_options(tools, template_argument)
         query = Query(
-            prompt=prompt_of(read_prompt(prompt), ids=ids, as_chat=as_chat),
+            prompt=prompt_of(prompt, messages, ids=ids, as_chat=as_chat),
             sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
             stop=Stop(max_tokens=max_tokens, strings=tuple(stop or ())), model=model, n=num_choices,
             num_top_logprobs=logprobs, num_prompt_logprobs=prompt_logprobs, speculate=speculate,
             structured_output=structured_output_of(json_schema, regex), prefix_cache=prefix_cache,
-            cache_salt=cache_salt)
+            cache_salt=cache_salt, tools=options.tools, template_arguments=options.template_arguments)
         security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
         with BatonClient(*targets_of(target), security=security) as client:
             events = client.generate(query, timeout_s=timeout)
@@ -144,6 +149,8 @@ def generate(
 def chat(
     target: Target = None,
     system: Annotated[str, typer.Option(help="A first message with the role system.")] = "",
+    tools: Tools = None,
+    template_argument: TemplateArguments = None,
     temperature: Annotated[float | None, typer.Option(help="0 takes the most likely token.")] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
     timeout: Timeout = None,
@@ -157,8 +164,8 @@ def chat(
     with (one_line_errors(target, tls_ca=tls_ca, token_file=token_file),
           BatonClient(*targets_of(target), security=connection(tls_ca, tls_cert, tls_key, tls_name,
                                                              token_file)) as client):
-        converse(client, system=system, sampling=Sampling(temperature=temperature), stop=Stop(max_tokens=max_tokens),
-                 timeout_s=timeout)
+        converse(client, system=system, options=read_options(tools, template_argument),
+                 sampling=Sampling(temperature=temperature), stop=Stop(max_tokens=max_tokens), timeout_s=timeout)
 
 
 @app.command()

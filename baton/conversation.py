@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from baton.chat_options import ChatOptions
 from baton.client import BatonClient
 from baton.values import ChatMessage, Chunk, Finish, Query, Sampling, Stop
 from runtime.errors import BatonError, ConfigError, InvalidRequestError
@@ -26,6 +27,7 @@ class Conversation:
 
     client: BatonClient
     system: str
+    options: ChatOptions
     sampling: Sampling
     stop: Stop
     timeout_s: float | None
@@ -53,7 +55,8 @@ class Conversation:
     def _answer(self, text: str) -> str:
         first = [ChatMessage("system", self.system)] if self.system else []
         asked = ChatMessage("user", text)
-        query = Query((*first, *self.history, asked), self.sampling, self.stop)
+        query = Query((*first, *self.history, asked), self.sampling, self.stop, tools=self.options.tools,
+                      template_arguments=self.options.template_arguments)
         said, reason = "", "interrupted"
         events = self.client.generate(query, timeout_s=self.timeout_s)
         try:
@@ -74,14 +77,15 @@ class Conversation:
         return reason
 
 
-def converse(client: BatonClient, *, system: str, sampling: Sampling, stop: Stop, timeout_s: float | None) -> None:
+def converse(client: BatonClient, *, system: str, options: ChatOptions, sampling: Sampling, stop: Stop,
+             timeout_s: float | None) -> None:
     """Answer what is typed, or each line of stdin, until it ends.
 
     Raises:
         BatonError: an answer failed, and no person is there to read of it and go on.
         ConfigError: there is nothing to read from or to write to, or what is piped in is no text.
     """
-    conversation = Conversation(client, system, sampling, stop, timeout_s)
+    conversation = Conversation(client, system, options, sampling, stop, timeout_s)
     if sys.stdin is None or sys.stdout is None:
         raise ConfigError("chat needs both stdin and stdout", field="stdin")
     if sys.stdin.isatty() and sys.stdout.isatty():

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from baton.chat_options import read_messages
 from baton.values import ChatMessage, Chunk, Event, Prompt, Query, StructuredOutput
 from runtime.errors import ConfigError, FieldViolation, InvalidRequestError
 
@@ -79,10 +80,16 @@ def _explain_a_wait() -> None:
         print(f"baton: reading the prompt from stdin until that ends ({end})", file=sys.stderr)
 
 
-def prompt_of(text: str, *, ids: bool, as_chat: bool) -> Prompt:
-    """Raises InvalidRequestError for what is no prompt."""
+def prompt_of(argument: str | None, messages: Path | None, *, ids: bool, as_chat: bool) -> Prompt:
+    """Return the prompt that the flags give. Raises InvalidRequestError for what is no prompt, ConfigError for a file
+    that has none."""
+    if messages is not None:
+        if argument is not None or ids:
+            raise InvalidRequestError(FieldViolation("prompt", "--messages excludes a PROMPT and --ids"))
+        return read_messages(messages)
     if ids and as_chat:
         raise InvalidRequestError(FieldViolation("prompt", "--ids and --chat exclude each other"))
+    text = read_prompt(argument)
     if as_chat:
         return (ChatMessage("user", text),)
     return _token_ids(text) if ids else text

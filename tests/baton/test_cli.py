@@ -74,6 +74,52 @@ async def test_generate_json_is_one_object_per_event(echo: EchoGeneration, addre
     assert (finish["event"], finish["reason"], finish["timings"]["prefill_s"]) == ("finish", "stop", 0.25)
 
 
+MESSAGES = [
+    {"role": "user", "content": [{"type": "text", "text": "one"}]},
+    {"role": "assistant", "content": None, "reasoning_content": "hm",
+     "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]},
+    {"role": "tool", "content": "two", "tool_call_id": "c"}]
+
+
+async def test_messages_tools_and_template_arguments_come_from_files_and_flags(
+        echo: EchoGeneration, address: str, tmp_path: Path) -> None:
+    (tmp_path / "tools.json").write_text('[{"type": "function"}]')
+    flags = ("--target", address, "--tools", str(tmp_path / "tools.json"), "--template-argument",
+             "enable_thinking=false", "--template-argument", 'mood="sad"')
+    done = await baton("generate", "--messages", "-", *flags, stdin=json.dumps(MESSAGES))
+    assert (done.returncode, done.stderr) == (0, "")
+    done = await baton("chat", *flags, stdin="hello\n")
+    assert (done.returncode, done.stdout) == (0, "hello \n")
+    asked, said = (request.chat for request in echo.requests)
+    assert [message.role for message in asked.messages] == ["user", "assistant", "tool"]
+    assert asked.messages[0].content_parts[0].text == "one"
+    assert (asked.messages[1].HasField("content"), asked.messages[1].reasoning_content) == (False, "hm")
+    assert (asked.messages[1].tool_calls[0].name, asked.messages[1].tool_calls[0].arguments) == ("f", '{"a": 1}')
+    assert (asked.messages[2].content, asked.messages[2].tool_call_id) == ("two", "c")
+    for chat in (asked, said):
+        assert list(chat.tools) == ['{"type": "function"}']
+        assert json.loads(chat.template_arguments) == {"enable_thinking": False, "mood": "sad"}
+
+
+@pytest.mark.parametrize(("content", "flags", "says"), [
+    ("{}", ("--messages", "-"), "--messages: must be a JSON list of objects"),
+    ("[", ("--messages", "-"), "--messages: no JSON"),
+    ('[{"role": "user", "content": [{"type": "image_url"}]}]', ("--messages", "-"), "message 0 is none of OpenAI's"),
+    ("[{}]", ("--messages", "-"), "message 0 is none of OpenAI's API: KeyError('role')"),
+    ("", ("--messages", "/nowhere"), "--messages: cannot read /nowhere"),
+    ("", ("x", "--tools", "/nowhere"), "--tools: cannot read /nowhere"),
+    ("", ("x", "--template-argument", "a"), "--template-argument: must be NAME=JSON, as"),
+    ("", ("x", "--template-argument", "a={"), "--template-argument: must be NAME=JSON"),
+    ("", ("x", "--messages", "-"), "--messages excludes a PROMPT"),
+])
+async def test_what_is_no_conversation_is_one_line(address: str, content: str, flags: tuple[str, ...],
+                                                   says: str) -> None:
+    done = await baton("generate", *flags, "--target", address, stdin=content)
+    assert done.returncode != 0
+    assert says in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 async def test_flush_says_what_each_worker_gave_up(address: str) -> None:
     done = await baton("flush", "--target", address)
     assert (done.returncode, done.stderr) == (1, ""), "one could not be reached"
