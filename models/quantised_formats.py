@@ -13,6 +13,7 @@ from models.checkpoint import Checkpoint, open_tensors
 from models.quantised import Packing, QuantisedFormat, dequantised
 
 _SECTIONS = ("quantization_config", "compression_config")  # the second is compressed-tensors' older name
+_MODELOPT = "modelopt"
 _MODELOPT_FILE = "hf_quant_config.json"  # where its config is, unless it is in config.json
 _OF_ACTIVATIONS = re.compile(r"\.(input|output|activation)_(scale|zero_point)$|\.(q|k|v|kv|prob)_scale$"
                              r"|\.weight_shape$")
@@ -44,9 +45,11 @@ def _format(folder: Path, config: RawConfig) -> QuantisedFormat | None:
     own = read_config_file(file) if file.is_file() else None
     if section is None:
         return None if own is None else _read_modelopt(own)
-    if "quant_method" not in section and (own is not None or _is_of_modelopt(section)):
-        return _read_modelopt(section if own is None or _algorithms(section) else own)
-    method = section.text("quant_method").lower().replace("compressed_tensors", "compressed-tensors")
+    is_modelopt = "quant_method" not in section and (own is not None or _is_of_modelopt(section))
+    method = _MODELOPT if is_modelopt else section.text("quant_method").lower()
+    method = method.replace("compressed_tensors", "compressed-tensors")
+    if method == _MODELOPT and own is not None and _algorithms(section) is None:
+        section = own
     if method not in _METHODS:
         raise section.fail("quant_method", f"{method!r} is not supported; known are {', '.join(sorted(_METHODS))}")
     return _METHODS[method](section)
@@ -54,7 +57,7 @@ def _format(folder: Path, config: RawConfig) -> QuantisedFormat | None:
 
 def _is_of_modelopt(section: RawConfig) -> bool:
     """Return whether Model Optimizer says so itself; it wrote no `quant_method` for long."""
-    return "producer" in section and section.section("producer").as_dict().get("name") == "modelopt"
+    return "producer" in section and section.section("producer").as_dict().get("name") == _MODELOPT
 
 
 def _algorithms(raw: RawConfig) -> RawConfig | None:
@@ -195,7 +198,7 @@ _METHODS: dict[str, Callable[[RawConfig], QuantisedFormat | None]] = {
     "fp8": _read_fp8,
     "fbgemm_fp8": _read_fbgemm_fp8,
     "compressed-tensors": _read_compressed_tensors,
-    "modelopt": _read_modelopt,
+    _MODELOPT: _read_modelopt,
     "awq": _read_awq,
     "gptq": _read_gptq,
 }

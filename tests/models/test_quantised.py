@@ -236,6 +236,7 @@ def test_a_checkpoint_of_which_only_the_cache_is_quantised_is_the_plain_one(form
 
 @pytest.mark.parametrize(("section", "own"), [
     ({"quant_algo": "FP8", "kv_cache_scheme": CACHE_SCHEME}, {"quant_method": "modelopt", "quantization": {}}),
+    ({"quant_method": "modelopt", "ignore": ["lm_head"]}, {"quantization": {"quant_algo": "FP8"}}),
     ({"ignore": ["lm_head"]}, {"quant_method": "modelopt", "quantization": {"quant_algo": "FP8"}}),
     ({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}, {"producer": {"name": "modelopt"}}),
 ])
