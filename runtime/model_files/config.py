@@ -105,7 +105,7 @@ def _yarn_context(rope: Mapping[str, Any], fields: Mapping[str, Any], stated: in
     factor = rope.get("factor", 0)
     if rope.get("rope_type", rope.get("type")) != "yarn" or not _is_number(original) or not _is_number(factor):
         return 0
-    return 0
+    return int(original * factor)
 
 
 def _is_number(value: object) -> bool:
