@@ -41,6 +41,7 @@ from runtime.errors import BatonError, FieldViolation, InvalidRequestError, Unav
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity
 from runtime.status import error_from_rpc, is_lost
 from runtime.uninterrupted import uninterrupted, uninterrupted_stream
+from runtime.unreachable import reach_problem
 
 if TYPE_CHECKING:  # in the type stubs only
     from protos.generation_pb2_grpc import GenerationAsyncStub
@@ -69,7 +70,7 @@ def _error_of(call: grpc.aio.AioRpcError | grpc.Call) -> BatonError:
     if is_lost(call) and call.code() is grpc.StatusCode.CANCELLED:  # by gRPC itself, on the router's side
         return UnavailableError("a router gave the call up before it answered: it stops, or gets too many calls")
     if is_lost(call):
-        return UnavailableError(f"a router cannot be reached: {call.details() or call.code().name}")
+        return UnavailableError(f"a router cannot be reached: {reach_problem(call.details() or call.code().name)}")
     return error_from_rpc(call)
 
 

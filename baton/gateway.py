@@ -22,7 +22,7 @@ import typer
 from pydantic import Field
 
 from runtime.announce import Announcement, write_announcement
-from runtime.config import Address, AddressField, Config, load, parse_address
+from runtime.config import Address, AddressField, Config, PeerField, load, parse_address
 from runtime.errors import BatonError, ConfigError, UnavailableError
 from runtime.log import LEVELS, LogStyle, styled_line
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity
@@ -49,7 +49,7 @@ _ALWAYS = (
 class GatewayConfig(Config):
     """Settings of a gateway: flags and the [gateway] table of a TOML file."""
 
-    router: tuple[AddressField, ...] = Field(min_length=1)
+    router: tuple[PeerField, ...] = Field(min_length=1)
     listen: AddressField = DEFAULT_LISTEN
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
     metrics_host: str = "127.0.0.1"

@@ -12,6 +12,7 @@ from pathlib import Path
 from baton.nursery import Child, Spawn, spawn
 from runtime.announce import Announcement, read_announcement
 from runtime.errors import BatonError, ConfigError, DeadlineError, UnavailableError
+from runtime.host_memory import num_oom_kills
 from runtime.log import LogStyle, message_of, styled_line
 from runtime.supervision import EXIT_CONFIG
 from runtime.tied import ALL_CORES
@@ -62,6 +63,7 @@ class RoleProcess:
         self._stopping = False
         self._restarting = False
         self._num_starts = 0
+        self._num_oom_kills = 0  # of this machine when the child started
 
     @property
     def pid(self) -> int | None:
@@ -104,12 +106,13 @@ class RoleProcess:
                 self._restarting, backoff_s = False, _FIRST_BACKOFF_S
                 continue
             if not self._settled:
-                message = f"{self.spec.name} {_ending(code)}: {self._last_words()}"
+                message = f"{self.spec.name} {self._ending(code)}: {self._last_words()}"
                 raise ConfigError(message, field=self.spec.role) if code == EXIT_CONFIG else UnavailableError(message)
             if self._has_served:
                 backoff_s = _FIRST_BACKOFF_S
             self._sink(self.spec.name, styled_line(
-                self._log_style, f"{_ending(code)}, starting again in {backoff_s:g} s", role="baton", level="warning"))
+                self._log_style, f"{self._ending(code)}, starting again in {backoff_s:g} s", role="baton",
+                level="warning"))
             await asyncio.sleep(backoff_s)
             backoff_s = min(backoff_s * 2, _LAST_BACKOFF_S)
 
@@ -168,6 +171,7 @@ class RoleProcess:
         self._child = await self._spawn(self.spec.role, (*self.spec.arguments, *self._own_addresses()), core=core,
                                         environment=environment)
         self._num_starts += 1
+        self._num_oom_kills = num_oom_kills()
         if self._stopping:  # stopped while the child was being made
             self.kill()
         self._has_served = False
@@ -212,6 +216,12 @@ class RoleProcess:
         """What the line begins with in which a role reports why it ends (`runtime.supervision`)."""
         return f"{self.spec.role}: "
 
+    def _ending(self, code: int) -> str:
+        if code >= 0:
+            return f"ended with exit code {code}"
+        by_kernel = code == -signal.SIGKILL and num_oom_kills() > self._num_oom_kills
+        return f"was ended by {signal.Signals(-code).name}" + (", because memory ran out" if by_kernel else "")
+
     def _last_words(self) -> str:
         line = next((line for line in reversed(self._tail) if line), "it said nothing")
         return message_of(line).removeprefix(self._own_prefix)
@@ -222,6 +232,3 @@ def _kill(child: Child) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
 
-
-def _ending(code: int) -> str:
-    return f"ended with exit code {code}" if code >= 0 else f"was ended by {signal.Signals(-code).name}"

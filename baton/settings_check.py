@@ -28,7 +28,7 @@ async def check_settings(config: ClusterConfig) -> None:
     if not any(own) and config.log_level == ClusterConfig.log_level:
         return
     if config.config_file is not None:  # its gateway starts last, and only with --http
-        load(GatewayConfig, section="gateway", flags={"router": ("127.0.0.1:0",)}, file=config.config_file).check()
+        load(GatewayConfig, section="gateway", flags={"router": ("127.0.0.1:1",)}, file=config.config_file).check()
     asked = [_ask(shape.role, [*config.shared_flags, *shape.process_flags(0)]) for shape in config.shapes]
     nowhere = [word for shape in config.shapes for word in (f"--{shape.role}", f"{FILE}/{shape.role}")]
     for refusal in await asyncio.gather(*asked, _ask("router", [*config.shared_flags, *config.router_flags, *nowhere])):

@@ -11,7 +11,9 @@ import typer
 from pool.stage.config import WorkerConfig
 from runtime.config import leader_from_environment, load
 from runtime.errors import ConfigError
-from runtime.supervision import EXIT_CONFIG
+from runtime.host_memory import is_out_of_memory, memory_left
+from runtime.log import report_end
+from runtime.supervision import EXIT_CONFIG, EXIT_FAILED
 
 ENVIRONMENT_HELP = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are read where the flags are absent."
 
@@ -84,14 +86,29 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
     ) -> None:
         given = locals()
         flags = {name: given[name] for name in WorkerConfig.model_fields if name in given}
-        flags["leader"] = leader or leader_from_environment()
+        try:
+            flags["leader"] = leader or leader_from_environment()
+        except ConfigError as error:
+            report_end(f"{role_name}: {error}")
+            sys.exit(EXIT_CONFIG)
         if check_settings:
             sys.exit(_checked(role_name, flags, config))
         # Read by torch's allocator when it loads: huge pages make weights about a fifth faster to stream.
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
-        sys.exit(start(flags, config))
+        sys.exit(_started(role_name, lambda: start(flags, config)))
 
     return app
+
+
+def _started(role_name: str, start: Callable[[], int]) -> int:
+    """Return the exit code of `start`, also where there is no memory for what it imports."""
+    try:
+        return start()
+    except (ImportError, MemoryError, OSError) as error:
+        if not is_out_of_memory(error):
+            raise
+        report_end(f"{role_name}: out of memory before it could load anything; {memory_left()}")
+        return EXIT_FAILED
 
 
 def _checked(role_name: str, flags: dict[str, object], file: Path | None) -> int:

@@ -30,7 +30,7 @@ from pool.stage.config import WorkerConfig
 from pool.stage.handoff import LayerMark
 from pool.stage.kernels import compile_kernels
 from pool.stage.metrics import LeaderMeters, LoadBoard, ReportingScheduler, StageMeters
-from pool.stage.stage import Stage, build_stage, max_frame_bytes, plan_stage
+from pool.stage.stage import Stage, build_stage, max_frame_bytes, naming_memory, plan_stage
 from pool.watch import WorkerService, formed_info, worker_info, worker_load
 from protos import pipeline_pb2_grpc, worker_pb2_grpc
 from runtime.announce import Announcement, announced_address, announcement_path, write_announcement
@@ -186,9 +186,10 @@ def _build(config: WorkerConfig, role: PoolRole, stop: StopSignal,
                describe_pools(plan.geometry), config.numerics)
     for notice in plan.notices if config.rank == 0 else ():
         logger.warning(notice)
-    compile_kernels(config, plan, reads_prompts=role.reads_prompts)
-    stage = build_stage(config, plan, incarnation=incarnation, on_event=on_event, observe_layers=role.observe_layers,
-                        speculates=role.speculates)
+    with naming_memory(config, plan):
+        compile_kernels(config, plan, reads_prompts=role.reads_prompts)
+        stage = build_stage(config, plan, incarnation=incarnation, on_event=on_event,
+                            observe_layers=role.observe_layers, speculates=role.speculates)
     registry = new_registry(role=role.name, version=VERSION)
     return _Process(config, role, stage, registry, incarnation, stop, certificates, tracing)
 

@@ -11,7 +11,7 @@ from typing import Any
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from runtime.config import parse_address
+from runtime.config import parse_address, parse_peer
 from runtime.errors import UnavailableError
 from runtime.redial import RedialingChannel, RedialingSyncChannel
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity
@@ -88,7 +88,7 @@ def open_sync_channel(address: str, options: ChannelOptions = ChannelOptions(), 
 
 
 def _target(address: str, options: ChannelOptions, security: ChannelSecurity) -> tuple[str, list[tuple[str, Any]]]:
-    target, arguments = str(parse_address(address)), options.as_grpc()
+    target, arguments = str(parse_peer(address)), options.as_grpc()
     security.check_target(target)
     if security.server_name and security.certificates is not None:
         arguments = [*arguments, ("grpc.ssl_target_name_override", security.server_name)]

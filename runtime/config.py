@@ -107,6 +107,10 @@ def load(kind: type[ConfigT], *, section: str, flags: Mapping[str, object], file
         return kind.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
+        if missing := [str(each["loc"][0]) for each in error.errors(include_url=False) if _is_missing(each)]:
+            flags_named = ", ".join(f"--{key.replace('_', '-')}" for key in missing)
+            raise ConfigError(f"{flags_named} must be given, or set in the table [{section}] of --config",
+                              field=missing[0]) from error
         key = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
             raise ConfigError(f"{section}.{key}: unknown setting{did_you_mean(key, kind.model_fields)}",
@@ -118,7 +122,13 @@ def _problem(error: Mapping[str, Any]) -> str:
     """What is wrong with a value, and the value. error: one of pydantic's."""
     if error["type"] == "value_error":  # one of ours, which names it
         return str(error["ctx"]["error"])
-    return error["msg"] if error["type"] == "missing" else f"{error['msg']} (got {error['input']!r})"
+    return f"{error['msg']} (got {error['input']!r})"
+
+
+def _is_missing(error: Mapping[str, Any]) -> bool:
+    """Return whether a setting is not there, or a list of what there must be one of is empty. error: one of
+    pydantic's."""
+    return error["type"] == "missing" or (error["type"] == "too_short" and not error["input"])
 
 
 def read_tables(file: Path) -> dict[str, dict[str, object]]:
@@ -149,7 +159,37 @@ def describe(config: Config) -> dict[str, object]:
     return config.model_dump(mode="json")
 
 
+def parse_peer(text: str, *, field: str = "address") -> Address:
+    """Return the address of a server to call. Raises ConfigError naming `field`."""
+    address = parse_address(text, field=field)
+    if not address.port:
+        raise ConfigError(f"{field} must end in a port from 1 to 65535, got {text!r}", field=field)
+    return address
+
+
+def _checked_peer(text: str) -> str:
+    try:
+        return str(parse_peer(text))
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+
+
+PeerField = Annotated[str, AfterValidator(_checked_peer)]
+
+
 def leader_from_environment(environment: Mapping[str, str] = os.environ) -> str | None:
-    """The leader as launchers name it (MASTER_ADDR, MASTER_PORT); None unless both are set."""
+    """Return the leader as launchers name it; None unless MASTER_ADDR and MASTER_PORT are both set.
+
+    Raises:
+        ConfigError: one of them, which the message names, cannot be what it is for.
+    """
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
-    return str(parse_address(f"{host}:{port}", field="MASTER_PORT")) if host and port else None
+    if not host or not port:
+        return None
+    if not port.isascii() or not port.isdigit() or len(port) > _MAX_PORT_DIGITS or not 0 < int(port) < 65536:
+        raise ConfigError(f"MASTER_PORT must be a port from 1 to 65535, got {port!r}", field="MASTER_PORT")
+    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
+    try:
+        return str(parse_peer(str(Address(bare, int(port))), field="MASTER_ADDR"))
+    except ConfigError:
+        raise ConfigError(f"MASTER_ADDR must be a host name or an address, got {host!r}", field="MASTER_ADDR") from None

@@ -4,12 +4,17 @@ A container's limit is that of its control group and of every group above it; bo
 read, where the kernel shows them.
 """
 
+import errno
 import os
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 MIB = 1 << 20
+# What allocators say, torch's of host and device among them: its errors are RuntimeErrors, known by their text alone.
+_SAID = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory",
+         "failed to map segment")
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,26 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
     for limit, used in _limits(root):
         total, available = min(total, limit), min(available, max(0, limit - used))
     return HostMemory(total, available, is_limited=total < machine)
+
+
+def memory_left() -> str:
+    """Return how much memory this process could still take, in words, for the errors that end it."""
+    found, (limit, _) = host_memory(), resource.getrlimit(resource.RLIMIT_AS)
+    of_process = "" if limit == resource.RLIM_INFINITY else f", of which ulimit -v lets a process have {limit // MIB}"
+    return f"{found.available_bytes // MIB} of {found.total_bytes // MIB} MiB are free{of_process}"
+
+
+def num_oom_kills(root: Path = Path("/")) -> int:
+    """Return how many processes the kernel has killed for want of memory since it started; 0 where it does not say."""
+    return _stated(root / "proc/vmstat", "oom_kill")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether `error` says that memory, of the host or of a device, ran out."""
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        return True
+    said = str(error).lower()
+    return isinstance(error, RuntimeError | ImportError | OSError) and any(words in said for words in _SAID)
 
 
 def _machine(root: Path) -> tuple[int, int]:

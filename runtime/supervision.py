@@ -20,11 +20,13 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import asynccontextmanager
 
 from runtime.errors import BatonError, ConfigError, InternalError
+from runtime.host_memory import is_out_of_memory, memory_left
 from runtime.log import report_end
 
 logger = logging.getLogger(__name__)
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_BUG = 1, 2, 70
+_NO_THREAD = "can't start new thread"  # of Python's threading
 
 
 class StopSignal:
@@ -117,6 +119,13 @@ def _exit_code(name: str, error: BaseException) -> int:
     if isinstance(error, BatonError) and not isinstance(error, InternalError):
         report_end(f"{name}: {error}")
         return EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED
+    if is_out_of_memory(error):
+        report_end(f"{name}: out of memory; {memory_left()}")
+        return EXIT_FAILED
+    if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
+        report_end(f"{name}: no thread can be started: memory, or the number of threads a user or container may have, "
+                   f"is used up")
+        return EXIT_FAILED
     logger.critical("%s ends on a bug", name, exc_info=error)
     return EXIT_BUG
 

@@ -44,6 +44,7 @@ from runtime.errors import (
 from runtime.redial import renew
 from runtime.security import ChannelSecurity
 from runtime.status import error_from_rpc, is_lost
+from runtime.unreachable import reach_problem
 from transfer.plan import codec
 
 REJOIN_MIN_S, REJOIN_MAX_S = 0.1, 2.0  # between two tries; the longer ones are for a leader that refuses
@@ -220,7 +221,8 @@ class Follower:
                     return  # that it is there is all
                 if asyncio.get_running_loop().time() >= report_s:
                     report_s += REPORT_S
-                    logger.warning("the leader %s cannot be reached: %s", self._config.leader, error_from_rpc(error))
+                    logger.warning("the leader %s cannot be reached: %s", self._config.leader,
+                                   reach_problem(error.details()))
             await asyncio.sleep(RECONNECT_S)
 
     def _hello(self) -> pb.StageHello:

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator
 
 from engine.core.layer_range import Placement
 from runtime.announce import announcement_path
-from runtime.config import MAX_WAIT_S, AddressField, parse_address
+from runtime.config import MAX_WAIT_S, AddressField, parse_peer
 from runtime.errors import ConfigError
 from runtime.model_folder import check_model_folder
 from runtime.security import TlsConfig
@@ -152,7 +152,7 @@ class WorkerConfig(TlsConfig):
             raise ConfigError("a process other than 0 needs --leader HOST:PORT (or MASTER_ADDR and MASTER_PORT)",
                               field="leader")
         if self.leader and announcement_path(self.leader) is None:
-            parse_address(self.leader, field="--leader")
+            parse_peer(self.leader, field="--leader")
         check_endpoint(self.otel_endpoint)
         if self.draft is not None:
             check_model_folder(self.draft, field="draft")

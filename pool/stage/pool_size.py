@@ -72,9 +72,10 @@ def plan_pool_size(config: WorkerConfig, description: ModelDescription, ranges: 
                           f"are free on {_place(config)}: more stages or ranks (--world-size, --tp; with baton up, "
                           f"--prefill-pp, --prefill-tp, --decode-pp and --decode-tp) divide them", field="model")
     wanted = _wanted_context(config, description)
+    room_bytes = memory(config.device).total_bytes - weights[own]
     if config.num_pages:
         size = _by_pages(config, needs, wanted)
-        _check_room(config, ranges, needs, size, memory(config.device).total_bytes - weights[own])
+        _check_room(config, ranges, needs, size, room_bytes)
         return size
     budget = _cache_bytes(config, ranges, weights, memory)
     needs = replace(needs, max_snapshots=_num_snapshots(needs, ranges, budget))
@@ -91,7 +92,9 @@ def plan_pool_size(config: WorkerConfig, description: ModelDescription, ranges: 
         raise ConfigError(f"{error}; {ways}", field="memory_mb") from None
     notice = "" if context == wanted else _shortened(wanted, context, budget,
                                                      _needed_mib(config, ranges, needs, wanted))
-    return PoolSize(sizes.num_pages, sizes.num_slots, context, notice)
+    size = PoolSize(sizes.num_pages, sizes.num_slots, context, notice)
+    _check_room(config, ranges, needs, size, room_bytes)
+    return size
 
 
 def _needed_mib(config: WorkerConfig, ranges: Sequence[LayerRange], needs: PoolNeeds, context_tokens: int) -> int:
@@ -129,15 +132,17 @@ def _by_pages(config: WorkerConfig, needs: PoolNeeds, wanted: int) -> PoolSize:
 
 def _check_room(config: WorkerConfig, ranges: Sequence[LayerRange], needs: PoolNeeds, size: PoolSize,
                 room_bytes: int) -> None:
-    """Raises ConfigError for a cache that this process's machine or device could not hold if it were empty."""
+    """Raise ConfigError for a cache that this process's machine or device could not hold if it were empty."""
     own = config.placement.pipeline_rank
     cost = stage_costs(needs.specs, ranges, needs.scratch)[own]
     cache = (size.num_pages * cost.page_bytes + size.num_slots * cost.slot_bytes
              + needs.num_scratch * cost.scratch_bytes)
     if cache > room_bytes:
-        raise ConfigError(f"--num-pages {config.num_pages} make a cache of {_mib(cache)} on stage {own} (layers "
-                          f"{ranges[own]}), and beside its weights {_place(config)} has {_mib(room_bytes)}: fewer "
-                          f"pages, or --memory-mb", field="num_pages")
+        flag, less = (("num_pages", "fewer pages, or --memory-mb") if config.num_pages else
+                      ("memory_mb", "less of it, or a smaller --max-running"))
+        asked = f"--{flag.replace('_', '-')} {getattr(config, flag)}"
+        raise ConfigError(f"{asked} make a cache of {_mib(cache)} on stage {own} (layers {ranges[own]}), and beside "
+                          f"its weights {_place(config)} has {_mib(room_bytes)}: {less}", field=flag)
 
 
 def _cache_bytes(config: WorkerConfig, ranges: Sequence[LayerRange], weights: Sequence[int], memory: Memory) -> int:

@@ -1,6 +1,7 @@
 """One stage as a process holds it: model, pools, backends and transfer agent, built for its layers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -11,6 +12,7 @@ from engine.contracts.model import ModelFacts, StageModel
 from engine.core.layer_range import LayerRange, balanced_counts, get_pp_indices
 from engine.core.numerics import HOST, Numerics
 from engine.graphs.runner import Replays
+from engine.memory.budget import describe_pools
 from engine.memory.heap import keep_freed_memory
 from engine.memory.layout import CacheSpec, PoolGeometry
 from engine.memory.pools import StagePools
@@ -32,8 +34,9 @@ from pool.stage.speculation import SpeculationPlan, build_drafter, check_frozen,
 from pool.stage.warmup import run_every_kind
 from runtime.clock import SystemClock
 from runtime.digests import Compatibility
-from runtime.errors import ConfigError
+from runtime.errors import CapacityError, ConfigError
 from runtime.grammar import MAX_GRAMMAR_BYTES, Grammars, load_grammars
+from runtime.host_memory import MIB, is_out_of_memory, memory_left
 from transfer.agent.agent import TransferAgent
 from transfer.plan.compatibility import compatibility
 from transfer.plan.handoff_terms import StageSessionEvent
@@ -214,6 +217,22 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
     return Stage(plan, pools, executor, agent, reader, ranks, stage_counts(executor, drafter),
                  grammars, backends.device,
                  _stage_weights(digest, draft_digest, is_first=place.pipeline_rank == 0), digest.of(COPIED))
+
+
+@contextmanager
+def naming_memory(config: WorkerConfig, plan: StagePlan) -> Iterator[None]:
+    """Raise CapacityError with the sum where memory runs out while the stage loads."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        place, layers = config.placement, plan.ranges[config.placement.pipeline_rank]
+        weights = plan.description.weight_bytes(layers, place.tensor)
+        free = memory_left() if config.device == HOST.type else f"device {config.device} has no more"
+        raise CapacityError(f"out of memory while it loads {weights / MIB:.0f} MiB of weights and makes room for "
+                            f"{describe_pools(plan.geometry)}; {free}: a smaller --memory-mb or --max-running, or more "
+                            f"stages, take less", resource="memory") from error
 
 
 def _stage_weights(digest: WeightsDigest, draft_digest: WeightsDigest, *, is_first: bool) -> StageWeights:

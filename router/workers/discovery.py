@@ -22,7 +22,7 @@ from prometheus_client import Counter
 from pydantic import AfterValidator
 
 from runtime.announce import announced_address, announcement_path
-from runtime.config import Address, parse_address
+from runtime.config import Address, parse_peer
 from runtime.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -69,11 +69,11 @@ def parse_target(text: str, *, field: str = "target") -> Address | ServiceTarget
         return file
     if text.startswith(DNS):
         try:
-            return parse_address(text.removeprefix(DNS), field=field)
+            return parse_peer(text.removeprefix(DNS), field=field)
         except ConfigError:
             raise ConfigError(f"{field} must be {DNS}NAME:PORT, got {text!r}", field=field) from None
     if not text.startswith(KUBERNETES):
-        return parse_address(text, field=field)
+        return parse_peer(text, field=field)
     path, _, port = text.removeprefix(KUBERNETES).rpartition(":")
     namespace, _, service = path.rpartition("/")
     if not service or not port or "/" in namespace:

@@ -13,6 +13,7 @@ from protos import worker_pb2, worker_pb2_grpc
 from router.text.model_facts import ModelLimits
 from router.workers.worker import Worker
 from runtime.redial import renew
+from runtime.unreachable import reach_problem
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ async def follow_stream(worker: Worker, facts: ModelLimits, interval_s: float) -
     except TimeoutError:
         return f"no report for {silence_s:g} s"
     except grpc.aio.AioRpcError as error:
-        return f"cannot be reached: {error.details() or error.code().name}"
+        return f"cannot be reached: {reach_problem(error.details() or error.code().name)}"
     finally:
         call.cancel()
     return "it ended its reports"

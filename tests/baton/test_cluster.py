@@ -220,6 +220,20 @@ async def test_the_supervisor_says_when(cluster: LocalCluster, log: Log) -> None
     assert all(re.match(rf"baton: {stamp} info ", line) for line in log.lines if line.startswith("baton:"))
 
 
+async def test_a_process_that_the_kernel_killed_for_memory_is_reported_so(
+        tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel counts such kills; here each SIGKILL is counted as one."""
+    killed = [0]
+    monkeypatch.setattr("baton.process.num_oom_kills", lambda: killed[0])
+    async with LocalCluster(config(tmp_path), sink=log) as running:
+        process = running.processes["prefill-0"]
+        killed[0] += 1
+        process.kill()
+        await eventually(lambda: process.num_starts == 2)
+    (line,) = (line for line in log.lines if "starting again" in line)
+    assert "was ended by SIGKILL, because memory ran out, starting again in" in line
+
+
 async def test_stop_leaves_no_process(tmp_path: Path, log: Log) -> None:
     async with LocalCluster(config(tmp_path), sink=log) as running:
         pids = [process.pid for process in running.processes.values()]

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
-from baton.gateway import GatewayConfig, arguments_of, check_can_serve, check_installed, serve, wait_ready
+from baton.gateway import GatewayConfig, app, arguments_of, check_can_serve, check_installed, serve, wait_ready
 from runtime.config import Address, load
 from runtime.errors import ConfigError, UnavailableError
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity
@@ -65,6 +66,12 @@ def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch) ->
     for refused in (check_installed, lambda: check_can_serve("h:1", PLAIN_CHANNEL), lambda: serve(settings())):
         with pytest.raises(ConfigError, match=r"pip install 'baton\[http\]'"):
             refused()
+
+
+def test_a_gateway_without_a_router_is_one_line() -> None:
+    done = CliRunner().invoke(app, [])
+    assert (done.exit_code, done.stderr) == (
+        2, "gateway: --router must be given, or set in the table [gateway] of --config\n")
 
 
 def test_what_it_cannot_stand_before_is_refused(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """What the command line of a worker takes and refuses, before torch is loaded."""
 
+import errno
+import re
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,7 @@ from typer.testing import CliRunner, Result
 from pool.main import worker_command
 from pool.stage.config import WorkerConfig
 from runtime.config import load
-from runtime.supervision import EXIT_CONFIG
+from runtime.supervision import EXIT_CONFIG, EXIT_FAILED
 
 DEMO = Path(__file__).parents[2] / "demo"
 DECODE = worker_command("decode", lambda flags, file: 0)
@@ -33,7 +35,7 @@ def test_the_model_may_stand_in_the_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "says"), [
-    ([], "decode.model: Field required"),
+    ([], "--model must be given, or set in the table [decode] of --config"),
     (["--numerics", "wrong"], "decode.numerics: Input should be 'exact' or 'fast' (got 'wrong')"),
     (["--num-pages", "999999999"], "decode.num_pages: Input should be less than or equal to 268435456 (got 999999999)"),
     (["--drain-s", "inf"], "decode.drain_s: Input should be a finite number (got inf)"),
@@ -50,6 +52,38 @@ def test_settings_that_do_not_fit_are_one_line(arguments: list[str], says: str) 
     assert done.exit_code == EXIT_CONFIG
     assert done.stderr.startswith(f"decode: {says}")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("variables", "says"), [
+    ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "abc"}, "MASTER_PORT must be a port from 1 to 65535, got 'abc'"),
+    ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "0"}, "MASTER_PORT must be a port from 1 to 65535, got '0'"),
+    ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "65536"}, "MASTER_PORT must be a port from 1 to 65535, got '65536'"),
+    ({"MASTER_ADDR": "a b", "MASTER_PORT": "7000"}, "MASTER_ADDR must be a host name or an address, got 'a b'")])
+@pytest.mark.parametrize("asks_only", [True, False])
+def test_a_launcher_s_variables_that_do_not_fit_are_one_line(variables: dict[str, str], says: str,
+                                                              asks_only: bool) -> None:  # noqa: FBT001
+    arguments = ["--model", "x", "--rank", "1", "--world-size", "2", *(["--check-settings"] if asks_only else [])]
+    done = CliRunner().invoke(DECODE, arguments, env=variables)
+    assert (done.exit_code, done.stderr) == (EXIT_CONFIG, f"decode: {says}\n")
+
+
+def test_a_leader_without_a_port_is_refused() -> None:
+    done = checked("--model", "x", "--rank", "1", "--world-size", "2", "--leader", "10.0.0.1:0")
+    assert (done.exit_code, done.stderr) == (
+        EXIT_CONFIG, "decode: --leader must end in a port from 1 to 65535, got '10.0.0.1:0'\n")
+
+
+@pytest.mark.parametrize("error", [
+    MemoryError(), ImportError("libtorch.so: failed to map segment from shared object"),
+    OSError(errno.ENOMEM, "Cannot allocate memory")])
+def test_what_cannot_even_be_imported_for_want_of_memory_is_one_line(error: Exception) -> None:
+    def start(flags: dict[str, object], path: Path | None) -> int:
+        raise error
+
+    done = CliRunner().invoke(worker_command("decode", start), ["--model", "x"])
+    assert done.exit_code == EXIT_FAILED
+    assert re.fullmatch(r"decode: out of memory before it could load anything; \d+ of \d+ MiB are free.*\n",
+                        done.stderr)
 
 
 def test_settings_that_fit_start_nothing() -> None:

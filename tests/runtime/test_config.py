@@ -1,8 +1,9 @@
 from pathlib import Path
 
 import pytest
+from pydantic import Field
 
-from runtime.config import AddressField, Config, describe, leader_from_environment, load, parse_address
+from runtime.config import AddressField, Config, describe, leader_from_environment, load, parse_address, parse_peer
 from runtime.errors import ConfigError
 
 
@@ -11,6 +12,10 @@ class Sample(Config):
     listen: AddressField = "127.0.0.1:0"
     num_pages: int = 64
     wait_s: float = 1.0
+
+
+class Targets(Sample):
+    all_targets: tuple[str, ...] = Field(min_length=1)
 
 
 def test_flags_beat_the_file_and_the_file_beats_defaults(tmp_path: Path) -> None:
@@ -44,10 +49,19 @@ def test_refusals_name_the_key(tmp_path: Path, text: str, field: str, says: str)
 
 
 def test_missing_values_and_files_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"prefill\.model"):
+    with pytest.raises(ConfigError, match=r"^--model must be given, or set in the table \[prefill\] of --config$"):
         load(Sample, section="prefill", flags={})
+    with pytest.raises(ConfigError, match=r"^--model, --all-targets must be given, or") as missing:
+        load(Targets, section="prefill", flags={"all_targets": ()})
+    assert missing.value.field == "model"
     with pytest.raises(ConfigError, match="absent"):
         load(Sample, section="prefill", flags={}, file=tmp_path / "absent")
+
+
+def test_a_server_to_call_has_a_port() -> None:
+    assert str(parse_peer("host:1", field="target")) == "host:1"
+    with pytest.raises(ConfigError, match=r"^target must end in a port from 1 to 65535, got 'host:0'$"):
+        parse_peer("host:0", field="target")
 
 
 def test_config_cannot_be_written() -> None:
@@ -68,3 +82,6 @@ def test_good_addresses() -> None:
     assert str(parse_address("host.name:0")) == "host.name:0"
     assert leader_from_environment({"MASTER_ADDR": "a", "MASTER_PORT": "1"}) == "a:1"
     assert leader_from_environment({"MASTER_ADDR": "a"}) is None
+    assert leader_from_environment({"MASTER_ADDR": "a", "MASTER_PORT": ""}) is None
+    for host in ("fd00::1", "[fd00::1]"):
+        assert leader_from_environment({"MASTER_ADDR": host, "MASTER_PORT": "1"}) == "[fd00::1]:1"

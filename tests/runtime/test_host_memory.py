@@ -1,8 +1,13 @@
 """Memory as kernels show it: of the machine, and within control groups of both generations."""
 
+import errno
+import subprocess
+import sys
 from pathlib import Path
 
-from runtime.host_memory import HostMemory, host_memory
+import pytest
+
+from runtime.host_memory import HostMemory, host_memory, is_out_of_memory, memory_left, num_oom_kills
 
 GIB = 1 << 30
 
@@ -50,3 +55,28 @@ def test_a_limit_above_the_machine_is_none(tmp_path: Path) -> None:
 def test_this_machine_has_memory() -> None:
     memory = host_memory()
     assert 0 < memory.available_bytes <= memory.total_bytes
+
+
+def test_the_kernel_counts_whom_it_killed_for_memory(tmp_path: Path) -> None:
+    assert num_oom_kills(write(tmp_path, {"proc/vmstat": "pgfault 5\noom_kill 3\npgrefill 7\n"})) == 3
+    assert num_oom_kills(tmp_path / "without") == 0
+
+
+def test_errors_of_allocators_are_known() -> None:
+    with pytest.raises(MemoryError) as too_much:
+        bytearray(1 << 62)
+    cuda = "CUDA out of memory. Tried to allocate 20.00 GiB. GPU 0 has a total capacity of 15.77 GiB"
+    for error in (too_much.value, OSError(errno.ENOMEM, "mmap"), RuntimeError(cuda),
+                  RuntimeError("CUDA error: out of memory"),
+                  ImportError("libtorch_cpu.so: failed to map segment from shared object")):
+        assert is_out_of_memory(error)
+    for other in (OSError(errno.ENOENT, "gone"), RuntimeError("shape mismatch"), ValueError("out of memory")):
+        assert not is_out_of_memory(other)
+
+
+def test_what_is_left_names_the_limit_of_a_process() -> None:
+    script = ("import resource; resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30)); "
+              "from runtime.host_memory import memory_left; print(memory_left())")
+    limited = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
+    assert limited.stdout.rstrip().endswith(" MiB are free, of which ulimit -v lets a process have 3072")
+    assert memory_left().endswith(" MiB are free")

@@ -95,6 +95,11 @@ def test_pages_that_no_memory_holds_are_refused_with_the_sum(qwen3: Path) -> Non
                                           r"beside its weights this machine has 2959 MiB: fewer pages") as refused:
         size(qwen3, machine(4 * GIB), num_pages=423)
     assert refused.value.field == "num_pages"
+    assert size(qwen3, machine(4 * GIB), memory_mb=422 * 7).num_pages == 422
+    with pytest.raises(ConfigError, match=r"--memory-mb 2961 make a cache of 2961 MiB on stage 0 \(layers 0-28\), and "
+                                          r"beside its weights this machine has 2959 MiB: less of it") as refused:
+        size(qwen3, machine(4 * GIB), memory_mb=423 * 7)
+    assert refused.value.field == "memory_mb"
 
 
 def test_a_context_that_no_router_could_warm_up_is_refused() -> None:
