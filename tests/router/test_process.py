@@ -96,7 +96,7 @@ async def test_it_ends_within_its_drain_while_grammars_compile(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(("flags", "line"), [
-    (["--decode", "h:1", "--model", "."], "router.prefill"),
+    (["--decode", "h:1", "--model", "."], "router: --prefill must be given"),
     (["--prefill", "h:1", "--decode", "nowhere", "--model", "."], "HOST:PORT"),
     (["--prefill", "h:1", "--decode", "h:2", "--model", "/nowhere", "--log-level", "warning"],
      "/nowhere does not exist; --model takes"),
