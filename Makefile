@@ -20,15 +20,15 @@ help: ## this list
 
 venv: $(STAMP) ## a virtual environment with everything installed
 $(STAMP): pyproject.toml constraints.txt
-	@echo "installing into $(VENV) (a minute or two the first time)"
+	@echo "installing Baton and what its tests need into $(VENV) (a minute or two the first time)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[test,ucx]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[test,ucx]'
 	touch $@ $(DEMO_STAMP)
 
 $(DEMO_STAMP): pyproject.toml constraints.txt
-	@echo "installing into $(VENV) (a minute or two the first time)"
+	@echo "installing Baton into $(VENV) (a minute or two the first time)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e '.[ucx]'
+	$(BIN)/python -m pip install -c constraints.txt -e '.[ucx]'
 	touch $@
 
 demo: $(DEMO_STAMP) ## start a whole local cluster, ask the shipped model a question, show the timings

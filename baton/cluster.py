@@ -222,7 +222,7 @@ class LocalCluster:
             self._launch_router(name)
         for process in self.processes.values():
             await process.announced(timeout_s=self._config.ready_timeout_s)
-        self._say("waiting for the pools to form and warm up (the first time they compile kernels: half a minute)")
+        self._say("waiting for the pools to form and warm up")
         await self.wait_serving(timeout_s=self._config.ready_timeout_s)
         if self._config.http:
             self._launch_gateway()

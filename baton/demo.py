@@ -10,7 +10,7 @@ from baton.client import AsyncBatonClient
 from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig, demo_model
 from baton.nursery import Nursery
-from baton.render import QuietPrinter, status_view, timings_table
+from baton.render import QuietPrinter, StartPrinter, status_view, timings_table
 from baton.values import ChatMessage, Chunk, ClusterStatus, Event, Query, Sampling, Stop
 from baton.wire import completion_of
 from runtime.errors import InternalError
@@ -34,11 +34,10 @@ async def run_demo(console: Console, nursery: Nursery | None) -> None:
     Raises BatonError when a process cannot start, the answer does not come in time or is not the right one.
     """
     started = time.monotonic()
-    config = ClusterConfig(model=demo_model(), decode_pp=2, listen="127.0.0.1:0", log_level="warning",
-                           nursery=nursery)
+    config = ClusterConfig(model=demo_model(), decode_pp=2, listen="127.0.0.1:0", nursery=nursery)
     console.print("starting a router, a prefill worker and a decode pool of two stages")
     printer = QuietPrinter(console)
-    cluster = LocalCluster(config, sink=printer)
+    cluster = LocalCluster(config, sink=StartPrinter(printer, own="baton"))
     async with cluster, AsyncBatonClient(cluster.address) as client:
         console.print(f"serving on {cluster.address} after {time.monotonic() - started:.1f} s\n")
         await _ask(client, console)

@@ -14,6 +14,7 @@ from runtime.announce import Announcement, read_announcement
 from runtime.errors import BatonError, ConfigError, DeadlineError, UnavailableError
 from runtime.host_memory import num_oom_kills
 from runtime.log import LogStyle, message_of, styled_line
+from runtime.start_progress import kernel_progress
 from runtime.supervision import EXIT_CONFIG
 from runtime.tied import ALL_CORES
 
@@ -56,6 +57,7 @@ class RoleProcess:
         self._log_style = log_style  # of the lines about the process
         self._until_serving = until_serving
         self._has_served = False  # in its present life
+        self._kernels = ""  # how far it is with them
         self._child: Child | None = None
         self._announcement: Announcement | None = None
         self._tail: deque[str] = deque(maxlen=20)
@@ -72,10 +74,10 @@ class RoleProcess:
 
     @property
     def progress(self) -> str:
-        """How far its present life has come, in a word or two."""
+        """Return how far its present life has come, in a word or two."""
         if self._has_served:
             return "serves"
-        return "loads" if self._announcement is None else "warms up"
+        return "warms up" if self.spec.announce.exists() else self._kernels or "loads"
 
     @property
     def num_starts(self) -> int:
@@ -174,7 +176,7 @@ class RoleProcess:
         self._num_oom_kills = num_oom_kills()
         if self._stopping:  # stopped while the child was being made
             self.kill()
-        self._has_served = False
+        self._has_served, self._kernels = False, ""
         watching = asyncio.create_task(self._watch_until_serving())
         try:
             assert self._child.stdout is not None
@@ -207,6 +209,7 @@ class RoleProcess:
                 return
             text = line.decode(errors="replace").rstrip()
             self._tail.append(text)
+            self._kernels = kernel_progress(text) or self._kernels
             # The line that a process ends on is shown once: before `settle` in the error of `run`.
             if self._settled or not message_of(text).startswith(self._own_prefix):
                 self._sink(self.spec.name, text)

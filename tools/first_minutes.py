@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pexpect
 
+from baton.client import DEFAULT_TARGET
+
 PAGE = Path(__file__).parent.parent / "docs" / "first-minutes.md"
 PROMPT = "$ "
 START_S, ANSWER_S = 180, 120
@@ -73,7 +75,9 @@ class Terminal:
 
 
 def play() -> list[Scene]:
-    """All scenes in order. Raises pexpect.ExceptionPexpect when a terminal does not show what it should in time."""
+    """Return all scenes in order. The router listens where it does for a new user, as far as can be seen: on this
+    machine that address may be taken. Raises pexpect.ExceptionPexpect when a terminal does not show what it should in
+    time."""
     target = f"127.0.0.1:{_free_port()}"
     with _terminals(target) as (first, second):
         first.type(f"baton up --decode-pp 2 --listen {target}")
@@ -92,7 +96,7 @@ def play() -> list[Scene]:
             second.run("baton up --decode-partition 3,5")])))
         first.interrupt()
         scenes.append(Scene("Stop it with Ctrl-C, in the first terminal", first.until(PROMPT, timeout_s=START_S)))
-    return scenes
+    return [Scene(scene.title, scene.shown.replace(target, DEFAULT_TARGET)) for scene in scenes]
 
 
 def _talk(terminal: Terminal) -> str:

@@ -7,7 +7,6 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 
 from prometheus_client import CollectorRegistry
@@ -17,6 +16,7 @@ from router.request.answer import Answer, Output, ResponseQueue
 from router.request.flow import RequestFlow, Services
 from router.request.service_times import Timeline
 from router.request.validate import AdmissibleRequest
+from router.workers.report import are_missing
 from runtime.clock import SystemClock
 from runtime.errors import BatonError
 from runtime.metrics import RouterMetrics
@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 SERVICE = "baton.v1.Generation"
 RETRY_PAUSE_S = 0.5
 NOTICE_S = 20.0  # without a pair of workers before the log says so
+STARTING_S = 180.0  # in which a router before its first pair takes workers that are missing for workers that start
 # One token by prefill, one by decode, from a prompt that every vocabulary has.
 WARM_UP_PROMPT, WARM_UP_TOKENS = (0, 0, 0, 0), 2
 
@@ -47,7 +48,7 @@ class Readiness:
     async def run(self) -> None:
         problem = ""
         while True:
-            await self._pair(problem)
+            await self._pair((problem, logging.WARNING))
             if not await self._warm_up():
                 await asyncio.sleep(RETRY_PAUSE_S)
                 continue
@@ -60,18 +61,26 @@ class Readiness:
                 await self._health.set_not_serving(name)
             logger.warning("not ready", extra={"reason": problem})
 
-    async def _pair(self, logged: str) -> None:
-        """Until there is a pair of workers. Who started a router before workers that will never do reads why in its
-        log, once for each reason; `logged` is the last one."""
-        while True:
-            with suppress(TimeoutError):
-                async with asyncio.timeout(NOTICE_S):
-                    await self._directory.until_paired(is_paired=True)
-                    return
+    async def _pair(self, told: tuple[str, int]) -> None:
+        """Wait for a pair of workers. Log once for each reason why there is none; `told` is the last one and its level.
+        A router before its first pair takes workers that are missing for workers that still start."""
+        starts_until_s = 0.0 if told[0] else asyncio.get_running_loop().time() + STARTING_S
+        while not await self._paired_soon():
             problem = self._directory.pair_problem()
-            if problem and problem != logged:
-                logger.warning("not ready", extra={"reason": problem})
-                logged = problem
+            starts = asyncio.get_running_loop().time() < starts_until_s and are_missing(self._directory.workers)
+            now = (problem, logging.INFO if starts else logging.WARNING)
+            if problem and now != told:
+                logger.log(now[1], "waiting for workers" if starts else "not ready", extra={"reason": problem})
+                told = now
+
+    async def _paired_soon(self) -> bool:
+        """Return whether there is a pair of workers within `NOTICE_S`."""
+        try:
+            async with asyncio.timeout(NOTICE_S):
+                await self._directory.until_paired(is_paired=True)
+        except TimeoutError:
+            return False
+        return True
 
     async def _warm_up(self) -> bool:
         engine = types_pb2.EngineRequest(

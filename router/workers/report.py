@@ -20,6 +20,11 @@ def pair_problem(workers: Sequence[Worker]) -> str:
             f"has {here}, decode has {there}")
 
 
+def are_missing(workers: Sequence[Worker]) -> bool:
+    """Return whether a role has no usable worker: where both have, they do not fit together."""
+    return not all(_usable(workers, role) for role in WorkerRole)
+
+
 def refusal(workers: Sequence[Worker]) -> str:
     """What a client reads of `pair_problem`: what is wrong, without addresses of the cluster's inside."""
     for role in WorkerRole:

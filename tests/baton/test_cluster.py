@@ -105,6 +105,24 @@ async def test_a_start_that_takes_long_shows_how_far_each_process_is(
     assert re.search(f": prefill-0 {state}, decode-0.0 {state}, decode-0.1 {state}, router {state}$", reports[0])
 
 
+async def test_a_start_that_compiles_kernels_shows_how_many_are_there(
+        tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And that others, whose announcement the cluster does not wait for yet, are further on."""
+    monkeypatch.setattr("baton.cluster.PROGRESS_S", 0.0)
+    settings = config(tmp_path)
+    (settings.model / "kernels").touch()
+
+    def watch(name: str, line: str) -> None:
+        log(name, line)
+        if "prefill-0 compiles kernels (3 of 37)" in line and "router loads" not in line:
+            (settings.model / "kernels").unlink(missing_ok=True)
+
+    async with asyncio.timeout(120):
+        async with LocalCluster(settings, sink=watch):
+            pass
+    assert not (settings.model / "kernels").exists()
+
+
 class Elsewhere:
     """Another address of the loopback for each process, and a word more on its command line."""
 

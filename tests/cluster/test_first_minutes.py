@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from baton.client import DEFAULT_TARGET
 from tools.first_minutes import PAGE, levelled, play
 
 # Python 3.12 warns of what a pseudo-terminal needs in a process with threads.
@@ -25,3 +26,9 @@ def comparable(shown: str) -> str:
 def test_they_are_what_the_page_shows() -> None:
     played = [(scene.title, comparable(scene.shown)) for scene in play()]
     assert played == list(scenes_of(PAGE.read_text()))
+
+
+def test_the_page_shows_the_router_where_the_commands_look_for_it() -> None:
+    """It is played at another port, because the usual one may be taken."""
+    (shown,) = re.findall(r"router: (\S+), metrics", PAGE.read_text())
+    assert shown == DEFAULT_TARGET

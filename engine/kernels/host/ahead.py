@@ -8,40 +8,68 @@ time in a process, whatever its threads.
 """
 
 import logging
+import math
 import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from engine.kernels.host.compiled import Attempt, KernelLockedError, KernelMissingError, trying
 from engine.kernels.host.kernel_list import Kernel, kernels
 from runtime.host_cores import num_cores
 from runtime.host_memory import MIB, host_memory
+from runtime.start_progress import KERNELS
 from runtime.tied import ALL_CORES, program, tie_to_parent
 
 logger = logging.getLogger(__name__)
 
 PROCESS_BYTES = 640 * MIB  # of a process that compiles: half of it are torch and numba
 _REAP_S = 5.0
+REPORT_S = 2.0  # between two reports of how many kernels are there
 
 
-def compile_ahead(wanted: Sequence[Kernel]) -> None:
-    """Returns when all are there. From the thread that the process ends with: what is started ends with it, too."""
+def _log(done: int, total: int) -> None:
+    logger.info(KERNELS, done, total)
+
+
+def compile_ahead(wanted: Sequence[Kernel], report: Callable[[int, int], None] = _log) -> None:
+    """Return when all are there. Call it from the thread that the process ends with: what is started ends with it, too.
+
+    `report` is told how many of those that were never compiled on this machine are there, and how many these are.
+    """
     begin_s = time.monotonic()
     missing, left = _not_kept(wanted)
-    if missing:
-        logger.info("compiling kernels: %d of %d were never compiled on this machine", len(missing), len(wanted))
+    progress = _Progress(len(missing), report)
     most = min(num_cores(), len(missing), host_memory().available_bytes // PROCESS_BYTES)
     with _helpers(missing, most - 1):
         while left:
-            locked = _take(left)
+            locked = _take(left, progress)
             if len(locked) == len(left):  # others have all that is left
                 locked.pop(0).load()
             left = locked
     if missing:
+        report(len(missing), len(missing))
         logger.info("all %d kernels are there after %.1f s", len(wanted), time.monotonic() - begin_s)
+
+
+class _Progress:
+    """Reports of how many kernels are there, the first at once and the others `REPORT_S` apart; none where all were
+    kept."""
+
+    def __init__(self, total: int, report: Callable[[int, int], None]) -> None:
+        self._total = total
+        self._report = report
+        self._reported_s = -math.inf
+        self.left(total)
+
+    def left(self, count: int) -> None:
+        """Note how many are not there yet."""
+        now_s = time.monotonic()
+        if self._total and now_s - self._reported_s >= REPORT_S:
+            self._reported_s = now_s
+            self._report(max(self._total - count, 0), self._total)
 
 
 def _not_kept(wanted: Sequence[Kernel]) -> tuple[list[Kernel], list[Kernel]]:
@@ -59,16 +87,24 @@ def _not_kept(wanted: Sequence[Kernel]) -> tuple[list[Kernel], list[Kernel]]:
     return missing, left
 
 
-def _take(left: Sequence[Kernel]) -> list[Kernel]:
-    """Compile, or load, all that no other process has locked; returns the others."""
+def _take(left: Sequence[Kernel], progress: _Progress) -> list[Kernel]:
+    """Compile or load all that no other process has locked. Return the others."""
     locked = []
-    for kernel in left:
-        try:
-            with trying(Attempt.UNLOCKED):
-                kernel.load()
-        except KernelLockedError:
+    for place, kernel in enumerate(left, 1):
+        if not _took(kernel):
             locked.append(kernel)
+        progress.left(len(locked) + len(left) - place)
     return locked
+
+
+def _took(kernel: Kernel) -> bool:
+    """Compile or load a kernel, and return whether no other process had it locked."""
+    try:
+        with trying(Attempt.UNLOCKED):
+            kernel.load()
+    except KernelLockedError:
+        return False
+    return True
 
 
 @contextmanager
@@ -99,7 +135,8 @@ def main() -> None:
     parent, places = sys.argv[1:]
     tie_to_parent(int(parent), ALL_CORES)
     every = list(kernels())
-    _take([every[int(place)] for place in places.split(",")])
+    for place in places.split(","):
+        _took(every[int(place)])
 
 
 if __name__ == "__main__":

@@ -10,12 +10,13 @@ import time
 from engine.kernels.host.ahead import compile_ahead
 from engine.kernels.host.kernel_list import kernels
 from runtime.host_cores import num_cores
+from runtime.start_progress import KERNELS
 
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     begin_s = time.monotonic()
-    compile_ahead(list(kernels()))
+    compile_ahead(list(kernels()), lambda done, total: print(KERNELS % (done, total), flush=True))
     print(f"all kernels in {time.monotonic() - begin_s:.1f} s on {num_cores()} cores")
 
 

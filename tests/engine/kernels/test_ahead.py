@@ -108,6 +108,21 @@ def test_helpers_are_as_many_as_cores_kernels_and_memory_allow_and_none_is_left(
     assert log == [*begin, *["killed"] * len(begin), *["gone"] * len(begin)]
 
 
+def test_how_many_are_there_is_reported_from_the_first_to_the_last(helpers: Callable[..., list[str]],
+                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four kernels one is kept, one is compiled elsewhere first, and two are compiled here."""
+    monkeypatch.setattr(ahead, "REPORT_S", 0.0)
+    every = [scripted("a", [], THERE), scripted("b", [], MISSING, LOCKED, THERE), scripted("c", [], MISSING, THERE),
+             scripted("d", [], MISSING, THERE)]
+    helpers(every, 1, 0)
+    reports: list[tuple[int, int]] = []
+    compile_ahead(every, lambda done, total: reports.append((done, total)))
+    assert reports == [(0, 3), (0, 3), (1, 3), (2, 3), (3, 3), (3, 3)]
+    reports.clear()
+    compile_ahead([scripted("a", [], THERE)], lambda done, total: reports.append((done, total)))
+    assert not reports
+
+
 def test_what_is_kept_or_locked_starts_no_helpers(helpers: Callable[..., list[str]]) -> None:
     every = [scripted("a", [], THERE), scripted("b", [], LOCKED, THERE), scripted("c", [], LOCKED, THERE)]
     log = helpers(every, 8, 99 * ahead.PROCESS_BYTES)

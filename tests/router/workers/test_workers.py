@@ -1,6 +1,7 @@
 """Who gets what: pairs, the hold-back queue, readiness, load."""
 
 import asyncio
+import logging
 import math
 import random
 import time
@@ -91,6 +92,27 @@ async def test_a_router_before_workers_that_will_never_do_says_so_in_its_log(
     said = [record for record in caplog.records if record.message == "not ready"]
     assert "do not fit together" in said[-1].reason  # type: ignore[attr-defined]
     assert len({record.reason for record in said}) == len(said)  # type: ignore[attr-defined]
+
+
+async def test_workers_that_still_start_are_waited_for_without_a_warning(
+        caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every start of more than 20 s logged a warning that there were none."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr("router.api.readiness.NOTICE_S", 0.02)
+    prefill, decode = pair()
+    decode.serving = False
+    async with running_router(prefill, decode, warms_up=True):
+        await eventually(lambda: "waiting for workers" in caplog.messages, "a line about it")
+        monkeypatch.setattr("router.api.readiness.STARTING_S", 0.0)  # of the next router
+    assert "not ready" not in caplog.messages
+    said = [record for record in caplog.records if record.message == "waiting for workers"]
+    assert "no decode worker is usable" in said[-1].reason  # type: ignore[attr-defined]
+    caplog.clear()
+    prefill, decode = pair()
+    decode.serving = False
+    async with running_router(prefill, decode, warms_up=True):
+        await eventually(lambda: "not ready" in caplog.messages, "a warning in the end")
+    assert "waiting for workers" not in caplog.messages
 
 
 async def test_only_compatible_pairs_are_made() -> None:

@@ -1,12 +1,14 @@
 """A role process without an engine: it takes a role's flags, serves health (and an echo, as router), and announces.
 
 Its behaviour is chosen by the name of the "model": "broken" exits at once with an error, "refused" as a role does that
-refuses its settings, "slow" never serves, and neither does one with a file of that name.
+refuses its settings, "slow" never serves, and neither does one with a file of that name. Where there is a file
+"kernels", prefill compiles until it is gone.
 """
 
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry
@@ -16,6 +18,7 @@ from runtime.announce import Announcement, write_announcement
 from runtime.log import LogStyle, configure, report_end
 from runtime.metrics import RpcMetrics
 from runtime.server import GrpcServer, ServerOptions
+from runtime.start_progress import KERNELS
 from runtime.supervision import EXIT_CONFIG, StopSignal, run_process
 from tests.support.router.generation import EchoGeneration
 
@@ -32,6 +35,10 @@ def main(role: str) -> None:
     if "--check-settings" in rest:
         sys.exit()
     print(f"{role} on cores {sorted(os.sched_getaffinity(0))} with {' '.join(rest)}", flush=True)
+    if role == "prefill" and (flags.model / "kernels").exists():
+        print(KERNELS % (3, 37), flush=True)
+        while (flags.model / "kernels").exists():
+            time.sleep(0.02)
     if flags.model.name == "broken" and role == "decode":
         sys.exit("the weights are not readable")
 
