@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import secrets
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -20,13 +21,13 @@ from baton.demo import run_demo
 from baton.finite import finite
 from baton.generate_command import print_text, prompt_of, structured_output_of
 from baton.load import Slo
-from baton.load_command import Api, LoadSpec, connect, measure, report
+from baton.load_command import DEFAULT_COUNT, Api, LoadSpec, connect, measure, report
 from baton.load_plot import check_can_plot
 from baton.render import event_json, status_view
 from baton.status_command import watch_json, watch_status
 from baton.up_command import up
 from baton.values import Query, Sampling, Stop
-from baton.workload import Arrivals, Lengths, Process, Shape
+from baton.workload import Arrivals, Lengths, Process, Shape, TooLong
 from runtime.config import MAX_WAIT_S
 from runtime.errors import RequestAborted
 from runtime.supervision import StopSignal, interruptible, run_process
@@ -223,14 +224,18 @@ def flush(
 def load(
     target: Target = None,
     api: Annotated[Api, typer.Option(help="What the target speaks: Baton's own API, or VllmEngine's.")] = Api.BATON,
-    requests: Annotated[int, typer.Option(min=1, help="How many to send.")] = 60,
+    requests: Annotated[int | None, typer.Option(min=1, help="How many to send; default: all of the trace, or "
+                                                             f"{DEFAULT_COUNT}.")] = None,
     rate: Annotated[float, typer.Option(min=0.001, callback=finite, help="Mean arrivals per second.")] = 4.0,
     arrival: Annotated[Process, typer.Option(help="How arrivals are spread.")] = Process.POISSON,
     burst: Annotated[int, typer.Option(min=1, help="Requests per burst, with --arrival burst.")] = 8,
     prompt_tokens: Annotated[str, typer.Option(help=_LENGTH_HELP)] = "uniform:96-288",
     output_tokens: Annotated[str, typer.Option(help="The same, for what is generated.")] = "32",
-    trace: Annotated[Path | None, typer.Option(help="Replay times and lengths of this JSONL file instead.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Replay times and lengths of this file instead: JSONL, or "
+                                                         "Azure's or BurstGPT's CSV.")] = None,
     speed: Annotated[float, typer.Option(min=0.001, callback=finite, help="Replay a trace this much faster.")] = 1.0,
+    too_long: Annotated[TooLong, typer.Option(help="What to do with requests longer than the context: refuse the "
+                                                  "load, skip them, or cut their prompts.")] = TooLong.REFUSE,
     warm_up: Annotated[int, typer.Option(min=0, help="Requests to send before, and not to count.")] = 2,
     slo_ttft: Annotated[float, typer.Option(min=0.000001, callback=finite,
                                             help="Limit on time to first token, seconds.")] = 0.5,
@@ -238,7 +243,8 @@ def load(
                                             help="Limit on time per further token, seconds.")] = 0.05,
     timeout: Annotated[float, typer.Option(min=0.001, max=MAX_WAIT_S, callback=finite,
                                            help="Give a request up after this many seconds.")] = 60.0,
-    seed: Annotated[int, typer.Option(help="The same seed sends the same requests at the same times.")] = 0,
+    seed: Annotated[int | None, typer.Option(help="The same seed sends the same requests at the same times; default: "
+                                                  "a new one, so that no cache knows the prompts.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw the run into this .png, .svg or .pdf.")] = None,
     as_json: AsJson = False,
     tls_ca: TlsCa = None,
@@ -263,8 +269,8 @@ def load(
         shape = Shape(Lengths.parse(prompt_tokens, field="prompt_tokens"),
                       Lengths.parse(output_tokens, field="output_tokens"))
         figures = asyncio.run(run(LoadSpec(
-            api, requests, Arrivals(arrival, rate, burst), shape, Slo(slo_ttft, slo_tpot), trace, speed, warm_up, seed,
-            timeout, plot)))
+            api, requests, Arrivals(arrival, rate, burst), shape, Slo(slo_ttft, slo_tpot), trace, speed, warm_up,
+            secrets.randbits(32) if seed is None else seed, timeout, plot, too_long)))
         if as_json:
             print(json.dumps(figures))
         else:

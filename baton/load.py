@@ -17,7 +17,7 @@ from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from baton.values import Event, Finish, ModelInfo, Query, Timings
+from baton.values import Event, Finish, ModelInfo, Query, Timings, Usage
 from runtime.errors import BatonError
 
 TIMEOUT_S = 60.0
@@ -42,6 +42,8 @@ class Outcome:
     error: str | None
     arrived_s: float = 0.0  # when it should be sent, after the start
     lag_s: float = 0.0  # how much later it was
+    prompt_tokens: int = 0  # of one that finished
+    cached_tokens: int = 0  # those that were not computed again
 
     @property
     def tpot_s(self) -> float | None:
@@ -157,15 +159,15 @@ async def run_load(client: Endpoint, queries: Sequence[Query], arrivals_s: Seque
 async def _measure(client: Endpoint, query: Query, timeout_s: float, arrival_s: float, start: float) -> Outcome:
     sent = time.monotonic()
     times: list[float] = []
-    num_tokens, timings, error = 0, None, None
+    num_tokens, timings, error, usage = 0, None, None, Usage(0, 0)
     try:
         async for event in client.generate(query, timeout_s=timeout_s):
             if isinstance(event, Finish):
-                timings = event.timings
+                timings, usage = event.timings, event.usage
             elif event.token_ids:
                 times.append(time.monotonic() - sent)
                 num_tokens += len(event.token_ids)
     except BatonError as failure:
         error = failure.reason
     return Outcome(times[0] if times else None, tuple(times), num_tokens, timings, error, arrival_s,
-                   max(0.0, sent - start - arrival_s))
+                   max(0.0, sent - start - arrival_s), usage.prompt_tokens, usage.cached_tokens)

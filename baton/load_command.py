@@ -1,10 +1,11 @@
 """`baton load`: what to send, where, and how to report."""
 
 import json
+import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 
@@ -17,11 +18,14 @@ from baton.client import AsyncBatonClient
 from baton.load import Endpoint, Outcome, Slo, errors_of, run_load, summarise
 from baton.load import Progress as RunProgress
 from baton.retry import DEFAULT_RETRY, NO_RETRY
+from baton.traces import Trace, read_trace
+from baton.values import ModelInfo
 from baton.vllm_client import AsyncVllmEngineClient
-from baton.workload import Arrivals, Planned, Shape, make_queries, plan, read_trace
+from baton.workload import Arrivals, Planned, Shape, TooLong, changes, fitted, make_queries, plan
 from runtime.errors import ConfigError
 from runtime.security import ChannelSecurity
 
+DEFAULT_COUNT = 60  # of requests that are drawn
 WARM_UP_RATE = 10.0
 _ROWS = {"time to first token": "ttft_s", "time per output token": "tpot_s", "gap between messages": "itl_s",
          "whole request": "e2e_s", "prefill": "prefill_s", "KV transfer not overlapped": "handoff_exposed_s"}
@@ -36,10 +40,11 @@ class Api(StrEnum):
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """One run. A trace, if there is one, takes the place of `count`, `arrivals` and `shape`."""
+    """One run. A trace, if there is one, takes the place of `arrivals` and `shape`; `count` is then how many of its
+    requests are sent, None for all."""
 
     api: Api
-    count: int
+    count: int | None
     arrivals: Arrivals
     shape: Shape
     slo: Slo
@@ -49,12 +54,13 @@ class LoadSpec:
     seed: int = 0
     timeout_s: float = 60.0
     picture: Path | None = None
+    too_long: TooLong = TooLong.REFUSE
 
-    def planned(self) -> list[Planned]:
-        """Raises ConfigError for a trace that cannot be used."""
+    def load(self) -> Trace:
+        """Return what to send. Raises ConfigError for a trace that cannot be used."""
         if self.trace is not None:
-            return read_trace(self.trace, speed=self.speed)
-        return plan(self.count, self.arrivals, self.shape, seed=self.seed)
+            return read_trace(self.trace, speed=self.speed, limit=self.count)
+        return Trace(tuple(plan(self.count or DEFAULT_COUNT, self.arrivals, self.shape, seed=self.seed)))
 
 
 def connect(api: Api, targets: Sequence[str], security: ChannelSecurity) -> AsyncBatonClient | AsyncVllmEngineClient:
@@ -72,13 +78,13 @@ def connect(api: Api, targets: Sequence[str], security: ChannelSecurity) -> Asyn
 
 async def measure(client: Endpoint, spec: LoadSpec, console: Console) -> tuple[dict[str, object], list[Outcome]]:
     """Warm up, send everything, and the figures of what was sent after the warm-up."""
-    planned = spec.planned()
-    queries = make_queries(await client.model_info(), planned, seed=spec.seed)
+    trace, info = spec.load(), await client.model_info()
+    fitting = fitted(trace.planned, info.max_context_tokens, spec.too_long)
+    planned = fitting.planned
     if spec.warm_up:
         console.print(f"warming up with {spec.warm_up} requests", style="dim")
-        repeated = [queries[index % len(queries)] for index in range(spec.warm_up)]
-        await run_load(client, repeated, [index / WARM_UP_RATE for index in range(spec.warm_up)],
-                       timeout_s=spec.timeout_s)
+        await _warm_up(client, info, spec, planned)
+    queries = make_queries(info, planned, seed=spec.seed)
     with _bar(console, len(queries)) as show:
         started = time.monotonic()
         outcomes = await run_load(client, queries, [item.at_s for item in planned], timeout_s=spec.timeout_s,
@@ -86,7 +92,20 @@ async def measure(client: Endpoint, spec: LoadSpec, console: Console) -> tuple[d
         duration_s = time.monotonic() - started
     if spec.picture is not None:
         load_plot.plot(outcomes, spec.slo, spec.picture)
-    return {**summarise(outcomes, spec.slo, duration_s), "errors": errors_of(outcomes)}, outcomes
+    return {**summarise(outcomes, spec.slo, duration_s), "errors": errors_of(outcomes), "seed": spec.seed,
+            "prompt_tokens": sum(outcome.prompt_tokens for outcome in outcomes),
+            "cached_tokens": sum(outcome.cached_tokens for outcome in outcomes),
+            "requests_cut": fitting.num_cut, "requests_skipped": fitting.num_skipped,
+            "requests_unanswered_in_trace": trace.num_unanswered,
+            "max_context_tokens": info.max_context_tokens}, outcomes
+
+
+async def _warm_up(client: Endpoint, info: ModelInfo, spec: LoadSpec, planned: Sequence[Planned]) -> None:
+    """Send prompts as long as the first ones, but others: those that are measured must find nothing in a cache that a
+    warm-up left there."""
+    lengths = [replace(planned[index % len(planned)], blocks=()) for index in range(spec.warm_up)]
+    queries = make_queries(info, lengths, seed=random.Random(f"warm-up {spec.seed}").getrandbits(64))
+    await run_load(client, queries, [index / WARM_UP_RATE for index in range(spec.warm_up)], timeout_s=spec.timeout_s)
 
 
 class _Bar:
@@ -118,10 +137,20 @@ def report(figures: dict[str, object]) -> Sequence[Table | str]:
         table.add_row(text, *("-" if not isinstance(value, float) else f"{value * 1e3:.1f}" for value in values))
     lines = [f"{figures['requests']} requests in {figures['duration_s']:.1f} s, {figures['failed']} failed: "
              f"{figures['requests_per_s']:.2f} a second, {figures['output_tokens_per_s']:.1f} tokens a second",
-             _goodput(figures)]
-    if figures["errors"]:
-        lines.append(f"errors: {json.dumps(figures['errors'])}")
+             _goodput(figures), *_notes(figures)]
     return (table, *lines)
+
+
+def _notes(figures: Mapping[str, object]) -> Iterator[str]:
+    """Yield what has to be known beside the figures."""
+    names = ("cached_tokens", "prompt_tokens", "requests_cut", "requests_skipped", "requests_unanswered_in_trace",
+             "max_context_tokens")
+    cached, prompts, cut, skipped, unanswered, context = (int(str(figures[name])) for name in names)
+    yield f"prefix caches served {cached} of {prompts} prompt tokens ({cached / max(prompts, 1):.1%})"
+    yield from changes(cut=cut, skipped=skipped, unanswered=unanswered, max_context_tokens=context)
+    if figures["errors"]:
+        yield f"errors: {json.dumps(figures['errors'])}"
+    yield f"seed {figures['seed']}; the same requests once more (--seed) may find their prompts in the caches"
 
 
 def _goodput(figures: dict[str, object]) -> str:

@@ -80,7 +80,7 @@ class AsyncVllmEngineClient:
 
     def _event(self, request_id: str, response: Any) -> Event:  # noqa: ANN401
         answer = response.complete if response.WhichOneof("response") == "complete" else response.chunk
-        usage = Usage(answer.prompt_tokens, answer.completion_tokens)
+        usage = Usage(answer.prompt_tokens, answer.completion_tokens, answer.cached_tokens)
         if response.WhichOneof("response") == "chunk":
             return Chunk(request_id, tuple(answer.token_ids), "", (), usage)
         reason = _REASONS.get(answer.finish_reason, FinishReason.ABORTED)

@@ -1,18 +1,13 @@
-"""What a load consists of: when requests arrive and how long they are, drawn or replayed from a trace.
+"""What a load consists of: when requests arrive and how long they are. Those of a trace are read by `baton.traces`.
 
     Arrivals(Process.BURST, rate=4, burst=8).times(100, random.Random(0))
     Lengths.parse("uniform:96-288").draw(rng)
-    read_trace(Path("trace.jsonl"), speed=2.0)
 """
 
-import itertools
-import json
-import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from pathlib import Path
 from typing import Self
 
 from baton.values import ModelInfo, Query, Sampling, Stop
@@ -20,6 +15,7 @@ from runtime.errors import ConfigError
 
 MAX_LENGTH = 1 << 20
 MAX_BLOCK = (1 << 64) - 1
+BLOCK_TOKENS = 512  # of a trace's blocks
 
 
 class Process(StrEnum):
@@ -116,42 +112,6 @@ def plan(count: int, arrivals: Arrivals, shape: Shape, *, seed: int) -> list[Pla
     return [Planned(at_s, shape.prompt.draw(rng), shape.output.draw(rng)) for at_s in arrivals.times(count, rng)]
 
 
-def read_trace(path: Path, *, speed: float = 1.0) -> list[Planned]:
-    """One JSON object per line, in order of time: `at_s`, `prompt_tokens`, `output_tokens`; or `timestamp` (ms),
-    `input_length`, `output_length` and `hash_ids`, as Mooncake's published traces have them. `speed` 2 replays twice as
-    fast.
-
-    Raises ConfigError naming the line.
-    """
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot read the trace {path}: {error}", field="trace") from error
-    planned = [_trace_line(line, f"{path}:{number}", speed) for number, line in enumerate(lines, 1) if line.strip()]
-    if not planned:
-        raise ConfigError(f"the trace {path} has no requests", field="trace")
-    if any(after.at_s < before.at_s for before, after in itertools.pairwise(planned)):
-        raise ConfigError(f"the trace {path} is not in order of time", field="trace")
-    return [replace(item, at_s=item.at_s - planned[0].at_s) for item in planned]
-
-
-def _trace_line(line: str, where: str, speed: float) -> Planned:
-    try:
-        values = json.loads(line)
-        at_s = float(values["at_s"]) if "at_s" in values else float(values["timestamp"]) / 1e3
-        prompt, output = (int(values[ours] if ours in values else values[theirs]) for ours, theirs in (
-            ("prompt_tokens", "input_length"), ("output_tokens", "output_length")))
-        blocks = tuple(map(int, values.get("hash_ids", ())))
-    except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{where}: needs at_s, prompt_tokens and output_tokens ({error!r})", field="trace") from None
-    if not 0 <= at_s < math.inf or not 1 <= prompt <= MAX_LENGTH or not 1 <= output <= MAX_LENGTH:
-        raise ConfigError(f"{where}: at_s must be finite and not negative, lengths must be from 1 to {MAX_LENGTH}",
-                          field="trace")
-    if any(not 0 <= block <= MAX_BLOCK for block in blocks):
-        raise ConfigError(f"{where}: hash_ids must be from 0 to {MAX_BLOCK}", field="trace")
-    return Planned(at_s / speed, prompt, output, blocks)
-
-
 def superposed(planned: Sequence[Planned], copies: int, *, seed: int) -> list[Planned]:
     """A load in order of time, so many times at once: as many users with as much to ask, each copy with blocks of its
     own and beginning somewhere else in the load, so that bursts do not meet. Its length and the first copy stay."""
@@ -165,15 +125,69 @@ def superposed(planned: Sequence[Planned], copies: int, *, seed: int) -> list[Pl
     return sorted(together, key=lambda item: item.at_s)
 
 
+class TooLong(StrEnum):
+    """What becomes of requests that are longer than the context of the model, prompt and answer together."""
+
+    REFUSE = "refuse"  # with the whole load
+    SKIP = "skip"
+    CUT = "cut"  # the prompt, and where that is not enough the answer
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A load whose requests all fit, and how many were cut, or left out, for that."""
+
+    planned: tuple[Planned, ...]
+    num_cut: int = 0
+    num_skipped: int = 0
+
+
+def changes(*, cut: int, skipped: int, unanswered: int, max_context_tokens: int) -> Iterator[str]:
+    """Yield for people what of a load is not sent as it was planned."""
+    context = f"the context of {max_context_tokens} tokens"
+    if cut:
+        yield f"requests cut to {context}: {cut}"
+    if skipped:
+        yield f"requests left out as longer than {context}: {skipped}"
+    if unanswered:
+        yield f"requests left out as the trace has no answer to them: {unanswered}"
+
+
+def fitted(planned: Sequence[Planned], max_context_tokens: int, too_long: TooLong) -> Fitted:
+    """Make a load fit the context. Raises ConfigError where that has to be said and was not, or where nothing is
+    left."""
+    long = [item for item in planned if item.prompt_tokens + item.output_tokens > max_context_tokens]
+    if not long:
+        return Fitted(tuple(planned))
+    if too_long is TooLong.REFUSE:
+        most = max(item.prompt_tokens + item.output_tokens for item in long)
+        raise ConfigError(f"{len(long)} of {len(planned)} requests are longer than the context of {max_context_tokens} "
+                          f"tokens, the longest comes to {most}: --too-long skip leaves them out, --too-long cut "
+                          f"shortens them", field="too_long")
+    if too_long is TooLong.CUT:
+        return Fitted(tuple(_cut(item, max_context_tokens) for item in planned), num_cut=len(long))
+    kept = tuple(item for item in planned if item.prompt_tokens + item.output_tokens <= max_context_tokens)
+    if not kept:
+        raise ConfigError(f"none of {len(planned)} requests fits into the context of {max_context_tokens} tokens",
+                          field="too_long")
+    return Fitted(kept, num_skipped=len(long))
+
+
+def _cut(item: Planned, max_context_tokens: int) -> Planned:
+    output = min(item.output_tokens, max_context_tokens - 1)
+    return replace(item, prompt_tokens=min(item.prompt_tokens, max_context_tokens - output), output_tokens=output)
+
+
 def make_queries(info: ModelInfo, planned: Sequence[Planned], *, seed: int) -> list[Query]:
-    """Prompts of random ordinary tokens, for any model. Each generates exactly its tokens; what is longer than the
-    model's context is cut."""
+    """Make prompts of random ordinary tokens, for any model; each answer has exactly its tokens. A block of a trace has
+    the same tokens wherever it is."""
     rng = random.Random(seed)
     ordinary = [token for token in range(info.vocab_size) if token not in info.eos_token_ids]
     queries = []
     for index, item in enumerate(planned):
-        output = min(item.output_tokens, info.max_context_tokens - 1)
-        prompt = min(item.prompt_tokens, info.max_context_tokens - output)
-        queries.append(Query(tuple(rng.choices(ordinary, k=prompt)), Sampling(seed=index),
-                             Stop(max_tokens=output, ignore_eos=True), skip_text=True))
+        shared = [token for block in item.blocks[:-(-item.prompt_tokens // BLOCK_TOKENS)]
+                  for token in random.Random(f"{seed}/{block}").choices(ordinary, k=BLOCK_TOKENS)][:item.prompt_tokens]
+        own = rng.choices(ordinary, k=item.prompt_tokens - len(shared))
+        queries.append(Query((*shared, *own), Sampling(seed=index),
+                             Stop(max_tokens=item.output_tokens, ignore_eos=True), skip_text=True))
     return queries

@@ -4,7 +4,8 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from baton.workload import Planned, read_trace
+from baton.traces import read_trace
+from baton.workload import Planned
 from runtime.errors import ConfigError
 
 
@@ -26,6 +27,6 @@ def at_least(least: int) -> Callable[[str], int]:
 def trace_file(text: str) -> list[Planned]:
     """The requests of a trace, by its path."""
     try:
-        return read_trace(Path(text))
+        return list(read_trace(Path(text)).planned)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error)) from None

@@ -21,11 +21,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, quantiles
 
-from baton.workload import Planned
+from baton.workload import BLOCK_TOKENS, Planned
 from bench.arguments import trace_file
 from bench.report import Value, render
-
-BLOCK_TOKENS = 512  # of a trace's blocks
 
 
 @dataclass(frozen=True)

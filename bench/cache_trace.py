@@ -23,13 +23,12 @@ from baton.cluster_config import ClusterConfig, demo_model
 from baton.load import Slo, run_load, summarise
 from baton.retry import NO_RETRY
 from baton.values import ModelInfo, Query, Sampling, Stop
-from baton.workload import Planned
+from baton.workload import BLOCK_TOKENS, Planned
 from bench.arguments import trace_file
 from bench.command import benchmark_flags, run_benchmark, running_cluster
 from bench.report import OtherLoad, Value
 from router.workers.policy import Policy
 
-BLOCK_TOKENS = 512  # of a trace's blocks
 MOST_RATIO = 0.2
 COMPARED = (Policy.PREFIX_CACHE, Policy.LEAST_LOAD)
 SHOWN = ("ttft_s_p50", "ttft_s_p90", "tpot_s_p90", "failed")

@@ -25,6 +25,7 @@ from runtime.host_memory import MIB, HostMemory
 from runtime.model_files.config import read_config
 from runtime.model_files.end_tokens import read_end_tokens
 from runtime.model_files.sampling import read_sampling_defaults
+from runtime.model_folder import check_model_folder
 from runtime.standard_streams import open_to_all_text
 
 _ANY_MEMORY = HostMemory(1 << 62, 1 << 62)  # of a machine that is not this one: what the cache may take was given
@@ -53,6 +54,7 @@ def check(
              "partition": partition, "weights": weights, "draft": draft, "memory_mb": memory_mb,
              "max_context": max_context, "max_running": max_running}
     try:
+        check_model_folder(model, flag="baton check")
         config = load(WorkerConfig, section="decode", flags=flags)
         for line in report(config):
             print(line)

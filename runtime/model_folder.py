@@ -17,13 +17,14 @@ MAX_NUMBER, MAX_LAYERS = 1 << 24, 10_000
 _POINTED_AT = ("config.json", "tokenizer.json", "tokenizer.model", "*.safetensors", "*.bin")
 
 
-def check_model_folder(folder: Path, *, field: str = "model", needs_weights: bool = True) -> None:
-    """`field` is the setting that the folder came by.
+def check_model_folder(folder: Path, *, field: str = "model", flag: str = "", needs_weights: bool = True) -> None:
+    """Check that the folder is a checkpoint. `field` is the setting that it came by, `flag` what is typed before it, by
+    default the flag of that setting.
 
     Raises:
         ConfigError: it has no config.json or, where they are needed, no safetensors files; or pointers in their place.
     """
-    if problem := _problem(folder, f"--{field}", needs_weights=needs_weights):
+    if problem := _problem(folder, flag or f"--{field}", needs_weights=needs_weights):
         raise ConfigError(problem, field=field)
 
 

@@ -3,9 +3,9 @@
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +15,8 @@ import typer
 from baton.finite import finite
 from baton.load import Slo
 from baton.load_plot import check_can_plot
-from baton.workload import Arrivals, Lengths, Planned, Process, Shape, plan, read_trace, superposed
+from baton.traces import read_trace
+from baton.workload import Arrivals, Lengths, Planned, Process, Shape, TooLong, changes, fitted, plan, superposed
 from router.workers.policy import Policy
 from runtime.errors import BatonError, ConfigError
 from runtime.log import LogStyle, configure
@@ -57,9 +58,12 @@ class LoadFlags:
     costs: Annotated[Path | None, typer.Option(
         help="What workers take, as bench.calibrate writes it; default: a dense 70B model on eight H100 per worker, "
              "roughly.")] = None
-    trace: Annotated[Path | None, typer.Option(help="Times, lengths and common blocks of this JSONL file.")] = None
+    trace: Annotated[Path | None, typer.Option(help="Times, lengths and common blocks of this file: JSONL, or "
+                                                         "Azure's or BurstGPT's CSV.")] = None
     speed: Annotated[float, typer.Option(min=0.001, callback=finite, help="Replay a trace this much faster.")] = 1.0
     copies: Annotated[int, typer.Option(min=1, help="So many of the trace at once, with prompts of their own.")] = 1
+    too_long: Annotated[TooLong, typer.Option(help="What to do with requests longer than the context: refuse the "
+                                                  "load, skip them, or cut their prompts.")] = TooLong.REFUSE
     requests: Annotated[int | None, typer.Option(min=1, help="How many; default: all of the trace, or 1000.")] = None
     rate: Annotated[float, typer.Option(min=0.001, callback=finite,
                                         help="Mean arrivals per second, without a trace.")] = 4.0
@@ -79,14 +83,22 @@ class LoadFlags:
         return (Costs() if self.costs is None else Costs.read(self.costs)).times(self.slower)
 
     def planned(self, costs: Costs) -> list[Planned]:
-        """What is longer than the context is cut. Raises ConfigError."""
+        """Return the load, and say on stderr what of it is not as it was asked for. Raises ConfigError."""
+        unanswered = 0
         if self.trace is not None:
-            load = superposed(read_trace(self.trace, speed=self.speed), self.copies, seed=self.seed)[:self.requests]
+            trace = read_trace(self.trace, speed=self.speed)
+            load = superposed(trace.planned, self.copies, seed=self.seed)[:self.requests]
+            unanswered = trace.num_unanswered
         else:
             shape = Shape(Lengths.parse(self.prompt_tokens, field="prompt_tokens"),
                           Lengths.parse(self.output_tokens, field="output_tokens"))
             load = plan(self.requests or 1000, Arrivals(self.arrival, self.rate, self.burst), shape, seed=self.seed)
-        return fitting(load, costs.model.max_context_tokens)
+        most = costs.model.max_context_tokens
+        fitting = fitted(load, most, self.too_long)
+        for line in changes(cut=fitting.num_cut, skipped=fitting.num_skipped, unanswered=unanswered,
+                            max_context_tokens=most):
+            print(line, file=sys.stderr)
+        return list(fitting.planned)
 
 
 def with_load_flags(command: Callable[..., None]) -> Callable[..., None]:
@@ -109,7 +121,7 @@ def with_load_flags(command: Callable[..., None]) -> Callable[..., None]:
 @with_load_flags
 def command(
     flags: LoadFlags,
-    prefill: Annotated[int, typer.Option(min=1, help="Number of prefill workers.")] = 1,
+    prefill: Annotated[int, typer.Option(min=1, help="Number of prefill workers.")] = 2,
     decode: Annotated[int, typer.Option(min=1, help="Number of decode workers.")] = 1,
     routers: RoutersFlag = 1,
     watch_interval: Annotated[float, typer.Option(min=0.05, max=60, callback=finite,
@@ -131,16 +143,6 @@ def command(
         print(json.dumps(figures) if flags.as_json else "\n".join(lines_of(figures)))
         if plot is not None:
             draw(run, config, limits, plot)
-
-
-def fitting(load: Sequence[Planned], max_context_tokens: int) -> list[Planned]:
-    """What is longer than the context is cut, as `baton load` does."""
-    cut = []
-    for item in load:
-        output = min(item.output_tokens, max_context_tokens - 1)
-        cut.append(replace(item, prompt_tokens=min(item.prompt_tokens, max_context_tokens - output),
-                           output_tokens=output))
-    return cut
 
 
 @contextmanager

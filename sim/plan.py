@@ -1,6 +1,7 @@
 """`baton plan`: the cheapest fleet that keeps what is promised, found by simulating fleets."""
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -120,12 +121,15 @@ class FleetPlan:
 
 
 def plan_fleet(config: FleetConfig, load: list[Planned], slo: Slo, wanted: float, prices: Prices) -> FleetPlan:
-    """For this load. Raises ConfigError where no fleet that is allowed is enough."""
+    """Plan for this load, and say on stderr how each fleet does that is tried. Raises ConfigError where no fleet that
+    is allowed is enough."""
     began_s = time.perf_counter()
 
     def attainment(prefill: int, decode: int) -> float:
         run = simulate(replace(config, num_prefill=prefill, num_decode=decode), load)
-        return sum(map(slo.is_met, run.outcomes)) / len(load)
+        share = sum(map(slo.is_met, run.outcomes)) / len(load)
+        print(f"{prefill} prefill and {decode} decode workers keep it for {share:.1%}", file=sys.stderr)
+        return share
 
     def together(count: int) -> float:
         return sum(map(slo.is_met, aggregated(count, config.costs, load))) / len(load)

@@ -9,12 +9,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import overload
 
-from baton.workload import Planned
+from baton.workload import BLOCK_TOKENS, Planned
 from protos import types_pb2
 from router.workers.prefix_index import RoutedPrompt
 from runtime.digests import NAME_BYTES
 
-BLOCK_TOKENS = 512  # of a trace's blocks
 VOCAB_SIZE = 1 << 28
 _HALF = NAME_BYTES // 2
 _BLOCK_BITS = 96  # of the name of a block: those of a trace have 64, and more in its copies

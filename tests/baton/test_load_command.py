@@ -96,6 +96,48 @@ async def test_a_trace_is_replayed_and_told_as_a_table(tmp_path: Path) -> None:
     assert [len(request.token_ids.ids) for request in servicer.requests] == [3, 5]
 
 
+async def test_of_a_trace_as_many_are_sent_as_asked_for_and_none_is_cut_in_silence(tmp_path: Path) -> None:
+    """The echo's context is 64 tokens."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text("Timestamp,Model,Request tokens,Response tokens\n0,m,3,1\n0.1,m,0,9\n0.2,m,99,1\n0.3,m,5,1\n")
+    servicer = EchoGeneration()
+    server, address = await serve_echo(servicer)
+    flags = ("--target", address, "--trace", str(trace), "--warm-up", "0")
+    code, out, err = await baton_load(*flags)
+    assert (code, out, servicer.requests) == (2, "", [])
+    assert "1 of 3 requests are longer than the context of 64 tokens" in err
+    assert (await baton_load(*flags, "--requests", "1"))[0] == 0
+    assert [len(request.token_ids.ids) for request in servicer.requests] == [3]
+    code, out, err = await baton_load(*flags, "--too-long", "skip")
+    assert "requests left out as longer than the context of 64 tokens: 1\n" in out
+    assert "requests left out as the trace has no answer to them: 1\n" in out
+    code, out, err = await baton_load(*flags, "--too-long", "cut", "--json")
+    await server.drain(grace_s=0)
+    figures = json.loads(out)
+    assert (figures["requests"], figures["requests_cut"], figures["requests_unanswered_in_trace"]) == (3, 1, 1)
+    assert [len(request.token_ids.ids) for request in servicer.requests] == [3, 3, 5, 3, 63, 5]
+
+
+async def test_each_run_has_prompts_of_its_own_and_its_warm_up_too() -> None:
+    """Caches know none of them, unless a seed is given twice."""
+    servicer = EchoGeneration()
+    server, address = await serve_echo(servicer)
+    flags = ("--target", address, "--requests", "2", "--rate", "50", "--prompt-tokens", "20", "--output-tokens", "1")
+    seeds = []
+    for given in ((), (), ("--seed", "7"), ("--seed", "7")):
+        code, out, err = await baton_load(*flags, "--warm-up", "2", "--json", *given)
+        assert code == 0, err
+        seeds.append(json.loads(out)["seed"])
+    code, out, err = await baton_load(*flags, "--seed", "8")
+    await server.drain(grace_s=0)
+    prompts = [tuple(request.token_ids.ids) for request in servicer.requests]
+    assert len(set(seeds)) == 3
+    assert len(set(prompts[:12])) == 12
+    assert set(prompts[12:16]) == set(prompts[8:12])
+    assert "seed 8; the same requests once more (--seed) may find their prompts in the caches" in out
+    assert "prefix caches served 0 of 40 prompt tokens (0.0%)" in out
+
+
 async def test_the_engine_client_speaks_token_ids_and_our_errors() -> None:
     async with engine() as (_, address), AsyncVllmEngineClient(address) as client:
         assert (await client.model_info()).max_context_tokens == 64

@@ -1,20 +1,22 @@
 import itertools
 import random
 import statistics
-from pathlib import Path
 
 import pytest
 
 from baton.values import ModelInfo
 from baton.workload import (
     Arrivals,
+    Fitted,
     Lengths,
     Planned,
     Process,
     Shape,
+    TooLong,
+    changes,
+    fitted,
     make_queries,
     plan,
-    read_trace,
     superposed,
 )
 from runtime.errors import ConfigError
@@ -53,32 +55,6 @@ def test_a_length_that_is_none_is_refused_by_name(text: str) -> None:
         Lengths.parse(text, field="prompt_tokens")
 
 
-def test_traces_of_both_spellings_are_replayed(tmp_path: Path) -> None:
-    ours, published = tmp_path / "ours.jsonl", tmp_path / "published.jsonl"
-    ours.write_text('{"at_s": 10, "prompt_tokens": 5, "output_tokens": 2}\n'
-                    '{"at_s": 13, "prompt_tokens": 9, "output_tokens": 1}\n')
-    published.write_text('{"timestamp": 10000, "input_length": 5, "output_length": 2, "hash_ids": [1]}\n\n'
-                         '{"timestamp": 13000, "input_length": 9, "output_length": 1, "hash_ids": []}\n')
-    assert read_trace(ours) == [Planned(0.0, 5, 2), Planned(3.0, 9, 1)]
-    assert read_trace(published) == [Planned(0.0, 5, 2, (1,)), Planned(3.0, 9, 1)]
-    assert read_trace(ours, speed=2.0)[1].at_s == 1.5
-
-
-@pytest.mark.parametrize(("lines", "said"), [
-    ("", "has no requests"), ("{", r"\.jsonl:1: needs at_s"), ('{"at_s": 1, "prompt_tokens": 3}', r"\.jsonl:1: needs"),
-    ('{"at_s": 1, "prompt_tokens": 0, "output_tokens": 1}', "lengths must be from 1"),
-    ('{"at_s": NaN, "prompt_tokens": 1, "output_tokens": 1}', "at_s must be finite"),
-    ('{"at_s": 1, "prompt_tokens": 1, "output_tokens": 1, "hash_ids": [-1]}', "hash_ids must be from 0"),
-    ('{"at_s": 1e400, "prompt_tokens": 1, "output_tokens": 1}', "at_s must be finite"),
-    ('{"at_s": 2, "prompt_tokens": 1, "output_tokens": 1}\n{"at_s": 1, "prompt_tokens": 1, "output_tokens": 1}',
-     "not in order of time")])
-def test_a_trace_that_cannot_be_used_is_refused_naming_the_line(tmp_path: Path, lines: str, said: str) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text(lines)
-    with pytest.raises(ConfigError, match=said):
-        read_trace(path)
-
-
 def test_queries_fit_the_model_and_never_end_early() -> None:
     planned = plan(50, Arrivals(), Shape(Lengths.parse("uniform:4-12"), Lengths.parse("3")), seed=1)
     assert planned == plan(50, Arrivals(), Shape(Lengths.parse("uniform:4-12"), Lengths.parse("3")), seed=1)
@@ -86,8 +62,39 @@ def test_queries_fit_the_model_and_never_end_early() -> None:
     assert [len(query.prompt) for query in queries] == [item.prompt_tokens for item in planned]
     assert all(isinstance(token, int) and token < 16 and token != 7 for query in queries for token in query.prompt)
     assert all(query.stop.ignore_eos and query.stop.max_tokens == 3 for query in queries)
-    (long,) = make_queries(INFO, [Planned(0, 500, 10)], seed=0)
-    assert (len(long.prompt), long.stop.max_tokens) == (54, 10), "cut to the context of 64"
+
+
+LONG = [Planned(0, 5, 3), Planned(1, 500, 10), Planned(2, 61, 3), Planned(3, 1, 500)]  # the context is 64 tokens
+
+
+def test_a_load_beyond_the_context_is_refused_unless_it_is_said_what_to_do() -> None:
+    assert fitted(LONG[:1], 64, TooLong.REFUSE) == Fitted((LONG[0],))
+    with pytest.raises(ConfigError, match=r"^2 of 4 requests are longer than the context of 64 tokens, the longest "
+                                          r"comes to 510: --too-long skip .* --too-long cut"):
+        fitted(LONG, 64, TooLong.REFUSE)
+    assert fitted(LONG, 64, TooLong.SKIP) == Fitted((LONG[0], LONG[2]), num_skipped=2)
+    assert fitted(LONG, 64, TooLong.CUT) == Fitted(
+        (LONG[0], Planned(1, 54, 10), LONG[2], Planned(3, 1, 63)), num_cut=2)
+    with pytest.raises(ConfigError, match="none of 1 requests fits into the context of 64 tokens"):
+        fitted(LONG[1:2], 64, TooLong.SKIP)
+
+
+def test_what_is_not_sent_as_planned_is_told() -> None:
+    assert not list(changes(cut=0, skipped=0, unanswered=0, max_context_tokens=64))
+    assert list(changes(cut=1, skipped=2, unanswered=3, max_context_tokens=64)) == [
+        "requests cut to the context of 64 tokens: 1", "requests left out as longer than the context of 64 tokens: 2",
+        "requests left out as the trace has no answer to them: 3"]
+
+
+def test_prompts_begin_alike_where_their_blocks_do() -> None:
+    """Three prompts of blocks of 512 tokens: the first two share one, the third has the second's last one."""
+    planned = [Planned(0, 600, 1, (1, 2)), Planned(0, 1030, 1, (1, 3)), Planned(0, 512, 1, (3,))]
+    first, second, third = (query.prompt for query in make_queries(INFO, planned, seed=5))
+    assert [len(prompt) for prompt in (first, second, third)] == [600, 1030, 512]
+    assert first[:512] == second[:512]
+    assert first[512:600] != second[512:600]
+    assert second[512:1024] == third
+    assert make_queries(INFO, planned, seed=6)[0].prompt[:512] != first[:512]
 
 
 def test_copies_of_a_load_ask_as_much_each_within_its_time() -> None:

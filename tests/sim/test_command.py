@@ -33,6 +33,27 @@ def test_the_lines_of_its_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert figures["cached_share"] == 512 / 2400
 
 
+def test_the_first_thing_to_try_is_a_fleet_that_keeps_up() -> None:
+    """Without flags 68 of 1000 requests failed."""
+    done = CliRunner().invoke(app, ["--json"])
+    figures = json.loads(done.stdout)
+    assert (figures["requests"], figures["failed"]) == (1000, 0)
+    assert figures["slo_attainment"] > 0.95
+
+
+def test_azures_and_burst_gpts_tables_are_loads(tmp_path: Path) -> None:
+    """The demo context of a simulated model is 131,072 tokens."""
+    table = tmp_path / "trace.csv"
+    table.write_text("Timestamp,Model,Request tokens,Response tokens\n5,m,900,2\n6,m,200000,3\n7,m,100,0\n8,m,5,3\n")
+    refused = CliRunner().invoke(app, ["--trace", str(table)])
+    assert refused.exit_code == 2
+    assert "1 of 3 requests are longer than the context of 131072 tokens" in refused.stderr
+    done = CliRunner().invoke(app, ["--trace", str(table), "--too-long", "skip", "--json"])
+    assert json.loads(done.stdout)["requests"] == 2
+    assert done.stderr == ("requests left out as longer than the context of 131072 tokens: 1\n"
+                           "requests left out as the trace has no answer to them: 1\n")
+
+
 @pytest.mark.parametrize(("arguments", "text"), [
     (["--slo", "ttft=2"], "--slo must be like ttft=2s,tpot=50ms"), (["--slo", "ttft=2s,tpot=fast"], "--slo must be"),
     (["--slo", "ttft=nan,tpot=1s"], "--slo must be"), (["--slo", "ttft=1s,tpot=inf"], "--slo must be"),

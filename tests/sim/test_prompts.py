@@ -5,10 +5,10 @@ import random
 
 import pytest
 
-from baton.workload import Planned
+from baton.workload import BLOCK_TOKENS, Planned
 from router.workers.prefix_index import RoutedPrompt
 from runtime.digests import NAME_BYTES
-from sim.prompts import BLOCK_TOKENS, VOCAB_SIZE, PromptBook, TracedTokens
+from sim.prompts import VOCAB_SIZE, PromptBook, TracedTokens
 
 OWN = VOCAB_SIZE - 1 - 3
 
