@@ -12,6 +12,8 @@ from typing import Any
 
 import grpc
 
+from runtime.connections import ConnectionWatch
+
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.25  # an idle process wakes this often for it
@@ -19,10 +21,12 @@ REBIND_S = 10.0
 
 
 class LastingServer(grpc.aio.Server):
-    """Build inside a running event loop. `make` makes a server without handlers or ports."""
+    """Build inside a running event loop. `make` makes a server without handlers or ports; `watch` bounds the
+    connections to its ports while it serves."""
 
-    def __init__(self, make: Callable[[], grpc.aio.Server]) -> None:
+    def __init__(self, make: Callable[[], grpc.aio.Server], watch: ConnectionWatch) -> None:
         self._make = make
+        self._connections = watch
         self._server = make()
         self._former: dict[grpc.aio.Server, asyncio.Task[None]] = {}  # broken, until the calls there have ended
         self._additions: list[Callable[[grpc.aio.Server], object]] = []
@@ -54,12 +58,14 @@ class LastingServer(grpc.aio.Server):
 
     async def start(self) -> None:
         await self._server.start()
+        self._connections.start(int(address.rpartition(":")[2]) for address in self._ports)
         self._watch = asyncio.create_task(self._look())
 
     async def stop(self, grace: float | None) -> None:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
+        self._connections.stop()
         former = tuple(self._former)
         await asyncio.gather(self._server.stop(grace), *(server.stop(grace) for server in former))
         await asyncio.gather(*self._former.values(), return_exceptions=True)

@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from runtime.config import Address, parse_address
+from runtime.connections import ConnectionLimits, ConnectionWatch, files_for, raised_file_limit
 from runtime.errors import BatonError, ConfigError, DrainingError
 from runtime.interceptor import CallGuard, CallLimits
 from runtime.lasting_server import LastingServer
@@ -29,7 +30,7 @@ logger = logging.getLogger(__name__)
 # What a connection may cost before its calls are looked at. A call's message waits outside, but for one window.
 MAX_METADATA_BYTES = 16 << 10
 WINDOW_BYTES = 64 << 10
-HANDSHAKE_S = 10.0
+HANDSHAKE_S = 5.0
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
 # Pings closer together than this are strikes, and the connection ends with the last one; ours come every keepalive_s.
 MIN_PING_INTERVAL_S, MAX_PING_STRIKES = 0.3, 5
@@ -64,12 +65,17 @@ class ServerOptions:
     channelz: bool = False
     health_listen: str | None = None
 
+    def connection_limits(self) -> ConnectionLimits:
+        """Return how many connections there may be, as far as there are file descriptors for them."""
+        return ConnectionLimits.within(self.max_connections, raised_file_limit())
+
     def as_grpc(self) -> list[tuple[str, int]]:
+        """Return the options of gRPC's servers."""
         options = [
             ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a lottery
             ("grpc.max_receive_message_length", self.max_message_bytes),
             ("grpc.max_concurrent_streams", self.max_streams),
-            ("grpc.max_allowed_incoming_connections", self.max_connections),
+            ("grpc.max_allowed_incoming_connections", self.connection_limits().accepted),
             ("grpc.max_metadata_size", MAX_METADATA_BYTES),  # above the first limit gRPC refuses at random, so:
             ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
             ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
@@ -138,7 +144,8 @@ class GrpcServer:
         self.health = Health(services)
         self._health_server: grpc.aio.Server | None = None
         self.grpc: grpc.aio.Server = LastingServer(
-            lambda: grpc.aio.server(interceptors=[self._guard], options=options.as_grpc()))
+            lambda: grpc.aio.server(interceptors=[self._guard], options=options.as_grpc()),
+            ConnectionWatch(options.connection_limits()))
 
     def _add_reflection(self, services: tuple[str, ...]) -> None:
         """Under both of its names: version 1 has the messages of v1alpha, field by field."""
@@ -161,6 +168,10 @@ class GrpcServer:
         if self._security.weakness and not self._listen.is_loopback:
             logger.warning("%s is %s", self._listen, self._security.weakness)
         address = await _bind(self.grpc, self._listen, self._security.credentials(), field="listen")
+        kept, wanted = self._options.connection_limits().kept, self._options.max_connections
+        if kept < wanted:
+            logger.warning("RLIMIT_NOFILE is %d, which leaves room for %d connections and not for the %d of "
+                           "max_connections: raise it to %d", raised_file_limit(), kept, wanted, files_for(wanted))
         await self.health.start()
         await self._start_health()
         await self.grpc.start()
@@ -174,7 +185,8 @@ class GrpcServer:
         options = replace(self._options, max_message_bytes=HEALTH_MESSAGE_BYTES, max_streams=HEALTH_CALLS,
                           max_connections=HEALTH_CONNECTIONS)
         self._health_server = LastingServer(
-            lambda: grpc.aio.server(interceptors=[self._health_guard], options=options.as_grpc()))
+            lambda: grpc.aio.server(interceptors=[self._health_guard], options=options.as_grpc()),
+            ConnectionWatch(options.connection_limits()))
         health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self._health_server)
         await _bind(self._health_server, listen, None, field="health_listen")
         await self._health_server.start()

@@ -145,13 +145,20 @@ async def test_streams_of_a_connection_are_bounded_and_the_next_waits_at_the_cli
 
 
 async def test_connections_of_a_server_are_bounded() -> None:
-    server, address = await serve_echo(EchoGeneration(), max_connections=2)
+    servicer = EchoGeneration()
+    server, address = await serve_echo(servicer, max_connections=2)
     async with open_channel(address) as first, open_channel(address) as second, open_channel(address) as third:
-        for channel in (first, second):
-            await generation_pb2_grpc.GenerationStub(channel).GetLoad(pb.GetLoadRequest())
+        calls = []
+        for name, channel in (("1", first), ("2", second), ("3", third)):
+            request = pb.GenerateRequest(request_id=name, text="hang")
+            calls.append(generation_pb2_grpc.GenerationStub(channel).Generate(request))
+            await calls[-1].read()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await generation_pb2_grpc.GenerationStub(third).GetLoad(pb.GetLoadRequest(), timeout=2)
-        assert caught.value.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.DEADLINE_EXCEEDED}
+            await calls[2].read()
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE, "the newest is one too many"
+        await eventually(lambda: servicer.running == {"1", "2"}, "a call without a connection")
+        for call in calls:
+            call.cancel()
     await server.drain(grace_s=0)
 
 
