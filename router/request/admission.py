@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections.abc import AsyncIterator, Iterable, Mapping
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Annotated, Self
 
 from pydantic import AfterValidator
@@ -99,9 +99,7 @@ class Admission:
     def service_s(self, request: AdmissibleRequest, num_tokens: int) -> float:
         """How long serving a request takes that has just been given to workers, where so many tokens of its prompt have
         to be computed, as far as that was measured."""
-        rates = self._rates()
-        before = replace(rates, tokens_ahead=max(0.0, rates.tokens_ahead - num_tokens))
-        return before.service_s(self._work_of(request, num_tokens))
+        return self._rates().placed_service_s(self._work_of(request, num_tokens))
 
     def retry_after_s(self, error: CapacityError | UnavailableError, request: AdmissibleRequest) -> float | None:
         """When a request that workers gave up may come again; None where nobody knows. They know nothing of those that

@@ -6,12 +6,16 @@
 guess: what was not measured lately counts as no time at all.
 """
 
+import bisect
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Self
 
 from protos import types_pb2
+from router.workers.policy import SHORT_RATIO, SHORT_SHARE
 from router.workers.worker import Booking, Worker, WorkerRole
 from runtime.clock import Clock
 from runtime.metrics import RouterMetrics
@@ -131,16 +135,38 @@ class TokenWork:
 
 
 @dataclass(frozen=True)
+class PromptsAhead:
+    """Prompts that `num_workers` have and have not computed: their lengths, ascending, and the sums of these. A prompt
+    does not wait for those that are much longer: beside them workers give one token in `SHORT_SHARE` to short ones."""
+
+    lengths: tuple[float, ...] = ()
+    sums: tuple[float, ...] = (0.0,)
+    num_workers: int = 1
+
+    @classmethod
+    def of(cls, lengths: Iterable[float], num_workers: int = 1) -> Self:
+        """Of all of these workers together."""
+        ascending = sorted(lengths)
+        return cls(tuple(ascending), tuple(accumulate(ascending, initial=0.0)), num_workers)
+
+    def before(self, num_tokens: float) -> float:
+        """Return the tokens that one worker computes before a prompt of so many is over, its own left out."""
+        num_short = bisect.bisect(self.lengths, SHORT_RATIO * num_tokens)
+        short, longer = self.sums[num_short], self.sums[-1] - self.sums[num_short]
+        num_shared = min(len(self.lengths) - num_short, self.num_workers)  # workers that have a much longer one
+        return (short + min((SHORT_SHARE - 1) * (short + num_tokens * num_shared), longer)) / self.num_workers
+
+
+@dataclass(frozen=True)
 class Rates:
     """Of all usable pools together: tokens per second, infinite until measured and where no request waits for them. Of
-    one of them: seconds per prompt token and between two tokens of an answer, and `tokens_ahead` in prompts that it has
-    and has not computed."""
+    one of them: seconds per prompt token and between two tokens of an answer, and the prompts that it has."""
 
     prompt_tokens_per_s: float = math.inf
     output_tokens_per_s: float = math.inf
     prompt_token_s: float = 0.0
     output_token_s: float = 0.0
-    tokens_ahead: float = 0.0
+    ahead: PromptsAhead = PromptsAhead()
     is_idle: bool = True  # a pair of pools has nothing to do
 
     @classmethod
@@ -157,13 +183,13 @@ class Rates:
             count = worker.num_sharing(num_waiting, num_tokens)
             if (token_s := worker.decode_pace.token_s(count)) is not None:
                 num_paced, drawn, between_s = num_paced + 1, drawn + count / token_s, between_s + token_s
-        ahead = float(sum([worker.tokens_ahead for worker in some_sources]))
+        ahead = PromptsAhead.of([length for worker in some_sources for length in worker.prompts_ahead],
+                                max(len(some_sources), 1))
         idle = all(any(not worker.num_booked for worker in workers) for workers in (some_sources, some_pools))
         mean = sum(prefill) / len(prefill) if prefill else math.inf
         return cls(prompt_tokens_per_s=math.inf if has_room or not prefill else mean * len(sources),
                    output_tokens_per_s=drawn / max(num_paced, 1) * len(pools) or math.inf, prompt_token_s=1 / mean,
-                   output_token_s=between_s / max(num_paced, 1),
-                   tokens_ahead=ahead / max(len(some_sources), 1), is_idle=idle)
+                   output_token_s=between_s / max(num_paced, 1), ahead=ahead, is_idle=idle)
 
     def wait_s(self, ahead: TokenWork) -> float:
         """Until so much work has been given to workers: as long as the slower of the two kinds takes."""
@@ -171,7 +197,13 @@ class Rates:
 
     def service_s(self, work: TokenWork) -> float:
         """From being given to a pair of workers to the last token."""
-        prompt_tokens = self.tokens_ahead + work.prompt_tokens
+        return self._service_s(self.ahead.before(work.prompt_tokens) + work.prompt_tokens, work)
+
+    def placed_service_s(self, work: TokenWork) -> float:
+        """The same for a request that has just been given to workers: its prompt is among those that they have."""
+        return self._service_s(max(self.ahead.before(work.prompt_tokens), work.prompt_tokens), work)
+
+    def _service_s(self, prompt_tokens: float, work: TokenWork) -> float:
         return prompt_tokens * self.prompt_token_s + work.output_tokens * self.output_token_s
 
 

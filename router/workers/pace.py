@@ -20,7 +20,11 @@ KEPT_SHARE = 0.9  # of what came before, per answer
 @dataclass
 class PrefillPace:
     """Prompt tokens per second of a pool while it has prompts to compute: under load that is its throughput, else the
-    speed of single prompts. Time without prompts does not count."""
+    speed of single prompts. Time without prompts does not count.
+
+    Tokens count when the pool reports them or when their prompt ends, whichever comes first, so that a long prompt
+    does not look like a pool that stands still. Silence counts once it lasts longer than twice what was usual.
+    """
 
     clock: Clock
     num_computing: int = 0
@@ -28,42 +32,88 @@ class PrefillPace:
     _busy_s: float = 0.0
     _num_prompts: int = 0
     _counted_until_s: float = 0.0
+    _gap_s: float = 0.0  # between tokens that were counted, the longest of late
+    # Since the pool was idle: tokens that it reported, those of prompts that ended, and those that were counted.
+    _reported: float = 0.0
+    _ended: float = 0.0
+    _counted: float = 0.0
+    _is_fresh: bool = True  # the next report tells of tokens from before
+    _num_known: int | None = None  # tokens of the last report
 
     def began(self) -> None:
         """The pool was given a prompt."""
-        self._count_time()
+        if not self.num_computing:
+            self._counted_until_s = self.clock.now()
+            self._reported = self._ended = self._counted = 0.0
+            self._is_fresh = True
         self.num_computing += 1
+
+    def introduced(self) -> None:
+        """The pool's reports begin anew."""
+        self._num_known = None
+
+    def reported(self, num_computed: int, num_left: int, num_ahead: int) -> None:
+        """The pool has computed so many tokens of prompts since its start and has so many left. Of what it had when it
+        reported last, `num_ahead` were this router's, and so was their share of what it has computed since."""
+        known, self._num_known = self._num_known, num_computed
+        if known is None or not self.num_computing:
+            return
+        num_new, is_fresh, self._is_fresh = num_computed - known, self._is_fresh, False
+        if num_new > 0 and not is_fresh:
+            self._reported += num_new * min(1.0, num_ahead / (num_new + num_left))
+            self._count()
 
     def ended(self, num_tokens: int) -> None:
         """A prompt was computed, so many tokens of it; 0: it was given up. Few tokens count as `MIN_TOKENS`: most of
         their time is none of theirs, and a prompt that no cache has would seem to take for ever."""
-        self._count_time()
         self.num_computing = max(0, self.num_computing - 1)
-        self._tokens += max(num_tokens, MIN_TOKENS) if num_tokens else 0
+        self._ended += max(num_tokens, MIN_TOKENS) if num_tokens else 0
         self._num_prompts += num_tokens > 0
+        self._count()
+        if not self.num_computing:
+            self._count_time()
 
     def restarted(self) -> None:
         """The pool started anew: what it was given is gone."""
-        self._count_time()
+        if self._is_silent:
+            self._count_time()
         self.num_computing = 0
+
+    @property
+    def tokens_under_way(self) -> float:
+        """Tokens that the pool has reported of prompts that have not ended."""
+        return max(0.0, self._reported - self._ended) if self.num_computing else 0.0
 
     @property
     def tokens_per_s(self) -> float | None:
         """None until a few prompts were computed. Asking changes nothing: every request asks of many pools."""
         if self._num_prompts < MIN_PROMPTS:
             return None
-        tokens, busy_s = self._counted(self.clock.now()) if self.num_computing else (self._tokens, self._busy_s)
+        tokens, busy_s = self._weighed() if self._is_silent else (self._tokens, self._busy_s)
         return tokens / busy_s if busy_s > 0 else None
 
-    def _count_time(self) -> None:
-        now_s = self.clock.now()
-        if self.num_computing:
-            self._tokens, self._busy_s = self._counted(now_s)
-        self._counted_until_s = now_s
+    @property
+    def _is_silent(self) -> bool:
+        """Whether the pool should have computed something since the last tokens that were counted."""
+        return self.num_computing > 0 and self.clock.now() - self._counted_until_s > 2 * self._gap_s
 
-    def _counted(self, now_s: float) -> tuple[float, float]:
+    def _count(self) -> None:
+        """Count what is new of the tokens that were reported or have ended."""
+        known = max(self._reported, self._ended)
+        if known > self._counted:
+            passed_s = self.clock.now() - self._counted_until_s
+            self._gap_s = max(passed_s, self._gap_s * KEPT_SHARE)
+            self._count_time()
+            self._tokens += known - self._counted
+            self._counted = known
+
+    def _count_time(self) -> None:
+        self._tokens, self._busy_s = self._weighed()
+        self._counted_until_s = self.clock.now()
+
+    def _weighed(self) -> tuple[float, float]:
         """Tokens and seconds, of a pool that was busy since the last change."""
-        passed_s = now_s - self._counted_until_s
+        passed_s = self.clock.now() - self._counted_until_s
         kept = 0.5 ** (passed_s / HALF_LIFE_S)
         return self._tokens * kept, self._busy_s * kept + passed_s
 

@@ -45,7 +45,8 @@ AFFINITY_SLACK = 8192.0
 UNSEEN_TOKEN_S, UNSEEN_ANSWER_S = 1e-4, 5.0  # to compute a token, to draw an answer: until some were seen
 SEVERED_MEMORY_S = 30.0
 MAX_SEVERED_PAIRS = 4096
-SHORT_RATIO = 4  # a prompt beside one that is so many times as long does not wait for all of it
+# Beside a prompt that is so many times as long, others do not wait for it: one token in `SHORT_SHARE` is theirs.
+SHORT_RATIO, SHORT_SHARE = 4, 4
 
 
 class Candidate(NamedTuple):
@@ -83,8 +84,12 @@ class Standing(NamedTuple):
             if self.busy_tokens > self.tokens_ahead:
                 return self.has_place
             most = SHORT_RATIO * num_tokens
-            return self.has_place and most < self.longest_ahead and self.busy_tokens > sum(
-                [ahead if ahead < most else most for ahead in self.prompts_ahead])
+            if not self.has_place or most >= self.longest_ahead:
+                return False
+            # The much longer ones take their part of the tokens only while there are short ones, too.
+            short = [ahead for ahead in self.prompts_ahead if ahead < most]
+            longer = most * (len(self.prompts_ahead) - len(short))
+            return self.busy_tokens > sum(short) + min(longer, (SHORT_SHARE - 1) * sum(short))
         # The most that is reserved, first: this is asked of every worker for every choice.
         return (num_tokens + self.page_size <= self.tokens_left
                 or reserved_tokens(num_tokens, context_tokens, self.page_size) <= self.tokens_left)

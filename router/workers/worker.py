@@ -246,12 +246,14 @@ class Worker:
             self.index.forget(self.address)
         self.info, self._most_running = info, _most_running(info)
         self.load = worker_pb2.WorkerLoad()
+        self.prefill_pace.introduced()
         self.mismatch = _mismatch(info, self.role, facts)
         self.problem = self.mismatch or "no load report yet"
         self.changed()
 
     def reported(self, load: worker_pb2.WorkerLoad) -> None:
         """A load report arrived; `introduced` came before."""
+        self.prefill_pace.reported(load.prompt_tokens, load.queued_tokens, self.tokens_ahead)
         self.load = load
         self._claims_at_report = _Claims(len(self._bookings), self.tokens_ahead)
         self._finished.clear()
@@ -264,6 +266,12 @@ class Worker:
             self.load_changed()
         else:
             self.changed()
+
+    @property
+    def prompts_ahead(self) -> list[float]:
+        """Tokens of each prompt of this router there, less what was reported to be computed of all of them."""
+        left = max(0.0, 1 - self.prefill_pace.tokens_under_way / max(self.tokens_ahead, 1))
+        return [booking.num_tokens * left for booking in self._bookings]
 
     def lost(self, reason: str) -> None:
         """It cannot be reached; its next report makes it usable again."""

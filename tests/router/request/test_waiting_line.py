@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.request.service_times import MIN_ERRORS, START_CAUTION, Outlook, Rates, TokenWork
+from router.request.service_times import MIN_ERRORS, START_CAUTION, Outlook, PromptsAhead, Rates, TokenWork
 from router.request.waiting_line import (
     LEAST_SLACK_S,
     LOOK_AHEAD,
@@ -22,7 +22,7 @@ from runtime.clock import ManualClock
 from runtime.pace import MIN_TOKENS
 
 # A hundred prompt tokens and twenty output tokens per second; alone, a prompt token takes 10 ms and an output token 50.
-RATES = Rates(100.0, 20.0, 0.01, 0.05, tokens_ahead=50.0, is_idle=False)
+RATES = Rates(100.0, 20.0, 0.01, 0.05, ahead=PromptsAhead.of([50.0]), is_idle=False)
 WORK = TokenWork(100.0, 10.0)
 
 
@@ -59,6 +59,21 @@ def test_a_service_is_the_queue_at_workers_its_prompt_and_its_tokens() -> None:
     assert line.exact(2.0).outlook.cautious_s(RATES, WORK) == pytest.approx(2.0 * START_CAUTION), "once a second"
     line.clock.advance(1.0)
     assert line.outlook.cautious_s(RATES, WORK) == pytest.approx(2.0)
+
+
+def test_a_prompt_waits_for_those_of_its_length_and_for_its_part_of_the_tokens_beside_longer_ones() -> None:
+    """Of 100 tokens: two of 100 and 300 are before it, as is all of one of 400, but of longer ones three tokens for
+    each of the short ones' and its own."""
+    assert PromptsAhead.of([]).before(100) == 0
+    assert PromptsAhead.of([300, 100, 400]).before(100) == 800
+    assert PromptsAhead.of([60_000]).before(100) == 300
+    assert PromptsAhead.of([60_000] * 4).before(100) == 300, "they share three of four tokens, however many they are"
+    assert PromptsAhead.of([60_000, 300]).before(100) == 300 + 3 * 400
+    assert PromptsAhead.of([401]).before(100) == 300
+    assert PromptsAhead.of([60_000, 300], num_workers=2).before(100) == (300 + 3 * 400) / 2, "either of them"
+    assert PromptsAhead.of([60_000]).before(20_000) == 60_000
+    assert Rates(prompt_token_s=0.01, ahead=PromptsAhead.of([100, 300])).placed_service_s(TokenWork(100)) == 4.0
+    assert Rates(prompt_token_s=0.01, ahead=PromptsAhead.of([100])).placed_service_s(TokenWork(100)) == 1.0
 
 
 def test_an_answer_that_was_begun_is_read_up_to_there_and_only_the_rest_is_drawn() -> None:

@@ -75,6 +75,73 @@ def test_a_pool_that_stands_still_gets_slower_while_nothing_is_said() -> None:
     assert pace.tokens_per_s == pytest.approx(slow), "nothing was lost with a pool that started anew"
 
 
+class Pool:
+    """Reports of a pool that this router has for itself. Its first hundred prompts have a hundred tokens each, which
+    take a tenth of a second."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.pace = PrefillPace(self.clock)
+        self.num_computed = 0
+        for _ in range(100):
+            self.pace.began()
+            self.clock.advance(0.1)
+            self.pace.ended(100)
+        self.reports(10_000)
+
+    def reports(self, num_tokens: int) -> None:
+        """So many tokens more, and a million left."""
+        self.num_computed += num_tokens
+        self.pace.reported(self.num_computed, 1_000_000, 1_000_000 + num_tokens)
+
+
+def test_a_long_prompt_counts_by_its_chunks() -> None:
+    """A minute without the end of any prompt: 1,000 tokens per second all the time, and not a thousandth of it."""
+    pool = Pool()
+    pool.pace.began()
+    pool.reports(5_000)  # what was computed before
+    for _ in range(240):
+        pool.clock.advance(0.25)
+        pool.reports(250)
+        assert pool.pace.tokens_per_s == pytest.approx(1000, rel=0.1)
+    assert pool.pace.tokens_under_way == 60_000
+    pool.pace.ended(60_000)
+    assert pool.pace.tokens_per_s == pytest.approx(1000, rel=0.1), "counted once"
+    assert pool.pace.tokens_under_way == 0
+
+
+def test_a_chunk_that_takes_long_is_no_pool_that_stands_still() -> None:
+    """Reports say nothing new for five seconds, then 5,000 tokens."""
+    pool = Pool()
+    pool.pace.began()
+    pool.reports(0)
+    pool.clock.advance(5)
+    pool.reports(5_000)
+    for _ in range(10):
+        for _ in range(19):
+            pool.clock.advance(0.25)
+            pool.reports(0)
+            assert pool.pace.tokens_per_s == pytest.approx(1000, rel=0.4)
+        pool.clock.advance(0.25)
+        pool.reports(5_000)
+    pool.clock.advance(20)
+    slow = pool.pace.tokens_per_s
+    assert slow is not None
+    assert slow < 200, "four times as long as a chunk takes"
+
+
+def test_what_is_reported_and_ends_counts_once() -> None:
+    pool = Pool()
+    pool.pace.began()
+    for number in range(1, 201):
+        pool.pace.began()  # one always waits
+        pool.clock.advance(0.1)
+        pool.pace.ended(100)
+        if number % 5 == 0:
+            pool.reports(500)
+    assert pool.pace.tokens_per_s == pytest.approx(1000, rel=0.1)
+
+
 def test_what_was_given_up_takes_time_and_yields_nothing() -> None:
     clock = ManualClock()
     pace = PrefillPace(clock)

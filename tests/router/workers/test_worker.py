@@ -2,9 +2,11 @@
 
 
 import grpc
+import pytest
 from grpc_health.v1 import health_pb2
 
 from protos import worker_pb2
+from router.workers.pace import HALF_LIFE_S
 from router.workers.worker import PREFILL_LOOKAHEAD, Worker, WorkerRole
 from runtime.clock import Clock, ManualClock, SystemClock
 from tests.router.harness import (
@@ -113,6 +115,48 @@ async def test_prompts_queue_at_a_worker_for_half_a_second_at_its_speed() -> Non
     assert not worker.standing.has_room(20), "sixty tokens take more than half a second"
     assert worker.standing.has_room(4), "a short one does not wait for all of three that are long beside it"
     assert worker.has_queue_place, "who has been placed before and lost its worker goes there all the same"
+
+
+async def test_a_short_prompt_has_room_beside_any_number_of_long_ones() -> None:
+    """Short prompts get one token in four, however many long ones there are: what is ahead are other short ones."""
+    clock = ManualClock()
+    worker = await a_worker(WorkerRole.PREFILL, clock=clock)
+    worker.introduced(worker_info(WorkerRole.PREFILL, max_queued_requests=100), FACTS)
+    for _ in range(3):  # a hundred tokens per second: fifty are enough for half a second
+        booking = worker.book(100)
+        clock.advance(1.0)
+        booking.computed()
+    for _ in range(4):
+        worker.book(10_000)
+    assert worker.standing.has_room(20), "three times two others' twenty would be too much"
+    worker.book(20)
+    assert not worker.standing.has_room(20)
+    assert not worker.standing.has_room(5_000), "as long as the others"
+
+
+async def test_chunks_of_prompts_are_counted_by_reports_and_those_of_other_routers_are_not() -> None:
+    clock = ManualClock()
+    worker = await a_worker(WorkerRole.PREFILL, clock=clock, prompt_tokens=7_000)
+    for _ in range(3):  # a hundred tokens per second
+        booking = worker.book(100)
+        clock.advance(1.0)
+        booking.computed()
+    worker.book(1_000)
+
+    def reports(prompt_tokens: int, queued_tokens: int) -> None:
+        clock.advance(1.0)
+        worker.reported(worker_pb2.WorkerLoad(serving=True, prompt_tokens=prompt_tokens, queued_tokens=queued_tokens))
+
+    reports(7_350, 1_950)  # the first is left out: it tells of prompts from before
+    reports(7_550, 1_800)  # of 2,000 that there were, 1,000 are this router's, and so is half of these 200
+    assert worker.prefill_pace.tokens_under_way == 100
+    assert worker.prompts_ahead == [900]
+    kept = 0.5 ** (1.0 / HALF_LIFE_S)
+    before = (1 + kept + kept**2) * kept**2  # of three seconds with a hundred tokens each, two seconds ago
+    assert worker.prefill_pace.tokens_per_s == pytest.approx((before * 100 + 100) / (before + 2))
+    worker.introduced(worker_info(WorkerRole.PREFILL), FACTS)  # the stream of its reports begins anew
+    reports(9_000, 0)
+    assert worker.prefill_pace.tokens_under_way == 100
 
 
 async def test_a_new_incarnation_owes_nothing() -> None:
