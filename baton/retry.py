@@ -22,14 +22,15 @@ from runtime.errors import (
 FIRST_SUSPICION_S, LAST_SUSPICION_S = 0.5, 8.0
 SPREAD_S = 0.05  # over which the streams of a router that died go to the others
 MAX_JITTER = 0.25  # of the pause that a server gave, on top of it
+MAX_ASKED_S = 30.0  # of a pause that a server gave: what it waits for may be over long before
 
 
 @dataclass(frozen=True)
 class Retry:
     """`attempts` of a call of which nothing has come; `resumptions`, one after the other without anything new, of an
     answer that has begun. Workers that died of a request may have died from it, so that is tried again only `lost`
-    times. Pauses: what the server gives and up to a quarter more, else `first_pause_s` doubled up to `last_pause_s`.
-    No attempt begins after the deadline."""
+    times. Pauses: what the server gives, at most `MAX_ASKED_S`, and up to a quarter more, else `first_pause_s` doubled
+    up to `last_pause_s`. No attempt begins after the deadline."""
 
     attempts: int = 4
     resumptions: int = 10
@@ -74,7 +75,8 @@ class Targets:
         if not _is_routers_own(error):
             return
         with self._lock:
-            self._trusted_at_s[index] = self._clock.now() + max(self._suspicion_s[index], error.retry_after_s or 0.0)
+            asked_s = min(error.retry_after_s or 0.0, MAX_ASKED_S)
+            self._trusted_at_s[index] = self._clock.now() + max(self._suspicion_s[index], asked_s)
             self._suspicion_s[index] = min(2 * self._suspicion_s[index], LAST_SUSPICION_S)
 
 
@@ -121,7 +123,8 @@ class Patience:
         if _is_routers_own(error) and self._failures < self._num_targets:
             return self._rng.uniform(0.0, SPREAD_S)  # another router has not been tried yet
         if error.retry_after_s is not None:
-            return error.retry_after_s * self._rng.uniform(1.0, 1.0 + MAX_JITTER)
+            pause_s = min(error.retry_after_s, MAX_ASKED_S)
+            return pause_s * self._rng.uniform(1.0, 1.0 + MAX_JITTER)
         longest_s = min(self._retry.first_pause_s * 2.0 ** (self._failures - 1), self._retry.last_pause_s)
         return longest_s * self._rng.uniform(0.5, 1.0)
 

@@ -23,6 +23,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Self
 
+from runtime.security import network_of
+
 logger = logging.getLogger(__name__)
 
 RESERVED_FILES = 512  # channels to workers, stages, grammars' processes, /metrics, health, transports, files
@@ -156,7 +158,7 @@ class ConnectionWatch:
             return None
         try:
             port = seen.getsockname()[1] if seen.family in (socket.AF_INET, socket.AF_INET6) else 0
-            return _Connection(fd, _peer(seen.getpeername()[0])) if port in self._ports else None
+            return _Connection(fd, network_of(seen.getpeername()[0])) if port in self._ports else None
         except OSError:
             return None  # it listens, or is gone
         finally:
@@ -182,15 +184,6 @@ def _excess(open_ones: Sequence[tuple[int, bytes]], limits: ConnectionLimits) ->
             too_many[peer] -= 1
             excess.append(inode)
     return excess
-
-
-def _peer(address: str) -> bytes:
-    """Return what stands for the peer at an address: all of an IPv4 address, the network of an IPv6 one."""
-    if ":" not in address:
-        return socket.inet_pton(socket.AF_INET, address)
-    packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0])
-    is_mapped = packed.startswith(bytes(10) + b"\xff\xff")
-    return packed[12:] if is_mapped else packed[:8]
 
 
 def _shown(peer: bytes) -> str:

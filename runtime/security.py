@@ -14,11 +14,13 @@ has to decide (docs/security.md).
 """
 
 import re
+import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 from pydantic import Field
@@ -52,10 +54,16 @@ class Access(StrEnum):
 @dataclass(frozen=True)
 class Caller:
     """A client, by what it has shown. `identity` keeps apart what belongs to different ones; all that have shown
-    nothing share the empty one. `names` are for settings."""
+    nothing share the empty one. `names` are for settings, `address` is where its connection comes from."""
 
     identity: str = ""
     names: frozenset[str] = frozenset()
+    address: str = ""
+
+    @property
+    def account(self) -> str:
+        """What it takes and leaves to others is reckoned by: who it is, or else where it comes from."""
+        return self.identity or self.address
 
 
 ANYBODY = Caller()
@@ -99,6 +107,24 @@ def certified(auth_context: Mapping[str, Iterable[bytes]]) -> Caller:
     named = [*auth_context.get("peer_dns", ()), *auth_context.get("peer_uri", ())]
     names = sorted({name.decode(errors="replace") for name in named or auth_context.get("x509_common_name", ())})
     return Caller("certificate:" + "|".join(names), frozenset(names)) if names else ANYBODY
+
+
+def network_of(address: str) -> bytes:
+    """Return what stands for the peer at an address: all of an IPv4 address, the network of an IPv6 one."""
+    if ":" not in address:
+        return socket.inet_pton(socket.AF_INET, address)
+    packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0])
+    is_mapped = packed.startswith(bytes(10) + b"\xff\xff")
+    return packed[12:] if is_mapped else packed[:8]
+
+
+def address_of(peer: str) -> str:
+    """Return the address in what gRPC calls a peer, without its port: of IPv6 the network that it is of."""
+    host = unquote(peer.partition(":")[2].rpartition(":")[0]).strip("[]")
+    try:
+        return network_of(host).hex()
+    except OSError:
+        return peer  # of a socket that has none
 
 
 def roles_of(auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[PeerRole]:
@@ -197,11 +223,12 @@ class ServerSecurity:
 
     def caller(self, context: Context) -> Caller:
         """Who calls a method for clients, after `check`: the holder of a token, else of a certificate, else
-        `ANYBODY`."""
+        whoever comes from that address."""
         if self.tokens is not None:
             name = self.tokens.check(_authorization(context))
             return Caller(f"token:{name}", frozenset({name}))
-        return ANYBODY if self.certificates is None else certified(context.auth_context())
+        shown = ANYBODY if self.certificates is None else certified(context.auth_context())
+        return shown if shown.identity else Caller(address=address_of(context.peer()))
 
 
 def _authorization(context: Context) -> str | None:

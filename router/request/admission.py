@@ -17,7 +17,7 @@ from pydantic import AfterValidator
 
 from router.request.service_times import Outlook, Rates, TokenWork
 from router.request.validate import MAX_PRIORITY, AdmissibleRequest
-from router.request.waiting_line import Cause, Demand, Refusal, Waiter, WaitingLimits, WaitingLine
+from router.request.waiting_line import MAX_RETRY_S, Cause, Demand, Refusal, Waiter, WaitingLimits, WaitingLine
 from router.workers.directory import Directory, WorkerPair
 from router.workers.policy import SHORT_RATIO
 from router.workers.worker import WorkerRole
@@ -110,7 +110,7 @@ class Admission:
             service_s = self.service_s(request, self._directory.num_missing(request.prompt))
             refusal = Refusal(Cause.WORKERS, self.wait_s(), service_s)
             return refusal.retry_after_s or error.retry_after_s
-        return error.retry_after_s
+        return None if error.retry_after_s is None else min(error.retry_after_s, MAX_RETRY_S)
 
     async def run(self) -> None:
         """Place waiters whenever something changed; fail them when there has been no pair for too long. Reports
@@ -147,7 +147,7 @@ class Admission:
 
     async def _wait(self, request: AdmissibleRequest, ends_at_s: float) -> WorkerPair:
         demand = self._demand(request, ends_at_s)
-        if not self._line.waiters and self._limits.max_waiting:
+        if not self._line.num_waiting and self._limits.max_waiting:
             at_once = self._place_at_once(request, demand)
             if at_once is not None:
                 return at_once
@@ -178,7 +178,7 @@ class Admission:
     def _place_at_once(self, request: AdmissibleRequest, demand: Demand) -> WorkerPair | None:
         """Where nobody waits, as `_enter` and `_pump` would: None if there is no room, or it may be refused."""
         rates = self._rates(request.prompt.num_tokens)
-        service_s = 0.0 if rates.is_idle else self._outlook.cautious_s(rates, demand.work)
+        service_s = 0.0 if rates.is_idle else self._outlook.cautious_s(rates, request.client, demand.work)
         if self._clock.now() + service_s > demand.ends_at_s:
             return None
         pair = self._directory.place(request.prompt, request.context_tokens, request.compatibility)
@@ -201,21 +201,25 @@ class Admission:
             self._metrics.refused.labels(Cause.DEADLINE).inc()
             raise DeadlineError(f"prefill of {num_tokens} tokens takes at least {least_s:.2g} s; the deadline "
                                 f"leaves {max(left_s, 0.0):.2g} s")
-        return Demand(self._work_of(request, num_tokens), ends_at_s, request.engine.priority, request.prompt.num_tokens)
+        return Demand(self._work_of(request, num_tokens), ends_at_s, request.engine.priority, request.prompt.num_tokens,
+                      request.client)
 
     def _enter(self, request: AdmissibleRequest, demand: Demand) -> Waiter[_Held]:
         held = _Held(request, asyncio.get_running_loop().create_future())
         waiter = self._line.enter(demand, held, self._rates(request.prompt.num_tokens), self._clock.now())
         if isinstance(waiter, Refusal):
             raise self._refused(waiter)
+        if waiter.displaced is not None:
+            refusal = Refusal(Cause.QUEUE_FULL, self.wait_s())
+            self._fail(waiter.displaced, self._dropped(waiter.displaced.item.request, refusal))
         return waiter
 
     def _work_of(self, request: AdmissibleRequest, num_tokens: int) -> TokenWork:
-        return self._outlook.work(num_tokens, request.engine.max_tokens, len(request.resumed_of(0)))
+        return self._outlook.work(request.client, num_tokens, request.engine.max_tokens, len(request.resumed_of(0)))
 
     def _rates(self, num_tokens: int = 1) -> Rates:
         return Rates.of(self._directory.usable(WorkerRole.PREFILL), self._directory.usable(WorkerRole.DECODE),
-                        len(self._line.waiters), num_tokens)
+                        self._line.num_waiting, num_tokens)
 
     def _refused(self, refusal: Refusal) -> CapacityError:
         """On arrival."""
@@ -234,8 +238,10 @@ class Admission:
             self._metrics.dropped.labels(Cause.WORKERS).inc()
             return UnavailableError(f"no workers that hold {request.context_tokens} tokens are usable")
         self._metrics.dropped.labels(refusal.cause).inc()
-        text = "no pair of workers had room "
-        text += "before its deadline" if refusal.cause is Cause.DEADLINE else f"for {self._limits.max_wait_s:g} s"
+        texts = {Cause.DEADLINE: "no pair of workers had room before its deadline",
+                 Cause.QUEUE_FULL: f"{self._limits.max_waiting} requests are waiting, which is the limit, and this "
+                                   "client had most of them"}
+        text = texts.get(refusal.cause, f"no pair of workers had room for {self._limits.max_wait_s:g} s")
         return CapacityError(text, resource="workers", retry_after_s=refusal.retry_after_s)
 
     def _is_orphan(self, request: AdmissibleRequest) -> bool:
@@ -311,7 +317,7 @@ class Admission:
         return held
 
     def _place(self, waiter: Waiter[_Held], pair: WorkerPair) -> None:
-        self._line.leave(waiter)
+        self._line.served(waiter)
         if waiter.item.placed.done():  # cancelled, and has not run since
             pair.release()
         else:

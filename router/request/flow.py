@@ -147,7 +147,8 @@ class RequestFlow:
                 held_back.end()
                 self._timeline.placed()
                 estimated_s = self._services.admission.service_s(self._request, pair.prefill.num_tokens)
-                self._record = ServiceRecord(self._services.outlook, self._request.engine.max_tokens, estimated_s)
+                self._record = ServiceRecord(self._services.outlook, self._request.client,
+                                             self._request.engine.max_tokens, estimated_s)
                 try:
                     with self._services.metrics.running.track_inprogress():
                         await self._serve(pair)

@@ -2,20 +2,18 @@
 
 `Timeline`: when things happened to one request, as the router saw them, and how long they took by the workers' reports.
 `Outlook`: estimates from rates that were measured (prompt tokens per second and time between tokens of each pool,
-`router.workers.pace`), how long answers become, and how far such estimates have been wrong. Nothing is refused on a
-guess: what was not measured lately counts as no time at all.
+`router.workers.pace`) and from what is learnt of each client (`ClientHabits`). Nothing is refused on a guess: what was
+not measured lately counts as no time at all.
 """
 
-import bisect
 import math
-from collections import deque
-from collections.abc import Iterable, Sequence
+import statistics
+from collections import OrderedDict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Self
 
 from protos import types_pb2
-from router.workers.policy import SHORT_RATIO, SHORT_SHARE
+from router.workers.pace import PromptsAhead
 from router.workers.worker import Booking, Worker, WorkerRole
 from runtime.clock import Clock
 from runtime.metrics import RouterMetrics
@@ -31,7 +29,12 @@ STAGES = {
     "decode_queue": "decode_queue_s",
     "decode": "decode_s",
 }
-KEPT_SHARE = 0.9  # of what came before, per answer
+MAX_CLIENTS = 1024  # of which anything is kept, those seen last
+HALF_LIFE_S, FORGET_S = 60.0, 300.0  # what an answer weighs, and until when it counts at all
+KEPT_SHARE = 0.9  # of the weight of those before, per answer
+MIN_CLIENTS, USUAL_WEIGHT = 3, 2.0  # what they have in common counts as two answers
+USUAL_S = 1.0  # what is usual is reckoned once a second at most
+TRIAL_S = 2.0  # between two requests of a client that are served against what is expected
 MIN_ERRORS = 4  # services of one length, before their errors count
 REMEMBERED_ERRORS = 32
 CAUTIOUS_QUANTILE = 0.9
@@ -125,6 +128,11 @@ class TokenWork:
     prompt_tokens: float = 0.0
     output_tokens: float = 0.0
 
+    @property
+    def num_tokens(self) -> float:
+        """Of both kinds."""
+        return self.prompt_tokens + self.output_tokens
+
     def more(self, other: "TokenWork") -> "TokenWork":
         return TokenWork(self.prompt_tokens + other.prompt_tokens, self.output_tokens + other.output_tokens)
 
@@ -132,29 +140,6 @@ class TokenWork:
         """Never below nothing."""
         return TokenWork(max(0.0, self.prompt_tokens - other.prompt_tokens),
                          max(0.0, self.output_tokens - other.output_tokens))
-
-
-@dataclass(frozen=True)
-class PromptsAhead:
-    """Prompts that `num_workers` have and have not computed: their lengths, ascending, and the sums of these. A prompt
-    does not wait for those that are much longer: beside them workers give one token in `SHORT_SHARE` to short ones."""
-
-    lengths: tuple[float, ...] = ()
-    sums: tuple[float, ...] = (0.0,)
-    num_workers: int = 1
-
-    @classmethod
-    def of(cls, lengths: Iterable[float], num_workers: int = 1) -> Self:
-        """Of all of these workers together."""
-        ascending = sorted(lengths)
-        return cls(tuple(ascending), tuple(accumulate(ascending, initial=0.0)), num_workers)
-
-    def before(self, num_tokens: float) -> float:
-        """Return the tokens that one worker computes before a prompt of so many is over, its own left out."""
-        num_short = bisect.bisect(self.lengths, SHORT_RATIO * num_tokens)
-        short, longer = self.sums[num_short], self.sums[-1] - self.sums[num_short]
-        num_shared = min(len(self.lengths) - num_short, self.num_workers)  # workers that have a much longer one
-        return (short + min((SHORT_SHARE - 1) * (short + num_tokens * num_shared), longer)) / self.num_workers
 
 
 @dataclass(frozen=True)
@@ -166,7 +151,7 @@ class Rates:
     output_tokens_per_s: float = math.inf
     prompt_token_s: float = 0.0
     output_token_s: float = 0.0
-    ahead: PromptsAhead = PromptsAhead()
+    ahead: PromptsAhead = field(default_factory=PromptsAhead)
     is_idle: bool = True  # a pair of pools has nothing to do
 
     @classmethod
@@ -208,50 +193,45 @@ class Rates:
 
 
 @dataclass
-class AnswerLengths:
-    """The share of `max_tokens` that answers come to; limits of one power of two are one."""
+class _Length:
+    """The mean share of `max_tokens` that answers come to."""
 
-    _shares: dict[int, float] = field(default_factory=dict)
+    share: float = 0.0
+    weight: float = 0.0
+    seen_s: float = -math.inf
 
-    def observe(self, max_tokens: int, num_tokens: int) -> None:
-        """An answer that was not cut off."""
-        seen, share = max_tokens.bit_length(), num_tokens / max_tokens
-        self._shares[seen] = self._shares.get(seen, share) * KEPT_SHARE + share * (1 - KEPT_SHARE)
+    def add(self, share: float, now_s: float) -> None:
+        weight = self.weight_at(now_s) * KEPT_SHARE
+        self.share = (self.share * weight + share) / (weight + 1)
+        self.weight, self.seen_s = weight + 1, now_s
 
-    def expected(self, max_tokens: int) -> float:
-        """Tokens; 0 for a limit that was not seen."""
-        return max_tokens * self._shares.get(max_tokens.bit_length(), 0.0)
+    def weight_at(self, now_s: float) -> float:
+        """Answers that it stands for."""
+        age_s = now_s - self.seen_s
+        return self.weight * 0.5 ** (age_s / HALF_LIFE_S) if age_s < FORGET_S else 0.0
 
 
 @dataclass
-class Caution:
-    """How much longer services took than was estimated, at the worse end; by length, as shorter ones are less certain.
+class _Caution:
+    """How much longer services took than was estimated, at the worse end; by length: shorter ones are less certain."""
 
-    Without it a request that is served at the edge of its deadline, as all are under overload, ends as often behind it
-    as before it.
-    """
+    errors: dict[int, deque[tuple[float, float]]] = field(default_factory=dict)  # when, actual over estimated
+    factors: dict[int, tuple[float, float]] = field(default_factory=dict)  # when, what it came to
 
-    clock: Clock
-    _errors: dict[int, deque[tuple[float, float]]] = field(default_factory=dict)  # when, actual over estimated
-    _factors: dict[int, tuple[float, float]] = field(default_factory=dict)  # when, what `factor` came to
+    def observe(self, estimated_s: float, actual_s: float, now_s: float) -> None:
+        errors = self.errors.setdefault(_octave(estimated_s), deque(maxlen=REMEMBERED_ERRORS))
+        errors.append((now_s, actual_s / estimated_s))
 
-    def observe(self, estimated_s: float, actual_s: float) -> None:
-        """`actual_s` may be the least it would have been, of a service that was cut off."""
-        if estimated_s > 0:
-            errors = self._errors.setdefault(_octave(estimated_s), deque(maxlen=REMEMBERED_ERRORS))
-            errors.append((self.clock.now(), actual_s / estimated_s))
-
-    def factor(self, estimated_s: float) -> float:
-        """From 1 to `MAX_CAUTION`; reckoned anew once a second at most."""
-        octave, now_s = _octave(estimated_s), self.clock.now()
-        at_s, factor = self._factors.get(octave, (-math.inf, START_CAUTION))
+    def factor(self, estimated_s: float, now_s: float) -> float:
+        octave = _octave(estimated_s)
+        at_s, factor = self.factors.get(octave, (-math.inf, START_CAUTION))
         if now_s - at_s >= FACTOR_S:
             factor = self._reckoned(octave, now_s)
-            self._factors[octave] = now_s, factor
+            self.factors[octave] = now_s, factor
         return factor
 
     def _reckoned(self, octave: int, now_s: float) -> float:
-        errors = sorted(error for at_s, error in self._errors.get(octave, ()) if at_s >= now_s - MEMORY_S)
+        errors = sorted(error for at_s, error in self.errors.get(octave, ()) if at_s >= now_s - MEMORY_S)
         if len(errors) < MIN_ERRORS:
             return START_CAUTION
         return min(max(errors[int(CAUTIOUS_QUANTILE * len(errors))], 1.0), MAX_CAUTION)
@@ -261,34 +241,109 @@ def _octave(seconds: float) -> int:
     return math.frexp(seconds)[1]
 
 
+@dataclass
+class _Habits:
+    """Of one client; lengths by the power of two that the limit is of."""
+
+    lengths: dict[int, _Length] = field(default_factory=dict)
+    caution: _Caution = field(default_factory=_Caution)
+    tried_s: float = -math.inf
+
+
+class ClientHabits:
+    """How long each client's answers become, and how far estimates of its requests have been wrong.
+
+    One client's habits say little of another's: what is estimated of a request goes by those of its own client, and
+    as long as these are few by what is usual among several others. A client whose requests are refused for the length
+    of their answers has one served now and then all the same, so that it can show shorter ones.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._clients: OrderedDict[str, _Habits] = OrderedDict()  # the one seen last is the last
+        self._usual: dict[int, tuple[float, float | None]] = {}  # when, and the share, None of too few clients
+
+    def answered(self, client: str, max_tokens: int, num_tokens: int) -> None:
+        """An answer that was not cut off had so many tokens."""
+        length = self._of(client).lengths.setdefault(max_tokens.bit_length(), _Length())
+        length.add(num_tokens / max_tokens, self._clock.now())
+
+    def expected_tokens(self, client: str, max_tokens: int) -> float:
+        """Return how many tokens an answer will have; 0 where nothing is known."""
+        limit, now_s = max_tokens.bit_length(), self._clock.now()
+        known = self._clients.get(client)
+        own = (known.lengths.get(limit) if known is not None else None) or _Length()
+        weight, usual = own.weight_at(now_s), self._usual_share(limit, now_s)
+        if usual is not None:
+            return max_tokens * (own.share * weight + usual * USUAL_WEIGHT) / (weight + USUAL_WEIGHT)
+        return max_tokens * own.share if weight else 0.0
+
+    def may_try(self, client: str) -> bool:
+        """Whether a request that is expected to end too late is served all the same. If so, it is the last one for
+        `TRIAL_S`."""
+        habits, now_s = self._of(client), self._clock.now()
+        if now_s - habits.tried_s < TRIAL_S:
+            return False
+        habits.tried_s = now_s
+        return True
+
+    def served(self, client: str, estimated_s: float, actual_s: float) -> None:
+        """`actual_s` may be the least it would have been, of a service that was cut off."""
+        if estimated_s > 0:
+            self._of(client).caution.observe(estimated_s, actual_s, self._clock.now())
+
+    def caution(self, client: str, estimated_s: float) -> float:
+        """Return by how much longer than estimated a service may take: from 1 to `MAX_CAUTION`. Without it a request
+        that is served at the edge of its deadline, as all are under overload, ends as often behind it as before it."""
+        known = self._clients.get(client)
+        return START_CAUTION if known is None else known.caution.factor(estimated_s, self._clock.now())
+
+    def _of(self, client: str) -> _Habits:
+        habits = self._clients.setdefault(client, _Habits())
+        self._clients.move_to_end(client)
+        if len(self._clients) > MAX_CLIENTS:
+            self._clients.popitem(last=False)
+        return habits
+
+    def _usual_share(self, limit: int, now_s: float) -> float | None:
+        """The median of the clients that have shown any: one that shows extremes moves it by one place at most."""
+        at_s, share = self._usual.get(limit, (-math.inf, None))
+        if now_s - at_s >= USUAL_S:
+            shares = [length.share for habits in self._clients.values()
+                      if (length := habits.lengths.get(limit)) is not None and length.weight_at(now_s)]
+            share = statistics.median(shares) if len(shares) >= MIN_CLIENTS else None
+            self._usual[limit] = now_s, share
+        return share
+
+
 class Outlook:
     """What a router has learnt of its pools; its requests write it as they go."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
         self.best_prefill = PrefillRateEstimate(clock)
-        self.lengths = AnswerLengths()
-        self.caution = Caution(clock)
+        self.habits = ClientHabits(clock)
 
-    def work(self, prompt_tokens: int, max_tokens: int, num_drawn: int = 0) -> TokenWork:
+    def work(self, client: str, prompt_tokens: int, max_tokens: int, num_drawn: int = 0) -> TokenWork:
         """Of a request that lacks so many tokens of its prompt. Of its answer `num_drawn` are there: they are read as a
         prompt is."""
         to_read = max(prompt_tokens, MIN_TOKENS) + num_drawn
-        return TokenWork(to_read, max(self.lengths.expected(max_tokens) - num_drawn, 0.0))
+        return TokenWork(to_read, max(self.habits.expected_tokens(client, max_tokens) - num_drawn, 0.0))
 
-    def cautious_s(self, rates: Rates, work: TokenWork) -> float:
+    def cautious_s(self, rates: Rates, client: str, work: TokenWork) -> float:
         """The time that a service takes at most, nine times of ten."""
         estimated_s = rates.service_s(work)
-        return estimated_s * self.caution.factor(estimated_s) if estimated_s > 0 else 0.0
+        return estimated_s * self.habits.caution(client, estimated_s) if estimated_s > 0 else 0.0
 
 
 class ServiceRecord:
     """What one request shows of the pools that serve it, for those that come after it; from being given to a pair of
     workers to the end. A request that moves shows nothing: it was served twice."""
 
-    def __init__(self, outlook: Outlook, max_tokens: int, estimated_s: float) -> None:
+    def __init__(self, outlook: Outlook, client: str, max_tokens: int, estimated_s: float) -> None:
         """`estimated_s`: how long it should take."""
         self._outlook = outlook
+        self._client = client
         self._max_tokens = max_tokens
         self._estimated_s = estimated_s
         self._since_s = outlook.clock.now()
@@ -317,7 +372,7 @@ class ServiceRecord:
     def ended(self, num_tokens: int) -> None:
         """With an answer of so many tokens."""
         if num_tokens:
-            self._outlook.lengths.observe(self._max_tokens, num_tokens)
+            self._outlook.habits.answered(self._client, self._max_tokens, num_tokens)
         self._note()
 
     def finished(self, decode_s: float) -> None:
@@ -337,4 +392,4 @@ class ServiceRecord:
 
     def _note(self) -> None:
         if not self._has_moved:
-            self._outlook.caution.observe(self._estimated_s, self._outlook.clock.now() - self._since_s)
+            self._outlook.habits.served(self._client, self._estimated_s, self._outlook.clock.now() - self._since_s)

@@ -38,7 +38,8 @@ class AdmissibleRequest:
     """A request that can succeed. `engine` is its first choice; its `request_id` is empty if the client chose none.
     `resumed`: of each choice in turn, the tokens its client has already, as far as there are any; `resumed_from`: of
     each choice the compatibility of the workers that drew them, "" where any workers may go on. `routed` has the tokens
-    of `engine` as machine integers: to read them back from a message takes ten times as long. None: nobody has them."""
+    of `engine` as machine integers: to read them back from a message takes ten times as long. None: nobody has them.
+    `client` is what its share of the pools goes by."""
 
     engine: types_pb2.EngineRequest
     stop_strings: tuple[str, ...]
@@ -47,6 +48,7 @@ class AdmissibleRequest:
     resumed: tuple[tuple[int, ...], ...] = ()
     resumed_from: tuple[str, ...] = ()
     routed: RoutedPrompt | None = None
+    client: str = ""
 
     @cached_property
     def prompt(self) -> RoutedPrompt:

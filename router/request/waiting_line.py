@@ -1,27 +1,32 @@
-"""Who waits for a pair of workers, in which order, who may wait at all, and who waits in vain. Pure; `Clock` seconds.
+"""Admission queue: the order of waiting requests, who may wait at all, and who waits in vain. Pure; `Clock` seconds.
 
-Order: priority, then by when a request must begin: its deadline less what serving it takes, but not later than the
-limit of waiting allows. So those without a deadline stand in order of arrival, and time brings each of them to the
-front. Where workers have parts of prompts, who finds more there may go before those who would find less
-(`WaitingLine.best`), as long as these can wait.
+Order: priority, then clients in turn, and of one client by when a request must begin: its deadline less what serving it
+takes, but not later than the limit of waiting allows. So those of a client that have no deadline stand in order of
+arrival, and a deadline makes a request more urgent than others of its client and not than another client's. Turns count
+tokens (start-time fair queueing, Goyal et al., SIGCOMM 1996): a client that sends more, or longer ones, gets no more of
+the pools while others wait. Where workers have parts of prompts, a request that finds more there may go before those
+that would find less (`WaitingLine.best`), as long as these can wait.
 
-Who comes is refused if it could not be served in time behind those who go before it; who was let in leaves only by
-being placed, by going away, or when its time does not suffice any more.
+A request is refused on arrival if it could not be served in time behind those that go before it. One that was let in
+leaves only by being placed, by going away, when its time does not suffice any more, or, where the line is full, for one
+of a client that has fewer in it.
 """
 
 import bisect
+import heapq
 import math
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import islice
+from itertools import chain, islice
 from typing import Generic, TypeVar
 
-from router.request.service_times import Outlook, Rates, TokenWork
+from router.request.service_times import MAX_CLIENTS, Outlook, Rates, TokenWork
 
 T = TypeVar("T")
+ItemT = TypeVar("ItemT")
 
-MIN_RETRY_S = 0.05
+MIN_RETRY_S, MAX_RETRY_S = 0.05, 10.0  # what slows a cluster down may be over long before it was estimated to be
 LOOK_AHEAD = 32  # so many from the front may go first, and so often may one be passed
 LEAST_SLACK_S = 5.0  # who has to begin within this is not passed
 
@@ -45,12 +50,14 @@ class WaitingLimits:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a request wants: `ends_at_s` is its deadline, `num_tokens` those of its prompt, wherever they are."""
+    """What a request of `client` wants: `ends_at_s` is its deadline, `num_tokens` those of its prompt, wherever they
+    are."""
 
     work: TokenWork
     ends_at_s: float = math.inf
     priority: int = 0
     num_tokens: int = 0
+    client: str = ""
 
 
 @dataclass(frozen=True)
@@ -66,60 +73,147 @@ class Refusal:
         """The wait; where no request waits and those that run are all that slows it down, until they have ended. None
         while nothing was measured."""
         estimate_s = self.wait_s or self.service_s
-        return max(estimate_s, MIN_RETRY_S) if estimate_s else None
+        return min(max(estimate_s, MIN_RETRY_S), MAX_RETRY_S) if estimate_s else None
 
 
 @dataclass(order=True)
 class Waiter(Generic[T]):
-    """One that waits; ordered as it will be served."""
+    """One that waits; ordered as those of its client will be served. `displaced`: the one that left for it."""
 
-    priority: int
     begin_by_s: float
     arrival: int
     demand: Demand = field(compare=False)
     since_s: float = field(compare=False)
     item: T = field(compare=False)
     num_passed: int = field(default=0, compare=False)  # how often another one went before it
+    displaced: "Waiter[T] | None" = field(default=None, compare=False)
+
+
+@dataclass(eq=False)
+class _Queue(Generic[T]):
+    """What waits of one client at one priority, in its order. `start`: where the first of it stands in the turns of its
+    priority, each of which is as long as the tokens that it takes."""
+
+    start: float
+    waiters: list[Waiter[T]] = field(default_factory=list)
+    work: TokenWork = field(default_factory=TokenWork)
+
+    def turns(self) -> Iterator[tuple[float, float, int, Waiter[T]]]:
+        """Return the waiters with what they are ordered by among those of other clients. A copy."""
+        start = self.start
+        for waiter in tuple(self.waiters):
+            yield start, waiter.begin_by_s, waiter.arrival, waiter
+            start += waiter.demand.work.num_tokens
+
+    def before(self, turn: tuple[float, float, int]) -> TokenWork:
+        """Return the work of those whose turn comes before this one."""
+        if self.start + self.work.num_tokens < turn[0]:
+            return self.work
+        return _work_of(waiter for *key, waiter in self.turns() if tuple(key) < turn)
 
 
 @dataclass
 class WaitingLine(Generic[T]):
-    """The requests that wait, `waiters` in their order. The caller gives the present rates and time. `work` is that of
-    all of them: what is asked with every request and every report is kept, as a line may be long."""
+    """The requests that wait. The caller gives the present rates and time. `num_waiting` are there, and `work` is that
+    of all of them: what is asked with every request and every report is kept, as a line may be long."""
 
     limits: WaitingLimits
     outlook: Outlook
     num_arrived: int = 0
+    num_waiting: int = 0
     work: TokenWork = field(default_factory=TokenWork)
-    waiters: list[Waiter[T]] = field(default_factory=list)
+    _queues: dict[tuple[int, str], _Queue[T]] = field(default_factory=dict)  # by priority and client
+    _turns: dict[int, float] = field(default_factory=dict)  # by priority: where the one placed last stood
+    _ends: dict[tuple[int, str], float] = field(default_factory=dict)  # where clients stand that have had more
     _lengths: list[int] = field(default_factory=list)  # of their prompts, ascending
 
     def __len__(self) -> int:
-        return len(self.waiters)
+        return self.num_waiting
 
     def __iter__(self) -> Iterator[Waiter[T]]:
-        """A copy, in order."""
-        return iter(tuple(self.waiters))
+        """In order, as far as it is asked for; of those that wait now."""
+        by_priority: dict[int, list[_Queue[T]]] = {}
+        for (priority, _), queue in self._queues.items():
+            by_priority.setdefault(priority, []).append(queue)
+        return chain.from_iterable(
+            (turn[-1] for turn in heapq.merge(*(queue.turns() for queue in by_priority[priority])))
+            for priority in sorted(by_priority))
 
     def enter(self, demand: Demand, item: T, rates: Rates, now_s: float) -> Waiter[T] | Refusal:
-        """A place for a request, or why it gets none."""
-        service_s = self.outlook.cautious_s(rates, demand.work)
-        begin_by_s = min(demand.ends_at_s - service_s, now_s + self.limits.max_wait_s)
-        waiter = Waiter(demand.priority, begin_by_s, self.num_arrived, demand, now_s, item)
-        place = bisect.bisect(self.waiters, waiter)
-        wait_s = rates.wait_s(self.work.less(_work_of(islice(self.waiters, place, None))))
-        if len(self.waiters) >= self.limits.max_waiting:
-            return Refusal(Cause.QUEUE_FULL, wait_s, service_s)
-        if wait_s > self.limits.max_wait_s:
-            return Refusal(Cause.WAIT, wait_s, service_s)
-        is_measured = bool(self.waiters) or not rates.is_idle
-        if is_measured and now_s + wait_s + service_s > demand.ends_at_s:
-            return Refusal(Cause.DEADLINE, wait_s, service_s)
+        """A place for a request, or why it gets none. One that is refused for the length of its answer is let in now
+        and then as if it had none: its client may have other habits by now."""
+        refusal = self._refusal(demand, rates, now_s)
+        if refusal is not None and refusal.cause is Cause.DEADLINE and demand.work.output_tokens:
+            short = replace(demand, work=replace(demand.work, output_tokens=0.0))
+            if self._refusal(short, rates, now_s) is None and self.outlook.habits.may_try(demand.client):
+                demand, refusal = short, None
+        if refusal is not None:
+            return refusal
+        waiter = self._waiter(demand, item, rates, now_s)
+        if len(self) >= self.limits.max_waiting and (displaced := self._largest(demand)) is not None:
+            waiter.displaced = displaced
+            self.leave(displaced)
         self.num_arrived += 1
-        self.waiters.insert(place, waiter)
+        self.num_waiting += 1
+        queue = self._queue_of(demand)
+        bisect.insort(queue.waiters, waiter)
+        self._queues[demand.priority, demand.client] = queue
+        queue.work = queue.work.more(demand.work)
         bisect.insort(self._lengths, demand.num_tokens)
         self.work = self.work.more(demand.work)
         return waiter
+
+    def _refusal(self, demand: Demand, rates: Rates, now_s: float) -> Refusal | None:
+        service_s = self.outlook.cautious_s(rates, demand.client, demand.work)
+        wait_s = rates.wait_s(self._before(self._waiter(demand, None, rates, now_s)))
+        if len(self) >= self.limits.max_waiting and self._largest(demand) is None:
+            return Refusal(Cause.QUEUE_FULL, wait_s, service_s)
+        if wait_s > self.limits.max_wait_s:
+            return Refusal(Cause.WAIT, wait_s, service_s)
+        is_measured = len(self) > 0 or not rates.is_idle
+        if is_measured and now_s + wait_s + service_s > demand.ends_at_s:
+            return Refusal(Cause.DEADLINE, wait_s, service_s)
+        return None
+
+    def _waiter(self, demand: Demand, item: ItemT, rates: Rates, now_s: float) -> Waiter[ItemT]:
+        """One that would come now."""
+        service_s = self.outlook.cautious_s(rates, demand.client, demand.work)
+        begin_by_s = min(demand.ends_at_s - service_s, now_s + self.limits.max_wait_s)
+        return Waiter(begin_by_s, self.num_arrived, demand, now_s, item)
+
+    def _queue_of(self, demand: Demand) -> _Queue[T]:
+        """That of its client, or a new one, which begins with the turn of those that are being placed."""
+        key = demand.priority, demand.client
+        start = max(self._turns.get(demand.priority, 0.0), self._ends.get(key, 0.0))
+        return self._queues.get(key) or _Queue(start)
+
+    def _before(self, waiter: Waiter[None]) -> TokenWork:
+        """Return the work of those that go before one that would enter now."""
+        demand = waiter.demand
+        own = self._queue_of(demand)
+        place = bisect.bisect(own.waiters, (waiter.begin_by_s, waiter.arrival),
+                              key=lambda other: (other.begin_by_s, other.arrival))
+        total = own.work.less(_work_of(own.waiters[place:]))
+        turn = own.start + total.num_tokens, waiter.begin_by_s, waiter.arrival
+        for (priority, _), queue in self._queues.items():
+            if priority < demand.priority:
+                total = total.more(queue.work)
+            elif priority == demand.priority and queue is not own:
+                total = total.more(queue.before(turn))
+        return total
+
+    def _largest(self, demand: Demand) -> Waiter[T] | None:
+        """Return the last request of the client that has most waiting, no more urgent than `demand`; None if that has
+        no more than the other client would then have."""
+        counts: dict[str, int] = {}
+        for (priority, client), queue in self._queues.items():
+            if priority >= demand.priority:
+                counts[client] = counts.get(client, 0) + len(queue.waiters)
+        largest = max(counts, key=lambda client: counts[client], default=demand.client)
+        if counts.get(largest, 0) <= counts.get(demand.client, 0) + 1:
+            return None
+        last = max(priority for priority, client in self._queues if client == largest)
+        return self._queues[last, largest].waiters[-1]
 
     @property
     def shortest(self) -> float:
@@ -129,14 +223,15 @@ class WaitingLine(Generic[T]):
     @property
     def first(self) -> Waiter[T]:
         """Of a line that is not empty."""
-        return self.waiters[0]
+        return next(iter(self))
 
     def best(self, gain: Callable[[T], float], now_s: float) -> Waiter[T]:
         """Who gains most if it is served now, the first of equals: of the first `LOOK_AHEAD`, as urgent as the first,
         and behind nobody who cannot wait longer. The line must not be empty."""
-        best, most = self.first, gain(self.first.item)
-        for waiter in islice(self.waiters, LOOK_AHEAD):
-            if waiter.priority != self.first.priority:
+        first = best = self.first
+        most = gain(first.item)
+        for waiter in islice(self, LOOK_AHEAD):
+            if waiter.demand.priority != first.demand.priority:
                 break
             gained = gain(waiter.item)
             if gained > most:
@@ -147,23 +242,50 @@ class WaitingLine(Generic[T]):
 
     def passes(self, waiter: Waiter[T]) -> None:
         """It is about to be served before those in front of it."""
-        for passed in islice(self.waiters, bisect.bisect_left(self.waiters, waiter)):
+        for passed in self:
+            if passed is waiter:
+                break
             passed.num_passed += 1
+
+    def served(self, waiter: Waiter[T]) -> None:
+        """It has got its workers, which is a turn of its client's."""
+        key = waiter.demand.priority, waiter.demand.client
+        queue = self._queues.get(key)
+        if queue is None or not self.leave(waiter):
+            return
+        turn = max(self._turns.get(key[0], 0.0), queue.start)
+        queue.start += waiter.demand.work.num_tokens
+        if self._queues:
+            self._turns[key[0]] = turn
+            self._ends = {other: end for other, end in self._ends.items() if other[0] != key[0] or end > turn}
+            self._ends[key] = queue.start
+        if len(self._ends) > MAX_CLIENTS:
+            del self._ends[min(self._ends, key=lambda each: self._ends[each])]
 
     def leave(self, waiter: Waiter[T]) -> bool:
         """Whether it was there."""
-        place = bisect.bisect_left(self.waiters, waiter)
-        if place < len(self.waiters) and self.waiters[place] is waiter:
-            del self.waiters[place]
-            del self._lengths[bisect.bisect_left(self._lengths, waiter.demand.num_tokens)]
-            self.work = self.work.less(waiter.demand.work) if self.waiters else TokenWork()
-            return True
-        return False
+        key = waiter.demand.priority, waiter.demand.client
+        queue = self._queues.get(key)
+        place = 0 if queue is None else bisect.bisect_left(queue.waiters, waiter)
+        if queue is None or place == len(queue.waiters) or queue.waiters[place] is not waiter:
+            return False
+        del queue.waiters[place]
+        self.num_waiting -= 1
+        queue.work = queue.work.less(waiter.demand.work)
+        if not queue.waiters:
+            del self._queues[key]
+        del self._lengths[bisect.bisect_left(self._lengths, waiter.demand.num_tokens)]
+        self.work = self.work.less(waiter.demand.work)
+        if not self._queues:  # nobody has waited for another one: turns begin anew
+            self.work = TokenWork()
+            self._turns.clear()
+            self._ends.clear()
+        return True
 
     def drop_hopeless(self, rates: Rates, now_s: float) -> list[tuple[Waiter[T], Refusal]]:
         """Those whose time does not suffice any more, even if their turn came now; they have left."""
         dropped = []
-        for waiter in tuple(self.waiters):
+        for waiter in self:
             if (cause := self._hopeless(waiter, rates, now_s)) is not None:
                 self.leave(waiter)
                 dropped.append((waiter, cause))
@@ -180,11 +302,14 @@ class WaitingLine(Generic[T]):
 
     def oldest_s(self, now_s: float) -> float:
         """How long the one that came first has waited. Any thread."""
-        return max((now_s - waiter.since_s for waiter in self), default=0.0)
+        waiters = chain.from_iterable(tuple(queue.waiters) for queue in tuple(self._queues.values()))
+        return max((now_s - waiter.since_s for waiter in waiters), default=0.0)
 
     def clear(self) -> list[Waiter[T]]:
         """All of them; they have left."""
-        waiters, self.waiters, self._lengths, self.work = self.waiters, [], [], TokenWork()
+        waiters = list(self)
+        for waiter in waiters:
+            self.leave(waiter)
         return waiters
 
     def _hopeless(self, waiter: Waiter[T], rates: Rates, now_s: float) -> Cause | None:
@@ -192,7 +317,8 @@ class WaitingLine(Generic[T]):
             return Cause.WAIT
         if rates.is_idle and now_s < waiter.demand.ends_at_s:
             return None  # nothing keeps it from being tried
-        is_late = now_s + self.outlook.cautious_s(rates, waiter.demand.work) > waiter.demand.ends_at_s
+        service_s = self.outlook.cautious_s(rates, waiter.demand.client, waiter.demand.work)
+        is_late = now_s + service_s > waiter.demand.ends_at_s
         return Cause.DEADLINE if is_late else None
 
 

@@ -4,9 +4,14 @@ Speed is weighed the less the older it is, and what was not confirmed for a whil
 would otherwise get nothing by which it could show that it is not any more.
 """
 
+import bisect
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Self
 
+from router.workers.policy import SHORT_RATIO, SHORT_SHARE
 from runtime.clock import Clock
 from runtime.pace import MIN_TOKENS
 
@@ -116,6 +121,29 @@ class PrefillPace:
         passed_s = self.clock.now() - self._counted_until_s
         kept = 0.5 ** (passed_s / HALF_LIFE_S)
         return self._tokens * kept, self._busy_s * kept + passed_s
+
+
+@dataclass(frozen=True)
+class PromptsAhead:
+    """Prompts that `num_workers` have and have not computed: their lengths, ascending, and the sums of these. A prompt
+    does not wait for those that are much longer: beside them workers give one token in `SHORT_SHARE` to short ones."""
+
+    lengths: tuple[float, ...] = ()
+    sums: tuple[float, ...] = (0.0,)
+    num_workers: int = 1
+
+    @classmethod
+    def of(cls, lengths: Iterable[float], num_workers: int = 1) -> Self:
+        """Of all of these workers together."""
+        ascending = sorted(lengths)
+        return cls(tuple(ascending), tuple(accumulate(ascending, initial=0.0)), num_workers)
+
+    def before(self, num_tokens: float) -> float:
+        """Return the tokens that one worker computes before a prompt of so many is over, its own left out."""
+        num_short = bisect.bisect(self.lengths, SHORT_RATIO * num_tokens)
+        short, longer = self.sums[num_short], self.sums[-1] - self.sums[num_short]
+        num_shared = min(len(self.lengths) - num_short, self.num_workers)  # workers that have a much longer one
+        return (short + min((SHORT_SHARE - 1) * (short + num_tokens * num_shared), longer)) / self.num_workers
 
 
 @dataclass

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from baton.retry import MAX_JITTER, NO_RETRY, SPREAD_S, Patience, Retry, Targets
+from baton.retry import MAX_ASKED_S, MAX_JITTER, NO_RETRY, SPREAD_S, Patience, Retry, Targets
 from runtime.clock import ManualClock
 from runtime.errors import (
     BatonError,
@@ -105,6 +105,18 @@ def test_no_attempt_begins_after_the_deadline() -> None:
         of.pause_after(CapacityError("full", resource="pages", retry_after_s=5.0))
     clock.advance(9.0)
     assert of.left_s() == 0.0
+
+
+def test_no_server_makes_a_client_sleep_for_ever() -> None:
+    """Nor pass a router over for ever that says when to come back."""
+    full = CapacityError("full", resource="pages", retry_after_s=3.9e5)
+    assert patience().pause_after(full) <= MAX_ASKED_S * (1 + MAX_JITTER)
+    clock = ManualClock()
+    turns = Targets(2, clock, random.Random(0))
+    turns.failed(0, UnavailableError("no workers", retry_after_s=3.9e5))
+    assert {turns.next() for _ in range(4)} == {1}
+    clock.advance(MAX_ASKED_S)
+    assert {turns.next() for _ in range(4)} == {0, 1}
 
 
 def test_a_former_self_may_still_be_running() -> None:

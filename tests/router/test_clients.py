@@ -1,5 +1,6 @@
 """What one client may do to another one's requests: nothing."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -11,7 +12,7 @@ from protos import generation_pb2, types_pb2
 from router.api.generation import MAX_ABORT_IDS, RequestLimits, client_salt
 from router.request.admission import PriorityLimits
 from runtime.errors import BatonError, DuplicateRequestError, InvalidRequestError
-from runtime.security import ServerSecurity
+from runtime.security import ServerSecurity, address_of
 from runtime.status import error_from_rpc
 from runtime.tokens import TokenList
 from tests.router.harness import RouterHarness, eventually, running_router, token_request
@@ -90,6 +91,54 @@ async def test_nobody_pushes_ahead_unless_a_setting_says_so() -> None:
         error = await router.failure(token_request(PROMPT, priority=-100))
         assert isinstance(error, InvalidRequestError)
         assert error.violations[0].field == "priority"
+
+
+async def test_a_client_in_a_hurry_passes_its_own_requests_and_no_other_clients(tmp_path: Path) -> None:
+    """A pool for one request at a time: those that wait for it are served in turn, whatever their deadlines are."""
+    (tmp_path / "tokens").write_text(TOKENS)
+    fabric, journal = Fabric(), Journal()
+    prefill, decode = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal, max_running=1)
+    order: list[str] = []
+    may_go = asyncio.Event()
+
+    async def note(request: types_pb2.EngineRequest) -> None:
+        order.append(request.request_id)
+        await may_go.wait()
+
+    prefill.at(Point.QUEUED, note)
+    security = ServerSecurity(tokens=TokenList(tmp_path / "tokens"))
+    async with running_router(prefill, decode, security=security) as router:
+        calls = []
+        for number, (name, metadata, timeout_s) in enumerate([
+                ("first", BOB, 600), ("patient", BOB, 600), ("patient", BOB, 600), ("hurry", ALICE, 40),
+                ("hurry", ALICE, 30), ("hurry", ALICE, 20)]):
+            request = token_request(PROMPT, max_tokens=2, request_id=f"{name} {number}")
+            calls.append(router.stub.Generate(request, metadata=metadata, timeout=timeout_s))
+            await eventually(lambda: len(order) + router.services.admission.num_waiting == len(calls), "a call")
+        may_go.set()
+        for call in calls:
+            assert [response async for response in call]
+    assert order == ["first 0", "hurry 5", "patient 1", "hurry 4", "patient 2", "hurry 3"]
+
+
+async def test_what_is_learnt_of_answers_is_of_their_client(tmp_path: Path) -> None:
+    async with shared_router(tmp_path) as router:
+        await answered(router, token_request(PROMPT, max_tokens=9), ALICE)
+        habits = router.services.outlook.habits
+        assert habits.expected_tokens("token:alice", 9) == 9
+        assert habits.expected_tokens("", 9) == 0
+        await answered(router, token_request(PROMPT, max_tokens=9), BOB)
+        assert len(habits._clients) == 2
+
+
+async def test_clients_that_show_nothing_are_told_apart_by_their_addresses() -> None:
+    fabric, journal = Fabric(), Journal()
+    async with running_router(FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)) as router:
+        await router.ask(token_request(PROMPT, max_tokens=9))
+        assert list(router.services.outlook.habits._clients) == ["7f000001"]
+    for peer, account in (("ipv4:10.0.0.1:77", "0a000001"), ("ipv6:%5B2001:db8:0:7::1%5D:77", "20010db800000007"),
+                          ("unix:", "unix:"), ("ipv6:[::ffff:10.0.0.1]:5", "0a000001")):
+        assert address_of(peer) == account
 
 
 @pytest.mark.parametrize("salts_by_client", [True, False])

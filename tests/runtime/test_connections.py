@@ -13,8 +13,8 @@ import pytest
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc
 from runtime.client import open_channel, wait_serving
-from runtime.connections import RESERVED_FILES, ConnectionLimits, _excess, _peer, files_for, raised_file_limit
-from runtime.security import ServerSecurity
+from runtime.connections import RESERVED_FILES, ConnectionLimits, _excess, files_for, raised_file_limit
+from runtime.security import ServerSecurity, network_of
 from tests.router.harness import eventually, token_request, write_model_dir
 from tests.router.test_process import announced
 from tests.support.network.authority import Authority
@@ -53,9 +53,9 @@ def test_the_newest_of_the_peer_that_has_most_are_closed() -> None:
 
 
 def test_a_peer_is_an_address_or_the_network_of_one() -> None:
-    assert _peer("10.1.2.3") == _peer("::ffff:10.1.2.3") == bytes([10, 1, 2, 3])
-    assert _peer("2001:db8:1:2::3") == _peer("2001:db8:1:2:ffff::") != _peer("2001:db8:1:3::3")
-    assert _peer("fe80::1%eth0") == _peer("fe80::2")
+    assert network_of("10.1.2.3") == network_of("::ffff:10.1.2.3") == bytes([10, 1, 2, 3])
+    assert network_of("2001:db8:1:2::3") == network_of("2001:db8:1:2:ffff::") != network_of("2001:db8:1:3::3")
+    assert network_of("fe80::1%eth0") == network_of("fe80::2")
 
 
 @pytest.fixture

@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.request.service_times import MIN_ERRORS, START_CAUTION, Outlook, PromptsAhead, Rates, TokenWork
+from router.request.service_times import MIN_ERRORS, START_CAUTION, TRIAL_S, Outlook, Rates, TokenWork
 from router.request.waiting_line import (
     LEAST_SLACK_S,
     LOOK_AHEAD,
+    MAX_RETRY_S,
+    MIN_RETRY_S,
     Cause,
     Demand,
     Refusal,
@@ -18,6 +20,7 @@ from router.request.waiting_line import (
     WaitingLimits,
     WaitingLine,
 )
+from router.workers.pace import PromptsAhead
 from runtime.clock import ManualClock
 from runtime.pace import MIN_TOKENS
 
@@ -38,13 +41,19 @@ class Line:
         """No caution for services of about so many seconds."""
         for service_s in services_s:
             for _ in range(MIN_ERRORS):
-                self.outlook.caution.observe(service_s, service_s)
+                self.outlook.habits.served("", service_s, service_s)
         return self
 
     def enter(self, name: str, within_s: float = math.inf, *, work: TokenWork = WORK, priority: int = 0,
-              rates: Rates = RATES) -> Waiter[str] | Refusal:
+              rates: Rates = RATES, client: str = "") -> Waiter[str] | Refusal:
         now = self.clock.now()
-        return self.line.enter(Demand(work, now + within_s, priority), name, rates, now)
+        return self.line.enter(Demand(work, now + within_s, priority, client=client), name, rates, now)
+
+    def serve(self) -> str:
+        """The first one gets its workers."""
+        first = self.line.first
+        self.line.served(first)
+        return first.item
 
     @property
     def names(self) -> list[str]:
@@ -55,10 +64,12 @@ def test_a_service_is_the_queue_at_workers_its_prompt_and_its_tokens() -> None:
     """(50 + 100) x 0.01 + 10 x 0.05 = 2 s, and a quarter more while nobody knows how wrong that is."""
     assert RATES.service_s(WORK) == pytest.approx(2.0)
     line = Line()
-    assert line.outlook.cautious_s(RATES, WORK) == pytest.approx(2.0 * START_CAUTION)
-    assert line.exact(2.0).outlook.cautious_s(RATES, WORK) == pytest.approx(2.0 * START_CAUTION), "once a second"
+    assert line.outlook.cautious_s(RATES, "", WORK) == pytest.approx(2.0 * START_CAUTION)
+    assert line.exact(2.0).outlook.cautious_s(RATES, "", WORK) == pytest.approx(2.0)
+    line.outlook.habits.served("", 2.0, 8.0)
+    assert line.outlook.cautious_s(RATES, "", WORK) == pytest.approx(2.0), "once a second"
     line.clock.advance(1.0)
-    assert line.outlook.cautious_s(RATES, WORK) == pytest.approx(2.0)
+    assert line.outlook.cautious_s(RATES, "", WORK) == pytest.approx(8.0)
 
 
 def test_a_prompt_waits_for_those_of_its_length_and_for_its_part_of_the_tokens_beside_longer_ones() -> None:
@@ -78,10 +89,10 @@ def test_a_prompt_waits_for_those_of_its_length_and_for_its_part_of_the_tokens_b
 
 def test_an_answer_that_was_begun_is_read_up_to_there_and_only_the_rest_is_drawn() -> None:
     outlook = Outlook(ManualClock())
-    outlook.lengths.observe(32, 32)
-    assert outlook.work(100, 32) == TokenWork(100, 32)
-    assert outlook.work(100, 32, 10) == TokenWork(110, 22)
-    assert outlook.work(4, 32) == TokenWork(MIN_TOKENS, 32), "as its time is counted"
+    outlook.habits.answered("", 32, 32)
+    assert outlook.work("", 100, 32) == TokenWork(100, 32)
+    assert outlook.work("", 100, 32, 10) == TokenWork(110, 22)
+    assert outlook.work("", 4, 32) == TokenWork(MIN_TOKENS, 32), "as its time is counted"
 
 
 def test_a_wait_is_as_long_as_the_slower_half_takes() -> None:
@@ -207,28 +218,6 @@ def test_nobody_is_passed_for_ever() -> None:
         assert best.item == ("patient" if turn == LOOK_AHEAD else "known")
 
 
-def test_errors_of_estimates_make_the_next_ones_cautious_and_are_forgotten() -> None:
-    """Nine of ten took at most three times as long; of other lengths nothing is known."""
-    line = Line()
-    caution = line.outlook.caution
-    for factor in range(1, 11):
-        caution.observe(1.0, factor / 3)
-    assert caution.factor(1.0) == pytest.approx(10 / 3)
-    assert caution.factor(5.0) == START_CAUTION
-    line.clock.advance(61.0)
-    assert caution.factor(1.0) == START_CAUTION
-
-
-def test_answers_are_as_long_as_those_before_with_such_a_limit() -> None:
-    lengths = Line().outlook.lengths
-    assert lengths.expected(100) == 0
-    lengths.observe(100, 25)
-    assert lengths.expected(120) == pytest.approx(30)
-    assert lengths.expected(1000) == 0
-    lengths.observe(100, 100)
-    assert lengths.expected(100) == pytest.approx(25 * 0.9 + 100 * 0.1)
-
-
 DEMANDS = st.tuples(st.floats(0.1, 100.0) | st.just(math.inf), st.integers(-1, 1), st.integers(1, 300),
                     st.integers(0, 50))
 HAPPENINGS = st.lists(st.tuples(st.floats(0.0, 5.0), st.lists(DEMANDS, max_size=5), st.integers(0, 3)), max_size=30)
@@ -248,18 +237,20 @@ def test_who_was_let_in_leaves_when_placed_or_hopeless_and_in_order(
             waiter = line.line.enter(demand, "", RATES, now)
             if isinstance(waiter, Waiter):
                 inside.add(waiter.arrival)
-                ahead = [other for other in line.line if other < waiter]
+                ahead = [other for other in line.line
+                         if (other.demand.priority, other) < (priority, waiter)]
                 wait_s = RATES.wait_s(TokenWork(sum(other.demand.work.prompt_tokens for other in ahead),
                                            sum(other.demand.work.output_tokens for other in ahead)))
                 assert wait_s <= max_wait_s
-                assert now + wait_s + line.outlook.cautious_s(RATES, demand.work) <= demand.ends_at_s
+                service_s = line.outlook.cautious_s(RATES, "", waiter.demand.work)  # of a trial less than was asked
+                assert now + wait_s + service_s <= demand.ends_at_s
         assert len(line.line) <= max_waiting
         order = list(line.line)
-        assert order == sorted(order, key=lambda each: (each.priority, each.begin_by_s, each.arrival))
+        assert order == sorted(order, key=lambda each: (each.demand.priority, each.begin_by_s, each.arrival))
         for waiter, refusal in line.line.drop_hopeless(RATES, now):
             inside.remove(waiter.arrival)
             waited_out = now - waiter.since_s >= max_wait_s
-            too_late = now + line.outlook.cautious_s(RATES, waiter.demand.work) > waiter.demand.ends_at_s
+            too_late = now + line.outlook.cautious_s(RATES, "", waiter.demand.work) > waiter.demand.ends_at_s
             assert waited_out if refusal.cause is Cause.WAIT else too_late
         for waiter in list(line.line)[:num_places]:
             assert line.line.leave(waiter)
@@ -268,6 +259,94 @@ def test_who_was_let_in_leaves_when_placed_or_hopeless_and_in_order(
         assert {waiter.arrival for waiter in line.line} == inside, "nobody leaves otherwise"
     assert {waiter.arrival for waiter in line.line.clear()} == inside
     assert not len(line.line)
+
+
+def test_short_deadlines_buy_no_urgency_from_other_clients() -> None:
+    """One client's requests have no deadline, another one's short ones: they are served in turn."""
+    line = Line(max_wait_s=60.0)
+    for number in range(3):
+        line.enter(f"patient {number}", client="a")
+    for number in range(6):
+        line.enter(f"hurry {number}", 30.0 - number, client="b")
+    assert line.names[:6] == ["hurry 5", "patient 0", "hurry 4", "patient 1", "hurry 3", "patient 2"]
+    served = []
+    for number in range(6, 12):  # "b" sends one for each that is served, more urgent than those before
+        served.append(line.serve())
+        line.enter(f"hurry {number}", 30.0 - number, client="b")
+    assert served == ["hurry 5", "patient 0", "hurry 7", "patient 1", "hurry 9", "patient 2"]
+
+
+def test_turns_count_tokens_and_who_has_waited_for_nobody_owes_none() -> None:
+    """Of one client's requests each has as many tokens as two of the other's."""
+    line = Line(max_wait_s=600.0)
+    for number in range(4):
+        line.enter(f"long {number}", client="a", work=TokenWork(100, 100))
+        line.enter(f"short {number}", client="b", work=TokenWork(100, 0))
+    assert [line.serve() for _ in range(6)] == ["long 0", "short 0", "short 1", "long 1", "short 2", "short 3"]
+    line.enter("late", client="c")
+    assert [line.serve() for _ in range(2)] == ["late", "long 2"], "its turn begins with that of those being placed"
+    line.serve()
+    line.enter("long again", client="a", work=TokenWork(100, 100))
+    line.enter("new", client="d")
+    assert line.names == ["long again", "new"], "the line was empty"
+
+
+def test_priorities_go_before_turns() -> None:
+    line = Line(max_wait_s=600.0)
+    for name, client, priority in (("a", "a", 0), ("b", "a", -1), ("c", "b", 0), ("d", "a", -1)):
+        line.enter(name, client=client, priority=priority)
+    assert line.names == ["b", "d", "a", "c"]
+
+
+def test_the_wait_behind_other_clients_is_that_of_their_turns() -> None:
+    """Behind a hundred requests of another client, of a second each, the first of a client waits for one."""
+    line = Line(max_waiting=1000, max_wait_s=600.0)
+    for number in range(100):
+        line.outlook.habits.served("b", 2.0, 2.0)
+        line.enter(str(number), client="a")
+    for name in ("first", "second"):
+        assert isinstance(line.enter(name, 4.0, client="b"), Waiter)
+    refused = line.enter("third", 4.0, client="b")
+    assert isinstance(refused, Refusal)
+    assert refused.wait_s == pytest.approx(4.0), "two of its own are before it, and two of the other one's"
+    assert line.names[:4] == ["first", "0", "second", "1"]
+
+
+def test_a_full_line_makes_room_for_a_client_that_has_fewer_in_it() -> None:
+    line = Line(max_waiting=5, max_wait_s=600.0)
+    for name, client, priority in (("urgent", "a", -1), ("a", "a", 0), ("b", "a", 0), ("last", "a", 0), ("c", "b", 0)):
+        line.enter(name, client=client, priority=priority)
+    entered = line.enter("d", client="b")
+    assert isinstance(entered, Waiter)
+    assert entered.displaced is not None
+    assert entered.displaced.item == "last", "of the one that has most"
+    assert len(line.line) == 5
+    for client in ("a", "b"):
+        refused = line.enter("e", client=client)
+        assert isinstance(refused, Refusal)
+        assert refused.cause is Cause.QUEUE_FULL
+    third = line.enter("f", client="c", priority=1)
+    assert isinstance(third, Refusal), "others are more urgent"
+
+
+def test_a_client_refused_for_its_long_answers_is_tried_now_and_then() -> None:
+    line = Line(max_wait_s=60.0).exact(2.0, 7.0)
+    line.clock.advance(1.0)
+    line.enter("long", work=TokenWork(100, 1000), client="b")
+    for _ in range(3):
+        line.clock.advance(TRIAL_S)
+        tried = line.enter("tried", 54.0, work=TokenWork(100, 1000), client="a")
+        assert isinstance(tried, Waiter)
+        assert tried.demand.work == TokenWork(100, 0), "it is not dropped for its answer either"
+        line.line.leave(tried)
+        assert isinstance(line.enter("again", 54.0, work=TokenWork(100, 1000), client="a"), Refusal)
+    assert isinstance(line.enter("hopeless", 1.0, work=TokenWork(100, 1000), client="a"), Refusal)
+
+
+def test_the_time_to_come_back_is_bounded() -> None:
+    assert Refusal(Cause.DEADLINE, 0.0, 3.9e5).retry_after_s == MAX_RETRY_S
+    assert Refusal(Cause.WAIT, 1e-4).retry_after_s == MIN_RETRY_S
+    assert Refusal(Cause.WAIT, 0.0).retry_after_s is None
 
 
 @given(st.lists(st.floats(0.0, 3.0), min_size=1, max_size=60))
@@ -289,7 +368,7 @@ def test_those_without_a_deadline_are_not_starved(gaps: Sequence[float]) -> None
     assert line.clock.now() - began <= 20.0 + 3.0
 
 
-@given(st.lists(st.tuples(st.sampled_from(["enter", "enter", "leave", "clear"]), st.integers(0, 9),
+@given(st.lists(st.tuples(st.sampled_from(["enter", "enter", "leave", "serve", "clear"]), st.integers(0, 9),
                           st.integers(1, 40))))
 def test_the_work_and_the_shortest_prompt_are_of_those_who_wait(steps: list[tuple[str, int, int]]) -> None:
     line = Line()
@@ -297,12 +376,14 @@ def test_the_work_and_the_shortest_prompt_are_of_those_who_wait(steps: list[tupl
     for step, place, num_tokens in steps:
         now = line.clock.now()
         if step == "enter":
-            demand = Demand(TokenWork(num_tokens, num_tokens / 8), math.inf, place, num_tokens)
+            demand = Demand(TokenWork(num_tokens, num_tokens / 8), math.inf, place, num_tokens, f"{num_tokens % 3}")
             waiter = line.line.enter(demand, "", RATES, now)
             assert isinstance(waiter, Waiter)
             there.append(waiter)
         elif step == "leave" and there:
             assert line.line.leave(there.pop(place % len(there)))
+        elif step == "serve" and there:
+            line.line.served(there.pop(place % len(there)))
         elif step == "clear":
             assert len(line.line.clear()) == len(there)
             there.clear()
