@@ -54,11 +54,13 @@ class Access(StrEnum):
 @dataclass(frozen=True)
 class Caller:
     """A client, by what it has shown. `identity` keeps apart what belongs to different ones; all that have shown
-    nothing share the empty one. `names` are for settings, `address` is where its connection comes from."""
+    nothing share the empty one. `names` are for settings, `address` is where its connection comes from. `is_operator`:
+    it may call what is for operators."""
 
     identity: str = ""
     names: frozenset[str] = frozenset()
     address: str = ""
+    is_operator: bool = False
 
     @property
     def account(self) -> str:
@@ -92,6 +94,7 @@ SERVICES: Mapping[str, Access] = {
     "grpc.reflection.v1alpha.ServerReflection": Access.OPEN,
     "grpc.reflection.v1.ServerReflection": Access.OPEN,
 }
+_WATCHERS = (PeerRole.ROUTER, PeerRole.OPERATOR)
 _SPIFFE_ID = re.compile(r"spiffe://[a-z0-9._-]+/baton/([a-z]+)")
 
 
@@ -140,7 +143,7 @@ def check_role(method: str, roles: frozenset[PeerRole], *, pool: PeerRole | None
     """`pool` is the role of the pool the server leads, if it does. Raises PermissionDeniedError."""
     rules: Mapping[Access, tuple[PeerRole, ...]] = {
         Access.ROUTER: (PeerRole.ROUTER,),
-        Access.WATCHER: (PeerRole.ROUTER, PeerRole.OPERATOR),
+        Access.WATCHER: _WATCHERS,
         Access.POOL: () if pool is None else (pool,),
     }
     allowed = rules.get(access_to(method), ())
@@ -224,11 +227,15 @@ class ServerSecurity:
     def caller(self, context: Context) -> Caller:
         """Who calls a method for clients, after `check`: the holder of a token, else of a certificate, else
         whoever comes from that address."""
+        roles = frozenset[PeerRole]() if self.certificates is None else roles_of(context.auth_context())
+        is_operator = not roles.isdisjoint(_WATCHERS) or (self.certificates is None and self.tokens is None)
         if self.tokens is not None:
             name = self.tokens.check(_authorization(context))
-            return Caller(f"token:{name}", frozenset({name}))
+            return Caller(f"token:{name}", frozenset({name}), is_operator=is_operator)
         shown = ANYBODY if self.certificates is None else certified(context.auth_context())
-        return shown if shown.identity else Caller(address=address_of(context.peer()))
+        if not shown.identity:
+            shown = Caller(address=address_of(context.peer()))
+        return replace(shown, is_operator=is_operator)
 
 
 def _authorization(context: Context) -> str | None:

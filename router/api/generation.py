@@ -24,6 +24,7 @@ from router.request.service_times import Timeline
 from router.request.validate import AdmissibleRequest, admissible, resolved_sampling
 from router.request.worker_stream import task_group
 from router.text.model_facts import ModelLimits, ServedModel
+from router.workers.report import without_addresses
 from router.workers.worker import Worker
 from runtime.clock import Clock
 from runtime.errors import DuplicateRequestError, FieldViolation, InvalidRequestError
@@ -148,9 +149,12 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
     async def GetClusterStatus(self, request: generation_pb2.GetClusterStatusRequest,
                                context: Context) -> generation_pb2.GetClusterStatusResponse:
         num_waiting = self._services.admission.num_waiting
+        workers = self._services.directory.status()
+        if not self._caller_of(context).is_operator:
+            workers = without_addresses(workers)
         return generation_pb2.GetClusterStatusResponse(
             model=self._model.facts.name, waiting_requests=num_waiting,
-            running_requests=max(0, self.num_active - num_waiting), workers=self._services.directory.status())
+            running_requests=max(0, self.num_active - num_waiting), workers=workers)
 
     async def FlushCaches(self, request: generation_pb2.FlushCachesRequest,
                           context: Context) -> generation_pb2.FlushCachesResponse:

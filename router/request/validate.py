@@ -78,7 +78,8 @@ async def admissible(request: generation_pb2.GenerateRequest, facts: ModelLimits
                      draw_seed: Callable[[], int], grammars: Grammars | None = None, *,
                      most_urgent: int = -MAX_PRIORITY) -> AdmissibleRequest:
     """The request in the workers' terms. `draw_seed` gives the seed of a request that brings none; without `grammars`
-    structured output cannot be had; `most_urgent` is the smallest priority its client may use.
+    structured output cannot be had; `most_urgent` is the smallest priority its client may use, and the one of a request
+    that asks for none where 0 would be too urgent.
 
     Raises:
         UnknownModelError: it names another model.
@@ -101,7 +102,9 @@ async def admissible(request: generation_pb2.GenerateRequest, facts: ModelLimits
     violations = [*_context(request, facts, len(prompt)), *_encoded(request, facts, prompt, tokeniser)]
     if violations:
         raise InvalidRequestError(*violations)
-    return _of_this_prompt(_resolve(request, facts, prompt, draw_seed))
+    resolved = _of_this_prompt(_resolve(request, facts, prompt, draw_seed))
+    resolved.engine.priority = _priority(request, most_urgent)
+    return resolved
 
 
 def workers_of(drawn_by: str) -> str:
@@ -129,7 +132,7 @@ def _identity(request: generation_pb2.GenerateRequest, most_urgent: int) -> Iter
         yield FieldViolation("request_id", f"has {size} bytes, the limit is {MAX_REQUEST_ID_BYTES}")
     elif not request.request_id.isprintable():
         yield FieldViolation("request_id", "must consist of printable characters")
-    if not most_urgent <= request.priority <= MAX_PRIORITY:
+    if not most_urgent <= _priority(request, most_urgent) <= MAX_PRIORITY:
         yield FieldViolation("priority", f"must be between {most_urgent} and {MAX_PRIORITY} for this client, "
                                          f"got {request.priority}")
     if (size := len(request.cache_salt.encode())) > MAX_CACHE_SALT_BYTES:
@@ -139,6 +142,10 @@ def _identity(request: generation_pb2.GenerateRequest, most_urgent: int) -> Iter
             yield FieldViolation(name, f"must be at most {MAX_TOP_LOGPROBS}, got {count}")
     if request.HasField("n") and not 1 <= request.n <= MAX_CHOICES:
         yield FieldViolation("n", f"must be between 1 and {MAX_CHOICES}, got {request.n}")
+
+
+def _priority(request: generation_pb2.GenerateRequest, most_urgent: int) -> int:
+    return request.priority or max(0, most_urgent)
 
 
 def _prompt(request: generation_pb2.GenerateRequest, facts: ModelLimits,
@@ -312,7 +319,6 @@ def _resolve(request: generation_pb2.GenerateRequest, facts: ModelLimits, prompt
         num_top_logprobs=request.num_top_logprobs if request.HasField("num_top_logprobs") else None,
         num_prompt_logprobs=request.num_prompt_logprobs if is_scored else None,
         structured_output=request.structured_output if request.HasField("structured_output") else None,
-        priority=request.priority,
         speculate=request.speculate if request.HasField("speculate") else None,
         prefix_cache=request.prefix_cache if request.HasField("prefix_cache") else None,
         cache_salt=request.cache_salt,

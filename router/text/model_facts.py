@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from protos import worker_pb2
 from router.text.control_tokens import UserControlTokens
 from router.text.tokenise import Tokeniser, load_tokeniser
 from runtime.grammar import Grammars, load_grammars
@@ -12,6 +13,7 @@ from runtime.model_files.end_tokens import read_end_tokens
 from runtime.model_files.sampling import SamplingDefaults, read_sampling_defaults
 from runtime.model_folder import check_model_folder
 from runtime.tokenizer_files import tokenizer_digest
+from runtime.version import WIRE_VERSION
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,28 @@ class ModelLimits:
     eos_token_ids: tuple[int, ...]
     tokenizer_digest: str = ""  # of `runtime.tokenizer_files`
     sampling: Mapping[str, float] = field(default_factory=dict)
+
+    def mismatch(self, info: worker_pb2.WorkerInfo, role: str) -> str:
+        """Return why a worker must not serve this model in this role; empty if it may."""
+        if info.role != role:
+            return f"it is a {info.role} worker, configured as {role}"
+        if info.wire_version != WIRE_VERSION:
+            return (f"it takes requests in another way than this router gives them: its wire version is "
+                    f"{info.wire_version}, the router's {WIRE_VERSION}")
+        expected = {"architecture": self.architecture, "vocab_size": self.vocab_size, "num_layers": self.num_layers}
+        for name, value in expected.items():
+            if getattr(info, name) != value:
+                return f"it serves another model: {name} is {getattr(info, name)}, the router's is {value}"
+        digests = info.tokenizer_digest, self.tokenizer_digest
+        if all(digests) and digests[0] != digests[1]:  # one that has no tokenizer cannot misread a prompt
+            return (f"it has another tokenizer: the digest of its tokenizer.json is {digests[0]}, the router's "
+                    f"{digests[1]}")
+        ends = sorted(info.eos_token_ids), sorted(self.eos_token_ids)
+        # Without a tokenizer a worker does not know its end token, and has no grammar that needs it.
+        knows_fewer = not digests[0] and digests[1] and set(ends[0]) <= set(ends[1])
+        if ends[0] and ends[0] != ends[1] and not knows_fewer:  # releases before this field send none
+            return f"it ends answers elsewhere: its eos_token_id are {ends[0]}, the router's {ends[1]}"
+        return ""
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,17 @@ def statuses(workers: Sequence[Worker]) -> list[generation_pb2.WorkerStatus]:
     return [_status(worker, worker.problem or worker.unlisted or _unpaired(worker, workers)) for worker in workers]
 
 
+def without_addresses(statuses: Iterable[generation_pb2.WorkerStatus]) -> list[generation_pb2.WorkerStatus]:
+    """Return what a client reads of them: numbers in place of addresses, and reasons without their causes."""
+    shown, counts = [], dict.fromkeys(WorkerRole, 0)
+    for status in statuses:
+        role = WorkerRole(status.role)
+        status.address, status.reason = f"{role}-{counts[role]}", status.reason.partition(":")[0]
+        counts[role] += 1
+        shown.append(status)
+    return shown
+
+
 def _of(workers: Iterable[Worker], role: WorkerRole) -> list[Worker]:
     return [worker for worker in workers if worker.role is role]
 
@@ -69,7 +80,6 @@ def _difference(mine: str, theirs: str) -> str:
     """What is named of it; both texts where nothing is."""
     named = named_difference(mine, theirs)
     return f"they differ{named}" if named else f"it has {mine}; there {theirs}"
-
 
 
 def _status(worker: Worker, reason: str) -> generation_pb2.WorkerStatus:

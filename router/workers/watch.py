@@ -96,7 +96,7 @@ async def follow_stream(worker: Worker, facts: ModelLimits, interval_s: float) -
 
 def _other_worker(worker: Worker) -> str:
     """Return why what answers at the worker's address is hardly the worker meant; empty if it may be."""
-    return worker.mismatch or (f"it is the worker at {worker.same_as}" if worker.same_as else "")
+    return worker.mismatch or (f"it is a worker with another address, too: {worker.same_as}" if worker.same_as else "")
 
 
 def apply_report(worker: Worker, facts: ModelLimits, response: worker_pb2.WatchResponse) -> str:

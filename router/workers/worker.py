@@ -22,7 +22,6 @@ from router.workers.policy import Candidate, Standing, reserved_tokens
 from router.workers.prefix_index import PrefixIndex
 from router.workers.worker_call import DECODE_CALL, PREFILL_CALL, CallSlot
 from runtime.clock import Clock, SystemClock
-from runtime.version import WIRE_VERSION
 
 # Prompts wait here, where they are ordered and dropped, rather than at a worker, which gets as many as keep it busy
 # while it reports and is asked.
@@ -247,7 +246,7 @@ class Worker:
         self.info, self._most_running = info, _most_running(info)
         self.load = worker_pb2.WorkerLoad()
         self.prefill_pace.introduced()
-        self.mismatch = _mismatch(info, self.role, facts)
+        self.mismatch = facts.mismatch(info, self.role)
         self.problem = self.mismatch or "no load report yet"
         self.changed()
 
@@ -386,25 +385,3 @@ def _most_running(info: worker_pb2.WorkerInfo) -> int:
     of them end later for it."""
     batch = info.max_batch_requests or info.max_running_requests
     return min(batch + max(DECODE_LOOKAHEAD, batch // 2), info.max_running_requests)
-
-
-def _mismatch(info: worker_pb2.WorkerInfo, role: WorkerRole, facts: ModelLimits) -> str:
-    """Why a worker must not serve this router's model; empty if it may."""
-    if info.role != role:
-        return f"it is a {info.role} worker, configured as {role}"
-    if info.wire_version != WIRE_VERSION:
-        return (f"it takes requests in another way than this router gives them: its wire version is "
-                f"{info.wire_version}, the router's {WIRE_VERSION}")
-    expected = {"architecture": facts.architecture, "vocab_size": facts.vocab_size, "num_layers": facts.num_layers}
-    for name, value in expected.items():
-        if getattr(info, name) != value:
-            return f"it serves another model: {name} is {getattr(info, name)}, the router's is {value}"
-    digests = info.tokenizer_digest, facts.tokenizer_digest
-    if all(digests) and digests[0] != digests[1]:  # one that has no tokenizer cannot misread a prompt
-        return f"it has another tokenizer: the digest of its tokenizer.json is {digests[0]}, the router's {digests[1]}"
-    ends = sorted(info.eos_token_ids), sorted(facts.eos_token_ids)
-    # Without a tokenizer a worker does not know its end token, and has no grammar that needs it.
-    knows_fewer = not digests[0] and digests[1] and set(ends[0]) <= set(ends[1])
-    if ends[0] and ends[0] != ends[1] and not knows_fewer:  # releases before this field send none
-        return f"it ends answers elsewhere: its eos_token_id are {ends[0]}, the router's {ends[1]}"
-    return ""

@@ -21,6 +21,7 @@ MAX_REPETITIONS = 10_000  # in one {m,n} of an expression, and in its nested one
 MAX_LENGTH = 1_000_000  # minItems, maxLength and their like
 MAX_SHOWN_CHARACTERS = 160  # of anything that came from a client or the library and goes into an error
 
+OPTIONS, _FLEXIBLE = "x-guidance", "whitespace_flexible"
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", "minContains",
            "maxContains")
 _ITEM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
@@ -113,8 +114,10 @@ def _schema_problems(grammar: Grammar) -> Iterator[str]:
     if depth > MAX_SCHEMA_DEPTH:
         yield f"is nested {depth} deep, the limit is {MAX_SCHEMA_DEPTH}"
         return
+    schema = schema_of(grammar)
+    yield from _option_problems(schema)
     num_values = num_properties = 0
-    open_values: list[Any] = [schema_of(grammar)]
+    open_values: list[Any] = [schema]
     while open_values:
         value = open_values.pop()
         num_values += 1
@@ -130,6 +133,21 @@ def _schema_problems(grammar: Grammar) -> Iterator[str]:
         yield f"has {num_values} values, the limit is {MAX_SCHEMA_VALUES}"
     if num_properties > MAX_PROPERTIES:
         yield f"has {num_properties} properties, the limit is {MAX_PROPERTIES}"
+
+
+def whitespace_is_flexible(schema: dict[str, Any]) -> bool:
+    """Return whether whitespace may stand between tokens of JSON, as a schema may say in the compiler's own options."""
+    options = schema.get(OPTIONS)
+    return not isinstance(options, dict) or options.get(_FLEXIBLE) is not False
+
+
+def _option_problems(schema: dict[str, Any]) -> Iterator[str]:
+    """The compiler has options by which it ignores keywords that it cannot enforce, or leaves JSON: they are not for
+    clients."""
+    options = schema.get(OPTIONS, {})
+    if not isinstance(options, dict) or any(name != _FLEXIBLE or not isinstance(value, bool)
+                                            for name, value in options.items()):
+        yield f"{OPTIONS} may have {_FLEXIBLE}, true or false, and nothing else"
 
 
 def _keyword_problems(value: dict[str, Any]) -> Iterator[str]:

@@ -7,7 +7,7 @@ from itertools import takewhile
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from runtime.grammar.language import Grammar, GrammarKind, schema_of, shown
+from runtime.grammar.language import OPTIONS, Grammar, GrammarKind, schema_of, shown, whitespace_is_flexible
 from runtime.grammar.messages import path_to
 
 # Between JSON tokens. Without a bound a weak model may indent until its tokens run out.
@@ -118,10 +118,10 @@ class Text:
 
 
 def first_line(text: str) -> str:
-    """The library's messages draw the source below the problem, and quote it at any length."""
+    """The library's messages draw the source below the problem, quote it at any length, and name options of its own."""
     lines = [line.strip() for line in text[:4096].splitlines() if line.strip()]
     problem = next((line for line in lines if line.startswith("error: ")), lines[0] if lines else "no reason given")
-    return shown(problem.removeprefix("error: "))
+    return shown(problem.removeprefix("error: ").partition(". Enable ")[0])
 
 
 def _source(grammar: Grammar) -> str:
@@ -129,10 +129,10 @@ def _source(grammar: Grammar) -> str:
     if grammar.kind is GrammarKind.REGEX:
         return LLMatcher.grammar_from_regex(grammar.text)
     schema = schema_of(grammar)
-    options = schema.get("x-guidance")
-    allows_none = isinstance(options, dict) and options.get("whitespace_flexible") is False  # a pattern would beat it
-    return LLMatcher.grammar_from_json_schema(schema, defaults={} if allows_none else {
-        "whitespace_pattern": JSON_WHITESPACE})
+    is_flexible = whitespace_is_flexible(schema)
+    schema.pop(OPTIONS, None)  # others of the compiler's options are not for clients
+    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": JSON_WHITESPACE} if is_flexible
+                                              else {"whitespace_flexible": False})
 
 
 def _has_bit(packed: bytes, token_id: int) -> bool:

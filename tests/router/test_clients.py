@@ -11,6 +11,7 @@ import pytest
 from protos import generation_pb2, types_pb2
 from router.api.generation import MAX_ABORT_IDS, RequestLimits, client_salt
 from router.request.admission import PriorityLimits
+from router.workers.report import without_addresses
 from runtime.errors import BatonError, DuplicateRequestError, InvalidRequestError
 from runtime.security import ServerSecurity, address_of
 from runtime.status import error_from_rpc
@@ -82,6 +83,49 @@ async def test_who_may_push_ahead_is_a_setting(tmp_path: Path) -> None:
         assert await answered(router, token_request(PROMPT, priority=5), BOB)
         with pytest.raises(InvalidRequestError, match="must be between 0 and 100 for this client, got -1"):
             await answered(router, token_request(PROMPT, priority=-1), BOB)
+
+
+async def test_a_client_that_may_not_be_urgent_need_not_say_so(tmp_path: Path) -> None:
+    """The example of the page on security."""
+    (tmp_path / "tokens").write_text("ops token-of-alice-1234\nbatch token-of-bob-123456\n")
+    fabric, journal = Fabric(), Journal()
+    prefill, decode = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
+    seen: list[int] = []
+
+    async def note(request: types_pb2.EngineRequest) -> None:
+        seen.append(request.priority)
+
+    prefill.at(Point.QUEUED, note)
+    limits = RequestLimits(60.0, 30.0, PriorityLimits.parse(["ops=-100", "batch=10"]))
+    async with running_router(prefill, decode, security=ServerSecurity(tokens=TokenList(tmp_path / "tokens")),
+                              limits=limits) as router:
+        for metadata, priority in ((BOB, 0), (BOB, 10), (BOB, 20), (ALICE, 0), (ALICE, -100)):
+            await answered(router, token_request(PROMPT, priority=priority), metadata)
+        with pytest.raises(InvalidRequestError, match="must be between 10 and 100 for this client, got 5"):
+            await answered(router, token_request(PROMPT, priority=5), BOB)
+    assert seen == [10, 10, 20, 0, -100]
+
+
+async def test_addresses_of_workers_are_for_operators(tmp_path: Path) -> None:
+    async def addresses(router: RouterHarness, metadata: tuple[tuple[str, str], ...] = ()) -> list[str]:
+        status = await router.stub.GetClusterStatus(generation_pb2.GetClusterStatusRequest(), metadata=metadata)
+        return [worker.address for worker in status.workers]
+
+    async with shared_router(tmp_path) as router:
+        assert await addresses(router, ALICE) == ["prefill-0", "decode-0"]
+    fabric, journal = Fabric(), Journal()
+    async with running_router(FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)) as router:
+        assert await addresses(router) == [each.address for each in router.workers], "everybody may flush caches, too"
+
+
+def test_a_client_reads_what_is_wrong_with_a_worker_and_not_where() -> None:
+    def status(role: str, reason: str) -> generation_pb2.WorkerStatus:
+        return generation_pb2.WorkerStatus(role=role, address="10.0.0.1:7", reason=reason)
+
+    shown = without_addresses([status("prefill", ""), status("decode", "cannot be reached: ipv4:10.0.0.1:7: refused"),
+                               status("decode", "it is a worker with another address, too: 10.0.0.2:7")])
+    assert [(each.address, each.reason) for each in shown] == [
+        ("prefill-0", ""), ("decode-0", "cannot be reached"), ("decode-1", "it is a worker with another address, too")]
 
 
 async def test_nobody_pushes_ahead_unless_a_setting_says_so() -> None:

@@ -13,11 +13,13 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
+from llguidance import LLTokenizer
 
 from runtime.errors import CapacityError, InvalidRequestError, UnavailableError
 from runtime.grammar import Grammar, GrammarKind, Grammars, checking, children, load_grammars, process
 from runtime.grammar.children import GrammarChild
 from runtime.grammar.language import check_shape, shown
+from runtime.grammar.library import compiled
 from tests.support.models.grammars import LONG_S, allowed_after
 from tests.support.models.guided import EOS, spelled, write_character_tokenizer
 from tests.support.models.hostile_grammars import never_compiled, regex, schema, slow_to_follow
@@ -106,6 +108,12 @@ TOO_LARGE = [
     (regex("a{0,99999}"), "repeats something 99999 times"),
     (regex("a{" + "9" * 5000 + "}"), "repeats something"),
     (schema({"properties": {"x": {"pattern": "(a{200}){200}"}}}), "pattern repeats something 40000 times"),
+    (schema({"uniqueItems": True, "x-guidance": {"lenient": True}}), "x-guidance may have whitespace_flexible"),
+    (schema({"oneOf": [{}, {}], "x-guidance": {"coerce_one_of": True}}), "true or false, and nothing else"),
+    (schema({"x-guidance": {"whitespace_flexible": False, "item_separator": "x"}}), "true or false, and nothing"),
+    (schema({"x-guidance": {"whitespace_pattern": "((a{100}b){100}){100}"}}), "true or false, and nothing else"),
+    (schema({"x-guidance": {"whitespace_flexible": "no"}}), "true or false, and nothing else"),
+    (schema({"x-guidance": 5}), "true or false, and nothing else"),
 ]
 
 
@@ -116,6 +124,18 @@ async def test_size_and_shape_are_refused_before_anything_is_compiled(
     with pytest.raises(InvalidRequestError, match=problem) as refused:
         await grammars.check(grammar)
     assert refused.value.violations[0].field == grammar.field
+
+
+@pytest.mark.parametrize("lenient", [
+    {"uniqueItems": True, "x-guidance": {"lenient": True}},
+    {"oneOf": [{"type": "integer"}, {"type": "number"}], "x-guidance": {"coerce_one_of": True}},
+])
+def test_no_process_of_a_grammar_ignores_what_it_cannot_enforce(tmp_path: Path, lenient: dict[str, object]) -> None:
+    """Also where nothing was looked at before."""
+    write_character_tokenizer(tmp_path)
+    tokenizer = LLTokenizer(str(tmp_path / "tokenizer.json"), eos_token=[EOS])
+    with pytest.raises(InvalidRequestError, match=r"uniqueItems|oneOf constraints are not supported$"):
+        compiled(tokenizer, schema(lenient))
 
 
 @pytest.mark.parametrize("text", ["a{99}b{99}c{99}", "(a|b{50}){99}", r"\{99999}", "[{99999}]", "(a{10}b){10}x{500}"])

@@ -6,6 +6,7 @@ import socket
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -21,14 +22,22 @@ from runtime.certificates import CertificateStore, TlsFiles
 from runtime.client import open_channel, open_sync_channel
 from runtime.errors import ConfigError, PermissionDeniedError, UnauthenticatedError, UnavailableError
 from runtime.metrics import RpcMetrics
-from runtime.security import ChannelSecurity, ClientCertificates, PeerRole, ServerSecurity, TlsConfig, client_security
+from runtime.security import (
+    Caller,
+    ChannelSecurity,
+    ClientCertificates,
+    PeerRole,
+    ServerSecurity,
+    TlsConfig,
+    client_security,
+)
 from runtime.server import GrpcServer, ServerOptions
 from runtime.status import error_from_rpc
 from runtime.tokens import OwnToken, TokenList
 from tests.support.network.authority import DAY, Authority
 from tests.support.network.door import ask, plain_client, serving
 from tests.support.network.ports import taken_port
-from tests.support.router.generation import SERVICE, EchoGeneration
+from tests.support.router.generation import SERVICE, EchoGeneration, serve_echo
 
 TOKEN, OTHER_TOKEN = "first-token-of-the-tests", "second-token-of-the-tests"
 
@@ -119,6 +128,36 @@ async def test_the_role_in_the_certificate_decides(authority: Authority, tmp_pat
         error = error_from_rpc(refused.value)
         assert isinstance(error, PermissionDeniedError)
         assert "/baton.v1.Worker/Watch may be called by router or operator" in str(error)
+
+
+@pytest.mark.parametrize(("name", "is_operator"), [("operator", True), ("router", True), ("client", False)])
+async def test_an_operator_is_known_by_its_certificate(authority: Authority, tmp_path: Path, name: str, *,
+                                                       is_operator: bool) -> None:
+    callers: list[Caller] = []
+    security = ServerSecurity(authority.store(tmp_path, "router"))
+
+    class Noted(EchoGeneration):
+        async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:  # noqa: ANN401
+            callers.append(security.caller(context))
+            return pb.GetModelInfoResponse(model="echo")
+
+    server, address = await serve_echo(Noted(), security=security)
+    shown = authority.issue(name)
+    async with plain_client(address, authority.pem, shown.key, shown.certificate) as channel:
+        assert await ask(channel) == "echo"
+    await server.drain(grace_s=0)
+    assert [(caller.is_operator, caller.account) for caller in callers] == [(is_operator, f"certificate:{name}")]
+
+
+async def test_a_method_that_there_is_not_is_unimplemented(token_file: Path) -> None:
+    """For everybody: clients of reflection go on with another version of it when they read that."""
+    async with serving(ServerSecurity(tokens=TokenList(token_file))) as address, \
+            grpc.aio.insecure_channel(address) as channel:
+        for path in ("/baton.v1.Generation/Stop", "/other.Service/Call"):
+            call: Any = channel.unary_unary(path)
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await call(b"")
+            assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
 async def test_tokens(authority: Authority, tmp_path: Path, token_file: Path) -> None:
