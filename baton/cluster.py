@@ -11,7 +11,6 @@ ends every process.
 """
 
 import asyncio
-import contextlib
 import os
 import sys
 import tempfile
@@ -25,13 +24,13 @@ from typing import Self
 from baton.client import DEFAULT_TARGET, AsyncBatonClient
 from baton.cluster_config import ClusterConfig
 from baton.core_places import core_places
-from baton.gateway import wait_ready
 from baton.nursery import Child, Nursery, NurseryLink, Spawn, spawn
 from baton.preflight import (
     ROLES,
     PoolShape,
     check_apart,
     check_port,
+    check_tls,
     listen_address,
     memory_flags,
     metrics_ports,
@@ -39,21 +38,18 @@ from baton.preflight import (
 from baton.process import LogSink, ProcessSpec, RoleProcess
 from baton.scrape import scrape_config
 from baton.values import WorkerStatus
+from baton.waiting import GATEWAY_MODULE, reason_of, until_cluster_serves, until_serving
 from runtime.announce import Announcement
-from runtime.client import open_channel, wait_serving
 from runtime.config import parse_address, read_tables
-from runtime.errors import BatonError, ConfigError, UnavailableError
+from runtime.errors import ConfigError, UnavailableError
 from runtime.log import styled_line
-from runtime.security import ChannelSecurity, PeerRole
+from runtime.security import PeerRole
 from runtime.tokenizer_files import find_tokenizer, make_tokenizer
 
-_SERVICES = {"router": "baton.v1.Generation", "prefill": "baton.v1.Prefill", "decode": "baton.v1.Decode"}
-_GATEWAY, _GATEWAY_MODULE = "gateway", "baton.gateway"
-_FOLLOWER_SERVICE = "baton.v1.Pipeline"
+_GATEWAY = "gateway"
 _NARRATOR = "baton"
 _REAP_S = 5.0
 _POLL_S = 0.1
-_LOOK_S = 2.0  # between two looks at the workers of a router that does not serve
 PROGRESS_S = 5.0  # between two reports of a start that takes long
 
 
@@ -82,6 +78,8 @@ class LocalCluster:
         config.check()
         self._config = config
         tables = {} if config.config_file is None else read_tables(config.config_file)
+        check_tls(tables, {"router": config.router_flags, **{shape.role: shape.flags for shape in config.shapes}},
+                  config.security)
         self._listen = listen_address(config.listen, tables, DEFAULT_TARGET)
         check_port(parse_address(self._listen), flag="--listen")
         if config.http:
@@ -147,7 +145,7 @@ class LocalCluster:
         for process in self.processes.values():
             if process.spec.leads:
                 left_s = max(deadline - asyncio.get_running_loop().time(), 0.1)
-                await _wait_process(process, self._config.security, left_s)
+                await until_cluster_serves(process, self._config.security, timeout_s=left_s)
 
     async def restart(self, *names: str, timeout_s: float) -> None:
         """Stop these processes of workers together, start them again, and wait until every pool serves and the router
@@ -233,23 +231,32 @@ class LocalCluster:
 
     async def _or_first_failure(self, start: Coroutine[None, None, None]) -> None:
         """Run `start`, but end with a process's error as soon as one cannot start."""
-        starting = asyncio.create_task(start)
-        began_s = reported_s = asyncio.get_running_loop().time()
+        starting, reporting = asyncio.create_task(start), asyncio.create_task(self._report_progress())
         try:
             while not starting.done():
                 await asyncio.wait({starting, *self._lives.values()}, return_when=asyncio.FIRST_COMPLETED, timeout=0.2)
-                now_s = asyncio.get_running_loop().time()
-                if self.processes and now_s - reported_s >= PROGRESS_S:
-                    reported_s = now_s
-                    states = ", ".join(f"{name} {process.progress}" for name, process in self.processes.items())
-                    self._say(f"after {now_s - began_s:.0f} s: {states}")
                 for life in self._lives.values():
                     if life.done():
                         life.result()
             await starting
         finally:
             starting.cancel()
-            await asyncio.gather(starting, return_exceptions=True)
+            reporting.cancel()
+            await asyncio.gather(starting, reporting, return_exceptions=True)
+
+    async def _report_progress(self) -> None:
+        """Say how far each process is, and what it is waiting for, until cancelled."""
+        began_s = asyncio.get_running_loop().time()
+        while True:
+            await asyncio.sleep(max(PROGRESS_S, _POLL_S))
+            processes = list(self.processes.values())
+            states = await asyncio.gather(*map(self._state, processes))
+            if processes:
+                self._say(f"after {asyncio.get_running_loop().time() - began_s:.0f} s: {', '.join(states)}")
+
+    async def _state(self, process: RoleProcess) -> str:
+        reason = "" if process.has_served else await reason_of(process, self._config.security)
+        return f"{process.spec.name} {process.progress}" + (f" ({reason})" if reason else "")
 
     def _launch_stage(self, pool: _Pool, rank: int) -> None:
         shape, leader = pool.shape, self._announcement_path(pool.name(0))
@@ -278,7 +285,7 @@ class LocalCluster:
         flags += ["--drain-s", "1", "--log-level", level]
         flags += ["--config", str(self._config.config_file)] if self._config.config_file else []
         flags += ["--log-style", self._config.log_style.value] if self._config.log_style is not None else []
-        self._run(ProcessSpec(_GATEWAY, _GATEWAY_MODULE, tuple(flags), self._config.http, None,
+        self._run(ProcessSpec(_GATEWAY, GATEWAY_MODULE, tuple(flags), self._config.http, None,
                               self._announcement_path(_GATEWAY), leads=True), spawn)
 
     def _launch(self, name: str, role: str, flags: list[str], *, leads: bool) -> None:
@@ -316,14 +323,7 @@ class LocalCluster:
             return await spawn(module, arguments, core=core, environment=environment)
 
     async def _until_serving(self, spec: ProcessSpec, announcement: Announcement) -> None:
-        """A stage that does not lead serves once it has joined."""
-        if spec.role == _GATEWAY_MODULE:
-            await wait_ready(announcement.address, timeout_s=self._config.ready_timeout_s)
-            return
-        service = _SERVICES[spec.role] if spec.leads else _FOLLOWER_SERVICE
-        security = self._config.security.to(PeerRole(spec.role))
-        async with open_channel(announcement.address, security=security) as channel:
-            await wait_serving(channel, service, timeout_s=self._config.ready_timeout_s)
+        await until_serving(spec, announcement, self._config.security, timeout_s=self._config.ready_timeout_s)
 
     def _say(self, text: str) -> None:
         self._show(_NARRATOR, styled_line(self._config.own_style, text, role=_NARRATOR))
@@ -339,48 +339,3 @@ def _not_back(workers: Sequence[WorkerStatus], before: set[str], num_fresh: int)
                for worker in workers if not worker.serving]
     missing = num_fresh - sum(worker.incarnation not in before for worker in workers)
     return reasons + ([f"{missing} of the restarted processes it has not met"] if missing > 0 else [])
-
-
-async def _wait_process(process: RoleProcess, security: ChannelSecurity, timeout_s: float) -> None:
-    announcement = process.announcement
-    assert announcement is not None
-    if process.spec.role == _GATEWAY_MODULE:
-        await wait_ready(announcement.address, timeout_s=timeout_s)
-        return
-    security = security.to(PeerRole(process.spec.role))
-    is_router = process.spec.role == "router"
-    async with open_channel(announcement.address, security=security) as channel:
-        serving = wait_serving(channel, _SERVICES[process.spec.role], timeout_s=timeout_s)
-        try:
-            await (_unless_unpaired(serving, announcement.address, security) if is_router else serving)
-        except UnavailableError as error:
-            reasons = _problems(await _workers(announcement.address, security)) if is_router else []
-            raise UnavailableError("; ".join([f"{process.spec.name}: {error}", *reasons])) from None
-
-
-async def _unless_unpaired(serving: Coroutine[None, None, None], router: str, security: ChannelSecurity) -> None:
-    """Wait for `serving`, but raise UnavailableError as soon as the router knows usable workers of both roles, and none
-    of them fits another: all of a role here have the same settings, and those do not change."""
-    waiting = asyncio.create_task(serving)
-    try:
-        while not (await asyncio.wait({waiting}, timeout=_LOOK_S))[0]:
-            usable = [worker for worker in await _workers(router, security) if worker.serving]
-            if {worker.role for worker in usable} == set(ROLES) and all(worker.reason for worker in usable):
-                raise UnavailableError("its workers serve, but do not fit together")
-        await waiting
-    finally:
-        waiting.cancel()
-        await asyncio.gather(waiting, return_exceptions=True)
-
-
-async def _workers(router: str, security: ChannelSecurity) -> Sequence[WorkerStatus]:
-    """As the router sees them; none where it does not answer."""
-    with contextlib.suppress(BatonError):
-        async with AsyncBatonClient(router, security=security) as client:
-            return (await client.cluster_status()).workers
-    return ()
-
-
-def _problems(workers: Sequence[WorkerStatus]) -> list[str]:
-    """Of those that the router cannot use."""
-    return [f"{worker.role} {worker.address}: {worker.reason}" for worker in workers if worker.reason]

@@ -15,6 +15,7 @@ from runtime.errors import ConfigError
 from runtime.host_memory import MIB, HostMemory, host_memory
 from runtime.model_files.config import read_config, text_fields
 from runtime.model_files.weights import loaded_bytes
+from runtime.security import ChannelSecurity
 
 ROLES = ("prefill", "decode")
 BALANCED = "balanced"  # workers divide the layers so (`pool.stage.config`)
@@ -51,6 +52,27 @@ class PoolShape:
         flags += ["--tp", str(self.num_ranks)] if self.num_ranks > 1 else []
         flags += ["--dp-attention", str(self.num_data_ranks)] if self.num_data_ranks > 1 else []
         return [*flags, "--partition", self.partition] if self.partition else flags
+
+
+def check_tls(tables: Mapping[str, Mapping[str, object]], flags: Mapping[str, Sequence[str]],
+              security: ChannelSecurity) -> None:
+    """Raise ConfigError where processes could not talk to each other, or this command to them. `tables` of the settings
+    file and `flags` are those of each role, `security` is what this command shows."""
+    speaks = {role: bool(tables.get(role, {}).get("tls_cert")) or "--tls-cert" in flags.get(role, ())
+              for role in ("router", *ROLES)}
+    with_tls, without = ([role for role in speaks if speaks[role] is wanted] for wanted in (True, False))
+    if with_tls and without:
+        raise ConfigError(f"{without[0]}.tls_cert is missing: [{with_tls[0]}] has one, and TLS between roles is for "
+                          f"all of them or none", field=f"{without[0]}.tls_cert")
+    store = security.certificates
+    if with_tls and (store is None or not store.has_own):
+        missing = "--tls-ca" if store is None else "--tls-cert"
+        raise ConfigError(f"{missing} is missing: the settings file has the processes speak TLS, and this command asks "
+                          f"them whether they serve: give --tls-ca, --tls-cert and --tls-key, of an operator or a "
+                          f"client of their authority", field=missing)
+    if store is not None and not with_tls:
+        raise ConfigError("--tls-ca was given (or BATON_TLS_CA is set), and no role has tls_cert: leave it out, or "
+                          "give the roles certificates in the file of --config", field="--tls-ca")
 
 
 def check_partition(shape: PoolShape, model: Path) -> None:

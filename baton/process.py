@@ -80,6 +80,11 @@ class RoleProcess:
         return "warms up" if self.spec.announce.exists() else self._kernels or "loads"
 
     @property
+    def has_served(self) -> bool:
+        """Whether it serves, or has served, in its present life."""
+        return self._has_served
+
+    @property
     def num_starts(self) -> int:
         return self._num_starts
 

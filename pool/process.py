@@ -255,6 +255,7 @@ async def _follow(process: _Process, reports: JoinReports) -> None:
     """A leader that announces itself in a file may still load, as this stage did until now."""
     config, path = process.config, announcement_path(process.config.leader)
     if path is not None:
+        logger.info("waiting for the leader to announce itself in %s", path)
         address = asyncio.create_task(announced_address(path))
         stopped = asyncio.create_task(process.stop.wait())
         try:

@@ -55,6 +55,11 @@ class CertificateStore:
         paths = {"tls_ca": files.ca, "tls_cert": files.cert, "tls_key": files.key}
         self._watched = Watched({setting: path for setting, path in paths.items() if path is not None}, self._make)
 
+    @property
+    def has_own(self) -> bool:
+        """Whether there is a certificate to show, not only an authority to trust."""
+        return self._files.cert is not None
+
     def current(self) -> Certificates:
         """The same object until the files change."""
         return self._watched.current()

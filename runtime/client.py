@@ -15,6 +15,7 @@ from runtime.config import parse_address, parse_peer
 from runtime.errors import UnavailableError
 from runtime.redial import RedialingChannel, RedialingSyncChannel
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity
+from runtime.unreachable import reach_problem
 
 _LOOK_UP_MS = 500  # between two resolutions of a name; gRPC's own 30 s leave a peer that moved unseen for as long
 
@@ -107,14 +108,14 @@ async def wait_serving(channel: grpc.aio.Channel, service: str, *, timeout_s: fl
             while True:
                 try:
                     call = health_pb2_grpc.HealthStub(channel).Watch(  # type: ignore[attr-defined]  # stubs lack it
-                        health_pb2.HealthCheckRequest(service=service), wait_for_ready=True)
+                        health_pb2.HealthCheckRequest(service=service))
                     async for answer in call:
                         last = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
                         if answer.status == health_pb2.HealthCheckResponse.SERVING:
                             call.cancel()
                             return
                 except grpc.aio.AioRpcError as error:
-                    last = error.details() or error.code().name
+                    last = reach_problem(error.details() or error.code().name)
                     await asyncio.sleep(0.1)
     except TimeoutError:
         raise UnavailableError(f"{service} is not serving after {timeout_s:g} s: {last}") from None

@@ -12,6 +12,7 @@ from baton.preflight import (
     check_apart,
     check_partition,
     check_port,
+    check_tls,
     listen_address,
     memory_flags,
     metrics_ports,
@@ -20,6 +21,8 @@ from runtime.config import Address, parse_address
 from runtime.errors import ConfigError
 from runtime.host_memory import HostMemory
 from runtime.model_files.weights import loaded_bytes
+from runtime.security import PLAIN_CHANNEL, ChannelSecurity, client_security
+from tests.support.network.authority import Authority
 from tests.support.network.ports import taken_port
 
 MIB = 1 << 20
@@ -156,3 +159,27 @@ def test_a_busy_machine_leaves_each_a_little(tmp_path: Path) -> None:
 def test_http_takes_another_address_than_the_router(http: str, listen: str, *, fits: bool) -> None:
     with nullcontext() if fits else pytest.raises(ConfigError, match=r"^--http .* the router listens there"):
         check_apart(parse_address(http), parse_address(listen))
+
+
+ALL_TLS: Tables = {role: {"tls_cert": "c", "tls_key": "k", "tls_ca": "a"} for role in ("router", "prefill", "decode")}
+
+
+def test_tls_that_does_not_fit_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    """Else processes that serve are asked in vain whether they do."""
+    authority = Authority()
+    (tmp_path / "ca.pem").write_bytes(authority.pem)
+    trusts_only = client_security(tls_ca=tmp_path / "ca.pem")
+    shows_own = ChannelSecurity(authority.store(tmp_path / "operator", "operator"))
+    check_tls({}, {}, PLAIN_CHANNEL)
+    check_tls(ALL_TLS, {}, shows_own)
+    check_tls({}, dict.fromkeys(ALL_TLS, ("--tls-cert", "c")), shows_own)
+    without_decode = {role: table for role, table in ALL_TLS.items() if role != "decode"}
+    refused: list[tuple[Tables, ChannelSecurity, str]] = [
+        (ALL_TLS, PLAIN_CHANNEL, "--tls-ca is missing: the settings file has the processes speak TLS"),
+        (ALL_TLS, trusts_only, "--tls-cert is missing: the settings file has the processes speak TLS"),
+        ({}, shows_own, "--tls-ca was given (or BATON_TLS_CA is set), and no role has tls_cert: leave it out"),
+        (without_decode, shows_own, "decode.tls_cert is missing: [router] has one, and TLS between roles is for all")]
+    for tables, security, says in refused:
+        with pytest.raises(ConfigError) as error:
+            check_tls(tables, {}, security)
+        assert str(error.value).startswith(says)

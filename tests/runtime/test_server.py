@@ -1,5 +1,6 @@
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,9 +15,12 @@ from protos import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 from runtime import errors
 from runtime.client import open_channel, open_sync_channel, wait_serving
 from runtime.metrics import RpcMetrics
+from runtime.security import ServerSecurity
 from runtime.server import GrpcServer, ServerOptions
 from runtime.status import error_from_rpc
 from tests.router.harness import eventually
+from tests.support.network.authority import Authority
+from tests.support.network.door import serving
 from tests.support.router.fake_workers import CachelessWorker
 from tests.support.router.generation import SERVICE, EchoGeneration, serve_echo
 
@@ -281,6 +285,13 @@ async def test_wait_serving_says_what_it_saw(echo: tuple[EchoGeneration, GrpcSer
         await wait_serving(channel, SERVICE, timeout_s=60)
         await echo[1].health.set_not_serving(SERVICE)
         with pytest.raises(errors.UnavailableError, match="NOT_SERVING"):
+            await wait_serving(channel, SERVICE, timeout_s=1)
+
+
+async def test_wait_serving_says_why_there_is_no_connection(tmp_path: Path) -> None:
+    security = ServerSecurity(Authority().store(tmp_path, "prefill"))
+    async with serving(security) as address, open_channel(address) as channel:
+        with pytest.raises(errors.UnavailableError, match=r"is not serving after 1 s: .* it closes the connection, as"):
             await wait_serving(channel, SERVICE, timeout_s=1)
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from engine.kernels.host.compiled import Attempt, KernelLockedError, KernelMissingError, trying
+from engine.kernels.host.compiled import Attempt, KernelLockedError, KernelMissingError, kept_in, trying
 from engine.kernels.host.kernel_list import Kernel, kernels
 from runtime.host_cores import num_cores
 from runtime.host_memory import MIB, host_memory
@@ -41,8 +41,12 @@ def compile_ahead(wanted: Sequence[Kernel], report: Callable[[int, int], None] =
     """
     begin_s = time.monotonic()
     missing, left = _not_kept(wanted)
+    are_kept = not missing or kept_in() is not None
+    if not are_kept:
+        logger.warning("compiled kernels cannot be kept, so every start compiles them: neither the installed source "
+                       "nor the user's cache folder can be written; NUMBA_CACHE_DIR names another folder")
     progress = _Progress(len(missing), report)
-    most = min(num_cores(), len(missing), host_memory().available_bytes // PROCESS_BYTES)
+    most = min(num_cores(), len(missing), host_memory().available_bytes // PROCESS_BYTES) if are_kept else 1
     with _helpers(missing, most - 1):
         while left:
             locked = _take(left, progress)

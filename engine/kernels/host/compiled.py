@@ -26,6 +26,7 @@ import numba
 import numpy as np
 import torch
 from numba import carray, cfunc, njit, types
+from numba.core.caching import FunctionCache
 from numba.extending import intrinsic, overload
 from xxhash import xxh3_64_hexdigest, xxh3_64_intdigest
 
@@ -178,9 +179,20 @@ def compile_kernel(work, arguments: np.dtype, name: str, *sources: str, numbers:
             return cfunc(**options, **if_missing, cache=True)(work)
     except (KernelLockedError, KernelMissingError):
         raise
-    except Exception as error:  # noqa: BLE001 - nowhere to keep it, a full disk: a fault of the code comes again
-        logger.info("kernel %s is not kept, each process compiles it: %r", name, error)
+    except Exception as error:
+        if attempt is Attempt.LOAD:
+            raise KernelMissingError(name) from error
+        level = logging.DEBUG if kept_in() is None else logging.INFO  # `ahead` has said so, for all of them
+        logger.log(level, "kernel %s is not kept, each process compiles it: %r", name, error)
         return cfunc(**options)(work)
+
+
+def kept_in() -> Path | None:
+    """Return the folder that compiled kernels are kept in; None where numba finds none that it may write to."""
+    try:
+        return Path(FunctionCache(load_numba).cache_path)
+    except RuntimeError:
+        return None
 
 
 def _refuse(*context: object) -> object:

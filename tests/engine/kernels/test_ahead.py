@@ -12,6 +12,7 @@ from pathlib import Path
 import numba
 import pytest
 import torch
+from numba.core.caching import FunctionCache
 
 from engine.kernels.host import ahead, compiled, packing, token_passes
 from engine.kernels.host.ahead import compile_ahead
@@ -176,8 +177,31 @@ def test_where_nothing_can_be_kept_a_process_compiles_for_itself_at_once(monkeyp
         count_up(pointer, compiled.DONE)
 
     monkeypatch.setattr(compiled, "cfunc", keeping_nothing)
-    with trying(Attempt.LOAD):
+    with trying(Attempt.LOAD), pytest.raises(KernelMissingError):
+        compile_kernel(work, record(), "counting", __file__)
+    with trying(Attempt.UNLOCKED):
         assert compile_kernel(work, record(), "counting", __file__).address
+
+
+def test_where_nothing_can_be_kept_one_warning_names_the_way_out(
+        helpers: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """And no process compiles beside this one what it could not hand over."""
+    monkeypatch.setattr(FunctionCache._impl_class, "_locator_classes", [])  # numba's places for files: none
+    calls: list[str] = []
+    every = [scripted("a", calls, MISSING, THERE), scripted("b", calls, MISSING, THERE)]
+    log = helpers(every, 8, 99 * ahead.PROCESS_BYTES)
+    compile_ahead(every)
+    (line,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert line.startswith("compiled kernels cannot be kept, so every start compiles them: ")
+    assert "NUMBA_CACHE_DIR" in line
+    assert (calls, log) == (["a", "b", "a", "b"], [])
+
+
+def test_kernels_are_kept_where_numba_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
+    folder = compiled.kept_in()
+    assert folder is not None
+    assert folder.is_relative_to(tmp_path)
 
 
 def test_a_helper_compiles_what_it_is_told_to(tmp_path: Path) -> None:
