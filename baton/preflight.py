@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.config import Address, parse_address
+from runtime.config import Address, parse_address, read_tables
 from runtime.errors import ConfigError
 from runtime.host_memory import MIB, HostMemory, host_memory
 from runtime.model_files.config import read_config, text_fields
@@ -58,8 +58,7 @@ def check_tls(tables: Mapping[str, Mapping[str, object]], flags: Mapping[str, Se
               security: ChannelSecurity) -> None:
     """Raise ConfigError where processes could not talk to each other, or this command to them. `tables` of the settings
     file and `flags` are those of each role, `security` is what this command shows."""
-    speaks = {role: bool(tables.get(role, {}).get("tls_cert")) or "--tls-cert" in flags.get(role, ())
-              for role in ("router", *ROLES)}
+    speaks = {role: _speaks_tls(role, tables, flags.get(role, ())) for role in ("router", *ROLES)}
     with_tls, without = ([role for role in speaks if speaks[role] is wanted] for wanted in (True, False))
     if with_tls and without:
         raise ConfigError(f"{without[0]}.tls_cert is missing: [{with_tls[0]}] has one, and TLS between roles is for "
@@ -73,6 +72,12 @@ def check_tls(tables: Mapping[str, Mapping[str, object]], flags: Mapping[str, Se
     if store is not None and not with_tls:
         raise ConfigError("--tls-ca was given (or BATON_TLS_CA is set), and no role has tls_cert: leave it out, or "
                           "give the roles certificates in the file of --config", field="--tls-ca")
+
+
+def _speaks_tls(role: str, tables: Mapping[str, Mapping[str, object]], flags: Sequence[str]) -> bool:
+    if "--config" in flags:  # of a role's own, which it reads in place of the common one
+        tables = read_tables(Path(flags[flags.index("--config") + 1]))
+    return bool(tables.get(role, {}).get("tls_cert")) or "--tls-cert" in flags
 
 
 def check_partition(shape: PoolShape, model: Path) -> None:
