@@ -29,8 +29,9 @@ MessageT = TypeVar("MessageT")
 
 # A message of a field or two for each byte takes 500 MiB and a second to parse, which nothing can interrupt, so parts
 # are counted first; counting costs as much as parsing what is shorter than `uncounted_bytes`. A chat of 4096 messages
-# has 12,289 parts. A number takes a byte or more of a message, four of memory, and 17 ns.
-MAX_PARTS, MAX_NUMBERS = 1 << 14, 1 << 21
+# that each have a text and a call has 28,673 parts. A number takes a byte or more of a message, four of memory, and
+# 17 ns.
+MAX_PARTS, MAX_NUMBERS = 1 << 15, 1 << 21
 # gzip reaches 1000:1, prompts seldom 10:1.
 FREE_INFLATED_BYTES, MAX_INFLATION = 64 << 10, 32
 _GZIP, _GZIP_WINDOW_BITS = b"\x1f\x8b", 31
