@@ -3,7 +3,7 @@
     baton gateway --router 127.0.0.1:7000 --listen 127.0.0.1:8000
 
 The routers run with `--vllm-engine`; the gateway reads their tokenizer from there, so it needs no model directory. What
-is set here is what differs from the gateway's own defaults, and why; `--flag=--tool-call-parser=hermes` gives it more.
+is set here is what differs from the gateway's own defaults, and why; `--flag=--tool-call-parser=qwen` gives it more.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import socket
 import sys
 import uuid
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import httpx2
 import typer
@@ -31,6 +31,8 @@ from runtime.tokens import read_tokens
 
 DEFAULT_LISTEN = "127.0.0.1:8000"
 _MODULES = ("smg", "smg_grpc_proto")
+# Routers have the tokenizer; before it asks them, the gateway looks for what they call it on this host and on a hub.
+_NO_HUB = "http://127.0.0.1:9"
 _LOOK_S = 0.05  # between two looks at whether it is ready
 _LOOK_TIMEOUT_S = 5.0
 # Of the gateway's levels: at its own "info" it logs every step of its start and every worker it looks at.
@@ -162,6 +164,8 @@ def serve(config: GatewayConfig) -> None:
     RouterArgs.add_cli_args(parser, use_router_prefix=False)
     given = RouterArgs.from_cli_args(parser.parse_args(arguments_of(config, listen, metrics_port)),
                                      use_router_prefix=False)
+    _refuse_own_texts(given)
+    os.environ["HF_ENDPOINT"] = _NO_HUB
     if config.announce is not None:  # it listens in a moment; /readiness reports when it serves
         write_announcement(config.announce, Announcement(str(listen), metrics_port, os.getpid(), uuid.uuid4().hex))
     try:
@@ -170,6 +174,14 @@ def serve(config: GatewayConfig) -> None:
         raise ConfigError(str(error), field="flag") from error
     except (OSError, RuntimeError) as error:
         raise UnavailableError(f"the gateway ended: {error}") from error
+
+
+def _refuse_own_texts(given: Any) -> None:  # noqa: ANN401 - of a package that may not be installed
+    """Raises ConfigError for flags by which a gateway would render and read texts by files of its own."""
+    for flag in ("chat_template", "tokenizer_path", "model_path"):
+        if getattr(given, flag):
+            raise ConfigError(f"flag: --{flag.replace('_', '-')} is not taken: routers render chats and read texts",
+                              field="flag")
 
 
 def _chosen(config: GatewayConfig) -> tuple[Address, int]:
@@ -206,7 +218,7 @@ def gateway(
         help="Responses kept in memory, to be asked for or gone on from; 0: none.")] = None,
     drain_s: Annotated[int | None, typer.Option(help="Seconds SIGTERM leaves running requests.")] = None,
     flag: Annotated[list[str] | None, typer.Option(
-        help="A further flag of `smg launch`, as --flag=--tool-call-parser=hermes; repeat.")] = None,
+        help="A further flag of `smg launch`, as --flag=--tool-call-parser=qwen; repeat.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with a [gateway] table; flags beat it.")] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     log_style: Annotated[LogStyle | None, typer.Option(help="For people or for machines.")] = None,

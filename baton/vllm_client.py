@@ -49,7 +49,8 @@ class AsyncVllmEngineClient:
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
         return ModelInfo(model=info.served_model_name, architecture=", ".join(info.architectures),
-                         vocab_size=info.vocab_size, max_context_tokens=info.max_context_length, num_layers=0,
+                         vocab_size=info.vocab_size,
+                         max_context_tokens=info.max_context_length or info.max_req_input_len + 1, num_layers=0,
                          eos_token_ids=tuple(info.eos_token_ids), has_tokenizer=bool(info.tokenizer_path),
                          has_chat_template=False, revision="")
 

@@ -120,7 +120,7 @@ def _add_apis(server: GrpcServer, config: RouterConfig, model: ServedModel, serv
     orca_service_pb2_grpc.add_OpenRcaServiceServicer_to_server(OpenRcaService(generation.load, generation.counts),
                                                                server.grpc)
     if config.vllm_engine:
-        _add_vllm_engine(server, generation, config.model, services.directory.index)
+        _add_vllm_engine(server, generation, config.model, model, services.directory.index)
 
 
 def _server_options(config: RouterConfig) -> ServerOptions:
@@ -130,15 +130,22 @@ def _server_options(config: RouterConfig) -> ServerOptions:
     return ServerOptions(write_s=config.client_stall_s, **{name: getattr(config, name) for name in names})
 
 
-def _add_vllm_engine(server: GrpcServer, generation: GenerationService, model_dir: Path, index: PrefixIndex) -> None:
+def _add_vllm_engine(server: GrpcServer, generation: GenerationService, model_dir: Path, model: ServedModel,
+                     index: PrefixIndex) -> None:
     """Raises ConfigError when its stubs are not installed."""
     try:
         from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
         from router.api.kv_events import CacheEvents
         from router.api.vllm_engine import VllmEngineService
+        from router.api.vllm_tokenizer import gateway_tokenizer
     except ImportError as error:
         raise ConfigError(f"vllm_engine needs the package smg-grpc-proto: pip install 'baton[vllm]' ({error})",
                           field="vllm_engine") from error
     index.listener = events = CacheEvents(index.is_held)
-    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(VllmEngineService(generation, model_dir, events), server.grpc)
+    tokenizer = gateway_tokenizer(model_dir, model)
+    if tokenizer is not None and tokenizer.carrier is None:
+        logger.warning("gateways render chats and read texts of this model by themselves: its tokenizer cannot carry "
+                       "texts, so that completions over HTTP lack the special tokens that begin a text")
+    service = VllmEngineService(generation, model_dir, tokenizer, events)
+    vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(service, server.grpc)

@@ -1,16 +1,14 @@
 """`vllm.grpc.engine.VllmEngine`: the contract that gateways speak to vLLM, answered by this router.
 
-Every request goes the way of `baton.v1.Generation`; only the words differ (`router.api.vllm_translate`). What Baton
-does not have is refused with UNIMPLEMENTED, by name.
+Every request goes the way of `baton.v1.Generation`; only the words differ (`router.api.vllm_translate`). Methods that
+Baton does not have are refused with UNIMPLEMENTED, fields as bad requests, both by name. A gateway gets a tokenizer
+whose ids carry texts and conversations to here (`router.text.carrier`), where they are rendered and read.
 """
 
 import asyncio
 import contextlib
-import hashlib
-import io
 import json
 import time
-import zipfile
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,23 +22,28 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from protos import generation_pb2 as pb
 from router.api.generation import GenerationService
 from router.api.kv_events import CacheEvents
+from router.api.vllm_tokenizer import GatewayTokenizer
 from router.api.vllm_translate import VllmAnswer, error_for_vllm, request_from_vllm
+from router.text.tokenise import INLINE_CHARACTERS
 from runtime.errors import FieldViolation, InvalidRequestError, UnsupportedError
 from runtime.model_files.config import read_config, text_fields
-from runtime.tokenizer_files import find_tokenizer
 from runtime.version import VERSION
 
 Context = grpc.aio.ServicerContext[Any, Any]
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "config.json",
-                   "generation_config.json", "special_tokens_map.json")
+# What a tokenizer that carries texts is called: gateways load what they find on their own host, and ask for the rest.
+NOWHERE = "/nonexistent/baton"
 TOKENIZER_CHUNK_BYTES = 1 << 20
 
 
 class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]  # published without types
     """Beside `generation`, over the same requests."""
 
-    def __init__(self, generation: GenerationService, model_dir: Path, events: CacheEvents) -> None:
+    def __init__(self, generation: GenerationService, model_dir: Path, tokenizer: GatewayTokenizer | None,
+                 events: CacheEvents) -> None:
+        """`tokenizer` is what gateways get; None for a model without one."""
         self._generation = generation
+        self._tokenizer = tokenizer
+        self._carrier = None if tokenizer is None else tokenizer.carrier
         self._events = events
         self._model_dir = model_dir.absolute()  # gateways take a relative name for one of a hub
         self._started_s = time.monotonic()
@@ -51,13 +54,23 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
     async def Generate(self, request: vllm.GenerateRequest, context: Context) -> AsyncIterator[vllm.GenerateResponse]:
         self._last_received_s = time.time()
         try:
-            wanted, answer = request_from_vllm(request), VllmAnswer(request)
+            wanted = request_from_vllm(request, await self._carried(request))
+            answer = VllmAnswer(request, None if self._carrier is None else self._carrier.bytes_of)
             async with contextlib.aclosing(self._generation.Generate(wanted, context)) as responses:
                 async for response in responses:
                     for ours in answer.add(response):
                         yield ours
         except InvalidRequestError as error:
             raise error_for_vllm(error) from None
+
+    async def _carried(self, request: vllm.GenerateRequest) -> str | None:
+        """Return the text that a request's token ids carry, if they carry one."""
+        if self._carrier is None:
+            return None
+        token_ids = request.tokenized.input_ids
+        if len(token_ids) <= INLINE_CHARACTERS:
+            return self._carrier.text_of(token_ids)
+        return await asyncio.to_thread(self._carrier.text_of, token_ids)
 
     async def Abort(self, request: vllm.AbortRequest, context: Context) -> vllm.AbortResponse:
         await self._generation.Abort(pb.AbortRequest(request_ids=request.request_ids), context)
@@ -72,13 +85,20 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         config = read_config(self._model_dir)
         fields, sampling = text_fields(config), self._generation.default_sampling
         return vllm.GetModelInfoResponse(
-            model_path=str(self._model_dir), is_generation=True, max_context_length=info.max_context_tokens,
-            vocab_size=info.vocab_size, served_model_name=info.model,
-            tokenizer_path=str(self._model_dir) if info.has_tokenizer else "", model_type=config.get("model_type", ""),
+            model_path=str(self._model_dir), is_generation=True,
+            # Ids that carry a conversation are more than it has: only the router can tell what is too long.
+            max_context_length=info.max_context_tokens if self._carrier is None else 0,
+            vocab_size=info.vocab_size, served_model_name=info.model, tokenizer_path=self._tokenizer_path(),
+            model_type=config.get("model_type", ""),
             architectures=[info.architecture], eos_token_ids=info.eos_token_ids,
             pad_token_id=fields.get("pad_token_id") or 0, bos_token_id=fields.get("bos_token_id") or 0,
             max_req_input_len=info.max_context_tokens - 1,
             default_sampling_params_json=json.dumps(dict(sampling)) if sampling else "")
+
+    def _tokenizer_path(self) -> str:
+        if self._carrier is not None:
+            return NOWHERE
+        return "" if self._tokenizer is None else str(self._model_dir)
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:
         load = await self._generation.GetLoad(pb.GetLoadRequest(), context)
@@ -103,17 +123,20 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
 
     async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest,
                            context: Context) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
-        data, digest = await self._tokenizer()
+        data, digest = await self._archive()
         for start in range(0, len(data), TOKENIZER_CHUNK_BYTES):
             is_last = start + TOKENIZER_CHUNK_BYTES >= len(data)
             yield common_pb2.GetTokenizerChunk(data=data[start:start + TOKENIZER_CHUNK_BYTES],
                                                sha256=digest if is_last else "")
 
-    async def _tokenizer(self) -> tuple[bytes, str]:
-        """The archive and its digest, made once, on a thread: the files may have tens of megabytes."""
+    async def _archive(self) -> tuple[bytes, str]:
+        """Return the tokenizer's archive and its digest, made once, on a thread: it may have tens of megabytes. Raises
+        UnsupportedError without a tokenizer."""
         async with self._zipping:
             if self._zipped is None:
-                self._zipped = await asyncio.to_thread(_zipped, self._model_dir)
+                if self._tokenizer is None:
+                    _refuse("GetTokenizer", "the model has no tokenizer")
+                self._zipped = await asyncio.to_thread(self._tokenizer.zipped)
             return self._zipped
 
     async def SubscribeKvEvents(self, request: common_pb2.SubscribeKvEventsRequest,
@@ -124,7 +147,8 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
                     yield batch
 
     async def Embed(self, request: Message, context: Context) -> vllm.EmbedResponse:
-        _refuse("Embed", "this server generates")
+        """Refuse it as a bad request: gateways make a server's error of UNIMPLEMENTED, which clients send again."""
+        raise InvalidRequestError(FieldViolation("model", "generates, and has neither embeddings nor classes"))
 
     async def FlushCache(self, request: Message, context: Context) -> common_pb2.FlushCacheResponse:
         """At once, whatever runs: that keeps what it uses."""
@@ -142,19 +166,3 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
 
 def _refuse(method: str, reason: str) -> NoReturn:
     raise UnsupportedError(FieldViolation(method, f"is not offered: {reason}"))
-
-
-def _zipped(folder: Path) -> tuple[bytes, str]:
-    """The tokenizer's files, the same bytes for the same files, and their SHA-256. Raises UnsupportedError without a
-    tokenizer."""
-    tokenizer = find_tokenizer(folder)
-    if tokenizer is None:
-        _refuse("GetTokenizer", "the model has no tokenizer")
-    buffer = io.BytesIO()
-    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name in TOKENIZER_FILES:
-            file = tokenizer if name == tokenizer.name else folder / name
-            if file.is_file():
-                archive.writestr(zipfile.ZipInfo(name), file.read_bytes(), zipfile.ZIP_DEFLATED)
-    data = buffer.getvalue()
-    return data, hashlib.sha256(data).hexdigest()

@@ -4,18 +4,21 @@ That contract gives most sampling fields no presence: zero means absent there, s
 Baton's own default and not the model's: gateways are told the model's (`default_sampling_params_json`) and send it
 themselves, and a client's zero, which says "all tokens", looks like an absent field. Fields that Baton has no use for
 are refused by name, unless ignoring them changes nothing (`skip_special_tokens` and its like shape text, and this
-service answers in token ids).
+service answers in token ids). They are bad requests: gateways make a server's error of UNIMPLEMENTED, and clients send
+again what meets one.
 """
 
+import codecs
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 
 from protos import generation_pb2 as pb
 from protos import types_pb2
+from router.api.vllm_chats import put_carried
 from router.request.validate import MAX_LOGIT_BIAS_ENTRIES
-from runtime.errors import FieldViolation, InvalidRequestError, UnsupportedError
+from runtime.errors import FieldViolation, InvalidRequestError
 from runtime.sampling_limits import SAMPLING_DEFAULTS
 
 _WITHOUT_PRESENCE = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
@@ -29,16 +32,22 @@ _FINISH_REASONS = {
 }
 # Where that contract has what Baton's fields have; the longest prefix counts.
 _THEIR_NAMES = {
-    "token_ids.ids": "tokenized.input_ids", "token_ids": "tokenized.input_ids", "prompt": "input",
+    "token_ids.ids": "tokenized.input_ids", "token_ids": "tokenized.input_ids", "prompt": "input", "text": "prompt",
+    "chat": "messages", "chat.messages": "messages", "chat.tools": "tools",
+    "chat.template_arguments": "chat_template_kwargs",
     "sampling": "sampling_params", "stop": "sampling_params", "stop.stop_strings": "sampling_params.stop", "n":
     "sampling_params.n", "num_top_logprobs": "sampling_params.logprobs", "num_prompt_logprobs":
     "sampling_params.prompt_logprobs", "structured_output": "sampling_params",
 }
 
 
-def request_from_vllm(request: vllm.GenerateRequest) -> pb.GenerateRequest:
-    """Raises UnsupportedError or InvalidRequestError naming the field in that contract's terms."""
-    _refuse_unsupported(request)
+def request_from_vllm(request: vllm.GenerateRequest, carried: str | None = None) -> pb.GenerateRequest:
+    """Return the request in this API's terms. `carried` is the text that the token ids carry, if they carry one.
+
+    Raises:
+        InvalidRequestError: naming the field in that contract's terms.
+    """
+    _refuse_unsupported(request, carried)
     params = request.sampling_params
     wanted = pb.GenerateRequest(
         request_id=request.request_id, sampling=_sampling(params), skip_text=not params.stop,
@@ -48,7 +57,9 @@ def request_from_vllm(request: vllm.GenerateRequest) -> pb.GenerateRequest:
             ignore_eos=params.ignore_eos or None),
         n=params.n or None, num_top_logprobs=_count(params, "logprobs"),
         num_prompt_logprobs=_count(params, "prompt_logprobs"), structured_output=_structured_output(params))
-    if request.HasField("tokenized"):
+    if carried is not None:
+        put_carried(wanted, carried)
+    elif request.HasField("tokenized"):
         wanted.token_ids.ids.extend(request.tokenized.input_ids)
         wanted.token_ids.SetInParent()
     elif request.HasField("text"):
@@ -69,16 +80,16 @@ def _their_name(field: str) -> str:
     return _THEIR_NAMES[ours] + field[len(ours):]
 
 
-def _refuse_unsupported(request: vllm.GenerateRequest) -> None:
+def _refuse_unsupported(request: vllm.GenerateRequest, carried: str | None) -> None:
     params = request.sampling_params
     fields = [name for name in _UNSUPPORTED if request.HasField(name)]
     fields += ["extra_mm_inputs"] if request.extra_mm_inputs else []
     fields += ["data_parallel_rank"] if request.data_parallel_rank else []
     fields += [f"sampling_params.{name}" for name in _UNSUPPORTED_SAMPLING if params.HasField(name)]
-    if params.HasField("prompt_logprobs") and not request.HasField("tokenized"):
+    if params.HasField("prompt_logprobs") and (carried is not None or not request.HasField("tokenized")):
         fields.append("sampling_params.prompt_logprobs")  # their first entry is the first token's id
     if fields:
-        raise UnsupportedError(*(FieldViolation(name, "is not supported here") for name in fields))
+        raise InvalidRequestError(*(FieldViolation(name, "is not supported here") for name in fields))
 
 
 def _sampling(params: vllm.SamplingParams) -> types_pb2.SamplingParams:
@@ -126,35 +137,63 @@ def _literal(text: str) -> str:
     return "".join(f"\\{character}" if character in _REGEX_SYNTAX else character for character in text)
 
 
+class _HeldChunk:
+    """Chunks of one choice whose text ends inside a character, or that have none yet."""
+
+    def __init__(self) -> None:
+        self.chunk = pb.GenerateChunk()
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._text = ""
+
+    def add(self, chunk: pb.GenerateChunk, spelled: Iterable[bytes]) -> bool:
+        """Return whether the text of all is whole now."""
+        self.chunk.MergeFrom(chunk)
+        self._text += "".join(map(self._decoder.decode, spelled))
+        is_inside = bool(self._decoder.getstate()[0]) or self._text.endswith("\ufffd")
+        return bool(self._text) and not is_inside
+
+
 class VllmAnswer:
     """One request's answer in that contract's terms, from the responses of `baton.v1.Generation` in their order."""
 
-    def __init__(self, request: vllm.GenerateRequest) -> None:
+    def __init__(self, request: vllm.GenerateRequest, bytes_of: Callable[[int], bytes] | None = None) -> None:
+        """With `bytes_of`, what a token adds to a text, the tokens of a stream with logprobs wait for the end of the
+        character that they are part of: gateways drop the logprobs of chunks that have no text."""
         self._stream = request.stream
+        self._bytes_of = bytes_of if request.stream and request.sampling_params.HasField("logprobs") else None
+        self._held: dict[int, _HeldChunk] = {}  # by choice
         self._input_logprobs = _first_input(request) if request.sampling_params.HasField("prompt_logprobs") else None
         self._tokens: dict[int, list[int]] = {}
         self._logprobs: dict[int, vllm.OutputLogProbs] = {}
 
     def add(self, response: pb.GenerateResponse) -> Iterator[vllm.GenerateResponse]:
-        """What this response gives to send."""
+        """Yield what this response gives to send."""
         if response.HasField("finish"):
+            if (held := self._held.pop(response.index, None)) is not None:
+                yield from self._add_chunk(response.index, held.chunk)
             yield vllm.GenerateResponse(complete=self._complete(response.index, response.finish))
-            return
-        chunk = response.chunk
+        elif self._bytes_of is None or not response.chunk.token_ids:
+            yield from self._add_chunk(response.index, response.chunk)
+        else:
+            held = self._held.setdefault(response.index, _HeldChunk())
+            if held.add(response.chunk, map(self._bytes_of, response.chunk.token_ids)):
+                yield from self._add_chunk(response.index, self._held.pop(response.index).chunk)
+
+    def _add_chunk(self, index: int, chunk: pb.GenerateChunk) -> Iterator[vllm.GenerateResponse]:
         if chunk.HasField("prompt_logprobs") and self._input_logprobs is not None:
             _add_input(self._input_logprobs, chunk.prompt_logprobs)
         if not chunk.token_ids:
             return
         logprobs = _output_logprobs(chunk)
-        self._tokens.setdefault(response.index, []).extend(chunk.token_ids)
+        self._tokens.setdefault(index, []).extend(chunk.token_ids)
         if not self._stream:
-            self._logprobs.setdefault(response.index, vllm.OutputLogProbs()).MergeFrom(logprobs)
+            self._logprobs.setdefault(index, vllm.OutputLogProbs()).MergeFrom(logprobs)
             return
         yield vllm.GenerateResponse(chunk=vllm.GenerateStreamChunk(
             token_ids=chunk.token_ids, prompt_tokens=chunk.usage.prompt_tokens,
             completion_tokens=chunk.usage.completion_tokens, cached_tokens=chunk.usage.cached_tokens,
-            index=response.index,
-            output_logprobs=logprobs if chunk.logprobs else None, input_logprobs=self._take_input(response.index)))
+            index=index, output_logprobs=logprobs if chunk.logprobs else None,
+            input_logprobs=self._take_input(index)))
 
     def _complete(self, index: int, finish: pb.GenerateFinish) -> vllm.GenerateComplete:
         matched: Mapping[str, object] = {}

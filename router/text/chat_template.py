@@ -47,12 +47,12 @@ class ChatTemplate:
     def __init__(self, sources: str | Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
         """`sources` is the template, or several by name, one of them `DEFAULT`. Raises ConfigError for what is no
         template."""
-        self._sources = {DEFAULT: sources} if isinstance(sources, str) else dict(sources)
+        self.sources = {DEFAULT: sources} if isinstance(sources, str) else dict(sources)
         self._special_tokens = dict(special_tokens)
-        self._environment = _environment()
+        self.environment = _environment()
         self._forms: dict[str, ContentForm] = {}
         try:
-            self._templates = {name: self._environment.from_string(text) for name, text in self._sources.items()}
+            self._templates = {name: self.environment.from_string(text) for name, text in self.sources.items()}
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template cannot be parsed: {error}", field="model") from error
 
@@ -73,16 +73,16 @@ class ChatTemplate:
 
     def arguments(self) -> frozenset[str]:
         """Return the names that the templates look up and do not define first: the arguments they can be given."""
-        given = {*self._environment.globals, *self._special_tokens, *RESERVED_ARGUMENTS}
-        found = (jinja2.meta.find_undeclared_variables(self._environment.parse(text))
-                 for text in self._sources.values())
+        given = {*self.environment.globals, *self._special_tokens, *RESERVED_ARGUMENTS}
+        found = (jinja2.meta.find_undeclared_variables(self.environment.parse(text))
+                 for text in self.sources.values())
         return frozenset[str]().union(*found) - given
 
     def literal_text(self) -> str:
         """Return all that the templates write by themselves, their pieces divided by NUL."""
         pieces: set[str] = set()
-        for source in self._sources.values():
-            tree = self._environment.parse(source)
+        for source in self.sources.values():
+            tree = self.environment.parse(source)
             pieces.update(node.data for node in tree.find_all(TemplateData))
             pieces.update(node.value for node in tree.find_all(Const) if isinstance(node.value, str))
         return "\0".join(pieces)
@@ -128,9 +128,9 @@ class ChatTemplate:
 
     def _probe(self, role: str, content: object) -> str:
         before, after = _PROBES[role]
+        asked = {"role": role, "content": content, "tool_call_id": "call00001", "name": "f"}
         try:
-            return self._render([*before, {"role": role, "content": content, "tool_call_id": "call00001", "name": "f"},
-                                 *after], (), {})
+            return self._render([*map(self._normal, before), asked, *map(self._normal, after)], (), {})
         except _REFUSALS:
             return ""
 

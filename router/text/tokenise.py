@@ -30,7 +30,7 @@ class Tokeniser:
     def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None,
                  control_tokens: ControlTokens | None = None) -> None:
         """With `control_tokens` those in a conversation's texts are encoded as text."""
-        self._tokenizer = tokenizer
+        self.tokenizer = tokenizer
         self._control_tokens = control_tokens
         self.chat_template = chat_template
         self.detokenisers = Detokenisers(tokenizer)
@@ -42,11 +42,11 @@ class Tokeniser:
     @cached_property
     def longest_token(self) -> int:
         """Characters of the longest entry of the vocabulary: a text of n times as many needs at least n tokens."""
-        return max(len(token) for token in self._tokenizer.get_vocab(with_added_tokens=True))
+        return max(len(token) for token in self.tokenizer.get_vocab(with_added_tokens=True))
 
     def token_text(self, token_id: int) -> str:
         """Return the text of an entry of the vocabulary, "" if there is no such entry."""
-        return self._tokenizer.id_to_token(token_id) or ""
+        return self.tokenizer.id_to_token(token_id) or ""
 
     async def encode_text(self, text: str) -> list[int]:
         """The ids of `text`, with the special tokens the tokenizer puts around a text."""
@@ -70,7 +70,7 @@ class Tokeniser:
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         # As a batch of one, because `encode` keeps the interpreter to itself while it works, on whatever thread.
-        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=special)
+        (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=special)
         token_ids: list[int] = encoding.ids
         return token_ids
 

@@ -6,11 +6,9 @@ One cluster with the shipped model. The expected values are Baton's own answers 
 import asyncio
 import contextlib
 import json
-import os
 import shlex
-import signal
+import shutil
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,15 +28,14 @@ from openai.types.chat import (
 from pydantic import BaseModel
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
+from tokenizers import Tokenizer, processors
 
 from baton.first_question import FirstQuestion
 from baton.gateway import wait_ready
-from baton.nursery import spawn
-from baton.values import ChatMessage, Completion, Query, Sampling, Stop
-from runtime.announce import read_announcement
+from baton.values import ChatMessage, Completion, Query, Sampling, Stop, ToolCall
 from runtime.client import open_channel
-from runtime.tied import ALL_CORES
 from tests.support.cluster.clusters import RunningCluster, running_cluster
+from tests.support.router.gateway import gateway
 
 MODEL = Path(__file__).resolve().parents[2] / "demo" / "model"
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -54,9 +51,18 @@ TOOLS: list[ChatCompletionToolUnionParam] = [
     {"type": "function", "function": {"name": "add", "description": "adds", "parameters": ARGUMENTS}}]
 
 
+def with_bos(folder: Path) -> Path:
+    """The shipped model, with a tokenizer that begins each text with a special token, as Llama's and Gemma's do."""
+    shutil.copytree(MODEL, folder)
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(single="<|user|> $A", special_tokens=[("<|user|>", 1)])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    return folder
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def running() -> AsyncIterator[RunningCluster]:
-    async with running_cluster(MODEL, http="127.0.0.1:0") as cluster:
+async def running(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[RunningCluster]:
+    async with running_cluster(with_bos(tmp_path_factory.mktemp("bos") / "model"), http="127.0.0.1:0") as cluster:
         yield cluster
         await cluster.until_clean()
 
@@ -113,8 +119,54 @@ async def test_a_completion_whole_and_streamed(running: RunningCluster, client: 
     assert expected.text
     whole = await client.completions.create(model="model", prompt=PROMPT, temperature=0, max_tokens=12)
     assert whole.choices[0].text == expected.text
+    assert whole.usage is not None
+    bare = Tokenizer.from_file(str(MODEL / "tokenizer.json")).encode(PROMPT).ids
+    assert whole.usage.prompt_tokens == expected.finish.usage.prompt_tokens == len(bare) + 1
     stream = await client.completions.create(model="model", prompt=PROMPT, temperature=0, max_tokens=12, stream=True)
     assert "".join([choice.text async for chunk in stream for choice in chunk.choices]) == expected.text
+
+
+PARTS: Any = [{"type": "text", "text": "Count from 3"}, {"type": "text", "text": " by 2."}]
+TALK: dict[str, tuple[tuple[ChatMessage, ...], list[Any]]] = {
+    "a question": (CHAT, MESSAGES),
+    "several turns": ((*CHAT, ChatMessage("assistant", "3 5 7"), *CHAT),
+                      [*MESSAGES, {"role": "assistant", "content": "3 5 7"}, *MESSAGES]),
+    "parts": ((ChatMessage("user", ("Count from 3", " by 2.")),), [{"role": "user", "content": PARTS}]),
+    "a call without text": (
+        (*CHAT, ChatMessage("assistant", None, "", (ToolCall("add", "{}", "c"),)),
+         ChatMessage("tool", "4", tool_call_id="c")),
+        [*MESSAGES, {"role": "assistant", "content": None, "tool_calls": [
+            {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}]},
+         {"role": "tool", "content": "4", "tool_call_id": "c"}]),
+    "characters of many bytes": ((ChatMessage("user", "größe 東京 👋🏽 <|end|>"),),
+                                 [{"role": "user", "content": "größe 東京 👋🏽 <|end|>"}]),
+}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", TALK)
+async def test_a_chat_is_token_for_token_what_grpc_has(running: RunningCluster, client: openai.AsyncOpenAI, name: str,
+                                                       stream: bool) -> None:  # noqa: FBT001
+    """Its prompt is as long, and each token of a free answer has the same logprob, also inside a character."""
+    ours, theirs = TALK[name]
+    sampling = Sampling(temperature=1.5, seed=11)
+    expected = await answer(running, Query(ours, sampling, Stop(max_tokens=24, ignore_eos=True), num_top_logprobs=0))
+    request: dict[str, Any] = {"model": "model", "messages": theirs, "temperature": 1.5, "seed": 11, "max_tokens": 24,
+                               "logprobs": True, "top_logprobs": 0, "extra_body": {"ignore_eos": True}}
+    if stream:
+        request |= {"stream": True, "stream_options": {"include_usage": True}}
+    got: Any = await client.chat.completions.create(**request)
+    chunks = [chunk async for chunk in got] if stream else [got]
+    usage = chunks[-1].usage
+    assert usage is not None
+    assert usage.prompt_tokens == expected.finish.usage.prompt_tokens
+    choices: list[Any] = [choice for chunk in chunks for choice in chunk.choices]
+    pieces = [(choice.delta if stream else choice.message).content or "" for choice in choices]
+    found = [item.logprob for choice in choices if choice.logprobs for item in choice.logprobs.content or ()]
+    assert expected.text.startswith("".join(pieces))
+    assert len(expected.text) - len("".join(pieces)) <= 1, "but for a character that the end cut"
+    assert len(found) >= 24 - (4 if stream else 0), "but for tokens of which a stream never had the text"
+    assert found == pytest.approx([item.logprob for item in expected.logprobs[:len(found)]], abs=1e-6)
 
 
 async def test_responses_whole_streamed_and_gone_on_from(running: RunningCluster, client: openai.AsyncOpenAI) -> None:
@@ -339,26 +391,6 @@ class Elsewhere(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # publishe
     async def GetLoads(self, request: Message, context: Context) -> Message:
         answered: Message = await self._router.GetLoads(request)
         return answered
-
-
-@asynccontextmanager
-async def gateway(router: str, folder: Path, *flags: str) -> AsyncIterator[str]:
-    """A process of its own before `router`; its address."""
-    announce = folder / "gateway.json"
-    arguments = ("--router", router, "--listen", "127.0.0.1:0", "--announce", str(announce), "--drain-s", "1", *flags)
-    child = await spawn("baton.gateway", arguments, core=ALL_CORES, environment=os.environ)
-    try:
-        async with asyncio.timeout(60):
-            while (where := read_announcement(announce)) is None:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-        await wait_ready(where.address, timeout_s=60)
-        yield where.address
-        os.kill(child.pid, signal.SIGTERM)
-        assert await asyncio.wait_for(child.wait(), 60) == 0
-    finally:
-        if child.returncode is None:
-            os.kill(child.pid, signal.SIGKILL)
-            await child.wait()
 
 
 async def test_a_gateway_on_another_host_gets_the_tokenizer_from_the_router(running: RunningCluster,

@@ -20,6 +20,7 @@ from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
+from tokenizers import Tokenizer
 
 from tests.support.cluster.clusters import running_cluster
 from tests.support.router.outside import Json, Outsider, details_of
@@ -332,20 +333,21 @@ async def test_vllm_fields_have_their_effect(outsider: Outsider, name: str) -> N
     assert holds(sorted(found, key=lambda answer: answer.index)), found
 
 
+BAD = grpc.StatusCode.INVALID_ARGUMENT
 VLLM_REFUSED: dict[str, tuple[Json, Json, grpc.StatusCode, str]] = {
-    "kv_transfer_params_json": ({"kv_transfer_params_json": "{}"}, {}, grpc.StatusCode.UNIMPLEMENTED, ""),
-    "mm_inputs": ({"mm_inputs": vllm.MultimodalInputs()}, {}, grpc.StatusCode.UNIMPLEMENTED, ""),
-    "extra_mm_inputs": ({"extra_mm_inputs": [vllm.MultimodalInputs()]}, {}, grpc.StatusCode.UNIMPLEMENTED, ""),
-    "media_refs": ({"media_refs": vllm.MediaRefs()}, {}, grpc.StatusCode.UNIMPLEMENTED, ""),
-    "data_parallel_rank": ({"data_parallel_rank": 1}, {}, grpc.StatusCode.UNIMPLEMENTED, ""),
-    "sampling_params.grammar": ({}, {"grammar": "root ::= x"}, grpc.StatusCode.UNIMPLEMENTED, ""),
-    "sampling_params.structural_tag": ({}, {"structural_tag": "{}"}, grpc.StatusCode.UNIMPLEMENTED, ""),
-    "sampling_params.truncate_prompt_tokens": ({}, {"truncate_prompt_tokens": 1}, grpc.StatusCode.UNIMPLEMENTED, ""),
-    "sampling_params.top_p": ({}, {"top_p": 2.0}, grpc.StatusCode.INVALID_ARGUMENT, "at most 1"),
-    "sampling_params.n": ({}, {"n": 99}, grpc.StatusCode.INVALID_ARGUMENT, "between 1 and 16"),
-    "sampling_params.logprobs": ({}, {"logprobs": -1}, grpc.StatusCode.INVALID_ARGUMENT, "whole vocabulary"),
-    "sampling_params.regex": ({}, {"regex": "("}, grpc.StatusCode.INVALID_ARGUMENT, "unclosed group"),
-    "tokenized.input_ids": ({"tokenized": vllm.TokenizedInput()}, {}, grpc.StatusCode.INVALID_ARGUMENT, "not be empty"),
+    "kv_transfer_params_json": ({"kv_transfer_params_json": "{}"}, {}, BAD, "not supported here"),
+    "mm_inputs": ({"mm_inputs": vllm.MultimodalInputs()}, {}, BAD, "not supported here"),
+    "extra_mm_inputs": ({"extra_mm_inputs": [vllm.MultimodalInputs()]}, {}, BAD, "not supported here"),
+    "media_refs": ({"media_refs": vllm.MediaRefs()}, {}, BAD, "not supported here"),
+    "data_parallel_rank": ({"data_parallel_rank": 1}, {}, BAD, "not supported here"),
+    "sampling_params.grammar": ({}, {"grammar": "root ::= x"}, BAD, "not supported here"),
+    "sampling_params.structural_tag": ({}, {"structural_tag": "{}"}, BAD, "not supported here"),
+    "sampling_params.truncate_prompt_tokens": ({}, {"truncate_prompt_tokens": 1}, BAD, "not supported here"),
+    "sampling_params.top_p": ({}, {"top_p": 2.0}, BAD, "at most 1"),
+    "sampling_params.n": ({}, {"n": 99}, BAD, "between 1 and 16"),
+    "sampling_params.logprobs": ({}, {"logprobs": -1}, BAD, "whole vocabulary"),
+    "sampling_params.regex": ({}, {"regex": "("}, BAD, "unclosed group"),
+    "tokenized.input_ids": ({"tokenized": vllm.TokenizedInput()}, {}, BAD, "not be empty"),
 }
 
 
@@ -386,10 +388,18 @@ async def test_vllm_control_calls(outsider: Outsider) -> None:
     data = b"".join(part.data for part in parts)
     assert parts[-1].sha256 == hashlib.sha256(data).hexdigest()
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        assert archive.read("tokenizer.json") == (MODEL / "tokenizer.json").read_bytes()
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await stub.Embed(vllm.EmbedRequest(), timeout=60)
-    assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert set(archive.namelist()) == {"tokenizer.json", "tokenizer_config.json", "config.json",
+                                           "chat_template.jinja"}
+        ours, theirs = (Tokenizer.from_str(text.decode()) for text in (
+            archive.read("tokenizer.json"), (MODEL / "tokenizer.json").read_bytes()))
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert info.tokenizer_path.startswith("/nonexistent/"), "gateways take what is there on their own host"
+    for refused, call in ((grpc.StatusCode.INVALID_ARGUMENT, stub.Embed(vllm.EmbedRequest(), timeout=60)),
+                          (grpc.StatusCode.UNIMPLEMENTED,
+                           stub.StartProfile(common_pb2.StartProfileRequest(), timeout=60))):
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await call
+        assert failed.value.code() is refused
 
 
 async def test_vllm_gateways_follow_what_is_cached(outsider: Outsider) -> None:

@@ -1,6 +1,7 @@
 """The vLLM contract without a router behind it: what is refused before any work, and what is made once."""
 
 import asyncio
+import json
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -9,12 +10,17 @@ from typing import Any
 import pytest
 from smg_grpc_proto.generated import common_pb2
 from smg_grpc_proto.generated import vllm_engine_pb2 as vllm
+from tokenizers import Tokenizer, decoders
 
-from router.api import vllm_engine
+from protos import generation_pb2 as pb
+from protos import types_pb2
 from router.api.kv_events import CacheEvents
 from router.api.vllm_engine import VllmEngineService
-from router.api.vllm_translate import request_from_vllm
-from runtime.errors import InvalidRequestError
+from router.api.vllm_tokenizer import GatewayTokenizer, gateway_tokenizer
+from router.api.vllm_translate import VllmAnswer, error_for_vllm, request_from_vllm
+from router.text.carrier import CHAT_KEY
+from router.text.model_facts import load_served_model
+from runtime.errors import FieldViolation, InvalidRequestError
 from tests.router.harness import EOS, FACTS, running_router, served_model, write_model_dir
 
 
@@ -28,15 +34,17 @@ def test_many_biases_are_refused_before_each_is_looked_at() -> None:
 
 async def test_the_tokenizer_is_packed_once_and_off_the_event_loop(tmp_path: Path,
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
-    threads, pack = [], vllm_engine._zipped
+    threads, pack = [], GatewayTokenizer.zipped
 
-    def watched(folder: Path) -> tuple[bytes, str]:
+    def watched(files: GatewayTokenizer) -> tuple[bytes, str]:
         threads.append(threading.current_thread())
-        return pack(folder)
+        return pack(files)
 
-    monkeypatch.setattr(vllm_engine, "_zipped", watched)
+    monkeypatch.setattr(GatewayTokenizer, "zipped", watched)
     nobody: Any = None
-    service = VllmEngineService(nobody, write_model_dir(tmp_path), CacheEvents(lambda name: False))
+    folder = write_model_dir(tmp_path)
+    service = VllmEngineService(nobody, folder, gateway_tokenizer(folder, load_served_model(folder)),
+                                CacheEvents(lambda name: False))
 
     async def read() -> bytes:
         return b"".join([part.data async for part in service.GetTokenizer(common_pb2.GetTokenizerRequest(), nobody)])
@@ -63,7 +71,109 @@ async def test_gateways_are_told_of_the_models_sampling_and_end_tokens(
     model = replace(served_model(), facts=replace(FACTS, sampling=sampling))
     nothing: Any = None
     async with running_router(model=model) as router:
-        service = VllmEngineService(router.service, write_model_dir(tmp_path), CacheEvents(lambda name: False))
+        service = VllmEngineService(router.service, write_model_dir(tmp_path), None,
+                                    CacheEvents(lambda name: False))
         told = await service.GetModelInfo(vllm.GetModelInfoRequest(), nothing)
     assert told.default_sampling_params_json == expected
     assert list(told.eos_token_ids) == [EOS]
+
+
+def test_a_model_whose_tokenizer_cannot_carry_texts_gives_its_own_files(tmp_path: Path) -> None:
+    folder = write_model_dir(tmp_path)
+    lossy = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    lossy.decoder = decoders.WordPiece()
+    lossy.save(str(folder / "tokenizer.json"))
+    tokenizer = gateway_tokenizer(folder, load_served_model(folder))
+    assert tokenizer is not None
+    assert tokenizer.carrier is None
+    assert tokenizer.files == {name: (folder / name).read_bytes()
+                               for name in ("tokenizer.json", "tokenizer_config.json", "config.json")}
+    (folder / "tokenizer.json").unlink()
+    assert gateway_tokenizer(folder, load_served_model(folder)) is None
+
+
+SPELLED = {1: b"a", 2: " \U0001f99c".encode()[:2], 3: " \U0001f99c".encode()[2:], 4: b"", 5: b"\xff", 6: b"b"}
+
+
+@pytest.mark.parametrize(("token_ids", "chunks"), [
+    ([1, 2, 3, 6], [[1], [2, 3], [6]]),  # inside a character, though a space before it is whole
+    ([1, 4, 6], [[1], [4, 6]]),  # without text of its own
+    ([1, 5, 6], [[1], [5, 6]]),  # gateways wait behind what may be a character's beginning
+    ([1, 2], [[1], [2]]),  # the end of the stream
+    ([4, 4], [[4, 4]])])
+def test_tokens_of_scored_streams_wait_for_their_text(token_ids: list[int], chunks: list[list[int]]) -> None:
+    request = vllm.GenerateRequest(stream=True, sampling_params=vllm.SamplingParams(logprobs=0, n=2))
+    answer = VllmAnswer(request, SPELLED.__getitem__)
+    sent: list[vllm.GenerateResponse] = []
+    for token_id in token_ids:
+        for index in (0, 1):
+            chunk = pb.GenerateChunk(token_ids=[token_id], logprobs=[types_pb2.TokenLogprobs(logprob=-token_id)])
+            sent += answer.add(pb.GenerateResponse(chunk=chunk, index=index))
+    for index in (0, 1):
+        sent += answer.add(pb.GenerateResponse(finish=pb.GenerateFinish(reason=types_pb2.FINISH_REASON_STOP),
+                                               index=index))
+    for index in (0, 1):
+        mine = [each.chunk for each in sent if each.HasField("chunk") and each.chunk.index == index]
+        assert [list(chunk.token_ids) for chunk in mine] == chunks
+        assert [list(chunk.output_logprobs.token_logprobs) for chunk in mine] == [
+            [-token_id for token_id in ids] for ids in chunks]
+        (complete,) = (each.complete for each in sent if each.HasField("complete") and each.complete.index == index)
+        assert list(complete.output_ids) == token_ids
+
+
+def test_tokens_of_other_streams_wait_for_nothing() -> None:
+    answer = VllmAnswer(vllm.GenerateRequest(stream=True), SPELLED.__getitem__)
+    (sent,) = answer.add(pb.GenerateResponse(chunk=pb.GenerateChunk(token_ids=[2])))
+    assert list(sent.chunk.token_ids) == [2]
+
+
+def carried(**chat: Any) -> str:  # noqa: ANN401
+    return json.dumps({CHAT_KEY: {"tools": [], "arguments": {"": 0}, "goes_on": False, "messages": [], **chat}})
+
+
+def test_a_carried_chat_is_a_chat_of_batons_api() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": {"z": 1, "a": "ö"}}}
+    text = carried(tools=[{"x": "ö"}], arguments={"": 0, "mood": [1]}, messages=[
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "name": "Ada"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"},
+        {"role": "tool", "content": "42", "tool_call_id": "c"}, {"role": "user", "content": []}])
+    request = request_from_vllm(vllm.GenerateRequest(tokenized=vllm.TokenizedInput(input_ids=[1])), text)
+    assert request.chat == pb.ChatMessages(
+        messages=[
+            pb.ChatMessage(role="user", content_parts=[pb.ContentPart(text="a"), pb.ContentPart(text="b")], name="Ada"),
+            pb.ChatMessage(role="assistant", reasoning_content="hm",
+                           tool_calls=[pb.ToolCall(id="c", name="f", arguments='{"z": 1, "a": "ö"}')]),
+            pb.ChatMessage(role="tool", content="42", tool_call_id="c"), pb.ChatMessage(role="user", content="")],
+        tools=['{"x": "ö"}'], template_arguments='{"mood": [1]}')
+
+
+@pytest.mark.parametrize("content", ["It isTAG", [{"type": "text", "text": "It isTAG"}],
+                                     [{"type": "text", "text": "Yes."}, {"type": "text", "text": "It isTAG"}]])
+def test_the_tag_of_a_final_message_is_cut(content: Any) -> None:  # noqa: ANN401
+    text = carried(goes_on=True, messages=[{"role": "assistant", "content": content}]) + "It is"
+    chat = request_from_vllm(vllm.GenerateRequest(), text).chat
+    assert chat.continue_final_message
+    (message,) = chat.messages
+    assert [message.content, *(part.text for part in message.content_parts)][-1] == "It is"
+
+
+@pytest.mark.parametrize("text", [
+    "red", carried()[:-1], carried(messages=3), carried(messages=["a"]), carried(tools={}), json.dumps({CHAT_KEY: []}),
+    f'{{"{CHAT_KEY}": ' + "[" * 100_000])
+def test_any_other_text_is_a_text(text: str) -> None:
+    assert request_from_vllm(vllm.GenerateRequest(), text).text == text
+
+
+def test_what_is_no_text_in_a_chat_is_refused_by_name() -> None:
+    text = carried(messages=[{"role": "user", "content": [{"type": "image"}]}])
+    with pytest.raises(InvalidRequestError, match="a part of the type 'image'; only texts") as caught:
+        request_from_vllm(vllm.GenerateRequest(), text)
+    assert caught.value.violations[0].field == "messages[0].content"
+
+
+@pytest.mark.parametrize(("ours", "theirs"), [
+    ("chat.messages[2].role", "messages[2].role"), ("chat", "messages"), ("chat.tools[0]", "tools[0]"),
+    ("chat.template_arguments", "chat_template_kwargs"), ("text", "prompt"), ("n", "sampling_params.n")])
+def test_errors_have_the_names_that_clients_use(ours: str, theirs: str) -> None:
+    (violation,) = error_for_vllm(InvalidRequestError(FieldViolation(ours, "is wrong"))).violations
+    assert violation.field == theirs
