@@ -159,9 +159,10 @@ def test_every_test_module_is_one_that_pytest_finds() -> None:
 
 
 def test_no_test_is_skipped() -> None:
-    """But for those that need a GPU, or a network of their own, which say so."""
+    """But for those that need a GPU, a network of their own, or a package index, which say so."""
     markers = {"skip", "skipif", "xfail", "importorskip"}
-    refusable = ("tests.gpu.conftest", "tests.bench.test_storm", "tests.cluster.test_moving")
+    refusable = ("tests.gpu.conftest", "tests.bench.test_storm", "tests.cluster.test_moving",
+                 "tests.support.texts.published")
     found = [
         where(name, node) for name, tree in modules("tests").items() for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in markers and name not in refusable
