@@ -7,7 +7,7 @@ from contextlib import ExitStack
 
 from runtime.errors import ConfigError
 from runtime.quiet import quiet_grpc
-from runtime.standard_streams import open_to_all_text
+from runtime.standard_streams import open_to_all_text, whole_output
 
 _STARTING = ("demo", "up")  # commands that start workers
 _WITHOUT_NURSERY = ("--no-preload", "--device", "--help")
@@ -36,7 +36,8 @@ def main() -> None:
         command = get_command(app)  # takes a while, too
         if is_heard:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        command(obj=nursery)
+        with whole_output("baton"):
+            command(obj=nursery)
 
 
 def _refused(error: ConfigError) -> int:

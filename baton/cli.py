@@ -14,7 +14,7 @@ from rich.console import Console
 
 from baton.chat_options import Messages, TemplateArguments, Tools, read_options
 from baton.client import BatonClient
-from baton.command_line import AsJson, Target, Timeout, one_line_errors, targets_of, told_of_full_disks
+from baton.command_line import AsJson, Target, Timeout, one_line_errors, targets_of
 from baton.connection import TlsCa, TlsCert, TlsKey, TlsName, TokenFile, connection
 from baton.conversation import converse
 from baton.demo import run_demo
@@ -30,6 +30,7 @@ from baton.values import Query, Sampling, Stop
 from baton.workload import Arrivals, Lengths, Process, Shape, TooLong
 from runtime.config import MAX_WAIT_S
 from runtime.errors import RequestAborted
+from runtime.standard_streams import told_of_full_disks
 from runtime.supervision import StopSignal, interruptible, run_process
 from runtime.tied import program
 from runtime.version import VERSION

@@ -1,8 +1,5 @@
 """What the commands of `baton` share: their options, and how each of their failures becomes one line."""
 
-import errno
-import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +11,9 @@ from baton.client import DEFAULT_TARGET
 from baton.connection import advice
 from baton.finite import finite
 from runtime.config import MAX_WAIT_S
-from runtime.errors import BatonError, ConfigError, UnavailableError
+from runtime.errors import BatonError, ConfigError
 from runtime.log import report_end
+from runtime.standard_streams import told_of_full_disks
 
 Target = Annotated[list[str] | None, typer.Option(
     show_default=DEFAULT_TARGET, envvar="BATON_TARGET", help="HOST:PORT of the router. Several, repeated or with "
@@ -46,16 +44,3 @@ def one_line_errors(target: list[str] | None = None, *, tls_ca: Path | None = No
         raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from None
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
-
-
-@contextmanager
-def told_of_full_disks() -> Iterator[None]:
-    """Raise UnavailableError for what a disk did not take."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        # What is left of the output would fail once more, and loudly, as the process ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise UnavailableError(f"cannot write {error.filename or 'the output'}: {error.strerror}") from None

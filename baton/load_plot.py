@@ -2,6 +2,7 @@
 matplotlib (extra `plot`)."""
 
 import importlib.util
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +22,8 @@ def check_can_plot(path: Path) -> None:
         raise ConfigError(f"--plot must be a .png, .svg or .pdf file, got {path}", field="plot")
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"--plot: there is no folder {path.absolute().parent}", field="plot")
+    if path.is_dir() or not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+        raise ConfigError(f"--plot: {path} cannot be written", field="plot")
 
 
 def plot(outcomes: Sequence[Outcome], slo: Slo, path: Path) -> None:

@@ -12,7 +12,7 @@ from rich.console import Console
 from baton.client import DEFAULT_TARGET, AsyncBatonClient
 from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig, demo_model
-from baton.command_line import one_line_errors, told_of_full_disks
+from baton.command_line import one_line_errors
 from baton.connection import TlsCa, TlsCert, TlsKey, TlsName, TokenFile, connection
 from baton.first_question import FirstQuestion
 from baton.process import LogSink
@@ -22,6 +22,7 @@ from baton.values import ModelInfo
 from runtime.errors import BatonError
 from runtime.log import LogStyle, configure, styled_line
 from runtime.security import PeerRole
+from runtime.standard_streams import told_of_full_disks
 from runtime.supervision import StopSignal, interruptible, run_process
 
 

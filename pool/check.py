@@ -26,7 +26,7 @@ from runtime.model_files.config import read_config
 from runtime.model_files.end_tokens import read_end_tokens
 from runtime.model_files.sampling import read_sampling_defaults
 from runtime.model_folder import check_model_folder
-from runtime.standard_streams import open_to_all_text
+from runtime.standard_streams import open_to_all_text, whole_output
 
 _ANY_MEMORY = HostMemory(1 << 62, 1 << 62)  # of a machine that is not this one: what the cache may take was given
 _HEAD = f"{'stage':>5}  {'layers':9}{'weights':>12}{'per token':>12}{'per request':>13}{'cache':>12}"
@@ -133,4 +133,5 @@ def _size(num_bytes: float) -> str:
 
 if __name__ == "__main__":
     open_to_all_text()
-    app(prog_name="baton check")
+    with whole_output("baton check"):
+        app(prog_name="baton check")

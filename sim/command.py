@@ -20,7 +20,7 @@ from baton.workload import Arrivals, Lengths, Planned, Process, Shape, TooLong, 
 from router.workers.policy import Policy
 from runtime.errors import BatonError, ConfigError
 from runtime.log import LogStyle, configure
-from runtime.standard_streams import open_to_all_text
+from runtime.standard_streams import open_to_all_text, whole_output
 from sim.costs import Costs
 from sim.faults import Mishap
 from sim.fleet import FleetConfig, simulate
@@ -161,4 +161,5 @@ def run_program(program: typer.Typer, name: str) -> None:
     """The entry point. What routers and workers log would fill the terminal."""
     open_to_all_text()
     configure(level="error", style=LogStyle.HUMAN, role="simulation")
-    program(prog_name=name)
+    with whole_output(name):
+        program(prog_name=name)

@@ -188,7 +188,8 @@ async def test_server_side_refusals_reach_the_terminal(address: str) -> None:
 
 @pytest.mark.parametrize("arguments", [
     ("generate", "one two", "--target", "{}"), ("generate", "one", "--json", "--target", "{}"),
-    ("status", "--target", "{}"), ("up", "--listen", "127.0.0.1:0"), ("demo",)])
+    ("status", "--target", "{}"), ("up", "--listen", "127.0.0.1:0"), ("demo",), ("--help",), ("simulate", "--help"),
+    ("check", "--help")])
 async def test_a_full_disk_is_one_clear_line(address: str, arguments: tuple[str, ...]) -> None:
     def run() -> subprocess.CompletedProcess[bytes]:
         with Path("/dev/full").open("w") as full:
@@ -197,7 +198,7 @@ async def test_a_full_disk_is_one_clear_line(address: str, arguments: tuple[str,
 
     done = await asyncio.to_thread(run)
     assert done.returncode == 1
-    name = f"baton {arguments[0]}" if arguments[0] in ("up", "demo") else "baton"
+    name = f"baton {arguments[0]}" if arguments[0] in ("up", "demo", "simulate", "check") else "baton"
     assert done.stderr.decode() == f"{name}: cannot write the output: No space left on device\n"
 
 

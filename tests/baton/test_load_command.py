@@ -153,6 +153,9 @@ def test_what_is_not_installed_or_possible_is_said_before_the_run(tmp_path: Path
         check_can_plot(tmp_path / "run.txt")
     with pytest.raises(ConfigError, match="there is no folder"):
         check_can_plot(tmp_path / "none" / "run.png")
+    (tmp_path / "folder.png").mkdir()
+    with pytest.raises(ConfigError, match=r"folder\.png cannot be written"):
+        check_can_plot(tmp_path / "folder.png")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"baton\[plot\]"):
         check_can_plot(tmp_path / "run.png")
