@@ -23,7 +23,7 @@ from baton.generate_command import print_text, prompt_of, structured_output_of
 from baton.load import Slo
 from baton.load_command import DEFAULT_COUNT, Api, LoadSpec, connect, measure, report
 from baton.load_plot import check_can_plot
-from baton.render import event_json, status_view
+from baton.render import event_json, status_view, wide_enough
 from baton.status_command import watch_json, watch_status
 from baton.up_command import up
 from baton.values import Query, Sampling, Stop
@@ -78,7 +78,7 @@ def _add_program(name: str, module: str, summary: str) -> None:
         "ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
     def become(context: typer.Context) -> None:
         with one_line_errors():
-            command = program(module, *context.args)
+            command = program("baton.program", module, *context.args)
         os.execv(sys.executable, command)
 
 
@@ -193,7 +193,7 @@ def status(
         if as_json:
             print(json.dumps(asdict(seen)))
         else:
-            Console().print(status_view(seen))
+            wide_enough().print(status_view(seen))
         if not all(worker.serving for worker in seen.workers):
             raise typer.Exit(1)
 
@@ -276,6 +276,6 @@ def load(
             print(json.dumps(figures))
         else:
             for part in report(figures):
-                Console(highlight=False).print(part)
+                wide_enough().print(part, soft_wrap=isinstance(part, str))
         if figures["failed"]:
             raise typer.Exit(1)

@@ -58,6 +58,7 @@ def _ms(seconds: float) -> str:
     return f"{seconds * 1e3:.1f}"
 
 
+LEAST_COLUMNS = 64  # of the tables
 _BAR_CELLS = 9
 _LONGEST_COUNT = 99_999
 
@@ -83,6 +84,12 @@ def status_view(status: ClusterStatus, rates: Mapping[str, float] | None = None)
     reasons = [Text(f"{worker.role} {worker.address}: {worker.reason or 'not serving'}", "red")
                for worker in status.workers if not worker.serving]
     return Group(table, *reasons)
+
+
+def wide_enough() -> Console:
+    """Return a console for tables: in a terminal narrower than they are, its lines run over and nothing is cut."""
+    console = Console(highlight=False)
+    return console if console.width >= LEAST_COLUMNS else Console(highlight=False, width=LEAST_COLUMNS)
 
 
 def _state(worker: WorkerStatus) -> Text:

@@ -144,6 +144,14 @@ async def test_status_shows_workers_and_fails_when_one_does_not_serve(address: s
     assert json.loads(as_json.stdout)["workers"][0]["pages_total"] == 10
 
 
+async def test_a_narrow_terminal_cuts_no_address(address: str) -> None:
+    """At 40 columns there was one letter to a line, and numbers ended in dots."""
+    wide, narrow = [await baton("status", "--target", address, environment={"COLUMNS": columns})
+                    for columns in ("64", "40")]
+    assert "127.0.0.1:1 " in narrow.stdout
+    assert narrow.stdout == wide.stdout
+
+
 async def test_load_reports_figures(address: str) -> None:
     flags = ("--target", address, "--requests", "5", "--rate", "50", "--prompt-tokens", "4", "--output-tokens", "2")
     done = await baton("load", *flags, "--json")
@@ -233,6 +241,24 @@ sys.meta_path.insert(0, Finder())
 """)
     with subprocess.Popen([sys.executable, "-m", "baton", "status"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
                           env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}) as child:
+        assert child.stdout is not None
+        assert child.stderr is not None
+        assert child.stdout.readline() == b"loading\n"
+        child.send_signal(signal.SIGINT)
+        assert (child.wait(240), child.stderr.read()) == (-signal.SIGINT, b"")
+
+
+@pytest.mark.usefixtures("heard_interrupts")
+@pytest.mark.parametrize("command", ["check", "simulate", "plan", "router", "decode"])
+def test_an_interrupt_while_a_program_loads_ends_it_in_silence(tmp_path: Path, command: str) -> None:
+    """Its imports take seconds, and were shown in a traceback."""
+    (tmp_path / "numpy.py").write_text('import time; print("loading", flush=True); time.sleep(60)')
+    (tmp_path / "torch.py").symlink_to(tmp_path / "numpy.py")
+    (tmp_path / "typer.py").write_text("from numpy import *") if command == "decode" else None
+    with subprocess.Popen([sys.executable, "-m", "baton.program", {
+            "check": "pool.check", "simulate": "sim", "plan": "sim.plan"}.get(command, command), "--help"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": f"{tmp_path}:{Path.cwd()}"}) as child:
         assert child.stdout is not None
         assert child.stderr is not None
         assert child.stdout.readline() == b"loading\n"
