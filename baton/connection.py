@@ -43,7 +43,7 @@ def advice(error: BatonError, targets: Sequence[str], *, tls_ca: Path | None, to
     target = targets[0].partition(",")[0].strip()
     speaks_tls = _speaks_tls(target)
     if speaks_tls is None:
-        return f"; {target}: `baton up` starts a cluster, --target HOST:PORT (or BATON_TARGET) names another router"
+        return "; `baton up` starts a cluster, --target HOST:PORT (or BATON_TARGET) names another router"
     if speaks_tls and tls_ca is None:
         return f"; {target} speaks TLS: give --tls-ca FILE (or BATON_TLS_CA)"
     if speaks_tls is False and tls_ca is not None:

@@ -163,10 +163,10 @@ async def test_load_reports_figures(address: str) -> None:
 
 
 @pytest.mark.parametrize(("arguments", "code", "says"), [
-    (("generate", "x", "--target", "127.0.0.1:1"), 1, "Connection refused"),
+    (("generate", "x", "--target", "127.0.0.1:1"), 1, "connection refused; `baton up` starts a cluster"),
     (("generate", "x", "--target", "nowhere"), 2, "HOST:PORT"),
     (("generate", "1,x", "--ids"), 1, "prompt: must be token ids"),
-    (("status", "--target", "127.0.0.1:1"), 1, "Connection refused"),
+    (("status", "--target", "127.0.0.1:1"), 1, "connection refused; `baton up` starts a cluster"),
     (("up", "--model", "/absent"), 2, "/absent does not exist; --model takes the folder"),
     (("up", "--model", "Qwen/Qwen3-0.6B"), 2, "hf download Qwen/Qwen3-0.6B"),
     (("up", "--decode-partition", "3,5"), 2, "--decode-partition 3,5 is for 2 stages, and --decode-pp says 1"),

@@ -25,7 +25,7 @@ async def address() -> AsyncIterator[str]:
 @pytest.mark.parametrize(("encoding", "arguments"), [
     ("ascii", ("status", "--target", "{}")), ("latin-1", ("status", "--target", "{}")),
     ("cp1252", ("status", "--target", "{}")), ("latin-1", ("generate", "na│ve ☃", "--target", "{}")),
-    ("ascii", ("load", "--requests", "2", "--rate", "50", "--target", "{}"))])
+    ("ascii", ("load", "--requests", "2", "--rate", "50", "--prompt-tokens", "4", "--target", "{}"))])
 async def test_an_encoding_without_frames_ends_no_command(address: str, encoding: str,
                                                           arguments: tuple[str, ...]) -> None:
     words = [word.format(address) for word in arguments]
@@ -109,7 +109,7 @@ async def test_where_nothing_listens_two_ways_on_are_named() -> None:
     for command in (("status",), ("generate", "x"), ("load", "--requests", "1")):
         done = await baton(*command, "--target", "127.0.0.1:1")
         assert done.returncode == 1
-        assert done.stderr.endswith("127.0.0.1:1: `baton up` starts a cluster, --target HOST:PORT (or BATON_TARGET) "
+        assert done.stderr.endswith("; `baton up` starts a cluster, --target HOST:PORT (or BATON_TARGET) "
                                     "names another router\n")
 
 
