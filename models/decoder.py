@@ -10,7 +10,7 @@ from engine.contracts.model import ExpertTokens, ForwardContext, ModelFacts, Ran
 from engine.core.batch import ForwardBatch
 from engine.core.layer_range import LayerRange
 from engine.sampling.sampler import wanted_tokens
-from models.blocks.linear import embed
+from models.blocks.linear import embed, owners_of
 from models.blocks.norm import RmsNorm
 from models.blocks.rotary import Rotary
 from models.blocks.spec import DecoderSpec, LayerSpec, StagePass
@@ -104,7 +104,7 @@ class DecoderStage:
         self._is_last = layer_range.end == spec.num_layers
         self._takes_selection = spec.layers[layer_range.start].mixer.shares_selection
         self._hands_on_selection = not self._is_last and spec.layers[layer_range.end].mixer.shares_selection
-        self._vocabulary, self._ranks = spec.vocabulary, ranks
+        self._vocabularies, self._own_vocabulary, self._ranks = spec.vocabularies, spec.vocabulary, ranks
         self._has_data_ranks = spec.rank.data_size > 1
         self._embed: Callable[[Tensor], Tensor] | None = None
         if self._is_last:
@@ -153,7 +153,7 @@ class DecoderStage:
         hidden = self._stage_input(batch, hidden)
         captured = dict(aux_hidden or {})
         stage_pass = StagePass(batch=batch, context=context, selected_keys=self._stage_selection(batch, selected_keys))
-        wanted = self._wanted(batch)
+        wanted = self._wanted(batch) if self._is_last else None
         cut_layer = self._cut_layer(wanted)
         tokens, logits = self._shares(batch)
         for layer in self.layers:
@@ -173,7 +173,8 @@ class DecoderStage:
         if self._ranks is None:
             return self._bounded(self._head.logits(rows))
         every = rows if counts is None else self._ranks.gather_rows(rows, counts)
-        return self._ranks.collect(self._bounded(self._head.logits(every)), [len(rows)] if counts is None else counts)
+        return self._ranks.collect(self._bounded(self._head.logits(every)), [len(rows)] if counts is None else counts,
+                                   [len(share) for share in self._vocabularies])
 
     def _bounded(self, logits: Tensor) -> Tensor:
         bound = self._logit_bound
@@ -189,17 +190,17 @@ class DecoderStage:
         """token_ids: [T]. Returns [T, hidden]; each token's row comes from the rank that has it."""
         if self._ranks is None:
             return embed(token_ids)
-        part, each = self._vocabulary, -(-self._vocabulary.total // self._ranks.own.size)
+        part = self._own_vocabulary
         if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < part.total:
             raise IndexError(f"index out of range: a token of {part.total} in the vocabulary")
         rows = self._ranks.gather(embed((token_ids - part.start).clamp(0, len(part) - 1)))
-        return rows[token_ids // each * len(token_ids) + torch.arange(len(token_ids))]
+        return rows[owners_of(token_ids, self._vocabularies) * len(token_ids) + torch.arange(len(token_ids))]
 
     def _wanted(self, batch: ForwardBatch) -> Tensor | slice | None:
-        """The tokens whose logits the last stage gives, by their indices unless they lie side by side; None where it
-        gives all, as in decode steps."""
-        wanted = wanted_tokens(batch) if self._is_last else []
-        if not self._is_last or len(wanted) == batch.num_tokens:
+        """Return the tokens whose logits the last stage gives, by their indices unless they lie side by side; None
+        where it gives all, as in decode steps."""
+        wanted = wanted_tokens(batch)
+        if len(wanted) == batch.num_tokens:
             return None
         if not wanted or wanted[-1] - wanted[0] == len(wanted) - 1:
             return slice(wanted[0], wanted[-1] + 1) if wanted else slice(0, 0)

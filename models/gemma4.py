@@ -45,6 +45,8 @@ def read_mixers(raw: RawConfig) -> dict[str, AttentionSpec]:
     own = read_attention(raw, qk_norm=norm)
     full = read_attention(_of_full_layers(raw, shares=shares), qk_norm=norm)
     window = raw.integer("sliding_window") - 1
+    if shares:
+        full = replace(full, kv_heads_field="num_global_key_value_heads")
     return {WINDOW: replace(own, score_dim=1, value_norm=norm, window=window),
             FULL_ATTENTION: replace(full, score_dim=1, value_norm=norm, keys_are_values=shares)}
 

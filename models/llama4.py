@@ -57,10 +57,11 @@ def _read_feed_forwards(raw: RawConfig) -> list[FeedForwardSpec]:
     """By layer: with experts where `moe_layers` says so, else on the last layer of each interval."""
     num_layers, step = raw.integer("num_hidden_layers"), raw.integer("interleave_moe_layer_step")
     width = raw.integer("intermediate_size")
-    dense = read_mlp(raw.updated({"intermediate_size": raw.integer("intermediate_size_mlp")}))
+    dense = replace(read_mlp(raw.updated({"intermediate_size": raw.integer("intermediate_size_mlp")})),
+                    field="intermediate_size_mlp")
     experts = MoeSpec(hidden_size=raw.integer("hidden_size"), num_experts=raw.integer("num_local_experts"),
                       num_chosen=raw.integer("num_experts_per_tok"), expert_width=width, shared_width=width,
-                      routing=InputRouting())
+                      routing=InputRouting(), experts_field="num_local_experts", shared_field="intermediate_size")
     if experts.num_chosen > experts.num_experts:
         raise raw.fail("num_experts_per_tok", f"must be at most num_local_experts {experts.num_experts}")
     sparse = raw.integers("moe_layers") if "moe_layers" in raw else range(step - 1, num_layers, step)

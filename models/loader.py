@@ -42,6 +42,7 @@ _PREFIXES = ("model.language_model.", "language_model.model.", "language_model."
 _NOT_OURS = re.compile(r"^(model\.)?(mtp|visual|vision_(tower|model)|multi_modal_projector|audio_tower|"
                        r"embed_(vision|audio))\.|\.rotary_emb\.inv_freq$")
 _LAYER = re.compile(r"layers\.(\d+)\.")
+_EXPERTS = ".experts."  # in names of tensors of which ranks have whole ones
 _NOTHING = torch.empty(0)
 _REVISION_IGNORES = ("transformers_version", "_name_or_path")
 
@@ -90,16 +91,26 @@ class ModelDescription:
         return self if rank.size == 1 else replace(self, spec=self.spec.of_rank(rank))
 
     def weight_bytes(self, layers: LayerRange, rank: TensorRank = ONLY_RANK) -> int:
-        """What a rank of a stage of these layers holds at least, in the dtype that the model runs in, or in eight bits;
-        0 where weights are random."""
+        """Return what each rank of a stage of these layers holds at least, in the dtype that the model runs in, or in
+        eight bits: the largest of them, so that all plan alike. 0 where weights are random."""
         if self.checkpoint is None:
             return 0
         num_bytes = 0
         by_request = {f".{layer.mixer.weights_name}." for layer in self.spec.layers}
         for name, entry in stage_entries(self.checkpoint, self.spec, layers).items():
             own = rank.attention if any(part in name for part in by_request) else rank
-            num_bytes += -(-self._kept_bytes(name, entry.shape, layers) // own.size)
+            whole, (held, total) = self._kept_bytes(name, entry.shape, layers), (1, own.size)
+            if _EXPERTS in name:
+                held, total = self._most_experts(name, own)
+            num_bytes += -(-whole * held // total)
         return num_bytes
+
+    def _most_experts(self, name: str, rank: TensorRank) -> tuple[int, int]:
+        """Return how many experts the rank with most of them has, of how many, in the layer of this tensor."""
+        layer = _LAYER.match(name)
+        layer_id = self.spec.num_layers if layer is None else int(layer[1])
+        total = self.spec.layers[layer_id].feed_forward.num_experts if layer_id < self.spec.num_layers else 0
+        return (-(-total // rank.size), total) if total else (1, rank.size)
 
     def layer_bytes(self, *, with_head: bool) -> list[int]:
         """What a step reads of each layer's weights, all experts counted; `with_head` the last one's and the head's

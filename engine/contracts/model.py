@@ -140,9 +140,9 @@ class RanksOfStage(Ranks, Protocol):
         """Those of its data rank, which alone divide what is done by request."""
         ...
 
-    def collect(self, part: Tensor, counts: Sequence[int]) -> Tensor | None:
-        """part: [sum(counts), n], n the same on every rank. Returns of a data rank's rows all ranks' parts side by side
-        [counts[data rank], ranks * n] on the first rank of that, None on the others."""
+    def collect(self, part: Tensor, counts: Sequence[int], widths: Sequence[int]) -> Tensor | None:
+        """part: [sum(counts), widths[r]] on rank r. Returns of a data rank's rows all ranks' parts side by side
+        [counts[data rank], sum(widths)] on the first rank of that, None on the others."""
         ...
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:

@@ -1,8 +1,8 @@
-"""Which layers a pipeline stage owns, and which part of each a rank of it has. Layer ids are global everywhere; only
+"""Layer ranges of pipeline stages, and what each rank of a stage has of a layer. Layer ids are global everywhere; only
 pools subtract `start`, inside."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from runtime.errors import ConfigError
@@ -37,7 +37,12 @@ class LayerRange:
         return LayerRange(start, max(start, min(self.end, other.end)))
 
 
-EIGHTHS, EIGHTHS_GRID = 8, 16  # of a sum, and terms of which these are equal in every type (`engine.kernels.host`)
+EIGHTHS, EIGHTHS_GRID = 8, 16  # segments of every sum (`engine.kernels.host`), and terms of which they are equal
+
+
+def eighth(num_terms: int) -> int:
+    """Return how many terms each segment of a sum has. Pairs stay together; the last ones have what is left."""
+    return -(-num_terms // EIGHTHS_GRID) * (EIGHTHS_GRID // EIGHTHS)
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ class Part:
 
 @dataclass(frozen=True)
 class TensorRank:
-    """Which of the ranks that share a stage. The ranks have the same layers, and of each layer equal parts.
+    """Which of the ranks that share a stage. The ranks have the same layers, and a part of each layer.
 
     With several data ranks (`data_size`) neighbours are grouped into these: each has requests of its own, whose
     attention and cache only its `attention` ranks divide.
@@ -87,19 +92,47 @@ class TensorRank:
         return self.rank // (self.size // self.data_size)
 
     def part(self, total: int, what: str) -> Part:
-        """This rank's of `total` things. Raises ConfigError when they cannot be divided equally."""
+        """Return this rank's of `total` things that the ranks have equal parts of. `what` names them for people, with
+        the config's field. Raises ConfigError when the ranks do not divide them."""
         if total % self.size:
             raise ConfigError(f"--tp {self.size} does not divide the {total} {what}", field="tp")
         each = total // self.size
         return Part(self.rank * each, (self.rank + 1) * each, total)
 
+    def share(self, total: int, what: str) -> Part:
+        """Return this rank's of `total` things that the ranks need no equal parts of: the first ones have one more.
+        Raises ConfigError when there are fewer things than ranks."""
+        if total < self.size:
+            raise ConfigError(f"--tp {self.size} leaves a rank without any of the {total} {what}", field="tp")
+        each, more = divmod(total, self.size)
+        start = self.rank * each + min(self.rank, more)
+        return Part(start, start + each + (self.rank < more), total)
+
+    def shares(self, total: int, what: str) -> tuple[Part, ...]:
+        """Return the `share` of every rank."""
+        return tuple(replace(self, rank=rank).share(total, what) for rank in range(self.size))
+
     def terms(self, total: int, what: str) -> Part:
-        """Likewise of the terms of sums over the ranks. Raises ConfigError, also where a rank would not have whole
-        eighths of a sum."""
-        if self.size > 1 and (total % EIGHTHS_GRID or EIGHTHS % self.size):
-            raise ConfigError(f"--tp {self.size}: sums over {total} {what} have no equal eighths for the ranks, which "
-                              f"--tp 2, 4 or 8 have of multiples of {EIGHTHS_GRID}", field="tp")
-        return self.part(total, what)
+        """Return this rank's of the terms of sums over the ranks: whole eighths of a sum, of which the last rank's may
+        be shorter. Raises ConfigError when a rank would have none."""
+        if self.size == 1 or not total:
+            return Part.whole(total)
+        if EIGHTHS % self.size:
+            raise ConfigError(f"--tp {self.size}: sums over {total} {what} have eighths, which 2, 4 or 8 ranks share",
+                              field="tp")
+        each = eighth(total) * (EIGHTHS // self.size)
+        if each * (self.size - 1) >= total:
+            raise ConfigError(f"--tp {self.size} leaves a rank without any of the {total} {what}", field="tp")
+        return Part(self.rank * each, min((self.rank + 1) * each, total), total)
+
+    def heads(self, count: int, width: int, what: str) -> Part:
+        """Return this rank's of `count` heads, whose `width` values each are terms of sums over the ranks. Raises
+        ConfigError when the ranks do not divide them, or an eighth of a sum would begin within a head."""
+        heads = self.part(count, what)
+        if self.terms(count * width, f"values of the {what}") != heads.times(width):
+            raise ConfigError(f"--tp {self.size}: sums over {count * width} values of the {what} have no equal eighths "
+                              f"for the ranks, as multiples of {EIGHTHS_GRID} have", field="tp")
+        return heads
 
     def shared_part(self, total: int, what: str) -> Part:
         """Likewise; where there are fewer things than ranks, neighbours have the same one."""

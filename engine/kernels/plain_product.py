@@ -4,14 +4,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_SEGMENTS = 8
+from engine.core.layer_range import EIGHTHS, eighth
+
 _TILE_TERMS = 32
 _MAX_PRODUCTS = 1 << 22  # elements of a step's intermediate
 
 
-def plain_product(x: Tensor, weight: Tensor, *, by_tiles: bool = False, num_segments: int = _SEGMENTS) -> Tensor:
+def plain_product(x: Tensor, weight: Tensor, *, by_tiles: bool = False, num_segments: int = EIGHTHS,
+                  segment_terms: int | None = None) -> Tensor:
     """x [M, K] times weight [N, K], both of the same type, bf16, fp16, fp32 or fp64. Returns [M, N] fp32, or fp64 for
-    fp64. `num_segments`: of the eighths of a longer sum, where x and weight are a part of it.
+    fp64. `num_segments`: of the eighths of a longer sum, where x and weight are a part of it; these have
+    `segment_terms` terms each, unless the other parts are as long.
 
     The order of sums is that of the kernel, for bf16 `by_tiles` or by pairs. For bf16 so are the bits, as long as
     nothing is subnormal: a product of two is exact in fp32, and so one multiplication and one addition are a fused
@@ -22,12 +25,12 @@ def plain_product(x: Tensor, weight: Tensor, *, by_tiles: bool = False, num_segm
     kept = torch.float64 if x.dtype is torch.float64 else torch.float32
     rows = max(1, _MAX_PRODUCTS // max(1, num_segments * len(weight)))
     step_terms = 2 if x.dtype is torch.bfloat16 else 1
-    eighth = -(-x.shape[1] // (step_terms * num_segments)) * step_terms
-    missing = (0, eighth * num_segments - x.shape[1])
-    cut_weight = F.pad(weight.to(wide), missing).view(1, -1, num_segments, eighth)
+    own = eighth(x.shape[1] * EIGHTHS // num_segments) if segment_terms is None else segment_terms
+    missing = (0, own * num_segments - x.shape[1])
+    cut_weight = F.pad(weight.to(wide), missing).view(1, -1, num_segments, own)
     parts = []
     for part in x.split(rows):
-        cut = F.pad(part.to(wide), missing).view(-1, 1, num_segments, eighth)
+        cut = F.pad(part.to(wide), missing).view(-1, 1, num_segments, own)
         sums = torch.zeros(len(part), len(weight), num_segments, dtype=kept)
         sums = _in_tiles(cut, cut_weight, sums) if by_tiles else _in_steps(cut, cut_weight, sums, step_terms)
         while sums.shape[2] > 1:

@@ -224,14 +224,17 @@ class StageRanks:
                 coming.append((self._first + rank, _bytes_of(share)))
         self._move([(others, _bytes_of(shares[members.index(self.own.rank)]))], coming, number)
 
-    def collect(self, part: Tensor, counts: Sequence[int]) -> Tensor | None:
+    def collect(self, part: Tensor, counts: Sequence[int], widths: Sequence[int]) -> Tensor | None:
         """See `RanksOfStage.collect`."""
-        size, shares = self.own.attention.size, torch.split(part, list(counts))
-        sent = [([self._first + place * size], share) for place, share in enumerate(shares)
-                if place * size != self.own.rank]
-        is_first = self.own.attention.rank == 0
-        found = self._exchange(sent, shares[self.own.data_rank], range(self.own.size) if is_first else range(0))
-        return torch.cat(found.view(self.own.size, -1, *part.shape[1:]).unbind(), dim=1) if is_first else None
+        number, size, shares = self._begin(0), self.own.attention.size, torch.split(part, list(counts))
+        outgoing = [([self._first + place * size], _bytes_of(share)) for place, share in enumerate(shares)
+                    if place * size != self.own.rank]
+        own, is_first = shares[self.own.data_rank], self.own.attention.rank == 0
+        parts = [own if rank == self.own.rank else own.new_empty(len(own), width)
+                 for rank, width in enumerate(widths)] if is_first else []
+        coming = [(self._first + rank, _bytes_of(found)) for rank, found in enumerate(parts) if rank != self.own.rank]
+        self._move(outgoing, coming, number)
+        return torch.cat(parts, dim=1) if is_first else None
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
         """See `RanksOfStage.gather_rows`. The ranks of a data rank all have its rows, and send equal shares of them."""

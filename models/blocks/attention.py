@@ -53,6 +53,7 @@ class AttentionSpec:
     keys_are_values: bool = False
     rotation: Rotation = Rotation.HALVES
     rank: TensorRank = ONLY_RANK
+    kv_heads_field: str = "num_key_value_heads"  # of the config
 
     shares_selection = False
     weights_name = "self_attn"
@@ -63,18 +64,17 @@ class AttentionSpec:
         if self.norms_whole and self.rank.size > 1:
             raise ConfigError(f"--tp {self.rank.size}: a norm over all heads of q is not divided between ranks",
                               field="tp")
-        self.rank.terms(self.num_heads * self.head_dim, "values of attention's heads")
         _ = self.heads, self.kv_heads
 
     @property
     def heads(self) -> Part:
         """This rank's heads of q."""
-        return self.rank.part(self.num_heads, "heads of attention")
+        return self.rank.heads(self.num_heads, self.head_dim, "heads of attention (num_attention_heads)")
 
     @property
     def kv_heads(self) -> Part:
         """Those of k and v that they read: neighbours have the same where there are fewer than ranks."""
-        return self.rank.shared_part(self.num_kv_heads, "heads of keys and values")
+        return self.rank.shared_part(self.num_kv_heads, f"heads of keys and values ({self.kv_heads_field})")
 
     def of_rank(self, rank: TensorRank) -> "AttentionSpec":
         """See `MixerSpec.of_rank`."""

@@ -45,21 +45,22 @@ class GatedDeltaNetSpec:
     shares_selection = False
     weights_name = "linear_attn"
     chunk_grid = 64  # the chunked form is bit-equal only when cut on its own grid
+    heads_fields = ("linear_num_key_heads", "linear_num_value_heads")  # of the config
 
     def __post_init__(self) -> None:
         """Raises ConfigError where the ranks cannot divide it."""
-        self.rank.terms(self.num_value_heads * self.value_head_dim, "values of GatedDeltaNet's heads")
         _ = self.key_heads, self.value_heads
 
     @property
     def key_heads(self) -> Part:
         """This rank's."""
-        return self.rank.part(self.num_key_heads, "key heads of GatedDeltaNet")
+        return self.rank.part(self.num_key_heads, f"key heads of GatedDeltaNet ({self.heads_fields[0]})")
 
     @property
     def value_heads(self) -> Part:
         """This rank's: those that its key heads serve."""
-        return self.rank.part(self.num_value_heads, "value heads of GatedDeltaNet")
+        return self.rank.heads(self.num_value_heads, self.value_head_dim,
+                               f"value heads of GatedDeltaNet ({self.heads_fields[1]})")
 
     @property
     def conv_blocks(self) -> tuple[int, int, int]:

@@ -24,6 +24,7 @@ class KimiDeltaSpec(GatedDeltaNetSpec):
     """As many key heads as value heads, all of one width."""
 
     weights_name = "self_attn"
+    heads_fields = ("num_heads of linear_attn_config",) * 2
 
     def build(self, weights: Weights, *, layer_id: int) -> Mixer:
         return KimiDelta(spec=self, weights=weights, layer_id=layer_id)

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.contracts.model import Ranks
+from engine.core.layer_range import EIGHTHS, Part, eighth
 from engine.core.numerics import gelu, silu
 from engine.kernels.host.compiled import Team, has_kernels
-from engine.kernels.host.packing import SEGMENTS
 from engine.kernels.host.product import PackedGroup, PackedWeight
 from engine.kernels.plain_product import plain_product
 
@@ -71,6 +71,12 @@ class Linear:
         return F.embedding(indices.to(self._weight.device), self._weight)
 
 
+def owners_of(ids: Tensor, shares: Sequence[Part]) -> Tensor:
+    """Return for each of `ids` [n], tokens or experts, the rank whose share it is. `shares`: by rank, none of them
+    empty."""
+    return torch.bucketize(ids, torch.tensor([share.stop for share in shares]), right=True)
+
+
 class Homes:
     """Where rows are added up that all ranks need, of terms that lie on several: all rows on every rank while they are
     few, else equal shares of them, each on one rank, which the others have the sums of."""
@@ -101,16 +107,17 @@ class SummedLinear:
     eighths of the whole sum as many as a rank has (`engine.kernels.host.product`): the ranks' sums are subtrees of the
     tree in which one process would add all of them, so the bits are the same."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, ranks: Ranks, *, in_bytes: bool = False,
+    def __init__(self, weight: Tensor, bias: Tensor | None, ranks: Ranks, *, num_terms: int, in_bytes: bool = False,
                  row_scales: Tensor | None = None) -> None:
-        """bias: [out] or None, the same on every rank. `in_bytes`, `row_scales`: see `Linear`."""
-        self._num_segments = SEGMENTS // ranks.own.size
+        """bias: [out] or None, the same on every rank. `num_terms`: of the whole sum. `in_bytes`, `row_scales`: see
+        `Linear`."""
+        self._num_segments, self._segment_terms = EIGHTHS // ranks.own.size, eighth(num_terms)
         self._bias = None if bias is None else bias.float()
         self._ranks = ranks
         self._packed: PackedWeight | None = None
         if is_packed(weight.dtype, weight.device):
-            self._packed = PackedWeight(weight, None, Team(), num_segments=self._num_segments, in_bytes=in_bytes,
-                                        row_scales=row_scales)
+            self._packed = PackedWeight(weight, None, Team(), num_segments=self._num_segments,
+                                        segment_terms=self._segment_terms, in_bytes=in_bytes, row_scales=row_scales)
         else:
             self._weight = weight
 
@@ -119,7 +126,7 @@ class SummedLinear:
         if self._packed is not None:
             part = self._packed.multiply(x, out_dtype=torch.float32)
         else:
-            part = plain_product(x, self._weight, num_segments=self._num_segments)
+            part = plain_product(x, self._weight, num_segments=self._num_segments, segment_terms=self._segment_terms)
         homes = Homes(self._ranks, len(part), part.nbytes)
         parts = (list(self._ranks.gather(part).view(self._ranks.own.size, *part.shape)) if homes.counts is None else
                  self._ranks.swap_shares(torch.split(part, homes.counts)))

@@ -57,13 +57,12 @@ class MlaSpec:
 
     def __post_init__(self) -> None:
         """Raises ConfigError where the ranks cannot divide it."""
-        self.rank.terms(self.num_heads * self.value_dim, "values of latent attention's heads")
         _ = self.heads
 
     @property
     def heads(self) -> Part:
         """This rank's. What is cached, and the choice of keys, every rank has whole."""
-        return self.rank.part(self.num_heads, "heads of latent attention")
+        return self.rank.heads(self.num_heads, self.value_dim, "heads of latent attention (num_attention_heads)")
 
     def of_rank(self, rank: TensorRank) -> "MlaSpec":
         """See `MixerSpec.of_rank`."""

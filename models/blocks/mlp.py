@@ -13,13 +13,14 @@ from models.blocks.weights import Weights
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """`intermediate_size`: inner values, those of other ranks included."""
+    """`intermediate_size`: inner values, those of other ranks included. `field`: what of the config says so."""
 
     hidden_size: int
     intermediate_size: int
     bias: bool = False
     activation: Activation = Activation.SILU
     rank: TensorRank = ONLY_RANK
+    field: str = "intermediate_size"
 
     counts_on_host = False
     num_experts = 0
@@ -31,7 +32,7 @@ class MlpSpec:
     @property
     def width(self) -> Part:
         """This rank's of the inner values."""
-        return self.rank.terms(self.intermediate_size, "inner values of a feed-forward")
+        return self.rank.terms(self.intermediate_size, f"inner values of a feed-forward ({self.field})")
 
     def of_rank(self, rank: TensorRank) -> "MlpSpec":
         """See `FeedForwardSpec.of_rank`."""

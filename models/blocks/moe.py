@@ -20,10 +20,12 @@ from engine.contracts.model import ExpertTokens
 from engine.core.layer_range import ONLY_RANK, Part, TensorRank
 from engine.core.numerics import sigmoid
 from models.blocks.config import RawConfig
-from models.blocks.linear import GroupedLinear, Homes
+from models.blocks.linear import GroupedLinear, Homes, owners_of
 from models.blocks.mlp import Mlp, MlpSpec
 from models.blocks.spec import FeedForward
 from models.blocks.weights import Weights
+
+_EXPERT_COUNTS = ("num_local_experts", "num_experts")  # what some families of the sigmoid kind call `n_routed_experts`
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,8 @@ class InputRouting:
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """`shared_width` 0 means no shared expert. The softmax families gate theirs, the others do not."""
+    """`shared_width` 0 means no shared expert. The softmax families gate theirs, the others do not. `experts_field` and
+    `shared_field`: what of the config says how many experts there are, and how wide the shared one is."""
 
     hidden_size: int
     num_experts: int
@@ -85,18 +88,32 @@ class MoeSpec:
     routing: SoftmaxRouting | SigmoidRouting | InputRouting
     shared_width: int = 0
     rank: TensorRank = ONLY_RANK
+    experts_field: str = "num_experts"
+    shared_field: str = "shared_expert_intermediate_size"
 
     counts_on_host = True  # how many tokens each expert got, to run only those that got any
 
     def __post_init__(self) -> None:
         """Raises ConfigError where the ranks cannot divide it."""
-        self.rank.terms(self.shared_width, "inner values of a shared expert")
-        _ = self.experts
+        _ = self.shared, self.shares
 
     @property
     def experts(self) -> Part:
         """This rank's: whole experts. The shared one is divided as any feed-forward."""
-        return self.rank.part(self.num_experts, "experts")
+        return self.shares[self.rank.rank]
+
+    @property
+    def shares(self) -> tuple[Part, ...]:
+        """The experts of each rank."""
+        return self.rank.shares(self.num_experts, f"experts ({self.experts_field})")
+
+    @property
+    def shared(self) -> MlpSpec | None:
+        """The shared expert, if there is one."""
+        if not self.shared_width:
+            return None
+        return MlpSpec(hidden_size=self.hidden_size, intermediate_size=self.shared_width, rank=self.rank,
+                       field=self.shared_field)
 
     def of_rank(self, rank: TensorRank) -> "MoeSpec":
         """See `FeedForwardSpec.of_rank`."""
@@ -110,7 +127,7 @@ def read_softmax_moe(raw: RawConfig, *, renormalise: bool, has_shared: bool) -> 
     """The Qwen families' fields; `num_local_experts` is the newer spelling of `num_experts`."""
     count = "num_local_experts" if "num_local_experts" in raw else "num_experts"
     return _checked(raw, count, MoeSpec(
-        hidden_size=raw.integer("hidden_size"), num_experts=raw.integer(count),
+        hidden_size=raw.integer("hidden_size"), num_experts=raw.integer(count), experts_field=count,
         num_chosen=raw.integer("num_experts_per_tok"), expert_width=raw.integer("moe_intermediate_size"),
         routing=SoftmaxRouting(renormalise=renormalise),
         shared_width=raw.integer("shared_expert_intermediate_size") if has_shared else 0,
@@ -127,7 +144,9 @@ def read_sigmoid_moe(raw: RawConfig) -> MoeSpec:
                              num_groups=raw.integer("n_group", 1), kept_groups=raw.integer("topk_group", 1))
     spec = MoeSpec(hidden_size=raw.integer("hidden_size"), num_experts=raw.integer("n_routed_experts"),
                    num_chosen=raw.integer("num_experts_per_tok"), expert_width=width, routing=routing,
-                   shared_width=width * raw.integer("n_shared_experts", 1, minimum=0))
+                   shared_width=width * raw.integer("n_shared_experts", 1, minimum=0),
+                   experts_field=next((name for name in _EXPERT_COUNTS if name in raw), "n_routed_experts"),
+                   shared_field="moe_intermediate_size times n_shared_experts")
     if spec.num_experts % routing.num_groups or spec.num_experts // routing.num_groups < 2:
         raise raw.fail("n_group", f"{routing.num_groups} must cut {spec.num_experts} experts into groups of 2 or more")
     if routing.kept_groups > routing.num_groups:
@@ -158,9 +177,9 @@ class Moe:
         if is_sigmoid:
             self._bias = weights.tensor("gate.e_score_correction_bias", spec.num_experts, dtype=torch.float32)
         self._shared: Mlp | None = None
-        if spec.shared_width:
-            shared = MlpSpec(hidden_size=spec.hidden_size, intermediate_size=spec.shared_width, rank=spec.rank)
-            self._shared = Mlp(spec=shared, weights=weights.at("shared_experts" if is_sigmoid else "shared_expert"))
+        if spec.shared is not None:
+            self._shared = Mlp(spec=spec.shared,
+                               weights=weights.at("shared_experts" if is_sigmoid else "shared_expert"))
 
     @property
     def expert_tokens(self) -> ExpertTokens:
@@ -192,7 +211,7 @@ class _Experts:
     def __init__(self, *, spec: MoeSpec, weights: Weights) -> None:
         self._num_experts, self._num_chosen = spec.num_experts, spec.num_chosen
         self._weighs_inputs = isinstance(spec.routing, InputRouting)
-        self._own, self._ranks = spec.experts, weights.ranks
+        self._own, self._shares, self._ranks = spec.experts, spec.shares, weights.ranks
         self.tokens = ExpertTokens(torch.zeros(spec.num_experts, dtype=torch.int64), spec.experts)
         width, hidden = spec.expert_width, spec.hidden_size
         own = range(self._own.start, self._own.stop)
@@ -246,12 +265,11 @@ class _Experts:
         results = self._down(self._gate_up(given, own), own)
         if self._ranks is None:
             return results
-        each = len(own)
         if homes.counts is None:
-            return self._ranks.gather(results, [sum(counts[first:first + each])
-                                                for first in range(0, self._num_experts, each)])
+            return self._ranks.gather(results, [sum(counts[share.start:share.stop]) for share in self._shares])
         ends = torch.tensor(homes.counts).cumsum(0)
         places = torch.bucketize(tokens, ends, right=True)
         shares = torch.bincount(places, minlength=len(ends)).tolist()
-        coming = torch.bincount(ids[homes.own].flatten() // each, minlength=len(ends)).tolist()
+        owners = owners_of(ids[homes.own].flatten(), self._shares)
+        coming = torch.bincount(owners, minlength=len(ends)).tolist()
         return self._ranks.swap(torch.split(results[places.argsort(stable=True)], shares), coming)

@@ -190,12 +190,19 @@ class DecoderSpec:
     def num_layers(self) -> int:
         return len(self.layers)
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError where the ranks cannot divide it."""
+        _ = self.vocabularies
+
     @property
     def vocabulary(self) -> Part:
-        """The tokens whose embeddings and logits this rank has: equal parts but for the last."""
-        each = -(-self.vocab_size // self.rank.size)
-        return Part(min(self.rank.rank * each, self.vocab_size), min((self.rank.rank + 1) * each, self.vocab_size),
-                    self.vocab_size)
+        """The tokens whose embeddings and logits this rank has."""
+        return self.vocabularies[self.rank.rank]
+
+    @property
+    def vocabularies(self) -> tuple[Part, ...]:
+        """Those of each rank."""
+        return self.rank.shares(self.vocab_size, "tokens of the vocabulary (vocab_size)")
 
     def of_rank(self, rank: TensorRank) -> "DecoderSpec":
         """What one rank of each stage has of it; of what is done by request, the part of its attention rank. Raises

@@ -147,7 +147,7 @@ class Weights:
         weight = self._passing(rows, len(terms), self._dtype)
         self._part_source.read_rows(f"{self._prefix}{name}.weight", weight, [Part.whole(rows)], terms)
         offsets = self.tensor(f"{name}.bias", rows) if bias else None
-        return SummedLinear(weight, offsets, self.ranks, in_bytes=self.in_bytes,
+        return SummedLinear(weight, offsets, self.ranks, num_terms=terms.total, in_bytes=self.in_bytes,
                             row_scales=self.row_scales(f"{name}.weight", rows))
 
     def row_scales(self, name: str, rows: Rows, *, item: tuple[int, int] | None = None) -> Tensor:
@@ -222,10 +222,8 @@ class RandomWeights:
             out.fill_(1.0)
             return
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ self._seed)
-        drawn = out if out.device == HOST else torch.empty(out.shape, dtype=out.dtype)
-        drawn.normal_(0.0, out.shape[-1] ** -0.5, generator=generator)
-        if drawn is not out:
-            out.copy_(drawn)
+        # In fp32 whatever the type: torch draws the end of a tensor of odd size by another rule in each.
+        out.copy_(torch.empty(out.shape, dtype=torch.float32).normal_(0.0, out.shape[-1] ** -0.5, generator=generator))
 
     def row_scales(self, name: str, *, item: int | None = None) -> None:
         """See `WeightSource.row_scales`."""

@@ -165,7 +165,7 @@ async def test_a_cluster_drafts_so_behind_handoffs_and_cached_prompts(target: Pa
     (LLAMA, "rope_parameters are not the target's"),
     ({**GEMMA4, "sliding_window": 48}, "sliding_window and layer_types"),
     ({**GEMMA4, "num_key_value_heads": 4}, "are 2 and 16, the target caches 4 and 16"),
-    ({**GEMMA4, "hidden_size": 32}, "backbone_hidden_size is 64, the target's is 32"),
+    ({**GEMMA4, "hidden_size": 32}, "backbone_hidden_size is 72, the target's is 32"),
 ])
 def test_the_draft_of_another_model_is_refused(draft: Path, config: dict[str, object], complaint: str) -> None:
     with pytest.raises(ConfigError, match=complaint):

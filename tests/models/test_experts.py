@@ -24,8 +24,9 @@ from tests.support.models.single_stage import StageDriver
 MOE_FAMILIES = ["qwen2_moe", "qwen3_moe", "glm4_moe", "qwen3_5_moe"]
 
 
-def stack_experts(tensors: dict[str, Tensor], num_experts: int = 8) -> dict[str, Tensor]:
+def stack_experts(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The fused layout of the same weights: [E, 2 * width, H] gate over up, and [E, H, width] down."""
+    num_experts = 1 + max(int(name.split("experts.")[1].split(".")[0]) for name in tensors if ".experts." in name)
     stacked = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
     for prefix in {name.split("experts.")[0] + "experts." for name in tensors if ".experts." in name}:
         def one(index: int, part: str, prefix: str = prefix) -> Tensor:
@@ -57,9 +58,9 @@ def test_fused_experts_load_like_single_ones_s4_5(copy: Path) -> None:
 def test_a_stack_of_another_number_of_experts_is_named(copy: Path) -> None:
     file = copy / "model.safetensors"
     tensors = stack_experts(load_file(file))
-    tensors["model.layers.1.mlp.experts.down_proj"] = torch.zeros(7, 64, 32)
+    tensors["model.layers.1.mlp.experts.down_proj"] = torch.zeros(7, 72, 40)
     save_file(tensors, file)
-    with pytest.raises(ConfigError, match=r"down_proj is \[7, 64, 32\], the config says \[8, 64, 32\]"):
+    with pytest.raises(ConfigError, match=r"down_proj is \[7, 72, 40\], the config says \[5, 72, 40\]"):
         read_model(copy).load_stage(LayerRange(0, 4), numerics=Numerics.EXACT)
 
 
@@ -67,11 +68,11 @@ def test_a_stack_of_another_number_of_experts_is_named(copy: Path) -> None:
 def test_a_missing_expert_fails_its_own_stage_only_s0_9_s4_5(copy: Path) -> None:
     file = copy / "model.safetensors"
     tensors = load_file(file)
-    del tensors["model.layers.3.mlp.experts.5.up_proj.weight"]
+    del tensors["model.layers.3.mlp.experts.4.up_proj.weight"]
     save_file(tensors, file)
     model = read_model(copy)
     model.load_stage(LayerRange(0, 3), numerics=Numerics.EXACT)
-    with pytest.raises(ConfigError, match=r"missing: layers\.3\.mlp\.experts\.5\.up_proj\.weight"):
+    with pytest.raises(ConfigError, match=r"missing: layers\.3\.mlp\.experts\.4\.up_proj\.weight"):
         model.load_stage(LayerRange(3, 4), numerics=Numerics.EXACT)
 
 
@@ -80,7 +81,7 @@ def test_a_missing_expert_fails_its_own_stage_only_s0_9_s4_5(copy: Path) -> None
 def test_layers_of_drafts_are_left_alone_when_declared_s4_5(copy: Path, num_declared: int) -> None:
     file = copy / "model.safetensors"
     expected = StageDriver(read_model(copy)).prefill({0: [5, 6, 7]})
-    save_file(load_file(file) | {"model.layers.4.eh_proj.weight": torch.zeros(64, 128)}, file)
+    save_file(load_file(file) | {"model.layers.4.eh_proj.weight": torch.zeros(72, 144)}, file)
     config = json.loads((copy / "config.json").read_text())
     (copy / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": num_declared}))
     if num_declared:
@@ -137,7 +138,7 @@ def test_input_routing_by_hand() -> None:
     ("qwen2_moe", {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size"),
     ("qwen2_moe", {"decoder_sparse_step": 0}, "decoder_sparse_step"),
     ("qwen2_moe", {"use_sliding_window": True}, "use_sliding_window"),
-    ("glm4_moe", {"n_group": 3}, "n_group"),
+    ("glm4_moe", {"n_group": 4}, "n_group"),
     ("glm4_moe", {"topk_group": 3}, "topk_group"),
     ("glm4_moe", {"scoring_func": "softmax"}, "scoring_func"),
     ("glm4_moe", {"first_k_dense_replace": -1}, "first_k_dense_replace"),

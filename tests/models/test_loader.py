@@ -120,11 +120,11 @@ def test_everything_that_does_not_fit_is_named_at_once(broken: Path) -> None:
     message = str(caught.value)
     assert "missing: layers.1.mlp.up_proj.weight" in message
     assert "unexpected: layers.2.mlp.extra.weight" in message
-    assert "norm.weight is [63], the config says [64]" in message
+    assert "norm.weight is [63], the config says [72]" in message
 
 
 def test_layers_past_the_config_are_unexpected(broken: Path) -> None:
-    edit_tensors(broken, {"model.layers.4.input_layernorm.weight": torch.ones(64)})
+    edit_tensors(broken, {"model.layers.4.input_layernorm.weight": torch.ones(72)})
     with pytest.raises(ConfigError, match=r"unexpected: layers\.4\.input_layernorm"):
         load_all(broken)
 
@@ -154,7 +154,7 @@ def test_a_missing_shard_is_named(checkpoint: CheckpointMaker, tmp_path: Path) -
 
 
 def test_quantised_weights_are_refused(broken: Path) -> None:
-    edit_tensors(broken, {"model.layers.0.mlp.up_proj.weight": torch.zeros(96, 64, dtype=torch.float8_e4m3fn)})
+    edit_tensors(broken, {"model.layers.0.mlp.up_proj.weight": torch.zeros(104, 72, dtype=torch.float8_e4m3fn)})
     with pytest.raises(ConfigError, match="F8_E4M3"):
         load_all(broken)
 
@@ -168,7 +168,7 @@ def test_revision_follows_config_and_tensors_not_the_folder(checkpoint: Checkpoi
     (broken / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
     assert read_model(broken).facts.revision != original
     (broken / "config.json").write_text(json.dumps(config))
-    edit_tensors(broken, {"model.norm.weight": torch.ones(64, dtype=torch.bfloat16)})
+    edit_tensors(broken, {"model.norm.weight": torch.ones(72, dtype=torch.bfloat16)})
     assert read_model(broken).facts.revision != original, "their bytes are digested while they are read"
 
 
@@ -176,7 +176,7 @@ def test_facts_and_caches_of_a_hybrid(checkpoint: CheckpointMaker) -> None:
     model = read_model(checkpoint("qwen3_5"))
     facts = model.facts
     assert (facts.architecture, facts.num_layers, facts.chunk_grid) == ("Qwen3_5ForConditionalGeneration", 4, 64)
-    assert (facts.vocab_size, facts.hidden_size, facts.max_context_tokens, facts.dtype) == (256, 64, 512, "float32")
+    assert (facts.vocab_size, facts.hidden_size, facts.max_context_tokens, facts.dtype) == (257, 72, 512, "float32")
     shapes = [(spec.layer_id, spec.kind, spec.record_shape, spec.dtype) for spec in model.cache_specs(16)]
     recurrent = [(CacheKind.CONV, (3, 160), "float32"), (CacheKind.STATE, (4, 16, 24), "float32")]
     assert shapes == [(layer_id, *spec) for layer_id in range(3) for spec in recurrent] + [
@@ -210,7 +210,7 @@ def test_routers_and_workers_have_the_same_eos_ids(broken: Path, files: dict[str
 
 def test_eos_ids_outside_the_vocabulary_are_refused(broken: Path) -> None:
     (broken / "generation_config.json").write_text(json.dumps({"eos_token_id": 10**6}))
-    with pytest.raises(ConfigError, match="eos_token_id must be ids from 0 to 255, got 1000000"):
+    with pytest.raises(ConfigError, match="eos_token_id must be ids from 0 to 256, got 1000000"):
         read_model(broken)
 
 

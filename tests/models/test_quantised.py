@@ -113,8 +113,10 @@ def test_eight_bits_keep_the_scales_that_a_row_has(layout: str, family: str, tmp
 
     class Recorded(PackedWeight):
         def __init__(self, weight: Tensor, bias: Tensor | None, team: Team, *, num_segments: int = SEGMENTS,
-                     in_bytes: bool = False, row_scales: Tensor | None = None) -> None:
-            super().__init__(weight, bias, team, num_segments=num_segments, in_bytes=in_bytes, row_scales=row_scales)
+                     segment_terms: int | None = None, in_bytes: bool = False,
+                     row_scales: Tensor | None = None) -> None:
+            super().__init__(weight, bias, team, num_segments=num_segments, segment_terms=segment_terms,
+                             in_bytes=in_bytes, row_scales=row_scales)
             if row_scales is not None:
                 kept.append(row_scales)
 
@@ -286,7 +288,7 @@ def test_an_unsupported_format_is_refused_by_name(broken: Path, section: dict[st
 
 @pytest.mark.parametrize(("change", "complaint"), [
     ({"weight_scale_inv": None}, "up_proj.weight is F8_E4M3 and has no model.layers.0.mlp.up_proj.weight_scale_inv"),
-    ({"weight_scale_inv": torch.ones(2, 2)}, r"scales of shape \[2, 2\] for a weight of \[96, 64\] in blocks of 16 x"),
+    ({"weight_scale_inv": torch.ones(2, 2)}, r"scales of shape \[2, 2\] for a weight of \[104, 72\] in blocks of 16 x"),
     ({"weight_scale_inv": torch.ones(6, 4, dtype=torch.int32)}, "scales are I32, not one of F32"),
 ])
 def test_parts_that_do_not_fit_are_named(checkpoint: CheckpointMaker, tmp_path: Path,
@@ -303,7 +305,7 @@ def test_parts_that_do_not_fit_are_named(checkpoint: CheckpointMaker, tmp_path: 
 def test_a_group_without_a_scale_is_refused(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
     folder = write_quantised(checkpoint("llama"), tmp_path / "model", "gptq")
     tensors = load_file(folder / "model.safetensors")
-    tensors["model.layers.0.mlp.up_proj.g_idx"][3] = 4
+    tensors["model.layers.0.mlp.up_proj.g_idx"][3] = 5
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ConfigError, match="groups from 0 to 4; it has scales for 4"):
+    with pytest.raises(ConfigError, match="groups from 0 to 5; it has scales for 5"):
         read_model(folder).load_stage(LayerRange(0, 1), numerics=Numerics.EXACT)

@@ -30,7 +30,8 @@ SPLITS = [  # stages, ranks, data ranks; 4 ranks have 2 heads of keys and values
     (models.GLM_DSA, "float32", 1, 4, 1), (models.QWEN3, "bfloat16", 1, 4, 2), (models.HYBRID_MOE, "float32", 2, 2, 2),
     (models.GLM_DSA, "float32", 1, 2, 2), (models.QWEN3_NEXT, "float32", 1, 2, 1), (models.GEMMA4, "bfloat16", 2, 2, 1),
     (models.GEMMA3, "float32", 1, 2, 2), (models.KIMI_LINEAR, "bfloat16", 2, 2, 1),
-    (models.LLAMA4, "bfloat16", 1, 4, 1),
+    (models.LLAMA4, "bfloat16", 1, 4, 1), (models.LLAMA, "bfloat16", 1, 4, 1), (models.LLAMA, "float32", 1, 2, 1),
+    ({**models.LLAMA, "num_attention_heads": 8}, "float32", 1, 8, 1),
 ]
 
 
@@ -125,13 +126,29 @@ def test_every_rank_reads_every_byte_of_its_stage(checkpoint: CheckpointMaker, f
 
 
 @pytest.mark.parametrize(("config", "size", "says"), [
-    (models.HYBRID, 4, "--tp 4 does not divide the 2 key heads of GatedDeltaNet"),
-    ({**models.QWEN3, "num_attention_heads": 6, "num_key_value_heads": 3}, 4, "does not divide the 6 heads"),
-    ({**models.QWEN3, "intermediate_size": 100}, 2, "sums over 100 inner values of a feed-forward"),
-    ({**models.QWEN3_MOE, "num_experts": 6}, 4, "does not divide the 6 experts"),
+    (models.HYBRID, 4, r"--tp 4 does not divide the 2 key heads of GatedDeltaNet \(linear_num_key_heads\)"),
+    ({**models.QWEN3, "num_attention_heads": 6, "num_key_value_heads": 3}, 4,
+     r"does not divide the 6 heads of attention \(num_attention_heads\)"),
+    ({**models.QWEN3, "num_attention_heads": 12, "num_key_value_heads": 3}, 2,
+     r"does not divide the 3 heads of keys and values \(num_key_value_heads\)"),
+    ({**models.QWEN3, "num_attention_heads": 4, "head_dim": 10}, 2,
+     r"sums over 40 values of the heads of attention \(num_attention_heads\) have no equal eighths"),
+    ({**models.QWEN3, "intermediate_size": 18}, 4,
+     r"--tp 4 leaves a rank without any of the 18 inner values of a feed-forward \(intermediate_size\)"),
+    ({**models.LLAMA4, "intermediate_size_mlp": 18}, 4, r"18 inner values of a feed-forward \(intermediate_size_mlp\)"),
+    ({**models.HYBRID_MOE, "linear_num_key_heads": 4, "shared_expert_intermediate_size": 18}, 4,
+     r"18 inner values of a feed-forward \(shared_expert_intermediate_size\)"),
+    ({**models.QWEN3_MOE, "num_experts": 3}, 4, r"--tp 4 leaves a rank without any of the 3 experts \(num_experts\)"),
+    ({**models.GLM_DSA, "n_routed_experts": 3}, 4, r"any of the 3 experts \(n_routed_experts\)"),
+    ({**models.QWEN3, "vocab_size": 3}, 4, r"any of the 3 tokens of the vocabulary \(vocab_size\)"),
+    ({**models.GEMMA4, "num_global_key_value_heads": 3, "num_attention_heads": 12}, 2,
+     r"3 heads of keys and values \(num_global_key_value_heads\)"),
+    ({**models.KIMI_LINEAR, "linear_num_heads": 6}, 4,
+     r"6 key heads of GatedDeltaNet \(num_heads of linear_attn_config\)"),
     ({**models.QWEN3, "architectures": ["MiniMaxM2ForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}, 2,
      "a norm over all heads of q"),
-    (models.QWEN3, 3, "sums over 128 values of attention's heads"),
+    ({**models.QWEN3, "num_attention_heads": 12, "num_key_value_heads": 6}, 3,
+     r"--tp 3: sums over 384 values of the heads of attention \(num_attention_heads\) have eighths, which 2, 4 or 8"),
 ])
 def test_what_ranks_cannot_divide_is_refused_by_name(config: dict[str, object], size: int, says: str) -> None:
     description = tiny(config)

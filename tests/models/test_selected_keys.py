@@ -22,7 +22,7 @@ from runtime.errors import ConfigError, InternalError
 from tests.models.conftest import CheckpointMaker
 from tests.support.drafts.drafters import CHAINS, OracleDrafter
 from tests.support.models.single_stage import StageDriver
-from tests.support.models.tiny_models import GLM_DSA, tiny
+from tests.support.models.tiny_models import GLM_DSA, HIDDEN_SIZE, VOCAB_SIZE, tiny
 from tests.support.pool.local_pool import Speculation, build_executor
 
 PROMPT = torch.randint(3, 240, (40,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -169,7 +169,7 @@ def test_a_batch_without_tokens_needs_no_keys_s2_5(model: ModelDescription) -> N
     driver = StageDriver(model, cuts=(1, 2, 4))
     logits = driver.run(driver.batch(ForwardMode.IDLE, {}, draw=False)).logits
     assert logits is not None
-    assert logits.shape == (0, 256)
+    assert logits.shape == (0, VOCAB_SIZE)
 
 
 def test_an_idle_batch_passes_where_trees_are_verified_s2_5() -> None:
@@ -189,7 +189,7 @@ def test_sharing_layers_have_no_indexer_weights(checkpoint: CheckpointMaker, tmp
     tensors = load_file(folder / "model.safetensors")
     assert {int(name.split(".")[2]) for name in tensors if ".indexer." in name} == {0, 3, 5}
     stray = "model.layers.1.self_attn.indexer.wk.weight"
-    save_file(tensors | {stray: torch.zeros(16, 64)}, folder / "model.safetensors")
+    save_file(tensors | {stray: torch.zeros(16, HIDDEN_SIZE)}, folder / "model.safetensors")
     with pytest.raises(ConfigError, match=r"unexpected: layers\.1\.self_attn\.indexer\.wk"):
         read_model(folder).load_stage(LayerRange(1, 2), numerics=Numerics.EXACT)
 

@@ -5,10 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from models.loader import read_model
+from pool.check import report
+from pool.stage.config import WorkerConfig
 from tests.support.cluster.one_process import cluster_in_process
 from tests.support.cluster.questions import Shown, as_query, make_questions, on_the_wire, shown
 from tests.support.cluster.reference import Reference
 from tests.support.drafts.eagle import save_draft
+from tests.support.models.checkpoints import make_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +45,20 @@ async def test_data_ranks_give_the_same_bits_and_show_their_load(checkpoint: Pat
             assert len(worker.data_ranks) == 2
             assert worker.pages_free == sum(rank.pages_free for rank in worker.data_ranks)
             assert worker.running_requests == sum(rank.running_requests for rank in worker.data_ranks)
+
+
+@pytest.mark.parametrize("family", ["llama_tied_bias", "qwen3_moe"])
+async def test_four_ranks_divide_odd_vocabularies_widths_and_experts(tmp_path: Path, family: str) -> None:
+    """257 tokens, 104 inner values and five experts: `baton check` says that they fit, and the pools answer."""
+    model = make_checkpoint(tmp_path, family)
+    assert read_model(model).facts.vocab_size % 4
+    assert next(report(WorkerConfig(model=model, world_size=4, tp=4, num_pages=8)))
+    questions = make_questions(3)
+    right = on_the_wire(Reference(model).answers(questions))
+    async with cluster_in_process(model, prefill_tp=2, decode_tp=4) as client:
+        completions = await asyncio.gather(*(client.complete(as_query(question), timeout_s=60)
+                                             for question in questions))
+        assert [shown(completion) for completion in completions] == right
 
 
 @pytest.mark.parametrize("dp_attention", [1, 2])

@@ -25,7 +25,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def llama(tmp_path: Path) -> Path:
-    """4 layers with 2 kv heads of 16 in fp32: 256 bytes per token and layer."""
+    """4 layers with 2 kv heads of 20 in fp32: 320 bytes per token and layer."""
     return make_checkpoint(tmp_path, "llama")
 
 
@@ -53,8 +53,8 @@ def test_stages_and_what_they_take(llama: Path, monkeypatch: pytest.MonkeyPatch)
         own = sum(tensor.nbytes for name, tensor in tensors.items()
                   if name in others or any(f".layers.{layer}." in name for layer in layers))
         assert stage[1] == f"{layers[0]}-{layers[-1] + 1}"
-        assert stage[2:6] == [f"{own / 1024:.1f}", "KiB", f"{len(layers) * 256 / 1024:.1f}", "KiB"]
-    assert size[:4] == [str(MIB // (3 * 64 * 256) - 1), "pages", "of", "64"], "what the larger stage holds"
+        assert stage[2:6] == [f"{own / 1024:.1f}", "KiB", f"{len(layers) * 320 / 1024:.1f}", "KiB"]
+    assert size[:4] == [str(MIB // (3 * 64 * 320) - 1), "pages", "of", "64"], "what the larger stage holds"
 
 
 def test_ranks_of_a_stage_and_data_ranks(llama: Path) -> None:

@@ -110,7 +110,7 @@ def test_widths_that_differ_are_refused_naming_both(checkpoint: Path, draft: Pat
     with pytest.raises(IncompatiblePeerError) as refused:
         check_compatible(chain, tree.digest, tree.text)
     assert "topk_index (1,) int64 + topk_p (1,) float32" in chain.text
-    assert "draft_hidden (64,)" in chain.text
+    assert "draft_hidden (72,)" in chain.text
     for side in (chain.text, tree.text):
         assert side in str(refused.value)
     plain = compatibility_of(checkpoint, None)
@@ -124,4 +124,4 @@ def test_the_hidden_row_is_of_draft_width_and_the_first_level_of_the_trees(check
     own = [replace(spec, layer_id=0) for spec in plan.geometry.specs if spec.of_draft and not spec.kind.is_paged]
     assert plan.geometry.num_slots > 1
     assert [(spec.kind, spec.record_shape) for spec in own] == [
-        (CacheKind.TOPK_P, (3,)), (CacheKind.TOPK_INDEX, (3,)), (CacheKind.DRAFT_HIDDEN, (64,))]
+        (CacheKind.TOPK_P, (3,)), (CacheKind.TOPK_INDEX, (3,)), (CacheKind.DRAFT_HIDDEN, (72,))]

@@ -89,7 +89,8 @@ def coded_blocks(weight: Tensor, segments: Segments, team: Team, row_scales: Ten
     """weight: [N, K] bf16 or fp32, with K the segments' terms. row_scales: [N], see `coded`."""
     num_blocks, num_steps = -(-len(weight) // LANES), segments.count * segments.steps
     packed = CodedBlocks(torch.empty(1, num_blocks, num_steps, LANES), torch.empty(num_blocks, segments.count, LANES))
-    words = Segments(num_steps, torch.float32, 1, segments.count)  # four codes are moved as one number of 32 bits
+    # Four codes are moved as one number of 32 bits.
+    words = Segments(num_steps, torch.float32, 1, segments.count, segment_terms=segments.steps)
     for first in range(0, len(weight), _ROWS_AT_ONCE):
         rows = slice(first, first + _ROWS_AT_ONCE)
         codes, scales, _ = coded(weight[rows], segments, team, None if row_scales is None else row_scales[rows])

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from numba import carray, njit
 from torch import Tensor
 
+from engine.core.layer_range import EIGHTHS, eighth
 from engine.kernels.host import blocks, strided
 from engine.kernels.host.blocks import turn
 from engine.kernels.host.compiled import (
@@ -29,7 +30,7 @@ from engine.kernels.host.compiled import (
 from engine.kernels.host.dot import BLOCK_STEP_BYTES, LANES
 from engine.kernels.host.strided import size_of
 
-SEGMENTS = 8
+SEGMENTS = EIGHTHS
 
 _ARGUMENTS = record("num_blocks", "num_rows", "num_words", "num_segments", "segment_words", "segment_steps",
                     "matrix_words", "row_words", "weight", "out")
@@ -42,8 +43,9 @@ _WORD_BYTES = 4  # what one step takes of a row: two terms of bf16 or one of fp3
 class Segments:
     """How `num_terms` terms of a sum lie in `count` segments: eight, unless they are a part of a longer sum.
 
-    A segment has ceil(steps / count) of the steps, the last ones what is left of them, and is filled up with zeros to a
-    multiple of `multiple` steps. `in_bytes`: the terms of such a segment, kept in eight bits each (`eight_bits.py`).
+    A segment has `segment_terms` terms, else an eighth of a sum of which `count` segments are an equal part; the last
+    ones have what is left. It is filled up with zeros to a multiple of `multiple` steps. `in_bytes`: the terms of such
+    a segment, kept in eight bits each (`eight_bits.py`).
     """
 
     num_terms: int
@@ -51,6 +53,7 @@ class Segments:
     multiple: int
     count: int = SEGMENTS
     in_bytes: bool = False
+    segment_terms: int | None = None
 
     @cached_property
     def step_terms(self) -> int:
@@ -59,8 +62,9 @@ class Segments:
     @cached_property
     def own_terms(self) -> int:
         """Of a segment, without what fills it up."""
-        together = _WORD_BYTES // self.dtype.itemsize
-        return -(-self.num_terms // (together * self.count)) * together
+        if self.segment_terms is not None:
+            return self.segment_terms
+        return eighth(self.num_terms * SEGMENTS // self.count)
 
     @cached_property
     def own_steps(self) -> int:

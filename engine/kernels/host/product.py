@@ -1,10 +1,9 @@
 """Products with packed weights on the host: one kernel for every number of rows, with an order of sums of its own.
 
 Every output element is eight sums over eighths of K, added in a binary tree, ((0+1)+(2+3))+((4+5)+(6+7)), in fp32. An
-eighth is ceil(S/8) of the S steps of K (pairs of terms of bf16, terms of fp32), and what is left of them at the end; so
-where K is a multiple of 16 (of 8 in fp32) the eighths are equal, and processes that hold 1/2, 1/4 or 1/8 of K each can
-keep the order by adding their parts as the tree does. In what order a sum goes through its terms is the CPU's class of
-arithmetic: one after the other (`dot.py`), or for bf16 in 32s where it has matrix tiles (`tiles.py`).
+eighth is ceil(P/8) of the P pairs of terms of K, and what is left of them at the end. Processes that hold 4, 2 or 1 of
+the eighths each keep the order by adding their parts as the tree does. In what order a sum goes through its terms is
+the CPU's class of arithmetic: one after the other (`dot.py`), or for bf16 in 32s where it has tiles (`tiles.py`).
 
 What follows the product is done before it is rounded, once: bias, silu(gate) * up of two products, a residual.
 An element's bits depend on its row of x and of the residual and on its column of the weights, on nothing else.
@@ -40,7 +39,7 @@ from engine.kernels.host.rows import apart, rows_for_product
 from engine.kernels.host.tiles import is_tiled
 from runtime.errors import InternalError
 
-REVISION = 5  # of sums and roundings: another number, other bits
+REVISION = 6  # of sums and roundings: another number, other bits
 
 _GROUP_BLOCKS = 4
 _CHUNK_ROWS = 48  # rows that share a pass over a segment of the weights while that is in the nearest cache
@@ -57,17 +56,18 @@ def arithmetic_class() -> str:
 
 class PackedWeight:
     """`weight` [N, K] or [H, N, K], bf16 or fp32 on the host, is copied into `blocks` (`packing.pack`). `bias`: one
-    value for each of the N or H * N outputs, or None. With 1/2, 1/4 or 1/8 of the terms of a longer sum, `num_segments`
-    are 4, 2 or 1: the result is that part of its tree, the subtree over so many eighths. `in_bytes`: keep a single
-    matrix as codes of eight bits, with the rows' own scales where `row_scales` [N] has them (0: it has not)."""
+    value for each of the N or H * N outputs, or None. With a part of the terms of a longer sum, `num_segments` of its
+    eighths (4, 2 or 1), which have `segment_terms` terms each, the result is the subtree over these eighths.
+    `in_bytes`: keep a single matrix as codes of eight bits, with the rows' own scales where `row_scales` [N] has them
+    (0: it has not)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, team: Team, *, num_segments: int = SEGMENTS,
-                 in_bytes: bool = False, row_scales: Tensor | None = None) -> None:
+                 segment_terms: int | None = None, in_bytes: bool = False, row_scales: Tensor | None = None) -> None:
         matrices = weight if weight.dim() == 3 else weight[None]
         self.shape = tuple(matrices.shape)
         self.dtype = weight.dtype
         multiple = amx.STEPS if is_tiled(np.int8 if in_bytes else STORED_AS[weight.dtype]) else 1
-        self.segments = Segments(matrices.shape[2], weight.dtype, multiple, num_segments, in_bytes)
+        self.segments = Segments(matrices.shape[2], weight.dtype, multiple, num_segments, in_bytes, segment_terms)
         self.scales: Tensor | None = None
         if in_bytes:
             self.blocks, self.scales = coded_blocks(weight, self.segments, team, row_scales)

@@ -62,6 +62,7 @@ def test_s0_3_partition_may_be_uneven() -> None:
         ("16,16", "names 2 stages, the pool has 3"),
         ("8,8,8,8", "names 4 stages, the pool has 3"),
         ("10,11,12", "sums to 33, the model has 32"),
+        ("10,11,10", "sums to 31, the model has 32"),
         ("-1,22,11", "a stage without layers"),
         ("0,21,11", "a stage without layers"),
     ],

@@ -20,7 +20,7 @@ from tests.support.device.capture import CaptureError, RecordingCapture
 from tests.support.device.captured_stage import CPU, MAX_ROWS, NODES, PAGE_SIZE, DeviceStage, Twins, prefilled
 from tests.support.kernels.batches import Row, make_batch
 from tests.support.kernels.flashinfer import FakeWrappers
-from tests.support.models.tiny_models import HYBRID, LLAMA
+from tests.support.models.tiny_models import HYBRID, LLAMA, VOCAB_SIZE
 
 MIXED = {**HYBRID, "num_hidden_layers": 2, "linear_num_value_heads": 2,
          "layer_types": ["full_attention", "linear_attention"]}
@@ -228,4 +228,4 @@ def test_the_number_of_graphs_and_their_memory_are_bounded() -> None:
             bits = nodes * len(pool) * PAGE_SIZE + (max_rows * nodes) ** 2
             assert 0 < wrapper.num_bytes <= 4 * ints + bits // 8 + wrapper.graph.num_rows + 1
     outputs = stage.graphs._outputs
-    assert {name: tuple(tensor.shape) for name, tensor in outputs.items()} == {"logits": (max_rows * nodes, 256)}
+    assert {name: tuple(tensor.shape) for name, tensor in outputs.items()} == {"logits": (max_rows * nodes, VOCAB_SIZE)}

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.core.layer_range import eighth
 from engine.kernels.host.compiled import Team
 from engine.kernels.host.product import PackedGroup, PackedWeight
 from runtime.errors import InternalError
@@ -18,14 +19,13 @@ from tests.engine.kernels.test_product import COUNTS, SHAPES, draw
 TYPES = [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.long)]
 
 
-def packed(weight: Tensor, bias: Tensor | None = None, num_segments: int = 8) -> PackedWeight:
-    return PackedWeight(weight, bias, Team(), num_segments=num_segments, in_bytes=True)
+def packed(weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
+    return PackedWeight(weight, bias, Team(), in_bytes=True)
 
 
 def coded(x: Tensor) -> tuple[Tensor, Tensor]:
     """Codes and scales of the eighths of each row: [M, 8, terms] fp64, [M, 8] fp32. A product of two fp32 is exact."""
-    together = 2 if x.dtype is torch.bfloat16 else 1
-    own = -(-x.shape[1] // (8 * together)) * together
+    own = -(-x.shape[1] // 16) * 2  # pairs of terms
     parts = F.pad(x.float(), (0, 8 * own - x.shape[1])).view(-1, 8, own)
     highest = parts.abs().amax(-1) if own else torch.zeros(parts.shape[:2])
     factors = torch.where(highest > 0, torch.full_like(highest, 127.0) / highest, 0.0)  # a number / it takes 1 / it
@@ -101,14 +101,16 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows_and_threads(dtype: torch.
     assert torch.equal(grouped[7:], up.multiply_gated(x, weight)[7:])
 
 
+@pytest.mark.parametrize("num_terms", [80, 100])
 @pytest.mark.parametrize("num_parts", [2, 4, 8])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_parts_of_the_terms_add_up_to_the_whole_sum(dtype: torch.dtype, num_parts: int) -> None:
-    """80 terms: eighths of 10 are no whole words of four codes."""
-    weight, x = draw(33, 80, dtype=dtype), draw(40, 80, dtype=dtype, seed=1)
-    pieces = zip(x.chunk(num_parts, dim=1), weight.chunk(num_parts, dim=1), strict=True)
-    sums = [packed(columns, num_segments=8 // num_parts).multiply(part, out_dtype=torch.float32)
-            for part, columns in pieces]
+def test_parts_of_the_terms_add_up_to_the_whole_sum(dtype: torch.dtype, num_parts: int, num_terms: int) -> None:
+    """80 terms: eighths of 10 are no whole words of four codes. 100: the last eighth has 2 of 14."""
+    weight, x = draw(33, num_terms, dtype=dtype), draw(40, num_terms, dtype=dtype, seed=1)
+    each = eighth(num_terms) * (8 // num_parts)
+    pieces = zip(torch.split(x, each, 1), torch.split(weight, each, 1), strict=True)
+    sums = [PackedWeight(columns, None, Team(), num_segments=8 // num_parts, segment_terms=eighth(num_terms),
+                         in_bytes=True).multiply(part, out_dtype=torch.float32) for part, columns in pieces]
     while len(sums) > 1:
         sums = [first + second for first, second in zip(sums[::2], sums[1::2], strict=True)]
     assert torch.equal(sums[0], packed(weight).multiply(x, out_dtype=torch.float32))

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.core.layer_range import eighth
 from engine.kernels.host.amx import has_tiles
 from engine.kernels.host.compiled import Team
 from engine.kernels.host.dot import has_pair_products
@@ -190,7 +191,7 @@ def test_packing(dtype: torch.dtype, num_terms: int, multiple: int) -> None:
     weight, segments = draw(2, 19, num_terms, dtype=dtype), Segments(num_terms, dtype, multiple)
     blocks = pack(weight, segments, Team())
     pair = 2 if dtype is torch.bfloat16 else 1
-    own = -(-num_terms // (8 * pair))
+    own = -(-num_terms // 16) * 2 // pair  # steps; a segment has pairs of terms in every type
     filled = -(-own // multiple) * multiple
     expected = torch.zeros(2, 2, 8 * filled, 16, pair, dtype=dtype)
     for n in range(19):
@@ -258,15 +259,16 @@ def test_this_machines_class_of_arithmetic() -> None:
 @pytest.mark.parametrize("dtype", [*TYPES, torch.float16])
 def test_parts_of_the_terms_add_up_to_the_whole_sum(dtype: torch.dtype, num_parts: int) -> None:
     """Processes with a part of K each add subtrees of the tree that one process adds."""
-    for num_columns, num_terms in [(33, 64), (20, 768)]:
+    for num_columns, num_terms in [(33, 64), (20, 768), (33, 100), (20, 777)]:
         weight, x = draw(num_columns, num_terms, dtype=dtype), draw(40, num_terms, dtype=dtype, seed=1)
-        pieces = list(zip(x.chunk(num_parts, dim=1), weight.chunk(num_parts, dim=1), strict=True))
+        own, count = eighth(num_terms), 8 // num_parts
+        pieces = list(zip(torch.split(x, own * count, 1), torch.split(weight, own * count, 1), strict=True))
         if dtype is torch.float16:  # without a kernel
             whole = plain_product(x, weight)
-            sums = [plain_product(part, columns, num_segments=8 // num_parts) for part, columns in pieces]
+            sums = [plain_product(part, columns, num_segments=count, segment_terms=own) for part, columns in pieces]
         else:
             whole = packed(weight).multiply(x, out_dtype=torch.float32)
-            sums = [PackedWeight(columns, None, Team(), num_segments=8 // num_parts).multiply(
+            sums = [PackedWeight(columns, None, Team(), num_segments=count, segment_terms=own).multiply(
                 part, out_dtype=torch.float32) for part, columns in pieces]
         while len(sums) > 1:
             sums = [first + second for first, second in zip(sums[::2], sums[1::2], strict=True)]

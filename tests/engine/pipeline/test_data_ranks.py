@@ -6,10 +6,11 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from engine import loop as loop_module
 from engine.contracts.model import StageOutput
 from engine.core.batch import DataShare, ForwardBatch, ForwardMode, idle_batch
 from engine.core.layer_range import Placement, TensorRank
-from engine.core.request import Request
+from engine.core.request import Request, SamplingParams
 from engine.core.rows import Row, build_batch, sampling_row
 from engine.pipeline import records
 from engine.pipeline.channel import PartPiece
@@ -21,6 +22,8 @@ from pool.start import check_ranks
 from runtime.errors import ConfigError, InternalError
 from testing.inprocess_channel import InProcessChannel
 from tests.engine.pipeline.test_ranks import together
+from tests.support.models.tiny_models import QWEN3, tiny
+from tests.support.pool.local_pool import local_pool
 
 REQUEST = Request("r", (1, 2, 3), 5)
 
@@ -78,19 +81,54 @@ def test_s3_1_beside_a_rank_with_tokens(kind: str, peer: str) -> None:
     assert step[0].inner_idle is None or step[0].inner_idle.shares == step[0].shares
 
 
-@pytest.mark.parametrize(("count", "padded"), [(5, 8), (7, 8), (4, 4), (0, 0)])
-def test_s3_2_rows_are_padded_to_a_multiple_of_the_attention_ranks_and_trimmed(count: int, padded: int) -> None:
-    assert rows_per_rank(count, 4) * 4 == padded
-    rows = torch.arange(count * 3, dtype=torch.float32).view(count, 3)
+@pytest.mark.parametrize(("counts", "padded"), [([5, 7], [8, 8]), ([7, 4], [8, 4]), ([0, 5], [0, 8])], ids=str)
+def test_s3_2_rows_are_padded_to_a_multiple_of_the_attention_ranks_and_trimmed(counts: list[int],
+                                                                               padded: list[int]) -> None:
+    assert [rows_per_rank(count, 4) * 4 for count in counts] == padded
+    every = torch.arange(sum(counts) * 3, dtype=torch.float32).view(-1, 3)
+    of_data_ranks = torch.split(every, counts)
 
     def step(ranks: StageRanks) -> tuple[bool, int]:
         noting = NotingParts(ranks)
         with ranks.step(1):
-            gathered = ranks.gather_rows(rows, [count])
-        return torch.equal(gathered, rows), noting.num_bytes
+            gathered = ranks.gather_rows(of_data_ranks[ranks.own.data_rank], counts)
+        return torch.equal(gathered, every), noting.num_bytes
 
-    found = together(ranks_of(4, 1), [step] * 4)
-    assert found == [(True, 3 * padded // 4 * 12)] * 4, "its share, of rows of 12 bytes, to three others"
+    found = together(ranks_of(8, 2), [step] * 8)
+    assert found == [(True, 7 * rows // 4 * 12) for rows in padded for _ in range(4)], "its share to seven others"
+
+
+def prompts() -> list[Request]:
+    return [Request(f"r{length}", tuple(range(3, 3 + length)), 6, SamplingParams(temperature=0.0))
+            for length in (5, 7, 12)]
+
+
+@pytest.mark.parametrize(("tp", "dp"), [(4, 1), (4, 2)])
+def test_s3_2_a_running_pool_pads_rows_where_data_ranks_gather_them(monkeypatch: pytest.MonkeyPatch, tp: int,
+                                                                    dp: int) -> None:
+    """All ranks of one data rank have all rows behind attention: there nothing is gathered, and so nothing padded."""
+    steps, gathered = list[Step](), list[tuple[int, ...]]()
+    gather_rows = StageRanks.gather_rows
+
+    def noting(self: StageRanks, rows: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
+        gathered.append(tuple(counts))
+        return gather_rows(self, rows, counts)
+
+    def planned(own: Sequence[ForwardBatch | None]) -> Step:
+        steps.append(plan_step(own))
+        return steps[-1]
+
+    with local_pool(tiny(QWEN3)) as pool:
+        expected = [answer.tokens for answer in pool.generate(prompts())]
+    monkeypatch.setattr(StageRanks, "gather_rows", noting)
+    monkeypatch.setattr(loop_module, "plan_step", planned)
+    with local_pool(tiny(QWEN3), tp=tp, dp=dp) as pool:
+        assert [answer.tokens for answer in pool.generate(prompts())] == expected
+    batches = [(place, batch) for step in steps for place, batch in enumerate(step) if batch is not None]
+    assert batches
+    assert all(len(batch.shares) == dp and batch.shares[place].tokens == batch.num_tokens for place, batch in batches)
+    odd = [counts for counts in gathered if any(count % (tp // dp) for count in counts)]
+    assert bool(odd) == bool(gathered) == (dp > 1)
 
 
 class NotingParts:
@@ -206,11 +244,13 @@ def test_rows_go_to_all_ranks_and_come_back(counts: list[int]) -> None:
                 assert ranks.attention.gather(torch.full((1,), float(ranks.own.rank))).tolist() == [
                     2 * ranks.own.data_rank, 2 * ranks.own.data_rank + 1]
             gathered = ranks.gather_rows(mine, counts)
-            collected = ranks.collect(gathered + ranks.own.rank, counts)
+            columns = (gathered + ranks.own.rank)[:, :1].repeat(1, 1 + ranks.own.rank)
+            collected = ranks.collect(columns, counts, [1, 2, 3, 4])
             own_part = ranks.own_rows(gathered, counts)
             return (torch.equal(gathered, every), torch.equal(own_part, mine),
                     None if collected is None else
-                    torch.equal(collected, torch.cat([mine + rank for rank in range(4)], dim=1)))
+                    torch.equal(collected, torch.cat([(mine + rank)[:, :1].repeat(1, 1 + rank)
+                                                      for rank in range(4)], dim=1)))
 
     draws = [True, None, True, None]
     assert together(ranks_of(4, 2), [step] * 4) == [(True, True, each) for each in draws]

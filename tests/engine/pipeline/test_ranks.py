@@ -63,7 +63,7 @@ def test_parts_come_by_rank_and_only_the_first_collects(ranks_of: GroupMaker) ->
     def step(ranks: StageRanks) -> object:
         with ranks.step(1):
             everywhere = ranks.gather(torch.full((2, 1), own := ranks.own.rank))
-            first = ranks.collect(torch.full((1, 2), own, dtype=torch.int32), [1])
+            first = ranks.collect(torch.full((1, own + 1), own, dtype=torch.int32), [1], [1, 2, 3, 4])
             uneven = ranks.gather(torch.full((own,), own), [0, 1, 2, 3])
             swapped = ranks.swap([torch.full((own * to % 3,), 10 * own + to) for to in range(4)],
                                  [rank * own % 3 for rank in range(4)])
@@ -71,9 +71,9 @@ def test_parts_come_by_rank_and_only_the_first_collects(ranks_of: GroupMaker) ->
 
     results = together(ranks_of(4), [step] * 4)
     for rank, result in enumerate(results):
-        pairs = [0, 0, 1, 1, 2, 2, 3, 3]
+        pairs, columns = [0, 0, 1, 1, 2, 2, 3, 3], [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
         swapped = [10 * other + rank for other in range(4) for _ in range(other * rank % 3)]
-        assert result == [pairs, None if rank else pairs, [1, 2, 2, 3, 3, 3], swapped]
+        assert result == [pairs, None if rank else columns, [1, 2, 2, 3, 3, 3], swapped]
 
 
 def test_a_long_part_goes_in_several_packets(ranks_of: GroupMaker) -> None:
@@ -183,7 +183,7 @@ def test_a_wait_ends_when_the_pool_is_broken(ranks_of: GroupMaker) -> None:
 def test_a_part_that_is_not_due_breaks_the_pool(ranks_of: GroupMaker) -> None:
     def before(ranks: StageRanks) -> None:
         with ranks.step(1):
-            ranks.collect(torch.ones(1, 1), [1])
+            ranks.collect(torch.ones(1, 1), [1], [1, 1])
 
     def once(ranks: StageRanks) -> None:
         with ranks.step(2):
@@ -191,7 +191,7 @@ def test_a_part_that_is_not_due_breaks_the_pool(ranks_of: GroupMaker) -> None:
 
     def ahead(ranks: StageRanks) -> None:
         with ranks.step(3):
-            ranks.collect(torch.ones(1, 1), [1])
+            ranks.collect(torch.ones(1, 1), [1], [1, 1])
 
     group = ranks_of(2)
     together(group[1:], [before])  # the part of batch 1 is left over, that of batch 3 is none of batch 2

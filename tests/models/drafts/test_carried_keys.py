@@ -25,11 +25,12 @@ from models.drafts.loader import DraftDescription, read_draft
 from models.loader import read_model
 from tests.support.drafts.nextn import nan_pools
 from tests.support.models.checkpoints import add_nextn, make_checkpoint
+from tests.support.models.tiny_models import HIDDEN_SIZE
 
 LAST, STEPS = 5, 5
 PROMPTS = [torch.randint(3, 250, (length,), generator=torch.Generator().manual_seed(length)).tolist()
            for length in (37, 12)]
-FEATURES = torch.randn(49, 64, generator=torch.Generator().manual_seed(5))
+FEATURES = torch.randn(49, HIDDEN_SIZE, generator=torch.Generator().manual_seed(5))
 PAGES = ([3, 5, 2], [7, 1])
 
 

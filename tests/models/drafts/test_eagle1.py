@@ -14,9 +14,11 @@ from engine.core.numerics import Numerics
 from models.blocks.weights import RandomWeights
 from models.drafts.loader import DraftDescription, read_draft
 from tests.support.drafts.drafters import chain_behind
+from tests.support.models.tiny_models import HIDDEN_SIZE as HIDDEN
 from tests.support.models.tiny_models import LLAMA, tiny
+from tests.support.models.tiny_models import VOCAB_SIZE as VOCAB
 
-HIDDEN, HEADS, KV_HEADS, DIM, WIDTH, VOCAB, LAST = 64, 4, 2, 32, 96, 256, 4
+HEADS, KV_HEADS, DIM, WIDTH, LAST = 4, 2, 32, 100, 4
 QWEN2 = "Qwen2ForCausalLMEagle"
 
 

@@ -13,7 +13,7 @@ from models.drafts.eagle3 import aux_layer_ids
 from models.drafts.loader import read_draft
 from runtime.errors import ConfigError
 from tests.support.drafts import eagle
-from tests.support.models.tiny_models import LLAMA, tiny
+from tests.support.models.tiny_models import HIDDEN_SIZE, LLAMA, VOCAB_SIZE, tiny
 
 
 def change(folder: Path, **fields: object) -> Path:
@@ -28,10 +28,10 @@ def test_all_public_names_load(tmp_path: Path, prefix: str) -> None:
     assert draft.capture_layers == {1, 2, 4}
     model = draft.load(numerics=Numerics.EXACT)
     expected = eagle.random_tensors(tied_head=False)
-    x = torch.randn(3, eagle.HIDDEN)
+    x = torch.randn(3, HIDDEN_SIZE)
     normed = expected["norm.weight"] * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-6)
     torch.testing.assert_close(model.logits(x), normed @ expected["lm_head.weight"].t())
-    assert (model.vocab_size, [spec.layer_id for spec in model.cache_specs(16)]) == (eagle.VOCAB, [0])
+    assert (model.vocab_size, [spec.layer_id for spec in model.cache_specs(16)]) == (VOCAB_SIZE, [0])
 
 
 def test_a_draft_without_a_dtype_runs_in_that_of_its_weights(tmp_path: Path) -> None:
@@ -86,5 +86,5 @@ def test_what_is_not_implemented_is_refused_by_name(tmp_path: Path, fields: dict
 
 def test_wrong_tensors_are_named(tmp_path: Path) -> None:
     folder = change(eagle.save_draft(tmp_path / "draft"), intermediate_size=64)
-    with pytest.raises(ConfigError, match=r"mlp\.gate_proj\.weight is \[96, 64\], the config says \[64, 64\]"):
+    with pytest.raises(ConfigError, match=r"mlp\.gate_proj\.weight is \[100, 72\], the config says \[64, 72\]"):
         read_draft(folder, tiny(LLAMA)).load(numerics=Numerics.EXACT)

@@ -18,9 +18,11 @@ from models.drafts.loader import random_draft, read_draft
 from runtime.errors import ConfigError
 from tests.support.drafts.drafters import chain_behind
 from tests.support.models.checkpoints import spread_weights
+from tests.support.models.tiny_models import HIDDEN_SIZE as HIDDEN
 from tests.support.models.tiny_models import HYBRID, LLAMA, QWEN3_NEXT, tiny
+from tests.support.models.tiny_models import VOCAB_SIZE as VOCAB
 
-HIDDEN, VOCAB, LAST, FULL = 64, 256, 4, 1
+LAST, FULL = 4, 1
 
 
 class Oracle:

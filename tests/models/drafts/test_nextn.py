@@ -25,7 +25,7 @@ from runtime.errors import ConfigError
 from tests.support.drafts.drafters import CHAINS, TREES, Shape
 from tests.support.drafts.nextn import NextNOracle, nan_pools
 from tests.support.models.checkpoints import add_nextn, make_checkpoint, oracle
-from tests.support.models.tiny_models import LLAMA, tiny
+from tests.support.models.tiny_models import HIDDEN_SIZE, LLAMA, tiny
 
 PLAIN_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 Maker = Callable[..., Path]
@@ -64,7 +64,7 @@ def last_layer(folder: Path) -> int:
 
 
 TOKENS = torch.randint(3, 250, (37,), generator=torch.Generator().manual_seed(6)).tolist()
-FEATURES = torch.randn(37, 64, generator=torch.Generator().manual_seed(5))
+FEATURES = torch.randn(37, HIDDEN_SIZE, generator=torch.Generator().manual_seed(5))
 
 
 @pytest.mark.parametrize("shape", [CHAINS["chain 5"], TREES["tree 4x4/15"]], ids=["chain", "tree"])
@@ -112,7 +112,7 @@ def test_glm4_moe_chains_are_those_of_transformers(made: Maker, tmp_path: Path) 
         mask = torch.full((len(tokens), len(tokens)), float("-inf")).triu(1)[None, None]
         out = model.layers[4](x, position_embeddings=model.rotary_emb(x, positions), attention_mask=mask,
                               position_ids=positions)
-        last = normed((out[0] if isinstance(out, tuple) else out).reshape(-1, 64)[-1], own["shared_head.norm"])
+        last = normed((out[0] if isinstance(out, tuple) else out).reshape(-1, HIDDEN_SIZE)[-1], own["shared_head.norm"])
         expected.append(int((tensors["lm_head.weight"] @ last).argmax()))
         tokens, hidden = [*tokens, expected[-1]], torch.cat([hidden, last[None]])
     assert list(proposed(folder, folder, CHAINS["chain 3"], FEATURES, TOKENS).token_ids) == expected
@@ -120,8 +120,8 @@ def test_glm4_moe_chains_are_those_of_transformers(made: Maker, tmp_path: Path) 
 
 @pytest.mark.parametrize(("fields", "complaint"), [
     ({"num_nextn_predict_layers": 0}, "num_nextn_predict_layers must be an integer from 1 to 10000, is 0"),
-    ({"hidden_size": 128}, "hidden_size is 128, the target's is 64"),
-    ({"vocab_size": 300}, "vocab_size is 300, the target's is 256"),
+    ({"hidden_size": 128}, "hidden_size is 128, the target's is 72"),
+    ({"vocab_size": 300}, "vocab_size is 300, the target's is 257"),
     ({"dtype": "bfloat16"}, "dtype is bfloat16, the target runs in float32"),
     ({"index_topk": 4}, "attention differ"), ({"n_routed_experts": 4}, "experts differ"),
     ({"rms_norm_eps": 1e-3}, "norm differ"), ({"max_position_embeddings": 100, "kv_lora_rank": 8}, "attention differ"),
@@ -155,9 +155,9 @@ def test_wrong_tensors_are_named(made: Maker) -> None:
     tensors = load_file(folder / "model.safetensors")
     del tensors["model.layers.4.self_attn.indexer.wk.weight"]
     tensors["model.layers.4.enorm.weight"] = torch.zeros(3)
-    save_file(tensors | {"model.layers.4.fc_norm.weight": torch.zeros(64)}, folder / "model.safetensors")
+    save_file(tensors | {"model.layers.4.fc_norm.weight": torch.zeros(HIDDEN_SIZE)}, folder / "model.safetensors")
     with pytest.raises(ConfigError, match="do not fit its config") as caught:
         read_draft(folder, read_model(folder)).load(numerics=Numerics.EXACT)
-    for complaint in (r"indexer.wk.weight is missing", "enorm.weight is [3], the config says [64]",
+    for complaint in (r"indexer.wk.weight is missing", "enorm.weight is [3], the config says [72]",
                       "fc_norm.weight is unexpected"):
         assert complaint in str(caught.value)

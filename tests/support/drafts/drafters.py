@@ -20,8 +20,7 @@ from engine.speculative.draft_model import DraftModel
 from engine.speculative.eagle import EagleDrafter
 from engine.speculative.multistep import MultiStepAttention
 from engine.speculative.verify import Run
-
-VOCAB_SIZE = 256
+from tests.support.models.tiny_models import VOCAB_SIZE
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from models.blocks.weights import RandomWeights
 from tests.support.drafts.tree_oracle import Cached, TreeOracle
+from tests.support.models.tiny_models import HIDDEN_SIZE as HIDDEN
+from tests.support.models.tiny_models import VOCAB_SIZE as VOCAB
 
-HEADS, KV_HEADS, HEAD_DIM, HIDDEN, VOCAB, WIDTH = 4, 2, 32, 64, 256, 96
+HEADS, KV_HEADS, HEAD_DIM, WIDTH = 4, 2, 32, 100
 LAYERS = (1, 2, 4)
 CONFIG: dict[str, object] = {
     "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "vocab_size": VOCAB, "hidden_size": HIDDEN,

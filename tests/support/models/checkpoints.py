@@ -1,6 +1,7 @@
 """Tiny random checkpoints of every family, written by transformers and remembered for the test session.
 
-`make_checkpoint(folder, name)` writes one; `oracle(folder)` opens it again as transformers sees it.
+`make_checkpoint(folder, name)` writes one; `oracle(folder)` opens it again as transformers sees it. Vocabularies,
+widths and numbers of experts are odd, as those of published fine-tunes may be.
 """
 
 import json
@@ -17,12 +18,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tests.support.models.tiny_models import HIDDEN_SIZE, VOCAB_SIZE
+
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _BASE: dict[str, Any] = {
-    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-    "rope_parameters": _ROPE,
+    "vocab_size": VOCAB_SIZE, "hidden_size": HIDDEN_SIZE, "intermediate_size": 104, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 1,
+    "eos_token_id": 2, "pad_token_id": 0, "rope_parameters": _ROPE,
 }
+_LLAMA = {**_BASE, "head_dim": 20}
 _LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
            "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
@@ -32,10 +36,10 @@ _HYBRID: dict[str, Any] = {
     "linear_value_head_dim": 24,
     "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1], "mrope_interleaved": True},
 }
-_MOE = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-_SIGMOID_MOE = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_shared_experts": 1,
+_MOE = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+_SIGMOID_MOE = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 40, "n_shared_experts": 1,
                 "first_k_dense_replace": 1, "norm_topk_prob": True}
-_HYBRID_MOE = {**_HYBRID, **_MOE, "shared_expert_intermediate_size": 48}
+_HYBRID_MOE = {**_HYBRID, **_MOE, "shared_expert_intermediate_size": 56}
 del _HYBRID_MOE["intermediate_size"]
 _MLA: dict[str, Any] = {
     **_BASE, **_SIGMOID_MOE, "num_key_value_heads": 4, "q_lora_rank": 32, "kv_lora_rank": 24, "qk_nope_head_dim": 16,
@@ -47,11 +51,11 @@ _YARN_MLA = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "origina
              "mscale": 1.0, "mscale_all_dim": 1.0}
 _KIMI = {name: value for name, value in _MLA.items() if name not in (
     "rope_parameters", "q_lora_rank", "n_routed_experts", "max_position_embeddings")} | {
-        "model_max_length": 512, "num_experts": 8, "n_group": 2, "topk_group": 1, "linear_attn_config": {
+        "model_max_length": 512, "num_experts": 6, "n_group": 2, "topk_group": 1, "linear_attn_config": {
             "head_dim": 16, "num_heads": 4, "short_conv_kernel_size": 4, "kda_layers": [1, 2, 4],
             "full_attn_layers": [3]}}
 _VISION = {"depth": 1, "hidden_size": 32, "intermediate_size": 48, "num_heads": 2, "patch_size": 4,
-           "out_hidden_size": 64, "num_position_embeddings": 16}
+           "out_hidden_size": HIDDEN_SIZE, "num_position_embeddings": 16}
 _MARKERS = {"image_token_id": 250, "video_token_id": 251, "vision_start_token_id": 252, "vision_end_token_id": 253}
 
 
@@ -60,13 +64,13 @@ def _text(cls: str, config_cls: str, **fields: object) -> Callable[[], PreTraine
 
 
 _FAMILIES: Mapping[str, Callable[[], PreTrainedModel]] = {
-    "llama": _text("LlamaForCausalLM", "LlamaConfig", **{**_BASE, "rope_parameters": _LLAMA3}),
-    "llama_tied_bias": _text("LlamaForCausalLM", "LlamaConfig", **_BASE, tie_word_embeddings=True, attention_bias=True,
+    "llama": _text("LlamaForCausalLM", "LlamaConfig", **{**_LLAMA, "rope_parameters": _LLAMA3}),
+    "llama_tied_bias": _text("LlamaForCausalLM", "LlamaConfig", **_LLAMA, tie_word_embeddings=True, attention_bias=True,
                              mlp_bias=True),
-    "llama_yarn": _text("LlamaForCausalLM", "LlamaConfig", **{**_BASE, "rope_parameters": _YARN}),
-    "llama_linear": _text("LlamaForCausalLM", "LlamaConfig", **{**_BASE, "rope_parameters": _LINEAR}),
+    "llama_yarn": _text("LlamaForCausalLM", "LlamaConfig", **{**_LLAMA, "rope_parameters": _YARN}),
+    "llama_linear": _text("LlamaForCausalLM", "LlamaConfig", **{**_LLAMA, "rope_parameters": _LINEAR}),
     "llama4": _text("Llama4ForCausalLM", "Llama4TextConfig", **{
-        **_BASE, "head_dim": 32, "intermediate_size": 32, "intermediate_size_mlp": 96, "num_local_experts": 8,
+        **_BASE, "head_dim": 32, "intermediate_size": 40, "intermediate_size_mlp": 104, "num_local_experts": 5,
         "interleave_moe_layer_step": 2, "rope_parameters": _LLAMA3}),
     "mistral": _text("MistralForCausalLM", "MistralConfig", **_BASE, head_dim=32, sliding_window=None),
     "gemma3": _text("Gemma3ForCausalLM", "Gemma3TextConfig", **{
@@ -79,8 +83,8 @@ _FAMILIES: Mapping[str, Callable[[], PreTrainedModel]] = {
         "sliding_window": 24, "hidden_size_per_layer_input": 0, "final_logit_softcapping": 30.0, "layer_types": [
             "sliding_attention", "sliding_attention", "sliding_attention", "full_attention"], "rope_parameters": None}),
     "qwen3": _text("Qwen3ForCausalLM", "Qwen3Config", **_BASE, head_dim=32),
-    "qwen2": _text("Qwen2ForCausalLM", "Qwen2Config", **_BASE, tie_word_embeddings=True),
-    "qwen2_moe": _text("Qwen2MoeForCausalLM", "Qwen2MoeConfig", **_BASE, **_MOE, shared_expert_intermediate_size=48,
+    "qwen2": _text("Qwen2ForCausalLM", "Qwen2Config", **_LLAMA, tie_word_embeddings=True),
+    "qwen2_moe": _text("Qwen2MoeForCausalLM", "Qwen2MoeConfig", **_LLAMA, **_MOE, shared_expert_intermediate_size=56,
                        norm_topk_prob=False, mlp_only_layers=[0]),
     "qwen3_moe": _text("Qwen3MoeForCausalLM", "Qwen3MoeConfig", **_BASE, **_MOE, head_dim=32, norm_topk_prob=True),
     "glm4_moe": _text("Glm4MoeForCausalLM", "Glm4MoeConfig", **{
@@ -88,13 +92,13 @@ _FAMILIES: Mapping[str, Callable[[], PreTrainedModel]] = {
         "attention_bias": True, "n_group": 2, "topk_group": 1,
         "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}}),
     "minimax_m2": _text("MiniMaxM2ForCausalLM", "MiniMaxM2Config", **{
-        **_BASE, "head_dim": 32, "intermediate_size": 32, "num_local_experts": 8, "num_experts_per_tok": 2,
+        **_BASE, "head_dim": 32, "intermediate_size": 40, "num_local_experts": 6, "num_experts_per_tok": 2,
         "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.5}}),
     "qwen3_5_moe_text": _text("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", **_HYBRID_MOE),
     "qwen3_5_moe": _text("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeConfig", text_config=_HYBRID_MOE,
                          vision_config=_VISION, **_MARKERS),
     "qwen3_next": _text("Qwen3NextForCausalLM", "Qwen3NextConfig", **{
-        **_HYBRID_MOE, "intermediate_size": 96, "mlp_only_layers": [1],
+        **_HYBRID_MOE, "intermediate_size": 104, "mlp_only_layers": [1],
         "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25}}),
     "deepseek_v3": _text("DeepseekV3ForCausalLM", "DeepseekV3Config", **{
         **_MLA, "n_group": 2, "topk_group": 1, "rope_parameters": _YARN_MLA}),
@@ -175,7 +179,7 @@ def add_assistant(target: Path, path: Path) -> Path:
     kept = ("vocab_size", "head_dim", "num_key_value_heads", "max_position_embeddings", "sliding_window",
             "attention_k_eq_v", "hidden_size_per_layer_input", "bos_token_id", "eos_token_id", "pad_token_id")
     own: dict[str, Any] = {
-        "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_hidden_layers": 3,
+        "hidden_size": 40, "intermediate_size": 52, "num_attention_heads": 2, "num_hidden_layers": 3,
         "global_head_dim": 32, "num_global_key_value_heads": 1, "vocab_size_per_layer_input": 0,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
     text = transformers.Gemma4TextConfig(**{name: config[name] for name in kept}, **own)
