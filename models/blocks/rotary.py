@@ -40,15 +40,19 @@ class RopeSpec:
     num_turning: int = 0  # proportional: pairs that turn; the others stand still
 
 
-def read_rope(raw: RawConfig, *, head_dim: int, default_partial: float = 1.0,
+def read_rope(raw: RawConfig, *, head_dim: int, default_partial: float | None = None,
               default_theta: float = 10000.0) -> RopeSpec:
-    """The rotary parameters of a config, in the newer style (`rope_parameters`) or the older one (`rope_theta` with
-    `rope_scaling`, whose kind is under `rope_type` or `type`).
+    """Read the rotary parameters of a config, in the newer style (`rope_parameters`) or the older one (`rope_theta`
+    with `rope_scaling`, whose kind is under `rope_type` or `type`).
+
+    `default_partial`: the share of a head that turns where the config names none. None: whole heads turn in this
+    family, whatever `partial_rotary_factor` says, as in transformers.
 
     Raises:
         ConfigError: a kind other than default, linear, llama3, yarn and proportional, a missing or impossible
-            parameter, or both styles that say different things: transformers follows the older one then, and so a
-            model would turn as nobody meant.
+            parameter, a share of the heads of a family whose heads turn whole in a kind in which transformers cannot
+            run it, or both styles that say different things: transformers follows the older one then, and so a model
+            would turn as nobody meant.
     """
     read = partial(_read_rope, raw, head_dim=head_dim, default_partial=default_partial, default_theta=default_theta)
     if "rope_parameters" not in raw:
@@ -60,12 +64,17 @@ def read_rope(raw: RawConfig, *, head_dim: int, default_partial: float = 1.0,
     return newer
 
 
-def _read_rope(raw: RawConfig, name: str, *, head_dim: int, default_partial: float, default_theta: float) -> RopeSpec:
-    """From the section of that name; without it, plain."""
+def _read_rope(raw: RawConfig, name: str, *, head_dim: int, default_partial: float | None,
+               default_theta: float) -> RopeSpec:
+    """Read the section of that name; without it, rope is plain."""
     params = raw.section(name) if name in raw else RawConfig({})
     kind = params.text("rope_type" if "rope_type" in params else "type", "default")
     theta = params.number("rope_theta", raw.number("rope_theta", default_theta))
-    share = params.number("partial_rotary_factor", raw.number("partial_rotary_factor", default_partial))
+    share = params.number("partial_rotary_factor", raw.number("partial_rotary_factor", default_partial or 1.0))
+    if default_partial is None and kind != "proportional" and share != 1:
+        if kind != "default":
+            raise raw.fail("partial_rotary_factor", f"{share} is not supported: heads of this family turn whole")
+        share = 1.0
     dim = int(head_dim * share)
     if dim % 2 or not 0 < dim <= head_dim:
         raise raw.fail("partial_rotary_factor", f"{share} of head_dim {head_dim} gives {dim} rotated dimensions")

@@ -1,5 +1,9 @@
 """Logits against transformers, fp32: prefill and ten cached steps, at the lengths where something changes."""
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -13,6 +17,8 @@ PAGE_SIZE = 16
 PROMPT_LENGTHS = (1, 2, 3, 4, 5, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 63, 64, 65, 127, 128, 129)
 NUM_STEPS = 10
 TOLERANCE = 1e-4
+# Kinds in which transformers cannot run a share, or have one; and no rope.
+OTHER_ROPE = ("llama", "llama_yarn", "llama_linear", "llama4", "gemma3", "gemma4", "deepseek_v3", "kimi_linear")
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
@@ -30,6 +36,21 @@ def test_logits_match_transformers(name: str, checkpoint: CheckpointMaker) -> No
         at = [length + step for length in PROMPT_LENGTHS]
         logits = driver.decode({row: int(tokens[at[row]]) for row in rows})
         torch.testing.assert_close(logits, expected[at], atol=TOLERANCE, rtol=0)
+
+
+@pytest.mark.parametrize("name", [name for name in FAMILY_NAMES if name not in OTHER_ROPE])
+def test_a_part_of_a_head_turns_where_it_does_in_transformers(name: str, checkpoint: CheckpointMaker,
+                                                              tmp_path: Path) -> None:
+    """A config may say `partial_rotary_factor` of any family, and most of them take no notice of it."""
+    path = Path(shutil.copytree(checkpoint(name), tmp_path / "model"))
+    config = json.loads((path / "config.json").read_text())
+    config.get("text_config", config)["rope_parameters"]["partial_rotary_factor"] = 0.75
+    (path / "config.json").write_text(json.dumps(config))
+    tokens = torch.randint(3, 240, (40,), generator=torch.Generator().manual_seed(5))
+    with torch.no_grad():
+        expected = oracle(path)(tokens[None], use_cache=False).logits[0, -1:]
+    found = StageDriver(read_model(path), page_size=PAGE_SIZE).prefill({0: tokens.tolist()})
+    torch.testing.assert_close(found, expected, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("name", ["llama_tied_bias", "qwen3_5_text"])

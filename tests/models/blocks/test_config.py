@@ -67,7 +67,8 @@ def test_partial_rotation_at_top_level_or_inside(where: str) -> None:
     half = {"partial_rotary_factor": 0.5}
     inside = {"rope_type": "default", "rope_theta": 10.0} | (half if where == "inside" else {})
     raw = RawConfig(LLAMA | {"rope_parameters": inside} | (half if where == "top" else {}))
-    assert read_rope(raw, head_dim=32).dim == 16
+    assert read_rope(raw, head_dim=32, default_partial=1.0).dim == 16
+    assert read_rope(raw, head_dim=32).dim == 32, "of a family whose heads turn whole"
     assert read_rope(RawConfig(LLAMA), head_dim=32, default_partial=0.25).dim == 8
 
 
@@ -125,7 +126,8 @@ def test_hybrid_layer_kinds_by_interval_and_by_list() -> None:
     ({"tie_word_embeddings": "yes"}, "tie_word_embeddings"),
     ({"eos_token_id": -1}, "eos_token_id"),
     ({"rope_theta": 0}, "rope_theta"),
-    ({"partial_rotary_factor": 0.1}, "partial_rotary_factor"),
+    ({"rope_scaling": {"type": "linear", "factor": 2.0}, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+    ({**HYBRID, "partial_rotary_factor": 0.1}, "partial_rotary_factor"),
     ({"rope_scaling": {"type": "linear"}}, "factor"),
     ({"rope_scaling": "linear"}, "rope_scaling"),
 ])
