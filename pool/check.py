@@ -17,7 +17,7 @@ from engine.core.numerics import Numerics
 from engine.memory.budget import decode_requests, stage_costs
 from engine.pipeline.ranks import StageRanks
 from pool.stage.config import WorkerConfig
-from pool.stage.pool_size import memory_of
+from pool.stage.pool_size import memory_of, resume_notice
 from pool.stage.stage import StagePlan, plan_stage
 from runtime.config import load
 from runtime.errors import BatonError
@@ -91,6 +91,8 @@ def report(config: WorkerConfig) -> Iterator[str]:
            f"{plan.max_context_tokens} of one request")
     yield from _of_answers(config.model, facts.vocab_size)
     yield from plan.notices
+    if notice := resume_notice(config, facts.chunk_grid):
+        yield f"as a prefill pool: {notice}"
 
 
 def _of_answers(model: Path, vocab_size: int) -> Iterator[str]:

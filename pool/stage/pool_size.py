@@ -4,6 +4,7 @@ Every stage repeats this arithmetic with what is the same for all of them (the c
 machine or container like the others) and gets the same counts; which memory is free at the moment plays no part in it.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -95,6 +96,17 @@ def plan_pool_size(config: WorkerConfig, description: ModelDescription, ranges: 
     size = PoolSize(sizes.num_pages, sizes.num_slots, context, notice)
     _check_room(config, ranges, needs, size, room_bytes)
     return size
+
+
+def resume_notice(config: WorkerConfig, chunk_grid: int) -> str:
+    """Return what an operator has to know of where prompts go on from a prefix cache, if anything: states are kept on
+    the model's grid, and pages are shared whole."""
+    step = math.lcm(config.page_size, chunk_grid)
+    if not config.prefix_cache or step == max(config.page_size, chunk_grid):
+        return ""
+    return (f"prompts go on from the prefix cache only at multiples of {step} tokens, where pages of "
+            f"{config.page_size} tokens (--page-size) and the model's grid of {chunk_grid} meet: a page size that "
+            f"divides {chunk_grid}, or is a multiple of it, shares more")
 
 
 def _needed_mib(config: WorkerConfig, ranges: Sequence[LayerRange], needs: PoolNeeds, context_tokens: int) -> int:

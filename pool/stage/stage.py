@@ -28,7 +28,7 @@ from pool.stage.config import BALANCED, WorkerConfig
 from pool.stage.graphs import build_draft_graphs, build_graphs, build_host_steps
 from pool.stage.handoff import LayerMark, build_agent, layer_mark
 from pool.stage.metrics import StageCounts, stage_counts
-from pool.stage.pool_size import Memory, PoolNeeds, PoolSize, memory_of, plan_pool_size
+from pool.stage.pool_size import Memory, PoolNeeds, PoolSize, memory_of, plan_pool_size, resume_notice
 from pool.stage.settings import stage_settings
 from pool.stage.speculation import SpeculationPlan, build_drafter, check_frozen, plan_speculation, prompt_drafter
 from pool.stage.warmup import run_every_kind
@@ -60,6 +60,7 @@ class StagePlan:
     max_held: int  # requests that hold memory at the same time
     speculation: SpeculationPlan | None = None
     num_scratch: int = 0  # records of the states of trees, the null one included; 0 where nothing keeps any
+    resume_notice: str = ""  # what an operator has to know of where prompts go on
 
     @property
     def max_context_tokens(self) -> int:
@@ -70,7 +71,7 @@ class StagePlan:
     def notices(self) -> tuple[str, ...]:
         """What an operator has to know of this model on this machine."""
         draft = () if self.speculation is None else self.speculation.draft.notices
-        found = (*self.description.notices, *draft, self.size.notice)
+        found = (*self.description.notices, *draft, self.size.notice, self.resume_notice)
         return tuple(dict.fromkeys(notice for notice in found if notice))  # a draft may be in the model's own files
 
     @property
@@ -136,7 +137,9 @@ def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates:
                             place.tensor.attention)
     settings = stage_settings(config, description, ranges, size, max_held=held, speculation=speculation,
                               speculates=speculates)
-    return StagePlan(description, ranges, geometry, settings, size, held, speculation, num_scratch)
+    notice = resume_notice(config, description.facts.chunk_grid) if has_states else ""
+    return StagePlan(description, ranges, geometry, settings, size, held, speculation, num_scratch,
+                     notice)
 
 
 def _check_experts(config: WorkerConfig, description: ModelDescription) -> None:

@@ -47,13 +47,13 @@ class Rig(CacheRig[PrefillScheduler]):
     """A scheduler over pages of four tokens. With slots the model has recurrent states, and chunks end on a grid of
     eight; `states` has the tokens that each slot's state has read."""
 
-    def __init__(self, *, num_pages: int = 40, max_running: int = 4, num_slots: int = 0) -> None:
-        grid = GRID if num_slots else 1
+    def __init__(self, *, num_pages: int = 40, max_running: int = 4, num_slots: int = 0, page: int = PAGE) -> None:
+        grid, self.page = GRID if num_slots else 1, page
         super().__init__(PrefillScheduler(
             pages=PageAllocator(num_pages), slots=SlotAllocator(num_slots), clock=ManualClock(),
-            cache_rule=ResumeRule(PAGE, grid, has_states=bool(num_slots)),
-            limits=PrefillLimits(page_size=PAGE, chunk_tokens=2 * GRID if num_slots else CHUNK, grid=grid,
-                                 max_running=max_running, max_queued=64)), PAGE)
+            cache_rule=ResumeRule(page, grid, has_states=bool(num_slots)),
+            limits=PrefillLimits(page_size=page, chunk_tokens=2 * GRID if num_slots else CHUNK, grid=grid,
+                                 max_running=max_running, max_queued=64)), page)
         self.states: dict[int, tuple[int, ...]] = {}
         self.prompts: dict[int, Prompt] = {}
         self.num_computed = 0
@@ -73,7 +73,7 @@ class Rig(CacheRig[PrefillScheduler]):
         prompt = Prompt(token_ids)
         request = Request("r", token_ids, 5, SamplingParams(temperature=0), priority=priority,
                           num_prompt_logprobs=num_prompt_logprobs)
-        blocks = block_names(token_ids, PAGE, compatibility="c", salt=salt) if caches else ()
+        blocks = block_names(token_ids, self.page, compatibility="c", salt=salt) if caches else ()
         prompt.key = self.scheduler.submit(request, prompt.events.append, blocks=blocks)
         self.prompts[prompt.key] = prompt
         return prompt
@@ -329,6 +329,15 @@ def test_a_state_is_kept_at_the_end_of_a_prompt_and_where_prompts_part() -> None
     assert parted.started.num_cached == 0, "nobody had kept a state before they parted"
     assert rig.compute(*range(19), *range(70, 90)).started.num_cached == 16, "the junction"
     assert rig.compute(*range(19), *range(50, 70)).started.num_cached == 32
+    rig.check()
+
+
+@pytest.mark.parametrize(("page", "cached"), [(2, 48), (4, 48), (6, 48), (12, 48), (16, 48), (5, 40), (7, 0)])
+def test_a_prompt_goes_on_where_pages_and_states_meet(page: int, cached: int) -> None:
+    """At a multiple of the page's tokens and of the eight between states. The last of 50 tokens is always computed."""
+    rig = Rig(num_slots=12, page=page)
+    rig.compute(*range(50))
+    assert rig.compute(*range(50)).started.num_cached == cached
     rig.check()
 
 

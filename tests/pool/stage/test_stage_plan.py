@@ -9,6 +9,7 @@ from decode.worker import DecodeRole
 from engine.core.layer_range import LayerRange, get_pp_indices
 from engine.memory.layout import CacheKind
 from models.weights_digest import PoolWeights
+from pool.check import report
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import StagePlan, plan_stage
 from prefill.worker import PrefillRole
@@ -71,7 +72,7 @@ def test_every_stage_counts_with_the_largest_share_s4_2(tmp_path: Path, partitio
         config = WorkerConfig(model=model, rank=rank, world_size=2, partition=partition, memory_mb=1, page_size=16,
                               max_running=64)
         counts.append(plan_stage(config).geometry.num_pages)
-    page_bytes = 2 * 2 * 16 * 16 * 4  # keys and values, 2 kv heads of 16, tokens of a page, fp32
+    page_bytes = 2 * 2 * 16 * 20 * 4  # keys and values, 2 kv heads of 20, tokens of a page, fp32
     assert counts == [(1 << 20) // (3 * page_bytes)] * 2
 
 
@@ -105,6 +106,31 @@ def test_s4_6_states_kept_aside_have_slots_of_their_own(folders: tuple[Path, Pat
                           prefix_snapshots=16 if num_copies == 1 else 0)
     plan = plan_stage(config, max_held=PrefillRole().max_held(config), keeps_states=True)
     assert plan.geometry.num_slots == 1 + 16 * (1 + num_copies)
+
+
+@pytest.mark.parametrize(("shares", "topk", "kept"), [(True, 1, True), (True, 3, False), (False, 1, False)])
+def test_only_chains_of_a_draft_that_shares_its_choice_hand_keys_over_s2_7(tmp_path: Path, topk: int, *, shares: bool,
+                                                                           kept: bool) -> None:
+    """The branches of a tree change places between steps, and choose anew."""
+    model = add_nextn(make_checkpoint(tmp_path, "glm_moe_dsa"), tmp_path / "nextn",
+                      index_share_for_mtp_iteration=shares)
+    plan = plan_stage(WorkerConfig(model=model, draft=model, spec_topk=topk, spec_steps=2, spec_draft_tokens=2,
+                                   num_pages=8), speculates=True)
+    keys = [spec for spec in plan.geometry.specs if spec.kind is CacheKind.DRAFT_KEYS]
+    assert [spec.record_shape for spec in keys] == [(8,)] * kept, "as many as a token attends to"
+
+
+@pytest.mark.parametrize(("page_size", "step"), [(16, 0), (64, 0), (128, 0), (48, 192), (100, 1600)])
+def test_a_page_size_that_shares_little_of_a_hybrid_is_noticed(folders: tuple[Path, Path], page_size: int,
+                                                               step: int) -> None:
+    """Prompts go on where a page and the grid of 64 tokens between states end together."""
+    config = WorkerConfig(model=folders[0], num_pages=8, page_size=page_size)
+    notices = plan_stage(config, keeps_states=True).notices
+    assert [f"multiples of {step} tokens" in notice for notice in notices] == [True] * (step > 0)
+    assert not plan_stage(config).notices, "states come with their requests"
+    assert not plan_stage(config.model_copy(update={"prefix_cache": False}), keeps_states=True).notices
+    told = [line for line in report(config) if line.startswith("as a prefill pool: prompts go on")]
+    assert len(told) == (step > 0)
 
 
 def test_experts_are_spread_over_all_ranks_of_a_stage(tmp_path: Path) -> None:
