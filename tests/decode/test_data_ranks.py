@@ -177,3 +177,14 @@ def test_a_request_lives_where_most_pages_are_free_and_a_full_data_rank_stops_no
     assert reserve(ranks, 12).data_rank == 1
     assert [load.pages_free for load in ranks.load().data_ranks] == [2, 1]
     ranks.of(99).release(99)  # of a request that is over
+
+
+def test_a_data_rank_that_refuses_a_request_stops_no_other() -> None:
+    """The first choice has most pages free, and holds as many requests as it may."""
+    ranks = schedulers(num_pages=41)
+    placed = [reserve(ranks, num_tokens).data_rank for num_tokens in (4, 60, 4, 4, 4)]
+    assert placed == [0, 1, 0, 0, 0]
+    assert [load.pages_free for load in ranks.load().data_ranks] == [36, 25]
+    assert [reserve(ranks, 4).data_rank for _ in range(3)] == [1, 1, 1]
+    with pytest.raises(CapacityError, match="4 requests hold memory, the limit is 4"):
+        reserve(ranks, 4)

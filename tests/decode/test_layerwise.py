@@ -89,10 +89,14 @@ class CheckedChains:
         return chain
 
 
-@pytest.mark.parametrize(("family", "num_layers", "size"), [("deepseek_v32", 2, 2), ("glm_moe_dsa", 3, 3)])
-def test_s1_chains_of_several_layers_are_the_formulas(tmp_path: Path, family: str, num_layers: int, size: int) -> None:
+@pytest.mark.parametrize(("family", "num_layers", "size", "shares"), [
+    ("deepseek_v32", 2, 2, False), ("glm_moe_dsa", 3, 3, False), ("glm_moe_dsa", 3, 1, True)])
+def test_s1_chains_of_several_layers_are_the_formulas(tmp_path: Path, family: str, num_layers: int, size: int, *,
+                                                      shares: bool) -> None:
+    """Every layer chooses its own keys, also where a config says that steps of one layer share a choice."""
     torch.set_num_threads(1)
-    folder = add_nextn(make_checkpoint(tmp_path, family), tmp_path / "model", num_nextn_predict_layers=num_layers)
+    folder = add_nextn(make_checkpoint(tmp_path, family), tmp_path / "model", num_nextn_predict_layers=num_layers,
+                       index_share_for_mtp_iteration=shares)
     description, made = read_model(folder), list[CheckedChains]()
 
     def build(num_pages: int) -> CheckedChains:

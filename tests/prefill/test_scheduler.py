@@ -11,7 +11,7 @@ from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
 from pool.prefix.tree import ResumeRule
-from pool.request.entry import Failed
+from pool.request.entry import DataRanks, Failed
 from prefill.prompts import Event, FirstToken, PrefillEntry, PrefillLimits, Scored, Started
 from prefill.scheduler import PrefillScheduler
 from runtime.clock import ManualClock
@@ -474,3 +474,22 @@ def test_a_census_tells_prompts_that_run_from_those_held_for_their_handoff() -> 
                                                               3.0)  # three tokens on pages of four; the third one waits
     scheduler.release(done)
     assert scheduler.occupancy().leases == {"computing": 1, "handoff": 0}
+
+
+def test_a_data_rank_with_a_full_queue_stops_no_other() -> None:
+    """The first choice has fewest tokens queued, in as many prompts as it may."""
+    ranks = DataRanks((make(max_queued=2), make(max_queued=2)))
+
+    def place(num_tokens: int) -> int:
+        wanted = Request("r", tuple(range(num_tokens)), 5, SamplingParams(temperature=0))
+
+        def admit(scheduler: PrefillScheduler) -> PrefillScheduler:
+            scheduler.submit(wanted, lambda event: None)
+            return scheduler
+
+        return ranks.schedulers.index(ranks.place(wanted, (), admit))
+
+    assert [place(num_tokens) for num_tokens in (40, 1, 1)] == [0, 1, 1]
+    assert place(1) == 0
+    with pytest.raises(CapacityError, match="2 prompts are queued, the limit is 2"):
+        place(1)

@@ -24,7 +24,8 @@ from testing.inprocess_channel import InProcessChannel
 from tests.support.models.tiny_models import GLM_DSA, HYBRID_MOE, QWEN3, tiny
 from tests.support.pool.local_pool import local_pool
 
-MODELS = {"dense": (QWEN3, "bfloat16"), "hybrid": (HYBRID_MOE, "float32"), "shared selections": (GLM_DSA, "float32")}
+MODELS = {"dense": (QWEN3, "bfloat16"), "hybrid": (HYBRID_MOE, "float32"), "shared selections": (GLM_DSA, "float32"),
+          "wide selections": ({**GLM_DSA, "index_topk": 100}, "float32")}
 
 
 class Counted(Overlap):
@@ -46,9 +47,11 @@ def answers(model: str, num_stages: int, overlaps: Sequence[Overlap]) -> list[li
         return [answer.tokens for answer in pool.generate(requests)]
 
 
-@pytest.mark.parametrize(("model", "num_stages"), [("dense", 1), ("hybrid", 1), ("shared selections", 2)])
+@pytest.mark.parametrize(("model", "num_stages"), [("dense", 1), ("hybrid", 1), ("shared selections", 2),
+                                                   ("wide selections", 2)])
 def test_s2_8_halves_give_the_bits_of_the_whole(model: str, num_stages: int) -> None:
-    """Each carries the keys that its tokens have selected, also to the next stage: so nothing has to be refused."""
+    """Each carries the keys that its tokens have selected, also to the next stage: so nothing has to be refused. Of up
+    to 100 keys a half of short rows selects 64, and one with a longer row more."""
     overlaps = [Counted(2) for _ in range(2 * num_stages)]
     assert answers(model, num_stages, overlaps) == answers(model, 1, [])
     assert all(overlap.num_batches > 5 for overlap in overlaps)

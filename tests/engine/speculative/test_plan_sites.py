@@ -288,7 +288,8 @@ def test_s1_3_a_captured_forward_is_planned_before_it_and_never_by_it() -> None:
 
 def check_layerwise() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        layerwise.test_s1_chains_of_several_layers_are_the_formulas(Path(folder), "deepseek_v32", 2, 2)
+        layerwise.test_s1_chains_of_several_layers_are_the_formulas(Path(folder), "deepseek_v32", 2, 2,
+                                                                        shares=False)
 
 
 # S1-11: nothing of it may be missing.
