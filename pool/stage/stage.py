@@ -138,8 +138,7 @@ def plan_stage(config: WorkerConfig, *, max_held: int | None = None, speculates:
     settings = stage_settings(config, description, ranges, size, max_held=held, speculation=speculation,
                               speculates=speculates)
     notice = resume_notice(config, description.facts.chunk_grid) if has_states else ""
-    return StagePlan(description, ranges, geometry, settings, size, held, speculation, num_scratch,
-                     notice)
+    return StagePlan(description, ranges, geometry, settings, size, held, speculation, num_scratch, notice)
 
 
 def _check_experts(config: WorkerConfig, description: ModelDescription) -> None:
