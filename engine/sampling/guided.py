@@ -158,8 +158,10 @@ class GuidedSampler:
 
         Raises:
             InvalidRequestError: its grammar does not allow the output, or cannot be followed quickly enough.
-            HeldUpError: its process was not let compute in time.
+            HeldUpError: its process was not let compute in time, or has to compile first, for which no step waits.
         """
+        if not text.is_ready:
+            raise HeldUpError("a grammar's process is gone and has to be started again")
         job, path = kept.job, output.token_ids[len(kept.base.token_ids):]
         if job is not None:
             self._wait(job, text)

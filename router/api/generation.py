@@ -79,8 +79,7 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         rebind(request_id=request_id)
         caller = self._caller_of(context)
         checked = await admissible(request, self._facts(), self._model.tokeniser, draw_seed, self._model.grammars,
-                                   most_urgent=self._limits.priorities.most_urgent(caller))
-        checked = replace(checked, client=caller.account)
+                                   most_urgent=self._limits.priorities.most_urgent(caller), client=caller.account)
         checked.engine.request_id = request_id
         if self._limits.salts_by_client:
             checked.engine.cache_salt = client_salt(caller.identity, request.cache_salt)

@@ -76,15 +76,15 @@ class AdmissibleRequest:
 
 async def admissible(request: generation_pb2.GenerateRequest, facts: ModelLimits, tokeniser: Tokeniser | None,
                      draw_seed: Callable[[], int], grammars: Grammars | None = None, *,
-                     most_urgent: int = -MAX_PRIORITY) -> AdmissibleRequest:
-    """The request in the workers' terms. `draw_seed` gives the seed of a request that brings none; without `grammars`
-    structured output cannot be had; `most_urgent` is the smallest priority its client may use, and the one of a request
-    that asks for none where 0 would be too urgent.
+                     most_urgent: int = -MAX_PRIORITY, client: str = "") -> AdmissibleRequest:
+    """The request of `client` in the workers' terms. `draw_seed` gives the seed of a request that brings none; without
+    `grammars` structured output cannot be had; `most_urgent` is the smallest priority its client may use, and the one
+    of a request that asks for none where 0 would be too urgent.
 
     Raises:
         UnknownModelError: it names another model.
         InvalidRequestError: with every violation found.
-        CapacityError: too many grammars wait to be compiled.
+        CapacityError: too many grammars wait to be compiled, or too many of them are the client's.
         UnavailableError: it resumes an answer to what another router made another prompt of.
     """
     if request.model not in ("", facts.name):
@@ -97,14 +97,14 @@ async def admissible(request: generation_pb2.GenerateRequest, facts: ModelLimits
     if (grammar := grammar_of(request)) is not None:
         if grammars is None:
             raise grammar.refused("needs a model with a tokenizer and an end-of-sequence token")
-        await grammars.check(grammar)
+        await grammars.check(grammar, client)
     prompt = await _prompt_token_ids(request, tokeniser)
     violations = [*_context(request, facts, len(prompt)), *_encoded(request, facts, prompt, tokeniser)]
     if violations:
         raise InvalidRequestError(*violations)
     resolved = _of_this_prompt(_resolve(request, facts, prompt, draw_seed))
     resolved.engine.priority = _priority(request, most_urgent)
-    return resolved
+    return replace(resolved, client=client)
 
 
 def workers_of(drawn_by: str) -> str:

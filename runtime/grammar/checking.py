@@ -17,10 +17,12 @@ from pathlib import Path
 
 from llguidance import LLTokenizer
 
-from runtime.errors import CapacityError, InvalidRequestError
+from runtime.errors import InvalidRequestError
 from runtime.grammar.children import GrammarNursery
 from runtime.grammar.language import Grammar, check_shape, shown
 from runtime.grammar.process import GrammarProcess, GuidedText, TooSlow
+from runtime.grammar.turns import Allowances, Turns
+from runtime.host_cores import num_cores
 from runtime.tokenizer_files import find_tokenizer
 
 logger = logging.getLogger(__name__)
@@ -28,35 +30,19 @@ logger = logging.getLogger(__name__)
 FIRST_CPU_S, LAST_CPU_S = 0.1, 1.0  # of computing, for a grammar of usual size and for the slowest that is accepted
 MAX_AT_ONCE, MAX_WAITING = 4, 32
 MAX_SLOW_AT_ONCE, MAX_SLOW_WAITING = 2, 8
-WAIT_S = 10.0  # for a turn
 MAX_REMEMBERED = 4096  # verdicts
 REMEMBER_S = 600.0  # a refusal for its cost; a newer machine may be faster
-MAX_PROCESSES = 64
+PER_CORE_S = 4.0  # new grammars of a client, of which each takes about ten milliseconds on routers and on workers
+MAX_PROCESSES = 64  # that nobody uses
+MAX_EXPECTED, EXPECTED_S = 128, 30.0  # kept for requests that have had their grammars checked, and for how long
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Lane:
-    """Compilations of one length: so many at once, so many that wait. Belongs to an event loop."""
+    """Compilations of one length. Belongs to an event loop."""
 
     cpu_limit_s: float
-    max_waiting: int
-    turns: asyncio.Semaphore
-    num_waiting: int = 0
-
-    async def take_turn(self) -> None:
-        """Raises CapacityError; else `turns` is to be released."""
-        if self.turns.locked() and self.num_waiting >= self.max_waiting:
-            raise CapacityError(f"{self.num_waiting} grammars wait to be compiled, which is the limit",
-                                resource="grammar compiler")
-        self.num_waiting += 1
-        try:
-            async with asyncio.timeout(WAIT_S):
-                await self.turns.acquire()
-        except TimeoutError:
-            raise CapacityError(f"other grammars kept the compiler busy for {WAIT_S:g} s, the limit of waiting",
-                                resource="grammar compiler") from None
-        finally:
-            self.num_waiting -= 1
+    turns: Turns
 
 
 @dataclass
@@ -94,33 +80,40 @@ class Grammars:
         self._verdicts = _Verdicts()
         self._processes: OrderedDict[Grammar, GrammarProcess] = OrderedDict()
         self._checks: dict[Grammar, asyncio.Task[None]] = {}
-        self._lanes: tuple[_Lane, _Lane] | None = None
+        self._first = _Lane(FIRST_CPU_S, Turns(MAX_AT_ONCE, MAX_WAITING))
+        self._last = _Lane(LAST_CPU_S, Turns(MAX_SLOW_AT_ONCE, MAX_SLOW_WAITING))
+        self._allowances = Allowances(PER_CORE_S * num_cores())
         self._keys = itertools.count(1)
 
-    async def check(self, grammar: Grammar) -> None:
-        """Compile it elsewhere, so that `open` finds it ready.
+    async def check(self, grammar: Grammar, client: str = "") -> None:
+        """Compile it elsewhere, so that `open` finds it ready. `client` is who brings it, where clients are told apart.
 
         Raises:
             InvalidRequestError: naming the field and the limit, if it is no grammar, is not supported, or takes too
                 long.
-            CapacityError: too many others wait to be compiled, or its turn has not come in time.
+            CapacityError: too many others wait to be compiled, its turn has not come in time, or its client brings
+                too many.
             UnavailableError: no process for it could be started.
         """
         with self._lock:
-            if self._verdicts.find(grammar) and (not self._computes_masks or grammar in self._processes):
+            if self._verdicts.find(grammar) and (not self._computes_masks or self._is_kept(grammar)):
                 return
         check_shape(grammar)
         if (task := self._checks.get(grammar)) is None:
-            task = self._checks[grammar] = asyncio.create_task(self._check(grammar))
+            task = self._checks[grammar] = asyncio.create_task(self._check(grammar, client))
             task.add_done_callback(lambda ended: self._checked(grammar, ended))
         await asyncio.shield(task)  # others may wait for the same
+        with self._lock:
+            self._is_kept(grammar)
 
     def open(self, grammar: Grammar) -> GuidedText:
-        """A text that has not begun. Its process is one that `check` made ready, or a new one that compiles first."""
+        """A text that has not begun. Its process is one that `check` made ready, or a new one, which is not `is_ready`
+        before it has compiled."""
         with self._lock:
             process = self._processes.get(grammar)
             if process is None:
                 process = self._keep(grammar, GrammarProcess(self._nursery, grammar, LAST_CPU_S, stays=True))
+            process.expected = process.expected[1:]
             self._processes.move_to_end(grammar)
             return GuidedText(process, next(self._keys))
 
@@ -133,16 +126,13 @@ class Grammars:
         for process in processes:
             process.close()
 
-    async def _check(self, grammar: Grammar) -> None:
-        if self._lanes is None:
-            self._lanes = (_Lane(FIRST_CPU_S, MAX_WAITING, asyncio.Semaphore(MAX_AT_ONCE)),
-                           _Lane(LAST_CPU_S, MAX_SLOW_WAITING, asyncio.Semaphore(MAX_SLOW_AT_ONCE)))
-        first, last = self._lanes
+    async def _check(self, grammar: Grammar, client: str) -> None:
+        await self._allowances.take(client)
         try:
             try:
-                process = await self._compile(grammar, first)
+                process = await self._compile(grammar, self._first, client)
             except TooSlow:
-                process = await self._compile(grammar, last)
+                process = await self._compile(grammar, self._last, client)
         except InvalidRequestError as error:
             with self._lock:
                 self._verdicts.remember(grammar, error.violations[0].description)
@@ -152,32 +142,42 @@ class Grammars:
             if self._computes_masks:
                 self._keep(grammar, process)
 
-    async def _compile(self, grammar: Grammar, lane: _Lane) -> GrammarProcess:
-        await lane.take_turn()
-        process = None
-        try:
+    async def _compile(self, grammar: Grammar, lane: _Lane, client: str) -> GrammarProcess:
+        async with lane.turns.taken(client):
             process = GrammarProcess(self._nursery, grammar, lane.cpu_limit_s, stays=self._computes_masks)
-            await asyncio.wrap_future(process.compiled)
-            return process
-        except BaseException:
-            if process is not None:
+            try:
+                await asyncio.wrap_future(process.compiled)
+            except BaseException:
                 process.close()
-            raise
-        finally:
-            lane.turns.release()
+                raise
+            return process
 
     def _checked(self, grammar: Grammar, ended: "asyncio.Task[None]") -> None:
         del self._checks[grammar]
         if not ended.cancelled():
             ended.exception()  # the waiters have it
 
+    def _is_kept(self, grammar: Grammar) -> bool:
+        """Whether there is a process, which is kept for one more request then. Under the lock."""
+        process = self._processes.get(grammar)
+        if process is None:
+            return False
+        process.expected = (*process.expected, time.monotonic() + EXPECTED_S)
+        return True
+
     def _keep(self, grammar: Grammar, process: GrammarProcess) -> GrammarProcess:
-        """Under the lock. Beyond the limit idle ones end, those not used for longest first."""
+        """Under the lock. Beyond the limits those end that are not used, and those that are expected to be last, the
+        ones not used for longest first."""
         if (other := self._processes.pop(grammar, None)) is not None:
             other.close()
         self._processes[grammar] = process
-        idle = [known for known, held in self._processes.items() if held.num_texts == 0 and held is not process]
+        idle, expected, now_s = list[Grammar](), list[Grammar](), time.monotonic()
+        for known, held in self._processes.items():
+            held.expected = tuple(until_s for until_s in held.expected if until_s > now_s)
+            if held.num_texts == 0 and held is not process:
+                (expected if held.expected else idle).append(known)
         self._end(idle[:max(0, len(self._processes) - MAX_PROCESSES)])
+        self._end(expected[:max(0, len(expected) - MAX_EXPECTED)])
         return process
 
     def _end(self, grammars: Iterable[Grammar]) -> None:

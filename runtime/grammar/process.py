@@ -103,11 +103,18 @@ class GrammarProcess:
         self._child: GrammarChild | None = None
         self._known: dict[int, list[int]] = {}  # tokens by text
         self._begun: set[int] = set()  # texts that the present process has
+        self._is_compiled = False  # in the present process
         self.num_texts = 0  # open ones
+        self.expected: tuple[float, ...] = ()  # until when each request is waited for that will open one; its owner's
         self.compiled: Future[None] = Future()
         self.compiled.set_running_or_notify_cancel()  # a waiter cannot cancel it
         self._thread = threading.Thread(target=self._run, name="grammar", daemon=True)
         self._thread.start()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether masks can be computed. Any thread."""
+        return self._is_compiled
 
     def submit(self, job: MaskJob | TextCall) -> None:
         self._jobs.put_nowait(job)
@@ -170,6 +177,7 @@ class GrammarProcess:
                 child.close()
         if verdict.answer is AnswerKind.PROBLEM:
             raise self._grammar.refused(verdict.data.decode())
+        self._is_compiled = True
 
     def _serve(self, job: MaskJob | TextCall) -> None:
         if isinstance(job, TextCall):  # the end of a text
@@ -221,6 +229,7 @@ class GrammarProcess:
         job.done.set()
 
     def _drop(self) -> None:
+        self._is_compiled = False
         if self._child is not None:
             self._child.close()
         self._child = None
@@ -237,6 +246,12 @@ class GuidedText:
         self._asked: MaskJob | None = None
         self._is_open = True
         process.num_texts += 1
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether its grammar is compiled. One that is not is compiled by the next `ask`, which takes a second or
+        fails."""
+        return self._process.is_ready
 
     def ask(self, kept: int, token_ids: Sequence[int], tree_token_ids: Sequence[int] = (),
             tree_parents: Sequence[int] = (), *, share: float = 1.0) -> MaskJob:

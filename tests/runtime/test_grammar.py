@@ -16,7 +16,7 @@ import pytest
 from llguidance import LLTokenizer
 
 from runtime.errors import CapacityError, InvalidRequestError, UnavailableError
-from runtime.grammar import Grammar, GrammarKind, Grammars, checking, children, load_grammars, process
+from runtime.grammar import Grammar, GrammarKind, Grammars, children, load_grammars, process, turns
 from runtime.grammar.children import GrammarChild
 from runtime.grammar.language import check_shape, shown
 from runtime.grammar.library import compiled
@@ -41,7 +41,7 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a busy core the limits of waiting come before those of computing. Tests of them bring their own."""
     monkeypatch.setattr(process, "ANSWER_S", LONG_S)
     monkeypatch.setattr(process, "COMPILE_WALL_S", LONG_S)
-    monkeypatch.setattr(checking, "WAIT_S", LONG_S)
+    monkeypatch.setattr(turns, "WAIT_S", LONG_S)
 
 
 @pytest.fixture
@@ -86,7 +86,7 @@ async def test_the_same_new_grammar_is_compiled_once_for_all_who_bring_it(gramma
 
 
 async def test_more_than_may_wait_are_told_so(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.grammar.checking.MAX_WAITING", 3)
+    monkeypatch.setattr(grammars._first.turns, "_max_waiting", 3)
     ends = await asyncio.gather(*(grammars.check(regex(f"a{{{n + 1}}}")) for n in range(12)), return_exceptions=True)
     refused = [end for end in ends if end is not None]
     assert len(refused) == 12 - 4 - 3

@@ -5,6 +5,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from concurrent import futures
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
@@ -43,10 +44,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+class CheckedGrammars(Grammars):
+    """Every grammar is compiled when its text is opened, as `check` leaves it before a request is begun."""
+
+    def open(self, grammar: Grammar) -> GuidedText:
+        text = super().open(grammar)
+        futures.wait([self._processes[grammar].compiled], LONG_S)
+        return text
+
+
 @pytest.fixture(scope="module")
 def grammars(folder: Path) -> Iterator[Grammars]:
-    loaded = load_grammars(folder, (EOS,))
-    assert loaded is not None
+    loaded = CheckedGrammars(folder / "tokenizer.json", (EOS,))
     yield loaded
     loaded.close()
 
@@ -263,6 +272,48 @@ async def test_what_is_no_grammar_is_refused_by_field(grammars: Grammars, kind: 
     assert "\n" not in violation.description
 
 
+def test_no_step_waits_for_a_grammar_to_compile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its process was dropped since it was checked, or has ended: the request goes on where it is checked again."""
+    grammars = load_grammars(folder, (EOS,))
+    assert grammars is not None
+    monkeypatch.setattr(MaskJob, "wait", lambda *given: pytest.fail("the engine's thread waits"))
+    sampler, other = GuidedSampler(grammars), replace(row(regex("q"), 31), output=None)
+    dropped, fine = sampler(torch.zeros(2, VOCAB_SIZE), [row(regex("xy"), 30), other])
+    assert isinstance(dropped.error, HeldUpError)
+    assert "has to be started again" in dropped.problem
+    assert fine.problem == ""
+    futures.wait([grammars._processes[regex("xy")].compiled], LONG_S)
+    monkeypatch.undo()
+    wait_long_for_masks(monkeypatch)
+    (drawn,) = sampler(torch.zeros(1, VOCAB_SIZE), [row(regex("xy"), 32)])
+    assert drawn.token_id == ord("x"), "compiled meanwhile"
+    grammars.close()
+
+
+async def test_what_was_checked_is_kept_until_it_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many others come, as far as that is bounded."""
+    monkeypatch.setattr(checking, "MAX_PROCESSES", 2)
+    monkeypatch.setattr(checking, "MAX_EXPECTED", 6)
+    grammars = load_grammars(folder, (EOS,))
+    assert grammars is not None
+    for number in range(6):
+        await grammars.check(regex(f"a{{{number + 1}}}"))
+    texts = [grammars.open(regex(f"a{{{number + 1}}}")) for number in range(6)]
+    assert all(text.is_ready for text in texts)
+    for text in texts:
+        text.close()
+    for number in range(9):
+        await grammars.check(regex(f"b{{{number + 1}}}"))
+    assert [grammar.text for grammar in grammars._processes] == [f"b{{{number}}}" for number in range(3, 10)]
+    monkeypatch.setattr(checking, "EXPECTED_S", 0.0)
+    for number in range(3, 10):
+        await grammars.check(regex(f"b{{{number}}}"))
+        grammars.open(regex(f"b{{{number}}}")).close()
+    await grammars.check(regex("c"))
+    assert len(grammars._processes) == 2, "the others are not expected any more"
+    grammars.close()
+
+
 async def test_only_so_many_grammars_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checking, "MAX_PROCESSES", 4)
     grammars = load_grammars(folder, (EOS,))
@@ -270,6 +321,7 @@ async def test_only_so_many_grammars_are_kept(folder: Path, monkeypatch: pytest.
     used = grammars.open(regex("b"))
     for number in range(10):
         await grammars.check(regex(f"a{{{number + 1}}}"))
+        grammars.open(regex(f"a{{{number + 1}}}")).close()
     assert len(grammars._processes) == 4
     assert np.flatnonzero(allowed_after(used, 0, ())).tolist() == [ord("b")], "one that is in use stays"
     assert after(grammars, regex("a{1}"), "") == "a", "one that was dropped is compiled again"
