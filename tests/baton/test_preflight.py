@@ -173,6 +173,9 @@ def test_tls_that_does_not_fit_is_refused_before_anything_starts(tmp_path: Path)
     check_tls({}, {}, PLAIN_CHANNEL)
     check_tls(ALL_TLS, {}, shows_own)
     check_tls({}, dict.fromkeys(ALL_TLS, ("--tls-cert", "c")), shows_own)
+    own = tmp_path / "own.toml"
+    own.write_text("\n".join(f'[{role}]\ntls_cert = "c"' for role in ALL_TLS))
+    check_tls({}, dict.fromkeys(ALL_TLS, ("--config", str(own))), shows_own)
     without_decode = {role: table for role, table in ALL_TLS.items() if role != "decode"}
     refused: list[tuple[Tables, ChannelSecurity, str]] = [
         (ALL_TLS, PLAIN_CHANNEL, "--tls-ca is missing: the settings file has the processes speak TLS"),
