@@ -20,7 +20,7 @@ from runtime.clock import Clock, SystemClock
 from runtime.security import ChannelSecurity
 
 _UNTIL_CALLS_END_S = 30 * 86400.0
-REDIAL_S = 0.5  # between two channels of a name that cannot be reached
+REDIAL_S = 1.0  # between two channels of a name that cannot be reached
 CONNECTING_S = 5.0  # for a channel of a name to find an address and connect
 _LOOK_S = 0.05
 _READY = grpc.ChannelConnectivity.READY

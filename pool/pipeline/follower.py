@@ -198,7 +198,8 @@ class Follower:
                     self._run_command(command, on_joined)
             logger.info("the leader %s closed the pool", self._config.leader)
         except grpc.aio.AioRpcError as error:
-            logger.warning("no pool with leader %s: %s", self._config.leader, error_from_rpc(error))
+            why = reach_problem(error.details()) if is_lost(error) else error_from_rpc(error)
+            logger.warning("no pool with leader %s: %s", self._config.leader, why)
         except BatonError as error:
             logger.warning("no pool with leader %s: %s", self._config.leader, error)
         except Exception:  # whatever it is, the next try begins anew; the end of this process would not help

@@ -1,10 +1,11 @@
 """A stage that loses its leader, or its own footing: over real gRPC, with a real transfer agent and engine thread."""
 
 import asyncio
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import cast
@@ -301,6 +302,24 @@ async def test_a_leader_that_comes_back_is_joined_without_a_pause() -> None:
         if waits_s[-1] < 1.0:
             break
     assert min(waits_s) < 1.0
+
+
+@pytest.mark.parametrize(("stands_in", "why"), [
+    (False, "connection refused"), (True, "it takes the connection and answers nothing")])
+async def test_a_leader_that_cannot_be_reached_is_reported_with_the_reason(
+        stands_in: bool, why: str, monkeypatch: pytest.MonkeyPatch,  # noqa: FBT001
+        caplog: pytest.LogCaptureFixture) -> None:
+    """Also where something else listens there; and it is joined as soon as it is back."""
+    monkeypatch.setattr("pool.pipeline.follower.REPORT_S", 0.1)
+    async with joined() as rig:
+        await rig.end_leader()
+        with ExitStack() as stack:
+            if stands_in:
+                stack.enter_context(socket.create_server(("127.0.0.1", int(rig.address.rpartition(":")[2]))))
+            said = f"the leader {rig.address} cannot be reached: {rig.address}: {why}"
+            await rig.until(lambda: said in caplog.messages)
+        await rig.start_leader()
+        await rig.until(lambda: rig.channel.num_formings == 2)
 
 
 async def test_a_stage_tells_the_next_leader_which_epochs_are_over() -> None:
