@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from pool.stage.config import WorkerConfig
-from runtime.config import leader_from_environment, load
+from runtime.config import leader_from_environment, load, number_from_environment
 from runtime.errors import ConfigError
 from runtime.host_memory import is_out_of_memory, memory_left
 from runtime.log import report_end
@@ -37,8 +37,8 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
         tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate, not encrypted.")] = None,
         tls_ca: Annotated[Path | None, typer.Option(help="PEM certificates of the roles' authority.")] = None,
         announce: Annotated[Path | None, typer.Option(help="Write addresses to this file once listening.")] = None,
-        rank: Annotated[int | None, typer.Option(envvar="RANK", help="Process of the pool; 0 leads it.")] = None,
-        world_size: Annotated[int | None, typer.Option(envvar="WORLD_SIZE", help="Processes of the pool.")] = None,
+        rank: Annotated[int | None, typer.Option(help="Process of the pool; 0 leads it.")] = None,
+        world_size: Annotated[int | None, typer.Option(help="Processes of the pool.")] = None,
         tp: Annotated[int | None, typer.Option(help="Ranks (processes) that share each stage.")] = None,
         ep: Annotated[int | None, typer.Option(help="Ranks that experts are spread over: --tp.")] = None,
         dp_attention: Annotated[int | None, typer.Option(help="Groups of these with requests of their own.")] = None,
@@ -87,6 +87,8 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
         given = locals()
         flags = {name: given[name] for name in WorkerConfig.model_fields if name in given}
         try:
+            flags["rank"] = number_from_environment("RANK") if rank is None else rank
+            flags["world_size"] = number_from_environment("WORLD_SIZE") if world_size is None else world_size
             flags["leader"] = leader or leader_from_environment()
         except ConfigError as error:
             report_end(f"{role_name}: {error}")

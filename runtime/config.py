@@ -177,6 +177,16 @@ def _checked_peer(text: str) -> str:
 PeerField = Annotated[str, AfterValidator(_checked_peer)]
 
 
+def number_from_environment(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
+    """Return the number that a launcher set; None where it did not. Raises ConfigError naming the variable."""
+    text = environment.get(name, "").strip()
+    if not text:
+        return None
+    if not text.isascii() or not text.isdigit() or len(text) > _MAX_PORT_DIGITS:
+        raise ConfigError(f"{name} must be a number from 0 to 99999, got {text!r}", field=name)
+    return int(text)
+
+
 def leader_from_environment(environment: Mapping[str, str] = os.environ) -> str | None:
     """Return the leader as launchers name it; None unless MASTER_ADDR and MASTER_PORT are both set.
 

@@ -25,7 +25,7 @@ from router.api.readiness import SERVICE as ROUTER_SERVICE
 from router.command import app as router_app
 from router.config import RouterConfig
 from router.workers.discovery import ServiceTarget, parse_target
-from runtime.config import leader_from_environment, parse_address
+from runtime.config import leader_from_environment, number_from_environment, parse_address
 from runtime.config import load as load_config
 from runtime.security import ClientCertificates
 from tests.deploy.manifests import DEPLOY, OVERLAYS, Document, PodKind, load, of_kind, pod_kinds, selects
@@ -66,7 +66,8 @@ def settings_of(documents: list[Document], tmp_path: Path, monkeypatch: pytest.M
         assert given.pop("config") == Path("/etc/baton/baton.toml")
         if role == "router":
             return load_config(RouterConfig, section=role, flags=given, file=file)
-        given["rank"] = flags["rank"]
+        given["rank"] = number_from_environment("RANK", pod.environment)
+        given["world_size"] = number_from_environment("WORLD_SIZE", pod.environment)
         given["leader"] = leader_from_environment(pod.environment)
         return load_config(WorkerConfig, section=role, flags=given, file=file)
 

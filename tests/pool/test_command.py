@@ -58,12 +58,14 @@ def test_settings_that_do_not_fit_are_one_line(arguments: list[str], says: str) 
     ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "abc"}, "MASTER_PORT must be a port from 1 to 65535, got 'abc'"),
     ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "0"}, "MASTER_PORT must be a port from 1 to 65535, got '0'"),
     ({"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "65536"}, "MASTER_PORT must be a port from 1 to 65535, got '65536'"),
+    ({"RANK": "first"}, "RANK must be a number from 0 to 99999, got 'first'"),
+    ({"WORLD_SIZE": "-2"}, "WORLD_SIZE must be a number from 0 to 99999, got '-2'"),
     ({"MASTER_ADDR": "a b", "MASTER_PORT": "7000"}, "MASTER_ADDR must be a host name or an address, got 'a b'")])
 @pytest.mark.parametrize("asks_only", [True, False])
 def test_a_launcher_s_variables_that_do_not_fit_are_one_line(variables: dict[str, str], says: str,
                                                               asks_only: bool) -> None:  # noqa: FBT001
-    arguments = ["--model", "x", "--rank", "1", "--world-size", "2", *(["--check-settings"] if asks_only else [])]
-    done = CliRunner().invoke(DECODE, arguments, env=variables)
+    arguments = ["--model", "x", *(["--check-settings"] if asks_only else [])]
+    done = CliRunner().invoke(DECODE, arguments, env={"RANK": "1", "WORLD_SIZE": "2", **variables})
     assert (done.exit_code, done.stderr) == (EXIT_CONFIG, f"decode: {says}\n")
 
 
