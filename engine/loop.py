@@ -33,6 +33,7 @@ from runtime.errors import (
     PeerLostError,
     UnavailableError,
 )
+from runtime.host_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 
@@ -198,8 +199,9 @@ class EngineLoop:
         except Exception as error:
             # Whatever it is, it must not end the thread in silence.
             logger.exception("the engine loop met an error it does not know")
-            self._observer.unhealthy(str(error))
-            self._lose(UnavailableError(f"the engine stopped: {error}"))
+            what = "memory ran out in a step" if is_out_of_memory(error) else str(error)
+            self._observer.unhealthy(what)
+            self._lose(UnavailableError(f"the engine stopped: {what}"))
 
     def _lose(self, error: BatonError) -> None:
         """The pipeline, if there is one, is broken."""

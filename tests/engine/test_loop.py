@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from engine import loop as loop_module
 from engine.core.batch import ForwardBatch, ForwardMode
@@ -197,6 +198,14 @@ async def test_an_unknown_error_is_told_and_does_not_end_the_thread(running: lis
     loop.post(explode)
     assert await loop.submit(lambda: "alive") == "alive"
     assert told == ["boom"]
+
+
+async def test_memory_that_runs_out_in_a_step_is_told_in_words(running: list[EngineLoop]) -> None:
+    told: list[str] = []
+    loop = start(running, ScriptedScheduler(), LoopObserver(unhealthy=told.append))
+    loop.post(lambda: torch.zeros(1 << 62, dtype=torch.uint8))
+    assert await loop.submit(lambda: "alive") == "alive"
+    assert told == ["memory ran out in a step"]
 
 
 async def test_a_leak_found_when_idle_is_told(running: list[EngineLoop]) -> None:
