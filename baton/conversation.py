@@ -159,5 +159,5 @@ def _typed() -> Iterator[str]:
 
 
 def _is_too_long(error: InvalidRequestError) -> bool:
-    return any(violation.field.startswith("chat") and "context limit" in violation.description
+    return any(violation.field.startswith("chat") and "maximum context length" in violation.description
                for violation in error.violations)

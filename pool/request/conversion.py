@@ -87,7 +87,7 @@ def _violations(message: pb.EngineRequest, vocab_size: int, max_context_tokens: 
         found.append(FieldViolation("max_tokens", "must be at least 1"))
     if len(prompt) + message.max_tokens > max_context_tokens:
         found.append(FieldViolation("prompt_token_ids", f"{len(prompt)} tokens and max_tokens {message.max_tokens} "
-                                                        f"are over the context limit of {max_context_tokens}"))
+                                                        f"are over the maximum context length of {max_context_tokens}"))
     for field, ids, limit in (("prompt_token_ids", prompt, max_context_tokens),
                               ("stop_token_ids", message.stop_token_ids, MAX_LISTED_TOKENS),
                               ("sampling.logit_bias", message.sampling.logit_bias, MAX_LISTED_TOKENS)):

@@ -282,8 +282,8 @@ def resumed_violations(request: generation_pb2.GenerateRequest, facts: ModelLimi
                                                            f"{MAX_COMPATIBILITY_CHARS}")
     for index, choice in enumerate(request.resumed):
         if len(choice.ids) > facts.max_context_tokens:
-            yield FieldViolation(f"resumed[{index}].ids", f"has {len(choice.ids)} tokens, the context limit is "
-                                                          f"{facts.max_context_tokens}")
+            yield FieldViolation(f"resumed[{index}].ids", f"has {len(choice.ids)} tokens, the maximum context length "
+                                                          f"is {facts.max_context_tokens}")
         elif choice.ids and max(choice.ids) >= facts.vocab_size:
             place, token_id = next((i, token_id) for i, token_id in enumerate(choice.ids)
                                    if token_id >= facts.vocab_size)

@@ -191,8 +191,8 @@ def _chat(chat: generation_pb2.ChatMessages, facts: ModelLimits, tokeniser: Toke
 
 def _fits(field: str, num_characters: int, facts: ModelLimits, tokeniser: Tokeniser) -> Iterable[FieldViolation]:
     if num_characters > tokeniser.longest_token * facts.max_context_tokens:
-        yield FieldViolation(field, f"has {num_characters} characters, which cannot fit into the context limit of "
-                                    f"{facts.max_context_tokens} tokens")
+        yield FieldViolation(field, f"has {num_characters} characters, which cannot fit into the maximum context "
+                                    f"length of {facts.max_context_tokens} tokens")
 
 
 def _sampling(sampling: types_pb2.SamplingParams, facts: ModelLimits) -> Iterable[FieldViolation]:
@@ -286,7 +286,7 @@ def _context(request: generation_pb2.GenerateRequest, facts: ModelLimits, num_to
     elif room < 1:
         yield _too_long(kind, num_tokens, facts)
     elif request.stop.min_tokens > room:
-        yield FieldViolation("stop.min_tokens", f"must be at most {room}, what the context limit of "
+        yield FieldViolation("stop.min_tokens", f"must be at most {room}, what the maximum context length of "
                                                 f"{facts.max_context_tokens} tokens leaves after the prompt, "
                                                 f"got {request.stop.min_tokens}")
     else:
@@ -344,8 +344,9 @@ def resolved_sampling(given: types_pb2.SamplingParams, facts: ModelLimits) -> ty
 
 
 def _too_long(field: str, num_tokens: int, facts: ModelLimits) -> FieldViolation:
-    return FieldViolation(field, f"has {num_tokens} tokens; the context limit of {facts.max_context_tokens} tokens "
-                                 "must leave room for at least one more")
+    # "maximum context length" is what clients of OpenAI's API look for, to shorten what they sent.
+    return FieldViolation(field, f"has {num_tokens} tokens; the maximum context length of {facts.max_context_tokens} "
+                                 "tokens must leave room for at least one more")
 
 
 def _shown(text: str) -> str:

@@ -151,7 +151,7 @@ class SmallContext:
     def generate(self, query: Query, *, timeout_s: float | None = None) -> Generator[Event, None, None]:
         self.seen.append(len(query.prompt))
         if len(query.prompt) > 4:
-            raise InvalidRequestError(FieldViolation("chat", "has 90 tokens; the context limit of 64 tokens is"))
+            raise InvalidRequestError(FieldViolation("chat", "has 90 tokens; the maximum context length of 64 is"))
         yield Chunk("r", (1,), "yes", (), Usage(1, 1))
         yield Finish("r", FinishReason.STOP, None, None, Usage(1, 1), Timings())
 

@@ -36,7 +36,7 @@ async def test_what_is_too_long_for_one_pool_goes_to_another() -> None:
             assert answer.token_ids == expected_tokens(PROMPT, NEEDS_LARGE)
         info = await router.failure(token_request([1] * 256))
         assert isinstance(info, InvalidRequestError)
-        assert "context limit of 256" in str(info), "the largest pool's"
+        assert "maximum context length of 256" in str(info), "the largest pool's"
         await router.assert_nothing_left()
 
 

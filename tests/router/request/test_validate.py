@@ -77,9 +77,9 @@ BAD: dict[str, tuple[Change, str, str]] = {
     "empty text": (with_fields(text=""), "text", "not be empty"),
     "no ids": (with_ids([]), "token_ids.ids", "not be empty"),
     "id beyond the vocabulary": (with_ids([1, VOCAB_SIZE, 2]), "token_ids.ids[1]", "512 is not in the vocabulary"),
-    "too many ids": (with_ids([1] * 256), "token_ids", "256 tokens; the context limit of 256"),
-    "too long a text": (with_fields(text="x y" * 256), "text", "context limit of 256"),
-    "far too many ids": (with_ids([VOCAB_SIZE] * 100_000), "token_ids", "100000 tokens; the context limit of 256"),
+    "too many ids": (with_ids([1] * 256), "token_ids", "256 tokens; the maximum context length of 256"),
+    "too long a text": (with_fields(text="x y" * 256), "text", "maximum context length of 256"),
+    "far too many ids": (with_ids([VOCAB_SIZE] * 100_000), "token_ids", "100000 tokens; the maximum context length"),
     "far too long a text": (with_fields(text="x" * 100_000), "text", "100000 characters"),
     "no messages": (with_chat(), "chat.messages", "not be empty"),
     "no role": (with_chat(("user", "a"), ("", "b")), "chat.messages[1].role", "not be empty"),
@@ -119,7 +119,7 @@ BAD: dict[str, tuple[Change, str, str]] = {
     "many choices": (with_fields(n=17), "n", "between 1 and 16, got 17"),
     "many prompt logprobs": (with_fields(num_prompt_logprobs=21), "num_prompt_logprobs", "at most 20, got 21"),
     "far too many resumed": (with_fields(resumed=[types_pb2.TokenIds(ids=[VOCAB_SIZE] * 100_000)]), "resumed[0].ids",
-                             "100000 tokens, the context limit is 256"),
+                             "100000 tokens, the maximum context length is 256"),
     "many stop tokens": (with_stop(stop_token_ids=[1] * 65), "stop.stop_token_ids", "65 entries, the limit is 64"),
 }
 

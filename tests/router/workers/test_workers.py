@@ -46,7 +46,7 @@ async def test_a_sequence_is_limited_by_its_pool() -> None:
     async with running_router(FakePrefill("p", fabric, journal), pool) as router:
         error = await router.failure(token_request([1] * 48))
         assert isinstance(error, InvalidRequestError)
-        assert "the context limit of 48 tokens" in str(error)
+        assert "the maximum context length of 48 tokens" in str(error)
         assert (await router.ask(token_request([1] * 47, max_tokens=9))).token_ids == [47]
 
 

@@ -18,6 +18,7 @@ from router.api.kv_events import CacheEvents
 from router.api.vllm_engine import VllmEngineService
 from router.api.vllm_tokenizer import gateway_tokenizer
 from router.request.validate import admissible
+from router.text.control_tokens import UserControlTokens
 from router.text.model_facts import load_served_model
 from router.text.tokenise import Tokeniser
 from runtime.metrics import RpcMetrics
@@ -44,10 +45,10 @@ class Recorder:
     """Stands for `GenerationService`: it checks and reads requests as that does, keeps their prompts, and answers with
     `token_ids`, one in a message."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, user_control_tokens: UserControlTokens = UserControlTokens.TOKENS) -> None:
         """For the model in this folder, under the folder's name."""
         self.folder = folder
-        self.model = load_served_model(folder)
+        self.model = load_served_model(folder, user_control_tokens=user_control_tokens)
         self.prompts: list[list[int]] = []
         self.requests: list[pb.GenerateRequest] = []
         self.token_ids: tuple[int, ...] = (1,)
