@@ -32,7 +32,7 @@ from runtime.model_folder import check_model_folder
 from runtime.security import ChannelSecurity, ServerSecurity
 from runtime.server import GrpcServer, ServerOptions
 from runtime.supervision import StopSignal, background
-from runtime.tokenizer_files import make_tokenizer
+from runtime.tokenizer_files import cache_folder, make_tokenizer
 from runtime.tokens import TokenList
 from runtime.tracing_setup import open_tracing
 from runtime.version import VERSION
@@ -144,7 +144,7 @@ def _add_vllm_engine(server: GrpcServer, generation: GenerationService, model_di
         raise ConfigError(f"vllm_engine needs the package smg-grpc-proto: pip install 'baton[vllm]' ({error})",
                           field="vllm_engine") from error
     index.listener = events = CacheEvents(index.is_held)
-    tokenizer = gateway_tokenizer(model_dir, model)
+    tokenizer = gateway_tokenizer(model_dir, model, cache_folder() / "gateways")
     if tokenizer is not None and tokenizer.carrier is None:
         logger.warning("gateways render chats and read texts of this model by themselves: its tokenizer cannot carry "
                        "texts, so that completions over HTTP lack the special tokens that begin a text")

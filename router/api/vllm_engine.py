@@ -30,8 +30,6 @@ from runtime.model_files.config import read_config, text_fields
 from runtime.version import VERSION
 
 Context = grpc.aio.ServicerContext[Any, Any]
-# What a tokenizer that carries texts is called: gateways load what they find on their own host, and ask for the rest.
-NOWHERE = "/nonexistent/baton"
 TOKENIZER_CHUNK_BYTES = 1 << 20
 
 
@@ -88,17 +86,13 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
             model_path=str(self._model_dir), is_generation=True,
             # Ids that carry a conversation are more than it has: only the router can tell what is too long.
             max_context_length=info.max_context_tokens if self._carrier is None else 0,
-            vocab_size=info.vocab_size, served_model_name=info.model, tokenizer_path=self._tokenizer_path(),
+            vocab_size=info.vocab_size, served_model_name=info.model,
+            tokenizer_path="" if self._tokenizer is None else self._tokenizer.folder,
             model_type=config.get("model_type", ""),
             architectures=[info.architecture], eos_token_ids=info.eos_token_ids,
             pad_token_id=fields.get("pad_token_id") or 0, bos_token_id=fields.get("bos_token_id") or 0,
             max_req_input_len=info.max_context_tokens - 1,
             default_sampling_params_json=json.dumps(dict(sampling)) if sampling else "")
-
-    def _tokenizer_path(self) -> str:
-        if self._carrier is not None:
-            return NOWHERE
-        return "" if self._tokenizer is None else str(self._model_dir)
 
     async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:
         load = await self._generation.GetLoad(pb.GetLoadRequest(), context)

@@ -3,6 +3,8 @@
 import hashlib
 import io
 import json
+import shutil
+import tempfile
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,15 +15,19 @@ from router.text.model_facts import ServedModel
 from runtime.model_files.config import read_if_there
 from runtime.tokenizer_files import find_tokenizer
 
+# Gateways load what they find under the name that a tokenizer has, on their own host, and ask a router for the rest.
+NOWHERE = "/nonexistent/baton"
 _OWN_FILES = ("tokenizer_config.json", "chat_template.jinja", "config.json", "generation_config.json",
               "special_tokens_map.json")
 
 
 @dataclass(frozen=True)
 class GatewayTokenizer:
-    """The files by name. `carrier` reads the texts that they carry; None where they are the model's own."""
+    """The files by name, and the folder where a gateway on this host finds them. `carrier` reads the texts that they
+    carry; None where they are the model's own."""
 
     files: Mapping[str, bytes]
+    folder: str
     carrier: TextCarrier | None = None
 
     def zipped(self) -> tuple[bytes, str]:
@@ -34,16 +40,17 @@ class GatewayTokenizer:
         return data, hashlib.sha256(data).hexdigest()
 
 
-def gateway_tokenizer(folder: Path, model: ServedModel) -> GatewayTokenizer | None:
+def gateway_tokenizer(folder: Path, model: ServedModel, cache: Path) -> GatewayTokenizer | None:
     """Return what a gateway gets for the model in a folder; None without a tokenizer. Takes seconds for large
-    vocabularies."""
+    vocabularies. Files that carry texts are kept in `cache` where that can be written: a gateway on this host then
+    needs no router that is ready before it is."""
     path, tokeniser = find_tokenizer(folder), model.tokeniser
     if path is None or tokeniser is None:
         return None
     carrying = carrying_tokenizer(tokeniser.tokenizer, path.read_text(encoding="utf-8"))
     if carrying is None:
         others = {name: (folder / name).read_bytes() for name in _OWN_FILES if (folder / name).is_file()}
-        return GatewayTokenizer({"tokenizer.json": path.read_bytes(), **others})
+        return GatewayTokenizer({"tokenizer.json": path.read_bytes(), **others}, str(folder.absolute()))
     config = read_if_there(folder / "tokenizer_config.json")
     files = {
         "tokenizer.json": carrying,
@@ -53,4 +60,27 @@ def gateway_tokenizer(folder: Path, model: ServedModel) -> GatewayTokenizer | No
     }
     if tokeniser.chat_template is not None:
         files["chat_template.jinja"] = carrying_template(tokeniser.chat_template)
-    return GatewayTokenizer({name: text.encode() for name, text in files.items()}, TextCarrier(tokeniser.tokenizer))
+    carried = {name: text.encode() for name, text in files.items()}
+    return GatewayTokenizer(carried, _kept(carried, cache), TextCarrier(tokeniser.tokenizer))
+
+
+def _kept(files: Mapping[str, bytes], cache: Path) -> str:
+    """Return the folder of `cache` that has these very files, written if need be; `NOWHERE` if it cannot be."""
+    digest = hashlib.sha256()
+    for name, data in files.items():
+        digest.update(f"{name} {len(data)}\n".encode() + data)
+    kept = cache.absolute() / digest.hexdigest()[:16]
+    if kept.is_dir():
+        return str(kept)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(dir=cache))
+        try:
+            for name, data in files.items():
+                (draft / name).write_bytes(data)
+            draft.rename(kept)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    except OSError:
+        pass  # another router's files are there by now, or the cache cannot be written
+    return str(kept) if kept.is_dir() else NOWHERE

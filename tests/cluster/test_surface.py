@@ -393,7 +393,7 @@ async def test_vllm_control_calls(outsider: Outsider) -> None:
         ours, theirs = (Tokenizer.from_str(text.decode()) for text in (
             archive.read("tokenizer.json"), (MODEL / "tokenizer.json").read_bytes()))
     assert ours.get_vocab() == theirs.get_vocab()
-    assert info.tokenizer_path.startswith("/nonexistent/"), "gateways take what is there on their own host"
+    assert info.tokenizer_path != str(MODEL), "gateways take what is there on their own host"
     for refused, call in ((grpc.StatusCode.INVALID_ARGUMENT, stub.Embed(vllm.EmbedRequest(), timeout=60)),
                           (grpc.StatusCode.UNIMPLEMENTED,
                            stub.StartProfile(common_pb2.StartProfileRequest(), timeout=60))):

@@ -16,7 +16,7 @@ from protos import generation_pb2 as pb
 from protos import types_pb2
 from router.api.kv_events import CacheEvents
 from router.api.vllm_engine import VllmEngineService
-from router.api.vllm_tokenizer import GatewayTokenizer, gateway_tokenizer
+from router.api.vllm_tokenizer import NOWHERE, GatewayTokenizer, gateway_tokenizer
 from router.api.vllm_translate import VllmAnswer, error_for_vllm, request_from_vllm
 from router.text.carrier import CHAT_KEY
 from router.text.model_facts import load_served_model
@@ -43,8 +43,8 @@ async def test_the_tokenizer_is_packed_once_and_off_the_event_loop(tmp_path: Pat
     monkeypatch.setattr(GatewayTokenizer, "zipped", watched)
     nobody: Any = None
     folder = write_model_dir(tmp_path)
-    service = VllmEngineService(nobody, folder, gateway_tokenizer(folder, load_served_model(folder)),
-                                CacheEvents(lambda name: False))
+    tokenizer = gateway_tokenizer(folder, load_served_model(folder), tmp_path / "cache")
+    service = VllmEngineService(nobody, folder, tokenizer, CacheEvents(lambda name: False))
 
     async def read() -> bytes:
         return b"".join([part.data async for part in service.GetTokenizer(common_pb2.GetTokenizerRequest(), nobody)])
@@ -83,13 +83,28 @@ def test_a_model_whose_tokenizer_cannot_carry_texts_gives_its_own_files(tmp_path
     lossy = Tokenizer.from_file(str(folder / "tokenizer.json"))
     lossy.decoder = decoders.WordPiece()
     lossy.save(str(folder / "tokenizer.json"))
-    tokenizer = gateway_tokenizer(folder, load_served_model(folder))
+    tokenizer = gateway_tokenizer(folder, load_served_model(folder), tmp_path / "cache")
     assert tokenizer is not None
-    assert tokenizer.carrier is None
+    assert (tokenizer.carrier, tokenizer.folder) == (None, str(folder))
     assert tokenizer.files == {name: (folder / name).read_bytes()
                                for name in ("tokenizer.json", "tokenizer_config.json", "config.json")}
     (folder / "tokenizer.json").unlink()
-    assert gateway_tokenizer(folder, load_served_model(folder)) is None
+    assert gateway_tokenizer(folder, load_served_model(folder), tmp_path / "cache") is None
+
+
+def test_a_gateway_on_the_same_host_finds_what_others_are_sent(tmp_path: Path) -> None:
+    folder, cache = write_model_dir(tmp_path / "model"), tmp_path / "cache"
+    model = load_served_model(folder)
+    for _ in range(2):  # the second time they are there
+        tokenizer = gateway_tokenizer(folder, model, cache)
+        assert tokenizer is not None
+        assert {file.name: file.read_bytes() for file in Path(tokenizer.folder).iterdir()} == tokenizer.files
+        assert [str(path) for path in cache.iterdir()] == [tokenizer.folder]
+    unwritable = tmp_path / "file"
+    unwritable.write_text("")
+    tokenizer = gateway_tokenizer(folder, model, unwritable / "cache")
+    assert tokenizer is not None
+    assert tokenizer.folder == NOWHERE
 
 
 SPELLED = {1: b"a", 2: " \U0001f99c".encode()[:2], 3: " \U0001f99c".encode()[2:], 4: b"", 5: b"\xff", 6: b"b"}

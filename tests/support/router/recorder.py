@@ -96,7 +96,8 @@ async def serving(recorder: Recorder) -> AsyncIterator[str]:
     server = GrpcServer(ServerOptions(listen="127.0.0.1:0"), services=(VLLM_SERVICE,),
                         metrics=RpcMetrics.create(CollectorRegistry()))
     service = VllmEngineService(cast(GenerationService, recorder), recorder.folder,
-                                gateway_tokenizer(recorder.folder, recorder.model), CacheEvents(lambda name: False))
+                                gateway_tokenizer(recorder.folder, recorder.model, recorder.folder / "gateways"),
+                                CacheEvents(lambda name: False))
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(service, server.grpc)
     address = await server.start()
     try:
