@@ -28,19 +28,21 @@ from baton.nursery import Child, Nursery, NurseryLink, Spawn, spawn
 from baton.preflight import (
     ROLES,
     PoolShape,
+    binding_flags,
     check_apart,
     check_port,
     check_tls,
     listen_address,
     memory_flags,
     metrics_ports,
+    transport_text,
 )
 from baton.process import LogSink, ProcessSpec, RoleProcess
 from baton.scrape import scrape_config
 from baton.values import WorkerStatus
 from baton.waiting import GATEWAY_MODULE, reason_of, until_cluster_serves, until_serving
 from runtime.announce import Announcement
-from runtime.config import parse_address, read_tables
+from runtime.config import Address, parse_address, read_tables
 from runtime.errors import ConfigError, UnavailableError
 from runtime.log import styled_line
 from runtime.security import PeerRole
@@ -87,7 +89,9 @@ class LocalCluster:
             check_port(http, flag="--http")
             check_apart(http, parse_address(self._listen))
         self._pools = [_Pool(shape, index) for shape in config.shapes for index in range(shape.count)]
+        self._tables = tables
         self._memory_flags = memory_flags(config.shapes, tables, config.model)
+        self._binding_flags = {shape.role: binding_flags(shape, tables) for shape in config.shapes}
         self._metrics_ports = metrics_ports(tables, {"router": self._router_names, **{
             role: [name for pool in self._pools if pool.shape.role == role for name in pool.names] for role in ROLES}})
         self._sink = sink
@@ -117,6 +121,11 @@ class LocalCluster:
         announcement = self.processes[_GATEWAY].announcement
         assert announcement is not None
         return announcement.address
+
+    @property
+    def transport_text(self) -> str:
+        """Where UCX listens, for people."""
+        return transport_text(self._config.shapes, self._tables)
 
     def write_scrape_config(self) -> Path:
         """A Prometheus configuration for the processes that run; gone with the cluster."""
@@ -261,6 +270,8 @@ class LocalCluster:
     def _launch_stage(self, pool: _Pool, rank: int) -> None:
         shape, leader = pool.shape, self._announcement_path(pool.name(0))
         flags = [*shape.process_flags(rank), *self._memory_flags[shape.role]]
+        if Address(self._config.places.host(pool.name(rank)), 0).is_loopback:
+            flags += self._binding_flags[shape.role]
         flags += ["--leader", f"file://{leader}"] if rank else []
         self._launch(pool.name(rank), shape.role, flags, leads=rank == 0)
 

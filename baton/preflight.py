@@ -215,6 +215,30 @@ def _has_own(shape: PoolShape, tables: Mapping[str, Mapping[str, object]]) -> bo
     return any(_setting(shape, tables, name) not in ("", "0") for name in ("memory_mb", "memory_share", "num_pages"))
 
 
+def binding_flags(shape: PoolShape, tables: Mapping[str, Mapping[str, object]]) -> tuple[str, ...]:
+    """Return the flags that keep UCX to this machine, as gRPC is: none where flags, file or environment name the
+    network devices."""
+    if _setting(shape, tables, "transport_interface") or "UCX_NET_DEVICES" in os.environ:
+        return ()
+    return ("--transport-interface", _loopback_device())
+
+
+def transport_text(shapes: Sequence[PoolShape], tables: Mapping[str, Mapping[str, object]]) -> str:
+    """Return a line about where UCX listens."""
+    chosen = {shape.role: _setting(shape, tables, "transport_interface") or os.environ.get("UCX_NET_DEVICES", "")
+              for shape in shapes}
+    open_to_others = {role: devices for role, devices in chosen.items() if devices and devices != _loopback_device()}
+    if not open_to_others:
+        return "UCX listens on loopback alone (--transport-interface)"
+    where = ", ".join(f"{devices} ({role})" for role, devices in open_to_others.items())
+    return f"UCX listens on {where}: keep its ports to the workers (docs/security.md)"
+
+
+def _loopback_device() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if name.startswith("lo")), "lo")
+
+
 def listen_address(flag: str | None, tables: Mapping[str, Mapping[str, object]], default: str) -> str:
     """Of the router: the flag, else the file, else the default. Raises ConfigError for what is no address."""
     listen = flag or str(tables.get("router", {}).get("listen") or default)

@@ -54,6 +54,8 @@ def up(
     weights: Annotated[str | None, typer.Option(help="model (its own type) or int8 (eight bits a weight).")] = None,
     device: Annotated[str | None, typer.Option(help="What workers compute on: cpu, cuda or cuda:N.")] = None,
     transport: Annotated[str | None, typer.Option(help="How state moves: auto, shm, tcp or cuda.")] = None,
+    transport_interface: Annotated[str | None, typer.Option(help="Network devices UCX listens on.",
+                                                            show_default="loopback")] = None,
     draft: Annotated[Path | None, typer.Option(help="Draft model; decode pools then speculate.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file with tables router, prefill, decode.")] = None,
     otel_endpoint: Annotated[str | None, typer.Option(help="URL of an OTLP collector; traces go there.")] = None,
@@ -72,7 +74,8 @@ def up(
     with one_line_errors():
         security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
     worker_flags = [*_flag("--numerics", numerics), *_flag("--weights", weights), *_flag("--device", device),
-                    *_flag("--transport", transport), *_flag("--draft", None if draft is None else str(draft)),
+                    *_flag("--transport", transport), *_flag("--transport-interface", transport_interface),
+                    *_flag("--draft", None if draft is None else str(draft)),
                     *_flag("--otel-endpoint", otel_endpoint)]
     settings = ClusterConfig(
         model=model or demo_model(), prefill=prefill, decode=decode, prefill_pp=prefill_pp, decode_pp=decode_pp,
@@ -113,6 +116,7 @@ async def _serve(settings: ClusterConfig, sink: LogSink) -> None:
         for name, process in cluster.processes.items():
             if (where := process.announcement) is not None:
                 say(f"{name}: {where.address}, metrics on port {where.metrics_port}")
+        say(cluster.transport_text)
         say(f"metrics:  prometheus --config.file={cluster.write_scrape_config()}")
         target = "" if cluster.addresses == (DEFAULT_TARGET,) else f" --target {','.join(cluster.addresses)}"
         served: ModelInfo | None = None

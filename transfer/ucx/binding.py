@@ -5,15 +5,18 @@ shows as "no transport". So both are looked at first, and refused with the setti
 """
 
 import contextlib
+import fcntl
 import os
 import socket
+import struct
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
 from runtime.errors import ConfigError
 
-RDMA_DEVICES = Path("/sys/class/infiniband")
+RDMA_DEVICES, NETWORK_DEVICES = Path("/sys/class/infiniband"), Path("/sys/class/net")
+_IFF_UP, _IFF_LOOPBACK, _SIOCGIFADDR, _MAX_NAME = 0x1, 0x8, 0x8915, 15  # see netdevice(7)
 INTERFACE_FIELD, PORTS_FIELD = "transport_interface", "transport_ports"
 
 
@@ -39,6 +42,12 @@ class UcxBinding:
         options = {"NET_DEVICES": ",".join(self.devices)} if self.devices else {}
         return options if self.ports is None else {**options, "TCP_PORT_RANGE": "{}-{}".format(*self.ports)}
 
+    def places(self) -> "tuple[ListeningPlace, ...]":
+        """Return the network devices that UCX listens on, where none are given those that are up."""
+        names = [name.partition(":")[0] for name in self.devices] or [
+            name for _, name in socket.if_nameindex() if _flags(name) & _IFF_UP]
+        return tuple(ListeningPlace(name, _address(name), bool(_flags(name) & _IFF_LOOPBACK)) for name in names)
+
     def check(self) -> None:
         """Raises ConfigError when a device does not exist here, or no port of the range is free."""
         present = {name for _, name in socket.if_nameindex()}
@@ -53,6 +62,40 @@ class UcxBinding:
 
 
 ANYWHERE = UcxBinding()
+
+
+@dataclass(frozen=True)
+class ListeningPlace:
+    """A network device with its IPv4 address, empty where it has none."""
+
+    device: str
+    address: str
+    is_loopback: bool
+
+    def __str__(self) -> str:
+        return f"{self.device} ({self.address})" if self.address else self.device
+
+
+def loopback_device() -> str:
+    """Return the name of the network device that only this machine reaches."""
+    return next((name for _, name in socket.if_nameindex() if _flags(name) & _IFF_LOOPBACK), "lo")
+
+
+def _flags(device: str) -> int:
+    """Of a network device, as Linux keeps them; none of what is no network device."""
+    try:
+        return int((NETWORK_DEVICES / device / "flags").read_text(), 16)
+    except (OSError, ValueError):
+        return 0
+
+
+def _address(device: str) -> str:
+    request = struct.pack("256s", device[:_MAX_NAME].encode())
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
+            return socket.inet_ntoa(fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, request)[20:24])
+    except OSError:
+        return ""
 
 
 def parse_ports(text: str) -> tuple[int, int]:
