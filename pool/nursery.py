@@ -20,7 +20,7 @@ from threading import Thread
 from typing import TypeVar
 
 from runtime.errors import InternalError
-from runtime.orders import Order, OrderAnswer, open_socket, receive_order, send_answer
+from runtime.orders import Order, OrderAnswer, is_from_user, open_socket, receive_order, send_answer
 from runtime.quiet import quiet_grpc
 from runtime.tied import ALL_CORES, tie_to_parent
 from transfer.ucx.api import load_ucx
@@ -34,6 +34,7 @@ def main() -> None:
     tie_to_parent(int(parent), ALL_CORES)
     with open_socket() as listener:
         listener.bind(path)
+        os.chmod(path, 0o600)
         listener.listen()
         try:
             load()
@@ -85,6 +86,9 @@ class NurseryServer:
 
     def _accept(self) -> None:
         channel, _ = self.listener.accept()
+        if not is_from_user(channel, os.getuid()):
+            channel.close()  # an order runs any module
+            return
         self._selector.register(channel, selectors.EVENT_READ, partial(self._take, channel))
 
     def _take(self, channel: socket.socket) -> None:

@@ -6,10 +6,12 @@ it has ended.
 
 import json
 import socket
+import struct
 from dataclasses import asdict, dataclass
 
 from runtime.errors import UnavailableError
 
+_CREDENTIALS = struct.Struct("3i")  # pid, uid and gid, see unix(7)
 MAX_BYTES = 1 << 18  # an environment is a few KiB
 
 
@@ -37,6 +39,12 @@ class OrderAnswer:
 
 def open_socket() -> socket.socket:
     return socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
+
+
+def is_from_user(channel: socket.socket, user_id: int) -> bool:
+    """Return whether the process at the other end of a connection was this user's when it connected."""
+    _, found, _ = _CREDENTIALS.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    return bool(found == user_id)
 
 
 def send_order(channel: socket.socket, order: Order, output: int) -> None:
