@@ -2,6 +2,7 @@
 
 import os
 import random
+import secrets
 import threading
 import time
 from multiprocessing.connection import Connection
@@ -16,6 +17,7 @@ from runtime.clock import SystemClock
 from runtime.errors import ConfigError, HandoffError
 from transfer.plan.copy_plan import plan_destination
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageSessionEvent, StageSessionState
+from transfer.transport.authenticator import new_key
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.transport import UcxTransport
 
@@ -98,8 +100,8 @@ class Destination:
         """One handoff; its GB/s (1e9 bytes), from released to checked."""
         source.send(number)
         terms: SourceTerms = source.recv()
-        destination = plan_destination(terms, session_id=f"s{number}", epoch=0, nonce=number,
-                                       page_ids=_scattered_pages(f"destination {number}"), slot_id=0,
+        destination = plan_destination(terms, session_id=f"s{number}", epoch=0, tag_base=secrets.randbits(64),
+                                       key=new_key(), page_ids=_scattered_pages(f"destination {number}"), slot_id=0,
                                        stages=[self._side.agent.endpoint], specs=self._side.pools.geometry.specs)
         self._side.agent.open_receive(terms, destination)
         self._side.wait(StageSessionState.OPEN)

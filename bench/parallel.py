@@ -48,6 +48,7 @@ from models.loader import random_model
 from pool.pipeline.part_memory import PartMemory, this_host
 from pool.pipeline.stage_channel import FRAME_OVERHEAD, PoolChannel
 from runtime.errors import BatonError
+from tests.support.pool.formings import forming_of
 from tests.support.pool.local_pool import build_executor
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.stage_channel import UcxStageChannel
@@ -145,7 +146,7 @@ def serve_rank(rank: int, size: int, store_port: int, parent: Connection) -> Non
     memory = PartMemory(this_host(), rank=rank, size=size, check=frames.check)
     channel = PoolChannel(frames, rank=rank, max_bytes=MAX_BYTES, memory=memory, why="is on a CPU")
     parent.send(channel.address)
-    channel.connect(parent.recv(), 1)
+    channel.connect(parent.recv(), forming_of(1, size))
     overlap = Overlap(SPLIT_FROM)
     ranks = StageRanks(TensorRank(rank, size), while_under_way=overlap.pass_turn)
     by_frames = StageRanks(TensorRank(rank, size))

@@ -20,6 +20,7 @@ from engine.pipeline.links import LinkBackend
 from pool.pipeline.stage_channel import FRAME_OVERHEAD, PoolChannel
 from runtime.errors import BatonError, ConfigError, PeerLostError
 from testing.gloo_link import GlooBackend
+from tests.support.pool.formings import forming_of
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.stage_channel import UcxStageChannel
 
@@ -54,7 +55,7 @@ def answer(name: str) -> None:
     channel = channel_of(name, 1)
     print(channel.address.hex(), flush=True)
     leader = bytes.fromhex(sys.stdin.readline())
-    channel.connect([leader, channel.address], 1)
+    channel.connect([leader, channel.address], forming_of(1, 2))
     try:
         while True:
             if channel.receive(0, timeout_s=TIMEOUT_S) is not None:
@@ -86,7 +87,7 @@ def measure(name: str, hidden_size: int, repeats: int) -> dict[str, Value]:
             address = bytes.fromhex(second.stdout.readline())
             second.stdin.write(f"{channel.address.hex()}\n")
             second.stdin.flush()
-            channel.connect([channel.address, address], 1)
+            channel.connect([channel.address, address], forming_of(1, 2))
             device = torch.device("cuda", 0) if name == "nccl" else torch.device("cpu")
             values: dict[str, Value] = {"channel": name, "hidden_size": hidden_size,
                                         "empty_us": round_trip_us(channel, Packet(b""), repeats)}

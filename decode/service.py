@@ -47,6 +47,7 @@ from transfer.plan import codec
 from transfer.plan.copy_plan import plan_destination
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms
 from transfer.session import ReceiveSession, ReceiveState, SessionDeadlines
+from transfer.transport.authenticator import new_key
 
 HANDOFF_TIMEOUT_S = 60.0  # in one state of the handoff, for a request without a deadline
 
@@ -81,7 +82,6 @@ class DecodeStay:
         self._reservation = reservation
         self._source = source
         self._alike = alike
-        self._nonce = secrets.randbits(32)
         # A prompt lands while it is computed, and a source that died is replaced when a queue elsewhere lets it: how
         # long that may take follows from the request's deadline.
         self._session = ReceiveSession(
@@ -147,8 +147,8 @@ class DecodeStay:
         epoch = session.epoch + 1 if self._is_open else session.epoch
         data_rank = self._reservation.data_rank
         destination = plan_destination(source, specs=parts.plan.geometry.specs, session_id=session.session_id,
-                                       epoch=epoch, nonce=self._nonce, page_ids=self._reservation.prompt_page_ids,
-                                       slot_id=self._reservation.slot_id,
+                                       epoch=epoch, tag_base=secrets.randbits(64), key=new_key(),
+                                       page_ids=self._reservation.prompt_page_ids, slot_id=self._reservation.slot_id,
                                        stages=parts.leader.group.endpoints(data_rank),
                                        with_draft=share_draft(self._alike, source.compatibility),
                                        held_tokens=self._reservation.held_tokens)

@@ -36,9 +36,10 @@ from protos import pipeline_pb2_grpc, worker_pb2_grpc
 from runtime.announce import Announcement, announced_address, announcement_path, write_announcement
 from runtime.certificates import CertificateStore
 from runtime.clock import SystemClock
+from runtime.config import parse_address
 from runtime.errors import InternalError
 from runtime.exposition import Exposition, new_registry
-from runtime.metrics import RpcMetrics, StageMetrics
+from runtime.metrics import RefusalMetrics, RpcMetrics, StageMetrics
 from runtime.security import ChannelSecurity, PeerRole, ServerSecurity
 from runtime.server import GrpcServer, ServerOptions
 from runtime.supervision import StopSignal, background
@@ -48,6 +49,7 @@ from runtime.tracing_setup import open_tracing
 from runtime.version import VERSION
 from transfer.agent.agent import TransferAgent
 from transfer.plan.handoff_terms import StageSessionEvent
+from transfer.ucx.binding import loopback_device
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +136,7 @@ class _Process:
     role: PoolRole
     stage: Stage
     registry: CollectorRegistry
+    refusals: RefusalMetrics
     incarnation: str
     stop: StopSignal
     certificates: CertificateStore | None
@@ -186,12 +189,26 @@ def _build(config: WorkerConfig, role: PoolRole, stop: StopSignal,
                describe_pools(plan.geometry), config.numerics)
     for notice in plan.notices if config.rank == 0 else ():
         logger.warning(notice)
+    registry = new_registry(role=role.name, version=VERSION)
+    refusals = RefusalMetrics.create(registry)
     with naming_memory(config, plan):
         compile_kernels(config, plan, reads_prompts=role.reads_prompts)
         stage = build_stage(config, plan, incarnation=incarnation, on_event=on_event,
-                            observe_layers=role.observe_layers, speculates=role.speculates)
-    registry = new_registry(role=role.name, version=VERSION)
-    return _Process(config, role, stage, registry, incarnation, stop, certificates, tracing)
+                            observe_layers=role.observe_layers, speculates=role.speculates,
+                            on_refused=refusals.count("handoff"))
+    _show_where_ucx_listens(config)
+    return _Process(config, role, stage, registry, refusals, incarnation, stop, certificates, tracing)
+
+
+def _show_where_ucx_listens(config: WorkerConfig) -> None:
+    """Log it, as a warning where gRPC keeps to this machine and UCX does not."""
+    places = config.binding.places()
+    where = ", ".join(map(str, places)) + (f", in TCP ports {config.transport_ports}" if config.transport_ports else "")
+    if parse_address(config.listen).is_loopback and not all(place.is_loopback for place in places):
+        logger.warning("UCX listens on %s, though gRPC keeps to loopback: set --transport-interface, to %s for this "
+                       "machine alone", where, loopback_device())
+    else:
+        logger.info("UCX listens on %s", where)
 
 
 async def _lead(process: _Process, reports: SessionReports, began_s: float) -> None:
@@ -228,7 +245,7 @@ async def _lead(process: _Process, reports: SessionReports, began_s: float) -> N
     leader = Leader(config, stage, leading.ranks.schedulers, GuidedSampler(stage.grammars), reports=reports,
                     warm_up=lambda: leading.warm_up(parts), on_serving=on_serving,
                     empty=lambda grace_s: server.empty(grace_s=grace_s), hand_back=server.hand_back,
-                    observer=observer, on_frame=meters.on_frame)
+                    observer=observer, on_frame=meters.on_frame, count_refused=process.refusals.count)
     reclaimer = MemoryReclaimer(reports, leader.loop, on_unhealthy)
     parts = LeaderParts(config, stage, leader, reclaimer, meters, post, process.registry)
     info = worker_info(config, stage.plan, role=role.name, incarnation=process.incarnation)
@@ -274,7 +291,7 @@ async def _follow_leader(process: _Process, config: WorkerConfig, reports: JoinR
     meters = StageMeters(StageMetrics.create(process.registry), config.placement.pipeline_rank, stage.counts)
     server = _server(process, (PIPELINE_SERVICE,))
     channel = open_pool_channel(config, stage.device, max_bytes=max_frame_bytes(config, stage.plan),
-                                on_sent=meters.on_frame)
+                                on_sent=meters.on_frame, count_refused=process.refusals.count)
     engine = FollowerEngine(stage, GuidedSampler(stage.grammars), channel, rank=config.rank, size=config.world_size,
                             on_step=meters.on_forward, frame_timeout_s=config.frame_timeout_s)
     security = ChannelSecurity(process.certificates).to(process.peer_role)

@@ -94,25 +94,39 @@ class GrammarChecked(_message.Message):
     refused: bool
     def __init__(self, check_id: _Optional[int] = ..., problem: _Optional[str] = ..., refused: _Optional[bool] = ...) -> None: ...
 
+class StageReady(_message.Message):
+    __slots__ = ("session",)
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    session: int
+    def __init__(self, session: _Optional[int] = ...) -> None: ...
+
 class JoinRequest(_message.Message):
-    __slots__ = ("hello", "session", "leaving", "grammar_checked")
+    __slots__ = ("hello", "session", "leaving", "grammar_checked", "ready")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     SESSION_FIELD_NUMBER: _ClassVar[int]
     LEAVING_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_CHECKED_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
     hello: StageHello
     session: StageSession
     leaving: Leaving
     grammar_checked: GrammarChecked
-    def __init__(self, hello: _Optional[_Union[StageHello, _Mapping]] = ..., session: _Optional[_Union[StageSession, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., grammar_checked: _Optional[_Union[GrammarChecked, _Mapping]] = ...) -> None: ...
+    ready: StageReady
+    def __init__(self, hello: _Optional[_Union[StageHello, _Mapping]] = ..., session: _Optional[_Union[StageSession, _Mapping]] = ..., leaving: _Optional[_Union[Leaving, _Mapping]] = ..., grammar_checked: _Optional[_Union[GrammarChecked, _Mapping]] = ..., ready: _Optional[_Union[StageReady, _Mapping]] = ...) -> None: ...
 
 class PoolFormed(_message.Message):
-    __slots__ = ("pool_epoch", "channel_addresses")
+    __slots__ = ("pool_epoch", "channel_addresses", "key", "session", "members")
     POOL_EPOCH_FIELD_NUMBER: _ClassVar[int]
     CHANNEL_ADDRESSES_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
     pool_epoch: int
     channel_addresses: _containers.RepeatedScalarFieldContainer[bytes]
-    def __init__(self, pool_epoch: _Optional[int] = ..., channel_addresses: _Optional[_Iterable[bytes]] = ...) -> None: ...
+    key: bytes
+    session: int
+    members: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, pool_epoch: _Optional[int] = ..., channel_addresses: _Optional[_Iterable[bytes]] = ..., key: _Optional[bytes] = ..., session: _Optional[int] = ..., members: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class OpenSession(_message.Message):
     __slots__ = ("session_id", "source", "destination", "request_key")

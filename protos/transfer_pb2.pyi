@@ -45,7 +45,7 @@ class SourceTerms(_message.Message):
     def __init__(self, compatibility: _Optional[str] = ..., compatibility_text: _Optional[str] = ..., page_size: _Optional[int] = ..., num_tokens: _Optional[int] = ..., chunk_tokens: _Optional[int] = ..., page_ids: _Optional[_Iterable[int]] = ..., slot_id: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageEndpoint, _Mapping]]] = ..., sends_rest: _Optional[bool] = ...) -> None: ...
 
 class DestinationTerms(_message.Message):
-    __slots__ = ("session_id", "epoch", "tag_base", "page_ids", "slot_id", "stages", "plan_digest", "with_draft", "held_tokens")
+    __slots__ = ("session_id", "epoch", "tag_base", "page_ids", "slot_id", "stages", "plan_digest", "with_draft", "key", "held_tokens")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     TAG_BASE_FIELD_NUMBER: _ClassVar[int]
@@ -54,6 +54,7 @@ class DestinationTerms(_message.Message):
     STAGES_FIELD_NUMBER: _ClassVar[int]
     PLAN_DIGEST_FIELD_NUMBER: _ClassVar[int]
     WITH_DRAFT_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
     HELD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     session_id: str
     epoch: int
@@ -63,5 +64,6 @@ class DestinationTerms(_message.Message):
     stages: _containers.RepeatedCompositeFieldContainer[StageEndpoint]
     plan_digest: str
     with_draft: bool
+    key: bytes
     held_tokens: int
-    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., tag_base: _Optional[int] = ..., page_ids: _Optional[_Iterable[int]] = ..., slot_id: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageEndpoint, _Mapping]]] = ..., plan_digest: _Optional[str] = ..., with_draft: _Optional[bool] = ..., held_tokens: _Optional[int] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[str] = ..., epoch: _Optional[int] = ..., tag_base: _Optional[int] = ..., page_ids: _Optional[_Iterable[int]] = ..., slot_id: _Optional[int] = ..., stages: _Optional[_Iterable[_Union[StageEndpoint, _Mapping]]] = ..., plan_digest: _Optional[str] = ..., with_draft: _Optional[bool] = ..., key: _Optional[bytes] = ..., held_tokens: _Optional[int] = ...) -> None: ...

@@ -15,6 +15,7 @@ from runtime.metrics import (
     HandoffMetrics,
     LeaderMetrics,
     PoolMetrics,
+    RefusalMetrics,
     RouterMetrics,
     RpcMetrics,
     SpeculationMetrics,
@@ -31,13 +32,14 @@ class InstrumentSet(Protocol):
     def create(cls, registry: CollectorRegistry) -> object: ...
 
 
-_POOL: tuple[type[InstrumentSet], ...] = (RpcMetrics, StageMetrics, LeaderMetrics, PoolMetrics, HandoffMetrics)
+_POOL: tuple[type[InstrumentSet], ...] = (
+    RpcMetrics, StageMetrics, RefusalMetrics, LeaderMetrics, PoolMetrics, HandoffMetrics)
 # A stage behind its leader ("follower") has no requests of its own.
 ROLE_SETS: Mapping[str, tuple[type[InstrumentSet], ...]] = {
     "router": (RpcMetrics, RouterMetrics),
     "prefill": (*_POOL, CacheMetrics),
     "decode": (*_POOL, CacheMetrics, ArrivalMetrics, SpeculationMetrics),
-    "follower": (RpcMetrics, StageMetrics),
+    "follower": (RpcMetrics, StageMetrics, RefusalMetrics),
 }
 _UNITS = {"seconds": "seconds", "bytes": "bytes", "ratio": "ratio", "tokens": "tokens", "pages": "pages",
           "info": "none"}

@@ -5,7 +5,7 @@
 A role creates the instrument sets it moves and no others. Labels never hold anything a client chose.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import product
 from typing import Self
@@ -28,6 +28,14 @@ TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 FAILURES = ("ABORTED_BY_CLIENT", "DEADLINE_EXCEEDED", "DIGEST_MISMATCH", "DRAINING", "HANDOFF_FAILED",
             "HELD_UP", "INCOMPATIBLE_PEER", "INTERNAL", "OUT_OF_CAPACITY", "PEER_LOST", "UNAVAILABLE")
 SESSION_FAILURES = tuple(reason.lower() for reason in FAILURES)
+
+
+# Reasons of `transfer.transport.refusals` by channel.
+REFUSALS = {
+    "frames": ("foreign", "earlier", "crossed", "replayed", "skipped", "damaged", "oversized"),
+    "handoff": ("foreign", "late", "repeated"),
+    "parts": ("earlier", "replayed", "skipped", "damaged"),
+}
 
 
 @dataclass(frozen=True)
@@ -150,6 +158,27 @@ class StageMetrics:
                 registry, "expert_busiest_ratio",
                 "What a layer's busiest expert got of late, over what each got on average, in the most uneven layer."),
         )
+
+
+@dataclass(frozen=True)
+class RefusalMetrics:
+    """Messages between processes that a worker did not take."""
+
+    refused: Counter
+
+    @classmethod
+    def create(cls, registry: CollectorRegistry) -> Self:
+        return cls(refused=_counter(
+            registry, "refused_messages",
+            "Messages of UCX and shared memory that were not taken, by channel: frames (between stages), handoff, parts"
+            " (between ranks); by reason: foreign (a stranger's or another pool's), earlier (of an earlier forming), "
+            "crossed (for another member), replayed, skipped (others before it are missing), damaged, oversized, late "
+            "(its session is over), repeated.", "channel", "reason",
+            zeros=[(channel, reason) for channel, reasons in REFUSALS.items() for reason in reasons]))
+
+    def count(self, channel: str) -> Callable[[str], object]:
+        """Return what counts a refusal of this channel, given its reason."""
+        return lambda reason: self.refused.labels(channel, str(reason)).inc()
 
 
 @dataclass(frozen=True)

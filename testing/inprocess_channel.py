@@ -21,6 +21,8 @@ class _Mailboxes:
 class InProcessChannel:
     """One rank's end. Build a whole pool's with `InProcessChannel.pool(size)`."""
 
+    head_bytes = 0  # nothing else can reach the mailboxes
+
     def __init__(self, mailboxes: _Mailboxes, rank: int, *, max_frame_bytes: int, max_frames: int) -> None:
         self._boxes = mailboxes
         self._rank = rank

@@ -6,7 +6,7 @@ destination is written late; both ends' operations stay pending until then.
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 
 from engine.memory.layout import Buffer
@@ -14,6 +14,7 @@ from runtime.clock import Clock
 from runtime.errors import BatonError, HandoffError, PeerLostError
 from transfer.transport.matching import MessageMatcher
 from transfer.transport.protocol import Berth, Operation, OperationState, Peer, Wakeup, host_bytes
+from transfer.transport.refusals import RefusalReason, Refusals
 
 
 class Fault(StrEnum):
@@ -92,7 +93,8 @@ class MemoryTransport:
     def __init__(self, network: MemoryNetwork, address: bytes, clock: Clock) -> None:
         self.address = address
         self._network = network
-        self._matcher: MessageMatcher[_Message] = MessageMatcher(clock)
+        self._refusals = Refusals("memory transport")
+        self._matcher: MessageMatcher[_Message] = MessageMatcher(self._refusals)
         self._inbox: deque[_Message] = deque()
         self._delayed: list[tuple[Operation, _Message]] = []
         self._sending: set[Operation] = set()
@@ -104,6 +106,11 @@ class MemoryTransport:
     @property
     def num_pending(self) -> int:
         return self._num_pending
+
+    @property
+    def refused(self) -> Mapping[RefusalReason, int]:
+        """How many messages were refused, by reason."""
+        return self._refusals.counts
 
     def connect(self, address: bytes) -> MemoryPeer:
         with self._network.lock:
@@ -140,19 +147,19 @@ class MemoryTransport:
             if not peer.alive:
                 self._end(operation, OperationState.FAILED, PeerLostError(f"{peer.address!r} is gone"))
                 return operation
-            message = self._matcher.post(operation)
-            if message is not None:
-                self._take(operation, message)
+            self._matcher.post(operation)
         return operation
 
     def cancel_receive(self, operation: Operation) -> None:
         with self._network.lock:
-            if self._matcher.cancel(operation):
+            is_cancelled, discarded = self._matcher.cancel(operation)
+            self._discard(discarded)
+            if is_cancelled:
                 self._end(operation, OperationState.CANCELLED)
 
     def retire(self, prefix: int) -> None:
         with self._network.lock:
-            self._discard(self._matcher.retire(prefix))
+            self._matcher.retire(prefix)
 
     def close_peer(self, peer: Peer) -> None:
         with self._network.lock:
@@ -163,7 +170,8 @@ class MemoryTransport:
         with self._network.lock:
             while self._inbox:
                 message = self._inbox.popleft()
-                operation, discarded = self._matcher.arrive(message.operation.tag, message)
+                operation, discarded = self._matcher.arrive(message.operation.tag, message.operation.num_bytes,
+                                                            message)
                 self._discard(discarded)
                 if operation is not None:
                     self._take(operation, message)
@@ -173,7 +181,6 @@ class MemoryTransport:
                 delayed, self._delayed = self._delayed, []
                 for operation, message in delayed:
                     self._write(operation, message)
-            self._discard(self._matcher.expire())
             ended, self._ended = self._ended, []
             self._num_pending -= len(ended)
             return ended
@@ -190,7 +197,7 @@ class MemoryTransport:
             for address in list(self._peers):
                 self.peer_gone(address)
             self._network.remove(self.address)
-            self._discard([*self._inbox, *self._matcher.clear()[1]])
+            self._discard([*self._inbox, *self._matcher.clear()])
             self._inbox.clear()
             self._wakeup.close()
 
@@ -216,7 +223,9 @@ class MemoryTransport:
         self._delayed = [pair for pair in self._delayed if pair[0].peer is not peer]
         sending = [operation for operation in self._sending if operation.peer is peer]
         self._sending.difference_update(sending)
-        for operation in [*self._matcher.cancel_peer(peer), *delayed, *sending]:
+        lost, discarded = self._matcher.cancel_peer(peer)
+        self._discard(discarded)
+        for operation in [*lost, *delayed, *sending]:
             self._end(operation, OperationState.FAILED, error)
         self.wake()
 

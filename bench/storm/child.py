@@ -39,7 +39,7 @@ def shift_clock(control: Control) -> None:
 
 
 def damage_messages(control: Control) -> None:
-    """Items of handoffs and frames between stages, after their digests were made."""
+    """Damage items of handoffs and frames between stages, after their authenticators were made."""
     from engine.memory.layout import Buffer
     from pool.pipeline import stage_channel as channel_module
     from pool.stage import stage as stage_module
@@ -58,8 +58,9 @@ def damage_messages(control: Control) -> None:
             return operation
 
     class DamagedFrames(UcxStageChannel):
-        def send(self, rank: int, frame: bytes | bytearray | memoryview, *, timeout_s: float) -> None:
-            super().send(rank, damaged(frame) if control.takes_frame() else frame, timeout_s=timeout_s)
+        def put(self, rank: int, tag: int, frame: bytearray, *, deadline_s: float, timeout_s: float) -> None:
+            sent = bytearray(damaged(frame)) if control.takes_frame() else frame
+            super().put(rank, tag, sent, deadline_s=deadline_s, timeout_s=timeout_s)
 
     stage_module.UcxTransport = DamagedItems  # type: ignore[attr-defined]
     channel_module.UcxStageChannel = DamagedFrames  # type: ignore[attr-defined]

@@ -97,11 +97,19 @@ class PartChannel(Protocol):
 
 
 class FrameChannel(Protocol):
-    """See `StageChannel`, of frames only."""
+    """See `StageChannel`, of frames only. Where frames travel between processes, the channel authenticates them."""
 
-    def send(self, rank: int, frame: FrameBytes, *, timeout_s: float) -> None: ...
+    @property
+    def head_bytes(self) -> int:
+        """How many bytes at the start of each frame are the channel's own: it fills them in, and hands frames out
+        without them."""
+        ...
 
-    def receive(self, rank: int, *, timeout_s: float) -> memoryview | None: ...
+    def send(self, rank: int, frame: bytearray, *, timeout_s: float) -> None: ...
+
+    def receive(self, rank: int, *, timeout_s: float) -> memoryview | None:
+        """As `StageChannel.receive`, of the frame."""
+        ...
 
     def check(self, rank: int) -> None:
         """Raises PeerLostError when `rank` is known to be gone."""

@@ -103,12 +103,13 @@ def _abort_opened(opened: Future[P2PLink]) -> None:
 
 
 class P2PLinks:
-    """The links of one stage in one pool epoch: from the stage before it, and to the one behind it."""
+    """The links of one stage in one forming of its pool: from the stage before it, and to the next one."""
 
-    def __init__(self, backend: LinkBackend, place: Rendezvous, *, epoch: int, rank: int, size: int) -> None:
+    def __init__(self, backend: LinkBackend, place: Rendezvous, *, room: str, rank: int, size: int) -> None:
+        """`room`: the name of the forming at the rendezvous, which only its members know."""
         self.device = backend.device
-        self._to = {rank + 1: _pending(backend, place, epoch, rank, 0)} if rank + 1 < size else {}
-        self._from = {rank - 1: _pending(backend, place, epoch, rank - 1, 1)} if rank > 0 else {}
+        self._to = {rank + 1: _pending(backend, place, room, rank, 0)} if rank + 1 < size else {}
+        self._from = {rank - 1: _pending(backend, place, room, rank - 1, 1)} if rank > 0 else {}
 
     def to(self, rank: int) -> PendingLink | None:
         """The link to that stage; None when it is not the next one."""
@@ -123,5 +124,5 @@ class P2PLinks:
             pending.abort()
 
 
-def _pending(backend: LinkBackend, place: Rendezvous, epoch: int, sender: int, end: int) -> PendingLink:
-    return PendingLink(lambda: backend.open(place.enter(f"{epoch}/{sender}", OPEN_TIMEOUT_S), end))
+def _pending(backend: LinkBackend, place: Rendezvous, room: str, sender: int, end: int) -> PendingLink:
+    return PendingLink(lambda: backend.open(place.enter(f"{room}/{sender}", OPEN_TIMEOUT_S), end))

@@ -15,8 +15,9 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """As a stage reaches it. The token keeps out stages that were given another store at the same address; it is no
-    protection, and the store has none: only the stages of the pool may be able to reach it."""
+    """As a stage reaches it. The token keeps out stages that were given another store at the same address. Neither it
+    nor the name of a room protects anything: a process that reaches the store can list and change what is in it. Only
+    the stages of the pool may be able to reach it."""
 
     host: str
     port: int

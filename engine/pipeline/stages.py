@@ -9,6 +9,7 @@ Batches keep their order through every stage, so whatever a later batch reads an
 """
 
 import logging
+import secrets
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -252,6 +253,11 @@ class _Results:
         return None
 
 
+def first_sequence() -> int:
+    """Return the number that a pipeline's batches are counted from: no other forming's, and not known outside."""
+    return secrets.randbits(63)
+
+
 class SingleStage:
     """The whole model in this process, which is the first of the stage's `ranks`."""
 
@@ -266,7 +272,7 @@ class SingleStage:
         self._last = LastStage(sampler, drafter)
         self._channel = channel
         self._results = _Results(self._ranks, channel, last_stage=0)
-        self._sequence = 0
+        self._sequence = first_sequence()
 
     def launch(self, step: Step) -> None:
         self._sequence += 1
@@ -310,7 +316,7 @@ class HeadStage:
         self._frame_limit = FrameLimit(frame_timeout_s)
         self._results = _Results(self._ranks, channel, last_stage=size - 1)
         self._launched_s: deque[float] = deque()
-        self._sequence = 0
+        self._sequence = first_sequence()
 
     def launch(self, step: Step) -> None:
         self._sequence += 1

@@ -55,7 +55,8 @@ class TensorChannel:
         if num_bytes > self._max_bytes:
             raise InternalError(f"a packet of {num_bytes} bytes to stage {rank}; the limit is {self._max_bytes}")
         if self._links is None or not specs:
-            self._frames.send(rank, wire.write(TensorRoute.WITHIN, packet), timeout_s=timeout_s)
+            self._frames.send(rank, wire.write(TensorRoute.WITHIN, packet, self._frames.head_bytes),
+                              timeout_s=timeout_s)
             return
         pending = self._links.to(rank)
         if pending is None:
@@ -69,7 +70,7 @@ class TensorChannel:
             raise DeadlineError(f"{error}, within {timeout_s:g} s") from error
         flat = torch.empty(wire.run_bytes(specs), dtype=torch.uint8, device=self._links.device)
         wire.fill(flat, packet.tensors)
-        self._frames.send(rank, wire.write(TensorRoute.BESIDE, packet),
+        self._frames.send(rank, wire.write(TensorRoute.BESIDE, packet, self._frames.head_bytes),
                           timeout_s=max(0.0, deadline_s - time.monotonic()))
         self._under_way.append(pending.link.send(flat))
         self._on_sent(flat.numel())

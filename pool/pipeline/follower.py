@@ -25,6 +25,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from engine.core.batch import ForwardBatch
 from engine.pipeline.stages import FollowerStage
 from engine.sampling.sampler import RequestSampler
+from pool.pipeline.forming import forming_from_proto
 from pool.pipeline.grammars import NO_GRAMMARS, grammar_from_proto
 from pool.pipeline.membership import JoinReports, JoinStream, weights_to_proto
 from pool.pipeline.stage_channel import PoolChannel
@@ -46,6 +47,7 @@ from runtime.security import ChannelSecurity
 from runtime.status import error_from_rpc, is_lost
 from runtime.unreachable import reach_problem
 from transfer.plan import codec
+from transfer.transport.forming import Forming
 
 REJOIN_MIN_S, REJOIN_MAX_S = 0.1, 2.0  # between two tries; the longer ones are for a leader that refuses
 RECONNECT_S = 0.25  # between two looks whether the leader is there; nothing waits longer for one that is
@@ -60,7 +62,8 @@ logger = logging.getLogger(__name__)
 class FollowerEngine:
     """The engine thread of a follower: serves frames while the pool is formed, waits for orders otherwise.
 
-    `on_broken` is called from the thread when an error ended the serving: the pool has to form anew.
+    Both are called from the thread: `on_connected` when the channel takes frames of a forming, `on_broken` when an
+    error ended the serving, and the pool has to form anew.
     """
 
     def __init__(self, stage: Stage, sampler: RequestSampler, channel: PoolChannel, *, rank: int, size: int,
@@ -74,14 +77,15 @@ class FollowerEngine:
         self._formed = False
         self._stopping = False
         self.on_broken: Callable[[], object] = lambda: None
+        self.on_connected: Callable[[Forming], object] = lambda forming: None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
-    def form(self, addresses: list[bytes], epoch: int) -> None:
-        """Connect the batch channel for a new pool epoch. Any thread."""
-        self._order(lambda: self._connect(addresses, epoch))
+    def form(self, addresses: list[bytes], forming: Forming) -> None:
+        """Connect the batch channel for a new forming of the pool. Any thread."""
+        self._order(lambda: self._connect(addresses, forming))
 
     def leave(self) -> Future[None]:
         """The pool is broken: serve nothing until it is formed again. Done when the step that runs is over. Any
@@ -100,11 +104,12 @@ class FollowerEngine:
         self._orders.put_nowait(order)
         self._channel.wake()
 
-    def _connect(self, addresses: list[bytes], epoch: int) -> None:
-        self._channel.connect(addresses, epoch)
+    def _connect(self, addresses: list[bytes], forming: Forming) -> None:
+        self._channel.connect(addresses, forming)
         self._ranks.use(self._channel, self._channel.parts)
         self._sampler.reset()  # a new leader counts its requests anew
         self._formed = True
+        self.on_connected(forming)
 
     def _leave(self, left: Future[None]) -> None:
         self._formed = False
@@ -173,6 +178,7 @@ class Follower:
         """
         events, delay = asyncio.get_running_loop(), REJOIN_MIN_S
         self._engine.on_broken = lambda: events.call_soon_threadsafe(self._drop)
+        self._engine.on_connected = lambda forming: events.call_soon_threadsafe(self._report_ready, forming)
         options = ChannelOptions(max_reconnect_backoff_s=RECONNECT_S)
         async with open_channel(self._config.leader, options, security=self._security) as channel:
             while True:
@@ -235,8 +241,10 @@ class Follower:
     def _run_command(self, command: pb.JoinResponse, on_joined: Callable[[bool], None]) -> None:
         match command.WhichOneof("command"):
             case "formed":
-                self._pool_epoch = max(self._pool_epoch, command.formed.pool_epoch)
-                self._engine.form(list(command.formed.channel_addresses), command.formed.pool_epoch)
+                forming = forming_from_proto(command.formed, rank=self._config.rank,
+                                             incarnation=self._stage.agent.incarnation)
+                self._pool_epoch = max(self._pool_epoch, forming.epoch)
+                self._engine.form(list(command.formed.channel_addresses), forming)
                 on_joined(True)  # noqa: FBT003
             case "open_session":
                 source = codec.source_from_proto(command.open_session.source)
@@ -269,6 +277,11 @@ class Follower:
             answer.problem = str(error)
         if stream is not None:
             stream.send(pb.JoinRequest(grammar_checked=answer))
+
+    def _report_ready(self, forming: Forming) -> None:
+        """Tell the leader that this stage takes frames. One that has begun another forming ignores it."""
+        if self._reports.stream is not None:
+            self._reports.stream.send(pb.JoinRequest(ready=pb.StageReady(session=forming.session)))
 
     def _drop(self) -> None:
         """The engine has met an error: half-close the Join, whereupon the leader counts this stage as lost."""

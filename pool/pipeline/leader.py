@@ -18,7 +18,7 @@ from models.weights_digest import PoolWeights
 from pool.pipeline.grammars import GrammarCheck
 from pool.pipeline.group import SessionReports, StageGroup
 from pool.pipeline.membership import PipelineService, StageLink
-from pool.pipeline.stage_channel import PoolChannel, check_channels, open_pool_channel
+from pool.pipeline.stage_channel import PoolChannel, RefusalCounts, check_channels, open_pool_channel
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage, max_frame_bytes
 from protos import pipeline_pb2 as pb
@@ -26,6 +26,7 @@ from runtime.clock import SystemClock
 from runtime.digests import Compatibility
 from runtime.errors import BatonError, PeerLostError, UnavailableError
 from transfer.plan.handoff_terms import StageSessionEvent
+from transfer.transport.forming import Forming
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,8 @@ class Leader:
                  reports: SessionReports, warm_up: Callable[[], Awaitable[None]], on_serving: ServingListener,
                  empty: Callable[[float], Awaitable[None]], hand_back: Callable[[BatonError], Awaitable[None]],
                  observer: LoopObserver | None = None,
-                 on_frame: Callable[[int], object] = lambda num_bytes: None) -> None:
+                 on_frame: Callable[[int], object] = lambda num_bytes: None,
+                 count_refused: RefusalCounts = lambda channel: lambda reason: None) -> None:
         self._config = config
         self._stage = stage
         self._sampler = sampler
@@ -63,7 +65,7 @@ class Leader:
         self._hand_back = hand_back
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._is_draining = False
-        self._epoch = 0  # of the present forming
+        self._forming: Forming | None = None  # the present one
         self._dismissed: set[int] = set()
         self._failure: BatonError | None = None
         self._linger_s = 0.0
@@ -84,9 +86,10 @@ class Leader:
         self.reason = "starting"
         if config.world_size > 1:
             self._channel = open_pool_channel(config, stage.device, max_bytes=max_frame_bytes(config, stage.plan),
-                                              on_sent=on_frame)
+                                              on_sent=on_frame, count_refused=count_refused)
             self.service = PipelineService(layers=stage.plan.ranges, settings=stage.plan.settings,
-                                           counted=stage.counted, leader_channel=self._channel.address, observer=self,
+                                           counted=stage.counted, leader_channel=self._channel.address,
+                                           incarnation=stage.agent.incarnation, observer=self,
                                            check_channels=check_channels, tensor_size=config.tp,
                                            data_size=config.dp_attention, weights=stage.weights)
 
@@ -144,25 +147,36 @@ class Leader:
         if self._channel is not None:
             self._channel.close()
 
-    def pool_formed(self, epoch: int, links: list[StageLink]) -> None:
+    def pool_formed(self, forming: Forming, links: list[StageLink]) -> None:
+        """Connect this process's own channel; nothing is sent before `pool_ready`."""
         channel = self._channel
         assert channel is not None, "a pool of one stage has no other stage to form with"
         self.group.pool_formed(links)
         self._know_weights(links)
-        self._epoch = epoch
-        on_lost = self._when_lost(lambda error: self._form_anew(epoch, links, error))
+        self._forming = forming
+        on_lost = self._when_lost(lambda error: self._form_anew(forming, error))
         addresses = [channel.address, *(link.channel_address for link in links)]
-        first: Pipeline = self._single(channel) if self._num_stages == 1 else HeadStage(
-            self._stage.executor, channel, size=self._num_stages, frame_timeout_s=self._config.frame_timeout_s,
-            ranks=self._stage.ranks)
 
-        def attach() -> None:
-            self.loop.attach(first, on_lost)  # before all: a connection that cannot be made is a broken pipeline, too
-            channel.connect(addresses, epoch)
+        def connect() -> None:
+            try:
+                channel.connect(addresses, forming)
+            except BatonError as error:  # a connection that cannot be made is a broken pipeline, too
+                on_lost(error)
+                return
             self._stage.ranks.use(channel, channel.parts)
             self._sampler.reset()  # what it knew of requests has ended with the epoch before
 
-        self.loop.post(attach)
+        self.loop.post(connect)
+
+    def pool_ready(self, forming: Forming) -> None:
+        """Every member takes frames: begin to send."""
+        channel = self._channel
+        assert channel is not None, "a pool of one stage has no other stage to wait for"
+        on_lost = self._when_lost(lambda error: self._form_anew(forming, error))
+        first: Pipeline = self._single(channel) if self._num_stages == 1 else HeadStage(
+            self._stage.executor, channel, size=self._num_stages, frame_timeout_s=self._config.frame_timeout_s,
+            ranks=self._stage.ranks)
+        self.loop.post(lambda: self.loop.attach(first, on_lost))
         self._warming = asyncio.create_task(self._become_ready())
 
     def _of_one_process(self) -> Pipeline:
@@ -245,8 +259,8 @@ class Leader:
         events = asyncio.get_running_loop()
         return lambda error: events.call_soon_threadsafe(then, error)
 
-    def _form_anew(self, epoch: int, links: list[StageLink], error: BatonError) -> None:
-        if epoch != self._epoch or not self.group.formed:
+    def _form_anew(self, forming: Forming, error: BatonError) -> None:
+        if forming is not self._forming or not self.group.formed:
             return  # because a stage was lost, which is known already
         logger.warning("the pipeline broke: %s; its stages have to join again", error)
         self._close(f"the pipeline broke: {error}")

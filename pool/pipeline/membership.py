@@ -3,8 +3,9 @@ that ranks share is as many processes, each of which joins like a stage of its o
 counted stage by stage.
 
 The leader's end is `PipelineService`. A pool is *formed* when every rank has joined with the layers it should have;
-each forming gets a new epoch, above those that any of its stages has seen, and every stage reconnects its batch channel
-to it. A stage that is lost breaks the pool until it, or its successor, joins.
+each forming gets a new epoch, above those that any of its stages has seen, and a key of its own. Every stage reconnects
+its batch channel to it and reports that it is ready; when all are, the leader begins to send. A stage that is lost
+breaks the pool until it, or its successor, joins.
 
 The follower's end is `JoinStream`: its reports go out in order, beside the commands that come in. The stream has a
 writer of its own, which ends with it. (An iterator handed to grpc would be waited for by a task that outlives the call:
@@ -25,6 +26,7 @@ from google.protobuf.message import Message
 
 from engine.core.layer_range import LayerRange, Placement
 from models.weights_digest import StageWeights, check_copies
+from pool.pipeline.forming import FormingAnswers, forming_to_proto, new_forming
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
 from runtime.errors import ConfigError, FieldViolation, IncompatiblePeerError, InvalidRequestError, PeerLostError
@@ -32,6 +34,7 @@ from runtime.intake import first_message
 from transfer.plan import codec
 from transfer.plan.compatibility import check_settings
 from transfer.plan.handoff_terms import StageEndpoint, StageSessionEvent
+from transfer.transport.forming import Forming
 
 Context = grpc.aio.ServicerContext[pb.JoinRequest, pb.JoinResponse]
 Call = grpc.aio.StreamStreamCall[pb.JoinRequest, pb.JoinResponse]
@@ -39,7 +42,8 @@ HELLO_TIMEOUT_S = 10.0
 OUTBOX_LIMIT = 65536  # commands of the leader for one stage
 EVENT_LIMIT = 65536  # reports of a follower
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-MAX_EPOCH = 1 << 47  # half of what tags of frames have room for; forming never gets there
+MAX_EPOCH = 1 << 47  # formings never get there
+READY_TIMEOUT_S = 30.0  # to connect a channel, which waits for nothing
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +85,13 @@ class StageLink:
 class MembershipObserver(Protocol):
     """What the leader does when the pool changes. Called on the event loop's thread."""
 
-    def pool_formed(self, epoch: int, links: list[StageLink]) -> None: ...
+    def pool_formed(self, forming: Forming, links: list[StageLink]) -> None:
+        """Connect; nothing may be sent to another member yet."""
+        ...
+
+    def pool_ready(self, forming: Forming) -> None:
+        """Every other member is connected."""
+        ...
 
     def stage_lost(self, rank: int) -> None: ...
 
@@ -100,9 +110,11 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
     copies of; `weights` what the leader has read."""
 
     def __init__(self, *, layers: list[LayerRange], settings: Mapping[str, str], counted: Mapping[str, str],
-                 leader_channel: bytes, tensor_size: int = 1, data_size: int = 1, weights: StageWeights | None = None,
+                 leader_channel: bytes, incarnation: str, tensor_size: int = 1, data_size: int = 1,
+                 weights: StageWeights | None = None,
                  observer: MembershipObserver, check_channels: Callable[[Sequence[bytes]], object]) -> None:
-        """`check_channels` raises ConfigError for channel addresses, in rank order, that are not of one pool."""
+        """`incarnation` is the leader's own. `check_channels` raises ConfigError for channel addresses, in rank order,
+        that are not of one pool."""
         self._places = [Placement.of(rank, len(layers) * tensor_size, tensor_size, data_size)
                         for rank in range(len(layers) * tensor_size)]
         self._layers = [layers[place.pipeline_rank] for place in self._places]
@@ -110,9 +122,12 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         self._settings = settings
         self._counted = counted
         self._leader_channel = leader_channel
+        self._incarnation = incarnation
         self._observer = observer
         self._check_channels = check_channels
         self._links: dict[int, StageLink] = {}
+        self._answers = FormingAnswers()
+        self._forming: Forming | None = None  # the latest
         self._epoch = 0  # the highest that this leader has given or received; stages keep those of earlier leaders
 
     @property
@@ -143,6 +158,8 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
                     self._observer.stage_event(link.rank, codec.event_from_proto(request.session))
                 case "leaving":
                     self._observer.stage_leaving(link, request.leaving.grace_s)
+                case "ready":
+                    self._ready(link.rank, request.ready.session)
                 case "grammar_checked":
                     self._observer.grammar_checked(request.grammar_checked)
 
@@ -170,6 +187,7 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         self._epoch = max(self._epoch, hello.pool_epoch)
         previous = self._links.pop(hello.rank, None)
         if previous is not None:
+            self._answers.end()
             self._observer.stage_lost(hello.rank)
         link = StageLink(hello.rank, endpoint, hello.channel_address, weights)
         self._links[hello.rank] = link
@@ -193,13 +211,29 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         self._epoch += 1
         links = [self._links[rank] for rank in range(1, len(self._layers))]
         addresses = [self._leader_channel, *(link.channel_address for link in links)]
+        forming = new_forming(self._epoch, [self._incarnation, *(link.endpoint.incarnation for link in links)])
+        self._forming = forming
+        self._answers.begin(forming)
         for link in links:
-            link.send(formed=pb.PoolFormed(pool_epoch=self._epoch, channel_addresses=addresses))
-        self._observer.pool_formed(self._epoch, links)
+            link.send(formed=forming_to_proto(forming, addresses))
+        asyncio.get_running_loop().call_later(READY_TIMEOUT_S, self._dismiss_late, forming)
+        self._observer.pool_formed(forming, links)
+
+    def _ready(self, rank: int, session: int) -> None:
+        if self._answers.is_ready(rank, session) and self._forming is not None:
+            self._observer.pool_ready(self._forming)
+
+    def _dismiss_late(self, forming: Forming) -> None:
+        """Members that do not connect have to join again; else the pool would wait for them for ever."""
+        for rank in self._answers.late(forming):
+            logger.warning("%s has not connected within %g s and has to join again", self._places[rank],
+                           READY_TIMEOUT_S)
+            self._links[rank].dismiss()
 
     def _lose(self, link: StageLink) -> None:
         if self._links.get(link.rank) is link:
             del self._links[link.rank]
+            self._answers.end()
             self._observer.stage_lost(link.rank)
 
 

@@ -1,44 +1,54 @@
 """Memory that the ranks of a stage share where they run on one host: what they exchange within a batch goes through it,
-with the digests of the frames that would go to another host.
+authenticated as the frames that would go to another host are.
 
 Each rank has a memory with a lane for each of the others, which writes there. A lane has places for two pieces: one
 rank writes the next while the other still reads the last. Its two counters say how many were written and how many read.
 A rank that waits stays awake for as long as the last waits took (`Vigil`), and looks less and less often then. Between
 batches nobody waits here.
 
-The memory has no name in a file system: the others open it as a descriptor of its process, and it is gone with the last
-process that has it open. Others see a piece before its count, because on x86 the stores of a core are seen in their
-order; on other machines ranks exchange frames of the stage channel.
+A head before each piece names the forming and counts the pieces of its direction, and its authenticator covers both
+(`transfer/transport/forming.py`). So what a process of another pool, or of a forming before, still writes here is told
+from what is due.
+
+    head     <16s 6Q      authenticator, session of the forming, number of the piece, then its label: sequence of the
+                          batch, number of the exchange, kind, bytes
+
+The memory has no name in a file system: the others open it as a descriptor of its process, which only processes of its
+user may, and it is gone with the last process that has it open. It keeps its size. Others see a piece before its count,
+because on x86 the stores of a core are seen in their order; on other machines ranks exchange frames of the stage
+channel.
 """
 
+import fcntl
 import mmap
 import os
 import platform
 import secrets
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from xxhash import xxh3_64_intdigest
-
 from engine.pipeline.channel import PacketKind, PartPiece
 from runtime.errors import DeadlineError, IntegrityError, PeerLostError
-from transfer.ucx.stage_channel import Vigil
+from transfer.transport.authenticator import SEAL_BYTES
+from transfer.transport.forming import Direction, Forming
+from transfer.transport.refusals import RefusalReason, Refusals
+from transfer.ucx.vigil import Vigil
 
 MAX_PIECE_BYTES = 1 << 20
 FIRST_NAP_S, LONGEST_NAP_S = 50e-6, 2e-3
 _BOOT, _PROCESSES = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 _TOKEN_BYTES = 16
 _LINE = 64  # bytes of a cache line: counters of different writers share none
-_LABEL = struct.Struct("<5Q")  # epoch, sequence of the batch, number of the exchange, kind, bytes
-_DIGEST = struct.Struct("<Q16x")
-_HEAD = struct.Struct("<5QQ16x")  # label, digest
-_AGE = struct.Struct("<QQ")  # the label's beginning
+_LABEL = struct.Struct("<6Q")
+_HEAD_BYTES = SEAL_BYTES + _LABEL.size
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_PURPOSE = "baton parts"
 _NUM_PLACES = 2
-_PLACE_BYTES = _HEAD.size + MAX_PIECE_BYTES
+_PLACE_BYTES = _HEAD_BYTES + MAX_PIECE_BYTES
 LANE_BYTES = 2 * _LINE + _NUM_PLACES * _PLACE_BYTES
 
 
@@ -97,8 +107,8 @@ class _PartLane:
     def write(self, head: bytes, data: memoryview | bytearray) -> None:
         """Once there is room."""
         place = self._places[self._written[0] % _NUM_PLACES]
-        place[:_HEAD.size] = head
-        place[_HEAD.size:_HEAD.size + len(data)] = data
+        place[:_HEAD_BYTES] = head
+        place[_HEAD_BYTES:_HEAD_BYTES + len(data)] = data
         self._written[0] += 1
 
     def oldest(self) -> memoryview:
@@ -116,26 +126,41 @@ class PartMemory:
     max_bytes = MAX_PIECE_BYTES
 
     def __init__(self, host: str, *, rank: int, size: int, check: Callable[[int], object],
-                 on_sent: Callable[[int], object] = lambda num_bytes: None) -> None:
+                 on_sent: Callable[[int], object] = lambda num_bytes: None,
+                 on_refused: Callable[[RefusalReason], object] = lambda reason: None) -> None:
         """`rank` in the pool, of stages of `size` ranks. `check` raises PeerLostError for a rank that is gone;
-        `on_sent` is given the bytes of each piece that left."""
+        `on_sent` is given the bytes of each piece that left, `on_refused` why one was not taken."""
         self._rank, self.size, self.first = rank, size, rank // size * size
         self._check, self._on_sent = check, on_sent
-        self._descriptor = os.memfd_create("baton-parts")
+        self._refusals = Refusals("parts between ranks", on_refused)
+        self._descriptor = os.memfd_create("baton-parts", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.fchmod(self._descriptor, 0o600)
         os.ftruncate(self._descriptor, _LINE + size * LANE_BYTES)
+        fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
         token = secrets.token_bytes(_TOKEN_BYTES)
         self.address = str(MemoryAddress(host, os.getpid(), self._descriptor, token.hex()))
         memory = memoryview(mmap.mmap(self._descriptor, 0))
         memory[:_TOKEN_BYTES] = token
         self._from = {self.first + place: _lane(memory, place) for place in range(size)}
         self._to: dict[int, tuple[str, _PartLane]] = {}
-        self._epoch = self._sequence = 0
+        self._session = self._sequence = 0
+        self._sends: dict[int, Direction] = {}
+        self._receives: dict[int, Direction] = {}
         self._vigil = Vigil()
         self._is_abandoned = False
 
-    def connect(self, addresses: Sequence[str], epoch: int) -> None:
-        """Form the stage: addresses of its ranks, this one's included. Ends the epoch before. Raises PeerLostError."""
-        self._epoch, self._sequence, self._is_abandoned = epoch, 0, False
+    @property
+    def refused(self) -> Mapping[RefusalReason, int]:
+        """How many pieces were refused, by reason."""
+        return self._refusals.counts
+
+    def connect(self, addresses: Sequence[str], forming: Forming) -> None:
+        """Form the stage: addresses of its ranks, this one's included. Ends the forming before. Raises
+        PeerLostError."""
+        self._session, self._sequence, self._is_abandoned = forming.session, 0, False
+        others = [rank for rank in range(self.first, self.first + self.size) if rank != self._rank]
+        self._sends = {rank: Direction(forming, _PURPOSE, self._rank, rank) for rank in others}
+        self._receives = {rank: Direction(forming, _PURPOSE, rank, self._rank) for rank in others}
         for rank, address in enumerate(addresses, start=self.first):
             if rank != self._rank and self._to.get(rank, ("",))[0] != address:
                 self._to[rank] = address, self._connected(rank, MemoryAddress.of(address))
@@ -143,20 +168,21 @@ class PartMemory:
     def begin(self, sequence: int) -> None:
         """See `PartChannel.begin`."""
         self._sequence = sequence
-        for lane in self._from.values():
-            while lane.has_piece() and _AGE.unpack_from(lane.oldest()) < (self._epoch, sequence):
+        for rank, lane in self._from.items():
+            while rank != self._rank and lane.has_piece() and self._is_old(rank, lane.oldest()[:_HEAD_BYTES]):
                 lane.drop()
 
     def send(self, ranks: Sequence[int], piece: PartPiece, *, timeout_s: float) -> None:
         """See `PartChannel.send`."""
-        label = _LABEL.pack(self._epoch, piece.sequence, piece.number, piece.kind, len(piece.data))
-        head = label + _DIGEST.pack(_digest(label, piece.data))
         deadline_s = time.monotonic() + timeout_s
         for rank in ranks:
-            lane = self._to[rank][1]
+            lane, direction = self._to[rank][1], self._sends[rank]
             if not lane.has_room() and not self._wait(rank, lane.has_room, deadline_s):
                 raise DeadlineError(f"rank {rank} of the pool did not take a part within {timeout_s:g} s")
-            lane.write(head, piece.data)
+            label = _LABEL.pack(self._session, direction.next, piece.sequence, piece.number, piece.kind,
+                                len(piece.data))
+            lane.write(direction.seal(piece.data, label) + label, piece.data)
+            direction.advance()
             self._on_sent(len(piece.data))
 
     def receive(self, rank: int, into: memoryview, *, timeout_s: float) -> PartPiece | None:
@@ -166,19 +192,33 @@ class PartMemory:
             if not lane.has_piece() and not self._wait(rank, lane.has_piece, deadline_s):
                 return None
             place = lane.oldest()
-            epoch, sequence, number, kind, num_bytes, digest = _HEAD.unpack_from(place)
-            if (epoch, sequence) >= (self._epoch, self._sequence):
-                break
-            lane.drop()
-        data = into if len(into) == num_bytes else memoryview(bytearray(num_bytes))
-        data[:] = place[_HEAD.size:_HEAD.size + num_bytes]
-        if _digest(place[:_LABEL.size], data) != digest:
-            raise IntegrityError(f"from rank {rank} of the pool: what arrived is not what was sent (digest of part "
-                                 f"{number} of batch {sequence})")
-        if epoch != self._epoch:
-            raise PeerLostError(f"rank {rank} is in epoch {epoch} of the pool, this one in {self._epoch}")
-        lane.drop()
-        return PartPiece(PacketKind(kind), sequence, number, data)
+            head = bytes(place[:_HEAD_BYTES])  # a copy, as of the data: what was checked cannot change any more
+            if self._is_old(rank, head):
+                lane.drop()
+                continue
+            _, number, sequence, exchange, kind, num_bytes = _LABEL.unpack_from(head, SEAL_BYTES)
+            data = into if len(into) == num_bytes else memoryview(bytearray(min(num_bytes, MAX_PIECE_BYTES)))
+            data[:] = place[_HEAD_BYTES:_HEAD_BYTES + len(data)]
+            reason = self._receives[rank].accept(head[:SEAL_BYTES], number, data, head[SEAL_BYTES:])
+            if reason in (None, RefusalReason.REPLAYED):
+                lane.drop()
+            if reason is None:
+                return PartPiece(PacketKind(kind), sequence, exchange, data)
+            self._refusals.add(reason, f"part {exchange} of batch {sequence} from rank {rank} of the pool")
+            if reason is not RefusalReason.REPLAYED:
+                raise IntegrityError(f"from rank {rank} of the pool: what arrived is not what was sent ({reason} part "
+                                     f"{exchange} of batch {sequence})")
+
+    def _is_old(self, rank: int, head: bytes | memoryview) -> bool:
+        """Whether a piece is of no use: of a batch before, or not of this forming, which is counted."""
+        session, _, sequence, *_ = _LABEL.unpack_from(head, SEAL_BYTES)
+        if session != self._session:
+            self._refusals.add(RefusalReason.EARLIER, f"a part of another forming in the lane of rank {rank}")
+            return True
+        if sequence >= self._sequence:
+            return False
+        self._receives[rank].advance()
+        return True
 
     def abandon(self) -> None:
         """See `PartChannel.abandon`."""
@@ -225,8 +265,3 @@ def _lane(memory: memoryview, place: int) -> _PartLane:
     """That of the rank with this place in its stage."""
     start = _LINE + place * LANE_BYTES
     return _PartLane(memory[start:start + LANE_BYTES])
-
-
-def _digest(label: memoryview | bytes, data: memoryview | bytearray) -> int:
-    """XXH3-64 of a piece, keyed by its label, as frames have it (`engine/pipeline/frames.py`)."""
-    return xxh3_64_intdigest(data, seed=xxh3_64_intdigest(label))

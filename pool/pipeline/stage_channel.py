@@ -21,6 +21,8 @@ from pool.pipeline.part_memory import PartMemory, share_a_host, this_host
 from pool.stage.config import WorkerConfig
 from runtime.config import parse_address
 from runtime.errors import ConfigError, PeerLostError
+from transfer.transport.forming import Forming
+from transfer.transport.refusals import RefusalReason
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.stage_channel import UcxStageChannel
 
@@ -28,6 +30,7 @@ logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<I")
 MAX_ADDRESS_BYTES = 1 << 16
+RefusalCounts = Callable[[str], Callable[[RefusalReason], object]]  # by channel
 FRAME_OVERHEAD = 1 << 12  # header, and table of the tensors
 
 
@@ -139,8 +142,8 @@ class PoolChannel:
             address = replace(address, port=self._rendezvous.place.port, token=self._rendezvous.place.token)
         self.address = address.pack()
 
-    def connect(self, addresses: Sequence[bytes], pool_epoch: int) -> None:
-        """Form the pool: `addresses` by rank, this stage's own included. Ends the epoch before.
+    def connect(self, addresses: Sequence[bytes], forming: Forming) -> None:
+        """Form the pool: `addresses` by rank, this stage's own included. Ends the forming before.
 
         Raises:
             PeerLostError: an address is not usable here.
@@ -149,26 +152,26 @@ class PoolChannel:
         """
         stages = [StageAddress.unpack(address) for address in addresses]
         choice = choose(stages)
-        self._frames.connect([stage.frames for stage in stages], pool_epoch)
+        self._frames.connect([stage.frames for stage in stages], forming)
         links = None
         if choice.links and self._backend is not None:
             place = self._rendezvous.place if self._rendezvous is not None else Rendezvous(
                 self._leader_host, stages[0].port, stages[0].token)
-            links = P2PLinks(self._backend, place, epoch=pool_epoch, rank=self._rank, size=len(stages))
+            links = P2PLinks(self._backend, place, room=forming.room, rank=self._rank, size=len(stages))
         self._channel.use(links)
-        self.parts = self._connected_memory([stage.memory for stage in stages], pool_epoch)
+        self.parts = self._connected_memory([stage.memory for stage in stages], forming)
         logger.info("tensors go to the next stage %s: %s",
                     f"beside their frames, by {choice.links}" if choice.links else "within their frames, over UCX",
                     choice.reason)
 
-    def _connected_memory(self, addresses: list[str], pool_epoch: int) -> PartMemory | None:
+    def _connected_memory(self, addresses: list[str], forming: Forming) -> PartMemory | None:
         if self._memory is None:
             return None
         own = addresses[self._memory.first:self._memory.first + self._memory.size]
         if not share_a_host(own):
             logger.info("the ranks of the stage exchange parts of products over UCX: they do not share a host")
             return None
-        self._memory.connect(own, pool_epoch)
+        self._memory.connect(own, forming)
         return self._memory
 
     def fail(self, rank: int, reason: str) -> None:
@@ -191,18 +194,22 @@ class PoolChannel:
 
 
 def open_pool_channel(config: WorkerConfig, device: torch.device, *, max_bytes: int,
-                      on_sent: Callable[[int], object]) -> PoolChannel:
-    """The channel of this stage, which computes on `device`.
+                      on_sent: Callable[[int], object],
+                      count_refused: RefusalCounts = lambda channel: lambda reason: None) -> PoolChannel:
+    """The channel of this stage, which computes on `device`. `count_refused` gives what counts a refusal of frames, and
+    of parts.
 
     Raises:
         ConfigError: UCX cannot work here, or NCCL is demanded and this stage cannot use it.
     """
     backend, why = _link_backend(config, device)
     frames = UcxStageChannel(rank=config.rank, max_frame_bytes=max_bytes + FRAME_OVERHEAD,
-                             profile=TransportProfile(config.transport), binding=config.binding, on_sent=on_sent)
+                             profile=TransportProfile(config.transport), binding=config.binding, on_sent=on_sent,
+                             on_refused=count_refused("frames"))
     memory = None
     if config.tp > 1 and config.transport != "tcp" and this_host():
-        memory = PartMemory(this_host(), rank=config.rank, size=config.tp, check=frames.check, on_sent=on_sent)
+        memory = PartMemory(this_host(), rank=config.rank, size=config.tp, check=frames.check, on_sent=on_sent,
+                            on_refused=count_refused("parts"))
     host = parse_address(config.listen if config.rank == 0 else config.leader).host
     return PoolChannel(frames, rank=config.rank, max_bytes=max_bytes, backend=backend, why=why,
                        is_demanded=config.stage_channel == "nccl", leader_host=host, ports=config.binding.ports,

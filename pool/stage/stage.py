@@ -41,6 +41,7 @@ from transfer.agent.agent import TransferAgent
 from transfer.plan.compatibility import compatibility
 from transfer.plan.handoff_terms import StageSessionEvent
 from transfer.transport.device import Route
+from transfer.transport.refusals import RefusalReason
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.transport import UcxTransport
 
@@ -181,9 +182,10 @@ class Stage:
 def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
                 on_event: Callable[[StageSessionEvent], None],
                 observe_layers: Callable[[TransferAgent, LayerMark | None], LayerObserver | None],
-                speculates: bool = False) -> Stage:
+                speculates: bool = False, on_refused: Callable[[RefusalReason], object] = lambda reason: None) -> Stage:
     """Load the stage's tensors and start its transfer agent. `observe_layers(agent, mark)` makes what is called for
-    each layer that is done: the agent on the sending side, nothing on the receiving one."""
+    each layer that is done: the agent on the sending side, nothing on the receiving one. `on_refused` is given why a
+    message of a handoff was not taken."""
     keep_freed_memory()
     torch.set_num_threads(config.threads)
     backends = choose_backends(config.device, Numerics(config.numerics), plan.description)
@@ -196,7 +198,7 @@ def build_stage(config: WorkerConfig, plan: StagePlan, *, incarnation: str,
                        while_under_way=overlap.pass_turn if overlap is not None else lambda: None)
     model, runs_on = _load_layers(plan, pools, backends, digest, ranks, speculates=speculates)
     profile = TransportProfile(config.transport)
-    transport = UcxTransport(profile=profile, clock=SystemClock(), binding=config.binding)
+    transport = UcxTransport(profile=profile, clock=SystemClock(), binding=config.binding, on_refused=on_refused)
     agent = build_agent(pools, backends.device, transport, incarnation=incarnation, on_event=on_event,
                         route=Route.DIRECT if profile.reaches_devices else Route.PINNED)
     observer = observe_layers(agent, layer_mark(backends.device))

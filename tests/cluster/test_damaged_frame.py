@@ -44,7 +44,7 @@ async def test_one_flipped_bit_between_stages_breaks_the_pool_and_nobodys_answer
                 assert isinstance(result, PeerLostError | UnavailableError), "it may be sent again"
             else:
                 assert shown(result) == right
-        assert any("what arrived is not what was sent (digest)" in line for line in running.lines), "it was flipped"
+        assert any("what arrived is not what was sent (authenticator)" in line for line in running.lines), "flipped"
         assert not [line for line in running.lines if "Unexpected" in line or "never retrieved" in line]
         await running.cluster.wait_serving(timeout_s=60)
         again = [result for result, _ in await asyncio.gather(*(timed(running, each) for each in questions))]

@@ -42,6 +42,7 @@ from transfer.plan.handoff_terms import (
     StageSessionEvent,
     StageSessionState,
 )
+from transfer.transport.authenticator import new_key
 from transfer.ucx.address import frame_address, unframe_address
 
 _FOLDER = Path(tempfile.mkdtemp(prefix="fuzz"))  # one per process; memory-backed where the system's is
@@ -106,13 +107,9 @@ def _read_frame(data: bytes) -> object:
     return read(packet)
 
 
-def _read_sealed(data: bytes) -> object:
-    """As if its sender had meant it so: what stands behind the digest is reached."""
-    sealed = bytearray(data)
-    if len(sealed) >= 32:
-        sealed[:5] = frames.write(TensorRoute.WITHIN, records.pack_error(1, ""))[:5]
-        struct.pack_into("<Q", sealed, 24, frames.digest_of(sealed))
-    return _read_frame(bytes(sealed))
+def _read_genuine(data: bytes) -> object:
+    """As if its sender had meant it so: what follows magic and schema is reached."""
+    return _read_frame(bytes(frames.write(TensorRoute.WITHIN, records.pack_error(1, "")))[:5] + data[5:])
 
 
 # Messages of gRPC.
@@ -121,7 +118,7 @@ def _read_sealed(data: bytes) -> object:
 _STAGES = (StageEndpoint(LayerRange(0, 2), b"\x00address\xff", "life-1"),
            StageEndpoint(LayerRange(2, 4), b"", "life-2"))
 _SOURCE = SourceTerms("digest", "text", 4, 9, 8, (3, 1, 2), 7, _STAGES)
-_DESTINATION = DestinationTerms("session", 2, 0xFFFFFFFF_02000000, (9, 8, 7), 1, _STAGES, "plan")
+_DESTINATION = DestinationTerms("session", 2, 0xFFFFFFFF_02000000, (9, 8, 7), 1, _STAGES, "plan", new_key())
 _EVENT = StageSessionEvent("session", 3, StageSessionState.FAILED, "PEER_LOST", "gone", 12345)
 
 
@@ -242,7 +239,7 @@ def _read_stage_address(data: bytes) -> object:
 
 TARGETS = {target.name: target for target in (
     Target("frames", _frame, _read_frame, (IntegrityError, InternalError)),
-    Target("records", _frame, _read_sealed, (IntegrityError, InternalError)),
+    Target("records", _frame, _read_genuine, (IntegrityError, InternalError)),
     Target("stage_address", lambda numbers: StageAddress(1, b"frames", "nccl", "GPU-1", "", is_demanded=True).pack(),
            _read_stage_address, (PeerLostError,)),
     Target("ucx_address", lambda numbers: frame_address(numbers.randbytes(40)), unframe_address, (PeerLostError,)),

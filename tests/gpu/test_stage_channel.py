@@ -11,6 +11,7 @@ from engine.pipeline.channel import Packet
 from pool.pipeline.stage_channel import PoolChannel, open_pool_channel
 from pool.stage.config import WorkerConfig
 from runtime.errors import PeerLostError
+from tests.support.pool.formings import forming_of
 
 pytestmark = pytest.mark.usefixtures("ucx")
 LIMIT = 64 << 20
@@ -24,7 +25,7 @@ def pool(devices: list[torch.device]) -> Iterator[list[PoolChannel]]:
     channels = [open_pool_channel(config, device, max_bytes=LIMIT, on_sent=lambda num_bytes: None)
                 for config, device in zip(configs, devices, strict=True)]
     for channel in channels:
-        channel.connect([channel.address for channel in channels], 1)
+        channel.connect([channel.address for channel in channels], forming_of(1, 2))
     yield channels
     for channel in channels:
         channel.close()

@@ -28,6 +28,7 @@ from tests.support.transfer.handoff import EventLog
 from transfer.agent.agent import TransferAgent
 from transfer.plan.copy_plan import plan_destination
 from transfer.plan.handoff_terms import SourceTerms, StageSessionState
+from transfer.transport.authenticator import new_key
 
 PAGE_SIZE, NUM_PAGES, NUM_SLOTS, CHUNK_TOKENS, NUM_STEPS = 16, 14, 4, 64, 4
 PROMPT = [random.Random(1).randrange(3, 256) for _ in range(70)]
@@ -116,8 +117,9 @@ def hand_over(model: str, source: Side, dest: Side) -> None:
     specs = described(model).cache_specs(PAGE_SIZE)
     terms = SourceTerms("c", "text", PAGE_SIZE, len(PROMPT), CHUNK_TOKENS, tuple(SOURCE_PAGES), SOURCE_SLOT,
                         tuple(agent.endpoint for agent in source.agents))
-    destination = plan_destination(terms, session_id="s", epoch=0, nonce=1, page_ids=DEST_PAGES[:len(SOURCE_PAGES)],
-                                   slot_id=DEST_SLOT, stages=[agent.endpoint for agent in dest.agents], specs=specs)
+    destination = plan_destination(terms, session_id="s", epoch=0, tag_base=1 << 32, key=new_key(),
+                                   page_ids=DEST_PAGES[:len(SOURCE_PAGES)], slot_id=DEST_SLOT,
+                                   stages=[agent.endpoint for agent in dest.agents], specs=specs)
     for agent in dest.agents:
         agent.open_receive(terms, destination)
     dest.wait(StageSessionState.OPEN)

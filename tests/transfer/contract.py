@@ -12,6 +12,7 @@ import pytest
 from runtime.errors import HandoffError, PeerLostError
 from tests.support.network.cpu_time import least_cpu_s
 from transfer.transport.protocol import TAG_OFFSET_BITS, Operation, OperationState, Transport
+from transfer.transport.refusals import RefusalReason
 
 DONE, FAILED, CANCELLED = OperationState.DONE, OperationState.FAILED, OperationState.CANCELLED
 PREFIX = 0x123456789A << TAG_OFFSET_BITS
@@ -129,11 +130,29 @@ class TransportContract:
         assert len(pair.ended) == 800, "an operation was reported twice"
 
     @pytest.mark.parametrize("num_bytes", [100, 100_000])
-    def test_a_message_may_come_before_its_receive(self, pair: Pair, num_bytes: int) -> None:
+    def test_a_message_without_a_receive_is_refused_and_counted(self, pair: Pair, num_bytes: int) -> None:
+        """Receives are posted before their sender hears of the tags: what comes before is a stranger's."""
         send = pair.left.send(pair.to_right, PREFIX, pattern(num_bytes))
-        pair.settle()
+        pair.finish(send)
         target = poisoned(num_bytes)
-        pair.finish(send, pair.right.post_receive(pair.to_left, PREFIX, target))
+        receive = pair.right.post_receive(pair.to_left, PREFIX, target)
+        pair.settle()
+        assert (send.state, receive.state) == (DONE, OperationState.PENDING)
+        assert target == poisoned(num_bytes)
+        assert pair.right.refused == {RefusalReason.FOREIGN: 1}
+
+    @pytest.mark.parametrize("num_bytes", [100, 100_000])
+    def test_a_message_that_comes_twice_is_refused_as_repeated_and_after_its_epoch_as_late(
+            self, pair: Pair, num_bytes: int) -> None:
+        target = poisoned(num_bytes)
+        pair.finish(pair.right.post_receive(pair.to_left, PREFIX, target),
+                    pair.left.send(pair.to_right, PREFIX, pattern(num_bytes)))
+        pair.finish(pair.left.send(pair.to_right, PREFIX, pattern(num_bytes, 2)),
+                    pair.left.send(pair.to_right, PREFIX + 1, pattern(num_bytes, 2)))
+        pair.run(lambda: pair.right.refused == {RefusalReason.REPEATED: 2})
+        pair.right.retire(PREFIX >> TAG_OFFSET_BITS)
+        pair.finish(pair.left.send(pair.to_right, PREFIX, pattern(num_bytes, 2)))
+        pair.run(lambda: pair.right.refused == {RefusalReason.REPEATED: 2, RefusalReason.LATE: 1})
         assert target == pattern(num_bytes)
 
     @pytest.mark.parametrize("num_bytes", [100, 100_000])

@@ -19,6 +19,7 @@ from tests.support.transfer.handoff import EventLog
 from transfer.agent.agent import TransferAgent
 from transfer.plan.copy_plan import plan_destination
 from transfer.plan.handoff_terms import SourceTerms, StageSessionEvent, StageSessionState
+from transfer.transport.authenticator import new_key
 from transfer.transport.protocol import Transport
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.transport import UcxTransport
@@ -106,8 +107,8 @@ def hand_over(source: list[StageOfPools], dest: list[StageOfPools], specs: tuple
     """One whole session, with the prompt computed in chunks of two pages."""
     terms = SourceTerms("c", "text", PAGE_SIZE, NUM_TOKENS, 2 * PAGE_SIZE, SOURCE_PAGES, SOURCE_SLOT,
                         tuple(stage.agent.endpoint for stage in source))
-    destination = plan_destination(terms, session_id="s", epoch=0, nonce=7, page_ids=DEST_PAGES, slot_id=DEST_SLOT,
-                                   stages=[stage.agent.endpoint for stage in dest], specs=specs)
+    destination = plan_destination(terms, session_id="s", epoch=0, tag_base=7 << 32, key=new_key(), page_ids=DEST_PAGES,
+                                   slot_id=DEST_SLOT, stages=[stage.agent.endpoint for stage in dest], specs=specs)
     for stage in dest:
         stage.agent.open_receive(terms, destination)
     wait_all(dest, StageSessionState.OPEN)

@@ -1,4 +1,4 @@
-"""One stage's end of every handoff: posts receives into pool pages, sends pool pages, checks digests, proves drains.
+"""One stage's end of every handoff: posts receives into pool pages, sends pool pages, authenticates, proves drains.
 
 The agent owns one thread, which alone touches the transport. Everything public may be called from any thread and
 returns at once; what happens is reported through `on_event`, called from the agent's thread (so it must be quick: hand
@@ -7,7 +7,7 @@ the event to an event loop or a queue).
 The reports of one epoch of one session, in order:
 
     OPEN        receives are posted, or the sends are planned
-    COMPLETE    receiving: everything landed and every digest matched; sending: every byte has left
+    COMPLETE    receiving: everything landed and is authentic; sending: every byte has left
       or FAILED with a reason, instead of OPEN or after it: nothing more is matched or sent for it
     DRAINED     only after `close`, `close_request`, `close_all` or a newer epoch; exactly once, always last: from
                 here on no read or write of that memory can happen any more

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from engine.memory.layout import Buffer
 from runtime.clock import Clock
 from transfer.agent.stage_transfer import PoolMemory, StageTransfer
-from transfer.plan.copy_plan import Lane, item_digest, pack_trailer
+from transfer.plan.copy_plan import Lane
 from transfer.plan.handoff_terms import ChunkTiming, DestinationTerms, SourceTerms, StageEndpoint
+from transfer.plan.item_seals import LaneSeals
 from transfer.transport.protocol import Operation, Peer, Transport
 
 
@@ -41,11 +42,12 @@ class ChunkTimingLog:
 class _LaneDispatch:
     """What has left of one lane. `views` is the memory of its messages: the items, at last the trailer."""
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, destination: DestinationTerms, lane: Lane) -> None:
         self.lane = lane
         self.views: list[Buffer] = []
-        self.digests: list[int] = [0] * len(lane.items)
-        self.num_undigested = len(lane.items)
+        self.lane_seals = LaneSeals(destination, lane)
+        self.seals: list[bytes] = [b""] * len(lane.items)
+        self.num_unsealed = len(lane.items)
 
 
 class _ReadyMessage:
@@ -68,8 +70,8 @@ class _ReadyMessage:
 class Sender(StageTransfer):
     """COMPLETE when every byte of every lane has left. `window` decides when a ready message is sent.
 
-    An item is digested when its bytes have just left, not before: the send has pulled them into this core's
-    cache, so memory is read once, and the first byte leaves without waiting for a digest.
+    An item's authenticator is made when its bytes have just left, not before: the send has pulled them into this core's
+    cache, so memory is read once, and the first byte leaves without waiting for it.
     """
 
     def __init__(self, source: SourceTerms, destination: DestinationTerms, lanes: tuple[Lane, ...], *,
@@ -79,7 +81,7 @@ class Sender(StageTransfer):
         self._log = ChunkTimingLog(clock, source)
         self._memory = memory
         self._window = window
-        self._dispatches = [_LaneDispatch(lane) for lane in lanes]
+        self._dispatches = [_LaneDispatch(destination, lane) for lane in lanes]
         self._under_way: dict[Operation, tuple[_LaneDispatch, int]] = {}
         self._num_unfinished = sum(len(lane.items) + 1 for lane in lanes)
         self._is_started = False
@@ -132,7 +134,7 @@ class Sender(StageTransfer):
         """Send one message of a lane, unless the sender has stopped."""
         if self.is_stopped:
             return None
-        operation = self._transport.send(peer, dispatch.lane.first_tag + index, dispatch.views[index])
+        operation = self._transport.send(peer, dispatch.lane.tag(index), dispatch.views[index])
         self._under_way[operation] = (dispatch, index)
         self._outstanding.add(operation)
         return operation
@@ -141,12 +143,12 @@ class Sender(StageTransfer):
         dispatch, index = self._under_way.pop(operation)
         if index < len(dispatch.lane.items):
             item = dispatch.lane.items[index]
-            dispatch.digests[index] = item_digest(operation.content, item, operation.tag)
+            dispatch.seals[index] = dispatch.lane_seals.seal(operation.content, index)
             self.num_bytes += item.num_bytes
             self._log.on_left(item.ready_tokens, item.num_bytes)
-            dispatch.num_undigested -= 1
-            if dispatch.num_undigested == 0:
-                dispatch.views.append(memoryview(pack_trailer(dispatch.lane, dispatch.digests)))
+            dispatch.num_unsealed -= 1
+            if dispatch.num_unsealed == 0:
+                dispatch.views.append(memoryview(dispatch.lane_seals.pack_trailer(dispatch.seals)))
                 self._hand_over(dispatch, len(dispatch.lane.items))
         self._num_unfinished -= 1
         if self._num_unfinished == 0:

@@ -6,8 +6,9 @@ from typing import Protocol
 
 from engine.memory.layout import Buffer, CacheKind, PoolGeometry
 from runtime.errors import BatonError, IntegrityError
-from transfer.plan.copy_plan import Lane, item_digest, trailer_bytes, unpack_trailer
+from transfer.plan.copy_plan import Lane
 from transfer.plan.handoff_terms import ChunkTiming, DestinationTerms, SourceTerms, StageEndpoint, StageSessionState
+from transfer.plan.item_seals import LaneSeals, differing
 from transfer.transport.protocol import Operation, OperationState, Peer, Transport, tag_prefix
 
 
@@ -136,24 +137,25 @@ class RefusedTransfer(StageTransfer):
 class _LaneReceipt:
     """What has arrived of one lane."""
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, destination: DestinationTerms, lane: Lane) -> None:
         self.lane = lane
-        self.trailer = bytearray(trailer_bytes(lane))
-        self.digests: list[int] = [0] * len(lane.items)
+        self.lane_seals = LaneSeals(destination, lane)
+        self.trailer = bytearray(self.lane_seals.trailer_bytes)
+        self.seals: list[bytes] = [b""] * len(lane.items)
         self.num_missing = len(lane.items) + 1  # with the trailer
 
 
 class Receiver(StageTransfer):
-    """On a decode stage: posts its receives straight into pool pages and checks every digest.
+    """On a decode stage: posts its receives straight into pool pages and checks every authenticator.
 
-    COMPLETE when every item of every lane has landed and matches the digest its source made.
+    COMPLETE when every item of every lane has landed and matches the authenticator its source made.
     """
 
     def __init__(self, source: SourceTerms, destination: DestinationTerms, lanes: tuple[Lane, ...], *,
                  memory: PoolMemory, transport: Transport) -> None:
         super().__init__(source, destination, transport)
         self._memory = memory
-        self._receipts = [_LaneReceipt(lane) for lane in lanes]
+        self._receipts = [_LaneReceipt(destination, lane) for lane in lanes]
         self._by_operation: dict[Operation, tuple[_LaneReceipt, int]] = {}
         self._num_open_lanes = len(lanes)
 
@@ -172,7 +174,7 @@ class Receiver(StageTransfer):
         for receipt, buffers in zip(self._receipts, views, strict=True):
             peer = self.connect(receipt.lane.source_stage)
             for index, buffer in enumerate([*buffers, memoryview(receipt.trailer)]):
-                operation = self._transport.post_receive(peer, receipt.lane.first_tag + index, buffer)
+                operation = self._transport.post_receive(peer, receipt.lane.tag(index), buffer)
                 self._outstanding.add(operation)
                 self._by_operation[operation] = (receipt, index)
         if not self._receipts:
@@ -181,8 +183,8 @@ class Receiver(StageTransfer):
     def finished(self, operation: Operation) -> None:
         receipt, index = self._by_operation.pop(operation)
         if index < len(receipt.lane.items):
-            # The bytes are still in the cache of this core: digesting now is several times cheaper than later.
-            receipt.digests[index] = item_digest(operation.content, receipt.lane.items[index], operation.tag)
+            # The bytes are still in the cache of this core: now is several times cheaper than later.
+            receipt.seals[index] = receipt.lane_seals.seal(operation.content, index)
             self.num_bytes += operation.num_bytes
         receipt.num_missing -= 1
         if receipt.num_missing == 0:
@@ -199,11 +201,10 @@ class Receiver(StageTransfer):
     def _check(self, receipt: _LaneReceipt) -> None:
         """Raises IntegrityError naming the first item that differs."""
         where = f"from source stage {receipt.lane.source_stage}, session {self.session_id} epoch {self.epoch}"
-        expected = unpack_trailer(receipt.lane, receipt.trailer)
+        expected = receipt.lane_seals.unpack_trailer(receipt.trailer)
         if expected is None:
-            raise IntegrityError(f"the list of digests {where} was damaged on the way")
-        wrong = [item for item, ours, theirs in zip(receipt.lane.items, receipt.digests, expected, strict=True)
-                 if ours != theirs]
+            raise IntegrityError(f"the list of authenticators {where} is not what was sent")
+        wrong = differing(receipt.seals, expected)
         if wrong:
-            raise IntegrityError(f"{wrong[0].name} {where}: the bytes that arrived are not the bytes that were sent "
-                                 f"({len(wrong)} of {len(receipt.lane.items)} items differ)")
+            raise IntegrityError(f"{receipt.lane.items[wrong[0]].name} {where}: the bytes that arrived are not the "
+                                 f"bytes that were sent ({len(wrong)} of {len(expected)} items differ)")

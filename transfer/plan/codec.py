@@ -10,6 +10,7 @@ from transfer.plan.handoff_terms import (
     StageSessionEvent,
     StageSessionState,
 )
+from transfer.transport.authenticator import KEY_BYTES
 
 _STATE_TO_WIRE = {
     StageSessionState.OPEN: pipeline_pb2.STAGE_SESSION_STATE_OPEN,
@@ -86,15 +87,19 @@ def destination_to_proto(destination: DestinationTerms) -> transfer_pb2.Destinat
         slot_id=destination.slot_id,
         stages=[endpoint_to_proto(stage) for stage in destination.stages],
         plan_digest=destination.plan_digest,
+        key=destination.key,
         with_draft=destination.with_draft,
         held_tokens=destination.held_tokens,
     )
 
 
 def destination_from_proto(message: transfer_pb2.DestinationTerms) -> DestinationTerms:
-    """Raises InvalidRequestError when the session has no id."""
+    """Raises InvalidRequestError when the session has no id, or the key not the right length."""
     if not message.session_id:
         raise InvalidRequestError(FieldViolation("destination.session_id", "must not be empty"))
+    if len(message.key) != KEY_BYTES:
+        raise InvalidRequestError(FieldViolation("destination.key",
+                                                 f"must have {KEY_BYTES} bytes, got {len(message.key)}"))
     return DestinationTerms(
         session_id=message.session_id,
         epoch=message.epoch,
@@ -103,6 +108,7 @@ def destination_from_proto(message: transfer_pb2.DestinationTerms) -> Destinatio
         slot_id=message.slot_id,
         stages=tuple(endpoint_from_proto(stage) for stage in message.stages),
         plan_digest=message.plan_digest,
+        key=message.key,
         with_draft=message.with_draft,
         held_tokens=message.held_tokens,
     )

@@ -8,8 +8,8 @@ from engine.memory.layout import CacheKind, CacheSpec, travelling
 from runtime.digests import Compatibility, pairing_digest
 from runtime.errors import IncompatiblePeerError
 
-SCHEMA_VERSION = 6
-"""Raised whenever the copy plan, the tags, the trailer or the digests change."""
+SCHEMA_VERSION = 7
+"""Raised whenever the copy plan, the tags, the trailer or the authenticators change."""
 
 
 def compatibility(*, revision: str, specs: Iterable[CacheSpec], page_size: int, numerics: str = "exact",

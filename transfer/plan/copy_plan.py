@@ -1,30 +1,23 @@
-"""What moves from which source stage to which destination stage, and the proof that it arrived. Pure: both sides derive
-the same plan.
+"""What moves from which source stage to which destination stage. Pure: both sides derive the same plan.
 
 A *lane* is what one source stage sends to one destination stage: the records of the layers both own; where stages
 have different numbers of ranks, the parts of these records that both have (`engine.memory.layout.stretches`), one
 record's at a time. A "stage" here is one process of a pool: each rank of a stage is one. Pages that are neighbours on
 both sides travel as one item, as long as one chunk computes them all and they stay under `MAX_RUN_BYTES`. Message
 tags are numbered per destination stage: the items of its lanes in order of source stage, each lane followed by its
-trailer. Lanes without items have no trailer.
+trailer. Lanes without items have no trailer. Tags begin at a random number of 64 bits and wrap within its low 24 bits,
+so that a stranger hits none of them.
 
 The destination makes its terms from the source's (`plan_destination`), the source checks that it derives the same plan
-(`check_plan`).
-
-The source digests every item with XXH3 (64 bits) as it sends it and ends the lane with the *trailer*: the digests in
-item order, then a digest of the trailer itself. Seeds come from what an item is and where it goes, so an item that
-landed in another's place, or comes from another session or epoch, does not match although its bytes are intact.
+(`check_plan`). That what arrived is what was sent is for `item_seals.py` to prove.
 """
 
 import hashlib
-import struct
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
-
-import xxhash
 
 from engine.memory.layout import CacheKind, CacheSpec, Stretch, stretches, travelling
 from runtime.errors import IncompatiblePeerError
@@ -34,10 +27,7 @@ from transfer.transport.protocol import TAG_OFFSET_BITS
 
 MAX_RUN_BYTES = 1 << 20
 """Upper bound of one item, unless a single record is larger. Part of the plan: a change needs a new SCHEMA_VERSION."""
-MAX_EPOCH = 255
-NONCE_BITS = 32
-_IDENTITY = struct.Struct("<QI16sIIQ")
-_DIGEST_BYTES = 8
+_OFFSETS = (1 << TAG_OFFSET_BITS) - 1
 
 
 class Item(NamedTuple):
@@ -76,16 +66,22 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class Lane:
-    """The items of one pair of stages. `first_tag` belongs to items[0], the trailer's tag follows the last item's."""
+    """The items of one pair of stages. Item 0 has the tag at `offset` behind `tag_base`, the trailer's follows the last
+    item's."""
 
     source_stage: int
     dest_stage: int
-    first_tag: int
+    tag_base: int
+    offset: int
     items: tuple[Item, ...]
+
+    def tag(self, index: int) -> int:
+        """Return the tag of an item, or of the trailer: all have the prefix of the base."""
+        return self.tag_base & ~_OFFSETS | self.tag_base + self.offset + index & _OFFSETS
 
     @property
     def trailer_tag(self) -> int:
-        return self.first_tag + len(self.items)
+        return self.tag(len(self.items))
 
 
 class _Run(NamedTuple):
@@ -118,9 +114,6 @@ class CopyPlan:
         if max(sizes) % min(sizes):
             raise IncompatiblePeerError(f"a stage of the source has {sizes[0]} ranks (--tp), one of the destination "
                                         f"{sizes[1]}; one of the two must divide the other")
-        if destination.tag_base % (1 << TAG_OFFSET_BITS):
-            raise IncompatiblePeerError(f"destination.tag_base {destination.tag_base:#x} must leave the low "
-                                        f"{TAG_OFFSET_BITS} bits to the items")
         self._source = source
         self._destination = destination
         self._specs = tuple(specs)
@@ -160,7 +153,7 @@ class CopyPlan:
         if offset + len(items) >= 1 << TAG_OFFSET_BITS:
             raise IncompatiblePeerError(f"a handoff of {offset + len(items)} items to one stage; "
                                         f"the limit is {(1 << TAG_OFFSET_BITS) - 1}")
-        return Lane(source_stage, dest_stage, self._destination.tag_base + offset, items)
+        return Lane(source_stage, dest_stage, self._destination.tag_base, offset, items)
 
     def _lane_parts(self, source_stage: int, dest_stage: int) -> list[_LanePart]:
         """The records of the lane as the source has them, with the stretches that move of each (None: all of it)."""
@@ -268,26 +261,19 @@ def _check_layers(side: str, stages: Sequence[StageEndpoint], specs: Sequence[Ca
     return size
 
 
-def plan_destination(source: SourceTerms, *, session_id: str, epoch: int, nonce: int, page_ids: Sequence[int],
-                     slot_id: int, stages: Sequence[StageEndpoint], specs: Sequence[CacheSpec],
-                     with_draft: bool = False, held_tokens: int = 0) -> DestinationTerms:
-    """The destination's answer to `source`.
+def plan_destination(source: SourceTerms, *, session_id: str, epoch: int, tag_base: int, key: bytes,
+                     page_ids: Sequence[int], slot_id: int, stages: Sequence[StageEndpoint],
+                     specs: Sequence[CacheSpec], with_draft: bool = False, held_tokens: int = 0) -> DestinationTerms:
+    """Return the destination's answer to `source`.
 
-    `nonce` is random, 32 bits, drawn once per session; with the epoch it makes tags that no other session uses.
-    `page_ids` are the prompt's pages only (growth is not handed over), those of the first `held_tokens` tokens among
-    them. `specs` covers the whole model.
+    `tag_base` (64 bits) and `key` are random, and new for each epoch. `page_ids` are the prompt's pages only (growth is
+    not handed over), those of the first `held_tokens` tokens among them. `specs` covers the whole model.
 
     Raises:
         IncompatiblePeerError: the two sides do not fit together.
-        ValueError: nonce or epoch out of range.
     """
-    if not 0 <= nonce < 1 << NONCE_BITS:
-        raise ValueError(f"nonce must have {NONCE_BITS} bits, got {nonce:#x}")
-    if not 0 <= epoch <= MAX_EPOCH:
-        raise ValueError(f"epoch must be in 0..{MAX_EPOCH}, got {epoch}")
-    tag_base = (nonce << 32) | (epoch << TAG_OFFSET_BITS)
     destination = DestinationTerms(session_id, epoch, tag_base, tuple(page_ids), slot_id, tuple(stages), plan_digest="",
-                                   with_draft=with_draft, held_tokens=held_tokens)
+                                   key=key, with_draft=with_draft, held_tokens=held_tokens)
     return replace(destination, plan_digest=CopyPlan(source, destination, specs).digest)
 
 
@@ -302,31 +288,3 @@ def check_plan(source: SourceTerms, destination: DestinationTerms, specs: Sequen
         raise IncompatiblePeerError(f"session {destination.session_id}: this side derives copy plan {plan.digest}, "
                                     f"the destination terms were made for {destination.plan_digest or 'none'}")
     return plan
-
-
-def item_digest(data: memoryview, item: Item, tag: int) -> int:
-    """Digest of an item's bytes under its identity; `tag` brings in session, epoch and place in the plan."""
-    identity = _IDENTITY.pack(tag, item.layer_id, item.kind.encode(), item.dest_index, item.num_records, item.num_bytes)
-    return xxhash.xxh3_64_intdigest(data, seed=xxhash.xxh3_64_intdigest(identity))
-
-
-def trailer_bytes(lane: Lane) -> int:
-    """Size of a lane's trailer."""
-    return (len(lane.items) + 1) * _DIGEST_BYTES
-
-
-def pack_trailer(lane: Lane, digests: Sequence[int]) -> bytearray:
-    """The trailer of a lane whose items have these digests, in item order."""
-    body = struct.pack(f"<{len(digests)}Q", *digests)
-    return bytearray(body + struct.pack("<Q", _own_digest(body, lane)))
-
-
-def unpack_trailer(lane: Lane, trailer: bytes | bytearray) -> tuple[int, ...] | None:
-    """The digests in item order; None when the trailer itself is damaged."""
-    body = bytes(trailer[:-_DIGEST_BYTES])
-    *digests, own = struct.unpack(f"<{len(lane.items) + 1}Q", trailer)
-    return tuple(digests) if own == _own_digest(body, lane) else None
-
-
-def _own_digest(body: bytes, lane: Lane) -> int:
-    return xxhash.xxh3_64_intdigest(body, seed=lane.trailer_tag)

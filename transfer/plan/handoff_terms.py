@@ -1,6 +1,6 @@
 """What two pools agree on for one handoff, as plain values. `transfer/plan/codec.py` maps them to the wire."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from engine.core.layer_range import ONLY_RANK, LayerRange, TensorRank
@@ -36,9 +36,10 @@ class SourceTerms:
 
 @dataclass(frozen=True)
 class DestinationTerms:
-    """The receiving side: "deliver it like this". The destination states the layout, the source delivers it.
-    `with_draft`: it takes the state of the source's draft, too. The pages of the prompt's first `held_tokens` are there
-    already, and others may be reading them: nothing is sent into these."""
+    """The receiving side: "deliver it like this". The destination states the layout, the source delivers it. `key`
+    authenticates what is sent: random, of this epoch alone, and never shown. `with_draft`: it takes the state of the
+    source's draft, too. The pages of the prompt's first `held_tokens` are there already, and others may be reading
+    them: nothing is sent into these."""
 
     session_id: str
     epoch: int
@@ -47,6 +48,7 @@ class DestinationTerms:
     slot_id: int
     stages: tuple[StageEndpoint, ...]
     plan_digest: str
+    key: bytes = field(repr=False)
     with_draft: bool = False
     held_tokens: int = 0
 

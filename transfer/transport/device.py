@@ -16,6 +16,7 @@ Nothing can end a copy that a device does not end. Then the transport fails as a
 
 import time
 from collections import deque
+from collections.abc import Mapping
 from enum import StrEnum
 from typing import Protocol
 
@@ -23,6 +24,7 @@ from engine.memory.layout import Buffer
 from runtime.clock import Clock
 from runtime.errors import BatonError, InternalError, PeerLostError
 from transfer.transport.protocol import Berth, Operation, OperationState, Peer, Transport
+from transfer.transport.refusals import RefusalReason
 
 COPY_POLL_S = 50e-6
 COPY_LIMIT_S = 10.0
@@ -125,6 +127,10 @@ class DeviceTransport:
     @property
     def num_pending(self) -> int:
         return self._num_pending + self._inner.num_pending - len(self._sending) - len(self._receiving)
+
+    @property
+    def refused(self) -> Mapping[RefusalReason, int]:
+        return self._inner.refused
 
     def connect(self, address: bytes) -> Peer:
         return self._inner.connect(address)

@@ -13,12 +13,13 @@ import contextlib
 import os
 import select
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from typing import Protocol
 
 from engine.memory.layout import Buffer
 from runtime.errors import BatonError, InternalError
+from transfer.transport.refusals import RefusalReason
 
 TAG_OFFSET_BITS = 24
 NO_BYTES = memoryview(b"")
@@ -119,6 +120,11 @@ class Transport(Protocol):
         """Operations that were returned by `send` or `post_receive` and not yet by `progress`."""
         ...
 
+    @property
+    def refused(self) -> Mapping[RefusalReason, int]:
+        """How many messages were refused, by reason. Any thread."""
+        ...
+
     def connect(self, address: bytes) -> Peer:
         """The connection to this address, made or found. Returns before the peer has answered.
 
@@ -132,8 +138,9 @@ class Transport(Protocol):
         ...
 
     def post_receive(self, peer: Peer, tag: int, buffer: Buffer | Berth) -> Operation:
-        """Accept one message with exactly this tag and exactly this length into `buffer`. While a berth has no memory,
-        its message waits where it is, and other messages pass it.
+        """Accept one message with exactly this tag and exactly this length into `buffer`, from now on: a message that
+        no receive waits for is refused, though its sender sees it as sent. While a berth has no memory, its message
+        waits where it is, and other messages pass it.
 
         `peer` is who is going to send it. FAILED with HandoffError when the length differs (nothing is written),
         with PeerLostError when the connection ends before the message.
@@ -145,7 +152,7 @@ class Transport(Protocol):
         ...
 
     def retire(self, prefix: int) -> None:
-        """Throw away every message with this tag prefix that is here or still to come. Prefixes are kept within a
+        """Count messages with this tag prefix as late from now on: its receives are over. Prefixes are kept within a
         bound."""
         ...
 

@@ -7,23 +7,28 @@ the queues between the two goes on beside (`pending_sends.py`); only when many l
 While batches are in flight a frame is waited for awake (`Vigil`): to be woken costs more than most waits between stages
 that are busy. A stage that waits for longer sleeps.
 
-Tags carry the pool epoch and the sender's rank. Frames of an older epoch are thrown away; those of a newer one (it
-reached a peer earlier) wait until it reaches this stage, too.
+Only members of the pool's present forming are heard (`transfer/transport/forming.py`). A frame under no tag of this
+forming is thrown away unread and counted. One under the right tag that was received before is thrown away, too. One
+that is damaged, or before which others are missing, loses the stage that sent it. No frame can come before its
+receiver is connected: the leader sends only when all members are.
 """
 
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
-from runtime.errors import DeadlineError, InternalError, PeerLostError
+from runtime.errors import DeadlineError, IntegrityError, InternalError, PeerLostError
+from transfer.transport.forming import HEAD_BYTES, EarlierTags, Forming, FrameSeals
 from transfer.transport.protocol import Wakeup
+from transfer.transport.refusals import RefusalReason, Refusals
 from transfer.ucx.address import frame_address, unframe_address
 from transfer.ucx.api import UcxEndpoint, UcxLibrary, UcxProbe, UcxRequest
 from transfer.ucx.binding import ANYWHERE, UcxBinding
 from transfer.ucx.pending_sends import PendingSend, PendingSends
 from transfer.ucx.settings import STAGE_CHANNEL_OPTIONS, TransportProfile, close_endpoint, create_worker
+from transfer.ucx.vigil import Vigil
 
 SEND_SPIN_S = 50e-6
 SEND_WAIT_S = 1e-4  # shared memory does not report that a full queue has room again
@@ -32,80 +37,25 @@ RESTLESS_ROUNDS = 16  # count: so many times in a row UCX says that there is som
 RESTLESS_NAP_S = 2e-3
 MAX_QUEUED_FRAMES = 1024
 PENDING_BYTES = 64 << 20  # of frames on their way, or two of the largest
-_RANK_BITS = 16
-_EPOCH_LIMIT = 1 << (64 - _RANK_BITS)
-LEAST_S = 50e-6
-LONGEST_S = 20e-3  # what a sleeper loses of a longer wait does not count
-NUM_WAITS = 8  # count: the stages of a pool wait for each other in turn, now long, now not at all
-ROOM = 2  # a wait may take so many times the longest of them
-HELD_UP_S = 30e-6  # between two looks: somebody else had the core
-OTHERS_SHARE, OTHERS_S = 0.1, 1e-3  # of a core, and at once: what has more needs it; a kernel or a host takes less
-SHARED_FOR_S = 0.1  # who shares a core sleeps, and is woken sooner
-
-
-class Vigil:
-    """The waits of one stage for what is not there yet. While batches are in flight waits are short, and a stage stays
-    awake for as long as the last ones took; where none comes any more, or other processes want the core, it sleeps.
-
-        vigil.begin()
-        while nothing has come:
-            yield the core if vigil.lasts() else sleep
-        vigil.rewarded()                                     # or vigil.in_vain()
-    """
-
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic,
-                 cpu_clock: Callable[[], float] = time.process_time) -> None:
-        """`cpu_clock`: seconds of cores that the threads of this process have had, together."""
-        self._clock, self._cpu_clock = clock, cpu_clock
-        self._waits_s: deque[float] = deque(maxlen=NUM_WAITS)
-        self._began_s = self._looked_s = self._until_s = self._shared_until_s = 0.0
-        self._counted_s = self._counted_cpu_s = 0.0  # where others' time was last added up
-        self._others_s = self._others_at_s = 0.0  # what they had beyond their share, and when
-
-    def begin(self) -> None:
-        self._began_s = self._looked_s = self._counted_s = self._clock()
-        self._counted_cpu_s = self._cpu_clock()
-        self._until_s = self._began_s + max(LEAST_S, ROOM * max(self._waits_s, default=0.0))
-
-    def lasts(self) -> bool:
-        """Whether to stay awake; to be asked between two looks for a frame."""
-        now = self._clock()
-        if now - self._looked_s > HELD_UP_S:
-            self._count_others(now)
-        self._looked_s = now
-        return self._shared_until_s <= now < self._until_s
-
-    def _count_others(self, now: float) -> None:
-        """Add what the threads of this process have not had of the core."""
-        cpu_s = self._cpu_clock()
-        others_s = now - self._counted_s - (cpu_s - self._counted_cpu_s)
-        self._counted_s, self._counted_cpu_s = now, cpu_s
-        self._others_s = others_s + max(0.0, self._others_s - OTHERS_SHARE * (now - self._others_at_s))
-        self._others_at_s = now
-        if self._others_s > OTHERS_S:
-            self._shared_until_s = now + SHARED_FOR_S
-
-    def rewarded(self) -> None:
-        """What was waited for is here."""
-        waited_s = self._clock() - self._began_s
-        if waited_s <= LONGEST_S:
-            self._waits_s.append(waited_s)
-
-    def in_vain(self) -> None:
-        """It did not come in time: the stages are idle."""
-        self._waits_s.clear()
+_INTEGRITY = {RefusalReason.DAMAGED: "authenticator", RefusalReason.SKIPPED: "others before it are missing"}
+MAX_STEPS = 256  # of UCX's progress between two looks at what has come: a stranger's flood ends no wait of the owner's
 
 
 class UcxStageChannel:
     """See `engine.pipeline.channel.FrameChannel`. Belongs to the engine thread, but for `wake`, `fail`, `address`."""
 
+    head_bytes = HEAD_BYTES
+
     def __init__(self, *, rank: int, max_frame_bytes: int, profile: TransportProfile,
                  binding: UcxBinding = ANYWHERE,
-                 on_sent: Callable[[int], object] = lambda num_bytes: None) -> None:
-        """`on_sent` is given the bytes of each frame that left. Raises ConfigError when UCX cannot work here."""
+                 on_sent: Callable[[int], object] = lambda num_bytes: None,
+                 on_refused: Callable[[RefusalReason], object] = lambda reason: None) -> None:
+        """`on_sent` is given the bytes of each frame that left, `on_refused` why one that came was not taken. Raises
+        ConfigError when UCX cannot work here."""
         self._rank = rank
         self._on_sent = on_sent
         self._max_frame_bytes = max_frame_bytes
+        self._refusals = Refusals("frames between stages", on_refused)
         self._vigil = Vigil()
         self._ucx = UcxLibrary()
         self._context, self._worker = create_worker(self._ucx, profile, "stage channel", STAGE_CHANNEL_OPTIONS, binding)
@@ -113,9 +63,10 @@ class UcxStageChannel:
         self.address = frame_address(self._worker.address.tobytes())
         self._any_tag = (self._ucx.tag(0), self._ucx.no_tag_mask)
         self._epoch = 0
+        self._seals: FrameSeals | None = None
+        self._earlier = EarlierTags()
         self._endpoints: dict[int, tuple[bytes, UcxEndpoint]] = {}
         self._inboxes: dict[int, deque[UcxProbe]] = {}
-        self._early: list[tuple[int, int, UcxProbe]] = []  # (epoch, rank, frame)
         self._discards: list[UcxRequest] = []
         self._scratch = self._ucx.array(bytearray(1))
         self._buffer = bytearray(1)
@@ -125,25 +76,32 @@ class UcxStageChannel:
         self._wakeup = Wakeup()
         self._wakeup.watch(self._worker.epoll_file_descriptor)
 
-    def connect(self, addresses: Sequence[bytes], pool_epoch: int) -> None:
-        """Form the pool: `addresses` by rank, this stage's own included. Ends the epoch before.
+    @property
+    def refused(self) -> Mapping[RefusalReason, int]:
+        """How many frames were refused, by reason."""
+        return self._refusals.counts
+
+    def connect(self, addresses: Sequence[bytes], forming: Forming) -> None:
+        """Form the pool: `addresses` by rank, this stage's own included. Ends the forming before.
 
         Raises:
             PeerLostError: an address is not usable here.
             InternalError: the epoch is not newer than the present one.
         """
-        if not self._epoch < pool_epoch < _EPOCH_LIMIT:
-            raise InternalError(f"pool epoch must be above {self._epoch}, got {pool_epoch}")
+        if not self._epoch < forming.epoch:
+            raise InternalError(f"pool epoch must be above {self._epoch}, got {forming.epoch}")
         with self._pending.using:
-            self._form(addresses, pool_epoch)
+            self._form(addresses, forming)
 
-    def _form(self, addresses: Sequence[bytes], pool_epoch: int) -> None:
+    def _form(self, addresses: Sequence[bytes], forming: Forming) -> None:
         self._pending.abandon()
         self._dispatch()
         for frames in self._inboxes.values():
             self._discard(frames)
         self._inboxes = {rank: deque() for rank in range(len(addresses)) if rank != self._rank}
-        self._epoch = pool_epoch
+        if self._seals is not None:
+            self._earlier.add(self._seals.tags)
+        self._epoch, self._seals = forming.epoch, FrameSeals(forming, self._rank)
         for rank, (address, endpoint) in list(self._endpoints.items()):
             if rank >= len(addresses) or address != addresses[rank] or not endpoint.alive:
                 close_endpoint(self._endpoints.pop(rank)[1])
@@ -152,43 +110,69 @@ class UcxStageChannel:
         for rank in self._inboxes:
             if rank not in self._endpoints:
                 self._endpoints[rank] = (addresses[rank], self._connect(addresses[rank]))
-        early, self._early = self._early, []
-        for epoch, rank, frame in early:
-            self._sort(epoch, rank, frame)
 
-    def send(self, rank: int, frame: bytes | bytearray | memoryview, *, timeout_s: float) -> None:
+    def send(self, rank: int, frame: bytearray, *, timeout_s: float) -> None:
         """Takes the frame over: it must not be changed any more. Raises PeerLostError when the peer is gone,
         InternalError for a frame over the limit; DeadlineError, now or in a later call, when the peer did not take a
         frame within its `timeout_s` (the connection is cut then, so that the frame is not read any more)."""
         if len(frame) > self._max_frame_bytes:
             raise InternalError(f"a frame of {len(frame)} bytes to stage {rank}; the limit is {self._max_frame_bytes}")
-        deadline_s = time.monotonic() + timeout_s
+        if self._seals is None:
+            raise PeerLostError(f"stage {rank} is not there: the pool has not formed yet")
         with self._pending.using:
             self._check(rank)
+            deadline_s = time.monotonic() + timeout_s
             while self._pending.any and not self._pending.has_room(len(frame)):
                 self._dispatch()
                 self._check(rank)
                 self._pause(deadline_s)
-            tag = self._ucx.tag(self._epoch << _RANK_BITS | self._rank)
-            request = self._endpoints[rank][1].tag_send(self._ucx.array(frame), tag)
-            spin_until_s = time.monotonic() + SEND_SPIN_S
-            while not request.completed and (self._worker.progress_once() or time.monotonic() < spin_until_s):
-                pass
-            if request.completed:
-                self._check_request(rank, request)
-            else:
-                self._pending.add(PendingSend(rank, request, frame, deadline_s, timeout_s))
+            self.put(rank, self._seals.seal(rank, frame), frame, deadline_s=deadline_s, timeout_s=timeout_s)
         self._on_sent(len(frame))
 
+    def put(self, rank: int, tag: int, frame: bytearray, *, deadline_s: float, timeout_s: float) -> None:
+        """Give a sealed frame to UCX. Part of `send`, where tests and storms damage what was sealed."""
+        request = self._endpoints[rank][1].tag_send(self._ucx.array(frame), self._ucx.tag(tag))
+        spin_until_s = time.monotonic() + SEND_SPIN_S
+        while not request.completed and (self._worker.progress_once() or time.monotonic() < spin_until_s):
+            pass
+        if request.completed:
+            self._check_request(rank, request)
+        else:
+            self._pending.add(PendingSend(rank, request, frame, deadline_s, timeout_s))
+
     def receive(self, rank: int, *, timeout_s: float) -> memoryview | None:
-        """The next frame from `rank`, valid until the next call; None when none came in time or `wake` was called.
-        Raises PeerLostError (frames that came before the loss are still handed out), DeadlineError as `send`."""
+        """Return the next frame from `rank` without its head, valid until the next call; None when none came in time or
+        `wake` was called.
+
+        Raises:
+            PeerLostError: the stage is gone; frames that came before the loss are still handed out.
+            IntegrityError: what came is not what was sent next. The stage counts as lost.
+            DeadlineError: as `send`.
+        """
+        deadline_s = time.monotonic() + timeout_s
         with self._pending.using:
-            if not self._inboxes.get(rank):
-                self._dispatch()
-            if not self._inboxes.get(rank) and not self._wait(rank, time.monotonic() + timeout_s):
-                return None
-            return self._take(rank, self._inboxes[rank].popleft())
+            while True:
+                if not self._inboxes.get(rank):
+                    self._dispatch()
+                if not self._inboxes.get(rank) and not self._wait(rank, deadline_s):
+                    return None
+                frame = self._take(rank, self._inboxes[rank].popleft())
+                if self._is_due(rank, frame):
+                    return frame[HEAD_BYTES:]
+
+    def _is_due(self, rank: int, frame: memoryview) -> bool:
+        """Whether to hand it out; else it is thrown away. Raises IntegrityError."""
+        assert self._seals is not None, "nothing comes before the pool has formed"
+        reason = self._seals.open(rank, frame)
+        if reason is None:
+            return True
+        what = f"a frame of {len(frame)} bytes from stage {rank}"
+        self._refusals.add(reason, what)
+        if reason is RefusalReason.REPLAYED:
+            return False
+        self._lose(rank, f"stage {rank} sent a damaged frame" if reason is RefusalReason.DAMAGED else
+                   f"frames of stage {rank} are missing")
+        raise IntegrityError(f"{what}: what arrived is not what was sent ({_INTEGRITY[reason]})")
 
     def _wait(self, rank: int, deadline_s: float) -> bool:
         """Until a frame has come from `rank`, or `wake`: then, and in the end, False."""
@@ -259,11 +243,12 @@ class UcxStageChannel:
     def _dispatch(self) -> bool:
         """Progress, and sort what has arrived. False when UCX had nothing to do."""
         moved = False
-        while self._worker.progress_once():
+        for _ in range(MAX_STEPS):
+            if not self._worker.progress_once():
+                break
             moved = True
         while (frame := self._worker.tag_probe(*self._any_tag, remove=True)).matched:
-            tag = frame.sender_tag.value
-            self._sort(tag >> _RANK_BITS, tag & ((1 << _RANK_BITS) - 1), frame)
+            self._sort(frame.sender_tag.value, frame)
         if self._discards:
             self._discards = [request for request in self._discards if not request.completed]
         if self._pending.any:
@@ -287,18 +272,27 @@ class UcxStageChannel:
             raise DeadlineError("too many frames wait for the stages to take them")
         time.sleep(SEND_WAIT_S)
 
-    def _sort(self, epoch: int, rank: int, frame: UcxProbe) -> None:
-        inbox = self._inboxes.get(rank)
-        if epoch > self._epoch and len(self._early) < MAX_QUEUED_FRAMES:
-            self._early.append((epoch, rank, frame))
-        elif epoch != self._epoch or inbox is None:
+    def _sort(self, tag: int, frame: UcxProbe) -> None:
+        rank = None if self._seals is None else self._seals.sender(tag)
+        if rank is None:
+            self._refusals.add(self._reason(tag), f"{frame.length} bytes under tag {tag:#018x}")
             self._discard([frame])
-        elif frame.length > self._max_frame_bytes or len(inbox) >= MAX_QUEUED_FRAMES:
+            return
+        inbox = self._inboxes[rank]
+        if frame.length > self._max_frame_bytes or len(inbox) >= MAX_QUEUED_FRAMES:
+            what = f"a frame of {frame.length} bytes behind {len(inbox)} others"
+            self._refusals.add(RefusalReason.OVERSIZED, f"{what} from stage {rank}")
             self._discard([frame])
-            self._lose(rank, f"stage {rank} sent a frame of {frame.length} bytes behind {len(inbox)} others; the "
-                             f"limits are {self._max_frame_bytes} bytes and {MAX_QUEUED_FRAMES} frames")
+            self._lose(rank, f"stage {rank} sent {what}; the limits are {self._max_frame_bytes} bytes and "
+                             f"{MAX_QUEUED_FRAMES} frames")
         else:
             inbox.append(frame)
+
+    def _reason(self, tag: int) -> RefusalReason:
+        """Why a frame is refused under whose tag no member sends to this one."""
+        if self._seals is not None and tag in self._seals.tags:
+            return RefusalReason.CROSSED
+        return RefusalReason.EARLIER if tag in self._earlier else RefusalReason.FOREIGN
 
     def _take(self, rank: int, frame: UcxProbe) -> memoryview:
         """Receive a frame that has (at least begun to) come."""

@@ -15,12 +15,14 @@ memory (keepalive; the process must have been reaped by its parent).
 import logging
 import os
 import time
+from collections.abc import Callable, Mapping
 
 from engine.memory.layout import Buffer
 from runtime.clock import Clock
 from runtime.errors import BatonError, HandoffError, PeerLostError
 from transfer.transport.matching import MessageMatcher
 from transfer.transport.protocol import Berth, Operation, OperationState, Peer, Wakeup
+from transfer.transport.refusals import RefusalReason, Refusals
 from transfer.ucx.address import frame_address, unframe_address
 from transfer.ucx.api import UcxEndpoint, UcxLibrary, UcxProbe, UcxRequest
 from transfer.ucx.binding import ANYWHERE, UcxBinding
@@ -60,8 +62,8 @@ class UcxTransport:
     """See `Transport`."""
 
     def __init__(self, *, profile: TransportProfile, clock: Clock, binding: UcxBinding = ANYWHERE,
-                 spin_s: float = SPIN_S) -> None:
-        """Raises ConfigError when UCX cannot work here."""
+                 spin_s: float = SPIN_S, on_refused: Callable[[RefusalReason], object] = lambda reason: None) -> None:
+        """`on_refused` is given why a message was not taken. Raises ConfigError when UCX cannot work here."""
         self._ucx = UcxLibrary()
         self._sockets = SocketLimits()
         with self._sockets.listening():
@@ -69,7 +71,8 @@ class UcxTransport:
         self.address = frame_address(self._worker.address.tobytes())
         self._clock = clock
         self._spin_s = spin_s
-        self._matcher: MessageMatcher[UcxProbe] = MessageMatcher(clock)
+        self._refusals = Refusals("items of handoffs", on_refused)
+        self._matcher: MessageMatcher[UcxProbe] = MessageMatcher(self._refusals)
         self._peers: dict[bytes, UcxPeer] = {}
         self._active: list[tuple[Operation, UcxRequest]] = []
         self._discards: list[UcxRequest] = []
@@ -87,6 +90,11 @@ class UcxTransport:
     @property
     def num_pending(self) -> int:
         return self._num_pending
+
+    @property
+    def refused(self) -> Mapping[RefusalReason, int]:
+        """How many messages were refused, by reason."""
+        return self._refusals.counts
 
     def connect(self, address: bytes) -> UcxPeer:
         peer = self._peers.get(address)
@@ -120,24 +128,26 @@ class UcxTransport:
         if not peer.alive:
             self._end(operation, OperationState.FAILED, PeerLostError("the connection to the peer is gone"))
             return operation
-        message = self._matcher.post(operation)
-        if message is not None:
-            self._take(operation, message)
+        self._matcher.post(operation)
         return operation
 
     def cancel_receive(self, operation: Operation) -> None:
-        if self._matcher.cancel(operation):
+        is_cancelled, discarded = self._matcher.cancel(operation)
+        self._discard(discarded)
+        if is_cancelled:
             self._end(operation, OperationState.CANCELLED)
 
     def retire(self, prefix: int) -> None:
-        self._discard(self._matcher.retire(prefix))
+        self._matcher.retire(prefix)
 
     def close_peer(self, peer: Peer) -> None:
         assert isinstance(peer, UcxPeer)
         peer.close()
         if self._peers.get(peer.address) is peer:
             del self._peers[peer.address]
-        for operation in self._matcher.cancel_peer(peer):
+        lost, discarded = self._matcher.cancel_peer(peer)
+        self._discard(discarded)
+        for operation in lost:
             self._end(operation, OperationState.FAILED, PeerLostError("the connection to the peer is gone"))
 
     def progress(self) -> list[Operation]:
@@ -145,7 +155,7 @@ class UcxTransport:
             if not self._worker.progress_once():
                 break
         while (message := self._worker.tag_probe(*self._any_tag, remove=True)).matched:
-            operation, discarded = self._matcher.arrive(message.sender_tag.value, message)
+            operation, discarded = self._matcher.arrive(message.sender_tag.value, message.length, message)
             if operation is not None:
                 self._take(operation, message)
             self._discard(discarded)
@@ -155,7 +165,6 @@ class UcxTransport:
         now = self._clock.now()
         if now >= self._next_peer_check_s:
             self._next_peer_check_s = now + PEER_CHECK_S
-            self._discard(self._matcher.expire())
             for peer in [peer for peer in self._peers.values() if not peer.alive]:
                 self.close_peer(peer)
             self._cut_off_silent_peers()
@@ -206,7 +215,7 @@ class UcxTransport:
     def close(self) -> None:
         for peer in list(self._peers.values()):
             self.close_peer(peer)
-        self._discard(self._matcher.clear()[1])
+        self._discard(self._matcher.clear())
         self._worker.progress()
         self._active.clear()
         self._discards.clear()

@@ -8,28 +8,33 @@ from engine.core.batch import ForwardMode
 from engine.core.layer_range import LayerRange
 from engine.core.request import Request, SamplingParams
 from engine.core.rows import Row, build_batch
-from engine.pipeline.channel import FrameBytes
 from engine.pipeline.records import pack_result
 from engine.pipeline.stages import HeadStage
 from engine.pipeline.tensor_channel import TensorChannel
 from runtime.errors import IntegrityError, PeerLostError
 from testing.inprocess_channel import InProcessChannel
 from tests.support.models.tiny_models import QWEN3, tiny
+from tests.support.pool.formings import forming_of
 from tests.support.pool.local_pool import build_executor, local_pool
+from transfer.transport.forming import HEAD_BYTES, FrameSeals
 
 REQUEST = Request("r", (1, 2, 3, 4), 8, SamplingParams(temperature=0))
 
 
 @dataclass
 class NoisyChannel:
-    """A frame channel that flips one bit of the `damaged`-th frame it sends; -1: of none."""
+    """A frame channel that authenticates as that between processes does, and flips one bit of the `damaged`-th frame it
+    sends; -1: of none."""
 
     inner: InProcessChannel
+    seals: FrameSeals
     damaged: int
     bit: int
     num_sent: int = 0
+    head_bytes = HEAD_BYTES
 
-    def send(self, rank: int, frame: FrameBytes, *, timeout_s: float) -> None:
+    def send(self, rank: int, frame: bytearray, *, timeout_s: float) -> None:
+        self.seals.seal(rank, frame)
         if self.num_sent == self.damaged:
             frame = bytearray(frame)
             frame[self.bit // 8 % len(frame)] ^= 1 << self.bit % 8
@@ -37,7 +42,12 @@ class NoisyChannel:
         self.inner.send(rank, frame, timeout_s=timeout_s)
 
     def receive(self, rank: int, *, timeout_s: float) -> memoryview | None:
-        return self.inner.receive(rank, timeout_s=timeout_s)
+        frame = self.inner.receive(rank, timeout_s=timeout_s)
+        if frame is None:
+            return None
+        if reason := self.seals.open(rank, frame):
+            raise IntegrityError(f"a {reason} frame of stage {rank}")
+        return frame[HEAD_BYTES:]
 
     def check(self, rank: int) -> None:
         self.inner.check(rank)
@@ -53,7 +63,7 @@ class NoisyChannel:
 
 
 def noisy(sender: int, damaged: int, bit: int) -> list[NoisyChannel]:
-    return [NoisyChannel(channel, damaged if rank == sender else -1, bit)
+    return [NoisyChannel(channel, FrameSeals(forming_of(1, 2), rank), damaged if rank == sender else -1, bit)
             for rank, channel in enumerate(InProcessChannel.pool(2))]
 
 
@@ -76,6 +86,8 @@ def test_a_result_that_is_missing_or_comes_twice_is_noticed() -> None:
     executor, _ = build_executor(tiny(QWEN3), LayerRange(0, 1), page_size=16, num_pages=4, num_slots=0)
     stage = HeadStage(executor, head, size=2)
     stage.launch((build_batch(ForwardMode.PREFILL, [Row(1, [1], 0, [1], 0, None)]),))
-    last.send(0, pack_result(2, []), timeout_s=1.0)
-    with pytest.raises(IntegrityError, match="from stage 1: the result of batch 2 where that of batch 1 is due"):
+    packet = last.receive(0, timeout_s=1.0)
+    assert packet is not None
+    last.send(0, pack_result(packet.sequence + 1, []), timeout_s=1.0)
+    with pytest.raises(IntegrityError, match=rf"the result of batch \d+ where that of batch {packet.sequence} is due"):
         stage.collect(1.0)

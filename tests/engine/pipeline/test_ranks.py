@@ -17,6 +17,7 @@ from engine.pipeline.tensor_channel import TensorChannel
 from pool.pipeline.part_memory import PartMemory, this_host
 from runtime.errors import IntegrityError, InternalError, PeerLostError
 from testing.inprocess_channel import InProcessChannel
+from tests.support.pool.formings import forming_of
 
 Step = Callable[[StageRanks], object]
 
@@ -37,7 +38,7 @@ def ranks_of(request: pytest.FixtureRequest) -> Iterator[GroupMaker]:
             memories.extend(PartMemory(this_host(), rank=size + rank, size=size, check=frames[rank].check)
                             for rank in range(size))
         for memory in memories:
-            memory.connect([each.address for each in memories], epoch=1)
+            memory.connect([each.address for each in memories], forming_of(1, 2 * size))
         for rank, ranks in enumerate(found):
             ranks.use(TensorChannel(frames[rank], max_bytes=1 << 26), memories[rank] if memories else None)
         return found

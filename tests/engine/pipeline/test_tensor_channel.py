@@ -213,28 +213,25 @@ def test_a_packet_survives_the_wire(packet: Packet) -> None:
 
 @given(packet=PACKETS, share=st.floats(0, 0.99))
 def test_a_packet_cut_short_is_noticed(packet: Packet, share: float) -> None:
+    """Though the channel takes it for genuine."""
     data = frames.write(TensorRoute.WITHIN, packet)
-    with pytest.raises(IntegrityError):
+    with pytest.raises((IntegrityError, InternalError)):
         frames.read(memoryview(data)[:int(len(data) * share)])
 
 
-def flipped(data: bytes | bytearray | memoryview, bit: int) -> bytearray:
-    damaged = bytearray(data)
-    damaged[bit // 8 % len(damaged)] ^= 1 << bit % 8
-    return damaged
+@given(packet=PACKETS, head_bytes=st.integers(0, 70))
+def test_the_head_is_left_to_the_channel(packet: Packet, head_bytes: int) -> None:
+    data = frames.write(TensorRoute.WITHIN, packet, head_bytes)
+    assert bytes(data) == bytes(head_bytes) + bytes(frames.write(TensorRoute.WITHIN, packet))
 
 
-@given(packet=PACKETS, bit=st.integers(0, 1 << 16), route=st.sampled_from(TensorRoute))
-def test_one_flipped_bit_is_noticed_wherever_it_is(packet: Packet, bit: int, route: TensorRoute) -> None:
-    with pytest.raises(IntegrityError):
-        frames.read(memoryview(flipped(frames.write(route, packet), bit)))
-
-
-def test_a_damaged_frame_names_its_stage_and_number_and_loses_the_stage() -> None:
+def test_a_frame_of_another_schema_names_and_loses_its_stage() -> None:
+    """What no member of this version sends, though it is authentic; the channel's own suite has the rest."""
     stage = Stage(HandLink())
     data = frames.write(TensorRoute.WITHIN, Packet(b"record", (torch.ones(9),), PacketKind.RESULT, 17))
-    stage.frames[0].send(1, flipped(data, 8 * len(data) - 9), timeout_s=1.0)
-    with pytest.raises(IntegrityError, match=r"from stage 0: frame 17 of \d+ bytes"):
+    data[4] += 1
+    stage.frames[0].send(1, data, timeout_s=1.0)
+    with pytest.raises(IntegrityError, match=r"from stage 0: \d+ bytes are not a frame of schema"):
         stage.channel.receive(0, timeout_s=1.0)
     with pytest.raises(PeerLostError):
         stage.channel.receive(0, timeout_s=1.0)

@@ -18,6 +18,7 @@ from transfer.plan.handoff_terms import (
     StageSessionState,
 )
 from transfer.session import ReceiveSession, ReceiveState
+from transfer.transport.authenticator import new_key
 
 PLACES = [Placement.of(rank, 8, 4, 2) for rank in range(8)]
 SOURCE = SourceTerms("", "", 4, 4, 4, (1,), 0, ())
@@ -46,7 +47,7 @@ async def test_only_the_processes_of_its_data_rank_take_part_in_a_session() -> N
     assert group.session_size == 4
     assert [each.address for each in group.endpoints(1)] == [b"2", b"3", b"6", b"7"]
     session = ReceiveSession("s", num_stages=group.session_size, clock=SystemClock())
-    destination = DestinationTerms("s", 0, 0, (1,), 0, group.endpoints(1), "")
+    destination = DestinationTerms("s", 0, 0, (1,), 0, group.endpoints(1), "", new_key())
     group.open_receive(SOURCE, destination, session, lambda: None, 1)
     assert agent.calls == []
     opened = [link.rank for link in links if not link.window.empty()]
@@ -55,6 +56,6 @@ async def test_only_the_processes_of_its_data_rank_take_part_in_a_session() -> N
     for rank in range(8):
         reports.deliver(rank, StageSessionEvent("s", 0, StageSessionState.OPEN))
     assert session.state is ReceiveState.RECEIVING
-    group.open_receive(SOURCE, DestinationTerms("t", 0, 0, (1,), 0, group.endpoints(0), ""),
+    group.open_receive(SOURCE, DestinationTerms("t", 0, 0, (1,), 0, group.endpoints(0), "", new_key()),
                        ReceiveSession("t", num_stages=4, clock=SystemClock()), lambda: None, 0)
     assert agent.calls == ["t"]

@@ -20,7 +20,7 @@ from engine.sampling.guided import GuidedSampler
 from models.weights_digest import StageWeights
 from pool.pipeline import follower as follower_module
 from pool.pipeline.follower import Follower, FollowerEngine
-from pool.pipeline.membership import JoinReports, PipelineService
+from pool.pipeline.membership import JoinReports, PipelineService, StageLink
 from pool.pipeline.stage_channel import PoolChannel
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage
@@ -34,9 +34,11 @@ from runtime.security import PLAIN_CHANNEL
 from runtime.server import GrpcServer, ServerOptions
 from testing.memory_transport import Fault, MemoryNetwork, MemoryTransport
 from tests.pool.pipeline.test_membership import Observer
+from tests.support.pool.formings import forming_of
 from tests.support.transfer.handoff import Pool, hybrid_specs
 from transfer.agent.agent import AgentLimits, AgentStats, TransferAgent
 from transfer.plan.handoff_terms import StageSessionEvent, StageSessionState
+from transfer.transport.forming import Forming
 
 SPECS = hybrid_specs(2)
 
@@ -48,11 +50,14 @@ class ScriptedChannel:
 
     def __init__(self) -> None:
         self.num_formings = 0
+        self.may_connect = threading.Event()
+        self.may_connect.set()
         self.step: Callable[[], None] = lambda: None
         self._woken = threading.Event()
 
-    def connect(self, addresses: list[bytes], epoch: int) -> None:
+    def connect(self, addresses: list[bytes], forming: Forming) -> None:
         self.num_formings += 1
+        self.may_connect.wait(60)
 
     def wake(self) -> None:
         self._woken.set()
@@ -69,9 +74,9 @@ class WatchingLeader(Observer):
     agent: TransferAgent
     stats: list[AgentStats]
 
-    def pool_formed(self, epoch: int, links: list) -> None:  # type: ignore[type-arg]
+    def pool_formed(self, forming: Forming, links: list[StageLink]) -> None:
         self.stats.append(self.agent.stats())
-        super().pool_formed(epoch, links)
+        super().pool_formed(forming, links)
 
 
 @dataclass
@@ -113,7 +118,8 @@ def leader_server(leader: WatchingLeader, pool: Pool, listen: str) -> tuple[Grpc
     layers = pool.stages[0].memory.geometry.layers
     server = GrpcServer(ServerOptions(listen), services=(), metrics=RpcMetrics.create(
         new_registry(role="test", version="0")), background_methods=frozenset({"/baton.v1.Pipeline/Join"}))
-    service = PipelineService(layers=[layers, layers], settings={}, counted={}, leader_channel=b"0", observer=leader,
+    service = PipelineService(layers=[layers, layers], settings={}, counted={}, leader_channel=b"0",
+                              incarnation="leader", observer=leader,
                               check_channels=lambda addresses: None)
     pipeline_pb2_grpc.add_PipelineServicer_to_server(service, server.grpc)
     return server, service
@@ -230,9 +236,21 @@ def test_what_was_kept_of_requests_ends_with_their_leader() -> None:
                             on_step=lambda seconds, batch: None)
     request = Request("r", (1, 2), 4, SamplingParams(frequency_penalty=1))
     sampler(torch.zeros(1, 8), [sampling_row(request, (3,), key=1, is_only=False)])
-    engine._connect([], 1)
+    engine._connect([], forming_of(1, 2))
     (token,) = sampler(torch.zeros(1, 8), [sampling_row(request, (3, 4), key=1, known=1, is_only=False)])
     assert token.cause is ProblemCause.DEFECT
+
+
+async def test_a_stage_reports_ready_when_its_channel_is_connected() -> None:
+    async with joined() as rig:
+        await rig.leader.until("ready 1")
+        rig.channel.may_connect.clear()
+        rig.leader.links[0].dismiss()
+        await rig.leader.until("formed 2")
+        await rig.until(lambda: rig.channel.num_formings == 2)
+        assert "ready 2" not in rig.leader.log
+        rig.channel.may_connect.set()
+        await rig.leader.until("ready 2")
 
 
 async def test_an_engine_that_meets_an_error_makes_the_pool_form_anew() -> None:

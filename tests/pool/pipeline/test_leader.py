@@ -32,6 +32,7 @@ from runtime.exposition import new_registry
 from runtime.metrics import RpcMetrics
 from runtime.server import GrpcServer, ServerOptions
 from tests.pool.pipeline.test_membership import COUNTED, RANGES, SETTINGS, WEIGHTS, FakeStage
+from transfer.transport.forming import Forming
 
 
 class OneBatch:
@@ -67,7 +68,7 @@ class BreakingChannel:
 
     address, parts = b"channel-0", None
 
-    def connect(self, addresses: list[bytes], epoch: int) -> None: ...
+    def connect(self, addresses: list[bytes], forming: Forming) -> None: ...
 
     def send(self, rank: int, packet: Packet, *, timeout_s: float) -> None: ...
 
@@ -105,6 +106,12 @@ class Rig:
             while self.leader.serving is not now:  # noqa: ASYNC110 - happens on other threads
                 await asyncio.sleep(0.005)
 
+    async def until_warm_again(self, before: asyncio.Task[None] | None) -> None:
+        async with asyncio.timeout(60):
+            while self.leader._warming is before or self.leader._warming is None:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+            await self.leader._warming
+
     async def until_said(self, reason: str) -> None:
         async with asyncio.timeout(60):
             while reason not in self.serving:  # noqa: ASYNC110 - a list has no event to wait for
@@ -121,7 +128,7 @@ async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = noth
                                                  compatibility=lambda weights: Compatibility("c", "text")),
                             counted=COUNTED,
                             weights=WEIGHTS)
-    stage.agent = SimpleNamespace(endpoint=None)
+    stage.agent = SimpleNamespace(endpoint=None, incarnation="life-0")
 
     may_let_go = asyncio.Event()
     may_let_go.set()
@@ -173,7 +180,7 @@ async def test_a_stage_that_died_did_not_leave(leaves: bool) -> None:  # noqa: F
     async with leading(2) as rig, joining(rig.leader) as stub:
         stage = FakeStage(stub)
         await stage.hello(1)
-        await stage.read()
+        await stage.forms()
         await rig.until_serving()
         rig.scheduler.lost.clear()
         if leaves:
@@ -188,12 +195,27 @@ async def test_a_stage_that_died_did_not_leave(leaves: bool) -> None:  # noqa: F
         assert str(rig.scheduler.lost[0]) == said
 
 
+async def test_a_leader_sends_nothing_before_its_stage_is_ready() -> None:
+    async with leading(2) as rig, joining(rig.leader) as stub:
+        stage = FakeStage(stub)
+        await stage.hello(1)
+        formed = (await stage.read()).formed
+        rig.leader.loop.post(rig.scheduler.give)
+        await rig.leader.loop.submit(lambda: None)
+        assert rig.scheduler.work == 1, "a batch was launched before anybody could take it"
+        assert not rig.leader.serving
+        await stage.send(pb.JoinRequest(ready=pb.StageReady(session=formed.session)))
+        async with asyncio.timeout(60):
+            while rig.scheduler.work:  # noqa: ASYNC110 - happens on the engine's thread
+                await asyncio.sleep(0.005)
+
+
 async def test_a_pipeline_that_only_the_engine_sees_broken_forms_anew() -> None:
     async with leading(2) as rig, joining(rig.leader) as stub:
         for _ in range(2):
             stage = FakeStage(stub)
             await stage.hello(1)
-            await stage.read()
+            await stage.forms()
             await rig.until_serving()
             rig.scheduler.lost.clear()
             rig.leader.loop.post(rig.scheduler.give)
@@ -210,7 +232,10 @@ async def test_a_pool_that_forms_while_a_stage_is_leaving_does_not_serve() -> No
         first, second = FakeStage(stub), FakeStage(stub)
         await first.hello(1)
         await second.hello(2)
+        await first.forms()
+        await second.forms()
         await rig.until_serving()
+        warmed = rig.leader._warming
         rig.may_let_go.clear()
         await first.send(pb.JoinRequest(leaving=pb.Leaving(grace_s=60)))
         await rig.until_serving(now=False)
@@ -218,17 +243,17 @@ async def test_a_pool_that_forms_while_a_stage_is_leaving_does_not_serve() -> No
         await rig.until_said("stage 2 of the pool died")
         successor = FakeStage(stub)
         await successor.hello(2)
-        await successor.read()
-        assert rig.leader._warming is not None
-        await rig.leader._warming
+        await successor.forms()
+        await first.forms()
+        await rig.until_warm_again(warmed)
         assert not rig.leader.serving
         rig.may_let_go.set()
-        await first.read()
-        await first.read()
         assert await first.hears_goodbye()
         await rig.until_said("stage 1 of the pool left")
         returned = FakeStage(stub)
         await returned.hello(1)
+        await returned.forms()
+        await successor.forms()
         await rig.until_serving()
 
 
@@ -247,15 +272,16 @@ async def test_an_unhealthy_pool_hands_its_requests_back_and_ends_whoever_joins(
     async with leading(2) as rig, joining(rig.leader) as stub:
         stage = FakeStage(stub)
         await stage.hello(1)
+        await stage.forms()
         await rig.until_serving()
+        warmed = rig.leader._warming
         rig.leader.unhealthy("page 3 has two owners")
         stage.die()
         await rig.until_said("stage 1 of the pool died")
         successor = FakeStage(stub)
         await successor.hello(1)  # a pool that forms anew used to serve again
-        await successor.read()
-        assert rig.leader._warming is not None
-        await rig.leader._warming
+        await successor.forms()
+        await rig.until_warm_again(warmed)
         assert not rig.leader.serving
         async with asyncio.timeout(60):
             with pytest.raises(UnavailableError, match="cannot go on: the pool is unhealthy: page 3 has two owners"):

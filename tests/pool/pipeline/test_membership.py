@@ -13,16 +13,18 @@ import pytest
 from engine.core.layer_range import LayerRange
 from models.weights_digest import StageWeights
 from pool.pipeline import membership
+from pool.pipeline.forming import forming_from_proto
 from pool.pipeline.membership import PipelineService, StageLink, weights_to_proto
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
 from runtime.client import open_channel
-from runtime.errors import ConfigError
+from runtime.errors import ConfigError, InvalidRequestError
 from runtime.exposition import new_registry
 from runtime.metrics import RpcMetrics
 from runtime.server import GrpcServer, ServerOptions
 from transfer.plan import codec
 from transfer.plan.handoff_terms import StageEndpoint, StageSessionEvent, StageSessionState
+from transfer.transport.forming import Forming
 
 RANGES = [LayerRange(0, 2), LayerRange(2, 4), LayerRange(4, 7)]
 SETTINGS = {"numerics": "exact", "page_size": "64"}
@@ -36,10 +38,13 @@ class Observer:
     links: list[StageLink] = field(default_factory=list)
     epochs: list[int] = field(default_factory=list)
 
-    def pool_formed(self, epoch: int, links: list[StageLink]) -> None:
-        self.epochs.append(epoch)
+    def pool_formed(self, forming: Forming, links: list[StageLink]) -> None:
+        self.epochs.append(forming.epoch)
         self.log.append(f"formed {len(self.epochs)}")
         self.links = links
+
+    def pool_ready(self, forming: Forming) -> None:
+        self.log.append(f"ready {len(self.epochs)}")
 
     def stage_lost(self, rank: int) -> None:
         self.log.append(f"lost {rank}")
@@ -82,6 +87,13 @@ class FakeStage:
         assert isinstance(response, pb.JoinResponse), "the stream has ended"
         return response
 
+    async def forms(self) -> pb.PoolFormed:
+        """What it is told when the pool forms; answers that it is ready."""
+        formed = (await self.read()).formed
+        assert formed.key, "told something else"
+        await self.send(pb.JoinRequest(ready=pb.StageReady(session=formed.session)))
+        return formed
+
     async def hears_goodbye(self) -> bool:
         """Whether the stream ended with OK."""
         ended = await asyncio.wait_for(self._call.read(), 60) is grpc.aio.EOF
@@ -106,7 +118,7 @@ async def leader() -> AsyncIterator[tuple[Observer, pipeline_pb2_grpc.PipelineSt
     server = GrpcServer(ServerOptions("127.0.0.1:0"), services=(), metrics=RpcMetrics.create(
         new_registry(role="test", version="0")), background_methods=frozenset({"/baton.v1.Pipeline/Join"}))
     service = PipelineService(layers=RANGES, settings=SETTINGS, counted=COUNTED, leader_channel=b"channel-0",
-                              observer=observer,
+                              incarnation="life-0", observer=observer,
                               check_channels=check_channels)
     pipeline_pb2_grpc.add_PipelineServicer_to_server(service, server.grpc)
     address = await server.start()
@@ -131,6 +143,82 @@ async def test_a_pool_forms_when_the_last_stage_joins_and_again_after_a_loss() -
         assert (await successor.read()).formed.pool_epoch == (await first.read()).formed.pool_epoch
         assert observer.epochs[1] > observer.epochs[0]
         assert observer.log == ["formed 1", "lost 2", "formed 2"]
+
+
+async def test_nothing_is_sent_before_every_member_is_ready() -> None:
+    """What is said about another forming, or said twice, does not count."""
+    async with leader() as (observer, stub):
+        first, second = FakeStage(stub), FakeStage(stub)
+        await first.hello(1)
+        await second.hello(2)
+        formed = await first.forms()
+        for session in (0, formed.session + 1, formed.session):
+            await first.send(pb.JoinRequest(ready=pb.StageReady(session=session)))
+        await first.send(pb.JoinRequest(leaving=pb.Leaving(grace_s=9)))
+        await observer.until("leaving 1 in 9 s")
+        assert observer.log == ["formed 1", "leaving 1 in 9 s"]
+        await second.forms()
+        await observer.until("ready 1")
+
+
+async def test_a_member_that_is_lost_meanwhile_was_ready_for_nothing() -> None:
+    async with leader() as (observer, stub):
+        first, second, successor = FakeStage(stub), FakeStage(stub), FakeStage(stub)
+        await first.hello(1)
+        await second.hello(2)
+        before = await first.forms()
+        second.die()
+        await observer.until("lost 2")
+        await successor.hello(2)
+        formed = await successor.forms()
+        await first.send(pb.JoinRequest(ready=pb.StageReady(session=before.session)))
+        await first.send(pb.JoinRequest(leaving=pb.Leaving(grace_s=9)))
+        await observer.until("leaving 1 in 9 s")
+        assert "ready 2" not in observer.log
+        assert (await first.forms()).session == formed.session
+        await observer.until("ready 2")
+        assert "ready 1" not in observer.log
+
+
+async def test_a_member_that_does_not_become_ready_has_to_join_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership, "READY_TIMEOUT_S", 0.2)
+    async with leader() as (observer, stub):
+        first, second = FakeStage(stub), FakeStage(stub)
+        await first.hello(1)
+        await second.hello(2)
+        await first.forms()
+        await second.read()
+        assert await second.hears_goodbye()
+        await observer.until("lost 2")
+        assert "lost 1" not in observer.log
+
+
+async def test_every_forming_has_a_key_and_a_session_of_its_own_and_names_its_members() -> None:
+    async with leader() as (observer, stub):
+        first, second, successor = FakeStage(stub), FakeStage(stub), FakeStage(stub)
+        await first.hello(1)
+        await second.hello(2)
+        one, same = await first.forms(), await second.forms()
+        second.die()
+        await observer.until("lost 2")
+        await successor.hello(2)
+        two = await first.forms()
+        assert (one.key, one.session) == (same.key, same.session)
+        assert len({one.key, two.key}) == len({one.session, two.session}) == 2
+        assert {len(one.key), len(two.key)} == {32}
+        assert list(one.members) == ["life-0", "life-1", "life-2"]
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"key": b"k" * 31}, "formed.key"), ({"members": ["a", "b"]}, "formed.members must be as many"),
+    ({"members": ["a", "c", "b"]}, "formed.members must name this process, b, as rank 1")])
+def test_a_forming_of_other_processes_is_refused(change: dict[str, object], message: str) -> None:
+    formed = {"pool_epoch": 1, "channel_addresses": [b"", b"", b""], "key": b"k" * 32, "session": 5,
+              "members": ["a", "b", "c"]}
+    assert forming_from_proto(pb.PoolFormed(**formed), rank=1, incarnation="b").session == 5  # type: ignore[arg-type]
+    with pytest.raises(InvalidRequestError) as refused:
+        forming_from_proto(pb.PoolFormed(**formed | change), rank=1, incarnation="b")  # type: ignore[arg-type]
+    assert message in f"{refused.value.violations[0].field} {refused.value.violations[0].description}"
 
 
 async def test_a_leader_that_starts_anew_forms_above_what_its_stages_have_seen_whatever_its_clock_says(

@@ -20,10 +20,11 @@ from engine.pipeline.channel import Packet
 from engine.pipeline.rendezvous import RendezvousHost
 from pool.pipeline.stage_channel import Choice, PoolChannel, StageAddress, choose, open_pool_channel
 from pool.stage.config import WorkerConfig
-from runtime.errors import ConfigError, DeadlineError, InternalError, PeerLostError
+from runtime.errors import ConfigError, DeadlineError, IntegrityError, InternalError, PeerLostError
 from tests.support.network.cpu_time import least_cpu_s
 from tests.support.network.ports import taken_port
 from tests.support.pool.channel_child import KINDS, MAX_BYTES, channel_of
+from tests.support.pool.formings import forming_of
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -38,7 +39,7 @@ def channels(kind: str) -> Iterator[list[PoolChannel]]:
     """Three stages, connected in epoch 1, that have greeted each other: from then on one thread can play them all."""
     channels = [channel_of(rank, kind) for rank in range(3)]
     for channel in channels:
-        channel.connect([channel.address for channel in channels], 1)
+        channel.connect([channel.address for channel in channels], forming_of(1, 3))
 
     def greet(rank: int) -> None:
         others = [other for other in range(3) if other != rank]
@@ -129,27 +130,29 @@ def test_a_frame_over_the_limit_is_refused_before_anything_leaves(channels: list
 def test_frames_of_an_older_epoch_never_surface(channels: list[PoolChannel]) -> None:
     addresses = [channel.address for channel in channels]
     send(channels[0], 1, b"old and unread")
-    channels[1].connect(addresses, 2)
+    channels[1].connect(addresses, forming_of(2, 3))
     send(channels[0], 1, b"old and late")
     assert channels[1].receive(0, timeout_s=0.1) is None
-    channels[0].connect(addresses, 2)
+    channels[0].connect(addresses, forming_of(2, 3))
     send(channels[0], 1, b"new")
     assert received(channels[1], 0) == b"new"
 
 
-def test_frames_of_a_newer_epoch_wait_for_it(channels: list[PoolChannel]) -> None:
+def test_frames_of_a_newer_epoch_are_not_kept_for_it(channels: list[PoolChannel]) -> None:
+    """A leader sends when all are connected: what comes before is a stranger's."""
     addresses = [channel.address for channel in channels]
-    channels[0].connect(addresses, 2)
-    send(channels[0], 1, b"early 1")
-    send(channels[0], 1, b"early 2")
+    channels[0].connect(addresses, forming_of(2, 3))
+    send(channels[0], 1, b"early")
     assert channels[1].receive(0, timeout_s=0.1) is None
-    channels[1].connect(addresses, 2)
-    assert [received(channels[1], 0), received(channels[1], 0)] == [b"early 1", b"early 2"]
+    channels[1].connect(addresses, forming_of(2, 3))
+    send(channels[0], 1, b"in time")
+    with pytest.raises(IntegrityError, match="others before it are missing"):
+        received(channels[1], 0)
 
 
 def test_epochs_only_go_up(channels: list[PoolChannel]) -> None:
     with pytest.raises(InternalError, match="above 1, got 1"):
-        channels[0].connect([channel.address for channel in channels], 1)
+        channels[0].connect([channel.address for channel in channels], forming_of(1, 3))
 
 
 def test_no_frame_in_time_is_none(channels: list[PoolChannel]) -> None:
@@ -194,7 +197,7 @@ def test_frames_before_a_loss_are_still_handed_out(channels: list[PoolChannel]) 
 
 def test_an_address_that_is_none_is_refused(channels: list[PoolChannel]) -> None:
     with pytest.raises(PeerLostError, match="not the address"):
-        channels[0].connect([channels[0].address, b"nonsense", channels[2].address], 2)
+        channels[0].connect([channels[0].address, b"nonsense", channels[2].address], forming_of(2, 3))
 
 
 def made(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -234,7 +237,7 @@ def test_tensors_of_an_older_epoch_never_surface(channels: list[PoolChannel]) ->
     addresses = [channel.address for channel in channels]
     send(channels[0], 1, b"old", made(9))
     for channel in channels:
-        channel.connect(addresses, 2)
+        channel.connect(addresses, forming_of(2, 3))
     send(channels[0], 1, b"new", made(3))
     packet = channels[1].receive(0, timeout_s=60.0)
     assert packet is not None
@@ -264,7 +267,7 @@ def form(leader: PoolChannel, epoch: int, *children: Child) -> None:
         assert child.process.stdin is not None
         child.process.stdin.write(f"{epoch} {' '.join(address.hex() for address in addresses)}\n")
         child.process.stdin.flush()
-    leader.connect(addresses, epoch)
+    leader.connect(addresses, forming_of(epoch, len(addresses)))
 
 
 def test_a_killed_stage_is_noticed_and_its_successor_takes_over(kind: str) -> None:

@@ -15,6 +15,7 @@ from pool.request.stay import EventPost, MemoryReclaimer
 from runtime.clock import SystemClock
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageSessionEvent, StageSessionState
 from transfer.session import ReceiveSession, SendSession
+from transfer.transport.authenticator import new_key
 
 
 def drained_event() -> StageSessionEvent:
@@ -114,7 +115,7 @@ async def test_a_request_that_comes_back_to_its_source_lets_the_older_epoch_drai
     sessions = [SendSession("s", epoch=epoch, num_stages=1, clock=SystemClock()) for epoch in range(2)]
 
     def begin(epoch: int) -> None:
-        group.open_send(epoch + 1, source, DestinationTerms("s", epoch, 0, (1,), 0, (), ""),
+        group.open_send(epoch + 1, source, DestinationTerms("s", epoch, 0, (1,), 0, (), "", new_key()),
                         sessions[epoch], lambda: None)
 
     def end(epoch: int) -> None:

@@ -21,6 +21,7 @@ from tests.support.transfer.handoff import EventLog
 from transfer.agent.agent import AgentLimits, TransferAgent
 from transfer.plan.copy_plan import plan_destination
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms
+from transfer.transport.authenticator import new_key
 from transfer.transport.device import DeviceTransport, Route
 from transfer.transport.protocol import Transport
 
@@ -144,8 +145,9 @@ class DeviceStage:
                            (self.agent.endpoint,))
 
     def destination(self, source: SourceTerms, page_ids: Sequence[int], *, session_id: str = "s") -> DestinationTerms:
-        return plan_destination(source, session_id=session_id, epoch=0, nonce=next(self._nonces), page_ids=page_ids,
-                                slot_id=1, stages=[self.agent.endpoint], specs=self.specs)
+        return plan_destination(source, session_id=session_id, epoch=0, tag_base=next(self._nonces) << 32,
+                                key=new_key(), page_ids=page_ids, slot_id=1, stages=[self.agent.endpoint],
+                                specs=self.specs)
 
     def open_send(self, source: SourceTerms, destination: DestinationTerms, *, request_key: int = 1) -> None:
         self.agent.expect_send(request_key, source.num_tokens)

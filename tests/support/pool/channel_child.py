@@ -12,6 +12,7 @@ from engine.pipeline.channel import Packet
 from pool.pipeline.stage_channel import PoolChannel
 from runtime.errors import PeerLostError
 from testing.gloo_link import GlooBackend
+from tests.support.pool.formings import forming_of
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.stage_channel import UcxStageChannel
 
@@ -35,7 +36,8 @@ def main() -> None:
     print(channel.address.hex(), flush=True)
     for line in sys.stdin:
         epoch, *addresses = line.split()
-        channel.connect([bytes.fromhex(address) for address in addresses], int(epoch))
+        channel.connect([bytes.fromhex(address) for address in addresses],
+                        forming_of(int(epoch), len(addresses)))
         try:
             while True:
                 packet = channel.receive(rank - 1, timeout_s=1.0)

@@ -7,16 +7,17 @@ from decode.__main__ import main
 from transfer.ucx.stage_channel import UcxStageChannel
 
 frame_number, bit = int(sys.argv.pop(1)), int(sys.argv.pop(1))
-send, numbers = UcxStageChannel.send, count()
+put, numbers = UcxStageChannel.put, count()
 
 
-def flip(channel: UcxStageChannel, rank: int, frame: bytes | bytearray | memoryview, *, timeout_s: float) -> None:
-    """Behind the digest, as a faulty network card would."""
+def flip(channel: UcxStageChannel, rank: int, tag: int, frame: bytearray, *, deadline_s: float,
+         timeout_s: float) -> None:
+    """After the frame was sealed, as a faulty network card would."""
     if next(numbers) == frame_number:
         frame = bytearray(frame)
         frame[bit // 8 % len(frame)] ^= 1 << bit % 8
-    send(channel, rank, frame, timeout_s=timeout_s)
+    put(channel, rank, tag, frame, deadline_s=deadline_s, timeout_s=timeout_s)
 
 
-UcxStageChannel.send = flip  # type: ignore[method-assign,assignment]
+UcxStageChannel.put = flip  # type: ignore[method-assign,assignment]
 main()

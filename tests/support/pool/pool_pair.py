@@ -25,6 +25,7 @@ from tests.support.transfer.handoff import EventLog
 from transfer.agent.agent import TransferAgent
 from transfer.plan.copy_plan import plan_destination
 from transfer.plan.handoff_terms import SourceTerms, StageSessionState
+from transfer.transport.authenticator import new_key
 
 PAGE_SIZE, NUM_PAGES, MAX_RUNNING, CHUNK_TOKENS, TIMEOUT_S = 16, 64, 8, 64, 120.0
 
@@ -130,8 +131,8 @@ class PoolPair:
         sources, dests = self.sources.of(started.data_rank), self.dests.of(reservation.data_rank)
         terms = SourceTerms("c", "text", PAGE_SIZE, num_tokens, CHUNK_TOKENS, started.page_ids, started.slot_id,
                             tuple(agent.endpoint for _, agent in sources))
-        destination = plan_destination(terms, session_id=session_id, epoch=0, nonce=reservation.key,
-                                       page_ids=reservation.prompt_page_ids, slot_id=reservation.slot_id,
+        destination = plan_destination(terms, session_id=session_id, epoch=0, tag_base=reservation.key << 32,
+                                       key=new_key(), page_ids=reservation.prompt_page_ids, slot_id=reservation.slot_id,
                                        stages=[agent.endpoint for _, agent in dests], specs=self.specs)
         for _, agent in dests:
             agent.open_receive(terms, destination)

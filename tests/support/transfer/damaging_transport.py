@@ -1,9 +1,10 @@
 """A transport that damages what it sends, after its digest was made."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from engine.memory.layout import Buffer
 from transfer.transport.protocol import Berth, Operation, Peer, Transport
+from transfer.transport.refusals import RefusalReason
 
 
 def flip(bit: int) -> Callable[[memoryview], memoryview]:
@@ -42,6 +43,10 @@ class DamagingTransport:
     @property
     def num_pending(self) -> int:
         return self.inner.num_pending
+
+    @property
+    def refused(self) -> Mapping[RefusalReason, int]:
+        return self.inner.refused
 
     def connect(self, address: bytes) -> Peer:
         return self.inner.connect(address)

@@ -16,6 +16,7 @@ from runtime.errors import InternalError
 from transfer.agent.agent import AgentLimits, TransferAgent
 from transfer.plan.copy_plan import plan_destination
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageSessionEvent, StageSessionState
+from transfer.transport.authenticator import new_key
 from transfer.transport.protocol import Transport
 
 Bytes = npt.NDArray[np.uint8]
@@ -130,9 +131,9 @@ class Pool:
     def destination(self, source: SourceTerms, page_ids: Sequence[int], *, session_id: str = "s", epoch: int = 0,
                     nonce: int = 7, slot_id: int = 1) -> DestinationTerms:
         """As the destination of a handoff."""
-        return plan_destination(source, session_id=session_id, epoch=epoch, nonce=nonce, page_ids=page_ids,
-                                slot_id=slot_id,
-                           stages=[stage.agent.endpoint for stage in self.stages], specs=self.specs)
+        return plan_destination(source, session_id=session_id, epoch=epoch, tag_base=nonce << 32 | epoch << 24,
+                                key=new_key(), page_ids=page_ids, slot_id=slot_id,
+                                stages=[stage.agent.endpoint for stage in self.stages], specs=self.specs)
 
     def open_receive(self, source: SourceTerms, destination: DestinationTerms) -> None:
         for stage in self.stages:

@@ -13,6 +13,7 @@ from testing.memory_transport import MemoryNetwork
 from tests.support.transfer.handoff import Pool, assert_handed_over, hybrid_specs, wait_until
 from transfer.plan.copy_plan import plan_destination
 from transfer.plan.handoff_terms import StageSessionState
+from transfer.transport.authenticator import new_key
 from transfer.transport.protocol import Transport
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.transport import UcxTransport
@@ -216,9 +217,8 @@ def test_terms_with_other_layers_than_this_stage_has_are_refused(pools: Pools) -
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
     first, second = (stage.agent.endpoint for stage in dest.stages)
     stages = [replace(first, layers=LayerRange(0, 2)), replace(second, layers=LayerRange(2, 6))]
-    destination = plan_destination(terms, session_id="s", epoch=0, nonce=1, page_ids=DEST_PAGES, slot_id=1,
-                                   stages=stages,
-                          specs=dest.specs)
+    destination = plan_destination(terms, session_id="s", epoch=0, tag_base=1 << 32, key=new_key(),
+                                   page_ids=DEST_PAGES, slot_id=1, stages=stages, specs=dest.specs)
     dest.open_receive(terms, destination)
     assert dest.wait("s", FAILED)[0].error_text == "stage 0 has layers 0-3 of rank 0 of 1, not 0-2 of rank 0 of 1"
 

@@ -90,7 +90,7 @@ def test_one_flipped_bit_in_any_item_is_caught_and_named(make_transport: Callabl
     dest.shutdown()
 
 
-def test_a_damaged_list_of_digests_is_told_from_damaged_items(make_transport: Callable[[], Transport]) -> None:
+def test_a_damaged_list_of_authenticators_is_told_from_damaged_items(make_transport: Callable[[], Transport]) -> None:
     damaging = DamagingTransport(make_transport())
     source = Pool("prefill", [damaging], hybrid_specs(4))
     dest = Pool("decode", [make_transport()], hybrid_specs(4))
@@ -101,7 +101,7 @@ def test_a_damaged_list_of_digests_is_told_from_damaged_items(make_transport: Ca
     source.send(terms, destination)
     event = dest.wait("s", COMPLETE, FAILED)[0]
     assert event.error_reason == "DIGEST_MISMATCH"
-    assert "list of digests from source stage 0" in event.error_text
+    assert "list of authenticators from source stage 0" in event.error_text
     source.shutdown()
     dest.shutdown()
 
@@ -181,10 +181,11 @@ def test_a_newer_epoch_starts_only_when_the_older_is_drained(network: MemoryNetw
     wait_until(lambda: has_taken_a_message(dest))
     agent, log = dest.stages[0].agent, dest.stages[0].log
     agent.open_receive(new_terms, new)
-    source.send(new_terms, new)
     time.sleep(0.2)
     assert (log.states("s", 0), log.states("s", 1)) == ([OPEN], [])
     network.release()
+    log.wait("s", OPEN, epoch=1)  # then its terms travel
+    source.send(new_terms, new)
     log.wait("s", COMPLETE, epoch=1)
     assert [(event.epoch, event.state) for event in log.events] == [(0, OPEN), (0, DRAINED), (1, OPEN), (1, COMPLETE)]
     assert_handed_over(source, dest, SOURCE_PAGES, DEST_PAGES)

@@ -13,10 +13,12 @@ from transfer.plan.handoff_terms import (
     StageSessionEvent,
     StageSessionState,
 )
+from transfer.transport.authenticator import new_key
 
 STAGES = (StageEndpoint(LayerRange(0, 2), b"\x00address\xff", "life-1"), StageEndpoint(LayerRange(2, 4), b"", "life-2"))
 SOURCE = SourceTerms("digest", "text", 4, 9, 8, (3, 1, 2), 7, STAGES, sends_rest=True)
-DESTINATION = DestinationTerms("session", 2, 0xFFFFFFFF_02000000, (9, 8, 7), 1, STAGES, "plan", held_tokens=4)
+DESTINATION = DestinationTerms("session", 2, 0xFFFFFFFF_02000000, (9, 8, 7), 1, STAGES, "plan", new_key(),
+                               held_tokens=4)
 
 
 def test_terms_survive_the_wire() -> None:

@@ -13,6 +13,7 @@ import pytest
 
 from runtime.clock import ManualClock, SystemClock
 from runtime.errors import ConfigError, PeerLostError
+from tests.support.pool.formings import forming_of
 from tests.support.transfer.transfer_child import CHILD_FILL, SendingChild
 from tests.transfer.contract import PREFIX, Pair, TransportContract, pattern, poisoned
 from transfer.transport.protocol import Operation, OperationState, Transport
@@ -186,8 +187,8 @@ def test_tcp_does_not_try_for_longer_than_its_limit() -> None:
     earlier = set(unacknowledged_limits_ms())  # connections that other tests have left
     stages = [UcxStageChannel(rank=rank, max_frame_bytes=4096, profile=TransportProfile.TCP) for rank in range(2)]
     for stage in stages:
-        stage.connect([stage.address for stage in stages], 1)
-    stages[0].send(1, b"frame", timeout_s=60)
+        stage.connect([stage.address for stage in stages], forming_of(1, 2))
+    stages[0].send(1, bytearray(100), timeout_s=60)
     frame, deadline = None, time.monotonic() + 60
     while frame is None:
         stages[0].check(1)

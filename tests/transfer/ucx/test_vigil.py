@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from transfer.ucx.stage_channel import LEAST_S, LONGEST_S, NUM_WAITS, SHARED_FOR_S, Vigil
+from transfer.ucx.vigil import LEAST_S, LONGEST_S, NUM_WAITS, SHARED_FOR_S, Vigil
 
 LOOK_S = 10e-6
 
