@@ -42,7 +42,7 @@ from transfer.plan.handoff_terms import DestinationTerms, SourceTerms
 from transfer.session import SendSession, SendState
 
 DESTINATION_TIMEOUT_S = 120.0  # from the first token to the destination terms
-UNREAD_TIMEOUT_S = 120.0  # for scores that wait to be read
+UNREAD_TIMEOUT_S = 120.0  # for scores of a prompt that wait to be read, all waits together
 MAX_UNREAD_SCORES = 16  # events, as prefill.proto says
 
 # What the states of a session that have an end wait for.
@@ -72,11 +72,18 @@ class PrefillOutlet:
         self._key = outlet.key
         self._num_unread = 0  # scored events that the client has not taken
         self._held: deque[pb.PrefillEvent] = deque()  # since too many are
+        self._held_since_s = 0.0
+        self._held_s = 0.0  # before that
 
     @property
     def is_held_up(self) -> bool:
         """Whether something waits until the client reads."""
         return bool(self._held)
+
+    @property
+    def held_s(self) -> float:
+        """How long something has waited for the client to read, in all."""
+        return self._held_s + (time.monotonic() - self._held_since_s if self._held else 0.0)
 
     def started(self, started: pb.PrefillStarted) -> None:
         self._send(pb.PrefillEvent(key=self._key, started=started))
@@ -96,11 +103,15 @@ class PrefillOutlet:
             raise InvalidRequestError(FieldViolation(
                 "scores_read.count", f"{read.count} are more than the {self._num_unread} that are unread"))
         self._num_unread -= read.count
+        held_s = self.held_s
         while self._held and self._may_go(self._held[0]):
             self._pass(self._held.popleft())
+        self._held_s, self._held_since_s = held_s, time.monotonic()
 
     def _send(self, event: pb.PrefillEvent) -> None:
         if self._held or not self._may_go(event):
+            if not self._held:
+                self._held_since_s = time.monotonic()
             self._held.append(event)
         else:
             self._pass(event)
@@ -176,7 +187,7 @@ class PrefillStay:
         may do better unless it is up to the client. None seconds while the prompt queues or is computed with nowhere to
         go: that lasts as long as the request."""
         if self._outlet.is_held_up:
-            return UNREAD_TIMEOUT_S, "the client to read the prompt's logprobs", DeadlineError
+            return UNREAD_TIMEOUT_S - self._outlet.held_s, "the client to read the prompt's logprobs", DeadlineError
         if self._session is not None:
             return self._session.time_left_s(), _WAITS.get(self._session.state, "the session to end"), HandoffError
         return DESTINATION_TIMEOUT_S if self._has_first_token else None, "the destination terms", HandoffError

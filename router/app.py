@@ -13,9 +13,10 @@ from router.api.generation import GenerationService, RequestLimits
 from router.api.load import ORCA_METHODS, ORCA_SERVICE, OpenRcaService
 from router.api.readiness import SERVICE, Readiness
 from router.config import GenerationConfigUse, RouterConfig
-from router.request.admission import Admission, AdmissionLimits, PriorityLimits
+from router.request.admission import Admission, AdmissionLimits
 from router.request.flow import Services
 from router.request.service_times import Outlook
+from router.request.validate import PriorityLimits
 from router.request.worker_stream import FlowLimits
 from router.text.model_facts import ModelLimits, ServedModel, load_served_model
 from router.workers.directory import Directory, DirectoryOptions

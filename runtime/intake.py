@@ -12,6 +12,7 @@ A caller that may not call is refused before either (`runtime.interceptor`).
 
 import asyncio
 import zlib
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ MessageT = TypeVar("MessageT")
 # that each have a text and a call has 28,673 parts. A number takes a byte or more of a message, four of memory, and
 # 17 ns.
 MAX_PARTS, MAX_NUMBERS = 1 << 15, 1 << 21
+GREED = 8  # what one client may have, by what it leaves to others
 # gzip reaches 1000:1, prompts seldom 10:1.
 FREE_INFLATED_BYTES, MAX_INFLATION = 64 << 10, 32
 _GZIP, _GZIP_WINDOW_BITS = b"\x1f\x8b", 31
@@ -123,39 +125,61 @@ class Intake:
 
 
 class Seats:
-    """Calls under way of one kind, and the bytes of the messages they began with."""
+    """Calls under way of one kind, and the bytes of the messages they began with. A client that is named has at most
+    `GREED` times what is left of either, so that something is left to others however many calls it makes."""
 
     def __init__(self, name: str, max_calls: int, max_bytes: int) -> None:
         """`name` is how the refusal calls them: "calls"."""
         self._name = name
         self._max_calls = max_calls
         self._max_bytes = max_bytes
+        self._calls_of: Counter[str] = Counter()
+        self._bytes_of: Counter[str] = Counter()
         self.num_calls = 0
         self.num_bytes = 0
 
     @contextmanager
-    def taken(self) -> Iterator[None]:
-        """A call under way. Raises CapacityError when there are too many."""
-        if self.num_calls >= self._max_calls:
+    def taken(self, client: str = "") -> Iterator[None]:
+        """A call under way. Raises CapacityError when there are too many, in all or of this client."""
+        left, own = self._max_calls - self.num_calls, self._calls_of[client]
+        if left <= 0:
             raise CapacityError(f"{self._max_calls} {self._name} are under way, which is the limit",
                                 resource=self._name)
+        if client and own >= GREED * left:
+            raise CapacityError(f"{own} {self._name} of this client are under way, and {left} are left to others",
+                                resource=self._name)
         self.num_calls += 1
+        self._calls_of[client] += 1
         try:
             yield
         finally:
             self.num_calls -= 1
+            _give_back(self._calls_of, client, 1)
 
     @contextmanager
-    def holding(self, num_bytes: int) -> Iterator[None]:
-        """A message held by its call. Raises CapacityError when those held have too many bytes; one alone never has."""
-        if self.num_bytes and self.num_bytes + num_bytes > self._max_bytes:
+    def holding(self, num_bytes: int, client: str = "") -> Iterator[None]:
+        """A message held by its call. Raises CapacityError when those held have too many bytes, in all or of this
+        client; one alone never has."""
+        left, own = self._max_bytes - self.num_bytes - num_bytes, self._bytes_of[client]
+        if self.num_bytes and left < 0:
             raise CapacityError(f"the messages of the calls under way have {self.num_bytes} bytes and this one "
                                 f"{num_bytes}; the limit is {self._max_bytes}", resource="message bytes")
+        if client and own and own + num_bytes > GREED * left:
+            raise CapacityError(f"the messages of this client's calls have {own} bytes and this one {num_bytes}, and "
+                                f"{left} are left to others", resource="message bytes")
         self.num_bytes += num_bytes
+        self._bytes_of[client] += num_bytes
         try:
             yield
         finally:
             self.num_bytes -= num_bytes
+            _give_back(self._bytes_of, client, num_bytes)
+
+
+def _give_back(counts: Counter[str], client: str, count: int) -> None:
+    counts[client] -= count
+    if not counts[client]:
+        del counts[client]
 
 
 class StallWatch:

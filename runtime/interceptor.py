@@ -24,7 +24,7 @@ from runtime.calls import CallLedger, failed
 from runtime.errors import FieldViolation, InvalidRequestError, RequestAborted
 from runtime.intake import Intake, IntakeLimits, MessageBounds, Seats, StallWatch, bounded, held_bytes
 from runtime.metrics import RpcMetrics
-from runtime.security import Access, ServerSecurity, access_to
+from runtime.security import Access, ServerSecurity, access_to, address_of
 from runtime.status import RpcFailure
 from runtime.tracing import Tracing, context_of
 
@@ -106,19 +106,21 @@ class CallGuard(grpc.aio.ServerInterceptor):
             (True, False): handler.stream_unary, (True, True): handler.stream_stream,
         }
         behavior = behaviors[handler.request_streaming, handler.response_streaming]
-        is_open, seats = access_to(method) is Access.OPEN, self._seats_for(method)
+        access, seats = access_to(method), self._seats_for(method)
+        is_open = access is Access.OPEN
         intake = self._open_intake if is_open else self._intake
         begins_work = handler.request_streaming or handler.response_streaming
 
         async def served(requests: object, context: Context) -> object:
-            with seats.taken():
+            client = self._client_of(access, context)
+            with seats.taken(client):
                 if begins_work and not is_open and method not in self._background:
                     self.calls.check_open()
                 if handler.request_streaming:
                     return await self._run(behavior, requests, context)
                 request = await intake.receive(lambda: _first_message(context),
                                                lambda release: _when_over(context, release))
-                with seats.holding(held_bytes(request)):
+                with seats.holding(held_bytes(request), client):
                     return await self._run(behavior, request, context)
 
         async def guarded(requests: object, context: Context) -> object:
@@ -131,9 +133,16 @@ class CallGuard(grpc.aio.ServerInterceptor):
         if begins_work and not is_open:
             largest = self._limits.max_message_bytes
         bounds = MessageBounds(min(largest, self._limits.max_message_bytes))
-        if access_to(method) is Access.ROUTER:
+        if access is Access.ROUTER:
             bounds = replace(bounds, uncounted_bytes=SHARED_MESSAGE_BYTES)
         return make(guarded, bounded(handler.request_deserializer, bounds), handler.response_serializer)
+
+    def _client_of(self, access: Access, context: Context) -> str:
+        """What a caller's share goes by: who a client is, or else where the call comes from. Routers and stages have no
+        shares."""
+        if access is Access.CLIENT:
+            return self._security.caller(context).account
+        return address_of(context.peer()) if access is Access.OPEN else ""
 
     def _seats_for(self, method: str) -> Seats:
         access = access_to(method)

@@ -3,30 +3,24 @@
 `WaitingLine` is who waits and in which order. The first of it waits for room, which may go to one who finds more of its
 prompt there; a request for which no worker that is alive is large enough is passed over. When no pair is left at all,
 waiting has a short grace (a worker that restarts is back within it), then requests are refused at once.
-`PriorityLimits` bounds the priority that a client may ask for.
+Prompts with logprobs of one client take a part of the places only (`router.request.scoring`).
 """
 
 import asyncio
 import math
 from collections.abc import AsyncIterator, Iterable, Mapping
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Annotated, Self
 
-from pydantic import AfterValidator
-
+from router.request.scoring import ScoringPlaces
 from router.request.service_times import Outlook, Rates, TokenWork
-from router.request.validate import MAX_PRIORITY, AdmissibleRequest
+from router.request.validate import AdmissibleRequest
 from router.request.waiting_line import MAX_RETRY_S, Cause, Demand, Refusal, Waiter, WaitingLimits, WaitingLine
 from router.workers.directory import Directory, WorkerPair
 from router.workers.policy import SHORT_RATIO
 from router.workers.worker import WorkerRole
-from runtime.errors import BatonError, CapacityError, ConfigError, DeadlineError, UnavailableError
+from runtime.errors import BatonError, CapacityError, DeadlineError, UnavailableError
 from runtime.metrics import RouterMetrics
-from runtime.security import Caller
-
-EVERYBODY = "*"
-DEFAULT_LIMITS = ("*=0",)
 
 LOOK_S = 1.0  # between two looks for who has a waiting prompt
 SWEEP_S = 0.25  # between two looks for those whose time does not suffice any more
@@ -70,6 +64,7 @@ class Admission:
         self._metrics = metrics
         self._outlook = outlook
         self._clock = outlook.clock
+        self._scoring = ScoringPlaces(self._num_prefill_places, limits.max_wait_s)
         self._line: WaitingLine[_Held] = WaitingLine(WaitingLimits(limits.max_waiting, limits.max_wait_s), outlook)
         self._entered = asyncio.Event()  # somebody waits
         self._swept_s = self._clock.now()
@@ -139,11 +134,18 @@ class Admission:
             DeadlineError: even alone it could not end in time.
             UnavailableError: there is no pair, and there was none for a while.
         """
-        pair = await self._wait(request, self._clock.now() + time_left_s)
-        try:
-            yield pair
-        finally:
-            pair.release()
+        ends_at_s = self._clock.now() + time_left_s
+        is_scored = request.engine.HasField("num_prompt_logprobs")
+        async with self._scoring.taken(request.client) if is_scored else nullcontext():
+            pair = await self._wait(request, ends_at_s)
+            try:
+                yield pair
+            finally:
+                pair.release()
+
+    def _num_prefill_places(self) -> int:
+        return sum(worker.info.max_running_requests for worker in self._directory.usable(WorkerRole.PREFILL)
+                   if worker.info is not None)
 
     async def _wait(self, request: AdmissibleRequest, ends_at_s: float) -> WorkerPair:
         demand = self._demand(request, ends_at_s)
@@ -353,45 +355,3 @@ class Admission:
     def _fail(waiter: Waiter[_Held], error: BatonError) -> None:
         if not waiter.item.placed.done():
             waiter.item.placed.set_exception(error)
-
-
-@dataclass(frozen=True)
-class PriorityLimits:
-    """The most urgent priority of each client, by the name its token or certificate gives it: `lowest`; the smaller a
-    priority, the more urgent. `*` is for clients that have no entry of their own."""
-
-    lowest: Mapping[str, int] = field(default_factory=lambda: {EVERYBODY: 0})
-
-    @classmethod
-    def parse(cls, entries: Iterable[str]) -> Self:
-        """From "NAME=PRIORITY". Raises ConfigError naming an entry that is none."""
-        return cls({EVERYBODY: 0} | dict(map(_parsed, entries)))
-
-    def most_urgent(self, caller: Caller) -> int:
-        """The smallest priority `caller` may give a request."""
-        own = [self.lowest[name] for name in caller.names if name in self.lowest]
-        return min(own, default=self.lowest[EVERYBODY])
-
-
-def _parsed(entry: str) -> tuple[str, int]:
-    name, equals, text = entry.rpartition("=")
-    try:
-        priority = int(text)
-    except ValueError:
-        equals = ""
-        priority = 0
-    if not equals or not name or abs(priority) > MAX_PRIORITY:
-        raise ConfigError(f"priority_limits must be NAME=PRIORITY with a priority from {-MAX_PRIORITY} to "
-                          f"{MAX_PRIORITY}, got {entry!r}", field="priority_limits")
-    return name, priority
-
-
-def _checked(entry: str) -> str:
-    try:
-        _parsed(entry)
-    except ConfigError as error:
-        raise ValueError(str(error)) from None
-    return entry
-
-
-PriorityLimitField = Annotated[str, AfterValidator(_checked)]

@@ -183,6 +183,7 @@ class ResponseQueue:
         self._loop = asyncio.get_running_loop()
         self._reader: asyncio.Future[None] | None = None  # that waits for a message
         self._was_read = asyncio.Event()
+        self._waited_s = 0.0  # for room
         self._read_at = 0.0  # loop time of the last reading, or of the first message after all were read
         self._ends_at: float | None = None  # loop time, of a queue that is closed
 
@@ -203,14 +204,20 @@ class ResponseQueue:
         self._wake()
 
     async def room(self) -> None:
-        """Until fewer than `MAX_UNREAD` messages are unread. Raises RequestAborted as `put` does."""
+        """Until fewer than `MAX_UNREAD` messages are unread. Raises RequestAborted once that has taken the stall limit,
+        all waits together: a worker holds the prompt's memory meanwhile, also for a client that reads a little."""
+        if len(self._unread) < MAX_UNREAD:
+            return
+        began_at = self._loop.time()
         try:
-            async with asyncio.timeout(self._stall_limit_s):
+            async with asyncio.timeout(self._stall_limit_s - self._waited_s):
                 while len(self._unread) >= MAX_UNREAD:
                     self._was_read.clear()
                     await self._was_read.wait()
         except TimeoutError:
-            raise RequestAborted(f"the client has read nothing for {self._stall_limit_s:g} s") from None
+            raise RequestAborted(f"the client has kept a worker waiting for {self._stall_limit_s:g} s") from None
+        finally:
+            self._waited_s += self._loop.time() - began_at
 
     def close(self) -> None:
         """Nothing more will be put."""

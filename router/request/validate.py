@@ -1,13 +1,17 @@
 """Is this request possible? Every field is checked against the limits of the protos and of the model before any work.
 
 All violations are reported at once, each with the path of its field and the limit. What passes becomes an
-`AdmissibleRequest`: tokenised, every default resolved, ready for the workers.
+`AdmissibleRequest`: tokenised, every default resolved, ready for the workers. `PriorityLimits` bounds the priority that
+a client may ask for.
 """
 
 from array import array
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Annotated, Self
+
+from pydantic import AfterValidator
 
 from protos import generation_pb2, types_pb2
 from router.request.answer import resumed_violations, too_many_resumed
@@ -15,14 +19,16 @@ from router.request.chats import MAX_CHAT_MESSAGES, chat_of, chat_violations, nu
 from router.text.model_facts import ModelLimits
 from router.text.tokenise import Tokeniser
 from router.workers.prefix_index import RoutedPrompt, prompt_of
-from runtime.errors import FieldViolation, InvalidRequestError, UnavailableError, UnknownModelError
+from runtime.errors import ConfigError, FieldViolation, InvalidRequestError, UnavailableError, UnknownModelError
 from runtime.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, Grammars
 from runtime.sampling_limits import LOGIT_BIAS_INTERVAL, SAMPLING_DEFAULTS, SAMPLING_INTERVALS
+from runtime.security import Caller
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_TOP_LOGPROBS = 20
 MAX_CHOICES = 16
 MAX_PRIORITY = 100
+EVERYBODY, DEFAULT_LIMITS = "*", ("*=0",)
 MAX_CACHE_SALT_BYTES = 128
 MAX_SHOWN_CHARACTERS = 128  # of a text that is quoted in an error
 MAX_LOGIT_BIAS_ENTRIES = 1024
@@ -349,3 +355,45 @@ def _shown(text: str) -> str:
 
 def _not_in_vocabulary(token_id: int, facts: ModelLimits) -> str:
     return f"{token_id} is not in the vocabulary of {facts.vocab_size} tokens"
+
+
+@dataclass(frozen=True)
+class PriorityLimits:
+    """The most urgent priority of each client, by the name its token or certificate gives it: `lowest`; the smaller a
+    priority, the more urgent. `*` is for clients that have no entry of their own."""
+
+    lowest: Mapping[str, int] = field(default_factory=lambda: {EVERYBODY: 0})
+
+    @classmethod
+    def parse(cls, entries: Iterable[str]) -> Self:
+        """From "NAME=PRIORITY". Raises ConfigError naming an entry that is none."""
+        return cls({EVERYBODY: 0} | dict(map(_parsed, entries)))
+
+    def most_urgent(self, caller: Caller) -> int:
+        """The smallest priority `caller` may give a request."""
+        own = [self.lowest[name] for name in caller.names if name in self.lowest]
+        return min(own, default=self.lowest[EVERYBODY])
+
+
+def _parsed(entry: str) -> tuple[str, int]:
+    name, equals, text = entry.rpartition("=")
+    try:
+        priority = int(text)
+    except ValueError:
+        equals = ""
+        priority = 0
+    if not equals or not name or abs(priority) > MAX_PRIORITY:
+        raise ConfigError(f"priority_limits must be NAME=PRIORITY with a priority from {-MAX_PRIORITY} to "
+                          f"{MAX_PRIORITY}, got {entry!r}", field="priority_limits")
+    return name, priority
+
+
+def _checked(entry: str) -> str:
+    try:
+        _parsed(entry)
+    except ConfigError as error:
+        raise ValueError(str(error)) from None
+    return entry
+
+
+PriorityLimitField = Annotated[str, AfterValidator(_checked)]

@@ -7,6 +7,7 @@ from prefill.service import MAX_UNREAD_SCORES, PrefillOutlet
 from protos import prefill_pb2 as pb
 from protos import types_pb2
 from runtime.calls import MessageLimits, SendQueue
+from runtime.clock import ManualClock
 from runtime.errors import InvalidRequestError
 
 
@@ -46,6 +47,29 @@ async def test_scores_go_as_far_as_they_are_read_and_what_follows_waits_behind_t
     assert await taken(queue) == [count - 2, count - 1, "first_token", "sent"]
     assert not outlet.is_held_up
     outlet.scores_read(read(MAX_UNREAD_SCORES))
+
+
+async def test_waits_for_the_client_are_added_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = ManualClock()
+    monkeypatch.setattr("prefill.service.time.monotonic", clock.now)
+    outlet, _ = outlet_of()
+    for position in range(MAX_UNREAD_SCORES):
+        outlet.scored(scores(position))
+        clock.advance(1.0)
+    assert outlet.held_s == 0
+    for position in range(3):  # each message that is read lets one more go
+        outlet.scored(scores(position))
+    clock.advance(5.0)
+    outlet.scores_read(read(1))
+    assert outlet.held_s == 5
+    clock.advance(7.0)
+    assert outlet.held_s == 12, "two still wait"
+    outlet.scores_read(read(2))
+    clock.advance(100.0)
+    assert outlet.held_s == 12
+    outlet.scored(scores(9))
+    clock.advance(1.0)
+    assert outlet.held_s == 13
 
 
 async def test_a_prompt_without_scores_is_never_held_up() -> None:

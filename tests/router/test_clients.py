@@ -10,7 +10,7 @@ import pytest
 
 from protos import generation_pb2, types_pb2
 from router.api.generation import MAX_ABORT_IDS, RequestLimits, client_salt
-from router.request.admission import PriorityLimits
+from router.request.validate import PriorityLimits
 from router.workers.report import without_addresses
 from runtime.errors import BatonError, DuplicateRequestError, InvalidRequestError
 from runtime.security import ServerSecurity, address_of
@@ -163,6 +163,36 @@ async def test_a_client_in_a_hurry_passes_its_own_requests_and_no_other_clients(
         for call in calls:
             assert [response async for response in call]
     assert order == ["first 0", "hurry 5", "patient 1", "hurry 4", "patient 2", "hurry 3"]
+
+
+async def test_prompts_with_logprobs_of_a_client_take_a_part_of_the_prefill_workers(tmp_path: Path) -> None:
+    """Of eight places two; what it sends beyond that waits for its own, and not its other requests."""
+    (tmp_path / "tokens").write_text(TOKENS)
+    fabric, journal = Fabric(), Journal()
+    prefill, decode = FakePrefill("p", fabric, journal, max_running=8), FakeDecode("d", fabric, journal)
+    there: list[str] = []
+    may_go = asyncio.Event()
+
+    async def note(request: types_pb2.EngineRequest) -> None:
+        there.append(request.request_id)
+        await may_go.wait()
+
+    prefill.at(Point.QUEUED, note)
+    security = ServerSecurity(tokens=TokenList(tmp_path / "tokens"))
+    async with running_router(prefill, decode, security=security) as router:
+        calls = []
+        for name, metadata, is_scored in (("a1", ALICE, True), ("a2", ALICE, True), ("a3", ALICE, True),
+                                          ("a4", ALICE, False), ("b1", BOB, True)):
+            request = token_request(PROMPT, max_tokens=2, request_id=name)
+            if is_scored:
+                request.num_prompt_logprobs = 0
+            calls.append(router.stub.Generate(request, metadata=metadata, timeout=60))
+            await eventually(lambda: router.service.num_active == len(calls), "a call")
+        await eventually(lambda: len(there) == 4, "requests at the worker")
+        assert sorted(there) == ["a1", "a2", "a4", "b1"]
+        may_go.set()
+        for call in calls:
+            assert [response async for response in call]
 
 
 async def test_what_is_learnt_of_answers_is_of_their_client(tmp_path: Path) -> None:

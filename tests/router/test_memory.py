@@ -120,7 +120,7 @@ async def test_watches_of_health_are_bounded_and_probes_go_on(router: Announceme
     async with channel(router.address) as stranger:
         watches = [stub(stranger).Watch(health_pb2.HealthCheckRequest(service=f"{i}")) for i in range(200)]
         codes = [await first_answer(call) for call in watches]
-        assert codes.count(None) == 64
+        assert codes.count(None) == 57, "of 64, of which it leaves an eighth of what it has to others"
         assert set(codes) == {None, grpc.StatusCode.RESOURCE_EXHAUSTED}
         answer = await stub(stranger).Check(health_pb2.HealthCheckRequest(), timeout=30)
         assert answer.status == health_pb2.HealthCheckResponse.SERVING

@@ -1,6 +1,7 @@
 import asyncio
 import gzip
 from collections.abc import Callable
+from contextlib import ExitStack
 
 import pytest
 
@@ -94,6 +95,32 @@ def test_seats_bound_calls_and_bytes_and_are_given_back() -> None:
     assert (seats.num_calls, seats.num_bytes) == (0, 0)
     with seats.holding(101):
         pass  # one alone is bounded by the size of a message
+
+
+def test_a_client_leaves_something_to_others_however_many_calls_it_makes() -> None:
+    """Of nine places it has eight, of 900 bytes 800; as many clients as there are share the rest likewise."""
+    seats = Seats("calls", 9, 900)
+    with ExitStack() as calls:
+        for _ in range(8):
+            calls.enter_context(seats.taken("a"))
+        with pytest.raises(CapacityError, match=r"8 calls of this client .* and 1 are left"), seats.taken("a"):
+            pass
+        with seats.taken("b"), pytest.raises(CapacityError, match="9 calls are under way"), seats.taken("c"):
+            pass
+        with seats.holding(500, "a"), seats.holding(300, "a"):
+            with pytest.raises(CapacityError, match="have 800 bytes and this one 1, and 99"), seats.holding(1, "a"):
+                pass
+            with seats.holding(90, "b"):
+                pass
+        with seats.holding(901, "a"):
+            pass
+    routers = Seats("calls", 9, 900)
+    with ExitStack() as calls:
+        for _ in range(9):
+            calls.enter_context(routers.taken())
+            calls.enter_context(routers.holding(100))
+    assert not seats._calls_of
+    assert not seats._bytes_of
 
 
 def test_what_is_too_long_is_not_parsed_and_what_is_no_message_is_named() -> None:

@@ -134,10 +134,36 @@ async def test_what_may_wait_waits_for_a_client_that_does_not_read_and_no_longer
     for i in range(MAX_UNREAD):
         await responses.room()
         responses.put(chunk(i, index=i))
-    with pytest.raises(RequestAborted, match="read nothing for 1 s"):
+    with pytest.raises(RequestAborted, match="kept a worker waiting for 1 s"):
         await responses.room()
     await anext(responses)
     await responses.room()
+
+
+async def test_waits_for_a_client_that_reads_a_little_are_one_wait() -> None:
+    """It reads a message well within the limit each time: what waits for it holds a worker's memory all the same."""
+    responses, num_read = ResponseQueue(stall_limit_s=1.0), 0
+    scores = generation_pb2.GenerateResponse(chunk=generation_pb2.GenerateChunk(text="scores"))
+    for _ in range(MAX_UNREAD):
+        responses.put(scores)
+
+    async def read_slowly() -> None:
+        nonlocal num_read
+        async for _ in responses:
+            num_read += 1
+            await asyncio.sleep(0.1)
+
+    async def fill() -> None:
+        while True:
+            await responses.room()
+            responses.put(scores)
+
+    reading = asyncio.create_task(read_slowly())
+    async with asyncio.timeout(30):
+        with pytest.raises(RequestAborted, match="kept a worker waiting for 1 s"):
+            await fill()
+    reading.cancel()
+    assert 1 < num_read <= 11
 
 
 async def test_a_client_that_trickles_has_the_stall_limit_for_the_end_of_its_stream() -> None:

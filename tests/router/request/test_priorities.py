@@ -1,6 +1,6 @@
 import pytest
 
-from router.request.admission import PriorityLimits
+from router.request.validate import PriorityLimits
 from runtime.errors import ConfigError
 from runtime.security import ANYBODY, Caller, certified
 
