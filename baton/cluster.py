@@ -45,8 +45,8 @@ from runtime.announce import Announcement
 from runtime.config import Address, parse_address, read_tables
 from runtime.errors import ConfigError, UnavailableError
 from runtime.log import styled_line
+from runtime.model_files.tokenizer_files import find_tokenizer, make_tokenizer
 from runtime.security import PeerRole
-from runtime.tokenizer_files import find_tokenizer, make_tokenizer
 
 _GATEWAY = "gateway"
 _NARRATOR = "baton"

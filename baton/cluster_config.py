@@ -12,7 +12,7 @@ from baton.preflight import PoolShape, check_partition
 from runtime.config import parse_address
 from runtime.errors import ConfigError
 from runtime.log import LogStyle
-from runtime.model_folder import check_model_folder
+from runtime.model_files.model_folder import check_model_folder
 from runtime.security import PLAIN_CHANNEL, ChannelSecurity
 
 _MAX_PROCESSES = 64

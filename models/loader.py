@@ -33,8 +33,8 @@ from models.registry import read_decoder
 from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError
 from runtime.model_files.end_tokens import read_end_tokens, stated_end_tokens
+from runtime.model_files.model_folder import check_model_folder
 from runtime.model_files.weights import weight_files
-from runtime.model_folder import check_model_folder
 
 # Wrappers put the text model below one of these; the longest match counts. Keys decide, not the architecture: a
 # wrapper saved as its text model keeps the wrapper's keys.

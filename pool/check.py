@@ -24,8 +24,8 @@ from runtime.errors import BatonError
 from runtime.host_memory import MIB, HostMemory
 from runtime.model_files.config import read_config
 from runtime.model_files.end_tokens import read_end_tokens
+from runtime.model_files.model_folder import check_model_folder
 from runtime.model_files.sampling import read_sampling_defaults
-from runtime.model_folder import check_model_folder
 from runtime.standard_streams import open_to_all_text, whole_output
 
 _ANY_MEMORY = HostMemory(1 << 62, 1 << 62)  # of a machine that is not this one: what the cache may take was given

@@ -40,10 +40,10 @@ from runtime.config import parse_address
 from runtime.errors import InternalError
 from runtime.exposition import Exposition, new_registry
 from runtime.metrics import RefusalMetrics, RpcMetrics, StageMetrics
+from runtime.model_files.tokenizer_files import make_tokenizer
 from runtime.security import ChannelSecurity, PeerRole, ServerSecurity
 from runtime.server import GrpcServer, ServerOptions
 from runtime.supervision import StopSignal, background
-from runtime.tokenizer_files import make_tokenizer
 from runtime.tracing import Tracing
 from runtime.tracing_setup import open_tracing
 from runtime.version import VERSION

@@ -20,7 +20,7 @@ from pool.stage.stage import StagePlan
 from protos import types_pb2, worker_pb2_grpc
 from protos import worker_pb2 as pb
 from runtime.errors import FieldViolation, InvalidRequestError
-from runtime.tokenizer_files import tokenizer_digest
+from runtime.model_files.tokenizer_files import tokenizer_digest
 from runtime.version import WIRE_VERSION
 
 logger = logging.getLogger(__name__)

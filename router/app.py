@@ -28,11 +28,11 @@ from runtime.config import describe
 from runtime.errors import ConfigError
 from runtime.exposition import Exposition, new_registry
 from runtime.metrics import RouterMetrics, RpcMetrics
-from runtime.model_folder import check_model_folder
+from runtime.model_files.model_folder import check_model_folder
+from runtime.model_files.tokenizer_files import cache_folder, make_tokenizer
 from runtime.security import ChannelSecurity, ServerSecurity
 from runtime.server import GrpcServer, ServerOptions
 from runtime.supervision import StopSignal, background
-from runtime.tokenizer_files import cache_folder, make_tokenizer
 from runtime.tokens import TokenList
 from runtime.tracing_setup import open_tracing
 from runtime.version import VERSION

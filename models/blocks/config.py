@@ -5,7 +5,7 @@ from pathlib import Path
 
 from runtime.errors import ConfigError
 from runtime.model_files.config import context_of, text_fields
-from runtime.model_folder import most, read_object
+from runtime.model_files.model_folder import most, read_object
 
 _DTYPES = ("bfloat16", "float16", "float32")
 
@@ -36,7 +36,7 @@ class RawConfig:
         return ConfigError(f"{self._where}: {name} {message}", field=name)
 
     def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """Of at least `minimum`, and at most `runtime.model_folder.most`."""
+        """Of at least `minimum`, and at most `runtime.model_files.model_folder.most`."""
         value = self._read(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= most(name):
             raise self.fail(name, f"must be an integer from {minimum} to {most(name)}, is {value!r}")

@@ -19,7 +19,7 @@ from models.loader import ModelDescription, description_digest, kept_bytes, noti
 from models.quantised_formats import open_checkpoint
 from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError, InternalError
-from runtime.model_folder import check_model_folder
+from runtime.model_files.model_folder import check_model_folder
 
 Built = TypeVar("Built")
 

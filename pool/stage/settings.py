@@ -14,7 +14,7 @@ from models.loader import ModelDescription
 from pool.stage.config import WorkerConfig
 from pool.stage.pool_size import PoolSize
 from pool.stage.speculation import SpeculationPlan
-from runtime.tokenizer_files import tokenizer_digest
+from runtime.model_files.tokenizer_files import tokenizer_digest
 
 ANY = "any"  # no bits are promised
 MODELS_OWN = "the model's"  # no other was set

@@ -13,7 +13,7 @@ from pathlib import Path
 from router.text.carrier import TextCarrier, carrying_template, carrying_tokenizer
 from router.text.model_facts import ServedModel
 from runtime.model_files.config import read_if_there
-from runtime.tokenizer_files import find_tokenizer
+from runtime.model_files.tokenizer_files import find_tokenizer
 
 # Gateways load what they find under the name that a tokenizer has, on their own host, and ask a router for the rest.
 NOWHERE = "/nonexistent/baton"

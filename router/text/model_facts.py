@@ -10,9 +10,9 @@ from router.text.tokenise import Tokeniser, load_tokeniser
 from runtime.grammar import Grammars, load_grammars
 from runtime.model_files.config import read_config, read_facts
 from runtime.model_files.end_tokens import read_end_tokens
+from runtime.model_files.model_folder import check_model_folder
 from runtime.model_files.sampling import SamplingDefaults, read_sampling_defaults
-from runtime.model_folder import check_model_folder
-from runtime.tokenizer_files import tokenizer_digest
+from runtime.model_files.tokenizer_files import tokenizer_digest
 from runtime.version import WIRE_VERSION
 
 
@@ -27,7 +27,7 @@ class ModelLimits:
     max_context_tokens: int
     num_layers: int
     eos_token_ids: tuple[int, ...]
-    tokenizer_digest: str = ""  # of `runtime.tokenizer_files`
+    tokenizer_digest: str = ""  # of `runtime.model_files.tokenizer_files`
     sampling: Mapping[str, float] = field(default_factory=dict)
 
     def mismatch(self, info: worker_pb2.WorkerInfo, role: str) -> str:

@@ -18,7 +18,7 @@ from router.text.control_tokens import ControlTokens, UserControlTokens
 from router.text.detokenise import Detokenisers
 from runtime.errors import ConfigError, FieldViolation, InvalidRequestError
 from runtime.model_files.config import read_if_there
-from runtime.tokenizer_files import find_tokenizer
+from runtime.model_files.tokenizer_files import find_tokenizer
 
 # Longer texts are encoded on a thread, so that one long prompt does not hold up the tokens of all requests.
 INLINE_CHARACTERS = 4096
@@ -80,7 +80,7 @@ class Tokeniser:
 
 def load_tokeniser(model_dir: Path,
                    user_control_tokens: UserControlTokens = UserControlTokens.TOKENS) -> Tokeniser | None:
-    """Return the tokenizer of a model directory; None if it has none (`runtime.tokenizer_files`).
+    """Return the tokenizer of a model directory; None if it has none (`runtime.model_files.tokenizer_files`).
 
     Raises:
         ConfigError: a file is there but cannot be used.

@@ -23,7 +23,7 @@ from runtime.grammar.language import Grammar, check_shape, shown
 from runtime.grammar.process import GrammarProcess, GuidedText, TooSlow
 from runtime.grammar.turns import Allowances, Turns
 from runtime.host_cores import num_cores
-from runtime.tokenizer_files import find_tokenizer
+from runtime.model_files.tokenizer_files import find_tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from runtime.errors import ConfigError
 from runtime.model_files.defaults import CONFIG_DEFAULTS, OTHER_NAMES
-from runtime.model_folder import most, read_object
+from runtime.model_files.model_folder import most, read_object
 
 # Fields that wrappers of a text model keep at their top level although they concern the text model.
 _WRAPPER_FIELDS = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id", "bos_token_id",

@@ -16,8 +16,8 @@ from typing import Any
 
 from runtime.errors import ConfigError
 from runtime.model_files.config import read_if_there
-from runtime.model_folder import read_object
-from runtime.tokenizer_files import find_tokenizer
+from runtime.model_files.model_folder import read_object
+from runtime.model_files.tokenizer_files import find_tokenizer
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 _TOKENIZER_CONFIG, _SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"

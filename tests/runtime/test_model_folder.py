@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import ConfigError
-from runtime.model_folder import check_model_folder
+from runtime.model_files.model_folder import check_model_folder
 
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0123\nsize 988097824\n"
 

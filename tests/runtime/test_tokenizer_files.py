@@ -4,10 +4,10 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from runtime import tokenizer_conversion
 from runtime.errors import ConfigError
-from runtime.tokenizer_conversion import missing_packages
-from runtime.tokenizer_files import find_tokenizer, make_tokenizer, tokenizer_digest
+from runtime.model_files import tokenizer_conversion
+from runtime.model_files.tokenizer_conversion import missing_packages
+from runtime.model_files.tokenizer_files import find_tokenizer, make_tokenizer, tokenizer_digest
 
 SAYS: dict[str, object] = {"model": {"vocab": {"a": 0, "b": 1}}, "truncation": None, "added_tokens": []}
 

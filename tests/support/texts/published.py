@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from runtime.tokenizer_files import cache_folder, find_tokenizer, make_tokenizer
+from runtime.model_files.tokenizer_files import cache_folder, find_tokenizer, make_tokenizer
 
 _FETCH_S = 300.0
 

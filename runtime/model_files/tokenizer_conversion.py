@@ -1,4 +1,5 @@
-"""`python -m runtime.tokenizer_conversion FOLDER OUT`: write what transformers reads of FOLDER as a `tokenizer.json`.
+"""`python -m runtime.model_files.tokenizer_conversion FOLDER OUT`: write what transformers reads of FOLDER as a
+`tokenizer.json`.
 
 A process of its own, because transformers is large and only needed where a checkpoint has no such file. Exit code 1
 with one line on stderr where it cannot be done.

@@ -14,7 +14,7 @@ import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 
-from runtime.model_folder import read_object
+from runtime.model_files.model_folder import read_object
 from runtime.tied import program
 
 # How a file was saved to cut and pad; servers do neither (`router.text.tokenise`).
@@ -76,7 +76,7 @@ def _make(model_dir: Path, made: Path) -> str:
     try:
         made.parent.mkdir(parents=True, exist_ok=True)
         draft = made.with_name(f".{made.name}.{os.getpid()}")
-        done = subprocess.run(program("runtime.tokenizer_conversion", str(model_dir), str(draft)),
+        done = subprocess.run(program("runtime.model_files.tokenizer_conversion", str(model_dir), str(draft)),
                               stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_MAKE_S, check=False)
         if done.returncode:
             return (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
