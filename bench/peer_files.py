@@ -25,6 +25,12 @@ def _number(name: str) -> int:
     return value
 
 
+def _real(name: str) -> float:
+    value = MODEL[name]
+    assert isinstance(value, int | float)
+    return value
+
+
 def _shapes() -> dict[str, tuple[int, ...]]:
     """Every tensor of the model, by its name without `model.` and `.weight`."""
     hidden, inner, head = _number("hidden_size"), _number("intermediate_size"), _number("head_dim")
@@ -79,8 +85,8 @@ def write_gguf(path: Path) -> Path:
     writer.add_head_count_kv(_number("num_key_value_heads"))
     writer.add_key_length(_number("head_dim"))
     writer.add_value_length(_number("head_dim"))
-    writer.add_rope_freq_base(MODEL["rope_theta"])
-    writer.add_layer_norm_rms_eps(MODEL["rms_norm_eps"])
+    writer.add_rope_freq_base(_real("rope_theta"))
+    writer.add_layer_norm_rms_eps(_real("rms_norm_eps"))
     writer.add_vocab_size(_number("vocab_size"))
     writer.add_tokenizer_model("none")
     source = RandomWeights(seed=0)
