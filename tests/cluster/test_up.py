@@ -1,0 +1,45 @@
+"""`baton up` as it is typed, with everything behind it."""
+
+import asyncio
+import json
+import os
+import shlex
+import signal
+import sys
+
+import httpx2
+
+NOWHERE, SOCKS = "http://127.0.0.1:9", "socks5://127.0.0.1:9"
+PROXIES = {"http_proxy": NOWHERE, "HTTP_PROXY": NOWHERE, "grpc_proxy": NOWHERE, "all_proxy": SOCKS, "ALL_PROXY": SOCKS,
+           "no_proxy": "", "NO_PROXY": ""}
+
+
+async def test_behind_a_proxy_it_starts_its_gateway_and_every_line_is_json() -> None:
+    """It waited for three minutes for a gateway that it asked by the proxy, or ended in a traceback."""
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "baton", "up", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--log-style", "json",
+        "--log-level", "debug", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **PROXIES})
+    assert child.stdout is not None
+    assert child.stderr is not None
+    lines: list[bytes] = []
+    async with asyncio.timeout(240):
+        while b"over HTTP:" not in (line := await child.stdout.readline()):
+            assert line, f"it ended: {await child.stderr.read()!r}"
+            lines.append(line)
+        lines.append(line)
+        program, *rest = shlex.split(json.loads(line)["message"].partition("over HTTP:")[2])
+        assert (program, rest[:2]) == ("curl", ["--noproxy", "*"])
+        url, body = rest[2], rest[-1]
+        async with httpx2.AsyncClient(timeout=120, trust_env=False) as http:
+            right = await http.post(url, headers={"content-type": "application/json"}, content=body)
+            wrong = await http.post(url, headers={"content-type": "application/json"}, content="{")
+        assert right.json()["choices"][0]["message"]["content"].startswith(" 3 5 7 9")
+        assert wrong.status_code == 400
+        child.send_signal(signal.SIGINT)
+        out, err = await child.communicate()
+    assert child.returncode == 0
+    values = [json.loads(line) for line in (*lines, *out.splitlines(), *err.splitlines())]
+    named = {each["process"] for each in values if "process" in each}
+    assert named == {"baton", "gateway", "router", "prefill-0", "decode-0"}
+    assert all("message" in each for each in values)
