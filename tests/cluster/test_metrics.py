@@ -20,7 +20,7 @@ FAULT_ONLY = {  # without a fault (or, on decode, a preemption) these stay where
     "baton_preemptions", "baton_kv_transfer_failures", "baton_kv_integrity_failures", "baton_router_retries",
     "baton_kv_imbalances", "baton_handshake_failures", "baton_kv_lease_expired", "baton_local_prefill",
     "baton_migrations", "baton_cache_evicted_pages", "baton_draining", "baton_discovery_errors", "baton_router_refused",
-    "baton_router_dropped", "baton_resumptions",
+    "baton_router_dropped", "baton_resumptions", "baton_refused_messages",
 }
 
 

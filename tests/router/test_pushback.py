@@ -39,7 +39,9 @@ async def test_a_full_queue_names_its_limit_and_no_time_where_none_is_known() ->
 
 
 async def test_no_workers_is_unavailable_with_a_time_to_come_back() -> None:
-    async with running_router(*pair(), admission=NO_GRACE, start_workers=False) as router:
+    prefill, decode = pair()
+    prefill.address, decode.address = "127.0.0.1:1", "127.0.0.1:2"  # no service of a test listens below 1024
+    async with running_router(prefill, decode, admission=NO_GRACE, start_workers=False) as router:
         code, details, pushback = await refusal(router)
     assert code is grpc.StatusCode.UNAVAILABLE
     assert details["ErrorInfo"].reason == "UNAVAILABLE"

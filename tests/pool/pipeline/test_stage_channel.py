@@ -268,6 +268,8 @@ def form(leader: PoolChannel, epoch: int, *children: Child) -> None:
         child.process.stdin.write(f"{epoch} {' '.join(address.hex() for address in addresses)}\n")
         child.process.stdin.flush()
     leader.connect(addresses, forming_of(epoch, len(addresses)))
+    for child in children:
+        assert child.says() == "formed"  # a frame that comes sooner is foreign to it
 
 
 def test_a_killed_stage_is_noticed_and_its_successor_takes_over(kind: str) -> None:

@@ -1,7 +1,8 @@
 """A stage in a process of its own: sends every packet on to the next stage, or from the last back to stage 0.
 
-`python -m tests.support.pool.channel_child KIND RANK`: prints its address as hex, reads epochs with the addresses of
-all from its input, and says "lost" when a neighbour is. It ends with its input.
+`python -m tests.support.pool.channel_child KIND RANK` prints its address as hex, then reads epochs with the addresses of
+all stages from its input. It prints "formed" when it takes frames of an epoch, and "lost" when a neighbour is lost. It
+ends with its input.
 """
 
 import sys
@@ -38,6 +39,7 @@ def main() -> None:
         epoch, *addresses = line.split()
         channel.connect([bytes.fromhex(address) for address in addresses],
                         forming_of(int(epoch), len(addresses)))
+        print("formed", flush=True)
         try:
             while True:
                 packet = channel.receive(rank - 1, timeout_s=1.0)
