@@ -36,9 +36,9 @@ demo: $(DEMO_STAMP) ## start a whole local cluster, ask the shipped model a ques
 
 # By the first test to call a kernel it would be compiled under a deadline, and by each CPU core but one waited for.
 KERNELS := build/.kernels
-$(KERNELS): $(STAMP) $(wildcard engine/kernels/host/*.py)
+$(KERNELS): $(STAMP) $(shell find engine/kernels/host -name '*.py')
 	@echo "compiling the kernels of this CPU (half a minute the first time)"
-	@$(BIN)/python -m engine.kernels.host.every
+	@$(BIN)/python -m engine.kernels.host.build.compile_all
 	@mkdir -p $(@D) && touch $@
 
 test: $(KERNELS) ## all tests that need no GPU, but for the long ones; about a quarter of an hour on two cores

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 
 from runtime.errors import ConfigError
-from runtime.quiet import quiet_grpc
-from runtime.standard_streams import open_to_all_text, whole_output
+from runtime.process.quiet import quiet_grpc
+from runtime.process.standard_streams import open_to_all_text, whole_output
 
 _STARTING = ("demo", "up")  # commands that start workers
 _WITHOUT_NURSERY = ("--no-preload", "--device", "--help")
@@ -42,7 +42,7 @@ def main() -> None:
 
 def _refused(error: ConfigError) -> int:
     """Says so in one line; the exit code."""
-    from runtime.supervision import EXIT_CONFIG
+    from runtime.process.supervision import EXIT_CONFIG
 
     print(f"baton: {error}", file=sys.stderr)
     return EXIT_CONFIG

@@ -6,7 +6,7 @@ Done here, between fork and exec, because code that runs inside a fork of a thre
 import os
 import sys
 
-from runtime.tied import program, tie_to_parent
+from runtime.process.child_process import program, tie_to_parent
 
 
 def main() -> None:

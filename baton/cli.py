@@ -30,9 +30,9 @@ from baton.values import Query, Sampling, Stop
 from baton.workload import Arrivals, Lengths, Process, Shape, TooLong
 from runtime.config import MAX_WAIT_S
 from runtime.errors import RequestAborted
-from runtime.standard_streams import told_of_full_disks
-from runtime.supervision import StopSignal, interruptible, run_process
-from runtime.tied import program
+from runtime.process.child_process import program
+from runtime.process.standard_streams import told_of_full_disks
+from runtime.process.supervision import StopSignal, interruptible, run_process
 from runtime.version import VERSION
 
 Ids = Annotated[bool, typer.Option("--ids", help="The prompt is token ids.")]

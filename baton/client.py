@@ -35,13 +35,13 @@ from baton.retry import DEFAULT_RETRY, AnswerSoFar, Patience, Retry, Targets, ch
 from baton.values import ClusterStatus, Completion, Event, FlushedCache, Load, ModelInfo, Query
 from protos import generation_pb2 as pb
 from protos.generation_pb2_grpc import GenerationStub
-from runtime.client import open_channel, open_sync_channel
 from runtime.clock import SystemClock
 from runtime.errors import BatonError, FieldViolation, InvalidRequestError, UnavailableError
-from runtime.security import PLAIN_CHANNEL, ChannelSecurity
-from runtime.status import error_from_rpc, is_lost
-from runtime.uninterrupted import uninterrupted, uninterrupted_stream
-from runtime.unreachable import reach_problem
+from runtime.rpc.client import open_channel, open_sync_channel
+from runtime.rpc.interrupt_safe import uninterrupted, uninterrupted_stream
+from runtime.rpc.status import error_from_rpc, is_lost
+from runtime.rpc.unreachable import reach_problem
+from runtime.security.access import PLAIN_CHANNEL, ChannelSecurity
 
 if TYPE_CHECKING:  # in the type stubs only
     from protos.generation_pb2_grpc import GenerationAsyncStub

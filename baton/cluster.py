@@ -41,12 +41,12 @@ from baton.process import LogSink, ProcessSpec, RoleProcess
 from baton.scrape import scrape_config
 from baton.values import WorkerStatus
 from baton.waiting import GATEWAY_MODULE, reason_of, until_cluster_serves, until_serving
-from runtime.announce import Announcement
 from runtime.config import Address, parse_address, read_tables
 from runtime.errors import ConfigError, UnavailableError
-from runtime.log import styled_line
 from runtime.model_files.tokenizer_files import find_tokenizer, make_tokenizer
-from runtime.security import PeerRole
+from runtime.observe.log import styled_line
+from runtime.process.announce import Announcement
+from runtime.security.access import PeerRole
 
 _GATEWAY = "gateway"
 _NARRATOR = "baton"

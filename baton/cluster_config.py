@@ -11,9 +11,9 @@ from baton.nursery import HERE, Nursery, ProcessPlaces
 from baton.preflight import PoolShape, check_partition
 from runtime.config import parse_address
 from runtime.errors import ConfigError
-from runtime.log import LogStyle
 from runtime.model_files.model_folder import check_model_folder
-from runtime.security import PLAIN_CHANNEL, ChannelSecurity
+from runtime.observe.log import LogStyle
+from runtime.security.access import PLAIN_CHANNEL, ChannelSecurity
 
 _MAX_PROCESSES = 64
 

@@ -12,8 +12,8 @@ from baton.connection import advice
 from baton.finite import finite
 from runtime.config import MAX_WAIT_S
 from runtime.errors import BatonError, ConfigError
-from runtime.log import report_end
-from runtime.standard_streams import told_of_full_disks
+from runtime.observe.log import report_end
+from runtime.process.standard_streams import told_of_full_disks
 
 Target = Annotated[list[str] | None, typer.Option(
     show_default=DEFAULT_TARGET, envvar="BATON_TARGET", help="HOST:PORT of the router. Several, repeated or with "

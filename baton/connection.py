@@ -10,7 +10,7 @@ import typer
 
 from runtime.config import parse_address
 from runtime.errors import BatonError, UnauthenticatedError, UnavailableError
-from runtime.security import ChannelSecurity, client_security
+from runtime.security.access import ChannelSecurity, client_security
 
 TlsCa = Annotated[Path | None, typer.Option(
     envvar="BATON_TLS_CA", help="PEM certificates of the authority to trust; connect by TLS.")]

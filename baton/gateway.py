@@ -21,13 +21,13 @@ import httpx2
 import typer
 from pydantic import Field
 
-from runtime.announce import Announcement, write_announcement
 from runtime.config import Address, AddressField, Config, PeerField, load, parse_address
 from runtime.errors import BatonError, ConfigError, UnavailableError
-from runtime.log import LEVELS, LogStyle, styled_line
-from runtime.security import PLAIN_CHANNEL, ChannelSecurity
-from runtime.supervision import EXIT_CONFIG, EXIT_FAILED
-from runtime.tokens import read_tokens
+from runtime.observe.log import LEVELS, LogStyle, styled_line
+from runtime.process.announce import Announcement, write_announcement
+from runtime.process.supervision import EXIT_CONFIG, EXIT_FAILED
+from runtime.security.access import PLAIN_CHANNEL, ChannelSecurity
+from runtime.security.tokens import read_tokens
 
 DEFAULT_LISTEN = "127.0.0.1:8000"
 _MODULES = ("smg", "smg_grpc_proto")

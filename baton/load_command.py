@@ -23,7 +23,7 @@ from baton.values import ModelInfo
 from baton.vllm_client import AsyncVllmEngineClient
 from baton.workload import Arrivals, Planned, Shape, TooLong, changes, fitted, make_queries, plan
 from runtime.errors import ConfigError
-from runtime.security import ChannelSecurity
+from runtime.security.access import ChannelSecurity
 
 DEFAULT_COUNT = 60  # of requests that are drawn
 WARM_UP_RATE = 10.0

@@ -20,8 +20,8 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from runtime.errors import ConfigError, PeerLostError, UnavailableError
-from runtime.orders import Order, OrderAnswer, open_socket, receive_answer, send_order
-from runtime.tied import program
+from runtime.process.child_process import program
+from runtime.process.spawn_protocol import Order, OrderAnswer, open_socket, receive_answer, send_order
 
 LINE_LIMIT = 1 << 20
 MAX_SOCKET_BYTES = 107  # of a path: unix(7)

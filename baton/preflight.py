@@ -12,10 +12,10 @@ from pathlib import Path
 
 from runtime.config import Address, parse_address, read_tables
 from runtime.errors import ConfigError
-from runtime.host_memory import MIB, HostMemory, host_memory
 from runtime.model_files.config import read_config, text_fields
 from runtime.model_files.weights import loaded_bytes
-from runtime.security import ChannelSecurity
+from runtime.process.host_memory import MIB, HostMemory, host_memory
+from runtime.security.access import ChannelSecurity
 
 ROLES = ("prefill", "decode")
 BALANCED = "balanced"  # workers divide the layers so (`pool.stage.config`)

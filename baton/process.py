@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from baton.nursery import Child, Spawn, spawn
-from runtime.announce import Announcement, read_announcement
 from runtime.errors import BatonError, ConfigError, DeadlineError, UnavailableError
-from runtime.host_memory import num_oom_kills
-from runtime.log import LogStyle, message_of, styled_line
-from runtime.start_progress import kernel_progress
-from runtime.supervision import EXIT_CONFIG
-from runtime.tied import ALL_CORES
+from runtime.observe.log import LogStyle, message_of, styled_line
+from runtime.process.announce import Announcement, read_announcement
+from runtime.process.child_process import ALL_CORES
+from runtime.process.host_memory import num_oom_kills
+from runtime.process.start_progress import kernel_progress
+from runtime.process.supervision import EXIT_CONFIG
 
 # Called with the process's name and one line of its output.
 LogSink = Callable[[str, str], None]
@@ -221,7 +221,7 @@ class RoleProcess:
 
     @property
     def _own_prefix(self) -> str:
-        """What the line begins with in which a role reports why it ends (`runtime.supervision`)."""
+        """What the line begins with in which a role reports why it ends (`runtime.process.supervision`)."""
         return f"{self.spec.role}: "
 
     def _ending(self, code: int) -> str:

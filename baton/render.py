@@ -13,11 +13,11 @@ from rich.text import Text
 
 from baton.process import LogSink
 from baton.values import ClusterStatus, Completion, Event, Timings, WorkerStatus
-from runtime.log import LogStyle, styled_line
+from runtime.observe.log import LogStyle, styled_line
 
 _LONG_STEP_S = 2.0  # a step that takes longer is worth a word
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
-_ROUTINE = re.compile(r"[0-9:.]{12} (debug|info) ")  # as `runtime.log.human_line` begins a line
+_ROUTINE = re.compile(r"[0-9:.]{12} (debug|info) ")  # as `runtime.observe.log.human_line` begins a line
 _ROUTINE_LEVELS = ("debug", "info")
 _TIMING_TEXTS = {
     "router_queue_s": "held back by the router",

@@ -3,8 +3,8 @@
 import json
 from collections.abc import Mapping
 
-from runtime.announce import Announcement
 from runtime.config import Address, parse_address
+from runtime.process.announce import Announcement
 
 INTERVAL_S = 5
 

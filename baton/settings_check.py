@@ -12,11 +12,11 @@ from collections.abc import Sequence
 from baton.cluster_config import ClusterConfig
 from baton.gateway import GatewayConfig
 from baton.nursery import spawn
-from runtime.announce import FILE
 from runtime.config import load
 from runtime.errors import ConfigError, UnavailableError
-from runtime.supervision import EXIT_CONFIG
-from runtime.tied import ALL_CORES
+from runtime.process.announce import FILE
+from runtime.process.child_process import ALL_CORES
+from runtime.process.supervision import EXIT_CONFIG
 
 _CHECK_S = 60.0  # on a busy machine
 

@@ -20,10 +20,10 @@ from baton.render import StartPrinter, json_printer, log_printer
 from baton.settings_check import check_settings
 from baton.values import ModelInfo
 from runtime.errors import BatonError
-from runtime.log import LogStyle, configure, styled_line
-from runtime.security import PeerRole
-from runtime.standard_streams import told_of_full_disks
-from runtime.supervision import StopSignal, interruptible, run_process
+from runtime.observe.log import LogStyle, configure, styled_line
+from runtime.process.standard_streams import told_of_full_disks
+from runtime.process.supervision import StopSignal, interruptible, run_process
+from runtime.security.access import PeerRole
 
 
 def up(

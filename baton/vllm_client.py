@@ -9,10 +9,10 @@ from typing import Any, Self
 import grpc
 
 from baton.values import Chunk, Event, Finish, FinishReason, ModelInfo, Query, Timings, Usage
-from runtime.client import open_channel
 from runtime.errors import ConfigError, FieldViolation, InvalidRequestError
-from runtime.security import PLAIN_CHANNEL, ChannelSecurity
-from runtime.status import error_from_rpc
+from runtime.rpc.client import open_channel
+from runtime.rpc.status import error_from_rpc
+from runtime.security.access import PLAIN_CHANNEL, ChannelSecurity
 
 CONTROL_TIMEOUT_S = 10.0
 _REASONS = {"stop": FinishReason.STOP, "length": FinishReason.LENGTH}

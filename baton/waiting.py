@@ -16,12 +16,12 @@ from baton.preflight import ROLES
 from baton.process import ProcessSpec, RoleProcess
 from baton.values import WorkerStatus
 from protos import worker_pb2, worker_pb2_grpc
-from runtime.announce import Announcement, read_announcement
-from runtime.client import open_channel, wait_serving
 from runtime.errors import BatonError, UnavailableError
-from runtime.security import ChannelSecurity, PeerRole
-from runtime.status import is_lost
-from runtime.unreachable import reach_problem
+from runtime.process.announce import Announcement, read_announcement
+from runtime.rpc.client import open_channel, wait_serving
+from runtime.rpc.status import is_lost
+from runtime.rpc.unreachable import reach_problem
+from runtime.security.access import ChannelSecurity, PeerRole
 
 GATEWAY_MODULE = "baton.gateway"
 ASK_S = 2.0  # for a process to say what it is waiting for

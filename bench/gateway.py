@@ -24,8 +24,8 @@ from baton.values import ChatMessage, Chunk, Query, Sampling, Stop
 from bench.command import benchmark_flags, run_benchmark, running_cluster
 from bench.report import Value, process_cpu_s
 from protos import worker_pb2, worker_pb2_grpc
-from runtime.client import open_channel
 from runtime.errors import BatonError
+from runtime.rpc.client import open_channel
 
 QUESTION = "Count from 3 by 2."
 TIMEOUT_S = 120.0

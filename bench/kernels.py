@@ -20,8 +20,8 @@ from torch import Tensor
 
 from bench.report import OtherLoad, Value, render
 from bench.sides import LineProcess
-from engine.kernels.host.compiled import Team
-from engine.kernels.host.product import PackedWeight, arithmetic_class
+from engine.kernels.host.codegen.compiled import Team
+from engine.kernels.host.linear.packed_linear import PackedWeight, arithmetic_class
 
 HIDDEN, HEADS_WIDTH, QKV_WIDTH, MLP_WIDTH = 1024, 2048, 4096, 3072
 ROWS = (1, 2, 4, 8, 16, 32, 192, 512)

@@ -80,8 +80,8 @@ def read_and_pack(folder: Path) -> tuple[float, float]:
     """Seconds to read every tensor, and to pack those that products take."""
     import torch
 
-    from engine.kernels.host.compiled import Team
-    from engine.kernels.host.product import PackedWeight
+    from engine.kernels.host.codegen.compiled import Team
+    from engine.kernels.host.linear.packed_linear import PackedWeight
     from models.checkpoint import open_tensors, read_tensor
 
     read_s = pack_s = 0.0

@@ -21,7 +21,7 @@ from router.text.model_facts import ModelLimits
 from router.workers.directory import Directory, DirectoryOptions
 from router.workers.prefix_index import PrefixIndex, RoutedPrompt
 from runtime.digests import block_names
-from runtime.metrics import RouterMetrics
+from runtime.observe.metrics import RouterMetrics
 
 NUM_WORKERS = 64
 PROMPT_TOKENS = 2000

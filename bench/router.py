@@ -27,8 +27,8 @@ from baton.cluster_config import ClusterConfig, demo_model
 from bench.command import benchmark_flags, run_benchmark, running_cluster
 from bench.report import OtherLoad, Value, process_cpu_s
 from protos import generation_pb2, generation_pb2_grpc, types_pb2
-from runtime.announce import announced_address
-from runtime.client import wait_serving
+from runtime.process.announce import announced_address
+from runtime.rpc.client import wait_serving
 from testing.past_proxies import PAST_PROXIES
 
 STREAMS = (8, 64)

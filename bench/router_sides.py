@@ -32,9 +32,9 @@ from protos import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from runtime.calls import CallLedger
-from runtime.metrics import RpcMetrics
-from runtime.server import GrpcServer, ServerOptions
+from runtime.observe.metrics import RpcMetrics
+from runtime.rpc.calls import CallLedger
+from runtime.rpc.server import GrpcServer, ServerOptions
 from runtime.version import WIRE_VERSION
 from testing.past_proxies import PAST_PROXIES
 

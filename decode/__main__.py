@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from runtime.quiet import quiet_grpc
+from runtime.process.quiet import quiet_grpc
 
 
 def _start(flags: dict[str, object], file: Path | None) -> int:

@@ -28,7 +28,6 @@ from pool.request.router_call import Inbox, Opening, RequestKind, RouterCall, Se
 from pool.request.stay import EventPost, RequestParts, read_request, serve
 from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc, types_pb2
-from runtime.calls import CallLedger
 from runtime.clock import SystemClock
 from runtime.digests import check_compatible, in_common, share_draft
 from runtime.errors import (
@@ -41,8 +40,9 @@ from runtime.errors import (
     InvalidRequestError,
     PeerLostError,
 )
-from runtime.metrics import ArrivalMetrics
-from runtime.tracing import begin
+from runtime.observe.metrics import ArrivalMetrics
+from runtime.observe.tracing import begin
+from runtime.rpc.calls import CallLedger
 from transfer.plan import codec
 from transfer.plan.copy_plan import plan_destination
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms

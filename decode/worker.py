@@ -23,8 +23,8 @@ from pool.stage.warmup import run_inside
 from protos import decode_pb2_grpc
 from runtime.clock import SystemClock
 from runtime.errors import BatonError
-from runtime.metrics import ArrivalMetrics, CacheMetrics, SpeculationMetrics
-from runtime.server import GrpcServer
+from runtime.observe.metrics import ArrivalMetrics, CacheMetrics, SpeculationMetrics
+from runtime.rpc.server import GrpcServer
 from transfer.agent.agent import TransferAgent
 
 

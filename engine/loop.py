@@ -33,7 +33,7 @@ from runtime.errors import (
     PeerLostError,
     UnavailableError,
 )
-from runtime.host_memory import is_out_of_memory
+from runtime.process.host_memory import is_out_of_memory
 
 logger = logging.getLogger(__name__)
 

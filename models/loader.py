@@ -20,8 +20,8 @@ from engine.contracts.latent import LatentGeometry
 from engine.contracts.model import ModelFacts, RanksOfStage
 from engine.core.layer_range import ONLY_RANK, LayerRange, Part, TensorRank
 from engine.core.numerics import HOST, Numerics
-from engine.kernels.host.compiled import has_kernels
-from engine.kernels.host.eight_bits import SCALE_BYTES
+from engine.kernels.host.codegen.compiled import has_kernels
+from engine.kernels.host.linear.int8 import SCALE_BYTES
 from engine.memory.layout import CacheSpec
 from models.blocks.config import RawConfig, architecture_of, dtype_name, has_dtype, read_config_file, text_config
 from models.blocks.spec import DecoderSpec

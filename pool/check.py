@@ -21,12 +21,12 @@ from pool.stage.pool_size import memory_of, resume_notice
 from pool.stage.stage import StagePlan, plan_stage
 from runtime.config import load
 from runtime.errors import BatonError
-from runtime.host_memory import MIB, HostMemory
 from runtime.model_files.config import read_config
 from runtime.model_files.end_tokens import read_end_tokens
 from runtime.model_files.model_folder import check_model_folder
 from runtime.model_files.sampling import read_sampling_defaults
-from runtime.standard_streams import open_to_all_text, whole_output
+from runtime.process.host_memory import MIB, HostMemory
+from runtime.process.standard_streams import open_to_all_text, whole_output
 
 _ANY_MEMORY = HostMemory(1 << 62, 1 << 62)  # of a machine that is not this one: what the cache may take was given
 _HEAD = f"{'stage':>5}  {'layers':9}{'weights':>12}{'per token':>12}{'per request':>13}{'cache':>12}"

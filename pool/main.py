@@ -11,9 +11,9 @@ import typer
 from pool.stage.config import WorkerConfig
 from runtime.config import leader_from_environment, load, number_from_environment
 from runtime.errors import ConfigError
-from runtime.host_memory import is_out_of_memory, memory_left
-from runtime.log import report_end
-from runtime.supervision import EXIT_CONFIG, EXIT_FAILED
+from runtime.observe.log import report_end
+from runtime.process.host_memory import is_out_of_memory, memory_left
+from runtime.process.supervision import EXIT_CONFIG, EXIT_FAILED
 
 ENVIRONMENT_HELP = "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are read where the flags are absent."
 

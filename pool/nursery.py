@@ -20,9 +20,9 @@ from threading import Thread
 from typing import TypeVar
 
 from runtime.errors import InternalError
-from runtime.orders import Order, OrderAnswer, is_from_user, open_socket, receive_order, send_answer
-from runtime.quiet import quiet_grpc
-from runtime.tied import ALL_CORES, tie_to_parent
+from runtime.process.child_process import ALL_CORES, tie_to_parent
+from runtime.process.quiet import quiet_grpc
+from runtime.process.spawn_protocol import Order, OrderAnswer, is_from_user, open_socket, receive_order, send_answer
 from transfer.ucx.api import load_ucx
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ def load() -> None:
     """What forks find in place. Raises InternalError if a thread is left: no fork would have it."""
     quiet_grpc()
     gc.disable()  # modules stay: a seventh of the time would go into looking for what does not
-    import engine.kernels.host.compiled  # torch and numba
+    import engine.kernels.host.codegen.compiled  # torch and numba
 
     # UCX measures a clock for 0.4 s as it loads, and the dynamic linker loads nothing else meanwhile: so beside what is
     # Python alone.
@@ -56,7 +56,7 @@ def load() -> None:
     ucx.start()
     import pool.start  # noqa: F401
 
-    engine.kernels.host.compiled.load_numba()
+    engine.kernels.host.codegen.compiled.load_numba()
     ucx.join()
     if (num_threads := len(os.listdir("/proc/self/task"))) > 1:
         raise InternalError(f"{num_threads - 1} threads have been started by what workers load; forks would lack them")

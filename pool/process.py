@@ -33,19 +33,19 @@ from pool.stage.metrics import LeaderMeters, LoadBoard, ReportingScheduler, Stag
 from pool.stage.stage import Stage, build_stage, max_frame_bytes, naming_memory, plan_stage
 from pool.watch import WorkerService, formed_info, worker_info, worker_load
 from protos import pipeline_pb2_grpc, worker_pb2_grpc
-from runtime.announce import Announcement, announced_address, announcement_path, write_announcement
-from runtime.certificates import CertificateStore
 from runtime.clock import SystemClock
 from runtime.config import parse_address
 from runtime.errors import InternalError
-from runtime.exposition import Exposition, new_registry
-from runtime.metrics import RefusalMetrics, RpcMetrics, StageMetrics
 from runtime.model_files.tokenizer_files import make_tokenizer
-from runtime.security import ChannelSecurity, PeerRole, ServerSecurity
-from runtime.server import GrpcServer, ServerOptions
-from runtime.supervision import StopSignal, background
-from runtime.tracing import Tracing
-from runtime.tracing_setup import open_tracing
+from runtime.observe.exposition import Exposition, new_registry
+from runtime.observe.metrics import RefusalMetrics, RpcMetrics, StageMetrics
+from runtime.observe.tracing import Tracing
+from runtime.observe.tracing_setup import open_tracing
+from runtime.process.announce import Announcement, announced_address, announcement_path, write_announcement
+from runtime.process.supervision import StopSignal, background
+from runtime.rpc.server import GrpcServer, ServerOptions
+from runtime.security.access import ChannelSecurity, PeerRole, ServerSecurity
+from runtime.security.certificates import CertificateStore
 from runtime.version import VERSION
 from transfer.agent.agent import TransferAgent
 from transfer.plan.handoff_terms import StageSessionEvent

@@ -12,8 +12,8 @@ from pool.stage.config import WorkerConfig
 from runtime.clock import process_age_s
 from runtime.config import describe, load
 from runtime.errors import ConfigError
-from runtime.log import LogStyle, configure
-from runtime.supervision import StopSignal, run_process
+from runtime.observe.log import LogStyle, configure
+from runtime.process.supervision import StopSignal, run_process
 
 logger = logging.getLogger(__name__)
 

@@ -23,7 +23,6 @@ from prefill.prompts import Event, FirstToken, Scored, Started
 from prefill.scheduler import PrefillScheduler
 from protos import prefill_pb2 as pb
 from protos import prefill_pb2_grpc, transfer_pb2, types_pb2
-from runtime.calls import CallLedger
 from runtime.clock import SystemClock
 from runtime.errors import (
     BatonError,
@@ -35,7 +34,8 @@ from runtime.errors import (
     RequestAborted,
     UnavailableError,
 )
-from runtime.tracing import Span, begin
+from runtime.observe.tracing import Span, begin
+from runtime.rpc.calls import CallLedger
 from transfer.plan import codec
 from transfer.plan.copy_plan import check_plan
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms

@@ -20,8 +20,8 @@ from prefill.service import PrefillParts, PrefillService
 from protos import prefill_pb2_grpc
 from runtime.clock import SystemClock
 from runtime.errors import BatonError, ConfigError
-from runtime.metrics import CacheMetrics
-from runtime.server import GrpcServer
+from runtime.observe.metrics import CacheMetrics
+from runtime.rpc.server import GrpcServer
 from transfer.agent.agent import TransferAgent
 
 

@@ -1,6 +1,6 @@
 """`python -m router`: one router process."""
 
-from runtime.quiet import quiet_grpc
+from runtime.process.quiet import quiet_grpc
 
 
 def main() -> None:

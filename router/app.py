@@ -22,19 +22,19 @@ from router.text.model_facts import ModelLimits, ServedModel, load_served_model
 from router.workers.directory import Directory, DirectoryOptions
 from router.workers.discovery import DiscoveryOptions
 from router.workers.prefix_index import PrefixIndex
-from runtime.announce import Announcement, write_announcement
 from runtime.clock import SystemClock
 from runtime.config import describe
 from runtime.errors import ConfigError
-from runtime.exposition import Exposition, new_registry
-from runtime.metrics import RouterMetrics, RpcMetrics
 from runtime.model_files.model_folder import check_model_folder
 from runtime.model_files.tokenizer_files import cache_folder, make_tokenizer
-from runtime.security import ChannelSecurity, ServerSecurity
-from runtime.server import GrpcServer, ServerOptions
-from runtime.supervision import StopSignal, background
-from runtime.tokens import TokenList
-from runtime.tracing_setup import open_tracing
+from runtime.observe.exposition import Exposition, new_registry
+from runtime.observe.metrics import RouterMetrics, RpcMetrics
+from runtime.observe.tracing_setup import open_tracing
+from runtime.process.announce import Announcement, write_announcement
+from runtime.process.supervision import StopSignal, background
+from runtime.rpc.server import GrpcServer, ServerOptions
+from runtime.security.access import ChannelSecurity, ServerSecurity
+from runtime.security.tokens import TokenList
 from runtime.version import VERSION
 
 VLLM_SERVICE = "vllm.grpc.engine.VllmEngine"

@@ -12,9 +12,9 @@ from router.text.control_tokens import UserControlTokens
 from router.workers.policy import Policy
 from runtime.config import load
 from runtime.errors import ConfigError
-from runtime.log import LogStyle, configure, report_end
-from runtime.security import ClientCertificates
-from runtime.supervision import EXIT_CONFIG, run_process
+from runtime.observe.log import LogStyle, configure, report_end
+from runtime.process.supervision import EXIT_CONFIG, run_process
+from runtime.security.access import ClientCertificates
 
 TARGET_HELP = ("HOST:PORT of a {} pool's leader, dns:///NAME:PORT for all of a name, or "
                "k8s:///[NAMESPACE/]SERVICE:PORT for a Kubernetes service's endpoints, file:///PATH for one that "

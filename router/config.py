@@ -10,9 +10,9 @@ from router.text.control_tokens import UserControlTokens
 from router.workers.discovery import DiscoveryOptions, TargetField
 from router.workers.policy import Policy
 from runtime.config import MAX_WAIT_S, AddressField
-from runtime.log import LogStyle
-from runtime.security import ClientCertificates, TlsConfig
-from runtime.tracing_setup import check_endpoint
+from runtime.observe.log import LogStyle
+from runtime.observe.tracing_setup import check_endpoint
+from runtime.security.access import ClientCertificates, TlsConfig
 
 
 class GenerationConfigUse(StrEnum):

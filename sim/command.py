@@ -19,8 +19,8 @@ from baton.traces import read_trace
 from baton.workload import Arrivals, Lengths, Planned, Process, Shape, TooLong, changes, fitted, plan, superposed
 from router.workers.policy import Policy
 from runtime.errors import BatonError, ConfigError
-from runtime.log import LogStyle, configure
-from runtime.standard_streams import open_to_all_text, whole_output
+from runtime.observe.log import LogStyle, configure
+from runtime.process.standard_streams import open_to_all_text, whole_output
 from sim.costs import Costs
 from sim.faults import Mishap
 from sim.fleet import FleetConfig, simulate

@@ -16,7 +16,7 @@ import grpc
 from google.protobuf.message import Message
 
 from runtime.errors import BatonError, InternalError
-from runtime.status import failure_of
+from runtime.rpc.status import failure_of
 
 Method = Callable[["SimulatedCall"], None]
 """Begins to serve a call: sets its listeners and returns."""

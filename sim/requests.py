@@ -8,7 +8,7 @@ from google.protobuf.message import Message
 
 from protos import decode_pb2, prefill_pb2, types_pb2
 from runtime.errors import BatonError, InternalError
-from runtime.status import failure_of
+from runtime.rpc.status import failure_of
 from sim.network import SimulatedCall
 
 InputT = TypeVar("InputT", prefill_pb2.PrefillInput, decode_pb2.DecodeInput)

@@ -20,7 +20,7 @@ from router.workers.policy import Policy
 from router.workers.worker import WorkerRole
 from runtime.clock import Clock
 from runtime.errors import UnavailableError
-from runtime.metrics import RouterMetrics
+from runtime.observe.metrics import RouterMetrics
 from sim.network import Channel
 from sim.reports import Reports
 from sim.worker import SimulatedWorker

@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, settings
 from xdist.remote import Producer
 from xdist.scheduler import LoadScopeScheduling
 
-from runtime.client import ChannelOptions
-from runtime.server import ServerOptions
+from runtime.rpc.client import ChannelOptions
+from runtime.rpc.server import ServerOptions
 
 # Folders whose tests never load torch, which takes longer than most of them; tests/architecture holds it.
 WITHOUT_TORCH = ("architecture", "baton", "router", "runtime")

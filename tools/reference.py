@@ -1,20 +1,20 @@
 """Writes the reference pages that are made from the code: `python -m tools.reference` after changing what they show.
 
     docs/configuration.md  from the settings of the roles and the commands
-    docs/metrics.md        from runtime.catalogue
+    docs/metrics.md        from runtime.observe.catalogue
 """
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from runtime.catalogue import Family, families
+from runtime.observe.catalogue import Family, families
 from tools.settings_page import configuration_page
 
 ROOT = Path(__file__).parent.parent
 
 _METRICS_HEAD = """# Metrics
 
-<!-- Made from the code by `python -m tools.reference`; edit the texts in runtime/metrics.py. -->
+<!-- Made from the code by `python -m tools.reference`; edit the texts in runtime/observe/metrics.py. -->
 
 Every process serves these at `/metrics` (`--metrics-port`). Names, types, labels and units are fixed at 0.1
 (`deploy/metrics.yaml`). Histograms also have `_bucket`, `_sum` and `_count`. A *follower* is a stage behind its pool's

@@ -20,7 +20,7 @@ from engine.memory.layout import CacheKind
 from engine.memory.pools import StagePools
 from engine.pipeline.overlap import Overlap
 from engine.pipeline.stages import Commits, LayerObserver, StageExecutor
-from engine.speculative.draft_attention import DraftAttention
+from engine.speculative.attention.draft_attention import DraftAttention
 
 DraftPools = Mapping[CacheKind, Mapping[int, Tensor]]  # by kind and the draft's own layer ids
 

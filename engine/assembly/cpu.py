@@ -14,12 +14,12 @@ from engine.backends.recurrent_tree import TreeRecurrent
 from engine.contracts.attention import AttentionGeometry
 from engine.contracts.latent import LatentGeometry
 from engine.core.numerics import HOST, Numerics
-from engine.kernels.host.compiled import has_kernels
+from engine.kernels.host.codegen.compiled import has_kernels
 from engine.memory.layout import CacheKind
-from engine.speculative.draft_attention import DraftAttention
-from engine.speculative.multistep import MultiStepAttention
-from engine.speculative.multistep_latent import MultiStepLatentAttention
-from engine.speculative.multistep_paged import PagedRounds
+from engine.speculative.attention.draft_attention import DraftAttention
+from engine.speculative.attention.multistep import MultiStepAttention
+from engine.speculative.attention.multistep_latent import MultiStepLatentAttention
+from engine.speculative.attention.multistep_paged import PagedRounds
 
 
 @dataclass(frozen=True)

@@ -22,10 +22,10 @@ from engine.kernels.device import latent as latent_kernels
 from engine.kernels.device.cache import write_kv
 from engine.memory.layout import CacheKind
 from engine.pipeline.stages import Commits
-from engine.speculative.draft_attention import DraftAttention
-from engine.speculative.multistep import MultiStepAttention
-from engine.speculative.multistep_device import DeviceRounds
-from engine.speculative.multistep_latent import MultiStepLatentAttention
+from engine.speculative.attention.draft_attention import DraftAttention
+from engine.speculative.attention.multistep import MultiStepAttention
+from engine.speculative.attention.multistep_device import DeviceRounds
+from engine.speculative.attention.multistep_latent import MultiStepLatentAttention
 
 WrappersFor = Callable[[AttentionGeometry, Mapping[int, Tensor]], WrapperFactory]  # given what they read
 LatentWrappersFor = Callable[[LatentGeometry, Mapping[int, Tensor]], LatentWrapperFactory | None]

@@ -17,8 +17,8 @@ from engine.contracts.recurrent import RecurrentBackend
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.rows import longs
 from engine.kernels.delta_rule import CHUNK
-from engine.kernels.host.compiled import dense_tokens
-from engine.kernels.host.delta_rule import DeltaInputs
+from engine.kernels.host.codegen.compiled import dense_tokens
+from engine.kernels.host.recurrent.delta_rule import DeltaInputs
 from engine.kernels.recurrent_rows import RecurrentRows
 from runtime.errors import InternalError
 

@@ -23,10 +23,10 @@ from engine.contracts.recurrent import PlanningRecurrent, RecurrentBackend
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo, SpecRow, ancestors, node_depths
 from engine.core.rows import longs
-from engine.kernels.host.causal_conv import causal_conv_of_trees
-from engine.kernels.host.compiled import Team, dense_tokens, has_kernels
-from engine.kernels.host.delta_rule import delta_steps
-from engine.kernels.host.rows import RecordMoves
+from engine.kernels.host.codegen.compiled import Team, dense_tokens, has_kernels
+from engine.kernels.host.recurrent.causal_conv import causal_conv_of_trees
+from engine.kernels.host.recurrent.delta_rule import delta_steps
+from engine.kernels.host.tokens.row_ops import RecordMoves
 from engine.kernels.recurrent_rows import RecurrentRows, StateSteps
 from engine.memory.layout import NULL_INDEX
 from runtime.errors import InternalError

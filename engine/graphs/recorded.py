@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from engine.kernels.host.compiled import Team, has_kernels, recorders
-from engine.kernels.host.program import Launch, Program
-from engine.kernels.host.rows import add_rows, copy_rows, gather_rows, join_rows, largest_of_rows
+from engine.kernels.host.codegen.compiled import Team, has_kernels, recorders
+from engine.kernels.host.codegen.program import Launch, Program
+from engine.kernels.host.tokens.row_ops import add_rows, copy_rows, gather_rows, join_rows, largest_of_rows
 
 _ops = torch.ops.aten
 _ALLOCATIONS = {_ops.empty.memory_format, _ops.empty_like.default, _ops.new_empty.default, _ops.empty_strided.default}

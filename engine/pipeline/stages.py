@@ -34,8 +34,8 @@ from engine.pipeline.overlap import Overlap
 from engine.pipeline.ranks import BROKEN_POOL, StageRanks, Step
 from engine.pipeline.records import StageInput, StageResult
 from engine.sampling.sampler import RequestSampler, Scores, score
-from engine.speculative.drafter import Drafter
-from engine.speculative.verify import draw_runs
+from engine.speculative.contracts.drafter import Drafter
+from engine.speculative.contracts.verify import draw_runs
 from runtime.errors import BatonError, ConfigError, IntegrityError, InternalError
 
 LayerObserver = Callable[[ForwardBatch, int], None]

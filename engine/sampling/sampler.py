@@ -23,9 +23,9 @@ from torch import Tensor
 from engine.core.batch import ForwardBatch, ForwardMode, OutputRow, SamplingRow
 from engine.core.numerics import HOST
 from engine.core.request import DrawnToken, ProblemCause, TokenLogprobs
-from engine.kernels.host.compiled import Team
-from engine.kernels.host.rows import largest_of_rows
-from engine.kernels.host.token_draws import NOT_HERE, draw_tokens
+from engine.kernels.host.codegen.compiled import Team
+from engine.kernels.host.tokens.row_ops import largest_of_rows
+from engine.kernels.host.tokens.sampling import NOT_HERE, draw_tokens
 from engine.sampling.uniform import uniform
 from runtime.errors import InternalError
 

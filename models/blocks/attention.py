@@ -10,8 +10,8 @@ from torch import Tensor
 from engine.contracts.attention import AttentionGeometry
 from engine.core.layer_range import ONLY_RANK, Part, TensorRank
 from engine.core.numerics import sigmoid
-from engine.kernels.host.compiled import Team, dense_tokens, has_kernels
-from engine.kernels.host.gates import gate_heads
+from engine.kernels.host.codegen.compiled import Team, dense_tokens, has_kernels
+from engine.kernels.host.recurrent.gates import gate_heads
 from engine.memory.layout import CacheKind, CacheSpec
 from models.blocks.config import RawConfig
 from models.blocks.linear import Linear

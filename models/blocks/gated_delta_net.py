@@ -16,8 +16,8 @@ from torch import Tensor
 
 from engine.core.layer_range import ONLY_RANK, Part, TensorRank
 from engine.core.numerics import sigmoid, softplus
-from engine.kernels.host.compiled import Team, dense_tokens, has_kernels
-from engine.kernels.host.gates import delta_gates
+from engine.kernels.host.codegen.compiled import Team, dense_tokens, has_kernels
+from engine.kernels.host.recurrent.gates import delta_gates
 from engine.memory.layout import CacheKind, CacheSpec
 from models.blocks.config import RawConfig
 from models.blocks.norm import GatedRmsNorm

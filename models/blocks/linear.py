@@ -1,6 +1,6 @@
 """Linear layers over given weights, and the embedding's lookup.
 
-On the host bf16 and fp32 weights are packed once, for the products of `engine.kernels.host.product`: one code for every
+On the host bf16 and fp32 weights are packed once, for the products of `engine.kernels.host.linear.packed_linear`: one code for every
 number of rows. Other types take the same order of sums in plain torch; a device has its library's product.
 """
 
@@ -14,8 +14,8 @@ from torch import Tensor
 from engine.contracts.model import Ranks
 from engine.core.layer_range import EIGHTHS, Part, eighth
 from engine.core.numerics import gelu, silu
-from engine.kernels.host.compiled import Team, has_kernels
-from engine.kernels.host.product import PackedGroup, PackedWeight
+from engine.kernels.host.codegen.compiled import Team, has_kernels
+from engine.kernels.host.linear.packed_linear import PackedGroup, PackedWeight
 from engine.kernels.plain_product import plain_product
 
 SHARED_OUT_BYTES = 1 << 20  # that a rank would get of the others, if each were to add up all rows
@@ -104,7 +104,7 @@ class Homes:
 
 class SummedLinear:
     """y = x W^T + b, of which each rank of the stage has a part of x and of W's columns. weight: [out, part of in], of
-    eighths of the whole sum as many as a rank has (`engine.kernels.host.product`): the ranks' sums are subtrees of the
+    eighths of the whole sum as many as a rank has (`engine.kernels.host.linear.packed_linear`): the ranks' sums are subtrees of the
     tree in which one process would add all of them, so the bits are the same."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, ranks: Ranks, *, num_terms: int, in_bytes: bool = False,

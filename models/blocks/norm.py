@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.core.numerics import sigmoid, silu
-from engine.kernels.host.compiled import Team, dense_tokens, has_kernels
-from engine.kernels.host.gates import gated_norm
-from engine.kernels.host.token_passes import add_and_norm, norm_and_rotate, rms_norm
+from engine.kernels.host.codegen.compiled import Team, dense_tokens, has_kernels
+from engine.kernels.host.recurrent.gates import gated_norm
+from engine.kernels.host.tokens.norm_rope import add_and_norm, norm_and_rotate, rms_norm
 from models.blocks.rotary import RotaryTable
 from models.blocks.weights import Weights
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from engine.core.numerics import HOST
-from engine.kernels.host.compiled import Team, dense_tokens, has_kernels
-from engine.kernels.host.token_passes import rotary_table, rotate_halves
+from engine.kernels.host.codegen.compiled import Team, dense_tokens, has_kernels
+from engine.kernels.host.tokens.norm_rope import rotary_table, rotate_halves
 from models.blocks.config import RawConfig
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional"]

@@ -9,8 +9,8 @@ import torch
 
 from engine.core.numerics import HOST, Numerics
 from engine.memory.layout import CacheSpec
-from engine.speculative.draft_model import DraftModel
-from engine.speculative.frozen import FrozenModel
+from engine.speculative.contracts.draft_model import DraftModel
+from engine.speculative.drafters.frozen import FrozenModel
 from models.blocks.config import RawConfig, architecture_of, dtype_name, read_config_file, text_config
 from models.checkpoint import Checkpoint, WeightEntry
 from models.drafts import eagle1, eagle3, gemma4_assistant, nextn, qwen3_5_mtp

@@ -33,7 +33,6 @@ from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
-from runtime.client import ChannelOptions, open_channel
 from runtime.errors import (
     BatonError,
     DeadlineError,
@@ -42,10 +41,11 @@ from runtime.errors import (
     InvalidRequestError,
     PeerLostError,
 )
-from runtime.redial import renew
-from runtime.security import ChannelSecurity
-from runtime.status import error_from_rpc, is_lost
-from runtime.unreachable import reach_problem
+from runtime.rpc.client import ChannelOptions, open_channel
+from runtime.rpc.redial import renew
+from runtime.rpc.status import error_from_rpc, is_lost
+from runtime.rpc.unreachable import reach_problem
+from runtime.security.access import ChannelSecurity
 from transfer.plan import codec
 from transfer.transport.forming import Forming
 

@@ -30,7 +30,7 @@ from pool.pipeline.forming import FormingAnswers, forming_to_proto, new_forming
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
 from runtime.errors import ConfigError, FieldViolation, IncompatiblePeerError, InvalidRequestError, PeerLostError
-from runtime.intake import first_message
+from runtime.rpc.read_limits import first_message
 from transfer.plan import codec
 from transfer.plan.compatibility import check_settings
 from transfer.plan.handoff_terms import StageEndpoint, StageSessionEvent

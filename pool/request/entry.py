@@ -16,7 +16,7 @@ from pool.prefix.tree import Changed, Found, PrefixTree, ResumeRule
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
 from runtime.clock import Clock
 from runtime.errors import BatonError, CapacityError
-from runtime.metrics import CacheMetrics
+from runtime.observe.metrics import CacheMetrics
 
 EventT = TypeVar("EventT")
 

@@ -23,10 +23,10 @@ from google.protobuf.message import Message
 from prometheus_client import Counter
 
 from protos import decode_pb2, prefill_pb2, types_pb2
-from runtime.calls import CallLedger, MessageLimits, OpenCall, SendQueue
 from runtime.errors import BatonError, CapacityError, DeadlineError, FieldViolation, InvalidRequestError
-from runtime.status import RpcFailure
-from runtime.tracing import Metadata
+from runtime.observe.tracing import Metadata
+from runtime.rpc.calls import CallLedger, MessageLimits, OpenCall, SendQueue
+from runtime.rpc.status import RpcFailure
 
 InputT = TypeVar("InputT", prefill_pb2.PrefillInput, decode_pb2.DecodeInput)
 EventT = TypeVar("EventT", prefill_pb2.PrefillEvent, decode_pb2.DecodeEvent)

@@ -25,8 +25,8 @@ from protos import types_pb2
 from runtime.clock import HELD_UP_S
 from runtime.digests import block_names
 from runtime.errors import UnavailableError
-from runtime.log import rebind
-from runtime.tracing import note
+from runtime.observe.log import rebind
+from runtime.observe.tracing import note
 
 logger = logging.getLogger(__name__)
 

@@ -7,12 +7,12 @@ from typing import Literal
 from pydantic import Field, field_validator
 
 from engine.core.layer_range import Placement
-from runtime.announce import announcement_path
 from runtime.config import MAX_WAIT_S, AddressField, parse_peer
 from runtime.errors import ConfigError
 from runtime.model_files.model_folder import check_model_folder
-from runtime.security import TlsConfig
-from runtime.tracing_setup import check_endpoint
+from runtime.observe.tracing_setup import check_endpoint
+from runtime.process.announce import announcement_path
+from runtime.security.access import TlsConfig
 from transfer.ucx.binding import UcxBinding, parse_ports
 
 TransportName = Literal["auto", "shm", "tcp", "cuda"]

@@ -10,13 +10,13 @@ from engine.graphs.buckets import decode_buckets, extend_buckets, verify_buckets
 from engine.graphs.host_steps import HostSteps
 from engine.graphs.runner import StageGraphs
 from engine.pipeline.stages import LayerObserver
-from engine.speculative.config import SpeculationConfig
-from engine.speculative.draft_attention import DraftAttention
-from engine.speculative.draft_graphs import DraftGraphs
-from engine.speculative.draft_model import DraftModel
-from engine.speculative.recorded_drafts import RecordedDrafts
-from engine.speculative.round_graphs import RoundGraphs
-from engine.speculative.tree_expander import TreeExpander
+from engine.speculative.attention.draft_attention import DraftAttention
+from engine.speculative.contracts.config import SpeculationConfig
+from engine.speculative.contracts.draft_model import DraftModel
+from engine.speculative.replay.draft_graphs import DraftGraphs
+from engine.speculative.replay.recorded_drafts import RecordedDrafts
+from engine.speculative.replay.round_graphs import RoundGraphs
+from engine.speculative.trees.tree_expander import TreeExpander
 from models.loader import ModelDescription
 from pool.stage.config import WorkerConfig
 from pool.stage.speculation import CapturedDraft, SpeculationPlan

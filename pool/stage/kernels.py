@@ -4,8 +4,8 @@ pool waits for its first token."""
 import torch
 
 from engine.core.numerics import HOST
-from engine.kernels.host.ahead import compile_ahead
-from engine.kernels.host.kernel_list import ModelNeeds, kernels_of
+from engine.kernels.host.build.kernel_list import ModelNeeds, kernels_of
+from engine.kernels.host.build.precompile import compile_ahead
 from engine.memory.layout import CacheKind
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import StagePlan

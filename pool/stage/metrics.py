@@ -15,11 +15,11 @@ from engine.contracts.model import ExpertTokens
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.memory.layout import PoolGeometry, travelling
 from engine.pipeline.stages import StageExecutor
-from engine.speculative.drafter import PoolDrafter
+from engine.speculative.contracts.drafter import PoolDrafter
 from protos import worker_pb2 as pb
 from runtime.clock import Clock
 from runtime.errors import BatonError
-from runtime.metrics import HandoffMetrics, LeaderMetrics, PoolMetrics, StageMetrics
+from runtime.observe.metrics import HandoffMetrics, LeaderMetrics, PoolMetrics, StageMetrics
 
 BUBBLE_WINDOW_S = 1.0
 EXPERTS_PERIOD_S = 1.0

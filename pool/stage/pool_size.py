@@ -18,7 +18,7 @@ from pool.prefix.tree import SNAPSHOT_SHARE
 from pool.stage.backends import check_device
 from pool.stage.config import WorkerConfig
 from runtime.errors import ConfigError
-from runtime.host_memory import MIB, HostMemory, host_memory
+from runtime.process.host_memory import MIB, HostMemory, host_memory
 
 HOST_SHARE = 0.4  # a host has further processes: another worker, a router
 CONTAINER_SHARE, DEVICE_SHARE = 0.8, 0.85  # these have none

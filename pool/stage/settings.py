@@ -8,7 +8,7 @@ import torch
 
 from engine.core.layer_range import LayerRange
 from engine.core.numerics import Numerics
-from engine.kernels.host.product import arithmetic_class
+from engine.kernels.host.linear.packed_linear import arithmetic_class
 from engine.pipeline.records import LAYOUT
 from models.loader import ModelDescription
 from pool.stage.config import WorkerConfig

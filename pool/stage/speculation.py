@@ -13,17 +13,17 @@ from engine.core.layer_range import LayerRange, TensorRank
 from engine.memory.layout import CacheKind, CacheSpec
 from engine.memory.pools import StagePools
 from engine.pipeline.stages import LayerObserver
-from engine.speculative.config import SpeculationConfig
-from engine.speculative.draft_attention import DraftAttention
-from engine.speculative.draft_graphs import DraftGraphs
-from engine.speculative.draft_handoff import HandedChains, HandedEnds
-from engine.speculative.draft_model import DraftModel
-from engine.speculative.drafter import Drafter, PoolDrafter
-from engine.speculative.eagle import EagleDrafter, PromptDrafter
-from engine.speculative.frozen import FrozenDrafter
-from engine.speculative.layerwise import LayerwiseDrafter
-from engine.speculative.recorded_drafts import RecordedDrafts
-from engine.speculative.round_graphs import RoundGraphs
+from engine.speculative.attention.draft_attention import DraftAttention
+from engine.speculative.contracts.config import SpeculationConfig
+from engine.speculative.contracts.draft_model import DraftModel
+from engine.speculative.contracts.drafter import Drafter, PoolDrafter
+from engine.speculative.drafters.eagle import EagleDrafter, PromptDrafter
+from engine.speculative.drafters.frozen import FrozenDrafter
+from engine.speculative.drafters.layerwise import LayerwiseDrafter
+from engine.speculative.replay.draft_graphs import DraftGraphs
+from engine.speculative.replay.recorded_drafts import RecordedDrafts
+from engine.speculative.replay.round_graphs import RoundGraphs
+from engine.speculative.trees.draft_handoff import HandedChains, HandedEnds
 from models.drafts.loader import DraftDescription, read_draft
 from models.loader import ModelDescription
 from models.weights_digest import WeightsDigest

@@ -19,7 +19,7 @@ from engine.memory.pools import StagePools
 from engine.pipeline.overlap import Overlap
 from engine.pipeline.ranks import MAX_PART_BYTES, StageRanks
 from engine.pipeline.stages import LayerObserver, StageExecutor
-from engine.speculative.drafter import Drafter, PoolDrafter
+from engine.speculative.contracts.drafter import Drafter, PoolDrafter
 from models.decoder import EMBEDDING
 from models.loader import ModelDescription, read_model
 from models.weights_digest import PoolWeights, StageWeights, WeightsDigest
@@ -36,7 +36,7 @@ from runtime.clock import SystemClock
 from runtime.digests import Compatibility
 from runtime.errors import CapacityError, ConfigError
 from runtime.grammar import MAX_GRAMMAR_BYTES, Grammars, load_grammars
-from runtime.host_memory import MIB, is_out_of_memory, memory_left
+from runtime.process.host_memory import MIB, is_out_of_memory, memory_left
 from transfer.agent.agent import TransferAgent
 from transfer.plan.compatibility import compatibility
 from transfer.plan.handoff_terms import StageSessionEvent

@@ -27,9 +27,9 @@ from router.workers.report import without_addresses
 from router.workers.worker import Worker
 from runtime.clock import Clock
 from runtime.errors import DuplicateRequestError, FieldViolation, InvalidRequestError
-from runtime.log import rebind
-from runtime.security import ANYBODY, Caller
-from runtime.tracing import note
+from runtime.observe.log import rebind
+from runtime.observe.tracing import note
+from runtime.security.access import ANYBODY, Caller
 
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_ABORT_IDS = 1024
@@ -58,7 +58,7 @@ class RequestLimits:
 
 
 class GenerationService(generation_pb2_grpc.GenerationServicer):
-    """The public API. `runtime.interceptor` turns the errors it raises into statuses."""
+    """The public API. `runtime.rpc.interceptor` turns the errors it raises into statuses."""
 
     def __init__(self, model: ServedModel, services: Services, limits: RequestLimits, clock: Clock,
                  caller_of: Callable[[Context], Caller] = lambda _: ANYBODY) -> None:

@@ -19,8 +19,8 @@ from router.request.validate import AdmissibleRequest
 from router.workers.report import are_missing
 from runtime.clock import SystemClock
 from runtime.errors import BatonError
-from runtime.metrics import RouterMetrics
-from runtime.server import Health
+from runtime.observe.metrics import RouterMetrics
+from runtime.rpc.server import Health
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from router.workers.directory import Directory, WorkerPair
 from router.workers.policy import SHORT_RATIO
 from router.workers.worker import WorkerRole
 from runtime.errors import BatonError, CapacityError, DeadlineError, UnavailableError
-from runtime.metrics import RouterMetrics
+from runtime.observe.metrics import RouterMetrics
 
 LOOK_S = 1.0  # between two looks for who has a waiting prompt
 SWEEP_S = 0.25  # between two looks for those whose time does not suffice any more

@@ -64,8 +64,8 @@ from runtime.errors import (
     PeerLostError,
     UnavailableError,
 )
-from runtime.metrics import RouterMetrics
-from runtime.tracing import begin, outgoing
+from runtime.observe.metrics import RouterMetrics
+from runtime.observe.tracing import begin, outgoing
 
 CLOCKS_DIFFER_S = 0.05  # a client's idea of its deadline and this router's
 

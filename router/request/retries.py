@@ -23,7 +23,7 @@ from runtime.errors import (
     RequestAborted,
     UnavailableError,
 )
-from runtime.metrics import RouterMetrics
+from runtime.observe.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from protos import types_pb2
 from router.workers.pace import PromptsAhead
 from router.workers.worker import Booking, Worker, WorkerRole
 from runtime.clock import Clock
-from runtime.metrics import RouterMetrics
+from runtime.observe.metrics import RouterMetrics
 from runtime.pace import MEMORY_S, MIN_TOKENS, PrefillRateEstimate
 
 # The stages of a life as metrics name them.

@@ -22,7 +22,7 @@ from router.workers.prefix_index import RoutedPrompt, prompt_of
 from runtime.errors import ConfigError, FieldViolation, InvalidRequestError, UnavailableError, UnknownModelError
 from runtime.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, Grammars
 from runtime.sampling_limits import LOGIT_BIAS_INTERVAL, SAMPLING_DEFAULTS, SAMPLING_INTERVALS
-from runtime.security import Caller
+from runtime.security.access import Caller
 
 MAX_REQUEST_ID_BYTES = 128
 MAX_TOP_LOGPROBS = 20

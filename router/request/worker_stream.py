@@ -22,8 +22,8 @@ from router.workers.worker import Worker
 from router.workers.worker_call import WorkerCall
 from runtime.clock import HELD_UP_S
 from runtime.errors import BatonError
-from runtime.supervision import first_leaf
-from runtime.tracing import Metadata
+from runtime.observe.tracing import Metadata
+from runtime.process.supervision import first_leaf
 
 InputT = TypeVar("InputT", prefill_pb2.PrefillInput, decode_pb2.DecodeInput)
 EventT = TypeVar("EventT", prefill_pb2.PrefillEvent, decode_pb2.DecodeEvent)

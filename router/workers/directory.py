@@ -26,11 +26,11 @@ from router.workers.prefix_index import PrefixIndex, RoutedPrompt
 from router.workers.watch import MAX_BACKOFF_S, Follow, follow_stream, watch_worker
 from router.workers.worker import Booking, Worker, WorkerRole
 from router.workers.worker_set import WorkerSet, open_source
-from runtime.client import ChannelOptions, open_channel
 from runtime.clock import Clock, SystemClock
 from runtime.digests import in_common, may_pair
-from runtime.metrics import RouterMetrics
-from runtime.security import PLAIN_CHANNEL, ChannelSecurity, PeerRole
+from runtime.observe.metrics import RouterMetrics
+from runtime.rpc.client import ChannelOptions, open_channel
+from runtime.security.access import PLAIN_CHANNEL, ChannelSecurity, PeerRole
 
 T = TypeVar("T")
 Connect = Callable[[WorkerRole, str], grpc.aio.Channel]

@@ -21,9 +21,9 @@ from typing import Annotated, Protocol
 from prometheus_client import Counter
 from pydantic import AfterValidator
 
-from runtime.announce import announced_address, announcement_path
 from runtime.config import Address, parse_peer
 from runtime.errors import ConfigError
+from runtime.process.announce import announced_address, announcement_path
 
 logger = logging.getLogger(__name__)
 

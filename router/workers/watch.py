@@ -12,8 +12,8 @@ import grpc
 from protos import worker_pb2, worker_pb2_grpc
 from router.text.model_facts import ModelLimits
 from router.workers.worker import Worker
-from runtime.redial import renew
-from runtime.unreachable import reach_problem
+from runtime.rpc.redial import renew
+from runtime.rpc.unreachable import reach_problem
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,6 @@ import grpc
 from google.protobuf.message import Message
 
 from protos import decode_pb2, decode_pb2_grpc, prefill_pb2, prefill_pb2_grpc, types_pb2
-from runtime.calls import MessageLimits, SendQueue
 from runtime.errors import (
     BatonError,
     CapacityError,
@@ -28,8 +27,9 @@ from runtime.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from runtime.intake import StallWatch
-from runtime.status import error_from_rpc, error_from_status, is_lost
+from runtime.rpc.calls import MessageLimits, SendQueue
+from runtime.rpc.read_limits import StallWatch
+from runtime.rpc.status import error_from_rpc, error_from_status, is_lost
 
 logger = logging.getLogger(__name__)
 

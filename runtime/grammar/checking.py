@@ -22,8 +22,8 @@ from runtime.grammar.children import GrammarNursery
 from runtime.grammar.language import Grammar, check_shape, shown
 from runtime.grammar.process import GrammarProcess, GuidedText, TooSlow
 from runtime.grammar.turns import Allowances, Turns
-from runtime.host_cores import num_cores
 from runtime.model_files.tokenizer_files import find_tokenizer
+from runtime.process.host_cores import num_cores
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from runtime.model_files.model_folder import read_object
-from runtime.tied import program
+from runtime.process.child_process import program
 
 # How a file was saved to cut and pad; servers do neither (`router.text.tokenise`).
 _NOT_READ = ("truncation", "padding")

@@ -84,7 +84,7 @@ def _spelled(value: float) -> str:
     return f"{value:.0f}" if float(value).is_integer() else f"{value:g}"
 
 
-SERVER, CALLS, INTAKE = "runtime/server.py", "runtime/interceptor.py", "runtime/intake.py"
+SERVER, CALLS, INTAKE = "runtime/rpc/server.py", "runtime/rpc/interceptor.py", "runtime/rpc/read_limits.py"
 ROUTER, GRAMMAR, LANGUAGE = "router/config.py", "runtime/grammar/process.py", "runtime/grammar/language.py"
 LINE, TIMES = "router/request/waiting_line.py", "router/request/service_times.py"
 SECURITY, API, CLIENT = "docs/security.md", "docs/api.md", "docs/client.md"
@@ -113,23 +113,23 @@ STATED = [
     Stated(SECURITY, "{} messages of scores for each", ("prefill/service.py:MAX_UNREAD_SCORES",)),
     Stated(SECURITY, "and endless ones: {} of those", (f"{CALLS}:_MAX_BACKGROUND_CALLS",)),
     Stated(SECURITY, "| A handshake | {} s |", (f"{SERVER}:HANDSHAKE_S",)),
-    Stated(SECURITY, "{} are kept from connections", ("runtime/connections.py:RESERVED_FILES",)),
+    Stated(SECURITY, "{} are kept from connections", ("runtime/rpc/connections.py:RESERVED_FILES",)),
     Stated(SECURITY, "{} of reflection;", (f"{CALLS}:_MAX_OTHER_OPEN_CALLS",)),
     Stated(SECURITY, "| Metadata of a call | {} KiB |", (f"{SERVER}:MAX_METADATA_BYTES",), KIB),
     Stated(SECURITY, "`client_stall_s` | {} s, then the call ends; {} s on workers",
            (f"{ROUTER}:RouterConfig.client_stall_s", "pool/stage/config.py:WorkerConfig.caller_stall_s")),
     Stated(SECURITY, "closer together than {} s", (f"{SERVER}:MIN_PING_INTERVAL_S",)),
     Stated(SECURITY, "| {} connections: one more ends the oldest; one that is silent ends after {} s",
-           ("runtime/exposition.py:MAX_SCRAPES", "runtime/exposition.py:SCRAPE_SILENCE_S")),
+           ("runtime/observe/exposition.py:MAX_SCRAPES", "runtime/observe/exposition.py:SCRAPE_SILENCE_S")),
     Stated(SECURITY, "| `--health-listen` | {0} connections, of one peer {0},", (f"{SERVER}:HEALTH_CONNECTIONS",)),
     Stated(SECURITY, "messages of {} KiB; places of its own", (f"{SERVER}:HEALTH_MESSAGE_BYTES",), KIB),
-    Stated(SECURITY, "(up to {} more)", ("runtime/connections.py:MAX_MARGIN",)),
-    Stated(SECURITY, "Servers detect that within {} ms", ("runtime/lasting_server.py:LOOK_S",), 1e-3),
+    Stated(SECURITY, "(up to {} more)", ("runtime/rpc/connections.py:MAX_MARGIN",)),
+    Stated(SECURITY, "Servers detect that within {} ms", ("runtime/rpc/rebinding_server.py:LOOK_S",), 1e-3),
     Stated(SECURITY, "a value has at most {} characters, a message {},",
-           ("runtime/log.py:MAX_VALUE_CHARACTERS", "runtime/log.py:MAX_MESSAGE_CHARACTERS")),
-    Stated(SECURITY, "at least {} characters", ("runtime/tokens.py:MIN_TOKEN_CHARACTERS",)),
+           ("runtime/observe/log.py:MAX_VALUE_CHARACTERS", "runtime/observe/log.py:MAX_MESSAGE_CHARACTERS")),
+    Stated(SECURITY, "at least {} characters", ("runtime/security/tokens.py:MIN_TOKEN_CHARACTERS",)),
     Stated(SECURITY, "`Abort` takes {} ids", ("router/api/generation.py:MAX_ABORT_IDS",)),
-    Stated(API, "the first {} of them", ("runtime/status.py:MAX_VIOLATIONS",)),
+    Stated(API, "the first {} of them", ("runtime/rpc/status.py:MAX_VIOLATIONS",)),
     Stated(API, "at most {} s, or {} s while workers are gone",
            (f"{LINE}:MAX_RETRY_S", "router/request/admission.py:MAX_AWAY_S")),
     Stated(API, "schema or expression; of one expression or `pattern` | {}; {} |",
@@ -160,7 +160,7 @@ STATED = [
            (f"{LINE}:MAX_RETRY_S", "router/request/admission.py:MAX_AWAY_S")),
     Stated(OPERATIONS, "; of {} clients", (f"{TIMES}:MAX_CLIENTS",)),
     Stated(OPERATIONS, "Of the first {} the one goes first", (f"{LINE}:LOOK_AHEAD",)),
-    Stated(OPERATIONS, "as long as {} MiB are free for each", ("engine/kernels/host/ahead.py:PROCESS_BYTES",), MIB),
+    Stated(OPERATIONS, "as long as {} MiB are free for each", ("engine/kernels/host/build/precompile.py:PROCESS_BYTES",), MIB),
     Stated(OPERATIONS, "stay away: it gets nothing new | {} s |", ("router/workers/watch.py:MIN_SILENCE_S",)),
     Stated(OPERATIONS, "or messages of which none ends | {} s |", ("transfer/ucx/silence.py:PEER_SILENCE_S",)),
     Stated(OPERATIONS, "(`frame_timeout_s`, {} s)", ("pool/stage/config.py:WorkerConfig.frame_timeout_s",)),
@@ -182,8 +182,8 @@ STATED = [
 ]
 # Those that pages write in words, beside the number that the words are.
 WORDS = [
-    (SECURITY, "four times a second or twenty times", "runtime/connections.py:LOOK_S", 1 / 4),
-    (SECURITY, "twenty times while many come", "runtime/connections.py:BUSY_LOOK_S", 1 / 20),
+    (SECURITY, "four times a second or twenty times", "runtime/rpc/connections.py:LOOK_S", 1 / 4),
+    (SECURITY, "twenty times while many come", "runtime/rpc/connections.py:BUSY_LOOK_S", 1 / 20),
     (SECURITY, "five closer together", f"{SERVER}:MAX_PING_STRIKES", 5),
     (API, "A refusal is kept for ten minutes", "runtime/grammar/checking.py:REMEMBER_S", 600),
     (API, "the sixth ping that comes sooner", f"{SERVER}:MAX_PING_STRIKES", 5),
@@ -209,7 +209,7 @@ WORDS = [
     (OPERATIONS, "a quarter of the worker's tokens", "prefill/scheduler.py:SHORT_SHARE", 4),
     (OPERATIONS, "computes in half a second (three prompts", "router/workers/worker.py:PREFILL_LOOKAHEAD_S", 0.5),
     (OPERATIONS, "three prompts at least", "router/workers/worker.py:PREFILL_LOOKAHEAD", 3),
-    (OPERATIONS, "longer than a minute for a kernel", "engine/kernels/host/compiled.py:PATIENCE_S", 60),
+    (OPERATIONS, "longer than a minute for a kernel", "engine/kernels/host/codegen/compiled.py:PATIENCE_S", 60),
     (OPERATIONS, "says every five seconds how far", "baton/cluster.py:PROGRESS_S", 5),
     (PREFIX, "lengthens a step by a tenth", "decode/entry.py:REST_SHARE", 0.1),
     (PREFIX, "in the last half minute", "decode/entry.py:PACE_MEMORY_S", 30),

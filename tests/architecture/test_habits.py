@@ -95,12 +95,12 @@ config.load()
 
 def environment_proxies(name: str, tree: ast.AST) -> Iterator[ast.expr]:
     """Yield what would reach a process of ours through a proxy that the environment names: HTTP clients that read it,
-    and gRPC channels without the option that switches it off. `runtime.client` has that among others."""
+    and gRPC channels without the option that switches it off. `runtime.rpc.client` has that among others."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
         called, options = node.func.attr, {f"{word.arg}={ast.unparse(word.value)}" for word in node.keywords}
-        is_channel = called in ("insecure_channel", "secure_channel") and name != "runtime.client"
+        is_channel = called in ("insecure_channel", "secure_channel") and name != "runtime.rpc.client"
         if (called in ("AsyncClient", "Client", "urlopen") and "trust_env=False" not in options) or (
                 is_channel and "options=PAST_PROXIES" not in options):
             yield node

@@ -40,8 +40,11 @@ ALLOWED = {
     "tools": ("baton", "pool", "protos", "router", "runtime", "sim", "testing", "tests"),
 }  # fmt: skip
 # The folders of `engine/` from the lowest to the highest: each imports only what stands before it.
-ENGINE_ROOMS = ("core", "kernels", "kernels.host", "kernels.device", "memory", "contracts", "backends", "backends.cpu",
-                "backends.cuda", "sampling", "graphs", "speculative", "pipeline", "assembly")
+ENGINE_ROOMS = ("core", "kernels", "kernels.host", "kernels.host.codegen", "kernels.host.tokens", "kernels.host.linear",
+                "kernels.host.recurrent", "kernels.host.attention", "kernels.host.build", "kernels.device", "memory",
+                "contracts", "backends", "backends.cpu", "backends.cuda", "sampling", "graphs", "speculative",
+                "speculative.contracts", "speculative.attention", "speculative.trees", "speculative.replay",
+                "speculative.drafters", "pipeline", "assembly")
 TORCH_FREE = ("baton", "protos", "router", "runtime", "transfer")
 
 

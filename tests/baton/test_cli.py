@@ -12,9 +12,9 @@ from types import MappingProxyType
 
 import pytest
 
-from runtime.certificates import CertificateStore
-from runtime.security import ServerSecurity
-from runtime.tokens import TokenList
+from runtime.security.access import ServerSecurity
+from runtime.security.certificates import CertificateStore
+from runtime.security.tokens import TokenList
 from runtime.version import VERSION
 from tests.support.network.authority import Authority
 from tests.support.router.generation import EchoGeneration, serve_echo

@@ -19,10 +19,10 @@ from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig
 from baton.process import ProcessSpec, RoleProcess
 from baton.values import Query
-from runtime.announce import Announcement
 from runtime.errors import ConfigError, UnavailableError
-from runtime.security import ServerSecurity, client_security
-from runtime.tokens import TokenList
+from runtime.process.announce import Announcement
+from runtime.security.access import ServerSecurity, client_security
+from runtime.security.tokens import TokenList
 from tests.support.router.generation import EchoGeneration, serve_echo
 
 ROOT = Path(__file__).parents[2]

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from baton.gateway import GatewayConfig, app, arguments_of, check_can_serve, check_installed, serve, wait_ready
 from runtime.config import Address, load
 from runtime.errors import ConfigError, UnavailableError
-from runtime.security import PLAIN_CHANNEL, ChannelSecurity
-from runtime.tokens import OwnToken
+from runtime.security.access import PLAIN_CHANNEL, ChannelSecurity
+from runtime.security.tokens import OwnToken
 
 HERE = Address("127.0.0.1", 8000)
 

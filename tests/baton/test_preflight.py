@@ -19,9 +19,9 @@ from baton.preflight import (
 )
 from runtime.config import Address, parse_address
 from runtime.errors import ConfigError
-from runtime.host_memory import HostMemory
 from runtime.model_files.weights import loaded_bytes
-from runtime.security import PLAIN_CHANNEL, ChannelSecurity, client_security
+from runtime.process.host_memory import HostMemory
+from runtime.security.access import PLAIN_CHANNEL, ChannelSecurity, client_security
 from tests.support.network.authority import Authority
 from tests.support.network.ports import taken_port
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import yaml
 
 from baton.scrape import scrape_config
-from runtime.announce import Announcement
+from runtime.process.announce import Announcement
 
 
 def test_every_process_is_scraped_under_its_role(tmp_path: Path) -> None:

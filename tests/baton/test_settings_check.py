@@ -9,7 +9,7 @@ import pytest
 from baton.cluster_config import ClusterConfig, demo_model
 from baton.settings_check import check_settings
 from runtime.errors import ConfigError
-from runtime.supervision import EXIT_CONFIG
+from runtime.process.supervision import EXIT_CONFIG
 
 
 @pytest.mark.parametrize(("flags", "says"), [

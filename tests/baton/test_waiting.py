@@ -13,11 +13,11 @@ from baton import waiting
 from baton.process import ProcessSpec, RoleProcess
 from baton.waiting import reason_of, until_cluster_serves
 from protos import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
-from runtime.announce import Announcement, write_announcement
 from runtime.errors import UnavailableError
-from runtime.metrics import RpcMetrics
-from runtime.security import OPEN_SERVER, PLAIN_CHANNEL, ChannelSecurity, ServerSecurity
-from runtime.server import GrpcServer, ServerOptions
+from runtime.observe.metrics import RpcMetrics
+from runtime.process.announce import Announcement, write_announcement
+from runtime.rpc.server import GrpcServer, ServerOptions
+from runtime.security.access import OPEN_SERVER, PLAIN_CHANNEL, ChannelSecurity, ServerSecurity
 from tests.support.network.authority import Authority
 from tests.support.router.fake_workers import CachelessWorker
 from tests.support.router.generation import EchoGeneration

@@ -19,9 +19,9 @@ from baton.client import AsyncBatonClient, BatonClient
 from baton.cluster_config import demo_model
 from baton.retry import NO_RETRY
 from baton.values import Query, Sampling, Stop
-from runtime.announce import announced_address
-from runtime.client import open_channel, wait_serving
 from runtime.errors import BatonError, ConfigError
+from runtime.process.announce import announced_address
+from runtime.rpc.client import open_channel, wait_serving
 from tests.support.network.names import NAME_SERVER, NameServer, become_named
 
 MODULE, REFUSED = "tests.cluster.moving", 77

@@ -5,7 +5,7 @@ import re
 import time
 from pathlib import Path
 
-from runtime.catalogue import families
+from runtime.observe.catalogue import families
 from tests.support.cluster.clusters import RunningCluster, running_cluster, scrape
 from tests.support.cluster.questions import as_query, make_questions
 

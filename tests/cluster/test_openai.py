@@ -33,7 +33,7 @@ from tokenizers import Tokenizer, processors
 from baton.first_question import FirstQuestion
 from baton.gateway import wait_ready
 from baton.values import ChatMessage, Completion, Query, Sampling, Stop, ToolCall
-from runtime.client import open_channel
+from runtime.rpc.client import open_channel
 from tests.support.cluster.clusters import RunningCluster, running_cluster
 from tests.support.router.gateway import gateway
 

@@ -9,7 +9,7 @@ import pytest
 
 from baton.client import BatonClient
 from baton.values import Query, Sampling, Stop
-from runtime.host_memory import host_memory
+from runtime.process.host_memory import host_memory
 from tests.support.models.published import LLAMA_3_1_8B, QWEN3_0_6B, write_published
 
 MIB = 1 << 20

@@ -10,11 +10,11 @@ from baton.client import AsyncBatonClient
 from baton.values import Query, Sampling, Stop
 from engine.core.request import Request, SamplingParams
 from protos import decode_pb2_grpc, pipeline_pb2_grpc, prefill_pb2_grpc
-from runtime.client import open_channel
 from runtime.errors import PermissionDeniedError, UnauthenticatedError, UnavailableError
-from runtime.security import ChannelSecurity
-from runtime.status import error_from_rpc
-from runtime.tokens import OwnToken
+from runtime.rpc.client import open_channel
+from runtime.rpc.status import error_from_rpc
+from runtime.security.access import ChannelSecurity
+from runtime.security.tokens import OwnToken
 from tests.support.cluster.clusters import running_cluster
 from tests.support.cluster.reference import Reference
 from tests.support.network.authority import Authority, write

@@ -14,8 +14,8 @@ from engine.core.draft_trees import SpecInfo, TokenTree, Verified
 from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import StepResult
-from engine.speculative.draft_batches import extend_batch, followed_rows
-from engine.speculative.verify import Run
+from engine.speculative.contracts.verify import Run
+from engine.speculative.trees.draft_batches import extend_batch, followed_rows
 from pool.prefix.tree import ResumeRule
 from runtime.clock import ManualClock
 from runtime.digests import block_names, pairing_digest

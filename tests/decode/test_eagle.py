@@ -12,12 +12,12 @@ from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardBatch
 from engine.core.numerics import Numerics
 from engine.pipeline.stages import StageExecutor
-from engine.speculative.draft_attention import DraftAttention
-from engine.speculative.draft_model import DraftModel
-from engine.speculative.eagle import EagleDrafter
-from engine.speculative.multistep import MultiStepAttention
-from engine.speculative.multistep_paged import PagedRounds
-from engine.speculative.recorded_drafts import RecordedDrafts
+from engine.speculative.attention.draft_attention import DraftAttention
+from engine.speculative.attention.multistep import MultiStepAttention
+from engine.speculative.attention.multistep_paged import PagedRounds
+from engine.speculative.contracts.draft_model import DraftModel
+from engine.speculative.drafters.eagle import EagleDrafter
+from engine.speculative.replay.recorded_drafts import RecordedDrafts
 from models.drafts.loader import random_draft
 from models.loader import ModelDescription
 from tests.decode.test_speculation import assert_nothing_leaked, requests, shown

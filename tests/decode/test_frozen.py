@@ -17,9 +17,9 @@ from engine.core.numerics import Numerics
 from engine.core.request import Request
 from engine.memory.layout import CacheKind
 from engine.memory.pools import StagePools
-from engine.speculative.draft_batches import followed_rows
-from engine.speculative.frozen import FrozenDrafter
-from engine.speculative.verify import Run
+from engine.speculative.contracts.verify import Run
+from engine.speculative.drafters.frozen import FrozenDrafter
+from engine.speculative.trees.draft_batches import followed_rows
 from models.drafts.loader import read_draft
 from models.loader import read_model
 from runtime.errors import ConfigError

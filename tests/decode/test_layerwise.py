@@ -13,8 +13,8 @@ from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import NO_TREE, SpecInfo, TokenTree
 from engine.core.numerics import Numerics
 from engine.memory.layout import CacheKind
-from engine.speculative.layerwise import LayerwiseDrafter
-from engine.speculative.verify import Run
+from engine.speculative.contracts.verify import Run
+from engine.speculative.drafters.layerwise import LayerwiseDrafter
 from models.drafts.loader import read_draft
 from models.loader import read_model
 from pool.stage.config import WorkerConfig

@@ -9,7 +9,7 @@ import torch
 from engine.assembly.cpu import CpuBackends
 from engine.core.numerics import Numerics
 from engine.core.request import Request
-from engine.speculative.eagle import EagleDrafter
+from engine.speculative.drafters.eagle import EagleDrafter
 from models.drafts.loader import read_draft
 from models.loader import read_model
 from tests.decode.test_speculation import SAMPLING, assert_nothing_leaked, shown

@@ -9,7 +9,7 @@ from engine.pipeline.stages import StepResult
 from pool.request.router_call import Outlet
 from protos import decode_pb2 as pb
 from protos import types_pb2
-from runtime.calls import MessageLimits, SendQueue
+from runtime.rpc.calls import MessageLimits, SendQueue
 from tests.support.pool.arrivals import Arrivals, DecodeStream, arrivals, cancelled, first_token
 from tests.support.pool.local_pool import call
 

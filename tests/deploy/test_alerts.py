@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from runtime.catalogue import families
+from runtime.observe.catalogue import families
 from tests.deploy.manifests import DEPLOY, load, of_kind
 
 ALERTS = DEPLOY / "alerts"

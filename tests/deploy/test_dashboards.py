@@ -9,7 +9,7 @@ import promql_parser
 import pytest
 import yaml
 
-from runtime.catalogue import families
+from runtime.observe.catalogue import families
 from tests.deploy.manifests import DEPLOY
 from tools.dashboards import COLUMNS, FOLDER, build_json
 from tools.panels import DASHBOARDS, Dashboard, Panel

@@ -5,7 +5,7 @@ import tomllib
 import pytest
 
 from router.config import RouterConfig
-from runtime.interceptor import RECEIVING_BYTES
+from runtime.rpc.interceptor import RECEIVING_BYTES
 from tests.deploy.manifests import DEPLOY, OVERLAYS, load, pod_kinds
 
 MIB = 1 << 20

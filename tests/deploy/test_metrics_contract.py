@@ -4,7 +4,7 @@ from typing import Any
 
 import yaml
 
-from runtime.catalogue import families
+from runtime.observe.catalogue import families
 from tests.deploy.manifests import DEPLOY
 
 

@@ -27,7 +27,7 @@ from router.config import RouterConfig
 from router.workers.discovery import ServiceTarget, parse_target
 from runtime.config import leader_from_environment, number_from_environment, parse_address
 from runtime.config import load as load_config
-from runtime.security import ClientCertificates
+from runtime.security.access import ClientCertificates
 from tests.deploy.manifests import DEPLOY, OVERLAYS, Document, PodKind, load, of_kind, pod_kinds, selects
 from tests.deploy.test_network_policies import UCX
 from tests.support.models.tiny_models import LLAMA, tiny

@@ -28,8 +28,8 @@ from baton.values import Query, Sampling, Stop
 from decode.worker import DecodeRole
 from prefill.worker import PrefillRole
 from protos import decode_pb2, decode_pb2_grpc, transfer_pb2, types_pb2
-from runtime.client import open_channel
 from runtime.errors import BatonError
+from runtime.rpc.client import open_channel
 from tests.deploy.manifests import DEPLOY
 from tests.support.cluster.clusters import RunningCluster, running_cluster
 from tests.support.cluster.laboratory import DamagingUcx, Laboratory, laboratory

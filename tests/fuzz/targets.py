@@ -31,7 +31,7 @@ from router.workers.discovery import parse_target
 from runtime.config import load
 from runtime.errors import BatonError, ConfigError, IntegrityError, InternalError, InvalidRequestError, PeerLostError
 from runtime.grammar import Grammar, GrammarKind
-from runtime.intake import MessageBounds, bounded
+from runtime.rpc.read_limits import MessageBounds, bounded
 from tests.fuzz.engine import Target
 from tests.router.harness import FACTS
 from transfer.plan import codec

@@ -54,9 +54,9 @@ def test_what_cannot_be_captured_names_its_bucket(device: torch.device) -> None:
 def test_a_round_reads_committed_keys_in_place(device: torch.device, topk: int) -> None:
     from engine.backends.cuda.wrappers import FlashInferWrappers
     from engine.contracts.attention import AttentionGeometry
-    from engine.speculative.draft_attention import RoundAttention
-    from engine.speculative.multistep import MultiStepAttention
-    from engine.speculative.multistep_device import DeviceRounds
+    from engine.speculative.attention.draft_attention import RoundAttention
+    from engine.speculative.attention.multistep import MultiStepAttention
+    from engine.speculative.attention.multistep_device import DeviceRounds
     from tests.engine.speculative.test_multistep_device import round_of
 
     geometry = AttentionGeometry(num_heads=6, num_kv_heads=2, head_dim=64, page_size=4, scale=0.1)

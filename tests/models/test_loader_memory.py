@@ -28,8 +28,8 @@ from pathlib import Path
 from engine.core.numerics import Numerics
 from engine.core.layer_range import LayerRange, TensorRank
 from engine.pipeline.ranks import StageRanks
-from engine.kernels.host.product import PackedWeight
-from engine.kernels.host.compiled import Team
+from engine.kernels.host.linear.packed_linear import PackedWeight
+from engine.kernels.host.codegen.compiled import Team
 from models.loader import read_model
 import torch
 

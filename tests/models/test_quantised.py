@@ -14,9 +14,9 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from engine.core.layer_range import LayerRange
 from engine.core.numerics import Numerics
-from engine.kernels.host.compiled import Team
-from engine.kernels.host.packing import SEGMENTS
-from engine.kernels.host.product import PackedWeight
+from engine.kernels.host.codegen.compiled import Team
+from engine.kernels.host.linear.packed_linear import PackedWeight
+from engine.kernels.host.linear.packing import SEGMENTS
 from models import quantised
 from models.blocks import linear
 from models.blocks.config import RawConfig

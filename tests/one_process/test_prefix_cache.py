@@ -13,7 +13,7 @@ import torch
 from baton.client import AsyncBatonClient
 from baton.values import Completion
 from engine.core.request import Request, SamplingParams
-from runtime.announce import Announcement, read_announcement
+from runtime.process.announce import Announcement, read_announcement
 from tests.support.cluster.clusters import scrape
 from tests.support.cluster.one_process import cluster_in_process
 from tests.support.cluster.questions import Shown, as_query, on_the_wire, shown

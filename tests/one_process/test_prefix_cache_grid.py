@@ -16,7 +16,7 @@ import pytest
 from baton.client import AsyncBatonClient
 from engine.core.request import Request
 from protos import worker_pb2, worker_pb2_grpc
-from runtime.client import open_channel
+from runtime.rpc.client import open_channel
 from tests.one_process.test_prefix_cache import (
     AT_ONCE,
     CHUNK,

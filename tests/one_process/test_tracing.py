@@ -13,10 +13,10 @@ from opentelemetry.proto.collector.trace.v1 import trace_service_pb2 as otlp
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2_grpc as otlp_grpc
 
 from baton.values import Query, Stop
-from runtime import otel, tracing
 from runtime.errors import ConfigError
-from runtime.tracing import UNTRACED, begin, note, outgoing
-from runtime.tracing_setup import open_tracing
+from runtime.observe import otel, tracing
+from runtime.observe.tracing import UNTRACED, begin, note, outgoing
+from runtime.observe.tracing_setup import open_tracing
 from tests.support.cluster.one_process import cluster_in_process
 
 TRACE, PARENT = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -109,6 +109,6 @@ def test_an_endpoint_that_is_no_url_is_refused(endpoint: str) -> None:
 
 
 def test_a_missing_package_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "runtime.otel", None)
+    monkeypatch.setitem(sys.modules, "runtime.observe.otel", None)
     with pytest.raises(ConfigError, match=r"pip install 'baton\[otel\]'"):
         open_tracing("http://127.0.0.1:4317", role="router", worker="w")

@@ -16,7 +16,7 @@ from pool.check import report
 from pool.stage import pool_size
 from pool.stage.config import WorkerConfig
 from runtime.errors import ConfigError
-from runtime.host_memory import HostMemory
+from runtime.process.host_memory import HostMemory
 from tests.support.models.checkpoints import add_nextn, make_checkpoint
 from tests.support.models.quantised import write_quantised
 

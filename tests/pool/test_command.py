@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 from pool.main import worker_command
 from pool.stage.config import WorkerConfig
 from runtime.config import load
-from runtime.supervision import EXIT_CONFIG, EXIT_FAILED
+from runtime.process.supervision import EXIT_CONFIG, EXIT_FAILED
 
 DEMO = Path(__file__).parents[2] / "demo"
 DECODE = worker_command("decode", lambda flags, file: 0)

@@ -9,10 +9,10 @@ import grpc
 
 from protos import prefill_pb2 as pb
 from protos import prefill_pb2_grpc, types_pb2
-from runtime.announce import read_announcement
-from runtime.client import open_channel, wait_serving
 from runtime.errors import UnavailableError
-from runtime.status import error_from_status
+from runtime.process.announce import read_announcement
+from runtime.rpc.client import open_channel, wait_serving
+from runtime.rpc.status import error_from_status
 from tests.support.models.checkpoints import make_checkpoint
 
 

@@ -16,11 +16,11 @@ from engine.core.draft_trees import SpecRow, TokenTree
 from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.core.rows import Row, build_batch
 from engine.memory.layout import CacheKind, bytes_per_page, bytes_per_slot, travelling
-from engine.speculative.drafter import Drafter
-from engine.speculative.eagle import EagleDrafter
-from engine.speculative.layerwise import LayerwiseDrafter
-from engine.speculative.multistep_latent import MultiStepLatentAttention
-from engine.speculative.verify import Run
+from engine.speculative.attention.multistep_latent import MultiStepLatentAttention
+from engine.speculative.contracts.drafter import Drafter
+from engine.speculative.contracts.verify import Run
+from engine.speculative.drafters.eagle import EagleDrafter
+from engine.speculative.drafters.layerwise import LayerwiseDrafter
 from models.loader import read_model
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import plan_stage

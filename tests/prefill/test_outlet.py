@@ -6,9 +6,9 @@ from pool.request.router_call import Outlet
 from prefill.service import MAX_UNREAD_SCORES, PrefillOutlet
 from protos import prefill_pb2 as pb
 from protos import types_pb2
-from runtime.calls import MessageLimits, SendQueue
 from runtime.clock import ManualClock
 from runtime.errors import InvalidRequestError
+from runtime.rpc.calls import MessageLimits, SendQueue
 
 
 def scores(position: int, count: int = 1) -> types_pb2.PromptLogprobs:

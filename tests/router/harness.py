@@ -32,10 +32,10 @@ from router.workers.policy import Policy
 from router.workers.worker import WorkerRole
 from runtime.clock import SystemClock
 from runtime.errors import BatonError
-from runtime.metrics import RouterMetrics, RpcMetrics
-from runtime.security import OPEN_SERVER, ServerSecurity
-from runtime.server import GrpcServer, ServerOptions
-from runtime.status import error_from_rpc
+from runtime.observe.metrics import RouterMetrics, RpcMetrics
+from runtime.rpc.server import GrpcServer, ServerOptions
+from runtime.rpc.status import error_from_rpc
+from runtime.security.access import OPEN_SERVER, ServerSecurity
 from runtime.version import WIRE_VERSION
 from tests.support.router.fake_workers import VOCAB_SIZE, FakeDecode, FakePrefill, FakeWorker
 

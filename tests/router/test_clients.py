@@ -13,9 +13,9 @@ from router.api.generation import MAX_ABORT_IDS, RequestLimits, client_salt
 from router.request.validate import PriorityLimits
 from router.workers.report import without_addresses
 from runtime.errors import BatonError, DuplicateRequestError, InvalidRequestError
-from runtime.security import ServerSecurity, address_of
-from runtime.status import error_from_rpc
-from runtime.tokens import TokenList
+from runtime.rpc.status import error_from_rpc
+from runtime.security.access import ServerSecurity, address_of
+from runtime.security.tokens import TokenList
 from tests.router.harness import RouterHarness, eventually, running_router, token_request
 from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point
 

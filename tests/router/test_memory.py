@@ -10,7 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from runtime.announce import Announcement
+from runtime.process.announce import Announcement
 from tests.router.harness import write_model_dir
 from tests.router.test_process import announced, router_process
 

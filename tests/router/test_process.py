@@ -13,8 +13,8 @@ import grpc
 import pytest
 
 from protos import generation_pb2_grpc
-from runtime.announce import Announcement, read_announcement
-from runtime.client import wait_serving
+from runtime.process.announce import Announcement, read_announcement
+from runtime.rpc.client import wait_serving
 from tests.router.harness import eventually, token_request, write_model_dir
 from tests.support.models.hostile_grammars import never_compiled
 from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, expected_tokens

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import PermissionDeniedError
-from runtime.security import METHODS, SERVICES, Access, PeerRole, access_to, check_role, roles_of
+from runtime.security.access import METHODS, SERVICES, Access, PeerRole, access_to, check_role, roles_of
 
 PROTOS = Path(__file__).resolve().parents[2] / "protos"
 # Method -> roles that a server with certificates lets in; on a pool led by prefill, and on one led by decode.

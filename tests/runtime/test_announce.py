@@ -3,8 +3,8 @@ from pathlib import Path
 
 import pytest
 
-from runtime.announce import Announcement, read_announcement, write_announcement
 from runtime.errors import ConfigError
+from runtime.process.announce import Announcement, read_announcement, write_announcement
 
 
 def test_round_trip_leaves_one_file(tmp_path: Path) -> None:

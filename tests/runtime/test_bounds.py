@@ -11,10 +11,10 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc
 from runtime import errors
-from runtime.client import ChannelOptions, open_channel
-from runtime.lasting_server import LastingServer
-from runtime.server import MAX_PING_STRIKES, MIN_PING_INTERVAL_S
-from runtime.status import error_from_rpc
+from runtime.rpc.client import ChannelOptions, open_channel
+from runtime.rpc.rebinding_server import LastingServer
+from runtime.rpc.server import MAX_PING_STRIKES, MIN_PING_INTERVAL_S
+from runtime.rpc.status import error_from_rpc
 from tests.router.harness import eventually
 from tests.support.network.ports import taken_port
 from tests.support.network.raw_http2 import END_HEADERS, HEADERS, PING, RST_STREAM, block, call, frame, raw_connection

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from runtime.calls import MessageLimits, SendQueue
+from runtime.rpc.calls import MessageLimits, SendQueue
 
 WIDE = MessageLimits(max_items=100, max_weight=1000)
 

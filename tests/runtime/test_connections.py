@@ -12,9 +12,9 @@ import pytest
 
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc
-from runtime.client import open_channel, wait_serving
-from runtime.connections import RESERVED_FILES, ConnectionLimits, _excess, files_for, raised_file_limit
-from runtime.security import ServerSecurity, network_of
+from runtime.rpc.client import open_channel, wait_serving
+from runtime.rpc.connections import RESERVED_FILES, ConnectionLimits, _excess, files_for, raised_file_limit
+from runtime.security.access import ServerSecurity, network_of
 from tests.router.harness import eventually, token_request, write_model_dir
 from tests.router.test_process import announced
 from tests.support.network.authority import Authority

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.host_cores import num_cores
+from runtime.process.host_cores import num_cores
 
 
 @pytest.fixture(autouse=True)

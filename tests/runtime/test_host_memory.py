@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.host_memory import HostMemory, host_memory, is_out_of_memory, memory_left, num_oom_kills
+from runtime.process.host_memory import HostMemory, host_memory, is_out_of_memory, memory_left, num_oom_kills
 
 GIB = 1 << 30
 
@@ -76,7 +76,7 @@ def test_errors_of_allocators_are_known() -> None:
 
 def test_what_is_left_names_the_limit_of_a_process() -> None:
     script = ("import resource; resource.setrlimit(resource.RLIMIT_AS, (3 << 30, 3 << 30)); "
-              "from runtime.host_memory import memory_left; print(memory_left())")
+              "from runtime.process.host_memory import memory_left; print(memory_left())")
     limited = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=60)
     assert limited.stdout.rstrip().endswith(" MiB are free, of which ulimit -v lets a process have 3072")
     assert memory_left().endswith(" MiB are free")

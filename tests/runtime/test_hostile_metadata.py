@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from runtime.log import LogStyle, configure
-from runtime.security import ServerSecurity
-from runtime.tokens import TokenList
+from runtime.observe.log import LogStyle, configure
+from runtime.security.access import ServerSecurity
+from runtime.security.tokens import TokenList
 from tests.support.network.raw_http2 import call, raw_connection
 from tests.support.router.generation import EchoGeneration, serve_echo
 

@@ -8,7 +8,7 @@ import pytest
 from protos import generation_pb2 as pb
 from protos import types_pb2
 from runtime.errors import CapacityError, DeadlineError, InvalidRequestError
-from runtime.intake import (
+from runtime.rpc.read_limits import (
     FREE_INFLATED_BYTES,
     MAX_INFLATION,
     MAX_NUMBERS,

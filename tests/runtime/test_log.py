@@ -8,7 +8,7 @@ from contextvars import copy_context
 import pytest
 
 from runtime.errors import ConfigError
-from runtime.log import (
+from runtime.observe.log import (
     MAX_MESSAGE_CHARACTERS,
     MAX_TRACEBACK_CHARACTERS,
     MAX_TRACEBACK_LINES,

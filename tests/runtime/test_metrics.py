@@ -13,8 +13,8 @@ from router.request.retries import MoveReason
 from router.workers.worker import WorkerRole
 from runtime import errors
 from runtime.errors import BatonError, ConfigError
-from runtime.exposition import ACCEPT_PAUSE_S, MAX_SCRAPES, Exposition, new_registry
-from runtime.metrics import (
+from runtime.observe.exposition import ACCEPT_PAUSE_S, MAX_SCRAPES, Exposition, new_registry
+from runtime.observe.metrics import (
     FAILURES,
     SESSION_FAILURES,
     ArrivalMetrics,

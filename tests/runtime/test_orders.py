@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pool.nursery import NurseryServer
-from runtime.orders import is_from_user, open_socket
+from runtime.process.spawn_protocol import is_from_user, open_socket
 
 
 def test_the_user_of_a_connection_is_known(tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 _GOAWAY = """
-from runtime.quiet import quiet_grpc
+from runtime.process.quiet import quiet_grpc
 quiet_grpc()
 import socket, threading
 import grpc
@@ -28,8 +28,8 @@ with grpc.insecure_channel(f"127.0.0.1:{listener.getsockname()[1]}") as channel:
 """
 _ENTRY = """
 import runpy, sys
-import runtime.quiet
-runtime.quiet.quiet_grpc = lambda: print("asked for silence", "after" if "grpc" in sys.modules else "before")
+import runtime.process.quiet
+runtime.process.quiet.quiet_grpc = lambda: print("asked for silence", "after" if "grpc" in sys.modules else "before")
 sys.argv = ["role", "--help"]
 runpy.run_module({module!r}, run_name="__main__")
 """

@@ -13,11 +13,11 @@ import pytest
 
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc
-from runtime.client import ChannelOptions, open_channel, open_sync_channel
 from runtime.config import parse_address
-from runtime.redial import RedialingChannel, RedialingSyncChannel, renew
-from runtime.security import PLAIN_CHANNEL
-from runtime.status import is_lost
+from runtime.rpc.client import ChannelOptions, open_channel, open_sync_channel
+from runtime.rpc.redial import RedialingChannel, RedialingSyncChannel, renew
+from runtime.rpc.status import is_lost
+from runtime.security.access import PLAIN_CHANNEL
 from tests.support.network.names import NameServer
 from tests.support.router.generation import EchoGeneration, serve_echo
 
@@ -49,7 +49,7 @@ def target(names: NameServer, port: int) -> str:
 
 @asynccontextmanager
 async def asking(kind: str, names: NameServer, port: int) -> AsyncIterator[Ask]:
-    """What asks the peer over one channel of this kind, as `runtime.client` makes it for a name."""
+    """What asks the peer over one channel of this kind, as `runtime.rpc.client` makes it for a name."""
     where, options = target(names, port), ChannelOptions().as_grpc()
     if kind == "asyncio":
         async with RedialingChannel(PLAIN_CHANNEL, lambda _: grpc.aio.insecure_channel(where, options),

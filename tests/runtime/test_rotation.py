@@ -12,10 +12,10 @@ from cryptography import x509
 
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
-from runtime.certificates import CertificateStore, TlsFiles
-from runtime.client import open_channel, open_sync_channel
 from runtime.errors import UnavailableError
-from runtime.security import ChannelSecurity, PeerRole, ServerSecurity
+from runtime.rpc.client import open_channel, open_sync_channel
+from runtime.security.access import ChannelSecurity, PeerRole, ServerSecurity
+from runtime.security.certificates import CertificateStore, TlsFiles
 from tests.support.network.authority import Authority, write
 from tests.support.network.door import ask, plain_client, serving
 

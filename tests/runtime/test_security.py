@@ -18,11 +18,12 @@ from pool.stage.config import WorkerConfig
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 from router.config import RouterConfig
-from runtime.certificates import CertificateStore, TlsFiles
-from runtime.client import open_channel, open_sync_channel
 from runtime.errors import ConfigError, PermissionDeniedError, UnauthenticatedError, UnavailableError
-from runtime.metrics import RpcMetrics
-from runtime.security import (
+from runtime.observe.metrics import RpcMetrics
+from runtime.rpc.client import open_channel, open_sync_channel
+from runtime.rpc.server import GrpcServer, ServerOptions
+from runtime.rpc.status import error_from_rpc
+from runtime.security.access import (
     Caller,
     ChannelSecurity,
     ClientCertificates,
@@ -31,9 +32,8 @@ from runtime.security import (
     TlsConfig,
     client_security,
 )
-from runtime.server import GrpcServer, ServerOptions
-from runtime.status import error_from_rpc
-from runtime.tokens import OwnToken, TokenList
+from runtime.security.certificates import CertificateStore, TlsFiles
+from runtime.security.tokens import OwnToken, TokenList
 from tests.support.network.authority import DAY, Authority
 from tests.support.network.door import ask, plain_client, serving
 from tests.support.network.ports import taken_port

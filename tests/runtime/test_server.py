@@ -13,11 +13,11 @@ from prometheus_client import CollectorRegistry
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 from runtime import errors
-from runtime.client import open_channel, open_sync_channel, wait_serving
-from runtime.metrics import RpcMetrics
-from runtime.security import ServerSecurity
-from runtime.server import GrpcServer, ServerOptions
-from runtime.status import error_from_rpc
+from runtime.observe.metrics import RpcMetrics
+from runtime.rpc.client import open_channel, open_sync_channel, wait_serving
+from runtime.rpc.server import GrpcServer, ServerOptions
+from runtime.rpc.status import error_from_rpc
+from runtime.security.access import ServerSecurity
 from tests.router.harness import eventually
 from tests.support.network.authority import Authority
 from tests.support.network.door import serving

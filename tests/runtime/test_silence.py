@@ -9,9 +9,9 @@ import pytest
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc
 from runtime import errors
-from runtime.client import ChannelOptions, open_channel
-from runtime.server import ServerOptions
-from runtime.status import error_from_rpc
+from runtime.rpc.client import ChannelOptions, open_channel
+from runtime.rpc.server import ServerOptions
+from runtime.rpc.status import error_from_rpc
 from tests.support.router.generation import EchoGeneration, serve_echo
 
 

@@ -1,7 +1,7 @@
 import pytest
 
-from runtime.log import LogStyle, styled_line
-from runtime.start_progress import KERNELS, kernel_progress
+from runtime.observe.log import LogStyle, styled_line
+from runtime.process.start_progress import KERNELS, kernel_progress
 
 
 @pytest.mark.parametrize("style", list(LogStyle))

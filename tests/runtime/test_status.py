@@ -11,7 +11,7 @@ from google.rpc.status_pb2 import Status
 
 from runtime import errors
 from runtime.errors import BatonError, FieldViolation
-from runtime.status import (
+from runtime.rpc.status import (
     DETAILS_KEY,
     PUSHBACK_KEY,
     RpcFailure,

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from runtime.errors import BatonError, ConfigError, InternalError, UnavailableError
-from runtime.supervision import StopSignal, background, interruptible, run_process
+from runtime.process.supervision import StopSignal, background, interruptible, run_process
 
 
 @pytest.mark.parametrize(("error", "code", "says"), [
@@ -62,7 +62,7 @@ def test_failing_background_work_stops_the_process() -> None:
 def test_second_signal_does_not_wait() -> None:
     script = (
         "import asyncio, sys\n"
-        "from runtime.supervision import run_process\n"
+        "from runtime.process.supervision import run_process\n"
         "async def run(stop):\n"
         "    print('up', flush=True)\n"
         "    await stop.wait()\n"

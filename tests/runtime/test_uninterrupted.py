@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from runtime.uninterrupted import uninterrupted, uninterrupted_stream
+from runtime.rpc.interrupt_safe import uninterrupted, uninterrupted_stream
 from tests.support.router.generation import EchoGeneration, serve_echo
 
 INTERRUPTED = """

@@ -9,9 +9,9 @@ import pytest
 
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc
-from runtime.client import ChannelOptions, open_channel
-from runtime.security import PLAIN_CHANNEL, ChannelSecurity, PeerRole, ServerSecurity, client_security
-from runtime.unreachable import reach_problem
+from runtime.rpc.client import ChannelOptions, open_channel
+from runtime.rpc.unreachable import reach_problem
+from runtime.security.access import PLAIN_CHANNEL, ChannelSecurity, PeerRole, ServerSecurity, client_security
 from tests.support.network.authority import Authority
 from tests.support.network.door import serving
 

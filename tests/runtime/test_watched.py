@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import ConfigError
-from runtime.watched import Contents, Watched
+from runtime.security.file_reload import Contents, Watched
 
 
 def word(contents: Contents) -> str:

@@ -56,7 +56,7 @@ def test_it_imports_itself_grpc_and_pydantic_alone(distribution: Path) -> None:
 def test_it_has_the_whole_client_and_nothing_of_the_server() -> None:
     modules = needed_modules()
     assert {"baton.client", "baton.wire", "protos.generation_pb2", "runtime.errors"} <= set(modules)
-    assert not {"runtime.server", "runtime.metrics", "baton.cluster", "protos.decode_pb2"} & set(modules)
+    assert not {"runtime.rpc.server", "runtime.observe.metrics", "baton.cluster", "protos.decode_pb2"} & set(modules)
 
 
 async def test_it_works_beside_packages_of_the_same_names(distribution: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.mark.parametrize(("target", "steps"), [
     ("demo", ["pip install", "baton demo"]),
-    ("test", ["pip install", "engine.kernels.host.every", "-m pytest"])])
+    ("test", ["pip install", "engine.kernels.host.build.compile_all", "-m pytest"])])
 def test_steps_that_take_long_show_how_far_they_are(tmp_path: Path, target: str, steps: list[str]) -> None:
     """In a folder of its own, where nothing has been made yet. `pip` draws its own progress unless it is quiet, and
     tests/engine/kernels/test_ahead.py holds that of kernels."""

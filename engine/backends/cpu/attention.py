@@ -1,5 +1,5 @@
 """Paged attention on the CPU, bit-exact: a token has the same bits read in a chunk of any length, drawn, verified in a
-chain or a tree, or replayed, whatever stands beside it (`engine/kernels/host/in_place.py` says why).
+chain or a tree, or replayed, whatever stands beside it (`engine/kernels/host/attention/paged_attention.py` says why).
 
 Keys are read in the pages where they lie, by compiled code or, for types that it does not know, in plain torch.
 """
@@ -15,9 +15,9 @@ from engine.backends.plan import AttentionPlan, build_plan, check_covered, windo
 from engine.backends.recurrent_batch import resume_states
 from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardBatch
-from engine.kernels.host.compiled import Team, dense_tokens, has_kernels
-from engine.kernels.host.in_place import attend_in_place
-from engine.kernels.host.token_passes import write_tokens
+from engine.kernels.host.attention.paged_attention import attend_in_place
+from engine.kernels.host.codegen.compiled import Team, dense_tokens, has_kernels
+from engine.kernels.host.tokens.norm_rope import write_tokens
 from engine.kernels.rows_in_place import RowsInPlace
 from runtime.errors import InternalError, StalePlanError
 

@@ -18,9 +18,9 @@ from engine.backends.plan import storage_positions, tree_visibility
 from engine.backends.selection import true_positions
 from engine.contracts.latent import LatentGeometry, check_covered, check_pages, checked_selection, entries_of
 from engine.core.batch import ForwardBatch
-from engine.kernels.host.compiled import Team, has_kernels
-from engine.kernels.host.index_scores import select_keys
-from engine.kernels.host.latent import attend_latent
+from engine.kernels.host.attention.mla import attend_latent
+from engine.kernels.host.attention.sparse_index import select_keys
+from engine.kernels.host.codegen.compiled import Team, has_kernels
 from engine.kernels.latent_rows import LatentRows
 from runtime.errors import InternalError, StalePlanError
 

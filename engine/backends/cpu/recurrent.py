@@ -15,9 +15,9 @@ from engine.backends.recurrent_batch import Taps, check_mode, delta_inputs, pool
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.numerics import Numerics, silu
 from engine.kernels.delta_rule import CHUNK
-from engine.kernels.host.causal_conv import causal_conv
-from engine.kernels.host.compiled import Team, dense_tokens, has_kernels
-from engine.kernels.host.delta_rule import delta_chunks, delta_steps
+from engine.kernels.host.codegen.compiled import Team, dense_tokens, has_kernels
+from engine.kernels.host.recurrent.causal_conv import causal_conv
+from engine.kernels.host.recurrent.delta_rule import delta_chunks, delta_steps
 from engine.kernels.recurrent_rows import RecurrentRows, StateSteps
 from runtime.errors import InternalError
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 
 from engine.graphs.recorded import Arena, CannotRecordError, record
-from engine.kernels.host.compiled import Team
-from engine.kernels.host.product import PackedWeight
-from engine.kernels.host.program import Launch, Program
-from engine.kernels.host.rows import add_rows
-from engine.kernels.host.token_passes import rms_norm
+from engine.kernels.host.codegen.compiled import Team
+from engine.kernels.host.codegen.program import Launch, Program
+from engine.kernels.host.linear.packed_linear import PackedWeight
+from engine.kernels.host.tokens.norm_rope import rms_norm
+from engine.kernels.host.tokens.row_ops import add_rows
 from runtime.errors import InternalError
 
 

@@ -14,9 +14,11 @@ import pytest
 import torch
 from numba.core.caching import FunctionCache
 
-from engine.kernels.host import ahead, compiled, packing, token_passes
-from engine.kernels.host.ahead import compile_ahead
-from engine.kernels.host.compiled import (
+from engine.kernels.host.build import precompile
+from engine.kernels.host.build.kernel_list import Kernel, ModelNeeds, kernels, kernels_of
+from engine.kernels.host.build.precompile import compile_ahead
+from engine.kernels.host.codegen import compiled
+from engine.kernels.host.codegen.compiled import (
     Attempt,
     KernelLockedError,
     KernelMissingError,
@@ -25,14 +27,15 @@ from engine.kernels.host.compiled import (
     record,
     trying,
 )
-from engine.kernels.host.kernel_list import Kernel, ModelNeeds, kernels, kernels_of
-from runtime.host_memory import HostMemory
-from runtime.tied import program
+from engine.kernels.host.linear import packing
+from engine.kernels.host.tokens import norm_rope
+from runtime.process.child_process import program
+from runtime.process.host_memory import HostMemory
 
 FINDER = """
 import logging
-from engine.kernels.host.compiled import Attempt, KernelMissingError, trying
-from engine.kernels.host.kernel_list import kernels
+from engine.kernels.host.codegen.compiled import Attempt, KernelMissingError, trying
+from engine.kernels.host.build.kernel_list import kernels
 
 logging.basicConfig(level="INFO")
 for kernel in kernels():
@@ -77,9 +80,9 @@ def helpers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[Kernel], int,
     """`helpers(all kernels, cores, free bytes)`: what becomes of the helpers, as `FakeHelper` tells."""
     def prepared(every: Sequence[Kernel], num_cores: int, free: int) -> list[str]:
         FakeHelper.log = []
-        monkeypatch.setattr(ahead, "kernels", lambda: iter(every))
-        monkeypatch.setattr(ahead, "num_cores", lambda: num_cores)
-        monkeypatch.setattr(ahead, "host_memory", lambda: HostMemory(free, free))
+        monkeypatch.setattr(precompile, "kernels", lambda: iter(every))
+        monkeypatch.setattr(precompile, "num_cores", lambda: num_cores)
+        monkeypatch.setattr(precompile, "host_memory", lambda: HostMemory(free, free))
         monkeypatch.setattr(subprocess, "Popen", FakeHelper)
         return FakeHelper.log
 
@@ -104,7 +107,7 @@ def test_those_that_free_themselves_meanwhile_are_taken_before_another_wait() ->
 def test_helpers_are_as_many_as_cores_kernels_and_memory_allow_and_none_is_left(
         helpers: Callable[..., list[str]], cores: int, room: int, begin: list[str]) -> None:
     every = [scripted(name, [], MISSING, THERE) for name in "abc"]
-    log = helpers(every, cores, room * ahead.PROCESS_BYTES)
+    log = helpers(every, cores, room * precompile.PROCESS_BYTES)
     compile_ahead(every)
     assert log == [*begin, *["killed"] * len(begin), *["gone"] * len(begin)]
 
@@ -112,7 +115,7 @@ def test_helpers_are_as_many_as_cores_kernels_and_memory_allow_and_none_is_left(
 def test_how_many_are_there_is_reported_from_the_first_to_the_last(helpers: Callable[..., list[str]],
                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
     """Of four kernels one is kept, one is compiled elsewhere first, and two are compiled here."""
-    monkeypatch.setattr(ahead, "REPORT_S", 0.0)
+    monkeypatch.setattr(precompile, "REPORT_S", 0.0)
     every = [scripted("a", [], THERE), scripted("b", [], MISSING, LOCKED, THERE), scripted("c", [], MISSING, THERE),
              scripted("d", [], MISSING, THERE)]
     helpers(every, 1, 0)
@@ -126,14 +129,14 @@ def test_how_many_are_there_is_reported_from_the_first_to_the_last(helpers: Call
 
 def test_what_is_kept_or_locked_starts_no_helpers(helpers: Callable[..., list[str]]) -> None:
     every = [scripted("a", [], THERE), scripted("b", [], LOCKED, THERE), scripted("c", [], LOCKED, THERE)]
-    log = helpers(every, 8, 99 * ahead.PROCESS_BYTES)
+    log = helpers(every, 8, 99 * precompile.PROCESS_BYTES)
     compile_ahead(every)
     assert not log
 
 
 def test_a_failure_leaves_no_helper(helpers: Callable[..., list[str]]) -> None:
     every = [scripted("a", [], MISSING, ValueError("a fault of the code")), scripted("b", [], MISSING)]
-    log = helpers(every, 2, 99 * ahead.PROCESS_BYTES)
+    log = helpers(every, 2, 99 * precompile.PROCESS_BYTES)
     with pytest.raises(ValueError, match="fault"):
         compile_ahead(every)
     assert log == ["1,0", "killed", "gone"]
@@ -189,7 +192,7 @@ def test_where_nothing_can_be_kept_one_warning_names_the_way_out(
     monkeypatch.setattr(FunctionCache._impl_class, "_locator_classes", [])  # numba's places for files: none
     calls: list[str] = []
     every = [scripted("a", calls, MISSING, THERE), scripted("b", calls, MISSING, THERE)]
-    log = helpers(every, 8, 99 * ahead.PROCESS_BYTES)
+    log = helpers(every, 8, 99 * precompile.PROCESS_BYTES)
     compile_ahead(every)
     (line,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
     assert line.startswith("compiled kernels cannot be kept, so every start compiles them: ")
@@ -205,9 +208,9 @@ def test_kernels_are_kept_where_numba_says(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_helper_compiles_what_it_is_told_to(tmp_path: Path) -> None:
-    wanted = [Kernel(packing.compiled), Kernel(token_passes.norm_for, (torch.float32, torch.float32, False))]
+    wanted = [Kernel(packing.compiled), Kernel(norm_rope.norm_for, (torch.float32, torch.float32, False))]
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
-    subprocess.run(program(ahead.__name__, str(os.getpid()), ahead._places(wanted)), check=True, env=environment)
+    subprocess.run(program(precompile.__name__, str(os.getpid()), precompile._places(wanted)), check=True, env=environment)
     assert sorted(path.name.partition(".")[0] for path in tmp_path.rglob("*.nbi")) == ["packing", "token_passes"]
 
 

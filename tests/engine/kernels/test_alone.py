@@ -4,12 +4,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-from engine.kernels.host.alone import alone
+from engine.kernels.host.codegen.file_lock import alone
 
 HOLDER = """
 import sys
 from pathlib import Path
-from engine.kernels.host.alone import alone
+from engine.kernels.host.codegen.file_lock import alone
 with alone(Path(sys.argv[1]), 2 ** 63 - 1, patience_s=60) as held:
     print(held, flush=True)
     sys.stdin.read()

@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels.host.causal_conv import causal_conv
-from engine.kernels.host.compiled import Team
-from engine.kernels.host.delta_rule import DeltaInputs, delta_chunks, delta_steps
+from engine.kernels.host.codegen.compiled import Team
+from engine.kernels.host.recurrent.causal_conv import causal_conv
+from engine.kernels.host.recurrent.delta_rule import DeltaInputs, delta_chunks, delta_steps
 from engine.kernels.recurrent_rows import RecurrentRows, StateSteps
 
 TEAM = Team()

@@ -9,8 +9,8 @@ import torch
 from numba import float32, int64, njit, void
 from torch import Tensor
 
-from engine.kernels.host import functions
-from engine.kernels.host.dot import Form, dot_block, has_pair_products
+from engine.kernels.host.codegen import functions
+from engine.kernels.host.codegen.dot import Form, dot_block, has_pair_products
 
 Numbers = np.ndarray[Any, np.dtype[np.float32]]
 

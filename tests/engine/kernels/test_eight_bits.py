@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.core.layer_range import eighth
-from engine.kernels.host.compiled import Team
-from engine.kernels.host.product import PackedGroup, PackedWeight
+from engine.kernels.host.codegen.compiled import Team
+from engine.kernels.host.linear.packed_linear import PackedGroup, PackedWeight
 from runtime.errors import InternalError
 from tests.engine.kernels.test_product import COUNTS, SHAPES, draw
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.host.compiled import Team
-from engine.kernels.host.gates import delta_gates, gate_heads, gated_norm
+from engine.kernels.host.codegen.compiled import Team
+from engine.kernels.host.recurrent.gates import delta_gates, gate_heads, gated_norm
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 

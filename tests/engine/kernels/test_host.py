@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.kernels.host.compiled import (
+from engine.kernels.host.codegen.compiled import (
     DONE,
     NEXT,
     Team,
@@ -21,7 +21,7 @@ from engine.kernels.host.compiled import (
     launch_integers,
     record,
 )
-from engine.kernels.host.token_passes import add_and_norm, norm_and_rotate, rms_norm, rotate_halves, write_tokens
+from engine.kernels.host.tokens.norm_rope import add_and_norm, norm_and_rotate, rms_norm, rotate_halves, write_tokens
 from runtime.errors import InternalError
 
 TYPES = [torch.bfloat16, torch.float32]

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.backends.selection import best_positions
-from engine.kernels.host.compiled import Team
-from engine.kernels.host.index_scores import select_keys
-from engine.kernels.host.latent import attend_latent
+from engine.kernels.host.attention.mla import attend_latent
+from engine.kernels.host.attention.sparse_index import select_keys
+from engine.kernels.host.codegen.compiled import Team
 from engine.kernels.latent_rows import LatentRows
 
 TEAM = Team()

@@ -11,12 +11,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.kernels.host import in_place
-from engine.kernels.host.amx import has_tiles
-from engine.kernels.host.compiled import Team
-from engine.kernels.host.dot import has_pair_products
-from engine.kernels.host.few_rows import heads_of_item, most_rows
-from engine.kernels.host.in_place import attend_in_place
+from engine.kernels.host.attention import paged_attention
+from engine.kernels.host.attention.paged_attention import attend_in_place
+from engine.kernels.host.attention.small_batch import heads_of_item, most_rows
+from engine.kernels.host.codegen.amx import has_tiles
+from engine.kernels.host.codegen.compiled import Team
+from engine.kernels.host.codegen.dot import has_pair_products
 from engine.kernels.rows_in_place import NO_WINDOW, RowsInPlace
 from runtime.errors import InternalError
 
@@ -28,9 +28,9 @@ head_dims = st.sampled_from([4, 24, 33, 64, 80, 128, 200])
 AT_THE_SAME_TIME = """
 from concurrent.futures import ThreadPoolExecutor
 import torch
-from engine.kernels.host.compiled import Team
-from engine.kernels.host.dot import has_pair_products
-from engine.kernels.host.in_place import attend_in_place
+from engine.kernels.host.codegen.compiled import Team
+from engine.kernels.host.codegen.dot import has_pair_products
+from engine.kernels.host.attention.paged_attention import attend_in_place
 from tests.engine.kernels.test_in_place import drawn, rows_of
 
 torch.set_num_threads(1)
@@ -61,7 +61,7 @@ class Idle(Team):
 @pytest.fixture(params=FORMS)
 def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
     if request.param == "bf16 without the matrix unit":
-        monkeypatch.setattr(in_place, "has_tiles", lambda: False)
+        monkeypatch.setattr(paged_attention, "has_tiles", lambda: False)
     return torch.float32 if request.param == "fp32" else torch.bfloat16
 
 
@@ -200,9 +200,9 @@ def test_few_rows_have_the_bits_of_packed_keys(
         filled(pages, plan.tables[row], cached, max(0, context - plan.window))
     queries = drawn(len(plan.positions), num_kv_heads * share, head_dim, dtype=torch.bfloat16, seed=0)
     with monkeypatch.context() as patch:
-        patch.setattr(in_place, "heads_of_item", lambda *sizes: heads_of_item(*sizes[:4], num_threads))
+        patch.setattr(paged_attention, "heads_of_item", lambda *sizes: heads_of_item(*sizes[:4], num_threads))
         few = attend_in_place(pages, queries, plan, 0.2, Team())
-        patch.setattr(in_place, "most_rows", lambda dtype, head_dim, *, tiled: 0)
+        patch.setattr(paged_attention, "most_rows", lambda dtype, head_dim, *, tiled: 0)
         packed = attend_in_place(pages, queries, plan, 0.2, Team())
     assert not few.isnan().any()
     assert torch.equal(few, packed)
@@ -215,7 +215,7 @@ def test_values_of_few_rows_are_those_of_packed_ones_where_they_are_infinite(mon
     pages[1, 1, :, 36, ::2] = float("inf")
     queries = drawn(1, 4, 64, dtype=torch.bfloat16, seed=2)
     few = attend_in_place(pages, queries, plan, 0.2, Team())
-    monkeypatch.setattr(in_place, "most_rows", lambda dtype, head_dim, *, tiled: 0)
+    monkeypatch.setattr(paged_attention, "most_rows", lambda dtype, head_dim, *, tiled: 0)
     assert few.isinf().any()
     assert torch.equal(few, attend_in_place(pages, queries, plan, 0.2, Team()))
 

@@ -7,9 +7,9 @@ import sys
 
 import torch
 
-from engine.kernels.host.compiled import Team
-from engine.kernels.host.in_place import attend_in_place
-from engine.kernels.host.product import PackedGroup, PackedWeight
+from engine.kernels.host.attention.paged_attention import attend_in_place
+from engine.kernels.host.codegen.compiled import Team
+from engine.kernels.host.linear.packed_linear import PackedGroup, PackedWeight
 from tests.engine.kernels.test_in_place import drawn, rows_of
 from tests.support.kernels import kernel_bits
 

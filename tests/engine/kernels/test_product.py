@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.core.layer_range import eighth
-from engine.kernels.host.amx import has_tiles
-from engine.kernels.host.compiled import Team
-from engine.kernels.host.dot import has_pair_products
-from engine.kernels.host.packing import Segments, arranged, pack
-from engine.kernels.host.product import PackedWeight, arithmetic_class
-from engine.kernels.host.rows import apart, rows_apart
-from engine.kernels.host.sums import earlier_sums
+from engine.kernels.host.codegen.amx import has_tiles
+from engine.kernels.host.codegen.compiled import Team
+from engine.kernels.host.codegen.dot import has_pair_products
+from engine.kernels.host.codegen.sum_tree import earlier_sums
+from engine.kernels.host.linear.packed_linear import PackedWeight, arithmetic_class
+from engine.kernels.host.linear.packing import Segments, arranged, pack
+from engine.kernels.host.tokens.row_ops import apart, rows_apart
 from engine.kernels.plain_product import plain_product
 from runtime.errors import InternalError
 
@@ -235,9 +235,9 @@ def test_classes_of_arithmetic(variables: dict[str, str], without: str, types: l
 PROGRAM = """
 import sys
 import torch
-from engine.kernels.host.product import PackedWeight, arithmetic_class
-from engine.kernels.host.sums import earlier_sums
-from engine.kernels.host.compiled import Team
+from engine.kernels.host.linear.packed_linear import PackedWeight, arithmetic_class
+from engine.kernels.host.codegen.sum_tree import earlier_sums
+from engine.kernels.host.codegen.compiled import Team
 from engine.kernels.plain_product import plain_product
 torch.manual_seed(0)
 equal = True

@@ -5,7 +5,7 @@ import pytest
 from numba import int64, njit, void
 from numpy.typing import NDArray
 
-from engine.kernels.host.row_vectors import open_row
+from engine.kernels.host.codegen.row_vectors import open_row
 
 
 def opened_in_place(x: NDArray[np.float32], other: NDArray[np.float32]) -> None:

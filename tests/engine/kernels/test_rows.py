@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from engine.kernels.host.compiled import Team
-from engine.kernels.host.rows import (
+from engine.kernels.host.codegen.compiled import Team
+from engine.kernels.host.tokens.row_ops import (
     RecordMoves,
     add_rows,
     copy_rows,

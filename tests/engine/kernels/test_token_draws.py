@@ -11,8 +11,8 @@ from torch import Tensor
 
 from engine.core.batch import SamplingRow
 from engine.core.request import DrawnToken, ProblemCause, SamplingParams
-from engine.kernels.host.compiled import Team
-from engine.kernels.host.token_draws import NOT_HERE, draw_tokens
+from engine.kernels.host.codegen.compiled import Team
+from engine.kernels.host.tokens.sampling import NOT_HERE, draw_tokens
 from engine.sampling.sampler import sample
 from engine.sampling.uniform import uniform
 from tests.support.kernels import numpy_draws

@@ -23,7 +23,7 @@ from engine.core.rows import Row, build_batch
 from engine.sampling import guided
 from engine.sampling.guided import GuidedSampler
 from engine.sampling.sampler import sample
-from engine.speculative.verify import draw_runs, sampling_at
+from engine.speculative.contracts.verify import draw_runs, sampling_at
 from runtime.errors import HeldUpError, InternalError, InvalidRequestError
 from runtime.grammar import Grammar, GrammarKind, Grammars, GuidedText, MaskJob, checking, load_grammars
 from runtime.grammar.messages import TextCall

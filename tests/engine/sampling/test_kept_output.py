@@ -18,7 +18,7 @@ from engine.core.request import DrawnToken, ProblemCause, Request, SamplingParam
 from engine.core.rows import Row, build_batch, sampling_row
 from engine.sampling.guided import GuidedSampler
 from engine.sampling.sampler import TokenCounts, sample
-from engine.speculative.verify import draw_runs, sampling_at
+from engine.speculative.contracts.verify import draw_runs, sampling_at
 from tests.support.models.tiny_models import LLAMA, tiny
 from tests.support.pool import local_pool as pools
 

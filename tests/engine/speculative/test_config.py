@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.speculative.config import SpeculationConfig
+from engine.speculative.contracts.config import SpeculationConfig
 from runtime.errors import ConfigError
 
 

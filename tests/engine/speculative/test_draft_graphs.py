@@ -10,13 +10,13 @@ from engine.core.request import DrawnToken, SamplingParams
 from engine.core.rows import Row, build_batch
 from engine.graphs.buckets import extend_buckets
 from engine.kernels.device.cache import write_kv
-from engine.speculative.draft_attention import DraftAttention
-from engine.speculative.draft_graphs import DraftGraphs
-from engine.speculative.eagle import EagleDrafter
-from engine.speculative.multistep_device import DeviceRounds
-from engine.speculative.round_graphs import RoundGraphs
-from engine.speculative.tree_expander import TreeExpander
-from engine.speculative.verify import Run
+from engine.speculative.attention.draft_attention import DraftAttention
+from engine.speculative.attention.multistep_device import DeviceRounds
+from engine.speculative.contracts.verify import Run
+from engine.speculative.drafters.eagle import EagleDrafter
+from engine.speculative.replay.draft_graphs import DraftGraphs
+from engine.speculative.replay.round_graphs import RoundGraphs
+from engine.speculative.trees.tree_expander import TreeExpander
 from tests.engine.speculative.test_plan_marker import GEOMETRY, HIDDEN, PAGE_SIZE, ToyDraft, round_batch
 from tests.support.device.capture import RecordingCapture
 from tests.support.kernels.flashinfer import FakeWrappers

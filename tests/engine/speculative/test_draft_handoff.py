@@ -2,7 +2,7 @@
 
 import torch
 
-from engine.speculative.draft_handoff import DraftEnd, HandedEnds
+from engine.speculative.trees.draft_handoff import DraftEnd, HandedEnds
 
 
 def ends(keys: list[list[int]] | None) -> DraftEnd:

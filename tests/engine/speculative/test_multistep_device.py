@@ -5,10 +5,10 @@ import torch
 
 from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardBatch, ForwardMode
-from engine.speculative.config import MAX_STEPS
-from engine.speculative.draft_attention import RoundAttention
-from engine.speculative.multistep import MultiStepAttention
-from engine.speculative.multistep_device import DeviceRounds
+from engine.speculative.attention.draft_attention import RoundAttention
+from engine.speculative.attention.multistep import MultiStepAttention
+from engine.speculative.attention.multistep_device import DeviceRounds
+from engine.speculative.contracts.config import MAX_STEPS
 from runtime.errors import InternalError, StalePlanError
 from tests.support.kernels.flashinfer import FakeWrappers
 

@@ -7,7 +7,7 @@ from torch import Tensor
 from engine.contracts.latent import LatentGeometry
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.rows import Row, build_batch
-from engine.speculative.multistep_latent import MultiStepLatentAttention
+from engine.speculative.attention.multistep_latent import MultiStepLatentAttention
 from runtime.errors import InternalError, StalePlanError
 
 PAGE_SIZE, HEADS, LATENT, ROPE, INDEX_HEADS, INDEX_DIM = 4, 3, 8, 4, 2, 5

@@ -14,12 +14,12 @@ from engine.core.draft_trees import SpecRow, TokenTree
 from engine.core.request import DrawnToken, SamplingParams
 from engine.core.rows import Row, build_batch
 from engine.memory.layout import CacheSpec
-from engine.speculative.draft_attention import DraftAttention
-from engine.speculative.drafter import Drafter
-from engine.speculative.eagle import EagleDrafter
-from engine.speculative.frozen import FrozenDrafter
-from engine.speculative.multistep import MultiStepAttention
-from engine.speculative.verify import Run
+from engine.speculative.attention.draft_attention import DraftAttention
+from engine.speculative.attention.multistep import MultiStepAttention
+from engine.speculative.contracts.drafter import Drafter
+from engine.speculative.contracts.verify import Run
+from engine.speculative.drafters.eagle import EagleDrafter
+from engine.speculative.drafters.frozen import FrozenDrafter
 from runtime.errors import StalePlanError
 
 PAGE_SIZE, HIDDEN, VOCAB = 16, 8, 32

@@ -26,10 +26,10 @@ from engine.core.draft_trees import SpecRow
 from engine.core.numerics import Numerics
 from engine.core.rows import Row, build_batch
 from engine.pipeline.stages import StageExecutor
-from engine.speculative.multistep import MultiStepAttention
-from engine.speculative.multistep_device import DeviceRounds
-from engine.speculative.multistep_latent import MultiStepLatentAttention
-from engine.speculative.multistep_paged import PagedRounds
+from engine.speculative.attention.multistep import MultiStepAttention
+from engine.speculative.attention.multistep_device import DeviceRounds
+from engine.speculative.attention.multistep_latent import MultiStepLatentAttention
+from engine.speculative.attention.multistep_paged import PagedRounds
 from runtime.errors import StalePlanError
 from tests.decode import test_layerwise as layerwise
 from tests.engine.backends import test_device_latent as device_latent
@@ -128,16 +128,16 @@ CASES = {
     "engine/backends/cuda/latent.py": Case(
         device_latent.dense, lambda: latent.batch_of({0: (0, 5), 1: (3, 2)}), run_latent,
         more=device_latent.test_a_wrapper_that_was_planned_for_another_batch_is_never_run),
-    "engine/speculative/multistep.py": Case(
+    "engine/speculative/attention/multistep.py": Case(
         lambda: MultiStepAttention(kv_pools=kv_pools(), geometry=GEOMETRY), rounds.round_batch, run_kv,
         plans_again=False),
-    "engine/speculative/multistep_paged.py": Case(
+    "engine/speculative/attention/multistep_paged.py": Case(
         lambda: PagedRounds(kv_pools=kv_pools(), geometry=GEOMETRY), rounds.round_batch, run_kv, plans_again=False),
-    "engine/speculative/multistep_device.py": Case(
+    "engine/speculative/attention/multistep_device.py": Case(
         lambda: DeviceRounds(kv_pools=kv_pools(), geometry=GEOMETRY, wrappers=FakeWrappers(),
                              device=torch.device("cpu")), rounds.round_batch, run_kv, plans_again=False,
         more=test_multistep_device.test_a_wrapper_that_was_planned_for_another_round_is_never_run),
-    "engine/speculative/multistep_latent.py": Case(
+    "engine/speculative/attention/multistep_latent.py": Case(
         lambda: MultiStepLatentAttention(**latent_pools()),  # type: ignore[arg-type]
         lambda: latent.batch_of({0: (4, 2), 1: (3, 2)}, mode=ForwardMode.DRAFT), run_latent, plans_again=False),
 }
@@ -306,17 +306,17 @@ CHECKS: dict[str, Callable[[], None]] = {
         lambda: host_steps.test_trees_of_one_size_are_replayed_whatever_their_branches(LLAMA),
         host_steps.test_a_plan_of_another_shape_is_refused),
     "engine/graphs/buckets.py": graphs.test_s1_3_each_replay_is_planned_once_and_a_batch_with_a_plan_is_left_alone,
-    "engine/speculative/draft_graphs.py": draft_graphs.test_s1_3_a_draft_follows_captured_as_it_does_eagerly,
-    "engine/speculative/round_graphs.py": in_turn(
+    "engine/speculative/replay/draft_graphs.py": draft_graphs.test_s1_3_a_draft_follows_captured_as_it_does_eagerly,
+    "engine/speculative/replay/round_graphs.py": in_turn(
         draft_graphs.test_s1_3_a_draft_follows_captured_as_it_does_eagerly,
         draft_graphs.test_s1_3_a_round_that_was_planned_outside_is_not_replayed_from_a_graph),
     "engine/graphs/runner.py": in_turn(
         graphs.test_s1_3_a_replay_without_a_plan_of_its_own_is_refused,
         graphs.test_s1_3_each_replay_is_planned_once_and_a_batch_with_a_plan_is_left_alone),
-    "engine/speculative/recorded_drafts.py": lambda: recorded_drafts.test_trees_are_those_of_eager_steps(1),
-    "engine/speculative/layerwise.py": check_layerwise,
-    "engine/speculative/frozen.py": rounds.test_s1_2_a_chain_over_frozen_keys_is_planned_once,
-    "engine/speculative/eagle.py": lambda: rounds.test_s1_2_one_plan_per_step_and_path_none_inside_the_loop(2, 3),
+    "engine/speculative/replay/recorded_drafts.py": lambda: recorded_drafts.test_trees_are_those_of_eager_steps(1),
+    "engine/speculative/drafters/layerwise.py": check_layerwise,
+    "engine/speculative/drafters/frozen.py": rounds.test_s1_2_a_chain_over_frozen_keys_is_planned_once,
+    "engine/speculative/drafters/eagle.py": lambda: rounds.test_s1_2_one_plan_per_step_and_path_none_inside_the_loop(2, 3),
 }
 
 

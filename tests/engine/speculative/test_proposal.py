@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from engine.core.draft_trees import TokenTree, ancestors, node_depths
-from engine.speculative.proposal import Proposal
+from engine.speculative.trees.proposal import Proposal
 
 VOCAB = 40
 

@@ -13,13 +13,13 @@ from engine.core.batch import ForwardMode, SamplingRow
 from engine.core.draft_trees import SpecRow, TokenTree
 from engine.core.request import DrawnToken, SamplingParams
 from engine.core.rows import Row, build_batch
-from engine.speculative.draft_attention import DraftAttention, RoundAttention
-from engine.speculative.draft_handoff import DraftEnd, HandedEnds
-from engine.speculative.eagle import EagleDrafter
-from engine.speculative.multistep import MultiStepAttention
-from engine.speculative.multistep_paged import PagedRounds
-from engine.speculative.recorded_drafts import RecordedDrafts
-from engine.speculative.verify import Run
+from engine.speculative.attention.draft_attention import DraftAttention, RoundAttention
+from engine.speculative.attention.multistep import MultiStepAttention
+from engine.speculative.attention.multistep_paged import PagedRounds
+from engine.speculative.contracts.verify import Run
+from engine.speculative.drafters.eagle import EagleDrafter
+from engine.speculative.replay.recorded_drafts import RecordedDrafts
+from engine.speculative.trees.draft_handoff import DraftEnd, HandedEnds
 from runtime.errors import InternalError
 from tests.engine.speculative.test_multistep_device import HEADS, KV_HEADS, round_of
 from tests.engine.speculative.test_plan_marker import GEOMETRY, HIDDEN, PAGE_SIZE, VOCAB, ToyDraft, round_batch

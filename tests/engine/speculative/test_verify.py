@@ -14,7 +14,7 @@ from engine.core.draft_trees import SpecInfo, SpecRow, TokenTree, ancestors
 from engine.core.request import DrawnToken, Request, SamplingParams
 from engine.core.rows import Row, build_batch, sampling_row
 from engine.sampling.sampler import sample
-from engine.speculative.verify import Run, draw_runs, sampling_at
+from engine.speculative.contracts.verify import Run, draw_runs, sampling_at
 
 VOCAB, PROMPT = 5, (1, 2, 3)
 PARAMS = st.sampled_from([

@@ -16,11 +16,11 @@ from engine.core.numerics import Numerics
 from engine.core.request import DrawnToken, SamplingParams
 from engine.core.rows import Row, build_batch
 from engine.memory.layout import CacheKind
-from engine.speculative.draft_attention import DraftAttention
-from engine.speculative.draft_model import DraftModel
-from engine.speculative.eagle import EagleDrafter
-from engine.speculative.multistep_latent import MultiStepLatentAttention
-from engine.speculative.verify import Run
+from engine.speculative.attention.draft_attention import DraftAttention
+from engine.speculative.attention.multistep_latent import MultiStepLatentAttention
+from engine.speculative.contracts.draft_model import DraftModel
+from engine.speculative.contracts.verify import Run
+from engine.speculative.drafters.eagle import EagleDrafter
 from models.drafts.loader import DraftDescription, read_draft
 from models.loader import read_model
 from tests.support.drafts.nextn import nan_pools

@@ -17,8 +17,8 @@ from engine.core.draft_trees import SpecRow, TokenTree
 from engine.core.numerics import Numerics
 from engine.core.request import DrawnToken, SamplingParams
 from engine.core.rows import Row, build_batch
-from engine.speculative.eagle import EagleDrafter
-from engine.speculative.verify import Run
+from engine.speculative.contracts.verify import Run
+from engine.speculative.drafters.eagle import EagleDrafter
 from models.drafts.loader import read_draft
 from models.loader import read_model
 from runtime.errors import ConfigError

@@ -28,10 +28,10 @@ from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
 from runtime.clock import SystemClock
 from runtime.errors import DeadlineError, PeerLostError
-from runtime.exposition import new_registry
-from runtime.metrics import RpcMetrics
-from runtime.security import PLAIN_CHANNEL
-from runtime.server import GrpcServer, ServerOptions
+from runtime.observe.exposition import new_registry
+from runtime.observe.metrics import RpcMetrics
+from runtime.rpc.server import GrpcServer, ServerOptions
+from runtime.security.access import PLAIN_CHANNEL
 from testing.memory_transport import Fault, MemoryNetwork, MemoryTransport
 from tests.pool.pipeline.test_membership import Observer
 from tests.support.pool.formings import forming_of

@@ -25,12 +25,12 @@ from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
-from runtime.client import open_channel
 from runtime.digests import Compatibility
 from runtime.errors import BatonError, CapacityError, PeerLostError, UnavailableError
-from runtime.exposition import new_registry
-from runtime.metrics import RpcMetrics
-from runtime.server import GrpcServer, ServerOptions
+from runtime.observe.exposition import new_registry
+from runtime.observe.metrics import RpcMetrics
+from runtime.rpc.client import open_channel
+from runtime.rpc.server import GrpcServer, ServerOptions
 from tests.pool.pipeline.test_membership import COUNTED, RANGES, SETTINGS, WEIGHTS, FakeStage
 from transfer.transport.forming import Forming
 

@@ -17,11 +17,11 @@ from pool.pipeline.forming import forming_from_proto
 from pool.pipeline.membership import PipelineService, StageLink, weights_to_proto
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
-from runtime.client import open_channel
 from runtime.errors import ConfigError, InvalidRequestError
-from runtime.exposition import new_registry
-from runtime.metrics import RpcMetrics
-from runtime.server import GrpcServer, ServerOptions
+from runtime.observe.exposition import new_registry
+from runtime.observe.metrics import RpcMetrics
+from runtime.rpc.client import open_channel
+from runtime.rpc.server import GrpcServer, ServerOptions
 from transfer.plan import codec
 from transfer.plan.handoff_terms import StageEndpoint, StageSessionEvent, StageSessionState
 from transfer.transport.forming import Forming

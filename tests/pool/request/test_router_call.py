@@ -17,7 +17,6 @@ from pool.request import router_call
 from pool.request.router_call import MAX_INPUTS, MAX_UNREAD, Opening, RequestKind, RouterCall
 from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc, types_pb2
-from runtime.client import open_channel
 from runtime.errors import (
     CapacityError,
     DeadlineError,
@@ -27,11 +26,12 @@ from runtime.errors import (
     InvalidRequestError,
     RequestAborted,
 )
-from runtime.log import bound_ids, rebind
-from runtime.metrics import RpcMetrics
-from runtime.server import GrpcServer, ServerOptions
-from runtime.status import error_from_rpc
-from runtime.tracing import outgoing
+from runtime.observe.log import bound_ids, rebind
+from runtime.observe.metrics import RpcMetrics
+from runtime.observe.tracing import outgoing
+from runtime.rpc.client import open_channel
+from runtime.rpc.server import GrpcServer, ServerOptions
+from runtime.rpc.status import error_from_rpc
 from tests.support.pool.streams import SharedCall, Stream, call_ledger, decode_call
 
 METHOD = "/baton.v1.Decode/Generate"
@@ -161,7 +161,7 @@ async def test_each_request_has_its_own_trace_ids_and_log_lines(
         seen.append((record.getMessage(), bound_ids().get("request_id")))
         return True
 
-    monkeypatch.setattr(logging.getLogger("runtime.calls"), "filter", note)
+    monkeypatch.setattr(logging.getLogger("runtime.rpc.calls"), "filter", note)
     call = decode_call(pool.Serve)
     parents = {name: f"00-{'a' * 31}{number}-{'b' * 16}-01" for number, name in enumerate("ab")}
     streams = [call.open(opening(name, traceparent=parent, tracestate=f"x={name}")) for name, parent in parents.items()]

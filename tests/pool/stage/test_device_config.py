@@ -17,7 +17,7 @@ from pool.stage.config import WorkerConfig
 from pool.stage.warmup import run_every_kind
 from runtime.config import load
 from runtime.errors import ConfigError
-from runtime.supervision import EXIT_CONFIG
+from runtime.process.supervision import EXIT_CONFIG
 from tests.support.device.device_stack import MAX_NODES, build_stage, device_backends
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.models.tiny_models import GEMMA3, GLM_DSA, HYBRID, KIMI_LINEAR, LLAMA, QWEN3_MOE, tiny

@@ -15,10 +15,10 @@ from engine.core.numerics import Numerics
 from engine.core.request import DrawnToken
 from engine.kernels.device import cache, conv, delta, delta_chunks, latent, tree
 from engine.memory.layout import CacheKind
-from engine.speculative.draft_handoff import HandedEnds
-from engine.speculative.eagle import EagleDrafter
-from engine.speculative.proposal import Candidates
-from engine.speculative.verify import Run
+from engine.speculative.contracts.verify import Run
+from engine.speculative.drafters.eagle import EagleDrafter
+from engine.speculative.trees.draft_handoff import HandedEnds
+from engine.speculative.trees.proposal import Candidates
 from models.drafts.loader import read_draft
 from models.loader import ModelDescription, read_model
 from tests.support.device.device_stack import (

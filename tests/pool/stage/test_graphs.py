@@ -11,7 +11,7 @@ from engine.core.batch import ForwardMode
 from engine.core.layer_range import LayerRange
 from engine.core.numerics import Numerics
 from engine.graphs.runner import StageGraphs
-from engine.speculative.config import SpeculationConfig
+from engine.speculative.contracts.config import SpeculationConfig
 from pool.stage.config import WorkerConfig
 from pool.stage.graphs import build_graphs
 from tests.support.device.capture import RecordingCapture

@@ -6,21 +6,12 @@ import pytest
 import torch
 
 from decode.worker import DecodeRole
-from engine.kernels.host import (
-    causal_conv,
-    delta_rule,
-    gates,
-    in_place,
-    index_scores,
-    latent,
-    packing,
-    product_kernel,
-    program,
-    rows,
-    token_draws,
-    token_passes,
-)
-from engine.kernels.host.kernel_list import Kernel
+from engine.kernels.host.attention import mla, paged_attention, sparse_index
+from engine.kernels.host.build.kernel_list import Kernel
+from engine.kernels.host.codegen import program
+from engine.kernels.host.linear import packed_linear_kernel, packing
+from engine.kernels.host.recurrent import causal_conv, delta_rule, gates
+from engine.kernels.host.tokens import norm_rope, row_ops, sampling
 from pool.process import PoolRole
 from pool.stage import kernels as stage_kernels
 from pool.stage.config import WorkerConfig
@@ -29,10 +20,10 @@ from pool.stage.stage import plan_stage
 from prefill.worker import PrefillRole
 from tests.support.models.checkpoints import make_checkpoint
 
-ALWAYS = {product_kernel.compiled_for, packing.compiled, token_draws.compiled}
+ALWAYS = {packed_linear_kernel.compiled_for, packing.compiled, sampling.compiled}
 RECURRENT = {causal_conv.compiled_for, gates.gates_for, gates.norm_for}
-ATTENDS = {in_place.compiled_for, token_passes.tables_for, token_passes.writes_for}
-STEPS = {program.load_runner, rows.sum_for, rows.copies_for, rows.gathers_for}
+ATTENDS = {paged_attention.compiled_for, norm_rope.tables_for, norm_rope.writes_for}
+STEPS = {program.load_runner, row_ops.sum_for, row_ops.copies_for, row_ops.gathers_for}
 
 
 @pytest.mark.parametrize(("family", "role", "called"), [
@@ -40,7 +31,7 @@ STEPS = {program.load_runner, rows.sum_for, rows.copies_for, rows.gathers_for}
     ("qwen3_5", PrefillRole(), {*ATTENDS, delta_rule.chunks_for, *RECURRENT}),
     ("qwen3_5", DecodeRole(), {*ATTENDS, delta_rule.steps_for, *RECURRENT, *STEPS}),
     ("deepseek_v32", DecodeRole(), {
-        latent.compiled_for, index_scores.scores_for, index_scores.choice, token_passes.tables_for, *STEPS})])
+        mla.compiled_for, sparse_index.scores_for, sparse_index.choice, norm_rope.tables_for, *STEPS})])
 def test_what_a_stage_will_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, role: PoolRole,
                                 called: set[object]) -> None:
     asked: list[Kernel] = []

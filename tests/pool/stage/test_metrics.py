@@ -14,7 +14,7 @@ from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from pool.stage import metrics as metrics_module
 from pool.stage.metrics import EXPERTS_PERIOD_S, ExpertBalance, LeaderMeters, PoolOccupancy, StageCounts
 from protos import worker_pb2 as pb
-from runtime.metrics import StageMetrics
+from runtime.observe.metrics import StageMetrics
 
 GEOMETRY = PoolGeometry(page_size=4, num_pages=11, num_slots=5, layers=LayerRange(0, 2), specs=(
     CacheSpec(0, CacheKind.KV, (2, 1, 4, 8), "float32", 4), CacheSpec(1, CacheKind.STATE, (2, 4, 4), "float32", 4)))

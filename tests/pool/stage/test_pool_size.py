@@ -13,7 +13,7 @@ from pool.stage.stage import plan_stage
 from router.api.readiness import WARM_UP_PROMPT, WARM_UP_TOKENS
 from runtime.config import load
 from runtime.errors import ConfigError
-from runtime.host_memory import HostMemory
+from runtime.process.host_memory import HostMemory
 from tests.support.models.checkpoints import make_checkpoint
 from tests.support.models.published import LLAMA_3_1_8B, QWEN3_0_6B, QWEN3_5_9B, write_published
 

@@ -5,7 +5,7 @@ import logging
 import pytest
 
 from runtime.errors import InvalidRequestError
-from runtime.log import bound_ids
+from runtime.observe.log import bound_ids
 from tests.router.harness import running_router, token_request
 from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal
 

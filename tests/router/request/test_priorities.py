@@ -2,7 +2,7 @@ import pytest
 
 from router.request.validate import PriorityLimits
 from runtime.errors import ConfigError
-from runtime.security import ANYBODY, Caller, certified
+from runtime.security.access import ANYBODY, Caller, certified
 
 LIMITS = PriorityLimits.parse(["batch=10", "ops=-100", "spiffe://here/client/a=-5", "*=1"])
 

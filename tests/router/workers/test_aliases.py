@@ -10,7 +10,7 @@ from protos import generation_pb2, worker_pb2
 from router.workers.directory import Directory, DirectoryOptions
 from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Worker, WorkerRole
-from runtime.metrics import RouterMetrics
+from runtime.observe.metrics import RouterMetrics
 from tests.router.harness import FACTS, eventually, running_router, token_request, worker_info
 from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, expected_tokens
 

@@ -17,10 +17,10 @@ from router.config import RouterConfig
 from router.workers.discovery import DiscoveryOptions, DnsSource, ServiceTarget, Source, StaticSource, parse_target
 from router.workers.endpoints import EndpointSource
 from router.workers.worker_set import open_source
-from runtime.announce import Announcement, write_announcement
 from runtime.config import Address
 from runtime.errors import ConfigError
-from runtime.metrics import RouterMetrics
+from runtime.observe.metrics import RouterMetrics
+from runtime.process.announce import Announcement, write_announcement
 from tests.router.harness import Discovered, eventually, running_router, token_request
 from tests.support.network.authority import Authority
 from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens

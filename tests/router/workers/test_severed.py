@@ -11,7 +11,7 @@ from router.workers.policy import SEVERED_MEMORY_S, SeveredPairs
 from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Worker
 from runtime.clock import ManualClock
-from runtime.metrics import RouterMetrics
+from runtime.observe.metrics import RouterMetrics
 from tests.router.harness import FACTS
 from tests.router.workers.test_directory import serves
 

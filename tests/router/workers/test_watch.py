@@ -12,9 +12,9 @@ from protos import worker_pb2 as pb
 from protos import worker_pb2_grpc
 from router.workers.watch import follow_stream, watch_worker
 from router.workers.worker import Worker, WorkerRole
-from runtime.client import ChannelOptions
-from runtime.redial import RedialingChannel
-from runtime.security import PLAIN_CHANNEL
+from runtime.rpc.client import ChannelOptions
+from runtime.rpc.redial import RedialingChannel
+from runtime.security.access import PLAIN_CHANNEL
 from tests.router.harness import FACTS, eventually, worker_info
 from tests.support.network.names import NameServer
 from tests.support.router.fake_workers import CachelessWorker

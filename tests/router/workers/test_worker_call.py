@@ -16,8 +16,6 @@ from protos.worker_pb2 import WatchRequest
 from protos.worker_pb2_grpc import WorkerStub
 from router.workers import worker_call
 from router.workers.worker_call import DECODE_CALL, CallSlot, WorkerCall
-from runtime import interceptor
-from runtime.client import open_channel
 from runtime.errors import (
     BatonError,
     CapacityError,
@@ -28,9 +26,11 @@ from runtime.errors import (
     RequestAborted,
     UnavailableError,
 )
-from runtime.metrics import RpcMetrics
-from runtime.server import GrpcServer, ServerOptions
-from runtime.status import failure_of
+from runtime.observe.metrics import RpcMetrics
+from runtime.rpc import interceptor
+from runtime.rpc.client import open_channel
+from runtime.rpc.server import GrpcServer, ServerOptions
+from runtime.rpc.status import failure_of
 from tests.router.harness import eventually
 from tests.support.router.fake_workers import Fabric, FakeDecode, Journal
 

@@ -19,7 +19,7 @@ from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig
 from baton.nursery import HERE, Nursery, ProcessPlaces
 from baton.values import ClusterStatus, WorkerStatus
-from runtime.security import PLAIN_CHANNEL, ChannelSecurity
+from runtime.security.access import PLAIN_CHANNEL, ChannelSecurity
 
 READY_TIMEOUT_S = 120.0
 

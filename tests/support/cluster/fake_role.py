@@ -14,12 +14,12 @@ from pathlib import Path
 from prometheus_client import CollectorRegistry
 
 from protos import generation_pb2_grpc
-from runtime.announce import Announcement, write_announcement
-from runtime.log import LogStyle, configure, report_end
-from runtime.metrics import RpcMetrics
-from runtime.server import GrpcServer, ServerOptions
-from runtime.start_progress import KERNELS
-from runtime.supervision import EXIT_CONFIG, StopSignal, run_process
+from runtime.observe.log import LogStyle, configure, report_end
+from runtime.observe.metrics import RpcMetrics
+from runtime.process.announce import Announcement, write_announcement
+from runtime.process.start_progress import KERNELS
+from runtime.process.supervision import EXIT_CONFIG, StopSignal, run_process
+from runtime.rpc.server import GrpcServer, ServerOptions
 from tests.support.router.generation import EchoGeneration
 
 SERVICES = {"router": "baton.v1.Generation", "prefill": "baton.v1.Prefill", "decode": "baton.v1.Decode"}

@@ -24,9 +24,9 @@ from pool.stage.config import WorkerConfig
 from prefill.worker import PrefillRole
 from router.app import serve
 from router.config import RouterConfig
-from runtime.announce import Announcement, read_announcement
 from runtime.errors import CapacityError
-from runtime.supervision import StopSignal
+from runtime.process.announce import Announcement, read_announcement
+from runtime.process.supervision import StopSignal
 from tests.support.transfer.damaging_transport import send_damaged
 from transfer.transport.protocol import Operation, Peer
 from transfer.ucx.transport import UcxTransport

@@ -19,9 +19,9 @@ from prefill.worker import PrefillRole
 from router.api.readiness import SERVICE
 from router.app import serve
 from router.config import RouterConfig
-from runtime.announce import read_announcement
-from runtime.client import open_channel, wait_serving
-from runtime.supervision import StopSignal
+from runtime.process.announce import read_announcement
+from runtime.process.supervision import StopSignal
+from runtime.rpc.client import open_channel, wait_serving
 from tests.support.cluster.clusters import is_clean
 
 START_TIMEOUT_S = 60.0

@@ -15,11 +15,11 @@ from engine.core.draft_trees import SpecInfo, SpecRow, TokenTree
 from engine.core.request import DrawnToken, SamplingParams
 from engine.core.rows import Row, build_batch
 from engine.memory.layout import CacheSpec
-from engine.speculative.draft_attention import DraftAttention
-from engine.speculative.draft_model import DraftModel
-from engine.speculative.eagle import EagleDrafter
-from engine.speculative.multistep import MultiStepAttention
-from engine.speculative.verify import Run
+from engine.speculative.attention.draft_attention import DraftAttention
+from engine.speculative.attention.multistep import MultiStepAttention
+from engine.speculative.contracts.draft_model import DraftModel
+from engine.speculative.contracts.verify import Run
+from engine.speculative.drafters.eagle import EagleDrafter
 from tests.support.models.tiny_models import VOCAB_SIZE
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.memory.layout import CacheKind
-from engine.speculative.draft_model import DraftModel
+from engine.speculative.contracts.draft_model import DraftModel
 from tests.support.drafts.tree_oracle import Cached, TreeOracle
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from engine.contracts.model import StageOutput
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo, TokenTree
-from engine.speculative.drafter import Drafter
-from engine.speculative.verify import Run
+from engine.speculative.contracts.drafter import Drafter
+from engine.speculative.contracts.verify import Run
 from tests.support.drafts.drafters import Shape
 
 Kept = tuple[Tensor, ...]  # what a slot keeps for later ones

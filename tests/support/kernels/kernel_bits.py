@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from engine.kernels.host.causal_conv import causal_conv
-from engine.kernels.host.compiled import Team
-from engine.kernels.host.delta_rule import DeltaInputs, delta_chunks, delta_steps
-from engine.kernels.host.in_place import attend_in_place
-from engine.kernels.host.index_scores import select_keys
-from engine.kernels.host.latent import attend_latent
-from engine.kernels.host.token_passes import rms_norm, rotate_halves
+from engine.kernels.host.attention.mla import attend_latent
+from engine.kernels.host.attention.paged_attention import attend_in_place
+from engine.kernels.host.attention.sparse_index import select_keys
+from engine.kernels.host.codegen.compiled import Team
+from engine.kernels.host.recurrent.causal_conv import causal_conv
+from engine.kernels.host.recurrent.delta_rule import DeltaInputs, delta_chunks, delta_steps
+from engine.kernels.host.tokens.norm_rope import rms_norm, rotate_halves
 from engine.kernels.latent_rows import LatentRows
 from engine.kernels.recurrent_rows import RecurrentRows, StateSteps
 from engine.kernels.rows_in_place import RowsInPlace

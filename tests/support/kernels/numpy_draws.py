@@ -1,4 +1,4 @@
-"""Draws from one row of logits by numpy: what the kernel of `engine.kernels.host.token_draws` is held against."""
+"""Draws from one row of logits by numpy: what the kernel of `engine.kernels.host.tokens.sampling` is held against."""
 
 import numpy as np
 from numpy.typing import NDArray

@@ -10,7 +10,7 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
-from runtime.certificates import CertificateStore, TlsFiles
+from runtime.security.certificates import CertificateStore, TlsFiles
 
 DAY = timedelta(days=1)
 LOOPBACK = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))

@@ -10,10 +10,10 @@ from prometheus_client import CollectorRegistry
 
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
-from runtime.metrics import RpcMetrics
-from runtime.security import ServerSecurity
-from runtime.server import GrpcServer, ServerOptions
-from runtime.status import error_from_rpc
+from runtime.observe.metrics import RpcMetrics
+from runtime.rpc.server import GrpcServer, ServerOptions
+from runtime.rpc.status import error_from_rpc
+from runtime.security.access import ServerSecurity
 from tests.support.router.fake_workers import CachelessWorker
 from tests.support.router.generation import SERVICE, EchoGeneration
 

@@ -31,7 +31,7 @@ from protos import decode_pb2 as pb
 from protos import types_pb2
 from runtime.clock import SystemClock
 from runtime.digests import Compatibility
-from runtime.metrics import ArrivalMetrics, CacheMetrics
+from runtime.observe.metrics import ArrivalMetrics, CacheMetrics
 from testing.memory_transport import MemoryNetwork
 from tests.support.models.tiny_models import HYBRID, tiny
 from tests.support.pool.local_pool import call

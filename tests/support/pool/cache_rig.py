@@ -12,7 +12,7 @@ from engine.core.batch import ForwardBatch
 from engine.memory.integrity import read_books
 from engine.pipeline.stages import StepFailed
 from prefill.scheduler import PrefillScheduler
-from runtime.metrics import CacheMetrics
+from runtime.observe.metrics import CacheMetrics
 from tests.support.pool.token_memory import TokenMemory
 
 SchedulerT = TypeVar("SchedulerT", PrefillScheduler, DecodeScheduler)

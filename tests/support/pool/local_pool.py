@@ -32,7 +32,7 @@ from engine.pipeline.ranks import StageRanks
 from engine.pipeline.stages import FollowerStage, HeadStage, Pipeline, SingleStage, StageExecutor
 from engine.pipeline.tensor_channel import TensorChannel
 from engine.sampling.guided import GuidedSampler
-from engine.speculative.drafter import Drafter
+from engine.speculative.contracts.drafter import Drafter
 from models.loader import ModelDescription
 from pool.request.entry import Failed
 from runtime.clock import SystemClock

@@ -8,10 +8,10 @@ from typing import Any, Generic, TypeVar, cast
 from prometheus_client import CollectorRegistry
 
 from protos import decode_pb2, prefill_pb2, types_pb2
-from runtime.calls import CallLedger
-from runtime.intake import Seats
-from runtime.metrics import RpcMetrics
-from runtime.status import error_from_status
+from runtime.observe.metrics import RpcMetrics
+from runtime.rpc.calls import CallLedger
+from runtime.rpc.read_limits import Seats
+from runtime.rpc.status import error_from_status
 
 InputT = TypeVar("InputT", prefill_pb2.PrefillInput, decode_pb2.DecodeInput)
 EventT = TypeVar("EventT", prefill_pb2.PrefillEvent, decode_pb2.DecodeEvent)

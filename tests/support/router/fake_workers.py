@@ -32,10 +32,10 @@ from protos import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from runtime.calls import CallLedger
 from runtime.errors import BatonError, CapacityError, ConfigError, FieldViolation, InvalidRequestError
-from runtime.metrics import RpcMetrics
-from runtime.server import GrpcServer, ServerOptions
+from runtime.observe.metrics import RpcMetrics
+from runtime.rpc.calls import CallLedger
+from runtime.rpc.server import GrpcServer, ServerOptions
 from runtime.version import WIRE_VERSION
 
 VOCAB_SIZE = 512

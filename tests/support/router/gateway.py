@@ -9,8 +9,8 @@ from pathlib import Path
 
 from baton.gateway import wait_ready
 from baton.nursery import spawn
-from runtime.announce import read_announcement
-from runtime.tied import ALL_CORES
+from runtime.process.announce import read_announcement
+from runtime.process.child_process import ALL_CORES
 
 
 @asynccontextmanager

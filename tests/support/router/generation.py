@@ -10,10 +10,10 @@ from prometheus_client import CollectorRegistry
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc, types_pb2
 from runtime.errors import CapacityError, FieldViolation, InternalError, InvalidRequestError
-from runtime.log import rebind
-from runtime.metrics import RpcMetrics
-from runtime.security import OPEN_SERVER, ServerSecurity
-from runtime.server import GrpcServer, ServerOptions
+from runtime.observe.log import rebind
+from runtime.observe.metrics import RpcMetrics
+from runtime.rpc.server import GrpcServer, ServerOptions
+from runtime.security.access import OPEN_SERVER, ServerSecurity
 
 SERVICE = "baton.v1.Generation"
 Context = grpc.aio.ServicerContext[Any, Any]

@@ -21,8 +21,8 @@ from router.request.validate import admissible
 from router.text.control_tokens import UserControlTokens
 from router.text.model_facts import load_served_model
 from router.text.tokenise import Tokeniser
-from runtime.metrics import RpcMetrics
-from runtime.server import GrpcServer, ServerOptions
+from runtime.observe.metrics import RpcMetrics
+from runtime.rpc.server import GrpcServer, ServerOptions
 
 VLLM_SERVICE = "vllm.grpc.engine.VllmEngine"
 CONTEXT_TOKENS = 1 << 16

@@ -1,0 +1,24 @@
+"""`python -m engine.kernels.host.build.compile_all`: compile every kernel for this CPU, for all types, on all cores.
+
+They are kept for every process after it. Where much starts for the first time at once, on a fresh checkout or a new
+node, nothing that has a deadline then waits for it.
+"""
+
+import argparse
+import time
+
+from engine.kernels.host.build.precompile import compile_ahead
+from engine.kernels.host.build.kernel_list import kernels
+from runtime.process.host_cores import num_cores
+from runtime.process.start_progress import KERNELS
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    begin_s = time.monotonic()
+    compile_ahead(list(kernels()), lambda done, total: print(KERNELS % (done, total), flush=True))
+    print(f"all kernels in {time.monotonic() - begin_s:.1f} s on {num_cores()} cores")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""Which kernels there are, and which a model calls."""
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from engine.kernels.host.attention import mla, paged_attention, sparse_index
+from engine.kernels.host.codegen import program
+from engine.kernels.host.linear import int8, packed_linear_kernel, packing
+from engine.kernels.host.recurrent import causal_conv, delta_rule, gates
+from engine.kernels.host.tokens import norm_rope, row_ops, sampling
+from engine.kernels.host.codegen.amx import has_tiles
+from engine.kernels.host.codegen.compiled import STORED_AS, has_kernels
+from engine.kernels.host.attention.small_batch import CHANNELS, most_rows
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A call that compiles it, or loads what is kept of it."""
+
+    function: Callable[..., object]
+    arguments: tuple[object, ...] = ()
+    options: dict[str, object] = field(default_factory=dict)
+
+    def load(self) -> None:
+        """Once for all calls of this process; see `compile_kernel`."""
+        self.function(*self.arguments, **self.options)
+
+
+@dataclass(frozen=True)
+class ModelNeeds:
+    """What of a model decides which kernels it calls. `reads_prompts`: several tokens of a request at a time;
+    `in_bytes`: weights are kept in eight bits."""
+
+    dtype: torch.dtype
+    reads_prompts: bool
+    attends: bool = False
+    attends_latent: bool = False
+    selects_keys: bool = False
+    has_states: bool = False
+    in_bytes: bool = False
+
+
+def kernels() -> Iterator[Kernel]:
+    """All, for all types; those that take longest come first."""
+    for dtype in STORED_AS:
+        yield from _attention(dtype)
+    for dtype, in_bytes in itertools.product(STORED_AS, (False, True)):
+        yield Kernel(packed_linear_kernel.compiled_for, (dtype,), {"in_bytes": in_bytes})
+    for dtype, of_one_type in itertools.product(STORED_AS, (
+            delta_rule.chunks_for, delta_rule.steps_for, sparse_index.scores_for, causal_conv.compiled_for,
+            causal_conv.trees_for, int8.compiled_for, norm_rope.rotation_for, norm_rope.tables_for,
+            norm_rope.writes_for, row_ops.sum_for, row_ops.copies_for, row_ops.gathers_for, packing.arranges_for,
+            gates.gates_for, gates.norm_for, gates.heads_for)):
+        yield Kernel(of_one_type, (dtype,))
+    for dtype, other in itertools.product(STORED_AS, STORED_AS):
+        yield Kernel(mla.compiled_for, (dtype, other))
+        for rounds_first in (False, True):
+            yield Kernel(norm_rope.norm_for, (dtype, other, rounds_first))
+    for alone in (packing.compiled, sparse_index.choice, program.load_runner, row_ops.moves_for,
+                  row_ops.maxima, sampling.compiled):
+        yield Kernel(alone)
+
+
+def kernels_of(needs: ModelNeeds) -> Iterator[Kernel]:
+    """Those that such a model calls, a part of `kernels()`, but for some that compile within half a second; those that
+    take longest come first."""
+    dtype = needs.dtype
+    if not has_kernels(dtype):
+        return
+    draws, recurs = not needs.reads_prompts, needs.has_states
+    called: tuple[tuple[bool, Kernel], ...] = (
+        *((needs.attends, kernel) for kernel in _attention(dtype)),
+        (recurs and needs.reads_prompts, Kernel(delta_rule.chunks_for, (dtype,))),
+        (True, Kernel(packed_linear_kernel.compiled_for, (dtype,), {"in_bytes": needs.in_bytes})),
+        (needs.attends_latent, Kernel(mla.compiled_for, (dtype, dtype))),
+        (recurs and draws, Kernel(delta_rule.steps_for, (dtype,))),
+        (recurs, Kernel(causal_conv.compiled_for, (dtype,))),
+        (recurs, Kernel(gates.norm_for, (dtype,))),
+        (recurs, Kernel(gates.gates_for, (dtype,))),
+        (needs.selects_keys, Kernel(sparse_index.scores_for, (dtype,))),
+        (needs.selects_keys, Kernel(sparse_index.choice)),
+        (True, Kernel(packing.compiled)),
+        (True, Kernel(sampling.compiled)),
+        (draws, Kernel(program.load_runner)),
+        (needs.attends or needs.attends_latent, Kernel(norm_rope.tables_for, (dtype,))),
+        (needs.attends, Kernel(norm_rope.writes_for, (dtype,))),
+        *((draws, Kernel(kernel, (dtype,))) for kernel in (row_ops.sum_for, row_ops.copies_for, row_ops.gathers_for)),
+        (needs.in_bytes, Kernel(int8.compiled_for, (dtype,))),
+    )
+    yield from (kernel for is_called, kernel in called if is_called)
+
+
+def _attention(dtype: torch.dtype) -> Iterator[Kernel]:
+    tiled = dtype is torch.bfloat16 and has_tiles()
+    for few in (False, True) if most_rows(dtype, CHANNELS, tiled=tiled) else (False,):
+        yield Kernel(paged_attention.compiled_for, (dtype,), {"tiled": tiled, "few": few})

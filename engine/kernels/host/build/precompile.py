@@ -1,0 +1,147 @@
+"""Compile kernels before they are called, side by side with whoever else compiles on this machine.
+
+A process goes through the kernels that it will call. One that another process compiles is left for later, so that those
+who start together share the work. A process with several cores starts others beside it: numba compiles one kernel at a
+time in a process, whatever its threads.
+
+    python -m engine.kernels.host.build.precompile PARENT_PID 0,7,3     # such another: of all kernels, these
+"""
+
+import logging
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from engine.kernels.host.codegen.compiled import Attempt, KernelLockedError, KernelMissingError, kept_in, trying
+from engine.kernels.host.build.kernel_list import Kernel, kernels
+from runtime.process.host_cores import num_cores
+from runtime.process.host_memory import MIB, host_memory
+from runtime.process.start_progress import KERNELS
+from runtime.process.child_process import ALL_CORES, program, tie_to_parent
+
+logger = logging.getLogger(__name__)
+
+PROCESS_BYTES = 640 * MIB  # of a process that compiles: half of it are torch and numba
+_REAP_S = 5.0
+REPORT_S = 2.0  # between two reports of how many kernels are there
+
+
+def _log(done: int, total: int) -> None:
+    logger.info(KERNELS, done, total)
+
+
+def compile_ahead(wanted: Sequence[Kernel], report: Callable[[int, int], None] = _log) -> None:
+    """Return when all are there. Call it from the thread that the process ends with: what is started ends with it, too.
+
+    `report` is told how many of those that were never compiled on this machine are there, and how many these are.
+    """
+    begin_s = time.monotonic()
+    missing, left = _not_kept(wanted)
+    are_kept = not missing or kept_in() is not None
+    if not are_kept:
+        logger.warning("compiled kernels cannot be kept, so every start compiles them: neither the installed source "
+                       "nor the user's cache folder can be written; NUMBA_CACHE_DIR names another folder")
+    progress = _Progress(len(missing), report)
+    most = min(num_cores(), len(missing), host_memory().available_bytes // PROCESS_BYTES) if are_kept else 1
+    with _helpers(missing, most - 1):
+        while left:
+            locked = _take(left, progress)
+            if len(locked) == len(left):  # others have all that is left
+                locked.pop(0).load()
+            left = locked
+    if missing:
+        report(len(missing), len(missing))
+        logger.info("all %d kernels are there after %.1f s", len(wanted), time.monotonic() - begin_s)
+
+
+class _Progress:
+    """Reports of how many kernels are there, the first at once and the others `REPORT_S` apart; none where all were
+    kept."""
+
+    def __init__(self, total: int, report: Callable[[int, int], None]) -> None:
+        self._total = total
+        self._report = report
+        self._reported_s = -math.inf
+        self.left(total)
+
+    def left(self, count: int) -> None:
+        """Note how many are not there yet."""
+        now_s = time.monotonic()
+        if self._total and now_s - self._reported_s >= REPORT_S:
+            self._reported_s = now_s
+            self._report(max(self._total - count, 0), self._total)
+
+
+def _not_kept(wanted: Sequence[Kernel]) -> tuple[list[Kernel], list[Kernel]]:
+    """Load what is kept. Returns what is missing, and that with what others have locked, to load or to compile it."""
+    missing, left = [], []
+    for kernel in wanted:
+        try:
+            with trying(Attempt.LOAD):
+                kernel.load()
+        except KernelMissingError:
+            missing.append(kernel)
+            left.append(kernel)
+        except KernelLockedError:
+            left.append(kernel)
+    return missing, left
+
+
+def _take(left: Sequence[Kernel], progress: _Progress) -> list[Kernel]:
+    """Compile or load all that no other process has locked. Return the others."""
+    locked = []
+    for place, kernel in enumerate(left, 1):
+        if not _took(kernel):
+            locked.append(kernel)
+        progress.left(len(locked) + len(left) - place)
+    return locked
+
+
+def _took(kernel: Kernel) -> bool:
+    """Compile or load a kernel, and return whether no other process had it locked."""
+    try:
+        with trying(Attempt.UNLOCKED):
+            kernel.load()
+    except KernelLockedError:
+        return False
+    return True
+
+
+@contextmanager
+def _helpers(missing: list[Kernel], count: int) -> Iterator[None]:
+    """Others that take of the same kernels while the block runs. Each begins with another one; none outlives it."""
+    helpers: list[subprocess.Popen[bytes]] = []
+    try:
+        for first in range(1, count + 1):
+            order = _places(missing[first:] + missing[:first])
+            helpers.append(subprocess.Popen(program(__name__, str(os.getpid()), order), stdin=subprocess.DEVNULL,
+                                            start_new_session=True))
+        yield
+    finally:
+        for helper in helpers:
+            helper.kill()
+        for helper in helpers:
+            helper.wait(_REAP_S)
+
+
+def _places(wanted: Sequence[Kernel]) -> str:
+    """As `main` reads them."""
+    every = list(kernels())
+    return ",".join(str(every.index(kernel)) for kernel in wanted)
+
+
+def main() -> None:
+    """What a helper does; see `_helpers`."""
+    parent, places = sys.argv[1:]
+    tie_to_parent(int(parent), ALL_CORES)
+    every = list(kernels())
+    for place in places.split(","):
+        _took(every[int(place)])
+
+
+if __name__ == "__main__":
+    main()

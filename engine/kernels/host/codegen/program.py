@@ -1,0 +1,128 @@
+"""Launches of kernels as one call: recorded with their arguments, and run again in the same order without Python
+between them. A step of few rows takes hundreds, and what Python does for each of them has left the caches by then, as
+the weights have gone through.
+"""
+
+from array import array
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from llvmlite import ir
+from numba import carray, types
+from numba.extending import intrinsic
+
+from engine.kernels.host.codegen.compiled import (
+    DONE,
+    NEXT,
+    NUM_ITEMS,
+    SCRATCH,
+    SEATS,
+    Team,
+    compile_kernel,
+    parallel_address,
+    record,
+)
+from runtime.errors import InternalError
+
+_ARGUMENTS = record("launches", "parallel")
+_LAUNCH_FIELDS = 3
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+
+
+class Launch(NamedTuple):
+    """The C function at an address, and a copy of the record that it was called with."""
+
+    function: int
+    arguments: bytes
+
+
+class Program:
+    """Launches in their order. What lies at the addresses in their records is the caller's to keep; the records' own
+    counts begin anew each time."""
+
+    def __init__(self, launches: Sequence[Launch], seats: torch.Tensor, team: Team) -> None:
+        """`seats`: memory for the seats of any of the launches, which take turns with it."""
+        self._records: list[array[int]] = []
+        self._team, self._seats = team, seats
+        num_threads = torch.get_num_threads()
+        table = array("q")
+        for launch in launches:
+            arguments = array("q", launch.arguments.ljust(-(-len(launch.arguments) // 8) * 8, b"\0"))
+            arguments[SCRATCH] = seats.data_ptr()
+            self._records.append(arguments)
+            table.extend((launch.function, arguments.buffer_info()[0], min(num_threads, arguments[NUM_ITEMS])))
+        self._table, self._num_launches = table, len(launches)
+        self._parallel = parallel_address() if num_threads > 1 else 0
+
+    def run(self) -> None:
+        """Raises InternalError: a kernel did not do all of its items."""
+        arguments = array("q", (0, 0, self._num_launches, 0, 0, 0, self._table.buffer_info()[0], self._parallel))
+        self._team.run(_runner().address, arguments.buffer_info()[0], num_parts=1)
+        if arguments[DONE] != self._num_launches:
+            failed = self._records[arguments[DONE]]
+            raise InternalError(f"kernel {arguments[DONE]} of a recorded step ended after {failed[DONE]} of "
+                                f"{failed[NUM_ITEMS]} parts")
+
+
+@cache
+def _runner():
+    return compile_kernel(_run, _ARGUMENTS, "run_program", __file__)
+
+
+def load_runner() -> None:
+    """Compile what runs programs, or load what is kept of it."""
+    _runner()
+
+
+def _run(pointer):
+    a = carray(pointer, 1)[0]
+    launches = carray(_integers_at(a.launches), (a.num_items, _LAUNCH_FIELDS))
+    for place in range(a.num_items):
+        function, address, num_threads = launches[place]
+        arguments = carray(_integers_at(address), SCRATCH)
+        arguments[NEXT], arguments[DONE], arguments[SEATS] = 0, 0, 0
+        if num_threads > 1 and a.parallel:
+            _call_parallel(a.parallel, function, address, num_threads)
+        else:
+            _call(function, address)
+        if carray(_integers_at(address), SCRATCH)[DONE] != arguments[NUM_ITEMS]:
+            return
+        carray(pointer, 1)[0].done = place + 1
+
+
+@intrinsic
+def _integers_at(typing, address):
+    kind = types.CPointer(types.int64)
+
+    def generate(context, builder, signature, arguments):
+        return builder.inttoptr(arguments[0], context.get_value_type(kind))
+
+    return kind(types.int64), generate
+
+
+@intrinsic
+def _call(typing, function, address):
+    """The C function `void (*)(void *)` at an address."""
+
+    def generate(context, builder, signature, arguments):
+        kind = ir.FunctionType(ir.VoidType(), [_I64])
+        builder.call(builder.inttoptr(arguments[0], kind.as_pointer()), [arguments[1]])
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64), generate
+
+
+@intrinsic
+def _call_parallel(typing, parallel, function, address, num_threads):
+    """The same on so many threads, by GOMP_parallel at an address."""
+
+    def generate(context, builder, signature, arguments):
+        kind = ir.FunctionType(ir.VoidType(), [_I64, _I64, _I32, _I32])
+        at, function_at, data, threads = arguments
+        builder.call(builder.inttoptr(at, kind.as_pointer()),
+                     [function_at, data, builder.trunc(threads, _I32), _I32(0)])
+        return context.get_dummy_value()
+
+    return types.none(types.int64, types.int64, types.int64, types.int64), generate

@@ -1,0 +1,76 @@
+"""The tree in which a product adds its eight sums, ((0+1)+(2+3))+((4+5)+(6+7)), while they are computed: what is kept
+of them stays in a core's nearest cache.
+
+It goes as a binary counter does. Behind segment s as many earlier sums are added as s ends in ones, the latest first;
+the result takes the place of the earliest of them, one of three places.
+"""
+
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+from engine.kernels.host.codegen.compiled import STRICT_PART
+from engine.kernels.host.codegen.dot import BLOCK_STEP_BYTES, LANES
+from engine.kernels.host.codegen.strided_loops import Lines, stride_by
+
+_UNROLLED = 4
+
+
+@njit(**STRICT_PART)
+def earlier_sums(segment):
+    """How many earlier sums are added behind this segment, and the number of the place where the result is kept."""
+    count = 0
+    while segment >> count & 1:
+        count += 1
+    return count, (segment >> count >> 1 & 1) + (segment >> count >> 2 & 1)
+
+
+@njit(**STRICT_PART)
+def join(num_earlier, out, second, third, sums, count):
+    """out = out + (second + (third + sums)), of which `num_earlier` are added, 1 to 3: the first ones. Each but the
+    counts: the address of `count` * 16 fp32."""
+    if num_earlier == 1:
+        _add_two(out, out, sums, count)
+    elif num_earlier == 2:
+        _add_three(out, out, second, sums, count)
+    else:
+        _add_four(out, out, second, third, sums, count)
+
+
+def _added(num_sums: int):
+    """f(out, first, second, ..., count): out = first + (second + (...)), of `num_sums`."""
+
+    def generate(context, builder, signature, arguments):
+        out, *sums, count = arguments
+        lines = Lines(builder, LANES)
+
+        def write(index, number: int) -> None:
+            for place in range(number):
+                at = builder.mul(builder.add(index, ir.Constant(index.type, place)),
+                                 ir.Constant(index.type, BLOCK_STEP_BYTES))
+                values = [lines.load(builder.add(address, at)) for address in sums]
+                value = values.pop()
+                while values:
+                    value = builder.fadd(values.pop(), value)
+                lines.store(value, builder.add(out, at))
+
+        rest = stride_by(builder, ir.Constant(count.type, 0), count, _UNROLLED, lambda index: write(index, _UNROLLED))
+        stride_by(builder, rest, count, 1, lambda index: write(index, 1))
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * (num_sums + 2)), generate
+
+
+@intrinsic
+def _add_two(typing, out, first, second, count):
+    return _added(2)
+
+
+@intrinsic
+def _add_three(typing, out, first, second, third, count):
+    return _added(3)
+
+
+@intrinsic
+def _add_four(typing, out, first, second, third, fourth, count):
+    return _added(4)

@@ -1,0 +1,201 @@
+"""Products in eight bits: rows of weights, and of x when it comes, are codes of a byte, with a scale for each segment.
+
+A segment (`packing.Segments`; eighths, as ranks divide sums) of a row has the scale s = highest / 127, highest being
+the largest of its magnitudes, and a value's code is the nearest integer to value * (127 / highest), of two the even
+one; of a segment whose highest is below 2^-100 all codes are 0. What is not a number, or not finite, makes the scale
+NaN. A row of weights that was read from codes of a byte or less, times one scale, keeps both: s is that scale and a
+code the nearest integer to value / s, which is the one that was read, since bf16 moves 128 s by a quarter of s at most.
+A segment's part of an output is
+
+    ((sum over k of x_code * w_code) * s_w) * s_x,
+
+of whole numbers, so exact, and then two roundings in fp32: the same bits from every instruction that multiplies bytes.
+Such instructions take one factor without a sign: weights are kept as code + 128, and from a sum is taken 128 times the
+sum of x's codes, its offset.
+"""
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from llvmlite import ir
+from numba import carray, njit, types
+from numba.extending import intrinsic, overload
+from torch import Tensor
+
+from engine.kernels.host.codegen import functions
+from engine.kernels.host.codegen.compiled import (
+    DONE,
+    NEXT,
+    STORED_AS,
+    STRICT,
+    STRICT_PART,
+    Team,
+    compile_kernel,
+    count_up,
+    launch_integers,
+    number_of,
+    pointer_to,
+    record,
+    wide,
+)
+from engine.kernels.host.codegen.dot import BLOCK_STEP_BYTES, LANES, in_all_lanes
+from engine.kernels.host.codegen.functions import fma
+from engine.kernels.host.linear.packing import SEGMENTS, Segments, pack
+
+SCALE_BYTES = 4 * SEGMENTS  # of a row
+_HIGHEST_CODE = np.float32(127.0)
+_LEAST_BITS, _NO_NUMBER_BITS = 27 << 23, 255 << 23  # of 2^-100; of infinity, above which are the NaNs
+_SIGN_BIT = 0x80  # of a code: with it changed it is code + 128
+_MAGNITUDE = np.uint32(0x7FFFFFFF)
+_ROUNDER, _ROUNDER_BITS = np.float32(12582912.0), np.int32(0x4B400000)  # see `functions.py`
+_ROWS_AT_ONCE = 256  # of a weight: what lies beside its final form is small
+
+_ARGUMENTS = record("num_terms", "num_segments", "own_terms", "filled_terms", "x", "x_row_bytes", "row_scales", "codes",
+                    "scales", "offsets")
+
+
+class CodedRows(NamedTuple):
+    """codes: [M, segments * filled terms of one] int8; scales: [M, segments] fp32; offsets: [M, segments] int32."""
+
+    codes: Tensor
+    scales: Tensor
+    offsets: Tensor
+
+
+class CodedBlocks(NamedTuple):
+    """blocks: as `packing.pack` has them, of code + 128; scales: [ceil(N/16), segments, 16] fp32."""
+
+    blocks: Tensor
+    scales: Tensor
+
+
+def coded(x: Tensor, segments: Segments, team: Team, row_scales: Tensor | None = None) -> CodedRows:
+    """x: [M, K] bf16 or fp32, with K the segments' terms. row_scales: [M] fp32, of rows that keep theirs; 0 of others.
+    """
+    x = x if x.stride(1) == 1 else x.contiguous()
+    num_rows, filled = len(x), segments.steps * segments.step_terms
+    rows = CodedRows(torch.empty(num_rows, segments.count * filled, dtype=torch.int8),
+                     torch.empty(num_rows, segments.count), torch.empty(num_rows, segments.count, dtype=torch.int32))
+    launch_integers(compiled_for(x.dtype), num_rows, (
+        segments.num_terms, segments.count, segments.own_terms, filled, x.data_ptr(), x.stride(0) * x.itemsize,
+        0 if row_scales is None else row_scales.data_ptr(), *(part.data_ptr() for part in rows)), team)
+    return rows
+
+
+def coded_blocks(weight: Tensor, segments: Segments, team: Team, row_scales: Tensor | None = None) -> CodedBlocks:
+    """weight: [N, K] bf16 or fp32, with K the segments' terms. row_scales: [N], see `coded`."""
+    num_blocks, num_steps = -(-len(weight) // LANES), segments.count * segments.steps
+    packed = CodedBlocks(torch.empty(1, num_blocks, num_steps, LANES), torch.empty(num_blocks, segments.count, LANES))
+    # Four codes are moved as one number of 32 bits.
+    words = Segments(num_steps, torch.float32, 1, segments.count, segment_terms=segments.steps)
+    for first in range(0, len(weight), _ROWS_AT_ONCE):
+        rows = slice(first, first + _ROWS_AT_ONCE)
+        codes, scales, _ = coded(weight[rows], segments, team, None if row_scales is None else row_scales[rows])
+        codes.view(torch.uint8).bitwise_xor_(_SIGN_BIT)
+        blocks = slice(first // LANES, -(-(first + len(codes)) // LANES))
+        packed.blocks[:, blocks] = pack(codes.view(torch.float32)[None], words, team)
+        by_lane = F.pad(scales, (0, 0, 0, -len(scales) % LANES)).view(-1, LANES, segments.count)
+        packed.scales[blocks] = by_lane.transpose(1, 2)
+    return packed
+
+
+@cache
+def compiled_for(dtype: torch.dtype):
+    stored = STORED_AS[dtype]
+
+    def work(pointer):
+        _take_rows(pointer, stored)
+
+    return compile_kernel(work, _ARGUMENTS, f"eight_bits_{stored.__name__}", __file__, functions.__file__,
+                          numbers=STRICT)
+
+
+@njit(**STRICT_PART)
+def _take_rows(pointer, stored):
+    """One thread's part: a row at a time, until none are left."""
+    a = carray(pointer, 1)[0]
+    while True:
+        row = count_up(pointer, NEXT)
+        if row >= a.num_items:
+            return
+        scales = carray(pointer_to(a.scales, np.float32), (a.num_items, a.num_segments))
+        offsets = carray(pointer_to(a.offsets, np.int32), (a.num_items, a.num_segments))
+        x = pointer_to(a.x + row * a.x_row_bytes, stored)
+        codes = pointer_to(a.codes + row * a.num_segments * a.filled_terms, np.int8)
+        kept = np.float32(0)
+        if a.row_scales != 0:
+            kept = carray(pointer_to(a.row_scales, np.float32), a.num_items)[row]
+        for segment in range(a.num_segments):
+            start, to = min(segment * a.own_terms, a.num_terms), segment * a.filled_terms
+            count = min(a.own_terms, a.num_terms - start)
+            highest = np.uint32(0)
+            for place in range(count):
+                bits = np.float32(wide(x[start + place])).view(np.uint32)
+                highest = max(highest, np.uint32(bits & _MAGNITUDE))
+            scale, factor = _scale_and_factor(highest, kept)
+            total = np.int32(0)
+            for place in range(count):
+                nearest = fma(wide(x[start + place]), factor, _ROUNDER)
+                code = np.int32(np.float32(nearest).view(np.int32) - _ROUNDER_BITS)
+                total = np.int32(total + code)
+                codes[to + place] = code
+            for place in range(count, a.filled_terms):
+                codes[to + place] = 0
+            scales[row, segment], offsets[row, segment] = scale, total * 128
+        count_up(pointer, DONE)
+
+
+@njit(**STRICT_PART)
+def _scale_and_factor(highest, kept):
+    """Of a segment, by the bits of its largest magnitude and the scale that its row keeps, or 0."""
+    if highest >= _NO_NUMBER_BITS:
+        return np.float32(np.nan), np.float32(0)
+    if highest < _LEAST_BITS:
+        return np.float32(0), np.float32(0)
+    if kept > 0:
+        return kept, np.float32(1) / kept
+    return number_of(highest) / _HIGHEST_CODE, _HIGHEST_CODE / number_of(highest)
+
+
+def restore(terms, a, first_row, rows, segment, scales, num_blocks, sums):
+    """For a product's kernel: a segment's sums of `rows` rows and `num_blocks` blocks become fp32, where its terms are
+    bytes. scales: the address of the first block's."""
+    raise NotImplementedError("for compiled code only")
+
+
+@overload(restore, jit_options=STRICT, inline="always")
+def _restore(terms, a, first_row, rows, segment, scales, num_blocks, sums):
+    def of_bytes(terms, a, first_row, rows, segment, scales, num_blocks, sums):
+        x_scales = carray(pointer_to(a.x_scales, np.float32), (first_row + rows, a.num_segments))
+        x_offsets = carray(pointer_to(a.x_offsets, np.int32), (first_row + rows, a.num_segments))
+        for row in range(rows):
+            for block in range(num_blocks):
+                _restore_block(sums + (row * a.group_blocks + block) * BLOCK_STEP_BYTES,
+                               x_offsets[first_row + row, segment], x_scales[first_row + row, segment],
+                               scales + (block * a.num_segments + segment) * BLOCK_STEP_BYTES)
+
+    def of_others(terms, a, first_row, rows, segment, scales, num_blocks, sums):
+        pass
+
+    return of_bytes if terms.dtype == types.int8 else of_others
+
+
+@intrinsic
+def _restore_block(typing, sums, offset, scale, scales):
+    """16 columns of one row, in place."""
+
+    def generate(context, b, signature, arguments):
+        sums, offset, scale, scales = arguments
+        at = b.inttoptr(sums, ir.VectorType(ir.IntType(32), LANES).as_pointer())
+        whole = b.sub(b.load(at, align=4), in_all_lanes(b, offset))
+        floats = ir.VectorType(ir.FloatType(), LANES)
+        parts = b.fmul(b.sitofp(whole, floats), b.load(b.inttoptr(scales, floats.as_pointer()), align=4))
+        parts = b.fmul(parts, in_all_lanes(b, scale))
+        b.store(parts, b.inttoptr(sums, floats.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int32, types.float32, types.int64), generate
+

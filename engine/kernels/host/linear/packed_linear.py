@@ -1,0 +1,246 @@
+"""Products with packed weights on the host: one kernel for every number of rows, with an order of sums of its own.
+
+Every output element is eight sums over eighths of K, added in a binary tree, ((0+1)+(2+3))+((4+5)+(6+7)), in fp32. An
+eighth is ceil(P/8) of the P pairs of terms of K, and what is left of them at the end. Processes that hold 4, 2 or 1 of
+the eighths each keep the order by adding their parts as the tree does. In what order a sum goes through its terms is
+the CPU's class of arithmetic: one after the other (`dot.py`), or for bf16 in 32s where it has tiles (`tiles.py`).
+
+What follows the product is done before it is rounded, once: bias, silu(gate) * up of two products, a residual.
+An element's bits depend on its row of x and of the residual and on its column of the weights, on nothing else.
+
+Weights kept in eight bits multiply rows of x of which each eighth has been made codes of eight bits, too; the rest is
+the same (`eight_bits.py`).
+"""
+
+from array import array
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.kernels.host.codegen import amx
+from engine.kernels.host.codegen.amx import LAYOUT_BYTES
+from engine.kernels.host.codegen.compiled import STORED_AS, Team, launch_integers
+from engine.kernels.host.codegen.dot import BLOCK_STEP_BYTES, LANES
+from engine.kernels.host.codegen.tiles import is_tiled
+from engine.kernels.host.linear.int8 import CodedRows, coded, coded_blocks
+from engine.kernels.host.linear.packed_linear_kernel import (
+    SHARE_FIELDS,
+    STREAM_ROWS,
+    TILE_ROWS,
+    compiled_for,
+    instructions,
+    streams,
+)
+from engine.kernels.host.linear.packing import SEGMENTS, Segments, arranged, pack
+from engine.kernels.host.tokens.row_ops import apart, rows_for_product
+from runtime.errors import InternalError
+
+REVISION = 6  # of sums and roundings: another number, other bits
+
+_GROUP_BLOCKS = 4
+_CHUNK_ROWS = 48  # rows that share a pass over a segment of the weights while that is in the nearest cache
+_CHUNK_TILE_ROWS = 256  # the same for tiles, whose sums then stay in a core's own cache
+_ITEMS_PER_THREAD = 4
+_STEP_BYTES = 4  # of a row of x
+_SHARE_BYTES = 5 << 18  # of x for tiles: stays in a core's own cache while the weights go by
+
+
+def arithmetic_class() -> str:
+    """Processes that give the same one here give the same bits from the same weights and inputs."""
+    return f"{REVISION}-{instructions()}"
+
+
+class PackedWeight:
+    """`weight` [N, K] or [H, N, K], bf16 or fp32 on the host, is copied into `blocks` (`packing.pack`). `bias`: one
+    value for each of the N or H * N outputs, or None. With a part of the terms of a longer sum, `num_segments` of its
+    eighths (4, 2 or 1), which have `segment_terms` terms each, the result is the subtree over these eighths.
+    `in_bytes`: keep a single matrix as codes of eight bits, with the rows' own scales where `row_scales` [N] has them
+    (0: it has not)."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, team: Team, *, num_segments: int = SEGMENTS,
+                 segment_terms: int | None = None, in_bytes: bool = False, row_scales: Tensor | None = None) -> None:
+        matrices = weight if weight.dim() == 3 else weight[None]
+        self.shape = tuple(matrices.shape)
+        self.dtype = weight.dtype
+        multiple = amx.STEPS if is_tiled(np.int8 if in_bytes else STORED_AS[weight.dtype]) else 1
+        self.segments = Segments(matrices.shape[2], weight.dtype, multiple, num_segments, in_bytes, segment_terms)
+        self.scales: Tensor | None = None
+        if in_bytes:
+            self.blocks, self.scales = coded_blocks(weight, self.segments, team, row_scales)
+        else:
+            self.blocks = pack(matrices, self.segments, team)
+        self.bias = None if bias is None else bias.to(torch.float32, copy=True)
+        self.addresses = _address(self.blocks), _address(self.bias), _address(self.scales)
+        self._tiled, self._team = multiple > 1, team
+
+    def multiply(self, x: Tensor, *, residual: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
+        """x W^T + bias + residual. x: [M, K] in the weight's dtype; residual: [M, N] likewise. Returns [M, N] in
+        `out_dtype`: the weight's, unless it is fp32. With H matrices x is [M, H, K], of which matrix h multiplies
+        x[:, h], and residual and result are [M, H * N]."""
+        return self._launch(x, None, residual, out_dtype or self.dtype)
+
+    def multiply_gated(self, x: Tensor, up: "PackedWeight") -> Tensor:
+        """silu(x W^T + bias) * (x U^T + bias of U), for U of the same shape. Returns [M, N] in the weight's dtype."""
+        if (up.shape, up.segments) != (self.shape, self.segments):
+            raise InternalError(f"gate {self.shape} {self.dtype} beside up {up.shape} {up.dtype}")
+        return self._launch(x, up, None, self.dtype)
+
+    def rows(self, indices: Tensor) -> Tensor:
+        """Rows of a single matrix as they were before packing. indices: [T] int64. Returns [T, K].
+
+        Raises:
+            InternalError: they are kept in eight bits, and are no longer there.
+        """
+        if self.segments.in_bytes:
+            raise InternalError("rows of weights in eight bits")
+        taken = self.blocks[0][indices // LANES, :, indices % LANES]
+        return self.segments.restored(taken.flatten(1))
+
+    def _launch(self, x: Tensor, up: "PackedWeight | None", residual: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+        count, columns, terms = self.shape
+        num_rows, headwise = x.shape[0], x.dim() == 3
+        if x.dtype is not self.dtype or x.shape[1:] != ((terms,) if count == 1 and not headwise else (count, terms)):
+            raise InternalError(f"x {tuple(x.shape)} {x.dtype} for weights {self.shape} {self.dtype}")
+        if out_dtype not in (self.dtype, torch.float32):
+            raise InternalError(f"results in {out_dtype} of weights in {self.dtype}")
+        # What is gated goes on to a product.
+        out = torch.empty(num_rows, count * columns, dtype=out_dtype) if up is None else rows_for_product(
+            num_rows, count * columns, out_dtype)
+        if not out.numel():
+            return out
+        x, codes = _operand(x, self.segments, self._team)
+        num_blocks = self.blocks.shape[1]
+        residual_at, residual_stride = 0, 0
+        if residual is not None:
+            residual = residual if residual.stride(1) == 1 else residual.contiguous()
+            residual_at, residual_stride = residual.data_ptr(), residual.stride(0)
+        w_up, bias_up, scales_up = (0, 0, 0) if up is None else up.addresses
+        num_panels, num_threads = 1 if up is None else 2, torch.get_num_threads()
+        if self._tiled and num_rows > amx.MAX_ROWS and not headwise:
+            x = apart(x, self._team)
+            work = _share_out_tiles(num_rows, num_blocks, num_panels, x.stride(0) * x.itemsize, num_threads)
+        else:
+            work = _share_out(num_rows, count, num_blocks, num_panels, num_threads, self.segments)
+        launch_integers(compiled_for(self.dtype, in_bytes=self.segments.in_bytes), work.num_items, (
+            *work.fields, num_rows, out.stride(0), columns, num_blocks, count, self.segments.count,
+            self.segments.steps, x.data_ptr(), x.stride(0) * x.itemsize, x.stride(1) * x.itemsize if headwise else 0, 0,
+            self.addresses[0], w_up, self.segments.block_bytes, self.addresses[1], bias_up,
+            residual_at, residual_stride, out.data_ptr(), out.itemsize, self.addresses[2], scales_up,
+            *_scales_of(codes)), self._team, scratch_bytes=work.scratch_bytes)
+        return out
+
+
+class PackedGroup:
+    """Matrices of one shape without biases, of which each multiplies rows of its own (experts), in one launch."""
+
+    def __init__(self, weights: Sequence[PackedWeight], ups: Sequence[PackedWeight], team: Team) -> None:
+        """`ups`: for each of the weights W one U of its shape, for silu(x W^T) * (x U^T); or none."""
+        self._first = weights[0]
+        if {(weight.shape, weight.segments) for weight in (*weights, *ups)} != {(self._first.shape,
+                                                                                 self._first.segments)}:
+            raise InternalError("the matrices of a group have one shape and type")
+        if any(weight.bias is not None for weight in (*weights, *ups)):
+            raise InternalError("the matrices of a group have no biases")
+        self._team = team
+        self._kept = *weights, *ups  # the kernel has their addresses only
+        self._addresses = [(weight.addresses[0], weight.addresses[2]) for weight in weights]
+        self._ups = [(up.addresses[0], up.addresses[2]) for up in ups] or [(0, 0)] * len(weights)
+
+    def multiply(self, x: Tensor, counts: Sequence[int]) -> Tensor:
+        """x: [M, K]; counts[i] of its rows, which follow those of i - 1, are the i-th matrix's. Returns [M, N] in the
+        weights' dtype, each row with the bits that its matrix alone would give it."""
+        first, num_rows = self._first, len(x)
+        _, columns, terms = first.shape
+        if x.dtype is not first.dtype or x.shape[1] != terms or sum(counts) != num_rows:
+            raise InternalError(f"x {tuple(x.shape)} {x.dtype} for {sum(counts)} rows of weights {first.shape}")
+        out = torch.empty(num_rows, columns, dtype=first.dtype)
+        if not num_rows:
+            return out
+        table, start = array("q"), 0
+        for (address, scales), (up, scales_up), count in zip(self._addresses, self._ups, counts, strict=True):
+            if count:
+                table.extend((address, up, start, count, scales, scales_up))
+                start += count
+        x, codes = _operand(x, first.segments, self._team)
+        num_blocks, is_gated = first.blocks.shape[1], self._ups[0][0]
+        num_matrices = len(table) // SHARE_FIELDS
+        work = _share_out(max(counts), num_matrices, num_blocks, 2 if is_gated else 1, torch.get_num_threads(),
+                          first.segments)
+        launch_integers(compiled_for(first.dtype, in_bytes=first.segments.in_bytes), work.num_items, (
+            *work.fields, num_rows, columns, columns, num_blocks, num_matrices, first.segments.count,
+            first.segments.steps, x.data_ptr(), x.stride(0) * x.itemsize, 0,
+            table.buffer_info()[0], 0, is_gated, first.segments.block_bytes, 0, 0, 0, 0,
+            out.data_ptr(), out.itemsize, 0, 0, *_scales_of(codes)), self._team, scratch_bytes=work.scratch_bytes)
+        return out
+
+
+def _operand(x: Tensor, segments: Segments, team: Team) -> tuple[Tensor, CodedRows | None]:
+    """x as weights in these segments multiply it; where that is as codes, with what belongs to them."""
+    if not segments.in_bytes:
+        lies_so = segments.are_whole and x.stride(-1) == 1
+        return x if lies_so else arranged(x, segments, team), None
+    codes = coded(x, segments, team)
+    return codes.codes, codes
+
+
+def _scales_of(codes: CodedRows | None) -> tuple[int, int]:
+    return (0, 0) if codes is None else (codes.scales.data_ptr(), codes.offsets.data_ptr())
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+class _Work(NamedTuple):
+    """How a product is shared out."""
+
+    num_items: int
+    scratch_bytes: int  # of a thread: the layout of tiles, then sums
+    fields: tuple[int, ...]  # of the record, up to `num_groups`
+
+
+@lru_cache(maxsize=4096)
+def _share_out(num_rows: int, num_matrices: int, num_blocks: int, num_panels: int, num_threads: int,
+               segments: Segments) -> _Work:
+    """Items are groups of blocks, for all rows where that gives every thread some, else for shares of them."""
+    tile_rows, tile_blocks, chunk_rows, copy_row_bytes = TILE_ROWS, _GROUP_BLOCKS, _CHUNK_ROWS, 0
+    if segments.multiple > 1:
+        tile_rows = chunk_rows = amx.MAX_ROWS
+    elif num_rows <= STREAM_ROWS and streams(segments.dtype):
+        tile_rows, tile_blocks, chunk_rows, copy_row_bytes = STREAM_ROWS, 1, STREAM_ROWS, _copy_row_bytes(segments)
+    has_many = num_blocks * num_matrices >= _GROUP_BLOCKS * num_threads
+    group = _GROUP_BLOCKS if has_many or num_rows > tile_rows else 1
+    num_groups, num_chunks = -(-num_blocks // group), -(-num_rows // chunk_rows)
+    num_items = num_groups * num_matrices
+    chunk_rows = min(chunk_rows, num_rows) if segments.multiple > 1 else -(-num_rows // num_chunks)
+    wanted = 1 if num_threads == 1 else max(1, -(-_ITEMS_PER_THREAD * num_threads // num_items))
+    share_chunks = -(-num_chunks // min(wanted, num_chunks))
+    scratch_bytes = _scratch_bytes(tile_rows, chunk_rows, group, num_panels) + chunk_rows * copy_row_bytes
+    return _Work(num_items * -(-num_chunks // share_chunks), scratch_bytes,
+                 (tile_rows, tile_blocks, 1, chunk_rows, copy_row_bytes, share_chunks, group, num_groups, num_threads))
+
+
+def _copy_row_bytes(segments: Segments) -> int:
+    """Of rows that are copied: an odd number of lines, so that all rows' numbers of one step fit into a cache."""
+    return (-(-segments.count * segments.steps * _STEP_BYTES // BLOCK_STEP_BYTES) | 1) * BLOCK_STEP_BYTES
+
+
+@lru_cache(maxsize=4096)
+def _share_out_tiles(num_rows: int, num_blocks: int, num_panels: int, row_bytes: int, num_threads: int) -> _Work:
+    """The same for many rows and tiles: a share of x stays in a core's own cache while all groups go by."""
+    num_groups, num_chunks = -(-num_blocks // _GROUP_BLOCKS), -(-num_rows // _CHUNK_TILE_ROWS)
+    wanted = max(-(-_ITEMS_PER_THREAD * num_threads // num_groups),
+                 -(-num_rows * row_bytes // _SHARE_BYTES))
+    share_chunks = -(-num_chunks // min(wanted, num_chunks))
+    return _Work(num_groups * -(-num_chunks // share_chunks),
+                 _scratch_bytes(amx.MAX_ROWS, _CHUNK_TILE_ROWS, _GROUP_BLOCKS, num_panels),
+                 (amx.MAX_ROWS, _GROUP_BLOCKS, amx.TILE_ROWS, _CHUNK_TILE_ROWS, 0, share_chunks, _GROUP_BLOCKS,
+                  num_groups, num_threads))
+
+
+def _scratch_bytes(tile_rows: int, chunk_rows: int, blocks: int, num_panels: int) -> int:
+    return LAYOUT_BYTES + (tile_rows + (2 + num_panels) * chunk_rows) * blocks * BLOCK_STEP_BYTES

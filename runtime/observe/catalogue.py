@@ -1,0 +1,88 @@
+"""Every metric family that Baton's code can export: what docs, dashboards, rules and the contract are checked against.
+
+    for family in families(): family.name, family.kind, family.labels, family.unit, family.roles, family.text
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+
+from runtime.observe.metrics import (
+    ArrivalMetrics,
+    CacheMetrics,
+    HandoffMetrics,
+    LeaderMetrics,
+    PoolMetrics,
+    RefusalMetrics,
+    RouterMetrics,
+    RpcMetrics,
+    SpeculationMetrics,
+    StageMetrics,
+)
+
+Instrument = Counter | Gauge | Histogram | Info
+
+
+class InstrumentSet(Protocol):
+    """A dataclass of instruments, as `runtime.observe.metrics` has them."""
+
+    @classmethod
+    def create(cls, registry: CollectorRegistry) -> object: ...
+
+
+_POOL: tuple[type[InstrumentSet], ...] = (
+    RpcMetrics, StageMetrics, RefusalMetrics, LeaderMetrics, PoolMetrics, HandoffMetrics)
+# A stage behind its leader ("follower") has no requests of its own.
+ROLE_SETS: Mapping[str, tuple[type[InstrumentSet], ...]] = {
+    "router": (RpcMetrics, RouterMetrics),
+    "prefill": (*_POOL, CacheMetrics),
+    "decode": (*_POOL, CacheMetrics, ArrivalMetrics, SpeculationMetrics),
+    "follower": (RpcMetrics, StageMetrics, RefusalMetrics),
+}
+_UNITS = {"seconds": "seconds", "bytes": "bytes", "ratio": "ratio", "tokens": "tokens", "pages": "pages",
+          "info": "none"}
+_SUFFIXES = {"counter": "_total", "info": "_info"}
+_SERIES = {"histogram": ("_bucket", "_sum", "_count")}
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family under the name that queries use: counters end in _total, facts in _info."""
+
+    name: str
+    kind: str  # counter, gauge, histogram or info
+    labels: tuple[str, ...]
+    unit: str
+    roles: tuple[str, ...]
+    text: str
+
+    @property
+    def series(self) -> tuple[str, ...]:
+        """Names of its samples."""
+        return tuple(self.name + suffix for suffix in _SERIES.get(self.kind, ("",)))
+
+
+def families() -> list[Family]:
+    """By name. A name that means something else in a later role has both texts."""
+    build = Family("baton_build_info", "info", ("role", "version"), "none", tuple(ROLE_SETS), "What runs here.")
+    found = {build.name: build}
+    for role, kinds in ROLE_SETS.items():
+        for instrument in (item for kind in kinds for item in vars(kind.create(CollectorRegistry())).values()):
+            family = _family(instrument, role)
+            known = found.get(family.name, family)
+            roles = known.roles if role in known.roles else (*known.roles, role)
+            text = known.text if family.text in known.text else f"{known.text} {role.capitalize()}: {family.text}"
+            found[family.name] = Family(known.name, known.kind, known.labels, known.unit, roles, text)
+    return [found[name] for name in sorted(found)]
+
+
+def _family(instrument: Instrument, role: str) -> Family:
+    (described,) = instrument.describe()
+    name = described.name + _SUFFIXES.get(described.type, "")
+    words = described.name.split("_")
+    unit = "none" if described.type == "info" else next(
+        (_UNITS[word] for word in reversed(words) if word in _UNITS), "count")
+    labels = tuple(instrument._value) if isinstance(instrument, Info) else instrument._labelnames  # noqa: SLF001
+    return Family(name, described.type, tuple(labels), unit, (role,), described.documentation)

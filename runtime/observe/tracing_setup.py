@@ -1,0 +1,26 @@
+"""Opens what the settings name, so that only a process that traces needs OpenTelemetry."""
+
+from runtime.errors import ConfigError
+from runtime.observe.tracing import UNTRACED, Tracing
+
+
+def open_tracing(endpoint: str, *, role: str, worker: str) -> Tracing:
+    """`endpoint` is a URL of an OTLP collector over gRPC, like http://127.0.0.1:4317; empty: no tracing.
+
+    Raises ConfigError when OpenTelemetry is not installed or the URL is none.
+    """
+    check_endpoint(endpoint)
+    if not endpoint:
+        return UNTRACED
+    try:
+        from runtime.observe.otel import OtelTracing
+    except ImportError as error:
+        raise ConfigError("otel_endpoint needs OpenTelemetry: pip install 'baton[otel]'",
+                          field="otel_endpoint") from error
+    return OtelTracing.to_collector(endpoint, role=role, worker=worker)
+
+
+def check_endpoint(endpoint: str) -> None:
+    """Raises ConfigError unless it is a URL, or empty."""
+    if endpoint and not endpoint.startswith(("http://", "https://")):
+        raise ConfigError(f"otel_endpoint must be like http://127.0.0.1:4317, got {endpoint!r}", field="otel_endpoint")

@@ -1,0 +1,199 @@
+"""Bounds on the connections of a server by peer, and on the file descriptors that they take.
+
+gRPC counts connections and not who holds them, so one peer that opens as many as there may be closes the port for all
+others. It gets a higher limit here, and a `ConnectionWatch` closes what is too much, of the peer that has most:
+
+    limits = ConnectionLimits.within(max_connections, raised_file_limit())      gRPC takes limits.accepted
+    watch = ConnectionWatch(limits); watch.start({7000}); ...; watch.stop()
+
+A peer is an IPv4 address, or the 64 bits of an IPv6 address that a network is given.
+"""
+
+import heapq
+import logging
+import os
+import resource
+import socket
+import stat
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Self
+
+from runtime.security.access import network_of
+
+logger = logging.getLogger(__name__)
+
+RESERVED_FILES = 512  # channels to workers, stages, grammars' processes, /metrics, health, transports, files
+MAX_MARGIN = 1024  # connections beyond the limit that may come between two looks
+LOOK_S, BUSY_LOOK_S = 0.25, 0.05
+LOG_S = 60.0  # between two lines about the same server
+
+
+def raised_file_limit() -> int:
+    """Raise the soft limit of open files to the hard one, and return it."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        with suppress(ValueError, OSError):  # more than the kernel allows, where the hard one has no limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return soft if soft != resource.RLIM_INFINITY else 1 << 30
+
+
+def files_for(max_connections: int) -> int:
+    """Return the limit of open files that leaves room for so many connections."""
+    return RESERVED_FILES + _accepted(max_connections)
+
+
+def _accepted(max_connections: int) -> int:
+    return max_connections + min(max_connections, MAX_MARGIN)
+
+
+@dataclass(frozen=True)
+class ConnectionLimits:
+    """`kept` connections in all and `per_peer` of one; gRPC takes up to `accepted`, of which the rest is closed."""
+
+    kept: int
+    accepted: int
+    per_peer: int
+
+    @classmethod
+    def within(cls, max_connections: int, file_limit: int) -> Self:
+        """As many as asked for, as far as they leave `RESERVED_FILES` descriptors, and at least a quarter of them."""
+        available = max(file_limit - RESERVED_FILES, file_limit // 4)
+        accepted = min(_accepted(max_connections), available)
+        kept = max(1, min(max_connections, accepted * 3 // 4))
+        return cls(kept, accepted, max(kept // 2, min(kept, 64)))
+
+
+@dataclass
+class _Connection:
+    """One that is open. `is_closing`: it was shut down, and gRPC has yet to let go of it."""
+
+    fd: int
+    peer: bytes
+    is_closing: bool = False
+
+
+class ConnectionWatch:
+    """Looks at this process's sockets on a thread of its own, more often while there are many."""
+
+    def __init__(self, limits: ConnectionLimits) -> None:
+        self._limits = limits
+        self._ports: frozenset[int] = frozenset()
+        self._connections: dict[int, _Connection] = {}  # by inode, in the order in which they were seen
+        self._others: set[int] = set()  # inodes of other sockets
+        self._num_closed = 0
+        self._logged_s = -LOG_S
+        self._is_over = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def start(self, ports: Iterable[int]) -> None:
+        """Watch the connections to these ports of this process."""
+        self._ports = frozenset(ports)
+        self._thread = threading.Thread(target=self._run, name="connections", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Idempotent."""
+        self._is_over.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        pause_s = LOOK_S
+        while not self._is_over.wait(pause_s):
+            is_busy = self.look() or len(self._connections) > self._limits.kept // 2
+            pause_s = BUSY_LOOK_S if is_busy else LOOK_S
+
+    def look(self) -> int:
+        """Close what is too much; return how many connections."""
+        self._find()
+        excess = _excess([(inode, each.peer) for inode, each in self._connections.items() if not each.is_closing],
+                         self._limits)
+        for inode in excess:
+            connection = self._connections[inode]
+            connection.is_closing = True
+            _shut_down(connection.fd, inode)
+        self._num_closed += len(excess)
+        if excess and time.monotonic() - self._logged_s >= LOG_S:
+            logger.warning("connections are closed, of the peer that has most", extra={
+                "peer": _shown(self._connections[excess[0]].peer), "closed": self._num_closed,
+                "limit": self._limits.kept})
+            self._logged_s, self._num_closed = time.monotonic(), 0
+        return len(excess)
+
+    def _find(self) -> None:
+        """Learn of the connections there are."""
+        known, self._connections = self._connections, {}
+        others, self._others = self._others, set()
+        found: dict[int, _Connection] = {}
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                status = os.fstat(fd := int(name))
+            except OSError:
+                continue  # closed since, as the one that lists them always is
+            if not stat.S_ISSOCK(status.st_mode):
+                continue
+            inode = status.st_ino
+            if inode in known:
+                known[inode].fd = fd
+                found[inode] = known[inode]
+            elif inode in others or (seen := self._seen(fd)) is None:
+                self._others.add(inode)
+            else:
+                found[inode] = seen
+        for inode in (*(old for old in known if old in found), *sorted(found.keys() - known.keys())):
+            self._connections[inode] = found[inode]
+
+    def _seen(self, fd: int) -> _Connection | None:
+        """None for a socket that is no connection to one of the ports."""
+        try:
+            seen = socket.socket(fileno=fd)
+        except OSError:
+            return None
+        try:
+            port = seen.getsockname()[1] if seen.family in (socket.AF_INET, socket.AF_INET6) else 0
+            return _Connection(fd, network_of(seen.getpeername()[0])) if port in self._ports else None
+        except OSError:
+            return None  # it listens, or is gone
+        finally:
+            seen.detach()  # it is gRPC's
+
+
+def _excess(open_ones: Sequence[tuple[int, bytes]], limits: ConnectionLimits) -> list[int]:
+    """Return what is too much: of the peer that has most the newest, until all limits are kept. `open_ones`: inodes and
+    peers, the oldest first."""
+    counts = Counter(peer for _, peer in open_ones)
+    most = [(-count, peer) for peer, count in counts.items()]
+    heapq.heapify(most)
+    too_many: Counter[bytes] = Counter()
+    total = len(open_ones)
+    while most and (total > limits.kept or -most[0][0] > limits.per_peer):
+        count, peer = most[0]
+        heapq.heapreplace(most, (count + 1, peer))
+        too_many[peer] += 1
+        total -= 1
+    excess = []
+    for inode, peer in reversed(open_ones):
+        if too_many[peer]:
+            too_many[peer] -= 1
+            excess.append(inode)
+    return excess
+
+
+def _shown(peer: bytes) -> str:
+    if len(peer) == 4:
+        return socket.inet_ntop(socket.AF_INET, peer)
+    return socket.inet_ntop(socket.AF_INET6, peer + bytes(8)) + "/64"
+
+
+def _shut_down(fd: int, inode: int) -> None:
+    """End the connection, whereupon gRPC closes it, unless the descriptor is another one's by now."""
+    with suppress(OSError), socket.socket(fileno=os.dup(fd)) as held:
+        if os.fstat(held.fileno()).st_ino == inode:
+            held.shutdown(socket.SHUT_RDWR)

@@ -1,0 +1,382 @@
+"""What callers may take of a server. Four bounds, checked call by call:
+
+ - `Intake`: messages being read. gRPC reads a message whole before any code sees it, so a message on its way may take
+   as many bytes as its server admits. The one read for longest makes room for the next one: a message that has arrived
+   is read within a turn of the event loop, so only slow ones wait for others, and none can hold a place.
+ - `bounded`: the bytes, parts and numbers of one message, before it is parsed.
+ - `Seats`: calls under way, and the bytes of their messages.
+ - `StallWatch`: how long a response may wait for its caller.
+
+A caller that may not call is refused before either (`runtime.rpc.interceptor`).
+"""
+
+import asyncio
+import zlib
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from types import BuiltinMethodType, TracebackType
+from typing import TypeVar, cast
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import DecodeError, Message
+
+from runtime.errors import CapacityError, DeadlineError, FieldViolation, InvalidRequestError
+
+T = TypeVar("T")
+MessageT = TypeVar("MessageT")
+
+# A message of a field or two for each byte takes 500 MiB and a second to parse, which nothing can interrupt, so parts
+# are counted first; counting costs as much as parsing what is shorter than `uncounted_bytes`. A chat of 4096 messages
+# that each have a text and a call has 28,673 parts. A number takes a byte or more of a message, four of memory, and
+# 17 ns.
+MAX_PARTS, MAX_NUMBERS = 1 << 15, 1 << 21
+GREED = 8  # what one client may have, by what it leaves to others
+# gzip reaches 1000:1, prompts seldom 10:1.
+FREE_INFLATED_BYTES, MAX_INFLATION = 64 << 10, 32
+_GZIP, _GZIP_WINDOW_BITS = b"\x1f\x8b", 31
+# A number of a prompt is kept in the request, in what a worker is sent, and as a machine integer.
+_HELD_NUMBER_BYTES = 12
+_MAX_LOOKED_AT = 32  # messages of one field, for their numbers
+
+
+@dataclass(frozen=True)
+class IntakeLimits:
+    """`places` messages are read at once, each for `limit_s`; where others wait, for `patience_s`."""
+
+    places: int
+    patience_s: float
+    limit_s: float = 30.0
+
+
+@dataclass(eq=False)
+class _Reading:
+    since: float  # loop time
+    scope: asyncio.Timeout
+
+
+class Intake:
+    """Reads messages, a few at a time. Build inside a running event loop."""
+
+    def __init__(self, limits: IntakeLimits) -> None:
+        self._limits = limits
+        self._places = asyncio.Semaphore(limits.places)
+        self._waiting = 0
+        self._reading: list[_Reading] = []  # the longest first
+
+    @property
+    def num_reading(self) -> int:
+        return len(self._reading)
+
+    async def receive(self, read: Callable[[], Awaitable[T]], when_over: Callable[[Callable[[], None]], None]) -> T:
+        """What `read` gives. A read that fails keeps its place until its call is over, for so long gRPC keeps what has
+        arrived: `when_over` is given what to call then.
+
+        Raises:
+            CapacityError: no place within `limit_s`.
+            DeadlineError: the message did not arrive within `limit_s`, or within `patience_s` while others waited.
+        """
+        await self._place()
+        loop = asyncio.get_running_loop()
+        began, reading = loop.time(), None
+        try:
+            async with asyncio.timeout(self._limits.limit_s) as scope:
+                reading = _Reading(began, scope)
+                self._reading.append(reading)
+                self._press()
+                message = await read()
+        except BaseException as error:
+            when_over(self._places.release)
+            if not isinstance(error, TimeoutError):
+                raise
+            raise DeadlineError(f"the message did not arrive within {loop.time() - began:.3g} s") from None
+        finally:
+            if reading is not None:
+                self._reading.remove(reading)
+        self._places.release()
+        return message
+
+    async def _place(self) -> None:
+        if not self._places.locked():
+            await self._places.acquire()  # at once
+            return
+        self._waiting += 1
+        self._press()
+        try:
+            async with asyncio.timeout(self._limits.limit_s):
+                await self._places.acquire()
+        except TimeoutError:
+            raise CapacityError(f"{self._limits.places} messages are being received, which is the limit",
+                                resource="messages") from None
+        finally:
+            self._waiting -= 1
+
+    def _press(self) -> None:
+        """As many of those read for longest as there are waiters get no more than `patience_s`."""
+        if not self._places.locked():
+            return
+        now = asyncio.get_running_loop().time()
+        for reading in self._reading[:self._waiting]:
+            ends_at, until = reading.scope.when(), max(now, reading.since + self._limits.patience_s)
+            if not reading.scope.expired() and (ends_at is None or until < ends_at):
+                reading.scope.reschedule(until)
+
+
+class Seats:
+    """Calls under way of one kind, and the bytes of the messages they began with. A client that is named has at most
+    `GREED` times what is left of either, so that something is left to others however many calls it makes."""
+
+    def __init__(self, name: str, max_calls: int, max_bytes: int) -> None:
+        """`name` is how the refusal calls them: "calls"."""
+        self._name = name
+        self._max_calls = max_calls
+        self._max_bytes = max_bytes
+        self._calls_of: Counter[str] = Counter()
+        self._bytes_of: Counter[str] = Counter()
+        self.num_calls = 0
+        self.num_bytes = 0
+
+    @contextmanager
+    def taken(self, client: str = "") -> Iterator[None]:
+        """A call under way. Raises CapacityError when there are too many, in all or of this client."""
+        left, own = self._max_calls - self.num_calls, self._calls_of[client]
+        if left <= 0:
+            raise CapacityError(f"{self._max_calls} {self._name} are under way, which is the limit",
+                                resource=self._name)
+        if client and own >= GREED * left:
+            raise CapacityError(f"{own} {self._name} of this client are under way, and {left} are left to others",
+                                resource=self._name)
+        self.num_calls += 1
+        self._calls_of[client] += 1
+        try:
+            yield
+        finally:
+            self.num_calls -= 1
+            _give_back(self._calls_of, client, 1)
+
+    @contextmanager
+    def holding(self, num_bytes: int, client: str = "") -> Iterator[None]:
+        """A message held by its call. Raises CapacityError when those held have too many bytes, in all or of this
+        client; one alone never has."""
+        left, own = self._max_bytes - self.num_bytes - num_bytes, self._bytes_of[client]
+        if self.num_bytes and left < 0:
+            raise CapacityError(f"the messages of the calls under way have {self.num_bytes} bytes and this one "
+                                f"{num_bytes}; the limit is {self._max_bytes}", resource="message bytes")
+        if client and own and own + num_bytes > GREED * left:
+            raise CapacityError(f"the messages of this client's calls have {own} bytes and this one {num_bytes}, and "
+                                f"{left} are left to others", resource="message bytes")
+        self.num_bytes += num_bytes
+        self._bytes_of[client] += num_bytes
+        try:
+            yield
+        finally:
+            self.num_bytes -= num_bytes
+            _give_back(self._bytes_of, client, num_bytes)
+
+
+def _give_back(counts: Counter[str], client: str, count: int) -> None:
+    counts[client] -= count
+    if not counts[client]:
+        del counts[client]
+
+
+class StallWatch:
+    """Ends the block with a TimeoutError when one write in it lasts for `limit_s`, at most an eighth longer. One timer
+    for a call and not one for a response, of which there are as many as tokens."""
+
+    def __init__(self, limit_s: float) -> None:
+        self._limit_s = limit_s
+        self._writing_since: float | None = None  # loop time
+        self._loop = asyncio.get_running_loop()
+        self._scope = asyncio.timeout(None)
+
+    @property
+    def has_expired(self) -> bool:
+        return self._scope.expired()
+
+    async def __aenter__(self) -> None:
+        await self._scope.__aenter__()
+        self._look()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                        trace: TracebackType | None) -> None:
+        self._timer.cancel()
+        await self._scope.__aexit__(kind, error, trace)
+
+    def write_began(self) -> None:
+        self._writing_since = self._loop.time()
+
+    def write_ended(self) -> None:
+        self._writing_since = None
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        if self._writing_since is not None and now - self._writing_since >= self._limit_s:
+            self._scope.reschedule(now)
+        else:
+            self._timer = self._loop.call_later(self._limit_s / 8, self._look)
+
+
+@dataclass(frozen=True)
+class MessageBounds:
+    """`max_bytes` of one message; parts and numbers are counted of one that has more than `uncounted_bytes`."""
+
+    max_bytes: int
+    uncounted_bytes: int = 256 << 10
+
+
+def bounded(parse: Callable[[bytes], T] | None, bounds: MessageBounds) -> Callable[[bytes], T]:
+    """Wrap `parse`, which is the `FromString` of a message type. The result raises InvalidRequestError for a message
+    that is too long or has too many parts or numbers, before it is parsed, and for one that cannot be parsed.
+
+    Messages compressed with gzip are inflated here and not by gRPC, whose only bound is the size of the largest
+    message. Nothing says which are: no message of protobuf begins with the first byte of gzip's, a field of type 7.
+    """
+    kind, descriptor = parse.__self__ if isinstance(parse, BuiltinMethodType) else None, None
+    if isinstance(kind, type) and issubclass(kind, Message):
+        descriptor = cast("Descriptor", kind.DESCRIPTOR)  # the stubs know two kinds of them
+
+    def parse_bounded(raw: bytes) -> T:
+        assert parse is not None
+        if raw.startswith(_GZIP):
+            raw = _inflated(raw, bounds.max_bytes)
+        if (num_bytes := len(raw)) > bounds.max_bytes:
+            del raw  # else it lives as long as the traceback
+            raise _refused(f"a message may have at most {bounds.max_bytes} bytes, this one has {num_bytes}")
+        try:
+            if num_bytes > bounds.uncounted_bytes and descriptor is not None:
+                _check_parts(raw, descriptor)
+            return parse(raw)
+        except (DecodeError, IndexError) as error:
+            raise _refused(f"is no message of its type: {error}") from error
+
+    return parse_bounded
+
+
+def _refused(problem: str) -> InvalidRequestError:
+    return InvalidRequestError(FieldViolation("request", problem))
+
+
+def _inflated(raw: bytes, max_bytes: int) -> bytes:
+    """Decompress a whole gzip member. Raises InvalidRequestError, after `max_bytes` or the largest ratio at most."""
+    limit = min(max_bytes, FREE_INFLATED_BYTES + MAX_INFLATION * len(raw))
+    inflater = zlib.decompressobj(_GZIP_WINDOW_BITS)
+    try:
+        inflated = inflater.decompress(raw, limit + 1)
+    except zlib.error as error:
+        raise _refused(f"is no message of its type: {error}") from None
+    if len(inflated) > limit:
+        raise _refused(f"a compressed message of {len(raw)} bytes may have at most {limit} when it is inflated")
+    if not inflater.eof:
+        raise _refused("is no message of its type: the compressed bytes end too early")
+    return inflated
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """Of a message type: the fields that are messages, with their types, and those that may have packed numbers."""
+
+    messages: Mapping[int, Descriptor]
+    numbers: frozenset[int]
+
+
+@cache
+def _fields_of(descriptor: Descriptor) -> _Fields:
+    texts = FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES
+    return _Fields({field.number: field.message_type for field in descriptor.fields if field.message_type is not None},
+                   frozenset(field.number for field in descriptor.fields
+                             if field.message_type is None and field.type not in texts))
+
+
+def _check_parts(raw: bytes, descriptor: Descriptor) -> None:
+    """Count fields and numbers in a serialized message, without parsing it.
+
+    Raises:
+        InvalidRequestError: it has too many.
+        DecodeError, IndexError: it is no message.
+    """
+    num_parts = num_numbers = at = 0
+    end, fields, outer = len(raw), _fields_of(descriptor), list[tuple[int, _Fields]]()
+    while at < end or outer:
+        if at >= end:
+            end, fields = outer.pop()
+            continue
+        num_parts += 1
+        if num_parts > MAX_PARTS:
+            raise _refused(f"a message of {len(raw)} bytes may have at most {MAX_PARTS} fields and entries")
+        tag, at = (raw[at], at + 1) if raw[at] < 128 else _varint(raw, at)
+        if tag & 7 != 2:
+            at = _behind_number(raw, at, tag & 7)
+            continue
+        length, at = (raw[at], at + 1) if raw[at] < 128 else _varint(raw, at)
+        inner = fields.messages.get(tag >> 3)
+        if inner is not None:
+            outer.append((end, fields))
+            end, fields = at + length, _fields_of(inner)
+            continue
+        if tag >> 3 in fields.numbers:
+            num_numbers += len(raw[at:at + length].translate(None, _CONTINUED))
+            if num_numbers > MAX_NUMBERS:
+                raise _refused(f"a message may have at most {MAX_NUMBERS} numbers")
+        at += length
+
+
+_CONTINUED = bytes(range(128, 256))  # the bytes of a varint but for the last
+_FIXED_BYTES = {1: 8, 5: 4}  # of a number, by the type of its field
+
+
+def _behind_number(raw: bytes, at: int, field_type: int) -> int:
+    if field_type == 0:
+        return _varint(raw, at)[1]
+    if field_type not in _FIXED_BYTES:
+        raise DecodeError(f"a field of type {field_type}")
+    return at + _FIXED_BYTES[field_type]
+
+
+def _varint(raw: bytes, at: int) -> tuple[int, int]:
+    """Return the number that begins at `at`, and where it ends."""
+    value = 0
+    for shift in range(0, 70, 7):
+        byte = raw[at]
+        value |= (byte & 127) << shift
+        at += 1
+        if byte < 128:
+            return value, at
+    raise DecodeError("a number of more than ten bytes")
+
+
+def held_bytes(message: Message) -> int:
+    """Return the memory that a request takes while its call is under way: its bytes, and what becomes of numbers."""
+    return message.ByteSize() + _HELD_NUMBER_BYTES * _num_numbers(message)
+
+
+def _num_numbers(message: Message) -> int:
+    """Count the numbers in the repeated fields of a message and of those in it."""
+    total = 0
+    for field, value in message.ListFields():
+        is_repeated = field.is_repeated
+        if field.message_type is None:
+            total += len(value) if is_repeated and field.type != FieldDescriptor.TYPE_STRING else 0
+        elif not is_repeated:
+            total += _num_numbers(value)
+        elif not field.message_type.GetOptions().map_entry and len(value) <= _MAX_LOOKED_AT:
+            total += sum(map(_num_numbers, value))
+    return total
+
+
+async def first_message(stream: AsyncIterator[MessageT], timeout_s: float) -> MessageT:
+    """The message that opens a stream.
+
+    Raises:
+        InvalidRequestError: the stream ended without one.
+        DeadlineError: none came in time.
+    """
+    try:
+        async with asyncio.timeout(timeout_s):
+            return await anext(stream)
+    except StopAsyncIteration:
+        raise InvalidRequestError(FieldViolation("stream", "must open with a request")) from None
+    except TimeoutError:
+        raise DeadlineError(f"no request within {timeout_s} s of the stream's opening") from None

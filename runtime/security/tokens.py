@@ -1,0 +1,94 @@
+"""Bearer tokens: one per line of a file; blank lines and lines that begin with # do not count.
+
+    7f3a...             a token
+    batch 7f3a...       a token whose holder is called batch; several may have one name
+
+    TokenList(path).check("Bearer abc...")      servers: any token of the file is good, so that clients can change over
+    OwnToken(path).current()                    clients: the first token of the file
+
+Both look at the file again at every call.
+"""
+
+import hashlib
+import hmac
+import re
+from pathlib import Path
+
+from runtime.errors import ConfigError, UnauthenticatedError
+from runtime.security.file_reload import Contents, Watched
+
+AUTHORIZATION_KEY = "authorization"
+MIN_TOKEN_CHARACTERS = 16
+_SETTING = "token_file"
+_SCHEME = "bearer"
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,15}")  # shorter than any token, which therefore is none
+
+
+class TokenList:
+    """The tokens that open a server. Only their digests are kept."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError when the file cannot be read, has no token, or one that is easily guessed."""
+        self._holders = Watched({_SETTING: path}, lambda contents: tuple(
+            (_digest(token), name) for name, token in _tokens_in(path, contents)))
+
+    def check(self, authorization: str | None) -> str:
+        """The name of the token's holder; of one without a name, a part of its digest. Takes the same time whichever
+        of them it is, and how much of it is right.
+
+        Raises:
+            UnauthenticatedError: the header does not carry one of the tokens.
+        """
+        if authorization is None:
+            raise UnauthenticatedError("no token: send the metadata authorization: Bearer TOKEN")
+        scheme, _, token = authorization.partition(" ")
+        if scheme.lower() != _SCHEME:
+            raise UnauthenticatedError("the authorization metadata must be: Bearer TOKEN")
+        given = _digest(token.strip())
+        found = [name or f"token-{hashlib.sha256(digest).hexdigest()[:12]}"
+                 for digest, name in self._holders.current() if hmac.compare_digest(given, digest)]
+        if not found:
+            raise UnauthenticatedError("the token is not one of those this server accepts")
+        return found[0]
+
+
+class OwnToken:
+    """The token a client shows."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ConfigError as TokenList does."""
+        self._token = Watched({_SETTING: path}, lambda contents: _tokens_in(path, contents)[0][1])
+
+    def metadata(self) -> tuple[str, str]:
+        return AUTHORIZATION_KEY, f"Bearer {self._token.current()}"
+
+
+def read_tokens(path: Path) -> list[tuple[str, str]]:
+    """Names, empty where none is given, and tokens, for what compares them itself. Raises ConfigError as TokenList
+    does."""
+    return Watched({_SETTING: path}, lambda contents: _tokens_in(path, contents)).current()
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode()).digest()
+
+
+def _tokens_in(path: Path, contents: Contents) -> list[tuple[str, str]]:
+    """Names, empty where none is given, and tokens."""
+    try:
+        lines = [line.strip() for line in contents[_SETTING].decode("ascii").splitlines()]
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{_SETTING}: {path} has bytes that are not ASCII", field=_SETTING) from error
+    tokens = [_named(line) for line in lines if line and not line.startswith("#")]
+    if not tokens:
+        raise ConfigError(f"{_SETTING}: {path} has no token", field=_SETTING)
+    for number, (_, token) in enumerate(tokens, 1):
+        if len(token) < MIN_TOKEN_CHARACTERS or not token.isprintable() or " " in token:
+            raise ConfigError(f"{_SETTING}: token {number} of {path} must be at least {MIN_TOKEN_CHARACTERS} "
+                              "characters without spaces", field=_SETTING)
+    return tokens
+
+
+def _named(line: str) -> tuple[str, str]:
+    name, space, token = line.partition(" ")
+    return (name, token.strip()) if space and _NAME.fullmatch(name) else ("", line)
