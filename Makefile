@@ -52,6 +52,7 @@ check: lint types buf stubs manifests-current ## everything that can be said wit
 
 lint: venv
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check --quiet .
 
 types: venv
 	$(BIN)/mypy

@@ -14,8 +14,11 @@ _WITHOUT_NURSERY = ("--no-preload", "--device", "--help")
 
 
 def main() -> None:
-    """The entry point. Ctrl-C while the rest still loads ends the process as it ends any other: in silence."""
-    is_heard = signal.getsignal(signal.SIGINT) is signal.default_int_handler  # a shell's background job ignores it
+    """The entry point. Ctrl-C while the rest still loads ends the process as it ends any other: in
+    silence."""
+    is_heard = (
+        signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    )  # a shell's background job ignores it
     if is_heard:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     quiet_grpc()
@@ -49,10 +52,13 @@ def _refused(error: ConfigError) -> int:
 
 
 def needs_nursery(arguments: Sequence[str]) -> bool:
-    """Whether a command line is likely to start workers that are forks. If it is wrong about it, one is started later,
-    or in vain."""
-    return bool(arguments) and arguments[0] in _STARTING and not any(
-        word.startswith(_WITHOUT_NURSERY) for word in arguments)
+    """Whether a command line is likely to start workers that are forks. If it is wrong about it,
+    one is started later, or in vain."""
+    return (
+        bool(arguments)
+        and arguments[0] in _STARTING
+        and not any(word.startswith(_WITHOUT_NURSERY) for word in arguments)
+    )
 
 
 if __name__ == "__main__":

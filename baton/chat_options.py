@@ -1,5 +1,5 @@
-"""What `baton generate` and `baton chat` take for conversations beside a question: files of messages and of tools, and
-arguments of the model's chat template."""
+"""What `baton generate` and `baton chat` take for conversations beside a question: files of
+messages and of tools, and arguments of the model's chat template."""
 
 import json
 import sys
@@ -13,12 +13,25 @@ import typer
 from baton.values import ChatMessage, ToolCall
 from runtime.errors import ConfigError
 
-Messages = Annotated[Path | None, typer.Option(
-    help="File with a JSON list of messages, as OpenAI's API has them, to be answered; -: stdin.")]
-Tools = Annotated[Path | None, typer.Option(
-    help="File with a JSON list of tools, as OpenAI's API has them, that the model may call.")]
-TemplateArguments = Annotated[list[str] | None, typer.Option(
-    "--template-argument", help="NAME=JSON for the model's chat template, as enable_thinking=false; repeat for more.")]
+Messages = Annotated[
+    Path | None,
+    typer.Option(
+        help="File with a JSON list of messages, as OpenAI's API has them, to be answered; -: stdin."
+    ),
+]
+Tools = Annotated[
+    Path | None,
+    typer.Option(
+        help="File with a JSON list of tools, as OpenAI's API has them, that the model may call."
+    ),
+]
+TemplateArguments = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--template-argument",
+        help="NAME=JSON for the model's chat template, as enable_thinking=false; repeat for more.",
+    ),
+]
 
 
 @dataclass(frozen=True)
@@ -48,8 +61,10 @@ def _argument(text: str) -> tuple[str, object]:
             return name, json.loads(value)
     except (ValueError, RecursionError):
         pass
-    raise ConfigError(f"--template-argument: must be NAME=JSON, as enable_thinking=false, got {text!r}",
-                      field="template_argument")
+    raise ConfigError(
+        f"--template-argument: must be NAME=JSON, as enable_thinking=false, got {text!r}",
+        field="template_argument",
+    )
 
 
 def _read(path: Path, flag: str) -> str:
@@ -66,7 +81,11 @@ def _objects(flag: str, text: str) -> list[dict[str, Any]]:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"--{flag}: no JSON: {error}", field=flag) from None
-    if not isinstance(found, list) or not found or not all(isinstance(entry, dict) for entry in found):
+    if (
+        not isinstance(found, list)
+        or not found
+        or not all(isinstance(entry, dict) for entry in found)
+    ):
         raise ConfigError(f"--{flag}: must be a JSON list of objects", field=flag)
     return found
 
@@ -78,10 +97,18 @@ def _message(index: int, given: Mapping[str, Any]) -> ChatMessage:
             content = tuple(str(part["text"]) for part in content)
         calls = tuple(_call(call) for call in given.get("tool_calls") or ())
         reasoning = given.get("reasoning_content") or given.get("reasoning") or ""
-        return ChatMessage(given["role"], content, reasoning, calls, given.get("tool_call_id") or "",
-                           given.get("name") or "")
+        return ChatMessage(
+            given["role"],
+            content,
+            reasoning,
+            calls,
+            given.get("tool_call_id") or "",
+            given.get("name") or "",
+        )
     except (KeyError, TypeError) as error:
-        raise ConfigError(f"--messages: message {index} is none of OpenAI's API: {error!r}", field="messages") from None
+        raise ConfigError(
+            f"--messages: message {index} is none of OpenAI's API: {error!r}", field="messages"
+        ) from None
 
 
 def _call(given: Mapping[str, Any]) -> ToolCall:

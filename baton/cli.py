@@ -39,7 +39,10 @@ Ids = Annotated[bool, typer.Option("--ids", help="The prompt is token ids.")]
 _LENGTH_HELP = "Lengths of prompts: 192, uniform:96-288, normal:192,48 or exponential:192."
 
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
 )
 
 
@@ -51,15 +54,18 @@ def _show_version(wanted: bool) -> None:  # noqa: FBT001 - a callback's signatur
 
 @app.callback()
 def baton(
-    version: Annotated[bool, typer.Option("--version", callback=_show_version, is_eager=True,
-                                          help="Show the version.")] = False,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
 ) -> None:
     """Serve language models with prefill and decode on separate workers."""
 
 
 @app.command()
 def demo(context: typer.Context) -> None:
-    """Ask a small local cluster one question. Starts it with the shipped model, shows the timings, and stops it."""
+    """Ask a small local cluster one question. Starts it with the shipped model, shows the timings,
+    and stops it."""
 
     async def run(stop: StopSignal) -> None:
         with told_of_full_disks():
@@ -74,8 +80,17 @@ app.command()(up)
 
 def _add_program(name: str, module: str, summary: str) -> None:
     """A command that becomes `python -m MODULE`, which reads the flags."""
-    @app.command(name, help=f"{summary} See `baton {name} --help`.", add_help_option=False, context_settings={
-        "ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
+
+    @app.command(
+        name,
+        help=f"{summary} See `baton {name} --help`.",
+        add_help_option=False,
+        context_settings={
+            "ignore_unknown_options": True,
+            "allow_extra_args": True,
+            "help_option_names": [],
+        },
+    )
     def become(context: typer.Context) -> None:
         with one_line_errors():
             command = program("baton.program", module, *context.args)
@@ -93,32 +108,65 @@ _add_program("plan", "sim.plan", "Search the cheapest fleet for a load, by simul
 
 @app.command()
 def generate(
-    prompt: Annotated[str | None, typer.Argument(help="Text, or with --ids token ids like 1,2,3; - or none: stdin.",
-                                                 show_default=False)] = None,
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            help="Text, or with --ids token ids like 1,2,3; - or none: stdin.", show_default=False
+        ),
+    ] = None,
     target: Target = None,
     ids: Ids = False,
-    as_chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message, to be answered.")] = False,
+    as_chat: Annotated[
+        bool, typer.Option("--chat", help="The prompt is a message, to be answered.")
+    ] = False,
     messages: Messages = None,
     tools: Tools = None,
     template_argument: TemplateArguments = None,
     max_tokens: Annotated[int | None, typer.Option(help="Stop after this many tokens.")] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 takes the most likely token.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the most likely token.")
+    ] = None,
     top_k: Annotated[int | None, typer.Option(help="Draw from the k most likely tokens.")] = None,
-    top_p: Annotated[float | None, typer.Option(help="Draw from the smallest set with this probability.")] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Draw from the smallest set with this probability.")
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="The same seed gives the same answer.")] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; repeat for more.")] = None,
-    json_schema: Annotated[Path | None, typer.Option(help="File with a JSON schema for the answer.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End before this text; repeat for more.")
+    ] = None,
+    json_schema: Annotated[
+        Path | None, typer.Option(help="File with a JSON schema for the answer.")
+    ] = None,
     regex: Annotated[str | None, typer.Option(help="What the whole answer must match.")] = None,
-    num_choices: Annotated[int | None, typer.Option("--n", help="Answers to draw, shown when they are whole.")] = None,
-    logprobs: Annotated[int | None, typer.Option(help="With --json: logprobs, and so many alternatives.")] = None,
-    prompt_logprobs: Annotated[int | None, typer.Option(help="With --json: the same of the prompt's tokens.")] = None,
+    num_choices: Annotated[
+        int | None, typer.Option("--n", help="Answers to draw, shown when they are whole.")
+    ] = None,
+    logprobs: Annotated[
+        int | None, typer.Option(help="With --json: logprobs, and so many alternatives.")
+    ] = None,
+    prompt_logprobs: Annotated[
+        int | None, typer.Option(help="With --json: the same of the prompt's tokens.")
+    ] = None,
     model: Annotated[str, typer.Option(help="Refuse unless this model is served.")] = "",
-    speculate: Annotated[bool | None, typer.Option("--speculate/--no-speculate", help="Use drafts where there are "
-                                                   "any; the answer is the same.", show_default="yes")] = None,
-    prefix_cache: Annotated[bool | None, typer.Option("--prefix-cache/--no-prefix-cache", help="Use what earlier "
-                                                      "prompts left; the answer is the same.",
-                                                      show_default="yes")] = None,
-    cache_salt: Annotated[str, typer.Option(help="Share cached prompts only with requests of this salt.")] = "",
+    speculate: Annotated[
+        bool | None,
+        typer.Option(
+            "--speculate/--no-speculate",
+            help="Use drafts where there are any; the answer is the same.",
+            show_default="yes",
+        ),
+    ] = None,
+    prefix_cache: Annotated[
+        bool | None,
+        typer.Option(
+            "--prefix-cache/--no-prefix-cache",
+            help="Use what earlier prompts left; the answer is the same.",
+            show_default="yes",
+        ),
+    ] = None,
+    cache_salt: Annotated[
+        str, typer.Option(help="Share cached prompts only with requests of this salt.")
+    ] = "",
     timeout: Timeout = None,
     as_json: AsJson = False,
     tls_ca: TlsCa = None,
@@ -133,10 +181,18 @@ def generate(
         query = Query(
             prompt=prompt_of(prompt, messages, ids=ids, as_chat=as_chat),
             sampling=Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed),
-            stop=Stop(max_tokens=max_tokens, strings=tuple(stop or ())), model=model, n=num_choices,
-            num_top_logprobs=logprobs, num_prompt_logprobs=prompt_logprobs, speculate=speculate,
-            structured_output=structured_output_of(json_schema, regex), prefix_cache=prefix_cache,
-            cache_salt=cache_salt, tools=options.tools, template_arguments=options.template_arguments)
+            stop=Stop(max_tokens=max_tokens, strings=tuple(stop or ())),
+            model=model,
+            n=num_choices,
+            num_top_logprobs=logprobs,
+            num_prompt_logprobs=prompt_logprobs,
+            speculate=speculate,
+            structured_output=structured_output_of(json_schema, regex),
+            prefix_cache=prefix_cache,
+            cache_salt=cache_salt,
+            tools=options.tools,
+            template_arguments=options.template_arguments,
+        )
         security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
         with BatonClient(*targets_of(target), security=security) as client:
             events = client.generate(query, timeout_s=timeout)
@@ -153,7 +209,9 @@ def chat(
     system: Annotated[str, typer.Option(help="A first message with the role system.")] = "",
     tools: Tools = None,
     template_argument: TemplateArguments = None,
-    temperature: Annotated[float | None, typer.Option(help="0 takes the most likely token.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 takes the most likely token.")
+    ] = None,
     max_tokens: Annotated[int | None, typer.Option(help="Longest answer.")] = None,
     timeout: Timeout = None,
     tls_ca: TlsCa = None,
@@ -163,17 +221,29 @@ def chat(
     token_file: TokenFile = None,
 ) -> None:
     """Talk to the model; it sees the whole conversation. End with Ctrl-D."""
-    with (one_line_errors(target, tls_ca=tls_ca, token_file=token_file),
-          BatonClient(*targets_of(target), security=connection(tls_ca, tls_cert, tls_key, tls_name,
-                                                             token_file)) as client):
-        converse(client, system=system, options=read_options(tools, template_argument),
-                 sampling=Sampling(temperature=temperature), stop=Stop(max_tokens=max_tokens), timeout_s=timeout)
+    with (
+        one_line_errors(target, tls_ca=tls_ca, token_file=token_file),
+        BatonClient(
+            *targets_of(target),
+            security=connection(tls_ca, tls_cert, tls_key, tls_name, token_file),
+        ) as client,
+    ):
+        converse(
+            client,
+            system=system,
+            options=read_options(tools, template_argument),
+            sampling=Sampling(temperature=temperature),
+            stop=Stop(max_tokens=max_tokens),
+            timeout_s=timeout,
+        )
 
 
 @app.command()
 def status(
     target: Target = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Show it again every second, until Ctrl-C.")
+    ] = False,
     as_json: AsJson = False,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -208,8 +278,8 @@ def flush(
     tls_name: TlsName = "",
     token_file: TokenFile = None,
 ) -> None:
-    """Empty the prefix caches of all workers. Where there are certificates, only an operator's may. Exit code 1 unless
-    every worker did."""
+    """Empty the prefix caches of all workers. Where there are certificates, only an operator's may.
+    Exit code 1 unless every worker did."""
     with one_line_errors(target, tls_ca=tls_ca, token_file=token_file):
         security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
         with BatonClient(*targets_of(target), security=security) as client:
@@ -224,29 +294,73 @@ def flush(
 @app.command()
 def load(
     target: Target = None,
-    api: Annotated[Api, typer.Option(help="What the target speaks: Baton's own API, or VllmEngine's.")] = Api.BATON,
-    requests: Annotated[int | None, typer.Option(min=1, help="How many to send; default: all of the trace, or "
-                                                             f"{DEFAULT_COUNT}.")] = None,
-    rate: Annotated[float, typer.Option(min=0.001, callback=finite, help="Mean arrivals per second.")] = 4.0,
+    api: Annotated[
+        Api, typer.Option(help="What the target speaks: Baton's own API, or VllmEngine's.")
+    ] = Api.BATON,
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help=f"How many to send; default: all of the trace, or {DEFAULT_COUNT}."
+        ),
+    ] = None,
+    rate: Annotated[
+        float, typer.Option(min=0.001, callback=finite, help="Mean arrivals per second.")
+    ] = 4.0,
     arrival: Annotated[Process, typer.Option(help="How arrivals are spread.")] = Process.POISSON,
-    burst: Annotated[int, typer.Option(min=1, help="Requests per burst, with --arrival burst.")] = 8,
+    burst: Annotated[
+        int, typer.Option(min=1, help="Requests per burst, with --arrival burst.")
+    ] = 8,
     prompt_tokens: Annotated[str, typer.Option(help=_LENGTH_HELP)] = "uniform:96-288",
     output_tokens: Annotated[str, typer.Option(help="The same, for what is generated.")] = "32",
-    trace: Annotated[Path | None, typer.Option(help="Replay times and lengths of this file instead: JSONL, or "
-                                                         "Azure's or BurstGPT's CSV.")] = None,
-    speed: Annotated[float, typer.Option(min=0.001, callback=finite, help="Replay a trace this much faster.")] = 1.0,
-    too_long: Annotated[TooLong, typer.Option(help="What to do with requests longer than the context: refuse the "
-                                                  "load, skip them, or cut their prompts.")] = TooLong.REFUSE,
-    warm_up: Annotated[int, typer.Option(min=0, help="Requests to send before, and not to count.")] = 2,
-    slo_ttft: Annotated[float, typer.Option(min=0.000001, callback=finite,
-                                            help="Limit on time to first token, seconds.")] = 0.5,
-    slo_tpot: Annotated[float, typer.Option(min=0.000001, callback=finite,
-                                            help="Limit on time per further token, seconds.")] = 0.05,
-    timeout: Annotated[float, typer.Option(min=0.001, max=MAX_WAIT_S, callback=finite,
-                                           help="Give a request up after this many seconds.")] = 60.0,
-    seed: Annotated[int | None, typer.Option(help="The same seed sends the same requests at the same times; default: "
-                                                  "a new one, so that no cache knows the prompts.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the run into this .png, .svg or .pdf.")] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Replay times and lengths of this file instead: JSONL, or "
+            "Azure's or BurstGPT's CSV."
+        ),
+    ] = None,
+    speed: Annotated[
+        float, typer.Option(min=0.001, callback=finite, help="Replay a trace this much faster.")
+    ] = 1.0,
+    too_long: Annotated[
+        TooLong,
+        typer.Option(
+            help="What to do with requests longer than the context: refuse the "
+            "load, skip them, or cut their prompts."
+        ),
+    ] = TooLong.REFUSE,
+    warm_up: Annotated[
+        int, typer.Option(min=0, help="Requests to send before, and not to count.")
+    ] = 2,
+    slo_ttft: Annotated[
+        float,
+        typer.Option(min=0.000001, callback=finite, help="Limit on time to first token, seconds."),
+    ] = 0.5,
+    slo_tpot: Annotated[
+        float,
+        typer.Option(
+            min=0.000001, callback=finite, help="Limit on time per further token, seconds."
+        ),
+    ] = 0.05,
+    timeout: Annotated[
+        float,
+        typer.Option(
+            min=0.001,
+            max=MAX_WAIT_S,
+            callback=finite,
+            help="Give a request up after this many seconds.",
+        ),
+    ] = 60.0,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="The same seed sends the same requests at the same times; default: "
+            "a new one, so that no cache knows the prompts."
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the run into this .png, .svg or .pdf.")
+    ] = None,
     as_json: AsJson = False,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -254,8 +368,8 @@ def load(
     tls_name: TlsName = "",
     token_file: TokenFile = None,
 ) -> None:
-    """Measure how a cluster keeps up with a load. Sends requests when they are due, however slow the answers are, and
-    reports TTFT, TPOT, ITL and goodput. Exit code 1 if any failed."""
+    """Measure how a cluster keeps up with a load. Sends requests when they are due, however slow
+    the answers are, and reports TTFT, TPOT, ITL and goodput. Exit code 1 if any failed."""
     console = Console(stderr=True, highlight=False)
 
     async def run(spec: LoadSpec) -> dict[str, object]:
@@ -267,11 +381,28 @@ def load(
     with one_line_errors(target, tls_ca=tls_ca, token_file=token_file):
         if plot is not None:
             check_can_plot(plot)
-        shape = Shape(Lengths.parse(prompt_tokens, field="prompt_tokens"),
-                      Lengths.parse(output_tokens, field="output_tokens"))
-        figures = asyncio.run(run(LoadSpec(
-            api, requests, Arrivals(arrival, rate, burst), shape, Slo(slo_ttft, slo_tpot), trace, speed, warm_up,
-            secrets.randbits(32) if seed is None else seed, timeout, plot, too_long)))
+        shape = Shape(
+            Lengths.parse(prompt_tokens, field="prompt_tokens"),
+            Lengths.parse(output_tokens, field="output_tokens"),
+        )
+        figures = asyncio.run(
+            run(
+                LoadSpec(
+                    api,
+                    requests,
+                    Arrivals(arrival, rate, burst),
+                    shape,
+                    Slo(slo_ttft, slo_tpot),
+                    trace,
+                    speed,
+                    warm_up,
+                    secrets.randbits(32) if seed is None else seed,
+                    timeout,
+                    plot,
+                    too_long,
+                )
+            )
+        )
         if as_json:
             print(json.dumps(figures))
         else:

@@ -1,13 +1,15 @@
-"""A whole Baton cluster on this machine: routers, prefill pools, decode pools, each stage a process of its own.
+"""A whole Baton cluster on this machine: routers, prefill pools, decode pools, each stage a process
+of its own.
 
-    async with LocalCluster(ClusterConfig(model=demo_model(), decode_pp=2), sink=print_line) as cluster:
+    async with LocalCluster(ClusterConfig(model=demo_model(), decode_pp=2), sink=print_line) as
+    cluster:
         ...cluster.address...                                # serving, by grpc health
 
     cluster.processes["decode-0.1"].kill()                   # comes back under the same address
 
-All start beside each other. Leaders announce the ports they got in files, where their stages and the routers read them.
-Each worker keeps to one core, where a core is what computes (`core_places.py`). Leaving the block, by whatever way,
-ends every process.
+All start beside each other. Leaders announce the ports they got in files, where their stages and
+the routers read them. Each worker keeps to one core, where a core is what computes
+(`core_places.py`). Leaving the block, by whatever way, ends every process.
 """
 
 import asyncio
@@ -70,7 +72,11 @@ class _Pool:
 
 
 def _usable_cores() -> list[int]:
-    return sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else list(range(os.cpu_count() or 1))
+    return (
+        sorted(os.sched_getaffinity(0))
+        if sys.platform == "linux"
+        else list(range(os.cpu_count() or 1))
+    )
 
 
 class LocalCluster:
@@ -80,24 +86,44 @@ class LocalCluster:
         config.check()
         self._config = config
         tables = {} if config.config_file is None else read_tables(config.config_file)
-        check_tls(tables, {"router": config.router_flags, **{shape.role: shape.flags for shape in config.shapes}},
-                  config.security)
+        check_tls(
+            tables,
+            {"router": config.router_flags, **{shape.role: shape.flags for shape in config.shapes}},
+            config.security,
+        )
         self._listen = listen_address(config.listen, tables, DEFAULT_TARGET)
         check_port(parse_address(self._listen), flag="--listen")
         if config.http:
             http = parse_address(config.http, field="--http")
             check_port(http, flag="--http")
             check_apart(http, parse_address(self._listen))
-        self._pools = [_Pool(shape, index) for shape in config.shapes for index in range(shape.count)]
+        self._pools = [
+            _Pool(shape, index) for shape in config.shapes for index in range(shape.count)
+        ]
         self._tables = tables
         self._memory_flags = memory_flags(config.shapes, tables, config.model)
         self._binding_flags = {shape.role: binding_flags(shape, tables) for shape in config.shapes}
-        self._metrics_ports = metrics_ports(tables, {"router": self._router_names, **{
-            role: [name for pool in self._pools if pool.shape.role == role for name in pool.names] for role in ROLES}})
+        self._metrics_ports = metrics_ports(
+            tables,
+            {
+                "router": self._router_names,
+                **{
+                    role: [
+                        name
+                        for pool in self._pools
+                        if pool.shape.role == role
+                        for name in pool.names
+                    ]
+                    for role in ROLES
+                },
+            },
+        )
         self._sink = sink
         self._is_quiet = False
         roles = {name: pool.shape.role for pool in self._pools for name in pool.names}
-        self._cores = core_places(roles | dict.fromkeys(self._router_names, "router"), _usable_cores(), config.cores)
+        self._cores = core_places(
+            roles | dict.fromkeys(self._router_names, "router"), _usable_cores(), config.cores
+        )
         self._folder = tempfile.TemporaryDirectory(prefix="baton-")
         self._lives: dict[str, asyncio.Task[None]] = {}
         self._nursery: Nursery | None = None  # of its own
@@ -113,7 +139,9 @@ class LocalCluster:
     def addresses(self) -> tuple[str, ...]:
         """Of all routers."""
         announcements = [self.processes[name].announcement for name in self._router_names]
-        return tuple(announcement.address for announcement in announcements if announcement is not None)
+        return tuple(
+            announcement.address for announcement in announcements if announcement is not None
+        )
 
     @property
     def http_address(self) -> str:
@@ -131,7 +159,9 @@ class LocalCluster:
         """A Prometheus configuration for the processes that run; gone with the cluster."""
         path = Path(self._folder.name) / "prometheus.yml"
         known = {name: process.announcement for name, process in self.processes.items()}
-        path.write_text(scrape_config({name: where for name, where in known.items() if where is not None}))
+        path.write_text(
+            scrape_config({name: where for name, where in known.items() if where is not None})
+        )
         return path
 
     async def __aenter__(self) -> Self:
@@ -143,13 +173,17 @@ class LocalCluster:
             raise
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                        trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         await self.stop()
 
     async def wait_serving(self, *, timeout_s: float) -> None:
-        """Until every router and every pool serve, at start or after a death. Raises UnavailableError naming who does
-        not."""
+        """Until every router and every pool serve, at start or after a death. Raises
+        UnavailableError naming who does not."""
         deadline = asyncio.get_running_loop().time() + timeout_s
         for process in self.processes.values():
             if process.spec.leads:
@@ -157,29 +191,36 @@ class LocalCluster:
                 await until_cluster_serves(process, self._config.security, timeout_s=left_s)
 
     async def restart(self, *names: str, timeout_s: float) -> None:
-        """Stop these processes of workers together, start them again, and wait until every pool serves and the router
-        knows.
+        """Stop these processes of workers together, start them again, and wait until every pool
+        serves and the router knows.
 
         Raises:
             UnavailableError: not all serve after `timeout_s`; the message names who does not.
         """
         now = asyncio.get_running_loop().time
         deadline = now() + timeout_s
-        async with AsyncBatonClient(self.address, security=self._config.security.to(PeerRole.ROUTER)) as client:
+        async with AsyncBatonClient(
+            self.address, security=self._config.security.to(PeerRole.ROUTER)
+        ) as client:
             before = {worker.incarnation for worker in (await client.cluster_status()).workers}
-            await asyncio.gather(*(self.processes[name].restart(grace_s=timeout_s) for name in names))
+            await asyncio.gather(
+                *(self.processes[name].restart(grace_s=timeout_s) for name in names)
+            )
             await self.wait_serving(timeout_s=deadline - now())
             led = sum(self.processes[name].spec.leads for name in names)
             while reasons := _not_back((await client.cluster_status()).workers, before, led):
                 if now() > deadline:
-                    raise UnavailableError(f"the router does not see all serve after {timeout_s:g} s: "
-                                           f"{'; '.join(reasons)}")
+                    raise UnavailableError(
+                        f"the router does not see all serve after {timeout_s:g} s: "
+                        f"{'; '.join(reasons)}"
+                    )
                 await asyncio.sleep(_POLL_S)
 
     async def wait_ended(self) -> None:
         """Until cancelled: processes that die are restarted. Raises what ends the watching of one.
 
-        Cancelled, it leaves the lives to `stop`: each ends with its process, and closes what belongs to that.
+        Cancelled, it leaves the lives to `stop`: each ends with its process, and closes what
+        belongs to that.
         """
         try:
             await asyncio.gather(*map(asyncio.shield, self._lives.values()))
@@ -188,12 +229,19 @@ class LocalCluster:
             raise
 
     async def stop(self) -> None:
-        """The routers first, so that requests can end; then the workers. Nothing survives this call."""
+        """The routers first, so that requests can end; then the workers. Nothing survives this
+        call."""
         try:
-            routers = [process for process in self.processes.values() if process.spec.role == "router"]
+            routers = [
+                process for process in self.processes.values() if process.spec.role == "router"
+            ]
             for group in (routers, [p for p in self.processes.values() if p not in routers]):
-                await asyncio.gather(*(process.stop(grace_s=self._config.stop_grace_s) for process in group))
-        except asyncio.CancelledError:  # at once, then: no life waits for a fork that is still to be made
+                await asyncio.gather(
+                    *(process.stop(grace_s=self._config.stop_grace_s) for process in group)
+                )
+        except (
+            asyncio.CancelledError
+        ):  # at once, then: no life waits for a fork that is still to be made
             if self._link is not None:
                 self._link.close()
             raise
@@ -201,7 +249,9 @@ class LocalCluster:
             for process in self.processes.values():
                 process.end()
             if self._lives:
-                await asyncio.wait(self._lives.values(), timeout=_REAP_S)  # they end with their processes
+                await asyncio.wait(
+                    self._lives.values(), timeout=_REAP_S
+                )  # they end with their processes
             for life in self._lives.values():
                 life.cancel()
             await asyncio.gather(*self._lives.values(), return_exceptions=True)
@@ -216,7 +266,9 @@ class LocalCluster:
             self._nursery = Nursery()
         await asyncio.to_thread(make_tokenizer, self._config.model)  # once, for all of them
         if self._config.http and find_tokenizer(self._config.model) is None:
-            raise ConfigError(f"--http needs a tokenizer: {self._config.model} has none", field="http")
+            raise ConfigError(
+                f"--http needs a tokenizer: {self._config.model} has none", field="http"
+            )
         num_processes = sum(len(pool.names) for pool in self._pools) + self._config.routers
         self._say(f"starting {num_processes} processes with {self._config.model}")
         await self._connect_nursery()
@@ -240,10 +292,17 @@ class LocalCluster:
 
     async def _or_first_failure(self, start: Coroutine[None, None, None]) -> None:
         """Run `start`, but end with a process's error as soon as one cannot start."""
-        starting, reporting = asyncio.create_task(start), asyncio.create_task(self._report_progress())
+        starting, reporting = (
+            asyncio.create_task(start),
+            asyncio.create_task(self._report_progress()),
+        )
         try:
             while not starting.done():
-                await asyncio.wait({starting, *self._lives.values()}, return_when=asyncio.FIRST_COMPLETED, timeout=0.2)
+                await asyncio.wait(
+                    {starting, *self._lives.values()},
+                    return_when=asyncio.FIRST_COMPLETED,
+                    timeout=0.2,
+                )
                 for life in self._lives.values():
                     if life.done():
                         life.result()
@@ -261,7 +320,9 @@ class LocalCluster:
             processes = list(self.processes.values())
             states = await asyncio.gather(*map(self._state, processes))
             if processes:
-                self._say(f"after {asyncio.get_running_loop().time() - began_s:.0f} s: {', '.join(states)}")
+                self._say(
+                    f"after {asyncio.get_running_loop().time() - began_s:.0f} s: {', '.join(states)}"
+                )
 
     async def _state(self, process: RoleProcess) -> str:
         reason = "" if process.has_served else await reason_of(process, self._config.security)
@@ -290,30 +351,62 @@ class LocalCluster:
         self._launch(name, "router", flags, leads=True)
 
     def _launch_gateway(self) -> None:
-        """It ends after the routers, when there is nothing left to wait for, and does not log bad requests."""
+        """It ends after the routers, when there is nothing left to wait for, and does not log bad
+        requests."""
         level = "warning" if self._config.log_level == "info" else self._config.log_level
         flags = [flag for address in self.addresses for flag in ("--router", address)]
         flags += ["--drain-s", "1", "--log-level", level]
         flags += ["--config", str(self._config.config_file)] if self._config.config_file else []
-        flags += ["--log-style", self._config.log_style.value] if self._config.log_style is not None else []
-        self._run(ProcessSpec(_GATEWAY, GATEWAY_MODULE, tuple(flags), self._config.http, None,
-                              self._announcement_path(_GATEWAY), leads=True), spawn)
+        flags += (
+            ["--log-style", self._config.log_style.value]
+            if self._config.log_style is not None
+            else []
+        )
+        self._run(
+            ProcessSpec(
+                _GATEWAY,
+                GATEWAY_MODULE,
+                tuple(flags),
+                self._config.http,
+                None,
+                self._announcement_path(_GATEWAY),
+                leads=True,
+            ),
+            spawn,
+        )
 
     def _launch(self, name: str, role: str, flags: list[str], *, leads: bool) -> None:
         config = self._config
         listen = self._listen if name == "router" else f"{config.places.host(name)}:0"
-        spec = ProcessSpec(name, role, (*config.shared_flags, *flags), listen,
-                           self._cores[name] if config.one_core_each else None,
-                           self._announcement_path(name), leads, self._metrics_ports[name])
+        spec = ProcessSpec(
+            name,
+            role,
+            (*config.shared_flags, *flags),
+            listen,
+            self._cores[name] if config.one_core_each else None,
+            self._announcement_path(name),
+            leads,
+            self._metrics_ports[name],
+        )
         self._run(spec, spawn if self._link is None or role == "router" else self._fork)
 
     def _run(self, spec: ProcessSpec, start: Spawn) -> None:
-        process = RoleProcess(spec, self._show, partial(self._until_serving, spec), self._placed(spec.name, start),
-                              log_style=self._config.own_style)
-        self.processes[spec.name], self._lives[spec.name] = process, asyncio.create_task(process.run())
+        process = RoleProcess(
+            spec,
+            self._show,
+            partial(self._until_serving, spec),
+            self._placed(spec.name, start),
+            log_style=self._config.own_style,
+        )
+        self.processes[spec.name], self._lives[spec.name] = (
+            process,
+            asyncio.create_task(process.run()),
+        )
 
     def _placed(self, name: str, start: Spawn) -> Spawn:
-        async def placed(module: str, arguments: Sequence[str], *, core: str, environment: Mapping[str, str]) -> Child:
+        async def placed(
+            module: str, arguments: Sequence[str], *, core: str, environment: Mapping[str, str]
+        ) -> Child:
             module, arguments = self._config.places.program(name, module, arguments)
             return await start(module, arguments, core=core, environment=environment)
 
@@ -324,8 +417,9 @@ class LocalCluster:
         if nursery is not None and self._config.forks_workers:
             self._link = await nursery.connect()
 
-    async def _fork(self, module: str, arguments: Sequence[str], *, core: str,
-                    environment: Mapping[str, str]) -> Child:
+    async def _fork(
+        self, module: str, arguments: Sequence[str], *, core: str, environment: Mapping[str, str]
+    ) -> Child:
         assert self._link is not None
         try:
             return await self._link.spawn(module, arguments, core=core, environment=environment)
@@ -334,7 +428,9 @@ class LocalCluster:
             return await spawn(module, arguments, core=core, environment=environment)
 
     async def _until_serving(self, spec: ProcessSpec, announcement: Announcement) -> None:
-        await until_serving(spec, announcement, self._config.security, timeout_s=self._config.ready_timeout_s)
+        await until_serving(
+            spec, announcement, self._config.security, timeout_s=self._config.ready_timeout_s
+        )
 
     def _say(self, text: str) -> None:
         self._show(_NARRATOR, styled_line(self._config.own_style, text, role=_NARRATOR))
@@ -345,8 +441,14 @@ class LocalCluster:
 
 
 def _not_back(workers: Sequence[WorkerStatus], before: set[str], num_fresh: int) -> list[str]:
-    """Why the router cannot use all of them yet, `num_fresh` of which are incarnations it did not know `before`."""
-    reasons = [f"{worker.role} {worker.address}: {worker.reason or 'does not serve'}"
-               for worker in workers if not worker.serving]
+    """Why the router cannot use all of them yet, `num_fresh` of which are incarnations it did not
+    know `before`."""
+    reasons = [
+        f"{worker.role} {worker.address}: {worker.reason or 'does not serve'}"
+        for worker in workers
+        if not worker.serving
+    ]
     missing = num_fresh - sum(worker.incarnation not in before for worker in workers)
-    return reasons + ([f"{missing} of the restarted processes it has not met"] if missing > 0 else [])
+    return reasons + (
+        [f"{missing} of the restarted processes it has not met"] if missing > 0 else []
+    )

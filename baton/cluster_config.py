@@ -20,14 +20,16 @@ _MAX_PROCESSES = 64
 
 @dataclass(frozen=True)
 class ClusterConfig:
-    """What to start. `worker_flags` go to every prefill and decode process, `router_flags` to the routers, of which the
-    first listens at `listen` ("router") and the others on ports of their own ("router-1", ...). At `http`, if
-    given, a gateway before all routers serves OpenAI's API. Without `one_core_each` processes have all cores: those on
-    a GPU compile kernels as they start, and move bytes beside it. Else those of a role in `cores` keep to one of these
-    each, in turn, and the others to what `core_places` leaves them.
+    """What to start. `worker_flags` go to every prefill and decode process, `router_flags` to the
+    routers, of which the first listens at `listen` ("router") and the others on ports of their own
+    ("router-1", ...). At `http`, if given, a gateway before all routers serves OpenAI's API.
+    Without `one_core_each` processes have all cores: those on a GPU compile kernels as they start,
+    and move bytes beside it. Else those of a role in `cores` keep to one of these each, in turn,
+    and the others to what `core_places` leaves them.
 
-    With `forks_workers` prefill and decode processes are forks of one that has loaded torch: of `nursery`, which stays,
-    or of one of the cluster's own. They start faster, and so does one that replaces a dead one."""
+    With `forks_workers` prefill and decode processes are forks of one that has loaded torch: of
+    `nursery`, which stays, or of one of the cluster's own. They start faster, and so does one that
+    replaces a dead one."""
 
     model: Path
     prefill: int = 1
@@ -51,13 +53,17 @@ class ClusterConfig:
     one_core_each: bool = True
     cores: Mapping[str, Sequence[int]] = field(default_factory=dict)
     log_level: str = "info"
-    log_style: LogStyle | None = None  # None: that of each role's table in the file, and lines for people here
+    log_style: LogStyle | None = (
+        None  # None: that of each role's table in the file, and lines for people here
+    )
     ready_timeout_s: float = 180.0
     stop_grace_s: float = 8.0
     forks_workers: bool = True
     nursery: Nursery | None = None
     places: ProcessPlaces = HERE
-    security: ChannelSecurity = PLAIN_CHANNEL  # what the cluster shows its own processes to ask for their health
+    security: ChannelSecurity = (
+        PLAIN_CHANNEL  # what the cluster shows its own processes to ask for their health
+    )
 
     @property
     def shapes(self) -> tuple[PoolShape, ...]:
@@ -65,10 +71,26 @@ class ClusterConfig:
         given = (("--memory-mb", self.memory_mb), ("--max-context", self.max_context))
         words = (word for flag, value in given if value is not None for word in (flag, str(value)))
         flags = (*self.worker_flags, *words)
-        return (PoolShape("prefill", self.prefill, self.prefill_pp, self.prefill_partition, flags,
-                          self.prefill_tp, self.prefill_dp_attention),
-                PoolShape("decode", self.decode, self.decode_pp, self.decode_partition, flags, self.decode_tp,
-                          self.decode_dp_attention))
+        return (
+            PoolShape(
+                "prefill",
+                self.prefill,
+                self.prefill_pp,
+                self.prefill_partition,
+                flags,
+                self.prefill_tp,
+                self.prefill_dp_attention,
+            ),
+            PoolShape(
+                "decode",
+                self.decode,
+                self.decode_pp,
+                self.decode_partition,
+                flags,
+                self.decode_tp,
+                self.decode_dp_attention,
+            ),
+        )
 
     @property
     def own_style(self) -> LogStyle:
@@ -85,20 +107,38 @@ class ClusterConfig:
     def check(self) -> None:
         """Raises ConfigError naming the setting and its limit, before anything is started."""
         parse_address(self.listen or DEFAULT_TARGET, field="listen")
-        for name in ("prefill", "decode", "prefill_pp", "decode_pp", "prefill_tp", "decode_tp", "routers"):
+        for name in (
+            "prefill",
+            "decode",
+            "prefill_pp",
+            "decode_pp",
+            "prefill_tp",
+            "decode_tp",
+            "routers",
+        ):
             count: int = getattr(self, name)
             if not 1 <= count <= _MAX_PROCESSES:
-                raise ConfigError(f"--{name.replace('_', '-')} must be from 1 to {_MAX_PROCESSES}, got {count}",
-                                  field=name)
-        if (count := self.routers + sum(shape.num_processes for shape in self.shapes)) > _MAX_PROCESSES:
-            raise ConfigError(f"{count} processes are asked for, routers and the stages and ranks of all pools, and "
-                              f"the limit is {_MAX_PROCESSES}", field="processes")
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} must be from 1 to {_MAX_PROCESSES}, got {count}",
+                    field=name,
+                )
+        if (
+            count := self.routers + sum(shape.num_processes for shape in self.shapes)
+        ) > _MAX_PROCESSES:
+            raise ConfigError(
+                f"{count} processes are asked for, routers and the stages and ranks of all pools, and "
+                f"the limit is {_MAX_PROCESSES}",
+                field="processes",
+            )
         check_model_folder(self.model)
         for shape in self.shapes:
             check_partition(shape, self.model)
             if shape.num_data_ranks < 1 or shape.num_ranks % shape.num_data_ranks:
-                raise ConfigError(f"--{shape.role}-dp-attention must divide --{shape.role}-tp {shape.num_ranks}, got "
-                                  f"{shape.num_data_ranks}", field=f"{shape.role}_dp_attention")
+                raise ConfigError(
+                    f"--{shape.role}-dp-attention must divide --{shape.role}-tp {shape.num_ranks}, got "
+                    f"{shape.num_data_ranks}",
+                    field=f"{shape.role}_dp_attention",
+                )
         if self.http:
             check_can_serve(self.http, self.security)
 

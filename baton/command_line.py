@@ -1,4 +1,5 @@
-"""What the commands of `baton` share: their options, and how each of their failures becomes one line."""
+"""What the commands of `baton` share: their options, and how each of their failures becomes one
+line."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,26 +16,43 @@ from runtime.errors import BatonError, ConfigError
 from runtime.observe.log import report_end
 from runtime.process.standard_streams import told_of_full_disks
 
-Target = Annotated[list[str] | None, typer.Option(
-    show_default=DEFAULT_TARGET, envvar="BATON_TARGET", help="HOST:PORT of the router. Several, repeated or with "
-    "commas between them, take turns, and one goes on with what another left unfinished.")]
-Timeout = Annotated[float | None, typer.Option(min=0.001, max=MAX_WAIT_S, callback=finite,
-                                               help="Give up after this many seconds.")]
+Target = Annotated[
+    list[str] | None,
+    typer.Option(
+        show_default=DEFAULT_TARGET,
+        envvar="BATON_TARGET",
+        help="HOST:PORT of the router. Several, repeated or with "
+        "commas between them, take turns, and one goes on with what another left unfinished.",
+    ),
+]
+Timeout = Annotated[
+    float | None,
+    typer.Option(
+        min=0.001, max=MAX_WAIT_S, callback=finite, help="Give up after this many seconds."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON instead of text.")]
 
 
 def targets_of(given: list[str] | None) -> tuple[str, ...]:
     """Return the routers that `--target` names. Raises ConfigError when it names none."""
-    targets = tuple(part.strip() for text in given or [DEFAULT_TARGET] for part in text.split(",") if part.strip())
+    targets = tuple(
+        part.strip()
+        for text in given or [DEFAULT_TARGET]
+        for part in text.split(",")
+        if part.strip()
+    )
     if not targets:
         raise ConfigError("--target must name a router, HOST:PORT", field="target")
     return targets
 
 
 @contextmanager
-def one_line_errors(target: list[str] | None = None, *, tls_ca: Path | None = None,
-                    token_file: Path | None = None) -> Iterator[None]:
-    """Exit with one line about a failure. `target` and the flags are those of a command that connects."""
+def one_line_errors(
+    target: list[str] | None = None, *, tls_ca: Path | None = None, token_file: Path | None = None
+) -> Iterator[None]:
+    """Exit with one line about a failure. `target` and the flags are those of a command that
+    connects."""
     try:
         with told_of_full_disks():
             yield

@@ -1,7 +1,8 @@
 """`baton chat`: a conversation in the terminal, or piped through it line by line.
 
-In a terminal a line can be edited, several pasted lines are one turn, Ctrl-C ends the answer and not the conversation,
-and an answer that fails costs nothing but itself. A pipe gets each line answered, and ends with the first failure.
+In a terminal a line can be edited, several pasted lines are one turn, Ctrl-C ends the answer and
+not the conversation, and an answer that fails costs nothing but itself. A pipe gets each line
+answered, and ends with the first failure.
 """
 
 import sys
@@ -37,8 +38,8 @@ class Conversation:
         self.history.clear()
 
     def answer(self, text: str) -> str:
-        """Ask, print the answer as it comes, and return how it ended. What was said so far is kept with the answer, or
-        with as much of it as came before a KeyboardInterrupt.
+        """Ask, print the answer as it comes, and return how it ended. What was said so far is kept
+        with the answer, or with as much of it as came before a KeyboardInterrupt.
 
         Raises:
             BatonError: it failed; the history is what it was before.
@@ -55,8 +56,13 @@ class Conversation:
     def _answer(self, text: str) -> str:
         first = [ChatMessage("system", self.system)] if self.system else []
         asked = ChatMessage("user", text)
-        query = Query((*first, *self.history, asked), self.sampling, self.stop, tools=self.options.tools,
-                      template_arguments=self.options.template_arguments)
+        query = Query(
+            (*first, *self.history, asked),
+            self.sampling,
+            self.stop,
+            tools=self.options.tools,
+            template_arguments=self.options.template_arguments,
+        )
         said, reason = "", "interrupted"
         events = self.client.generate(query, timeout_s=self.timeout_s)
         try:
@@ -77,8 +83,15 @@ class Conversation:
         return reason
 
 
-def converse(client: BatonClient, *, system: str, options: ChatOptions, sampling: Sampling, stop: Stop,
-             timeout_s: float | None) -> None:
+def converse(
+    client: BatonClient,
+    *,
+    system: str,
+    options: ChatOptions,
+    sampling: Sampling,
+    stop: Stop,
+    timeout_s: float | None,
+) -> None:
     """Answer what is typed, or each line of stdin, until it ends.
 
     Raises:
@@ -159,5 +172,7 @@ def _typed() -> Iterator[str]:
 
 
 def _is_too_long(error: InvalidRequestError) -> bool:
-    return any(violation.field.startswith("chat") and "maximum context length" in violation.description
-               for violation in error.violations)
+    return any(
+        violation.field.startswith("chat") and "maximum context length" in violation.description
+        for violation in error.violations
+    )

@@ -28,10 +28,11 @@ REPORT_S = 0.1  # workers report four times a second
 
 
 async def run_demo(console: Console, nursery: Nursery | None) -> None:
-    """Start router, prefill and a decode pool of two stages; ask about a little story; show where the time went. The
-    workers are forks of `nursery`, or of one of the cluster's own.
+    """Start router, prefill and a decode pool of two stages; ask about a little story; show where
+    the time went. The workers are forks of `nursery`, or of one of the cluster's own.
 
-    Raises BatonError when a process cannot start, the answer does not come in time or is not the right one.
+    Raises BatonError when a process cannot start, the answer does not come in time or is not the
+    right one.
     """
     started = time.monotonic()
     config = ClusterConfig(model=demo_model(), decode_pp=2, listen="127.0.0.1:0", nursery=nursery)
@@ -46,7 +47,8 @@ async def run_demo(console: Console, nursery: Nursery | None) -> None:
 
 
 async def status_at_rest(client: AsyncBatonClient) -> ClusterStatus:
-    """The status once the workers have reported that the answer holds nothing any more, or after the time for that."""
+    """The status once the workers have reported that the answer holds nothing any more, or after
+    the time for that."""
     status = await client.cluster_status()
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(REST_TIMEOUT_S):
@@ -57,7 +59,11 @@ async def status_at_rest(client: AsyncBatonClient) -> ClusterStatus:
 
 
 async def _ask(client: AsyncBatonClient, console: Console) -> None:
-    query = Query((ChatMessage("user", f"{STORY} {QUESTION}"),), Sampling(temperature=0.0), Stop(max_tokens=48))
+    query = Query(
+        (ChatMessage("user", f"{STORY} {QUESTION}"),),
+        Sampling(temperature=0.0),
+        Stop(max_tokens=48),
+    )
     console.print(f"{STORY}\n[bold]{QUESTION}[/bold]\n", highlight=False, soft_wrap=True)
     events: list[Event] = []
     sent = time.monotonic()
@@ -67,10 +73,19 @@ async def _ask(client: AsyncBatonClient, console: Console) -> None:
             events.append(event)
             if isinstance(event, Chunk):
                 ttft_s = time.monotonic() - sent if ttft_s is None else ttft_s
-                console.print(event.text, end="", style="bold green", markup=False, highlight=False, soft_wrap=True)
+                console.print(
+                    event.text,
+                    end="",
+                    style="bold green",
+                    markup=False,
+                    highlight=False,
+                    soft_wrap=True,
+                )
     console.print("\n")
     completion = completion_of(events)
     if completion.text.strip() != ANSWER:
-        raise InternalError(f"the right answer is {ANSWER!r}, the cluster said {completion.text.strip()!r}")
+        raise InternalError(
+            f"the right answer is {ANSWER!r}, the cluster said {completion.text.strip()!r}"
+        )
     console.print("right: every word of it was read by prefill and crossed to decode\n")
     console.print(timings_table(completion, ttft_s=ttft_s or 0.0))

@@ -32,12 +32,14 @@ class FirstQuestion:
 
     def words(self) -> str:
         """Return it as words of `baton generate`."""
-        prompt = f"--ids {self.prompt}" if self.is_ids else f'{"--chat " * self.is_chat}"{self.prompt}"'
+        prompt = (
+            f"--ids {self.prompt}" if self.is_ids else f'{"--chat " * self.is_chat}"{self.prompt}"'
+        )
         return prompt if self.max_tokens is None else f"{prompt} --max-tokens {self.max_tokens}"
 
     def curl(self, address: str, model: str) -> str:
-        """Return it as a `curl` command for the gateway at HOST:PORT. Where the environment names a proxy for that
-        address, curl is told to pass it by."""
+        """Return it as a `curl` command for the gateway at HOST:PORT. Where the environment names a
+        proxy for that address, curl is told to pass it by."""
         asked: Mapping[str, object] = {"prompt": self.prompt}
         if self.is_chat:
             asked = {"messages": [{"role": "user", "content": self.prompt}]}

@@ -1,9 +1,11 @@
-"""`baton gateway`: OpenAI's HTTP API in front of one or more routers, served by the published gateway `smg`.
+"""`baton gateway`: OpenAI's HTTP API in front of one or more routers, served by the published
+gateway `smg`.
 
     baton gateway --router 127.0.0.1:7000 --listen 127.0.0.1:8000
 
-The routers run with `--vllm-engine`; the gateway reads their tokenizer from there, so it needs no model directory. What
-is set here is what differs from the gateway's own defaults, and why; `--flag=--tool-call-parser=qwen` gives it more.
+The routers run with `--vllm-engine`; the gateway reads their tokenizer from there, so it needs no
+model directory. What is set here is what differs from the gateway's own defaults, and why;
+`--flag=--tool-call-parser=qwen` gives it more.
 """
 
 import argparse
@@ -31,20 +33,32 @@ from runtime.security.tokens import read_tokens
 
 DEFAULT_LISTEN = "127.0.0.1:8000"
 _MODULES = ("smg", "smg_grpc_proto")
-# Routers have the tokenizer; before it asks them, the gateway looks for what they call it on this host and on a hub.
+# Routers have the tokenizer; before it asks them, the gateway looks for what they call it on this
+# host and on a hub.
 _NO_HUB = "http://127.0.0.1:9"
 _LOOK_S = 0.05  # between two looks at whether it is ready
 _LOOK_TIMEOUT_S = 5.0
-# Of the gateway's levels: at its own "info" it logs every step of its start and every worker it looks at.
+# Of the gateway's levels: at its own "info" it logs every step of its start and every worker it
+# looks at.
 _LEVELS = {"debug": "info", "info": "warn", "warning": "error", "error": "error"}
 # What a router does better, or what would hurt behind one:
 _ALWAYS = (
-    "--backend", "vllm", "--policy", "round_robin",
-    "--disable-worker-overload-protection",  # routers queue, and report themselves when they are full
+    "--backend",
+    "vllm",
+    "--policy",
+    "round_robin",
+    # routers queue, and report themselves when they are full
+    "--disable-worker-overload-protection",
     "--disable-retries",  # OpenAI's clients retry; two layers of it make a storm of an overload
-    "--disable-circuit-breaker",  # refuses a minute long after ten errors, with no other router to go to
-    "--no-remove-unhealthy-workers", "--health-check-interval-secs", "2", "--health-check-timeout-secs", "2",
-    "--health-success-threshold", "1",  # a router that comes back is used again within seconds
+    # refuses a minute long after ten errors, with no other router to go to
+    "--disable-circuit-breaker",
+    "--no-remove-unhealthy-workers",
+    "--health-check-interval-secs",
+    "2",
+    "--health-check-timeout-secs",
+    "2",
+    "--health-success-threshold",
+    "1",  # a router that comes back is used again within seconds
 )
 
 
@@ -60,7 +74,9 @@ class GatewayConfig(Config):
     tls_key: Path | None = None
     token_file: Path | None = None
     stored_responses: int = Field(default=10_000, ge=0, le=1_000_000)
-    max_body_bytes: int = Field(default=16 << 20, ge=1 << 10, le=1 << 29, description="Largest request.")
+    max_body_bytes: int = Field(
+        default=16 << 20, ge=1 << 10, le=1 << 29, description="Largest request."
+    )
     drain_s: int = Field(default=30, ge=1, le=86_400)
     flag: tuple[str, ...] = ()
     log_level: str = "info"
@@ -69,8 +85,10 @@ class GatewayConfig(Config):
     def check(self) -> None:
         """Raises ConfigError for what the single settings do not show."""
         if self.log_level not in LEVELS:
-            raise ConfigError(f"log level must be one of {', '.join(LEVELS)}, got {self.log_level!r}",
-                              field="log_level")
+            raise ConfigError(
+                f"log level must be one of {', '.join(LEVELS)}, got {self.log_level!r}",
+                field="log_level",
+            )
         for field, path in (("tls_cert", self.tls_cert), ("tls_key", self.tls_key)):
             if path is not None and not path.is_file():
                 raise ConfigError(f"{field}: {path} is no file", field=field)
@@ -83,23 +101,32 @@ def check_can_serve(listen: str, security: ChannelSecurity) -> None:
     parse_address(listen, field="http")
     check_installed()
     if security != PLAIN_CHANNEL:
-        raise ConfigError("--http cannot be used with TLS or tokens between the processes: the gateway shows routers "
-                          "neither", field="http")
+        raise ConfigError(
+            "--http cannot be used with TLS or tokens between the processes: the gateway shows routers "
+            "neither",
+            field="http",
+        )
 
 
 def check_installed() -> None:
     """Raises ConfigError when the extra `http` is missing."""
     missing = [name for name in _MODULES if importlib.util.find_spec(name) is None]
     if missing:
-        raise ConfigError(f"the OpenAI gateway needs the package {missing[0]}: pip install 'baton[http]'", field="http")
+        raise ConfigError(
+            f"the OpenAI gateway needs the package {missing[0]}: pip install 'baton[http]'",
+            field="http",
+        )
 
 
 async def wait_ready(address: str, *, timeout_s: float) -> None:
-    """Until the gateway at HOST:PORT has a router that serves, and its tokenizer. Raises UnavailableError naming what
-    it lacks when that takes longer."""
+    """Until the gateway at HOST:PORT has a router that serves, and its tokenizer. Raises
+    UnavailableError naming what it lacks when that takes longer."""
     reason = "it does not listen"
     try:
-        async with asyncio.timeout(timeout_s), httpx2.AsyncClient(timeout=_LOOK_TIMEOUT_S, trust_env=False) as client:
+        async with (
+            asyncio.timeout(timeout_s),
+            httpx2.AsyncClient(timeout=_LOOK_TIMEOUT_S, trust_env=False) as client,
+        ):
             while True:
                 try:
                     response = await client.get(f"http://{address}/readiness")
@@ -111,17 +138,33 @@ async def wait_ready(address: str, *, timeout_s: float) -> None:
                     reason = response.text
                 await asyncio.sleep(_LOOK_S)
     except TimeoutError:
-        raise UnavailableError(f"the gateway at {address} is not ready after {timeout_s:.0f} s: {reason}") from None
+        raise UnavailableError(
+            f"the gateway at {address} is not ready after {timeout_s:.0f} s: {reason}"
+        ) from None
 
 
 def arguments_of(config: GatewayConfig, listen: Address, metrics_port: int) -> list[str]:
-    """The arguments of `smg launch`, but for what must not be seen in a list of processes. Raises ConfigError for a
-    token file that cannot be used."""
-    arguments = [*_ALWAYS, "--worker-urls", *(f"grpc://{router}" for router in config.router),
-                 "--host", listen.host, "--port", str(listen.port),
-                 "--prometheus-host", config.metrics_host, "--prometheus-port", str(metrics_port),
-                 "--log-level", _LEVELS[config.log_level], "--max-payload-size", str(config.max_body_bytes),
-                 "--shutdown-grace-period-secs", str(config.drain_s)]
+    """The arguments of `smg launch`, but for what must not be seen in a list of processes. Raises
+    ConfigError for a token file that cannot be used."""
+    arguments = [
+        *_ALWAYS,
+        "--worker-urls",
+        *(f"grpc://{router}" for router in config.router),
+        "--host",
+        listen.host,
+        "--port",
+        str(listen.port),
+        "--prometheus-host",
+        config.metrics_host,
+        "--prometheus-port",
+        str(metrics_port),
+        "--log-level",
+        _LEVELS[config.log_level],
+        "--max-payload-size",
+        str(config.max_body_bytes),
+        "--shutdown-grace-period-secs",
+        str(config.drain_s),
+    ]
     if config.log_style is LogStyle.JSON:
         arguments.append("--log-json")
     if config.stored_responses:
@@ -129,7 +172,12 @@ def arguments_of(config: GatewayConfig, listen: Address, metrics_port: int) -> l
     else:
         arguments += ["--history-backend", "none"]
     if config.tls_cert is not None and config.tls_key is not None:
-        arguments += ["--tls-cert-path", str(config.tls_cert), "--tls-key-path", str(config.tls_key)]
+        arguments += [
+            "--tls-cert-path",
+            str(config.tls_cert),
+            "--tls-key-path",
+            str(config.tls_key),
+        ]
     return [*arguments, *_keys(config), *config.flag]
 
 
@@ -162,12 +210,15 @@ def serve(config: GatewayConfig) -> None:
     listen, metrics_port = _chosen(config)
     parser = _Parser(add_help=False)
     RouterArgs.add_cli_args(parser, use_router_prefix=False)
-    given = RouterArgs.from_cli_args(parser.parse_args(arguments_of(config, listen, metrics_port)),
-                                     use_router_prefix=False)
+    given = RouterArgs.from_cli_args(
+        parser.parse_args(arguments_of(config, listen, metrics_port)), use_router_prefix=False
+    )
     _refuse_own_texts(given)
     os.environ["HF_ENDPOINT"] = _NO_HUB
     if config.announce is not None:  # it listens in a moment; /readiness reports when it serves
-        write_announcement(config.announce, Announcement(str(listen), metrics_port, os.getpid(), uuid.uuid4().hex))
+        write_announcement(
+            config.announce, Announcement(str(listen), metrics_port, os.getpid(), uuid.uuid4().hex)
+        )
     try:
         Router.from_args(given).start()
     except ValueError as error:
@@ -177,11 +228,14 @@ def serve(config: GatewayConfig) -> None:
 
 
 def _refuse_own_texts(given: Any) -> None:  # noqa: ANN401 - of a package that may not be installed
-    """Raises ConfigError for flags by which a gateway would render and read texts by files of its own."""
+    """Raises ConfigError for flags by which a gateway would render and read texts by files of its
+    own."""
     for flag in ("chat_template", "tokenizer_path", "model_path"):
         if getattr(given, flag):
-            raise ConfigError(f"flag: --{flag.replace('_', '-')} is not taken: routers render chats and read texts",
-                              field="flag")
+            raise ConfigError(
+                f"flag: --{flag.replace('_', '-')} is not taken: routers render chats and read texts",
+                field="flag",
+            )
 
 
 def _chosen(config: GatewayConfig) -> tuple[Address, int]:
@@ -194,7 +248,9 @@ def _chosen(config: GatewayConfig) -> tuple[Address, int]:
 
 def _free_port(host: str) -> int:
     try:
-        with socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET) as probe:
+        with socket.create_server(
+            (host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+        ) as probe:
             port: int = probe.getsockname()[1]
             return port
     except OSError as error:
@@ -206,33 +262,70 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions
 
 @app.command()
 def gateway(
-    router: Annotated[list[str] | None, typer.Option(help="HOST:PORT of a router with --vllm-engine; repeat.")] = None,
-    listen: Annotated[str | None, typer.Option(help="HOST:PORT for HTTP; port 0: any free one.")] = None,
-    metrics_port: Annotated[int | None, typer.Option(help="Serve /metrics here; 0: any free port.")] = None,
+    router: Annotated[
+        list[str] | None, typer.Option(help="HOST:PORT of a router with --vllm-engine; repeat.")
+    ] = None,
+    listen: Annotated[
+        str | None, typer.Option(help="HOST:PORT for HTTP; port 0: any free one.")
+    ] = None,
+    metrics_port: Annotated[
+        int | None, typer.Option(help="Serve /metrics here; 0: any free port.")
+    ] = None,
     metrics_host: Annotated[str | None, typer.Option(help="Address /metrics is served on.")] = None,
-    announce: Annotated[Path | None, typer.Option(help="Write a JSON file here at the start.")] = None,
-    tls_cert: Annotated[Path | None, typer.Option(help="PEM certificate: clients connect by HTTPS.")] = None,
+    announce: Annotated[
+        Path | None, typer.Option(help="Write a JSON file here at the start.")
+    ] = None,
+    tls_cert: Annotated[
+        Path | None, typer.Option(help="PEM certificate: clients connect by HTTPS.")
+    ] = None,
     tls_key: Annotated[Path | None, typer.Option(help="PEM key of the certificate.")] = None,
-    token_file: Annotated[Path | None, typer.Option(help="API keys clients must show, one per line.")] = None,
-    stored_responses: Annotated[int | None, typer.Option(
-        help="Responses kept in memory, to be asked for or gone on from; 0: none.")] = None,
-    drain_s: Annotated[int | None, typer.Option(help="Seconds SIGTERM leaves running requests.")] = None,
-    flag: Annotated[list[str] | None, typer.Option(
-        help="A further flag of `smg launch`, as --flag=--tool-call-parser=qwen; repeat.")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with a [gateway] table; flags beat it.")] = None,
+    token_file: Annotated[
+        Path | None, typer.Option(help="API keys clients must show, one per line.")
+    ] = None,
+    stored_responses: Annotated[
+        int | None,
+        typer.Option(help="Responses kept in memory, to be asked for or gone on from; 0: none."),
+    ] = None,
+    drain_s: Annotated[
+        int | None, typer.Option(help="Seconds SIGTERM leaves running requests.")
+    ] = None,
+    flag: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="A further flag of `smg launch`, as --flag=--tool-call-parser=qwen; repeat."
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file with a [gateway] table; flags beat it.")
+    ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
     log_style: Annotated[LogStyle | None, typer.Option(help="For people or for machines.")] = None,
 ) -> None:
     """Serve OpenAI's HTTP API in front of one or more routers."""
-    flags = {"router": router or None, "listen": listen, "metrics_port": metrics_port, "metrics_host": metrics_host,
-             "announce": announce, "tls_cert": tls_cert, "tls_key": tls_key, "token_file": token_file,
-             "stored_responses": stored_responses, "drain_s": drain_s, "flag": flag or None, "log_level": log_level,
-             "log_style": log_style}
+    flags = {
+        "router": router or None,
+        "listen": listen,
+        "metrics_port": metrics_port,
+        "metrics_host": metrics_host,
+        "announce": announce,
+        "tls_cert": tls_cert,
+        "tls_key": tls_key,
+        "token_file": token_file,
+        "stored_responses": stored_responses,
+        "drain_s": drain_s,
+        "flag": flag or None,
+        "log_level": log_level,
+        "log_style": log_style,
+    }
     try:
         serve(load(GatewayConfig, section="gateway", flags=flags, file=config))
     except BatonError as error:
         text = f"gateway: {error}"
-        line = styled_line(log_style, text, role="gateway", level="error") if log_style is LogStyle.JSON else text
+        line = (
+            styled_line(log_style, text, role="gateway", level="error")
+            if log_style is LogStyle.JSON
+            else text
+        )
         print(line, file=sys.stderr)
         raise typer.Exit(EXIT_CONFIG if isinstance(error, ConfigError) else EXIT_FAILED) from None
 

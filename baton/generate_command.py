@@ -13,7 +13,9 @@ from runtime.errors import ConfigError, FieldViolation, InvalidRequestError
 
 PATIENCE_S = 2.0  # with a silent stdin
 _NO_PROMPT = "give a PROMPT, or pipe one in"
-_SURROGATE = re.compile("[\ud800-\udfff]")  # how Python shows a byte of an argument that the locale has no text for
+_SURROGATE = re.compile(
+    "[\ud800-\udfff]"
+)  # how Python shows a byte of an argument that the locale has no text for
 
 
 def print_text(events: Iterable[Event], query: Query) -> None:
@@ -38,7 +40,9 @@ def structured_output_of(json_schema: Path | None, regex: str | None) -> Structu
     try:
         return StructuredOutput(json_schema.read_text("utf-8"), regex)
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--json-schema: cannot read {json_schema}: {error}", field="json_schema") from None
+        raise ConfigError(
+            f"--json-schema: cannot read {json_schema}: {error}", field="json_schema"
+        ) from None
 
 
 def read_prompt(argument: str | None) -> str:
@@ -62,8 +66,8 @@ def read_prompt(argument: str | None) -> str:
 
 
 def _argument_text(argument: str) -> str:
-    """Return the argument as it was meant where the locale's encoding was not that of the bytes, which then are UTF-8.
-    Raises ConfigError for an empty one, and for what is no text."""
+    """Return the argument as it was meant where the locale's encoding was not that of the bytes,
+    which then are UTF-8. Raises ConfigError for an empty one, and for what is no text."""
     if not argument:
         raise ConfigError("the PROMPT is empty", field="prompt")
     try:
@@ -73,7 +77,8 @@ def _argument_text(argument: str) -> str:
 
 
 def _explain_a_wait() -> None:
-    """Say on stderr what is waited for, where stdin stays silent: at once to a person, else after a while."""
+    """Say on stderr what is waited for, where stdin stays silent: at once to a person, else after a
+    while."""
     is_terminal = sys.stdin.isatty()
     if is_terminal or not select.select([sys.stdin], [], [], PATIENCE_S)[0]:
         end = "Ctrl-D ends it" if is_terminal else "or give a PROMPT"
@@ -81,11 +86,13 @@ def _explain_a_wait() -> None:
 
 
 def prompt_of(argument: str | None, messages: Path | None, *, ids: bool, as_chat: bool) -> Prompt:
-    """Return the prompt that the flags give. Raises InvalidRequestError for what is no prompt, ConfigError for a file
-    that has none."""
+    """Return the prompt that the flags give. Raises InvalidRequestError for what is no prompt,
+    ConfigError for a file that has none."""
     if messages is not None:
         if argument is not None or ids:
-            raise InvalidRequestError(FieldViolation("prompt", "--messages excludes a PROMPT and --ids"))
+            raise InvalidRequestError(
+                FieldViolation("prompt", "--messages excludes a PROMPT and --ids")
+            )
         return read_messages(messages)
     if ids and as_chat:
         raise InvalidRequestError(FieldViolation("prompt", "--ids and --chat exclude each other"))
@@ -101,7 +108,9 @@ def _token_ids(text: str) -> tuple[int, ...]:
     except ValueError:
         ids = ()
     if not ids:
-        raise InvalidRequestError(FieldViolation("prompt", f"must be token ids like 1,2,3, got {text!r}"))
+        raise InvalidRequestError(
+            FieldViolation("prompt", f"must be token ids like 1,2,3, got {text!r}")
+        )
     return ids
 
 

@@ -4,9 +4,10 @@
     outcomes = await run_load(client, queries, [item.at_s for item in planned])     # in order of arrival
     figures = summarise(outcomes, Slo(ttft_s=0.5, tpot_s=0.05))
 
-TTFT is sent to first token; TPOT (last - first) / (tokens - 1); ITL the gap between two messages of a stream; E2E sent
-to last token. A request that was sent late, because this process was busy, shows it in `lag_s`: when lags are not small
-against the other figures, the load generator is what was measured.
+TTFT is sent to first token; TPOT (last - first) / (tokens - 1); ITL the gap between two messages of
+a stream; E2E sent to last token. A request that was sent late, because this process was busy, shows
+it in `lag_s`: when lags are not small against the other figures, the load generator is what was
+measured.
 """
 
 import asyncio
@@ -28,7 +29,9 @@ class Endpoint(Protocol):
 
     async def model_info(self) -> ModelInfo: ...
 
-    def generate(self, query: Query, *, timeout_s: float | None = None) -> AsyncGenerator[Event, None]: ...
+    def generate(
+        self, query: Query, *, timeout_s: float | None = None
+    ) -> AsyncGenerator[Event, None]: ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +56,9 @@ class Outcome:
 
     @property
     def itl_s(self) -> tuple[float, ...]:
-        return tuple(b - a for a, b in zip(self.token_times_s, self.token_times_s[1:], strict=False))
+        return tuple(
+            b - a for a, b in zip(self.token_times_s, self.token_times_s[1:], strict=False)
+        )
 
     @property
     def e2e_s(self) -> float | None:
@@ -102,9 +107,17 @@ def percentiles(samples: Sequence[float], name: str) -> dict[str, float | None]:
     """{name}_p50, _p90, _p99 and _mean, linearly interpolated; None for no samples."""
     if not samples:
         return {f"{name}_{part}": None for part in ("p50", "p90", "p99", "mean")}
-    cuts = statistics.quantiles(samples, n=100, method="inclusive") if len(samples) > 1 else [samples[0]] * 99
-    return {f"{name}_p50": cuts[49], f"{name}_p90": cuts[89], f"{name}_p99": cuts[98],
-            f"{name}_mean": statistics.fmean(samples)}
+    cuts = (
+        statistics.quantiles(samples, n=100, method="inclusive")
+        if len(samples) > 1
+        else [samples[0]] * 99
+    )
+    return {
+        f"{name}_p50": cuts[49],
+        f"{name}_p90": cuts[89],
+        f"{name}_p99": cuts[98],
+        f"{name}_mean": statistics.fmean(samples),
+    }
 
 
 def errors_of(outcomes: Sequence[Outcome]) -> dict[str, int]:
@@ -127,8 +140,10 @@ def summarise(outcomes: Sequence[Outcome], slo: Slo, duration_s: float) -> dict[
         **percentiles([gap for o in done for gap in o.itl_s], "itl_s"),
         **percentiles([o.e2e_s for o in done if o.e2e_s is not None], "e2e_s"),
         **percentiles([t.prefill_s for t in timings if t.prefill_s is not None], "prefill_s"),
-        **percentiles([t.transfer_exposed_s for t in timings if t.transfer_exposed_s is not None],
-                      "handoff_exposed_s"),
+        **percentiles(
+            [t.transfer_exposed_s for t in timings if t.transfer_exposed_s is not None],
+            "handoff_exposed_s",
+        ),
         "lag_s_p99": percentiles([o.lag_s for o in outcomes], "lag_s")["lag_s_p99"],
         "slo_ttft_s": slo.ttft_s,
         "slo_tpot_s": slo.tpot_s,
@@ -137,9 +152,14 @@ def summarise(outcomes: Sequence[Outcome], slo: Slo, duration_s: float) -> dict[
     }
 
 
-async def run_load(client: Endpoint, queries: Sequence[Query], arrivals_s: Sequence[float], *,
-                   timeout_s: float = TIMEOUT_S,
-                   on_progress: Callable[[Progress], object] = lambda progress: None) -> list[Outcome]:
+async def run_load(
+    client: Endpoint,
+    queries: Sequence[Query],
+    arrivals_s: Sequence[float],
+    *,
+    timeout_s: float = TIMEOUT_S,
+    on_progress: Callable[[Progress], object] = lambda progress: None,
+) -> list[Outcome]:
     """Send each query at its time and wait for all of them."""
     start, progress = time.monotonic(), Progress(len(queries))
 
@@ -156,7 +176,9 @@ async def run_load(client: Endpoint, queries: Sequence[Query], arrivals_s: Seque
     return list(await asyncio.gather(*map(at, arrivals_s, queries)))
 
 
-async def _measure(client: Endpoint, query: Query, timeout_s: float, arrival_s: float, start: float) -> Outcome:
+async def _measure(
+    client: Endpoint, query: Query, timeout_s: float, arrival_s: float, start: float
+) -> Outcome:
     sent = time.monotonic()
     times: list[float] = []
     num_tokens, timings, error, usage = 0, None, None, Usage(0, 0)
@@ -169,5 +191,14 @@ async def _measure(client: Endpoint, query: Query, timeout_s: float, arrival_s: 
                 num_tokens += len(event.token_ids)
     except BatonError as failure:
         error = failure.reason
-    return Outcome(times[0] if times else None, tuple(times), num_tokens, timings, error, arrival_s,
-                   max(0.0, sent - start - arrival_s), usage.prompt_tokens, usage.cached_tokens)
+    return Outcome(
+        times[0] if times else None,
+        tuple(times),
+        num_tokens,
+        timings,
+        error,
+        arrival_s,
+        max(0.0, sent - start - arrival_s),
+        usage.prompt_tokens,
+        usage.cached_tokens,
+    )

@@ -27,8 +27,14 @@ from runtime.security.access import ChannelSecurity
 
 DEFAULT_COUNT = 60  # of requests that are drawn
 WARM_UP_RATE = 10.0
-_ROWS = {"time to first token": "ttft_s", "time per output token": "tpot_s", "gap between messages": "itl_s",
-         "whole request": "e2e_s", "prefill": "prefill_s", "KV transfer not overlapped": "handoff_exposed_s"}
+_ROWS = {
+    "time to first token": "ttft_s",
+    "time per output token": "tpot_s",
+    "gap between messages": "itl_s",
+    "whole request": "e2e_s",
+    "prefill": "prefill_s",
+    "KV transfer not overlapped": "handoff_exposed_s",
+}
 
 
 class Api(StrEnum):
@@ -40,8 +46,8 @@ class Api(StrEnum):
 
 @dataclass(frozen=True)
 class LoadSpec:
-    """One run. A trace, if there is one, takes the place of `arrivals` and `shape`; `count` is then how many of its
-    requests are sent, None for all."""
+    """One run. A trace, if there is one, takes the place of `arrivals` and `shape`; `count` is then
+    how many of its requests are sent, None for all."""
 
     api: Api
     count: int | None
@@ -60,11 +66,16 @@ class LoadSpec:
         """Return what to send. Raises ConfigError for a trace that cannot be used."""
         if self.trace is not None:
             return read_trace(self.trace, speed=self.speed, limit=self.count)
-        return Trace(tuple(plan(self.count or DEFAULT_COUNT, self.arrivals, self.shape, seed=self.seed)))
+        return Trace(
+            tuple(plan(self.count or DEFAULT_COUNT, self.arrivals, self.shape, seed=self.seed))
+        )
 
 
-def connect(api: Api, targets: Sequence[str], security: ChannelSecurity) -> AsyncBatonClient | AsyncVllmEngineClient:
-    """Of one router each refusal is counted; several are what a user has, so what one refuses goes to the next.
+def connect(
+    api: Api, targets: Sequence[str], security: ChannelSecurity
+) -> AsyncBatonClient | AsyncVllmEngineClient:
+    """Of one router each refusal is counted; several are what a user has, so what one refuses goes
+    to the next.
 
     Raises:
         ConfigError: the stubs of the other API are not installed, or it was given several targets.
@@ -73,10 +84,14 @@ def connect(api: Api, targets: Sequence[str], security: ChannelSecurity) -> Asyn
         if len(targets) > 1:
             raise ConfigError(f"--api vllm takes one --target, got {len(targets)}", field="target")
         return AsyncVllmEngineClient(targets[0], security=security)
-    return AsyncBatonClient(*targets, security=security, retry=NO_RETRY if len(targets) == 1 else DEFAULT_RETRY)
+    return AsyncBatonClient(
+        *targets, security=security, retry=NO_RETRY if len(targets) == 1 else DEFAULT_RETRY
+    )
 
 
-async def measure(client: Endpoint, spec: LoadSpec, console: Console) -> tuple[dict[str, object], list[Outcome]]:
+async def measure(
+    client: Endpoint, spec: LoadSpec, console: Console
+) -> tuple[dict[str, object], list[Outcome]]:
     """Warm up, send everything, and the figures of what was sent after the warm-up."""
     trace, info = spec.load(), await client.model_info()
     fitting = fitted(trace.planned, info.max_context_tokens, spec.too_long)
@@ -87,25 +102,44 @@ async def measure(client: Endpoint, spec: LoadSpec, console: Console) -> tuple[d
     queries = make_queries(info, planned, seed=spec.seed)
     with _bar(console, len(queries)) as show:
         started = time.monotonic()
-        outcomes = await run_load(client, queries, [item.at_s for item in planned], timeout_s=spec.timeout_s,
-                                  on_progress=show)
+        outcomes = await run_load(
+            client,
+            queries,
+            [item.at_s for item in planned],
+            timeout_s=spec.timeout_s,
+            on_progress=show,
+        )
         duration_s = time.monotonic() - started
     if spec.picture is not None:
         load_plot.plot(outcomes, spec.slo, spec.picture)
-    return {**summarise(outcomes, spec.slo, duration_s), "errors": errors_of(outcomes), "seed": spec.seed,
-            "prompt_tokens": sum(outcome.prompt_tokens for outcome in outcomes),
-            "cached_tokens": sum(outcome.cached_tokens for outcome in outcomes),
-            "requests_cut": fitting.num_cut, "requests_skipped": fitting.num_skipped,
-            "requests_unanswered_in_trace": trace.num_unanswered,
-            "max_context_tokens": info.max_context_tokens}, outcomes
+    return {
+        **summarise(outcomes, spec.slo, duration_s),
+        "errors": errors_of(outcomes),
+        "seed": spec.seed,
+        "prompt_tokens": sum(outcome.prompt_tokens for outcome in outcomes),
+        "cached_tokens": sum(outcome.cached_tokens for outcome in outcomes),
+        "requests_cut": fitting.num_cut,
+        "requests_skipped": fitting.num_skipped,
+        "requests_unanswered_in_trace": trace.num_unanswered,
+        "max_context_tokens": info.max_context_tokens,
+    }, outcomes
 
 
-async def _warm_up(client: Endpoint, info: ModelInfo, spec: LoadSpec, planned: Sequence[Planned]) -> None:
-    """Send prompts as long as the first ones, but others: those that are measured must find nothing in a cache that a
-    warm-up left there."""
+async def _warm_up(
+    client: Endpoint, info: ModelInfo, spec: LoadSpec, planned: Sequence[Planned]
+) -> None:
+    """Send prompts as long as the first ones, but others: those that are measured must find nothing
+    in a cache that a warm-up left there."""
     lengths = [replace(planned[index % len(planned)], blocks=()) for index in range(spec.warm_up)]
-    queries = make_queries(info, lengths, seed=random.Random(f"warm-up {spec.seed}").getrandbits(64))
-    await run_load(client, queries, [index / WARM_UP_RATE for index in range(spec.warm_up)], timeout_s=spec.timeout_s)
+    queries = make_queries(
+        info, lengths, seed=random.Random(f"warm-up {spec.seed}").getrandbits(64)
+    )
+    await run_load(
+        client,
+        queries,
+        [index / WARM_UP_RATE for index in range(spec.warm_up)],
+        timeout_s=spec.timeout_s,
+    )
 
 
 class _Bar:
@@ -120,8 +154,13 @@ class _Bar:
 
 @contextmanager
 def _bar(console: Console, num_total: int) -> Iterator[_Bar]:
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[note]}"),
-               TimeElapsedColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[note]}"),
+        TimeElapsedColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as progress:
         yield _Bar(progress, num_total)
 
@@ -134,17 +173,29 @@ def report(figures: dict[str, object]) -> Sequence[Table | str]:
         table.add_column(heading, justify="right")
     for text, name in _ROWS.items():
         values = [figures[f"{name}_{part}"] for part in ("p50", "p90", "p99", "mean")]
-        table.add_row(text, *("-" if not isinstance(value, float) else f"{value * 1e3:.1f}" for value in values))
-    lines = [f"{figures['requests']} requests in {figures['duration_s']:.1f} s, {figures['failed']} failed: "
-             f"{figures['requests_per_s']:.2f} a second, {figures['output_tokens_per_s']:.1f} tokens a second",
-             _goodput(figures), *_notes(figures)]
+        table.add_row(
+            text,
+            *("-" if not isinstance(value, float) else f"{value * 1e3:.1f}" for value in values),
+        )
+    lines = [
+        f"{figures['requests']} requests in {figures['duration_s']:.1f} s, {figures['failed']} failed: "
+        f"{figures['requests_per_s']:.2f} a second, {figures['output_tokens_per_s']:.1f} tokens a second",
+        _goodput(figures),
+        *_notes(figures),
+    ]
     return (table, *lines)
 
 
 def _notes(figures: Mapping[str, object]) -> Iterator[str]:
     """Yield what has to be known beside the figures."""
-    names = ("cached_tokens", "prompt_tokens", "requests_cut", "requests_skipped", "requests_unanswered_in_trace",
-             "max_context_tokens")
+    names = (
+        "cached_tokens",
+        "prompt_tokens",
+        "requests_cut",
+        "requests_skipped",
+        "requests_unanswered_in_trace",
+        "max_context_tokens",
+    )
     cached, prompts, cut, skipped, unanswered, context = (int(str(figures[name])) for name in names)
     yield f"prefix caches served {cached} of {prompts} prompt tokens ({cached / max(prompts, 1):.1%})"
     yield from changes(cut=cut, skipped=skipped, unanswered=unanswered, max_context_tokens=context)
@@ -154,6 +205,10 @@ def _notes(figures: Mapping[str, object]) -> Iterator[str]:
 
 
 def _goodput(figures: dict[str, object]) -> str:
-    share, ttft_s, tpot_s = (float(str(figures[name])) for name in ("slo_attainment", "slo_ttft_s", "slo_tpot_s"))
-    return (f"goodput {figures['goodput_per_s']:.2f} a second: {100 * share:.3g} % met TTFT <= {ttft_s * 1e3:g} ms and "
-            f"TPOT <= {tpot_s * 1e3:g} ms")
+    share, ttft_s, tpot_s = (
+        float(str(figures[name])) for name in ("slo_attainment", "slo_ttft_s", "slo_tpot_s")
+    )
+    return (
+        f"goodput {figures['goodput_per_s']:.2f} a second: {100 * share:.3g} % met TTFT <= {ttft_s * 1e3:g} ms and "
+        f"TPOT <= {tpot_s * 1e3:g} ms"
+    )

@@ -1,5 +1,5 @@
-"""One picture of a load run: latencies over time, their distributions, and how many requests were under way. Needs
-matplotlib (extra `plot`)."""
+"""One picture of a load run: latencies over time, their distributions, and how many requests were
+under way. Needs matplotlib (extra `plot`)."""
 
 import importlib.util
 import os
@@ -34,8 +34,18 @@ def plot(outcomes: Sequence[Outcome], slo: Slo, path: Path) -> None:
     over_time, under_way, ttft, tpot = figure.subplots(2, 2).flat
     _over_time(over_time, outcomes, slo)
     _under_way(under_way, outcomes)
-    _distribution(ttft, [o.ttft_s for o in outcomes if o.ttft_s is not None], "time to first token", slo.ttft_s)
-    _distribution(tpot, [o.tpot_s for o in outcomes if o.tpot_s is not None], "time per output token", slo.tpot_s)
+    _distribution(
+        ttft,
+        [o.ttft_s for o in outcomes if o.ttft_s is not None],
+        "time to first token",
+        slo.ttft_s,
+    )
+    _distribution(
+        tpot,
+        [o.tpot_s for o in outcomes if o.tpot_s is not None],
+        "time per output token",
+        slo.tpot_s,
+    )
     figure.savefig(path)
 
 
@@ -45,12 +55,19 @@ def _over_time(axes: "Axes", outcomes: Sequence[Outcome], slo: Slo) -> None:
     axes.plot([at for at, _ in done], [ttft for _, ttft in done], ".", label="first token")
     axes.plot(failed, [0.0] * len(failed), "x", color="red", label="failed")
     axes.axhline(slo.ttft_s, linestyle="--", color="grey", label="limit")
-    axes.set(title="Time to first token, by arrival", xlabel="s after the start", ylabel="s", ylim=(0, None))
+    axes.set(
+        title="Time to first token, by arrival",
+        xlabel="s after the start",
+        ylabel="s",
+        ylim=(0, None),
+    )
     axes.legend()
 
 
 def _under_way(axes: "Axes", outcomes: Sequence[Outcome]) -> None:
-    changes = sorted([(o.arrived_s + o.lag_s, 1) for o in outcomes] + [(o.ended_s, -1) for o in outcomes])
+    changes = sorted(
+        [(o.arrived_s + o.lag_s, 1) for o in outcomes] + [(o.ended_s, -1) for o in outcomes]
+    )
     level, levels = 0, []
     for _, change in changes:
         level += change

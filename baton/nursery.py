@@ -1,10 +1,11 @@
-"""How a supervisor starts processes: each for itself, or as forks of a process that has loaded what workers load.
+"""How a supervisor starts processes: each for itself, or as forks of a process that has loaded what
+workers load.
 
-    child = await spawn("router", arguments, core="all", environment=environment)
+child = await spawn("router", arguments, core="all", environment=environment)
 
-    with Nursery() as nursery:                               # a process; loads while it takes the first orders
-        async with await nursery.connect() as link:
-            child = await link.spawn("decode", arguments, core="1", environment=environment)
+with Nursery() as nursery:                               # a process; loads while it takes the first orders
+    async with await nursery.connect() as link:
+        child = await link.spawn("decode", arguments, core="1", environment=environment)
 """
 
 import asyncio
@@ -21,7 +22,13 @@ from typing import Protocol, Self
 
 from runtime.errors import ConfigError, PeerLostError, UnavailableError
 from runtime.process.child_process import program
-from runtime.process.spawn_protocol import Order, OrderAnswer, open_socket, receive_answer, send_order
+from runtime.process.spawn_protocol import (
+    Order,
+    OrderAnswer,
+    open_socket,
+    receive_answer,
+    send_order,
+)
 
 LINE_LIMIT = 1 << 20
 MAX_SOCKET_BYTES = 107  # of a path: unix(7)
@@ -46,10 +53,12 @@ class Child(Protocol):
 
 
 class Spawn(Protocol):
-    """Starts `python -m MODULE ARG...`, tied to this process. Raises UnavailableError where it cannot."""
+    """Starts `python -m MODULE ARG...`, tied to this process. Raises UnavailableError where it
+    cannot."""
 
-    async def __call__(self, module: str, arguments: Sequence[str], *, core: str,
-                       environment: Mapping[str, str]) -> Child: ...
+    async def __call__(
+        self, module: str, arguments: Sequence[str], *, core: str, environment: Mapping[str, str]
+    ) -> Child: ...
 
 
 class ProcessPlaces(Protocol):
@@ -59,7 +68,9 @@ class ProcessPlaces(Protocol):
         """The address it listens on, and the others find it at."""
         ...
 
-    def program(self, name: str, module: str, arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
+    def program(
+        self, name: str, module: str, arguments: Sequence[str]
+    ) -> tuple[str, Sequence[str]]:
         """The module to run for this one, and its arguments."""
         ...
 
@@ -70,45 +81,68 @@ class Here:
     def host(self, name: str) -> str:
         return "127.0.0.1"
 
-    def program(self, name: str, module: str, arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
+    def program(
+        self, name: str, module: str, arguments: Sequence[str]
+    ) -> tuple[str, Sequence[str]]:
         return module, arguments
 
 
 HERE = Here()
 
 
-async def spawn(module: str, arguments: Sequence[str], *, core: str, environment: Mapping[str, str]) -> Child:
+async def spawn(
+    module: str, arguments: Sequence[str], *, core: str, environment: Mapping[str, str]
+) -> Child:
     """A process of its own, in a session of its own, that ends with this one."""
     command = program("baton.child", str(os.getpid()), core, module, *arguments)
     return await asyncio.create_subprocess_exec(
-        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT, env=environment, start_new_session=True, limit=LINE_LIMIT)
+        *command,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        env=environment,
+        start_new_session=True,
+        limit=LINE_LIMIT,
+    )
 
 
 class Nursery:
-    """The process itself; it belongs to no event loop, so that several clusters can have one after the other. Use as a
-    context manager, from a thread that lives as long as it."""
+    """The process itself; it belongs to no event loop, so that several clusters can have one after
+    the other. Use as a context manager, from a thread that lives as long as it."""
 
     def __init__(self) -> None:
         """Raises ConfigError where its socket cannot be."""
         try:
             self._folder = tempfile.TemporaryDirectory(prefix="baton-nursery-")
         except OSError as error:
-            raise ConfigError(f"no folder for temporary files (TMPDIR): {error}", field="tmpdir") from error
+            raise ConfigError(
+                f"no folder for temporary files (TMPDIR): {error}", field="tmpdir"
+            ) from error
         self._path = Path(self._folder.name) / "socket"
         if (size := len(os.fsencode(self._path))) > MAX_SOCKET_BYTES:
             self._folder.cleanup()
-            raise ConfigError(f"the folder for temporary files (TMPDIR) is too deep for a socket: {self._path} has "
-                              f"{size} bytes, the limit is {MAX_SOCKET_BYTES}", field="tmpdir")
+            raise ConfigError(
+                f"the folder for temporary files (TMPDIR) is too deep for a socket: {self._path} has "
+                f"{size} bytes, the limit is {MAX_SOCKET_BYTES}",
+                field="tmpdir",
+            )
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
-        self._process = subprocess.Popen(program("pool.nursery", str(os.getpid()), str(self._path)), env=environment,
-                                         stdin=subprocess.DEVNULL, start_new_session=True)
+        self._process = subprocess.Popen(
+            program("pool.nursery", str(os.getpid()), str(self._path)),
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def close(self) -> None:
@@ -125,11 +159,14 @@ class Nursery:
             try:
                 channel.connect(str(self._path))
             except OSError as error:
-                if (code := self._process.poll()) is not None or asyncio.get_running_loop().time() > deadline:
+                if (
+                    code := self._process.poll()
+                ) is not None or asyncio.get_running_loop().time() > deadline:
                     channel.close()
                     reason = error.strerror if code is None else f"it ended with exit code {code}"
-                    raise UnavailableError(f"the process that loads what workers load cannot be reached: "
-                                           f"{reason}") from error
+                    raise UnavailableError(
+                        f"the process that loads what workers load cannot be reached: {reason}"
+                    ) from error
                 await asyncio.sleep(_LOOK_S)
             else:
                 return NurseryLink(channel)
@@ -201,17 +238,22 @@ class NurseryLink:
             for output in self._outputs:
                 output.close()
 
-    async def spawn(self, module: str, arguments: Sequence[str], *, core: str,
-                    environment: Mapping[str, str]) -> Child:
-        """As the function of this name, but a fork. Raises UnavailableError when the nursery cannot."""
+    async def spawn(
+        self, module: str, arguments: Sequence[str], *, core: str, environment: Mapping[str, str]
+    ) -> Child:
+        """As the function of this name, but a fork. Raises UnavailableError when the nursery
+        cannot."""
         if not self.is_open:
             raise UnavailableError("the nursery has ended")
-        order = Order(next(self._numbers), module, tuple(arguments), dict(environment), os.getcwd(), core)
+        order = Order(
+            next(self._numbers), module, tuple(arguments), dict(environment), os.getcwd(), core
+        )
         reader = asyncio.StreamReader(LINE_LIMIT)
         read_end, write_end = os.pipe()
         try:
-            output, _ = await self._loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader),
-                                                           os.fdopen(read_end, "rb", 0))
+            output, _ = await self._loop.connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(read_end, "rb", 0)
+            )
             self._outputs = {other for other in self._outputs if not other.is_closing()} | {output}
             child = self._children[order.number] = ForkedChild(reader)
             send_order(self._channel, order, write_end)

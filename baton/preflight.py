@@ -1,6 +1,8 @@
-"""What `baton up` checks and divides before it starts anything: the settings file, ports, partitions, memory.
+"""What `baton up` checks and divides before it starts anything: the settings file, ports,
+partitions, memory.
 
-The processes check their own settings, in full (`settings_check.py`); what is here is about all of them together.
+The processes check their own settings, in full (`settings_check.py`); what is here is about all of
+them together.
 """
 
 import errno
@@ -19,15 +21,19 @@ from runtime.security.access import ChannelSecurity
 
 ROLES = ("prefill", "decode")
 BALANCED = "balanced"  # workers divide the layers so (`pool.stage.config`)
-HOST_SHARE, DEVICE_SHARE = 0.8, 0.85  # of what is free on the host, of a device: for all workers together
+HOST_SHARE, DEVICE_SHARE = (
+    0.8,
+    0.85,
+)  # of what is free on the host, of a device: for all workers together
 PROCESS_BYTES = 384 * MIB  # of a worker beside weights and cache
 LEAST_CACHE_BYTES = 64 * MIB
 
 
 @dataclass(frozen=True)
 class PoolShape:
-    """The pools of one role: how many, of how many stages, split how (`BALANCED`, "" for evenly), the flags that each
-    process gets beside, and how many ranks share a stage, in how many data ranks."""
+    """The pools of one role: how many, of how many stages, split how (`BALANCED`, "" for evenly),
+    the flags that each process gets beside, and how many ranks share a stage, in how many data
+    ranks."""
 
     role: str
     count: int
@@ -54,58 +60,84 @@ class PoolShape:
         return [*flags, "--partition", self.partition] if self.partition else flags
 
 
-def check_tls(tables: Mapping[str, Mapping[str, object]], flags: Mapping[str, Sequence[str]],
-              security: ChannelSecurity) -> None:
-    """Raise ConfigError where processes could not talk to each other, or this command to them. `tables` of the settings
-    file and `flags` are those of each role, `security` is what this command shows."""
+def check_tls(
+    tables: Mapping[str, Mapping[str, object]],
+    flags: Mapping[str, Sequence[str]],
+    security: ChannelSecurity,
+) -> None:
+    """Raise ConfigError where processes could not talk to each other, or this command to them.
+    `tables` of the settings file and `flags` are those of each role, `security` is what this
+    command shows."""
     speaks = {role: _speaks_tls(role, tables, flags.get(role, ())) for role in ("router", *ROLES)}
-    with_tls, without = ([role for role in speaks if speaks[role] is wanted] for wanted in (True, False))
+    with_tls, without = (
+        [role for role in speaks if speaks[role] is wanted] for wanted in (True, False)
+    )
     if with_tls and without:
-        raise ConfigError(f"{without[0]}.tls_cert is missing: [{with_tls[0]}] has one, and TLS between roles is for "
-                          f"all of them or none", field=f"{without[0]}.tls_cert")
+        raise ConfigError(
+            f"{without[0]}.tls_cert is missing: [{with_tls[0]}] has one, and TLS between roles is for "
+            f"all of them or none",
+            field=f"{without[0]}.tls_cert",
+        )
     store = security.certificates
     if with_tls and (store is None or not store.has_own):
         missing = "--tls-ca" if store is None else "--tls-cert"
-        raise ConfigError(f"{missing} is missing: the settings file has the processes speak TLS, and this command asks "
-                          f"them whether they serve: give --tls-ca, --tls-cert and --tls-key, of an operator or a "
-                          f"client of their authority", field=missing)
+        raise ConfigError(
+            f"{missing} is missing: the settings file has the processes speak TLS, and this command asks "
+            f"them whether they serve: give --tls-ca, --tls-cert and --tls-key, of an operator or a "
+            f"client of their authority",
+            field=missing,
+        )
     if store is not None and not with_tls:
-        raise ConfigError("--tls-ca was given (or BATON_TLS_CA is set), and no role has tls_cert: leave it out, or "
-                          "give the roles certificates in the file of --config", field="--tls-ca")
+        raise ConfigError(
+            "--tls-ca was given (or BATON_TLS_CA is set), and no role has tls_cert: leave it out, or "
+            "give the roles certificates in the file of --config",
+            field="--tls-ca",
+        )
 
 
-def _speaks_tls(role: str, tables: Mapping[str, Mapping[str, object]], flags: Sequence[str]) -> bool:
+def _speaks_tls(
+    role: str, tables: Mapping[str, Mapping[str, object]], flags: Sequence[str]
+) -> bool:
     if "--config" in flags:  # of a role's own, which it reads in place of the common one
         tables = read_tables(Path(flags[flags.index("--config") + 1]))
     return bool(tables.get(role, {}).get("tls_cert")) or "--tls-cert" in flags
 
 
 def check_partition(shape: PoolShape, model: Path) -> None:
-    """Raises ConfigError unless the partition has a positive count for each stage and sums to the model's layers, or
-    where config.json does not say how many these are."""
+    """Raises ConfigError unless the partition has a positive count for each stage and sums to the
+    model's layers, or where config.json does not say how many these are."""
     if not shape.partition:
         return
     flag = f"--{shape.role}-partition {shape.partition}"
     if shape.partition == BALANCED:
         if shape.num_stages == 1:
-            raise ConfigError(f"{flag} is for several stages, and --{shape.role}-pp says 1", field="partition")
+            raise ConfigError(
+                f"{flag} is for several stages, and --{shape.role}-pp says 1", field="partition"
+            )
         return
     counts = [part.strip() for part in shape.partition.split(",")]
     if not all(part.isascii() and part.isdigit() and int(part) > 0 for part in counts):
-        raise ConfigError(f'{flag} must be numbers of layers, at least 1 each, like "3,5", or {BALANCED}',
-                          field="partition")
+        raise ConfigError(
+            f'{flag} must be numbers of layers, at least 1 each, like "3,5", or {BALANCED}',
+            field="partition",
+        )
     if len(counts) != shape.num_stages:
-        raise ConfigError(f"{flag} is for {_counted(len(counts), 'stage')}, and --{shape.role}-pp says "
-                          f"{shape.num_stages}", field="partition")
+        raise ConfigError(
+            f"{flag} is for {_counted(len(counts), 'stage')}, and --{shape.role}-pp says "
+            f"{shape.num_stages}",
+            field="partition",
+        )
     num_layers = text_fields(read_config(model)).get("num_hidden_layers")
     if isinstance(num_layers, int) and sum(map(int, counts)) != num_layers:
-        raise ConfigError(f"{flag} sums to {sum(map(int, counts))}, the model has {_counted(num_layers, 'layer')}",
-                          field="partition")
+        raise ConfigError(
+            f"{flag} sums to {sum(map(int, counts))}, the model has {_counted(num_layers, 'layer')}",
+            field="partition",
+        )
 
 
 def check_port(address: Address, *, flag: str) -> None:
-    """Raises ConfigError when no process can listen there, because one does already or it is no address of this
-    machine. Port 0 is always free."""
+    """Raises ConfigError when no process can listen there, because one does already or it is no
+    address of this machine. Port 0 is always free."""
     if not address.port:
         return
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
@@ -117,29 +149,45 @@ def check_port(address: Address, *, flag: str) -> None:
     except socket.gaierror as error:
         raise ConfigError(f"{flag} {address}: {error.strerror}", field=flag.strip("-")) from None
     except OSError as error:
-        advice = "; is another cluster running? Another port, or 0 for any" if error.errno == errno.EADDRINUSE else ""
-        raise ConfigError(f"{flag} {address}: {os.strerror(error.errno or 0)}{advice}",
-                          field=flag.strip("-")) from None
+        advice = (
+            "; is another cluster running? Another port, or 0 for any"
+            if error.errno == errno.EADDRINUSE
+            else ""
+        )
+        raise ConfigError(
+            f"{flag} {address}: {os.strerror(error.errno or 0)}{advice}", field=flag.strip("-")
+        ) from None
 
 
 def check_apart(http: Address, listen: Address) -> None:
     """Raises ConfigError where --http would take the address of --listen."""
-    hosts = {"127.0.0.1" if address.host == "localhost" else address.host for address in (http, listen)}
+    hosts = {
+        "127.0.0.1" if address.host == "localhost" else address.host for address in (http, listen)
+    }
     if http.port and http.port == listen.port and (len(hosts) == 1 or hosts & {"0.0.0.0", "::"}):
-        raise ConfigError(f"--http {http}: the router listens there (--listen {listen}); another port, or 0 for any",
-                          field="http")
+        raise ConfigError(
+            f"--http {http}: the router listens there (--listen {listen}); another port, or 0 for any",
+            field="http",
+        )
 
 
 def port_of(table: Mapping[str, object], name: str, *, section: str) -> int | None:
     """A port from the file; None where it names none. Raises ConfigError."""
     value = table.get(name)
-    if value is None or (isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 65535):
+    if value is None or (
+        isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 65535
+    ):
         return value
-    raise ConfigError(f"{section}.{name}: must be a port from 0 to 65535, got {value!r}", field=name)
+    raise ConfigError(
+        f"{section}.{name}: must be a port from 0 to 65535, got {value!r}", field=name
+    )
 
 
-def metrics_ports(tables: Mapping[str, Mapping[str, object]], names: Mapping[str, Sequence[str]]) -> dict[str, int]:
-    """By process, 0 for any. The port in the file is the first process's of the role; the others count up from there.
+def metrics_ports(
+    tables: Mapping[str, Mapping[str, object]], names: Mapping[str, Sequence[str]]
+) -> dict[str, int]:
+    """By process, 0 for any. The port in the file is the first process's of the role; the others
+    count up from there.
 
     `names`: the processes of each role.
 
@@ -151,24 +199,40 @@ def metrics_ports(tables: Mapping[str, Mapping[str, object]], names: Mapping[str
         first = port_of(tables.get(role, {}), "metrics_port", section=role) or 0
         for index, name in enumerate(processes):
             ports[name] = port = first + index if first else 0
-            other = next((known for known, taken in ports.items() if port and taken == port and known != name), None)
+            other = next(
+                (
+                    known
+                    for known, taken in ports.items()
+                    if port and taken == port and known != name
+                ),
+                None,
+            )
             if port > 65535 or other is not None:
                 why = f"{other} has it" if other is not None else "there is no such port"
-                raise ConfigError(f"{role}.metrics_port {first}: {name} would take {port}, and {why} (the processes of "
-                                  f"a role count up from it)", field="metrics_port")
-            check_port(Address(str(tables.get(role, {}).get("metrics_host", "127.0.0.1")), port),
-                       flag=f"{role}.metrics_port")
+                raise ConfigError(
+                    f"{role}.metrics_port {first}: {name} would take {port}, and {why} (the processes of "
+                    f"a role count up from it)",
+                    field="metrics_port",
+                )
+            check_port(
+                Address(str(tables.get(role, {}).get("metrics_host", "127.0.0.1")), port),
+                flag=f"{role}.metrics_port",
+            )
     return ports
 
 
-def memory_flags(shapes: Sequence[PoolShape], tables: Mapping[str, Mapping[str, object]], model: Path,
-                 memory: HostMemory | None = None) -> dict[str, tuple[str, ...]]:
-    """By role, the flags that divide what is free on this machine, or the device that all use, between the workers. A
-    role whose flags or table limit how much it may take gets none.
+def memory_flags(
+    shapes: Sequence[PoolShape],
+    tables: Mapping[str, Mapping[str, object]],
+    model: Path,
+    memory: HostMemory | None = None,
+) -> dict[str, tuple[str, ...]]:
+    """By role, the flags that divide what is free on this machine, or the device that all use,
+    between the workers. A role whose flags or table limit how much it may take gets none.
 
     Raises:
-        ConfigError: the weights of all pools do not fit into the host's memory, or leave nothing for a cache to
-            workers that are not told how much to take.
+        ConfigError: the weights of all pools do not fit into the host's memory, or leave nothing
+            for a cache to workers that are not told how much to take.
     """
     devices = {shape.role: _setting(shape, tables, "device") or "cpu" for shape in shapes}
     on_host = [shape for shape in shapes if devices[shape.role] == "cpu"]
@@ -178,28 +242,44 @@ def memory_flags(shapes: Sequence[PoolShape], tables: Mapping[str, Mapping[str, 
         each = _host_bytes(on_host, model, memory or host_memory(), may_be_none=own)
         flags |= {shape.role: ("--memory-mb", str(each // MIB)) for shape in on_host}
     num_on_device = sum(shape.num_processes for shape in shapes if shape not in on_host)
-    flags |= {shape.role: ("--memory-share", f"{DEVICE_SHARE / num_on_device:.3f}") for shape in shapes
-              if shape not in on_host}
+    flags |= {
+        shape.role: ("--memory-share", f"{DEVICE_SHARE / num_on_device:.3f}")
+        for shape in shapes
+        if shape not in on_host
+    }
     return {shape.role: () if _has_own(shape, tables) else flags[shape.role] for shape in shapes}
 
 
-def _host_bytes(shapes: Sequence[PoolShape], model: Path, memory: HostMemory, *, may_be_none: bool) -> int:
+def _host_bytes(
+    shapes: Sequence[PoolShape], model: Path, memory: HostMemory, *, may_be_none: bool
+) -> int:
     """Of cache, for each process. Raises ConfigError."""
     weights = loaded_bytes(model)
-    num_pools, num_processes = sum(shape.count for shape in shapes), sum(shape.num_processes for shape in shapes)
+    num_pools, num_processes = (
+        sum(shape.count for shape in shapes),
+        sum(shape.num_processes for shape in shapes),
+    )
     if num_pools * weights > memory.available_bytes:
         raise ConfigError(
             f"{_counted(num_pools, 'pool')} of {model.resolve().name} take {num_pools} * {weights / MIB:.0f} MiB = "
             f"{num_pools * weights / MIB:.0f} MiB for weights alone, and {memory.available_bytes / MIB:.0f} of "
             f"{memory.total_bytes / MIB:.0f} MiB are free on this machine: fewer pools (--prefill, --decode), a "
-            f"smaller model, or a larger machine", field="model")
-    left = int(HOST_SHARE * memory.available_bytes) - num_pools * weights - num_processes * PROCESS_BYTES
+            f"smaller model, or a larger machine",
+            field="model",
+        )
+    left = (
+        int(HOST_SHARE * memory.available_bytes)
+        - num_pools * weights
+        - num_processes * PROCESS_BYTES
+    )
     if left <= 0 and not may_be_none:
         raise ConfigError(
             f"nothing is left for caches: {HOST_SHARE:g} of the {memory.available_bytes / MIB:.0f} MiB that are free "
             f"on this machine, less {num_pools} * {weights / MIB:.0f} MiB of weights and {num_processes} * "
             f"{PROCESS_BYTES / MIB:.0f} MiB of processes, is {left / MIB:.0f} MiB: fewer pools or stages, or say "
-            f"--memory-mb", field="memory_mb")
+            f"--memory-mb",
+            field="memory_mb",
+        )
     return max(left // num_processes, LEAST_CACHE_BYTES)
 
 
@@ -212,12 +292,15 @@ def _setting(shape: PoolShape, tables: Mapping[str, Mapping[str, object]], name:
 
 
 def _has_own(shape: PoolShape, tables: Mapping[str, Mapping[str, object]]) -> bool:
-    return any(_setting(shape, tables, name) not in ("", "0") for name in ("memory_mb", "memory_share", "num_pages"))
+    return any(
+        _setting(shape, tables, name) not in ("", "0")
+        for name in ("memory_mb", "memory_share", "num_pages")
+    )
 
 
 def binding_flags(shape: PoolShape, tables: Mapping[str, Mapping[str, object]]) -> tuple[str, ...]:
-    """Return the flags that keep UCX to this machine, as gRPC is: none where flags, file or environment name the
-    network devices."""
+    """Return the flags that keep UCX to this machine, as gRPC is: none where flags, file or
+    environment name the network devices."""
     if _setting(shape, tables, "transport_interface") or "UCX_NET_DEVICES" in os.environ:
         return ()
     return ("--transport-interface", _loopback_device())
@@ -225,9 +308,16 @@ def binding_flags(shape: PoolShape, tables: Mapping[str, Mapping[str, object]]) 
 
 def transport_text(shapes: Sequence[PoolShape], tables: Mapping[str, Mapping[str, object]]) -> str:
     """Return a line about where UCX listens."""
-    chosen = {shape.role: _setting(shape, tables, "transport_interface") or os.environ.get("UCX_NET_DEVICES", "")
-              for shape in shapes}
-    open_to_others = {role: devices for role, devices in chosen.items() if devices and devices != _loopback_device()}
+    chosen = {
+        shape.role: _setting(shape, tables, "transport_interface")
+        or os.environ.get("UCX_NET_DEVICES", "")
+        for shape in shapes
+    }
+    open_to_others = {
+        role: devices
+        for role, devices in chosen.items()
+        if devices and devices != _loopback_device()
+    }
     if not open_to_others:
         return "UCX listens on loopback alone (--transport-interface)"
     where = ", ".join(f"{devices} ({role})" for role, devices in open_to_others.items())
@@ -239,8 +329,11 @@ def _loopback_device() -> str:
     return next((name for name in names if name.startswith("lo")), "lo")
 
 
-def listen_address(flag: str | None, tables: Mapping[str, Mapping[str, object]], default: str) -> str:
-    """Of the router: the flag, else the file, else the default. Raises ConfigError for what is no address."""
+def listen_address(
+    flag: str | None, tables: Mapping[str, Mapping[str, object]], default: str
+) -> str:
+    """Of the router: the flag, else the file, else the default. Raises ConfigError for what is no
+    address."""
     listen = flag or str(tables.get("router", {}).get("listen") or default)
     return str(parse_address(listen, field="--listen" if flag else "router.listen"))
 

@@ -1,4 +1,5 @@
-"""One role process of a local cluster: started, watched, restarted under its old address, stopped."""
+"""One role process of a local cluster: started, watched, restarted under its old address,
+stopped."""
 
 import asyncio
 import contextlib
@@ -20,17 +21,22 @@ from runtime.process.supervision import EXIT_CONFIG
 
 # Called with the process's name and one line of its output.
 LogSink = Callable[[str, str], None]
-# Returns when the process that announced itself so serves; raises BatonError when that cannot be found out.
+# Returns when the process that announced itself so serves; raises BatonError when that cannot be
+# found out.
 UntilServing = Callable[[Announcement], Awaitable[None]]
 
-_FIRST_BACKOFF_S, _LAST_BACKOFF_S = 0.1, 10.0  # pauses grow from death to death, until the process has served
+_FIRST_BACKOFF_S, _LAST_BACKOFF_S = (
+    0.1,
+    10.0,
+)  # pauses grow from death to death, until the process has served
 _REAP_S = 5.0  # a killed process to its end
 _LOOK_S = 0.02  # between two looks at the announcement: a file has no event to wait for
 
 
 @dataclass(frozen=True)
 class ProcessSpec:
-    """`arguments` are the role's flags without those about its own addresses, which the restart logic owns."""
+    """`arguments` are the role's flags without those about its own addresses, which the restart
+    logic owns."""
 
     name: str  # "decode-0.1": pool 0, stage 1
     role: str  # the module to run
@@ -43,14 +49,23 @@ class ProcessSpec:
 
 
 class RoleProcess:
-    """`run` is the life of the process over all its restarts; everything else may be called beside it.
+    """`run` is the life of the process over all its restarts; everything else may be called beside
+    it.
 
-    Until `settle` is called an exit is an error: a process that cannot start is not worth a second try. One that had
-    served is started again almost at once; where it dies before it serves, pauses grow.
+    Until `settle` is called an exit is an error: a process that cannot start is not worth a second
+    try. One that had served is started again almost at once; where it dies before it serves, pauses
+    grow.
     """
 
-    def __init__(self, spec: ProcessSpec, sink: LogSink, until_serving: UntilServing, spawn: Spawn = spawn, *,
-                 log_style: LogStyle = LogStyle.HUMAN) -> None:
+    def __init__(
+        self,
+        spec: ProcessSpec,
+        sink: LogSink,
+        until_serving: UntilServing,
+        spawn: Spawn = spawn,
+        *,
+        log_style: LogStyle = LogStyle.HUMAN,
+    ) -> None:
         self.spec = spec
         self._sink = sink
         self._spawn = spawn
@@ -70,7 +85,9 @@ class RoleProcess:
     @property
     def pid(self) -> int | None:
         """Of the child that runs now; None between two runs."""
-        return self._child.pid if self._child is not None and self._child.returncode is None else None
+        return (
+            self._child.pid if self._child is not None and self._child.returncode is None else None
+        )
 
     @property
     def progress(self) -> str:
@@ -102,7 +119,8 @@ class RoleProcess:
 
         Raises:
             ConfigError: it refused its settings before `settle`.
-            UnavailableError: it ended otherwise before `settle`; the message has its last line, as that of the other.
+            UnavailableError: it ended otherwise before `settle`; the message has its last line, as
+                that of the other.
         """
         backoff_s = _FIRST_BACKOFF_S
         while not self._stopping:
@@ -114,12 +132,22 @@ class RoleProcess:
                 continue
             if not self._settled:
                 message = f"{self.spec.name} {self._ending(code)}: {self._last_words()}"
-                raise ConfigError(message, field=self.spec.role) if code == EXIT_CONFIG else UnavailableError(message)
+                raise (
+                    ConfigError(message, field=self.spec.role)
+                    if code == EXIT_CONFIG
+                    else UnavailableError(message)
+                )
             if self._has_served:
                 backoff_s = _FIRST_BACKOFF_S
-            self._sink(self.spec.name, styled_line(
-                self._log_style, f"{self._ending(code)}, starting again in {backoff_s:g} s", role="baton",
-                level="warning"))
+            self._sink(
+                self.spec.name,
+                styled_line(
+                    self._log_style,
+                    f"{self._ending(code)}, starting again in {backoff_s:g} s",
+                    role="baton",
+                    level="warning",
+                ),
+            )
             await asyncio.sleep(backoff_s)
             backoff_s = min(backoff_s * 2, _LAST_BACKOFF_S)
 
@@ -130,7 +158,9 @@ class RoleProcess:
                 while not self._listens():  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_S)
         if self._announcement is None:
-            raise DeadlineError(f"{self.spec.name} has not said where it listens after {timeout_s:.0f} s")
+            raise DeadlineError(
+                f"{self.spec.name} has not said where it listens after {timeout_s:.0f} s"
+            )
         return self._announcement
 
     async def stop(self, *, grace_s: float) -> None:
@@ -139,8 +169,8 @@ class RoleProcess:
         await self._end(grace_s)
 
     async def restart(self, *, grace_s: float) -> None:
-        """Stop it as an operator would, and start it again under its old address at once. Returns when the old child
-        is gone."""
+        """Stop it as an operator would, and start it again under its old address at once. Returns
+        when the old child is gone."""
         self._restarting = True
         await self._end(grace_s)
 
@@ -175,8 +205,12 @@ class RoleProcess:
         self.spec.announce.unlink(missing_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
         core = ALL_CORES if self.spec.cores is None else ",".join(map(str, self.spec.cores))
-        self._child = await self._spawn(self.spec.role, (*self.spec.arguments, *self._own_addresses()), core=core,
-                                        environment=environment)
+        self._child = await self._spawn(
+            self.spec.role,
+            (*self.spec.arguments, *self._own_addresses()),
+            core=core,
+            environment=environment,
+        )
         self._num_starts += 1
         self._num_oom_kills = num_oom_kills()
         if self._stopping:  # stopped while the child was being made
@@ -201,8 +235,19 @@ class RoleProcess:
     def _own_addresses(self) -> tuple[str, ...]:
         known = self._announcement
         listen = self.spec.listen if known is None else known.address
-        port = self.spec.metrics_port if known is None or known.metrics_port is None else known.metrics_port
-        return ("--listen", listen, "--metrics-port", str(port), "--announce", str(self.spec.announce))
+        port = (
+            self.spec.metrics_port
+            if known is None or known.metrics_port is None
+            else known.metrics_port
+        )
+        return (
+            "--listen",
+            listen,
+            "--metrics-port",
+            str(port),
+            "--announce",
+            str(self.spec.announce),
+        )
 
     async def _pass_on(self, output: asyncio.StreamReader) -> None:
         while True:
@@ -221,14 +266,17 @@ class RoleProcess:
 
     @property
     def _own_prefix(self) -> str:
-        """What the line begins with in which a role reports why it ends (`runtime.process.supervision`)."""
+        """What the line begins with in which a role reports why it ends
+        (`runtime.process.supervision`)."""
         return f"{self.spec.role}: "
 
     def _ending(self, code: int) -> str:
         if code >= 0:
             return f"ended with exit code {code}"
         by_kernel = code == -signal.SIGKILL and num_oom_kills() > self._num_oom_kills
-        return f"was ended by {signal.Signals(-code).name}" + (", because memory ran out" if by_kernel else "")
+        return f"was ended by {signal.Signals(-code).name}" + (
+            ", because memory ran out" if by_kernel else ""
+        )
 
     def _last_words(self) -> str:
         line = next((line for line in reversed(self._tail) if line), "it said nothing")
@@ -239,4 +287,3 @@ def _kill(child: Child) -> None:
     if child.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
-

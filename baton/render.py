@@ -17,7 +17,9 @@ from runtime.observe.log import LogStyle, styled_line
 
 _LONG_STEP_S = 2.0  # a step that takes longer is worth a word
 _COLOURS = ("cyan", "green", "magenta", "yellow", "blue", "red")
-_ROUTINE = re.compile(r"[0-9:.]{12} (debug|info) ")  # as `runtime.observe.log.human_line` begins a line
+_ROUTINE = re.compile(
+    r"[0-9:.]{12} (debug|info) "
+)  # as `runtime.observe.log.human_line` begins a line
 _ROUTINE_LEVELS = ("debug", "info")
 _TIMING_TEXTS = {
     "router_queue_s": "held back by the router",
@@ -64,9 +66,11 @@ _LONGEST_COUNT = 99_999
 
 
 def status_view(status: ClusterStatus, rates: Mapping[str, float] | None = None) -> Group:
-    """One row per pool, its stages drawn below its address, and below all why pools do not serve. Fits in 80 columns.
+    """One row per pool, its stages drawn below its address, and below all why pools do not serve.
+    Fits in 80 columns.
 
-    `rates`: tokens per second by address, where they are known; of prompts in prefill, of output in decode.
+    `rates`: tokens per second by address, where they are known; of prompts in prefill, of output in
+    decode.
     """
     title = f"model {status.model}: {status.running_requests} running, {status.waiting_requests} waiting at the router"
     table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=0, show_edge=False)
@@ -76,20 +80,34 @@ def status_view(status: ClusterStatus, rates: Mapping[str, float] | None = None)
     for heading in ("runs", "queued", "pages\nfree", "slots\nfree", "open", *rate_heading):
         table.add_column(heading, justify="right")
     for worker in status.workers:
-        cells: list[str | Text] = [worker.role, Text(f"{worker.address}\n{_picture(worker)}"), _state(worker),
-                 str(worker.running_requests), str(worker.queued_requests),
-                 f"{_free(worker.pages_free, worker.pages_total)}\n{_bar(worker.pages_free, worker.pages_total)}",
-                 _free(worker.slots_free, worker.slots_total), str(worker.open_sessions)]
-        table.add_row(*cells, *(() if rates is None else (f"{rates.get(worker.address, 0.0):.0f}",)))
-    reasons = [Text(f"{worker.role} {worker.address}: {worker.reason or 'not serving'}", "red")
-               for worker in status.workers if not worker.serving]
+        cells: list[str | Text] = [
+            worker.role,
+            Text(f"{worker.address}\n{_picture(worker)}"),
+            _state(worker),
+            str(worker.running_requests),
+            str(worker.queued_requests),
+            f"{_free(worker.pages_free, worker.pages_total)}\n{_bar(worker.pages_free, worker.pages_total)}",
+            _free(worker.slots_free, worker.slots_total),
+            str(worker.open_sessions),
+        ]
+        table.add_row(
+            *cells, *(() if rates is None else (f"{rates.get(worker.address, 0.0):.0f}",))
+        )
+    reasons = [
+        Text(f"{worker.role} {worker.address}: {worker.reason or 'not serving'}", "red")
+        for worker in status.workers
+        if not worker.serving
+    ]
     return Group(table, *reasons)
 
 
 def wide_enough() -> Console:
-    """Return a console for tables: in a terminal narrower than they are, its lines run over and nothing is cut."""
+    """Return a console for tables: in a terminal narrower than they are, its lines run over and
+    nothing is cut."""
     console = Console(highlight=False)
-    return console if console.width >= LEAST_COLUMNS else Console(highlight=False, width=LEAST_COLUMNS)
+    return (
+        console if console.width >= LEAST_COLUMNS else Console(highlight=False, width=LEAST_COLUMNS)
+    )
 
 
 def _state(worker: WorkerStatus) -> Text:
@@ -101,8 +119,11 @@ def _state(worker: WorkerStatus) -> Text:
 
 
 def _picture(worker: WorkerStatus) -> str:
-    """The layers of each stage, from the first to the last, how many ranks share each, and what each data rank does."""
-    stages = "├" + "┼".join(f" {layers} " for layers in worker.stages) + "┤" if worker.stages else ""
+    """The layers of each stage, from the first to the last, how many ranks share each, and what
+    each data rank does."""
+    stages = (
+        "├" + "┼".join(f" {layers} " for layers in worker.stages) + "┤" if worker.stages else ""
+    )
     picture = f"{stages} x {worker.tensor_size} ranks" if worker.tensor_size > 1 else stages
     for number, rank in enumerate(worker.data_ranks):
         picture += f"\ndata {number}: {rank.running_requests} run, {rank.pages_free} pages free"
@@ -131,12 +152,15 @@ def log_printer(console: Console) -> LogSink:
 
 
 def json_printer(stream: TextIO) -> LogSink:
-    """Print each line as a JSON object with the name of its process. What a process wrote past its logger becomes the
-    message of a warning."""
+    """Print each line as a JSON object with the name of its process. What a process wrote past its
+    logger becomes the message of a warning."""
+
     def sink(name: str, line: str) -> None:
         if not line:
             return
-        values = _object(line) or _object(styled_line(LogStyle.JSON, line, role=name, level="warning"))
+        values = _object(line) or _object(
+            styled_line(LogStyle.JSON, line, role=name, level="warning")
+        )
         print(json.dumps({"process": name, **values}), file=stream, flush=True)
 
     return sink
@@ -152,12 +176,14 @@ def _object(line: str) -> dict[str, object]:
 
 
 def _is_routine(line: str) -> bool:
-    return bool(_ROUTINE.match(line)) or str(_object(line).get("level", "")).lower() in _ROUTINE_LEVELS
+    return (
+        bool(_ROUTINE.match(line)) or str(_object(line).get("level", "")).lower() in _ROUTINE_LEVELS
+    )
 
 
 class StartPrinter:
-    """Of what processes write while they start, only what is worth attention; from `ready` on all of it. `own` is the
-    name whose lines always are."""
+    """Of what processes write while they start, only what is worth attention; from `ready` on all
+    of it. `own` is the name whose lines always are."""
 
     def __init__(self, sink: LogSink, *, own: str) -> None:
         self._sink = sink
@@ -173,7 +199,8 @@ class StartPrinter:
 
 
 class QuietPrinter:
-    """The cluster's lines in the background of something else, until they are of no interest any more."""
+    """The cluster's lines in the background of something else, until they are of no interest any
+    more."""
 
     def __init__(self, console: Console) -> None:
         self._console = console

@@ -1,5 +1,5 @@
-"""When a call that failed is made again, at which router, and what of its answer has come already, so that another
-router can go on with it. Pure: time and chance come in, decisions go out."""
+"""When a call that failed is made again, at which router, and what of its answer has come already,
+so that another router can go on with it. Pure: time and chance come in, decisions go out."""
 
 import random
 import threading
@@ -27,10 +27,11 @@ MAX_ASKED_S = 30.0  # of a pause that a server gave: what it waits for may be ov
 
 @dataclass(frozen=True)
 class Retry:
-    """`attempts` of a call of which nothing has come; `resumptions`, one after the other without anything new, of an
-    answer that has begun. Workers that died of a request may have died from it, so that is tried again only `lost`
-    times. Pauses: what the server gives, at most `MAX_ASKED_S`, and up to a quarter more, else `first_pause_s` doubled
-    up to `last_pause_s`. No attempt begins after the deadline."""
+    """`attempts` of a call of which nothing has come; `resumptions`, one after the other without
+    anything new, of an answer that has begun. Workers that died of a request may have died from it,
+    so that is tried again only `lost` times. Pauses: what the server gives, at most `MAX_ASKED_S`,
+    and up to a quarter more, else `first_pause_s` doubled up to `last_pause_s`. No attempt begins
+    after the deadline."""
 
     attempts: int = 4
     resumptions: int = 10
@@ -44,7 +45,8 @@ NO_RETRY = Retry(attempts=1, resumptions=0, lost=0)
 
 
 class Targets:
-    """Routers take turns; one that failed is passed over for a while, unless all have. May be shared by threads."""
+    """Routers take turns; one that failed is passed over for a while, unless all have. May be
+    shared by threads."""
 
     def __init__(self, count: int, clock: Clock, rng: random.Random) -> None:
         self._clock = clock
@@ -83,7 +85,14 @@ class Targets:
 class Patience:
     """With one call, from its first attempt to its end. `limit_s` is its deadline, from now."""
 
-    def __init__(self, retry: Retry, limit_s: float | None, num_targets: int, clock: Clock, rng: random.Random) -> None:
+    def __init__(
+        self,
+        retry: Retry,
+        limit_s: float | None,
+        num_targets: int,
+        clock: Clock,
+        rng: random.Random,
+    ) -> None:
         self._retry = retry
         self._num_targets = num_targets
         self._clock = clock
@@ -116,7 +125,9 @@ class Patience:
 
     def _may_help(self, error: BatonError) -> bool:
         if isinstance(error, DuplicateRequestError):
-            return self._failures > 1 or self._has_begun  # its former self, which the router has not given up yet
+            return (
+                self._failures > 1 or self._has_begun
+            )  # its former self, which the router has not given up yet
         return isinstance(error, CapacityError | UnavailableError | HandoffError)
 
     def _pause_s(self, error: BatonError) -> float:
@@ -125,21 +136,25 @@ class Patience:
         if error.retry_after_s is not None:
             pause_s = min(error.retry_after_s, MAX_ASKED_S)
             return pause_s * self._rng.uniform(1.0, 1.0 + MAX_JITTER)
-        longest_s = min(self._retry.first_pause_s * 2.0 ** (self._failures - 1), self._retry.last_pause_s)
+        longest_s = min(
+            self._retry.first_pause_s * 2.0 ** (self._failures - 1), self._retry.last_pause_s
+        )
         return longest_s * self._rng.uniform(0.5, 1.0)
 
 
 def _is_routers_own(error: BatonError) -> bool:
-    """Whether another router might do better at once: full pools and dead workers are the same for all."""
+    """Whether another router might do better at once: full pools and dead workers are the same for
+    all."""
     return isinstance(error, UnavailableError) and not isinstance(error, PeerLostError)
 
 
 class AnswerSoFar:
-    """What has come of all choices of one query: each token arrives once. Every event of every attempt passes through
-    `news`."""
+    """What has come of all choices of one query: each token arrives once. Every event of every
+    attempt passes through `news`."""
 
     def __init__(self, query: Query, draw_seed: Callable[[], int]) -> None:
-        """A query that is drawn at random gets a seed, because the next router must draw with the same one."""
+        """A query that is drawn at random gets a seed, because the next router must draw with the
+        same one."""
         if query.sampling.seed is None and query.sampling.temperature != 0:
             query = replace(query, sampling=replace(query.sampling, seed=draw_seed()))
         self._query = query
@@ -161,8 +176,11 @@ class AnswerSoFar:
         if not any(self._token_ids.values()):
             return self._query
         most = max(self._token_ids)
-        return replace(self._query, resumed=tuple(tuple(self._token_ids.get(index, ())) for index in range(most + 1)),
-                       resumed_from=tuple(self._drawn_by.get(index, "") for index in range(most + 1)))
+        return replace(
+            self._query,
+            resumed=tuple(tuple(self._token_ids.get(index, ())) for index in range(most + 1)),
+            resumed_from=tuple(self._drawn_by.get(index, "") for index in range(most + 1)),
+        )
 
     def news(self, event: Event) -> list[Event]:
         """What of an event has not come before."""
@@ -177,12 +195,16 @@ class AnswerSoFar:
         if event.prompt_logprobs is not None:
             return self._unseen(event, event.prompt_logprobs)
         if not event.token_ids:
-            self._held.setdefault(index, []).append(event)  # until its finish is here: see GenerateRequest.resumed
+            self._held.setdefault(index, []).append(
+                event
+            )  # until its finish is here: see GenerateRequest.resumed
             return []
         self._token_ids.setdefault(index, []).extend(event.token_ids)
         if not event.compatibility:
             return [event]
-        if self._drawn_by.get(index):  # named before; another router names its own workers, which fit
+        if self._drawn_by.get(
+            index
+        ):  # named before; another router names its own workers, which fit
             return [replace(event, compatibility="")]
         self._drawn_by[index] = event.compatibility
         return [event]
@@ -192,8 +214,16 @@ class AnswerSoFar:
         self._num_scored = max(self._num_scored, scores.first_position + len(scores.token_ids))
         if skipped >= len(scores.token_ids):
             return []
-        return [replace(event, prompt_logprobs=PromptLogprobs(
-            scores.first_position + skipped, scores.token_ids[skipped:], scores.logprobs[skipped:]))]
+        return [
+            replace(
+                event,
+                prompt_logprobs=PromptLogprobs(
+                    scores.first_position + skipped,
+                    scores.token_ids[skipped:],
+                    scores.logprobs[skipped:],
+                ),
+            )
+        ]
 
 
 def checked_targets(targets: tuple[str, ...]) -> tuple[str, ...]:

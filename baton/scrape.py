@@ -10,12 +10,16 @@ INTERVAL_S = 5
 
 
 def scrape_config(processes: Mapping[str, Announcement]) -> str:
-    """YAML with a job for each role; the label `process` is the key in `processes` ("decode-0.1")."""
+    """YAML with a job for each role; the label `process` is the key in `processes`
+    ("decode-0.1")."""
     roles: dict[str, list[str]] = {}
     for name, announcement in processes.items():
         if announcement.metrics_port is not None:
             target = Address(parse_address(announcement.address).host, announcement.metrics_port)
             entry = f"      - targets: [{json.dumps(str(target))}]\n        labels: {{process: {json.dumps(name)}}}\n"
             roles.setdefault(name.partition("-")[0], []).append(entry)
-    jobs = (f"  - job_name: {role}\n    static_configs:\n{''.join(entries)}" for role, entries in roles.items())
+    jobs = (
+        f"  - job_name: {role}\n    static_configs:\n{''.join(entries)}"
+        for role, entries in roles.items()
+    )
     return f"global: {{scrape_interval: {INTERVAL_S}s}}\nscrape_configs:\n{''.join(jobs)}"

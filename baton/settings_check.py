@@ -1,6 +1,8 @@
-"""Whether the roles would take the settings of a local cluster: each is asked, by its own command, before any starts.
+"""Whether the roles would take the settings of a local cluster: each is asked, by its own command,
+before any starts.
 
-What a setting may be is known to the role alone, which loads its settings in a quarter of a second, and torch after.
+What a setting may be is known to the role alone, which loads its settings in a quarter of a second,
+and torch after.
 """
 
 import asyncio
@@ -22,16 +24,33 @@ _CHECK_S = 60.0  # on a busy machine
 
 
 async def check_settings(config: ClusterConfig) -> None:
-    """Raises ConfigError with what the first role says that refuses its flags or its table of the settings file. Asks
-    nobody where there are none, which saves half a second of two cores."""
-    own = (config.worker_flags, config.router_flags, config.config_file, config.memory_mb, config.max_context)
+    """Raises ConfigError with what the first role says that refuses its flags or its table of the
+    settings file. Asks nobody where there are none, which saves half a second of two cores."""
+    own = (
+        config.worker_flags,
+        config.router_flags,
+        config.config_file,
+        config.memory_mb,
+        config.max_context,
+    )
     if not any(own) and config.log_level == ClusterConfig.log_level:
         return
     if config.config_file is not None:  # its gateway starts last, and only with --http
-        load(GatewayConfig, section="gateway", flags={"router": ("127.0.0.1:1",)}, file=config.config_file).check()
-    asked = [_ask(shape.role, [*config.shared_flags, *shape.process_flags(0)]) for shape in config.shapes]
-    nowhere = [word for shape in config.shapes for word in (f"--{shape.role}", f"{FILE}/{shape.role}")]
-    for refusal in await asyncio.gather(*asked, _ask("router", [*config.shared_flags, *config.router_flags, *nowhere])):
+        load(
+            GatewayConfig,
+            section="gateway",
+            flags={"router": ("127.0.0.1:1",)},
+            file=config.config_file,
+        ).check()
+    asked = [
+        _ask(shape.role, [*config.shared_flags, *shape.process_flags(0)]) for shape in config.shapes
+    ]
+    nowhere = [
+        word for shape in config.shapes for word in (f"--{shape.role}", f"{FILE}/{shape.role}")
+    ]
+    for refusal in await asyncio.gather(
+        *asked, _ask("router", [*config.shared_flags, *config.router_flags, *nowhere])
+    ):
         if refusal is not None:
             raise refusal
 
@@ -44,7 +63,9 @@ async def _ask(role: str, flags: Sequence[str]) -> ConfigError | UnavailableErro
             said = (await child.stdout.read()).decode(errors="replace").strip()
             code = await child.wait()
     except TimeoutError:
-        return UnavailableError(f"{role} has not said whether its settings fit after {_CHECK_S:.0f} s")
+        return UnavailableError(
+            f"{role} has not said whether its settings fit after {_CHECK_S:.0f} s"
+        )
     finally:
         if child.returncode is None:
             with contextlib.suppress(ProcessLookupError):
@@ -52,5 +73,13 @@ async def _ask(role: str, flags: Sequence[str]) -> ConfigError | UnavailableErro
             await child.wait()
     if not code:
         return None
-    line = said.splitlines()[-1].removeprefix(f"{role}: ") if said else f"{role} ended with exit code {code}"
-    return ConfigError(line, field=role) if code == EXIT_CONFIG else UnavailableError(f"{role}: {line}")
+    line = (
+        said.splitlines()[-1].removeprefix(f"{role}: ")
+        if said
+        else f"{role} ended with exit code {code}"
+    )
+    return (
+        ConfigError(line, field=role)
+        if code == EXIT_CONFIG
+        else UnavailableError(f"{role}: {line}")
+    )

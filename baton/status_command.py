@@ -26,8 +26,8 @@ class Sample:
 
 
 def token_rates(before: Sample, now: Sample) -> dict[str, float]:
-    """Tokens per second by address: of prompts in prefill pools, of output in decode pools. A worker that was not
-    there before, or that started again, has none yet."""
+    """Tokens per second by address: of prompts in prefill pools, of output in decode pools. A
+    worker that was not there before, or that started again, has none yet."""
     known = {worker.address: worker for worker in before.status.workers}
     elapsed_s = max(now.taken_s - before.taken_s, 1e-3)
     rates = {}
@@ -45,8 +45,10 @@ def _tokens(worker: WorkerStatus) -> int:
 def watch_status(client: BatonClient, console: Console) -> None:
     """Until Ctrl-C. A router that cannot be reached is shown as that, and called again."""
     before: Sample | None = None
-    with (contextlib.suppress(KeyboardInterrupt),
-          Live(console=console, auto_refresh=False, screen=console.is_terminal) as live):
+    with (
+        contextlib.suppress(KeyboardInterrupt),
+        Live(console=console, auto_refresh=False, screen=console.is_terminal) as live,
+    ):
         while True:
             try:
                 now = Sample(client.cluster_status(), time.monotonic())
@@ -63,7 +65,8 @@ def watch_status(client: BatonClient, console: Console) -> None:
 
 
 def watch_json(client: BatonClient) -> None:
-    """The same as one line of JSON per look, until Ctrl-C. Raises BatonError when the router cannot be reached."""
+    """The same as one line of JSON per look, until Ctrl-C. Raises BatonError when the router cannot
+    be reached."""
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             print(json.dumps(asdict(client.cluster_status())), flush=True)

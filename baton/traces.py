@@ -1,8 +1,8 @@
 """Traces of what services were asked, as they are published.
 
-    read_trace(Path("conversation_trace.jsonl"))             Mooncake's, or lines of our own
-    read_trace(Path("AzureLLMInferenceTrace_conv.csv"), limit=1000)
-    read_trace(Path("BurstGPT_1.csv"), speed=2.0)
+read_trace(Path("conversation_trace.jsonl"))             Mooncake's, or lines of our own
+read_trace(Path("AzureLLMInferenceTrace_conv.csv"), limit=1000)
+read_trace(Path("BurstGPT_1.csv"), speed=2.0)
 """
 
 import csv
@@ -21,8 +21,8 @@ from runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class Trace:
-    """The requests in order of time, the first at 0 s, and how many were left out because the trace has no answer to
-    them: those that failed."""
+    """The requests in order of time, the first at 0 s, and how many were left out because the trace
+    has no answer to them: those that failed."""
 
     planned: tuple[Planned, ...]
     num_unanswered: int = 0
@@ -44,9 +44,10 @@ _BURST_GPT = _Columns("Timestamp", "Request tokens", "Response tokens")
 def read_trace(path: Path, *, speed: float = 1.0, limit: int | None = None) -> Trace:
     """Read a trace, or its first `limit` requests. `speed` 2 replays it twice as fast.
 
-    A file whose first line is the header of Azure's or BurstGPT's tables is read as such. Any other has a JSON object
-    per line, in order of time: `at_s`, `prompt_tokens`, `output_tokens`; or `timestamp` (ms), `input_length`,
-    `output_length` and `hash_ids`, as Mooncake's published traces have them.
+    A file whose first line is the header of Azure's or BurstGPT's tables is read as such. Any other
+    has a JSON object per line, in order of time: `at_s`, `prompt_tokens`, `output_tokens`; or
+    `timestamp` (ms), `input_length`, `output_length` and `hash_ids`, as Mooncake's published traces
+    have them.
 
     Raises:
         ConfigError: it cannot be used; the message names the line.
@@ -59,16 +60,22 @@ def read_trace(path: Path, *, speed: float = 1.0, limit: int | None = None) -> T
             lines = _json_lines(file, path) if columns is None else _rows(file, path, columns)
             trace = _taken(lines, limit)
     except OSError as error:
-        raise ConfigError(f"cannot read the trace {path}: {error.strerror}", field="trace") from error
+        raise ConfigError(
+            f"cannot read the trace {path}: {error.strerror}", field="trace"
+        ) from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise ConfigError(f"cannot read the trace {path}: {error}", field="trace") from error
-    planned = trace.planned if columns is None else sorted(trace.planned, key=lambda item: item.at_s)
+    planned = (
+        trace.planned if columns is None else sorted(trace.planned, key=lambda item: item.at_s)
+    )
     if not planned:
         raise ConfigError(f"the trace {path} has no requests", field="trace")
     if any(after.at_s < before.at_s for before, after in itertools.pairwise(planned)):
         raise ConfigError(f"the trace {path} is not in order of time", field="trace")
     start_s = planned[0].at_s
-    return replace(trace, planned=tuple(replace(item, at_s=(item.at_s - start_s) / speed) for item in planned))
+    return replace(
+        trace, planned=tuple(replace(item, at_s=(item.at_s - start_s) / speed) for item in planned)
+    )
 
 
 def _taken(lines: Iterator[Planned | None], limit: int | None) -> Trace:
@@ -91,12 +98,18 @@ def _json_lines(lines: Iterator[str], path: Path) -> Iterator[Planned]:
         try:
             values = json.loads(line)
             at_s = float(values["at_s"]) if "at_s" in values else float(values["timestamp"]) / 1e3
-            prompt, output = (int(values[ours] if ours in values else values[theirs]) for ours, theirs in (
-                ("prompt_tokens", "input_length"), ("output_tokens", "output_length")))
+            prompt, output = (
+                int(values[ours] if ours in values else values[theirs])
+                for ours, theirs in (
+                    ("prompt_tokens", "input_length"),
+                    ("output_tokens", "output_length"),
+                )
+            )
             blocks = tuple(map(int, values.get("hash_ids", ())))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
-            raise ConfigError(f"{where}: needs at_s, prompt_tokens and output_tokens ({error!r})",
-                              field="trace") from None
+            raise ConfigError(
+                f"{where}: needs at_s, prompt_tokens and output_tokens ({error!r})", field="trace"
+            ) from None
         if any(not 0 <= block <= MAX_BLOCK for block in blocks):
             raise ConfigError(f"{where}: hash_ids must be from 0 to {MAX_BLOCK}", field="trace")
         yield _checked(Planned(at_s, prompt, output, blocks), where)
@@ -111,8 +124,11 @@ def _rows(lines: Iterator[str], path: Path, columns: _Columns) -> Iterator[Plann
             at_s = _time_s(row[columns.at])
             prompt, output = int(row[columns.prompt_tokens]), int(row[columns.output_tokens])
         except (ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{where}: needs {columns.at}, {columns.prompt_tokens} and {columns.output_tokens} "
-                              f"({error!r})", field="trace") from None
+            raise ConfigError(
+                f"{where}: needs {columns.at}, {columns.prompt_tokens} and {columns.output_tokens} "
+                f"({error!r})",
+                field="trace",
+            ) from None
         yield _checked(Planned(at_s, prompt, output), where) if prompt and output else None
 
 
@@ -125,8 +141,13 @@ def _time_s(text: str) -> float:
 
 
 def _checked(item: Planned, where: str) -> Planned:
-    if not (0 <= item.at_s < math.inf and 1 <= item.prompt_tokens <= MAX_LENGTH and
-            1 <= item.output_tokens <= MAX_LENGTH):
-        raise ConfigError(f"{where}: times must be finite and not negative, lengths must be from 1 to {MAX_LENGTH}",
-                          field="trace")
+    if not (
+        0 <= item.at_s < math.inf
+        and 1 <= item.prompt_tokens <= MAX_LENGTH
+        and 1 <= item.output_tokens <= MAX_LENGTH
+    ):
+        raise ConfigError(
+            f"{where}: times must be finite and not negative, lengths must be from 1 to {MAX_LENGTH}",
+            field="trace",
+        )
     return item

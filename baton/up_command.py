@@ -28,67 +28,149 @@ from runtime.security.access import PeerRole
 
 def up(
     context: typer.Context,
-    model: Annotated[Path | None, typer.Option(help="Model directory; default: the demo model.")] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="Model directory; default: the demo model.")
+    ] = None,
     prefill: Annotated[int, typer.Option(help="Number of prefill pools.")] = 1,
     decode: Annotated[int, typer.Option(help="Number of decode pools.")] = 1,
-    prefill_pp: Annotated[int, typer.Option(help="Pipeline stages (processes) of each prefill pool.")] = 1,
-    decode_pp: Annotated[int, typer.Option(help="Pipeline stages (processes) of each decode pool.")] = 1,
-    prefill_tp: Annotated[int, typer.Option(help="Ranks (processes) that share each prefill stage.")] = 1,
-    decode_tp: Annotated[int, typer.Option(help="Ranks (processes) that share each decode stage.")] = 1,
-    prefill_dp_attention: Annotated[int, typer.Option(help="Groups of the ranks of a prefill stage with requests of "
-                                                           "their own.")] = 1,
-    decode_dp_attention: Annotated[int, typer.Option(help="Groups of the ranks of a decode stage with requests of "
-                                                          "their own.")] = 1,
-    prefill_partition: Annotated[str, typer.Option(help='Layers per prefill stage, like "3,5", or balanced.')] = "",
-    decode_partition: Annotated[str, typer.Option(help='Layers per decode stage, like "3,5", or balanced.')] = "",
-    routers: Annotated[int, typer.Option(help="Number of routers before them; those after the first take free "
-                                              "ports.")] = 1,
-    listen: Annotated[str | None, typer.Option(help="HOST:PORT of the router; port 0 takes a free one.",
-                                               show_default=DEFAULT_TARGET)] = None,
-    memory_mb: Annotated[int | None, typer.Option(min=1, help="Cache memory of each worker in MiB; default: a share of "
-                                                              "what is free.")] = None,
-    max_context: Annotated[int | None, typer.Option(min=16, help="Tokens of prompt and answer together; default: the "
-                                                                "model's, or what the memory holds.")] = None,
-    http: Annotated[str, typer.Option(help="HOST:PORT for OpenAI's HTTP API; needs baton[http].")] = "",
-    numerics: Annotated[str | None, typer.Option(help="exact (same bits from every topology) or fast.")] = None,
-    weights: Annotated[str | None, typer.Option(help="model (its own type) or int8 (eight bits a weight).")] = None,
-    device: Annotated[str | None, typer.Option(help="What workers compute on: cpu, cuda or cuda:N.")] = None,
-    transport: Annotated[str | None, typer.Option(help="How state moves: auto, shm, tcp or cuda.")] = None,
-    transport_interface: Annotated[str | None, typer.Option(help="Network devices UCX listens on.",
-                                                            show_default="loopback")] = None,
-    draft: Annotated[Path | None, typer.Option(help="Draft model; decode pools then speculate.")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file with tables router, prefill, decode.")] = None,
-    otel_endpoint: Annotated[str | None, typer.Option(help="URL of an OTLP collector; traces go there.")] = None,
-    preload: Annotated[bool, typer.Option(help="Load PyTorch once, and fork workers from there (CPU only).")] = True,
+    prefill_pp: Annotated[
+        int, typer.Option(help="Pipeline stages (processes) of each prefill pool.")
+    ] = 1,
+    decode_pp: Annotated[
+        int, typer.Option(help="Pipeline stages (processes) of each decode pool.")
+    ] = 1,
+    prefill_tp: Annotated[
+        int, typer.Option(help="Ranks (processes) that share each prefill stage.")
+    ] = 1,
+    decode_tp: Annotated[
+        int, typer.Option(help="Ranks (processes) that share each decode stage.")
+    ] = 1,
+    prefill_dp_attention: Annotated[
+        int, typer.Option(help="Groups of the ranks of a prefill stage with requests of their own.")
+    ] = 1,
+    decode_dp_attention: Annotated[
+        int, typer.Option(help="Groups of the ranks of a decode stage with requests of their own.")
+    ] = 1,
+    prefill_partition: Annotated[
+        str, typer.Option(help='Layers per prefill stage, like "3,5", or balanced.')
+    ] = "",
+    decode_partition: Annotated[
+        str, typer.Option(help='Layers per decode stage, like "3,5", or balanced.')
+    ] = "",
+    routers: Annotated[
+        int,
+        typer.Option(help="Number of routers before them; those after the first take free ports."),
+    ] = 1,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            help="HOST:PORT of the router; port 0 takes a free one.", show_default=DEFAULT_TARGET
+        ),
+    ] = None,
+    memory_mb: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Cache memory of each worker in MiB; default: a share of what is free."
+        ),
+    ] = None,
+    max_context: Annotated[
+        int | None,
+        typer.Option(
+            min=16,
+            help="Tokens of prompt and answer together; default: the "
+            "model's, or what the memory holds.",
+        ),
+    ] = None,
+    http: Annotated[
+        str, typer.Option(help="HOST:PORT for OpenAI's HTTP API; needs baton[http].")
+    ] = "",
+    numerics: Annotated[
+        str | None, typer.Option(help="exact (same bits from every topology) or fast.")
+    ] = None,
+    weights: Annotated[
+        str | None, typer.Option(help="model (its own type) or int8 (eight bits a weight).")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option(help="What workers compute on: cpu, cuda or cuda:N.")
+    ] = None,
+    transport: Annotated[
+        str | None, typer.Option(help="How state moves: auto, shm, tcp or cuda.")
+    ] = None,
+    transport_interface: Annotated[
+        str | None, typer.Option(help="Network devices UCX listens on.", show_default="loopback")
+    ] = None,
+    draft: Annotated[
+        Path | None, typer.Option(help="Draft model; decode pools then speculate.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="TOML file with tables router, prefill, decode.")
+    ] = None,
+    otel_endpoint: Annotated[
+        str | None, typer.Option(help="URL of an OTLP collector; traces go there.")
+    ] = None,
+    preload: Annotated[
+        bool, typer.Option(help="Load PyTorch once, and fork workers from there (CPU only).")
+    ] = True,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
-    log_style: Annotated[LogStyle | None, typer.Option(help="Lines for people, or JSON: every line of every "
-                                                            "process.", show_default="human")] = None,
+    log_style: Annotated[
+        LogStyle | None,
+        typer.Option(
+            help="Lines for people, or JSON: every line of every process.", show_default="human"
+        ),
+    ] = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
     tls_key: TlsKey = None,
     tls_name: TlsName = "",
     token_file: TokenFile = None,
 ) -> None:
-    """Run a whole cluster on this machine, in the foreground. Ctrl-C stops it; a process that dies is restarted."""
+    """Run a whole cluster on this machine, in the foreground. Ctrl-C stops it; a process that dies
+    is restarted."""
     configure(level="warning", style=log_style or LogStyle.HUMAN, role="baton")
     with one_line_errors():
         security = connection(tls_ca, tls_cert, tls_key, tls_name, token_file)
-    worker_flags = [*_flag("--numerics", numerics), *_flag("--weights", weights), *_flag("--device", device),
-                    *_flag("--transport", transport), *_flag("--transport-interface", transport_interface),
-                    *_flag("--draft", None if draft is None else str(draft)),
-                    *_flag("--otel-endpoint", otel_endpoint)]
+    worker_flags = [
+        *_flag("--numerics", numerics),
+        *_flag("--weights", weights),
+        *_flag("--device", device),
+        *_flag("--transport", transport),
+        *_flag("--transport-interface", transport_interface),
+        *_flag("--draft", None if draft is None else str(draft)),
+        *_flag("--otel-endpoint", otel_endpoint),
+    ]
     settings = ClusterConfig(
-        model=model or demo_model(), prefill=prefill, decode=decode, prefill_pp=prefill_pp, decode_pp=decode_pp,
-        prefill_tp=prefill_tp, decode_tp=decode_tp, prefill_dp_attention=prefill_dp_attention,
-        decode_dp_attention=decode_dp_attention, prefill_partition=prefill_partition,
-        decode_partition=decode_partition, routers=routers, listen=listen,
-        memory_mb=memory_mb, max_context=max_context, http=http, worker_flags=tuple(worker_flags),
+        model=model or demo_model(),
+        prefill=prefill,
+        decode=decode,
+        prefill_pp=prefill_pp,
+        decode_pp=decode_pp,
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        prefill_dp_attention=prefill_dp_attention,
+        decode_dp_attention=decode_dp_attention,
+        prefill_partition=prefill_partition,
+        decode_partition=decode_partition,
+        routers=routers,
+        listen=listen,
+        memory_mb=memory_mb,
+        max_context=max_context,
+        http=http,
+        worker_flags=tuple(worker_flags),
         router_flags=tuple(_flag("--otel-endpoint", otel_endpoint)),
-        config_file=config, one_core_each=device in (None, "cpu"),
-        forks_workers=preload and device in (None, "cpu"), nursery=context.obj, log_level=log_level,
-        log_style=log_style, security=security)
+        config_file=config,
+        one_core_each=device in (None, "cpu"),
+        forks_workers=preload and device in (None, "cpu"),
+        nursery=context.obj,
+        log_level=log_level,
+        log_style=log_style,
+        security=security,
+    )
 
-    sink = json_printer(sys.stdout) if log_style is LogStyle.JSON else log_printer(Console(highlight=False))
+    sink = (
+        json_printer(sys.stdout)
+        if log_style is LogStyle.JSON
+        else log_printer(Console(highlight=False))
+    )
 
     async def run(stop: StopSignal) -> None:
         with told_of_full_disks():
@@ -103,6 +185,7 @@ def _flag(name: str, value: str | None) -> list[str]:
 
 async def _serve(settings: ClusterConfig, sink: LogSink) -> None:
     """Run the cluster until cancelled."""
+
     def say(text: str) -> None:
         sink("baton", styled_line(settings.own_style, text, role="baton"))
 
@@ -118,10 +201,16 @@ async def _serve(settings: ClusterConfig, sink: LogSink) -> None:
                 say(f"{name}: {where.address}, metrics on port {where.metrics_port}")
         say(cluster.transport_text)
         say(f"metrics:  prometheus --config.file={cluster.write_scrape_config()}")
-        target = "" if cluster.addresses == (DEFAULT_TARGET,) else f" --target {','.join(cluster.addresses)}"
+        target = (
+            ""
+            if cluster.addresses == (DEFAULT_TARGET,)
+            else f" --target {','.join(cluster.addresses)}"
+        )
         served: ModelInfo | None = None
         with suppress(BatonError):  # a client may have to show what this command was not given
-            async with AsyncBatonClient(cluster.address, security=settings.security.to(PeerRole.ROUTER)) as client:
+            async with AsyncBatonClient(
+                cluster.address, security=settings.security.to(PeerRole.ROUTER)
+            ) as client:
                 served = await client.model_info()
         question = FirstQuestion.of(None if settings.model == demo_model() else served)
         say(f"ready: try  baton generate {question.words()} --temperature 0{target}")
@@ -132,5 +221,3 @@ async def _serve(settings: ClusterConfig, sink: LogSink) -> None:
         except asyncio.CancelledError:
             say("stopping when what runs has ended; Ctrl-C once more stops it at once")
             raise
-
-

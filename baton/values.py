@@ -1,4 +1,5 @@
-"""What a client sends and receives, as plain values. Generated protobuf types stay behind `baton.wire`."""
+"""What a client sends and receives, as plain values. Generated protobuf types stay behind
+`baton.wire`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,8 +17,9 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ChatMessage:
-    """`role` as in the model's chat template: user, assistant, system, tool. The content is a text, a tuple of the
-    texts that OpenAI's API has in parts, or None beside calls. `tool_call_id`: of the call that a tool answers."""
+    """`role` as in the model's chat template: user, assistant, system, tool. The content is a text,
+    a tuple of the texts that OpenAI's API has in parts, or None beside calls. `tool_call_id`: of
+    the call that a tool answers."""
 
     role: str
     content: str | tuple[str, ...] | None
@@ -29,7 +31,8 @@ class ChatMessage:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn. None leaves the server's default; 0 means 0. Ranges: protos/baton/v1/types.proto."""
+    """How tokens are drawn. None leaves the server's default; 0 means 0. Ranges:
+    protos/baton/v1/types.proto."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -44,7 +47,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Stop:
-    """When generation ends, besides the model's own end-of-sequence tokens and its context limit."""
+    """When generation ends, besides the model's own end-of-sequence tokens and its context
+    limit."""
 
     max_tokens: int | None = None
     min_tokens: int | None = None
@@ -55,7 +59,8 @@ class Stop:
 
 @dataclass(frozen=True)
 class StructuredOutput:
-    """What the whole output must look like: exactly one of a JSON schema (as JSON text) and a regular expression."""
+    """What the whole output must look like: exactly one of a JSON schema (as JSON text) and a
+    regular expression."""
 
     json_schema: str | None = None
     regex: str | None = None
@@ -67,13 +72,14 @@ Prompt = str | tuple[int, ...] | tuple[ChatMessage, ...]
 
 @dataclass(frozen=True)
 class Query:
-    """One request. An empty `request_id` lets the server choose, an empty `model` takes the one that is served.
-    `speculate=False` declines drafts, `prefix_cache=False` what earlier prompts left; both change its speed and nothing
-    else. Requests share what they leave with those of the same `cache_salt` alone. `resumed` goes on with an answer of
-    which these tokens are here already, per choice (protos/baton/v1/generation.proto); a client does so for what it
-    began. For chats: `tools` the model may call, in the form of OpenAI's API; `template_arguments` that its chat
-    template takes; `continue_final_message` goes on with the last message. Calls and reasoning come as the text that
-    the model writes."""
+    """One request. An empty `request_id` lets the server choose, an empty `model` takes the one
+    that is served. `speculate=False` declines drafts, `prefix_cache=False` what earlier prompts
+    left; both change its speed and nothing else. Requests share what they leave with those of the
+    same `cache_salt` alone. `resumed` goes on with an answer of which these tokens are here
+    already, per choice (protos/baton/v1/generation.proto); a client does so for what it began. For
+    chats: `tools` the model may call, in the form of OpenAI's API; `template_arguments` that its
+    chat template takes; `continue_final_message` goes on with the last message. Calls and reasoning
+    come as the text that the model writes."""
 
     prompt: Prompt
     sampling: Sampling = Sampling()
@@ -83,7 +89,9 @@ class Query:
     num_top_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     structured_output: StructuredOutput | None = None
-    n: int | None = None  # choices; each has a seed of its own, see protos/baton/v1/generation.proto
+    n: int | None = (
+        None  # choices; each has a seed of its own, see protos/baton/v1/generation.proto
+    )
     priority: int = 0
     skip_text: bool = False
     speculate: bool | None = None
@@ -97,7 +105,8 @@ class Query:
 
 
 class FinishReason(StrEnum):
-    """Why an answer ended: with a stop token or text, at a limit of tokens, or by whoever aborted it."""
+    """Why an answer ended: with a stop token or text, at a limit of tokens, or by whoever aborted
+    it."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -123,7 +132,8 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class PromptLogprobs:
-    """What the model made of prompt tokens, from `first_position` on; the first token of a prompt has none."""
+    """What the model made of prompt tokens, from `first_position` on; the first token of a prompt
+    has none."""
 
     first_position: int
     token_ids: tuple[int, ...]
@@ -146,7 +156,8 @@ class Timings:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens drawn in one step. `text` may lag behind: whole characters only, never part of a stop string."""
+    """Tokens drawn in one step. `text` may lag behind: whole characters only, never part of a stop
+    string."""
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -160,7 +171,8 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Finish:
-    """The last event of a choice; `stop_string` or `stop_token_id` is what ended it, if one of them did."""
+    """The last event of a choice; `stop_string` or `stop_token_id` is what ended it, if one of them
+    did."""
 
     request_id: str
     reason: FinishReason
@@ -176,7 +188,8 @@ Event = Chunk | Finish
 
 @dataclass(frozen=True)
 class Completion:
-    """A whole answer. `prompt_logprobs` are those of positions 1 and up, if they were requested and it is choice 0."""
+    """A whole answer. `prompt_logprobs` are those of positions 1 and up, if they were requested and
+    it is choice 0."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -203,7 +216,8 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class Load:
-    """How busy the router and its workers are; see GetLoadResponse in protos/baton/v1/generation.proto."""
+    """How busy the router and its workers are; see GetLoadResponse in
+    protos/baton/v1/generation.proto."""
 
     waiting_requests: int
     queued_requests: int
@@ -250,7 +264,9 @@ class WorkerStatus:
     prompt_tokens: int = 0  # computed since its start
     output_tokens: int = 0  # drawn since its start
     tensor_size: int = 1  # ranks (processes) that share each stage
-    data_ranks: tuple[DataRankStatus, ...] = ()  # groups of these with requests of their own, where there are several
+    data_ranks: tuple[
+        DataRankStatus, ...
+    ] = ()  # groups of these with requests of their own, where there are several
 
 
 @dataclass(frozen=True)

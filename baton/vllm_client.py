@@ -1,5 +1,5 @@
-"""A client of servers that speak `vllm.grpc.engine.VllmEngine`, as far as a load generator needs one: token ids in,
-token ids out. Its stubs are the package `smg-grpc-proto` (extra `vllm`)."""
+"""A client of servers that speak `vllm.grpc.engine.VllmEngine`, as far as a load generator needs
+one: token ids in, token ids out. Its stubs are the package `smg-grpc-proto` (extra `vllm`)."""
 
 import contextlib
 from collections.abc import AsyncGenerator
@@ -23,8 +23,10 @@ def _stubs() -> tuple[ModuleType, ModuleType]:
     try:
         from smg_grpc_proto.generated import vllm_engine_pb2, vllm_engine_pb2_grpc
     except ImportError as error:
-        raise ConfigError("the VllmEngine client needs the package smg-grpc-proto: pip install 'baton[vllm]'",
-                          field="api") from error
+        raise ConfigError(
+            "the VllmEngine client needs the package smg-grpc-proto: pip install 'baton[vllm]'",
+            field="api",
+        ) from error
     return vllm_engine_pb2, vllm_engine_pb2_grpc
 
 
@@ -39,24 +41,38 @@ class AsyncVllmEngineClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                        trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         await self._channel.close()
 
     async def model_info(self) -> ModelInfo:
         try:
-            info = await self._stub.GetModelInfo(self._pb.GetModelInfoRequest(), timeout=CONTROL_TIMEOUT_S)
+            info = await self._stub.GetModelInfo(
+                self._pb.GetModelInfoRequest(), timeout=CONTROL_TIMEOUT_S
+            )
         except grpc.aio.AioRpcError as error:
             raise error_from_rpc(error) from None
-        return ModelInfo(model=info.served_model_name, architecture=", ".join(info.architectures),
-                         vocab_size=info.vocab_size,
-                         max_context_tokens=info.max_context_length or info.max_req_input_len + 1, num_layers=0,
-                         eos_token_ids=tuple(info.eos_token_ids), has_tokenizer=bool(info.tokenizer_path),
-                         has_chat_template=False, revision="")
+        return ModelInfo(
+            model=info.served_model_name,
+            architecture=", ".join(info.architectures),
+            vocab_size=info.vocab_size,
+            max_context_tokens=info.max_context_length or info.max_req_input_len + 1,
+            num_layers=0,
+            eos_token_ids=tuple(info.eos_token_ids),
+            has_tokenizer=bool(info.tokenizer_path),
+            has_chat_template=False,
+            revision="",
+        )
 
-    async def generate(self, query: Query, *, timeout_s: float | None = None) -> AsyncGenerator[Event, None]:
-        """Chunks, then one Finish, without text or timings. Raises InvalidRequestError for a prompt that is not token
-        ids."""
+    async def generate(
+        self, query: Query, *, timeout_s: float | None = None
+    ) -> AsyncGenerator[Event, None]:
+        """Chunks, then one Finish, without text or timings. Raises InvalidRequestError for a prompt
+        that is not token ids."""
         call = self._stub.Generate(self._request(query), timeout=timeout_s)
         with contextlib.ExitStack() as stack:
             stack.callback(call.cancel)
@@ -69,18 +85,33 @@ class AsyncVllmEngineClient:
     def _request(self, query: Query) -> Any:  # noqa: ANN401 - a message of stubs that may not be installed
         ids = [item for item in query.prompt if isinstance(item, int)]
         if isinstance(query.prompt, str) or len(ids) != len(query.prompt):
-            raise InvalidRequestError(FieldViolation("prompt", "must be token ids for a VllmEngine server"))
+            raise InvalidRequestError(
+                FieldViolation("prompt", "must be token ids for a VllmEngine server")
+            )
         sampling, stop = query.sampling, query.stop
         seed = None if sampling.seed is None else sampling.seed % (1 << 31)
         params = self._pb.SamplingParams(
-            temperature=sampling.temperature, top_p=1.0 if sampling.top_p is None else sampling.top_p,
-            top_k=sampling.top_k or 0, repetition_penalty=1.0, max_tokens=stop.max_tokens,
-            stop_token_ids=stop.token_ids, ignore_eos=bool(stop.ignore_eos), n=1, seed=seed)
-        return self._pb.GenerateRequest(request_id=query.request_id, stream=True, sampling_params=params,
-                                        tokenized=self._pb.TokenizedInput(input_ids=ids))
+            temperature=sampling.temperature,
+            top_p=1.0 if sampling.top_p is None else sampling.top_p,
+            top_k=sampling.top_k or 0,
+            repetition_penalty=1.0,
+            max_tokens=stop.max_tokens,
+            stop_token_ids=stop.token_ids,
+            ignore_eos=bool(stop.ignore_eos),
+            n=1,
+            seed=seed,
+        )
+        return self._pb.GenerateRequest(
+            request_id=query.request_id,
+            stream=True,
+            sampling_params=params,
+            tokenized=self._pb.TokenizedInput(input_ids=ids),
+        )
 
     def _event(self, request_id: str, response: Any) -> Event:  # noqa: ANN401
-        answer = response.complete if response.WhichOneof("response") == "complete" else response.chunk
+        answer = (
+            response.complete if response.WhichOneof("response") == "complete" else response.chunk
+        )
         usage = Usage(answer.prompt_tokens, answer.completion_tokens, answer.cached_tokens)
         if response.WhichOneof("response") == "chunk":
             return Chunk(request_id, tuple(answer.token_ids), "", (), usage)

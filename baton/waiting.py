@@ -1,6 +1,7 @@
 """Whether processes of a local cluster serve, and what those that do not are waiting for.
 
-Answers come from the processes themselves: health, a leader's own reports, and what a router knows of its workers.
+Answers come from the processes themselves: health, a leader's own reports, and what a router knows
+of its workers.
 """
 
 import asyncio
@@ -25,26 +26,37 @@ from runtime.security.access import ChannelSecurity, PeerRole
 
 GATEWAY_MODULE = "baton.gateway"
 ASK_S = 2.0  # for a process to say what it is waiting for
-_SERVICES = {"router": "baton.v1.Generation", "prefill": "baton.v1.Prefill", "decode": "baton.v1.Decode"}
+_SERVICES = {
+    "router": "baton.v1.Generation",
+    "prefill": "baton.v1.Prefill",
+    "decode": "baton.v1.Decode",
+}
 _FOLLOWER_SERVICE = "baton.v1.Pipeline"
 _LOOK_S = 2.0  # between two looks at the workers of a router that does not serve
 _MAX_REASON = 240  # characters
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 
 
-async def until_serving(spec: ProcessSpec, announcement: Announcement, security: ChannelSecurity, *,
-                        timeout_s: float) -> None:
-    """Return when the process serves; a stage that does not lead serves once it has joined. Raises UnavailableError."""
+async def until_serving(
+    spec: ProcessSpec, announcement: Announcement, security: ChannelSecurity, *, timeout_s: float
+) -> None:
+    """Return when the process serves; a stage that does not lead serves once it has joined. Raises
+    UnavailableError."""
     if spec.role == GATEWAY_MODULE:
         await wait_ready(announcement.address, timeout_s=timeout_s)
         return
-    async with open_channel(announcement.address, security=security.to(PeerRole(spec.role))) as channel:
+    async with open_channel(
+        announcement.address, security=security.to(PeerRole(spec.role))
+    ) as channel:
         await wait_serving(channel, _service_of(spec), timeout_s=timeout_s)
 
 
-async def until_cluster_serves(process: RoleProcess, security: ChannelSecurity, *, timeout_s: float) -> None:
-    """Return when a process that stands for others, a leader or a router, serves. Raises UnavailableError saying what
-    it is waiting for, also as soon as a router's workers turn out not to fit together."""
+async def until_cluster_serves(
+    process: RoleProcess, security: ChannelSecurity, *, timeout_s: float
+) -> None:
+    """Return when a process that stands for others, a leader or a router, serves. Raises
+    UnavailableError saying what it is waiting for, also as soon as a router's workers turn out not
+    to fit together."""
     announcement = process.announcement
     assert announcement is not None
     serving = until_serving(process.spec, announcement, security, timeout_s=timeout_s)
@@ -55,21 +67,27 @@ async def until_cluster_serves(process: RoleProcess, security: ChannelSecurity, 
             await serving
     except UnavailableError as error:
         reason = await reason_of(process, security)
-        raise UnavailableError("; ".join(filter(None, (f"{process.spec.name}: {error}", reason)))) from None
+        raise UnavailableError(
+            "; ".join(filter(None, (f"{process.spec.name}: {error}", reason)))
+        ) from None
 
 
 async def reason_of(process: RoleProcess, security: ChannelSecurity) -> str:
-    """Return what a process that listens is waiting for, or why it cannot be asked. Empty where it serves, does not
-    listen yet or does not say."""
+    """Return what a process that listens is waiting for, or why it cannot be asked. Empty where it
+    serves, does not listen yet or does not say."""
     spec = process.spec
     announcement = process.announcement or read_announcement(spec.announce)
     if announcement is None or spec.role == GATEWAY_MODULE:
         return ""
     security = security.to(PeerRole(spec.role))
     try:
-        async with asyncio.timeout(ASK_S), open_channel(announcement.address, security=security) as channel:
+        async with (
+            asyncio.timeout(ASK_S),
+            open_channel(announcement.address, security=security) as channel,
+        ):
             answer = await health_pb2_grpc.HealthStub(channel).Check(  # type: ignore[attr-defined]  # stubs lack it
-                health_pb2.HealthCheckRequest(service=_service_of(spec)))
+                health_pb2.HealthCheckRequest(service=_service_of(spec))
+            )
             if answer.status == _SERVING:
                 return ""
             if spec.role == "router":
@@ -83,7 +101,9 @@ async def reason_of(process: RoleProcess, security: ChannelSecurity) -> str:
 
 async def _leader_s_reason(channel: grpc.aio.Channel) -> str:
     """What a leader reports; only routers and operators may ask, where there are certificates."""
-    async for response in worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest(interval_s=ASK_S)):
+    async for response in worker_pb2_grpc.WorkerStub(channel).Watch(
+        worker_pb2.WatchRequest(interval_s=ASK_S)
+    ):
         if response.HasField("load"):
             return response.load.reason
     return ""
@@ -93,14 +113,19 @@ def _service_of(spec: ProcessSpec) -> str:
     return _SERVICES[spec.role] if spec.leads else _FOLLOWER_SERVICE
 
 
-async def _unless_unpaired(serving: Coroutine[None, None, None], router: str, security: ChannelSecurity) -> None:
-    """Wait for `serving`, but raise UnavailableError as soon as the router knows usable workers of both roles, and none
-    of them fits another: all of a role here have the same settings, and those do not change."""
+async def _unless_unpaired(
+    serving: Coroutine[None, None, None], router: str, security: ChannelSecurity
+) -> None:
+    """Wait for `serving`, but raise UnavailableError as soon as the router knows usable workers of
+    both roles, and none of them fits another: all of a role here have the same settings, and those
+    do not change."""
     waiting = asyncio.create_task(serving)
     try:
         while not (await asyncio.wait({waiting}, timeout=_LOOK_S))[0]:
             usable = [worker for worker in await _workers(router, security) if worker.serving]
-            if {worker.role for worker in usable} == set(ROLES) and all(worker.reason for worker in usable):
+            if {worker.role for worker in usable} == set(ROLES) and all(
+                worker.reason for worker in usable
+            ):
                 raise UnavailableError("its workers serve, but do not fit together")
         await waiting
     finally:
@@ -118,7 +143,9 @@ async def _workers(router: str, security: ChannelSecurity) -> Sequence[WorkerSta
 
 def _problems(workers: Sequence[WorkerStatus]) -> list[str]:
     """Of those that the router cannot use."""
-    return [f"{worker.role} {worker.address}: {worker.reason}" for worker in workers if worker.reason]
+    return [
+        f"{worker.role} {worker.address}: {worker.reason}" for worker in workers if worker.reason
+    ]
 
 
 def _cut(text: str) -> str:

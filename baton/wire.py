@@ -1,4 +1,5 @@
-"""Values to protobuf messages and back: the only file of this package that sees generated types' fields."""
+"""Values to protobuf messages and back: the only file of this package that sees generated types'
+fields."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,21 +47,45 @@ _LIMITS = {
 
 
 def request_of(query: Query) -> pb.GenerateRequest:
-    """Raises InvalidRequestError naming the field whose value has no place in a message, such as a negative count."""
+    """Raises InvalidRequestError naming the field whose value has no place in a message, such as a
+    negative count."""
     request, stop = pb.GenerateRequest(), query.stop
     request.sampling.SetInParent()
-    _put(request.sampling, "sampling.", {f.name: getattr(query.sampling, f.name) for f in fields(query.sampling)})
+    _put(
+        request.sampling,
+        "sampling.",
+        {f.name: getattr(query.sampling, f.name) for f in fields(query.sampling)},
+    )
     request.stop.SetInParent()
-    _put(request.stop, "stop.", {
-        "max_tokens": stop.max_tokens, "min_tokens": stop.min_tokens, "stop_strings": stop.strings,
-        "stop_token_ids": stop.token_ids, "ignore_eos": stop.ignore_eos})
+    _put(
+        request.stop,
+        "stop.",
+        {
+            "max_tokens": stop.max_tokens,
+            "min_tokens": stop.min_tokens,
+            "stop_strings": stop.strings,
+            "stop_token_ids": stop.token_ids,
+            "ignore_eos": stop.ignore_eos,
+        },
+    )
     if query.structured_output is not None:
         _put_structured_output(request.structured_output, query.structured_output)
-    _put(request, "", {
-        "request_id": query.request_id, "model": query.model, "num_top_logprobs": query.num_top_logprobs,
-        "num_prompt_logprobs": query.num_prompt_logprobs, "n": query.n, "priority": query.priority,
-        "skip_text": query.skip_text, "speculate": query.speculate, "prefix_cache": query.prefix_cache,
-        "cache_salt": query.cache_salt})
+    _put(
+        request,
+        "",
+        {
+            "request_id": query.request_id,
+            "model": query.model,
+            "num_top_logprobs": query.num_top_logprobs,
+            "num_prompt_logprobs": query.num_prompt_logprobs,
+            "n": query.n,
+            "priority": query.priority,
+            "skip_text": query.skip_text,
+            "speculate": query.speculate,
+            "prefix_cache": query.prefix_cache,
+            "cache_salt": query.cache_salt,
+        },
+    )
     _put_prompt(request, query)
     for index, token_ids in enumerate(query.resumed):
         _put(request.resumed.add(), f"resumed[{index}].", {"ids": token_ids})
@@ -72,8 +97,12 @@ def _put(message: Message, path: str, values: Mapping[str, object]) -> None:
     """Set fields; None leaves one unset. `path` is where the message stands in the request."""
     for name, value in values.items():
         field = message.DESCRIPTOR.fields_by_name[name]
-        if isinstance(value, str | bytes) and field.is_repeated:  # else each of its characters would be one
-            raise InvalidRequestError(FieldViolation(path + name, f"must be a list, got {type(value).__name__}"))
+        if (
+            isinstance(value, str | bytes) and field.is_repeated
+        ):  # else each of its characters would be one
+            raise InvalidRequestError(
+                FieldViolation(path + name, f"must be a list, got {type(value).__name__}")
+            )
         try:
             message.MergeFrom(type(message)(**{name: value}))
         except (ValueError, TypeError) as error:
@@ -83,8 +112,11 @@ def _put(message: Message, path: str, values: Mapping[str, object]) -> None:
 
 def _put_structured_output(message: types_pb2.StructuredOutput, wanted: StructuredOutput) -> None:
     if wanted.json_schema is not None and wanted.regex is not None:
-        raise InvalidRequestError(FieldViolation(
-            "structured_output", "takes a JSON schema or a regular expression, not both"))
+        raise InvalidRequestError(
+            FieldViolation(
+                "structured_output", "takes a JSON schema or a regular expression, not both"
+            )
+        )
     message.SetInParent()
     _put(message, "structured_output.", {"json_schema": wanted.json_schema, "regex": wanted.regex})
 
@@ -93,15 +125,25 @@ def _put_prompt(request: pb.GenerateRequest, query: Query) -> None:
     prompt = query.prompt
     if prompt is None:
         raise InvalidRequestError(FieldViolation("prompt", "is missing"))
-    messages = [] if isinstance(prompt, str) else [item for item in prompt if isinstance(item, ChatMessage)]
+    messages = (
+        []
+        if isinstance(prompt, str)
+        else [item for item in prompt if isinstance(item, ChatMessage)]
+    )
     if messages:
         if len(messages) < len(prompt):
-            raise InvalidRequestError(FieldViolation("prompt", "must be token ids or chat messages, not both"))
+            raise InvalidRequestError(
+                FieldViolation("prompt", "must be token ids or chat messages, not both")
+            )
         _put_chat(request.chat, messages, query)
         return
     if query.tools or query.template_arguments or query.continue_final_message:
-        raise InvalidRequestError(FieldViolation(
-            "prompt", "must be chat messages, which tools, template arguments and a continued message belong to"))
+        raise InvalidRequestError(
+            FieldViolation(
+                "prompt",
+                "must be chat messages, which tools, template arguments and a continued message belong to",
+            )
+        )
     if isinstance(prompt, str):
         _put(request, "", {"text": prompt})
     else:
@@ -112,31 +154,55 @@ def _put_prompt(request: pb.GenerateRequest, query: Query) -> None:
 def _put_chat(chat: pb.ChatMessages, messages: Sequence[ChatMessage], query: Query) -> None:
     for index, message in enumerate(messages):
         _put_message(chat.messages.add(), f"chat.messages[{index}].", message)
-    arguments = _json_of("chat.template_arguments", query.template_arguments) if query.template_arguments else ""
-    _put(chat, "chat.", {
-        "tools": [_json_of(f"chat.tools[{index}]", tool) for index, tool in enumerate(query.tools)],
-        "template_arguments": arguments, "continue_final_message": query.continue_final_message})
+    arguments = (
+        _json_of("chat.template_arguments", query.template_arguments)
+        if query.template_arguments
+        else ""
+    )
+    _put(
+        chat,
+        "chat.",
+        {
+            "tools": [
+                _json_of(f"chat.tools[{index}]", tool) for index, tool in enumerate(query.tools)
+            ],
+            "template_arguments": arguments,
+            "continue_final_message": query.continue_final_message,
+        },
+    )
 
 
 def _put_message(message: pb.ChatMessage, path: str, given: ChatMessage) -> None:
     if given.content is None and not given.tool_calls and not given.reasoning_content:
         raise InvalidRequestError(FieldViolation(f"{path}content", "is missing"))
-    _put(message, path, {name: getattr(given, name) for name in ("role", "reasoning_content", "tool_call_id", "name")})
+    _put(
+        message,
+        path,
+        {
+            name: getattr(given, name)
+            for name in ("role", "reasoning_content", "tool_call_id", "name")
+        },
+    )
     if given.content is None or isinstance(given.content, str):
         _put(message, path, {"content": given.content})
     else:
         for place, text in enumerate(given.content):
             _put(message.content_parts.add(), f"{path}content_parts[{place}].", {"text": text})
     for place, call in enumerate(given.tool_calls):
-        _put(message.tool_calls.add(), f"{path}tool_calls[{place}].",
-             {"id": call.id, "name": call.name, "arguments": call.arguments})
+        _put(
+            message.tool_calls.add(),
+            f"{path}tool_calls[{place}].",
+            {"id": call.id, "name": call.name, "arguments": call.arguments},
+        )
 
 
 def _json_of(field: str, value: Mapping[str, object]) -> str:
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise InvalidRequestError(FieldViolation(field, f"cannot be written as JSON: {error}")) from error
+        raise InvalidRequestError(
+            FieldViolation(field, f"cannot be written as JSON: {error}")
+        ) from error
 
 
 def event_of(response: pb.GenerateResponse) -> Event:
@@ -144,10 +210,18 @@ def event_of(response: pb.GenerateResponse) -> Event:
     kind = response.WhichOneof("event")
     if kind == "chunk":
         chunk = response.chunk
-        return Chunk(response.request_id, tuple(chunk.token_ids), chunk.text,
-                     tuple(_logprobs_of(item) for item in chunk.logprobs), _usage_of(chunk.usage),
-                     _prompt_logprobs_of(chunk.prompt_logprobs) if chunk.HasField("prompt_logprobs") else None,
-                     response.index, chunk.compatibility)
+        return Chunk(
+            response.request_id,
+            tuple(chunk.token_ids),
+            chunk.text,
+            tuple(_logprobs_of(item) for item in chunk.logprobs),
+            _usage_of(chunk.usage),
+            _prompt_logprobs_of(chunk.prompt_logprobs)
+            if chunk.HasField("prompt_logprobs")
+            else None,
+            response.index,
+            chunk.compatibility,
+        )
     if kind == "finish":
         return _finish_of(response)
     raise InternalError(f"the server sent an event this client does not know: {kind}")
@@ -156,9 +230,15 @@ def event_of(response: pb.GenerateResponse) -> Event:
 def _finish_of(response: pb.GenerateResponse) -> Finish:
     finish = response.finish
     matched = finish.WhichOneof("matched")
-    timings = {f.name: getattr(finish.timings, f.name) for f in fields(Timings) if finish.timings.HasField(f.name)}
+    timings = {
+        f.name: getattr(finish.timings, f.name)
+        for f in fields(Timings)
+        if finish.timings.HasField(f.name)
+    }
     if finish.reason not in _REASONS:
-        raise InternalError(f"the server sent a finish reason this client does not know: {finish.reason}")
+        raise InternalError(
+            f"the server sent a finish reason this client does not know: {finish.reason}"
+        )
     return Finish(
         request_id=response.request_id,
         reason=_REASONS[finish.reason],
@@ -179,12 +259,16 @@ def _logprobs_of(item: types_pb2.TokenLogprobs) -> TokenLogprobs:
 
 
 def _prompt_logprobs_of(item: types_pb2.PromptLogprobs) -> PromptLogprobs:
-    return PromptLogprobs(item.first_position, tuple(item.token_ids),
-                          tuple(_logprobs_of(logprobs) for logprobs in item.logprobs))
+    return PromptLogprobs(
+        item.first_position,
+        tuple(item.token_ids),
+        tuple(_logprobs_of(logprobs) for logprobs in item.logprobs),
+    )
 
 
 def completions_of(events: Iterable[Event]) -> tuple[Completion, ...]:
-    """Every choice from the events of a stream, by index. Raises InternalError when one ended without a finish."""
+    """Every choice from the events of a stream, by index. Raises InternalError when one ended
+    without a finish."""
     by_index: dict[int, list[Event]] = {}
     for event in events:
         by_index.setdefault(event.index, []).append(event)
@@ -194,7 +278,8 @@ def completions_of(events: Iterable[Event]) -> tuple[Completion, ...]:
 
 
 def completion_of(events: Iterable[Event]) -> Completion:
-    """A whole answer from the events of its choice. Raises InternalError when the stream ended without a finish."""
+    """A whole answer from the events of its choice. Raises InternalError when the stream ended
+    without a finish."""
     events = list(events)
     chunks = [event for event in events if isinstance(event, Chunk)]
     if not events or not isinstance(events[-1], Finish):
@@ -204,20 +289,34 @@ def completion_of(events: Iterable[Event]) -> Completion:
         token_ids=tuple(token for chunk in chunks for token in chunk.token_ids),
         logprobs=tuple(item for chunk in chunks for item in chunk.logprobs),
         finish=events[-1],
-        prompt_logprobs=tuple(item for chunk in chunks if chunk.prompt_logprobs is not None
-                              for item in chunk.prompt_logprobs.logprobs),
+        prompt_logprobs=tuple(
+            item
+            for chunk in chunks
+            if chunk.prompt_logprobs is not None
+            for item in chunk.prompt_logprobs.logprobs
+        ),
     )
 
 
 def model_info_of(response: pb.GetModelInfoResponse) -> ModelInfo:
     values = {f.name: getattr(response, f.name) for f in fields(ModelInfo)}
-    return ModelInfo(**{**values, "eos_token_ids": tuple(response.eos_token_ids),
-                        "default_sampling": _sampling_of(response.default_sampling)})
+    return ModelInfo(
+        **{
+            **values,
+            "eos_token_ids": tuple(response.eos_token_ids),
+            "default_sampling": _sampling_of(response.default_sampling),
+        }
+    )
 
 
 def _sampling_of(message: types_pb2.SamplingParams) -> Sampling:
-    return Sampling(**{f.name: getattr(message, f.name) for f in fields(Sampling)
-                       if f.name != "logit_bias" and message.HasField(f.name)})
+    return Sampling(
+        **{
+            f.name: getattr(message, f.name)
+            for f in fields(Sampling)
+            if f.name != "logit_bias" and message.HasField(f.name)
+        }
+    )
 
 
 def load_of(response: pb.GetLoadResponse) -> Load:
@@ -225,16 +324,26 @@ def load_of(response: pb.GetLoadResponse) -> Load:
 
 
 def cluster_status_of(response: pb.GetClusterStatusResponse) -> ClusterStatus:
-    return ClusterStatus(response.model, response.waiting_requests, response.running_requests,
-                         tuple(_worker_of(worker) for worker in response.workers))
+    return ClusterStatus(
+        response.model,
+        response.waiting_requests,
+        response.running_requests,
+        tuple(_worker_of(worker) for worker in response.workers),
+    )
 
 
 def flushed_caches_of(response: pb.FlushCachesResponse) -> tuple[FlushedCache, ...]:
-    return tuple(FlushedCache(each.role, each.address, each.pages, each.error) for each in response.workers)
+    return tuple(
+        FlushedCache(each.role, each.address, each.pages, each.error) for each in response.workers
+    )
 
 
 def _worker_of(worker: pb.WorkerStatus) -> WorkerStatus:
     values = {f.name: getattr(worker, f.name) for f in fields(WorkerStatus)}
-    ranks = tuple(DataRankStatus(each.queued_requests, each.running_requests, each.pages_free, each.slots_free)
-                  for each in worker.data_ranks)
+    ranks = tuple(
+        DataRankStatus(
+            each.queued_requests, each.running_requests, each.pages_free, each.slots_free
+        )
+        for each in worker.data_ranks
+    )
     return WorkerStatus(**{**values, "stages": tuple(worker.stages), "data_ranks": ranks})

@@ -1,7 +1,8 @@
-"""What a load consists of: when requests arrive and how long they are. Those of a trace are read by `baton.traces`.
+"""What a load consists of: when requests arrive and how long they are. Those of a trace are read by
+`baton.traces`.
 
-    Arrivals(Process.BURST, rate=4, burst=8).times(100, random.Random(0))
-    Lengths.parse("uniform:96-288").draw(rng)
+Arrivals(Process.BURST, rate=4, burst=8).times(100, random.Random(0))
+Lengths.parse("uniform:96-288").draw(rng)
 """
 
 import random
@@ -57,7 +58,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str, *, field: str = "length") -> Self:
-        """"192", "uniform:96-288", "normal:192,48" (mean, deviation) or "exponential:192" (mean).
+        """ "192", "uniform:96-288", "normal:192,48" (mean, deviation) or "exponential:192" (mean).
 
         Raises ConfigError naming `field`.
         """
@@ -69,10 +70,19 @@ class Lengths:
             numbers = [float(part) for part in (rest.split(separator) if separator else [rest])]
             first, second = numbers if separator else (*numbers, 0.0)
         except (KeyError, ValueError):
-            raise ConfigError(f"{field} must be like 192, uniform:96-288, normal:192,48 or exponential:192, "
-                              f"got {text!r}", field=field) from None
-        if not 1 <= first <= MAX_LENGTH or not 0 <= second <= MAX_LENGTH or (kind == "uniform" and second < first):
-            raise ConfigError(f"{field} must be from 1 to {MAX_LENGTH} and in order, got {text!r}", field=field)
+            raise ConfigError(
+                f"{field} must be like 192, uniform:96-288, normal:192,48 or exponential:192, "
+                f"got {text!r}",
+                field=field,
+            ) from None
+        if (
+            not 1 <= first <= MAX_LENGTH
+            or not 0 <= second <= MAX_LENGTH
+            or (kind == "uniform" and second < first)
+        ):
+            raise ConfigError(
+                f"{field} must be from 1 to {MAX_LENGTH} and in order, got {text!r}", field=field
+            )
         return cls(kind, first, second)
 
     def draw(self, rng: random.Random) -> int:
@@ -89,8 +99,8 @@ class Lengths:
 
 @dataclass(frozen=True)
 class Planned:
-    """One request to come. `blocks` are the names of its prompt's blocks in a trace: as long as they are equal, two
-    prompts are."""
+    """One request to come. `blocks` are the names of its prompt's blocks in a trace: as long as
+    they are equal, two prompts are."""
 
     at_s: float
     prompt_tokens: int
@@ -109,24 +119,35 @@ class Shape:
 def plan(count: int, arrivals: Arrivals, shape: Shape, *, seed: int) -> list[Planned]:
     """The same seed gives the same requests at the same times."""
     rng = random.Random(seed)
-    return [Planned(at_s, shape.prompt.draw(rng), shape.output.draw(rng)) for at_s in arrivals.times(count, rng)]
+    return [
+        Planned(at_s, shape.prompt.draw(rng), shape.output.draw(rng))
+        for at_s in arrivals.times(count, rng)
+    ]
 
 
 def superposed(planned: Sequence[Planned], copies: int, *, seed: int) -> list[Planned]:
-    """A load in order of time, so many times at once: as many users with as much to ask, each copy with blocks of its
-    own and beginning somewhere else in the load, so that bursts do not meet. Its length and the first copy stay."""
+    """A load in order of time, so many times at once: as many users with as much to ask, each copy
+    with blocks of its own and beginning somewhere else in the load, so that bursts do not meet. Its
+    length and the first copy stay."""
     rng, end_s = random.Random(seed), max((item.at_s for item in planned), default=0.0)
     step = 1 + max((block for item in planned for block in item.blocks), default=0)
     together = list(planned)
     for copy in range(1, copies):
         later_s = rng.uniform(0.0, end_s)
-        together += [replace(item, at_s=(item.at_s + later_s) % end_s if end_s else 0.0,
-                             blocks=tuple(block + copy * step for block in item.blocks)) for item in planned]
+        together += [
+            replace(
+                item,
+                at_s=(item.at_s + later_s) % end_s if end_s else 0.0,
+                blocks=tuple(block + copy * step for block in item.blocks),
+            )
+            for item in planned
+        ]
     return sorted(together, key=lambda item: item.at_s)
 
 
 class TooLong(StrEnum):
-    """What becomes of requests that are longer than the context of the model, prompt and answer together."""
+    """What becomes of requests that are longer than the context of the model, prompt and answer
+    together."""
 
     REFUSE = "refuse"  # with the whole load
     SKIP = "skip"
@@ -154,40 +175,62 @@ def changes(*, cut: int, skipped: int, unanswered: int, max_context_tokens: int)
 
 
 def fitted(planned: Sequence[Planned], max_context_tokens: int, too_long: TooLong) -> Fitted:
-    """Make a load fit the context. Raises ConfigError where that has to be said and was not, or where nothing is
-    left."""
-    long = [item for item in planned if item.prompt_tokens + item.output_tokens > max_context_tokens]
+    """Make a load fit the context. Raises ConfigError where that has to be said and was not, or
+    where nothing is left."""
+    long = [
+        item for item in planned if item.prompt_tokens + item.output_tokens > max_context_tokens
+    ]
     if not long:
         return Fitted(tuple(planned))
     if too_long is TooLong.REFUSE:
         most = max(item.prompt_tokens + item.output_tokens for item in long)
-        raise ConfigError(f"{len(long)} of {len(planned)} requests are longer than the context of {max_context_tokens} "
-                          f"tokens, the longest comes to {most}: --too-long skip leaves them out, --too-long cut "
-                          f"shortens them", field="too_long")
+        raise ConfigError(
+            f"{len(long)} of {len(planned)} requests are longer than the context of {max_context_tokens} "
+            f"tokens, the longest comes to {most}: --too-long skip leaves them out, --too-long cut "
+            f"shortens them",
+            field="too_long",
+        )
     if too_long is TooLong.CUT:
         return Fitted(tuple(_cut(item, max_context_tokens) for item in planned), num_cut=len(long))
-    kept = tuple(item for item in planned if item.prompt_tokens + item.output_tokens <= max_context_tokens)
+    kept = tuple(
+        item for item in planned if item.prompt_tokens + item.output_tokens <= max_context_tokens
+    )
     if not kept:
-        raise ConfigError(f"none of {len(planned)} requests fits into the context of {max_context_tokens} tokens",
-                          field="too_long")
+        raise ConfigError(
+            f"none of {len(planned)} requests fits into the context of {max_context_tokens} tokens",
+            field="too_long",
+        )
     return Fitted(kept, num_skipped=len(long))
 
 
 def _cut(item: Planned, max_context_tokens: int) -> Planned:
     output = min(item.output_tokens, max_context_tokens - 1)
-    return replace(item, prompt_tokens=min(item.prompt_tokens, max_context_tokens - output), output_tokens=output)
+    return replace(
+        item,
+        prompt_tokens=min(item.prompt_tokens, max_context_tokens - output),
+        output_tokens=output,
+    )
 
 
 def make_queries(info: ModelInfo, planned: Sequence[Planned], *, seed: int) -> list[Query]:
-    """Make prompts of random ordinary tokens, for any model; each answer has exactly its tokens. A block of a trace has
-    the same tokens wherever it is."""
+    """Make prompts of random ordinary tokens, for any model; each answer has exactly its tokens. A
+    block of a trace has the same tokens wherever it is."""
     rng = random.Random(seed)
     ordinary = [token for token in range(info.vocab_size) if token not in info.eos_token_ids]
     queries = []
     for index, item in enumerate(planned):
-        shared = [token for block in item.blocks[:-(-item.prompt_tokens // BLOCK_TOKENS)]
-                  for token in random.Random(f"{seed}/{block}").choices(ordinary, k=BLOCK_TOKENS)][:item.prompt_tokens]
+        shared = [
+            token
+            for block in item.blocks[: -(-item.prompt_tokens // BLOCK_TOKENS)]
+            for token in random.Random(f"{seed}/{block}").choices(ordinary, k=BLOCK_TOKENS)
+        ][: item.prompt_tokens]
         own = rng.choices(ordinary, k=item.prompt_tokens - len(shared))
-        queries.append(Query((*shared, *own), Sampling(seed=index),
-                             Stop(max_tokens=item.output_tokens, ignore_eos=True), skip_text=True))
+        queries.append(
+            Query(
+                (*shared, *own),
+                Sampling(seed=index),
+                Stop(max_tokens=item.output_tokens, ignore_eos=True),
+                skip_text=True,
+            )
+        )
     return queries

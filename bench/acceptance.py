@@ -1,4 +1,5 @@
-"""`python -m bench.acceptance`: tokens that a request gets from one pass of the demo model with its draft.
+"""`python -m bench.acceptance`: tokens that a request gets from one pass of the demo model with its
+draft.
 
 Held-out prompts, greedy, through a whole cluster; the figures are the decode pool's own metrics.
 """
@@ -23,24 +24,43 @@ OUTPUT_TOKENS, IN_FLIGHT, REQUEST_TIMEOUT_S = 96, 8, 120.0
 
 
 def held_out_queries(count: int) -> list[Query]:
-    return [Query(item.prompt, Sampling(temperature=0), Stop(max_tokens=OUTPUT_TOKENS))
-            for item in speculation_prompts(count, seed=0)]
+    return [
+        Query(item.prompt, Sampling(temperature=0), Stop(max_tokens=OUTPUT_TOKENS))
+        for item in speculation_prompts(count, seed=0)
+    ]
 
 
 async def ask_all(client: AsyncBatonClient, queries: Sequence[Query]) -> None:
     """A few at a time."""
     for start in range(0, len(queries), IN_FLIGHT):
-        await asyncio.gather(*(client.complete(query, timeout_s=REQUEST_TIMEOUT_S)
-                               for query in queries[start:start + IN_FLIGHT]))
+        await asyncio.gather(
+            *(
+                client.complete(query, timeout_s=REQUEST_TIMEOUT_S)
+                for query in queries[start : start + IN_FLIGHT]
+            )
+        )
 
 
 async def accepted(flags: argparse.Namespace, shape: tuple[int, int, int]) -> Figures:
     """What the decode pool's metrics gained."""
     topk, steps, tokens = map(str, shape)
     config = ClusterConfig(
-        model=demo_model(), decode_pp=flags.decode_pp, listen="127.0.0.1:0", log_level="warning",
-        worker_flags=("--draft", str(flags.draft), "--spec-topk", topk, "--spec-steps", steps, "--spec-draft-tokens",
-                      tokens, "--no-spec-adaptive"))
+        model=demo_model(),
+        decode_pp=flags.decode_pp,
+        listen="127.0.0.1:0",
+        log_level="warning",
+        worker_flags=(
+            "--draft",
+            str(flags.draft),
+            "--spec-topk",
+            topk,
+            "--spec-steps",
+            steps,
+            "--spec-draft-tokens",
+            tokens,
+            "--no-spec-adaptive",
+        ),
+    )
     async with running_cluster(config) as (cluster, client):
         ports = await decode_ports(cluster)
         before = await ports.leader()
@@ -60,8 +80,12 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
 
 def main() -> int:
     parser = benchmark_flags(__doc__)
-    parser.add_argument("--draft", type=Path, default=demo_model().parent / "draft", help="default: the demo draft")
-    parser.add_argument("--decode-pp", type=int, default=2, help="stages of the decode pool, default 2")
+    parser.add_argument(
+        "--draft", type=Path, default=demo_model().parent / "draft", help="default: the demo draft"
+    )
+    parser.add_argument(
+        "--decode-pp", type=int, default=2, help="stages of the decode pool, default 2"
+    )
     parser.add_argument("--prompts", type=int, default=50, help="default 50")
     return run_benchmark("acceptance", parser, measure)
 

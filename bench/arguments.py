@@ -1,4 +1,5 @@
-"""Types of command line arguments: argparse refuses with one line what they raise an error for, before any work."""
+"""Types of command line arguments: argparse refuses with one line what they raise an error for,
+before any work."""
 
 import argparse
 from collections.abc import Callable
@@ -18,7 +19,9 @@ def at_least(least: int) -> Callable[[str], int]:
         except ValueError:
             number = least - 1
         if number < least:
-            raise argparse.ArgumentTypeError(f"must be a whole number from {least} on, got {text!r}")
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number from {least} on, got {text!r}"
+            )
         return number
 
     return parsed

@@ -1,9 +1,11 @@
-"""Attention alone, at the shape of Qwen3-0.6B (16 query heads, 8 kv heads of 128, bf16, pages of 64): drawn tokens and
-prompts, beside torch's own attention over dense keys and beside another checkout, in turn.
+"""Attention alone, at the shape of Qwen3-0.6B (16 query heads, 8 kv heads of 128, bf16, pages of
+64): drawn tokens and prompts, beside torch's own attention over dense keys and beside another
+checkout, in turn.
 
     OMP_NUM_THREADS=2 python -m bench.attention [--against CHECKOUT] [--json]
 
-`bandwidth`: bytes of keys and values per second, and what a sum over 512 MB reads in the same minute.
+`bandwidth`: bytes of keys and values per second, and what a sum over 512 MB reads in the same
+minute.
 """
 
 import statistics
@@ -17,7 +19,13 @@ import torch.nn.functional as F
 from bench.report import Value
 from bench.sides import checkout_sides, compare_checkouts
 
-CASES = (("decode", 1, 512), ("decode", 8, 512), ("decode", 32, 512), ("prefill", 1, 512), ("prefill", 1, 2048))
+CASES = (
+    ("decode", 1, 512),
+    ("decode", 8, 512),
+    ("decode", 32, 512),
+    ("prefill", 1, 512),
+    ("prefill", 1, 2048),
+)
 NUM_ROUNDS = 9
 KEY_BYTES = 2 * 8 * 128 * 2  # of one token in one layer
 _DENSE_COPIES = 8
@@ -37,9 +45,12 @@ class Dense:
         started = time.perf_counter()
         for copy in range(_DENSE_COPIES):
             first = (self._turn + rows * copy) % 32 if rows < 32 else 0
-            keys, values = self._cached[copy, :, first:first + rows] if kind == "decode" else prompt
-            F.scaled_dot_product_attention(queries[:len(keys)], keys, values, is_causal=kind != "decode",
-                                           enable_gqa=True)
+            keys, values = (
+                self._cached[copy, :, first : first + rows] if kind == "decode" else prompt
+            )
+            F.scaled_dot_product_attention(
+                queries[: len(keys)], keys, values, is_causal=kind != "decode", enable_gqa=True
+            )
         self._turn += rows
         return (time.perf_counter() - started) / _DENSE_COPIES
 
@@ -67,12 +78,17 @@ def measure(against: Path | None) -> dict[str, Value]:
                 read.append(read_bandwidth(memory))
             medians = {side: statistics.median(times[1:]) for side, times in taken.items()}
             values |= {f"{name}_{side}_ms": seconds * 1e3 for side, seconds in medians.items()}
-            values |= {f"{name}_speedup_over_{side}": medians[side] / medians["ours"] for side in medians
-                       if side != "ours"}
+            values |= {
+                f"{name}_speedup_over_{side}": medians[side] / medians["ours"]
+                for side in medians
+                if side != "ours"
+            }
             if case[0] == "decode":
                 gained = case[1] * case[2] * KEY_BYTES / medians["ours"]
-                values |= {f"{name}_bandwidth_gbs": gained / 1e9,
-                           f"{name}_bandwidth_share": gained / statistics.median(read)}
+                values |= {
+                    f"{name}_bandwidth_gbs": gained / 1e9,
+                    f"{name}_bandwidth_share": gained / statistics.median(read),
+                }
     return values
 
 

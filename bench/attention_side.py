@@ -1,7 +1,8 @@
-"""One side of `bench.attention`: the attention of the checkout that PYTHONPATH names, timed case by case.
+"""One side of `bench.attention`: the attention of the checkout that PYTHONPATH names, timed case by
+case.
 
-A process of its own per checkout: it reads a case per line from stdin ("decode 8 512": rows and context; "prefill 1
-512": rows and tokens) and answers with the seconds that each layer took.
+A process of its own per checkout: it reads a case per line from stdin ("decode 8 512": rows and
+context; "prefill 1 512": rows and tokens) and answers with the seconds that each layer took.
 """
 
 import sys
@@ -16,7 +17,9 @@ from engine.contracts.attention import AttentionBackend, AttentionGeometry
 from engine.core.batch import ForwardMode
 from engine.core.rows import Row, build_batch
 
-GEOMETRY = AttentionGeometry(num_heads=16, num_kv_heads=8, head_dim=128, page_size=64, scale=128**-0.5)
+GEOMETRY = AttentionGeometry(
+    num_heads=16, num_kv_heads=8, head_dim=128, page_size=64, scale=128**-0.5
+)
 NUM_LAYERS, MAX_ROWS, PAGES_PER_ROW = 6, 32, 9  # 450 MB of pages: what is read lies in no cache
 PROMPT_PAGES = 33
 
@@ -38,7 +41,13 @@ def tokens(count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def main() -> None:
     torch.manual_seed(0)
-    shape = (1 + MAX_ROWS * PAGES_PER_ROW, 2, GEOMETRY.num_kv_heads, GEOMETRY.page_size, GEOMETRY.head_dim)
+    shape = (
+        1 + MAX_ROWS * PAGES_PER_ROW,
+        2,
+        GEOMETRY.num_kv_heads,
+        GEOMETRY.page_size,
+        GEOMETRY.head_dim,
+    )
     some = torch.randn(shape).bfloat16()
     backend = build({layer_id: some.clone() for layer_id in range(NUM_LAYERS)})
     order = (torch.randperm(MAX_ROWS * PAGES_PER_ROW) + 1).tolist()
@@ -46,11 +55,15 @@ def main() -> None:
         kind, rows, length = line.split()[0], *map(int, line.split()[1:])
         first = turn * rows % MAX_ROWS
         if kind == "decode":
-            tables = [order[(first + row) * PAGES_PER_ROW:][:PAGES_PER_ROW] for row in range(rows)]
-            batch = build_batch(ForwardMode.DECODE, [Row(row, [1], length - 1, table, 0, None)
-                                                     for row, table in enumerate(tables)])
+            tables = [order[(first + row) * PAGES_PER_ROW :][:PAGES_PER_ROW] for row in range(rows)]
+            batch = build_batch(
+                ForwardMode.DECODE,
+                [Row(row, [1], length - 1, table, 0, None) for row, table in enumerate(tables)],
+            )
         else:
-            batch = build_batch(ForwardMode.PREFILL, [Row(0, [1] * length, 0, order[:PROMPT_PAGES], 0, None)])
+            batch = build_batch(
+                ForwardMode.PREFILL, [Row(0, [1] * length, 0, order[:PROMPT_PAGES], 0, None)]
+            )
         q, k, v = tokens(batch.num_tokens)
         backend.plan(batch)
         started = time.perf_counter()

@@ -1,9 +1,10 @@
-"""`python -m bench.bubble`: how much of the time the stages of a decode pool do not compute though there is work.
+"""`python -m bench.bubble`: how much of the time the stages of a decode pool do not compute though
+there is work.
 
-A local cluster whose decode pool has two stages, each process on a core of its own, and streams that all decode at the
-same time. Between two looks at the pool's metrics `bubble_N` is the share of the time in which stage N ran no forward,
-`step_ms_N` what one took. The stage that computes for longer is the one that counts, `bubble`: the other has to wait
-for it.
+A local cluster whose decode pool has two stages, each process on a core of its own, and streams
+that all decode at the same time. Between two looks at the pool's metrics `bubble_N` is the share of
+the time in which stage N ran no forward, `step_ms_N` what one took. The stage that computes for
+longer is the one that counts, `bubble`: the other has to wait for it.
 """
 
 import argparse
@@ -26,8 +27,13 @@ TIMEOUT_S = 300.0
 
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
-    config = ClusterConfig(model=flags.model, decode_pp=2, decode_partition=flags.partition, listen="127.0.0.1:0",
-                           log_level="warning")
+    config = ClusterConfig(
+        model=flags.model,
+        decode_pp=2,
+        decode_partition=flags.partition,
+        listen="127.0.0.1:0",
+        log_level="warning",
+    )
     async with running_cluster(config) as (cluster, client):
         planned = [Planned(0.0, PROMPT_TOKENS, OUTPUT_TOKENS)] * flags.streams
         tokens = [0] * flags.streams
@@ -38,7 +44,9 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
                     tokens[number] += len(event.token_ids)
 
         queries = make_queries(await client.model_info(), planned, seed=0)
-        streams = [asyncio.create_task(stream(number, query)) for number, query in enumerate(queries)]
+        streams = [
+            asyncio.create_task(stream(number, query)) for number, query in enumerate(queries)
+        ]
         try:
             while min(tokens) < flags.warm_up_tokens:
                 await asyncio.sleep(LOOK_S)
@@ -61,23 +69,42 @@ async def look(ports: PoolPorts, tokens: list[int], seconds: float) -> dict[str,
     others, began_s, began_tokens = OtherLoad(), time.monotonic(), sum(tokens)
     await asyncio.sleep(seconds)
     passed_s, drawn = time.monotonic() - began_s, sum(tokens) - began_tokens
-    stages = [now.since(before)
-              for before, now in zip(first, (await ports.leader(), await ports.last_stage()), strict=True)]
+    stages = [
+        now.since(before)
+        for before, now in zip(first, (await ports.leader(), await ports.last_stage()), strict=True)
+    ]
     bubbles = [1 - figures.value(f"{STEP}_sum") / passed_s for figures in stages]
-    return {"streams": len(tokens), "tokens_per_s": drawn / passed_s, "bubble": min(bubbles),
-            **{f"bubble_{rank}": bubble for rank, bubble in enumerate(bubbles)},
-            **{f"step_ms_{rank}": 1e3 * (figures.mean(STEP) or 0.0) for rank, figures in enumerate(stages)},
-            **others.figures()}
+    return {
+        "streams": len(tokens),
+        "tokens_per_s": drawn / passed_s,
+        "bubble": min(bubbles),
+        **{f"bubble_{rank}": bubble for rank, bubble in enumerate(bubbles)},
+        **{
+            f"step_ms_{rank}": 1e3 * (figures.mean(STEP) or 0.0)
+            for rank, figures in enumerate(stages)
+        },
+        **others.figures(),
+    }
 
 
 def main() -> int:
     parser = benchmark_flags(__doc__)
-    parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
-    parser.add_argument("--partition", default="", help="layers of both stages, as 5,3, or balanced; default: even")
+    parser.add_argument(
+        "--model", type=Path, default=demo_model(), help="model directory; default: the demo model"
+    )
+    parser.add_argument(
+        "--partition", default="", help="layers of both stages, as 5,3, or balanced; default: even"
+    )
     parser.add_argument("--streams", type=int, default=8, help="default 8")
-    parser.add_argument("--seconds", type=float, default=2.0,
-                        help="between the two looks, within which no stream may end, default 2")
-    parser.add_argument("--warm-up-tokens", type=int, default=32, help="of each stream before, default 32")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=2.0,
+        help="between the two looks, within which no stream may end, default 2",
+    )
+    parser.add_argument(
+        "--warm-up-tokens", type=int, default=32, help="of each stream before, default 32"
+    )
     return run_benchmark("bubble", parser, measure)
 
 

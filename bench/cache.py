@@ -1,9 +1,9 @@
 """`python -m bench.cache`: what the prefix cache gives and what it costs, on a whole local cluster.
 
-A prefill worker and a decode worker on a core each, with random bf16 weights of Qwen3-0.6B's shape. Turns alternate,
-and a ratio is the median over pairs of neighbouring turns, so that a machine that drifts slows both sides; `_least` is
-the ratio of both sides' least, which other work touches last, and `cpu` one of CPU time, which does not count waits for
-a core.
+A prefill worker and a decode worker on a core each, with random bf16 weights of Qwen3-0.6B's shape.
+Turns alternate, and a ratio is the median over pairs of neighbouring turns, so that a machine that
+drifts slows both sides; `_least` is the ratio of both sides' least, which other work touches last,
+and `cpu` one of CPU time, which does not count waits for a core.
 
     ttft_ratio        first token of a prompt of which 90 % is there / of one of which nothing is, one at a time
     miss_ttft_ratio   first token of prompts of which nothing is there / of such that decline the cache, one at a time
@@ -14,13 +14,14 @@ a core.
 Bars: at most 0.15, 1.02, at least 0.98, at most 1.02, 1.1. `--parts` takes some of: reuse, misses,
 others. `foreign_cores` says how many cores other processes took: above 0.2 the figures are noise.
 
-Only whole pages are reused: of the default's 30 pages of 64 tokens a warm prompt finds 27, nine tenths. Streams have
-prompts as long as those of warm turns, and none ends while gaps are measured: each row more makes steps longer by what
-its context takes, so what one row adds is told apart as `itl_p50_prefill_ratio` (while a warm prompt is computed) and
-`itl_p50_row_ratio` (while its answer is drawn).
+Only whole pages are reused: of the default's 30 pages of 64 tokens a warm prompt finds 27, nine
+tenths. Streams have prompts as long as those of warm turns, and none ends while gaps are measured:
+each row more makes steps longer by what its context takes, so what one row adds is told apart as
+`itl_p50_prefill_ratio` (while a warm prompt is computed) and `itl_p50_row_ratio` (while its answer
+is drawn).
 
-With `--local-rest-tokens`, and a `--reused-share` that leaves no more than these, the decode worker reads the rest of
-warm turns itself; `local_rests` says how many.
+With `--local-rest-tokens`, and a `--reused-share` that leaves no more than these, the decode worker
+reads the rest of warm turns itself; `local_rests` says how many.
 """
 
 import argparse
@@ -52,8 +53,13 @@ ANSWER_TOKENS = 8
 AT_ONCE = 4
 SETTLE_S = 0.5  # what was cancelled is off the workers
 TIMEOUT_S = 600.0
-BARS = {"ttft_ratio": (0.0, 0.15), "miss_ttft_ratio": (0.0, 1.02), "miss_cpu_ratio": (0.0, 1.02),
-        "miss_rate_ratio": (0.98, math.inf), "itl_p99_ratio": (0.0, 1.1)}
+BARS = {
+    "ttft_ratio": (0.0, 0.15),
+    "miss_ttft_ratio": (0.0, 1.02),
+    "miss_cpu_ratio": (0.0, 1.02),
+    "miss_rate_ratio": (0.98, math.inf),
+    "itl_p99_ratio": (0.0, 1.1),
+}
 
 
 @dataclass(frozen=True)
@@ -67,13 +73,16 @@ class Bench:
 
     def cpu_s(self, role: str = "") -> float:
         """CPU time so far of the processes of a role, or of all."""
-        found = [process.pid for name, process in self.cluster.processes.items() if name.startswith(role)]
+        found = [
+            process.pid for name, process in self.cluster.processes.items() if name.startswith(role)
+        ]
         return sum(process_cpu_s(pid) for pid in found if pid is not None)
 
 
 @dataclass(frozen=True)
 class Told:
-    """One answer: when its messages came, after it was asked for, and how much of its prompt was there."""
+    """One answer: when its messages came, after it was asked for, and how much of its prompt was
+    there."""
 
     times_s: tuple[float, ...]
     cached_tokens: int
@@ -90,7 +99,8 @@ async def ask(client: AsyncBatonClient, query: Query) -> Told:
 
 
 class RandomPrompts:
-    """Of random tokens; the same seed gives the same ones. Warm ones share `reused_share` with one before."""
+    """Of random tokens; the same seed gives the same ones. Warm ones share `reused_share` with one
+    before."""
 
     def __init__(self, num_tokens: int, reused_share: float) -> None:
         self._num_tokens, self._num_reused = num_tokens, round(reused_share * num_tokens)
@@ -105,11 +115,18 @@ class RandomPrompts:
     def warm(self, before: Query) -> Query:
         """Of whose prompt the shared part is there, once `before` was answered."""
         assert isinstance(before.prompt, tuple)
-        return query_of((*before.prompt[:self._num_reused], *self.tokens(self._num_tokens - self._num_reused)))
+        return query_of(
+            (*before.prompt[: self._num_reused], *self.tokens(self._num_tokens - self._num_reused))
+        )
 
 
 def query_of(prompt: Sequence[int], max_tokens: int = ANSWER_TOKENS) -> Query:
-    return Query(tuple(prompt), Sampling(temperature=0), Stop(max_tokens=max_tokens, ignore_eos=True), skip_text=True)
+    return Query(
+        tuple(prompt),
+        Sampling(temperature=0),
+        Stop(max_tokens=max_tokens, ignore_eos=True),
+        skip_text=True,
+    )
 
 
 @dataclass
@@ -141,8 +158,14 @@ async def reuse(bench: Bench) -> dict[str, Value]:
         ttfts.add(warm_s, cold_s)
         cpus.add(warm_cpu_s, cold_cpu_s)
         shares.append(num_cached / len(query.prompt))
-    return {"ttft_cold_s": median(ttfts.base), "ttft_warm_s": median(ttfts.side), "reused_share": fmean(shares),
-            "ttft_ratio": ttfts.ratio, "ttft_ratio_least": ttfts.least_ratio, "prefill_cpu_ratio": cpus.ratio}
+    return {
+        "ttft_cold_s": median(ttfts.base),
+        "ttft_warm_s": median(ttfts.side),
+        "reused_share": fmean(shares),
+        "ttft_ratio": ttfts.ratio,
+        "ttft_ratio_least": ttfts.least_ratio,
+        "prefill_cpu_ratio": cpus.ratio,
+    }
 
 
 async def _timed(bench: Bench, query: Query) -> tuple[float, float, int]:
@@ -157,20 +180,34 @@ async def misses(bench: Bench) -> dict[str, Value]:
     ttfts, gaps, cpus = Sides(), Sides(), Sides()
     for turn in range(bench.flags.miss_turns):
         order = (True, False) if turn % 2 else (False, True)
-        taken = {uses_cache: await _missed_turn(bench, uses_cache=uses_cache) for uses_cache in order}
-        for sides, used, declined in zip((ttfts, gaps, cpus), taken[True], taken[False], strict=True):
+        taken = {
+            uses_cache: await _missed_turn(bench, uses_cache=uses_cache) for uses_cache in order
+        }
+        for sides, used, declined in zip(
+            (ttfts, gaps, cpus), taken[True], taken[False], strict=True
+        ):
             sides.add(used, declined)
-    return {"miss_ttft_s": median(ttfts.side), "declined_ttft_s": median(ttfts.base),
-            "miss_ttft_ratio": ttfts.ratio, "miss_ttft_ratio_least": ttfts.least_ratio,
-            "miss_rate_ratio": 1 / gaps.ratio, "miss_rate_ratio_least": 1 / gaps.least_ratio,
-            "miss_cpu_s": median(cpus.side), "miss_cpu_ratio": cpus.ratio, "miss_cpu_ratio_least": cpus.least_ratio}
+    return {
+        "miss_ttft_s": median(ttfts.side),
+        "declined_ttft_s": median(ttfts.base),
+        "miss_ttft_ratio": ttfts.ratio,
+        "miss_ttft_ratio_least": ttfts.least_ratio,
+        "miss_rate_ratio": 1 / gaps.ratio,
+        "miss_rate_ratio_least": 1 / gaps.least_ratio,
+        "miss_cpu_s": median(cpus.side),
+        "miss_cpu_ratio": cpus.ratio,
+        "miss_cpu_ratio_least": cpus.least_ratio,
+    }
 
 
 async def _missed_turn(bench: Bench, *, uses_cache: bool) -> tuple[float, float, float]:
-    """First token of one prompt; seconds per answer of several at once; CPU time per answer of all processes."""
+    """First token of one prompt; seconds per answer of several at once; CPU time per answer of all
+    processes."""
     began_cpu_s = bench.cpu_s()
-    first, *rest = [replace(query_of(bench.prompts.tokens(bench.flags.miss_tokens)), prefix_cache=uses_cache)
-                    for _ in range(1 + AT_ONCE)]
+    first, *rest = [
+        replace(query_of(bench.prompts.tokens(bench.flags.miss_tokens)), prefix_cache=uses_cache)
+        for _ in range(1 + AT_ONCE)
+    ]
     ttft_s = (await ask(bench.client, first)).times_s[0]
     began_s = time.monotonic()
     await asyncio.gather(*(ask(bench.client, query) for query in rest))
@@ -187,8 +224,12 @@ class TimeSpan:
 
     def gaps(self, streams: Iterable[Sequence[float]]) -> list[float]:
         """Those between messages of the same stream that lie within."""
-        return [late - early for times in streams for early, late in pairwise(times)
-                if self.began_s <= early and late <= self.ended_s]
+        return [
+            late - early
+            for times in streams
+            for early, late in pairwise(times)
+            if self.began_s <= early and late <= self.ended_s
+        ]
 
 
 async def others(bench: Bench) -> dict[str, Value]:
@@ -213,13 +254,23 @@ async def others(bench: Bench) -> dict[str, Value]:
         task.cancel()
     await asyncio.gather(*reading, return_exceptions=True)
     alone_s = median(medians.base)
-    return {"itl_p50_alone_s": alone_s, "itl_p99_alone_s": median(p99s.base), "itl_p99_warm_s": median(p99s.side),
-            "itl_p99_ratio": p99s.ratio, "itl_p99_ratio_least": p99s.least_ratio, "itl_p50_ratio": medians.ratio,
-            "itl_p50_prefill_ratio": median(computing) / alone_s, "itl_p50_row_ratio": median(drawing) / alone_s}
+    return {
+        "itl_p50_alone_s": alone_s,
+        "itl_p99_alone_s": median(p99s.base),
+        "itl_p99_warm_s": median(p99s.side),
+        "itl_p99_ratio": p99s.ratio,
+        "itl_p99_ratio_least": p99s.least_ratio,
+        "itl_p50_ratio": medians.ratio,
+        "itl_p50_prefill_ratio": median(computing) / alone_s,
+        "itl_p50_row_ratio": median(drawing) / alone_s,
+    }
 
 
-async def _window(bench: Bench, before: Query, *, is_warm: bool) -> tuple[TimeSpan, list[tuple[TimeSpan, TimeSpan]]]:
-    """It, and of each warm turn in it when its prompt was computed and when its answer was drawn."""
+async def _window(
+    bench: Bench, before: Query, *, is_warm: bool
+) -> tuple[TimeSpan, list[tuple[TimeSpan, TimeSpan]]]:
+    """It, and of each warm turn in it when its prompt was computed and when its answer was
+    drawn."""
     spans: list[tuple[TimeSpan, TimeSpan]] = []
     asking = asyncio.create_task(_keep_asking(bench, before, spans)) if is_warm else None
     began_s = time.monotonic()
@@ -258,16 +309,28 @@ PARTS = {"reuse": reuse, "misses": misses, "others": others}
 
 
 def missed(values: Mapping[str, Value]) -> list[str]:
-    return [f"{name} is {ratio:.3g}, the bar is from {least:g} to {most:g}" for name, (least, most) in BARS.items()
-            if isinstance(ratio := values.get(name), float) and not least <= ratio <= most]
+    return [
+        f"{name} is {ratio:.3g}, the bar is from {least:g} to {most:g}"
+        for name, (least, most) in BARS.items()
+        if isinstance(ratio := values.get(name), float) and not least <= ratio <= most
+    ]
 
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     prompts = RandomPrompts(flags.prompt_tokens, flags.reused_share)
-    config = ClusterConfig(model=write_checkpoint(flags.folder / "checkpoint"), memory_mb=flags.memory_mb,
-                           max_context=MAX_CONTEXT, listen="127.0.0.1:0", log_level="warning",
-                           worker_flags=("--local-rest-tokens", str(flags.local_rest_tokens),
-                                         "--page-size", str(flags.page_size)))
+    config = ClusterConfig(
+        model=write_checkpoint(flags.folder / "checkpoint"),
+        memory_mb=flags.memory_mb,
+        max_context=MAX_CONTEXT,
+        listen="127.0.0.1:0",
+        log_level="warning",
+        worker_flags=(
+            "--local-rest-tokens",
+            str(flags.local_rest_tokens),
+            "--page-size",
+            str(flags.page_size),
+        ),
+    )
     async with running_cluster(config) as (cluster, client):
         for _ in range(2):
             await ask(client, prompts.cold())  # warms up
@@ -282,15 +345,33 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
 
 def main() -> int:
     parser = benchmark_flags(__doc__)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "baton-bench-peers",
-                        help="where the weights are written, 1.2 GB (default %(default)s)")
-    for name, default in (("prompt-tokens", 1920), ("turns", 6), ("miss-tokens", 256), ("miss-turns", 10),
-                          ("streams", 8), ("memory-mb", 3072), ("page-size", 64), ("local-rest-tokens", 0)):
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "baton-bench-peers",
+        help="where the weights are written, 1.2 GB (default %(default)s)",
+    )
+    for name, default in (
+        ("prompt-tokens", 1920),
+        ("turns", 6),
+        ("miss-tokens", 256),
+        ("miss-turns", 10),
+        ("streams", 8),
+        ("memory-mb", 3072),
+        ("page-size", 64),
+        ("local-rest-tokens", 0),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    for name, seconds, text in (("interval", 0.5, "between two warm turns"),
-                                ("window", 8.0, "with warm turns, or without")):
-        parser.add_argument(f"--{name}", type=float, default=seconds, help=f"seconds {text}, default {seconds:g}")
-    parser.add_argument("--reused-share", type=float, default=0.9, help="of the prompts of warm turns, default 0.9")
+    for name, seconds, text in (
+        ("interval", 0.5, "between two warm turns"),
+        ("window", 8.0, "with warm turns, or without"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=float, default=seconds, help=f"seconds {text}, default {seconds:g}"
+        )
+    parser.add_argument(
+        "--reused-share", type=float, default=0.9, help="of the prompts of warm turns, default 0.9"
+    )
     parser.add_argument("--parts", default=",".join(PARTS), help="default %(default)s")
     return run_benchmark("cache", parser, measure, missed)
 

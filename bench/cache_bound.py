@@ -1,9 +1,11 @@
-"""`python -m bench.cache_bound TRACE`: how much sooner first tokens can come at most when a trace's prompts are cached.
+"""`python -m bench.cache_bound TRACE`: how much sooner first tokens can come at most when a trace's
+prompts are cached.
 
-A queue of one line and `--servers` prefill workers, without handoff and decode. A token takes one unit of time, and one
-more for each `--attention-tokens` before it (0: attention costs nothing). The base side computes every prompt whole,
-oldest first, at `--load` times what it serves. The other side has a cache that is shared, endless and filled at
-once: what an earlier prompt left is never computed again, wherever it comes. What any router can do of it:
+A queue of one line and `--servers` prefill workers, without handoff and decode. A token takes one
+unit of time, and one more for each `--attention-tokens` before it (0: attention costs nothing). The
+base side computes every prompt whole, oldest first, at `--load` times what it serves. The other
+side has a cache that is shared, endless and filled at once: what an earlier prompt left is never
+computed again, wherever it comes. What any router can do of it:
 
     reused_share     tokens that are there
     warm_load        how busy the workers are that compute the rest only
@@ -11,8 +13,9 @@ once: what an earlier prompt left is never computed again, wherever it comes. Wh
     shortest_ratio   the same, where the prompt with the least left always computes, and interrupts others
     own_ratio        the same, where nobody waits for anybody
 
-No router comes below `own_ratio`, and none that lets prompts begin in their order below `fifo_ratio`, if the
-other router it is compared with is as good as the base: no hits at all, but no worker idle while prompts wait.
+No router comes below `own_ratio`, and none that lets prompts begin in their order below
+`fifo_ratio`, if the other router it is compared with is as good as the base: no hits at all, but no
+worker idle while prompts wait.
 """
 
 import argparse
@@ -28,7 +31,8 @@ from bench.report import Value, render
 
 @dataclass(frozen=True)
 class Job:
-    """A prompt: when it comes, and the work of all of it and of what is not there, in units of a token."""
+    """A prompt: when it comes, and the work of all of it and of what is not there, in units of a
+    token."""
 
     at: float
     whole: float
@@ -40,10 +44,14 @@ def jobs_of(trace: Sequence[Planned], attention_tokens: int) -> list[Job]:
     known: set[int] = set()
     jobs = []
     for planned in trace:
-        blocks = planned.blocks[:planned.prompt_tokens // BLOCK_TOKENS]
-        num_known = next((place for place, block in enumerate(blocks) if block not in known), len(blocks))
+        blocks = planned.blocks[: planned.prompt_tokens // BLOCK_TOKENS]
+        num_known = next(
+            (place for place, block in enumerate(blocks) if block not in known), len(blocks)
+        )
         known.update(blocks)
-        there = min(num_known * BLOCK_TOKENS, planned.prompt_tokens - 1)  # the last token is always computed
+        there = min(
+            num_known * BLOCK_TOKENS, planned.prompt_tokens - 1
+        )  # the last token is always computed
         whole = work_of(planned.prompt_tokens, attention_tokens)
         jobs.append(Job(planned.at_s, whole, whole - work_of(there, attention_tokens)))
     return jobs
@@ -64,7 +72,9 @@ def in_order(arrivals: Sequence[float], works: Sequence[float], num_servers: int
     return taken
 
 
-def shortest_first(arrivals: Sequence[float], works: Sequence[float], num_servers: int) -> list[float]:
+def shortest_first(
+    arrivals: Sequence[float], works: Sequence[float], num_servers: int
+) -> list[float]:
     """From arrival to end, where those with the least left are served at any time."""
     taken, left = [0.0] * len(works), list[tuple[float, int]]()
     now, num_arrived = 0.0, 0
@@ -91,9 +101,13 @@ def bounds(jobs: Sequence[Job], load: float, num_servers: int) -> dict[str, Valu
     pace = fmean(whole) * len(jobs) / (load * num_servers) / max(jobs[-1].at, 1e-9)
     arrivals = [job.at * pace for job in jobs]
     base = _p90(in_order(arrivals, whole, num_servers))
-    return {"load": load, "warm_load": load * sum(rest) / sum(whole),
-            "fifo_ratio": _p90(in_order(arrivals, rest, num_servers)) / base,
-            "shortest_ratio": _p90(shortest_first(arrivals, rest, num_servers)) / base, "own_ratio": _p90(rest) / base}
+    return {
+        "load": load,
+        "warm_load": load * sum(rest) / sum(whole),
+        "fifo_ratio": _p90(in_order(arrivals, rest, num_servers)) / base,
+        "shortest_ratio": _p90(shortest_first(arrivals, rest, num_servers)) / base,
+        "own_ratio": _p90(rest) / base,
+    }
 
 
 def _p90(samples: Sequence[float]) -> float:
@@ -101,7 +115,9 @@ def _p90(samples: Sequence[float]) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("trace", type=trace_file)
     parser.add_argument("--requests", type=int, help="the first so many of the trace; default all")
     parser.add_argument("--attention-tokens", type=int, default=0, help="default 0")
@@ -109,11 +125,19 @@ def main() -> None:
     parser.add_argument("--load", type=float, default=0.73, help="default 0.73")
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
-    trace = flags.trace[:flags.requests]
+    trace = flags.trace[: flags.requests]
     tokens, plain = sum(planned.prompt_tokens for planned in trace), jobs_of(trace, 0)
-    print(render("cache_bound", {
-        "requests": len(trace), "reused_share": 1 - sum(job.rest for job in plain) / tokens,
-        **bounds(jobs_of(trace, flags.attention_tokens), flags.load, flags.servers)}, as_json=flags.json))
+    print(
+        render(
+            "cache_bound",
+            {
+                "requests": len(trace),
+                "reused_share": 1 - sum(job.rest for job in plain) / tokens,
+                **bounds(jobs_of(trace, flags.attention_tokens), flags.load, flags.servers),
+            },
+            as_json=flags.json,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,10 +1,12 @@
-"""`python -m bench.cache_policy TRACE --capacity TOKENS`: which share of a trace's prompt tokens a prefix cache serves.
+"""`python -m bench.cache_policy TRACE --capacity TOKENS`: which share of a trace's prompt tokens a
+prefix cache serves.
 
-Replays the prompts of a trace against `pool.prefix.tree`, with its choice of snapshots and of what to give up, and
-without a model: a prompt is computed the moment it comes. TRACE is in Mooncake's format: JSON lines with `timestamp`
-(ms), `input_length` (tokens) and `hash_ids` (one per block; equal ids, equal prompts up to there). Memory of
-`--capacity` tokens is divided between pages and snapshots (`SNAPSHOT_SHARE`); `--state-tokens` is what a snapshot
-takes, in tokens, 0 for a model without recurrent states.
+Replays the prompts of a trace against `pool.prefix.tree`, with its choice of snapshots and of what
+to give up, and without a model: a prompt is computed the moment it comes. TRACE is in Mooncake's
+format: JSON lines with `timestamp` (ms), `input_length` (tokens) and `hash_ids` (one per block;
+equal ids, equal prompts up to there). Memory of `--capacity` tokens is divided between pages and
+snapshots (`SNAPSHOT_SHARE`); `--state-tokens` is what a snapshot takes, in tokens, 0 for a model
+without recurrent states.
 """
 
 import argparse
@@ -45,16 +47,25 @@ def _prompt(line: str, where: str, block_tokens: int) -> TracedPrompt:
     try:
         entry = json.loads(line)
         at_s, num_tokens = float(entry["timestamp"]) / 1000, int(entry["input_length"])
-        names = tuple(int(item).to_bytes(8, "little") for item in entry["hash_ids"][:num_tokens // block_tokens])
+        names = tuple(
+            int(item).to_bytes(8, "little")
+            for item in entry["hash_ids"][: num_tokens // block_tokens]
+        )
     except (ValueError, KeyError, TypeError, OverflowError) as error:
-        raise ConfigError(f"{where}: needs timestamp, input_length and hash_ids ({error!r})", field="trace") from None
+        raise ConfigError(
+            f"{where}: needs timestamp, input_length and hash_ids ({error!r})", field="trace"
+        ) from None
     if not 0 <= at_s < math.inf or num_tokens < 1:
-        raise ConfigError(f"{where}: timestamp must be finite and not negative, input_length at least 1", field="trace")
+        raise ConfigError(
+            f"{where}: timestamp must be finite and not negative, input_length at least 1",
+            field="trace",
+        )
     return TracedPrompt(at_s, num_tokens, names)
 
 
 class CachedPool:
-    """Pages and snapshot slots of one pool, all of them its cache's but while a prompt is computed."""
+    """Pages and snapshot slots of one pool, all of them its cache's but while a prompt is
+    computed."""
 
     def __init__(self, rule: ResumeRule, num_pages: int, num_slots: int) -> None:
         self._clock = ManualClock()
@@ -73,7 +84,9 @@ class CachedPool:
         self._leased.update(found.page_ids)
         pages = [*found.page_ids, *self._lease_pages(len(prompt.blocks) - len(found.page_ids))]
         for num_tokens in found.snapshot_tokens:
-            self._insert(prompt.blocks[:num_tokens // self._rule.block_tokens], pages, self._take_slot())
+            self._insert(
+                prompt.blocks[: num_tokens // self._rule.block_tokens], pages, self._take_slot()
+            )
         if not self._rule.has_states:
             self._insert(prompt.blocks, pages, None)
         self._pages += self._leased - self._kept
@@ -104,35 +117,65 @@ class CachedPool:
         self._slots += given.slot_ids
 
 
-def replay(prompts: Iterable[TracedPrompt], capacity: int, state_tokens: int, block_tokens: int) -> dict[str, Value]:
+def replay(
+    prompts: Iterable[TracedPrompt], capacity: int, state_tokens: int, block_tokens: int
+) -> dict[str, Value]:
     """`token_hit`: the share of all tokens that were there when their prompt came.
 
     Raises ConfigError if not even one snapshot or one of the prompts has room.
     """
     num_slots = capacity // SNAPSHOT_SHARE // state_tokens if state_tokens else 0
     if state_tokens and not num_slots:
-        raise ConfigError(f"capacity must be at least {SNAPSHOT_SHARE * state_tokens} tokens for a snapshot of "
-                          f"{state_tokens}, got {capacity}", field="capacity")
+        raise ConfigError(
+            f"capacity must be at least {SNAPSHOT_SHARE * state_tokens} tokens for a snapshot of "
+            f"{state_tokens}, got {capacity}",
+            field="capacity",
+        )
     num_pages = (capacity - num_slots * state_tokens) // block_tokens
-    pool = CachedPool(ResumeRule(block_tokens, block_tokens, has_states=state_tokens > 0), num_pages, num_slots)
+    pool = CachedPool(
+        ResumeRule(block_tokens, block_tokens, has_states=state_tokens > 0), num_pages, num_slots
+    )
     num_prompts = num_tokens = num_hit = 0
     for prompt in prompts:
         if len(prompt.blocks) > num_pages:
-            raise ConfigError(f"a prompt of {prompt.num_tokens} tokens does not fit into {num_pages} pages of "
-                              f"{block_tokens}: a larger capacity is needed", field="capacity")
+            raise ConfigError(
+                f"a prompt of {prompt.num_tokens} tokens does not fit into {num_pages} pages of "
+                f"{block_tokens}: a larger capacity is needed",
+                field="capacity",
+            )
         num_prompts += 1
         num_tokens += prompt.num_tokens
         num_hit += pool.compute(prompt)
-    return {"prompts": num_prompts, "tokens": num_tokens, "capacity": capacity, "state_tokens": state_tokens,
-            "snapshot_slots": num_slots, "token_hit": num_hit / max(1, num_tokens)}
+    return {
+        "prompts": num_prompts,
+        "tokens": num_tokens,
+        "capacity": capacity,
+        "state_tokens": state_tokens,
+        "snapshot_slots": num_slots,
+        "token_hit": num_hit / max(1, num_tokens),
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("trace", type=Path)
-    parser.add_argument("--capacity", type=at_least(1), required=True, help="memory of the cache, in tokens of pages")
-    parser.add_argument("--state-tokens", type=at_least(0), default=3000, help="default 3000; 0: no recurrent states")
-    parser.add_argument("--block-tokens", type=at_least(1), default=512, help="tokens per hash id; default 512")
+    parser.add_argument(
+        "--capacity",
+        type=at_least(1),
+        required=True,
+        help="memory of the cache, in tokens of pages",
+    )
+    parser.add_argument(
+        "--state-tokens",
+        type=at_least(0),
+        default=3000,
+        help="default 3000; 0: no recurrent states",
+    )
+    parser.add_argument(
+        "--block-tokens", type=at_least(1), default=512, help="tokens per hash id; default 512"
+    )
     parser.add_argument("--json", action="store_true")
     flags = parser.parse_args()
     prompts = read_trace(flags.trace, flags.block_tokens)

@@ -1,9 +1,11 @@
-"""`python -m bench.cache_pressure`: requests that share prompts, some of them dropped, on pools that cannot keep all.
+"""`python -m bench.cache_pressure`: requests that share prompts, some of them dropped, on pools
+that cannot keep all.
 
-A prefill worker and a decode worker with few pages; prompts that go on from a few common beginnings. `--dropped` of the
-requests are given up at a random moment of their life. The others must be answered as the same prompts are with the
-cache declined, tokens and logprobs. After every `--round` requests the cluster is left idle: nothing may be held then,
-and the workers' own checks, by which free, cached and leased pages come to all there are, must find nothing.
+A prefill worker and a decode worker with few pages; prompts that go on from a few common
+beginnings. `--dropped` of the requests are given up at a random moment of their life. The others
+must be answered as the same prompts are with the cache declined, tokens and logprobs. After every
+`--round` requests the cluster is left idle: nothing may be held then, and the workers' own checks,
+by which free, cached and leased pages come to all there are, must find nothing.
 
     right, wrong, lost    requests that were not dropped: answered as expected, otherwise, or with an error
     leaked                idle moments at which a page or slot was held, or a check failed
@@ -41,11 +43,23 @@ TIMEOUT_S = 120.0
 def make_queries(vocab_size: int) -> list[Query]:
     rng = random.Random(0)
     roots = [rng.choices(range(3, vocab_size), k=360) for _ in range(NUM_ROOTS)]
-    prompts = [(*roots[i % NUM_ROOTS][:rng.randrange(20, 360)],
-                *rng.choices(range(3, vocab_size), k=rng.randrange(1, 80))) for i in range(NUM_DISTINCT)]
-    return [Query(prompt, Sampling(temperature=0.8, seed=i) if i % 2 else Sampling(temperature=0),
-                  Stop(max_tokens=rng.randrange(1, 12), ignore_eos=True), num_top_logprobs=0, skip_text=True)
-            for i, prompt in enumerate(prompts)]
+    prompts = [
+        (
+            *roots[i % NUM_ROOTS][: rng.randrange(20, 360)],
+            *rng.choices(range(3, vocab_size), k=rng.randrange(1, 80)),
+        )
+        for i in range(NUM_DISTINCT)
+    ]
+    return [
+        Query(
+            prompt,
+            Sampling(temperature=0.8, seed=i) if i % 2 else Sampling(temperature=0),
+            Stop(max_tokens=rng.randrange(1, 12), ignore_eos=True),
+            num_top_logprobs=0,
+            skip_text=True,
+        )
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 def shown(completion: Completion) -> tuple[object, ...]:
@@ -55,13 +69,20 @@ def shown(completion: Completion) -> tuple[object, ...]:
 class Pressure:
     """Requests, one after another of `queries`, and what became of them."""
 
-    def __init__(self, client: AsyncBatonClient, queries: Sequence[Query], expected: Sequence[tuple[object, ...]],
-                 dropped_share: float) -> None:
+    def __init__(
+        self,
+        client: AsyncBatonClient,
+        queries: Sequence[Query],
+        expected: Sequence[tuple[object, ...]],
+        dropped_share: float,
+    ) -> None:
         self._client = client
         self._queries, self._expected = queries, expected
         self._dropped_share = dropped_share
         self._rng, self._gate = random.Random(1), asyncio.Semaphore(CONCURRENCY)
-        self.outcomes: Counter[str] = Counter(dict.fromkeys(("right", "wrong", "lost", "dropped", "cached_tokens"), 0))
+        self.outcomes: Counter[str] = Counter(
+            dict.fromkeys(("right", "wrong", "lost", "dropped", "cached_tokens"), 0)
+        )
 
     async def one(self) -> None:
         pick, patience_s = self._rng.randrange(len(self._queries)), TIMEOUT_S
@@ -70,20 +91,29 @@ class Pressure:
                 patience_s = self._rng.random() * 0.2
             try:
                 async with asyncio.timeout(patience_s):
-                    completion = await self._client.complete(self._queries[pick], timeout_s=TIMEOUT_S)
+                    completion = await self._client.complete(
+                        self._queries[pick], timeout_s=TIMEOUT_S
+                    )
             except TimeoutError:
                 self.outcomes["dropped" if patience_s < TIMEOUT_S else "lost"] += 1
             except BatonError as error:
                 print(f"bench.cache_pressure: {error}", file=sys.stderr)
                 self.outcomes["lost"] += 1
             else:
-                self.outcomes["right" if shown(completion) == self._expected[pick] else "wrong"] += 1
+                self.outcomes[
+                    "right" if shown(completion) == self._expected[pick] else "wrong"
+                ] += 1
                 self.outcomes["cached_tokens"] += completion.finish.usage.cached_tokens
 
 
 def holds_nothing(status: ClusterStatus) -> bool:
-    return all(worker.serving and worker.pages_free == worker.pages_total and worker.slots_free == worker.slots_total
-               and not worker.open_sessions for worker in status.workers)
+    return all(
+        worker.serving
+        and worker.pages_free == worker.pages_total
+        and worker.slots_free == worker.slots_total
+        and not worker.open_sessions
+        for worker in status.workers
+    )
 
 
 async def leaks(cluster: LocalCluster, client: AsyncBatonClient) -> bool:
@@ -93,23 +123,37 @@ async def leaks(cluster: LocalCluster, client: AsyncBatonClient) -> bool:
             await until(client, holds_nothing)
     await asyncio.sleep(IDLE_CHECK_S)
     figures = (await workers_figures(cluster)).values()
-    is_broken = any(each.value("baton_kv_imbalances_total") or each.value("baton_kv_pages_used") for each in figures)
+    is_broken = any(
+        each.value("baton_kv_imbalances_total") or each.value("baton_kv_pages_used")
+        for each in figures
+    )
     return is_broken or not holds_nothing(await client.cluster_status())
 
 
 async def workers_figures(cluster: LocalCluster) -> dict[str, Figures]:
     """By the processes' names."""
-    return {name: await asyncio.to_thread(scrape, process.announcement.metrics_port)
-            for name, process in cluster.processes.items()
-            if name != "router" and process.announcement is not None and process.announcement.metrics_port}
+    return {
+        name: await asyncio.to_thread(scrape, process.announcement.metrics_port)
+        for name, process in cluster.processes.items()
+        if name != "router"
+        and process.announcement is not None
+        and process.announcement.metrics_port
+    }
 
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
-    config = ClusterConfig(model=flags.model, listen="127.0.0.1:0", log_level="warning", worker_flags=PAGES)
+    config = ClusterConfig(
+        model=flags.model, listen="127.0.0.1:0", log_level="warning", worker_flags=PAGES
+    )
     async with running_cluster(config) as (cluster, client):
         queries = make_queries((await client.model_info()).vocab_size)
-        cold = [await client.complete(replace(query, prefix_cache=False), timeout_s=TIMEOUT_S) for query in queries]
-        pressure = Pressure(client, queries, [shown(completion) for completion in cold], flags.dropped)
+        cold = [
+            await client.complete(replace(query, prefix_cache=False), timeout_s=TIMEOUT_S)
+            for query in queries
+        ]
+        pressure = Pressure(
+            client, queries, [shown(completion) for completion in cold], flags.dropped
+        )
         leaked, asked = 0, 0
         while asked < flags.requests:
             count = min(flags.round, flags.requests - asked)
@@ -118,10 +162,15 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
             leaked += await leaks(cluster, client)
             print(f"{asked} requests: {dict(pressure.outcomes)}, leaked {leaked}", file=sys.stderr)
         prefill, decode = (await workers_figures(cluster)).values()
-        return {"requests": asked, **pressure.outcomes, "leaked": leaked,
-                "evicted_pages": evicted_pages(prefill), "decode_evicted_pages": evicted_pages(decode),
-                "unsent_tokens": int(decode.value("baton_cache_reused_tokens_total")),
-                "preemptions": int(decode.value("baton_preemptions_total"))}
+        return {
+            "requests": asked,
+            **pressure.outcomes,
+            "leaked": leaked,
+            "evicted_pages": evicted_pages(prefill),
+            "decode_evicted_pages": evicted_pages(decode),
+            "unsent_tokens": int(decode.value("baton_cache_reused_tokens_total")),
+            "preemptions": int(decode.value("baton_preemptions_total")),
+        }
 
 
 def evicted_pages(figures: Figures) -> int:
@@ -134,10 +183,16 @@ def problems(values: Mapping[str, Value]) -> list[str]:
 
 def main() -> int:
     parser = benchmark_flags(__doc__)
-    parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
+    parser.add_argument(
+        "--model", type=Path, default=demo_model(), help="model directory; default: the demo model"
+    )
     parser.add_argument("--requests", type=int, default=10_000, help="default 10,000")
-    parser.add_argument("--round", type=int, default=500, help="requests between two idle moments, default 500")
-    parser.add_argument("--dropped", type=float, default=0.3, help="share of requests given up, default 0.3")
+    parser.add_argument(
+        "--round", type=int, default=500, help="requests between two idle moments, default 500"
+    )
+    parser.add_argument(
+        "--dropped", type=float, default=0.3, help="share of requests given up, default 0.3"
+    )
     return run_benchmark("cache_pressure", parser, measure, problems)
 
 

@@ -1,15 +1,18 @@
-"""`python -m bench.calibrate`: what workers take for what they do, measured on a local cluster for `baton simulate`.
+"""`python -m bench.calibrate`: what workers take for what they do, measured on a local cluster for
+`baton simulate`.
 
---workers of each role are up on the cores of this machine, and get several short loads while everything runs: long
-prompts and short ones, long answers and short ones, some requests at a time and many. What prefill workers, decode
-workers, and router and client together spend on each load, in seconds of a core, is what requests, tokens and steps
-have cost: least squares of that, none below 0, as `sim.costs` describes them. A last load is more than the cluster can
-serve. By how long its simulation takes for it the last cost is found: how fast cores are with all this. Costs go to
---output. What a cluster of one machine cannot show, bandwidth between hosts and how long a start takes elsewhere, stays
-as in --like.
+--workers of each role are up on the cores of this machine, and get several short loads while
+everything runs: long prompts and short ones, long answers and short ones, some requests at a time
+and many. What prefill workers, decode workers, and router and client together spend on each load,
+in seconds of a core, is what requests, tokens and steps have cost: least squares of that, none
+below 0, as `sim.costs` describes them. A last load is more than the cluster can serve. By how long
+its simulation takes for it the last cost is found: how fast cores are with all this. Costs go to
+--output. What a cluster of one machine cannot show, bandwidth between hosts and how long a start
+takes elsewhere, stays as in --like.
 
-With --compare, as with `--compare 0.6 2`, the cluster then gets other loads of that shape, and again the short ones
-after each, and every figure is shown beside that of a simulation by the costs from right before and right after.
+With --compare, as with `--compare 0.6 2`, the cluster then gets other loads of that shape, and
+again the short ones after each, and every figure is shown beside that of a simulation by the costs
+from right before and right after.
 """
 
 import argparse
@@ -41,13 +44,19 @@ from sim.router import RouterOptions
 POLICY = Policy.LEAST_LOAD  # all workers of a role get as much
 SHAPE = Shape(Lengths.parse("uniform:512-1536"), Lengths.parse("uniform:8-24"))
 SHAPES = (  # and how many requests at a time, of each worker of a role
-    (SHAPE, 6), (SHAPE, 1), (Shape(Lengths.parse("uniform:16-128"), SHAPE.output), 4),
-    (Shape(SHAPE.prompt, Lengths.parse("uniform:1-4")), 4), (Shape(Lengths.parse("uniform:128-512"), SHAPE.output), 4),
-    (Shape(Lengths.parse("uniform:16-128"), Lengths.parse("uniform:32-64")), 6))
+    (SHAPE, 6),
+    (SHAPE, 1),
+    (Shape(Lengths.parse("uniform:16-128"), SHAPE.output), 4),
+    (Shape(SHAPE.prompt, Lengths.parse("uniform:1-4")), 4),
+    (Shape(Lengths.parse("uniform:128-512"), SHAPE.output), 4),
+    (Shape(Lengths.parse("uniform:16-128"), Lengths.parse("uniform:32-64")), 6),
+)
 WARM_S = 2.0  # of the first of these, before anything is measured
 OVERLOAD, OVERLOADS = 1.6, 2  # times what costs allow, for so many times --seconds-each
 LATENCY_S = 3e-4  # of a message on one machine, beside what its ends compute
-ONE_BYTE = 1  # of a token that is handed over there: it costs cores, which are measured, and no bandwidth
+ONE_BYTE = (
+    1  # of a token that is handed over there: it costs cores, which are measured, and no bandwidth
+)
 SLO = Slo(1, 1)
 
 
@@ -77,7 +86,9 @@ class Calibrator:
         """All loads once."""
         spent = []
         for number, (shape, at_once) in enumerate(SHAPES):
-            load = ClosedLoad(_within(shape, self.info), at_once * self.num_workers, self.seconds_each)
+            load = ClosedLoad(
+                _within(shape, self.info), at_once * self.num_workers, self.seconds_each
+            )
             spent.append((await self.meter.spent(self.client, self.info, load, seed + number))[0])
         rate = OVERLOAD * capacity(self.fitted(spent), SHAPE, self.num_workers)
         overload = OpenLoad(_within(SHAPE, self.info), rate, OVERLOADS * self.seconds_each)
@@ -86,53 +97,99 @@ class Calibrator:
 
     def fitted(self, spent: Sequence[Spent]) -> Costs:
         """By what loads cost."""
-        prefill = fitted([(each.requests, each.chunks, each.prompt_tokens) for each in spent],
-                         [each.core_s[PREFILL] for each in spent])
+        prefill = fitted(
+            [(each.requests, each.chunks, each.prompt_tokens) for each in spent],
+            [each.core_s[PREFILL] for each in spent],
+        )
         causes = [(each.requests, each.prompt_tokens, each.rounds, each.drawn) for each in spent]
         decode = fitted(causes, [each.core_s[DECODE] for each in spent])
         others = fitted(causes, [each.core_s[OTHERS] for each in spent])
         num_cores = len(os.sched_getaffinity(0))
         like = self.like
-        return like.model_copy(update={
-            "prefill": like.prefill.model_copy(update={
-                "request_s": prefill[0], "step_s": prefill[1], "token_s": prefill[2], "pair_s": 0.0}),
-            "decode": like.decode.model_copy(update={
-                "request_s": decode[0], "landed_s": decode[1], "step_s": decode[2], "row_s": decode[3],
-                "context_s": 0.0}),
-            "machine": MachineCosts(cores=num_cores, request_s=others[0], prompt_token_s=others[1], round_s=others[2],
-                                    token_s=others[3])})
+        return like.model_copy(
+            update={
+                "prefill": like.prefill.model_copy(
+                    update={
+                        "request_s": prefill[0],
+                        "step_s": prefill[1],
+                        "token_s": prefill[2],
+                        "pair_s": 0.0,
+                    }
+                ),
+                "decode": like.decode.model_copy(
+                    update={
+                        "request_s": decode[0],
+                        "landed_s": decode[1],
+                        "step_s": decode[2],
+                        "row_s": decode[3],
+                        "context_s": 0.0,
+                    }
+                ),
+                "machine": MachineCosts(
+                    cores=num_cores,
+                    request_s=others[0],
+                    prompt_token_s=others[1],
+                    round_s=others[2],
+                    token_s=others[3],
+                ),
+            }
+        )
 
     def costs(self, found: Calibration) -> Costs:
         """All of them. Takes some seconds."""
         costs, speed = self.fitted(found.spent), 1.0
         for _ in range(2):
-            took = [simulate(self.fleet(_at(costs, speed), 0), asked.planned).duration_s for asked in found.overloads]
+            took = [
+                simulate(self.fleet(_at(costs, speed), 0), asked.planned).duration_s
+                for asked in found.overloads
+            ]
             speed *= sum(took) / sum(asked.seconds for asked in found.overloads)
         return _at(costs, speed)
 
     def fleet(self, costs: Costs, seed: int) -> FleetConfig:
         """The cluster, in a simulation."""
-        return FleetConfig(self.num_workers, self.num_workers, costs=costs, router=RouterOptions(policy=POLICY),
-                           seed=seed)
+        return FleetConfig(
+            self.num_workers,
+            self.num_workers,
+            costs=costs,
+            router=RouterOptions(policy=POLICY),
+            seed=seed,
+        )
 
-    async def compared(self, load: float, seconds: float, before: Calibration, seed: int
-                       ) -> tuple[dict[str, Value], Calibration]:
+    async def compared(
+        self, load: float, seconds: float, before: Calibration, seed: int
+    ) -> tuple[dict[str, Value], Calibration]:
         """Figures of the cluster and of its simulation; and what is measured after that."""
         rate = load * capacity(await asyncio.to_thread(self.costs, before), SHAPE, self.num_workers)
-        asked = await OpenLoad(_within(SHAPE, self.info), rate, seconds).ask(self.client, self.info, seed)
+        asked = await OpenLoad(_within(SHAPE, self.info), rate, seconds).ask(
+            self.client, self.info, seed
+        )
         after = await self.run(seed + 100)
         costs = await asyncio.to_thread(self.costs, before + after)
         run = await asyncio.to_thread(simulate, self.fleet(costs, seed), asked.planned)
-        real, ours = summarise(asked.outcomes, SLO, asked.seconds), summarise(run.outcomes, SLO, run.duration_s)
+        real, ours = (
+            summarise(asked.outcomes, SLO, asked.seconds),
+            summarise(run.outcomes, SLO, run.duration_s),
+        )
         figures: dict[str, Value] = {}
-        for name in ("requests_per_s", "failed", "ttft_s_p50", "ttft_s_p90", "tpot_s_p50", "tpot_s_p90"):
-            figures[f"x{load:g}_{name}"], figures[f"x{load:g}_{name}_simulated"] = real[name], ours[name]
+        for name in (
+            "requests_per_s",
+            "failed",
+            "ttft_s_p50",
+            "ttft_s_p90",
+            "tpot_s_p50",
+            "tpot_s_p90",
+        ):
+            figures[f"x{load:g}_{name}"], figures[f"x{load:g}_{name}_simulated"] = (
+                real[name],
+                ours[name],
+            )
         return figures, after
 
 
 def fitted(causes: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[float, ...]:
-    """What each cause takes: least squares of relative errors; a cause that would take less than nothing takes none,
-    and the others are fitted without it."""
+    """What each cause takes: least squares of relative errors; a cause that would take less than
+    nothing takes none, and the others are fitted without it."""
     weights = 1 / np.asarray(seconds)
     matrix, left = np.asarray(causes, dtype=float) * weights[:, None], list(range(len(causes[0])))
     while True:
@@ -140,18 +197,36 @@ def fitted(causes: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple
         if (found >= 0).all():
             break
         del left[int(found.argmin())]
-    return tuple(float(found[left.index(cause)]) if cause in left else 0.0 for cause in range(len(causes[0])))
+    return tuple(
+        float(found[left.index(cause)]) if cause in left else 0.0 for cause in range(len(causes[0]))
+    )
 
 
 def capacity(costs: Costs, shape: Shape, num_workers: int) -> float:
-    """Requests per second that so many workers of each role can serve with all cores busy, by their costs alone, where
-    every answer is drawn in rounds of its own."""
-    prompt, output = ((lengths.first + lengths.second) / 2 for lengths in (shape.prompt, shape.output))
+    """Requests per second that so many workers of each role can serve with all cores busy, by their
+    costs alone, where every answer is drawn in rounds of its own."""
+    prompt, output = (
+        (lengths.first + lengths.second) / 2 for lengths in (shape.prompt, shape.output)
+    )
     prefill, decode, machine = costs.prefill, costs.decode, costs.machine
-    prompt_s = prefill.request_s + -(-prompt // prefill.chunk_tokens) * prefill.step_s + prompt * prefill.token_s
-    answer_s = decode.request_s + prompt * decode.landed_s + (output - 1) * decode.round_s(1, prompt)
-    others_s = machine.request_s + prompt * machine.prompt_token_s + (output - 1) * (machine.round_s + machine.token_s)
-    on_cores = machine.cores * machine.speed / (prompt_s + answer_s + others_s) if machine.cores else float("inf")
+    prompt_s = (
+        prefill.request_s
+        + -(-prompt // prefill.chunk_tokens) * prefill.step_s
+        + prompt * prefill.token_s
+    )
+    answer_s = (
+        decode.request_s + prompt * decode.landed_s + (output - 1) * decode.round_s(1, prompt)
+    )
+    others_s = (
+        machine.request_s
+        + prompt * machine.prompt_token_s
+        + (output - 1) * (machine.round_s + machine.token_s)
+    )
+    on_cores = (
+        machine.cores * machine.speed / (prompt_s + answer_s + others_s)
+        if machine.cores
+        else float("inf")
+    )
     return min(on_cores, num_workers / prompt_s, num_workers / answer_s)
 
 
@@ -163,68 +238,137 @@ def _at(costs: Costs, speed: float) -> Costs:
 def _within(shape: Shape, info: ModelInfo) -> Shape:
     """Prompts cut to what the model's context leaves."""
     most = info.max_context_tokens - shape.output.second
-    return replace(shape, prompt=replace(shape.prompt, first=min(shape.prompt.first, most),
-                                         second=min(shape.prompt.second, most)))
+    return replace(
+        shape,
+        prompt=replace(
+            shape.prompt, first=min(shape.prompt.first, most), second=min(shape.prompt.second, most)
+        ),
+    )
 
 
-async def like_cluster(client: AsyncBatonClient, info: ModelInfo, like: Costs, num_workers: int) -> Costs:
+async def like_cluster(
+    client: AsyncBatonClient, info: ModelInfo, like: Costs, num_workers: int
+) -> Costs:
     """With the sizes of the workers behind `client`."""
     load = await client.load()
-    chunk_tokens, max_running, max_queued = (int(WorkerConfig.model_fields[name].default)
-                                             for name in ("chunk_tokens", "max_running", "max_queued"))
+    chunk_tokens, max_running, max_queued = (
+        int(WorkerConfig.model_fields[name].default)
+        for name in ("chunk_tokens", "max_running", "max_queued")
+    )
     num_pages = load.kv_tokens_total // load.page_size // num_workers
-    return like.model_copy(update={
-        "model": like.model.model_copy(update={
-            "page_size": load.page_size, "max_context_tokens": info.max_context_tokens, "num_layers": info.num_layers,
-            "token_bytes": ONE_BYTE}),
-        "prefill": like.prefill.model_copy(update={
-            "chunk_tokens": chunk_tokens, "grid": load.page_size, "num_pages": num_pages, "max_running": max_running,
-            "max_queued": max_queued}),
-        "decode": like.decode.model_copy(update={
-            "num_pages": num_pages, "max_running": max_running,
-            "max_held": load.max_running_requests // num_workers}),
-        "network": like.network.model_copy(update={"latency_s": LATENCY_S})})
+    return like.model_copy(
+        update={
+            "model": like.model.model_copy(
+                update={
+                    "page_size": load.page_size,
+                    "max_context_tokens": info.max_context_tokens,
+                    "num_layers": info.num_layers,
+                    "token_bytes": ONE_BYTE,
+                }
+            ),
+            "prefill": like.prefill.model_copy(
+                update={
+                    "chunk_tokens": chunk_tokens,
+                    "grid": load.page_size,
+                    "num_pages": num_pages,
+                    "max_running": max_running,
+                    "max_queued": max_queued,
+                }
+            ),
+            "decode": like.decode.model_copy(
+                update={
+                    "num_pages": num_pages,
+                    "max_running": max_running,
+                    "max_held": load.max_running_requests // num_workers,
+                }
+            ),
+            "network": like.network.model_copy(update={"latency_s": LATENCY_S}),
+        }
+    )
 
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
-    cluster = ClusterConfig(model=flags.model, prefill=flags.workers, decode=flags.workers, listen="127.0.0.1:0",
-                            log_level="warning", router_flags=("--policy", POLICY))
+    cluster = ClusterConfig(
+        model=flags.model,
+        prefill=flags.workers,
+        decode=flags.workers,
+        listen="127.0.0.1:0",
+        log_level="warning",
+        router_flags=("--policy", POLICY),
+    )
     like = Costs() if flags.like is None else Costs.read(flags.like)
     began_s = time.monotonic()
     async with running_cluster(cluster, retry=NO_RETRY) as (running, client):
         info = await client.model_info()
-        calibrator = Calibrator(client, info, await Meter.of(running),
-                                await like_cluster(client, info, like, flags.workers), flags.workers,
-                                flags.seconds_each)
-        await ClosedLoad(_within(SHAPE, info), 2 * flags.workers, WARM_S).ask(client, info, flags.seed + 10_000)
+        calibrator = Calibrator(
+            client,
+            info,
+            await Meter.of(running),
+            await like_cluster(client, info, like, flags.workers),
+            flags.workers,
+            flags.seconds_each,
+        )
+        await ClosedLoad(_within(SHAPE, info), 2 * flags.workers, WARM_S).ask(
+            client, info, flags.seed + 10_000
+        )
         found = await calibrator.run(flags.seed + 1000)
         costs = await asyncio.to_thread(calibrator.costs, found)
         flags.output.write_text(costs.model_dump_json(indent=2) + "\n")
         figures = _figures(costs, flags.workers, time.monotonic() - began_s)
         for number, load in enumerate(flags.compare):
-            compared, found = await calibrator.compared(load, flags.seconds, found, flags.seed + number)
+            compared, found = await calibrator.compared(
+                load, flags.seconds, found, flags.seed + number
+            )
             figures |= compared
     return figures
 
 
 def _figures(costs: Costs, num_workers: int, took_s: float) -> dict[str, Value]:
-    parts = {"prefill": ("request_s", "step_s", "token_s"), "decode": ("request_s", "landed_s", "step_s", "row_s"),
-             "machine": ("request_s", "prompt_token_s", "round_s", "token_s", "speed")}
-    return {"calibrated_in_s": took_s, "capacity_per_s": capacity(costs, SHAPE, num_workers),
-            **{f"{part}_{name}": getattr(getattr(costs, part), name) for part, names in parts.items()
-               for name in names}}
+    parts = {
+        "prefill": ("request_s", "step_s", "token_s"),
+        "decode": ("request_s", "landed_s", "step_s", "row_s"),
+        "machine": ("request_s", "prompt_token_s", "round_s", "token_s", "speed"),
+    }
+    return {
+        "calibrated_in_s": took_s,
+        "capacity_per_s": capacity(costs, SHAPE, num_workers),
+        **{
+            f"{part}_{name}": getattr(getattr(costs, part), name)
+            for part, names in parts.items()
+            for name in names
+        },
+    }
 
 
 def main() -> int:
     parser = benchmark_flags(__doc__)
-    parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
-    parser.add_argument("--output", type=Path, default=Path("costs.json"), help="default costs.json")
-    parser.add_argument("--like", type=Path, help="costs of which those are kept that are not measured")
+    parser.add_argument(
+        "--model", type=Path, default=demo_model(), help="model directory; default: the demo model"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=Path("costs.json"), help="default costs.json"
+    )
+    parser.add_argument(
+        "--like", type=Path, help="costs of which those are kept that are not measured"
+    )
     parser.add_argument("--workers", type=int, default=2, help="of each role; default 2")
-    parser.add_argument("--seconds-each", type=float, default=5.0, help="of each load that costs are from; default 5")
-    parser.add_argument("--compare", type=float, nargs="*", default=[], metavar="LOAD",
-                        help="compare with a simulation at these loads, 1 being what the workers can serve")
-    parser.add_argument("--seconds", type=float, default=20.0, help="of each load that is compared; default 20")
+    parser.add_argument(
+        "--seconds-each",
+        type=float,
+        default=5.0,
+        help="of each load that costs are from; default 5",
+    )
+    parser.add_argument(
+        "--compare",
+        type=float,
+        nargs="*",
+        default=[],
+        metavar="LOAD",
+        help="compare with a simulation at these loads, 1 being what the workers can serve",
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=20.0, help="of each load that is compared; default 20"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of those loads; costs are from others")
     return run_benchmark("calibrate", parser, measure)
 

@@ -1,4 +1,5 @@
-"""What benchmarks that start a cluster have in common: the cluster, their command line, how they report and end."""
+"""What benchmarks that start a cluster have in common: the cluster, their command line, how they
+report and end."""
 
 import argparse
 import asyncio
@@ -19,11 +20,16 @@ LOOK_S = 0.02  # between two looks at a router's workers
 
 
 @asynccontextmanager
-async def running_cluster(config: ClusterConfig, *,
-                          retry: Retry = DEFAULT_RETRY) -> AsyncIterator[tuple[LocalCluster, AsyncBatonClient]]:
+async def running_cluster(
+    config: ClusterConfig, *, retry: Retry = DEFAULT_RETRY
+) -> AsyncIterator[tuple[LocalCluster, AsyncBatonClient]]:
     """The cluster, whose lines go to stderr, and a client of its router."""
-    async with (LocalCluster(config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as cluster,
-                AsyncBatonClient(cluster.address, retry=retry) as client):
+    async with (
+        LocalCluster(
+            config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)
+        ) as cluster,
+        AsyncBatonClient(cluster.address, retry=retry) as client,
+    ):
         yield cluster, client
 
 
@@ -35,16 +41,21 @@ async def until(client: AsyncBatonClient, holds: Callable[[ClusterStatus], bool]
 
 def benchmark_flags(text: str | None) -> argparse.ArgumentParser:
     """A parser that shows `text`, the benchmark's docstring, as it is."""
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     return parser
 
 
-def run_benchmark(name: str, parser: argparse.ArgumentParser,
-                  measure: Callable[[argparse.Namespace], Coroutine[Any, Any, Mapping[str, Value]]],
-                  problems: Callable[[Mapping[str, Value]], Sequence[str]] = lambda values: ()) -> int:
-    """Measures as the command line says and prints the report. Returns the exit code: 1 for an error, and where
-    `problems` finds any in the figures."""
+def run_benchmark(
+    name: str,
+    parser: argparse.ArgumentParser,
+    measure: Callable[[argparse.Namespace], Coroutine[Any, Any, Mapping[str, Value]]],
+    problems: Callable[[Mapping[str, Value]], Sequence[str]] = lambda values: (),
+) -> int:
+    """Measures as the command line says and prints the report. Returns the exit code: 1 for an
+    error, and where `problems` finds any in the figures."""
     flags = parser.parse_args()
     try:
         values = asyncio.run(measure(flags))

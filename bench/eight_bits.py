@@ -1,10 +1,11 @@
 """`python -m bench.eight_bits`: what weights in eight bits cost in accuracy and give in speed.
 
-Accuracy, of the demo model (over stories as it was trained on) and of a random one of Qwen3-0.6B's shape, of each
-position of the same text: `error`, the root of the mean square by which logits differ from those of whole weights,
-over their spread; `agreement`, the share of positions whose most likely token is the same, and `decided_agreement`, the
-same where the most likely one leads by more than 1 in log probability. Speed: `bench.engine`'s cases with int8 as ours
-and bf16 as the reference, processes that take turns on the same cores; a ratio above 1 is int8's gain.
+Accuracy, of the demo model (over stories as it was trained on) and of a random one of Qwen3-0.6B's
+shape, of each position of the same text: `error`, the root of the mean square by which logits
+differ from those of whole weights, over their spread; `agreement`, the share of positions whose
+most likely token is the same, and `decided_agreement`, the same where the most likely one leads by
+more than 1 in log probability. Speed: `bench.engine`'s cases with int8 as ours and bf16 as the
+reference, processes that take turns on the same cores; a ratio above 1 is int8's gain.
 `foreign_cores` is how many cores other processes took: above 0.2 the figures are noise.
 """
 
@@ -31,14 +32,22 @@ NUM_TOKENS, PAGE_SIZE, DECIDED = 384, 64, 1.0
 
 @torch.inference_mode()
 def accuracy(whole: ModelDescription, tokens: list[int]) -> dict[str, Value]:
-    """Of int8 against the same model with its own weights, at every position of these tokens but the last."""
-    ours, theirs = (_logits(replace(whole, in_bytes=in_bytes), tokens) for in_bytes in (True, False))
+    """Of int8 against the same model with its own weights, at every position of these tokens but
+    the last."""
+    ours, theirs = (
+        _logits(replace(whole, in_bytes=in_bytes), tokens) for in_bytes in (True, False)
+    )
     best = theirs.topk(2, dim=-1)
     same = ours.argmax(-1) == best.indices[:, 0]
     decided = best.values[:, 0] - best.values[:, 1] > DECIDED
     error = (ours - theirs).square().mean().sqrt() / theirs.std()
-    return {"error": round(error.item(), 4), "agreement": round(same.float().mean().item(), 4),
-            "decided_agreement": round(same[decided].float().mean().item(), 4) if decided.any() else None}
+    return {
+        "error": round(error.item(), 4),
+        "agreement": round(same.float().mean().item(), 4),
+        "decided_agreement": round(same[decided].float().mean().item(), 4)
+        if decided.any()
+        else None,
+    }
 
 
 def _logits(description: ModelDescription, tokens: list[int]) -> Tensor:
@@ -65,28 +74,52 @@ def demo_tokens() -> list[int]:
 def speed(*, threads: int, rounds: int, steps: int, context: int) -> dict[str, Value]:
     """See `bench.engine.measure`."""
     max_tokens = context + 2 + (rounds + 1) * (steps + 1)
-    arguments = [f"--threads={threads}", f"--context={context}", f"--max-tokens={max_tokens}",
-                 f"--page-size={PAGE_SIZE}"]
-    sides = [SideProcess(name, [sys.executable, "-m", "bench.engine_sides", name, *arguments],
-                         {**os.environ, **HUGE_PAGES}) for name in ("int8", "ours")]
+    arguments = [
+        f"--threads={threads}",
+        f"--context={context}",
+        f"--max-tokens={max_tokens}",
+        f"--page-size={PAGE_SIZE}",
+    ]
+    sides = [
+        SideProcess(
+            name,
+            [sys.executable, "-m", "bench.engine_sides", name, *arguments],
+            {**os.environ, **HUGE_PAGES},
+        )
+        for name in ("int8", "ours")
+    ]
     with sides[0] as ours, sides[1] as reference:
         return measure(ours, reference, rounds=rounds, steps=steps, context=context)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in (("threads", 2), ("rounds", 8), ("steps", 4), ("context", 512)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     flags = parser.parse_args()
     torch.set_num_threads(flags.threads)
-    random_tokens = torch.randint(VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1)).tolist()
+    random_tokens = torch.randint(
+        VOCAB_SIZE, (NUM_TOKENS,), generator=torch.Generator().manual_seed(1)
+    ).tolist()
     values: dict[str, Value] = {}
-    for name, model, tokens in (("demo", read_model(demo_model()), demo_tokens()),
-                                ("random_0.6b", random_model(MODEL), random_tokens)):
+    for name, model, tokens in (
+        ("demo", read_model(demo_model()), demo_tokens()),
+        ("random_0.6b", random_model(MODEL), random_tokens),
+    ):
         values |= {f"{name}_{key}": value for key, value in accuracy(model, tokens).items()}
-    values |= speed(threads=flags.threads, rounds=flags.rounds, steps=flags.steps, context=flags.context)
-    print(render("eight_bits", {"threads": flags.threads, "context": flags.context, **values}, as_json=flags.json))
+    values |= speed(
+        threads=flags.threads, rounds=flags.rounds, steps=flags.steps, context=flags.context
+    )
+    print(
+        render(
+            "eight_bits",
+            {"threads": flags.threads, "context": flags.context, **values},
+            as_json=flags.json,
+        )
+    )
     return 0
 
 

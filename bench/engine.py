@@ -1,10 +1,12 @@
-"""`python -m bench.engine`: a model of Qwen3-0.6B's shape beside transformers' `generate`, on the same cores in turn.
+"""`python -m bench.engine`: a model of Qwen3-0.6B's shape beside transformers' `generate`, on the
+same cores in turn.
 
-Both have the same random bf16 weights, prompts and threads, each in a process of its own, and take turns every few
-steps, so that a change of the machine's speed meets both. Three cases: prefill of a prompt, decode of 1 row and of 8
-rows behind that prompt. The reference is greedy `generate` over a static cache, run as it is installed; huge pages for
-tensors are part of what our roles set up (`--reference-huge-pages` gives them to it too). A case's ratio is the median
-over rounds of reference time / our time. `foreign_cores` is how many cores other processes took: above 0.2 the
+Both have the same random bf16 weights, prompts and threads, each in a process of its own, and take
+turns every few steps, so that a change of the machine's speed meets both. Three cases: prefill of a
+prompt, decode of 1 row and of 8 rows behind that prompt. The reference is greedy `generate` over a
+static cache, run as it is installed; huge pages for tensors are part of what our roles set up
+(`--reference-huge-pages` gives them to it too). A case's ratio is the median over rounds of
+reference time / our time. `foreign_cores` is how many cores other processes took: above 0.2 the
 figures are noise.
 """
 
@@ -50,20 +52,33 @@ class Case:
     def add(self, ours: list[float], reference: list[float]) -> None:
         self.ours.append(ours)
         self.reference.append(reference)
-        print(f"{self.name}: {median(ours) * 1e3:.0f} ms, reference {median(reference) * 1e3:.0f} ms", file=sys.stderr)
+        print(
+            f"{self.name}: {median(ours) * 1e3:.0f} ms, reference {median(reference) * 1e3:.0f} ms",
+            file=sys.stderr,
+        )
 
     def report(self) -> dict[str, Value]:
         def rate(rounds: list[list[float]]) -> float:
-            return round(self.tokens_per_step / median(seconds for one in rounds for seconds in one), 2)
+            return round(
+                self.tokens_per_step / median(seconds for one in rounds for seconds in one), 2
+            )
 
-        ratios = [median(theirs) / median(ours) for ours, theirs in zip(self.ours, self.reference, strict=True)]
-        return {f"{self.name}_tokens_per_s": rate(self.ours),
-                f"{self.name}_reference_tokens_per_s": rate(self.reference),
-                f"{self.name}_ratio": round(median(ratios), 3)}
+        ratios = [
+            median(theirs) / median(ours)
+            for ours, theirs in zip(self.ours, self.reference, strict=True)
+        ]
+        return {
+            f"{self.name}_tokens_per_s": rate(self.ours),
+            f"{self.name}_reference_tokens_per_s": rate(self.reference),
+            f"{self.name}_ratio": round(median(ratios), 3),
+        }
 
 
-def measure(ours: SideProcess, reference: SideProcess, *, rounds: int, steps: int, context: int) -> dict[str, Value]:
-    """Every case's medians and ratio, and how alike both sides' logits behind the prompt are (1 is equal)."""
+def measure(
+    ours: SideProcess, reference: SideProcess, *, rounds: int, steps: int, context: int
+) -> dict[str, Value]:
+    """Every case's medians and ratio, and how alike both sides' logits behind the prompt are (1 is
+    equal)."""
     sides = (ours, reference)
     for side in sides:
         side.answer()
@@ -82,9 +97,11 @@ def measure(ours: SideProcess, reference: SideProcess, *, rounds: int, steps: in
         for _ in range(rounds):
             case.add(*(side.ask(do="decode", steps=steps)["seconds"] for side in sides))
         cases.append(case)
-    return {**{key: value for case in cases for key, value in case.report().items()},
-            "logit_cosine": round(_cosine(answers[0]["logits"], answers[1]["logits"]), 6),
-            **others.figures()}
+    return {
+        **{key: value for case in cases for key, value in case.report().items()},
+        "logit_cosine": round(_cosine(answers[0]["logits"], answers[1]["logits"]), 6),
+        **others.figures(),
+    }
 
 
 def _cosine(a: list[float], b: list[float]) -> float:
@@ -92,26 +109,61 @@ def _cosine(a: list[float], b: list[float]) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("threads", 2), ("rounds", 8), ("steps", 4), ("context", 512), ("page-size", 64)):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in (
+        ("threads", 2),
+        ("rounds", 8),
+        ("steps", 4),
+        ("context", 512),
+        ("page-size", 64),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    parser.add_argument("--numerics", choices=("exact", "fast"), default="exact", help="default exact")
-    parser.add_argument("--reference-huge-pages", action="store_true", help="let the reference use huge pages too")
+    parser.add_argument(
+        "--numerics", choices=("exact", "fast"), default="exact", help="default exact"
+    )
+    parser.add_argument(
+        "--reference-huge-pages", action="store_true", help="let the reference use huge pages too"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     flags = parser.parse_args()
     max_tokens = flags.context + 2 + (flags.rounds + 1) * (flags.steps + 1)
-    arguments = [f"--numerics={flags.numerics}", f"--threads={flags.threads}", f"--context={flags.context}",
-                 f"--max-tokens={max_tokens}", f"--page-size={flags.page_size}"]
+    arguments = [
+        f"--numerics={flags.numerics}",
+        f"--threads={flags.threads}",
+        f"--context={flags.context}",
+        f"--max-tokens={max_tokens}",
+        f"--page-size={flags.page_size}",
+    ]
     plain = {name: value for name, value in os.environ.items() if name not in HUGE_PAGES}
     huge = {**plain, **HUGE_PAGES}
     command = [sys.executable, "-m", "bench.engine_sides"]
-    with (SideProcess("ours", [*command, "ours", *arguments], huge) as ours,
-          SideProcess("reference", [*command, "reference", *arguments],
-                      huge if flags.reference_huge_pages else plain) as reference):
-        values = measure(ours, reference, rounds=flags.rounds, steps=flags.steps, context=flags.context)
-    print(render("engine", {"threads": flags.threads, "context": flags.context, "page_size": flags.page_size,
-                            "numerics": flags.numerics, "reference_huge_pages": flags.reference_huge_pages, **values},
-                 as_json=flags.json))
+    with (
+        SideProcess("ours", [*command, "ours", *arguments], huge) as ours,
+        SideProcess(
+            "reference",
+            [*command, "reference", *arguments],
+            huge if flags.reference_huge_pages else plain,
+        ) as reference,
+    ):
+        values = measure(
+            ours, reference, rounds=flags.rounds, steps=flags.steps, context=flags.context
+        )
+    print(
+        render(
+            "engine",
+            {
+                "threads": flags.threads,
+                "context": flags.context,
+                "page_size": flags.page_size,
+                "numerics": flags.numerics,
+                "reference_huge_pages": flags.reference_huge_pages,
+                **values,
+            },
+            as_json=flags.json,
+        )
+    )
     return 0
 
 

@@ -1,9 +1,10 @@
 """The sides of `bench.engine` and `bench.eight_bits`, each a process: `python -m bench.engine_sides
 ours|int8|reference`.
 
-A side reads one JSON command per line and answers with one: {"do": "prefill", "tokens": n} gives the seconds that the
-first n tokens of a prompt took (all of them by default) and the first logits, {"do": "begin", "rows": n} puts n prompts
-into the cache, {"do": "decode", "steps": n} walks on from there and gives the seconds of each step.
+A side reads one JSON command per line and answers with one: {"do": "prefill", "tokens": n} gives
+the seconds that the first n tokens of a prompt took (all of them by default) and the first logits,
+{"do": "begin", "rows": n} puts n prompts into the cache, {"do": "decode", "steps": n} walks on from
+there and gives the seconds of each step.
 """
 
 import argparse
@@ -43,20 +44,33 @@ from pool.stage.config import WorkerConfig
 
 VOCAB_SIZE, NUM_SHOWN_LOGITS = 151936, 1000
 MODEL: dict[str, object] = {
-    "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "dtype": "bfloat16", "hidden_size": 1024,
-    "num_hidden_layers": 28, "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-    "intermediate_size": 3072, "vocab_size": VOCAB_SIZE, "tie_word_embeddings": True, "hidden_act": "silu",
-    "rms_norm_eps": 1e-6, "max_position_embeddings": 40960, "rope_theta": 1e6,
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": VOCAB_SIZE,
+    "tie_word_embeddings": True,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
 }
 
 
 class Side(Protocol):
     def prefill(self, prompts: Tensor) -> tuple[float, Tensor]:
-        """Seconds for prompts [1, n] into an empty cache up to the choice of a token, and that token's logits."""
+        """Seconds for prompts [1, n] into an empty cache up to the choice of a token, and that
+        token's logits."""
         ...
 
     def begin(self, prompts: Tensor) -> None:
-        """Drop everything; put prompts [rows, n] into the cache and choose each row's next token."""
+        """Drop everything; put prompts [rows, n] into the cache and choose each row's next
+        token."""
         ...
 
     def decode(self, steps: int) -> list[float]:
@@ -65,25 +79,47 @@ class Side(Protocol):
 
 
 class Ours:
-    """Everything a worker does per step but the scheduling: build the batch, plan, forward, argmax. The rows' pages lie
-    scattered in the pool."""
+    """Everything a worker does per step but the scheduling: build the batch, plan, forward, argmax.
+    The rows' pages lie scattered in the pool."""
 
-    def __init__(self, description: ModelDescription, *, numerics: Numerics, page_size: int, max_tokens: int,
-                 max_rows: int) -> None:
+    def __init__(
+        self,
+        description: ModelDescription,
+        *,
+        numerics: Numerics,
+        page_size: int,
+        max_tokens: int,
+        max_rows: int,
+    ) -> None:
         keep_freed_memory()
         layers = LayerRange(0, description.facts.num_layers)
         pages_per_row = pages_for_tokens(max_tokens, page_size)
         num_pages = 1 + max_rows * pages_per_row
-        pools = StagePools(PoolGeometry(page_size=page_size, num_pages=num_pages, num_slots=1, layers=layers,
-                                        specs=description.cache_specs(page_size)))
+        pools = StagePools(
+            PoolGeometry(
+                page_size=page_size,
+                num_pages=num_pages,
+                num_slots=1,
+                layers=layers,
+                specs=description.cache_specs(page_size),
+            )
+        )
         geometry = description.attention_geometry(page_size)
         assert geometry is not None
         model = description.load_stage(layers, numerics=numerics)
         attention = CpuAttention(kv_pools=pools.kv, geometry=geometry)
         recurrent = CpuRecurrent(conv_pools=pools.conv, state_pools=pools.state, numerics=numerics)
-        steps = HostSteps(model=model, attention=attention, recurrent=recurrent, states=recurrent,
-                          max_rows=max_rows, chunk_tokens=WorkerConfig.model_fields["chunk_tokens"].default)
-        self._stage = StageExecutor(model=model, attention=attention, recurrent=recurrent, graphs=steps)
+        steps = HostSteps(
+            model=model,
+            attention=attention,
+            recurrent=recurrent,
+            states=recurrent,
+            max_rows=max_rows,
+            chunk_tokens=WorkerConfig.model_fields["chunk_tokens"].default,
+        )
+        self._stage = StageExecutor(
+            model=model, attention=attention, recurrent=recurrent, graphs=steps
+        )
         order = torch.randperm(num_pages - 1, generator=torch.Generator().manual_seed(0)) + 1
         self._tables = order.view(max_rows, pages_per_row).int()
         self._tokens, self._num_cached = torch.empty(0, 1), 0
@@ -96,7 +132,10 @@ class Ours:
 
     def begin(self, prompts: Tensor) -> None:
         logits = [self._forward(row, prompts[row : row + 1], 0) for row in range(len(prompts))]
-        self._tokens, self._num_cached = torch.cat(logits).argmax(-1, keepdim=True), prompts.shape[1]
+        self._tokens, self._num_cached = (
+            torch.cat(logits).argmax(-1, keepdim=True),
+            prompts.shape[1],
+        )
 
     def decode(self, steps: int) -> list[float]:
         stamps = [time.perf_counter()]
@@ -108,7 +147,8 @@ class Ours:
 
     @torch.inference_mode()
     def _forward(self, first_row: int, token_ids: Tensor, context: int) -> Tensor:
-        """Run token_ids [rows, n] behind `context` tokens of each row. Returns the rows' logits [rows, vocab]."""
+        """Run token_ids [rows, n] behind `context` tokens of each row. Returns the rows' logits
+        [rows, vocab]."""
         rows, length = token_ids.shape
         batch = ForwardBatch(
             mode=ForwardMode.DECODE if length == 1 else ForwardMode.PREFILL,
@@ -119,7 +159,8 @@ class Ours:
             positions=torch.arange(context, context + length).repeat(rows),
             page_tables=self._tables[first_row : first_row + rows],
             slot_ids=torch.zeros(rows, dtype=torch.int32),
-            sampling=(SamplingRow(SamplingParams(temperature=0.0), position=context + length),) * rows,
+            sampling=(SamplingRow(SamplingParams(temperature=0.0), position=context + length),)
+            * rows,
         )
         logits = self._stage.run(batch).logits
         assert logits is not None
@@ -161,22 +202,33 @@ class Reference:
         self._generate(1)
 
     def decode(self, steps: int) -> list[float]:
-        return _intervals(self._generate(steps + 1)[0])  # what is before the first token is not the step alone
+        return _intervals(
+            self._generate(steps + 1)[0]
+        )  # what is before the first token is not the step alone
 
     def _new_cache(self) -> StaticCache:
         return StaticCache(config=self._model.config, max_cache_len=self._max_tokens)
 
     @torch.inference_mode()
     def _generate(self, num_tokens: int) -> tuple[list[float], Tensor]:
-        """Continue the ids, of which the cache may hold a beginning. Returns when each new token was there, and the
-        logits of the last one."""
+        """Continue the ids, of which the cache may hold a beginning. Returns when each new token
+        was there, and the logits of the last one."""
         stamps = _Stamps()
         settings = GenerationConfig(  # type: ignore[no-untyped-call]
-            do_sample=False, max_new_tokens=num_tokens, min_new_tokens=num_tokens, disable_compile=True,
-            return_dict_in_generate=True, output_logits=True)
-        out = self._model.generate(self._ids, generation_config=settings, past_key_values=self._cache,
-                                   attention_mask=torch.ones_like(self._ids),
-                                   stopping_criteria=StoppingCriteriaList([stamps]))
+            do_sample=False,
+            max_new_tokens=num_tokens,
+            min_new_tokens=num_tokens,
+            disable_compile=True,
+            return_dict_in_generate=True,
+            output_logits=True,
+        )
+        out = self._model.generate(
+            self._ids,
+            generation_config=settings,
+            past_key_values=self._cache,
+            attention_mask=torch.ones_like(self._ids),
+            stopping_criteria=StoppingCriteriaList([stamps]),
+        )
         self._ids = out.sequences
         return stamps.times, out.logits[-1]
 
@@ -186,7 +238,8 @@ def _intervals(stamps: list[float]) -> list[float]:
 
 
 def serve(side: Side, prompts: Tensor, row_context: int) -> None:
-    """Answer commands until there are no more. Rows that decode stand behind `row_context` tokens each."""
+    """Answer commands until there are no more. Rows that decode stand behind `row_context` tokens
+    each."""
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         command = json.loads(line)
@@ -211,11 +264,18 @@ def main() -> None:
     parser.add_argument("--row-context", type=int, help="the whole context by default")
     flags = parser.parse_args()
     torch.set_num_threads(flags.threads)
-    prompts = torch.randint(VOCAB_SIZE, (flags.rows, flags.context), generator=torch.Generator().manual_seed(1))
+    prompts = torch.randint(
+        VOCAB_SIZE, (flags.rows, flags.context), generator=torch.Generator().manual_seed(1)
+    )
     side: Side
     if flags.side != "reference":
-        side = Ours(replace(random_model(MODEL), in_bytes=flags.side == "int8"), numerics=flags.numerics,
-                    page_size=flags.page_size, max_tokens=flags.max_tokens, max_rows=flags.rows)
+        side = Ours(
+            replace(random_model(MODEL), in_bytes=flags.side == "int8"),
+            numerics=flags.numerics,
+            page_size=flags.page_size,
+            max_tokens=flags.max_tokens,
+            max_rows=flags.rows,
+        )
     else:
         side = Reference(max_tokens=flags.max_tokens)
     serve(side, prompts, flags.row_context or flags.context)

@@ -1,9 +1,10 @@
-"""`python -m bench.gateway`: what the OpenAI gateway adds to a request, and how soon the pages of a client that leaves
-are free.
+"""`python -m bench.gateway`: what the OpenAI gateway adds to a request, and how soon the pages of a
+client that leaves are free.
 
-A local cluster with the gateway before it. The same greedy chat goes to the router over gRPC and to the gateway over
-HTTP, in turns; streams of a fixed length then show what a chunk costs the gateway's process and the router's; at last
-clients close their connection in the middle of a stream, and the decode pool reports when all its pages are free again.
+A local cluster with the gateway before it. The same greedy chat goes to the router over gRPC and to
+the gateway over HTTP, in turns; streams of a fixed length then show what a chunk costs the
+gateway's process and the router's; at last clients close their connection in the middle of a
+stream, and the decode pool reports when all its pages are free again.
 """
 
 import argparse
@@ -33,8 +34,14 @@ WATCHERS = 5  # a report every 10 ms
 
 
 def body(model: str, max_tokens: int, *, is_endless: bool) -> dict[str, object]:
-    return {"model": model, "messages": [{"role": "user", "content": QUESTION}], "temperature": 0, "stream": True,
-            "max_tokens": max_tokens, "ignore_eos": is_endless}
+    return {
+        "model": model,
+        "messages": [{"role": "user", "content": QUESTION}],
+        "temperature": 0,
+        "stream": True,
+        "max_tokens": max_tokens,
+        "ignore_eos": is_endless,
+    }
 
 
 async def pieces(http: httpx2.AsyncClient, request: dict[str, object]) -> AsyncGenerator[str, None]:
@@ -67,8 +74,8 @@ async def chunks(client: AsyncBatonClient, query: Query) -> AsyncIterator[Chunk]
 
 
 class Held:
-    """How many pages a decode pool has free, as it reports to several watchers in turns: one gets a report every 50
-    ms."""
+    """How many pages a decode pool has free, as it reports to several watchers in turns: one gets a
+    report every 50 ms."""
 
     def __init__(self) -> None:
         self.pages_free = 0
@@ -78,7 +85,9 @@ class Held:
     async def watch(self, address: str, *, after_s: float) -> None:
         await asyncio.sleep(after_s)
         async with open_channel(address) as channel:
-            async for response in worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest(interval_s=0.05)):
+            async for response in worker_pb2_grpc.WorkerStub(channel).Watch(
+                worker_pb2.WatchRequest(interval_s=0.05)
+            ):
                 if response.HasField("info"):
                     self.pages_total = response.info.pages_total
                 else:
@@ -97,7 +106,8 @@ class Held:
 
 
 async def forgotten_s(http: httpx2.AsyncClient, model: str, held: Held) -> float:
-    """From the moment a client closes its connection to the first report of decode that all pages are free."""
+    """From the moment a client closes its connection to the first report of decode that all pages
+    are free."""
     stream = pieces(http, body(model, 1900, is_endless=True))
     await anext(stream)
     await held.until(is_free=False)
@@ -108,10 +118,15 @@ async def forgotten_s(http: httpx2.AsyncClient, model: str, held: Held) -> float
 
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
-    config = ClusterConfig(model=flags.model, listen="127.0.0.1:0", http="127.0.0.1:0", log_level="warning")
-    async with (running_cluster(config) as (cluster, client),
-                httpx2.AsyncClient(base_url=f"http://{cluster.http_address}", timeout=TIMEOUT_S,
-                                   trust_env=False) as http):
+    config = ClusterConfig(
+        model=flags.model, listen="127.0.0.1:0", http="127.0.0.1:0", log_level="warning"
+    )
+    async with (
+        running_cluster(config) as (cluster, client),
+        httpx2.AsyncClient(
+            base_url=f"http://{cluster.http_address}", timeout=TIMEOUT_S, trust_env=False
+        ) as http,
+    ):
         model = (await client.model_info()).model
         query = Query((ChatMessage("user", QUESTION),), Sampling(temperature=0), Stop(max_tokens=8))
         grpc_s, http_s = [], []
@@ -120,30 +135,44 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
             http_s.append(await first_s(pieces(http, body(model, 8, is_endless=False))))
         pids = {name: cluster.processes[name].pid or 0 for name in ("gateway", "router")}
         before = {name: process_cpu_s(pid) for name, pid in pids.items()}
-        await asyncio.gather(*(first_s(pieces(http, body(model, flags.tokens, is_endless=True)))
-                               for _ in range(flags.streams)))
+        await asyncio.gather(
+            *(
+                first_s(pieces(http, body(model, flags.tokens, is_endless=True)))
+                for _ in range(flags.streams)
+            )
+        )
         spent = {name: process_cpu_s(pid) - before[name] for name, pid in pids.items()}
         announcement = cluster.processes["decode-0"].announcement
         assert announcement is not None
         held = Held()
-        watching = [asyncio.create_task(held.watch(announcement.address, after_s=index * 0.01))
-                    for index in range(WATCHERS)]
+        watching = [
+            asyncio.create_task(held.watch(announcement.address, after_s=index * 0.01))
+            for index in range(WATCHERS)
+        ]
         gone_s = [await forgotten_s(http, model, held) for _ in range(flags.leavers)]
         for task in watching:
             task.cancel()
         await asyncio.gather(*watching, return_exceptions=True)
     num_chunks = flags.streams * flags.tokens
-    return {"requests": flags.requests, "ttft_grpc_ms": statistics.median(grpc_s) * 1e3,
-            "ttft_http_ms": statistics.median(http_s) * 1e3,
-            "ttft_added_ms": (statistics.median(http_s) - statistics.median(grpc_s)) * 1e3,
-            "chunks": num_chunks, "gateway_cpu_per_chunk_us": spent["gateway"] / num_chunks * 1e6,
-            "router_cpu_per_chunk_us": spent["router"] / num_chunks * 1e6, "leavers": flags.leavers,
-            "forgotten_median_ms": statistics.median(gone_s) * 1e3, "forgotten_max_ms": max(gone_s) * 1e3}
+    return {
+        "requests": flags.requests,
+        "ttft_grpc_ms": statistics.median(grpc_s) * 1e3,
+        "ttft_http_ms": statistics.median(http_s) * 1e3,
+        "ttft_added_ms": (statistics.median(http_s) - statistics.median(grpc_s)) * 1e3,
+        "chunks": num_chunks,
+        "gateway_cpu_per_chunk_us": spent["gateway"] / num_chunks * 1e6,
+        "router_cpu_per_chunk_us": spent["router"] / num_chunks * 1e6,
+        "leavers": flags.leavers,
+        "forgotten_median_ms": statistics.median(gone_s) * 1e3,
+        "forgotten_max_ms": max(gone_s) * 1e3,
+    }
 
 
 def main() -> int:
     parser = benchmark_flags(__doc__)
-    parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
+    parser.add_argument(
+        "--model", type=Path, default=demo_model(), help="model directory; default: the demo model"
+    )
     for name, default in (("requests", 100), ("streams", 8), ("tokens", 400), ("leavers", 20)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     return run_benchmark("gateway", parser, measure)

@@ -1,10 +1,11 @@
-"""`python -m bench.gpu_cluster`: a whole cluster on one device, through gRPC and UCX, and how much of each prompt's
-handoff prefill does not hide.
+"""`python -m bench.gpu_cluster`: a whole cluster on one device, through gRPC and UCX, and how much
+of each prompt's handoff prefill does not hide.
 
-One prefill worker and a decode pool of two stages, an 8B-shaped Llama with random bf16 weights that is written to disk
-first (16 GB, in a temporary folder) and read by the workers as any checkpoint is. Prompts come one at a time, so that
-nothing else hides a handoff; `exposed_of_prefill` is its exposed part over the time of prefill, medians of both. With
-`--model` an existing checkpoint serves instead, with `--device cpu` the host's cores.
+One prefill worker and a decode pool of two stages, an 8B-shaped Llama with random bf16 weights that
+is written to disk first (16 GB, in a temporary folder) and read by the workers as any checkpoint
+is. Prompts come one at a time, so that nothing else hides a handoff; `exposed_of_prefill` is its
+exposed part over the time of prefill, medians of both. With `--model` an existing checkpoint serves
+instead, with `--device cpu` the host's cores.
 """
 
 import argparse
@@ -40,7 +41,8 @@ ANSWER_S = 60.0
 
 
 class _ShardWriter:
-    """A `WeightSource` of random weights that keeps what it gives, in files of about `shard_bytes`."""
+    """A `WeightSource` of random weights that keeps what it gives, in files of about
+    `shard_bytes`."""
 
     def __init__(self, folder: Path, shard_bytes: int) -> None:
         self._folder = folder
@@ -66,7 +68,9 @@ class _ShardWriter:
         """Write what is left, and the index."""
         self._flush()
         index = {"weight_map": self._files}
-        (self._folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+        (self._folder / "model.safetensors.index.json").write_text(
+            json.dumps(index), encoding="utf-8"
+        )
 
     def _flush(self) -> None:
         file = f"model-{len(set(self._files.values())):05}.safetensors"
@@ -75,38 +79,71 @@ class _ShardWriter:
         self._shard = {}
 
 
-def write_checkpoint(folder: Path, config: dict[str, object], device: torch.device, *,
-                     shard_bytes: int = SHARD_BYTES) -> Path:
-    """A checkpoint of this config with random weights, which are drawn on `device`. Returns the folder."""
+def write_checkpoint(
+    folder: Path, config: dict[str, object], device: torch.device, *, shard_bytes: int = SHARD_BYTES
+) -> Path:
+    """A checkpoint of this config with random weights, which are drawn on `device`. Returns the
+    folder."""
     description, source = random_model(config), _ShardWriter(folder, shard_bytes)
-    weights = Weights(source, prefix="", dtype=getattr(torch, description.facts.dtype), numerics=Numerics.FAST,
-                      device=device)
-    DecoderStage(facts=description.facts, spec=description.spec, weights=weights,
-                 layer_range=LayerRange(0, description.facts.num_layers))
+    weights = Weights(
+        source,
+        prefix="",
+        dtype=getattr(torch, description.facts.dtype),
+        numerics=Numerics.FAST,
+        device=device,
+    )
+    DecoderStage(
+        facts=description.facts,
+        spec=description.spec,
+        weights=weights,
+        layer_range=LayerRange(0, description.facts.num_layers),
+    )
     source.finish()
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 
-async def measure(model: Path, device: str, *, prompt_tokens: int, prompts: int) -> dict[str, Value]:
-    """Serve the model and send it prompts of random tokens. Raises BatonError when it cannot be served, or an answer
-    fails."""
+async def measure(
+    model: Path, device: str, *, prompt_tokens: int, prompts: int
+) -> dict[str, Value]:
+    """Serve the model and send it prompts of random tokens. Raises BatonError when it cannot be
+    served, or an answer fails."""
     numerics = Numerics.EXACT if device == "cpu" else Numerics.FAST
     kind = device.partition(":")[0]
-    config = ClusterConfig(model=model, decode_pp=2, listen="127.0.0.1:0", log_level="warning", ready_timeout_s=READY_S,
-                           one_core_each=kind == "cpu",
-                           worker_flags=("--device", device, "--numerics", numerics.value, "--memory-mb",
-                                         str(MEMORY_MB[kind])))
+    config = ClusterConfig(
+        model=model,
+        decode_pp=2,
+        listen="127.0.0.1:0",
+        log_level="warning",
+        ready_timeout_s=READY_S,
+        one_core_each=kind == "cpu",
+        worker_flags=(
+            "--device",
+            device,
+            "--numerics",
+            numerics.value,
+            "--memory-mb",
+            str(MEMORY_MB[kind]),
+        ),
+    )
     draw = random.Random(0)
     async with running_cluster(config) as (_, client):
         vocab_size = (await client.model_info()).vocab_size
         answers = list[Completion]()
         for _ in range(prompts + 1):  # the first one warms up
-            query = Query(prompt=tuple(draw.randrange(vocab_size) for _ in range(prompt_tokens)),
-                          sampling=Sampling(temperature=0.0), stop=Stop(max_tokens=OUTPUT_TOKENS, ignore_eos=True),
-                          skip_text=True)
+            query = Query(
+                prompt=tuple(draw.randrange(vocab_size) for _ in range(prompt_tokens)),
+                sampling=Sampling(temperature=0.0),
+                stop=Stop(max_tokens=OUTPUT_TOKENS, ignore_eos=True),
+                skip_text=True,
+            )
             answers.append(await client.complete(query, timeout_s=ANSWER_S))
-    return {"device": device, "prompt_tokens": prompt_tokens, "prompts": prompts, **summary(answers[1:])}
+    return {
+        "device": device,
+        "prompt_tokens": prompt_tokens,
+        "prompts": prompts,
+        **summary(answers[1:]),
+    }
 
 
 def summary(answers: list[Completion]) -> dict[str, Value]:
@@ -114,22 +151,33 @@ def summary(answers: list[Completion]) -> dict[str, Value]:
     prefill_s, exposed_s, decode_s = list[float](), list[float](), list[float]()
     for answer in answers:
         timings = answer.finish.timings
-        if timings.prefill_s is None or timings.transfer_exposed_s is None or timings.decode_s is None:
+        if (
+            timings.prefill_s is None
+            or timings.transfer_exposed_s is None
+            or timings.decode_s is None
+        ):
             raise BatonError(f"an answer lacks timings: {timings}")
         if len(answer.token_ids) != OUTPUT_TOKENS:
             raise BatonError(f"an answer has {len(answer.token_ids)} tokens, not {OUTPUT_TOKENS}")
         prefill_s.append(timings.prefill_s)
         exposed_s.append(timings.transfer_exposed_s)
         decode_s.append(timings.decode_s / (OUTPUT_TOKENS - 1))
-    return {"prefill_ms": 1e3 * statistics.median(prefill_s), "exposed_ms": 1e3 * statistics.median(exposed_s),
-            "exposed_of_prefill": statistics.median(exposed_s) / statistics.median(prefill_s),
-            "decode_step_ms": 1e3 * statistics.median(decode_s)}
+    return {
+        "prefill_ms": 1e3 * statistics.median(prefill_s),
+        "exposed_ms": 1e3 * statistics.median(exposed_s),
+        "exposed_of_prefill": statistics.median(exposed_s) / statistics.median(prefill_s),
+        "decode_step_ms": 1e3 * statistics.median(decode_s),
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--device", default="cuda", help="cuda, cuda:N or cpu; default cuda")
-    parser.add_argument("--model", type=Path, help="directory of a checkpoint; default: 8B-shaped, random")
+    parser.add_argument(
+        "--model", type=Path, help="directory of a checkpoint; default: 8B-shaped, random"
+    )
     parser.add_argument("--prompt-tokens", type=int, default=2048, help="default 2048")
     parser.add_argument("--prompts", type=int, default=8, help="default 8")
     parser.add_argument("--json", action="store_true", help="one JSON object")
@@ -138,9 +186,15 @@ def main() -> int:
         if flags.device != "cpu" and not torch.cuda.is_available():
             raise ConfigError(f"device {flags.device} needs a CUDA device", field="device")
         with tempfile.TemporaryDirectory(prefix="baton-model-") as folder:
-            model = flags.model or write_checkpoint(Path(folder), LLAMA_8B, torch.device(flags.device))
+            model = flags.model or write_checkpoint(
+                Path(folder), LLAMA_8B, torch.device(flags.device)
+            )
             torch.cuda.empty_cache()  # the workers need the memory
-            values = asyncio.run(measure(model, flags.device, prompt_tokens=flags.prompt_tokens, prompts=flags.prompts))
+            values = asyncio.run(
+                measure(
+                    model, flags.device, prompt_tokens=flags.prompt_tokens, prompts=flags.prompts
+                )
+            )
     except BatonError as error:
         print(f"bench.gpu_cluster: {error}", file=sys.stderr)
         return 1

@@ -1,10 +1,12 @@
-"""`python -m bench.gpu_model`: whole models on a GPU against the machine's own ceilings, measured in the same run.
+"""`python -m bench.gpu_model`: whole models on a GPU against the machine's own ceilings, measured
+in the same run.
 
-An 8B-shaped Llama and a 9B-shaped Qwen3.5 hybrid with random bf16 weights, made on the device. Decode and verification
-are held against a device copy of the bytes they must read (weights once, and every row's cache), prefill against a
-large matrix product. A step begins with a batch on the host, which is planned, and ends with logits on the device;
-decode steps are captured as in a decode pool. What does not fit beside the weights is null. transformers decodes beside
-it where it can be imported. Each part is reported when it is done, so that none is lost with a later one; one that
+An 8B-shaped Llama and a 9B-shaped Qwen3.5 hybrid with random bf16 weights, made on the device.
+Decode and verification are held against a device copy of the bytes they must read (weights once,
+and every row's cache), prefill against a large matrix product. A step begins with a batch on the
+host, which is planned, and ends with logits on the device; decode steps are captured as in a decode
+pool. What does not fit beside the weights is null. transformers decodes beside it where it can be
+imported. Each part is reported when it is done, so that none is lost with a later one; one that
 fails is reported as an error, and the next goes on.
 """
 
@@ -45,19 +47,46 @@ Clock = Callable[[Callable[[], object]], float]  # seconds per call
 _DRAW = SamplingRow(SamplingParams(), 0)
 _ROPE = {"rope_type": "default", "rope_theta": 500000.0}
 LLAMA_8B: dict[str, object] = {
-    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096,
-    "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "head_dim": 128, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5, "hidden_act": "silu",
-    "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": False, "rope_parameters": _ROPE,
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-5,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "rope_parameters": _ROPE,
     "torch_dtype": "bfloat16",
 }
 HYBRID_9B: dict[str, object] = {
-    "architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "vocab_size": 248320, "hidden_size": 4096,
-    "intermediate_size": 12288, "num_hidden_layers": 32, "num_attention_heads": 16, "num_key_value_heads": 4,
-    "head_dim": 256, "max_position_embeddings": 131072, "rms_norm_eps": 1e-6, "hidden_act": "silu",
-    "attention_bias": False, "tie_word_embeddings": False, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
-    "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25}, "torch_dtype": "bfloat16",
+    "architectures": ["Qwen3_5ForCausalLM"],
+    "model_type": "qwen3_5_text",
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 131072,
+    "rms_norm_eps": 1e-6,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25},
+    "torch_dtype": "bfloat16",
 }
 
 
@@ -77,7 +106,8 @@ class Sizes:
 
 
 class DeviceRandom:
-    """A `WeightSource` that draws on the device: billions of numbers would take the host minutes."""
+    """A `WeightSource` that draws on the device: billions of numbers would take the host
+    minutes."""
 
     def __init__(self) -> None:
         self.num_bytes = 0
@@ -93,7 +123,9 @@ class DeviceRandom:
         if "norm" in name:
             out.fill_(1.0)
             return
-        generator = self._generators.setdefault(out.device, torch.Generator(out.device).manual_seed(0))
+        generator = self._generators.setdefault(
+            out.device, torch.Generator(out.device).manual_seed(0)
+        )
         out.normal_(0.0, out.shape[-1] ** -0.5, generator=generator)
 
     def row_scales(self, name: str, *, item: int | None = None) -> None:
@@ -102,8 +134,8 @@ class DeviceRandom:
 
 @dataclass(frozen=True)
 class Subject:
-    """A whole model in one stage. `weight_bytes`: what every step reads. `verifier` has the memory of one row, because
-    states are kept per node."""
+    """A whole model in one stage. `weight_bytes`: what every step reads. `verifier` has the memory
+    of one row, because states are kept per node."""
 
     description: ModelDescription
     executor: StageExecutor
@@ -111,15 +143,29 @@ class Subject:
     weight_bytes: int
     num_pages: int
 
-    def step(self, mode: ForwardMode, num_rows: int, length: int, context: int) -> Callable[[], Tensor] | None:
-        """A forward of equal rows, whose tokens under verification are chains; gives logits on the device. None where
-        there are too few pages for it."""
-        spec = SpecRow(tuple(range(-1, length - 1)), scratch=1) if mode is ForwardMode.VERIFY else None
+    def step(
+        self, mode: ForwardMode, num_rows: int, length: int, context: int
+    ) -> Callable[[], Tensor] | None:
+        """A forward of equal rows, whose tokens under verification are chains; gives logits on the
+        device. None where there are too few pages for it."""
+        spec = (
+            SpecRow(tuple(range(-1, length - 1)), scratch=1) if mode is ForwardMode.VERIFY else None
+        )
         each = _pages(context + length)
         if num_rows * each >= self.num_pages:
             return None
-        rows = [Row(row, [7] * length, context, range(1 + row * each, 1 + (row + 1) * each), 1 + row, _DRAW, spec)
-                for row in range(num_rows)]
+        rows = [
+            Row(
+                row,
+                [7] * length,
+                context,
+                range(1 + row * each, 1 + (row + 1) * each),
+                1 + row,
+                _DRAW,
+                spec,
+            )
+            for row in range(num_rows)
+        ]
         batch = build_batch(mode, rows)
         executor = self.executor if spec is None else self.verifier
 
@@ -135,41 +181,73 @@ class Subject:
     def cache_bytes(self, context: int) -> int:
         """What a row's caches hold: pages of its tokens, and states, which are read and written."""
         specs = self.description.cache_specs(PAGE)
-        return sum(spec.record_bytes * context // PAGE if spec.kind.is_paged else 2 * spec.record_bytes
-                   for spec in specs)
+        return sum(
+            spec.record_bytes * context // PAGE if spec.kind.is_paged else 2 * spec.record_bytes
+            for spec in specs
+        )
 
     def prefill_flops(self, length: int) -> float:
         """Of products with the weights and, causal, of attention; the head runs for one token."""
         geometry = self.description.attention_geometry(PAGE)
         assert geometry is not None
         facts = self.description.facts
-        num_attention = len({spec.layer_id for spec in self.description.cache_specs(PAGE) if spec.kind.is_paged})
+        num_attention = len(
+            {spec.layer_id for spec in self.description.cache_specs(PAGE) if spec.kind.is_paged}
+        )
         weights = self.weight_bytes / 2 - facts.vocab_size * facts.hidden_size
-        return 2 * weights * length + 2 * geometry.num_heads * geometry.head_dim * length**2 * num_attention
+        return (
+            2 * weights * length
+            + 2 * geometry.num_heads * geometry.head_dim * length**2 * num_attention
+        )
 
 
 def build(config: dict[str, object], backends: Backends, sizes: Sizes) -> Subject:
     description, source = random_model(config), DeviceRandom()
-    layers, page_bytes = LayerRange(0, description.facts.num_layers), bytes_per_page(description.cache_specs(PAGE))
-    weights = Weights(source, prefix="", dtype=getattr(torch, description.facts.dtype), numerics=backends.numerics,
-                      device=backends.device)
-    model = DecoderStage(facts=description.facts, spec=description.spec, layer_range=layers, weights=weights)
+    layers, page_bytes = (
+        LayerRange(0, description.facts.num_layers),
+        bytes_per_page(description.cache_specs(PAGE)),
+    )
+    weights = Weights(
+        source,
+        prefix="",
+        dtype=getattr(torch, description.facts.dtype),
+        numerics=backends.numerics,
+        device=backends.device,
+    )
+    model = DecoderStage(
+        facts=description.facts, spec=description.spec, layer_range=layers, weights=weights
+    )
 
     def backends_over(num_pages: int, num_slots: int, max_nodes: int) -> StageBackends:
-        pools = StagePools(PoolGeometry(PAGE, num_pages, num_slots, layers, description.cache_specs(PAGE)),
-                           device=str(backends.device))
-        return backends.of_stage(StageCaches.of_layers(pools, layers), description.attention_geometry(PAGE),
-                                 description.latent_geometry(PAGE), max_nodes=max_nodes,
-                                 num_scratch=2 if max_nodes else 0)
+        pools = StagePools(
+            PoolGeometry(PAGE, num_pages, num_slots, layers, description.cache_specs(PAGE)),
+            device=str(backends.device),
+        )
+        return backends.of_stage(
+            StageCaches.of_layers(pools, layers),
+            description.attention_geometry(PAGE),
+            description.latent_geometry(PAGE),
+            max_nodes=max_nodes,
+            num_scratch=2 if max_nodes else 0,
+        )
 
     num_slots = max(sizes.rows) + 1
     few = backends_over(_pages(min(sizes.contexts) + max(sizes.nodes)) + 1, 2, max(sizes.nodes))
-    fitting = _free_bytes(backends.device) - num_slots * bytes_per_slot(description.cache_specs(PAGE))
+    fitting = _free_bytes(backends.device) - num_slots * bytes_per_slot(
+        description.cache_specs(PAGE)
+    )
     num_pages = min(sizes.num_pages, int(fitting * _SHARE_OF_FREE) // page_bytes)
     many = backends_over(num_pages, num_slots, 0)
-    graphs = build_graphs(WorkerConfig(model=Path(), max_running=max(sizes.rows)), description, model, many, None)
-    return Subject(description, build_executor(model, many, backends.device, None, graphs),
-                   build_executor(model, few, backends.device, None), source.num_bytes, num_pages)
+    graphs = build_graphs(
+        WorkerConfig(model=Path(), max_running=max(sizes.rows)), description, model, many, None
+    )
+    return Subject(
+        description,
+        build_executor(model, many, backends.device, None, graphs),
+        build_executor(model, few, backends.device, None),
+        source.num_bytes,
+        num_pages,
+    )
 
 
 def _free_bytes(device: torch.device) -> int:
@@ -181,7 +259,10 @@ def decode(subject: Subject, limits: Ceilings, sizes: Sizes, clock: Clock) -> di
     values: dict[str, Value] = {}
     for context in sizes.contexts:
         for rows in sizes.rows:
-            step, name = subject.step(ForwardMode.DECODE, rows, 1, context), f"decode_b{rows}_c{context}"
+            step, name = (
+                subject.step(ForwardMode.DECODE, rows, 1, context),
+                f"decode_b{rows}_c{context}",
+            )
             took = None if step is None else clock(step)
             read = subject.weight_bytes + rows * subject.cache_bytes(context)
             values[f"{name}_ms"] = None if took is None else took * 1e3
@@ -197,24 +278,32 @@ def prefill(subject: Subject, limits: Ceilings, sizes: Sizes, clock: Clock) -> d
         took = None if step is None else clock(step)
         values[f"prefill_{length}_ms"] = None if took is None else took * 1e3
         values[f"prefill_{length}_of_matmul"] = (
-            None if took is None else subject.prefill_flops(length) / took / limits.matmul_flops)
+            None if took is None else subject.prefill_flops(length) / took / limits.matmul_flops
+        )
     return values
 
 
 def verify(subject: Subject, sizes: Sizes, clock: Clock) -> dict[str, Value]:
-    """How many plain steps of one row, not captured either, it costs to verify a chain of so many."""
+    """How many plain steps of one row, not captured either, it costs to verify a chain of so
+    many."""
     context = min(sizes.contexts)
-    plain, *others = (subject.step(ForwardMode.VERIFY, 1, nodes, context) for nodes in (1, *sizes.nodes))
+    plain, *others = (
+        subject.step(ForwardMode.VERIFY, 1, nodes, context) for nodes in (1, *sizes.nodes)
+    )
     if plain is None:
         return {}
     took = clock(plain)
-    return {f"verify_{nodes}_of_step": None if step is None else clock(step) / took
-            for nodes, step in zip(sizes.nodes, others, strict=True)}
+    return {
+        f"verify_{nodes}_of_step": None if step is None else clock(step) / took
+        for nodes, step in zip(sizes.nodes, others, strict=True)
+    }
 
 
-def reference(config: dict[str, object], device: torch.device, sizes: Sizes,
-              clock: Clock) -> dict[str, Value]:
-    """transformers' forward for one token of one row behind the shortest context; nothing where it is not there."""
+def reference(
+    config: dict[str, object], device: torch.device, sizes: Sizes, clock: Clock
+) -> dict[str, Value]:
+    """transformers' forward for one token of one row behind the shortest context; nothing where it
+    is not there."""
     if find_spec("transformers") is None:
         return {}
     import transformers
@@ -225,16 +314,29 @@ def reference(config: dict[str, object], device: torch.device, sizes: Sizes,
     settings = known[kind].from_dict(dict(config))
     with torch.device(device):
         model = transformers.AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
-            settings, dtype=torch.bfloat16).eval()
+            settings, dtype=torch.bfloat16
+        ).eval()
     context = min(sizes.contexts)
     with torch.inference_mode():
-        cache = model(torch.full((1, context), 7, device=device), use_cache=True, logits_to_keep=1).past_key_values
-        took = clock(lambda: model(torch.full((1, 1), 7, device=device), past_key_values=cache, use_cache=True))
+        cache = model(
+            torch.full((1, context), 7, device=device), use_cache=True, logits_to_keep=1
+        ).past_key_values
+        took = clock(
+            lambda: model(
+                torch.full((1, 1), 7, device=device), past_key_values=cache, use_cache=True
+            )
+        )
     return {f"transformers_b1_c{context}_ms": took * 1e3}
 
 
-def measure(config: dict[str, object], backends: Backends, limits: Ceilings, sizes: Sizes, clock: Clock,
-            tell: Callable[[dict[str, Value]], None]) -> None:
+def measure(
+    config: dict[str, object],
+    backends: Backends,
+    limits: Ceilings,
+    sizes: Sizes,
+    clock: Clock,
+    tell: Callable[[dict[str, Value]], None],
+) -> None:
     """All parts of one model, and then, when its memory is free again, of transformers'."""
 
     def attempt(part: str, work: Callable[[], dict[str, Value]]) -> None:
@@ -271,7 +373,9 @@ def _pages(num_tokens: int) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="print JSON objects, one per part")
     arguments = parser.parse_args()
     try:
@@ -285,13 +389,23 @@ def main() -> None:
         def tell(values: Mapping[str, Value], **model: Value) -> None:
             print(render("gpu_model", {**model, **values}, as_json=arguments.json), flush=True)
 
-        tell({"gpu": torch.cuda.get_device_name(device), "torch": torch.__version__,
-              "copy_gbps": limits.copy_bps / 1e9, "matmul_tflops": limits.matmul_flops / 1e12})
+        tell(
+            {
+                "gpu": torch.cuda.get_device_name(device),
+                "torch": torch.__version__,
+                "copy_gbps": limits.copy_bps / 1e9,
+                "matmul_tflops": limits.matmul_flops / 1e12,
+            }
+        )
         _free_what_is_unused()
         for name, config in (("llama_8b", LLAMA_8B), ("hybrid_9b", HYBRID_9B)):
             measure(config, backends, limits, sizes, seconds, partial(tell, model=name))
     except BatonError as error:
-        sys.exit(f"error: {error}" if not arguments.json else json.dumps({"bench": "gpu_model", "error": str(error)}))
+        sys.exit(
+            f"error: {error}"
+            if not arguments.json
+            else json.dumps({"bench": "gpu_model", "error": str(error)})
+        )
 
 
 if __name__ == "__main__":

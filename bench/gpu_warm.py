@@ -1,9 +1,11 @@
-"""`python -m bench.gpu_warm`: compile what is compiled on first use, all at once, and run each piece once.
+"""`python -m bench.gpu_warm`: compile what is compiled on first use, all at once, and run each
+piece once.
 
-FlashInfer compiles a kernel when the first plan needs it, Triton when the first launch does: minutes, if one waits
-for the other. Here each piece has a process of its own, so all take as long as the slowest; what they compile is kept
-on disk for every later process. It is also the first look at a machine: a piece that cannot be compiled, planned or run
-is named, with the end of what it wrote.
+FlashInfer compiles a kernel when the first plan needs it, Triton when the first launch does:
+minutes, if one waits for the other. Here each piece has a process of its own, so all take as long
+as the slowest; what they compile is kept on disk for every later process. It is also the first look
+at a machine: a piece that cannot be compiled, planned or run is named, with the end of what it
+wrote.
 """
 
 import argparse
@@ -38,7 +40,8 @@ _DEVICE = torch.device("cuda", 0)
 
 
 def decode(head_dim: int) -> Tensor:
-    """With as few query heads per kv head as have a kernel of their own; more use that of prefill."""
+    """With as few query heads per kv head as have a kernel of their own; more use that of
+    prefill."""
     return _attention(head_dim, ForwardMode.DECODE, None, 1, num_heads=4)
 
 
@@ -50,25 +53,53 @@ def tree(head_dim: int) -> Tensor:
     return _attention(head_dim, ForwardMode.VERIFY, SpecRow((-1, 0, 0)), 3)
 
 
-def _attention(head_dim: int, mode: ForwardMode, spec: SpecRow | None, count: int, *, num_heads: int = 8) -> Tensor:
-    geometry = AttentionGeometry(num_heads=num_heads, num_kv_heads=2, head_dim=head_dim, page_size=PAGE,
-                                 scale=head_dim**-0.5)
+def _attention(
+    head_dim: int, mode: ForwardMode, spec: SpecRow | None, count: int, *, num_heads: int = 8
+) -> Tensor:
+    geometry = AttentionGeometry(
+        num_heads=num_heads, num_kv_heads=2, head_dim=head_dim, page_size=PAGE, scale=head_dim**-0.5
+    )
     pool = torch.zeros(4, 2, 2, PAGE, head_dim, dtype=torch.bfloat16, device=_DEVICE)
-    backend = FlashInferAttention(kv_pools={LAYER: pool}, geometry=geometry, wrappers=FlashInferWrappers(_DEVICE),
-                                  device=_DEVICE, write_kv=write_kv)
+    backend = FlashInferAttention(
+        kv_pools={LAYER: pool},
+        geometry=geometry,
+        wrappers=FlashInferWrappers(_DEVICE),
+        device=_DEVICE,
+        write_kv=write_kv,
+    )
     batch = build_batch(mode, [Row(1, [0] * count, 7, [1, 2], 1, None, spec)])
     backend.plan(batch)
-    q, kv = (torch.randn(count, heads, head_dim, dtype=torch.bfloat16, device=_DEVICE) for heads in (num_heads, 2))
+    q, kv = (
+        torch.randn(count, heads, head_dim, dtype=torch.bfloat16, device=_DEVICE)
+        for heads in (num_heads, 2)
+    )
     return backend.run(LAYER, q, kv, kv, batch)
 
 
 def latent() -> Tensor:
     """DeepSeek's shape, one row of five tokens."""
     wrapper = FlashInferLatentWrappers(_DEVICE).latent()
-    starts, pages, length = (torch.tensor(values, dtype=torch.int32) for values in ([0, 5], [0, 1], [5]))
-    wrapper.plan(starts, pages, pages[:1].to(_DEVICE), length, 16, 512, 64, 64, True, 0.1,  # noqa: FBT003
-                 torch.bfloat16, torch.bfloat16)
-    q, pool = (torch.randn(*shape, dtype=torch.bfloat16, device=_DEVICE) for shape in ((5, 16, 576), (2, 64, 576)))
+    starts, pages, length = (
+        torch.tensor(values, dtype=torch.int32) for values in ([0, 5], [0, 1], [5])
+    )
+    wrapper.plan(
+        starts,
+        pages,
+        pages[:1].to(_DEVICE),
+        length,
+        16,
+        512,
+        64,
+        64,
+        True,  # noqa: FBT003
+        0.1,
+        torch.bfloat16,
+        torch.bfloat16,
+    )
+    q, pool = (
+        torch.randn(*shape, dtype=torch.bfloat16, device=_DEVICE)
+        for shape in ((5, 16, 576), (2, 64, 576))
+    )
     return wrapper.run(q[..., :512], q[..., 512:], pool[..., :512], pool[..., 512:])
 
 
@@ -77,41 +108,64 @@ def recurrent(num_k_heads: int, num_v_heads: int, dtype: torch.dtype) -> Tensor:
     channels = (2 * num_k_heads + num_v_heads) * 128
     backend = DeviceRecurrent(
         conv_pools={LAYER: torch.zeros(2, KERNEL - 1, channels, dtype=dtype, device=_DEVICE)},
-        state_pools={LAYER: torch.zeros(2, num_v_heads, 128, 128, device=_DEVICE)})
+        state_pools={LAYER: torch.zeros(2, num_v_heads, 128, 128, device=_DEVICE)},
+    )
     weight = torch.randn(channels, KERNEL, dtype=dtype, device=_DEVICE)
     outputs = []
     for mode, count, context in ((ForwardMode.PREFILL, 70, 0), (ForwardMode.DECODE, 1, 70)):
         batch = build_batch(mode, [Row(1, [0] * count, context, [1] * 5, 1, None)])
-        x = backend.causal_conv(LAYER, torch.randn(count, channels, dtype=dtype, device=_DEVICE), weight, batch)
-        q, k, v = (part.view(count, -1, 128)
-                   for part in torch.split(x, [num_k_heads * 128, num_k_heads * 128, num_v_heads * 128], -1))
+        x = backend.causal_conv(
+            LAYER, torch.randn(count, channels, dtype=dtype, device=_DEVICE), weight, batch
+        )
+        q, k, v = (
+            part.view(count, -1, 128)
+            for part in torch.split(
+                x, [num_k_heads * 128, num_k_heads * 128, num_v_heads * 128], -1
+            )
+        )
         g, beta = torch.rand(2, count, num_v_heads, device=_DEVICE)
         outputs.append(backend.gated_delta_rule(LAYER, q, k, v, -g, beta, batch))
     return torch.cat(outputs)
 
 
 PIECES: Mapping[str, Callable[[], Tensor]] = {
-    "recurrent": partial(recurrent, 16, 32, torch.bfloat16), "recurrent fp32": partial(recurrent, 4, 8, torch.float32),
+    "recurrent": partial(recurrent, 16, 32, torch.bfloat16),
+    "recurrent fp32": partial(recurrent, 4, 8, torch.float32),
     **{f"prefill {dim}": partial(prefill, dim) for dim in HEAD_DIMS},
     **{f"decode {dim}": partial(decode, dim) for dim in HEAD_DIMS},
-    "tree 128": partial(tree, 128), "latent": latent,
+    "tree 128": partial(tree, 128),
+    "latent": latent,
 }
 
 
-def run_all(commands: Mapping[str, Sequence[str]], limit_s: float, tell: Callable[[str], None]) -> int:
-    """Every command at once, each for at most so long. Reports how each ended; returns how many failed."""
+def run_all(
+    commands: Mapping[str, Sequence[str]], limit_s: float, tell: Callable[[str], None]
+) -> int:
+    """Every command at once, each for at most so long. Reports how each ended; returns how many
+    failed."""
     jobs = max(1, 2 * len(os.sched_getaffinity(0)) // max(1, len(commands)))
-    environment = {**os.environ, "MAX_JOBS": os.environ.get("MAX_JOBS", str(jobs))}  # of each one's compilers
+    environment = {
+        **os.environ,
+        "MAX_JOBS": os.environ.get("MAX_JOBS", str(jobs)),
+    }  # of each one's compilers
     began = time.monotonic()
 
     def run(command: Sequence[str]) -> str:
         """What was wrong; nothing when it went well."""
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-                              start_new_session=True) as process:
+        with subprocess.Popen(
+            command,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        ) as process:
             try:
                 written, _ = process.communicate(timeout=limit_s)
             except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)  # its compilers, too, which hold its output open
+                os.killpg(
+                    process.pid, signal.SIGKILL
+                )  # its compilers, too, which hold its output open
                 return f"not done within {limit_s:g} s"
         return f"exit status {process.returncode}\n{written[-_TAIL:]}" if process.returncode else ""
 
@@ -126,8 +180,12 @@ def run_all(commands: Mapping[str, Sequence[str]], limit_s: float, tell: Callabl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--limit", type=float, default=LIMIT_S, help=f"seconds for each piece; default {LIMIT_S:g}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--limit", type=float, default=LIMIT_S, help=f"seconds for each piece; default {LIMIT_S:g}"
+    )
     parser.add_argument("--piece", choices=PIECES, help="only this one, in this process")
     flags = parser.parse_args()
     try:
@@ -137,7 +195,9 @@ def main() -> None:
             if not bool(PIECES[flags.piece]().isfinite().all()):
                 sys.exit("it ran, but its result is not finite")
             return
-        commands = {name: [sys.executable, "-m", "bench.gpu_warm", "--piece", name] for name in PIECES}
+        commands = {
+            name: [sys.executable, "-m", "bench.gpu_warm", "--piece", name] for name in PIECES
+        }
         if run_all(commands, flags.limit, lambda line: print(line, flush=True)):
             sys.exit(1)
     except BatonError as error:

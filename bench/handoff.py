@@ -1,16 +1,19 @@
-"""`python -m bench.handoff`: one prompt's cache from pool to pool between two processes, beside `ucx_perftest`.
+"""`python -m bench.handoff`: one prompt's cache from pool to pool between two processes, beside
+`ucx_perftest`.
 
-28 layers of 8 kv heads with head_dim 128 in bf16, 2,048 tokens in scattered pages of 64: 896 items of 256 KiB, 235 MB,
-through two transfer agents with every digest made and checked. The clock runs from "all layers are done" on the source
-to "everything landed and was checked" on the destination. The reference is UCX's own `tag_bw` with 64 MiB messages
-(out of cache, no digests, nothing scattered) under the same UCX settings, from memory that was written before, see
-`bench.ucx_reference`; `zeros_gbps` is the same from memory that never was. All take turns, and of all each side has a
-core of its own, as in containers; the pools are in huge pages, as the roles' are. Figures are medians over rounds in
-GB/s (1e9 bytes), the ratio is the median of the rounds' ratios. `foreign_cores` is how many cores other processes
-took: above 0.2 the figures are noise.
+28 layers of 8 kv heads with head_dim 128 in bf16, 2,048 tokens in scattered pages of 64: 896 items
+of 256 KiB, 235 MB, through two transfer agents with every digest made and checked. The clock runs
+from "all layers are done" on the source to "everything landed and was checked" on the destination.
+The reference is UCX's own `tag_bw` with 64 MiB messages (out of cache, no digests, nothing
+scattered) under the same UCX settings, from memory that was written before, see
+`bench.ucx_reference`; `zeros_gbps` is the same from memory that never was. All take turns, and of
+all each side has a core of its own, as in containers; the pools are in huge pages, as the roles'
+are. Figures are medians over rounds in GB/s (1e9 bytes), the ratio is the median of the rounds'
+ratios. `foreign_cores` is how many cores other processes took: above 0.2 the figures are noise.
 
-With `--device cuda` both pools are on that device, so every byte crosses pinned buffers on both sides; `copy_gbps` is
-then a copy from the device to pinned memory, the most that one side could give.
+With `--device cuda` both pools are on that device, so every byte crosses pinned buffers on both
+sides; `copy_gbps` is then a copy from the device to pinned memory, the most that one side could
+give.
 """
 
 import argparse
@@ -28,8 +31,11 @@ from transfer.ucx.settings import TransportProfile
 HUGE_PAGES = {"THP_MEM_ALLOC_ENABLE": "1"}  # torch reads it when it loads
 
 
-def measure(profile: TransportProfile, device: str, rounds: int, cores: tuple[int, int]) -> Mapping[str, Value]:
-    """Alternate handoffs and reference runs. `cores`: the sending side's and the receiving side's."""
+def measure(
+    profile: TransportProfile, device: str, rounds: int, cores: tuple[int, int]
+) -> Mapping[str, Value]:
+    """Alternate handoffs and reference runs. `cores`: the sending side's and the receiving
+    side's."""
     from bench.handoff_pools import Destination, check_device, copy_gbps, source_process
 
     check_device(device)
@@ -40,7 +46,9 @@ def measure(profile: TransportProfile, device: str, rounds: int, cores: tuple[in
     os.sched_setaffinity(0, {cores[1]})
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    source = context.Process(target=source_process, args=(there, profile, device, cores[0]), daemon=True)
+    source = context.Process(
+        target=source_process, args=(there, profile, device, cores[0]), daemon=True
+    )
     source.start()
     destination = Destination(profile, device)
     ours, theirs, zeros = [], [], []
@@ -56,13 +64,17 @@ def measure(profile: TransportProfile, device: str, rounds: int, cores: tuple[in
         destination.close()
         source.kill()
         os.sched_setaffinity(0, usable)
-    on_device: dict[str, Value] = {} if device == "cpu" else {"device": device, "copy_gbps": copy_gbps(device)}
+    on_device: dict[str, Value] = (
+        {} if device == "cpu" else {"device": device, "copy_gbps": copy_gbps(device)}
+    )
     return {
         "transport": profile.value,
         **on_device,
         "gbps": round(statistics.median(ours), 3),
         "reference_gbps": round(statistics.median(theirs), 3),
-        "ratio": round(statistics.median(one / other for one, other in zip(ours, theirs, strict=True)), 3),
+        "ratio": round(
+            statistics.median(one / other for one, other in zip(ours, theirs, strict=True)), 3
+        ),
         "zeros_gbps": round(statistics.median(zeros), 3),
         "num_bytes": destination.num_bytes,
         "rounds": rounds,
@@ -71,9 +83,15 @@ def measure(profile: TransportProfile, device: str, rounds: int, cores: tuple[in
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--transport", choices=("shm", "tcp"), action="append", help="default: both, in turn")
-    parser.add_argument("--device", default="cpu", help="where both pools are: cpu (default), cuda or cuda:N")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--transport", choices=("shm", "tcp"), action="append", help="default: both, in turn"
+    )
+    parser.add_argument(
+        "--device", default="cpu", help="where both pools are: cpu (default), cuda or cuda:N"
+    )
     parser.add_argument("--rounds", type=int, default=7, help="default 7")
     parser.add_argument("--json", action="store_true", help="one JSON object per transport")
     flags = parser.parse_args()
@@ -81,7 +99,9 @@ def main() -> int:
     usable = sorted(os.sched_getaffinity(0))
     for transport in flags.transport or ("shm", "tcp"):
         try:
-            figures = measure(TransportProfile(transport), flags.device, flags.rounds, (usable[-1], usable[0]))
+            figures = measure(
+                TransportProfile(transport), flags.device, flags.rounds, (usable[-1], usable[0])
+            )
         except ConfigError as error:
             sys.exit(f"error: {error}")
         print(render("handoff", figures, as_json=flags.json), flush=True)

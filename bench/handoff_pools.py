@@ -16,7 +16,12 @@ from pool.stage.handoff import build_agent
 from runtime.clock import SystemClock
 from runtime.errors import ConfigError, HandoffError
 from transfer.plan.copy_plan import plan_destination
-from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageSessionEvent, StageSessionState
+from transfer.plan.handoff_terms import (
+    DestinationTerms,
+    SourceTerms,
+    StageSessionEvent,
+    StageSessionState,
+)
 from transfer.transport.authenticator import new_key
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.transport import UcxTransport
@@ -28,19 +33,29 @@ TIMEOUT_S = 120
 
 
 class _Side:
-    """Pools, an agent, and the reports of the one session that is open, with the moment each came."""
+    """Pools, an agent, and the reports of the one session that is open, with the moment each
+    came."""
 
     def __init__(self, profile: TransportProfile, device: str, incarnation: str) -> None:
-        specs = tuple(CacheSpec(layer_id, CacheKind.KV, (2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM), "bfloat16", 2)
-                      for layer_id in range(NUM_LAYERS))
-        self.pools = StagePools(PoolGeometry(PAGE_SIZE, NUM_PAGES + 1, 0, LayerRange(0, NUM_LAYERS), specs),
-                                device=device)
+        specs = tuple(
+            CacheSpec(layer_id, CacheKind.KV, (2, NUM_KV_HEADS, PAGE_SIZE, HEAD_DIM), "bfloat16", 2)
+            for layer_id in range(NUM_LAYERS)
+        )
+        self.pools = StagePools(
+            PoolGeometry(PAGE_SIZE, NUM_PAGES + 1, 0, LayerRange(0, NUM_LAYERS), specs),
+            device=device,
+        )
         for tensor in self.pools.kv.values():
             tensor.copy_(torch.randn(tensor.shape))  # touches every page of memory, too
         self._reports: dict[StageSessionState, tuple[StageSessionEvent, float]] = {}
         self._changed = threading.Condition()
-        self.agent = build_agent(self.pools, torch.device(device), UcxTransport(profile=profile, clock=SystemClock()),
-                                 incarnation=incarnation, on_event=self._on_event)
+        self.agent = build_agent(
+            self.pools,
+            torch.device(device),
+            UcxTransport(profile=profile, clock=SystemClock()),
+            incarnation=incarnation,
+            on_event=self._on_event,
+        )
         self.agent.start()
 
     def _on_event(self, event: StageSessionEvent) -> None:
@@ -49,9 +64,12 @@ class _Side:
             self._changed.notify_all()
 
     def wait(self, state: StageSessionState) -> tuple[StageSessionEvent, float]:
-        """The report and the moment it came. Raises HandoffError when the session fails or takes too long."""
+        """The report and the moment it came. Raises HandoffError when the session fails or takes
+        too long."""
         with self._changed:
-            if not self._changed.wait_for(lambda: {state, StageSessionState.FAILED} & self._reports.keys(), TIMEOUT_S):
+            if not self._changed.wait_for(
+                lambda: {state, StageSessionState.FAILED} & self._reports.keys(), TIMEOUT_S
+            ):
                 raise HandoffError(f"no report {state} within {TIMEOUT_S} s")
             if state not in self._reports:
                 raise HandoffError(self._reports[StageSessionState.FAILED][0].error_text)
@@ -68,13 +86,24 @@ def _scattered_pages(seed: str) -> tuple[int, ...]:
     return tuple(random.Random(seed).sample(range(1, NUM_PAGES + 1), NUM_TOKENS // PAGE_SIZE))
 
 
-def source_process(connection: Connection, profile: TransportProfile, device: str, core: int) -> None:
-    """Serve handoffs on this core until None comes: terms, destination in, moment of release out."""
+def source_process(
+    connection: Connection, profile: TransportProfile, device: str, core: int
+) -> None:
+    """Serve handoffs on this core until None comes: terms, destination in, moment of release
+    out."""
     os.sched_setaffinity(0, {core})
     side = _Side(profile, device, "source")
     while (number := connection.recv()) is not None:
-        terms = SourceTerms("", "", PAGE_SIZE, NUM_TOKENS, NUM_TOKENS, _scattered_pages(f"source {number}"), 0,
-                            (side.agent.endpoint,))
+        terms = SourceTerms(
+            "",
+            "",
+            PAGE_SIZE,
+            NUM_TOKENS,
+            NUM_TOKENS,
+            _scattered_pages(f"source {number}"),
+            0,
+            (side.agent.endpoint,),
+        )
         connection.send(terms)
         destination: DestinationTerms = connection.recv()
         side.agent.expect_send(number, NUM_TOKENS)
@@ -100,9 +129,17 @@ class Destination:
         """One handoff; its GB/s (1e9 bytes), from released to checked."""
         source.send(number)
         terms: SourceTerms = source.recv()
-        destination = plan_destination(terms, session_id=f"s{number}", epoch=0, tag_base=secrets.randbits(64),
-                                       key=new_key(), page_ids=_scattered_pages(f"destination {number}"), slot_id=0,
-                                       stages=[self._side.agent.endpoint], specs=self._side.pools.geometry.specs)
+        destination = plan_destination(
+            terms,
+            session_id=f"s{number}",
+            epoch=0,
+            tag_base=secrets.randbits(64),
+            key=new_key(),
+            page_ids=_scattered_pages(f"destination {number}"),
+            slot_id=0,
+            stages=[self._side.agent.endpoint],
+            specs=self._side.pools.geometry.specs,
+        )
         self._side.agent.open_receive(terms, destination)
         self._side.wait(StageSessionState.OPEN)
         source.send(destination)

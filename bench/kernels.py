@@ -1,10 +1,12 @@
-"""`python -m bench.kernels`: the products of a model's layers, bf16, ours beside oneDNN's, on the same cores in turn.
+"""`python -m bench.kernels`: the products of a model's layers, bf16, ours beside oneDNN's, on the
+same cores in turn.
 
-One pass goes through the products of `--layers` layers of Qwen3-0.6B's shape (q, k, v; o; silu(gate) * up; down), all
-weights different, so that few rows are bound by memory as in a model. Sides are processes that take turns for every
-pass: ours; oneDNN with packed weights as it is installed; and the same kept to AVX512-BF16, where the CPU has AMX. A
-ratio is the median over rounds of oneDNN's time / ours. `packing_gbps`: bytes of weights packed per second.
-`foreign_cores` is how many cores other processes took: above 0.2 the figures are noise.
+One pass goes through the products of `--layers` layers of Qwen3-0.6B's shape (q, k, v; o;
+silu(gate) * up; down), all weights different, so that few rows are bound by memory as in a model.
+Sides are processes that take turns for every pass: ours; oneDNN with packed weights as it is
+installed; and the same kept to AVX512-BF16, where the CPU has AMX. A ratio is the median over
+rounds of oneDNN's time / ours. `packing_gbps`: bytes of weights packed per second. `foreign_cores`
+is how many cores other processes took: above 0.2 the figures are noise.
 """
 
 import argparse
@@ -33,8 +35,14 @@ class KernelSide(LineProcess):
     """One side of the comparison."""
 
     def __init__(self, name: str, *, threads: int, layers: int) -> None:
-        command = [sys.executable, "-m", "bench.kernels", f"--side={name}", f"--threads={threads}",
-                   f"--layers={layers}"]
+        command = [
+            sys.executable,
+            "-m",
+            "bench.kernels",
+            f"--side={name}",
+            f"--threads={threads}",
+            f"--layers={layers}",
+        ]
         super().__init__(name, command, {**os.environ, "THP_MEM_ALLOC_ENABLE": "1", **SIDES[name]})
 
     def seconds(self, rows: int) -> float:
@@ -46,9 +54,19 @@ def serve(name: str, *, threads: int, layers: int) -> None:
     """A side: reads row counts, writes seconds."""
     torch.set_num_threads(threads)
     build = our_pass if name == "ours" else onednn_pass
-    weights = [[torch.empty(*shape, dtype=torch.bfloat16).normal_(0, 0.03) for shape in (
-        (QKV_WIDTH, HIDDEN), (HIDDEN, HEADS_WIDTH), (MLP_WIDTH, HIDDEN), (MLP_WIDTH, HIDDEN), (HIDDEN, MLP_WIDTH))]
-        for _ in range(layers)]
+    weights = [
+        [
+            torch.empty(*shape, dtype=torch.bfloat16).normal_(0, 0.03)
+            for shape in (
+                (QKV_WIDTH, HIDDEN),
+                (HIDDEN, HEADS_WIDTH),
+                (MLP_WIDTH, HIDDEN),
+                (MLP_WIDTH, HIDDEN),
+                (HIDDEN, MLP_WIDTH),
+            )
+        ]
+        for _ in range(layers)
+    ]
     build(weights[:1])  # compiles
     started = time.perf_counter()
     run = build(weights)
@@ -57,7 +75,10 @@ def serve(name: str, *, threads: int, layers: int) -> None:
     for line in sys.stdin:
         rows, seconds = int(line), packing_s
         if rows:
-            x, heads = torch.randn(rows, HIDDEN).bfloat16(), torch.randn(rows, HEADS_WIDTH).bfloat16()
+            x, heads = (
+                torch.randn(rows, HIDDEN).bfloat16(),
+                torch.randn(rows, HEADS_WIDTH).bfloat16(),
+            )
             started = time.perf_counter()
             run(x, heads)
             seconds = time.perf_counter() - started
@@ -94,7 +115,9 @@ def onednn_pass(weights: list[list[Tensor]]) -> Pass:
 
 def measure(sides: dict[str, KernelSide], *, rounds: int, layers: int) -> dict[str, Value]:
     weight_bytes = layers * 2 * HIDDEN * (QKV_WIDTH + HEADS_WIDTH + 3 * MLP_WIDTH)
-    values: dict[str, Value] = {"packing_gbps": round(weight_bytes / sides["ours"].seconds(0) / 1e9, 2)}
+    values: dict[str, Value] = {
+        "packing_gbps": round(weight_bytes / sides["ours"].seconds(0) / 1e9, 2)
+    }
     others = OtherLoad()
     for rows in ROWS:
         for side in sides.values():
@@ -106,14 +129,20 @@ def measure(sides: dict[str, KernelSide], *, rounds: int, layers: int) -> dict[s
         for name, seconds in taken.items():
             values[f"rows_{rows}_{name}_ms"] = round(median(seconds) * 1e3, 2)
         for name in [name for name in sides if name != "ours"]:
-            ratios = [theirs / ours for theirs, ours in zip(taken[name], taken["ours"], strict=True)]
+            ratios = [
+                theirs / ours for theirs, ours in zip(taken[name], taken["ours"], strict=True)
+            ]
             values[f"rows_{rows}_{name}_ratio"] = round(median(ratios), 3)
-        values[f"rows_{rows}_ours_gflops"] = round(rows * weight_bytes / median(taken["ours"]) / 1e9, 1)
+        values[f"rows_{rows}_ours_gflops"] = round(
+            rows * weight_bytes / median(taken["ours"]) / 1e9, 1
+        )
     return {**values, **others.figures()}
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in (("threads", 2), ("rounds", 7), ("layers", 28)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--side", choices=list(SIDES), help="be this side (internal)")
@@ -129,8 +158,18 @@ def main() -> int:
     finally:
         for side in sides.values():
             side.__exit__()
-    print(render("kernels", {"threads": flags.threads, "layers": flags.layers, "arithmetic": arithmetic_class(),
-                             **values}, as_json=flags.json))
+    print(
+        render(
+            "kernels",
+            {
+                "threads": flags.threads,
+                "layers": flags.layers,
+                "arithmetic": arithmetic_class(),
+                **values,
+            },
+            as_json=flags.json,
+        )
+    )
     return 0
 
 

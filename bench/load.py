@@ -1,10 +1,12 @@
-"""`python -m bench.load`: what a load takes beside reading and packing, and what the digest of every byte costs it.
+"""`python -m bench.load`: what a load takes beside reading and packing, and what the digest of
+every byte costs it.
 
-A checkpoint of Qwen3-0.6B's shape (1.19 GB of random bf16) is loaded whole, as a pool of one stage loads it: read from
-the page cache and packed for the kernels. Loads with and without the digest take turns, the first one in turn, too;
-`cost` is the median over rounds of what the digest adds, as a share of the load without it; `cpu_cost` is the same of
-the CPU time of all threads, which other processes disturb less. `over_parts` is a load with the digest as a multiple of
-what its parts take by themselves in the same round: reading each tensor into new memory, packing each matrix.
+A checkpoint of Qwen3-0.6B's shape (1.19 GB of random bf16) is loaded whole, as a pool of one stage
+loads it: read from the page cache and packed for the kernels. Loads with and without the digest
+take turns, the first one in turn, too; `cost` is the median over rounds of what the digest adds, as
+a share of the load without it; `cpu_cost` is the same of the CPU time of all threads, which other
+processes disturb less. `over_parts` is a load with the digest as a multiple of what its parts take
+by themselves in the same round: reading each tensor into new memory, packing each matrix.
 `foreign_cores` is how many cores other processes took: above 0.2 the seconds are noise.
 """
 
@@ -47,13 +49,18 @@ def measure(folder: Path, rounds: int) -> dict[str, Value]:
     pairs = list(zip(with_digest, plain, strict=True))
     costs = [ours.wall / theirs.wall - 1 for ours, theirs in pairs]
     return {
-        "bytes": (folder / "model.safetensors").stat().st_size, "rounds": rounds,
+        "bytes": (folder / "model.safetensors").stat().st_size,
+        "rounds": rounds,
         "load_s": round(median(seconds.wall for seconds in plain), 3),
         "read_s": round(median(read_s for read_s, _ in parts), 3),
         "pack_s": round(median(pack_s for _, pack_s in parts), 3),
-        "over_parts": round(median(ours.wall / sum(each) for ours, each in zip(with_digest, parts, strict=True)), 3),
+        "over_parts": round(
+            median(ours.wall / sum(each) for ours, each in zip(with_digest, parts, strict=True)), 3
+        ),
         "load_cpu_s": round(median(seconds.cpu for seconds in plain), 3),
-        "cost": round(median(costs), 4), "least_cost": round(min(costs), 4), "greatest_cost": round(max(costs), 4),
+        "cost": round(median(costs), 4),
+        "least_cost": round(min(costs), 4),
+        "greatest_cost": round(max(costs), 4),
         "cpu_cost": round(median(ours.cpu / theirs.cpu - 1 for ours, theirs in pairs), 4),
         **others.figures(),
     }
@@ -69,8 +76,11 @@ def load(folder: Path, *, digested: bool) -> Seconds:
     gc.collect()  # what the load before has left
     started, cpu_s = time.perf_counter(), time.process_time()
     model = read_model(folder)
-    stage = model.load_stage(LayerRange(0, model.facts.num_layers), numerics=Numerics.EXACT,
-                             digest=WeightsDigest() if digested else None)
+    stage = model.load_stage(
+        LayerRange(0, model.facts.num_layers),
+        numerics=Numerics.EXACT,
+        digest=WeightsDigest() if digested else None,
+    )
     seconds = Seconds(time.perf_counter() - started, time.process_time() - cpu_s)
     del stage
     return seconds
@@ -98,34 +108,62 @@ def read_and_pack(folder: Path) -> tuple[float, float]:
 
 
 def write_checkpoint(folder: Path) -> None:
-    """Random weights of the shape that `bench.engine` measures, under the names transformers gives them."""
+    """Random weights of the shape that `bench.engine` measures, under the names transformers gives
+    them."""
     import torch
     from safetensors.torch import save_file
 
     from bench.engine_sides import MODEL
 
-    (hidden, heads, kv_heads, dim, inner, vocab) = (int(str(MODEL[name])) for name in (
-        "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "vocab_size"))
+    (hidden, heads, kv_heads, dim, inner, vocab) = (
+        int(str(MODEL[name]))
+        for name in (
+            "hidden_size",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "intermediate_size",
+            "vocab_size",
+        )
+    )
     layer = {
-        "self_attn.q_proj": (heads * dim, hidden), "self_attn.k_proj": (kv_heads * dim, hidden),
-        "self_attn.v_proj": (kv_heads * dim, hidden), "self_attn.o_proj": (hidden, heads * dim),
-        "self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,), "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden), "mlp.down_proj": (hidden, inner), "input_layernorm": (hidden,),
+        "self_attn.q_proj": (heads * dim, hidden),
+        "self_attn.k_proj": (kv_heads * dim, hidden),
+        "self_attn.v_proj": (kv_heads * dim, hidden),
+        "self_attn.o_proj": (hidden, heads * dim),
+        "self_attn.q_norm": (dim,),
+        "self_attn.k_norm": (dim,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+        "input_layernorm": (hidden,),
         "post_attention_layernorm": (hidden,),
     }
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocab, hidden), "model.norm.weight": (hidden,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (vocab, hidden),
+        "model.norm.weight": (hidden,),
+    }
     for number in range(int(str(MODEL["num_hidden_layers"]))):
         shapes |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
     random = torch.Generator().manual_seed(0)
-    save_file({name: torch.randn(shape, generator=random).mul(0.02).bfloat16() for name, shape in shapes.items()},
-              folder / "model.safetensors")
+    save_file(
+        {
+            name: torch.randn(shape, generator=random).mul(0.02).bfloat16()
+            for name, shape in shapes.items()
+        },
+        folder / "model.safetensors",
+    )
     (folder / "config.json").write_text(json.dumps(MODEL))
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=9, help="default 9")
-    parser.add_argument("--threads", type=int, default=2, help="of the kernels that pack, default 2")
+    parser.add_argument(
+        "--threads", type=int, default=2, help="of the kernels that pack, default 2"
+    )
     parser.add_argument("--json", action="store_true", help="a JSON object")
     flags = parser.parse_args()
     os.environ.update(HUGE_PAGES)

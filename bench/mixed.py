@@ -1,18 +1,20 @@
-"""`python -m bench.mixed`: streams that decode while long prompts arrive, Baton beside vLLM on the same two cores.
+"""`python -m bench.mixed`: streams that decode while long prompts arrive, Baton beside vLLM on the
+same two cores.
 
-Baton has a prefill worker on one core and a decode worker on the other (its router shares the first); vLLM's engine has
-both, and reads prompts in chunks of 512 between the tokens of the others. Both have the same random bf16 weights of
-Qwen3-0.6B's shape. In each turn six requests decode all the time, and every twelve seconds a prompt of 2,048 tokens
-arrives that is answered with 32. The sides take turns; clients run on other cores where there are any.
+Baton has a prefill worker on one core and a decode worker on the other (its router shares the
+first); vLLM's engine has both, and reads prompts in chunks of 512 between the tokens of the others.
+Both have the same random bf16 weights of Qwen3-0.6B's shape. In each turn six requests decode all
+the time, and every twelve seconds a prompt of 2,048 tokens arrives that is answered with 32. The
+sides take turns; clients run on other cores where there are any.
 
     itl       gaps between the messages of the six requests, in seconds
     decode    tokens per second of the six requests
     ttft      a long prompt's sending to its first token, in seconds
     lost      requests that ended with an error, of the long and of the six
 
-Ratios are Baton / vLLM, medians over turns. Bars: itl_p99 at most 0.1, decode at least 2.5, ttft at most 1.5, and none
-lost. `foreign_cores` says how many cores other processes took: above 0.2 the figures are noise. Either side may be left
-out; how vLLM is installed is in `bench.peers`.
+Ratios are Baton / vLLM, medians over turns. Bars: itl_p99 at most 0.1, decode at least 2.5, ttft at
+most 1.5, and none lost. `foreign_cores` says how many cores other processes took: above 0.2 the
+figures are noise. Either side may be left out; how vLLM is installed is in `bench.peers`.
 """
 
 import argparse
@@ -78,16 +80,28 @@ class Turn:
     ended_s: float
 
     def figures(self) -> dict[str, float | None]:
-        gaps = [after - before for stream in self.streams for (before, _), (after, _) in pairwise(stream.messages)
-                if self.began_s < after <= self.ended_s]
-        tokens = sum(count for stream in self.streams for at_s, count in stream.messages
-                     if self.began_s < at_s <= self.ended_s)
+        gaps = [
+            after - before
+            for stream in self.streams
+            for (before, _), (after, _) in pairwise(stream.messages)
+            if self.began_s < after <= self.ended_s
+        ]
+        tokens = sum(
+            count
+            for stream in self.streams
+            for at_s, count in stream.messages
+            if self.began_s < at_s <= self.ended_s
+        )
         itl = percentiles(gaps, "itl")
         ttfts = [answer.ttft_s for answer in self.longs if answer.messages]
-        return {"itl_p50": itl["itl_p50"], "itl_p99": itl["itl_p99"], "itl_max": max(gaps, default=None),
-                "decode": tokens / (self.ended_s - self.began_s),
-                "ttft": median(ttfts) if ttfts else None,
-                "lost": sum(answer.failed for answer in (*self.streams, *self.longs))}
+        return {
+            "itl_p50": itl["itl_p50"],
+            "itl_p99": itl["itl_p99"],
+            "itl_max": max(gaps, default=None),
+            "decode": tokens / (self.ended_s - self.began_s),
+            "ttft": median(ttfts) if ttfts else None,
+            "lost": sum(answer.failed for answer in (*self.streams, *self.longs)),
+        }
 
 
 async def run_turn(side: MixedSide, draw: random.Random, flags: argparse.Namespace) -> Turn:
@@ -101,15 +115,20 @@ async def run_turn(side: MixedSide, draw: random.Random, flags: argparse.Namespa
         following = []
         for _ in range(flags.streams):
             streams.append(MixedRequest())
-            following.append(group.create_task(
-                streams[-1].follow(side, prompt(STREAM_PROMPT), MAX_CONTEXT - STREAM_PROMPT)))
+            following.append(
+                group.create_task(
+                    streams[-1].follow(side, prompt(STREAM_PROMPT), MAX_CONTEXT - STREAM_PROMPT)
+                )
+            )
         for stream in streams:
             await stream.begun.wait()
         began_s, reading = time.monotonic(), []
         for index in range(flags.prompts):
             await asyncio.sleep(began_s + LEAD_S + index * flags.interval - time.monotonic())
             longs.append(MixedRequest())
-            reading.append(group.create_task(longs[-1].follow(side, prompt(flags.prompt_tokens), LONG_ANSWER)))
+            reading.append(
+                group.create_task(longs[-1].follow(side, prompt(flags.prompt_tokens), LONG_ANSWER))
+            )
         await asyncio.sleep(began_s + LEAD_S + flags.prompts * flags.interval - time.monotonic())
         ended_s = time.monotonic()
         await asyncio.gather(*reading)
@@ -128,8 +147,14 @@ def summarise(turns: Mapping[str, Sequence[Turn]]) -> dict[str, Value]:
             values[f"{side}_{name}"] = (sum if name == "lost" else median)(seen) if seen else None
     if len(found) == 2:
         for name in BARS:
-            pairs = zip((turn[name] for turn in found["baton"]), (turn[name] for turn in found["vllm"]), strict=True)
-            values[f"{name}_ratio"] = median(ours / theirs for ours, theirs in pairs if ours and theirs)
+            pairs = zip(
+                (turn[name] for turn in found["baton"]),
+                (turn[name] for turn in found["vllm"]),
+                strict=True,
+            )
+            values[f"{name}_ratio"] = median(
+                ours / theirs for ours, theirs in pairs if ours and theirs
+            )
     return values
 
 
@@ -139,7 +164,9 @@ def missed(values: Mapping[str, Value]) -> list[str]:
     for name, (least, most) in BARS.items():
         ratio = values.get(f"{name}_ratio")
         if isinstance(ratio, float) and not least <= ratio <= most:
-            found.append(f"{name} is {ratio:.3g} times vLLM's, the bar is from {least:g} to {most:g}")
+            found.append(
+                f"{name} is {ratio:.3g} times vLLM's, the bar is from {least:g} to {most:g}"
+            )
     if values.get("baton_lost"):
         found.append(f"{values['baton_lost']} requests were lost")
     return found
@@ -161,33 +188,64 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
         sides: dict[str, MixedSide] = {}
         _keep_to(servers)
         if not flags.no_baton:
-            sides["baton"] = await stack.enter_async_context(baton_side(model, memory_mb=flags.memory_mb))
+            sides["baton"] = await stack.enter_async_context(
+                baton_side(model, memory_mb=flags.memory_mb)
+            )
         if flags.vllm_python:
-            sides["vllm"] = await stack.enter_async_context(vllm_side(
-                flags.vllm_python, model, cores=servers, memory_mb=flags.memory_mb, chunk_tokens=512,
-                max_requests=2 * flags.streams))
+            sides["vllm"] = await stack.enter_async_context(
+                vllm_side(
+                    flags.vllm_python,
+                    model,
+                    cores=servers,
+                    memory_mb=flags.memory_mb,
+                    chunk_tokens=512,
+                    max_requests=2 * flags.streams,
+                )
+            )
         _keep_to(clients)
         for side in sides.values():
-            await MixedRequest().follow(side, range(1000, 1000 + flags.prompt_tokens), LONG_ANSWER)  # warms up
+            await MixedRequest().follow(
+                side, range(1000, 1000 + flags.prompt_tokens), LONG_ANSWER
+            )  # warms up
         others = OtherLoad()
         for turn in range(flags.turns):
             for name, side in sides.items():
                 turns.setdefault(name, []).append(await run_turn(side, random.Random(turn), flags))
                 print(f"turn {turn + 1}, {name}: {turns[name][-1].figures()}", file=sys.stderr)
-        return {"streams": flags.streams, "prompts": flags.prompts, "prompt_tokens": flags.prompt_tokens,
-                "interval_s": flags.interval, "turns": flags.turns, **summarise(turns),
-                **others.figures()}
+        return {
+            "streams": flags.streams,
+            "prompts": flags.prompts,
+            "prompt_tokens": flags.prompt_tokens,
+            "interval_s": flags.interval,
+            "turns": flags.turns,
+            **summarise(turns),
+            **others.figures(),
+        }
 
 
 def main() -> int:
     parser = benchmark_flags(__doc__)
-    parser.add_argument("--vllm-python", type=Path, help="the Python of an environment with vLLM for CPUs")
+    parser.add_argument(
+        "--vllm-python", type=Path, help="the Python of an environment with vLLM for CPUs"
+    )
     parser.add_argument("--no-baton", action="store_true", help="only vLLM")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "baton-bench-peers",
-                        help="where the weights are written, 1.2 GB (default %(default)s)")
-    for name, default in (("turns", 3), ("streams", 6), ("prompts", 4), ("prompt-tokens", 2048), ("memory-mb", 2048)):
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "baton-bench-peers",
+        help="where the weights are written, 1.2 GB (default %(default)s)",
+    )
+    for name, default in (
+        ("turns", 3),
+        ("streams", 6),
+        ("prompts", 4),
+        ("prompt-tokens", 2048),
+        ("memory-mb", 2048),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    parser.add_argument("--interval", type=float, default=12.0, help="seconds between long prompts, default 12")
+    parser.add_argument(
+        "--interval", type=float, default=12.0, help="seconds between long prompts, default 12"
+    )
     return run_benchmark("mixed", parser, measure, missed)
 
 

@@ -23,7 +23,8 @@ MAX_CONTEXT = 4096
 
 class MixedSide(Protocol):
     def generate(self, prompt: Sequence[int], max_tokens: int) -> AsyncGenerator[int, None]:
-        """How many tokens came, each time that some did. Raises BatonError. Closing it early ends the request."""
+        """How many tokens came, each time that some did. Raises BatonError. Closing it early ends
+        the request."""
         ...
 
 
@@ -32,8 +33,12 @@ class BatonSide:
         self._client = client
 
     async def generate(self, prompt: Sequence[int], max_tokens: int) -> AsyncGenerator[int, None]:
-        query = Query(tuple(prompt), Sampling(temperature=0), Stop(max_tokens=max_tokens, ignore_eos=True),
-                      skip_text=True)
+        query = Query(
+            tuple(prompt),
+            Sampling(temperature=0),
+            Stop(max_tokens=max_tokens, ignore_eos=True),
+            skip_text=True,
+        )
         async with contextlib.aclosing(self._client.generate(query, timeout_s=TIMEOUT_S)) as events:
             async for event in events:
                 if isinstance(event, Chunk) and event.token_ids:
@@ -42,17 +47,22 @@ class BatonSide:
 
 @asynccontextmanager
 async def baton_side(model: Path, *, memory_mb: int) -> AsyncIterator[BatonSide]:
-    """A prefill worker and a decode worker on a core each, the first and the second that this process may use; the
-    router shares the first."""
-    config = ClusterConfig(model=model, memory_mb=memory_mb, max_context=MAX_CONTEXT, listen="127.0.0.1:0",
-                           log_level="warning")
+    """A prefill worker and a decode worker on a core each, the first and the second that this
+    process may use; the router shares the first."""
+    config = ClusterConfig(
+        model=model,
+        memory_mb=memory_mb,
+        max_context=MAX_CONTEXT,
+        listen="127.0.0.1:0",
+        log_level="warning",
+    )
     async with running_cluster(config) as (_, client):
         yield BatonSide(client)
 
 
 class VllmSide:
-    """vLLM's engine in a process that `bench/peer_vllm.py` runs. No HTTP server stands between: what is measured is the
-    engine at its best."""
+    """vLLM's engine in a process that `bench/peer_vllm.py` runs. No HTTP server stands between:
+    what is measured is the engine at its best."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -93,16 +103,37 @@ class VllmSide:
 
 
 @asynccontextmanager
-async def vllm_side(python: Path, model: Path, *, cores: Sequence[int], memory_mb: int, chunk_tokens: int,
-                    max_requests: int) -> AsyncIterator[VllmSide]:
+async def vllm_side(
+    python: Path,
+    model: Path,
+    *,
+    cores: Sequence[int],
+    memory_mb: int,
+    chunk_tokens: int,
+    max_requests: int,
+) -> AsyncIterator[VllmSide]:
     """vLLM on all of `cores`. Raises BatonError where it does not start."""
     plain = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    settings = {"OMP_NUM_THREADS": str(len(cores)), "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
-                "VLLM_CPU_KVCACHE_SPACE": str(max(1, memory_mb // 1024)), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    settings = {
+        "OMP_NUM_THREADS": str(len(cores)),
+        "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+        "VLLM_CPU_KVCACHE_SPACE": str(max(1, memory_mb // 1024)),
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    }
     program = Path(__file__).with_name("peer_vllm.py")
     process = await asyncio.create_subprocess_exec(
-        python, "-P", program, "streams", model, str(max_requests), str(chunk_tokens), stdin=PIPE, stdout=PIPE,
-        env={**plain, **settings}, limit=2**20)
+        python,
+        "-P",
+        program,
+        "streams",
+        model,
+        str(max_requests),
+        str(chunk_tokens),
+        stdin=PIPE,
+        stdout=PIPE,
+        env={**plain, **settings},
+        limit=2**20,
+    )
     try:
         assert process.stdout is not None
         if not await asyncio.wait_for(process.stdout.readline(), START_S):

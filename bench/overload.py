@@ -1,10 +1,11 @@
-"""`python -m bench.overload`: what a local cluster still answers in time when more comes than it can serve.
+"""`python -m bench.overload`: what a local cluster still answers in time when more comes than it
+can serve.
 
-Measures the capacity of a cluster in a closed loop, then sends requests in an open loop at 0.8, 1, 2 and 4 times that,
-with deadlines of 5, 10 and 60 s and with none. Per cell: answers within their deadline per second, of those that ended
-while requests came; how soon refusals came; and the wait that they named (RetryInfo) beside the wait there was: until
-the last of the requests let in before it was given to workers. Clients try nothing again. Ends with 1 if a bar is
-missed.
+Measures the capacity of a cluster in a closed loop, then sends requests in an open loop at 0.8, 1,
+2 and 4 times that, with deadlines of 5, 10 and 60 s and with none. Per cell: answers within their
+deadline per second, of those that ended while requests came; how soon refusals came; and the wait
+that they named (RetryInfo) beside the wait there was: until the last of the requests let in before
+it was given to workers. Clients try nothing again. Ends with 1 if a bar is missed.
 """
 
 import argparse
@@ -40,7 +41,9 @@ ROUTER = "router"
 GOODPUT_BAR = 0.9  # at 2 and 4 times the capacity, of what it was at once
 REFUSAL_BAR_S = 0.05
 RETRY_FACTOR = 2.0
-COUNTED_WAIT_S = 0.1  # shorter waits are as likely to be over as to last when a client reads of them
+COUNTED_WAIT_S = (
+    0.1  # shorter waits are as likely to be over as to last when a client reads of them
+)
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,9 @@ class LoadCell:
     @property
     def in_time_per_s(self) -> float:
         """Errors say that an answer was late."""
-        return sum(a.error is None and a.ended_s <= self.seconds for a in self.answers) / self.seconds
+        return (
+            sum(a.error is None and a.ended_s <= self.seconds for a in self.answers) / self.seconds
+        )
 
     @property
     def refusals(self) -> list[LoadReply]:
@@ -84,7 +89,7 @@ class LoadCell:
         placed = sorted((a.sent_s, a.placed_s) for a in self.answers if a.placed_s is not None)
         found = []
         for refusal in self.refusals:
-            before = placed[:bisect.bisect(placed, (refusal.sent_s, math.inf))][-len(placed):]
+            before = placed[: bisect.bisect(placed, (refusal.sent_s, math.inf))][-len(placed) :]
             true_s = max((at_s for _, at_s in before), default=-math.inf) - refusal.sent_s
             if true_s >= COUNTED_WAIT_S and refusal.named_s is not None:
                 found.append((refusal.named_s, true_s))
@@ -95,16 +100,24 @@ class LoadCell:
         ratios = [named / true for named, true in self.waits()]
         near = [1 / RETRY_FACTOR <= ratio <= RETRY_FACTOR for ratio in ratios]
         cut = percentiles(delays, "refusal_s")
-        return {f"{self.name}_{key}": value for key, value in {
-            "sent": len(self.answers),
-            "in_time_per_s": self.in_time_per_s,
-            "refused": len(delays), "refused_unnamed": sum(refusal.named_s is None for refusal in self.refusals),
-            "dropped": sum(answer.was_dropped for answer in self.answers),
-            "late": sum(answer.error == "DEADLINE_EXCEEDED" for answer in self.answers),
-            "lag_s_p99": percentiles([answer.sent_s - answer.due_s for answer in self.answers], "lag")["lag_p99"],
-            "refusal_s_p50": cut["refusal_s_p50"], "refusal_s_p99": cut["refusal_s_p99"],
-            "retry_ratio_p50": statistics.median(ratios) if ratios else None,
-            "retry_within_factor": sum(near) / len(near) if near else None}.items()}
+        return {
+            f"{self.name}_{key}": value
+            for key, value in {
+                "sent": len(self.answers),
+                "in_time_per_s": self.in_time_per_s,
+                "refused": len(delays),
+                "refused_unnamed": sum(refusal.named_s is None for refusal in self.refusals),
+                "dropped": sum(answer.was_dropped for answer in self.answers),
+                "late": sum(answer.error == "DEADLINE_EXCEEDED" for answer in self.answers),
+                "lag_s_p99": percentiles(
+                    [answer.sent_s - answer.due_s for answer in self.answers], "lag"
+                )["lag_p99"],
+                "refusal_s_p50": cut["refusal_s_p50"],
+                "refusal_s_p99": cut["refusal_s_p99"],
+                "retry_ratio_p50": statistics.median(ratios) if ratios else None,
+                "retry_within_factor": sum(near) / len(near) if near else None,
+            }.items()
+        }
 
 
 @dataclass
@@ -131,17 +144,24 @@ class Lab:
 
     async def run(self, cell: LoadCell, rate: float) -> None:
         """Fill a cell, and wait until nothing runs any more."""
-        times = [at_s for at_s in Arrivals(rate=rate).times(math.ceil(2 * rate * cell.seconds) + 10, self.rng)
-                 if at_s < cell.seconds]
+        times = [
+            at_s
+            for at_s in Arrivals(rate=rate).times(math.ceil(2 * rate * cell.seconds) + 10, self.rng)
+            if at_s < cell.seconds
+        ]
         start = time.monotonic()
 
         async def at(at_s: float, query: Query) -> LoadReply:
             await asyncio.sleep(max(0.0, start + at_s - time.monotonic()))
             return await self._ask(query, cell.deadline_s, start, at_s)
 
-        cell.answers += await asyncio.gather(*map(at, times, islice(cycle(self.queries), len(times))))
+        cell.answers += await asyncio.gather(
+            *map(at, times, islice(cycle(self.queries), len(times)))
+        )
 
-    async def _ask(self, query: Query, deadline_s: float | None, start: float, due_s: float) -> LoadReply:
+    async def _ask(
+        self, query: Query, deadline_s: float | None, start: float, due_s: float
+    ) -> LoadReply:
         sent_s, placed_s = time.monotonic() - start, None
         try:
             async for event in self.client.generate(query, timeout_s=deadline_s or MOST_S):
@@ -149,8 +169,15 @@ class Lab:
                     placed_s = sent_s + (event.timings.router_queue_s or 0.0)
         except CapacityError as error:
             refused = error.resource == "router queue"
-            return LoadReply(due_s, sent_s, time.monotonic() - start, error=error.reason, was_refused=refused,
-                             was_dropped=not refused, named_s=error.retry_after_s)
+            return LoadReply(
+                due_s,
+                sent_s,
+                time.monotonic() - start,
+                error=error.reason,
+                was_refused=refused,
+                was_dropped=not refused,
+                named_s=error.retry_after_s,
+            )
         except BatonError as error:
             return LoadReply(due_s, sent_s, time.monotonic() - start, error=error.reason)
         return LoadReply(due_s, sent_s, time.monotonic() - start, placed_s)
@@ -160,18 +187,27 @@ def bars(cells: Sequence[LoadCell]) -> dict[str, Value]:
     """The worst of each figure that has a bar, over all cells with more load than can be served."""
     at_once = {cell.deadline_s: cell.in_time_per_s for cell in cells if cell.load == 1}
     over = [cell for cell in cells if cell.load >= 2]
-    kept = [cell.in_time_per_s / at_once[cell.deadline_s] for cell in over if at_once.get(cell.deadline_s)]
+    kept = [
+        cell.in_time_per_s / at_once[cell.deadline_s]
+        for cell in over
+        if at_once.get(cell.deadline_s)
+    ]
     delays = [a.ended_s - a.sent_s for cell in over for a in cell.refusals]
     ratios = [named / true for cell in over for named, true in cell.waits()]
     near = [1 / RETRY_FACTOR <= ratio <= RETRY_FACTOR for ratio in ratios]
-    return {"goodput_kept": min(kept, default=None), "refusal_s_p99": percentiles(delays, "r")["r_p99"],
-            "retry_ratio_p50": statistics.median(ratios) if ratios else None,
-            "retry_within_factor": sum(near) / len(near) if near else None}
+    return {
+        "goodput_kept": min(kept, default=None),
+        "refusal_s_p99": percentiles(delays, "r")["r_p99"],
+        "retry_ratio_p50": statistics.median(ratios) if ratios else None,
+        "retry_within_factor": sum(near) / len(near) if near else None,
+    }
 
 
 def missed(figures: Mapping[str, Value]) -> list[str]:
     """The bars that are not reached; a figure that was not seen misses none."""
-    kept, refusal, ratio = (figures[name] for name in ("goodput_kept", "refusal_s_p99", "retry_ratio_p50"))
+    kept, refusal, ratio = (
+        figures[name] for name in ("goodput_kept", "refusal_s_p99", "retry_ratio_p50")
+    )
     found = []
     if isinstance(kept, float) and kept < GOODPUT_BAR:
         found.append(f"goodput_kept {kept:.3g} is below {GOODPUT_BAR}")
@@ -184,15 +220,27 @@ def missed(figures: Mapping[str, Value]) -> list[str]:
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     config = ClusterConfig(
-        model=flags.model, prefill=flags.prefill, decode=flags.decode, decode_pp=flags.decode_pp, listen="127.0.0.1:0",
-        log_level="warning", worker_flags=("--max-running", str(flags.max_running)),
-        router_flags=("--max-waiting", str(flags.max_waiting)))
+        model=flags.model,
+        prefill=flags.prefill,
+        decode=flags.decode,
+        decode_pp=flags.decode_pp,
+        listen="127.0.0.1:0",
+        log_level="warning",
+        worker_flags=("--max-running", str(flags.max_running)),
+        router_flags=("--max-waiting", str(flags.max_waiting)),
+    )
     async with running_cluster(config, retry=NO_RETRY) as (cluster, client):
         mean = flags.prompt_tokens
-        shape = Shape(Lengths("uniform", max(mean // 2, 1), mean * 3 // 2),
-                      Lengths("uniform", max(flags.output_tokens // 2, 1), flags.output_tokens * 3 // 2))
+        shape = Shape(
+            Lengths("uniform", max(mean // 2, 1), mean * 3 // 2),
+            Lengths("uniform", max(flags.output_tokens // 2, 1), flags.output_tokens * 3 // 2),
+        )
         planned = plan(256, Arrivals(), shape, seed=flags.seed)
-        lab = Lab(client, make_queries(await client.model_info(), planned, seed=flags.seed), random.Random(flags.seed))
+        lab = Lab(
+            client,
+            make_queries(await client.model_info(), planned, seed=flags.seed),
+            random.Random(flags.seed),
+        )
         others, before = OtherLoad(), await _router_figures(cluster)
         capacity = await lab.capacity(flags.capacity_s)
         closed, cells = (await _router_figures(cluster)).since(before), []
@@ -202,13 +250,19 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
                 cells.append(LoadCell(load, deadline_s, flags.seconds))
                 await lab.run(cells[-1], capacity * load)
                 if not flags.json:
-                    print(render(cells[-1].name, cells[-1].figures(), as_json=False), file=sys.stderr)
+                    print(
+                        render(cells[-1].name, cells[-1].figures(), as_json=False), file=sys.stderr
+                    )
     refused = closed.value("baton_router_retries_total", role="decode", reason="OUT_OF_CAPACITY")
     answered = closed.value("baton_e2e_seconds_count")
-    return {"topology": f"{flags.prefill} prefill, {flags.decode}x{flags.decode_pp} decode", "capacity_per_s": capacity,
-            "reservations_refused_per_request": refused / answered if answered else None,
-            **{key: value for cell in cells for key, value in cell.figures().items()}, **bars(cells),
-            **others.figures()}
+    return {
+        "topology": f"{flags.prefill} prefill, {flags.decode}x{flags.decode_pp} decode",
+        "capacity_per_s": capacity,
+        "reservations_refused_per_request": refused / answered if answered else None,
+        **{key: value for cell in cells for key, value in cell.figures().items()},
+        **bars(cells),
+        **others.figures(),
+    }
 
 
 async def _router_figures(cluster: LocalCluster) -> Figures:
@@ -224,13 +278,27 @@ def _numbers(text: str) -> list[float | None]:
 
 def main() -> int:
     parser = benchmark_flags(__doc__)
-    parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
-    for name, default in (("prefill", 1), ("decode", 1), ("decode-pp", 1), ("prompt-tokens", 96),
-                          ("output-tokens", 32), ("max-running", 8), ("max-waiting", 1024), ("seed", 0)):
+    parser.add_argument(
+        "--model", type=Path, default=demo_model(), help="model directory; default: the demo model"
+    )
+    for name, default in (
+        ("prefill", 1),
+        ("decode", 1),
+        ("decode-pp", 1),
+        ("prompt-tokens", 96),
+        ("output-tokens", 32),
+        ("max-running", 8),
+        ("max-waiting", 1024),
+        ("seed", 0),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--seconds", type=float, default=60.0, help="of each cell; default 60")
-    parser.add_argument("--capacity-s", type=float, default=20.0, help="of the closed loop; default 20")
-    parser.add_argument("--loads", default="0.8,1,2,4", help="times the capacity; default 0.8,1,2,4")
+    parser.add_argument(
+        "--capacity-s", type=float, default=20.0, help="of the closed loop; default 20"
+    )
+    parser.add_argument(
+        "--loads", default="0.8,1,2,4", help="times the capacity; default 0.8,1,2,4"
+    )
     parser.add_argument("--deadlines", default="5,10,60,none", help="seconds; default 5,10,60,none")
     return run_benchmark("overload", parser, measure, missed)
 

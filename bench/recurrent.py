@@ -1,5 +1,6 @@
-"""Convolution and delta rule of Qwen3.5-0.8B's shape (16 heads of 128, bf16), and latent attention of DeepSeek-V3 (128
-heads of 512 + 64; with a choice: 2,048 keys by 64 index heads of 128), beside another checkout in turn.
+"""Convolution and delta rule of Qwen3.5-0.8B's shape (16 heads of 128, bf16), and latent attention
+of DeepSeek-V3 (128 heads of 512 + 64; with a choice: 2,048 keys by 64 index heads of 128), beside
+another checkout in turn.
 
     OMP_NUM_THREADS=2 python -m bench.recurrent [--against CHECKOUT] [--json]
 """
@@ -13,9 +14,16 @@ import torch
 from bench.report import Value
 from bench.sides import checkout_sides, compare_checkouts
 
-CASES = (("delta", "prefill", 1, 512), ("delta", "decode", 1, 512), ("delta", "decode", 8, 512),
-         ("latent", "prefill", 1, 256), ("latent", "decode", 1, 1024), ("latent", "decode", 8, 1024),
-         ("chosen", "decode", 1, 4096), ("chosen", "decode", 8, 4096))
+CASES = (
+    ("delta", "prefill", 1, 512),
+    ("delta", "decode", 1, 512),
+    ("delta", "decode", 8, 512),
+    ("latent", "prefill", 1, 256),
+    ("latent", "decode", 1, 1024),
+    ("latent", "decode", 8, 1024),
+    ("chosen", "decode", 1, 4096),
+    ("chosen", "decode", 8, 4096),
+)
 NUM_ROUNDS = 7
 
 

@@ -1,7 +1,8 @@
-"""One side of `bench.recurrent`: recurrent layers and latent attention of the checkout that PYTHONPATH names.
+"""One side of `bench.recurrent`: recurrent layers and latent attention of the checkout that
+PYTHONPATH names.
 
-A process of its own per checkout: it reads a case per line from stdin ("delta prefill 1 512": part, kind, rows and
-tokens or context) and answers with the seconds that each layer took.
+A process of its own per checkout: it reads a case per line from stdin ("delta prefill 1 512": part,
+kind, rows and tokens or context) and answers with the seconds that each layer took.
 """
 
 import sys
@@ -33,10 +34,14 @@ def draw(*shape: int) -> Tensor:
 def batch_of(kind: str, rows: int, length: int) -> ForwardBatch:
     order = torch.arange(1, 1 + MAX_ROWS * PAGES_PER_ROW).view(MAX_ROWS, PAGES_PER_ROW).tolist()
     if kind == "prefill":
-        return build_batch(ForwardMode.PREFILL, [Row(row, [1] * length, 0, order[row], row + 1, None)
-                                                 for row in range(rows)])
-    return build_batch(ForwardMode.DECODE, [Row(row, [1], length - 1, order[row], row + 1, None)
-                                            for row in range(rows)])
+        return build_batch(
+            ForwardMode.PREFILL,
+            [Row(row, [1] * length, 0, order[row], row + 1, None) for row in range(rows)],
+        )
+    return build_batch(
+        ForwardMode.DECODE,
+        [Row(row, [1], length - 1, order[row], row + 1, None) for row in range(rows)],
+    )
 
 
 class Delta:
@@ -44,18 +49,24 @@ class Delta:
 
     def __init__(self) -> None:
         conv = {layer: draw(MAX_ROWS + 1, KERNEL - 1, CHANNELS) for layer in range(NUM_LAYERS)}
-        state = {layer: torch.randn(MAX_ROWS + 1, HEADS, DIM, DIM) * 0.01 for layer in range(NUM_LAYERS)}
+        state = {
+            layer: torch.randn(MAX_ROWS + 1, HEADS, DIM, DIM) * 0.01 for layer in range(NUM_LAYERS)
+        }
         self._backend = CpuRecurrent(conv_pools=conv, state_pools=state, numerics=Numerics.EXACT)
         self._weights = [draw(CHANNELS, KERNEL) for _ in range(NUM_LAYERS)]
 
     def prepare(self, batch: ForwardBatch) -> Callable[[int], object]:
         count = batch.num_tokens
-        x = draw(count, CHANNELS + HEADS * DIM)[:, :CHANNELS]  # beside others' columns, as a projection gives it
+        x = draw(count, CHANNELS + HEADS * DIM)[
+            :, :CHANNELS
+        ]  # beside others' columns, as a projection gives it
         g, beta = -torch.rand(count, HEADS), torch.rand(count, HEADS)
 
         def run(layer: int) -> Tensor:
             mixed = self._backend.causal_conv(layer, x, self._weights[layer], batch)
-            q, k, v = (part.reshape(count, HEADS, DIM) for part in torch.split(mixed, HEADS * DIM, -1))
+            q, k, v = (
+                part.reshape(count, HEADS, DIM) for part in torch.split(mixed, HEADS * DIM, -1)
+            )
             return self._backend.gated_delta_rule(layer, q, k, v, g, beta, batch)
 
         return run
@@ -67,20 +78,38 @@ class Latent:
     def __init__(self, *, chooses: bool) -> None:
         pages = 1 + MAX_ROWS * PAGES_PER_ROW
         latent = {layer: draw(pages, PAGE_SIZE, LATENT + ROPE) for layer in range(NUM_LAYERS)}
-        index = {layer: draw(pages, PAGE_SIZE, INDEX_DIM) for layer in range(NUM_LAYERS)} if chooses else {}
-        geometry = LatentGeometry(num_heads=LATENT_HEADS, latent_dim=LATENT, rope_dim=ROPE, page_size=PAGE_SIZE,
-                                  scale=0.1, max_selected=SELECTED if chooses else 0)
+        index = (
+            {layer: draw(pages, PAGE_SIZE, INDEX_DIM) for layer in range(NUM_LAYERS)}
+            if chooses
+            else {}
+        )
+        geometry = LatentGeometry(
+            num_heads=LATENT_HEADS,
+            latent_dim=LATENT,
+            rope_dim=ROPE,
+            page_size=PAGE_SIZE,
+            scale=0.1,
+            max_selected=SELECTED if chooses else 0,
+        )
         self._chooses = chooses
-        self._backend = CpuLatentAttention(latent_pools=latent, index_pools=index, geometry=geometry)
+        self._backend = CpuLatentAttention(
+            latent_pools=latent, index_pools=index, geometry=geometry
+        )
 
     def prepare(self, batch: ForwardBatch) -> Callable[[int], object]:
         count, backend = batch.num_tokens, self._backend
         q, entries = draw(count, LATENT_HEADS, LATENT + ROPE), draw(count, LATENT + ROPE)
-        index_q, index_k, weights = draw(count, INDEX_HEADS, INDEX_DIM), draw(count, INDEX_DIM), torch.rand(count, 64)
+        index_q, index_k, weights = (
+            draw(count, INDEX_HEADS, INDEX_DIM),
+            draw(count, INDEX_DIM),
+            torch.rand(count, 64),
+        )
         backend.plan(batch)
 
         def run(layer: int) -> Tensor:
-            selected = backend.select(layer, index_q, index_k, weights, batch) if self._chooses else None
+            selected = (
+                backend.select(layer, index_q, index_k, weights, batch) if self._chooses else None
+            )
             return backend.run(layer, q, entries, selected, batch)
 
         return run
@@ -88,8 +117,11 @@ class Latent:
 
 def main() -> None:
     torch.manual_seed(0)
-    parts: dict[str, Delta | Latent] = {"delta": Delta(), "latent": Latent(chooses=False),
-                                        "chosen": Latent(chooses=True)}
+    parts: dict[str, Delta | Latent] = {
+        "delta": Delta(),
+        "latent": Latent(chooses=False),
+        "chosen": Latent(chooses=True),
+    }
     for line in sys.stdin:
         part, kind, *numbers = line.split()
         run = parts[part].prepare(batch_of(kind, *map(int, numbers)))

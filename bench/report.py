@@ -1,4 +1,5 @@
-"""How every benchmark reports: one JSON object on stdout with --json, aligned lines for people otherwise."""
+"""How every benchmark reports: one JSON object on stdout with --json, aligned lines for people
+otherwise."""
 
 import contextlib
 import json
@@ -25,30 +26,44 @@ class Environment:
 
 
 def environment() -> Environment:
-    return Environment(platform.python_version(), platform.machine(), _cpu_name(), len(os.sched_getaffinity(0)))
+    return Environment(
+        platform.python_version(), platform.machine(), _cpu_name(), len(os.sched_getaffinity(0))
+    )
 
 
 def _cpu_name() -> str:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown")
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        "unknown",
+    )
 
 
 class OtherLoad:
-    """What others took of the cores since this was made: `foreign_cores`, other processes; `stolen_cores`, the host of
-    a virtual machine. With more than 0.2 of either a figure is noise."""
+    """What others took of the cores since this was made: `foreign_cores`, other processes;
+    `stolen_cores`, the host of a virtual machine. With more than 0.2 of either a figure is
+    noise."""
 
     def __init__(self) -> None:
         self._began_s, self._before = time.monotonic(), _cpu_times()
 
     def figures(self) -> dict[str, Value]:
         seconds = time.monotonic() - self._began_s
-        busy, stolen, own = (now - before for now, before in zip(_cpu_times(), self._before, strict=True))
-        return {"foreign_cores": round((busy - own) / seconds, 2), "stolen_cores": round(stolen / seconds, 2)}
+        busy, stolen, own = (
+            now - before for now, before in zip(_cpu_times(), self._before, strict=True)
+        )
+        return {
+            "foreign_cores": round((busy - own) / seconds, 2),
+            "stolen_cores": round(stolen / seconds, 2),
+        }
 
 
 def _cpu_times() -> tuple[float, float, float]:
-    """Seconds so far: all processes', those that the host took, those of this process and all it started."""
-    user, nice, system, _, _, irq, soft_irq, steal = map(int, Path("/proc/stat").read_text().split()[1:9])
+    """Seconds so far: all processes', those that the host took, those of this process and all it
+    started."""
+    user, nice, system, _, _, irq, soft_irq, steal = map(
+        int, Path("/proc/stat").read_text().split()[1:9]
+    )
     busy = user + nice + system + irq + soft_irq
     return busy / TICKS_PER_S, steal / TICKS_PER_S, _family_cpu_s()
 
@@ -60,7 +75,8 @@ def process_cpu_s(pid: int) -> float:
 
 
 def _family_cpu_s() -> float:
-    """CPU time of this process and of all that it started, directly or not, those that have ended included."""
+    """CPU time of this process and of all that it started, directly or not, those that have ended
+    included."""
     members = {}
     for entry in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):  # it has ended meanwhile
@@ -82,7 +98,9 @@ def render(name: str, values: Mapping[str, Value], *, as_json: bool) -> str:
     if as_json:
         return json.dumps({"bench": name, **values, "environment": asdict(environment())})
     width = max(map(len, values))
-    return "\n".join([name, *(f"  {key:<{width}}  {_spelled(value)}" for key, value in values.items())])
+    return "\n".join(
+        [name, *(f"  {key:<{width}}  {_spelled(value)}" for key, value in values.items())]
+    )
 
 
 def _spelled(value: Value) -> str:

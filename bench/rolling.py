@@ -1,9 +1,10 @@
-"""`python -m bench.rolling`: every worker of a local cluster is restarted, round after round, under a steady load.
+"""`python -m bench.rolling`: every worker of a local cluster is restarted, round after round, under
+a steady load.
 
-One process at a time: each prefill worker, each decode pool's leader and stages; with `--kill` by SIGKILL. Reports the
-requests that failed, of which there should be none, what clients saw of it, and how long it took until every worker
-served again, as the router sees it. Ends with 1 if any failed, or if the median of those killed was away for more than
-three seconds.
+One process at a time: each prefill worker, each decode pool's leader and stages; with `--kill` by
+SIGKILL. Reports the requests that failed, of which there should be none, what clients saw of it,
+and how long it took until every worker served again, as the router sees it. Ends with 1 if any
+failed, or if the median of those killed was away for more than three seconds.
 """
 
 import argparse
@@ -25,12 +26,21 @@ from bench.report import OtherLoad, Value
 
 BATCH = 20  # requests planned at a time; the next ones follow when they have all arrived and ended
 RESTART_S = 120.0
-AWAY_BAR_S = 3.0  # of a killed worker of the demo model: supervisor, start, rejoining, warm-up, the router's look at it
+# of a killed worker of the demo model: supervisor, start, rejoining, warm-up, the router's look at
+# it
+AWAY_BAR_S = 3.0
 
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
-    config = ClusterConfig(model=flags.model, prefill=flags.prefill, decode=flags.decode, decode_pp=flags.decode_pp,
-                           listen="127.0.0.1:0", log_level="warning", worker_flags=("--drain-s", str(flags.drain_s)))
+    config = ClusterConfig(
+        model=flags.model,
+        prefill=flags.prefill,
+        decode=flags.decode,
+        decode_pp=flags.decode_pp,
+        listen="127.0.0.1:0",
+        log_level="warning",
+        worker_flags=("--drain-s", str(flags.drain_s)),
+    )
     async with running_cluster(config) as (cluster, client):
         over = asyncio.Event()
         load = asyncio.create_task(steady_load(client, flags, over))
@@ -47,11 +57,21 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
         finally:
             over.set()
         outcomes = await load
-    values = summarise(outcomes, Slo(flags.slo_ttft_s, flags.slo_tpot_s), time.monotonic() - started)
+    values = summarise(
+        outcomes, Slo(flags.slo_ttft_s, flags.slo_tpot_s), time.monotonic() - started
+    )
     topology = f"{flags.prefill} prefill, {flags.decode}x{flags.decode_pp} decode"
-    return {"topology": topology, "is_killed": flags.kill, "rate_per_s": flags.rate, "drain_s": flags.drain_s,
-            "restarts": len(away_s), "away_s_p50": statistics.median(away_s), "away_s_max": max(away_s), **values,
-            **others.figures()}
+    return {
+        "topology": topology,
+        "is_killed": flags.kill,
+        "rate_per_s": flags.rate,
+        "drain_s": flags.drain_s,
+        "restarts": len(away_s),
+        "away_s_p50": statistics.median(away_s),
+        "away_s_max": max(away_s),
+        **values,
+        **others.figures(),
+    }
 
 
 async def come_back(cluster: LocalCluster, client: AsyncBatonClient, name: str) -> None:
@@ -76,10 +96,14 @@ def missed(values: Mapping[str, Value]) -> list[str]:
     return found
 
 
-async def steady_load(client: AsyncBatonClient, flags: argparse.Namespace, over: asyncio.Event) -> list[Outcome]:
+async def steady_load(
+    client: AsyncBatonClient, flags: argparse.Namespace, over: asyncio.Event
+) -> list[Outcome]:
     """Requests at the given rate until it is over; then those that have begun end."""
     info = await client.model_info()
-    shape = Shape(Lengths("constant", flags.prompt_tokens), Lengths("constant", flags.output_tokens))
+    shape = Shape(
+        Lengths("constant", flags.prompt_tokens), Lengths("constant", flags.output_tokens)
+    )
     outcomes: list[Outcome] = []
     while not over.is_set():
         planned = plan(BATCH, Arrivals(rate=flags.rate), shape, seed=len(outcomes))
@@ -90,9 +114,17 @@ async def steady_load(client: AsyncBatonClient, flags: argparse.Namespace, over:
 
 def main() -> int:
     parser = benchmark_flags(__doc__)
-    parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
-    for name, default in (("rounds", 3), ("prefill", 2), ("decode", 2), ("decode-pp", 2), ("prompt-tokens", 192),
-                          ("output-tokens", 64)):
+    parser.add_argument(
+        "--model", type=Path, default=demo_model(), help="model directory; default: the demo model"
+    )
+    for name, default in (
+        ("rounds", 3),
+        ("prefill", 2),
+        ("decode", 2),
+        ("decode-pp", 2),
+        ("prompt-tokens", 192),
+        ("output-tokens", 64),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     for name, rate in (("rate", 4.0), ("drain-s", 1.0), ("slo-ttft-s", 0.5), ("slo-tpot-s", 0.05)):
         parser.add_argument(f"--{name}", type=float, default=rate, help=f"default {rate}")

@@ -1,14 +1,15 @@
 """`python -m bench.router`: what a token and a request cost the router, beside a plain relay.
 
-A router stands before workers that compute nothing, a plain grpc.aio relay (two services of a few lines) before a
-source of the same tokens (`bench.router_sides`). Both sources give every stream a token at the same moments, as a pool
-does with each step. Streams of 2 tokens and streams of many go through the router and through the relay in turn, 8 and
-64 at a time; the CPU time of the process in the middle says what a request costs, its 2 tokens included, and what each
-further token costs. Ratios are medians over turns. `tokens_per_message` is above 1 where the client was slower than the
+A router stands before workers that compute nothing, a plain grpc.aio relay (two services of a few
+lines) before a source of the same tokens (`bench.router_sides`). Both sources give every stream a
+token at the same moments, as a pool does with each step. Streams of 2 tokens and streams of many go
+through the router and through the relay in turn, 8 and 64 at a time; the CPU time of the process in
+the middle says what a request costs, its 2 tokens included, and what each further token costs.
+Ratios are medians over turns. `tokens_per_message` is above 1 where the client was slower than the
 source.
 
-Last, a cluster decodes 8 streams of the demo model, and `worker_loop_share` says which part of the decode worker's CPU
-time its event loop's thread took.
+Last, a cluster decodes 8 streams of the demo model, and `worker_loop_share` says which part of the
+decode worker's CPU time its event loop's thread took.
 """
 
 import argparse
@@ -71,8 +72,10 @@ class Middle:
 
     async def _stream(self, requests: int, tokens: int) -> None:
         request = generation_pb2.GenerateRequest(
-            token_ids=types_pb2.TokenIds(ids=PROMPT), sampling=types_pb2.SamplingParams(seed=1),
-            stop=types_pb2.StopConditions(max_tokens=tokens, ignore_eos=True))
+            token_ids=types_pb2.TokenIds(ids=PROMPT),
+            sampling=types_pb2.SamplingParams(seed=1),
+            stop=types_pb2.StopConditions(max_tokens=tokens, ignore_eos=True),
+        )
         for _ in range(requests):
             count = 0
             async for response in self.stub.Generate(request):
@@ -86,7 +89,9 @@ class Middle:
 @contextlib.asynccontextmanager
 async def process(*command: str) -> AsyncIterator[asyncio.subprocess.Process]:
     """One whose output is read here."""
-    child = await asyncio.create_subprocess_exec(sys.executable, *command, stdout=asyncio.subprocess.PIPE)
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, *command, stdout=asyncio.subprocess.PIPE
+    )
     try:
         yield child
     finally:
@@ -107,20 +112,47 @@ async def compare(flags: argparse.Namespace) -> dict[str, Value]:
     async with contextlib.AsyncExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         source = await stack.enter_async_context(
-            process("-m", "bench.router_sides", "source", str(flags.model), str(flags.step_ms / 1e3)))
+            process(
+                "-m", "bench.router_sides", "source", str(flags.model), str(flags.step_ms / 1e3)
+            )
+        )
         prefill, decode, plain = await line_of(source)
         relay = await stack.enter_async_context(process("-m", "bench.router_sides", "relay", plain))
         router = await stack.enter_async_context(
-            process("-m", "router", "--model", str(flags.model), "--listen", "127.0.0.1:0", "--prefill", prefill,
-                    "--decode", decode, "--announce", str(folder / "router.json"), "--log-level", "warning"))
+            process(
+                "-m",
+                "router",
+                "--model",
+                str(flags.model),
+                "--listen",
+                "127.0.0.1:0",
+                "--prefill",
+                prefill,
+                "--decode",
+                decode,
+                "--announce",
+                str(folder / "router.json"),
+                "--log-level",
+                "warning",
+            )
+        )
         async with asyncio.timeout(START_S):
-            addresses = {"router": await announced_address(folder / "router.json"), "relay": (await line_of(relay))[0]}
-        channels = {name: await stack.enter_async_context(grpc.aio.insecure_channel(address, options=PAST_PROXIES))
-                    for name, address in addresses.items()}
+            addresses = {
+                "router": await announced_address(folder / "router.json"),
+                "relay": (await line_of(relay))[0],
+            }
+        channels = {
+            name: await stack.enter_async_context(
+                grpc.aio.insecure_channel(address, options=PAST_PROXIES)
+            )
+            for name, address in addresses.items()
+        }
         await wait_serving(channels["router"], "baton.v1.Generation", timeout_s=START_S)
         for streams in STREAMS:
-            middles = {name: Middle(child.pid, generation_pb2_grpc.GenerationStub(channels[name]))
-                       for name, child in (("router", router), ("relay", relay))}
+            middles = {
+                name: Middle(child.pid, generation_pb2_grpc.GenerationStub(channels[name]))
+                for name, child in (("router", router), ("relay", relay))
+            }
             for number in range(flags.turns + 1):
                 for middle in middles.values():
                     await middle.turn(streams, flags.requests, flags.tokens)
@@ -150,8 +182,10 @@ def ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
 async def worker_share(model: Path, streams: int, tokens: int) -> float:
     """Of the decode worker's CPU time, by its event loop's thread."""
     config = ClusterConfig(model=model, listen="127.0.0.1:0", log_level="warning")
-    async with (running_cluster(config) as (cluster, _),
-                grpc.aio.insecure_channel(cluster.address, options=PAST_PROXIES) as channel):
+    async with (
+        running_cluster(config) as (cluster, _),
+        grpc.aio.insecure_channel(cluster.address, options=PAST_PROXIES) as channel,
+    ):
         pid = cluster.processes["decode-0"].pid or 0
         middle = Middle(pid, generation_pb2_grpc.GenerationStub(channel))
         await middle.turn(streams, 2, tokens)
@@ -162,15 +196,23 @@ async def worker_share(model: Path, streams: int, tokens: int) -> float:
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
     others = OtherLoad()
-    return {"step_ms": flags.step_ms, "turns": flags.turns, **await compare(flags),
-            "worker_loop_share": round(await worker_share(flags.model, min(STREAMS), flags.tokens), 3),
-            **others.figures()}
+    return {
+        "step_ms": flags.step_ms,
+        "turns": flags.turns,
+        **await compare(flags),
+        "worker_loop_share": round(await worker_share(flags.model, min(STREAMS), flags.tokens), 3),
+        **others.figures(),
+    }
 
 
 def main() -> int:
     parser = benchmark_flags(__doc__)
-    parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
-    parser.add_argument("--step-ms", type=float, default=25.0, help="between two tokens of a stream, default 25")
+    parser.add_argument(
+        "--model", type=Path, default=demo_model(), help="model directory; default: the demo model"
+    )
+    parser.add_argument(
+        "--step-ms", type=float, default=25.0, help="between two tokens of a stream, default 25"
+    )
     for name, default in (("turns", 5), ("requests", 20), ("tokens", 200)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     return run_benchmark("router", parser, measure)

@@ -1,8 +1,9 @@
-"""What `bench.router` puts before and behind a router, each a process: `python -m bench.router_sides source|relay`.
+"""What `bench.router` puts before and behind a router, each a process: `python -m
+bench.router_sides source|relay`.
 
-`source` plays the workers behind a router and, on a port of its own, the service behind a plain relay. Nothing
-computes: every stream gets one token at each of the same moments, as from a pool's steps. `relay` is the plain one:
-whatever comes from the source goes to the client.
+`source` plays the workers behind a router and, on a port of its own, the service behind a plain
+relay. Nothing computes: every stream gets one token at each of the same moments, as from a pool's
+steps. `relay` is the plain one: whatever comes from the source goes to the client.
 """
 
 import argparse
@@ -40,7 +41,9 @@ from testing.past_proxies import PAST_PROXIES
 
 TOKENS = range(300, 500)  # ids of plain words
 ROOM = 1 << 20  # of everything that a worker counts
-ENDLESS_METHODS = frozenset({"/baton.v1.Worker/Watch", "/baton.v1.Prefill/Serve", "/baton.v1.Decode/Serve"})
+ENDLESS_METHODS = frozenset(
+    {"/baton.v1.Worker/Watch", "/baton.v1.Prefill/Serve", "/baton.v1.Decode/Serve"}
+)
 
 Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -64,18 +67,22 @@ class Steps:
             yield token_id
 
 
-Generate = Callable[[generation_pb2.GenerateRequest, Context], AsyncIterator[generation_pb2.GenerateResponse]]
+Generate = Callable[
+    [generation_pb2.GenerateRequest, Context], AsyncIterator[generation_pb2.GenerateResponse]
+]
 
 
 def plain_source(steps: Steps) -> Generate:
     """The service behind the relay."""
 
-    async def generate(request: generation_pb2.GenerateRequest,
-                       context: Context) -> AsyncIterator[generation_pb2.GenerateResponse]:
+    async def generate(
+        request: generation_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         async for token_id in steps.tokens(request.stop.max_tokens):
             yield generation_pb2.GenerateResponse(
                 request_id=request.request_id,
-                chunk=generation_pb2.GenerateChunk(token_ids=[token_id], text=" word"))
+                chunk=generation_pb2.GenerateChunk(token_ids=[token_id], text=" word"),
+            )
 
     return generate
 
@@ -84,8 +91,9 @@ def relay(source: grpc.aio.Channel) -> Generate:
     """The service in the middle: what the source sends goes on."""
     stub = generation_pb2_grpc.GenerationStub(source)
 
-    async def generate(request: generation_pb2.GenerateRequest,
-                       context: Context) -> AsyncIterator[generation_pb2.GenerateResponse]:
+    async def generate(
+        request: generation_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         async for response in stub.Generate(request):
             yield response
 
@@ -95,11 +103,14 @@ def relay(source: grpc.aio.Channel) -> Generate:
 async def serve_plainly(generate: Generate) -> tuple[grpc.aio.Server, str]:
     """The server, which lives as long as it is kept, and its address."""
     method = grpc.unary_stream_rpc_method_handler(
-        generate, request_deserializer=generation_pb2.GenerateRequest.FromString,
-        response_serializer=generation_pb2.GenerateResponse.SerializeToString)
+        generate,
+        request_deserializer=generation_pb2.GenerateRequest.FromString,
+        response_serializer=generation_pb2.GenerateResponse.SerializeToString,
+    )
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((
-        grpc.method_handlers_generic_handler("baton.v1.Generation", {"Generate": method}),))
+    server.add_generic_rpc_handlers(
+        (grpc.method_handlers_generic_handler("baton.v1.Generation", {"Generate": method}),)
+    )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     return server, f"127.0.0.1:{port}"
@@ -111,20 +122,34 @@ class SourceWorker(worker_pb2_grpc.WorkerServicer):
     def __init__(self, role: str, model: Mapping[str, Any]) -> None:
         """`model`: its config.json."""
         self._info = worker_pb2.WorkerInfo(
-            role=role, incarnation=role, architecture=model["architectures"][0], vocab_size=model["vocab_size"],
-            num_layers=model["num_hidden_layers"], max_context_tokens=model["max_position_embeddings"],
-            compatibility="source", page_size=64, pages_total=ROOM, wire_version=WIRE_VERSION,
-            max_running_requests=ROOM, max_queued_requests=ROOM, stages=["0-1"])
+            role=role,
+            incarnation=role,
+            architecture=model["architectures"][0],
+            vocab_size=model["vocab_size"],
+            num_layers=model["num_hidden_layers"],
+            max_context_tokens=model["max_position_embeddings"],
+            compatibility="source",
+            page_size=64,
+            pages_total=ROOM,
+            wire_version=WIRE_VERSION,
+            max_running_requests=ROOM,
+            max_queued_requests=ROOM,
+            stages=["0-1"],
+        )
 
-    async def Watch(self, request: worker_pb2.WatchRequest,
-                    context: Context) -> AsyncIterator[worker_pb2.WatchResponse]:
+    async def Watch(
+        self, request: worker_pb2.WatchRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.WatchResponse]:
         yield worker_pb2.WatchResponse(info=self._info)
         while True:
-            yield worker_pb2.WatchResponse(load=worker_pb2.WorkerLoad(serving=True, pages_free=ROOM))
+            yield worker_pb2.WatchResponse(
+                load=worker_pb2.WorkerLoad(serving=True, pages_free=ROOM)
+            )
             await asyncio.sleep(request.interval_s)
 
-    async def FlushCache(self, request: worker_pb2.FlushCacheRequest,
-                         context: Context) -> worker_pb2.FlushCacheResponse:
+    async def FlushCache(
+        self, request: worker_pb2.FlushCacheRequest, context: Context
+    ) -> worker_pb2.FlushCacheResponse:
         return worker_pb2.FlushCacheResponse()
 
 
@@ -135,23 +160,45 @@ class SourcePrefill(prefill_pb2_grpc.PrefillServicer):
         self._steps = steps
         self._calls = calls
         self._kind: RequestKind[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent] = RequestKind(
-            "/baton.v1.Prefill/Run", self._run, lambda item: item.open.context,
-            lambda key, ended: prefill_pb2.PrefillEvent(key=key, ended=ended))
+            "/baton.v1.Prefill/Run",
+            self._run,
+            lambda item: item.open.context,
+            lambda key, ended: prefill_pb2.PrefillEvent(key=key, ended=ended),
+        )
 
-    async def Serve(self, request_iterator: AsyncIterator[prefill_pb2.PrefillInputs],
-                    context: Context) -> AsyncIterator[prefill_pb2.PrefillEvents]:
+    async def Serve(
+        self, request_iterator: AsyncIterator[prefill_pb2.PrefillInputs], context: Context
+    ) -> AsyncIterator[prefill_pb2.PrefillEvents]:
         call = RouterCall(self._kind, self._calls, expired())
-        async with aclosing(call.events(message.inputs async for message in request_iterator)) as batches:
+        async with aclosing(
+            call.events(message.inputs async for message in request_iterator)
+        ) as batches:
             async for events in batches:
                 yield prefill_pb2.PrefillEvents(events=events)
 
-    async def _run(self, opening: Opening[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent]) -> None:
+    async def _run(
+        self, opening: Opening[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent]
+    ) -> None:
         key, num_tokens = opening.outlet.key, len(opening.input.open.request.prompt_token_ids)
-        opening.outlet.send(prefill_pb2.PrefillEvent(key=key, started=prefill_pb2.PrefillStarted(
-            terms=transfer_pb2.SourceTerms(compatibility="source", page_size=64, num_tokens=num_tokens))))
+        opening.outlet.send(
+            prefill_pb2.PrefillEvent(
+                key=key,
+                started=prefill_pb2.PrefillStarted(
+                    terms=transfer_pb2.SourceTerms(
+                        compatibility="source", page_size=64, num_tokens=num_tokens
+                    )
+                ),
+            )
+        )
         async for token_id in self._steps.tokens(1):
-            opening.outlet.send(prefill_pb2.PrefillEvent(key=key, first_token=prefill_pb2.PrefillFirstToken(
-                token=types_pb2.TokenChunk(token_ids=[token_id]))))
+            opening.outlet.send(
+                prefill_pb2.PrefillEvent(
+                    key=key,
+                    first_token=prefill_pb2.PrefillFirstToken(
+                        token=types_pb2.TokenChunk(token_ids=[token_id])
+                    ),
+                )
+            )
         await opening.inbox.get(None, "the destination terms")
         opening.outlet.send(prefill_pb2.PrefillEvent(key=key, sent=prefill_pb2.PrefillSent()))
         await opening.inbox.get(None, "the release")
@@ -164,17 +211,25 @@ class SourceDecode(decode_pb2_grpc.DecodeServicer):
         self._steps = steps
         self._calls = calls
         self._kind: RequestKind[decode_pb2.DecodeInput, decode_pb2.DecodeEvent] = RequestKind(
-            "/baton.v1.Decode/Generate", self._generate, lambda item: item.open.context,
-            lambda key, ended: decode_pb2.DecodeEvent(key=key, ended=ended))
+            "/baton.v1.Decode/Generate",
+            self._generate,
+            lambda item: item.open.context,
+            lambda key, ended: decode_pb2.DecodeEvent(key=key, ended=ended),
+        )
 
-    async def Serve(self, request_iterator: AsyncIterator[decode_pb2.DecodeInputs],
-                    context: Context) -> AsyncIterator[decode_pb2.DecodeEvents]:
+    async def Serve(
+        self, request_iterator: AsyncIterator[decode_pb2.DecodeInputs], context: Context
+    ) -> AsyncIterator[decode_pb2.DecodeEvents]:
         call = RouterCall(self._kind, self._calls, expired())
-        async with aclosing(call.events(message.inputs async for message in request_iterator)) as batches:
+        async with aclosing(
+            call.events(message.inputs async for message in request_iterator)
+        ) as batches:
             async for events in batches:
                 yield decode_pb2.DecodeEvents(events=events)
 
-    async def _generate(self, opening: Opening[decode_pb2.DecodeInput, decode_pb2.DecodeEvent]) -> None:
+    async def _generate(
+        self, opening: Opening[decode_pb2.DecodeInput, decode_pb2.DecodeEvent]
+    ) -> None:
         request, outlet = opening.input.open.request, DecodeOutlet(opening.outlet, 1)
         outlet.destination(transfer_pb2.DestinationTerms(session_id=request.request_id))
         await opening.inbox.get(None, "the first token")
@@ -194,13 +249,21 @@ async def serve_source(model: Path, step_s: float) -> None:
     config, steps = json.loads((model / "config.json").read_text()), Steps(step_s)
     addresses = []
     for role in ("prefill", "decode"):
-        server = GrpcServer(ServerOptions("127.0.0.1:0"), services=(), background_methods=ENDLESS_METHODS,
-                            metrics=RpcMetrics.create(CollectorRegistry()))
+        server = GrpcServer(
+            ServerOptions("127.0.0.1:0"),
+            services=(),
+            background_methods=ENDLESS_METHODS,
+            metrics=RpcMetrics.create(CollectorRegistry()),
+        )
         worker_pb2_grpc.add_WorkerServicer_to_server(SourceWorker(role, config), server.grpc)
         if role == "prefill":
-            prefill_pb2_grpc.add_PrefillServicer_to_server(SourcePrefill(steps, server.calls), server.grpc)
+            prefill_pb2_grpc.add_PrefillServicer_to_server(
+                SourcePrefill(steps, server.calls), server.grpc
+            )
         else:
-            decode_pb2_grpc.add_DecodeServicer_to_server(SourceDecode(steps, server.calls), server.grpc)
+            decode_pb2_grpc.add_DecodeServicer_to_server(
+                SourceDecode(steps, server.calls), server.grpc
+            )
         addresses.append(await server.start())
     plain, address = await serve_plainly(plain_source(steps))
     print(*addresses, address, flush=True)
@@ -219,7 +282,9 @@ async def serve_relay(source: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     sides = parser.add_subparsers(dest="side", required=True)
     source = sides.add_parser("source")
     source.add_argument("model", type=Path)
@@ -227,7 +292,11 @@ def main() -> None:
     relay = sides.add_parser("relay")
     relay.add_argument("source")
     flags = parser.parse_args()
-    asyncio.run(serve_source(flags.model, flags.step_s) if flags.side == "source" else serve_relay(flags.source))
+    asyncio.run(
+        serve_source(flags.model, flags.step_s)
+        if flags.side == "source"
+        else serve_relay(flags.source)
+    )
 
 
 if __name__ == "__main__":

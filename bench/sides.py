@@ -1,4 +1,5 @@
-"""Sides of a comparison: processes that compute only on request, one line of text for each question and answer."""
+"""Sides of a comparison: processes that compute only on request, one line of text for each question
+and answer."""
 
 import argparse
 import os
@@ -13,13 +14,14 @@ from bench.report import Value, render
 
 
 class LineProcess:
-    """A process that reads questions from its stdin and writes answers to its stdout, a line each. Use as a context
-    manager: leaving it ends the process."""
+    """A process that reads questions from its stdin and writes answers to its stdout, a line each.
+    Use as a context manager: leaving it ends the process."""
 
     def __init__(self, name: str, command: Sequence[str], environment: Mapping[str, str]) -> None:
         self.name = name
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-                                         env=environment)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -48,8 +50,11 @@ class CheckoutSide(LineProcess):
     """Runs a script of this folder over the code of one checkout, which it times case by case."""
 
     def __init__(self, script: str, checkout: Path) -> None:
-        super().__init__(checkout.name, [sys.executable, "-P", str(Path(__file__).with_name(script))],
-                         {**os.environ, "PYTHONPATH": str(checkout)})
+        super().__init__(
+            checkout.name,
+            [sys.executable, "-P", str(Path(__file__).with_name(script))],
+            {**os.environ, "PYTHONPATH": str(checkout)},
+        )
 
     def time(self, *case: str | int) -> float:
         """Seconds per layer."""
@@ -57,15 +62,26 @@ class CheckoutSide(LineProcess):
 
 
 def checkout_sides(script: str, against: Path | None, stack: ExitStack) -> dict[str, CheckoutSide]:
-    """"ours", and "against" if another checkout is given; they end with the stack."""
-    checkouts = {"ours": Path(__file__).parents[1]} | ({} if against is None else {"against": against})
-    return {name: stack.enter_context(CheckoutSide(script, checkout)) for name, checkout in checkouts.items()}
+    """ "ours", and "against" if another checkout is given; they end with the stack."""
+    checkouts = {"ours": Path(__file__).parents[1]} | (
+        {} if against is None else {"against": against}
+    )
+    return {
+        name: stack.enter_context(CheckoutSide(script, checkout))
+        for name, checkout in checkouts.items()
+    }
 
 
-def compare_checkouts(name: str, text: str | None, measure: Callable[[Path | None], dict[str, Value]]) -> None:
+def compare_checkouts(
+    name: str, text: str | None, measure: Callable[[Path | None], dict[str, Value]]
+) -> None:
     """The command line of a comparison with another checkout, and its report."""
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", type=Path, help="another checkout, timed in turn with this one")
+    parser = argparse.ArgumentParser(
+        description=text, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--against", type=Path, help="another checkout, timed in turn with this one"
+    )
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     print(render(name, measure(options.against), as_json=options.json))

@@ -1,9 +1,11 @@
-"""`python -m bench.speculation`: decode tokens per second with a draft and without, by requests in flight.
+"""`python -m bench.speculation`: decode tokens per second with a draft and without, by requests in
+flight.
 
-Two clusters are up at the same time, one with the draft; the same prompts go to one and the other in turn, so that what
-else the machine does falls on both. The answers must be equal. Each shape of a step is recorded when it has come a few
-times, and drafts make many shapes, so as many other prompts come first, uncounted. Step times and planner calls are the
-pools' own metrics, of all prompts.
+Two clusters are up at the same time, one with the draft; the same prompts go to one and the other
+in turn, so that what else the machine does falls on both. The answers must be equal. Each shape of
+a step is recorded when it has come a few times, and drafts make many shapes, so as many other
+prompts come first, uncounted. Step times and planner calls are the pools' own metrics, of all
+prompts.
 """
 
 import argparse
@@ -28,7 +30,8 @@ REQUEST_TIMEOUT_S = 120.0
 
 @dataclass
 class ClusterSide:
-    """One of the two clusters, and what it has done: tokens after the first one, and the seconds they took."""
+    """One of the two clusters, and what it has done: tokens after the first one, and the seconds
+    they took."""
 
     client: AsyncBatonClient
     ports: PoolPorts
@@ -59,32 +62,51 @@ class ClusterSide:
         return tuple(ids), first, last
 
     async def steps(self, name: str) -> dict[str, Value]:
-        """Since the cluster started: tokens a request got from a pass, seconds of a step, planner calls of its last
-        stage per step, by path."""
+        """Since the cluster started: tokens a request got from a pass, seconds of a step, planner
+        calls of its last stage per step, by path."""
         leader, last = await self.ports.leader(), await self.ports.last_stage()
         calls = planner_calls(last)
-        return {f"{name}_tokens_per_pass": leader.mean("baton_spec_accept_length"),
-                f"{name}_step_s": leader.mean("baton_spec_step_seconds", drafts="yes")
-                or leader.mean("baton_pp_step_seconds"),
-                **{f"{name}_planner_calls_per_step_{path}": calls[path] for path in calls}}
+        return {
+            f"{name}_tokens_per_pass": leader.mean("baton_spec_accept_length"),
+            f"{name}_step_s": leader.mean("baton_spec_step_seconds", drafts="yes")
+            or leader.mean("baton_pp_step_seconds"),
+            **{f"{name}_planner_calls_per_step_{path}": calls[path] for path in calls},
+        }
 
 
 @asynccontextmanager
 async def side(flags: argparse.Namespace, *worker_flags: str) -> AsyncIterator[ClusterSide]:
-    config = ClusterConfig(model=flags.model, decode_pp=flags.decode_pp, listen="127.0.0.1:0", log_level="warning",
-                           worker_flags=worker_flags)
+    config = ClusterConfig(
+        model=flags.model,
+        decode_pp=flags.decode_pp,
+        listen="127.0.0.1:0",
+        log_level="warning",
+        worker_flags=worker_flags,
+    )
     async with running_cluster(config) as (cluster, client):
         yield ClusterSide(client, await decode_ports(cluster))
 
 
 async def measure(flags: argparse.Namespace) -> dict[str, Value]:
-    queries = [Query(item.prompt, Sampling(temperature=0), Stop(max_tokens=flags.output_tokens))
-               for item in speculation_prompts(2 * flags.prompts, seed=0)]
-    queries, others = queries[:flags.prompts], queries[flags.prompts:]
-    draft = ("--draft", str(flags.draft), "--spec-topk", str(flags.topk), "--spec-steps", str(flags.steps),
-             "--spec-draft-tokens", str(flags.draft_tokens))
-    values: dict[str, Value] = {"decode_pp": flags.decode_pp,
-                                "draft": f"top-{flags.topk}, {flags.steps} steps, {flags.draft_tokens} tokens"}
+    queries = [
+        Query(item.prompt, Sampling(temperature=0), Stop(max_tokens=flags.output_tokens))
+        for item in speculation_prompts(2 * flags.prompts, seed=0)
+    ]
+    queries, others = queries[: flags.prompts], queries[flags.prompts :]
+    draft = (
+        "--draft",
+        str(flags.draft),
+        "--spec-topk",
+        str(flags.topk),
+        "--spec-steps",
+        str(flags.steps),
+        "--spec-draft-tokens",
+        str(flags.draft_tokens),
+    )
+    values: dict[str, Value] = {
+        "decode_pp": flags.decode_pp,
+        "draft": f"top-{flags.topk}, {flags.steps} steps, {flags.draft_tokens} tokens",
+    }
     async with AsyncExitStack() as stack:
         plain = await stack.enter_async_context(side(flags))
         drafting = await stack.enter_async_context(side(flags, *draft))
@@ -94,9 +116,12 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
                     each.tokens, each.seconds = 0, 0.0
                 for start in range(0, len(asked) - batch + 1, batch):
                     for each in (plain, drafting):
-                        await each.run(asked[start:start + batch])
-            values |= {f"plain_tokens_per_s_{batch}": plain.rate, f"draft_tokens_per_s_{batch}": drafting.rate,
-                       f"speedup_{batch}": drafting.rate / plain.rate}
+                        await each.run(asked[start : start + batch])
+            values |= {
+                f"plain_tokens_per_s_{batch}": plain.rate,
+                f"draft_tokens_per_s_{batch}": drafting.rate,
+                f"speedup_{batch}": drafting.rate / plain.rate,
+            }
         values |= {**await plain.steps("plain"), **await drafting.steps("draft")}
         values["answers_equal"] = plain.answers == drafting.answers
     return values
@@ -104,14 +129,30 @@ async def measure(flags: argparse.Namespace) -> dict[str, Value]:
 
 def main() -> int:
     parser = benchmark_flags(__doc__)
-    parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
-    parser.add_argument("--draft", type=Path, default=demo_model().parent / "draft", help="default: the demo draft")
-    for name, default in (("decode-pp", 1), ("topk", 1), ("steps", 5), ("draft-tokens", 5), ("prompts", 16),
-                          ("output-tokens", 96)):
+    parser.add_argument(
+        "--model", type=Path, default=demo_model(), help="model directory; default: the demo model"
+    )
+    parser.add_argument(
+        "--draft", type=Path, default=demo_model().parent / "draft", help="default: the demo draft"
+    )
+    for name, default in (
+        ("decode-pp", 1),
+        ("topk", 1),
+        ("steps", 5),
+        ("draft-tokens", 5),
+        ("prompts", 16),
+        ("output-tokens", 96),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    parser.add_argument("--batches", type=int, nargs="+", default=[1, 4, 8], help="requests in flight")
-    return run_benchmark("speculation", parser, measure,
-                         lambda values: [] if values["answers_equal"] else ["answers differ"])
+    parser.add_argument(
+        "--batches", type=int, nargs="+", default=[1, 4, 8], help="requests in flight"
+    )
+    return run_benchmark(
+        "speculation",
+        parser,
+        measure,
+        lambda values: [] if values["answers_equal"] else ["answers differ"],
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What the processes of a local cluster spend: seconds of a core by role, for how much work. Needs Linux."""
+"""What the processes of a local cluster spend: seconds of a core by role, for how much work. Needs
+Linux."""
 
 import asyncio
 import os
@@ -16,7 +17,11 @@ from baton.workload import Arrivals, Planned, Shape, make_queries, plan
 from bench.pool_metrics import port_of, scrape
 from runtime.errors import ConfigError
 
-PREFILL, DECODE, OTHERS = "prefill", "decode", "others"  # the last: routers, and the program that asks
+PREFILL, DECODE, OTHERS = (
+    "prefill",
+    "decode",
+    "others",
+)  # the last: routers, and the program that asks
 MOST_PER_S = 100.0  # requests that a turn makes ready
 SETTLE_S = 0.3  # from the last answer until nothing is done for it any more
 _STEPS = "baton_pp_step_seconds_count"
@@ -40,12 +45,17 @@ class ClosedLoad:
     seconds: float
 
     async def ask(self, client: AsyncBatonClient, info: ModelInfo, seed: int) -> Asked:
-        planned = plan(round(MOST_PER_S * self.seconds), Arrivals(rate=MOST_PER_S), self.shape, seed=seed)
+        planned = plan(
+            round(MOST_PER_S * self.seconds), Arrivals(rate=MOST_PER_S), self.shape, seed=seed
+        )
         left = iter(list(zip(planned, make_queries(info, planned, seed=seed), strict=True)))
         asked, outcomes, began_s = list[Planned](), list[Outcome](), time.monotonic()
 
         async def one_after_the_other() -> None:
-            while time.monotonic() < began_s + self.seconds and (following := next(left, None)) is not None:
+            while (
+                time.monotonic() < began_s + self.seconds
+                and (following := next(left, None)) is not None
+            ):
                 asked.append(following[0])
                 outcomes.extend(await run_load(client, [following[1]], [0.0]))
 
@@ -62,7 +72,9 @@ class OpenLoad:
     seconds: float
 
     async def ask(self, client: AsyncBatonClient, info: ModelInfo, seed: int) -> Asked:
-        planned = plan(max(2, round(self.rate * self.seconds)), Arrivals(rate=self.rate), self.shape, seed=seed)
+        planned = plan(
+            max(2, round(self.rate * self.seconds)), Arrivals(rate=self.rate), self.shape, seed=seed
+        )
         queries, began_s = make_queries(info, planned, seed=seed), time.monotonic()
         outcomes = await run_load(client, queries, [item.at_s for item in planned])
         return Asked(planned, outcomes, time.monotonic() - began_s)
@@ -70,8 +82,8 @@ class OpenLoad:
 
 @dataclass(frozen=True)
 class Spent:
-    """On some requests. `drawn`: tokens of answers but for first ones; `chunks` and `rounds`: steps of prefill and of
-    decode pools; `core_s`: by role."""
+    """On some requests. `drawn`: tokens of answers but for first ones; `chunks` and `rounds`: steps
+    of prefill and of decode pools; `core_s`: by role."""
 
     requests: int
     prompt_tokens: int
@@ -98,12 +110,21 @@ class Meter:
     async def of(cls, cluster: LocalCluster) -> "Meter":
         """Raises ConfigError where the system does not show what processes spend."""
         if sys.platform != "linux":
-            raise ConfigError("what processes spend is read from /proc, which Linux has", field="cluster")
-        pids = {name: process.pid for name, process in cluster.processes.items() if process.pid is not None}
-        return cls(pids, {name: await port_of(cluster, name) for name in pids if _role(name) != OTHERS})
+            raise ConfigError(
+                "what processes spend is read from /proc, which Linux has", field="cluster"
+            )
+        pids = {
+            name: process.pid
+            for name, process in cluster.processes.items()
+            if process.pid is not None
+        }
+        return cls(
+            pids, {name: await port_of(cluster, name) for name in pids if _role(name) != OTHERS}
+        )
 
-    async def spent(self, client: AsyncBatonClient, info: ModelInfo, load: ClosedLoad | OpenLoad, seed: int
-                    ) -> tuple[Spent, Asked]:
+    async def spent(
+        self, client: AsyncBatonClient, info: ModelInfo, load: ClosedLoad | OpenLoad, seed: int
+    ) -> tuple[Spent, Asked]:
         """On a load, which is asked for. Raises InternalError where a request fails."""
         before = await self._read()
         asked = await load.ask(client, info, seed)
@@ -112,13 +133,19 @@ class Meter:
         failed = [outcome.error for outcome in asked.outcomes if outcome.error is not None]
         assert not failed, failed[0]
         return Spent(
-            len(asked.planned), sum(item.prompt_tokens for item in asked.planned),
+            len(asked.planned),
+            sum(item.prompt_tokens for item in asked.planned),
             sum(item.output_tokens - 1 for item in asked.planned),
-            after.steps[PREFILL] - before.steps[PREFILL], after.steps[DECODE] - before.steps[DECODE],
-            {role: after.core_s[role] - before.core_s[role] for role in after.core_s}), asked
+            after.steps[PREFILL] - before.steps[PREFILL],
+            after.steps[DECODE] - before.steps[DECODE],
+            {role: after.core_s[role] - before.core_s[role] for role in after.core_s},
+        ), asked
 
     async def _read(self) -> _CostCounts:
-        core_s, steps = dict.fromkeys((PREFILL, DECODE, OTHERS), 0.0), dict.fromkeys((PREFILL, DECODE), 0.0)
+        core_s, steps = (
+            dict.fromkeys((PREFILL, DECODE, OTHERS), 0.0),
+            dict.fromkeys((PREFILL, DECODE), 0.0),
+        )
         for name, port in self._ports.items():
             steps[_role(name)] += (await asyncio.to_thread(scrape, port)).value(_STEPS)
         for name, pid in self._pids.items():

@@ -1,8 +1,9 @@
 """`python -m bench.stages`: what a batch costs on its way from one stage to the next.
 
-Two processes; the first sends a frame with hidden states of some rows, the other answers with an empty frame. Reported
-is the round trip by rows, and that of an empty frame both ways, which tensors have to be seen against. `ucx` puts them
-within the frame, `gloo` and `nccl` beside it (nccl: stage 0 on cuda:0, stage 1 on cuda:1).
+Two processes; the first sends a frame with hidden states of some rows, the other answers with an
+empty frame. Reported is the round trip by rows, and that of an empty frame both ways, which tensors
+have to be seen against. `ucx` puts them within the frame, `gloo` and `nccl` beside it (nccl: stage
+0 on cuda:0, stage 1 on cuda:1).
 """
 
 import argparse
@@ -28,7 +29,9 @@ CHANNELS = ("ucx", "gloo", "nccl")
 MAX_BYTES = 64 << 20
 ROWS = (1, 8, 32, 512)
 TIMEOUT_S = 60.0
-WARM_S = 0.5  # a stage that shared its core, as with another that starts, sleeps for a tenth of a second
+WARM_S = (
+    0.5  # a stage that shared its core, as with another that starts, sleeps for a tenth of a second
+)
 
 
 def backend_of(name: str, rank: int) -> LinkBackend | None:
@@ -38,7 +41,9 @@ def backend_of(name: str, rank: int) -> LinkBackend | None:
     if name == "gloo":
         return GlooBackend("127.0.0.1")
     if torch.cuda.device_count() < 2 or not torch.distributed.is_nccl_available():
-        raise ConfigError("channel nccl needs two CUDA devices and a torch with NCCL", field="channel")
+        raise ConfigError(
+            "channel nccl needs two CUDA devices and a torch with NCCL", field="channel"
+        )
     from engine.pipeline.nccl_link import NcclBackend  # its import fails where torch has no NCCL
 
     return NcclBackend(torch.device("cuda", rank))
@@ -46,8 +51,12 @@ def backend_of(name: str, rank: int) -> LinkBackend | None:
 
 def channel_of(name: str, rank: int) -> PoolChannel:
     backend = backend_of(name, rank)
-    frames = UcxStageChannel(rank=rank, max_frame_bytes=MAX_BYTES + FRAME_OVERHEAD, profile=TransportProfile.AUTO)
-    return PoolChannel(frames, rank=rank, max_bytes=MAX_BYTES, backend=backend, why="is set to use UCX")
+    frames = UcxStageChannel(
+        rank=rank, max_frame_bytes=MAX_BYTES + FRAME_OVERHEAD, profile=TransportProfile.AUTO
+    )
+    return PoolChannel(
+        frames, rank=rank, max_bytes=MAX_BYTES, backend=backend, why="is set to use UCX"
+    )
 
 
 def answer(name: str) -> None:
@@ -79,8 +88,12 @@ def round_trip_us(channel: PoolChannel, packet: Packet, repeats: int) -> float:
 
 def measure(name: str, hidden_size: int, repeats: int) -> dict[str, Value]:
     channel = channel_of(name, 0)
-    with subprocess.Popen([sys.executable, "-m", "bench.stages", "--channel", name, "--answer"], text=True,
-                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as second:
+    with subprocess.Popen(
+        [sys.executable, "-m", "bench.stages", "--channel", name, "--answer"],
+        text=True,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as second:
         assert second.stdin is not None
         assert second.stdout is not None
         try:
@@ -89,8 +102,11 @@ def measure(name: str, hidden_size: int, repeats: int) -> dict[str, Value]:
             second.stdin.flush()
             channel.connect([channel.address, address], forming_of(1, 2))
             device = torch.device("cuda", 0) if name == "nccl" else torch.device("cpu")
-            values: dict[str, Value] = {"channel": name, "hidden_size": hidden_size,
-                                        "empty_us": round_trip_us(channel, Packet(b""), repeats)}
+            values: dict[str, Value] = {
+                "channel": name,
+                "hidden_size": hidden_size,
+                "empty_us": round_trip_us(channel, Packet(b""), repeats),
+            }
             for rows in ROWS:
                 hidden = torch.randn(rows, hidden_size, dtype=torch.bfloat16, device=device)
                 values[f"rows_{rows}_us"] = round_trip_us(channel, Packet(b"", (hidden,)), repeats)
@@ -101,11 +117,15 @@ def measure(name: str, hidden_size: int, repeats: int) -> dict[str, Value]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--channel", choices=CHANNELS, default="ucx")
     parser.add_argument("--hidden-size", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=2000, help="default 2000")
-    parser.add_argument("--answer", action="store_true", help="be the second stage (for internal use)")
+    parser.add_argument(
+        "--answer", action="store_true", help="be the second stage (for internal use)"
+    )
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)

@@ -1,12 +1,14 @@
-"""`python -m bench.steps_ahead`: decode with `--overlap-steps` beside decode without, in one process and in turn.
+"""`python -m bench.steps_ahead`: decode with `--overlap-steps` beside decode without, in one
+process and in turn.
 
-Two pools of one stage with the same weights, without any gRPC. Each turn starts `rows` requests on one of them; what
-counts is the time of its steps between the last request's first token and the first request's last one. A ratio is time
-without steps ahead / with them, so above 1 they are quicker: the median over turns, and that of the shortest turns,
-which is the better figure on a busy machine.
+Two pools of one stage with the same weights, without any gRPC. Each turn starts `rows` requests on
+one of them; what counts is the time of its steps between the last request's first token and the
+first request's last one. A ratio is time without steps ahead / with them, so above 1 they are
+quicker: the median over turns, and that of the shortest turns, which is the better figure on a busy
+machine.
 
-With `--device-ms` no layer computes: each forward waits so long and leaves the interpreter to others, as one on a
-device does. That shows what of a step's planning is hidden.
+With `--device-ms` no layer computes: each forward waits so long and leaves the interpreter to
+others, as one on a device does. That shows what of a step's planning is hidden.
 """
 
 import argparse
@@ -59,19 +61,24 @@ def step_s(pool: LocalPool, rows: int, prompt_tokens: int, num_tokens: int) -> f
     def submit() -> None:
         for row, answer in enumerate(answers):
             prompt = tuple(rng.randrange(3, 200) for _ in range(prompt_tokens))
-            pool.scheduler.submit_local(Request(f"r{row}", prompt, num_tokens, SamplingParams(temperature=0)),
-                                        answer.emit)
+            pool.scheduler.submit_local(
+                Request(f"r{row}", prompt, num_tokens, SamplingParams(temperature=0)), answer.emit
+            )
 
     call(pool.loop, submit)
     for answer in answers:
         assert answer.done.wait(600), "a request did not end"
-    first_s, last_s = max(each.came_s[0] for each in answers), min(each.came_s[-1] for each in answers)
+    first_s, last_s = (
+        max(each.came_s[0] for each in answers),
+        min(each.came_s[-1] for each in answers),
+    )
     steps = sum(first_s < came_s <= last_s for came_s in answers[0].came_s)
     return (last_s - first_s) / steps
 
 
 def waiting_forward(seconds: float, vocab_size: int) -> Callable[..., StageOutput]:
     """In place of `StageExecutor._forward`: plans where that does, then waits."""
+
     def forward(self: StageExecutor, batch: ForwardBatch, *others: object) -> StageOutput:
         self.num_plans += plan_where_needed(batch, self._planner)
         time.sleep(seconds)
@@ -81,45 +88,87 @@ def waiting_forward(seconds: float, vocab_size: int) -> Callable[..., StageOutpu
 
 
 @contextmanager
-def pools(description: ModelDescription, rows: int, num_tokens: int) -> Iterator[tuple[LocalPool, LocalPool]]:
+def pools(
+    description: ModelDescription, rows: int, num_tokens: int
+) -> Iterator[tuple[LocalPool, LocalPool]]:
     """Without steps ahead, and with them."""
-    pool = partial(local_pool, description, page_size=PAGE_SIZE, max_running=rows, chunk_tokens=512,
-                   num_pages=1 + rows * (1 + pages_for_tokens(num_tokens, PAGE_SIZE)))
+    pool = partial(
+        local_pool,
+        description,
+        page_size=PAGE_SIZE,
+        max_running=rows,
+        chunk_tokens=512,
+        num_pages=1 + rows * (1 + pages_for_tokens(num_tokens, PAGE_SIZE)),
+    )
     with pool() as plain, pool(steps_ahead=True) as ahead:
         yield plain, ahead
 
 
-def measure(description: ModelDescription, rows: int, flags: argparse.Namespace) -> dict[str, Value]:
+def measure(
+    description: ModelDescription, rows: int, flags: argparse.Namespace
+) -> dict[str, Value]:
     """Milliseconds of a step and the ratio."""
     with pools(description, rows, flags.context + flags.steps) as both:
-        turns = [[step_s(pool, rows, flags.context, flags.steps) for pool in both] for _ in range(1 + flags.rounds)][1:]
-    return {f"b{rows}_ms": round(1e3 * median(plain for plain, _ in turns), 3),
-            f"b{rows}_ahead_ms": round(1e3 * median(ahead for _, ahead in turns), 3),
-            f"b{rows}_ratio": round(median(plain / ahead for plain, ahead in turns), 3),
-            f"b{rows}_shortest_ratio": round(min(plain for plain, _ in turns) / min(ahead for _, ahead in turns), 3)}
+        turns = [
+            [step_s(pool, rows, flags.context, flags.steps) for pool in both]
+            for _ in range(1 + flags.rounds)
+        ][1:]
+    return {
+        f"b{rows}_ms": round(1e3 * median(plain for plain, _ in turns), 3),
+        f"b{rows}_ahead_ms": round(1e3 * median(ahead for _, ahead in turns), 3),
+        f"b{rows}_ratio": round(median(plain / ahead for plain, ahead in turns), 3),
+        f"b{rows}_shortest_ratio": round(
+            min(plain for plain, _ in turns) / min(ahead for _, ahead in turns), 3
+        ),
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
-    parser.add_argument("--shape", action="store_true", help="instead, random weights of Qwen3-0.6B's shape")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--model", type=Path, default=demo_model(), help="model directory; default: the demo model"
+    )
+    parser.add_argument(
+        "--shape", action="store_true", help="instead, random weights of Qwen3-0.6B's shape"
+    )
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32], help="default 1 8 32")
     for name, default in (("threads", 1), ("rounds", 9), ("steps", 100), ("context", 128)):
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
-    parser.add_argument("--device-ms", type=float, default=0, help="what each forward waits; 0: it computes")
+    parser.add_argument(
+        "--device-ms", type=float, default=0, help="what each forward waits; 0: it computes"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON object")
     flags = parser.parse_args()
     keep_freed_memory()
     torch.set_num_threads(flags.threads)
     description = random_model(MODEL) if flags.shape else read_model(flags.model)
-    waits = nullcontext() if not flags.device_ms else mock.patch.object(
-        StageExecutor, "_forward", waiting_forward(flags.device_ms / 1e3, description.facts.vocab_size))
+    waits = (
+        nullcontext()
+        if not flags.device_ms
+        else mock.patch.object(
+            StageExecutor,
+            "_forward",
+            waiting_forward(flags.device_ms / 1e3, description.facts.vocab_size),
+        )
+    )
     others = OtherLoad()
     with waits:
         values = [measure(description, rows, flags) for rows in flags.rows]
-    print(render("steps_ahead", {"threads": flags.threads, "context": flags.context, "device_ms": flags.device_ms,
-                                 **{key: value for each in values for key, value in each.items()},
-                                 **others.figures()}, as_json=flags.json))
+    print(
+        render(
+            "steps_ahead",
+            {
+                "threads": flags.threads,
+                "context": flags.context,
+                "device_ms": flags.device_ms,
+                **{key: value for each in values for key, value in each.items()},
+                **others.figures(),
+            },
+            as_json=flags.json,
+        )
+    )
     return 0
 
 

@@ -1,9 +1,9 @@
 """UCX's own bandwidth test as a reference: `ucx_perftest -t tag_bw` between two processes.
 
-As it comes, the test never writes what it sends: all of the buffer is the kernel's one page of zeros, which stays in
-the first-level cache whatever the message size, so it sends without reading memory. No sender of a cache can do
-that. The reference therefore has memory of its own, filled when it is allocated; the test as it comes is reported
-beside it.
+As it comes, the test never writes what it sends: all of the buffer is the kernel's one page of
+zeros, which stays in the first-level cache whatever the message size, so it sends without reading
+memory. No sender of a cache can do that. The reference therefore has memory of its own, filled when
+it is allocated; the test as it comes is reported beside it.
 """
 
 import importlib.util
@@ -22,20 +22,31 @@ ITERATIONS = 12
 WARM_UP_ITERATIONS = 2
 TIMEOUT_S = 120
 START_S = 20
-_OWN_MEMORY = {"UCX_ALLOC_PRIO": "heap", "GLIBC_TUNABLES": "glibc.malloc.perturb=165"}  # malloc fills what it hands out
+_OWN_MEMORY = {
+    "UCX_ALLOC_PRIO": "heap",
+    "GLIBC_TUNABLES": "glibc.malloc.perturb=165",
+}  # malloc fills what it hands out
 
 
 class UcxReference:
     """Runs the test under the same UCX settings as a handoff, with endpoint error handling on."""
 
     def __init__(self, profile: TransportProfile, cores: tuple[int, int]) -> None:
-        """`cores`: the sending side's and the receiving side's. Raises ConfigError when there is no ucx_perftest."""
+        """`cores`: the sending side's and the receiving side's. Raises ConfigError when there is no
+        ucx_perftest."""
         self._cores = cores
         self._binary, libraries = _find_perftest()
-        options = {f"UCX_{name}": value for name, value in {**ucx_options(profile), **HANDOFF_OPTIONS}.items()}
+        options = {
+            f"UCX_{name}": value
+            for name, value in {**ucx_options(profile), **HANDOFF_OPTIONS}.items()
+        }
         paths = [*libraries, *os.environ.get("LD_LIBRARY_PATH", "").split(":")]
-        self._environment = {**os.environ, **options, "UCX_WARN_UNUSED_ENV_VARS": "n",
-                             "LD_LIBRARY_PATH": ":".join(filter(None, paths))}
+        self._environment = {
+            **os.environ,
+            **options,
+            "UCX_WARN_UNUSED_ENV_VARS": "n",
+            "LD_LIBRARY_PATH": ":".join(filter(None, paths)),
+        }
 
     def gbps(self) -> float:
         """GB/s (1e9 bytes) of one run."""
@@ -47,15 +58,38 @@ class UcxReference:
 
     def _run(self, environment: dict[str, str]) -> float:
         port = _free_port()
-        server = subprocess.Popen([self._binary, "-p", str(port)], env=environment, stdout=subprocess.DEVNULL,
-                                  stderr=subprocess.DEVNULL)
+        server = subprocess.Popen(
+            [self._binary, "-p", str(port)],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
         os.sched_setaffinity(server.pid, {self._cores[1]})
         try:
             _wait_until_listening(server, port)
             client = subprocess.Popen(
-                [self._binary, "localhost", "-p", str(port), "-t", "tag_bw", "-s", str(MESSAGE_BYTES), "-n",
-                 str(ITERATIONS), "-w", str(WARM_UP_ITERATIONS), "-e", "-v", "-f"],
-                env=environment, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+                [
+                    self._binary,
+                    "localhost",
+                    "-p",
+                    str(port),
+                    "-t",
+                    "tag_bw",
+                    "-s",
+                    str(MESSAGE_BYTES),
+                    "-n",
+                    str(ITERATIONS),
+                    "-w",
+                    str(WARM_UP_ITERATIONS),
+                    "-e",
+                    "-v",
+                    "-f",
+                ],
+                env=environment,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+            )
             os.sched_setaffinity(client.pid, {self._cores[0]})
             try:
                 printed, _ = client.communicate(timeout=TIMEOUT_S)
@@ -67,7 +101,8 @@ class UcxReference:
             server.wait()
         if client.returncode:
             raise ConfigError(f"ucx_perftest ended with status {client.returncode}")
-        # Last line: iterations, median and mean latency, overall latency, mean and overall bandwidth (MiB/s), ...
+        # Last line: iterations, median and mean latency, overall latency, mean and overall
+        # bandwidth (MiB/s), ...
         return float(printed.strip().splitlines()[-1].split(",")[5]) * (1 << 20) / 1e9
 
 
@@ -95,7 +130,8 @@ def _wait_until_listening(server: subprocess.Popen[bytes], port: int) -> None:
     deadline_s = time.monotonic() + START_S
     while time.monotonic() < deadline_s and server.poll() is None:
         rows = (Path("/proc/net/tcp").read_text() + Path("/proc/net/tcp6").read_text()).splitlines()
-        # Columns of the kernel's table: number, local address, remote address, state (0A: listening), ...
+        # Columns of the kernel's table: number, local address, remote address, state (0A:
+        # listening), ...
         if any(row.split()[1].endswith(suffix) and row.split()[3] == "0A" for row in rows):
             return
         time.sleep(0.01)

@@ -1,12 +1,13 @@
 """How long drafts should be: measured, not modelled.
 
-A longer draft makes a step slower and may make it yield more tokens; which wins depends on the draft, the text and how
-many requests share the step. So a pool of each size class keeps what the lengths in question have yielded per second,
-runs the best one, and tries another now and then. A length is replaced only by one that is clearly better.
+A longer draft makes a step slower and may make it yield more tokens; which wins depends on the
+draft, the text and how many requests share the step. So a pool of each size class keeps what the
+lengths in question have yielded per second, runs the best one, and tries another now and then. A
+length is replaced only by one that is clearly better.
 
-A draft that does not follow what is drawn is lost for the rest of its answer. So a trial of no drafts lets them follow,
-and they are left out only once having none has turned out best. Behind that a trial of longer ones measures what they
-yield to answers whose drafts begin anew.
+A draft that does not follow what is drawn is lost for the rest of its answer. So a trial of no
+drafts lets them follow, and they are left out only once having none has turned out best. Behind
+that a trial of longer ones measures what they yield to answers whose drafts begin anew.
 """
 
 from dataclasses import dataclass, field
@@ -32,8 +33,8 @@ class _Yield:
 
 @dataclass
 class _SizeClass:
-    """`best` and `tried` are places in the list of lengths; they are the same outside a trial. `interval` is the steps
-    between trials: it grows while the best one stays the best."""
+    """`best` and `tried` are places in the list of lengths; they are the same outside a trial.
+    `interval` is the steps between trials: it grows while the best one stays the best."""
 
     yields: list[_Yield]
     best: int
@@ -47,9 +48,10 @@ class _SizeClass:
 class AdaptiveDraft:
     """Chooses among no draft, a short one and `max_nodes`. Belongs to the engine thread.
 
-    A trial of another length lasts `trial_steps`, after `first_interval` steps of the best one and, while it stays
-    the best, up to `trial_interval`. The first `settling_steps` after a change are not counted, because their trees are
-    still those of the old length. `margin` is how much better the other must be.
+    A trial of another length lasts `trial_steps`, after `first_interval` steps of the best one and,
+    while it stays the best, up to `trial_interval`. The first `settling_steps` after a change are
+    not counted, because their trees are still those of the old length. `margin` is how much better
+    the other must be.
     """
 
     max_nodes: int
@@ -66,7 +68,8 @@ class AdaptiveDraft:
         return tuple(sorted({0, -(-self.max_nodes // 3), self.max_nodes}))
 
     def length(self, num_running: int) -> int | None:
-        """Drafted nodes per request when so many requests run; None: drafts need not even follow."""
+        """Drafted nodes per request when so many requests run; None: drafts need not even
+        follow."""
         found = self._class_of(num_running)
         length = self.lengths[found.tried]
         return length if length or found.tried != found.best else None
@@ -98,6 +101,11 @@ class AdaptiveDraft:
         size = num_running.bit_length()
         if size not in self._classes:
             last = len(self.lengths) - 1
-            self._classes[size] = _SizeClass([_Yield() for _ in self.lengths], last, last, self.first_interval,
-                                             self.first_interval)
+            self._classes[size] = _SizeClass(
+                [_Yield() for _ in self.lengths],
+                last,
+                last,
+                self.first_interval,
+                self.first_interval,
+            )
         return self._classes[size]

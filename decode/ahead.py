@@ -1,7 +1,9 @@
-"""Who takes the step after the one under way, before its tokens are known: all that would take it then, or nobody.
+"""Who takes the step after the one under way, before its tokens are known: all that would take it
+then, or nobody.
 
-A row of that step brings what is known without the token: its position, its pages, how the next one is drawn. Where
-anything else depends on the result, the pool waits for it, as it would without a step ahead:
+A row of that step brings what is known without the token: its position, its pages, how the next one
+is drawn. Where anything else depends on the result, the pool waits for it, as it would without a
+step ahead:
 
     a prompt or a replay is to be read        it may end in a batch with others
     a preempted request waits                 for pages that the result may free
@@ -17,13 +19,16 @@ from decode.entry import DecodeEntry, DecodeLimits
 from engine.memory.leases import PageAllocator, pages_for_tokens
 
 
-def lease_ahead(turns: Sequence[DecodeEntry], limits: DecodeLimits, pages: PageAllocator) -> list[DecodeEntry]:
-    """Of `turns`, the running requests in the order of their turns, those that take the step; each then has a page for
-    its token. None where the step cannot be prepared, and nothing is leased then."""
+def lease_ahead(
+    turns: Sequence[DecodeEntry], limits: DecodeLimits, pages: PageAllocator
+) -> list[DecodeEntry]:
+    """Of `turns`, the running requests in the order of their turns, those that take the step; each
+    then has a page for its token. None where the step cannot be prepared, and nothing is leased
+    then."""
     going_on = [entry for entry in turns if not entry.ends_with_due(limits.max_context_tokens)]
     if not all(map(_is_ready, going_on)):
         return []
-    stepping = going_on[:limits.max_running]
+    stepping = going_on[: limits.max_running]
     missing = [_missing_pages(entry, limits.page_size) for entry in stepping]
     if sum(missing) > pages.num_available:
         return []
@@ -34,8 +39,11 @@ def lease_ahead(turns: Sequence[DecodeEntry], limits: DecodeLimits, pages: PageA
 
 
 def _is_ready(entry: DecodeEntry) -> bool:
-    """Whether its prompt, and all of its tokens but the newest, which may be due, are computed or in flight."""
-    if entry.computed < len(entry.request.prompt_token_ids) or (entry.num_due and entry.request.needs_output):
+    """Whether its prompt, and all of its tokens but the newest, which may be due, are computed or
+    in flight."""
+    if entry.computed < len(entry.request.prompt_token_ids) or (
+        entry.num_due and entry.request.needs_output
+    ):
         return False
     return entry.computed == entry.num_tokens + entry.num_due - 1
 

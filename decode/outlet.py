@@ -1,8 +1,8 @@
-"""What one request of a decode pool sends to its router, each thing that is drawn with its position in the output, so
-that nothing lost or doubled passes for an answer.
+"""What one request of a decode pool sends to its router, each thing that is drawn with its position
+in the output, so that nothing lost or doubled passes for an answer.
 
-Tokens that the router was not sent yet join, so a router that reads slowly gets fewer and longer messages, and what
-waits is bounded by what its requests may draw. Event loop's thread.
+Tokens that the router was not sent yet join, so a router that reads slowly gets fewer and longer
+messages, and what waits is bounded by what its requests may draw. Event loop's thread.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,9 @@ class DecodeOutlet:
 
     def committed(self, committed: pb.DecodeCommitted) -> None:
         """The request joins, before anything else."""
-        self._outlet.send(pb.DecodeEvent(key=self._key, position=self._position, committed=committed))
+        self._outlet.send(
+            pb.DecodeEvent(key=self._key, position=self._position, committed=committed)
+        )
 
     def local(self, local: pb.DecodeLocal) -> None:
         """The same of a request without a source."""
@@ -42,7 +44,11 @@ class DecodeOutlet:
     def drawn(self, tokens: Sequence[DrawnToken]) -> None:
         position, num_tokens = self._position, len(tokens)
         self._position += num_tokens
-        if self._tokens is None or self._room < num_tokens or self._outlet.unsent is not self._tokens:
+        if (
+            self._tokens is None
+            or self._room < num_tokens
+            or self._outlet.unsent is not self._tokens
+        ):
             self._tokens, self._room = pb.DecodeEvent(key=self._key, position=position), MAX_JOINED
             self._outlet.send(self._tokens, MAX_JOINED)
         self._room -= num_tokens

@@ -1,15 +1,18 @@
-"""Which requests take their next step: continuous batching, as many micro-batches in flight as there are stages.
+"""Which requests take their next step: continuous batching, as many micro-batches in flight as
+there are stages.
 
     reserved (pages, slot; receives posted) ─▶ running ─▶ finished
                                                 │   ▲
                               out of pages ─▶ waiting (memory given back; replayed later)
 
-Pages run out in mid-stream: the least urgent, youngest request gives its memory back and waits. It comes back before
-anything new is admitted and is replayed without drawing: prompt and output in prefill chunks, because in attention a
-token has the same bits read or drawn. Where GatedDeltaNet takes part it has not, so there only the prompt is read, and
-the output computed one token at a time, as it was drawn. Either way the stream continues with the same bits; it never
-ends with an error. A request that moves here from another pool joins with what it has drawn there and is replayed in
-the same way. What is past its deadline fails before its next step or its replay. Belongs to the engine thread.
+Pages run out in mid-stream: the least urgent, youngest request gives its memory back and waits. It
+comes back before anything new is admitted and is replayed without drawing: prompt and output in
+prefill chunks, because in attention a token has the same bits read or drawn. Where GatedDeltaNet
+takes part it has not, so there only the prompt is read, and the output computed one token at a
+time, as it was drawn. Either way the stream continues with the same bits; it never ends with an
+error. A request that moves here from another pool joins with what it has drawn there and is
+replayed in the same way. What is past its deadline fails before its next step or its replay.
+Belongs to the engine thread.
 """
 
 import math
@@ -30,7 +33,13 @@ from decode.entry import (
     RestLimit,
     StepBuilder,
 )
-from decode.speculation import MAX_DRAFT_TOKENS, DraftLength, DraftState, VerifiedListener, VerifiedStep
+from decode.speculation import (
+    MAX_DRAFT_TOKENS,
+    DraftLength,
+    DraftState,
+    VerifiedListener,
+    VerifiedStep,
+)
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import AcceptedNodes, Verified
 from engine.core.request import DrawnToken, FinishReason, Request
@@ -56,43 +65,77 @@ class DecodeScheduler:
     slots: SlotAllocator
     limits: DecodeLimits
     clock: Clock
-    cache_rule: ResumeRule | None = None  # what is kept of requests for later ones; without it nothing is
+    cache_rule: ResumeRule | None = (
+        None  # what is kept of requests for later ones; without it nothing is
+    )
     scratch: SlotAllocator = field(default_factory=lambda: SlotAllocator(0, name="states of trees"))
     draft_length: DraftLength = lambda num_running: MAX_DRAFT_TOKENS
     on_verified: VerifiedListener = lambda step, num_running: None
     data_rank: int = 0
-    keys: Iterator[int] = field(default_factory=lambda: count(1))  # of requests; data ranks of a pool share one
+    keys: Iterator[int] = field(
+        default_factory=lambda: count(1)
+    )  # of requests; data ranks of a pool share one
     journal: PointJournal = field(default_factory=PointJournal)  # likewise
     on_preempted: Callable[[], None] = lambda: None
     _entries: dict[int, DecodeEntry] = field(default_factory=dict)  # by key, in admission order
     _waiting: list[DecodeEntry] = field(default_factory=list)
-    _turns: dict[int, None] = field(default_factory=dict)  # running keys, least recently launched first
-    _ended: dict[int, None] = field(default_factory=dict)  # keys whose output the last stage still has to drop
+    _turns: dict[int, None] = field(
+        default_factory=dict
+    )  # running keys, least recently launched first
+    _ended: dict[int, None] = field(
+        default_factory=dict
+    )  # keys whose output the last stage still has to drop
     _since_s: float = 0.0  # the last result, or the first launch after a pause
 
-    def reserve(self, request: Request, emit: Emit, *, replayed: Sequence[int] = (), blocks: tuple[bytes, ...] = (),
-                compatibility: str = "", ends_at_s: float = math.inf) -> Reservation:
-        """Memory for the prompt and some growth, at once or not at all. `replayed`: output tokens after the first that
-        another pool drew already; this one computes them again, as after a preemption, and draws what follows.
-        `blocks` are the names of the prompt's full pages (`runtime.digests`), by the digest `compatibility`; without
-        that it takes no part in the cache.
+    def reserve(
+        self,
+        request: Request,
+        emit: Emit,
+        *,
+        replayed: Sequence[int] = (),
+        blocks: tuple[bytes, ...] = (),
+        compatibility: str = "",
+        ends_at_s: float = math.inf,
+    ) -> Reservation:
+        """Memory for the prompt and some growth, at once or not at all. `replayed`: output tokens
+        after the first that another pool drew already; this one computes them again, as after a
+        preemption, and draws what follows. `blocks` are the names of the prompt's full pages
+        (`runtime.digests`), by the digest `compatibility`; without that it takes no part in the
+        cache.
 
         Raises:
             CapacityError: no room now, or a preempted request waits for it first.
             InvalidRequestError: the request could never fit.
         """
-        entry = DecodeEntry(0, request, emit, ends_at_s=ends_at_s, blocks=blocks, compatibility=compatibility,
-                            outputs=list(replayed))
+        entry = DecodeEntry(
+            0,
+            request,
+            emit,
+            ends_at_s=ends_at_s,
+            blocks=blocks,
+            compatibility=compatibility,
+            outputs=list(replayed),
+        )
         self._admit(entry, self._memory.lease)
         return self._memory.reservation(entry)
 
-    def read_rest(self, request: Request, emit: Emit, *, blocks: tuple[bytes, ...], compatibility: str,
-                  ends_at_s: float = math.inf) -> Reservation:
-        """Generate without a handoff, where the cache has nearly all of the prompt. Arguments as for `reserve`.
+    def read_rest(
+        self,
+        request: Request,
+        emit: Emit,
+        *,
+        blocks: tuple[bytes, ...],
+        compatibility: str,
+        ends_at_s: float = math.inf,
+    ) -> Reservation:
+        """Generate without a handoff, where the cache has nearly all of the prompt. Arguments as
+        for `reserve`.
 
         Raises as `reserve` does, and CapacityError where too much is missing.
         """
-        entry = DecodeEntry(0, request, emit, ends_at_s=ends_at_s, blocks=blocks, compatibility=compatibility)
+        entry = DecodeEntry(
+            0, request, emit, ends_at_s=ends_at_s, blocks=blocks, compatibility=compatibility
+        )
         self._admit(entry, partial(self._memory.lease_for_rest, most=self._longest_rest))
         self._run(entry)
         return self._memory.reservation(entry)
@@ -105,9 +148,10 @@ class DecodeScheduler:
         return self._memory.reservation(entry)
 
     def join(self, key: int, first_token: int, *, with_draft: bool = False) -> None:
-        """The prompt has landed, with the draft's state or without: the request joins the running batch without a
-        forward, or ends if the first token ended it. Unknown keys (released meanwhile) are ignored, and so are requests
-        that have failed: a stage that is lost has taken with it what landed there."""
+        """The prompt has landed, with the draft's state or without: the request joins the running
+        batch without a forward, or ends if the first token ended it. Unknown keys (released
+        meanwhile) are ignored, and so are requests that have failed: a stage that is lost has taken
+        with it what landed there."""
         entry = self._entries.get(key)
         if entry is None or entry.released or entry.has_failed:
             return
@@ -120,7 +164,8 @@ class DecodeScheduler:
         self._finish_if_done(entry)
 
     def submit_local(self, request: Request, emit: Emit) -> int:
-        """Generate without a handoff: prefill here too. For warm-up, and as the reference of every topology.
+        """Generate without a handoff: prefill here too. For warm-up, and as the reference of every
+        topology.
 
         Raises as `reserve` does.
         """
@@ -130,7 +175,8 @@ class DecodeScheduler:
         return entry.key
 
     def release(self, key: int) -> None:
-        """The request is over and nothing writes its memory any more, but for steps in flight. Idempotent."""
+        """The request is over and nothing writes its memory any more, but for steps in flight.
+        Idempotent."""
         entry = self._entries.get(key)
         if entry is None:
             return
@@ -144,17 +190,29 @@ class DecodeScheduler:
         return key in self._entries
 
     def load(self) -> SchedulerLoad:
-        return SchedulerLoad(len(self._waiting), len(self._entries) - len(self._waiting), self.pages.num_available,
-                             self.slots.num_available, local_rest_tokens=self._longest_rest)
+        return SchedulerLoad(
+            len(self._waiting),
+            len(self._entries) - len(self._waiting),
+            self.pages.num_available,
+            self.slots.num_available,
+            local_rest_tokens=self._longest_rest,
+        )
 
     def occupancy(self) -> PoolOccupancy:
-        """Who holds memory, for bytes that are landing or to run, and how long a preempted request has waited."""
-        landing = [entry for entry in self._entries.values() if not entry.running and entry.pages is not None]
+        """Who holds memory, for bytes that are landing or to run, and how long a preempted request
+        has waited."""
+        landing = [
+            entry
+            for entry in self._entries.values()
+            if not entry.running and entry.pages is not None
+        ]
         running = sum(entry.running for entry in self._entries.values())
         waiting = [entry.preempted_s for entry in self._waiting]
-        return PoolOccupancy({"landing": len(landing), "running": running},
-                             sum(entry.pages.num_pages for entry in landing if entry.pages is not None),
-                             self.clock.now() - min(waiting) if waiting else 0.0)
+        return PoolOccupancy(
+            {"landing": len(landing), "running": running},
+            sum(entry.pages.num_pages for entry in landing if entry.pages is not None),
+            self.clock.now() - min(waiting) if waiting else 0.0,
+        )
 
     def next_batch(self) -> ForwardBatch | None:
         self._drop_late()
@@ -167,8 +225,11 @@ class DecodeScheduler:
         for entry in ready:
             entry.lease_scratch(self.scratch)
         reading = [entry for entry in ready if entry.computed < self._steps.readable(entry)]
-        beginning = [entry for entry in ready if entry.draft.landed and entry.num_left > 1
-                     and self._num_draft_tokens(entry)]
+        beginning = [
+            entry
+            for entry in ready
+            if entry.draft.landed and entry.num_left > 1 and self._num_draft_tokens(entry)
+        ]
         if reading:
             batch = self._reading_batch(reading, ready)
         elif beginning:
@@ -192,7 +253,9 @@ class DecodeScheduler:
             entry.in_flight -= 1
             entry.num_due -= sampling is not None
             outcome, tokens = Verified(), []
-            if result.error is None and (sampling is not None or batch.mode is ForwardMode.PREBUILT):
+            if result.error is None and (
+                sampling is not None or batch.mode is ForwardMode.PREBUILT
+            ):
                 outcome = next(verified) if self.limits.speculates else outcome
                 tokens = [next(drawn) for _ in outcome.accepted]
             if entry.released:
@@ -204,8 +267,14 @@ class DecodeScheduler:
             else:
                 self._advance(entry, batch.mode, batch.context_lens[row], outcome, tokens)
 
-    def _advance(self, entry: DecodeEntry, mode: ForwardMode, context_len: int, outcome: Verified,
-                 tokens: list[DrawnToken]) -> None:
+    def _advance(
+        self,
+        entry: DecodeEntry,
+        mode: ForwardMode,
+        context_len: int,
+        outcome: Verified,
+        tokens: list[DrawnToken],
+    ) -> None:
         entry.draft.tree = outcome.draft
         if mode is ForwardMode.VERIFY and tokens:
             entry.draft.accepted = AcceptedNodes(context_len, outcome.accepted)
@@ -215,12 +284,27 @@ class DecodeScheduler:
             self._append(entry, tokens)
 
     def _note_verified(self, batch: ForwardBatch, result: StepResult) -> None:
-        drew = [(self._entries[key], length) for key, length, sampling in
-                zip(batch.request_keys, batch.query_lens, batch.sampling, strict=True) if sampling is not None]
-        accepted = tuple(len(row.accepted) - 1 for (entry, _), row in zip(drew, result.verified, strict=True)
-                         if entry.request.speculates and entry.scratch is not None)
-        self.on_verified(VerifiedStep(sum(length - 1 for _, length in drew), accepted,
-                                      self.clock.now() - self._since_s, len(drew) - len(accepted)), len(self._turns))
+        drew = [
+            (self._entries[key], length)
+            for key, length, sampling in zip(
+                batch.request_keys, batch.query_lens, batch.sampling, strict=True
+            )
+            if sampling is not None
+        ]
+        accepted = tuple(
+            len(row.accepted) - 1
+            for (entry, _), row in zip(drew, result.verified, strict=True)
+            if entry.request.speculates and entry.scratch is not None
+        )
+        self.on_verified(
+            VerifiedStep(
+                sum(length - 1 for _, length in drew),
+                accepted,
+                self.clock.now() - self._since_s,
+                len(drew) - len(accepted),
+            ),
+            len(self._turns),
+        )
 
     def _note_pace(self, batch: ForwardBatch) -> None:
         """How long steps take, and what is read while there are streams."""
@@ -228,8 +312,10 @@ class DecodeScheduler:
         if batch.mode in _DECODING:
             self._rests.stepped(seconds)
         elif batch.mode is ForwardMode.PREFILL:
-            num_streams = sum(sampling is not None and bool(self._entries[key].outputs)
-                              for key, sampling in zip(batch.request_keys, batch.sampling, strict=True))
+            num_streams = sum(
+                sampling is not None and bool(self._entries[key].outputs)
+                for key, sampling in zip(batch.request_keys, batch.sampling, strict=True)
+            )
             if num_streams or len(self._turns) > batch.num_rows:
                 self._rests.read(batch.num_tokens - num_streams, seconds, is_step=num_streams > 0)
 
@@ -243,13 +329,17 @@ class DecodeScheduler:
                 self._fail(entry, error)
 
     def on_idle(self) -> None:
-        check_integrity([self.pages.ledger, self.slots.ledger, self.scratch.ledger],
-                        live_owners={entry.owner for entry in self._entries.values()})
+        check_integrity(
+            [self.pages.ledger, self.slots.ledger, self.scratch.ledger],
+            live_owners={entry.owner for entry in self._entries.values()},
+        )
 
     @cached_property
     def cache(self) -> PrefixCache:
         """What is kept of requests. States come with each prompt: none is."""
-        return PrefixCache(self.cache_rule, self.pages, self.slots, self.clock, journal=self.journal)
+        return PrefixCache(
+            self.cache_rule, self.pages, self.slots, self.clock, journal=self.journal
+        )
 
     @cached_property
     def _rests(self) -> RestLimit:
@@ -279,11 +369,15 @@ class DecodeScheduler:
         """It gets a key, and its memory by `lease`."""
         self._memory.check_fits(entry.request)
         if self._waiting:
-            raise CapacityError(f"{len(self._waiting)} preempted requests wait for pages first", resource="pages")
+            raise CapacityError(
+                f"{len(self._waiting)} preempted requests wait for pages first", resource="pages"
+            )
         limit = self.limits.max_held or self.limits.max_running
         if len(self._entries) >= limit:
-            raise CapacityError(f"{len(self._entries)} requests hold memory, the limit is {limit}",
-                                resource="held requests")
+            raise CapacityError(
+                f"{len(self._entries)} requests hold memory, the limit is {limit}",
+                resource="held requests",
+            )
         entry.key, entry.joined_s = next(self.keys), self.clock.now()
         lease(entry)
         self._entries[entry.key] = entry
@@ -315,15 +409,20 @@ class DecodeScheduler:
                 self._fail(entry, DeadlineError("the request's deadline has passed"))
 
     def _grow(self, entry: DecodeEntry) -> bool:
-        """Make sure that the entry's next token has a page, at the cost of a less urgent request if need be."""
+        """Make sure that the entry's next token has a page, at the cost of a less urgent request if
+        need be."""
         while entry.pages is not None:
-            missing = pages_for_tokens(entry.computed + 1, self.limits.page_size) - entry.pages.num_pages
+            missing = (
+                pages_for_tokens(entry.computed + 1, self.limits.page_size) - entry.pages.num_pages
+            )
             if missing <= 0:
                 return True
             try:
                 entry.pages.extend(missing)
             except CapacityError:
-                victims = [other for key in self._turns if not (other := self._entries[key]).in_flight]
+                victims = [
+                    other for key in self._turns if not (other := self._entries[key]).in_flight
+                ]
                 self._preempt(max(victims, key=lambda other: (other.request.priority, other.key)))
         return False
 
@@ -338,8 +437,11 @@ class DecodeScheduler:
         self._waiting.append(entry)
         self.on_preempted()
 
-    def _reading_batch(self, reading: list[DecodeEntry], ready: list[DecodeEntry]) -> ForwardBatch | None:
-        """Streams go on meanwhile, where both fit into one batch. Their growing may set back who is to read."""
+    def _reading_batch(
+        self, reading: list[DecodeEntry], ready: list[DecodeEntry]
+    ) -> ForwardBatch | None:
+        """Streams go on meanwhile, where both fit into one batch. Their growing may set back who is
+        to read."""
         streams = [entry for entry in ready if entry.computed >= self._steps.readable(entry)]
         beside = self._stepping(streams) if self.limits.reads_beside else []
         reading = [entry for entry in reading if entry.running]
@@ -348,9 +450,9 @@ class DecodeScheduler:
         return self._steps.decode(beside) if beside else None
 
     def _stepping(self, ready: list[DecodeEntry]) -> list[DecodeEntry]:
-        """Who takes the next step: a share of the rows, so that every stage has a batch. Growing may set others of
-        `ready` back. Who has no scratch takes plain steps, in batches apart: beside a tree its own state would have to
-        be kept, too."""
+        """Who takes the next step: a share of the rows, so that every stage has a batch. Growing
+        may set others of `ready` back. Who has no scratch takes plain steps, in batches apart:
+        beside a tree its own state would have to be kept, too."""
         share = -(-min(len(self._turns), self.limits.max_running) // self.limits.depth)
         chosen: list[DecodeEntry] = []
         for entry in ready:
@@ -360,15 +462,19 @@ class DecodeScheduler:
                 continue
             if entry.running and self._grow(entry):
                 entry.in_flight = 1  # from here on its pages are not taken from it
-                entry.first_step_s = self.clock.now() if entry.first_step_s is None else entry.first_step_s
+                entry.first_step_s = (
+                    self.clock.now() if entry.first_step_s is None else entry.first_step_s
+                )
                 chosen.append(entry)
         return chosen
 
     def _next_ahead(self) -> ForwardBatch | None:
-        """The step after the one in flight; None where it has to wait for that one's result. What is late takes none,
-        and fails with that result."""
+        """The step after the one in flight; None where it has to wait for that one's result. What
+        is late takes none, and fails with that result."""
         now_s = self.clock.now()
-        punctual = [entry for key in self._turns if (entry := self._entries[key]).ends_at_s >= now_s]
+        punctual = [
+            entry for key in self._turns if (entry := self._entries[key]).ends_at_s >= now_s
+        ]
         stepping = [] if self._waiting else lease_ahead(punctual, self.limits, self.pages)
         for entry in stepping:
             entry.in_flight += 1
@@ -390,7 +496,8 @@ class DecodeScheduler:
         return batch
 
     def _append(self, entry: DecodeEntry, tokens: list[DrawnToken]) -> None:
-        """Publish what a step drew; whatever follows the token that ends the request was never drawn."""
+        """Publish what a step drew; whatever follows the token that ends the request was never
+        drawn."""
         drawn: list[DrawnToken] = []
         problem: BatonError | None = None
         for token in tokens:
@@ -398,7 +505,10 @@ class DecodeScheduler:
                 break
             entry.outputs.append(token.token_id)
             drawn.append(token)
-            if entry.request.finish_reason(entry.outputs, self.limits.max_context_tokens) is not None:
+            if (
+                entry.request.finish_reason(entry.outputs, self.limits.max_context_tokens)
+                is not None
+            ):
                 break
         if drawn:
             entry.emit(Drawn(tuple(drawn)))
@@ -408,9 +518,9 @@ class DecodeScheduler:
             self._finish_if_done(entry)
 
     def _finish_if_done(self, entry: DecodeEntry) -> None:
-        """Notify the owner and drop the entry: with its last token nothing is left that could write its memory, which
-        is free before the owner releases it, but for a step ahead, whose result frees it. `_fail` leaves that to the
-        owner."""
+        """Notify the owner and drop the entry: with its last token nothing is left that could write
+        its memory, which is free before the owner releases it, but for a step ahead, whose result
+        frees it. `_fail` leaves that to the owner."""
         reason = entry.request.finish_reason(entry.outputs, self.limits.max_context_tokens)
         if reason is None:
             return
@@ -419,11 +529,14 @@ class DecodeScheduler:
         stop = entry.outputs[-1] if reason is FinishReason.STOP else None
         self._memory.keep_drawn(entry)
         self.release(entry.key)
-        entry.emit(Finished(reason, stop, first - entry.joined_s, now - first, entry.num_preemptions))
+        entry.emit(
+            Finished(reason, stop, first - entry.joined_s, now - first, entry.num_preemptions)
+        )
 
     def _fail(self, entry: DecodeEntry, error: BatonError) -> None:
-        """Notify the owner, which releases it once nothing writes its memory any more (bytes may still be landing); run
-        no more of it. A request that finishes is dropped at once, see `_finish_if_done`."""
+        """Notify the owner, which releases it once nothing writes its memory any more (bytes may
+        still be landing); run no more of it. A request that finishes is dropped at once, see
+        `_finish_if_done`."""
         entry.has_failed = True
         self._stop_running(entry)
         entry.emit(Failed(error))

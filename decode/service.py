@@ -1,10 +1,12 @@
-"""The Decode service: requests of routers (`pool.request.router_call`), each from its reservation to its last token.
+"""The Decode service: requests of routers (`pool.request.router_call`), each from its reservation
+to its last token.
 
-    open ─▶ reserve on all stages, post receives ─▶ destination ─▶ … bytes land, digests match …
-        first_token ───────────────────────────────▶ committed ─▶ tokens … ─▶ finished, ended
-        source_lost (the prefill worker died), new_source ─▶ destination of the next epoch, same memory
-    open without a source ─▶ local (nearly all of the prompt is here) ─▶ tokens …; else refused
-    open with replayed tokens (another pool was lost) ─▶ the same; they are computed again before a new one is drawn
+open ─▶ reserve on all stages, post receives ─▶ destination ─▶ … bytes land, digests match …
+    first_token ───────────────────────────────▶ committed ─▶ tokens … ─▶ finished, ended
+    source_lost (the prefill worker died), new_source ─▶ destination of the next epoch, same memory
+open without a source ─▶ local (nearly all of the prompt is here) ─▶ tokens …; else refused
+open with replayed tokens (another pool was lost) ─▶ the same; they are computed again before a new
+one is drawn
 """
 
 import math
@@ -71,10 +73,19 @@ class DecodeParts(RequestParts):
 class DecodeStay:
     """One request on this pool, its session and its memory. Satisfies `pool.request.stay.Stay`."""
 
-    def __init__(self, parts: DecodeParts, inbox: DecodeInbox, outlet: DecodeOutlet, request: Request,
-                 reservation: Reservation, source: SourceTerms, alike: str, patience_s: float) -> None:
-        """`source` is the first to deliver, `alike` what it has in common with this pool, `patience_s` the longest that
-        one state of the handoff may last."""
+    def __init__(
+        self,
+        parts: DecodeParts,
+        inbox: DecodeInbox,
+        outlet: DecodeOutlet,
+        request: Request,
+        reservation: Reservation,
+        source: SourceTerms,
+        alike: str,
+        patience_s: float,
+    ) -> None:
+        """`source` is the first to deliver, `alike` what it has in common with this pool,
+        `patience_s` the longest that one state of the handoff may last."""
         self._parts = parts
         self._inbox = inbox
         self._outlet = outlet
@@ -82,18 +93,24 @@ class DecodeStay:
         self._reservation = reservation
         self._source = source
         self._alike = alike
-        # A prompt lands while it is computed, and a source that died is replaced when a queue elsewhere lets it: how
-        # long that may take follows from the request's deadline.
+        # A prompt lands while it is computed, and a source that died is replaced when a queue
+        # elsewhere lets it: how long that may take follows from the request's deadline.
         self._session = ReceiveSession(
-            secrets.token_hex(8), num_stages=parts.leader.group.session_size, clock=SystemClock(),
-            deadlines=SessionDeadlines.within(patience_s))
+            secrets.token_hex(8),
+            num_stages=parts.leader.group.session_size,
+            clock=SystemClock(),
+            deadlines=SessionDeadlines.within(patience_s),
+        )
         self._is_open = False
         self._with_draft = False  # whether the draft's state lands, too
         self._first_token: int | None = None
         self._first_token_s = 0.0
         self._opened_s = 0.0
-        self._phase = begin("baton.transfer.receive", request_id=request.request_id,
-                            session_id=self._session.session_id)
+        self._phase = begin(
+            "baton.transfer.receive",
+            request_id=request.request_id,
+            session_id=self._session.session_id,
+        )
 
     async def run(self) -> None:
         offer: SourceTerms | None = self._source
@@ -114,8 +131,12 @@ class DecodeStay:
         key, session = self._reservation.key, self._session
         session.abort("its request ended")  # no change if the request has taken the memory over
         self._parts.reclaimer.end(
-            lambda: self._parts.ranks.of(key).release(key), session=session if self._is_open else None,
-            close=(lambda: self._parts.leader.group.close_receive(session.session_id)) if self._is_open else None)
+            lambda: self._parts.ranks.of(key).release(key),
+            session=session if self._is_open else None,
+            close=(lambda: self._parts.leader.group.close_receive(session.session_id))
+            if self._is_open
+            else None,
+        )
 
     async def _shake_hands(self, source: SourceTerms) -> DestinationTerms | SourceTerms:
         """`_open`, measured."""
@@ -132,35 +153,55 @@ class DecodeStay:
         return answer
 
     async def _open(self, source: SourceTerms) -> DestinationTerms | SourceTerms:
-        """Post receives for the next epoch on all stages; the destination terms once they are posted, or the source to
-        start over with. An older epoch is drained first, by every stage for itself."""
+        """Post receives for the next epoch on all stages; the destination terms once they are
+        posted, or the source to start over with. An older epoch is drained first, by every stage
+        for itself."""
         parts, session = self._parts, self._session
-        check_compatible(parts.leader.compatibility, source.compatibility, source.compatibility_text)
+        check_compatible(
+            parts.leader.compatibility, source.compatibility, source.compatibility_text
+        )
         if source.num_tokens != len(self._request.prompt_token_ids):
-            raise InvalidRequestError(FieldViolation(
-                "source.num_tokens", f"{source.num_tokens} differs from the prompt's "
-                                     f"{len(self._request.prompt_token_ids)} tokens"))
+            raise InvalidRequestError(
+                FieldViolation(
+                    "source.num_tokens",
+                    f"{source.num_tokens} differs from the prompt's "
+                    f"{len(self._request.prompt_token_ids)} tokens",
+                )
+            )
         if not source.sends_rest and self._reservation.held_tokens:
             key = self._reservation.key
-            self._reservation = await parts.leader.loop.submit(lambda: parts.ranks.of(key).unshare(key))
-        # The session follows when nothing can fail any more: stages know no epoch that was never opened.
+            self._reservation = await parts.leader.loop.submit(
+                lambda: parts.ranks.of(key).unshare(key)
+            )
+        # The session follows when nothing can fail any more: stages know no epoch that was never
+        # opened.
         epoch = session.epoch + 1 if self._is_open else session.epoch
         data_rank = self._reservation.data_rank
-        destination = plan_destination(source, specs=parts.plan.geometry.specs, session_id=session.session_id,
-                                       epoch=epoch, tag_base=secrets.randbits(64), key=new_key(),
-                                       page_ids=self._reservation.prompt_page_ids, slot_id=self._reservation.slot_id,
-                                       stages=parts.leader.group.endpoints(data_rank),
-                                       with_draft=share_draft(self._alike, source.compatibility),
-                                       held_tokens=self._reservation.held_tokens)
+        destination = plan_destination(
+            source,
+            specs=parts.plan.geometry.specs,
+            session_id=session.session_id,
+            epoch=epoch,
+            tag_base=secrets.randbits(64),
+            key=new_key(),
+            page_ids=self._reservation.prompt_page_ids,
+            slot_id=self._reservation.slot_id,
+            stages=parts.leader.group.endpoints(data_rank),
+            with_draft=share_draft(self._alike, source.compatibility),
+            held_tokens=self._reservation.held_tokens,
+        )
         self._with_draft = destination.with_draft
         self._opened_s = time.monotonic()
         if self._is_open:
             session.next_epoch()
         self._is_open = True
-        parts.leader.group.open_receive(source, destination, session, self._inbox.session_changed, data_rank)
+        parts.leader.group.open_receive(
+            source, destination, session, self._inbox.session_changed, data_rank
+        )
         while session.state is ReceiveState.RESERVED:
-            new_source = await self._handle_arrival(session.time_left_s(), "every stage to post its receives",
-                                                    HandoffError)  # another pool may do better
+            new_source = await self._handle_arrival(
+                session.time_left_s(), "every stage to post its receives", HandoffError
+            )  # another pool may do better
             if new_source is not None:
                 return new_source
         if session.error is not None and not isinstance(session.error, PeerLostError):
@@ -168,7 +209,8 @@ class DecodeStay:
         return destination
 
     async def _land(self) -> SourceTerms | None:
-        """Wait for all bytes and the first token; None when both are here, else the source to start over with.
+        """Wait for all bytes and the first token; None when both are here, else the source to start
+        over with.
 
         Raises:
             BatonError: what failed the arrival of the prompt,
@@ -192,8 +234,9 @@ class DecodeStay:
                 return new_source
         return None
 
-    async def _handle_arrival(self, timeout_s: float | None, waiting_for: str,
-                              failure: type[BatonError] = DeadlineError) -> SourceTerms | None:
+    async def _handle_arrival(
+        self, timeout_s: float | None, waiting_for: str, failure: type[BatonError] = DeadlineError
+    ) -> SourceTerms | None:
         """Handle one happening before the commit, or raise the `failure`."""
         match await self._inbox.get(timeout_s, waiting_for, failure):
             case SessionChanged():
@@ -209,8 +252,11 @@ class DecodeStay:
     def _handle_input(self, message: pb.DecodeInput) -> SourceTerms | None:
         match message.WhichOneof("input"):
             case "first_token" if len(message.first_token.token_ids) == 1:
-                self._first_token, = in_vocabulary("first_token", message.first_token.token_ids,
-                                                   self._parts.plan.description.facts.vocab_size)
+                (self._first_token,) = in_vocabulary(
+                    "first_token",
+                    message.first_token.token_ids,
+                    self._parts.plan.description.facts.vocab_size,
+                )
                 self._first_token_s = time.monotonic()
                 return None
             case "source_lost":
@@ -227,16 +273,24 @@ class DecodeStay:
         now = time.monotonic()
         exposed_s = max(0.0, now - self._first_token_s)
         parts.arrivals.exposed_s.observe(exposed_s)
-        parts.meters.on_handoff(len(self._request.prompt_token_ids), now - self._opened_s,
-                                held_tokens=self._reservation.held_tokens, with_draft=self._with_draft)
+        parts.meters.on_handoff(
+            len(self._request.prompt_token_ids),
+            now - self._opened_s,
+            held_tokens=self._reservation.held_tokens,
+            with_draft=self._with_draft,
+        )
         parts.arrivals.unsent_bytes.inc(self._unsent_bytes)
         session.commit()
         self._phase.note(num_bytes=session.num_bytes, exposed_s=exposed_s)
         self._phase.end()
         self._phase = begin("baton.decode.generate", request_id=self._request.request_id)
-        self._outlet.committed(pb.DecodeCommitted(transfer_exposed_s=exposed_s, num_bytes=session.num_bytes))
+        self._outlet.committed(
+            pb.DecodeCommitted(transfer_exposed_s=exposed_s, num_bytes=session.num_bytes)
+        )
         key, with_draft = self._reservation.key, self._with_draft
-        await parts.leader.loop.submit(lambda: parts.ranks.of(key).join(key, first_token, with_draft=with_draft))
+        await parts.leader.loop.submit(
+            lambda: parts.ranks.of(key).join(key, first_token, with_draft=with_draft)
+        )
         parts.leader.group.close_receive(session.session_id)
 
     @property
@@ -288,9 +342,15 @@ def _receive(outlet: DecodeOutlet, inbox: DecodeInbox, event: Event) -> None:
         outlet.drawn(event.tokens)
         return
     if isinstance(event, Finished):
-        outlet.finished(pb.DecodeFinished(
-            reason=_REASONS[event.reason], stop_token_id=event.stop_token_id, queue_s=event.queue_s,
-            decode_s=event.decode_s, num_preemptions=event.num_preemptions))
+        outlet.finished(
+            pb.DecodeFinished(
+                reason=_REASONS[event.reason],
+                stop_token_id=event.stop_token_id,
+                queue_s=event.queue_s,
+                decode_s=event.decode_s,
+                num_preemptions=event.num_preemptions,
+            )
+        )
     inbox.happened(event)
 
 
@@ -307,14 +367,22 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             scheduler.on_preempted = parts.arrivals.preempted
         self._calls = calls
         self._kind: RequestKind[pb.DecodeInput, pb.DecodeEvent] = RequestKind(
-            "/baton.v1.Decode/Generate", self._generate, lambda item: item.open.context,
-            lambda key, ended: pb.DecodeEvent(key=key, ended=ended))
+            "/baton.v1.Decode/Generate",
+            self._generate,
+            lambda item: item.open.context,
+            lambda key, ended: pb.DecodeEvent(key=key, ended=ended),
+        )
 
-    async def Serve(self, request_iterator: AsyncIterator[pb.DecodeInputs],
-                    context: Context) -> AsyncIterator[pb.DecodeEvents]:
+    async def Serve(
+        self, request_iterator: AsyncIterator[pb.DecodeInputs], context: Context
+    ) -> AsyncIterator[pb.DecodeEvents]:
         num_taken = len(self._parts.ranks.schedulers) * self._parts.plan.max_held
-        call = RouterCall(self._kind, self._calls, self._parts.meters.handoff.leases_expired, num_taken)
-        async with aclosing(call.events(message.inputs async for message in request_iterator)) as batches:
+        call = RouterCall(
+            self._kind, self._calls, self._parts.meters.handoff.leases_expired, num_taken
+        )
+        async with aclosing(
+            call.events(message.inputs async for message in request_iterator)
+        ) as batches:
             async for events in batches:
                 yield pb.DecodeEvents(events=events)
 
@@ -332,21 +400,33 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         async def take_place() -> DecodeStay | LocalStay:
             mine = parts.leader.compatibility.digest
             alike = mine if source is None else in_common(mine, source.compatibility)
-            blocks, kept_as = parts.blocks_of(request, alike), alike if parts.caches and request.uses_cache else ""
+            blocks, kept_as = (
+                parts.blocks_of(request, alike),
+                alike if parts.caches and request.uses_cache else "",
+            )
 
             def take(scheduler: DecodeScheduler) -> Reservation:
-                admit = scheduler.read_rest if source is None else partial(scheduler.reserve, replayed=replayed)
-                taken = admit(request, emit, blocks=blocks, compatibility=kept_as, ends_at_s=ends_at_s)
+                admit = (
+                    scheduler.read_rest
+                    if source is None
+                    else partial(scheduler.reserve, replayed=replayed)
+                )
+                taken = admit(
+                    request, emit, blocks=blocks, compatibility=kept_as, ends_at_s=ends_at_s
+                )
                 if source is None:  # posted where tokens are, so that it comes before them
                     parts.post.put(outlet.local, pb.DecodeLocal(cached_tokens=taken.held_tokens))
                 return taken
 
             reservation = await parts.leader.loop.submit(
                 lambda: parts.ranks.place(request, blocks, take),
-                undo=lambda taken: parts.ranks.of(taken.key).release(taken.key))
+                undo=lambda taken: parts.ranks.of(taken.key).release(taken.key),
+            )
             if source is None:
                 return LocalStay(parts, inbox, reservation)
-            patience_s = HANDOFF_TIMEOUT_S if math.isinf(ends_at_s) else max(0.0, ends_at_s - clock.now())
+            patience_s = (
+                HANDOFF_TIMEOUT_S if math.isinf(ends_at_s) else max(0.0, ends_at_s - clock.now())
+            )
             return DecodeStay(parts, inbox, outlet, request, reservation, source, alike, patience_s)
 
         await serve(parts, request, take_place)
@@ -355,6 +435,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 def _replayed(opening: pb.DecodeOpen, request: Request, *, vocab_size: int) -> tuple[int, ...]:
     """Raises InvalidRequestError for tokens that this request cannot have drawn."""
     if (count := len(opening.replayed_token_ids)) >= request.max_tokens:
-        raise InvalidRequestError(FieldViolation(
-            "replayed_token_ids", f"{count} and a first one are more than max_tokens, {request.max_tokens}"))
+        raise InvalidRequestError(
+            FieldViolation(
+                "replayed_token_ids",
+                f"{count} and a first one are more than max_tokens, {request.max_tokens}",
+            )
+        )
     return in_vocabulary("replayed_token_ids", opening.replayed_token_ids, vocab_size)

@@ -48,28 +48,55 @@ class DecodeRole:
         geometry, grid = stage.plan.geometry, stage.plan.description.facts.chunk_grid
         has_states = any(spec.kind.is_state for spec in geometry.specs)
         adaptive = AdaptiveDraft(stage.plan.num_draft_tokens) if config.spec_adaptive else None
-        limits = DecodeLimits(page_size=config.page_size, grid=grid, depth=config.placement.pipeline_size,
-                              max_running=config.max_running, max_held=stage.plan.max_held,
-                              max_context_tokens=stage.plan.max_context_tokens,
-                              chunk_tokens=max(config.chunk_tokens, grid), growth_tokens=config.page_size,
-                              num_draft_tokens=stage.plan.num_draft_tokens,
-                              has_states=has_states, local_rest_tokens=0 if has_states else config.local_rest_tokens,
-                              steps_ahead=config.overlap_steps)
+        limits = DecodeLimits(
+            page_size=config.page_size,
+            grid=grid,
+            depth=config.placement.pipeline_size,
+            max_running=config.max_running,
+            max_held=stage.plan.max_held,
+            max_context_tokens=stage.plan.max_context_tokens,
+            chunk_tokens=max(config.chunk_tokens, grid),
+            growth_tokens=config.page_size,
+            num_draft_tokens=stage.plan.num_draft_tokens,
+            has_states=has_states,
+            local_rest_tokens=0 if has_states else config.local_rest_tokens,
+            steps_ahead=config.overlap_steps,
+        )
         keys, journal = itertools.count(1), PointJournal()
-        return DecodeLeading(DataRanks(tuple(DecodeScheduler(
-            pages=PageAllocator(geometry.num_pages), slots=SlotAllocator(geometry.num_slots),
-            scratch=SlotAllocator(stage.plan.num_scratch, name="states of trees"), limits=limits,
-            clock=SystemClock(), cache_rule=ResumeRule(config.page_size) if config.decode_cache else None,
-            draft_length=adaptive.length if adaptive is not None else lambda num_running: MAX_DRAFT_TOKENS,
-            data_rank=data_rank, keys=keys, journal=journal) for data_rank in range(config.dp_attention))),
-            journal, adaptive)
+        return DecodeLeading(
+            DataRanks(
+                tuple(
+                    DecodeScheduler(
+                        pages=PageAllocator(geometry.num_pages),
+                        slots=SlotAllocator(geometry.num_slots),
+                        scratch=SlotAllocator(stage.plan.num_scratch, name="states of trees"),
+                        limits=limits,
+                        clock=SystemClock(),
+                        cache_rule=ResumeRule(config.page_size) if config.decode_cache else None,
+                        draft_length=adaptive.length
+                        if adaptive is not None
+                        else lambda num_running: MAX_DRAFT_TOKENS,
+                        data_rank=data_rank,
+                        keys=keys,
+                        journal=journal,
+                    )
+                    for data_rank in range(config.dp_attention)
+                )
+            ),
+            journal,
+            adaptive,
+        )
 
 
 class DecodeLeading:
     """Satisfies `pool.process.LeadingRole`."""
 
-    def __init__(self, ranks: DataRanks[DecodeScheduler], journal: PointJournal,
-                 adaptive: AdaptiveDraft | None) -> None:
+    def __init__(
+        self,
+        ranks: DataRanks[DecodeScheduler],
+        journal: PointJournal,
+        adaptive: AdaptiveDraft | None,
+    ) -> None:
         """`adaptive` chooses the schedulers' draft lengths by what earlier ones yielded."""
         self.ranks = ranks
         self.journal = journal
@@ -81,18 +108,32 @@ class DecodeLeading:
         metrics = CacheMetrics.create(parts.registry)
         for scheduler in self.ranks.schedulers:
             scheduler.cache.metrics = metrics
-        service = DecodeService(DecodeParts(
-            leader=parts.leader, plan=parts.stage.plan, reclaimer=parts.reclaimer, meters=parts.meters,
-            post=parts.post, grammars=parts.leader.grammars, caches=parts.config.decode_cache,
-            ranks=self.ranks, arrivals=ArrivalMetrics.create(parts.registry)), server.calls)
+        service = DecodeService(
+            DecodeParts(
+                leader=parts.leader,
+                plan=parts.stage.plan,
+                reclaimer=parts.reclaimer,
+                meters=parts.meters,
+                post=parts.post,
+                grammars=parts.leader.grammars,
+                caches=parts.config.decode_cache,
+                ranks=self.ranks,
+                arrivals=ArrivalMetrics.create(parts.registry),
+            ),
+            server.calls,
+        )
         decode_pb2_grpc.add_DecodeServicer_to_server(service, server.grpc)
 
     def _observe_speculation(self, parts: LeaderParts) -> None:
         metrics = SpeculationMetrics.create(parts.registry)
-        metrics.accepted.labels("1")  # a draft that nothing is ever accepted from must show as zero, not as nothing
+        metrics.accepted.labels(
+            "1"
+        )  # a draft that nothing is ever accepted from must show as zero, not as nothing
 
         def on_verified(step: VerifiedStep, num_running: int) -> None:
-            parts.meters.on_drawn(sum(step.accepted))  # each row's own token is counted with the step
+            parts.meters.on_drawn(
+                sum(step.accepted)
+            )  # each row's own token is counted with the step
             observe_verified(metrics, step)
             if self._adaptive is not None and step.accepted:  # all declined: no yield to count
                 self._adaptive.observe(step, num_running)
@@ -105,8 +146,12 @@ class DecodeLeading:
         request = Request("warm-up", (0,), 2, SamplingParams(temperature=0))
         loop = parts.leader.loop
         for scheduler in self.ranks.schedulers:
-            await run_inside(loop, partial(scheduler.submit_local, request), _outcome,
-                             end=lambda key: loop.post(lambda: self.ranks.of(key).release(key)))
+            await run_inside(
+                loop,
+                partial(scheduler.submit_local, request),
+                _outcome,
+                end=lambda key: loop.post(lambda: self.ranks.of(key).release(key)),
+            )
 
 
 def observe_verified(metrics: SpeculationMetrics, step: VerifiedStep) -> None:

@@ -1,8 +1,9 @@
 """The demo model's whole world: small stories whose facts are asked for later, counting, lists.
 
-Every sentence is generated here, so weights, tokenizer and corpus carry no third-party text. A document is a list
-of pieces; a piece says whether a reader could know it (`Piece.known`): answers, copies and continuations are, the
-facts of a new story are not. Training weighs known text higher, evaluation asks for it.
+Every sentence is generated here, so weights, tokenizer and corpus carry no third-party text. A
+document is a list of pieces; a piece says whether a reader could know it (`Piece.known`): answers,
+copies and continuations are, the facts of a new story are not. Training weighs known text higher,
+evaluation asks for it.
 """
 
 import random
@@ -16,13 +17,25 @@ CHAT_TEMPLATE = (
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
-NAMES = ("Ada Ben Cleo Dan Eve Finn Gus Hana Ivan Jade Kira Liam Mona Nils Olga Paul Quinn Rosa Sam Tara Uma Vera "
-         "Will Zoe").split()
-THINGS = ("apple basket candle drum engine feather garden hammer island jacket kettle lantern mirror notebook oven "
-          "pencil quilt ribbon saddle teapot").split()
+NAMES = (
+    "Ada Ben Cleo Dan Eve Finn Gus Hana Ivan Jade Kira Liam Mona Nils Olga Paul Quinn Rosa Sam Tara Uma Vera "
+    "Will Zoe"
+).split()
+THINGS = (
+    "apple basket candle drum engine feather garden hammer island jacket kettle lantern mirror notebook oven "
+    "pencil quilt ribbon saddle teapot"
+).split()
 COLORS = "red blue green yellow white black silver golden purple orange".split()
-PLACES = ("the harbor", "the old mill", "the library", "the market", "the north hill", "the station",
-          "the river bank", "the school")
+PLACES = (
+    "the harbor",
+    "the old mill",
+    "the library",
+    "the market",
+    "the north hill",
+    "the station",
+    "the river bank",
+    "the school",
+)
 VERBS = "found sold painted carried repaired borrowed hid counted".split()
 
 
@@ -53,16 +66,21 @@ class RecallQuestion:
 
 
 def make_facts(rng: random.Random, count: int) -> list[Fact]:
-    """`count` facts about different people with different things; verbs, colours and places may come again."""
+    """`count` facts about different people with different things; verbs, colours and places may
+    come again."""
     people, things = rng.sample(NAMES, count), rng.sample(THINGS, count)
-    return [Fact(who, rng.choice(VERBS), rng.choice(COLORS), thing, rng.choice(PLACES))
-            for who, thing in zip(people, things, strict=True)]
+    return [
+        Fact(who, rng.choice(VERBS), rng.choice(COLORS), thing, rng.choice(PLACES))
+        for who, thing in zip(people, things, strict=True)
+    ]
 
 
 def make_distinct_facts(rng: random.Random, count: int) -> list[Fact]:
     """Up to 8 facts that share no word."""
     pools = (NAMES, VERBS, COLORS, THINGS, PLACES)
-    return [Fact(*words) for words in zip(*(rng.sample(pool, count) for pool in pools), strict=True)]
+    return [
+        Fact(*words) for words in zip(*(rng.sample(pool, count) for pool in pools), strict=True)
+    ]
 
 
 def ask(rng: random.Random, fact: Fact) -> tuple[str, str]:
@@ -71,7 +89,8 @@ def ask(rng: random.Random, fact: Fact) -> tuple[str, str]:
 
 
 def _story(rng: random.Random, max_facts: int) -> tuple[str, list[tuple[str, str]]]:
-    """A story and its questions, none asked twice: an earlier answer would be easier to copy than the story."""
+    """A story and its questions, none asked twice: an earlier answer would be easier to copy than
+    the story."""
     facts = make_facts(rng, rng.randint(1, max_facts))
     turns = [ask(rng, fact) for fact in facts]
     rng.shuffle(turns)
@@ -97,21 +116,31 @@ def _task(rng: random.Random) -> tuple[str, str]:
 
 
 def _dialogue(turns: list[tuple[str, str]], opening: str, *, chat: bool) -> list[Piece]:
-    """The turns as chat messages or as plain "Q: … A: …" text, after an opening that cannot be predicted."""
+    """The turns as chat messages or as plain "Q: … A: …" text, after an opening that cannot be
+    predicted."""
     pieces = []
     for i, (question, answer) in enumerate(turns):
         lead = opening if i == 0 else ""
         if chat:
-            pieces += [Piece(f"{USER}{' ' + lead if lead else ''} {question}{END}{ASSISTANT}", known=False),
-                       Piece(f" {answer}{END}", known=True)]
+            pieces += [
+                Piece(
+                    f"{USER}{' ' + lead if lead else ''} {question}{END}{ASSISTANT}", known=False
+                ),
+                Piece(f" {answer}{END}", known=True),
+            ]
         else:
-            pieces += [Piece(f"{'Story: ' + lead + chr(10) if lead else ''}Q: {question}\nA:", known=False),
-                       Piece(f" {answer}\n", known=True)]
+            pieces += [
+                Piece(
+                    f"{'Story: ' + lead + chr(10) if lead else ''}Q: {question}\nA:", known=False
+                ),
+                Piece(f" {answer}\n", known=True),
+            ]
     return [*pieces, Piece(END_OF_TEXT, known=True)]
 
 
 def make_document(rng: random.Random, max_facts: int, task_share: float) -> list[Piece]:
-    """One training document: mostly a story with questions, sometimes plain tasks. Ends with the end-of-text token."""
+    """One training document: mostly a story with questions, sometimes plain tasks. Ends with the
+    end-of-text token."""
     chat = rng.random() < 0.6
     if rng.random() >= task_share:
         story, turns = _story(rng, max_facts)
@@ -126,12 +155,17 @@ def documents(seed: int, *, max_facts: int, task_share: float) -> Iterator[list[
         yield make_document(rng, max_facts, task_share)
 
 
-def recall_questions(count: int, *, seed: int, max_facts: int,
-                     make: Callable[[random.Random, int], list[Fact]] = make_distinct_facts) -> list[RecallQuestion]:
+def recall_questions(
+    count: int,
+    *,
+    seed: int,
+    max_facts: int,
+    make: Callable[[random.Random, int], list[Fact]] = make_distinct_facts,
+) -> list[RecallQuestion]:
     """Held-out questions: a whole story of at least two facts, then one question about any of them.
 
-    Training draws from seeds below 1,000,000; evaluation uses seeds above, and with 24 names, 20 things, 10 colours,
-    8 places and 8 verbs per fact no two stories coincide by chance.
+    Training draws from seeds below 1,000,000; evaluation uses seeds above, and with 24 names, 20
+    things, 10 colours, 8 places and 8 verbs per fact no two stories coincide by chance.
     """
     rng = random.Random(1_000_000 + seed)
     questions = []
@@ -142,12 +176,15 @@ def recall_questions(count: int, *, seed: int, max_facts: int,
         if i % 2:
             questions.append(RecallQuestion(f"Story: {story}\nQ: {question}\nA:", f" {answer}\n"))
         else:
-            questions.append(RecallQuestion(f"{USER} {story} {question}{END}{ASSISTANT}", f" {answer}{END}"))
+            questions.append(
+                RecallQuestion(f"{USER} {story} {question}{END}{ASSISTANT}", f" {answer}{END}")
+            )
     return questions
 
 
 def speculation_prompts(count: int, *, seed: int) -> list[RecallQuestion]:
-    """Held-out chat prompts with answers of several sentences or many items, on which a draft can show its worth."""
+    """Held-out chat prompts with answers of several sentences or many items, on which a draft can
+    show its worth."""
     rng = random.Random(2_000_000 + seed)
     prompts = []
     for i in range(count):

@@ -1,8 +1,10 @@
-"""An EAGLE-3 draft head as plain torch modules, for training and for measuring it; serving has its own.
+"""An EAGLE-3 draft head as plain torch modules, for training and for measuring it; serving has its
+own.
 
-Slot t holds the target's features after token t (its hidden states after three layers) and the embedding of token t +
-1; it predicts token t + 2. Further steps feed the head's own hidden state back in place of the target's (Li et al.
-2025, "EAGLE-3"). Names and shapes are those of public llama_eagle3 checkpoints: `fc`, `midlayer.*`, `norm`, `lm_head`.
+Slot t holds the target's features after token t (its hidden states after three layers) and the
+embedding of token t + 1; it predicts token t + 2. Further steps feed the head's own hidden state
+back in place of the target's (Li et al. 2025, "EAGLE-3"). Names and shapes are those of public
+llama_eagle3 checkpoints: `fc`, `midlayer.*`, `norm`, `lm_head`.
 """
 
 import json
@@ -31,13 +33,16 @@ class DraftConfig:
 
 
 class DraftKV(NamedTuple):
-    """Keys and values of earlier slots, each [rows, heads, slots, head_dim]; keys are already rotated."""
+    """Keys and values of earlier slots, each [rows, heads, slots, head_dim]; keys are already
+    rotated."""
 
     keys: Tensor
     values: Tensor
 
     def append(self, other: "DraftKV") -> "DraftKV":
-        return DraftKV(torch.cat([self.keys, other.keys], 2), torch.cat([self.values, other.values], 2))
+        return DraftKV(
+            torch.cat([self.keys, other.keys], 2), torch.cat([self.values, other.values], 2)
+        )
 
     def select(self, rows: Tensor) -> "DraftKV":
         return DraftKV(self.keys[rows], self.values[rows])
@@ -62,16 +67,24 @@ class HeadAttention(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         inner = config.num_attention_heads * config.head_dim
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(2 * config.hidden_size, inner, bias=False) for _ in range(3))
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(2 * config.hidden_size, inner, bias=False) for _ in range(3)
+        )
         self.o_proj = nn.Linear(inner, config.hidden_size, bias=False)
         self.head_dim, self.rope_theta = config.head_dim, config.rope_theta
 
-    def forward(self, x: Tensor, positions: Tensor, past: DraftKV | None, mask: Tensor) -> tuple[Tensor, DraftKV]:
-        q, k, v = (proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-                   for proj in (self.q_proj, self.k_proj, self.v_proj))
+    def forward(
+        self, x: Tensor, positions: Tensor, past: DraftKV | None, mask: Tensor
+    ) -> tuple[Tensor, DraftKV]:
+        q, k, v = (
+            proj(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
         fresh = DraftKV(self._rotate(k, positions), v)
         seen = past.append(fresh) if past is not None else fresh
-        out = F.scaled_dot_product_attention(self._rotate(q, positions), seen.keys, seen.values, attn_mask=mask)
+        out = F.scaled_dot_product_attention(
+            self._rotate(q, positions), seen.keys, seen.values, attn_mask=mask
+        )
         attended: Tensor = self.o_proj(out.transpose(1, 2).flatten(2))
         return attended, fresh
 
@@ -80,7 +93,9 @@ class HeadAttention(nn.Module):
         half = self.head_dim // 2
         angles = positions[:, None] * self.rope_theta ** (-torch.arange(half) / half)
         low, high = x[..., :half], x[..., half:]
-        return torch.cat([low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()], -1)
+        return torch.cat(
+            [low * angles.cos() - high * angles.sin(), high * angles.cos() + low * angles.sin()], -1
+        )
 
 
 class MLP(nn.Module):
@@ -99,12 +114,19 @@ class MidLayer(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
-            RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3))
+            RMSNorm(config.hidden_size, config.rms_norm_eps) for _ in range(3)
+        )
         self.self_attn = HeadAttention(config)
         self.mlp = MLP(config)
 
-    def forward(self, embedding: Tensor, hidden: Tensor, positions: Tensor, past: DraftKV | None,
-                mask: Tensor) -> tuple[Tensor, DraftKV]:
+    def forward(
+        self,
+        embedding: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        past: DraftKV | None,
+        mask: Tensor,
+    ) -> tuple[Tensor, DraftKV]:
         x = torch.cat([self.input_layernorm(embedding), self.hidden_norm(hidden)], -1)
         attended, fresh = self.self_attn(x, positions, past, mask)
         hidden = hidden + attended
@@ -117,19 +139,28 @@ class DraftHead(nn.Module):
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
         self.config = config
-        self.fc = nn.Linear(len(config.aux_layer_ids) * config.hidden_size, config.hidden_size, bias=False)
+        self.fc = nn.Linear(
+            len(config.aux_layer_ids) * config.hidden_size, config.hidden_size, bias=False
+        )
         self.midlayer = MidLayer(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def forward(self, embedding: Tensor, hidden: Tensor, positions: Tensor, *, past: DraftKV | None,
-                mask: Tensor) -> tuple[Tensor, DraftKV]:
+    def forward(
+        self,
+        embedding: Tensor,
+        hidden: Tensor,
+        positions: Tensor,
+        *,
+        past: DraftKV | None,
+        mask: Tensor,
+    ) -> tuple[Tensor, DraftKV]:
         """One step over T slots; returns their new hidden states and what later slots need of them.
 
         Args:
             embedding: [rows, T, hidden_size], of the token after each slot.
-            hidden: [rows, T, hidden_size], `fc` of the target's features, or an earlier step's result.
-            positions: [T].
+            hidden: [rows, T, hidden_size], `fc` of the target's features, or an earlier step's
+            result. positions: [T].
             past: slots attended besides the T new ones.
             mask: bool [T, past slots + T], true where a slot may look.
         """
@@ -143,18 +174,31 @@ class DraftHead(nn.Module):
 
 
 def save_draft(head: DraftHead, out: Path) -> None:
-    """Write bf16 weights and a config as public EAGLE-3 checkpoints have them; layer ids mean "output of layer j"."""
+    """Write bf16 weights and a config as public EAGLE-3 checkpoints have them; layer ids mean
+    "output of layer j"."""
     out.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.to(torch.bfloat16).contiguous() for name, tensor in head.state_dict().items()}
+    tensors = {
+        name: tensor.to(torch.bfloat16).contiguous() for name, tensor in head.state_dict().items()
+    }
     save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
     sizes = asdict(head.config)
     layer_ids = list(sizes.pop("aux_layer_ids"))
     config = {
-        "architectures": ["LlamaForCausalLMEagle3"], "model_type": "llama", "dtype": "bfloat16", **sizes,
-        "num_key_value_heads": head.config.num_attention_heads, "num_hidden_layers": 1, "hidden_act": "silu",
-        "draft_vocab_size": head.config.vocab_size, "target_hidden_size": head.config.hidden_size,
-        "max_position_embeddings": 2048, "tie_word_embeddings": False,
-        "eagle_config": {"eagle_aux_hidden_state_layer_ids": layer_ids, "use_aux_hidden_state": True},
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "dtype": "bfloat16",
+        **sizes,
+        "num_key_value_heads": head.config.num_attention_heads,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "draft_vocab_size": head.config.vocab_size,
+        "target_hidden_size": head.config.hidden_size,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": False,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": layer_ids,
+            "use_aux_hidden_state": True,
+        },
     }
     (out / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
@@ -163,9 +207,19 @@ def load_draft(folder: Path) -> DraftHead:
     """Read what `save_draft` wrote, in fp32."""
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     low, middle, high = raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
-    head = DraftHead(DraftConfig(
-        vocab_size=raw["vocab_size"], aux_layer_ids=(low, middle, high), hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"], num_attention_heads=raw["num_attention_heads"],
-        head_dim=raw["head_dim"], rms_norm_eps=raw["rms_norm_eps"], rope_theta=raw["rope_theta"]))
-    head.load_state_dict({name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()})
+    head = DraftHead(
+        DraftConfig(
+            vocab_size=raw["vocab_size"],
+            aux_layer_ids=(low, middle, high),
+            hidden_size=raw["hidden_size"],
+            intermediate_size=raw["intermediate_size"],
+            num_attention_heads=raw["num_attention_heads"],
+            head_dim=raw["head_dim"],
+            rms_norm_eps=raw["rms_norm_eps"],
+            rope_theta=raw["rope_theta"],
+        )
+    )
+    head.load_state_dict(
+        {name: tensor.float() for name, tensor in load_file(folder / "model.safetensors").items()}
+    )
     return head.eval()

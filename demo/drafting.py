@@ -1,7 +1,8 @@
 """How many tokens one target pass yields with a draft tree, measured without an engine.
 
-Greedy verification accepts exactly the longest path of the tree that the target's own continuation walks. So the
-continuation is generated once, and only the draft runs step by step; the counts are those of real speculation.
+Greedy verification accepts exactly the longest path of the tree that the target's own continuation
+walks. So the continuation is generated once, and only the draft runs step by step; the counts are
+those of real speculation.
 """
 
 from dataclasses import dataclass
@@ -31,7 +32,8 @@ class Node:
 
 @dataclass(frozen=True)
 class _Frontier:
-    """The nodes a level expands: their indices, the hidden state each was predicted from, and what it may attend."""
+    """The nodes a level expands: their indices, the hidden state each was predicted from, and what
+    it may attend."""
 
     nodes: list[int]
     hidden: Tensor  # [nodes, 1, hidden_size]
@@ -39,7 +41,9 @@ class _Frontier:
 
 
 @torch.no_grad()
-def propose(head: DraftHead, embedding: Tensor, hidden: Tensor, past: DraftKV, shape: TreeShape) -> list[Node]:
+def propose(
+    head: DraftHead, embedding: Tensor, hidden: Tensor, past: DraftKV, shape: TreeShape
+) -> list[Node]:
     """A tree of likely continuations; parents come before their children.
 
     Args:
@@ -54,13 +58,20 @@ def propose(head: DraftHead, embedding: Tensor, hidden: Tensor, past: DraftKV, s
     for level in range(shape.depth - 1):
         tokens = torch.tensor([[tree[i].token] for i in frontier.nodes])
         mask = torch.ones(1, true_slots + level + 1, dtype=torch.bool)
-        hidden, fresh = head(F.embedding(tokens, embedding), frontier.hidden, torch.tensor([true_slots + level]),
-                             past=frontier.past, mask=mask)
+        hidden, fresh = head(
+            F.embedding(tokens, embedding),
+            frontier.hidden,
+            torch.tensor([true_slots + level]),
+            past=frontier.past,
+            mask=mask,
+        )
         parents = [(i, tree[i].score) for i in frontier.nodes]
         grown = _children(head.logits(hidden)[:, 0], parents, shape.width)
-        best = sorted(range(len(grown)), key=lambda i: (-grown[i].score, i))[:shape.width]
+        best = sorted(range(len(grown)), key=lambda i: (-grown[i].score, i))[: shape.width]
         rows = torch.tensor([frontier.nodes.index(grown[i].parent) for i in best])
-        frontier = _Frontier([len(tree) + i for i in best], hidden[rows], frontier.past.append(fresh).select(rows))
+        frontier = _Frontier(
+            [len(tree) + i for i in best], hidden[rows], frontier.past.append(fresh).select(rows)
+        )
         tree += grown
     return _prune(tree, shape.nodes)
 
@@ -68,13 +79,18 @@ def propose(head: DraftHead, embedding: Tensor, hidden: Tensor, past: DraftKV, s
 def _children(logits: Tensor, parents: list[tuple[int, float]], width: int) -> list[Node]:
     """The `width` best tokens after each parent (index, score); logits: [parents, vocab_size]."""
     scores, tokens = logits.log_softmax(-1).topk(width)
-    return [Node(token, parent, base + score) for (parent, base), row, row_scores
-            in zip(parents, tokens.tolist(), scores.tolist(), strict=True)
-            for token, score in zip(row, row_scores, strict=True)]
+    return [
+        Node(token, parent, base + score)
+        for (parent, base), row, row_scores in zip(
+            parents, tokens.tolist(), scores.tolist(), strict=True
+        )
+        for token, score in zip(row, row_scores, strict=True)
+    ]
 
 
 def _prune(tree: list[Node], count: int) -> list[Node]:
-    """The best `count` nodes in creation order. A parent never scores below its child, so no node loses its parent."""
+    """The best `count` nodes in creation order. A parent never scores below its child, so no node
+    loses its parent."""
     kept = sorted(sorted(range(len(tree)), key=lambda i: (-tree[i].score, i))[:count])
     place = {old: new for new, old in enumerate(kept)} | {-1: -1}
     return [Node(tree[i].token, place[tree[i].parent], tree[i].score) for i in kept]
@@ -92,18 +108,30 @@ def accepted(tree: list[Node], continuation: list[int]) -> int:
 
 
 @torch.no_grad()
-def target_passes(head: DraftHead, embedding: Tensor, ids: Tensor, features: Tensor, prompt_length: int,
-                  shape: TreeShape) -> int:
-    """Target passes that decode `ids[prompt_length + 1:]`; the token at `prompt_length` is prefill's.
+def target_passes(
+    head: DraftHead,
+    embedding: Tensor,
+    ids: Tensor,
+    features: Tensor,
+    prompt_length: int,
+    shape: TreeShape,
+) -> int:
+    """Target passes that decode `ids[prompt_length + 1:]`; the token at `prompt_length` is
+    prefill's.
 
     ids: [1, T]; features: [1, T, 3 * hidden], as `demo.train_draft.target_features` gives them.
     """
     slots = ids.shape[1] - 1
-    hidden, past = head(F.embedding(ids[:, 1:], embedding), head.fc(features[:, :slots]), torch.arange(slots),
-                        past=None, mask=torch.ones(slots, slots, dtype=torch.bool).tril())
+    hidden, past = head(
+        F.embedding(ids[:, 1:], embedding),
+        head.fc(features[:, :slots]),
+        torch.arange(slots),
+        past=None,
+        mask=torch.ones(slots, slots, dtype=torch.bool).tril(),
+    )
     tokens, at, passes = ids[0].tolist(), prompt_length, 0
     while at < slots:  # tokens[at] is the newest token the client has
-        tree = propose(head, embedding, hidden[:, at - 1:at], past.first(at), shape)
-        at += accepted(tree, tokens[at + 1:]) + 1
+        tree = propose(head, embedding, hidden[:, at - 1 : at], past.first(at), shape)
+        at += accepted(tree, tokens[at + 1 :]) + 1
         passes += 1
     return passes

@@ -1,4 +1,5 @@
-"""Tokens per target pass: `python -m demo.evaluate_draft`. Greedy, on held-out prompts with long answers."""
+"""Tokens per target pass: `python -m demo.evaluate_draft`. Greedy, on held-out prompts with long
+answers."""
 
 import argparse
 import json
@@ -17,8 +18,12 @@ from demo.draft import DraftHead, load_draft
 from demo.drafting import TreeShape, target_passes
 from demo.train_draft import target_features
 
-SHAPES = {"chain 3": TreeShape(1, 3, 3), "chain 5": TreeShape(1, 5, 5), "tree 4x4/15": TreeShape(4, 4, 15),
-          "tree 8x5/31": TreeShape(8, 5, 31)}
+SHAPES = {
+    "chain 3": TreeShape(1, 3, 3),
+    "chain 5": TreeShape(1, 5, 5),
+    "tree 4x4/15": TreeShape(4, 4, 15),
+    "tree 8x5/31": TreeShape(8, 5, 31),
+}
 MAX_NEW_TOKENS = 96
 
 
@@ -35,30 +40,45 @@ class Rollout:
 def roll_out(model: Qwen3_5ForCausalLM, prompt: list[int], layer_ids: tuple[int, ...]) -> Rollout:
     """Greedy until the answer ends or MAX_NEW_TOKENS."""
     generator: Any = model  # its typed signature wants a protocol the class does not state
-    ids: Tensor = generator.generate(torch.tensor([prompt]), max_new_tokens=MAX_NEW_TOKENS, do_sample=False,
-                                     pad_token_id=0)
+    ids: Tensor = generator.generate(
+        torch.tensor([prompt]), max_new_tokens=MAX_NEW_TOKENS, do_sample=False, pad_token_id=0
+    )
     return Rollout(ids, len(prompt), target_features(model, ids, layer_ids)[1])
 
 
-def tokens_per_pass(head: DraftHead, embedding: Tensor, rollouts: list[Rollout], shape: TreeShape) -> float:
-    """Decoded tokens (prefill's first one not counted) over target passes, the last short pass of each included."""
+def tokens_per_pass(
+    head: DraftHead, embedding: Tensor, rollouts: list[Rollout], shape: TreeShape
+) -> float:
+    """Decoded tokens (prefill's first one not counted) over target passes, the last short pass of
+    each included."""
     tokens = sum(rollout.ids.shape[1] - rollout.prompt_length - 1 for rollout in rollouts)
-    passes = sum(target_passes(head, embedding, r.ids, r.features, r.prompt_length, shape) for r in rollouts)
+    passes = sum(
+        target_passes(head, embedding, r.ids, r.features, r.prompt_length, shape) for r in rollouts
+    )
     return tokens / passes
 
 
-def measure(model_folder: Path, draft_folder: Path, *, prompts: int, shapes: Mapping[str, TreeShape]) -> dict[str, Any]:
+def measure(
+    model_folder: Path, draft_folder: Path, *, prompts: int, shapes: Mapping[str, TreeShape]
+) -> dict[str, Any]:
     """Tokens per target pass for each shape, over held-out `corpus.speculation_prompts`."""
     tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
     model = Qwen3_5ForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     head = load_draft(draft_folder)
     embedding = model.model.embed_tokens.weight.detach()
-    rollouts = [roll_out(model, tokenizer.encode(item.prompt).ids, head.config.aux_layer_ids)
-                for item in corpus.speculation_prompts(prompts, seed=0)]
+    rollouts = [
+        roll_out(model, tokenizer.encode(item.prompt).ids, head.config.aux_layer_ids)
+        for item in corpus.speculation_prompts(prompts, seed=0)
+    ]
     answer_tokens = sum(rollout.ids.shape[1] - rollout.prompt_length for rollout in rollouts)
-    return {"prompts": prompts, "mean_answer_tokens": round(answer_tokens / prompts, 1),
-            "tokens_per_pass": {name: round(tokens_per_pass(head, embedding, rollouts, shape), 3)
-                                for name, shape in shapes.items()}}
+    return {
+        "prompts": prompts,
+        "mean_answer_tokens": round(answer_tokens / prompts, 1),
+        "tokens_per_pass": {
+            name: round(tokens_per_pass(head, embedding, rollouts, shape), 3)
+            for name, shape in shapes.items()
+        },
+    }
 
 
 def main() -> None:

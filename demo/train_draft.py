@@ -1,7 +1,9 @@
-"""Trains the demo model's EAGLE-3 draft: `python -m demo.train_draft --model demo/model --out demo/draft`.
+"""Trains the demo model's EAGLE-3 draft: `python -m demo.train_draft --model demo/model --out
+demo/draft`.
 
-Seeded; counts steps. The head learns the target's own next-token distribution on corpus documents, unrolled over four
-steps so that it learns to live with its own hidden states ("training-time test" of the EAGLE-3 paper).
+Seeded; counts steps. The head learns the target's own next-token distribution on corpus documents,
+unrolled over four steps so that it learns to live with its own hidden states ("training-time test"
+of the EAGLE-3 paper).
 """
 
 import argparse
@@ -26,36 +28,48 @@ SEED = 1000
 
 
 @torch.no_grad()
-def target_features(model: Qwen3_5ForCausalLM, ids: Tensor, layer_ids: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+def target_features(
+    model: Qwen3_5ForCausalLM, ids: Tensor, layer_ids: tuple[int, ...]
+) -> tuple[Tensor, Tensor]:
     """Logits [rows, T, vocab] and the outputs of the layers side by side [rows, T, 3 * hidden]."""
     out = model(ids, use_cache=False, output_hidden_states=True)
     return out.logits.float(), torch.cat([out.hidden_states[i + 1] for i in layer_ids], -1).float()
 
 
 def unroll_mask(slots: int, steps: int) -> Tensor:
-    """What slot i of unrolled step `steps` may see: true features of slots 0..i, then only its own earlier steps."""
+    """What slot i of unrolled step `steps` may see: true features of slots 0..i, then only its own
+    earlier steps."""
     causal = torch.ones(slots, slots, dtype=torch.bool).tril()
     return torch.cat([causal, *[torch.eye(slots, dtype=torch.bool)] * steps], -1)
 
 
-def unrolled_loss(head: DraftHead, embedding: Tensor, ids: Tensor, features: Tensor, target: Tensor,
-                  weight: Tensor) -> Tensor:
+def unrolled_loss(
+    head: DraftHead,
+    embedding: Tensor,
+    ids: Tensor,
+    features: Tensor,
+    target: Tensor,
+    weight: Tensor,
+) -> Tensor:
     """Cross-entropy against the target's distribution, summed over the unrolled steps.
 
-    ids: [rows, T]; features: [rows, T, 3 * hidden]; target: probabilities [rows, T, vocab] of the token after each
-    position; weight: [rows, T] of that token. Step j drafts at slot i the token i + j + 2.
+    ids: [rows, T]; features: [rows, T, 3 * hidden]; target: probabilities [rows, T, vocab] of the
+    token after each position; weight: [rows, T] of that token. Step j drafts at slot i the token i
+    + j + 2.
     """
     slots = ids.shape[1] - UNROLLED_STEPS
     hidden = head.fc(features[:, :slots])
     past: DraftKV | None = None
     total = torch.zeros(())
     for j in range(UNROLLED_STEPS):
-        tokens = F.embedding(ids[:, 1 + j:1 + j + slots], embedding)
-        hidden, fresh = head(tokens, hidden, torch.arange(slots) + j, past=past, mask=unroll_mask(slots, j))
+        tokens = F.embedding(ids[:, 1 + j : 1 + j + slots], embedding)
+        hidden, fresh = head(
+            tokens, hidden, torch.arange(slots) + j, past=past, mask=unroll_mask(slots, j)
+        )
         past = fresh if past is None else past.append(fresh)
         log_p = head.logits(hidden).log_softmax(-1)
-        loss = -(target[:, 1 + j:1 + j + slots] * log_p).sum(-1)
-        counted = weight[:, 1 + j:1 + j + slots]
+        loss = -(target[:, 1 + j : 1 + j + slots] * log_p).sum(-1)
+        counted = weight[:, 1 + j : 1 + j + slots]
         total = total + STEP_DISCOUNT**j * (loss * counted).sum() / counted.sum()
     return total
 
@@ -79,17 +93,32 @@ def train(model: Qwen3_5ForCausalLM, tokenizer: Tokenizer, head: DraftHead, step
             optimizer.zero_grad(set_to_none=True)
         losses.append(loss.item() / norm)
         if (step + 1) % 20 == 0:
-            print(json.dumps({"step": step + 1, "of": steps, "loss": round(sum(losses[-20:]) / 20, 4),
-                              "seconds": round(time.monotonic() - began)}), flush=True)
-    last = losses[-max(1, steps // 10):]
+            print(
+                json.dumps(
+                    {
+                        "step": step + 1,
+                        "of": steps,
+                        "loss": round(sum(losses[-20:]) / 20, 4),
+                        "seconds": round(time.monotonic() - began),
+                    }
+                ),
+                flush=True,
+            )
+    last = losses[-max(1, steps // 10) :]
     return sum(last) / len(last)
 
 
 def make_head(model: Qwen3_5ForCausalLM) -> DraftHead:
     """A fresh head for this target; its lm_head starts as the target's."""
     config = model.config
-    head = DraftHead(DraftConfig(vocab_size=config.vocab_size, aux_layer_ids=AUX_LAYER_IDS,
-                                 hidden_size=config.hidden_size, intermediate_size=config.intermediate_size))
+    head = DraftHead(
+        DraftConfig(
+            vocab_size=config.vocab_size,
+            aux_layer_ids=AUX_LAYER_IDS,
+            hidden_size=config.hidden_size,
+            intermediate_size=config.intermediate_size,
+        )
+    )
     head.lm_head.weight.data.copy_(model.lm_head.weight.detach())
     return head
 
@@ -108,8 +137,16 @@ def main() -> None:
     head = make_head(model)
     loss = train(model, tokenizer, head, args.steps)
     save_draft(head, args.out)
-    print(json.dumps({"parameters": sum(p.numel() for p in head.parameters()), "steps": args.steps,
-                      "loss": round(loss, 4)}), flush=True)
+    print(
+        json.dumps(
+            {
+                "parameters": sum(p.numel() for p in head.parameters()),
+                "steps": args.steps,
+                "loss": round(loss, 4),
+            }
+        ),
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""The only loop: schedule → prepare → launch → collect → publish, with a window of batches in flight.
+"""The only loop: schedule → prepare → launch → collect → publish, with a window of batches in
+flight.
 
-The window is the pipeline's depth: 1 on a single stage, 2 where its next step is prepared while one computes, and the
-number of stages on a pipelined pool. One thread runs the loop and owns the scheduler, its allocators and the stage
-channel; other threads hand it commands.
+The window is the pipeline's depth: 1 on a single stage, 2 where its next step is prepared while one
+computes, and the number of stages on a pipelined pool. One thread runs the loop and owns the
+scheduler, its allocators and the stage channel; other threads hand it commands.
 
-    commands ─▶ [ scheduler.next_batch ─▶ pipeline.launch ]* ─▶ pipeline.collect ─▶ scheduler.on_result ─▶ …
+    commands ─▶ [ scheduler.next_batch ─▶ pipeline.launch ]* ─▶ pipeline.collect ─▶
+    scheduler.on_result ─▶ …
 
-A pool of several data ranks has a scheduler for each; a step is a batch of each of them (`plan_step`).
+A pool of several data ranks has a scheduler for each; a step is a batch of each of them
+(`plan_step`).
 """
 
 import asyncio
@@ -59,7 +62,8 @@ class Scheduler(Protocol):
         ...
 
     def on_idle(self) -> None:
-        """Nothing runs and nothing waits: check that nothing leaked. Raises InternalError if something did."""
+        """Nothing runs and nothing waits: check that nothing leaked. Raises InternalError if
+        something did."""
         ...
 
 
@@ -67,26 +71,37 @@ class Scheduler(Protocol):
 class LoopObserver:
     """Where the loop reports what it measures; every field is called from its thread."""
 
-    launched_s: Callable[[float, ForwardBatch], object] = lambda seconds, batch: None  # stage 0's own forward
-    step_s: Callable[[float, ForwardBatch], object] = lambda seconds, batch: None  # launch to result
+    launched_s: Callable[[float, ForwardBatch], object] = lambda seconds, batch: (
+        None
+    )  # stage 0's own forward
+    step_s: Callable[[float, ForwardBatch], object] = lambda seconds, batch: (
+        None
+    )  # launch to result
     waited_s: Callable[[float], object] = lambda seconds: None
-    settled: Callable[[], object] = lambda: None  # before a forward, and before a wait: the scheduler's state is whole
+    settled: Callable[[], object] = lambda: (
+        None
+    )  # before a forward, and before a wait: the scheduler's state is whole
     unhealthy: Callable[[str], object] = lambda reason: None
 
 
 class EngineLoop:
     """Runs a scheduler over a pipeline in its own thread.
 
-    `submit` is the one way in. What others read of the scheduler without waiting for a step, they take from
-    what `observer.settled` published, and from `busy_since_s`. Without a pipeline (before the pool has formed, after it
-    broke) commands run and batches wait. A pipeline breaks for good: only its owner, which is notified, can attach
-    another one.
+    `submit` is the one way in. What others read of the scheduler without waiting for a step, they
+    take from what `observer.settled` published, and from `busy_since_s`. Without a pipeline (before
+    the pool has formed, after it broke) commands run and batches wait. A pipeline breaks for good:
+    only its owner, which is notified, can attach another one.
     """
 
-    def __init__(self, *schedulers: Scheduler, observer: LoopObserver | None = None,
-                 step_limit: StepLimit | None = None, idle_check_s: float = 1.0) -> None:
-        """`schedulers`: one of each data rank. `idle_check_s` is the least time between two idle checks, which walk
-        every id of the pools."""
+    def __init__(
+        self,
+        *schedulers: Scheduler,
+        observer: LoopObserver | None = None,
+        step_limit: StepLimit | None = None,
+        idle_check_s: float = 1.0,
+    ) -> None:
+        """`schedulers`: one of each data rank. `idle_check_s` is the least time between two idle
+        checks, which walk every id of the pools."""
         self._schedulers = schedulers
         self._idle_check_s = idle_check_s
         self._checked_s = 0.0
@@ -110,8 +125,8 @@ class EngineLoop:
 
     @property
     def busy_since_s(self) -> float | None:
-        """Since when, in seconds of the monotonic clock, the thread has been within one command or one step; None
-        while it waits for work. Any thread."""
+        """Since when, in seconds of the monotonic clock, the thread has been within one command or
+        one step; None while it waits for work. Any thread."""
         return self._busy_since_s
 
     def start(self) -> None:
@@ -123,18 +138,21 @@ class EngineLoop:
         self._thread.join(timeout_s)
 
     def post(self, command: Callable[[], object]) -> None:
-        """Run `command` on the loop's thread, soon. Never refused: what gives memory back, or reports on a stage, must
-        not be lost. There are as many such commands as there were `submit`s, which are bounded, and stages."""
+        """Run `command` on the loop's thread, soon. Never refused: what gives memory back, or
+        reports on a stage, must not be lost. There are as many such commands as there were
+        `submit`s, which are bounded, and stages."""
         self._commands.put(command)
         pipeline = self._pipeline
         if pipeline is not None:
             pipeline.wake()
 
-    async def submit(self, call: Callable[[], T], *, undo: Callable[[T], object] = lambda result: None) -> T:
+    async def submit(
+        self, call: Callable[[], T], *, undo: Callable[[T], object] = lambda result: None
+    ) -> T:
         """Run `call` on the loop's thread and return its result, or raise what it raised, here.
 
-        `undo(result)` runs on the loop's thread if the caller was cancelled and will never see the result: what was
-        taken for it is given back.
+        `undo(result)` runs on the loop's thread if the caller was cancelled and will never see the
+        result: what was taken for it is given back.
 
         Raises:
             CapacityError: too many commands are queued.
@@ -143,7 +161,9 @@ class EngineLoop:
         if self._failure is not None:
             raise UnavailableError(f"the engine has ended: {self._failure}")
         if self._commands.qsize() >= MAX_COMMANDS:
-            raise CapacityError(f"the engine has {MAX_COMMANDS} commands queued", resource="engine commands")
+            raise CapacityError(
+                f"the engine has {MAX_COMMANDS} commands queued", resource="engine commands"
+            )
         loop = asyncio.get_running_loop()
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
@@ -158,23 +178,29 @@ class EngineLoop:
         try:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
-            answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # read: no warning
+            answer.add_done_callback(
+                lambda ended: ended.cancelled() or ended.exception()
+            )  # read: no warning
             future.add_done_callback(
-                lambda ended: None if ended.exception() else self.post(lambda: undo(ended.result())))
+                lambda ended: None if ended.exception() else self.post(lambda: undo(ended.result()))
+            )
             raise
 
     def attach(self, pipeline: Pipeline, on_lost: LostListener = lambda error: None) -> None:
-        """Start launching batches. `on_lost` is called once if the pipeline breaks, from the loop's thread, after all
-        that depended on it was ended; not if it is detached. Loop thread only."""
+        """Start launching batches. `on_lost` is called once if the pipeline breaks, from the loop's
+        thread, after all that depended on it was ended; not if it is detached. Loop thread only."""
         self._pipeline, self._on_lost = pipeline, on_lost
 
     def detach(self, error: BatonError) -> None:
-        """The pipeline is gone: end what depended on it, and what came since it broke. Loop thread only."""
+        """The pipeline is gone: end what depended on it, and what came since it broke. Loop thread
+        only."""
         self._pipeline = None
         steps = [step for step, _ in self._in_flight]
         self._in_flight.clear()
         for rank, scheduler in enumerate(self._schedulers):
-            scheduler.on_pipeline_lost([batch for step in steps if _has_rows(batch := step[rank])], error)
+            scheduler.on_pipeline_lost(
+                [batch for step in steps if _has_rows(batch := step[rank])], error
+            )
 
     def _stop(self) -> None:
         self._stopping = True
@@ -193,7 +219,8 @@ class EngineLoop:
         except (PeerLostError, DeadlineError) as error:
             self._lose(error)
         except IntegrityError as error:
-            # For the requests this is a lost stage: the same tokens can be drawn once more, elsewhere or here.
+            # For the requests this is a lost stage: the same tokens can be drawn once more,
+            # elsewhere or here.
             logger.error("bytes between stages were damaged: %s", error)
             self._lose(PeerLostError(str(error)))
         except Exception as error:

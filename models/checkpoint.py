@@ -1,7 +1,8 @@
 """The safetensors files of a checkpoint: an index over their headers, and reads of single weights.
 
-Format of a file: 8 bytes little-endian header length, a JSON header naming each tensor's dtype, shape and byte range,
-then the bytes. Nothing is mapped: a tensor's bytes are read straight into the memory they are used from.
+Format of a file: 8 bytes little-endian header length, a JSON header naming each tensor's dtype,
+shape and byte range, then the bytes. Nothing is mapped: a tensor's bytes are read straight into the
+memory they are used from.
 """
 
 import json
@@ -22,14 +23,31 @@ from models.weights_digest import WeightsDigest
 from runtime.errors import ConfigError
 from runtime.model_files.weights import shortened, weight_files
 
-_PLAIN = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64,
-          "I64": torch.int64, "BOOL": torch.bool}
-_DTYPES = {**_PLAIN, "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "I8": torch.int8,
-           "I32": torch.int32}
+_PLAIN = {
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "I64": torch.int64,
+    "BOOL": torch.bool,
+}
+_DTYPES = {
+    **_PLAIN,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I8": torch.int8,
+    "I32": torch.int32,
+}
 _RUNNING = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # what a model may run in
 _MAX_HEADER_BYTES = 100 << 20
 _COMPARED_BYTES = 16 << 20
-_NONSENSE = (ValueError, KeyError, TypeError, AttributeError, OverflowError)  # what json and its readers raise
+_NONSENSE = (
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    OverflowError,
+)  # what json and its readers raise
 _READ_BYTES = 256 << 10  # what was just read is digested while it is in the core's own cache
 
 
@@ -41,7 +59,8 @@ class WeightEntry(Protocol):
 
     @property
     def kind(self) -> str:
-        """Types and shapes as they are stored: what digests and comparisons take beside the bytes."""
+        """Types and shapes as they are stored: what digests and comparisons take beside the
+        bytes."""
         ...
 
     @property
@@ -49,7 +68,9 @@ class WeightEntry(Protocol):
         """The tensors of the files that it is made of."""
         ...
 
-    def read(self, out: Tensor, hashed: "xxhash.xxh3_128 | None", *, item: int | None = None) -> None:
+    def read(
+        self, out: Tensor, hashed: "xxhash.xxh3_128 | None", *, item: int | None = None
+    ) -> None:
         """See `read_tensor`; `hashed` takes up every byte that is read."""
         ...
 
@@ -60,8 +81,8 @@ class WeightEntry(Protocol):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies. `dtype` is the format's name ("BF16"). As a `WeightEntry` it is a weight that is stored as
-    it is."""
+    """Where one tensor lies. `dtype` is the format's name ("BF16"). As a `WeightEntry` it is a
+    weight that is stored as it is."""
 
     file: Path
     offset: int  # absolute, in bytes
@@ -81,11 +102,16 @@ class TensorEntry:
     def plain_dtype(self) -> torch.dtype:
         """Raises ConfigError for a dtype only quantised checkpoints have."""
         if self.dtype not in _PLAIN:
-            raise ConfigError(f"{self.file.name} holds {self.dtype} weights that its config says nothing about; "
-                              f"without a quantization_config only BF16, F16 and F32 are supported", field="model")
+            raise ConfigError(
+                f"{self.file.name} holds {self.dtype} weights that its config says nothing about; "
+                f"without a quantization_config only BF16, F16 and F32 are supported",
+                field="model",
+            )
         return _PLAIN[self.dtype]
 
-    def read(self, out: Tensor, hashed: "xxhash.xxh3_128 | None", *, item: int | None = None) -> None:
+    def read(
+        self, out: Tensor, hashed: "xxhash.xxh3_128 | None", *, item: int | None = None
+    ) -> None:
         """Raises ConfigError for a dtype only quantised checkpoints have."""
         stored = self.plain_dtype
         in_place = stored == out.dtype and out.device.type == "cpu"
@@ -97,8 +123,11 @@ class TensorEntry:
     def row_scales(self, *, item: int | None = None) -> None:
         """See `WeightEntry.row_scales`."""
 
-    def rows(self, start: int, count: int, hashed: "xxhash.xxh3_128 | None", *, item: int | None = None) -> Tensor:
-        """`count` rows from `start` on, of entry `item` if this is a stack, in the stored dtype: [count, ...]."""
+    def rows(
+        self, start: int, count: int, hashed: "xxhash.xxh3_128 | None", *, item: int | None = None
+    ) -> Tensor:
+        """`count` rows from `start` on, of entry `item` if this is a stack, in the stored dtype:
+        [count, ...]."""
         shape = (self.shape if item is None else self.shape[1:]) or (1,)
         piece = torch.empty((count, *shape[1:]), dtype=_DTYPES[self.dtype])
         before = (item or 0) * math.prod(shape) + start * math.prod(shape[1:])
@@ -125,7 +154,9 @@ class TransposedStack:
     def stored(self) -> "tuple[TensorEntry, ...]":
         return self.held.stored
 
-    def read(self, out: Tensor, hashed: "xxhash.xxh3_128 | None", *, item: int | None = None) -> None:
+    def read(
+        self, out: Tensor, hashed: "xxhash.xxh3_128 | None", *, item: int | None = None
+    ) -> None:
         """See `WeightEntry.read`."""
         turned = torch.empty(out.mT.shape, dtype=out.dtype)
         self.held.read(turned, hashed, item=item)
@@ -142,7 +173,8 @@ class Checkpoint:
     entries: Mapping[str, WeightEntry]
 
     def usual_dtype(self) -> str:
-        """Return the type of most numbers that are stored as they are, as torch names it; float32 where none are."""
+        """Return the type of most numbers that are stored as they are, as torch names it; float32
+        where none are."""
         counts: Counter[str] = Counter()
         for entry in self.entries.values():
             if isinstance(entry, TensorEntry) and entry.dtype in _RUNNING:
@@ -151,8 +183,8 @@ class Checkpoint:
 
 
 def open_tensors(folder: Path) -> dict[str, TensorEntry]:
-    """Return all tensors of a folder by name. Reads headers only: the weights are digested as they are read
-    (`read_tensor`).
+    """Return all tensors of a folder by name. Reads headers only: the weights are digested as they
+    are read (`read_tensor`).
 
     Raises:
         ConfigError: no such file, or one that is truncated or not safetensors.
@@ -162,16 +194,26 @@ def open_tensors(folder: Path) -> dict[str, TensorEntry]:
         found = _read_header(file)
         absent = sorted(listed - found.keys())
         if absent:
-            raise ConfigError(f"{file.name} lacks tensors its index lists: {shortened(absent)}", field="model")
-        entries.update({name: entry for name, entry in found.items() if not listed or name in listed})
+            raise ConfigError(
+                f"{file.name} lacks tensors its index lists: {shortened(absent)}", field="model"
+            )
+        entries.update(
+            {name: entry for name, entry in found.items() if not listed or name in listed}
+        )
     return entries
 
 
-def read_tensor(entry: WeightEntry, out: Tensor, *, name: str, digest: WeightsDigest | None,
-                item: int | None = None) -> None:
-    """Copy a tensor, or its `item`-th entry along the first axis, into `out`, converting the dtype if they differ. Of
-    what goes to a device one tensor at a time lies on the host. Every byte of the file that is read goes into `digest`
-    under `name`, if there is one.
+def read_tensor(
+    entry: WeightEntry,
+    out: Tensor,
+    *,
+    name: str,
+    digest: WeightsDigest | None,
+    item: int | None = None,
+) -> None:
+    """Copy a tensor, or its `item`-th entry along the first axis, into `out`, converting the dtype
+    if they differ. Of what goes to a device one tensor at a time lies on the host. Every byte of
+    the file that is read goes into `digest` under `name`, if there is one.
 
     Nothing is read into a tensor without memory (of the device "meta").
 
@@ -186,10 +228,19 @@ def read_tensor(entry: WeightEntry, out: Tensor, *, name: str, digest: WeightsDi
         digest.add(name, entry.kind, hashed.digest(), item=item)
 
 
-def read_rows(entry: WeightEntry, out: Tensor, rows: Sequence[Part], columns: Part | None, *, name: str,
-              digest: WeightsDigest | None, item: int | None = None) -> None:
-    """Likewise copy these rows of a tensor, one interval behind the other, and of each the `columns` (None: all). All
-    bytes are read and digested, whatever is kept: a few rows at a time of a weight that is stored as it is.
+def read_rows(
+    entry: WeightEntry,
+    out: Tensor,
+    rows: Sequence[Part],
+    columns: Part | None,
+    *,
+    name: str,
+    digest: WeightsDigest | None,
+    item: int | None = None,
+) -> None:
+    """Likewise copy these rows of a tensor, one interval behind the other, and of each the
+    `columns` (None: all). All bytes are read and digested, whatever is kept: a few rows at a time
+    of a weight that is stored as it is.
 
     Raises:
         ConfigError: as `read_tensor`.
@@ -200,16 +251,18 @@ def read_rows(entry: WeightEntry, out: Tensor, rows: Sequence[Part], columns: Pa
         for part in rows:
             first, last = max(start, part.start), min(start + len(read), part.stop)
             if first < last:
-                place, taken = at + first - part.start, read[first - start:last - start]
-                out[place:place + last - first].copy_(
-                    taken if columns is None else taken[..., columns.start:columns.stop])
+                place, taken = at + first - part.start, read[first - start : last - start]
+                out[place : place + last - first].copy_(
+                    taken if columns is None else taken[..., columns.start : columns.stop]
+                )
             at += len(part)
     if digest is not None and hashed is not None:
         digest.add(name, entry.kind, hashed.digest(), item=item)
 
 
-def _in_pieces(entry: WeightEntry, dtype: torch.dtype, hashed: "xxhash.xxh3_128 | None",
-               item: int | None) -> Iterator[tuple[int, Tensor]]:
+def _in_pieces(
+    entry: WeightEntry, dtype: torch.dtype, hashed: "xxhash.xxh3_128 | None", item: int | None
+) -> Iterator[tuple[int, Tensor]]:
     """All rows, each piece with the number of its first."""
     shape = entry.shape if item is None else entry.shape[1:]
     if not isinstance(entry, TensorEntry):
@@ -223,19 +276,22 @@ def _in_pieces(entry: WeightEntry, dtype: torch.dtype, hashed: "xxhash.xxh3_128 
 
 
 def same_content(a: WeightEntry, b: WeightEntry) -> bool:
-    """Whether two weights are the same numbers of the same type in the same shape. Reads up to the first difference.
+    """Whether two weights are the same numbers of the same type in the same shape. Reads up to the
+    first difference.
 
     Raises:
         ConfigError: a file that ends early.
     """
-    return a.kind == b.kind and all(_same_bytes(*pair) for pair in zip(a.stored, b.stored, strict=True))
+    return a.kind == b.kind and all(
+        _same_bytes(*pair) for pair in zip(a.stored, b.stored, strict=True)
+    )
 
 
 def _same_bytes(a: TensorEntry, b: TensorEntry) -> bool:
     """Of two tensors of one size."""
     pieces = [torch.empty(min(_COMPARED_BYTES, a.num_bytes), dtype=torch.uint8) for _ in range(2)]
     for start in range(0, a.num_bytes, _COMPARED_BYTES):
-        own, other = (piece[:a.num_bytes - start] for piece in pieces)
+        own, other = (piece[: a.num_bytes - start] for piece in pieces)
         _read_exactly(a.file, a.offset + start, own, None)
         _read_exactly(b.file, b.offset + start, other, None)
         if not torch.equal(own, other):
@@ -248,16 +304,22 @@ def _read_header(file: Path) -> dict[str, TensorEntry]:
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         if not 2 <= length <= min(_MAX_HEADER_BYTES, size - 8):
-            raise ConfigError(f"{file} is not a safetensors file: header of {length} bytes in a file of {size}",
-                              field="model")
+            raise ConfigError(
+                f"{file} is not a safetensors file: header of {length} bytes in a file of {size}",
+                field="model",
+            )
         header = stream.read(length)
     try:
         return _parse_header(file, json.loads(header), data_start=8 + length, size=size)
     except (RecursionError, *_NONSENSE) as error:
-        raise ConfigError(f"{file} has a damaged safetensors header: {_shortly(error)}", field="model") from error
+        raise ConfigError(
+            f"{file} has a damaged safetensors header: {_shortly(error)}", field="model"
+        ) from error
 
 
-def _parse_header(file: Path, header: dict[str, Any], *, data_start: int, size: int) -> dict[str, TensorEntry]:
+def _parse_header(
+    file: Path, header: dict[str, Any], *, data_start: int, size: int
+) -> dict[str, TensorEntry]:
     entries = {}
     for name, fields in header.items():
         if name == "__metadata__":
@@ -267,11 +329,15 @@ def _parse_header(file: Path, header: dict[str, Any], *, data_start: int, size: 
         if not 0 <= start <= end or any(extent < 0 for extent in shape):
             raise ValueError(f"{name} of shape {list(shape)} lies from {start} to {end}")
         if data_start + end > size:
-            raise ConfigError(f"{file} is truncated: {name} ends at byte {data_start + end} of {size}", field="model")
+            raise ConfigError(
+                f"{file} is truncated: {name} ends at byte {data_start + end} of {size}",
+                field="model",
+            )
         if dtype in _DTYPES and math.prod(shape) * _DTYPES[dtype].itemsize != end - start:
             raise ValueError(f"{name} of {dtype} {list(shape)} has {end - start} bytes")
-        entries[name] = TensorEntry(file=file, offset=data_start + start, num_bytes=end - start, dtype=dtype,
-                                    shape=shape)
+        entries[name] = TensorEntry(
+            file=file, offset=data_start + start, num_bytes=end - start, dtype=dtype, shape=shape
+        )
     return entries
 
 

@@ -1,4 +1,5 @@
-"""The stage skeleton all families share: embedding on the first stage, a range of layers, norm and head on the last."""
+"""The stage skeleton all families share: embedding on the first stage, a range of layers, norm and
+head on the last."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -6,7 +7,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from engine.contracts.model import ExpertTokens, ForwardContext, ModelFacts, RanksOfStage, StageOutput
+from engine.contracts.model import (
+    ExpertTokens,
+    ForwardContext,
+    ModelFacts,
+    RanksOfStage,
+    StageOutput,
+)
 from engine.core.batch import ForwardBatch
 from engine.core.layer_range import LayerRange
 from engine.sampling.sampler import wanted_tokens
@@ -23,35 +30,56 @@ HEAD = "lm_head.weight"
 
 
 class DecoderLayer:
-    """Mixer and feed-forward, each behind a norm or between two, and beside a residual. The first layer of a stage also
-    computes what the whole stage needs once per forward."""
+    """Mixer and feed-forward, each behind a norm or between two, and beside a residual. The first
+    layer of a stage also computes what the whole stage needs once per forward."""
 
-    def __init__(self, *, spec: LayerSpec, decoder: DecoderSpec, layer_id: int, start_layer: int, rotary: Rotary | None,
-                 weights: Weights, window_rotary: Rotary | None = None,
-                 ranks: RanksOfStage | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        spec: LayerSpec,
+        decoder: DecoderSpec,
+        layer_id: int,
+        start_layer: int,
+        rotary: Rotary | None,
+        weights: Weights,
+        window_rotary: Rotary | None = None,
+        ranks: RanksOfStage | None = None,
+    ) -> None:
         self.layer_id = layer_id
         self.start_layer = start_layer
         self._ranks = ranks
         self._rotary, self._window_rotary = rotary, window_rotary
         self._input_norm = decoder.norm.build(weights, "input_layernorm", decoder.hidden_size)
-        self._mixer = spec.mixer.build(weights.at(spec.mixer.weights_name).among(None if ranks is None else
-                                                                                 ranks.attention), layer_id=layer_id)
+        self._mixer = spec.mixer.build(
+            weights.at(spec.mixer.weights_name).among(None if ranks is None else ranks.attention),
+            layer_id=layer_id,
+        )
         self._mixed_norm: RmsNorm | None = None
         self._output_norm: RmsNorm | None = None
         before = "post_attention_layernorm"
         if decoder.norms_outputs:
-            self._mixed_norm = decoder.norm.build(weights, "post_attention_layernorm", decoder.hidden_size)
-            self._output_norm = decoder.norm.build(weights, "post_feedforward_layernorm", decoder.hidden_size)
+            self._mixed_norm = decoder.norm.build(
+                weights, "post_attention_layernorm", decoder.hidden_size
+            )
+            self._output_norm = decoder.norm.build(
+                weights, "post_feedforward_layernorm", decoder.hidden_size
+            )
             before = "pre_feedforward_layernorm"
         self._post_norm = decoder.norm.build(weights, before, decoder.hidden_size)
         self.feed_forward = spec.feed_forward.build(weights.at("mlp").among(ranks))
         self._scale = weights.tensor("layer_scalar", 1) if decoder.scales_layers else None
 
-    def forward(self, hidden: Tensor, stage_pass: StagePass, wanted: Tensor | slice | None = None,
-                counts: Sequence[int] | None = None) -> Tensor:
-        """hidden: [T, hidden]. Returns the same shape, or with `wanted`, indices of tokens, their rows only: then the
-        feed-forward runs for no other token. `counts`: how many those are on each data rank, where there are several;
-        all of them divide the feed-forward, so it runs also for a rank without any."""
+    def forward(
+        self,
+        hidden: Tensor,
+        stage_pass: StagePass,
+        wanted: Tensor | slice | None = None,
+        counts: Sequence[int] | None = None,
+    ) -> Tensor:
+        """hidden: [T, hidden]. Returns the same shape, or with `wanted`, indices of tokens, their
+        rows only: then the feed-forward runs for no other token. `counts`: how many those are on
+        each data rank, where there are several; all of them divide the feed-forward, so it runs
+        also for a rank without any."""
         mixed = None
         if len(hidden):
             hidden, mixed = self._mixed(hidden, stage_pass, wanted)
@@ -71,7 +99,9 @@ class DecoderLayer:
         every = self.feed_forward.forward(self._ranks.gather_rows(rows, counts))
         return self._ranks.own_rows(every, counts)
 
-    def _mixed(self, hidden: Tensor, stage_pass: StagePass, wanted: Tensor | slice | None) -> tuple[Tensor, Tensor]:
+    def _mixed(
+        self, hidden: Tensor, stage_pass: StagePass, wanted: Tensor | slice | None
+    ) -> tuple[Tensor, Tensor]:
         """The wanted rows and what is to be added to them."""
         if self.layer_id == self.start_layer:
             if self._rotary is not None:
@@ -89,12 +119,20 @@ class DecoderLayer:
 class DecoderStage:
     """A `StageModel`: the layers of `layer_range`, built from `weights`.
 
-    `capture_layers` are global ids of layers whose output drafts need; a stage adds those it owns to `aux_hidden` and
-    passes the others on.
+    `capture_layers` are global ids of layers whose output drafts need; a stage adds those it owns
+    to `aux_hidden` and passes the others on.
     """
 
-    def __init__(self, *, facts: ModelFacts, spec: DecoderSpec, layer_range: LayerRange, weights: Weights,
-                 capture_layers: frozenset[int] = frozenset(), ranks: RanksOfStage | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        facts: ModelFacts,
+        spec: DecoderSpec,
+        layer_range: LayerRange,
+        weights: Weights,
+        capture_layers: frozenset[int] = frozenset(),
+        ranks: RanksOfStage | None = None,
+    ) -> None:
         """`ranks` share the stage, where it has several."""
         self._facts = facts
         self._layer_range = layer_range
@@ -103,8 +141,14 @@ class DecoderStage:
         self._is_first = layer_range.start == 0
         self._is_last = layer_range.end == spec.num_layers
         self._takes_selection = spec.layers[layer_range.start].mixer.shares_selection
-        self._hands_on_selection = not self._is_last and spec.layers[layer_range.end].mixer.shares_selection
-        self._vocabularies, self._own_vocabulary, self._ranks = spec.vocabularies, spec.vocabulary, ranks
+        self._hands_on_selection = (
+            not self._is_last and spec.layers[layer_range.end].mixer.shares_selection
+        )
+        self._vocabularies, self._own_vocabulary, self._ranks = (
+            spec.vocabularies,
+            spec.vocabulary,
+            ranks,
+        )
         self._has_data_ranks = spec.rank.data_size > 1
         self._embed: Callable[[Tensor], Tensor] | None = None
         if self._is_last:
@@ -112,17 +156,35 @@ class DecoderStage:
             self._head = weights.linear(name, rows=(spec.vocabulary,), in_features=spec.hidden_size)
         if self._is_first:
             shares_head = self._is_last and spec.tied_head and not weights.in_bytes
-            own = None if shares_head else weights.tensor(
-                EMBEDDING, len(spec.vocabulary), spec.hidden_size, rows=spec.vocabulary)
+            own = (
+                None
+                if shares_head
+                else weights.tensor(
+                    EMBEDDING, len(spec.vocabulary), spec.hidden_size, rows=spec.vocabulary
+                )
+            )
             self._embed = self._head.weight_rows if own is None else partial(embed, table=own)
-        self._embedding_scale = torch.tensor(spec.embedding_scale, dtype=getattr(torch, facts.dtype)).item()
+        self._embedding_scale = torch.tensor(
+            spec.embedding_scale, dtype=getattr(torch, facts.dtype)
+        ).item()
         self._logit_bound = spec.logit_bound
-        rotary, window_rotary = (Rotary.of(rope, dtype=getattr(torch, facts.dtype), device=weights.device)
-                                 for rope in (spec.rope, spec.window_rope))
-        self.layers = [DecoderLayer(spec=spec.layers[layer_id], decoder=spec, layer_id=layer_id,
-                                    start_layer=layer_range.start, rotary=rotary, ranks=ranks,
-                                    weights=weights.at(f"layers.{layer_id}"), window_rotary=window_rotary)
-                       for layer_id in layer_range]
+        rotary, window_rotary = (
+            Rotary.of(rope, dtype=getattr(torch, facts.dtype), device=weights.device)
+            for rope in (spec.rope, spec.window_rope)
+        )
+        self.layers = [
+            DecoderLayer(
+                spec=spec.layers[layer_id],
+                decoder=spec,
+                layer_id=layer_id,
+                start_layer=layer_range.start,
+                rotary=rotary,
+                ranks=ranks,
+                weights=weights.at(f"layers.{layer_id}"),
+                window_rotary=window_rotary,
+            )
+            for layer_id in layer_range
+        ]
         if self._is_last:
             self._norm = spec.norm.build(weights, "norm", spec.hidden_size)
 
@@ -140,48 +202,66 @@ class DecoderStage:
         found = {layer.layer_id: layer.feed_forward.expert_tokens for layer in self.layers}
         return {layer_id: tokens for layer_id, tokens in found.items() if tokens is not None}
 
-    def forward(self, batch: ForwardBatch, hidden: Tensor | None, context: ForwardContext,
-                aux_hidden: Mapping[int, Tensor] | None = None,
-                selected_keys: Tensor | None = None) -> StageOutput:
-        """Run this stage's layers; see `StageModel.forward`. A batch without tokens passes through unchanged, but for
-        what other data ranks need. What the stage before handed on must lie on this stage's device.
+    def forward(
+        self,
+        batch: ForwardBatch,
+        hidden: Tensor | None,
+        context: ForwardContext,
+        aux_hidden: Mapping[int, Tensor] | None = None,
+        selected_keys: Tensor | None = None,
+    ) -> StageOutput:
+        """Run this stage's layers; see `StageModel.forward`. A batch without tokens passes through
+        unchanged, but for what other data ranks need. What the stage before handed on must lie on
+        this stage's device.
 
         Raises:
-            InternalError: the first stage was given no token ids, a later one no hidden states, or one whose first
-                layer shares a selection no selected keys.
+            InternalError: the first stage was given no token ids, a later one no hidden states, or
+                one whose first layer shares a selection no selected keys.
         """
         hidden = self._stage_input(batch, hidden)
         captured = dict(aux_hidden or {})
-        stage_pass = StagePass(batch=batch, context=context, selected_keys=self._stage_selection(batch, selected_keys))
+        stage_pass = StagePass(
+            batch=batch, context=context, selected_keys=self._stage_selection(batch, selected_keys)
+        )
         wanted = self._wanted(batch) if self._is_last else None
         cut_layer = self._cut_layer(wanted)
         tokens, logits = self._shares(batch)
         for layer in self.layers:
             if batch.num_tokens or self._has_data_ranks:
-                hidden = layer.forward(hidden, stage_pass, wanted if layer.layer_id == cut_layer else None,
-                                       logits if self._may_cut(layer.layer_id) else tokens)
+                hidden = layer.forward(
+                    hidden,
+                    stage_pass,
+                    wanted if layer.layer_id == cut_layer else None,
+                    logits if self._may_cut(layer.layer_id) else tokens,
+                )
             if layer.layer_id in self._capture_layers:
                 captured[layer.layer_id] = hidden
         if not self._is_last:
             handed_on = stage_pass.selected_keys if self._hands_on_selection else None
             return StageOutput(hidden=hidden, aux_hidden=captured, selected_keys=handed_on)
         rows = hidden if wanted is None or cut_layer is not None else hidden[wanted]
-        return StageOutput(logits=self._logits(self._norm.forward(rows), logits), aux_hidden=captured)
+        return StageOutput(
+            logits=self._logits(self._norm.forward(rows), logits), aux_hidden=captured
+        )
 
     def _logits(self, rows: Tensor, counts: Sequence[int] | None) -> Tensor | None:
         """rows: [n, hidden]. Returns [n, vocab] where tokens are drawn, None on the other ranks."""
         if self._ranks is None:
             return self._bounded(self._head.logits(rows))
         every = rows if counts is None else self._ranks.gather_rows(rows, counts)
-        return self._ranks.collect(self._bounded(self._head.logits(every)), [len(rows)] if counts is None else counts,
-                                   [len(share) for share in self._vocabularies])
+        return self._ranks.collect(
+            self._bounded(self._head.logits(every)),
+            [len(rows)] if counts is None else counts,
+            [len(share) for share in self._vocabularies],
+        )
 
     def _bounded(self, logits: Tensor) -> Tensor:
         bound = self._logit_bound
         return logits if bound is None else logits.div_(bound).tanh_().mul_(bound)
 
     def _shares(self, batch: ForwardBatch) -> tuple[list[int] | None, list[int] | None]:
-        """Tokens of each data rank, and of these those whose logits are computed; None where there is one."""
+        """Tokens of each data rank, and of these those whose logits are computed; None where there
+        is one."""
         if not self._has_data_ranks:
             return None, None
         return [share.tokens for share in batch.shares], [share.logits for share in batch.shares]
@@ -194,11 +274,13 @@ class DecoderStage:
         if len(token_ids) and not 0 <= int(token_ids.min()) <= int(token_ids.max()) < part.total:
             raise IndexError(f"index out of range: a token of {part.total} in the vocabulary")
         rows = self._ranks.gather(embed((token_ids - part.start).clamp(0, len(part) - 1)))
-        return rows[owners_of(token_ids, self._vocabularies) * len(token_ids) + torch.arange(len(token_ids))]
+        return rows[
+            owners_of(token_ids, self._vocabularies) * len(token_ids) + torch.arange(len(token_ids))
+        ]
 
     def _wanted(self, batch: ForwardBatch) -> Tensor | slice | None:
-        """Return the tokens whose logits the last stage gives, by their indices unless they lie side by side; None
-        where it gives all, as in decode steps."""
+        """Return the tokens whose logits the last stage gives, by their indices unless they lie
+        side by side; None where it gives all, as in decode steps."""
         wanted = wanted_tokens(batch)
         if len(wanted) == batch.num_tokens:
             return None
@@ -207,28 +289,40 @@ class DecoderStage:
         return torch.tensor(wanted, dtype=torch.long).to(self._device)
 
     def _cut_layer(self, wanted: Tensor | slice | None) -> int | None:
-        """The last layer, if only the tokens that draw need what comes behind its mixer: most of a prompt does not."""
+        """The last layer, if only the tokens that draw need what comes behind its mixer: most of a
+        prompt does not."""
         last = self._layer_range.end - 1
         return last if wanted is not None and self._may_cut(last) else None
 
     def _may_cut(self, layer_id: int) -> bool:
-        return self._is_last and layer_id == self._layer_range.end - 1 and layer_id not in self._capture_layers
+        return (
+            self._is_last
+            and layer_id == self._layer_range.end - 1
+            and layer_id not in self._capture_layers
+        )
 
     def _stage_selection(self, batch: ForwardBatch, selected_keys: Tensor | None) -> Tensor | None:
-        """What the first layer may share: nothing unless it shares, else a row of keys for each token."""
+        """What the first layer may share: nothing unless it shares, else a row of keys for each
+        token."""
         if not self._takes_selection or not batch.num_tokens:
             return None
         if selected_keys is None or selected_keys.shape[0] != batch.num_tokens:
-            raise InternalError(f"stage {self._layer_range} needs the keys selected for {batch.num_tokens} tokens: its "
-                                f"layer {self._layer_range.start} shares the selection of an earlier layer")
+            raise InternalError(
+                f"stage {self._layer_range} needs the keys selected for {batch.num_tokens} tokens: its "
+                f"layer {self._layer_range.start} shares the selection of an earlier layer"
+            )
         return selected_keys
 
     def _stage_input(self, batch: ForwardBatch, hidden: Tensor | None) -> Tensor:
         if self._embed is None:
             if hidden is None and not batch.num_tokens:
-                return torch.empty(0, self._facts.hidden_size, dtype=getattr(torch, self._facts.dtype))
+                return torch.empty(
+                    0, self._facts.hidden_size, dtype=getattr(torch, self._facts.dtype)
+                )
             if hidden is None or hidden.shape[0] != batch.num_tokens:
-                raise InternalError(f"stage {self._layer_range} needs hidden states of {batch.num_tokens} tokens")
+                raise InternalError(
+                    f"stage {self._layer_range} needs hidden states of {batch.num_tokens} tokens"
+                )
             return hidden
         if batch.token_ids is None:
             raise InternalError(f"stage {self._layer_range} needs token ids")

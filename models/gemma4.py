@@ -1,7 +1,8 @@
-"""Gemma 4, the dense models: as Gemma 3, with larger heads on the layers that see everything, whose keys are also their
-values, values normalised, each layer's result scaled, and logits bounded.
+"""Gemma 4, the dense models: as Gemma 3, with larger heads on the layers that see everything, whose
+keys are also their values, values normalised, each layer's result scaled, and logits bounded.
 
-The text model only. Layers that embed tokens again, that share keys and values, and experts are not supported.
+The text model only. Layers that embed tokens again, that share keys and values, and experts are not
+supported.
 """
 
 from dataclasses import replace
@@ -12,11 +13,23 @@ from models.blocks.linear import Activation
 from models.blocks.mlp import read_mlp
 from models.blocks.norm import NormSpec
 from models.blocks.rotary import RopeSpec, read_rope
-from models.blocks.spec import FULL_ATTENTION, DecoderSpec, LayerSpec, assemble_decoder, read_layer_kinds
+from models.blocks.spec import (
+    FULL_ATTENTION,
+    DecoderSpec,
+    LayerSpec,
+    assemble_decoder,
+    read_layer_kinds,
+)
 
 WINDOW = "sliding_attention"
-_ROPE = {WINDOW: {"rope_type": "default", "rope_theta": 10_000.0},
-         FULL_ATTENTION: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0}}
+_ROPE = {
+    WINDOW: {"rope_type": "default", "rope_theta": 10_000.0},
+    FULL_ATTENTION: {
+        "rope_type": "proportional",
+        "partial_rotary_factor": 0.25,
+        "rope_theta": 1_000_000.0,
+    },
+}
 
 
 def read_decoder(raw: RawConfig) -> DecoderSpec:
@@ -32,11 +45,22 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
     mixers = read_mixers(raw)
     feed_forward = read_mlp(raw, activation=Activation.GELU, field="hidden_activation")
     kinds = read_layer_kinds(raw, usual=WINDOW, interval_field="sliding_window_pattern", interval=6)
-    decoder = assemble_decoder(raw, norm=_norm(raw), rope=_read_rope(raw, FULL_ATTENTION, mixers[FULL_ATTENTION]),
-                               layers=tuple(LayerSpec(mixers[kind], feed_forward) for kind in kinds))
-    return replace(decoder, window_rope=_read_rope(raw, WINDOW, mixers[WINDOW]), norms_outputs=True,
-                   scales_layers=True, embedding_scale=decoder.hidden_size**0.5,
-                   logit_bound=raw.number("final_logit_softcapping") if "final_logit_softcapping" in raw else None)
+    decoder = assemble_decoder(
+        raw,
+        norm=_norm(raw),
+        rope=_read_rope(raw, FULL_ATTENTION, mixers[FULL_ATTENTION]),
+        layers=tuple(LayerSpec(mixers[kind], feed_forward) for kind in kinds),
+    )
+    return replace(
+        decoder,
+        window_rope=_read_rope(raw, WINDOW, mixers[WINDOW]),
+        norms_outputs=True,
+        scales_layers=True,
+        embedding_scale=decoder.hidden_size**0.5,
+        logit_bound=raw.number("final_logit_softcapping")
+        if "final_logit_softcapping" in raw
+        else None,
+    )
 
 
 def read_mixers(raw: RawConfig) -> dict[str, AttentionSpec]:
@@ -47,8 +71,10 @@ def read_mixers(raw: RawConfig) -> dict[str, AttentionSpec]:
     window = raw.integer("sliding_window") - 1
     if shares:
         full = replace(full, kv_heads_field="num_global_key_value_heads")
-    return {WINDOW: replace(own, score_dim=1, value_norm=norm, window=window),
-            FULL_ATTENTION: replace(full, score_dim=1, value_norm=norm, keys_are_values=shares)}
+    return {
+        WINDOW: replace(own, score_dim=1, value_norm=norm, window=window),
+        FULL_ATTENTION: replace(full, score_dim=1, value_norm=norm, keys_are_values=shares),
+    }
 
 
 def _of_full_layers(raw: RawConfig, *, shares: bool) -> RawConfig:
@@ -57,8 +83,12 @@ def _of_full_layers(raw: RawConfig, *, shares: bool) -> RawConfig:
         by_layer = raw.section("per_layer_config")
         return raw.updated(by_layer.section(next(iter(by_layer.as_dict()))).as_dict())
     kv_heads = raw.integer("num_global_key_value_heads", raw.integer("num_key_value_heads"))
-    return raw.updated({"head_dim": raw.integer("global_head_dim", 512),
-                        **({"num_key_value_heads": kv_heads} if shares else {})})
+    return raw.updated(
+        {
+            "head_dim": raw.integer("global_head_dim", 512),
+            **({"num_key_value_heads": kv_heads} if shares else {}),
+        }
+    )
 
 
 def _norm(raw: RawConfig) -> NormSpec:

@@ -1,4 +1,5 @@
-"""GLM-5: DeepSeek-V3.2 whose indexer turns pairs, and whose layers share one choice of keys over several layers."""
+"""GLM-5: DeepSeek-V3.2 whose indexer turns pairs, and whose layers share one choice of keys over
+several layers."""
 
 from dataclasses import replace
 
@@ -16,11 +17,19 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
     raw.require("rope_interleave", only=True, default=True)
     raw.require("indexer_rope_interleave", only=True, default=True)
     rope = read_rope(raw, head_dim=raw.integer("qk_rope_head_dim"))
-    computing = read_mla(raw, rope, max_selected=raw.integer("index_topk"),
-                         indexer=read_indexer(raw, rotates_pairs=True))
+    computing = read_mla(
+        raw,
+        rope,
+        max_selected=raw.integer("index_topk"),
+        indexer=read_indexer(raw, rotates_pairs=True),
+    )
     sharing = replace(computing, indexer=None)
     feed_forwards = read_feed_forwards(raw)
-    layers = tuple(LayerSpec(computing if computes else sharing, feed_forward) for computes, feed_forward
-                   in zip(computing_layers(raw, len(feed_forwards)), feed_forwards, strict=True))
+    layers = tuple(
+        LayerSpec(computing if computes else sharing, feed_forward)
+        for computes, feed_forward in zip(
+            computing_layers(raw, len(feed_forwards)), feed_forwards, strict=True
+        )
+    )
     draft_layer = LayerSpec(read_draft_mla(raw, computing), read_sigmoid_moe(raw))
     return assemble_decoder(raw, rope=rope, draft_layer=draft_layer, layers=layers)

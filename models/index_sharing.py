@@ -17,13 +17,18 @@ def computing_layers(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
     """True for each layer that computes.
 
     Raises:
-        ConfigError: offset or frequency below 1, an unknown kind, a wrong length, or a layer 0 that shares (there is
-            nothing before it to share).
+        ConfigError: offset or frequency below 1, an unknown kind, a wrong length, or a layer 0 that
+            shares (there is nothing before it to share).
     """
     field = next((name for name in ("indexer_types", "index_topk_pattern") if name in raw), None)
     if field is None:
-        frequency, offset = raw.integer("index_topk_freq", 1), raw.integer("index_skip_topk_offset", _DEFAULT_OFFSET)
-        return tuple(max(layer_id - offset + 1, 0) % frequency == 0 for layer_id in range(num_layers))
+        frequency, offset = (
+            raw.integer("index_topk_freq", 1),
+            raw.integer("index_skip_topk_offset", _DEFAULT_OFFSET),
+        )
+        return tuple(
+            max(layer_id - offset + 1, 0) % frequency == 0 for layer_id in range(num_layers)
+        )
     kinds = _kinds(raw, field)
     unknown = sorted(set(kinds) - set(_LETTERS.values()))
     if unknown:

@@ -1,4 +1,5 @@
-"""Llama: grouped-query attention and a gated feed-forward, each with biases where the config says so."""
+"""Llama: grouped-query attention and a gated feed-forward, each with biases where the config says
+so."""
 
 from models.blocks.attention import read_attention
 from models.blocks.config import RawConfig
@@ -11,5 +12,8 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
     bias = raw.flag("attention_bias", default=False)
     attention = read_attention(raw, qkv_bias=bias, output_bias=bias)
     layer = LayerSpec(attention, read_mlp(raw, bias=raw.flag("mlp_bias", default=False)))
-    return assemble_decoder(raw, rope=read_rope(raw, head_dim=attention.head_dim),
-                            layers=(layer,) * raw.integer("num_hidden_layers"))
+    return assemble_decoder(
+        raw,
+        rope=read_rope(raw, head_dim=attention.head_dim),
+        layers=(layer,) * raw.integer("num_hidden_layers"),
+    )

@@ -1,8 +1,8 @@
-"""Llama 4: every fourth layer knows no positions, the others attend within chunks; an expert is given its token times
-the router's score.
+"""Llama 4: every fourth layer knows no positions, the others attend within chunks; an expert is
+given its token times the router's score.
 
-The text model only, up to the end of the first chunk: there a layer sees all that came before, and the temperature of
-layers without positions is still 1.
+The text model only, up to the end of the first chunk: there a layer sees all that came before, and
+the temperature of layers without positions is still 1.
 """
 
 from dataclasses import replace
@@ -20,23 +20,41 @@ _INPUTS_FIRST = (".experts.gate_up_proj", ".experts.down_proj")
 
 def read_decoder(raw: RawConfig) -> DecoderSpec:
     has_bias = raw.flag("attention_bias", default=False)
-    bare = replace(read_attention(raw, qkv_bias=has_bias, output_bias=has_bias), rotation=Rotation.NONE)
+    bare = replace(
+        read_attention(raw, qkv_bias=has_bias, output_bias=has_bias), rotation=Rotation.NONE
+    )
     # Published behind the rotation: a norm without weights is the same before it.
-    norm = replace(read_norm(raw), has_weights=False) if raw.flag("use_qk_norm", default=True) else None
+    norm = (
+        replace(read_norm(raw), has_weights=False)
+        if raw.flag("use_qk_norm", default=True)
+        else None
+    )
     rotated = replace(bare, rotation=Rotation.PAIRS, qk_norm=norm)
     mixers = [rotated if rotates else bare for rotates in _rotations(raw)]
-    decoder = assemble_decoder(raw, rope=read_rope(raw, head_dim=bare.head_dim, default_theta=500_000.0),
-                               layers=tuple(map(LayerSpec, mixers, _read_feed_forwards(raw))))
+    decoder = assemble_decoder(
+        raw,
+        rope=read_rope(raw, head_dim=bare.head_dim, default_theta=500_000.0),
+        layers=tuple(map(LayerSpec, mixers, _read_feed_forwards(raw))),
+    )
     longest, context_field = _longest(raw, mixers)
-    return replace(decoder, max_context_tokens=longest, context_field=context_field, other_names=_OTHER_NAMES,
-                   inputs_first=_INPUTS_FIRST)
+    return replace(
+        decoder,
+        max_context_tokens=longest,
+        context_field=context_field,
+        other_names=_OTHER_NAMES,
+        inputs_first=_INPUTS_FIRST,
+    )
 
 
 def _longest(raw: RawConfig, mixers: list[AttentionSpec]) -> tuple[int, str]:
     """Tokens of a sequence to which all of this applies, and the field that says so."""
-    limits = [(raw.integer("max_position_embeddings"), "max_position_embeddings"),
-              (raw.integer("attention_chunk_size"), "attention_chunk_size")]
-    is_tuned = bool(raw.as_dict().get("attn_temperature_tuning", True))  # also published as a number
+    limits = [
+        (raw.integer("max_position_embeddings"), "max_position_embeddings"),
+        (raw.integer("attention_chunk_size"), "attention_chunk_size"),
+    ]
+    is_tuned = bool(
+        raw.as_dict().get("attn_temperature_tuning", True)
+    )  # also published as a number
     if is_tuned and Rotation.NONE in [mixer.rotation for mixer in mixers]:
         limits.append((raw.integer("floor_scale", minimum=2) - 1, "floor_scale"))
     return min(limits)
@@ -49,20 +67,36 @@ def _rotations(raw: RawConfig) -> list[bool]:
     if not listed:
         return [(layer_id + 1) % interval > 0 for layer_id in range(num_layers)]
     if len(listed) < num_layers:
-        raise raw.fail("no_rope_layers", f"names {len(listed)} layers, num_hidden_layers is {num_layers}")
+        raise raw.fail(
+            "no_rope_layers", f"names {len(listed)} layers, num_hidden_layers is {num_layers}"
+        )
     return [value > 0 for value in listed[:num_layers]]
 
 
 def _read_feed_forwards(raw: RawConfig) -> list[FeedForwardSpec]:
-    """By layer: with experts where `moe_layers` says so, else on the last layer of each interval."""
+    """By layer: with experts where `moe_layers` says so, else on the last layer of each
+    interval."""
     num_layers, step = raw.integer("num_hidden_layers"), raw.integer("interleave_moe_layer_step")
     width = raw.integer("intermediate_size")
-    dense = replace(read_mlp(raw.updated({"intermediate_size": raw.integer("intermediate_size_mlp")})),
-                    field="intermediate_size_mlp")
-    experts = MoeSpec(hidden_size=raw.integer("hidden_size"), num_experts=raw.integer("num_local_experts"),
-                      num_chosen=raw.integer("num_experts_per_tok"), expert_width=width, shared_width=width,
-                      routing=InputRouting(), experts_field="num_local_experts", shared_field="intermediate_size")
+    dense = replace(
+        read_mlp(raw.updated({"intermediate_size": raw.integer("intermediate_size_mlp")})),
+        field="intermediate_size_mlp",
+    )
+    experts = MoeSpec(
+        hidden_size=raw.integer("hidden_size"),
+        num_experts=raw.integer("num_local_experts"),
+        num_chosen=raw.integer("num_experts_per_tok"),
+        expert_width=width,
+        shared_width=width,
+        routing=InputRouting(),
+        experts_field="num_local_experts",
+        shared_field="intermediate_size",
+    )
     if experts.num_chosen > experts.num_experts:
-        raise raw.fail("num_experts_per_tok", f"must be at most num_local_experts {experts.num_experts}")
-    sparse = raw.integers("moe_layers") if "moe_layers" in raw else range(step - 1, num_layers, step)
+        raise raw.fail(
+            "num_experts_per_tok", f"must be at most num_local_experts {experts.num_experts}"
+        )
+    sparse = (
+        raw.integers("moe_layers") if "moe_layers" in raw else range(step - 1, num_layers, step)
+    )
     return [experts if layer_id in sparse else dense for layer_id in range(num_layers)]

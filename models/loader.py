@@ -1,7 +1,8 @@
-"""From a checkpoint folder to what the serving side needs: facts first, and a stage's weights on request.
+"""From a checkpoint folder to what the serving side needs: facts first, and a stage's weights on
+request.
 
-`read_model` reads configs and file headers. `load_stage` builds the blocks of one layer range; each requests its own
-tensors, so a stage reads its own bytes and no others.
+`read_model` reads configs and file headers. `load_stage` builds the blocks of one layer range; each
+requests its own tensors, so a stage reads its own bytes and no others.
 """
 
 import hashlib
@@ -23,10 +24,24 @@ from engine.core.numerics import HOST, Numerics
 from engine.kernels.host.codegen.compiled import has_kernels
 from engine.kernels.host.linear.int8 import SCALE_BYTES
 from engine.memory.layout import CacheSpec
-from models.blocks.config import RawConfig, architecture_of, dtype_name, has_dtype, read_config_file, text_config
+from models.blocks.config import (
+    RawConfig,
+    architecture_of,
+    dtype_name,
+    has_dtype,
+    read_config_file,
+    text_config,
+)
 from models.blocks.spec import DecoderSpec
 from models.blocks.weights import PartSource, RandomWeights, Weights
-from models.checkpoint import Checkpoint, TransposedStack, WeightEntry, read_rows, read_tensor, same_content
+from models.checkpoint import (
+    Checkpoint,
+    TransposedStack,
+    WeightEntry,
+    read_rows,
+    read_tensor,
+    same_content,
+)
 from models.decoder import EMBEDDING, FINAL_NORM, HEAD, DecoderStage
 from models.quantised_formats import open_checkpoint
 from models.registry import read_decoder
@@ -36,11 +51,13 @@ from runtime.model_files.end_tokens import read_end_tokens, stated_end_tokens
 from runtime.model_files.model_folder import check_model_folder
 from runtime.model_files.weights import weight_files
 
-# Wrappers put the text model below one of these; the longest match counts. Keys decide, not the architecture: a
-# wrapper saved as its text model keeps the wrapper's keys.
+# Wrappers put the text model below one of these; the longest match counts. Keys decide, not the
+# architecture: a wrapper saved as its text model keeps the wrapper's keys.
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
-_NOT_OURS = re.compile(r"^(model\.)?(mtp|visual|vision_(tower|model)|multi_modal_projector|audio_tower|"
-                       r"embed_(vision|audio))\.|\.rotary_emb\.inv_freq$")
+_NOT_OURS = re.compile(
+    r"^(model\.)?(mtp|visual|vision_(tower|model)|multi_modal_projector|audio_tower|"
+    r"embed_(vision|audio))\.|\.rotary_emb\.inv_freq$"
+)
 _LAYER = re.compile(r"layers\.(\d+)\.")
 _EXPERTS = ".experts."  # in names of tensors of which ranks have whole ones
 _NOTHING = torch.empty(0)
@@ -60,11 +77,15 @@ class ModelDescription:
     def cache_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
         """What every layer of the whole model caches, in layer order."""
         dtype = _torch_dtype(self.facts.dtype)
-        return tuple(spec for layer_id, layer in enumerate(self.spec.layers)
-                     for spec in layer.mixer.cache_specs(layer_id=layer_id, page_size=page_size, dtype=dtype))
+        return tuple(
+            spec
+            for layer_id, layer in enumerate(self.spec.layers)
+            for spec in layer.mixer.cache_specs(layer_id=layer_id, page_size=page_size, dtype=dtype)
+        )
 
     def attention_geometry(self, page_size: int) -> AttentionGeometry | None:
-        """Of the layers with K/V, which share one, but for those that see a window only; None if there are none."""
+        """Of the layers with K/V, which share one, but for those that see a window only; None if
+        there are none."""
         found = (layer.mixer.attention_geometry(page_size) for layer in self.spec.layers)
         geometries = [geometry for geometry in found if isinstance(geometry, AttentionGeometry)]
         windowed = next((geometry for geometry in geometries if geometry.window is not None), None)
@@ -82,8 +103,8 @@ class ModelDescription:
         return any(layer.feed_forward.counts_on_host for layer in self.spec.layers)
 
     def of_rank(self, rank: TensorRank) -> "ModelDescription":
-        """The same to one rank of those that share a stage: its layers have its part of the heads, experts and columns.
-        What is cached is described whole all the same (`CacheSpec.of_rank`).
+        """The same to one rank of those that share a stage: its layers have its part of the heads,
+        experts and columns. What is cached is described whole all the same (`CacheSpec.of_rank`).
 
         Raises:
             ConfigError: the model cannot be divided so.
@@ -91,8 +112,9 @@ class ModelDescription:
         return self if rank.size == 1 else replace(self, spec=self.spec.of_rank(rank))
 
     def weight_bytes(self, layers: LayerRange, rank: TensorRank = ONLY_RANK) -> int:
-        """Return what each rank of a stage of these layers holds at least, in the dtype that the model runs in, or in
-        eight bits: the largest of them, so that all plan alike. 0 where weights are random."""
+        """Return what each rank of a stage of these layers holds at least, in the dtype that the
+        model runs in, or in eight bits: the largest of them, so that all plan alike. 0 where
+        weights are random."""
         if self.checkpoint is None:
             return 0
         num_bytes = 0
@@ -106,21 +128,32 @@ class ModelDescription:
         return num_bytes
 
     def _most_experts(self, name: str, rank: TensorRank) -> tuple[int, int]:
-        """Return how many experts the rank with most of them has, of how many, in the layer of this tensor."""
+        """Return how many experts the rank with most of them has, of how many, in the layer of this
+        tensor."""
         layer = _LAYER.match(name)
         layer_id = self.spec.num_layers if layer is None else int(layer[1])
-        total = self.spec.layers[layer_id].feed_forward.num_experts if layer_id < self.spec.num_layers else 0
+        total = (
+            self.spec.layers[layer_id].feed_forward.num_experts
+            if layer_id < self.spec.num_layers
+            else 0
+        )
         return (-(-total // rank.size), total) if total else (1, rank.size)
 
     def layer_bytes(self, *, with_head: bool) -> list[int]:
-        """What a step reads of each layer's weights, all experts counted; `with_head` the last one's and the head's
-        together. Not the embedding, of which a token takes one row. 0s where weights are random."""
+        """What a step reads of each layer's weights, all experts counted; `with_head` the last
+        one's and the head's together. Not the embedding, of which a token takes one row. 0s where
+        weights are random."""
         read = [0] * self.spec.num_layers
         if self.checkpoint is None:
             return read
         head = EMBEDDING if self.spec.tied_head else HEAD
-        for name, entry in stage_entries(self.checkpoint, self.spec, LayerRange(0, self.spec.num_layers)).items():
-            layer, num_bytes = _LAYER.match(name), kept_bytes(entry.shape, self.facts.dtype, in_bytes=self.in_bytes)
+        for name, entry in stage_entries(
+            self.checkpoint, self.spec, LayerRange(0, self.spec.num_layers)
+        ).items():
+            layer, num_bytes = (
+                _LAYER.match(name),
+                kept_bytes(entry.shape, self.facts.dtype, in_bytes=self.in_bytes),
+            )
             if layer is not None and int(layer[1]) < len(read):
                 read[int(layer[1])] += num_bytes
             elif name == head and with_head:
@@ -133,66 +166,112 @@ class ModelDescription:
         if name != EMBEDDING or not self.in_bytes:
             return coded
         is_head = self.spec.tied_head and layers.end == self.spec.num_layers
-        return (kept_bytes(shape, self.facts.dtype) if layers.start == 0 else 0) + (coded if is_head else 0)
+        return (kept_bytes(shape, self.facts.dtype) if layers.start == 0 else 0) + (
+            coded if is_head else 0
+        )
 
-    def load_stage(self, layers: LayerRange, *, numerics: Numerics,
-                   capture_layers: frozenset[int] = frozenset(), device: torch.device = HOST,
-                   digest: WeightsDigest | None = None, ranks: RanksOfStage | None = None) -> DecoderStage:
-        """Build one stage, or this rank's part of it, with its weights in memory of its own, on `device`. `ranks`:
-        those of the stage, where it has several; this description is then that of the rank (`of_rank`).
+    def load_stage(
+        self,
+        layers: LayerRange,
+        *,
+        numerics: Numerics,
+        capture_layers: frozenset[int] = frozenset(),
+        device: torch.device = HOST,
+        digest: WeightsDigest | None = None,
+        ranks: RanksOfStage | None = None,
+    ) -> DecoderStage:
+        """Build one stage, or this rank's part of it, with its weights in memory of its own, on
+        `device`. `ranks`: those of the stage, where it has several; this description is then that
+        of the rank (`of_rank`).
 
-        `capture_layers`: global ids of layers whose outputs travel in `StageOutput.aux_hidden`. `digest` takes up every
-        byte that is read.
+        `capture_layers`: global ids of layers whose outputs travel in `StageOutput.aux_hidden`.
+        `digest` takes up every byte that is read.
 
         Raises:
-            ConfigError: tensors are missing, unexpected, of the wrong shape or of an unsupported dtype, or a file is
-                damaged. All missing, unexpected and misshapen tensors are in one message.
+            ConfigError: tensors are missing, unexpected, of the wrong shape or of an unsupported
+                dtype, or a file is damaged. All missing, unexpected and misshapen tensors are in
+                one message.
         """
         if layers.end > self.facts.num_layers or not layers:
-            raise ConfigError(f"layers {layers} are not a stage of a model with {self.facts.num_layers} layers",
-                              field="partition")
-        unknown = sorted(layer_id for layer_id in capture_layers if layer_id >= self.facts.num_layers)
+            raise ConfigError(
+                f"layers {layers} are not a stage of a model with {self.facts.num_layers} layers",
+                field="partition",
+            )
+        unknown = sorted(
+            layer_id for layer_id in capture_layers if layer_id >= self.facts.num_layers
+        )
         if unknown:
-            raise ConfigError(f"no layers {unknown} to capture in a model with {self.facts.num_layers}",
-                              field="capture_layers")
+            raise ConfigError(
+                f"no layers {unknown} to capture in a model with {self.facts.num_layers}",
+                field="capture_layers",
+            )
         if self.checkpoint is None:
-            return self._build_stage(self._weights(RandomWeights(seed=0), numerics, device), layers, capture_layers,
-                                     ranks)
+            return self._build_stage(
+                self._weights(RandomWeights(seed=0), numerics, device),
+                layers,
+                capture_layers,
+                ranks,
+            )
         source = _StageWeights(self.checkpoint, self.spec, layers, digest)
-        stage = self._build_stage(self._weights(source, numerics, device), layers, capture_layers, ranks)
+        stage = self._build_stage(
+            self._weights(source, numerics, device), layers, capture_layers, ranks
+        )
         source.finish()
         return stage
 
     def _weights(self, source: PartSource, numerics: Numerics, device: torch.device) -> Weights:
-        return Weights(source, prefix="", dtype=_torch_dtype(self.facts.dtype), numerics=numerics, device=device,
-                       parts=source, in_bytes=self.in_bytes)
+        return Weights(
+            source,
+            prefix="",
+            dtype=_torch_dtype(self.facts.dtype),
+            numerics=numerics,
+            device=device,
+            parts=source,
+            in_bytes=self.in_bytes,
+        )
 
-    def _build_stage(self, weights: Weights, layers: LayerRange, capture_layers: frozenset[int],
-                     ranks: RanksOfStage | None) -> DecoderStage:
-        return DecoderStage(facts=self.facts, spec=self.spec, layer_range=layers, weights=weights, ranks=ranks,
-                            capture_layers=capture_layers)
+    def _build_stage(
+        self,
+        weights: Weights,
+        layers: LayerRange,
+        capture_layers: frozenset[int],
+        ranks: RanksOfStage | None,
+    ) -> DecoderStage:
+        return DecoderStage(
+            facts=self.facts,
+            spec=self.spec,
+            layer_range=layers,
+            weights=weights,
+            ranks=ranks,
+            capture_layers=capture_layers,
+        )
 
 
 def read_model(path: Path, *, in_bytes: bool = False) -> ModelDescription:
     """Describe the checkpoint in folder `path`, to be kept in its own type or `in_bytes`.
 
-    `facts.revision` is a digest over config.json (without the fields that only say who wrote it) and the names, types
-    and shapes of all tensors; their bytes are digested while they are read (`load_stage`). End-of-sequence ids are
-    those of `runtime.model_files.end_tokens`.
+    `facts.revision` is a digest over config.json (without the fields that only say who wrote it)
+    and the names, types and shapes of all tensors; their bytes are digested while they are read
+    (`load_stage`). End-of-sequence ids are those of `runtime.model_files.end_tokens`.
 
     Raises:
-        ConfigError: the folder is not a checkpoint, its architecture or a field is not supported, a file is damaged, or
-            the model's type has no products in eight bits.
+        ConfigError: the folder is not a checkpoint, its architecture or a field is not supported, a
+            file is damaged, or the model's type has no products in eight bits.
     """
     check_model_folder(path)
     raw = read_config_file(path / "config.json")
     spec = read_decoder(architecture_of(raw), text_config(raw))
     checkpoint = open_checkpoint(path, text_config(raw), spec.inputs_first)
     ends = read_end_tokens(path, raw.as_dict(), spec.vocab_size).ids
-    description = replace(_describe(raw, spec, checkpoint, ends), notices=notices_of(path, raw, checkpoint))
+    description = replace(
+        _describe(raw, spec, checkpoint, ends), notices=notices_of(path, raw, checkpoint)
+    )
     if in_bytes and not has_kernels(_torch_dtype(description.facts.dtype)):
-        raise ConfigError(f"weights int8: models that run in {description.facts.dtype} have no products in eight bits, "
-                          f"only those in bfloat16 and float32", field="weights")
+        raise ConfigError(
+            f"weights int8: models that run in {description.facts.dtype} have no products in eight bits, "
+            f"only those in bfloat16 and float32",
+            field="weights",
+        )
     return replace(description, in_bytes=in_bytes)
 
 
@@ -203,24 +282,31 @@ def random_model(config: dict[str, object]) -> ModelDescription:
     return _describe(raw, spec, None, stated_end_tokens(raw.as_dict(), spec.vocab_size))
 
 
-def _describe(raw: RawConfig, spec: DecoderSpec, checkpoint: Checkpoint | None,
-              end_token_ids: tuple[int, ...]) -> ModelDescription:
+def _describe(
+    raw: RawConfig, spec: DecoderSpec, checkpoint: Checkpoint | None, end_token_ids: tuple[int, ...]
+) -> ModelDescription:
     text = with_dtype(text_config(raw), checkpoint)
     if spec.tied_head and checkpoint is not None and _has_other_head(checkpoint):
         spec = replace(spec, tied_head=False)
     revision = description_digest(raw, None if checkpoint is None else checkpoint.entries)
     facts = ModelFacts(
-        architecture=architecture_of(raw), num_layers=spec.num_layers, hidden_size=spec.hidden_size,
-        vocab_size=spec.vocab_size, max_context_tokens=spec.max_context_tokens, dtype=dtype_name(text),
-        eos_token_ids=end_token_ids, revision=revision, chunk_grid=max(layer.mixer.chunk_grid for layer in spec.layers),
+        architecture=architecture_of(raw),
+        num_layers=spec.num_layers,
+        hidden_size=spec.hidden_size,
+        vocab_size=spec.vocab_size,
+        max_context_tokens=spec.max_context_tokens,
+        dtype=dtype_name(text),
+        eos_token_ids=end_token_ids,
+        revision=revision,
+        chunk_grid=max(layer.mixer.chunk_grid for layer in spec.layers),
         context_field=spec.context_field,
     )
     return ModelDescription(facts=facts, spec=spec, checkpoint=checkpoint)
 
 
 def with_dtype(text: RawConfig, checkpoint: Checkpoint | None) -> RawConfig:
-    """Return the config with the type of its weights where it states none, as transformers takes it; without weights
-    that is float32."""
+    """Return the config with the type of its weights where it states none, as transformers takes
+    it; without weights that is float32."""
     if checkpoint is None or has_dtype(text):
         return text
     return text.updated({"dtype": checkpoint.usual_dtype()})
@@ -228,15 +314,22 @@ def with_dtype(text: RawConfig, checkpoint: Checkpoint | None) -> RawConfig:
 
 def notices_of(path: Path, raw: RawConfig, checkpoint: Checkpoint) -> tuple[str, ...]:
     """Return what an operator has to know of how the files in folder `path` were read."""
-    own = "" if has_dtype(text_config(raw)) else (
-        f"{path / 'config.json'} states no dtype: the model runs in that of its weights, {checkpoint.usual_dtype()}")
+    own = (
+        ""
+        if has_dtype(text_config(raw))
+        else (
+            f"{path / 'config.json'} states no dtype: the model runs in that of its weights, {checkpoint.usual_dtype()}"
+        )
+    )
     return tuple(notice for notice in (weight_files(path).notice, own) if notice)
 
 
 def description_digest(raw: RawConfig, entries: Mapping[str, WeightEntry] | None) -> str:
-    """Of a config, without the fields that only say who wrote it, and of the names, types and shapes of all tensors
-    (None: they are random). Hex."""
-    settings = {name: value for name, value in raw.as_dict().items() if name not in _REVISION_IGNORES}
+    """Of a config, without the fields that only say who wrote it, and of the names, types and
+    shapes of all tensors (None: they are random). Hex."""
+    settings = {
+        name: value for name, value in raw.as_dict().items() if name not in _REVISION_IGNORES
+    }
     digest = hashlib.blake2b(json.dumps(settings, sort_keys=True).encode(), digest_size=16)
     for name, entry in sorted((entries or {}).items()):
         digest.update(f"{name} {entry.kind}\n".encode())
@@ -246,8 +339,13 @@ def description_digest(raw: RawConfig, entries: Mapping[str, WeightEntry] | None
 class _StageWeights:
     """The part of a checkpoint that one stage owns, and what went wrong while it was read."""
 
-    def __init__(self, checkpoint: Checkpoint, spec: DecoderSpec, layers: LayerRange,
-                 digest: WeightsDigest | None) -> None:
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        spec: DecoderSpec,
+        layers: LayerRange,
+        digest: WeightsDigest | None,
+    ) -> None:
         self._entries = stage_entries(checkpoint, spec, layers)
         self._digest = digest
         self._taken: set[str] = set()
@@ -267,9 +365,13 @@ class _StageWeights:
         if entry.shape != expected:
             self._misshapen.add(f"{name} is {list(entry.shape)}, the config says {list(expected)}")
             return
-        read_tensor(entry, out, name=name, digest=self._digest, item=None if item is None else item[0])
+        read_tensor(
+            entry, out, name=name, digest=self._digest, item=None if item is None else item[0]
+        )
 
-    def read_rows(self, name: str, out: Tensor, rows: Sequence[Part], columns: Part | None = None) -> None:
+    def read_rows(
+        self, name: str, out: Tensor, rows: Sequence[Part], columns: Part | None = None
+    ) -> None:
         """See `PartSource.read_rows`."""
         entry = self._entries.get(name)
         if entry is None:
@@ -300,31 +402,49 @@ class _StageWeights:
     def finish(self) -> None:
         """Raise one ConfigError about everything that did not fit."""
         unexpected = self._entries.keys() - self._taken
-        complaints = [f"{what}: {_listing(names)}" for what, names in
-                      (("missing", self._missing), ("wrong shape", self._misshapen), ("unexpected", unexpected))
-                      if names]
+        complaints = [
+            f"{what}: {_listing(names)}"
+            for what, names in (
+                ("missing", self._missing),
+                ("wrong shape", self._misshapen),
+                ("unexpected", unexpected),
+            )
+            if names
+        ]
         if complaints:
-            raise ConfigError("the checkpoint's tensors do not fit its config; " + "; ".join(complaints),
-                              field="model")
+            raise ConfigError(
+                "the checkpoint's tensors do not fit its config; " + "; ".join(complaints),
+                field="model",
+            )
 
 
-def stage_entries(checkpoint: Checkpoint, spec: DecoderSpec, layers: LayerRange) -> dict[str, WeightEntry]:
-    """The tensors a stage owns, by name below the model's prefix. Other stages' layers are left out by layer id, before
-    anything looks at the rest of their names. A tied head means that the last stage owns the embedding too."""
+def stage_entries(
+    checkpoint: Checkpoint, spec: DecoderSpec, layers: LayerRange
+) -> dict[str, WeightEntry]:
+    """The tensors a stage owns, by name below the model's prefix. Other stages' layers are left out
+    by layer id, before anything looks at the rest of their names. A tied head means that the last
+    stage owns the embedding too."""
     is_first, is_last = layers.start == 0, layers.end == spec.num_layers
-    shared = {EMBEDDING: is_first or (is_last and spec.tied_head), FINAL_NORM: is_last,
-              HEAD: is_last and not spec.tied_head}
+    shared = {
+        EMBEDDING: is_first or (is_last and spec.tied_head),
+        FINAL_NORM: is_last,
+        HEAD: is_last and not spec.tied_head,
+    }
     end = spec.num_layers + spec.num_extra_layers
     owned = {}
     for key, entry in checkpoint.entries.items():
         if _NOT_OURS.search(key):
             continue
-        name = key.removeprefix(next((prefix for prefix in _PREFIXES if key.startswith(prefix)), ""))
+        name = key.removeprefix(
+            next((prefix for prefix in _PREFIXES if key.startswith(prefix)), "")
+        )
         for theirs, ours in spec.other_names:
             name = name.replace(theirs, ours)
         layer = _LAYER.match(name)
         if layer is None:
-            mine = shared.get(name, True)  # an unknown name is every stage's, so that it is reported
+            mine = shared.get(
+                name, True
+            )  # an unknown name is every stage's, so that it is reported
         else:
             layer_id = int(layer[1])
             mine = layer_id in layers or layer_id >= end
@@ -335,13 +455,19 @@ def stage_entries(checkpoint: Checkpoint, spec: DecoderSpec, layers: LayerRange)
 
 def target_entry(checkpoint: Checkpoint, name: str) -> WeightEntry | None:
     """The tensor of this name below the model's prefix, for a draft that shares it."""
-    return next((checkpoint.entries[key] for key in (*(prefix + name for prefix in _PREFIXES), name)
-                 if key in checkpoint.entries), None)
+    return next(
+        (
+            checkpoint.entries[key]
+            for key in (*(prefix + name for prefix in _PREFIXES), name)
+            if key in checkpoint.entries
+        ),
+        None,
+    )
 
 
 def _has_other_head(checkpoint: Checkpoint) -> bool:
-    """Whether a head is there that is not the embedding. It was trained on its own then, whatever the config says of
-    the two: transformers decides alike."""
+    """Whether a head is there that is not the embedding. It was trained on its own then, whatever
+    the config says of the two: transformers decides alike."""
     head, embedding = target_entry(checkpoint, HEAD), target_entry(checkpoint, EMBEDDING)
     return head is not None and embedding is not None and not same_content(head, embedding)
 
@@ -352,7 +478,8 @@ def _listing(names: set[str]) -> str:
 
 
 def kept_bytes(shape: tuple[int, ...], dtype: str, *, in_bytes: bool = False) -> int:
-    """What a tensor of this shape takes in a model that runs in that type; a matrix perhaps in eight bits."""
+    """What a tensor of this shape takes in a model that runs in that type; a matrix perhaps in
+    eight bits."""
     if in_bytes and len(shape) > 1:
         return math.prod(shape) + math.prod(shape[:-1]) * SCALE_BYTES
     return math.prod(shape) * _torch_dtype(dtype).itemsize

@@ -1,4 +1,5 @@
-"""MiniMax-M2: a norm over all heads of q and one over those of k, rope on half of the head, sigmoid-routed experts."""
+"""MiniMax-M2: a norm over all heads of q and one over those of k, rope on half of the head,
+sigmoid-routed experts."""
 
 from dataclasses import replace
 
@@ -8,8 +9,13 @@ from models.blocks.moe import read_sigmoid_moe
 from models.blocks.rotary import read_rope
 from models.blocks.spec import DecoderSpec, LayerSpec, assemble_decoder, read_norm
 
-_OTHER_NAMES = (("block_sparse_moe.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
-                ("block_sparse_moe.", "mlp."), (".w1.", ".gate_proj."), (".w3.", ".up_proj."), (".w2.", ".down_proj."))
+_OTHER_NAMES = (
+    ("block_sparse_moe.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
+    ("block_sparse_moe.", "mlp."),
+    (".w1.", ".gate_proj."),
+    (".w3.", ".up_proj."),
+    (".w2.", ".down_proj."),
+)
 
 
 def read_decoder(raw: RawConfig) -> DecoderSpec:
@@ -17,9 +23,20 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
     raw.require("qk_norm_type", only="per_layer", default="per_layer")
     raw.require("shared_intermediate_size", only=0, default=0)
     attention = replace(read_attention(raw, qk_norm=read_norm(raw)), norms_whole=True)
-    moe = read_sigmoid_moe(raw.updated({"n_routed_experts": raw.integer("num_local_experts"), "n_shared_experts": 0,
-                                        "moe_intermediate_size": raw.integer("intermediate_size")}))
-    rope = read_rope(raw, head_dim=attention.head_dim, default_theta=5_000_000.0,
-                     default_partial=raw.integer("rotary_dim", attention.head_dim) / attention.head_dim)
+    moe = read_sigmoid_moe(
+        raw.updated(
+            {
+                "n_routed_experts": raw.integer("num_local_experts"),
+                "n_shared_experts": 0,
+                "moe_intermediate_size": raw.integer("intermediate_size"),
+            }
+        )
+    )
+    rope = read_rope(
+        raw,
+        head_dim=attention.head_dim,
+        default_theta=5_000_000.0,
+        default_partial=raw.integer("rotary_dim", attention.head_dim) / attention.head_dim,
+    )
     layers = (LayerSpec(attention, moe),) * raw.integer("num_hidden_layers")
     return replace(assemble_decoder(raw, rope=rope, layers=layers), other_names=_OTHER_NAMES)

@@ -1,4 +1,5 @@
-"""Mistral: Llama without biases, whose heads may be wider or narrower than hidden_size / num_attention_heads.
+"""Mistral: Llama without biases, whose heads may be wider or narrower than hidden_size /
+num_attention_heads.
 
 A window that is as long as the context hides nothing, so that it is none.
 """
@@ -12,7 +13,13 @@ from models.blocks.spec import DecoderSpec, LayerSpec, assemble_decoder
 
 def read_decoder(raw: RawConfig) -> DecoderSpec:
     if "sliding_window" in raw and (window := raw.integer("sliding_window")) < raw.context()[0]:
-        raise raw.fail("sliding_window", f"{window} is not supported, only one that is as long as the context or null")
+        raise raw.fail(
+            "sliding_window",
+            f"{window} is not supported, only one that is as long as the context or null",
+        )
     attention = read_attention(raw)
-    return assemble_decoder(raw, rope=read_rope(raw, head_dim=attention.head_dim),
-                            layers=(LayerSpec(attention, read_mlp(raw)),) * raw.integer("num_hidden_layers"))
+    return assemble_decoder(
+        raw,
+        rope=read_rope(raw, head_dim=attention.head_dim),
+        layers=(LayerSpec(attention, read_mlp(raw)),) * raw.integer("num_hidden_layers"),
+    )

@@ -1,12 +1,14 @@
 """Weights of quantised checkpoints, turned into the model's own type while they are read.
 
-A weight w [out, in] is stored as codes of 4 or 8 bits and, for every block of it, a scale and perhaps a zero point:
+A weight w [out, in] is stored as codes of 4 or 8 bits and, for every block of it, a scale and
+perhaps a zero point:
 
     w[r, c] = (code[r, c] - zero[b(r), b(c)]) * scale[b(r), b(c)]
 
-computed in fp32, where both operations on codes of up to 8 bits and scales of 16 are exact, and rounded once. Which
-tensors hold the parts, and how codes are packed, is the format's (`quantised_formats`). A weight is read in pieces of
-some MiB, so that what it takes beside its final form does not grow with it.
+computed in fp32, where both operations on codes of up to 8 bits and scales of 16 are exact, and
+rounded once. Which tensors hold the parts, and how codes are packed, is the format's
+(`quantised_formats`). A weight is read in pieces of some MiB, so that what it takes beside its
+final form does not grow with it.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,14 +44,24 @@ class Packing:
     added_zero: int = 0
 
     def spread(self, words: Tensor, axis: int) -> Tensor:
-        """words: [a, b] int32. Returns the numbers in them, `32 / bits` times as many along `axis`."""
-        shifts = torch.tensor(self.places, dtype=torch.int32).mul_(self.bits).view(-1, *(1,) * (1 - axis))
-        return (words.unsqueeze(axis + 1) >> shifts).bitwise_and_((1 << self.bits) - 1).flatten(axis, axis + 1)
+        """words: [a, b] int32. Returns the numbers in them, `32 / bits` times as many along
+        `axis`."""
+        shifts = (
+            torch.tensor(self.places, dtype=torch.int32)
+            .mul_(self.bits)
+            .view(-1, *(1,) * (1 - axis))
+        )
+        return (
+            (words.unsqueeze(axis + 1) >> shifts)
+            .bitwise_and_((1 << self.bits) - 1)
+            .flatten(axis, axis + 1)
+        )
 
 
 @dataclass(frozen=True)
 class QuantisedFormat:
-    """How a checkpoint stores its quantised weights: endings of names on a common stem, and what they hold.
+    """How a checkpoint stores its quantised weights: endings of names on a common stem, and what
+    they hold.
 
     codes     ending of the tensor of codes and their dtype; a weight is what has such a tensor
     weight    ending of the weight's own name
@@ -82,13 +94,15 @@ class QuantisedFormat:
         return f"blocks of {self.block}, zero {self.zero}{packing}"
 
 
-def dequantised(tensors: Mapping[str, TensorEntry], form: QuantisedFormat,
-                inputs_first: tuple[str, ...] = ()) -> Checkpoint:
-    """The checkpoint whose weights these tensors hold, some of them quantised; nothing is read yet. `inputs_first`:
-    ends of names of weights that are stored [in, out].
+def dequantised(
+    tensors: Mapping[str, TensorEntry], form: QuantisedFormat, inputs_first: tuple[str, ...] = ()
+) -> Checkpoint:
+    """The checkpoint whose weights these tensors hold, some of them quantised; nothing is read yet.
+    `inputs_first`: ends of names of weights that are stored [in, out].
 
     Raises:
-        ConfigError: parts of a weight are missing or do not fit each other. The first of them are in the message.
+        ConfigError: parts of a weight are missing or do not fit each other. The first of them are
+            in the message.
     """
     taken: set[str] = set()
     entries: dict[str, WeightEntry] = {}
@@ -108,10 +122,14 @@ def dequantised(tensors: Mapping[str, TensorEntry], form: QuantisedFormat,
         entries[stem + form.weight] = entry
         taken.update((name, scales, *parts))
     if complaints:
-        raise ConfigError(f"quantised weights do not fit their config; {'; '.join(complaints[:4])}"
-                          f"{f' and {len(complaints) - 4} more' if len(complaints) > 4 else ''}",
-                          field="quantization_config")
-    return Checkpoint({**{name: entry for name, entry in tensors.items() if name not in taken}, **entries})
+        raise ConfigError(
+            f"quantised weights do not fit their config; {'; '.join(complaints[:4])}"
+            f"{f' and {len(complaints) - 4} more' if len(complaints) > 4 else ''}",
+            field="quantization_config",
+        )
+    return Checkpoint(
+        {**{name: entry for name, entry in tensors.items() if name not in taken}, **entries}
+    )
 
 
 def _is_part(name: str, form: QuantisedFormat) -> bool:
@@ -121,8 +139,8 @@ def _is_part(name: str, form: QuantisedFormat) -> bool:
 
 @dataclass(frozen=True)
 class QuantisedEntry:
-    """A `WeightEntry` of several tensors. Codes without packing may be a stack of weights, [items, out, in]; then every
-    part is one."""
+    """A `WeightEntry` of several tensors. Codes without packing may be a stack of weights, [items,
+    out, in]; then every part is one."""
 
     form: QuantisedFormat
     codes: TensorEntry
@@ -136,8 +154,10 @@ class QuantisedEntry:
         if packing is None or len(self.codes.shape) != 2:
             return self.codes.shape
         per_word = _WORD_BITS // packing.bits
-        rows, columns = (extent * (per_word if axis == packing.codes_axis else 1)
-                         for axis, extent in enumerate(self.codes.shape))
+        rows, columns = (
+            extent * (per_word if axis == packing.codes_axis else 1)
+            for axis, extent in enumerate(self.codes.shape)
+        )
         return (columns, rows) if packing.is_transposed else (rows, columns)
 
     @property
@@ -146,29 +166,42 @@ class QuantisedEntry:
 
     @property
     def stored(self) -> tuple[TensorEntry, ...]:
-        return tuple(part for part in (self.scales, self.zeros, self.groups, self.codes) if part is not None)
+        return tuple(
+            part for part in (self.scales, self.zeros, self.groups, self.codes) if part is not None
+        )
 
     def problems(self) -> Iterator[str]:
         """What does not fit in the parts' types and shapes."""
-        if len(self.codes.shape) < 2 or (self.form.packing is not None and len(self.codes.shape) > 2):
+        if len(self.codes.shape) < 2 or (
+            self.form.packing is not None and len(self.codes.shape) > 2
+        ):
             yield f"codes of shape {list(self.codes.shape)} are no matrix"
             return
         if self.scales.dtype not in _SCALES:
             yield f"scales are {self.scales.dtype}, not one of {', '.join(_SCALES)}"
         stack, blocks = self.shape[:-2], self._num_blocks
-        for what, part, expected in (("scales", self.scales, self._as_stored(blocks)),
-                                     ("zero points", self.zeros, self._zeros_shape(blocks)),
-                                     ("groups", self.groups, self.shape[-1:])):
+        for what, part, expected in (
+            ("scales", self.scales, self._as_stored(blocks)),
+            ("zero points", self.zeros, self._zeros_shape(blocks)),
+            ("groups", self.groups, self.shape[-1:]),
+        ):
             if part is not None and _extents(part.shape) != _extents((*stack, *expected)):
-                yield (f"{what} of shape {list(part.shape)} for a weight of {list(self.shape)} in blocks of "
-                       f"{self._block[0]} x {self._block[1]}, which takes {[*stack, *expected]}")
+                yield (
+                    f"{what} of shape {list(part.shape)} for a weight of {list(self.shape)} in blocks of "
+                    f"{self._block[0]} x {self._block[1]}, which takes {[*stack, *expected]}"
+                )
         if self.zeros is None and self.form.zero is None:
             yield "its zero points are missing"
 
-    def read(self, out: Tensor, hashed: "xxhash.xxh3_128 | None", *, item: int | None = None) -> None:
-        """See `WeightEntry.read`. Raises ConfigError for a block number that there is no scale for."""
+    def read(
+        self, out: Tensor, hashed: "xxhash.xxh3_128 | None", *, item: int | None = None
+    ) -> None:
+        """See `WeightEntry.read`. Raises ConfigError for a block number that there is no scale
+        for."""
         scales = self._by_block(self._whole(self.scales, hashed, item))
-        zeros = None if self.zeros is None else self._zero_points(self._whole(self.zeros, hashed, item))
+        zeros = (
+            None if self.zeros is None else self._zero_points(self._whole(self.zeros, hashed, item))
+        )
         of_column = self._blocks_of_columns(scales.shape[1], hashed, item)
         height = self._block[0]
         for rows, columns, codes in self._pieces(hashed, item):
@@ -186,7 +219,7 @@ class QuantisedEntry:
         if self.form.codes_dtype == "F8_E4M3" or self.zeros is not None or self._num_blocks[1] > 1:
             return None
         of_blocks = self._by_block(self._whole(self.scales, None, item))[:, 0]
-        return of_blocks.repeat_interleave(self._block[0])[:self.shape[-2]]
+        return of_blocks.repeat_interleave(self._block[0])[: self.shape[-2]]
 
     @property
     def _block(self) -> tuple[int, int]:
@@ -210,8 +243,10 @@ class QuantisedEntry:
         if packing is None:
             return stored
         per_word = _WORD_BITS // packing.bits
-        return tuple(-(-extent // per_word) if axis == packing.zeros_axis else extent
-                     for axis, extent in enumerate(stored))
+        return tuple(
+            -(-extent // per_word) if axis == packing.zeros_axis else extent
+            for axis, extent in enumerate(stored)
+        )
 
     @staticmethod
     def _whole(part: TensorEntry, hashed: "xxhash.xxh3_128 | None", item: int | None) -> Tensor:
@@ -229,23 +264,36 @@ class QuantisedEntry:
         if packing is None:
             return self._by_block(stored)
         rows, columns = self._as_stored(self._num_blocks)
-        return self._by_block(packing.spread(stored, packing.zeros_axis)[:rows, :columns].contiguous()
-                              + packing.added_zero)
+        return self._by_block(
+            packing.spread(stored, packing.zeros_axis)[:rows, :columns].contiguous()
+            + packing.added_zero
+        )
 
-    def _blocks_of_columns(self, num_blocks: int, hashed: "xxhash.xxh3_128 | None", item: int | None) -> Tensor:
+    def _blocks_of_columns(
+        self, num_blocks: int, hashed: "xxhash.xxh3_128 | None", item: int | None
+    ) -> Tensor:
         if self.groups is None:
             return torch.arange(self.shape[-1]) // self._block[1]
         groups = self._whole(self.groups, hashed, item).long()
         first, last = int(groups.min()), int(groups.max())
         if not 0 <= first <= last < num_blocks:
-            raise ConfigError(f"{self.groups.file.name} puts columns of a weight into groups from {first} to {last}; "
-                              f"it has scales for {num_blocks}", field="model")
+            raise ConfigError(
+                f"{self.groups.file.name} puts columns of a weight into groups from {first} to {last}; "
+                f"it has scales for {num_blocks}",
+                field="model",
+            )
         return groups
 
-    def _pieces(self, hashed: "xxhash.xxh3_128 | None", item: int | None) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Rows and columns of the weight, and its codes there, in the order in which they are stored. A piece's rows
-        lie in one block of rows, or every row is a block."""
-        (num_rows, num_columns), packing, height = self.shape[-2:], self.form.packing, self._block[0]
+    def _pieces(
+        self, hashed: "xxhash.xxh3_128 | None", item: int | None
+    ) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Rows and columns of the weight, and its codes there, in the order in which they are
+        stored. A piece's rows lie in one block of rows, or every row is a block."""
+        (num_rows, num_columns), packing, height = (
+            self.shape[-2:],
+            self.form.packing,
+            self._block[0],
+        )
         stored_rows = self.codes.shape[-2]
         limit = max(1, _PIECE_NUMBERS * stored_rows // (num_rows * num_columns))
         start = 0
@@ -254,12 +302,19 @@ class QuantisedEntry:
             if packing is not None and packing.is_transposed:
                 words = packing.spread(self.codes.rows(start, count, hashed), packing.codes_axis)
                 per_row = num_columns // stored_rows
-                yield slice(0, num_rows), slice(start * per_row, (start + count) * per_row), words.t()
+                yield (
+                    slice(0, num_rows),
+                    slice(start * per_row, (start + count) * per_row),
+                    words.t(),
+                )
             else:
                 count = count if height == 1 else min(count, height - start % height)
                 codes = self.codes.rows(start, count, hashed, item=item)
-                yield (slice(start, start + count), slice(0, num_columns),
-                       codes if packing is None else packing.spread(codes, packing.codes_axis))
+                yield (
+                    slice(start, start + count),
+                    slice(0, num_columns),
+                    codes if packing is None else packing.spread(codes, packing.codes_axis),
+                )
             start += count
 
 

@@ -1,7 +1,8 @@
 """Which quantised checkpoints are read, and what their configs say about the tensors.
 
-One function for each `quant_method`. What only concerns activations and the cache (their scales, ranges, types) is left
-out: both stay in the model's type, which is closer to the model that was quantised than what its file describes.
+One function for each `quant_method`. What only concerns activations and the cache (their scales,
+ranges, types) is left out: both stay in the model's type, which is closer to the model that was
+quantised than what its file describes.
 """
 
 import re
@@ -12,11 +13,16 @@ from models.blocks.config import RawConfig, read_config_file
 from models.checkpoint import Checkpoint, open_tensors
 from models.quantised import Packing, QuantisedFormat, dequantised
 
-_SECTIONS = ("quantization_config", "compression_config")  # the second is compressed-tensors' older name
+_SECTIONS = (
+    "quantization_config",
+    "compression_config",
+)  # the second is compressed-tensors' older name
 _MODELOPT = "modelopt"
 _MODELOPT_FILE = "hf_quant_config.json"  # where its config is, unless it is in config.json
-_OF_ACTIVATIONS = re.compile(r"\.(input|output|activation)_(scale|zero_point)$|\.(q|k|v|kv|prob)_scale$"
-                             r"|\.weight_shape$")
+_OF_ACTIVATIONS = re.compile(
+    r"\.(input|output|activation)_(scale|zero_point)$|\.(q|k|v|kv|prob)_scale$"
+    r"|\.weight_shape$"
+)
 _IN_ORDER = {4: (0, 1, 2, 3, 4, 5, 6, 7), 8: (0, 1, 2, 3)}
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 _ALL = 0
@@ -25,16 +31,23 @@ _NO_ALGORITHM = ("NONE", "NO_QUANT")  # Model Optimizer's, where it left the wei
 _OTHER_AWQ = "llm-awq"
 
 
-def open_checkpoint(folder: Path, config: RawConfig, inputs_first: tuple[str, ...] = ()) -> Checkpoint:
-    """The weights in `folder`, those of a quantised checkpoint in the model's own type. `config`: of the text model.
-    `inputs_first`: ends of names of weights that are stored [in, out].
+def open_checkpoint(
+    folder: Path, config: RawConfig, inputs_first: tuple[str, ...] = ()
+) -> Checkpoint:
+    """The weights in `folder`, those of a quantised checkpoint in the model's own type. `config`:
+    of the text model. `inputs_first`: ends of names of weights that are stored [in, out].
 
     Raises:
-        ConfigError: no safetensors files, a damaged one, or a quantisation that is not supported; the field is named.
+        ConfigError: no safetensors files, a damaged one, or a quantisation that is not supported;
+            the field is named.
     """
     form = _format(folder, config)
     # Scales of a quantized cache may stand beside plain weights, also without a word in the config.
-    weights = {name: entry for name, entry in open_tensors(folder).items() if not _OF_ACTIVATIONS.search(name)}
+    weights = {
+        name: entry
+        for name, entry in open_tensors(folder).items()
+        if not _OF_ACTIVATIONS.search(name)
+    }
     return Checkpoint(weights) if form is None else dequantised(weights, form, inputs_first)
 
 
@@ -51,7 +64,9 @@ def _format(folder: Path, config: RawConfig) -> QuantisedFormat | None:
     if method == _MODELOPT and own is not None and _algorithms(section) is None:
         section = own
     if method not in _METHODS:
-        raise section.fail("quant_method", f"{method!r} is not supported; known are {', '.join(sorted(_METHODS))}")
+        raise section.fail(
+            "quant_method", f"{method!r} is not supported; known are {', '.join(sorted(_METHODS))}"
+        )
     return _METHODS[method](section)
 
 
@@ -61,19 +76,25 @@ def _is_of_modelopt(section: RawConfig) -> bool:
 
 
 def _algorithms(raw: RawConfig) -> RawConfig | None:
-    """Return the section of Model Optimizer's that names an algorithm: this one, or `quantization` in it."""
+    """Return the section of Model Optimizer's that names an algorithm: this one, or `quantization`
+    in it."""
     nested = raw.section("quantization") if "quantization" in raw else raw
     return nested if "quant_algo" in nested else None
 
 
 def _fp8(block: tuple[int, int]) -> QuantisedFormat:
-    return QuantisedFormat(codes="", codes_dtype="F8_E4M3", weight="", scales=("_scale_inv", "_scale"), block=block)
+    return QuantisedFormat(
+        codes="", codes_dtype="F8_E4M3", weight="", scales=("_scale_inv", "_scale"), block=block
+    )
 
 
 def _read_fp8(raw: RawConfig) -> QuantisedFormat:
-    """DeepSeek's, also of Qwen3, Qwen3.5 and GLM: blocks as `weight_block_size` says, or one scale for each tensor."""
+    """DeepSeek's, also of Qwen3, Qwen3.5 and GLM: blocks as `weight_block_size` says, or one scale
+    for each tensor."""
     if (form := raw.text("fmt", "e4m3").lower()) not in ("e4m3", "float8_e4m3fn"):
-        raise raw.fail("fmt", f"{form!r} is not supported, only 'e4m3' and 'float8_e4m3fn', which are one")
+        raise raw.fail(
+            "fmt", f"{form!r} is not supported, only 'e4m3' and 'float8_e4m3fn', which are one"
+        )
     raw.require("expert_dtype", only="fp8", default="fp8")
     if "weight_block_size" not in raw:
         return _fp8((_ALL, _ALL))
@@ -85,8 +106,8 @@ def _read_fbgemm_fp8(_raw: RawConfig) -> QuantisedFormat:
 
 
 def _read_modelopt(raw: RawConfig) -> QuantisedFormat | None:
-    """Read what NVIDIA's Model Optimizer wrote, into config.json or a file of its own. Return None where only the cache
-    is quantized."""
+    """Read what NVIDIA's Model Optimizer wrote, into config.json or a file of its own. Return None
+    where only the cache is quantized."""
     named = _algorithms(raw)
     if named is None or named.text("quant_algo").upper() in _NO_ALGORITHM:
         return None
@@ -94,24 +115,33 @@ def _read_modelopt(raw: RawConfig) -> QuantisedFormat | None:
     blocks = {"FP8": (_ALL, _ALL), "FP8_PER_CHANNEL_PER_TOKEN": (1, _ALL), "FP8_PB_WO": (128, 128)}
     algorithm = raw.text("quant_algo").upper()
     if algorithm not in blocks:
-        raise raw.fail("quant_algo", f"{algorithm!r} is not supported; known are {', '.join(blocks)}")
+        raise raw.fail(
+            "quant_algo", f"{algorithm!r} is not supported; known are {', '.join(blocks)}"
+        )
     return _fp8(blocks[algorithm])
 
 
 def _read_compressed_tensors(raw: RawConfig) -> QuantisedFormat | None:
-    """Read what llm-compressor wrote. Several groups of layers may differ in how activations are quantized, not in how
-    weights are. Return None where only activations or the cache are quantized."""
+    """Read what llm-compressor wrote. Several groups of layers may differ in how activations are
+    quantized, not in how weights are. Return None where only activations or the cache are
+    quantized."""
     for name in ("sparsity_config", "transform_config"):
         if name in raw and not _is_empty(raw.section(name)):
             raise raw.fail(name, "is not supported")
     groups = raw.section("config_groups") if "config_groups" in raw else RawConfig({})
-    forms = {name: _read_group(groups.section(name), raw) for name in groups.as_dict()
-             if "weights" in groups.section(name)}
+    forms = {
+        name: _read_group(groups.section(name), raw)
+        for name in groups.as_dict()
+        if "weights" in groups.section(name)
+    }
     if not forms and ("kv_cache_scheme" in raw or groups.as_dict()):
         return None
     if len(set(forms.values())) != 1:
-        raise raw.fail("config_groups", f"must quantise weights in one way, has {len(set(forms.values()))} ways in "
-                                        f"groups {', '.join(sorted(forms)) or 'none'}")
+        raise raw.fail(
+            "config_groups",
+            f"must quantise weights in one way, has {len(set(forms.values()))} ways in "
+            f"groups {', '.join(sorted(forms)) or 'none'}",
+        )
     return next(iter(forms.values()))
 
 
@@ -128,15 +158,34 @@ def _read_group(group: RawConfig, whole: RawConfig) -> QuantisedFormat:
     if form in ("float-quantized", "naive-quantized") and (kind, bits) == ("float", 8):
         return _fp8(block)
     if form in ("int-quantized", "naive-quantized") and (kind, bits) == ("int", 8):
-        return QuantisedFormat(codes="", codes_dtype="I8", weight="", scales=("_scale",), zeros="_zero_point",
-                               groups="_g_idx", block=block, zero=symmetric_zero)
+        return QuantisedFormat(
+            codes="",
+            codes_dtype="I8",
+            weight="",
+            scales=("_scale",),
+            zeros="_zero_point",
+            groups="_g_idx",
+            block=block,
+            zero=symmetric_zero,
+        )
     if form == "pack-quantized" and kind == "int" and bits in _IN_ORDER:
         packing = Packing(bits=bits, codes_axis=1, zeros_axis=0, places=_IN_ORDER[bits])
-        return QuantisedFormat(codes="_packed", codes_dtype="I32", weight="", scales=("_scale",), zeros="_zero_point",
-                               groups="_g_idx", block=block, packing=packing,
-                               zero=None if symmetric_zero is None else 1 << (bits - 1))
-    raise whole.fail("format", f"{form!r} with weights of type {kind!r} and {bits} bits is not supported; known are "
-                               f"float-quantized with 8, int-quantized with 8, pack-quantized with 4 or 8")
+        return QuantisedFormat(
+            codes="_packed",
+            codes_dtype="I32",
+            weight="",
+            scales=("_scale",),
+            zeros="_zero_point",
+            groups="_g_idx",
+            block=block,
+            packing=packing,
+            zero=None if symmetric_zero is None else 1 << (bits - 1),
+        )
+    raise whole.fail(
+        "format",
+        f"{form!r} with weights of type {kind!r} and {bits} bits is not supported; known are "
+        f"float-quantized with 8, int-quantized with 8, pack-quantized with 4 or 8",
+    )
 
 
 def _strategy_block(weights: RawConfig) -> tuple[int, int]:
@@ -147,7 +196,9 @@ def _strategy_block(weights: RawConfig) -> tuple[int, int]:
         return _pair(weights, "block_structure")
     blocks = {"tensor": (_ALL, _ALL), "channel": (1, _ALL)}
     if strategy not in blocks:
-        raise weights.fail("strategy", f"{strategy!r} is not supported; known are tensor, channel, group, block")
+        raise weights.fail(
+            "strategy", f"{strategy!r} is not supported; known are tensor, channel, group, block"
+        )
     return blocks[strategy]
 
 
@@ -157,12 +208,20 @@ def _read_awq(raw: RawConfig) -> QuantisedFormat:
     if (version := raw.text(field, "gemm").lower()) != "gemm":
         raise raw.fail(field, f"{version!r} is not supported, only 'gemm'")
     if raw.text("backend", "auto").lower() == _OTHER_AWQ:
-        raise raw.fail("backend", f"{_OTHER_AWQ!r} is not supported: it stores weights in another order")
+        raise raw.fail(
+            "backend", f"{_OTHER_AWQ!r} is not supported: it stores weights in another order"
+        )
     raw.require("zero_point", only=True, default=True)
     return QuantisedFormat(
-        codes=".qweight", codes_dtype="I32", weight=".weight", scales=(".scales",), zeros=".qzeros",
-        block=(1, _group_size(raw)), zero=None,
-        packing=Packing(bits=4, codes_axis=1, zeros_axis=1, places=_AWQ_PLACES, is_transposed=True))
+        codes=".qweight",
+        codes_dtype="I32",
+        weight=".weight",
+        scales=(".scales",),
+        zeros=".qzeros",
+        block=(1, _group_size(raw)),
+        zero=None,
+        packing=Packing(bits=4, codes_axis=1, zeros_axis=1, places=_AWQ_PLACES, is_transposed=True),
+    )
 
 
 def _read_gptq(raw: RawConfig) -> QuantisedFormat:
@@ -174,10 +233,23 @@ def _read_gptq(raw: RawConfig) -> QuantisedFormat:
     if version not in ("gptq", "gptq_v2"):
         raise raw.fail(field, f"{version!r} is not supported, only 'gptq' and 'gptq_v2'")
     return QuantisedFormat(
-        codes=".qweight", codes_dtype="I32", weight=".weight", scales=(".scales",), zeros=".qzeros", groups=".g_idx",
-        block=(1, _group_size(raw)), zero=None,
-        packing=Packing(bits=bits, codes_axis=0, zeros_axis=1, places=_IN_ORDER[bits], is_transposed=True,
-                        added_zero=1 if version == "gptq" else 0))
+        codes=".qweight",
+        codes_dtype="I32",
+        weight=".weight",
+        scales=(".scales",),
+        zeros=".qzeros",
+        groups=".g_idx",
+        block=(1, _group_size(raw)),
+        zero=None,
+        packing=Packing(
+            bits=bits,
+            codes_axis=0,
+            zeros_axis=1,
+            places=_IN_ORDER[bits],
+            is_transposed=True,
+            added_zero=1 if version == "gptq" else 0,
+        ),
+    )
 
 
 def _group_size(raw: RawConfig) -> int:

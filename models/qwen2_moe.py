@@ -1,4 +1,5 @@
-"""Qwen2-MoE: Qwen2 whose feed-forwards are experts with a gated shared one, except on layers named dense."""
+"""Qwen2-MoE: Qwen2 whose feed-forwards are experts with a gated shared one, except on layers named
+dense."""
 
 from models.blocks.config import RawConfig
 from models.blocks.mlp import read_mlp
@@ -10,18 +11,28 @@ from models.qwen2 import read_qwen2_attention
 
 def read_decoder(raw: RawConfig) -> DecoderSpec:
     attention = read_qwen2_attention(raw, qkv_bias=raw.flag("qkv_bias", default=True))
-    moe = read_softmax_moe(raw, renormalise=raw.flag("norm_topk_prob", default=False), has_shared=True)
-    return assemble_decoder(raw, rope=read_rope(raw, head_dim=attention.head_dim),
-                            layers=read_sparse_layers(raw, attention, moe))
+    moe = read_softmax_moe(
+        raw, renormalise=raw.flag("norm_topk_prob", default=False), has_shared=True
+    )
+    return assemble_decoder(
+        raw,
+        rope=read_rope(raw, head_dim=attention.head_dim),
+        layers=read_sparse_layers(raw, attention, moe),
+    )
 
 
 def read_sparse_layers(raw: RawConfig, mixer: MixerSpec, moe: MoeSpec) -> tuple[LayerSpec, ...]:
     """The same mixer on every layer."""
-    return tuple(LayerSpec(mixer, feed_forward) for feed_forward in read_sparse_feed_forwards(raw, moe))
+    return tuple(
+        LayerSpec(mixer, feed_forward) for feed_forward in read_sparse_feed_forwards(raw, moe)
+    )
 
 
 def read_sparse_feed_forwards(raw: RawConfig, moe: MoeSpec) -> list[FeedForwardSpec]:
-    """Experts on every `decoder_sparse_step`-th layer that `mlp_only_layers` does not name, dense on the others."""
+    """Experts on every `decoder_sparse_step`-th layer that `mlp_only_layers` does not name, dense
+    on the others."""
     step, dense = raw.integer("decoder_sparse_step"), raw.integers("mlp_only_layers")
-    return [read_mlp(raw) if layer_id in dense or (layer_id + 1) % step else moe
-            for layer_id in range(raw.integer("num_hidden_layers"))]
+    return [
+        read_mlp(raw) if layer_id in dense or (layer_id + 1) % step else moe
+        for layer_id in range(raw.integer("num_hidden_layers"))
+    ]

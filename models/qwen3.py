@@ -10,8 +10,11 @@ from models.blocks.spec import DecoderSpec, LayerSpec, assemble_decoder, read_no
 def read_decoder(raw: RawConfig) -> DecoderSpec:
     attention = read_qwen3_attention(raw)
     layer = LayerSpec(attention, read_mlp(raw))
-    return assemble_decoder(raw, rope=read_rope(raw, head_dim=attention.head_dim),
-                            layers=(layer,) * raw.integer("num_hidden_layers"))
+    return assemble_decoder(
+        raw,
+        rope=read_rope(raw, head_dim=attention.head_dim),
+        layers=(layer,) * raw.integer("num_hidden_layers"),
+    )
 
 
 def read_qwen3_attention(raw: RawConfig) -> AttentionSpec:

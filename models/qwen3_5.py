@@ -1,7 +1,8 @@
-"""Qwen3.5: three layers of Gated DeltaNet to one of gated attention, zero-centred norms, rope on a quarter of the head.
+"""Qwen3.5: three layers of Gated DeltaNet to one of gated attention, zero-centred norms, rope on a
+quarter of the head.
 
-The text model only: of a multimodal wrapper, `text_config`. Its interleaved three-row rope positions are equal for
-text, which makes it plain partial rope.
+The text model only: of a multimodal wrapper, `text_config`. Its interleaved three-row rope
+positions are equal for text, which makes it plain partial rope.
 """
 
 from collections.abc import Sequence
@@ -29,8 +30,9 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
     return read_hybrid_decoder(raw, [read_mlp(raw)] * raw.integer("num_hidden_layers"))
 
 
-def read_hybrid_decoder(raw: RawConfig, feed_forwards: Sequence[FeedForwardSpec], *,
-                        is_interleaved: bool = False) -> DecoderSpec:
+def read_hybrid_decoder(
+    raw: RawConfig, feed_forwards: Sequence[FeedForwardSpec], *, is_interleaved: bool = False
+) -> DecoderSpec:
     """The hybrid stack with these feed-forwards; see `GatedDeltaNetSpec` for `is_interleaved`."""
     norm = read_norm(raw, zero_centred=True)
     raw.require("attention_bias", only=False, default=False)
@@ -38,9 +40,15 @@ def read_hybrid_decoder(raw: RawConfig, feed_forwards: Sequence[FeedForwardSpec]
     attention = read_attention(raw, qk_norm=norm, output_gate=True)
     recurrent = read_gated_delta_net(raw, norm_eps=norm.eps, is_interleaved=is_interleaved)
     mixers: dict[str, MixerSpec] = {_LINEAR: recurrent, FULL_ATTENTION: attention}
-    kinds = read_layer_kinds(raw, usual=_LINEAR, interval_field="full_attention_interval", interval=4)
+    kinds = read_layer_kinds(
+        raw, usual=_LINEAR, interval_field="full_attention_interval", interval=4
+    )
     return assemble_decoder(
-        raw, norm=norm, rope=read_rope(raw, head_dim=attention.head_dim, default_partial=0.25),
-        layers=tuple(LayerSpec(mixers[kind], feed_forward)
-                     for kind, feed_forward in zip(kinds, feed_forwards, strict=True)),
+        raw,
+        norm=norm,
+        rope=read_rope(raw, head_dim=attention.head_dim, default_partial=0.25),
+        layers=tuple(
+            LayerSpec(mixers[kind], feed_forward)
+            for kind, feed_forward in zip(kinds, feed_forwards, strict=True)
+        ),
     )

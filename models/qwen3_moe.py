@@ -10,6 +10,11 @@ from models.qwen3 import read_qwen3_attention
 
 def read_decoder(raw: RawConfig) -> DecoderSpec:
     attention = read_qwen3_attention(raw)
-    moe = read_softmax_moe(raw, renormalise=raw.flag("norm_topk_prob", default=False), has_shared=False)
-    return assemble_decoder(raw, rope=read_rope(raw, head_dim=attention.head_dim),
-                            layers=read_sparse_layers(raw, attention, moe))
+    moe = read_softmax_moe(
+        raw, renormalise=raw.flag("norm_topk_prob", default=False), has_shared=False
+    )
+    return assemble_decoder(
+        raw,
+        rope=read_rope(raw, head_dim=attention.head_dim),
+        layers=read_sparse_layers(raw, attention, moe),
+    )

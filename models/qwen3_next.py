@@ -1,4 +1,5 @@
-"""Qwen3-Next: Qwen3.5's stack with its projections interleaved by key head, experts where the config says."""
+"""Qwen3-Next: Qwen3.5's stack with its projections interleaved by key head, experts where the
+config says."""
 
 from models.blocks.config import RawConfig
 from models.blocks.moe import read_softmax_moe
@@ -8,5 +9,7 @@ from models.qwen3_5 import read_hybrid_decoder
 
 
 def read_decoder(raw: RawConfig) -> DecoderSpec:
-    moe = read_softmax_moe(raw, renormalise=raw.flag("norm_topk_prob", default=True), has_shared=True)
+    moe = read_softmax_moe(
+        raw, renormalise=raw.flag("norm_topk_prob", default=True), has_shared=True
+    )
     return read_hybrid_decoder(raw, read_sparse_feed_forwards(raw, moe), is_interleaved=True)

@@ -61,6 +61,8 @@ def read_decoder(architecture: str, raw: RawConfig) -> DecoderSpec:
     """
     family = _FAMILIES.get(architecture)
     if family is None:
-        raise ConfigError(f"architecture {architecture!r} is not supported; known are {', '.join(sorted(_FAMILIES))}",
-                          field="architectures")
+        raise ConfigError(
+            f"architecture {architecture!r} is not supported; known are {', '.join(sorted(_FAMILIES))}",
+            field="architectures",
+        )
     return family(raw)

@@ -1,10 +1,11 @@
 """A digest over every byte of a model's weights, made while they are read, stage by stage.
 
-Each tensor, or each entry of a stack that is read entry by entry, has a digest of its own: name, type and shape as the
-file gives them, and its bytes. A set of tensors has the sum of theirs modulo 2^128, so that it depends neither on the
-order of reading nor on which stage read what: the sums of a pool's stages add up to the same number however its layers
-are split. A sum is no defence against a forger, who could replace the files on all hosts as well; it finds files that
-differ, which is what happens.
+Each tensor, or each entry of a stack that is read entry by entry, has a digest of its own: name,
+type and shape as the file gives them, and its bytes. A set of tensors has the sum of theirs modulo
+2^128, so that it depends neither on the order of reading nor on which stage read what: the sums of
+a pool's stages add up to the same number however its layers are split. A sum is no defence against
+a forger, who could replace the files on all hosts as well; it finds files that differ, which is
+what happens.
 """
 
 import hashlib
@@ -18,8 +19,9 @@ _BYTES = 16
 
 @dataclass(frozen=True)
 class StageWeights:
-    """What one stage has read: the sum over the tensors that are counted here (hex), the digests (hex) of copies of
-    tensors that another stage counts, by name, and the sum over its draft's own tensors; empty without a draft."""
+    """What one stage has read: the sum over the tensors that are counted here (hex), the digests
+    (hex) of copies of tensors that another stage counts, by name, and the sum over its draft's own
+    tensors; empty without a draft."""
 
     total: str = ""
     copies: Mapping[str, str] = field(default_factory=dict)
@@ -37,15 +39,22 @@ class PoolWeights:
     def of(cls, stages: Iterable[StageWeights]) -> "PoolWeights":
         found = list(stages)
         drafts = [stage.draft_total for stage in found if stage.draft_total]
-        return cls(_spelled(sum(int(stage.total, 16) for stage in found if stage.total)), drafts[-1] if drafts else "")
+        return cls(
+            _spelled(sum(int(stage.total, 16) for stage in found if stage.total)),
+            drafts[-1] if drafts else "",
+        )
 
     def revision(self, description: str) -> str:
         """Of the model, given the digest of its config and its tensors' names. Hex."""
-        return hashlib.blake2b(f"{description} {self.total}".encode(), digest_size=_BYTES).hexdigest()
+        return hashlib.blake2b(
+            f"{description} {self.total}".encode(), digest_size=_BYTES
+        ).hexdigest()
 
     def draft_revision(self, description: str) -> str:
         """The same of the draft."""
-        return hashlib.blake2b(f"{description} {self.draft_total}".encode(), digest_size=_BYTES).hexdigest()
+        return hashlib.blake2b(
+            f"{description} {self.draft_total}".encode(), digest_size=_BYTES
+        ).hexdigest()
 
 
 class WeightsDigest:
@@ -55,10 +64,13 @@ class WeightsDigest:
         self._found: dict[str, int] = {}
 
     def add(self, name: str, kind: str, hashed: bytes, *, item: int | None = None) -> None:
-        """`kind`: type and shape; `hashed`: digest of the bytes of the tensor, or of its entry `item`."""
+        """`kind`: type and shape; `hashed`: digest of the bytes of the tensor, or of its entry
+        `item`."""
         text = f"{name}:{'' if item is None else item}:{kind}:".encode()
         key = name if item is None else f"{name}[{item}]"
-        self._found[key] = int.from_bytes(hashlib.blake2b(text + hashed, digest_size=_BYTES).digest(), "little")
+        self._found[key] = int.from_bytes(
+            hashlib.blake2b(text + hashed, digest_size=_BYTES).digest(), "little"
+        )
 
     def total(self, *, without: Iterable[str] = ()) -> str:
         """The sum (hex) over all tensors but those."""
@@ -71,11 +83,14 @@ class WeightsDigest:
 
 
 def check_copies(counted: Mapping[str, str], copies: Mapping[str, str], *, stage: int) -> None:
-    """Raises IncompatiblePeerError naming a tensor that a stage read with other bytes than the stage that counts it."""
+    """Raises IncompatiblePeerError naming a tensor that a stage read with other bytes than the
+    stage that counts it."""
     for name, digest in sorted(copies.items()):
         if name in counted and counted[name] != digest:
-            raise IncompatiblePeerError(f"stage {stage} has read another {name} than stage 0: digest {digest} there, "
-                                        f"{counted[name]} here")
+            raise IncompatiblePeerError(
+                f"stage {stage} has read another {name} than stage 0: digest {digest} there, "
+                f"{counted[name]} here"
+            )
 
 
 def _spelled(value: int) -> str:

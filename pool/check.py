@@ -1,7 +1,9 @@
-"""`baton check`: whether a checkpoint would be served in so many stages and ranks, and what each of them would take.
+"""`baton check`: whether a checkpoint would be served in so many stages and ranks, and what each of
+them would take.
 
-Reads configs and the headers of weight files; no weights are loaded. The model's blocks are built without memory, so
-that tensors that are missing, left over or of another shape are named as a worker would name them.
+Reads configs and the headers of weight files; no weights are loaded. The model's blocks are built
+without memory, so that tensors that are missing, left over or of another shape are named as a
+worker would name them.
 """
 
 import sys
@@ -28,8 +30,12 @@ from runtime.model_files.sampling import read_sampling_defaults
 from runtime.process.host_memory import MIB, HostMemory
 from runtime.process.standard_streams import open_to_all_text, whole_output
 
-_ANY_MEMORY = HostMemory(1 << 62, 1 << 62)  # of a machine that is not this one: what the cache may take was given
-_HEAD = f"{'stage':>5}  {'layers':9}{'weights':>12}{'per token':>12}{'per request':>13}{'cache':>12}"
+_ANY_MEMORY = HostMemory(
+    1 << 62, 1 << 62
+)  # of a machine that is not this one: what the cache may take was given
+_HEAD = (
+    f"{'stage':>5}  {'layers':9}{'weights':>12}{'per token':>12}{'per request':>13}{'cache':>12}"
+)
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -40,19 +46,37 @@ def check(
     pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
     tp: Annotated[int, typer.Option(help="Ranks that share each stage.")] = 1,
     dp_attention: Annotated[int, typer.Option(help="Data ranks that these form.")] = 1,
-    ep: Annotated[int | None, typer.Option(help="Ranks that experts are spread over: as many as --tp.")] = None,
+    ep: Annotated[
+        int | None, typer.Option(help="Ranks that experts are spread over: as many as --tp.")
+    ] = None,
     partition: Annotated[str, typer.Option(help='Layers per stage, like "3,5", or balanced.')] = "",
     weights: Annotated[str, typer.Option(help="model, or int8: eight bits a weight.")] = "model",
     draft: Annotated[Path | None, typer.Option(help="Draft model.")] = None,
-    memory_mb: Annotated[int | None, typer.Option(help="Cache memory per rank in MiB; default: as fits here.")] = None,
-    max_context: Annotated[int | None, typer.Option(help="Tokens of prompt and answer; default: the model's.")] = None,
-    max_running: Annotated[int | None, typer.Option(help="Requests that compute at a time.")] = None,
+    memory_mb: Annotated[
+        int | None, typer.Option(help="Cache memory per rank in MiB; default: as fits here.")
+    ] = None,
+    max_context: Annotated[
+        int | None, typer.Option(help="Tokens of prompt and answer; default: the model's.")
+    ] = None,
+    max_running: Annotated[
+        int | None, typer.Option(help="Requests that compute at a time.")
+    ] = None,
 ) -> None:
-    """Say, without loading it, whether a model would be served, and what each rank of its stages takes as a decode
-    pool."""
-    flags = {"model": model, "world_size": pp * tp, "tp": tp, "dp_attention": dp_attention, "ep": ep,
-             "partition": partition, "weights": weights, "draft": draft, "memory_mb": memory_mb,
-             "max_context": max_context, "max_running": max_running}
+    """Say, without loading it, whether a model would be served, and what each rank of its stages
+    takes as a decode pool."""
+    flags = {
+        "model": model,
+        "world_size": pp * tp,
+        "tp": tp,
+        "dp_attention": dp_attention,
+        "ep": ep,
+        "partition": partition,
+        "weights": weights,
+        "draft": draft,
+        "memory_mb": memory_mb,
+        "max_context": max_context,
+        "max_running": max_running,
+    }
     try:
         check_model_folder(model, flag="baton check")
         config = load(WorkerConfig, section="decode", flags=flags)
@@ -74,21 +98,34 @@ def report(config: WorkerConfig) -> Iterator[str]:
     plan = plan_stage(config, max_held=held, speculates=config.draft is not None, memory=memory)
     own = config.placement.tensor
     facts, stages = plan.description.facts, _checked_stages(plan, own)
-    yield (f"{config.model.resolve().name}: {facts.architecture}, {facts.num_layers} layers, runs in {facts.dtype}, "
-           f"stored as {_stored_types(plan)}")
+    yield (
+        f"{config.model.resolve().name}: {facts.architecture}, {facts.num_layers} layers, runs in {facts.dtype}, "
+        f"stored as {_stored_types(plan)}"
+    )
     yield _HEAD
     specs = [spec.of_rank(own.attention) for spec in plan.geometry.specs]
-    for place, (stage, cost) in enumerate(zip(stages, stage_costs(specs, plan.ranges), strict=True)):
-        weights = plan.description.weight_bytes(stage, own) + _draft_bytes(plan, is_last=place + 1 == len(stages))
+    for place, (stage, cost) in enumerate(
+        zip(stages, stage_costs(specs, plan.ranges), strict=True)
+    ):
+        weights = plan.description.weight_bytes(stage, own) + _draft_bytes(
+            plan, is_last=place + 1 == len(stages)
+        )
         cache = plan.size.num_pages * cost.page_bytes + plan.size.num_slots * cost.slot_bytes
-        yield (f"{place:>5}  {stage!s:9}{_size(weights):>12}{_size(cost.page_bytes / config.page_size):>12}"
-               f"{_size(cost.slot_bytes):>13}{_size(cache):>12}")
+        yield (
+            f"{place:>5}  {stage!s:9}{_size(weights):>12}{_size(cost.page_bytes / config.page_size):>12}"
+            f"{_size(cost.slot_bytes):>13}{_size(cache):>12}"
+        )
     if own.size > 1:
-        yield f"of each of the {own.size} ranks of a stage" + (", but only the first of each data rank of the last "
-                                                               "has the draft" if plan.speculation else "")
+        yield f"of each of the {own.size} ranks of a stage" + (
+            ", but only the first of each data rank of the last has the draft"
+            if plan.speculation
+            else ""
+        )
     num_pages = own.data_size * (plan.size.num_pages - 1)
-    yield (f"{num_pages} pages of {config.page_size} tokens: room for {num_pages * config.page_size} tokens in all, "
-           f"{plan.max_context_tokens} of one request")
+    yield (
+        f"{num_pages} pages of {config.page_size} tokens: room for {num_pages * config.page_size} tokens in all, "
+        f"{plan.max_context_tokens} of one request"
+    )
     yield from _of_answers(config.model, facts.vocab_size)
     yield from plan.notices
     if notice := resume_notice(config, facts.chunk_grid):
@@ -96,7 +133,8 @@ def report(config: WorkerConfig) -> Iterator[str]:
 
 
 def _of_answers(model: Path, vocab_size: int) -> Iterator[str]:
-    """Yield what a router reads of the model's files: where answers end, and how tokens are drawn."""
+    """Yield what a router reads of the model's files: where answers end, and how tokens are
+    drawn."""
     ends = read_end_tokens(model, read_config(model), vocab_size)
     sampling = read_sampling_defaults(model)
     yield f"end tokens: {ends}"
@@ -105,15 +143,22 @@ def _of_answers(model: Path, vocab_size: int) -> Iterator[str]:
 
 
 def _checked_stages(plan: StagePlan, own: TensorRank) -> list[LayerRange]:
-    """The model's layers by stage. Raises ConfigError for tensors that do not fit the config, or this rank."""
+    """The model's layers by stage. Raises ConfigError for tensors that do not fit the config, or
+    this rank."""
     nowhere, whole = torch.device("meta"), LayerRange(0, plan.description.facts.num_layers)
     stages = [layers.intersect(whole) for layers in plan.ranges]
     for layers in stages:
-        plan.description.load_stage(layers, numerics=Numerics.FAST, device=nowhere,
-                                    ranks=StageRanks(own) if own.size > 1 else None)
+        plan.description.load_stage(
+            layers,
+            numerics=Numerics.FAST,
+            device=nowhere,
+            ranks=StageRanks(own) if own.size > 1 else None,
+        )
     if plan.speculation is not None:
         draft = plan.speculation.draft
-        (draft.load_frozen if draft.is_frozen else draft.load_layers)(numerics=Numerics.FAST, device=nowhere)
+        (draft.load_frozen if draft.is_frozen else draft.load_layers)(
+            numerics=Numerics.FAST, device=nowhere
+        )
     return stages
 
 

@@ -1,9 +1,10 @@
-"""`python -m pool.nursery PARENT_PID SOCKET`: loads what every worker loads, then forks a worker for each order.
+"""`python -m pool.nursery PARENT_PID SOCKET`: loads what every worker loads, then forks a worker
+for each order.
 
-Loading torch, numba and UCX is most of a worker's start. A local cluster does it once; its workers, and those that
-replace dead ones, are there in a fraction of the time, and share the memory. What is loaded here leaves no thread and
-opens no device and no connection, so a fork of this process is as good as a new one. Workers die with this process,
-and this one with its parent.
+Loading torch, numba and UCX is most of a worker's start. A local cluster does it once; its workers,
+and those that replace dead ones, are there in a fraction of the time, and share the memory. What is
+loaded here leaves no thread and opens no device and no connection, so a fork of this process is as
+good as a new one. Workers die with this process, and this one with its parent.
 """
 
 import gc
@@ -22,7 +23,14 @@ from typing import TypeVar
 from runtime.errors import InternalError
 from runtime.process.child_process import ALL_CORES, tie_to_parent
 from runtime.process.quiet import quiet_grpc
-from runtime.process.spawn_protocol import Order, OrderAnswer, is_from_user, open_socket, receive_order, send_answer
+from runtime.process.spawn_protocol import (
+    Order,
+    OrderAnswer,
+    is_from_user,
+    open_socket,
+    receive_order,
+    send_answer,
+)
 from transfer.ucx.api import load_ucx
 
 T = TypeVar("T")
@@ -50,8 +58,8 @@ def load() -> None:
     gc.disable()  # modules stay: a seventh of the time would go into looking for what does not
     import engine.kernels.host.codegen.compiled  # torch and numba
 
-    # UCX measures a clock for 0.4 s as it loads, and the dynamic linker loads nothing else meanwhile: so beside what is
-    # Python alone.
+    # UCX measures a clock for 0.4 s as it loads, and the dynamic linker loads nothing else
+    # meanwhile: so beside what is Python alone.
     ucx = Thread(target=load_ucx)
     ucx.start()
     import pool.start  # noqa: F401
@@ -59,7 +67,9 @@ def load() -> None:
     engine.kernels.host.codegen.compiled.load_numba()
     ucx.join()
     if (num_threads := len(os.listdir("/proc/self/task"))) > 1:
-        raise InternalError(f"{num_threads - 1} threads have been started by what workers load; forks would lack them")
+        raise InternalError(
+            f"{num_threads - 1} threads have been started by what workers load; forks would lack them"
+        )
     gc.collect()
     gc.freeze()  # so that a collection in a fork leaves the shared pages alone
     gc.enable()
@@ -110,11 +120,14 @@ class NurseryServer:
         os.read(ready, 1)
         os.close(ready)
         handle = os.pidfd_open(pid)
-        self._selector.register(handle, selectors.EVENT_READ, partial(self._reap, channel, handle, order.number, pid))
+        self._selector.register(
+            handle, selectors.EVENT_READ, partial(self._reap, channel, handle, order.number, pid)
+        )
         _unless_gone(lambda: send_answer(channel, OrderAnswer(order.number, pid)))
 
     def _leave(self, order: Order, parent: int, output: int) -> None:
-        """In the fork: a session of its own, tied to the nursery, and nothing of the nursery's but its modules."""
+        """In the fork: a session of its own, tied to the nursery, and nothing of the nursery's but
+        its modules."""
         os.setsid()
         tie_to_parent(parent, order.core)
         for key in list(self._selector.get_map().values()):
@@ -140,8 +153,9 @@ def _unless_gone(call: Callable[[], T]) -> T | None:
 
 
 def become(order: Order) -> None:
-    """Run the worker's module as its own program would. Where that ends with a code, so does the process, at once: to
-    take apart all that was loaded takes the interpreter half a second, and most of the shared memory is copied."""
+    """Run the worker's module as its own program would. Where that ends with a code, so does the
+    process, at once: to take apart all that was loaded takes the interpreter half a second, and
+    most of the shared memory is copied."""
     os.chdir(order.folder)
     os.environ.clear()
     os.environ.update(order.environment)

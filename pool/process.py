@@ -1,4 +1,5 @@
-"""A prefill or decode process from start to end: build the stage, lead or follow its pool, serve, drain.
+"""A prefill or decode process from start to end: build the stage, lead or follow its pool, serve,
+drain.
 
 What differs between the two roles is a `Role`; what a leader and a follower share is here.
 """
@@ -41,7 +42,12 @@ from runtime.observe.exposition import Exposition, new_registry
 from runtime.observe.metrics import RefusalMetrics, RpcMetrics, StageMetrics
 from runtime.observe.tracing import Tracing
 from runtime.observe.tracing_setup import open_tracing
-from runtime.process.announce import Announcement, announced_address, announcement_path, write_announcement
+from runtime.process.announce import (
+    Announcement,
+    announced_address,
+    announcement_path,
+    write_announcement,
+)
 from runtime.process.supervision import StopSignal, background
 from runtime.rpc.server import GrpcServer, ServerOptions
 from runtime.security.access import ChannelSecurity, PeerRole, ServerSecurity
@@ -53,8 +59,14 @@ from transfer.ucx.binding import loopback_device
 
 logger = logging.getLogger(__name__)
 
-ENDLESS_METHODS = frozenset({"/baton.v1.Worker/Watch", "/baton.v1.Pipeline/Join", "/baton.v1.Prefill/Serve",
-                             "/baton.v1.Decode/Serve"})
+ENDLESS_METHODS = frozenset(
+    {
+        "/baton.v1.Worker/Watch",
+        "/baton.v1.Pipeline/Join",
+        "/baton.v1.Prefill/Serve",
+        "/baton.v1.Decode/Serve",
+    }
+)
 PIPELINE_SERVICE = "baton.v1.Pipeline"
 WORKER_SERVICE = "baton.v1.Worker"
 REFRESH_S = 0.25  # between two looks of the gauges
@@ -120,7 +132,8 @@ class PoolRole(Protocol):
         ...
 
     def observe_layers(self, agent: TransferAgent, mark: LayerMark | None) -> LayerObserver | None:
-        """What is called for each layer that is done; on a device, with `mark` for its place in the queue of work."""
+        """What is called for each layer that is done; on a device, with `mark` for its place in the
+        queue of work."""
         ...
 
     def lead(self, config: WorkerConfig, stage: Stage) -> LeadingRole:
@@ -148,7 +161,9 @@ class _Process:
         return PeerRole(self.role.name)
 
 
-async def run_worker(config: WorkerConfig, role: PoolRole, stop: StopSignal, *, age_s: float = 0.0) -> None:
+async def run_worker(
+    config: WorkerConfig, role: PoolRole, stop: StopSignal, *, age_s: float = 0.0
+) -> None:
     """Until `stop`. `age_s`: how long the process has been starting already.
 
     Raises:
@@ -156,7 +171,9 @@ async def run_worker(config: WorkerConfig, role: PoolRole, stop: StopSignal, *, 
     """
     loop = asyncio.get_running_loop()
     began_s = loop.time() - age_s
-    await asyncio.to_thread(make_tokenizer, config.model)  # the router reports what it means that there is none
+    await asyncio.to_thread(
+        make_tokenizer, config.model
+    )  # the router reports what it means that there is none
     if config.rank == 0:
         reports = SessionReports(loop)
         process = _build(config, role, stop, reports.report)
@@ -174,47 +191,78 @@ async def run_worker(config: WorkerConfig, role: PoolRole, stop: StopSignal, *, 
         await asyncio.to_thread(process.tracing.close)
 
 
-def _build(config: WorkerConfig, role: PoolRole, stop: StopSignal,
-           on_event: Callable[[StageSessionEvent], None]) -> _Process:
+def _build(
+    config: WorkerConfig,
+    role: PoolRole,
+    stop: StopSignal,
+    on_event: Callable[[StageSessionEvent], None],
+) -> _Process:
     """The stage and what surrounds it. `on_event` is the port of its transfer agent."""
     incarnation, certificates = secrets.token_hex(8), config.certificates()
     tracing = open_tracing(config.otel_endpoint, role=role.name, worker=incarnation)
-    plan = plan_stage(config, max_held=role.max_held(config), speculates=role.speculates,
-                      keeps_states=role.keeps_states, reads_prompts=role.reads_prompts)
+    plan = plan_stage(
+        config,
+        max_held=role.max_held(config),
+        speculates=role.speculates,
+        keeps_states=role.keeps_states,
+        reads_prompts=role.reads_prompts,
+    )
     # The leader reports for its pool: the other stages have the same, for their layers.
     level = logging.DEBUG if config.rank else logging.INFO
     place = config.placement
-    logger.log(level, "%s stage %d of %d%s: %s, %s numerics", role.name, place.pipeline_rank, place.pipeline_size,
-               f", rank {place.tensor.rank} of {place.tensor.size}" if place.tensor.size > 1 else "",
-               describe_pools(plan.geometry), config.numerics)
+    logger.log(
+        level,
+        "%s stage %d of %d%s: %s, %s numerics",
+        role.name,
+        place.pipeline_rank,
+        place.pipeline_size,
+        f", rank {place.tensor.rank} of {place.tensor.size}" if place.tensor.size > 1 else "",
+        describe_pools(plan.geometry),
+        config.numerics,
+    )
     for notice in plan.notices if config.rank == 0 else ():
         logger.warning(notice)
     registry = new_registry(role=role.name, version=VERSION)
     refusals = RefusalMetrics.create(registry)
     with naming_memory(config, plan):
         compile_kernels(config, plan, reads_prompts=role.reads_prompts)
-        stage = build_stage(config, plan, incarnation=incarnation, on_event=on_event,
-                            observe_layers=role.observe_layers, speculates=role.speculates,
-                            on_refused=refusals.count("handoff"))
+        stage = build_stage(
+            config,
+            plan,
+            incarnation=incarnation,
+            on_event=on_event,
+            observe_layers=role.observe_layers,
+            speculates=role.speculates,
+            on_refused=refusals.count("handoff"),
+        )
     _show_where_ucx_listens(config)
-    return _Process(config, role, stage, registry, refusals, incarnation, stop, certificates, tracing)
+    return _Process(
+        config, role, stage, registry, refusals, incarnation, stop, certificates, tracing
+    )
 
 
 def _show_where_ucx_listens(config: WorkerConfig) -> None:
     """Log it, as a warning where gRPC keeps to this machine and UCX does not."""
     places = config.binding.places()
-    where = ", ".join(map(str, places)) + (f", in TCP ports {config.transport_ports}" if config.transport_ports else "")
+    where = ", ".join(map(str, places)) + (
+        f", in TCP ports {config.transport_ports}" if config.transport_ports else ""
+    )
     if parse_address(config.listen).is_loopback and not all(place.is_loopback for place in places):
-        logger.warning("UCX listens on %s, though gRPC keeps to loopback: set --transport-interface, to %s for this "
-                       "machine alone", where, loopback_device())
+        logger.warning(
+            "UCX listens on %s, though gRPC keeps to loopback: set --transport-interface, to %s for this "
+            "machine alone",
+            where,
+            loopback_device(),
+        )
     else:
         logger.info("UCX listens on %s", where)
 
 
 async def _lead(process: _Process, reports: SessionReports, began_s: float) -> None:
     config, role, stage = process.config, process.role, process.stage
-    meters = LeaderMeters.create(process.registry, stage.plan.geometry, stage.counts,
-                                 num_data_ranks=config.dp_attention)
+    meters = LeaderMeters.create(
+        process.registry, stage.plan.geometry, stage.counts, num_data_ranks=config.dp_attention
+    )
     leading = role.lead(config, stage)
     services = (role.service, WORKER_SERVICE, PIPELINE_SERVICE)
     server = _server(process, services)
@@ -239,19 +287,36 @@ async def _lead(process: _Process, reports: SessionReports, began_s: float) -> N
 
     loop, board = asyncio.get_running_loop(), LoadBoard(leading.ranks, SystemClock())
     post = EventPost(loop)
-    observer = LoopObserver(launched_s=meters.on_launch, step_s=meters.on_step, waited_s=meters.on_wait,
-                            settled=on_settled,
-                            unhealthy=lambda reason: loop.call_soon_threadsafe(on_unhealthy, reason))
-    leader = Leader(config, stage, leading.ranks.schedulers, GuidedSampler(stage.grammars), reports=reports,
-                    warm_up=lambda: leading.warm_up(parts), on_serving=on_serving,
-                    empty=lambda grace_s: server.empty(grace_s=grace_s), hand_back=server.hand_back,
-                    observer=observer, on_frame=meters.on_frame, count_refused=process.refusals.count)
+    observer = LoopObserver(
+        launched_s=meters.on_launch,
+        step_s=meters.on_step,
+        waited_s=meters.on_wait,
+        settled=on_settled,
+        unhealthy=lambda reason: loop.call_soon_threadsafe(on_unhealthy, reason),
+    )
+    leader = Leader(
+        config,
+        stage,
+        leading.ranks.schedulers,
+        GuidedSampler(stage.grammars),
+        reports=reports,
+        warm_up=lambda: leading.warm_up(parts),
+        on_serving=on_serving,
+        empty=lambda grace_s: server.empty(grace_s=grace_s),
+        hand_back=server.hand_back,
+        observer=observer,
+        on_frame=meters.on_frame,
+        count_refused=process.refusals.count,
+    )
     reclaimer = MemoryReclaimer(reports, leader.loop, on_unhealthy)
     parts = LeaderParts(config, stage, leader, reclaimer, meters, post, process.registry)
     info = worker_info(config, stage.plan, role=role.name, incarnation=process.incarnation)
-    worker_service = WorkerService(lambda: formed_info(info, leader, stage.plan),
-                                   lambda: worker_load(leader, board.load, meters, sum(start_s)), leading.journal,
-                                   lambda: leader.loop.submit(leading.ranks.flush))
+    worker_service = WorkerService(
+        lambda: formed_info(info, leader, stage.plan),
+        lambda: worker_load(leader, board.load, meters, sum(start_s)),
+        leading.journal,
+        lambda: leader.loop.submit(leading.ranks.flush),
+    )
     leading.add_service(server, parts)
     worker_pb2_grpc.add_WorkerServicer_to_server(worker_service, server.grpc)
     if leader.service is not None:
@@ -259,8 +324,12 @@ async def _lead(process: _Process, reports: SessionReports, began_s: float) -> N
     async with _listening(process, server):
         leader.start()
         try:
-            async with background(process.stop, _refresh(parts, board), _watch_agent(stage.agent),
-                                  _watch_engine(leader)):
+            async with background(
+                process.stop,
+                _refresh(parts, board),
+                _watch_agent(stage.agent),
+                _watch_engine(leader),
+            ):
                 await process.stop.wait()
         finally:
             leader.drain()
@@ -288,12 +357,26 @@ async def _follow(process: _Process, reports: JoinReports) -> None:
 
 async def _follow_leader(process: _Process, config: WorkerConfig, reports: JoinReports) -> None:
     stage = process.stage
-    meters = StageMeters(StageMetrics.create(process.registry), config.placement.pipeline_rank, stage.counts)
+    meters = StageMeters(
+        StageMetrics.create(process.registry), config.placement.pipeline_rank, stage.counts
+    )
     server = _server(process, (PIPELINE_SERVICE,))
-    channel = open_pool_channel(config, stage.device, max_bytes=max_frame_bytes(config, stage.plan),
-                                on_sent=meters.on_frame, count_refused=process.refusals.count)
-    engine = FollowerEngine(stage, GuidedSampler(stage.grammars), channel, rank=config.rank, size=config.world_size,
-                            on_step=meters.on_forward, frame_timeout_s=config.frame_timeout_s)
+    channel = open_pool_channel(
+        config,
+        stage.device,
+        max_bytes=max_frame_bytes(config, stage.plan),
+        on_sent=meters.on_frame,
+        count_refused=process.refusals.count,
+    )
+    engine = FollowerEngine(
+        stage,
+        GuidedSampler(stage.grammars),
+        channel,
+        rank=config.rank,
+        size=config.world_size,
+        on_step=meters.on_forward,
+        frame_timeout_s=config.frame_timeout_s,
+    )
     security = ChannelSecurity(process.certificates).to(process.peer_role)
     follower = Follower(config, stage, engine, channel.address, security, reports)
     async with _listening(process, server):
@@ -327,26 +410,40 @@ class _HealthSetter:
 
 def _server(process: _Process, services: tuple[str, ...]) -> GrpcServer:
     config = process.config
-    # Each request takes the place of a call, whichever router's: the pool's own limits are the ones to be met.
+    # Each request takes the place of a call, whichever router's: the pool's own limits are the ones
+    # to be met.
     num_taken = config.dp_attention * (process.stage.plan.max_held + config.max_queued)
-    options = ServerOptions(listen=config.listen, health_listen=config.health_listen, write_s=config.caller_stall_s,
-                            max_calls=ServerOptions.max_calls + num_taken)
-    return GrpcServer(options, services=services,
-                      metrics=RpcMetrics.create(process.registry), background_methods=ENDLESS_METHODS,
-                      security=ServerSecurity(process.certificates, pool=process.peer_role), tracing=process.tracing)
+    options = ServerOptions(
+        listen=config.listen,
+        health_listen=config.health_listen,
+        write_s=config.caller_stall_s,
+        max_calls=ServerOptions.max_calls + num_taken,
+    )
+    return GrpcServer(
+        options,
+        services=services,
+        metrics=RpcMetrics.create(process.registry),
+        background_methods=ENDLESS_METHODS,
+        security=ServerSecurity(process.certificates, pool=process.peer_role),
+        tracing=process.tracing,
+    )
 
 
 @asynccontextmanager
 async def _listening(process: _Process, server: GrpcServer) -> AsyncIterator[None]:
     """Serve gRPC and metrics for the length of the block, and announce where."""
     config = process.config
-    exposition = Exposition.start(process.registry, port=config.metrics_port, host=config.metrics_host)
+    exposition = Exposition.start(
+        process.registry, port=config.metrics_port, host=config.metrics_host
+    )
     try:
         address = await server.start()
         logger.info("listening on %s, metrics on port %d", address, exposition.port)
         if config.announce is not None:
-            write_announcement(config.announce,
-                               Announcement(address, exposition.port, os.getpid(), process.incarnation))
+            write_announcement(
+                config.announce,
+                Announcement(address, exposition.port, os.getpid(), process.incarnation),
+            )
         yield
     finally:
         await server.stop()
@@ -362,7 +459,8 @@ async def _refresh(parts: LeaderParts, board: LoadBoard) -> None:
 
 
 async def _watch_agent(agent: TransferAgent) -> None:
-    """A stage whose transfer thread has failed cannot serve any more: end the process, so that it is replaced."""
+    """A stage whose transfer thread has failed cannot serve any more: end the process, so that it
+    is replaced."""
     while agent.failure is None:  # noqa: ASYNC110 - a thread's end has no event here
         await asyncio.sleep(0.5)
     raise InternalError(f"the transfer agent has failed: {agent.failure!r}")

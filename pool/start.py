@@ -22,10 +22,16 @@ def start(role: PoolRole, flags: dict[str, object], file: Path | None) -> int:
     """Run until stopped; returns the exit code."""
 
     async def run(stop: StopSignal) -> None:
-        if flags.get("log_style") == LogStyle.JSON:  # before the settings are read: their errors are lines, too
+        if (
+            flags.get("log_style") == LogStyle.JSON
+        ):  # before the settings are read: their errors are lines, too
             configure(level="info", style=LogStyle.JSON, role=role.name)
         config = load(WorkerConfig, section=role.name, flags=flags, file=file)
-        configure(level=config.log_level, style=LogStyle(config.log_style), role=f"{role.name}{config.rank}")
+        configure(
+            level=config.log_level,
+            style=LogStyle(config.log_style),
+            role=f"{role.name}{config.rank}",
+        )
         config.check()
         check_ranks(config)
         check_overlap(config, role)
@@ -34,7 +40,8 @@ def start(role: PoolRole, flags: dict[str, object], file: Path | None) -> int:
 
     code = run_process(role.name, run)
     if any(thread.name in (ENGINE_THREAD, STEPS_THREAD) for thread in threading.enumerate()):
-        # It hangs, perhaps in native code: the interpreter's orderly end would take from under it what it uses.
+        # It hangs, perhaps in native code: the interpreter's orderly end would take from under it
+        # what it uses.
         logging.shutdown()
         os._exit(code)
     return code
@@ -44,17 +51,29 @@ def check_ranks(config: WorkerConfig) -> None:
     """Raises ConfigError for what stages of several ranks do not offer, or others."""
     own = config.placement.tensor
     if config.overlap_tokens and (own.size == 1 or own.data_size > 1):
-        raise ConfigError(f"--overlap-tokens {config.overlap_tokens} is for stages of several ranks (--tp) that share "
-                          f"all requests (--dp-attention 1)", field="overlap_tokens")
+        raise ConfigError(
+            f"--overlap-tokens {config.overlap_tokens} is for stages of several ranks (--tp) that share "
+            f"all requests (--dp-attention 1)",
+            field="overlap_tokens",
+        )
     if own.size == 1:
         return
     if config.device != "cpu":
-        raise ConfigError(f"--tp {config.tp} is for device cpu: between devices there is no exchange yet", field="tp")
+        raise ConfigError(
+            f"--tp {config.tp} is for device cpu: between devices there is no exchange yet",
+            field="tp",
+        )
 
 
 def check_overlap(config: WorkerConfig, role: PoolRole) -> None:
-    """Raises ConfigError for pools that prepare no step ahead: of several processes, which keep as many batches in
-    flight as they have stages; with a draft, where all of a step follows from what the one before accepted; and of
-    prompts, whose chunks are long beside their planning, and one more in flight would hold up a more urgent prompt."""
-    if config.overlap_steps and (role.name != "decode" or config.world_size > 1 or config.draft is not None):
-        raise ConfigError("--overlap-steps is for a decode pool of one process, without a draft", field="overlap_steps")
+    """Raises ConfigError for pools that prepare no step ahead: of several processes, which keep as
+    many batches in flight as they have stages; with a draft, where all of a step follows from what
+    the one before accepted; and of prompts, whose chunks are long beside their planning, and one
+    more in flight would hold up a more urgent prompt."""
+    if config.overlap_steps and (
+        role.name != "decode" or config.world_size > 1 or config.draft is not None
+    ):
+        raise ConfigError(
+            "--overlap-steps is for a decode pool of one process, without a draft",
+            field="overlap_steps",
+        )

@@ -1,5 +1,5 @@
-"""The Worker service of a leader: facts once, then load at the requested interval, for routers and people; and the
-flush of its prefix cache.
+"""The Worker service of a leader: facts once, then load at the requested interval, for routers and
+people; and the flush of its prefix cache.
 
 A report waits for no step of the engine: it has what the engine's thread has published last.
 """
@@ -27,22 +27,38 @@ logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[pb.WatchRequest, pb.WatchResponse]
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.05, 60.0
-_IDLE_INTERVALS = 2  # between two reports of a pool that has nothing to do; a router doubts after more of them
+_IDLE_INTERVALS = (
+    2  # between two reports of a pool that has nothing to do; a router doubts after more of them
+)
 
 
-def worker_info(config: WorkerConfig, plan: StagePlan, *, role: str, incarnation: str) -> pb.WorkerInfo:
-    """What is known before the pool has formed. Reads the tokenizer's file: once, not for each report."""
+def worker_info(
+    config: WorkerConfig, plan: StagePlan, *, role: str, incarnation: str
+) -> pb.WorkerInfo:
+    """What is known before the pool has formed. Reads the tokenizer's file: once, not for each
+    report."""
     facts, num_ranks = plan.description.facts, config.dp_attention
     return pb.WorkerInfo(
-        role=role, incarnation=incarnation, model=config.model_name or config.model.resolve().name,
-        architecture=facts.architecture, vocab_size=facts.vocab_size,
-        max_context_tokens=plan.max_context_tokens, num_layers=facts.num_layers, page_size=config.page_size,
+        role=role,
+        incarnation=incarnation,
+        model=config.model_name or config.model.resolve().name,
+        architecture=facts.architecture,
+        vocab_size=facts.vocab_size,
+        max_context_tokens=plan.max_context_tokens,
+        num_layers=facts.num_layers,
+        page_size=config.page_size,
         pages_total=num_ranks * (plan.geometry.num_pages - 1),
         slots_total=num_ranks * max(0, plan.geometry.num_slots - 1),
-        max_running_requests=num_ranks * plan.max_held, max_batch_requests=num_ranks * config.max_running,
+        max_running_requests=num_ranks * plan.max_held,
+        max_batch_requests=num_ranks * config.max_running,
         max_queued_requests=num_ranks * config.max_queued,
-        stages=[str(layers) for layers in plan.ranges], tensor_size=config.tp, data_size=num_ranks,
-        tokenizer_digest=tokenizer_digest(config.model), eos_token_ids=facts.eos_token_ids, wire_version=WIRE_VERSION)
+        stages=[str(layers) for layers in plan.ranges],
+        tensor_size=config.tp,
+        data_size=num_ranks,
+        tokenizer_digest=tokenizer_digest(config.model),
+        eos_token_ids=facts.eos_token_ids,
+        wire_version=WIRE_VERSION,
+    )
 
 
 def formed_info(info: pb.WorkerInfo, leader: Leader, plan: StagePlan) -> pb.WorkerInfo:
@@ -56,29 +72,50 @@ def formed_info(info: pb.WorkerInfo, leader: Leader, plan: StagePlan) -> pb.Work
     return formed
 
 
-def worker_load(leader: Leader, load: SchedulerLoad, meters: LeaderMeters, start_s: float = 0.0) -> pb.WorkerLoad:
+def worker_load(
+    leader: Leader, load: SchedulerLoad, meters: LeaderMeters, start_s: float = 0.0
+) -> pb.WorkerLoad:
     """`start_s`: how long the pool took until it served, 0 before."""
     busy_since_s = leader.loop.busy_since_s
     return pb.WorkerLoad(
-        serving=leader.serving, reason=leader.reason, queued_requests=load.queued_requests,
-        queued_tokens=load.queued_tokens, running_requests=load.running_requests, pages_free=load.pages_free,
-        slots_free=load.slots_free, open_sessions=leader.group.open_sessions,
+        serving=leader.serving,
+        reason=leader.reason,
+        queued_requests=load.queued_requests,
+        queued_tokens=load.queued_tokens,
+        running_requests=load.running_requests,
+        pages_free=load.pages_free,
+        slots_free=load.slots_free,
+        open_sessions=leader.group.open_sessions,
         busy_s=0.0 if busy_since_s is None else time.monotonic() - busy_since_s,
-        prompt_tokens=meters.num_prompt_tokens, output_tokens=meters.num_output_tokens, start_s=start_s,
-        data_ranks=[types_pb2.DataRankLoad(queued_requests=each.queued_requests, pages_free=each.pages_free,
-                                           running_requests=each.running_requests, slots_free=each.slots_free)
-                    for each in load.data_ranks],
-        local_rest_tokens=load.local_rest_tokens)
+        prompt_tokens=meters.num_prompt_tokens,
+        output_tokens=meters.num_output_tokens,
+        start_s=start_s,
+        data_ranks=[
+            types_pb2.DataRankLoad(
+                queued_requests=each.queued_requests,
+                pages_free=each.pages_free,
+                running_requests=each.running_requests,
+                slots_free=each.slots_free,
+            )
+            for each in load.data_ranks
+        ],
+        local_rest_tokens=load.local_rest_tokens,
+    )
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """Streams `load()` until the caller or the process is gone; sooner than asked when `changed` is called, less often
-    while nothing runs and nothing changes. `info()` goes before the first, and again when it is another, because the
-    pool has formed; what the journal of the prefix cache has to report goes before each. `flush` empties that cache and
-    returns its pages."""
+    """Streams `load()` until the caller or the process is gone; sooner than asked when `changed` is
+    called, less often while nothing runs and nothing changes. `info()` goes before the first, and
+    again when it is another, because the pool has formed; what the journal of the prefix cache has
+    to report goes before each. `flush` empties that cache and returns its pages."""
 
-    def __init__(self, info: Callable[[], pb.WorkerInfo], load: Callable[[], pb.WorkerLoad],
-                 journal: PointJournal, flush: Callable[[], Awaitable[int]]) -> None:
+    def __init__(
+        self,
+        info: Callable[[], pb.WorkerInfo],
+        load: Callable[[], pb.WorkerLoad],
+        journal: PointJournal,
+        flush: Callable[[], Awaitable[int]],
+    ) -> None:
         self._info = info
         self._load = load
         self._journal = journal
@@ -86,16 +123,22 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._changed = asyncio.Event()
 
     def changed(self) -> None:
-        """Readiness changed: watchers get a report without waiting for their interval. Event loop's thread."""
+        """Readiness changed: watchers get a report without waiting for their interval. Event loop's
+        thread."""
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def Watch(self, request: pb.WatchRequest,
-                    context: Context) -> AsyncIterator[pb.WatchResponse]:
+    async def Watch(
+        self, request: pb.WatchRequest, context: Context
+    ) -> AsyncIterator[pb.WatchResponse]:
         interval = request.interval_s
         if not MIN_INTERVAL_S <= interval <= MAX_INTERVAL_S:
-            raise InvalidRequestError(FieldViolation(
-                "interval_s", f"must be from {MIN_INTERVAL_S} to {MAX_INTERVAL_S}, got {interval}"))
+            raise InvalidRequestError(
+                FieldViolation(
+                    "interval_s",
+                    f"must be from {MIN_INTERVAL_S} to {MAX_INTERVAL_S}, got {interval}",
+                )
+            )
         shown: pb.WorkerInfo | None = None
         sent, num_unsent = pb.WorkerLoad(), 0
         with self._journal.watch() as cache:
@@ -119,8 +162,9 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
                 except TimeoutError:
                     continue
 
-    async def FlushCache(self, request: pb.FlushCacheRequest,
-                         context: grpc.aio.ServicerContext[Any, Any]) -> pb.FlushCacheResponse:
+    async def FlushCache(
+        self, request: pb.FlushCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.FlushCacheResponse:
         pages = await self._flush()
         logger.info("the prefix cache was flushed", extra={"pages": pages})
         self.changed()

@@ -1,8 +1,8 @@
-"""The prompts of a prefill pool: the events that their streams get, the scheduler's state of each, and those that were
-read, kept page by page for prompts that begin alike.
+"""The prompts of a prefill pool: the events that their streams get, the scheduler's state of each,
+and those that were read, kept page by page for prompts that begin alike.
 
-Only what stage 0 has the result of is kept: full pages, of which every batch succeeded, and where the model has
-recurrent states those that a batch has handed out. Belongs to the engine thread.
+Only what stage 0 has the result of is kept: full pages, of which every batch succeeded, and where
+the model has recurrent states those that a batch has handed out. Belongs to the engine thread.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +19,8 @@ from pool.request.entry import Entry, Failed, PrefixCache
 
 @dataclass(frozen=True)
 class Started:
-    """The request's turn has come; this is the memory its prompt will fill, whose first `num_cached` tokens are there
-    already."""
+    """The request's turn has come; this is the memory its prompt will fill, whose first
+    `num_cached` tokens are there already."""
 
     page_ids: tuple[int, ...]
     slot_id: int
@@ -31,7 +31,8 @@ class Started:
 
 @dataclass(frozen=True)
 class Scored:
-    """What the model made of one chunk's tokens, the first of which stands at `first_position` of the prompt."""
+    """What the model made of one chunk's tokens, the first of which stands at `first_position` of
+    the prompt."""
 
     first_position: int
     tokens: Scores
@@ -39,7 +40,8 @@ class Scored:
 
 @dataclass(frozen=True)
 class FirstToken:
-    """The prompt is computed, which took `prefill_s`, its time in the queue left out. Nothing follows."""
+    """The prompt is computed, which took `prefill_s`, its time in the queue left out. Nothing
+    follows."""
 
     token: DrawnToken
     prefill_s: float
@@ -51,11 +53,13 @@ Emit = Callable[[Event], object]
 
 @dataclass
 class PrefillEntry(Entry[Event]):
-    """One prompt. `awaited` is the block that another prompt was computing when this one was looked at last.
+    """One prompt. `awaited` is the block that another prompt was computing when this one was looked
+    at last.
 
-    Its first `num_cached` tokens were there when it began, and the state after them in the slot `resumed`, which is
-    held until the row that copies it is over. `wanted_snapshots`: after so many tokens, in order, its states are worth
-    keeping; `snapshots`: those that rows in flight hand out, and where.
+    Its first `num_cached` tokens were there when it began, and the state after them in the slot
+    `resumed`, which is held until the row that copies it is over. `wanted_snapshots`: after so many
+    tokens, in order, its states are worth keeping; `snapshots`: those that rows in flight hand out,
+    and where.
     """
 
     awaited: bytes = b""
@@ -93,8 +97,8 @@ class PrefillEntry(Entry[Event]):
 
 @dataclass(frozen=True)
 class PrefillLimits:
-    """`chunk_tokens` bounds the tokens of one batch; `grid` is the model's (chunks end on its multiples). With
-    `drafts` a draft on the last stage reads the prompts too."""
+    """`chunk_tokens` bounds the tokens of one batch; `grid` is the model's (chunks end on its
+    multiples). With `drafts` a draft on the last stage reads the prompts too."""
 
     page_size: int
     chunk_tokens: int
@@ -108,21 +112,30 @@ class PrefillLimits:
 class PromptCache(PrefixCache):
     """With who is reading what now."""
 
-    _coming: dict[bytes, PrefillEntry] = field(default_factory=dict)  # block, and who makes it one to go on from
+    _coming: dict[bytes, PrefillEntry] = field(
+        default_factory=dict
+    )  # block, and who makes it one to go on from
 
     def is_coming(self, entry: PrefillEntry) -> bool:
-        """Whether a prompt that is no less urgent computes right now what this one could go on from."""
+        """Whether a prompt that is no less urgent computes right now what this one could go on
+        from."""
         if not self._coming:
             return False
         if entry.awaited not in self._coming:
             there = len(self.found_of(entry).page_ids)
-            entry.awaited = next((block for block in entry.wanted_blocks[there:] if block in self._coming), b"")
+            entry.awaited = next(
+                (block for block in entry.wanted_blocks[there:] if block in self._coming), b""
+            )
         writer = self._coming.get(entry.awaited)
         return writer is not None and writer.request.priority <= entry.request.priority
 
     def found_of(self, entry: PrefillEntry) -> Found:
         """What there is of a prompt."""
-        return self.find(entry.wanted_blocks, len(entry.request.prompt_token_ids)) if entry.blocks else Found()
+        return (
+            self.find(entry.wanted_blocks, len(entry.request.prompt_token_ids))
+            if entry.blocks
+            else Found()
+        )
 
     def begin(self, entry: PrefillEntry, found: Found) -> None:
         """A prompt has leased the pages that were found of it, and computes the rest."""
@@ -133,25 +146,31 @@ class PromptCache(PrefixCache):
         self.metrics.queried.inc(len(entry.request.prompt_token_ids))
         self.metrics.matched.inc(found.num_tokens)
         self.metrics.reused.inc(found.num_tokens)
-        blocks = tuple(entry.blocks[self._num_blocks(count) - 1] for count in found.snapshot_tokens) \
-            if self.rule.has_states else entry.blocks[len(found.page_ids):]
+        blocks = (
+            tuple(entry.blocks[self._num_blocks(count) - 1] for count in found.snapshot_tokens)
+            if self.rule.has_states
+            else entry.blocks[len(found.page_ids) :]
+        )
         if not self._coming.keys().isdisjoint(blocks):
             blocks = tuple(block for block in blocks if block not in self._coming)
         self._coming.update(dict.fromkeys(blocks, entry))
 
     def states_of(self, entry: PrefillEntry, end: int, *, num_spare: int) -> StateRow:
-        """What the prompt's next row, up to token `end`, does with states: it goes on from the one that was found, and
-        hands out those that are worth keeping, as far as `num_spare` slots allow."""
+        """What the prompt's next row, up to token `end`, does with states: it goes on from the one
+        that was found, and hands out those that are worth keeping, as far as `num_spare` slots
+        allow."""
         resumed = entry.resumed if entry.computed == entry.num_cached else None
         passed = [count for count in entry.wanted_snapshots if count <= end]
-        entry.wanted_snapshots = entry.wanted_snapshots[len(passed):]
+        entry.wanted_snapshots = entry.wanted_snapshots[len(passed) :]
         snapshots = []
-        for count in passed[:max(num_spare, 0)]:
+        for count in passed[: max(num_spare, 0)]:
             lease = self.slots.alloc(owner=entry.owner)
             entry.snapshots.append((count, lease))
             snapshots.append(Snapshot(count, lease.slot_id))
-        for count in passed[len(snapshots):]:
-            self._coming.pop(entry.blocks[self._num_blocks(count) - 1], None)  # nobody need wait for it
+        for count in passed[len(snapshots) :]:
+            self._coming.pop(
+                entry.blocks[self._num_blocks(count) - 1], None
+            )  # nobody need wait for it
         return StateRow(NULL_INDEX if resumed is None else resumed.slot_id, tuple(snapshots))
 
     def keep(self, entry: PrefillEntry, page_ids: Sequence[int], num_tokens: int) -> None:
@@ -171,7 +190,7 @@ class PromptCache(PrefixCache):
         """It computes no more: who waits for it has to do so."""
         if not self._coming:
             return
-        for block in entry.blocks[entry.num_left:]:
+        for block in entry.blocks[entry.num_left :]:
             if self._coming.get(block) is entry:
                 del self._coming[block]
 
@@ -179,9 +198,13 @@ class PromptCache(PrefixCache):
         assert self.rule is not None
         return num_tokens // self.rule.block_tokens
 
-    def _leave(self, entry: PrefillEntry, page_ids: Sequence[int], count: int, slot_id: int | None = None) -> None:
+    def _leave(
+        self, entry: PrefillEntry, page_ids: Sequence[int], count: int, slot_id: int | None = None
+    ) -> None:
         self.insert(entry.blocks[:count], page_ids, slot_id)
         coming = self._coming
-        for block in entry.blocks[entry.num_left:count]:  # a long prompt has many chunks, and more blocks
+        for block in entry.blocks[
+            entry.num_left : count
+        ]:  # a long prompt has many chunks, and more blocks
             coming.pop(block, None)
         entry.num_left = count

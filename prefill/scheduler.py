@@ -1,15 +1,17 @@
 """Which prompt tokens run next: chunked, packed over requests, most urgent and then oldest first.
 
-    queued ─▶ started (memory leased) ─▶ chunks in flight ─▶ first token drawn ─▶ held for the handoff ─▶ released
+    queued ─▶ started (memory leased) ─▶ chunks in flight ─▶ first token drawn ─▶ held for the
+    handoff ─▶ released
 
-A prompt that is longer than a chunk would keep all others of its priority waiting until its end. So `SHORT_SHARE` of
-the tokens are for prompts that are short beside it, wherever they stand in the queue. Chunks end on the model's grid
-whatever the order is, so it changes no bit.
+A prompt that is longer than a chunk would keep all others of its priority waiting until its end. So
+`SHORT_SHARE` of the tokens are for prompts that are short beside it, wherever they stand in the
+queue. Chunks end on the model's grid whatever the order is, so it changes no bit.
 
-A request's memory is leased when it starts, not while it queues, and lives until `release`: the sender reads it. What
-a prefix cache holds of its prompt is leased with it and not computed again; what another prompt is about to leave there
-is waited for. What cannot be computed by its deadline any more, at the best pace of late, fails before anything more of
-it is. Belongs to the engine thread.
+A request's memory is leased when it starts, not while it queues, and lives until `release`: the
+sender reads it. What a prefix cache holds of its prompt is leased with it and not computed again;
+what another prompt is about to leave there is waited for. What cannot be computed by its deadline
+any more, at the best pace of late, fails before anything more of it is. Belongs to the engine
+thread.
 """
 
 import math
@@ -31,9 +33,23 @@ from pool.prefix.journal import PointJournal
 from pool.prefix.tree import ResumeRule
 from pool.request.entry import Failed
 from pool.stage.metrics import PoolOccupancy, SchedulerLoad
-from prefill.prompts import Emit, FirstToken, PrefillEntry, PrefillLimits, PromptCache, Scored, Started
+from prefill.prompts import (
+    Emit,
+    FirstToken,
+    PrefillEntry,
+    PrefillLimits,
+    PromptCache,
+    Scored,
+    Started,
+)
 from runtime.clock import Clock
-from runtime.errors import BatonError, CapacityError, DeadlineError, FieldViolation, InvalidRequestError
+from runtime.errors import (
+    BatonError,
+    CapacityError,
+    DeadlineError,
+    FieldViolation,
+    InvalidRequestError,
+)
 from runtime.pace import PrefillRateEstimate
 
 # Scoring takes a row of logits per token: 80 MB for these at a vocabulary of 150,000.
@@ -50,24 +66,37 @@ class PrefillScheduler:
     slots: SlotAllocator
     limits: PrefillLimits
     clock: Clock
-    cache_rule: ResumeRule | None = None  # where a prompt may go on from what is kept; without it nothing is
+    cache_rule: ResumeRule | None = (
+        None  # where a prompt may go on from what is kept; without it nothing is
+    )
     build: BuildBatch = build_batch
     data_rank: int = 0
-    keys: Iterator[int] = field(default_factory=lambda: count(1))  # of requests; data ranks of a pool share one
+    keys: Iterator[int] = field(
+        default_factory=lambda: count(1)
+    )  # of requests; data ranks of a pool share one
     journal: PointJournal = field(default_factory=PointJournal)  # likewise
     _entries: dict[int, PrefillEntry] = field(default_factory=dict)
     _queue: list[tuple[int, int]] = field(default_factory=list)  # (priority, key), in order
     _running: list[PrefillEntry] = field(default_factory=list)  # started, prompt not finished
     _num_held: int = 0  # hold memory: have started and are not released
-    _saved: int = 0  # tokens of the share for short prompts that none has taken yet, at most a chunk
+    _saved: int = (
+        0  # tokens of the share for short prompts that none has taken yet, at most a chunk
+    )
 
     def __post_init__(self) -> None:
         self._best_pace = PrefillRateEstimate(self.clock)
 
-    def submit(self, request: Request, emit: Emit, *, blocks: tuple[bytes, ...] = (),
-               ends_at_s: float = math.inf) -> int:
-        """Queue a request with a deadline; returns the key that names it in batches. `blocks` are the names of its
-        prompt's full pages (`runtime.digests`); without them it takes no part in the cache.
+    def submit(
+        self,
+        request: Request,
+        emit: Emit,
+        *,
+        blocks: tuple[bytes, ...] = (),
+        ends_at_s: float = math.inf,
+    ) -> int:
+        """Queue a request with a deadline; returns the key that names it in batches. `blocks` are
+        the names of its prompt's full pages (`runtime.digests`); without them it takes no part in
+        the cache.
 
         Raises:
             CapacityError: the queue is full.
@@ -75,14 +104,22 @@ class PrefillScheduler:
         """
         needed = pages_for_tokens(len(request.prompt_token_ids), self.limits.page_size)
         if needed > self.pages.num_total:
-            raise InvalidRequestError(FieldViolation(
-                "prompt", f"{len(request.prompt_token_ids)} tokens need {needed} pages, the prefill pool has "
-                          f"{self.pages.num_total}"))
+            raise InvalidRequestError(
+                FieldViolation(
+                    "prompt",
+                    f"{len(request.prompt_token_ids)} tokens need {needed} pages, the prefill pool has "
+                    f"{self.pages.num_total}",
+                )
+            )
         if len(self._queue) >= self.limits.max_queued:
-            raise CapacityError(f"{len(self._queue)} prompts are queued, the limit is {self.limits.max_queued}",
-                                resource="prefill queue")
+            raise CapacityError(
+                f"{len(self._queue)} prompts are queued, the limit is {self.limits.max_queued}",
+                resource="prefill queue",
+            )
         key = next(self.keys)
-        entry = PrefillEntry(key, request, emit, blocks=blocks, ends_at_s=ends_at_s, arrived_s=self.clock.now())
+        entry = PrefillEntry(
+            key, request, emit, blocks=blocks, ends_at_s=ends_at_s, arrived_s=self.clock.now()
+        )
         self._entries[key] = entry
         insort(self._queue, entry.turn)
         return key
@@ -103,22 +140,31 @@ class PrefillScheduler:
 
     def load(self) -> SchedulerLoad:
         tokens = sum(entry.remaining for entry in (*self._queued, *self._running))
-        return SchedulerLoad(len(self._queue), self._num_held, self.pages.num_available,
-                             self.slots.num_available, queued_tokens=tokens)
+        return SchedulerLoad(
+            len(self._queue),
+            self._num_held,
+            self.pages.num_available,
+            self.slots.num_available,
+            queued_tokens=tokens,
+        )
 
     def occupancy(self) -> PoolOccupancy:
         """Who holds memory, for computing a prompt or for its handoff, and how old the queue is."""
         started = [entry for entry in self._entries.values() if entry.pages is not None]
         handing = [entry for entry in started if not entry.remaining and not entry.in_flight]
         queued = [entry.arrived_s for entry in self._entries.values() if entry.pages is None]
-        return PoolOccupancy({"computing": len(started) - len(handing), "handoff": len(handing)},
-                             sum(entry.pages.num_pages for entry in handing if entry.pages is not None),
-                             self.clock.now() - min(queued) if queued else 0.0)
+        return PoolOccupancy(
+            {"computing": len(started) - len(handing), "handoff": len(handing)},
+            sum(entry.pages.num_pages for entry in handing if entry.pages is not None),
+            self.clock.now() - min(queued) if queued else 0.0,
+        )
 
     def next_batch(self) -> ForwardBatch | None:
         self._drop_late()
         rows: list[Row] = []
-        self._saved = min(self._saved + self.limits.chunk_tokens // SHORT_SHARE, self.limits.chunk_tokens)
+        self._saved = min(
+            self._saved + self.limits.chunk_tokens // SHORT_SHARE, self.limits.chunk_tokens
+        )
         budget = self.limits.chunk_tokens - self._add_short(rows)
         taken = {row.key for row in rows}
         waiting = [entry for entry in self._running if entry.key not in taken]
@@ -140,7 +186,9 @@ class PrefillScheduler:
             entry = self._entries[key]
             entry.in_flight -= 1
             had_failed = entry.has_failed
-            entry.has_failed |= result.error is not None  # of one that is released, too: nothing behind it is kept
+            entry.has_failed |= (
+                result.error is not None
+            )  # of one that is released, too: nothing behind it is kept
             if result.error is None:
                 self._keep(entry, batch.context_lens[row] + batch.query_lens[row])
             scored = next(scores, ()) if batch.scoring and batch.scoring[row] is not None else ()
@@ -159,7 +207,9 @@ class PrefillScheduler:
                 self._fail(entry, token.error)
             elif token is not None:
                 prefill_s = self.clock.now() - entry.started_s
-                self._best_pace.observe(len(entry.request.prompt_token_ids) - entry.num_cached, prefill_s)
+                self._best_pace.observe(
+                    len(entry.request.prompt_token_ids) - entry.num_cached, prefill_s
+                )
                 entry.emit(FirstToken(token, prefill_s))
 
     def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
@@ -174,30 +224,47 @@ class PrefillScheduler:
     @cached_property
     def cache(self) -> PromptCache:
         """What is kept of prompts."""
-        return PromptCache(self.cache_rule, self.pages, self.slots, self.clock, journal=self.journal)
+        return PromptCache(
+            self.cache_rule, self.pages, self.slots, self.clock, journal=self.journal
+        )
 
     def on_idle(self) -> None:
-        check_integrity([self.pages.ledger, self.slots.ledger],
-                        live_owners={entry.owner for entry in self._entries.values()})
+        check_integrity(
+            [self.pages.ledger, self.slots.ledger],
+            live_owners={entry.owner for entry in self._entries.values()},
+        )
 
     def _add_short(self, rows: list[Row]) -> int:
-        """Append chunks of what is short beside the prompt whose turn it is, as far as their share goes; returns their
-        tokens. Nothing when that prompt leaves room for others anyway, or is itself among the short ones."""
+        """Append chunks of what is short beside the prompt whose turn it is, as far as their share
+        goes; returns their tokens. Nothing when that prompt leaves room for others anyway, or is
+        itself among the short ones."""
         head = self._head()
-        lead = min(self._running if head is None else [*self._running, head], key=lambda each: each.turn, default=None)
+        lead = min(
+            self._running if head is None else [*self._running, head],
+            key=lambda each: each.turn,
+            default=None,
+        )
         if lead is None or lead.remaining <= self.limits.chunk_tokens:
             return 0
-        short = [entry for entry in (*self._running, *self._queued) if entry.request.priority == lead.request.priority
-                 and entry.remaining * SHORT_RATIO <= lead.remaining]
+        short = [
+            entry
+            for entry in (*self._running, *self._queued)
+            if entry.request.priority == lead.request.priority
+            and entry.remaining * SHORT_RATIO <= lead.remaining
+        ]
         share, taken = self._saved // self.limits.grid * self.limits.grid, 0
         may_start = share > 0
         for entry in sorted(short, key=lambda each: (each.remaining, each.key)):
             if entry.pages is None:
                 if not may_start or self.cache.is_coming(entry):
                     continue
-                may_start = self._start_early(entry, share - taken)  # what is longer finds no room either
+                may_start = self._start_early(
+                    entry, share - taken
+                )  # what is longer finds no room either
             taken += self._add_chunk(rows, entry, share - taken)
-        self._saved -= -(-taken // self.limits.grid) * self.limits.grid  # what the long prompt's chunk ends earlier by
+        self._saved -= (
+            -(-taken // self.limits.grid) * self.limits.grid
+        )  # what the long prompt's chunk ends earlier by
         return taken
 
     def _drop_late(self) -> None:
@@ -206,14 +273,23 @@ class PrefillScheduler:
             if now_s + self._best_pace.least_s(entry.remaining) <= entry.ends_at_s:
                 continue
             if now_s + self._best_pace.least_s(self._least_tokens(entry)) > entry.ends_at_s:
-                self._fail(entry, DeadlineError(f"{entry.remaining} tokens of the prompt cannot be computed within the "
-                                                f"{max(entry.ends_at_s - now_s, 0.0):.2g} s that its deadline leaves"))
+                self._fail(
+                    entry,
+                    DeadlineError(
+                        f"{entry.remaining} tokens of the prompt cannot be computed within the "
+                        f"{max(entry.ends_at_s - now_s, 0.0):.2g} s that its deadline leaves"
+                    ),
+                )
 
     def _least_tokens(self, entry: PrefillEntry) -> int:
         """What must be computed of the prompt whatever the cache holds by then."""
         if entry.pages is not None:
             return entry.remaining
-        return 0 if self.cache.is_coming(entry) else entry.remaining - self.cache.found_of(entry).num_tokens
+        return (
+            0
+            if self.cache.is_coming(entry)
+            else entry.remaining - self.cache.found_of(entry).num_tokens
+        )
 
     @property
     def _queued(self) -> Iterator[PrefillEntry]:
@@ -221,7 +297,8 @@ class PrefillScheduler:
         return (self._entries[key] for _, key in self._queue)
 
     def _head(self) -> PrefillEntry | None:
-        """The queued request whose turn it is: the first for which no other computes something right now."""
+        """The queued request whose turn it is: the first for which no other computes something
+        right now."""
         return next((entry for entry in self._queued if not self.cache.is_coming(entry)), None)
 
     def _is_queued_before(self, entry: PrefillEntry) -> bool:
@@ -229,32 +306,42 @@ class PrefillScheduler:
         return head is not None and head.turn < entry.turn
 
     def _start_next(self, budget: int) -> PrefillEntry | None:
-        """Lease memory for the queued request whose turn it is; None when nothing waits, it does not fit yet, or
-        `budget` tokens allow it no chunk."""
+        """Lease memory for the queued request whose turn it is; None when nothing waits, it does
+        not fit yet, or `budget` tokens allow it no chunk."""
         head = self._head()
         return head if head is not None and self._start(head, budget) else None
 
     def _start_early(self, entry: PrefillEntry, budget: int) -> bool:
-        """Whether a queued request has started, before its turn: only beside the one whose turn it is."""
+        """Whether a queued request has started, before its turn: only beside the one whose turn it
+        is."""
         head = self._head()
         if head is None or head is entry:
             return self._start(entry, budget)
         has_slot = self.slots.num_total == 0 or self.slots.num_available >= 2
         has_pages = self._num_pages(entry) + self._num_pages(head) <= self.pages.num_available
-        return has_slot and has_pages and self._num_held + 2 <= self.limits.max_running and self._start(entry, budget)
+        return (
+            has_slot
+            and has_pages
+            and self._num_held + 2 <= self.limits.max_running
+            and self._start(entry, budget)
+        )
 
     def _num_pages(self, entry: PrefillEntry) -> int:
         return pages_for_tokens(len(entry.request.prompt_token_ids), self.limits.page_size)
 
     def _start(self, entry: PrefillEntry, budget: int) -> bool:
-        """Lease memory for a queued request. Not when there is none, nor when `budget` tokens allow it no chunk: decode
-        reserves for what has started, so that must be running."""
+        """Lease memory for a queued request. Not when there is none, nor when `budget` tokens allow
+        it no chunk: decode reserves for what has started, so that must be running."""
         found, total = self.cache.found_of(entry), len(entry.request.prompt_token_ids)
-        if (self._num_held >= self.limits.max_running
-                or chunk_end(found.num_tokens, total, budget, self.limits.grid) == found.num_tokens):
+        if (
+            self._num_held >= self.limits.max_running
+            or chunk_end(found.num_tokens, total, budget, self.limits.grid) == found.num_tokens
+        ):
             return False
         if found.slot_id is not None:
-            entry.resumed = self.slots.share(found.slot_id, owner=entry.owner)  # first, lest it be evicted for the rest
+            entry.resumed = self.slots.share(
+                found.slot_id, owner=entry.owner
+            )  # first, lest it be evicted for the rest
         try:
             entry.lease(self.pages, self.slots, self._num_pages(entry), shared=found.page_ids)
         except CapacityError:
@@ -267,13 +354,20 @@ class PrefillScheduler:
         self._running.append(entry)
         assert entry.pages is not None
         assert entry.slot is not None
-        entry.emit(Started(tuple(entry.pages.page_ids), entry.slot.slot_id, entry.started_s - entry.arrived_s,
-                           found.num_tokens, self.data_rank))
+        entry.emit(
+            Started(
+                tuple(entry.pages.page_ids),
+                entry.slot.slot_id,
+                entry.started_s - entry.arrived_s,
+                found.num_tokens,
+                self.data_rank,
+            )
+        )
         return True
 
     def _keep(self, entry: PrefillEntry, num_tokens: int) -> None:
-        """The first tokens of the prompt are computed: let others have them. Not when a batch before this one failed,
-        whose tokens these were computed from."""
+        """The first tokens of the prompt are computed: let others have them. Not when a batch
+        before this one failed, whose tokens these were computed from."""
         if entry.pages is not None and not entry.has_failed:
             self.cache.keep(entry, entry.pages.page_ids, num_tokens)
 
@@ -288,11 +382,25 @@ class PrefillScheduler:
         sampling = sampling_row(entry.request, (), key=entry.key) if end == len(prompt) else None
         spec = None
         if self.limits.drafts:
-            spec = SpecRow(next_token_id=prompt[end] if end < len(prompt) else None, num_draft_tokens=1)
-        num_spare = self.slots.num_available - (self.limits.max_running - self._num_held)  # one for each that may start
-        rows.append(Row(entry.key, prompt[entry.computed:end], entry.computed, entry.pages.table,
-                        entry.slot.slot_id, sampling, spec, scoring_row(entry.request, entry.computed, end),
-                        self.cache.states_of(entry, end, num_spare=num_spare)))
+            spec = SpecRow(
+                next_token_id=prompt[end] if end < len(prompt) else None, num_draft_tokens=1
+            )
+        num_spare = self.slots.num_available - (
+            self.limits.max_running - self._num_held
+        )  # one for each that may start
+        rows.append(
+            Row(
+                entry.key,
+                prompt[entry.computed : end],
+                entry.computed,
+                entry.pages.table,
+                entry.slot.slot_id,
+                sampling,
+                spec,
+                scoring_row(entry.request, entry.computed, end),
+                self.cache.states_of(entry, end, num_spare=num_spare),
+            )
+        )
         taken = end - entry.computed
         entry.advance(end)
         entry.in_flight += 1

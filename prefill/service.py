@@ -1,8 +1,9 @@
-"""The Prefill service: requests of routers (`pool.request.router_call`), from the queue until decode has their bytes.
+"""The Prefill service: requests of routers (`pool.request.router_call`), from the queue until
+decode has their bytes.
 
-    open ─▶ queued ─▶ started (source terms) … chunks run … ─▶ first_token
-         destination (whenever decode has reserved) ─▶ layers leave as they complete ─▶ sent
-         release: decode has committed ─▶ pages freed, ended
+open ─▶ queued ─▶ started (source terms) … chunks run … ─▶ first_token
+     destination (whenever decode has reserved) ─▶ layers leave as they complete ─▶ sent
+     release: decode has committed ─▶ pages freed, ended
 """
 
 import time
@@ -64,8 +65,9 @@ class PrefillParts(RequestParts):
 
 
 class PrefillOutlet:
-    """What one prompt sends. Scores of a long prompt come faster than a slow client takes them: of those only so many
-    are under way as the router has room for, and what follows them waits behind them."""
+    """What one prompt sends. Scores of a long prompt come faster than a slow client takes them: of
+    those only so many are under way as the router has room for, and what follows them waits behind
+    them."""
 
     def __init__(self, outlet: Outlet[pb.PrefillEvent]) -> None:
         self._outlet = outlet
@@ -100,8 +102,12 @@ class PrefillOutlet:
     def scores_read(self, read: pb.PrefillScoresRead) -> None:
         """Raises InvalidRequestError for more than were sent."""
         if read.count > self._num_unread:
-            raise InvalidRequestError(FieldViolation(
-                "scores_read.count", f"{read.count} are more than the {self._num_unread} that are unread"))
+            raise InvalidRequestError(
+                FieldViolation(
+                    "scores_read.count",
+                    f"{read.count} are more than the {self._num_unread} that are unread",
+                )
+            )
         self._num_unread -= read.count
         held_s = self.held_s
         while self._held and self._may_go(self._held[0]):
@@ -132,8 +138,14 @@ class PrefillOutlet:
 class PrefillStay:
     """One request on this pool, its session and its memory. Satisfies `pool.request.stay.Stay`."""
 
-    def __init__(self, parts: PrefillParts, inbox: PrefillInbox, outlet: PrefillOutlet, request: Request,
-                 key: int) -> None:
+    def __init__(
+        self,
+        parts: PrefillParts,
+        inbox: PrefillInbox,
+        outlet: PrefillOutlet,
+        request: Request,
+        key: int,
+    ) -> None:
         self._parts = parts
         self._inbox = inbox
         self._outlet = outlet
@@ -183,14 +195,26 @@ class PrefillStay:
                 raise InvalidRequestError(FieldViolation("input", f"{other} is not expected now"))
 
     def _patience(self) -> tuple[float | None, str, type[BatonError]]:
-        """Seconds that what comes next may take, what that is, and the error where it does not come: another worker
-        may do better unless it is up to the client. None seconds while the prompt queues or is computed with nowhere to
-        go: that lasts as long as the request."""
+        """Seconds that what comes next may take, what that is, and the error where it does not
+        come: another worker may do better unless it is up to the client. None seconds while the
+        prompt queues or is computed with nowhere to go: that lasts as long as the request."""
         if self._outlet.is_held_up:
-            return UNREAD_TIMEOUT_S - self._outlet.held_s, "the client to read the prompt's logprobs", DeadlineError
+            return (
+                UNREAD_TIMEOUT_S - self._outlet.held_s,
+                "the client to read the prompt's logprobs",
+                DeadlineError,
+            )
         if self._session is not None:
-            return self._session.time_left_s(), _WAITS.get(self._session.state, "the session to end"), HandoffError
-        return DESTINATION_TIMEOUT_S if self._has_first_token else None, "the destination terms", HandoffError
+            return (
+                self._session.time_left_s(),
+                _WAITS.get(self._session.state, "the session to end"),
+                HandoffError,
+            )
+        return (
+            DESTINATION_TIMEOUT_S if self._has_first_token else None,
+            "the destination terms",
+            HandoffError,
+        )
 
     def _released(self) -> None:
         """Decode has committed."""
@@ -214,18 +238,28 @@ class PrefillStay:
         self._has_reported_sent = True
         self._end_sending(session)
         assert self._destination is not None
-        self._parts.meters.on_handoff(len(self._request.prompt_token_ids), time.monotonic() - self._opened_s,
-                                      held_tokens=self._destination.held_tokens,
-                                      with_draft=self._destination.with_draft)
+        self._parts.meters.on_handoff(
+            len(self._request.prompt_token_ids),
+            time.monotonic() - self._opened_s,
+            held_tokens=self._destination.held_tokens,
+            with_draft=self._destination.with_draft,
+        )
         return pb.PrefillSent(num_bytes=session.num_bytes)
 
     def _end_sending(self, session: SendSession) -> None:
-        """Every byte has left: the span ends with a part for each chunk, as the leader's own stage saw it leave."""
+        """Every byte has left: the span ends with a part for each chunk, as the leader's own stage
+        saw it leave."""
         if self._sending is None:
             return
         for part in session.chunk_timings:
-            self._sending.record("baton.transfer.chunk", part.released_s, part.left_s, num_tokens=part.num_tokens,
-                                 request_id=self._request.request_id, num_bytes=part.num_bytes)
+            self._sending.record(
+                "baton.transfer.chunk",
+                part.released_s,
+                part.left_s,
+                num_tokens=part.num_tokens,
+                request_id=self._request.request_id,
+                num_bytes=part.num_bytes,
+            )
         self._sending.end()
 
     @staticmethod
@@ -251,8 +285,11 @@ class PrefillStay:
         session_id = None if session is None else session.session_id
         if session is not None:
             session.abort("its request ended")  # no change if everything was sent and released
-        self._parts.reclaimer.end(lambda: self._parts.ranks.of(key).release(key), session=session,
-                                  close=lambda: self._parts.leader.group.close_request(key, session_id))
+        self._parts.reclaimer.end(
+            lambda: self._parts.ranks.of(key).release(key),
+            session=session,
+            close=lambda: self._parts.leader.group.close_request(key, session_id),
+        )
 
     def _started(self, started: Started) -> pb.PrefillStarted:
         parts = self._parts
@@ -261,12 +298,21 @@ class PrefillStay:
         self._computing = begin("baton.prefill.compute", request_id=self._request.request_id)
         mine, self._data_rank = parts.leader.compatibility, started.data_rank
         self._source = SourceTerms(
-            compatibility=mine.digest, compatibility_text=mine.text,
-            page_size=parts.plan.geometry.page_size, num_tokens=len(self._request.prompt_token_ids),
-            chunk_tokens=parts.chunk_tokens, page_ids=started.page_ids, slot_id=started.slot_id,
-            stages=parts.leader.group.endpoints(started.data_rank), sends_rest=True)
-        return pb.PrefillStarted(terms=codec.source_to_proto(self._source), queue_s=started.queue_s,
-                                 cached_tokens=started.num_cached)
+            compatibility=mine.digest,
+            compatibility_text=mine.text,
+            page_size=parts.plan.geometry.page_size,
+            num_tokens=len(self._request.prompt_token_ids),
+            chunk_tokens=parts.chunk_tokens,
+            page_ids=started.page_ids,
+            slot_id=started.slot_id,
+            stages=parts.leader.group.endpoints(started.data_rank),
+            sends_rest=True,
+        )
+        return pb.PrefillStarted(
+            terms=codec.source_to_proto(self._source),
+            queue_s=started.queue_s,
+            cached_tokens=started.num_cached,
+        )
 
     def _first_token(self, drawn: FirstToken) -> pb.PrefillFirstToken:
         self._has_first_token = True
@@ -278,10 +324,15 @@ class PrefillStay:
     def _send_to(self, message: transfer_pb2.DestinationTerms) -> None:
         """The decode pool has reserved: start sending, beginning with what is computed already."""
         if self._source is None or self._session is not None:
-            raise InvalidRequestError(FieldViolation("input", "expected one destination, after started"))
+            raise InvalidRequestError(
+                FieldViolation("input", "expected one destination, after started")
+            )
         if self._parts.leader.group.endpoints(self._data_rank) != self._source.stages:
-            # The engine, which emits it, may be within a forward for longer than destination terms takes.
-            raise UnavailableError("a stage of the prefill pool was lost after this prompt had started")
+            # The engine, which emits it, may be within a forward for longer than destination terms
+            # takes.
+            raise UnavailableError(
+                "a stage of the prefill pool was lost after this prompt had started"
+            )
         destination = codec.destination_from_proto(message)
         try:
             check_plan(self._source, destination, self._parts.plan.geometry.specs)
@@ -289,15 +340,29 @@ class PrefillStay:
             self._parts.meters.handshake_failed(error)
             raise
         self._destination = destination
-        session = SendSession(destination.session_id, epoch=destination.epoch, clock=SystemClock(),
-                              num_stages=self._parts.leader.group.session_size)
+        session = SendSession(
+            destination.session_id,
+            epoch=destination.epoch,
+            clock=SystemClock(),
+            num_stages=self._parts.leader.group.session_size,
+        )
         if self._has_first_token:
             session.computed()
         self._session, self._opened_s = session, time.monotonic()
-        self._sending = begin("baton.transfer.send", request_id=self._request.request_id,
-                              session_id=destination.session_id, epoch=destination.epoch)
-        self._parts.leader.group.open_send(self._key, self._source, destination, session,
-                                           self._inbox.session_changed, self._data_rank)
+        self._sending = begin(
+            "baton.transfer.send",
+            request_id=self._request.request_id,
+            session_id=destination.session_id,
+            epoch=destination.epoch,
+        )
+        self._parts.leader.group.open_send(
+            self._key,
+            self._source,
+            destination,
+            session,
+            self._inbox.session_changed,
+            self._data_rank,
+        )
 
 
 Context = grpc.aio.ServicerContext[pb.PrefillInputs, pb.PrefillEvents]
@@ -311,15 +376,25 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         self._parts = parts
         self._calls = calls
         self._kind: RequestKind[pb.PrefillInput, pb.PrefillEvent] = RequestKind(
-            "/baton.v1.Prefill/Run", self._run, lambda item: item.open.context,
-            lambda key, ended: pb.PrefillEvent(key=key, ended=ended))
+            "/baton.v1.Prefill/Run",
+            self._run,
+            lambda item: item.open.context,
+            lambda key, ended: pb.PrefillEvent(key=key, ended=ended),
+        )
 
-    async def Serve(self, request_iterator: AsyncIterator[pb.PrefillInputs],
-                    context: Context) -> AsyncIterator[pb.PrefillEvents]:
-        num_taken = sum(scheduler.limits.max_running + scheduler.limits.max_queued
-                        for scheduler in self._parts.ranks.schedulers)
-        call = RouterCall(self._kind, self._calls, self._parts.meters.handoff.leases_expired, num_taken)
-        async with aclosing(call.events(message.inputs async for message in request_iterator)) as batches:
+    async def Serve(
+        self, request_iterator: AsyncIterator[pb.PrefillInputs], context: Context
+    ) -> AsyncIterator[pb.PrefillEvents]:
+        num_taken = sum(
+            scheduler.limits.max_running + scheduler.limits.max_queued
+            for scheduler in self._parts.ranks.schedulers
+        )
+        call = RouterCall(
+            self._kind, self._calls, self._parts.meters.handoff.leases_expired, num_taken
+        )
+        async with aclosing(
+            call.events(message.inputs async for message in request_iterator)
+        ) as batches:
             async for events in batches:
                 yield pb.PrefillEvents(events=events)
 
@@ -333,9 +408,15 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         async def take_place() -> PrefillStay:
             blocks = parts.blocks_of(request, parts.leader.compatibility.digest)
             key = await parts.leader.loop.submit(
-                lambda: parts.ranks.place(request, blocks, lambda scheduler: scheduler.submit(
-                    request, emit, blocks=blocks, ends_at_s=ends_at_s)),
-                undo=lambda taken: parts.ranks.of(taken).release(taken))
+                lambda: parts.ranks.place(
+                    request,
+                    blocks,
+                    lambda scheduler: scheduler.submit(
+                        request, emit, blocks=blocks, ends_at_s=ends_at_s
+                    ),
+                ),
+                undo=lambda taken: parts.ranks.of(taken).release(taken),
+            )
             return PrefillStay(parts, inbox, PrefillOutlet(opening.outlet), request, key)
 
         await serve(parts, request, take_place)

@@ -44,17 +44,40 @@ class PrefillRole:
         """Raises ConfigError when chunks would not end on the model's grid."""
         geometry, grid = stage.plan.geometry, stage.plan.description.facts.chunk_grid
         if config.chunk_tokens % grid:
-            raise ConfigError(f"chunk_tokens must be a multiple of {grid} for this model, got {config.chunk_tokens}",
-                              field="chunk_tokens")
+            raise ConfigError(
+                f"chunk_tokens must be a multiple of {grid} for this model, got {config.chunk_tokens}",
+                field="chunk_tokens",
+            )
         has_states = any(spec.kind.is_state for spec in geometry.specs)
-        limits = PrefillLimits(page_size=config.page_size, chunk_tokens=config.chunk_tokens, grid=grid,
-                               max_running=config.max_running, max_queued=config.max_queued,
-                               drafts=stage.plan.speculation is not None)
+        limits = PrefillLimits(
+            page_size=config.page_size,
+            chunk_tokens=config.chunk_tokens,
+            grid=grid,
+            max_running=config.max_running,
+            max_queued=config.max_queued,
+            drafts=stage.plan.speculation is not None,
+        )
         keys, journal = count(1), PointJournal()
-        return PrefillLeading(DataRanks(tuple(PrefillScheduler(
-            pages=PageAllocator(geometry.num_pages), slots=SlotAllocator(geometry.num_slots), clock=SystemClock(),
-            cache_rule=ResumeRule(config.page_size, grid, has_states) if config.prefix_cache else None, limits=limits,
-            data_rank=data_rank, keys=keys, journal=journal) for data_rank in range(config.dp_attention))), journal)
+        return PrefillLeading(
+            DataRanks(
+                tuple(
+                    PrefillScheduler(
+                        pages=PageAllocator(geometry.num_pages),
+                        slots=SlotAllocator(geometry.num_slots),
+                        clock=SystemClock(),
+                        cache_rule=ResumeRule(config.page_size, grid, has_states)
+                        if config.prefix_cache
+                        else None,
+                        limits=limits,
+                        data_rank=data_rank,
+                        keys=keys,
+                        journal=journal,
+                    )
+                    for data_rank in range(config.dp_attention)
+                )
+            ),
+            journal,
+        )
 
 
 class PrefillLeading:
@@ -68,10 +91,20 @@ class PrefillLeading:
         metrics = CacheMetrics.create(parts.registry)
         for scheduler in self.ranks.schedulers:
             scheduler.cache.metrics = metrics
-        service = PrefillService(PrefillParts(
-            leader=parts.leader, plan=parts.stage.plan, reclaimer=parts.reclaimer, meters=parts.meters,
-            post=parts.post, grammars=parts.leader.grammars, caches=parts.config.prefix_cache,
-            ranks=self.ranks, chunk_tokens=parts.config.chunk_tokens), server.calls)
+        service = PrefillService(
+            PrefillParts(
+                leader=parts.leader,
+                plan=parts.stage.plan,
+                reclaimer=parts.reclaimer,
+                meters=parts.meters,
+                post=parts.post,
+                grammars=parts.leader.grammars,
+                caches=parts.config.prefix_cache,
+                ranks=self.ranks,
+                chunk_tokens=parts.config.chunk_tokens,
+            ),
+            server.calls,
+        )
         prefill_pb2_grpc.add_PrefillServicer_to_server(service, server.grpc)
 
     async def warm_up(self, parts: LeaderParts) -> None:
@@ -79,8 +112,10 @@ class PrefillLeading:
         request = Request("warm-up", (0,), 1, SamplingParams(temperature=0))
 
         def end(key: int) -> None:
-            parts.reclaimer.end(lambda: self.ranks.of(key).release(key),
-                                close=lambda: parts.leader.group.close_request(key, None))
+            parts.reclaimer.end(
+                lambda: self.ranks.of(key).release(key),
+                close=lambda: parts.leader.group.close_request(key, None),
+            )
 
         for scheduler in self.ranks.schedulers:
             await run_inside(parts.leader.loop, partial(scheduler.submit, request), _outcome, end)

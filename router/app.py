@@ -43,35 +43,55 @@ ENDLESS_METHODS = ORCA_METHODS | {f"/{VLLM_SERVICE}/SubscribeKvEvents"}
 logger = logging.getLogger(__name__)
 
 
-async def serve(config: RouterConfig, stop: StopSignal, *, on_start: Callable[[], None] = lambda: None) -> None:
-    """Run a router until `stop`, then drain. `on_start` is called once all is there that lasts as long as the router.
+async def serve(
+    config: RouterConfig, stop: StopSignal, *, on_start: Callable[[], None] = lambda: None
+) -> None:
+    """Run a router until `stop`, then drain. `on_start` is called once all is there that lasts as
+    long as the router.
 
     Raises:
-        ConfigError: the model directory, a file of certificates or tokens, an address or a port cannot be used.
+        ConfigError: the model directory, a file of certificates or tokens, an address or a port
+            cannot be used.
     """
     logger.debug("settings", extra=describe(config))
     certificates = config.certificates()
-    security = ServerSecurity(certificates, config.client_certificates,
-                              None if config.token_file is None else TokenList(config.token_file))
+    security = ServerSecurity(
+        certificates,
+        config.client_certificates,
+        None if config.token_file is None else TokenList(config.token_file),
+    )
     if config.salt_by_client and not security.names_clients:
-        raise ConfigError("salt_by_client needs token_file or clients' certificates: nothing else names a client",
-                          field="salt_by_client")
+        raise ConfigError(
+            "salt_by_client needs token_file or clients' certificates: nothing else names a client",
+            field="salt_by_client",
+        )
     check_model_folder(config.model, needs_weights=False)
     if notice := await asyncio.to_thread(make_tokenizer, config.model):
         logger.warning(notice)
-    model = load_served_model(config.model, config.model_name,
-                              own_sampling=config.generation_config is GenerationConfigUse.AUTO,
-                              user_control_tokens=config.user_control_tokens)
+    model = load_served_model(
+        config.model,
+        config.model_name,
+        own_sampling=config.generation_config is GenerationConfigUse.AUTO,
+        user_control_tokens=config.user_control_tokens,
+    )
     for notice in model.notices:
         logger.warning(notice)
     incarnation = uuid.uuid4().hex
     tracing = open_tracing(config.otel_endpoint, role="router", worker=incarnation)
     registry = new_registry(role="router", version=VERSION)
-    services = _services(config, model.facts, RouterMetrics.create(registry), ChannelSecurity(certificates))
+    services = _services(
+        config, model.facts, RouterMetrics.create(registry), ChannelSecurity(certificates)
+    )
     services_served = (SERVICE, VLLM_SERVICE) if config.vllm_engine else (SERVICE,)
-    server = GrpcServer(_server_options(config), services=services_served, metrics=RpcMetrics.create(registry),
-                        security=security, background_methods=ENDLESS_METHODS, also_served=(ORCA_SERVICE,),
-                        tracing=tracing)
+    server = GrpcServer(
+        _server_options(config),
+        services=services_served,
+        metrics=RpcMetrics.create(registry),
+        security=security,
+        background_methods=ENDLESS_METHODS,
+        also_served=(ORCA_SERVICE,),
+        tracing=tracing,
+    )
     _add_apis(server, config, model, services, security)
     exposition = None
     if config.metrics_port is not None:
@@ -80,11 +100,17 @@ async def serve(config: RouterConfig, stop: StopSignal, *, on_start: Callable[[]
         address = await server.start()
         logger.info("router listens", extra={"address": address, "model": model.facts.name})
         if config.announce is not None:
-            write_announcement(config.announce, Announcement(address, exposition.port if exposition else None,
-                                                             os.getpid(), incarnation))
+            write_announcement(
+                config.announce,
+                Announcement(
+                    address, exposition.port if exposition else None, os.getpid(), incarnation
+                ),
+            )
         readiness = Readiness(services, server.health, config.warm_up_s, services_served)
         on_start()
-        async with background(stop, services.directory.run(), services.admission.run(), readiness.run()):
+        async with background(
+            stop, services.directory.run(), services.admission.run(), readiness.run()
+        ):
             await stop.wait()
             await server.drain(grace_s=config.drain_s)
     finally:
@@ -96,43 +122,93 @@ async def serve(config: RouterConfig, stop: StopSignal, *, on_start: Callable[[]
         await asyncio.to_thread(tracing.close)
 
 
-def _services(config: RouterConfig, facts: ModelLimits, metrics: RouterMetrics, security: ChannelSecurity) -> Services:
+def _services(
+    config: RouterConfig, facts: ModelLimits, metrics: RouterMetrics, security: ChannelSecurity
+) -> Services:
     """What finds workers, admits requests and drives them; `security` is shown to workers."""
-    discovery = DiscoveryOptions(config.discovery_interval_s, config.kubernetes_api, config.service_account)
-    options = DirectoryOptions(config.prefill, config.decode, config.policy, config.watch_interval_s, security,
-                               discovery, longest_comeback_s=0.0 if config.peer_wait_s else config.max_wait_s)
+    discovery = DiscoveryOptions(
+        config.discovery_interval_s, config.kubernetes_api, config.service_account
+    )
+    options = DirectoryOptions(
+        config.prefill,
+        config.decode,
+        config.policy,
+        config.watch_interval_s,
+        security,
+        discovery,
+        longest_comeback_s=0.0 if config.peer_wait_s else config.max_wait_s,
+    )
     directory = Directory(options, facts, metrics, random.Random())
-    peer_wait_s = config.peer_wait_s or FlowLimits().peer_wait_s  # what was measured counts where nothing was said
+    peer_wait_s = (
+        config.peer_wait_s or FlowLimits().peer_wait_s
+    )  # what was measured counts where nothing was said
     outlook = Outlook(SystemClock())
-    admission = Admission(directory, AdmissionLimits(config.max_waiting, config.max_wait_s, peer_wait_s), metrics,
-                          outlook)
-    limits = FlowLimits(prefill_attempts=config.prefill_attempts, peer_wait_s=peer_wait_s,
-                        capacity_wait_s=config.max_wait_s, migrations=config.migrations)
+    admission = Admission(
+        directory,
+        AdmissionLimits(config.max_waiting, config.max_wait_s, peer_wait_s),
+        metrics,
+        outlook,
+    )
+    limits = FlowLimits(
+        prefill_attempts=config.prefill_attempts,
+        peer_wait_s=peer_wait_s,
+        capacity_wait_s=config.max_wait_s,
+        migrations=config.migrations,
+    )
     return Services(admission, directory, limits, metrics, outlook)
 
 
-def _add_apis(server: GrpcServer, config: RouterConfig, model: ServedModel, services: Services,
-              security: ServerSecurity) -> None:
+def _add_apis(
+    server: GrpcServer,
+    config: RouterConfig,
+    model: ServedModel,
+    services: Services,
+    security: ServerSecurity,
+) -> None:
     """Everything that clients call."""
-    limits = RequestLimits(config.max_request_s, config.client_stall_s, PriorityLimits.parse(config.priority_limits),
-                           config.salt_by_client)
+    limits = RequestLimits(
+        config.max_request_s,
+        config.client_stall_s,
+        PriorityLimits.parse(config.priority_limits),
+        config.salt_by_client,
+    )
     generation = GenerationService(model, services, limits, SystemClock(), security.caller)
     generation_pb2_grpc.add_GenerationServicer_to_server(generation, server.grpc)
-    orca_service_pb2_grpc.add_OpenRcaServiceServicer_to_server(OpenRcaService(generation.load, generation.counts),
-                                                               server.grpc)
+    orca_service_pb2_grpc.add_OpenRcaServiceServicer_to_server(
+        OpenRcaService(generation.load, generation.counts), server.grpc
+    )
     if config.vllm_engine:
         _add_vllm_engine(server, generation, config.model, model, services.directory.index)
 
 
 def _server_options(config: RouterConfig) -> ServerOptions:
-    names = ("listen", "health_listen", "max_message_bytes", "max_calls", "max_held_bytes", "max_streams",
-             "max_connections", "keepalive_s", "keepalive_timeout_s", "max_connection_age_s",
-             "max_connection_age_grace_s", "reflection", "channelz")
-    return ServerOptions(write_s=config.client_stall_s, **{name: getattr(config, name) for name in names})
+    names = (
+        "listen",
+        "health_listen",
+        "max_message_bytes",
+        "max_calls",
+        "max_held_bytes",
+        "max_streams",
+        "max_connections",
+        "keepalive_s",
+        "keepalive_timeout_s",
+        "max_connection_age_s",
+        "max_connection_age_grace_s",
+        "reflection",
+        "channelz",
+    )
+    return ServerOptions(
+        write_s=config.client_stall_s, **{name: getattr(config, name) for name in names}
+    )
 
 
-def _add_vllm_engine(server: GrpcServer, generation: GenerationService, model_dir: Path, model: ServedModel,
-                     index: PrefixIndex) -> None:
+def _add_vllm_engine(
+    server: GrpcServer,
+    generation: GenerationService,
+    model_dir: Path,
+    model: ServedModel,
+    index: PrefixIndex,
+) -> None:
     """Raises ConfigError when its stubs are not installed."""
     try:
         from smg_grpc_proto.generated import vllm_engine_pb2_grpc
@@ -141,12 +217,16 @@ def _add_vllm_engine(server: GrpcServer, generation: GenerationService, model_di
         from router.api.vllm_engine import VllmEngineService
         from router.api.vllm_tokenizer import gateway_tokenizer
     except ImportError as error:
-        raise ConfigError(f"vllm_engine needs the package smg-grpc-proto: pip install 'baton[vllm]' ({error})",
-                          field="vllm_engine") from error
+        raise ConfigError(
+            f"vllm_engine needs the package smg-grpc-proto: pip install 'baton[vllm]' ({error})",
+            field="vllm_engine",
+        ) from error
     index.listener = events = CacheEvents(index.is_held)
     tokenizer = gateway_tokenizer(model_dir, model, cache_folder() / "gateways")
     if tokenizer is not None and tokenizer.carrier is None:
-        logger.warning("gateways render chats and read texts of this model by themselves: its tokenizer cannot carry "
-                       "texts, so that completions over HTTP lack the special tokens that begin a text")
+        logger.warning(
+            "gateways render chats and read texts of this model by themselves: its tokenizer cannot carry "
+            "texts, so that completions over HTTP lack the special tokens that begin a text"
+        )
     service = VllmEngineService(generation, model_dir, tokenizer, events)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(service, server.grpc)

@@ -6,7 +6,9 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-HELD_UP_S = 0.25  # an event loop that wakes so late has not read meanwhile: it reads first, then decides
+HELD_UP_S = (
+    0.25  # an event loop that wakes so late has not read meanwhile: it reads first, then decides
+)
 
 
 class Clock(Protocol):
@@ -23,7 +25,8 @@ class SystemClock:
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started or forked: field 22 of /proc/self/stat, proc(5). 0 where there is none.
+    """Seconds since this process was started or forked: field 22 of /proc/self/stat, proc(5). 0
+    where there is none.
 
     Resolution: a clock tick, 10 ms.
     """

@@ -23,7 +23,9 @@ from runtime.errors import ConfigError
 
 SECTIONS = ("router", "prefill", "decode", "gateway")
 _MAX_PORT_DIGITS = 5
-MAX_WAIT_S = 86_400  # of any setting in seconds: gRPC counts milliseconds in 32 bits, which are 24 days
+MAX_WAIT_S = (
+    86_400  # of any setting in seconds: gRPC counts milliseconds in 32 bits, which are 24 days
+)
 
 
 class Config(BaseModel):
@@ -70,10 +72,18 @@ def parse_address(text: str, *, field: str = "address") -> Address:
     plain = host[1:-1] if in_brackets else host
     if not colon or not plain or set(plain) & set("[]") or (":" in plain and not in_brackets):
         raise ConfigError(f"{field} must be HOST:PORT, got {text!r}", field=field)
-    if not port.isascii() or not port.isdigit() or len(port) > _MAX_PORT_DIGITS or int(port) > 65535:
+    if (
+        not port.isascii()
+        or not port.isdigit()
+        or len(port) > _MAX_PORT_DIGITS
+        or int(port) > 65535
+    ):
         raise ConfigError(f"{field} must end in a port from 0 to 65535, got {text!r}", field=field)
     if not _can_be_looked_up(plain):
-        raise ConfigError(f"{field} must have a host name of parts of 1 to 63 characters, got {text!r}", field=field)
+        raise ConfigError(
+            f"{field} must have a host name of parts of 1 to 63 characters, got {text!r}",
+            field=field,
+        )
     return Address(plain, int(port))
 
 
@@ -96,7 +106,9 @@ def _checked_address(text: str) -> str:
 AddressField = Annotated[str, AfterValidator(_checked_address)]
 
 
-def load(kind: type[ConfigT], *, section: str, flags: Mapping[str, object], file: Path | None = None) -> ConfigT:
+def load(
+    kind: type[ConfigT], *, section: str, flags: Mapping[str, object], file: Path | None = None
+) -> ConfigT:
     """Build the settings of one role. Flags that are None were not given.
 
     Raises ConfigError naming the key for unknown keys, unreadable files and values that do not fit.
@@ -107,14 +119,19 @@ def load(kind: type[ConfigT], *, section: str, flags: Mapping[str, object], file
         return kind.model_validate(values)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        if missing := [str(each["loc"][0]) for each in error.errors(include_url=False) if _is_missing(each)]:
+        if missing := [
+            str(each["loc"][0]) for each in error.errors(include_url=False) if _is_missing(each)
+        ]:
             flags_named = ", ".join(f"--{key.replace('_', '-')}" for key in missing)
-            raise ConfigError(f"{flags_named} must be given, or set in the table [{section}] of --config",
-                              field=missing[0]) from error
+            raise ConfigError(
+                f"{flags_named} must be given, or set in the table [{section}] of --config",
+                field=missing[0],
+            ) from error
         key = ".".join(str(part) for part in first["loc"])
         if first["type"] == "extra_forbidden":
-            raise ConfigError(f"{section}.{key}: unknown setting{did_you_mean(key, kind.model_fields)}",
-                              field=key) from error
+            raise ConfigError(
+                f"{section}.{key}: unknown setting{did_you_mean(key, kind.model_fields)}", field=key
+            ) from error
         raise ConfigError(f"{section}.{key}: {_problem(first)}", field=key) from error
 
 
@@ -126,25 +143,34 @@ def _problem(error: Mapping[str, Any]) -> str:
 
 
 def _is_missing(error: Mapping[str, Any]) -> bool:
-    """Return whether a setting is not there, or a list of what there must be one of is empty. error: one of
-    pydantic's."""
+    """Return whether a setting is not there, or a list of what there must be one of is empty.
+    error: one of pydantic's."""
     return error["type"] == "missing" or (error["type"] == "too_short" and not error["input"])
 
 
 def read_tables(file: Path) -> dict[str, dict[str, object]]:
-    """The tables of the file by role. Raises ConfigError for a file that cannot be read, and for any other table."""
+    """The tables of the file by role. Raises ConfigError for a file that cannot be read, and for
+    any other table."""
     try:
         tables = tomllib.loads(file.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}", field="config") from error
-    except (ValueError, RecursionError) as error:  # also for what is not UTF-8, and for numbers without end
+    except (
+        ValueError,
+        RecursionError,
+    ) as error:  # also for what is not UTF-8, and for numbers without end
         raise ConfigError(f"{file} is not TOML: {error}", field="config") from error
     for name, table in tables.items():
         if name in SECTIONS and not isinstance(table, dict):
-            raise ConfigError(f"{file}: {name} must be a table, [{name}], got {table!r}", field=name)
+            raise ConfigError(
+                f"{file}: {name} must be a table, [{name}], got {table!r}", field=name
+            )
         if name not in SECTIONS:
-            raise ConfigError(f"{file}: {name!r} is not one of the tables {', '.join(SECTIONS)}"
-                              f"{did_you_mean(name, SECTIONS)}", field=name)
+            raise ConfigError(
+                f"{file}: {name!r} is not one of the tables {', '.join(SECTIONS)}"
+                f"{did_you_mean(name, SECTIONS)}",
+                field=name,
+            )
     return tables
 
 
@@ -178,7 +204,8 @@ PeerField = Annotated[str, AfterValidator(_checked_peer)]
 
 
 def number_from_environment(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number that a launcher set; None where it did not. Raises ConfigError naming the variable."""
+    """Return the number that a launcher set; None where it did not. Raises ConfigError naming the
+    variable."""
     text = environment.get(name, "").strip()
     if not text:
         return None
@@ -196,10 +223,19 @@ def leader_from_environment(environment: Mapping[str, str] = os.environ) -> str 
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if not host or not port:
         return None
-    if not port.isascii() or not port.isdigit() or len(port) > _MAX_PORT_DIGITS or not 0 < int(port) < 65536:
-        raise ConfigError(f"MASTER_PORT must be a port from 1 to 65535, got {port!r}", field="MASTER_PORT")
+    if (
+        not port.isascii()
+        or not port.isdigit()
+        or len(port) > _MAX_PORT_DIGITS
+        or not 0 < int(port) < 65536
+    ):
+        raise ConfigError(
+            f"MASTER_PORT must be a port from 1 to 65535, got {port!r}", field="MASTER_PORT"
+        )
     bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
     try:
         return str(parse_peer(str(Address(bare, int(port))), field="MASTER_ADDR"))
     except ConfigError:
-        raise ConfigError(f"MASTER_ADDR must be a host name or an address, got {host!r}", field="MASTER_ADDR") from None
+        raise ConfigError(
+            f"MASTER_ADDR must be a host name or an address, got {host!r}", field="MASTER_ADDR"
+        ) from None

@@ -1,25 +1,26 @@
-"""Every error Baton raises on purpose, and the one place that defines what each looks like to a gRPC client.
+"""Every error Baton raises on purpose, and the one place that defines what each looks like to a
+gRPC client.
 
-    BatonError
-    ├── InvalidRequestError     the request is impossible                      INVALID_ARGUMENT
-    │   ├── UnknownModelError   a model this router does not serve             NOT_FOUND
-    │   └── UnsupportedError    a field or method that is not offered          UNIMPLEMENTED
-    ├── DuplicateRequestError   request_id is running already                  ALREADY_EXISTS
-    ├── UnauthenticatedError    no token, or a wrong one                       UNAUTHENTICATED
-    ├── PermissionDeniedError   the caller's role may not do this              PERMISSION_DENIED
-    ├── ConfigError             a flag, file or checkpoint cannot work         FAILED_PRECONDITION
-    ├── IncompatiblePeerError   two workers that must not be paired            FAILED_PRECONDITION
-    ├── CapacityError           a queue or pool is full                        RESOURCE_EXHAUSTED
-    ├── UnavailableError        draining, or no worker that could serve        UNAVAILABLE
-    │   ├── DrainingError       leaves on purpose, hands its requests back     UNAVAILABLE
-    │   ├── HeldUpError         too late for one request, which moves         UNAVAILABLE
-    │   └── PeerLostError       a process died in the middle of a request      ABORTED
-    ├── HandoffError            a transfer failed and no retry is left         ABORTED
-    │   └── IntegrityError      bytes arrived that are not the bytes sent      DATA_LOSS
-    ├── DeadlineError           the request's time is up                       DEADLINE_EXCEEDED
-    ├── RequestAborted          the client or its stream is gone               CANCELLED
-    └── InternalError           a bug: an invariant does not hold              INTERNAL
-        └── StalePlanError      attention metadata planned for another batch
+BatonError
+├── InvalidRequestError     the request is impossible                      INVALID_ARGUMENT
+│   ├── UnknownModelError   a model this router does not serve             NOT_FOUND
+│   └── UnsupportedError    a field or method that is not offered          UNIMPLEMENTED
+├── DuplicateRequestError   request_id is running already                  ALREADY_EXISTS
+├── UnauthenticatedError    no token, or a wrong one                       UNAUTHENTICATED
+├── PermissionDeniedError   the caller's role may not do this              PERMISSION_DENIED
+├── ConfigError             a flag, file or checkpoint cannot work         FAILED_PRECONDITION
+├── IncompatiblePeerError   two workers that must not be paired            FAILED_PRECONDITION
+├── CapacityError           a queue or pool is full                        RESOURCE_EXHAUSTED
+├── UnavailableError        draining, or no worker that could serve        UNAVAILABLE
+│   ├── DrainingError       leaves on purpose, hands its requests back     UNAVAILABLE
+│   ├── HeldUpError         too late for one request, which moves         UNAVAILABLE
+│   └── PeerLostError       a process died in the middle of a request      ABORTED
+├── HandoffError            a transfer failed and no retry is left         ABORTED
+│   └── IntegrityError      bytes arrived that are not the bytes sent      DATA_LOSS
+├── DeadlineError           the request's time is up                       DEADLINE_EXCEEDED
+├── RequestAborted          the client or its stream is gone               CANCELLED
+└── InternalError           a bug: an invariant does not hold              INTERNAL
+    └── StalePlanError      attention metadata planned for another batch
 """
 
 from dataclasses import dataclass
@@ -35,14 +36,16 @@ class FieldViolation:
 
 
 class BatonError(Exception):
-    """Root of the tree. `reason` is for programs (UPPER_SNAKE, becomes ErrorInfo.reason), the message for people."""
+    """Root of the tree. `reason` is for programs (UPPER_SNAKE, becomes ErrorInfo.reason), the
+    message for people."""
 
     reason = "INTERNAL"
     retry_after_s: float | None = None  # when trying again may help; None where nobody knows
 
     def again(self) -> Self:
-        """The same error as an object of its own, to raise where others end with it, too: an object that several calls
-        raise collects the frames of all of them, and a call that clears those clears the others'."""
+        """The same error as an object of its own, to raise where others end with it, too: an object
+        that several calls raise collects the frames of all of them, and a call that clears those
+        clears the others'."""
         other = type(self).__new__(type(self), *self.args)
         vars(other).update(vars(self))
         return other
@@ -99,7 +102,8 @@ class ConfigError(BatonError):
 
 
 class IncompatiblePeerError(BatonError):
-    """Prefill and decode differ in weights, geometry, dtype, page size or schema; the message shows both."""
+    """Prefill and decode differ in weights, geometry, dtype, page size or schema; the message shows
+    both."""
 
     reason = "INCOMPATIBLE_PEER"
 
@@ -116,7 +120,8 @@ class CapacityError(BatonError):
 
 
 class UnavailableError(BatonError):
-    """Nothing can serve it now. `retry_after_s`: seconds until something may; None where that is not known."""
+    """Nothing can serve it now. `retry_after_s`: seconds until something may; None where that is
+    not known."""
 
     reason = "UNAVAILABLE"
 
@@ -132,13 +137,15 @@ class DrainingError(UnavailableError):
 
 
 class HeldUpError(UnavailableError):
-    """A busy machine was late for one request, which may go on elsewhere; the process serves all others as before."""
+    """A busy machine was late for one request, which may go on elsewhere; the process serves all
+    others as before."""
 
     reason = "HELD_UP"
 
 
 class PeerLostError(UnavailableError):
-    """A worker or stage died while it held part of a request; the whole request may be sent again."""
+    """A worker or stage died while it held part of a request; the whole request may be sent
+    again."""
 
     reason = "PEER_LOST"
 

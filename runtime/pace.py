@@ -1,4 +1,5 @@
-"""How fast prompts are computed at best: what routers refuse by on arrival, and prefill workers later on."""
+"""How fast prompts are computed at best: what routers refuse by on arrival, and prefill workers
+later on."""
 
 from collections import deque
 
@@ -13,14 +14,16 @@ REMEMBERED_PROMPTS = 64
 class PrefillRateEstimate:
     """Seconds per prompt token, as prefills that ended within the last `MEMORY_S` showed it.
 
-    Only the best rate seen lately counts: what even that cannot do in time is refused, everything else is tried. A
-    refused request shows no rate, so rates expire after `MEMORY_S`, and a refusal needs `MIN_PROMPTS` of them.
+    Only the best rate seen lately counts: what even that cannot do in time is refused, everything
+    else is tried. A refused request shows no rate, so rates expire after `MEMORY_S`, and a refusal
+    needs `MIN_PROMPTS` of them.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._seen_s: deque[float] = deque(maxlen=MIN_PROMPTS)  # when the last ones were
-        # When, and seconds per token: each slower than the one before it, as what a later one surpasses counts no more.
+        # When, and seconds per token: each slower than the one before it, as what a later one
+        # surpasses counts no more.
         self._best: deque[tuple[float, float]] = deque(maxlen=REMEMBERED_PROMPTS)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
@@ -34,7 +37,8 @@ class PrefillRateEstimate:
         self._seen_s.append(self._clock.now())
 
     def least_s(self, num_tokens: int) -> float:
-        """The time that many tokens take at best; 0 while too few prompts are known, or for too few tokens."""
+        """The time that many tokens take at best; 0 while too few prompts are known, or for too few
+        tokens."""
         oldest_s = self._clock.now() - MEMORY_S
         while self._best and self._best[0][0] < oldest_s:
             self._best.popleft()

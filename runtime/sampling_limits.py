@@ -31,6 +31,14 @@ SAMPLING_INTERVALS = {
     "repetition_penalty": Interval(0, 10, low_is_open=True),
 }
 LOGIT_BIAS_INTERVAL = Interval(-100, 100)
-# What a request gets that states nothing, of a model that states nothing: the distribution as it is.
-SAMPLING_DEFAULTS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "frequency_penalty": 0.0,
-                     "presence_penalty": 0.0, "repetition_penalty": 1.0}
+# What a request gets that states nothing, of a model that states nothing: the distribution as it
+# is.
+SAMPLING_DEFAULTS = {
+    "temperature": 1.0,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": 0.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}

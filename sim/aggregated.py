@@ -1,9 +1,11 @@
-"""What a fleet would do whose workers both read prompts and draw answers: for comparing, as Baton has no such workers.
+"""What a fleet would do whose workers both read prompts and draw answers: for comparing, as Baton
+has no such workers.
 
-Each step of a worker draws one token for every row and reads up to a chunk of the prompts that came first, and takes as
-long as both take, but for one of the two beginnings that a step has: chunked prefill as single engines run it. Prompts
-go to the worker that has the fewest tokens to read, answers stay there. Nothing is sent, no prefix is kept, and a
-request begins when all the pages that it may come to are free. Pure.
+Each step of a worker draws one token for every row and reads up to a chunk of the prompts that came
+first, and takes as long as both take, but for one of the two beginnings that a step has: chunked
+prefill as single engines run it. Prompts go to the worker that has the fewest tokens to read,
+answers stay there. Nothing is sent, no prefix is kept, and a request begins when all the pages that
+it may come to are free. Pure.
 """
 
 from collections import deque
@@ -68,8 +70,11 @@ class _AggregatedWorker:
         for stay in self._queue:
             begins = stay.unread == stay.planned.prompt_tokens
             num_pages = self._pages(stay) if begins else 0
-            if not budget or num_rows >= self.costs.decode.max_running \
-                    or self._pages_used + num_pages > self.costs.decode.num_pages:
+            if (
+                not budget
+                or num_rows >= self.costs.decode.max_running
+                or self._pages_used + num_pages > self.costs.decode.num_pages
+            ):
                 break
             self._pages_used += num_pages
             count = min(budget, stay.unread)
@@ -117,11 +122,14 @@ class _AggregatedWorker:
             self._pages_used -= self._pages(row)
 
     def _pages(self, stay: _Stay) -> int:
-        return -(-(stay.planned.prompt_tokens + stay.planned.output_tokens) // self.costs.model.page_size)
+        return -(
+            -(stay.planned.prompt_tokens + stay.planned.output_tokens) // self.costs.model.page_size
+        )
 
 
 def aggregated(num_workers: int, costs: Costs, load: Sequence[Planned]) -> list[Outcome]:
-    """Of every request, in order of arrival. A request that no worker could hold is one that failed."""
+    """Of every request, in order of arrival. A request that no worker could hold is one that
+    failed."""
     workers = [_AggregatedWorker(costs) for _ in range(num_workers)]
     stays = []
     for planned in load:

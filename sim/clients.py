@@ -1,4 +1,5 @@
-"""Clients: each sends its request when it comes, reads the answer, and goes on at another router where one is lost."""
+"""Clients: each sends its request when it comes, reads the answer, and goes on at another router
+where one is lost."""
 
 import asyncio
 import random
@@ -52,8 +53,13 @@ class Answered:
 class Clients:
     """`ask` sends one request; all of them choose routers by one seed."""
 
-    def __init__(self, routers: Sequence[RouterProcess], rng: random.Random, prompts: Prompts,
-                 machine: Machine) -> None:
+    def __init__(
+        self,
+        routers: Sequence[RouterProcess],
+        rng: random.Random,
+        prompts: Prompts,
+        machine: Machine,
+    ) -> None:
         self._machine = machine
         self._routers = routers
         self._rng = rng
@@ -65,8 +71,15 @@ class Clients:
     async def ask(self, index: int, planned: Planned) -> None:
         """Now. The outcome is noted when it has ended, however it does."""
         began_s, reader, error = self._loop.time(), _Reader(), ""
-        engine, prompt = self._book.request(planned.prompt_tokens), self._book.prompt(index, planned)
-        engine.request_id, engine.max_tokens, engine.sampling.seed = f"r{index}", planned.output_tokens, index
+        engine, prompt = (
+            self._book.request(planned.prompt_tokens),
+            self._book.prompt(index, planned),
+        )
+        engine.request_id, engine.max_tokens, engine.sampling.seed = (
+            f"r{index}",
+            planned.output_tokens,
+            index,
+        )
         try:
             self._prompts[engine.request_id] = prompt
             await self._machine.receive(planned.prompt_tokens)
@@ -75,23 +88,48 @@ class Clients:
             error = failure.reason
         finally:
             self._prompts.pop(engine.request_id, None)
-        if reader.num_finishes != (not error) or (not error and reader.num_tokens != planned.output_tokens):
-            raise InternalError(f"request {index} ended {reader.num_finishes} times with {reader.num_tokens} tokens, "
-                                f"{error or 'without an error'}")
-        times = () if reader.first_s is None else (reader.first_s - began_s, reader.last_s - began_s)
-        self.answered.append(Answered(
-            Outcome(times[0] if times else None, times, reader.num_tokens, None, error or None, planned.at_s),
-            planned.prompt_tokens, reader.num_cached))
+        if reader.num_finishes != (not error) or (
+            not error and reader.num_tokens != planned.output_tokens
+        ):
+            raise InternalError(
+                f"request {index} ended {reader.num_finishes} times with {reader.num_tokens} tokens, "
+                f"{error or 'without an error'}"
+            )
+        times = (
+            () if reader.first_s is None else (reader.first_s - began_s, reader.last_s - began_s)
+        )
+        self.answered.append(
+            Answered(
+                Outcome(
+                    times[0] if times else None,
+                    times,
+                    reader.num_tokens,
+                    None,
+                    error or None,
+                    planned.at_s,
+                ),
+                planned.prompt_tokens,
+                reader.num_cached,
+            )
+        )
 
-    async def _resumed(self, engine: types_pb2.EngineRequest, prompt: SimulatedPrompt, reader: _Reader) -> None:
+    async def _resumed(
+        self, engine: types_pb2.EngineRequest, prompt: SimulatedPrompt, reader: _Reader
+    ) -> None:
         for attempt in range(1, MAX_ROUTERS + 1):
             alive = [router for router in self._routers if router.is_up]
             if not alive:
                 raise UnavailableError("no router is up")
             router = self._rng.choice(alive)
             resumed = ((1,) * reader.num_tokens,) if reader.num_tokens else ()
-            request = AdmissibleRequest(engine, (), wants_text=False, resumed=resumed,
-                                        resumed_from=(reader.workers,) if resumed else (), routed=prompt)
+            request = AdmissibleRequest(
+                engine,
+                (),
+                wants_text=False,
+                resumed=resumed,
+                resumed_from=(reader.workers,) if resumed else (),
+                routed=prompt,
+            )
             try:
                 async for response in router.answer(request):
                     if reader.first_s is None:

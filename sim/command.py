@@ -16,7 +16,18 @@ from baton.finite import finite
 from baton.load import Slo
 from baton.load_plot import check_can_plot
 from baton.traces import read_trace
-from baton.workload import Arrivals, Lengths, Planned, Process, Shape, TooLong, changes, fitted, plan, superposed
+from baton.workload import (
+    Arrivals,
+    Lengths,
+    Planned,
+    Process,
+    Shape,
+    TooLong,
+    changes,
+    fitted,
+    plan,
+    superposed,
+)
 from router.workers.policy import Policy
 from runtime.errors import BatonError, ConfigError
 from runtime.observe.log import LogStyle, configure
@@ -43,7 +54,9 @@ def parse_slo(text: str) -> Slo:
             limits[name.strip()] = float(value.removesuffix(unit)) * _UNITS[unit]
         except ValueError:
             limits[""] = 0.0
-    if limits.keys() != {"ttft", "tpot"} or not all(0 < limit < math.inf for limit in limits.values()):
+    if limits.keys() != {"ttft", "tpot"} or not all(
+        0 < limit < math.inf for limit in limits.values()
+    ):
         raise ConfigError(f"--slo must be like ttft=2s,tpot=50ms, got {text!r}", field="slo")
     return Slo(limits["ttft"], limits["tpot"])
 
@@ -53,27 +66,61 @@ RoutersFlag = Annotated[int, typer.Option(min=1, help="Number of routers before 
 
 @dataclass(frozen=True)
 class LoadFlags:
-    """The flags that every command on fleets takes: a load, what workers take for it, and what it is to keep."""
+    """The flags that every command on fleets takes: a load, what workers take for it, and what it
+    is to keep."""
 
-    costs: Annotated[Path | None, typer.Option(
-        help="What workers take, as bench.calibrate writes it; default: a dense 70B model on eight H100 per worker, "
-             "roughly.")] = None
-    trace: Annotated[Path | None, typer.Option(help="Times, lengths and common blocks of this file: JSONL, or "
-                                                         "Azure's or BurstGPT's CSV.")] = None
-    speed: Annotated[float, typer.Option(min=0.001, callback=finite, help="Replay a trace this much faster.")] = 1.0
-    copies: Annotated[int, typer.Option(min=1, help="So many of the trace at once, with prompts of their own.")] = 1
-    too_long: Annotated[TooLong, typer.Option(help="What to do with requests longer than the context: refuse the "
-                                                  "load, skip them, or cut their prompts.")] = TooLong.REFUSE
-    requests: Annotated[int | None, typer.Option(min=1, help="How many; default: all of the trace, or 1000.")] = None
-    rate: Annotated[float, typer.Option(min=0.001, callback=finite,
-                                        help="Mean arrivals per second, without a trace.")] = 4.0
+    costs: Annotated[
+        Path | None,
+        typer.Option(
+            help="What workers take, as bench.calibrate writes it; default: a dense 70B model on eight H100 per "
+            "worker, roughly."
+        ),
+    ] = None
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            help="Times, lengths and common blocks of this file: JSONL, or "
+            "Azure's or BurstGPT's CSV."
+        ),
+    ] = None
+    speed: Annotated[
+        float, typer.Option(min=0.001, callback=finite, help="Replay a trace this much faster.")
+    ] = 1.0
+    copies: Annotated[
+        int, typer.Option(min=1, help="So many of the trace at once, with prompts of their own.")
+    ] = 1
+    too_long: Annotated[
+        TooLong,
+        typer.Option(
+            help="What to do with requests longer than the context: refuse the "
+            "load, skip them, or cut their prompts."
+        ),
+    ] = TooLong.REFUSE
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="How many; default: all of the trace, or 1000.")
+    ] = None
+    rate: Annotated[
+        float,
+        typer.Option(min=0.001, callback=finite, help="Mean arrivals per second, without a trace."),
+    ] = 4.0
     arrival: Annotated[Process, typer.Option(help="How arrivals are spread.")] = Process.POISSON
     burst: Annotated[int, typer.Option(min=1, help="Requests per burst, with --arrival burst.")] = 8
     prompt_tokens: Annotated[str, typer.Option(help=_LENGTHS)] = "exponential:4000"
-    output_tokens: Annotated[str, typer.Option(help="The same, for what is generated.")] = "exponential:300"
-    slower: Annotated[float, typer.Option(min=0.001, max=1000, callback=finite,
-                                          help="Workers take this many times what the costs say.")] = 1.0
-    policy: Annotated[Policy, typer.Option(help="How routers choose workers.")] = Policy.PREFIX_CACHE
+    output_tokens: Annotated[str, typer.Option(help="The same, for what is generated.")] = (
+        "exponential:300"
+    )
+    slower: Annotated[
+        float,
+        typer.Option(
+            min=0.001,
+            max=1000,
+            callback=finite,
+            help="Workers take this many times what the costs say.",
+        ),
+    ] = 1.0
+    policy: Annotated[Policy, typer.Option(help="How routers choose workers.")] = (
+        Policy.PREFIX_CACHE
+    )
     slo: Annotated[str, typer.Option(help="What a good request keeps.")] = "ttft=2s,tpot=50ms"
     seed: Annotated[int, typer.Option(help="The same seed gives the same run.")] = 0
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of text.")] = False
@@ -83,29 +130,46 @@ class LoadFlags:
         return (Costs() if self.costs is None else Costs.read(self.costs)).times(self.slower)
 
     def planned(self, costs: Costs) -> list[Planned]:
-        """Return the load, and say on stderr what of it is not as it was asked for. Raises ConfigError."""
+        """Return the load, and say on stderr what of it is not as it was asked for. Raises
+        ConfigError."""
         unanswered = 0
         if self.trace is not None:
             trace = read_trace(self.trace, speed=self.speed)
-            load = superposed(trace.planned, self.copies, seed=self.seed)[:self.requests]
+            load = superposed(trace.planned, self.copies, seed=self.seed)[: self.requests]
             unanswered = trace.num_unanswered
         else:
-            shape = Shape(Lengths.parse(self.prompt_tokens, field="prompt_tokens"),
-                          Lengths.parse(self.output_tokens, field="output_tokens"))
-            load = plan(self.requests or 1000, Arrivals(self.arrival, self.rate, self.burst), shape, seed=self.seed)
+            shape = Shape(
+                Lengths.parse(self.prompt_tokens, field="prompt_tokens"),
+                Lengths.parse(self.output_tokens, field="output_tokens"),
+            )
+            load = plan(
+                self.requests or 1000,
+                Arrivals(self.arrival, self.rate, self.burst),
+                shape,
+                seed=self.seed,
+            )
         most = costs.model.max_context_tokens
         fitting = fitted(load, most, self.too_long)
-        for line in changes(cut=fitting.num_cut, skipped=fitting.num_skipped, unanswered=unanswered,
-                            max_context_tokens=most):
+        for line in changes(
+            cut=fitting.num_cut,
+            skipped=fitting.num_skipped,
+            unanswered=unanswered,
+            max_context_tokens=most,
+        ):
             print(line, file=sys.stderr)
         return list(fitting.planned)
 
 
 def with_load_flags(command: Callable[..., None]) -> Callable[..., None]:
     """The command with the flags of its first argument, which is a `LoadFlags`, beside its own."""
-    shared = [Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
-              for each in fields(LoadFlags)]
-    own = [each.replace(kind=Parameter.KEYWORD_ONLY) for each in list(signature(command).parameters.values())[1:]]
+    shared = [
+        Parameter(each.name, Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type)
+        for each in fields(LoadFlags)
+    ]
+    own = [
+        each.replace(kind=Parameter.KEYWORD_ONLY)
+        for each in list(signature(command).parameters.values())[1:]
+    ]
 
     def taking_flags(**given: object) -> None:
         flags = {each.name: given.pop(each.name) for each in shared}
@@ -124,20 +188,37 @@ def command(
     prefill: Annotated[int, typer.Option(min=1, help="Number of prefill workers.")] = 2,
     decode: Annotated[int, typer.Option(min=1, help="Number of decode workers.")] = 1,
     routers: RoutersFlag = 1,
-    watch_interval: Annotated[float, typer.Option(min=0.05, max=60, callback=finite,
-                                                  help="Seconds between two reports of a worker.")] = 0.25,
-    fault: Annotated[list[str] | None, typer.Option(
-        help="Like kill:decode-3@120+30, cut:prefill-0@60+5, slow:prefill-1@60+30x3, restart:decode@100 or "
-             "lose:router-1@60; repeat.")] = None,
-    plot: Annotated[Path | None, typer.Option(help="Draw the run into this .png, .svg or .pdf.")] = None,
+    watch_interval: Annotated[
+        float,
+        typer.Option(
+            min=0.05, max=60, callback=finite, help="Seconds between two reports of a worker."
+        ),
+    ] = 0.25,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Like kill:decode-3@120+30, cut:prefill-0@60+5, slow:prefill-1@60+30x3, restart:decode@100 or "
+            "lose:router-1@60; repeat."
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw the run into this .png, .svg or .pdf.")
+    ] = None,
 ) -> None:
     """Simulate a fleet: the router's own code, and models of workers and links, in virtual time."""
     with one_line_errors("simulate"):
         if plot is not None:
             check_can_plot(plot)
         limits = parse_slo(flags.slo)
-        config = FleetConfig(prefill, decode, routers, flags.costs_read(), RouterOptions(flags.policy, watch_interval),
-                             tuple(map(Mishap.parse, fault or ())), flags.seed)
+        config = FleetConfig(
+            prefill,
+            decode,
+            routers,
+            flags.costs_read(),
+            RouterOptions(flags.policy, watch_interval),
+            tuple(map(Mishap.parse, fault or ())),
+            flags.seed,
+        )
         run = simulate(config, flags.planned(config.costs))
         figures = figures_of(run, config, limits)
         print(json.dumps(figures) if flags.as_json else "\n".join(lines_of(figures)))

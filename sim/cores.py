@@ -1,9 +1,10 @@
 """Cores, and how fast goes on what computes on them.
 
-Every worker has a core for itself, unless a fleet is of one machine (`MachineCosts`). There whoever computes on a core
-gets an even share of it, as processes do under a fair scheduler: workers on the cores that `baton.core_places` gives
-them, and what router and client do for a request wherever the least is computed. What they do for tokens is a little
-of every core all the time; it is taken off first, since who wants less than a share gets it.
+Every worker has a core for itself, unless a fleet is of one machine (`MachineCosts`). There whoever
+computes on a core gets an even share of it, as processes do under a fair scheduler: workers on the
+cores that `baton.core_places` gives them, and what router and client do for a request wherever the
+least is computed. What they do for tokens is a little of every core all the time; it is taken off
+first, since who wants less than a share gets it.
 """
 
 import asyncio
@@ -19,9 +20,19 @@ class Alarm:
 
     __slots__ = ("arguments", "at_s", "callback", "handle", "processor")
 
-    def __init__(self, processor: "Processor", at_s: float, callback: Callable[..., object],
-                 arguments: tuple[object, ...]) -> None:
-        self.processor, self.at_s, self.callback, self.arguments = processor, at_s, callback, arguments
+    def __init__(
+        self,
+        processor: "Processor",
+        at_s: float,
+        callback: Callable[..., object],
+        arguments: tuple[object, ...],
+    ) -> None:
+        self.processor, self.at_s, self.callback, self.arguments = (
+            processor,
+            at_s,
+            callback,
+            arguments,
+        )
         self.handle: asyncio.TimerHandle | None = None
 
     def cancel(self) -> None:
@@ -31,14 +42,17 @@ class Alarm:
 
 
 class Processor:
-    """What one worker computes with. Its time passes as fast as the loop's where it has a core for itself, and slower
-    where it shares one: work is so many seconds of it, whoever computes beside."""
+    """What one worker computes with. Its time passes as fast as the loop's where it has a core for
+    itself, and slower where it shares one: work is so many seconds of it, whoever computes
+    beside."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, core: "Core | None" = None) -> None:
         self._loop = loop
         self._core = core
         self._rate = 1.0
-        self._since_s = self._passed_s = 0.0  # the loop's time of the last change of rate, and its own then
+        self._since_s = self._passed_s = (
+            0.0  # the loop's time of the last change of rate, and its own then
+        )
         self._slowness = 1.0
         self._is_computing = False
         self.alarms: dict[Alarm, None] = {}
@@ -56,7 +70,8 @@ class Processor:
         return alarm
 
     def compute(self, *, is_computing: bool, messages: float = 0.0) -> None:
-        """Whether it does, from now on, and what that makes router and client do (see `messages`)."""
+        """Whether it does, from now on, and what that makes router and client do (see
+        `messages`)."""
         if is_computing == self._is_computing and messages == self.messages:
             return
         self._is_computing, self.messages = is_computing, messages
@@ -80,13 +95,15 @@ class Processor:
                 self._arm(alarm)
 
     def spend(self, seconds: float) -> None:
-        """Beside what it computes, as another thread of its process does; without a machine that has a core of its own.
-        """
+        """Beside what it computes, as another thread of its process does; without a machine that
+        has a core of its own."""
         if self._core is not None:
             self._core.spend(seconds, lambda: None)
 
     def _arm(self, alarm: Alarm) -> None:
-        alarm.handle = self._loop.call_at(self._since_s + (alarm.at_s - self._passed_s) / self._rate, self._ring, alarm)
+        alarm.handle = self._loop.call_at(
+            self._since_s + (alarm.at_s - self._passed_s) / self._rate, self._ring, alarm
+        )
 
     def _ring(self, alarm: Alarm) -> None:
         del self.alarms[alarm]
@@ -136,12 +153,15 @@ class Machine:
         return Processor(self._loop, self._places.get(name))
 
     def messages(self, num_rows: int, round_s: float) -> float:
-        """As `Processor.messages`, of a pool that draws a token for each of so many rows in so many seconds."""
-        return (self._costs.round_s + num_rows * self._costs.token_s) / round_s if self._cores else 0.0
+        """As `Processor.messages`, of a pool that draws a token for each of so many rows in so many
+        seconds."""
+        return (
+            (self._costs.round_s + num_rows * self._costs.token_s) / round_s if self._cores else 0.0
+        )
 
     async def receive(self, num_tokens: int) -> None:
-        """What router and client compute for a request that comes, with so long a prompt, before it is given to
-        workers: half of what they compute for it at all."""
+        """What router and client compute for a request that comes, with so long a prompt, before it
+        is given to workers: half of what they compute for it at all."""
         if self._cores:
             done = self._loop.create_future()
             self._spend(num_tokens, partial(_end, done))
@@ -157,9 +177,14 @@ class Machine:
         core.spend((self._costs.request_s + num_tokens * self._costs.prompt_token_s) / 2, spent)
 
     def share(self) -> None:
-        """Give every processor its part. What messages take is taken off first, which slows down those that cause them:
-        of what they would cause with whole cores they cause as much as is left of these."""
-        wanted = sum(processor.messages / len(core.computing) for core in self._cores for processor in core.computing)
+        """Give every processor its part. What messages take is taken off first, which slows down
+        those that cause them: of what they would cause with whole cores they cause as much as is
+        left of these."""
+        wanted = sum(
+            processor.messages / len(core.computing)
+            for core in self._cores
+            for processor in core.computing
+        )
         left = self._costs.speed / (1 + wanted / len(self._cores))
         for core in self._cores:
             for processor in tuple(core.computing):

@@ -1,9 +1,10 @@
-"""What workers and their network take for what they do: the file that `python -m bench.calibrate` writes.
+"""What workers and their network take for what they do: the file that `python -m bench.calibrate`
+writes.
 
     {"model": {...}, "prefill": {...}, "decode": {...}, "network": {...}, "machine": {...}}
 
-All times are seconds, all sizes bytes. The defaults are a dense model of 70 billion parameters on nodes of eight H100
-at the rates that public benchmarks show, rounded; they are no measurement.
+All times are seconds, all sizes bytes. The defaults are a dense model of 70 billion parameters on
+nodes of eight H100 at the rates that public benchmarks show, rounded; they are no measurement.
 """
 
 from pathlib import Path
@@ -28,10 +29,11 @@ class ModelCosts(_Part):
 
 
 class PrefillCosts(_Part):
-    """A chunk takes `step_s`, `token_s` for each of its tokens, and `pair_s` for each pair of one of its tokens and one
-    that this attends to. A pool of several stages has as many chunks under way, each of which takes that for all
-    stages together. `request_s`: what the first chunk of a prompt takes beyond that, for its messages and its way to
-    decode. With `num_slots` a prompt goes on only from where a state was kept."""
+    """A chunk takes `step_s`, `token_s` for each of its tokens, and `pair_s` for each pair of one
+    of its tokens and one that this attends to. A pool of several stages has as many chunks under
+    way, each of which takes that for all stages together. `request_s`: what the first chunk of a
+    prompt takes beyond that, for its messages and its way to decode. With `num_slots` a prompt goes
+    on only from where a state was kept."""
 
     step_s: float = Field(default=0.008, ge=0)
     token_s: float = Field(default=7e-5, ge=0)
@@ -51,12 +53,13 @@ class PrefillCosts(_Part):
 
 
 class DecodeCosts(_Part):
-    """All rows of a pool get their next token within `step_s`, `row_s` for each of them and `context_s` for each token
-    they attend to. `tokens_per_step`: with drafts, the mean of those accepted and the one drawn. `replay_s` for each
-    token that a request which was set back, or moves here, computes again. `request_s` for each request: a third when
-    it comes and one when its prompt has landed, for both of which rows that draw wait, and one when it ends, beside
-    them. `landed_s` for each token of its prompt: they wait for a third of it, and the rest is beside them, too. What
-    is beside them slows them down where they share a core with it."""
+    """All rows of a pool get their next token within `step_s`, `row_s` for each of them and
+    `context_s` for each token they attend to. `tokens_per_step`: with drafts, the mean of those
+    accepted and the one drawn. `replay_s` for each token that a request which was set back, or
+    moves here, computes again. `request_s` for each request: a third when it comes and one when its
+    prompt has landed, for both of which rows that draw wait, and one when it ends, beside them.
+    `landed_s` for each token of its prompt: they wait for a third of it, and the rest is beside
+    them, too. What is beside them slows them down where they share a core with it."""
 
     step_s: float = Field(default=0.014, ge=0)
     row_s: float = Field(default=5e-5, ge=0)
@@ -86,10 +89,11 @@ class NetworkCosts(_Part):
 
 
 class MachineCosts(_Part):
-    """Of one that all processes of a fleet are on. `cores`: how many it has; 0: every worker has one for itself.
-    `speed`: seconds of work that a core gives in a second, less than 1 where others use it, too. What router and client
-    together take of a core: `request_s` for a request that comes, `prompt_token_s` for each token of its prompt,
-    `round_s` for each round of a decode pool, `token_s` for each token that is drawn there."""
+    """Of one that all processes of a fleet are on. `cores`: how many it has; 0: every worker has
+    one for itself. `speed`: seconds of work that a core gives in a second, less than 1 where others
+    use it, too. What router and client together take of a core: `request_s` for a request that
+    comes, `prompt_token_s` for each token of its prompt, `round_s` for each round of a decode pool,
+    `token_s` for each token that is drawn there."""
 
     cores: int = Field(default=0, ge=0)
     speed: float = Field(default=1.0, gt=0)
@@ -124,11 +128,20 @@ class Costs(_Part):
         """Of workers that compute so many times as long, and start as fast."""
         if factor == 1:
             return self
-        prefill = {name: getattr(self.prefill, name) * factor for name in ("step_s", "token_s", "pair_s", "request_s")}
-        decode = {name: getattr(self.decode, name) * factor
-                  for name in ("step_s", "row_s", "context_s", "replay_s", "request_s", "landed_s")}
-        return self.model_copy(update={"prefill": self.prefill.model_copy(update=prefill),
-                                       "decode": self.decode.model_copy(update=decode)})
+        prefill = {
+            name: getattr(self.prefill, name) * factor
+            for name in ("step_s", "token_s", "pair_s", "request_s")
+        }
+        decode = {
+            name: getattr(self.decode, name) * factor
+            for name in ("step_s", "row_s", "context_s", "replay_s", "request_s", "landed_s")
+        }
+        return self.model_copy(
+            update={
+                "prefill": self.prefill.model_copy(update=prefill),
+                "decode": self.decode.model_copy(update=decode),
+            }
+        )
 
     def handoff_bytes(self, num_tokens: int) -> float:
         """Of a prompt."""

@@ -1,5 +1,6 @@
-"""A decode worker: reserves, lets prompts land, and draws as `sim.decode_pool` says. Tokens are sent when the request
-ends here, with the time that the last of them takes; what a router sees of the steps before that is left out."""
+"""A decode worker: reserves, lets prompts land, and draws as `sim.decode_pool` says. Tokens are
+sent when the request ends here, with the time that the last of them takes; what a router sees of
+the steps before that is left out."""
 
 import asyncio
 from dataclasses import dataclass
@@ -47,7 +48,9 @@ class DecodeWorker(SimulatedWorker):
 
     role = "decode"
 
-    def __init__(self, address: str, costs: Costs, arrivals: Arrivals, machine: Machine, processor: Processor) -> None:
+    def __init__(
+        self, address: str, costs: Costs, arrivals: Arrivals, machine: Machine, processor: Processor
+    ) -> None:
         self.interface = Interface(costs.network.bytes_per_s)
         self.num_landed_bytes = 0.0
         self._arrivals = arrivals
@@ -88,7 +91,11 @@ class DecodeWorker(SimulatedWorker):
     @property
     def pages_used(self) -> int:
         """Now."""
-        return self.costs.decode.num_pages - self.pool.pages_free(self.processor.now()) if self.pool.num_held else 0
+        return (
+            self.costs.decode.num_pages - self.pool.pages_free(self.processor.now())
+            if self.pool.num_held
+            else 0
+        )
 
     def _begin(self) -> PointJournal:
         if self._alarm is not None:
@@ -103,20 +110,34 @@ class DecodeWorker(SimulatedWorker):
 
     def _described(self) -> worker_pb2.WorkerInfo:
         mine = self.costs.decode
-        return worker_pb2.WorkerInfo(pages_total=mine.num_pages, slots_total=mine.num_slots,
-                                     max_running_requests=mine.max_held, max_batch_requests=mine.max_running)
+        return worker_pb2.WorkerInfo(
+            pages_total=mine.num_pages,
+            slots_total=mine.num_slots,
+            max_running_requests=mine.max_held,
+            max_batch_requests=mine.max_running,
+        )
 
     def _reported(self, *, serving: bool, reason: str) -> worker_pb2.WorkerLoad:
         pool = self.pool
         return worker_pb2.WorkerLoad(
-            serving=serving, reason=reason, start_s=self.costs.decode.start_s, queued_requests=pool.num_waiting,
-            running_requests=pool.num_held - pool.num_waiting, pages_free=pool.pages_free(self.processor.now()),
-            slots_free=pool.slots_free, open_sessions=self._num_open, output_tokens=pool.num_drawn)
+            serving=serving,
+            reason=reason,
+            start_s=self.costs.decode.start_s,
+            queued_requests=pool.num_waiting,
+            running_requests=pool.num_held - pool.num_waiting,
+            pages_free=pool.pages_free(self.processor.now()),
+            slots_free=pool.slots_free,
+            open_sessions=self._num_open,
+            output_tokens=pool.num_drawn,
+        )
 
     def _serve(self, call: SimulatedCall) -> None:
         end: RouterEnd[decode_pb2.DecodeInput, decode_pb2.DecodeEvent] = RouterEnd(
-            call, lambda event: decode_pb2.DecodeEvents(events=[event]),
-            lambda key, ended: decode_pb2.DecodeEvent(key=key, ended=ended), self._opened)
+            call,
+            lambda event: decode_pb2.DecodeEvents(events=[event]),
+            lambda key, ended: decode_pb2.DecodeEvent(key=key, ended=ended),
+            self._opened,
+        )
 
         def received(message: Message) -> None:
             assert isinstance(message, decode_pb2.DecodeInputs)
@@ -135,8 +156,13 @@ class DecodeWorker(SimulatedWorker):
         self._num_stays += 1
         request, num_again = opening.request, len(opening.replayed_token_ids)
         num_prompt = len(request.prompt_token_ids)
-        row = DrawnRow(self._num_stays, num_prompt + num_again, request.max_tokens - 1 - num_again, request.priority,
-                  again=num_again)
+        row = DrawnRow(
+            self._num_stays,
+            num_prompt + num_again,
+            request.max_tokens - 1 - num_again,
+            request.priority,
+            again=num_again,
+        )
         try:
             if self._is_draining:
                 raise DrainingError("the decode worker drains")
@@ -144,8 +170,13 @@ class DecodeWorker(SimulatedWorker):
         except BatonError as error:
             made.end(error)
             return None
-        stay = _DecodeStay(made, row, f"{self.incarnation}/{row.key}", num_tokens=1 + num_again,
-                           num_bytes=self.costs.handoff_bytes(num_prompt))
+        stay = _DecodeStay(
+            made,
+            row,
+            f"{self.incarnation}/{row.key}",
+            num_tokens=1 + num_again,
+            num_bytes=self.costs.handoff_bytes(num_prompt),
+        )
         self._stays[row.key] = stay
         self._num_open += 1
         self._woken()
@@ -174,7 +205,9 @@ class DecodeWorker(SimulatedWorker):
         self._arrivals.pop((stay.session_id, stay.epoch), None)
         stay.num_offers += 1
         stay.has_landed = False
-        self._arrivals[stay.session_id, stay.epoch] = Arrival(self.interface, lambda: self._landed(stay))
+        self._arrivals[stay.session_id, stay.epoch] = Arrival(
+            self.interface, lambda: self._landed(stay)
+        )
         terms = transfer_pb2.DestinationTerms(session_id=stay.session_id, epoch=stay.epoch)
         stay.request.send(decode_pb2.DecodeEvent(destination=terms))
 
@@ -190,8 +223,15 @@ class DecodeWorker(SimulatedWorker):
         self._num_open -= 1
         self.pool.delay(self._third_s)
         self._arrivals.pop((stay.session_id, stay.epoch), None)
-        self._send(stay, decode_pb2.DecodeEvent(committed=decode_pb2.DecodeCommitted(
-            transfer_exposed_s=self._loop.time() - stay.first_token_s, num_bytes=round(stay.num_bytes))))
+        self._send(
+            stay,
+            decode_pb2.DecodeEvent(
+                committed=decode_pb2.DecodeCommitted(
+                    transfer_exposed_s=self._loop.time() - stay.first_token_s,
+                    num_bytes=round(stay.num_bytes),
+                )
+            ),
+        )
         if stay.row.left <= 0:
             self._finish(stay)
             self.pool.release(stay.row, self.processor.now())
@@ -208,7 +248,9 @@ class DecodeWorker(SimulatedWorker):
     def _plan(self) -> None:
         """Look again when the pool's span ends."""
         span = self.pool.span
-        messages = 0.0 if span is None else self._machine.messages(self.pool.num_running, span.first_s)
+        messages = (
+            0.0 if span is None else self._machine.messages(self.pool.num_running, span.first_s)
+        )
         self.processor.compute(is_computing=span is not None, messages=messages)
         if self._alarm is not None:
             self._alarm.cancel()
@@ -218,9 +260,17 @@ class DecodeWorker(SimulatedWorker):
         self._send_drawn(stay)
         row, now = stay.row, self._loop.time()
         first_s = now if row.first_step_s is None else row.first_step_s
-        self._send(stay, decode_pb2.DecodeEvent(finished=decode_pb2.DecodeFinished(
-            reason=types_pb2.FINISH_REASON_LENGTH, queue_s=max(0.0, first_s - row.joined_s), decode_s=now - first_s,
-            num_preemptions=row.num_preemptions)))
+        self._send(
+            stay,
+            decode_pb2.DecodeEvent(
+                finished=decode_pb2.DecodeFinished(
+                    reason=types_pb2.FINISH_REASON_LENGTH,
+                    queue_s=max(0.0, first_s - row.joined_s),
+                    decode_s=now - first_s,
+                    num_preemptions=row.num_preemptions,
+                )
+            ),
+        )
         stay.request.end()
         self.processor.spend(self._third_s)
         del self._stays[row.key]
@@ -228,7 +278,9 @@ class DecodeWorker(SimulatedWorker):
     def _send_drawn(self, stay: _DecodeStay) -> None:
         count = self.pool.drawn(stay.row, self.processor.now())
         if count:
-            self._send(stay, decode_pb2.DecodeEvent(tokens=types_pb2.TokenChunk(token_ids=[TOKEN] * count)))
+            self._send(
+                stay, decode_pb2.DecodeEvent(tokens=types_pb2.TokenChunk(token_ids=[TOKEN] * count))
+            )
             stay.num_tokens += count
 
     def _send(self, stay: _DecodeStay, event: decode_pb2.DecodeEvent) -> None:

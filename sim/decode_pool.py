@@ -1,10 +1,12 @@
-"""The requests that a decode pool draws for, and when each gets its tokens. Pure; seconds are the caller's.
+"""The requests that a decode pool draws for, and when each gets its tokens. Pure; seconds are the
+caller's.
 
-Rows go through rounds: in each, every row gets its next token (with drafts, its next few). As long as the same rows
-run, rounds need not be gone through one by one: they form a *span*, which ends when the first row has all its tokens,
-when pages run out, or, if the rows are to change, with the round under way. Rules of memory are those of
-`decode.scheduler`: a request is admitted with room to grow; when pages run out, the least urgent and youngest is set
-back; it comes back, and is computed again, before anything new is admitted.
+Rows go through rounds: in each, every row gets its next token (with drafts, its next few). As long
+as the same rows run, rounds need not be gone through one by one: they form a *span*, which ends
+when the first row has all its tokens, when pages run out, or, if the rows are to change, with the
+round under way. Rules of memory are those of `decode.scheduler`: a request is admitted with room to
+grow; when pages run out, the least urgent and youngest is set back; it comes back, and is computed
+again, before anything new is admitted.
 """
 
 import math
@@ -17,8 +19,8 @@ from sim.costs import DecodeCosts
 
 @dataclass(eq=False)
 class DrawnRow:
-    """One request. `context` tokens are computed, prompt included, `left` are to be drawn; `again` are to be computed
-    once more before that. `unsent` of those drawn its owner has not taken."""
+    """One request. `context` tokens are computed, prompt included, `left` are to be drawn; `again`
+    are to be computed once more before that. `unsent` of those drawn its owner has not taken."""
 
     key: int
     context: int
@@ -39,7 +41,8 @@ class DrawnRow:
 
 @dataclass(frozen=True)
 class Rounds:
-    """Rounds of the same rows: the first takes `first_s`, each `growth_s` more than the one before it."""
+    """Rounds of the same rows: the first takes `first_s`, each `growth_s` more than the one before
+    it."""
 
     began_s: float
     num_rounds: int
@@ -48,7 +51,11 @@ class Rounds:
 
     def after_s(self, num_rounds: int) -> float:
         """When so many of them are over."""
-        return self.began_s + num_rounds * self.first_s + self.growth_s * num_rounds * (num_rounds - 1) / 2
+        return (
+            self.began_s
+            + num_rounds * self.first_s
+            + self.growth_s * num_rounds * (num_rounds - 1) / 2
+        )
 
     @property
     def ends_s(self) -> float:
@@ -69,8 +76,9 @@ class Rounds:
 
 @dataclass
 class DecodePool:
-    """`advance` must be called when `span` ends; what it returns has ended. Spans are in seconds of what it computes
-    with, as the caller gives them; requests remember when they came and began by `clock`."""
+    """`advance` must be called when `span` ends; what it returns has ended. Spans are in seconds of
+    what it computes with, as the caller gives them; requests remember when they came and began by
+    `clock`."""
 
     costs: DecodeCosts
     page_size: int
@@ -89,10 +97,14 @@ class DecodePool:
     def reserve(self, row: DrawnRow) -> None:
         """Memory for a request. Raises CapacityError."""
         if self._waiting:
-            raise CapacityError(f"{len(self._waiting)} preempted requests wait for pages first", resource="pages")
+            raise CapacityError(
+                f"{len(self._waiting)} preempted requests wait for pages first", resource="pages"
+            )
         if len(self._held) >= self.costs.max_held:
-            raise CapacityError(f"{len(self._held)} requests hold memory, the limit is {self.costs.max_held}",
-                                resource="held requests")
+            raise CapacityError(
+                f"{len(self._held)} requests hold memory, the limit is {self.costs.max_held}",
+                resource="held requests",
+            )
         if self.costs.num_slots and self.slots_free < 1:
             raise CapacityError("every slot is taken", resource="slots")
         num_pages = self._pages_of(row)
@@ -102,8 +114,8 @@ class DecodePool:
         self._held[row.key] = row
 
     def interrupt(self, takes_s: float, now_s: float) -> bool:
-        """Something else has to be done for so long: rows that draw wait for it, after the round under way. Returns
-        whether any do."""
+        """Something else has to be done for so long: rows that draw wait for it, after the round
+        under way. Returns whether any do."""
         if not takes_s or self.span is None:
             return False
         self.delay(takes_s)
@@ -148,8 +160,13 @@ class DecodePool:
         return done
 
     def drawn(self, row: DrawnRow, now_s: float) -> int:
-        """Tokens of a row that its owner has not taken, those of rounds within the span included. Takes them."""
-        within = min(self._tokens(self.span.rounds_by(now_s)), row.left) if self.span and row in self._running else 0
+        """Tokens of a row that its owner has not taken, those of rounds within the span included.
+        Takes them."""
+        within = (
+            min(self._tokens(self.span.rounds_by(now_s)), row.left)
+            if self.span and row in self._running
+            else 0
+        )
         taken = row.unsent + within
         row.unsent = -within
         return taken
@@ -226,7 +243,8 @@ class DecodePool:
             self.num_drawn += count
 
     def _rounds(self) -> int | None:
-        """Until the first row has its tokens or pages run out; None without rows, 0 where there is no page for one."""
+        """Until the first row has its tokens or pages run out; None without rows, 0 where there is
+        no page for one."""
         if not self._running:
             return None
         fewest = min(row.left for row in self._running)
@@ -275,7 +293,10 @@ class DecodePool:
         """Pages that rows take within so many rounds. Every report asks for those of all rows."""
         tokens, page_size, num_pages = self._tokens(num_rounds), self.page_size, 0
         for row in rows:
-            more = -(-(row.context + (tokens if tokens < row.left else row.left)) // page_size) - row.num_pages
+            more = (
+                -(-(row.context + (tokens if tokens < row.left else row.left)) // page_size)
+                - row.num_pages
+            )
             if more > 0:
                 num_pages += more
         return num_pages

@@ -1,11 +1,11 @@
 """What goes wrong in a fleet, and when.
 
-    kill:decode-3@120        at 120 s it dies, and starts anew
-    kill:decode-3@120+30     and is away for 30 s before that
-    cut:prefill-0@60+5       nobody reaches it for 5 s
-    slow:prefill-1@60+30x3   for 30 s everything takes it three times as long
-    restart:decode@100       all of the role, one after the other: each drains, ends and starts anew
-    lose:router-1@60         a router dies and does not come back
+kill:decode-3@120        at 120 s it dies, and starts anew
+kill:decode-3@120+30     and is away for 30 s before that
+cut:prefill-0@60+5       nobody reaches it for 5 s
+slow:prefill-1@60+30x3   for 30 s everything takes it three times as long
+restart:decode@100       all of the role, one after the other: each drains, ends and starts anew
+lose:router-1@60         a router dies and does not come back
 """
 
 import asyncio
@@ -46,16 +46,26 @@ class Mishap:
         """Raises ConfigError."""
         found = _FORM.fullmatch(text)
         if found is None or found[1] not in set(MishapKind):
-            raise ConfigError(f"a fault is like kill:decode-3@120+30, slow:prefill-1@60+30x3 or restart:decode@100; "
-                              f"its kinds are {', '.join(MishapKind)}; got {text!r}", field="fault")
+            raise ConfigError(
+                f"a fault is like kill:decode-3@120+30, slow:prefill-1@60+30x3 or restart:decode@100; "
+                f"its kinds are {', '.join(MishapKind)}; got {text!r}",
+                field="fault",
+            )
         kind, for_s, factor = MishapKind(found[1]), float(found[4] or 0), float(found[5] or 1)
-        if (kind in (MishapKind.CUT, MishapKind.SLOW) and for_s <= 0) or (kind is MishapKind.SLOW and factor <= 0):
-            raise ConfigError(f"{kind} needs a duration, as in {kind}:prefill-0@60+5; got {text!r}", field="fault")
+        if (kind in (MishapKind.CUT, MishapKind.SLOW) and for_s <= 0) or (
+            kind is MishapKind.SLOW and factor <= 0
+        ):
+            raise ConfigError(
+                f"{kind} needs a duration, as in {kind}:prefill-0@60+5; got {text!r}", field="fault"
+            )
         return cls(kind, found[2], float(found[3]), for_s, factor)
 
 
-async def unleash(fault: Mishap, workers: Mapping[str, SimulatedWorker], routers: Mapping[str, RouterProcess]) -> None:
-    """From its beginning, so many seconds from now, to its end. The target must be there, see `check_target`."""
+async def unleash(
+    fault: Mishap, workers: Mapping[str, SimulatedWorker], routers: Mapping[str, RouterProcess]
+) -> None:
+    """From its beginning, so many seconds from now, to its end. The target must be there, see
+    `check_target`."""
     await asyncio.sleep(fault.at_s)
     match fault.kind:
         case MishapKind.LOSE:
@@ -78,13 +88,19 @@ async def unleash(fault: Mishap, workers: Mapping[str, SimulatedWorker], routers
             workers[fault.target].processor.slow_down(1.0)
 
 
-def check_target(fault: Mishap, workers: Mapping[str, SimulatedWorker], routers: Mapping[str, RouterProcess]) -> None:
+def check_target(
+    fault: Mishap, workers: Mapping[str, SimulatedWorker], routers: Mapping[str, RouterProcess]
+) -> None:
     """Raises ConfigError naming what there is."""
     roles = {worker.role: None for worker in workers.values()}
-    there = {MishapKind.LOSE: list(routers), MishapKind.RESTART: list(roles)}.get(fault.kind, list(workers))
+    there = {MishapKind.LOSE: list(routers), MishapKind.RESTART: list(roles)}.get(
+        fault.kind, list(workers)
+    )
     if fault.target not in there:
-        raise ConfigError(f"there is no {fault.target} to {fault.kind}; there are {there[0]} to {there[-1]}",
-                          field="fault")
+        raise ConfigError(
+            f"there is no {fault.target} to {fault.kind}; there are {there[0]} to {there[-1]}",
+            field="fault",
+        )
 
 
 async def _restart(worker: SimulatedWorker) -> None:

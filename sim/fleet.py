@@ -26,7 +26,9 @@ from sim.worker import ARCHITECTURE, Prompts, SimulatedWorker
 WARM_UP_S = 2.0  # from the start of all processes to the first request
 COOL_DOWN_S = 5.0  # from the last request's end until nothing may be left of any
 LEAST_INTERVAL_S = 0.01  # between two samples: a round of a pool takes about that
-NUM_SAMPLES = 240  # of the time in which requests come; of a run that goes on for long, up to twice as many
+NUM_SAMPLES = (
+    240  # of the time in which requests come; of a run that goes on for long, up to twice as many
+)
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class FleetConfig:
 
 @dataclass(frozen=True)
 class FleetState:
-    """A fleet at one moment; sums over its processes. `at_s` counts from when the first request could come."""
+    """A fleet at one moment; sums over its processes. `at_s` counts from when the first request
+    could come."""
 
     at_s: float
     waiting: int  # requests in routers
@@ -57,8 +60,8 @@ class FleetState:
 
 @dataclass(frozen=True)
 class FleetRun:
-    """What came of it. `wall_s` is what it took on this machine; `pick_s` is how long a router took to choose a worker,
-    on the average, in time of this machine."""
+    """What came of it. `wall_s` is what it took on this machine; `pick_s` is how long a router took
+    to choose a worker, on the average, in time of this machine."""
 
     answered: list[Answered]
     samples: list[FleetState]
@@ -80,7 +83,8 @@ def simulate(config: FleetConfig, load: Sequence[Planned]) -> FleetRun:
 
     Raises:
         ConfigError: a fault names what is not there.
-        InternalError: something does not add up: a request that ended twice or never, memory that nobody holds.
+        InternalError: something does not add up: a request that ended twice or never, memory that
+            nobody holds.
     """
 
     async def play() -> FleetRun:
@@ -97,23 +101,45 @@ class Fleet:
         self._clock = LoopClock(self._loop)
         self._began_s = time.perf_counter()
         costs, arrivals, prompts = config.costs, Arrivals(), Prompts()
-        prefill, decode = ([f"{role}-{index}" for index in range(count)] for role, count in (
-            ("prefill", config.num_prefill), ("decode", config.num_decode)))
-        machine = Machine(costs.machine, dict.fromkeys(prefill, "prefill") | dict.fromkeys(decode, "decode"))
-        self._prefill = [PrefillWorker(f"{name}:1", costs, arrivals, prompts, machine.processor(name))
-                         for name in prefill]
-        self._decode = [DecodeWorker(f"{name}:1", costs, arrivals, machine, machine.processor(name))
-                        for name in decode]
+        prefill, decode = (
+            [f"{role}-{index}" for index in range(count)]
+            for role, count in (("prefill", config.num_prefill), ("decode", config.num_decode))
+        )
+        machine = Machine(
+            costs.machine, dict.fromkeys(prefill, "prefill") | dict.fromkeys(decode, "decode")
+        )
+        self._prefill = [
+            PrefillWorker(f"{name}:1", costs, arrivals, prompts, machine.processor(name))
+            for name in prefill
+        ]
+        self._decode = [
+            DecodeWorker(f"{name}:1", costs, arrivals, machine, machine.processor(name))
+            for name in decode
+        ]
         self._workers: list[SimulatedWorker] = [*self._prefill, *self._decode]
-        facts = ModelLimits("simulated", ARCHITECTURE, VOCAB_SIZE, costs.model.max_context_tokens,
-                            costs.model.num_layers, ())
+        facts = ModelLimits(
+            "simulated",
+            ARCHITECTURE,
+            VOCAB_SIZE,
+            costs.model.max_context_tokens,
+            costs.model.num_layers,
+            (),
+        )
         by_address = {worker.address: worker for worker in self._workers}
         self._routers = {
-            f"router-{index}": RouterProcess.build(config.router, by_address, costs.network.latency_s, self._clock,
-                                                   random.Random(f"{config.seed}/router/{index}"), facts)
-            for index in range(config.num_routers)}
-        self._clients = Clients(list(self._routers.values()), random.Random(f"{config.seed}/clients"), prompts,
-                                machine)
+            f"router-{index}": RouterProcess.build(
+                config.router,
+                by_address,
+                costs.network.latency_s,
+                self._clock,
+                random.Random(f"{config.seed}/router/{index}"),
+                facts,
+            )
+            for index in range(config.num_routers)
+        }
+        self._clients = Clients(
+            list(self._routers.values()), random.Random(f"{config.seed}/clients"), prompts, machine
+        )
         self._faults = config.faults
         self._samples: list[FleetState] = []
 
@@ -128,8 +154,13 @@ class Fleet:
             await asyncio.sleep(WARM_UP_S)
             keep_all()
             start_s = self._loop.time()
-            others = [beside.create_task(self._look(start_s, load[-1].at_s / NUM_SAMPLES)),
-                      *(beside.create_task(unleash(fault, by_name, self._routers)) for fault in self._faults)]
+            others = [
+                beside.create_task(self._look(start_s, load[-1].at_s / NUM_SAMPLES)),
+                *(
+                    beside.create_task(unleash(fault, by_name, self._routers))
+                    for fault in self._faults
+                ),
+            ]
             await self._answered(load, start_s)
             duration_s = self._loop.time() - start_s
             for task in others:
@@ -152,14 +183,22 @@ class Fleet:
         interval_s = max(interval_s, LEAST_INTERVAL_S)
         while True:
             now = self._clock.now()
-            sources = [worker for worker in self._prefill if worker.was_used]  # of many workers few are
+            sources = [
+                worker for worker in self._prefill if worker.was_used
+            ]  # of many workers few are
             pools = [worker.pool for worker in self._decode if worker.was_used]
             pages_used = sum(worker.pages_used for worker in self._decode if worker.was_used)
-            self._samples.append(FleetState(
-                now - start_s, sum(router.services.admission.num_waiting for router in self._routers.values()),
-                sum(worker.queued_tokens for worker in sources), sum(pool.num_held for pool in pools),
-                pages_used / num_pages,
-                sum(worker.busy_s for worker in sources), sum(pool.busy_s for pool in pools)))
+            self._samples.append(
+                FleetState(
+                    now - start_s,
+                    sum(router.services.admission.num_waiting for router in self._routers.values()),
+                    sum(worker.queued_tokens for worker in sources),
+                    sum(pool.num_held for pool in pools),
+                    pages_used / num_pages,
+                    sum(worker.busy_s for worker in sources),
+                    sum(pool.busy_s for pool in pools),
+                )
+            )
             if len(self._samples) == 2 * NUM_SAMPLES:
                 del self._samples[::2]
                 interval_s *= 2
@@ -168,16 +207,22 @@ class Fleet:
     def _check(self, num_requests: int) -> None:
         """Raises InternalError if something does not add up."""
         if len(self._clients.answered) != num_requests:
-            raise InternalError(f"{num_requests} requests came, {len(self._clients.answered)} ended")
+            raise InternalError(
+                f"{num_requests} requests came, {len(self._clients.answered)} ended"
+            )
         for worker in self._workers:
             if worker.num_requests:
-                raise InternalError(f"{worker.address} holds {worker.num_requests} requests after their ends")
+                raise InternalError(
+                    f"{worker.address} holds {worker.num_requests} requests after their ends"
+                )
             worker.check()
         for name, router in self._routers.items():
             booked = sum(worker.num_booked for worker in router.services.directory.workers)
             if router.is_up and booked:
                 raise InternalError(f"{name} has {booked} requests booked after their ends")
-        sent = sum(each.interface.num_bytes - each.interface.num_vain_bytes for each in self._prefill)
+        sent = sum(
+            each.interface.num_bytes - each.interface.num_vain_bytes for each in self._prefill
+        )
         landed = sum(each.num_landed_bytes for each in self._decode)
         if abs(sent - landed) > 1e-6 * sent:
             raise InternalError(f"{sent:.0f} bytes left prefill workers, {landed:.0f} landed")
@@ -185,6 +230,13 @@ class Fleet:
     def _run(self, duration_s: float) -> FleetRun:
         picks = [router.picks() for router in self._routers.values()]
         num_picks, picked_s = sum(count for count, _ in picks), sum(seconds for _, seconds in picks)
-        return FleetRun(self._clients.answered, self._samples, duration_s, time.perf_counter() - self._began_s,
-                   sum(worker.pool.num_preemptions for worker in self._decode), num_picks,
-                   picked_s / max(num_picks, 1), sum(each.interface.num_bytes for each in self._prefill))
+        return FleetRun(
+            self._clients.answered,
+            self._samples,
+            duration_s,
+            time.perf_counter() - self._began_s,
+            sum(worker.pool.num_preemptions for worker in self._decode),
+            num_picks,
+            picked_s / max(num_picks, 1),
+            sum(each.interface.num_bytes for each in self._prefill),
+        )

@@ -1,8 +1,9 @@
 """Bytes of handoffs over network interfaces that share their bandwidth fairly.
 
-Every worker has one interface. A handoff gets an equal part of its sender's outgoing and of its receiver's incoming
-bandwidth, the smaller of both; what it cannot use of the other is not given to others, so rates are those of max-min
-fairness or a little below. Bytes leave once they are there: a prompt's while it is computed.
+Every worker has one interface. A handoff gets an equal part of its sender's outgoing and of its
+receiver's incoming bandwidth, the smaller of both; what it cannot use of the other is not given to
+others, so rates are those of max-min fairness or a little below. Bytes leave once they are there: a
+prompt's while it is computed.
 """
 
 import asyncio
@@ -36,9 +37,12 @@ Arrivals = dict[tuple[str, int], Arrival]
 
 
 class Sending:
-    """One handoff's bytes, from one interface to another. Ends once, when all have arrived or by `cancel`."""
+    """One handoff's bytes, from one interface to another. Ends once, when all have arrived or by
+    `cancel`."""
 
-    def __init__(self, source: Interface, target: Interface, num_bytes: float, on_arrived: Callable[[], None]) -> None:
+    def __init__(
+        self, source: Interface, target: Interface, num_bytes: float, on_arrived: Callable[[], None]
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self.source = source
         self.target = target
@@ -79,7 +83,9 @@ class Sending:
         for other in {**self.source.leaving, **self.target.arriving}:
             other.settle()
             source, target = other.source, other.target
-            other.rate = min(source.bytes_per_s / len(source.leaving), target.bytes_per_s / len(target.arriving))
+            other.rate = min(
+                source.bytes_per_s / len(source.leaving), target.bytes_per_s / len(target.arriving)
+            )
             other.plan()
 
     def settle(self) -> None:

@@ -1,8 +1,9 @@
-"""Calls between simulated processes: what `grpc.aio` channels give their callers, over nothing but virtual time.
+"""Calls between simulated processes: what `grpc.aio` channels give their callers, over nothing but
+virtual time.
 
-A `Server` is one process, reached by its address. Messages arrive after the latency and in order, and none is lost: a
-process that is cut off gets, and gives, what is under way when the cut has healed; one that dies ends all of its calls,
-as the kernel of a killed process does.
+A `Server` is one process, reached by its address. Messages arrive after the latency and in order,
+and none is lost: a process that is cut off gets, and gives, what is under way when the cut has
+healed; one that dies ends all of its calls, as the kernel of a killed process does.
 """
 
 import asyncio
@@ -52,7 +53,8 @@ class Server:
 
 
 class SimulatedCall:
-    """Both ends of one call. Its caller writes, iterates and cancels; its server listens, sends and ends."""
+    """Both ends of one call. Its caller writes, iterates and cancels; its server listens, sends and
+    ends."""
 
     def __init__(self, server: Server, latency_s: float) -> None:
         self.on_message: Callable[[Message], None] = _ignore
@@ -162,15 +164,16 @@ class SimulatedCall:
 
 
 class Channel(grpc.aio.Channel):
-    """To one server, for the calls that routers make of workers for requests. It has no connection: its state is not
-    looked at, and nothing is left to close."""
+    """To one server, for the calls that routers make of workers for requests. It has no connection:
+    its state is not looked at, and nothing is left to close."""
 
     def __init__(self, server: Server, latency_s: float) -> None:
         self._server = server
         self._latency_s = latency_s
 
     def stream_stream(self, method: str, *_: object, **__: object) -> Any:  # noqa: ANN401
-        """Makes what routers use of a `grpc.aio.StreamStreamCall`; they half-close only where certificates change."""
+        """Makes what routers use of a `grpc.aio.StreamStreamCall`; they half-close only where
+        certificates change."""
         return lambda: SimulatedCall(self._server, self._latency_s).open(method)
 
     async def close(self, grace: float | None = None) -> None:
@@ -192,5 +195,9 @@ def _lost(details: str) -> grpc.aio.AioRpcError:
 def _answered(error: BatonError) -> grpc.aio.AioRpcError:
     """What a server's error is on the wire."""
     failure = failure_of(error)
-    return grpc.aio.AioRpcError(failure.code, grpc.aio.Metadata(), grpc.aio.Metadata(*failure.trailing_metadata),
-                                details=failure.message)
+    return grpc.aio.AioRpcError(
+        failure.code,
+        grpc.aio.Metadata(),
+        grpc.aio.Metadata(*failure.trailing_metadata),
+        details=failure.message,
+    )

@@ -1,4 +1,5 @@
-"""A prefill worker: the scheduler and the prefix cache of the real one, over a pipeline that takes time and no more."""
+"""A prefill worker: the scheduler and the prefix cache of the real one, over a pipeline that takes
+time and no more."""
 
 import asyncio
 from collections.abc import Sequence
@@ -34,9 +35,16 @@ _NO_TOKENS = torch.empty(0)
 def batch_of_lengths(mode: ForwardMode, rows: Sequence[Row]) -> ForwardBatch:
     """What a scheduler reads of a batch. Its tokens are left out: nothing computes them."""
     return ForwardBatch(
-        mode=mode, request_keys=tuple(row.key for row in rows), query_lens=tuple(len(row.token_ids) for row in rows),
-        context_lens=tuple(row.context_len for row in rows), token_ids=_NO_TOKENS, positions=_NO_TOKENS,
-        page_tables=_NO_TOKENS, slot_ids=_NO_TOKENS, sampling=tuple(row.sampling for row in rows))
+        mode=mode,
+        request_keys=tuple(row.key for row in rows),
+        query_lens=tuple(len(row.token_ids) for row in rows),
+        context_lens=tuple(row.context_len for row in rows),
+        token_ids=_NO_TOKENS,
+        positions=_NO_TOKENS,
+        page_tables=_NO_TOKENS,
+        slot_ids=_NO_TOKENS,
+        sampling=tuple(row.sampling for row in rows),
+    )
 
 
 PrefillRequest = SimulatedRequest[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent]
@@ -58,7 +66,9 @@ class PrefillWorker(SimulatedWorker):
 
     role = "prefill"
 
-    def __init__(self, address: str, costs: Costs, arrivals: Arrivals, prompts: Prompts, processor: Processor) -> None:
+    def __init__(
+        self, address: str, costs: Costs, arrivals: Arrivals, prompts: Prompts, processor: Processor
+    ) -> None:
         self.interface = Interface(costs.network.bytes_per_s)
         self._arrivals = arrivals
         self._prompts = prompts
@@ -95,10 +105,17 @@ class PrefillWorker(SimulatedWorker):
 
     def _begin(self) -> PointJournal:
         model, mine = self.costs.model, self.costs.prefill
-        limits = PrefillLimits(model.page_size, mine.chunk_tokens, mine.grid, mine.max_running, mine.max_queued)
+        limits = PrefillLimits(
+            model.page_size, mine.chunk_tokens, mine.grid, mine.max_running, mine.max_queued
+        )
         self._scheduler = PrefillScheduler(
-            PageAllocator(mine.num_pages + 1), SlotAllocator(mine.num_slots + 1 if mine.num_slots else 0), limits,
-            self._clock, ResumeRule(model.page_size, mine.grid, has_states=mine.num_slots > 0), batch_of_lengths)
+            PageAllocator(mine.num_pages + 1),
+            SlotAllocator(mine.num_slots + 1 if mine.num_slots else 0),
+            limits,
+            self._clock,
+            ResumeRule(model.page_size, mine.grid, has_states=mine.num_slots > 0),
+            batch_of_lengths,
+        )
         self._stays: dict[int, _PrefillStay] = {}
         self._stage_free_s = [0.0] * mine.stages
         self._num_in_flight = 0
@@ -109,21 +126,35 @@ class PrefillWorker(SimulatedWorker):
 
     def _described(self) -> worker_pb2.WorkerInfo:
         mine = self.costs.prefill
-        return worker_pb2.WorkerInfo(pages_total=mine.num_pages, slots_total=mine.num_slots,
-                                     max_running_requests=mine.max_running, max_batch_requests=mine.max_running,
-                                     max_queued_requests=mine.max_queued)
+        return worker_pb2.WorkerInfo(
+            pages_total=mine.num_pages,
+            slots_total=mine.num_slots,
+            max_running_requests=mine.max_running,
+            max_batch_requests=mine.max_running,
+            max_queued_requests=mine.max_queued,
+        )
 
     def _reported(self, *, serving: bool, reason: str) -> worker_pb2.WorkerLoad:
         load = self._scheduler.load()
         return worker_pb2.WorkerLoad(
-            serving=serving, reason=reason, start_s=self.costs.prefill.start_s, queued_requests=load.queued_requests,
-            queued_tokens=load.queued_tokens, pages_free=load.pages_free,
-            running_requests=load.running_requests, slots_free=load.slots_free, prompt_tokens=self.num_tokens)
+            serving=serving,
+            reason=reason,
+            start_s=self.costs.prefill.start_s,
+            queued_requests=load.queued_requests,
+            queued_tokens=load.queued_tokens,
+            pages_free=load.pages_free,
+            running_requests=load.running_requests,
+            slots_free=load.slots_free,
+            prompt_tokens=self.num_tokens,
+        )
 
     def _serve(self, call: SimulatedCall) -> None:
         end: RouterEnd[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent] = RouterEnd(
-            call, lambda event: prefill_pb2.PrefillEvents(events=[event]),
-            lambda key, ended: prefill_pb2.PrefillEvent(key=key, ended=ended), self._opened)
+            call,
+            lambda event: prefill_pb2.PrefillEvents(events=[event]),
+            lambda key, ended: prefill_pb2.PrefillEvent(key=key, ended=ended),
+            self._opened,
+        )
 
         def received(message: Message) -> None:
             assert isinstance(message, prefill_pb2.PrefillInputs)
@@ -148,12 +179,18 @@ class PrefillWorker(SimulatedWorker):
 
     def _submit(self, stay: _PrefillStay, message: types_pb2.EngineRequest) -> None:
         stay.num_tokens = len(message.prompt_token_ids)
-        request = Request(message.request_id, range(stay.num_tokens), message.max_tokens, priority=message.priority)
+        request = Request(
+            message.request_id,
+            range(stay.num_tokens),
+            message.max_tokens,
+            priority=message.priority,
+        )
         try:
             if self._is_draining:
                 raise DrainingError("the prefill worker drains")
-            stay.key = self._scheduler.submit(request, lambda event: self._happened(stay, event), 
-                                              blocks=self._blocks_of(message))
+            stay.key = self._scheduler.submit(
+                request, lambda event: self._happened(stay, event), blocks=self._blocks_of(message)
+            )
         except BatonError as error:
             stay.request.end(error)
             return
@@ -171,13 +208,27 @@ class PrefillWorker(SimulatedWorker):
             case Started():
                 stay.computed = event.num_cached
                 self._due_s += self.costs.prefill.request_s
-                terms = transfer_pb2.SourceTerms(compatibility=COMPATIBILITY, num_tokens=stay.num_tokens,
-                                                 page_size=self.costs.model.page_size)
-                stay.request.send(prefill_pb2.PrefillEvent(started=prefill_pb2.PrefillStarted(
-                    terms=terms, queue_s=event.queue_s, cached_tokens=event.num_cached)))
+                terms = transfer_pb2.SourceTerms(
+                    compatibility=COMPATIBILITY,
+                    num_tokens=stay.num_tokens,
+                    page_size=self.costs.model.page_size,
+                )
+                stay.request.send(
+                    prefill_pb2.PrefillEvent(
+                        started=prefill_pb2.PrefillStarted(
+                            terms=terms, queue_s=event.queue_s, cached_tokens=event.num_cached
+                        )
+                    )
+                )
             case FirstToken():
-                stay.request.send(prefill_pb2.PrefillEvent(first_token=prefill_pb2.PrefillFirstToken(
-                    token=types_pb2.TokenChunk(token_ids=[FIRST_TOKEN]), prefill_s=event.prefill_s)))
+                stay.request.send(
+                    prefill_pb2.PrefillEvent(
+                        first_token=prefill_pb2.PrefillFirstToken(
+                            token=types_pb2.TokenChunk(token_ids=[FIRST_TOKEN]),
+                            prefill_s=event.prefill_s,
+                        )
+                    )
+                )
             case Failed(error):
                 stay.request.end(error)
                 self._release(stay)
@@ -191,7 +242,9 @@ class PrefillWorker(SimulatedWorker):
 
         def arrived() -> None:
             arrival.landed()
-            stay.request.send(prefill_pb2.PrefillEvent(sent=prefill_pb2.PrefillSent(num_bytes=round(num_bytes))))
+            stay.request.send(
+                prefill_pb2.PrefillEvent(sent=prefill_pb2.PrefillSent(num_bytes=round(num_bytes)))
+            )
 
         stay.transfer = Sending(self.interface, arrival.interface, num_bytes, arrived)
         stay.transfer.release(num_bytes * stay.computed / stay.num_tokens)
@@ -213,12 +266,17 @@ class PrefillWorker(SimulatedWorker):
                 return
             self._num_in_flight += 1
             began_s, ends_s = self._passes(batch)
-            self.processor.call_at((began_s + ends_s) / 2, self._half_computed, batch, self._num_starts)
+            self.processor.call_at(
+                (began_s + ends_s) / 2, self._half_computed, batch, self._num_starts
+            )
             self.processor.call_at(ends_s, self._computed, batch, self._num_starts)
 
     def _passes(self, batch: ForwardBatch) -> tuple[float, float]:
         """When a chunk begins on the first stage and leaves the last, by the processor's time."""
-        mine, lengths = self.costs.prefill, list(zip(batch.query_lens, batch.context_lens, strict=True))
+        mine, lengths = (
+            self.costs.prefill,
+            list(zip(batch.query_lens, batch.context_lens, strict=True)),
+        )
         pairs = sum(count * (context + (count + 1) / 2) for count, context in lengths)
         stage_s = (mine.chunk_s(sum(batch.query_lens), pairs) + self._due_s) / mine.stages
         self._due_s = 0.0
@@ -229,11 +287,13 @@ class PrefillWorker(SimulatedWorker):
         return began_s, at_s
 
     def _half_computed(self, batch: ForwardBatch, start: int) -> None:
-        """The layers of a chunk leave as they are computed, on the average half a chunk before its end; but the last
-        cannot."""
+        """The layers of a chunk leave as they are computed, on the average half a chunk before its
+        end; but the last cannot."""
         if start == self._num_starts:
             share = 1 - 1 / self.costs.model.num_layers
-            for key, count, context in zip(batch.request_keys, batch.query_lens, batch.context_lens, strict=True):
+            for key, count, context in zip(
+                batch.request_keys, batch.query_lens, batch.context_lens, strict=True
+            ):
                 self._can_leave(key, context + count * share)
 
     def _computed(self, batch: ForwardBatch, start: int) -> None:
@@ -241,7 +301,9 @@ class PrefillWorker(SimulatedWorker):
             return
         self._num_in_flight -= 1
         self.num_tokens += sum(batch.query_lens)
-        for key, count, context in zip(batch.request_keys, batch.query_lens, batch.context_lens, strict=True):
+        for key, count, context in zip(
+            batch.request_keys, batch.query_lens, batch.context_lens, strict=True
+        ):
             self._can_leave(key, context + count)
         drawn = [DrawnToken(FIRST_TOKEN) for sampling in batch.sampling if sampling is not None]
         self._scheduler.on_result(batch, StepResult(0, drawn))
@@ -253,4 +315,6 @@ class PrefillWorker(SimulatedWorker):
             return
         more, stay.computed = num_tokens - stay.computed, num_tokens
         if stay.transfer is not None:
-            stay.transfer.release(self.costs.handoff_bytes(stay.num_tokens) * more / stay.num_tokens)
+            stay.transfer.release(
+                self.costs.handoff_bytes(stay.num_tokens) * more / stay.num_tokens
+            )

@@ -1,6 +1,7 @@
-"""Prompts of simulated clients. Nobody computes their tokens, so only their lengths are on the wire, as zeros, and what
-is the same in two of them is known by the blocks of the trace: names of pages, which else are digests of all tokens up
-to their ends (`runtime.digests`), are numbers here that are equal where the digests were.
+"""Prompts of simulated clients. Nobody computes their tokens, so only their lengths are on the
+wire, as zeros, and what is the same in two of them is known by the blocks of the trace: names of
+pages, which else are digests of all tokens up to their ends (`runtime.digests`), are numbers here
+that are equal where the digests were.
 """
 
 from array import array
@@ -22,8 +23,8 @@ _ZEROS_STEP = 1024  # from one number of tokens to the next, of those that promp
 
 @dataclass(frozen=True)
 class TracedTokens(Sequence[int]):
-    """Token ids: those of a trace's blocks are the same wherever the block is, all others occur once. There are none of
-    them before they are looked at."""
+    """Token ids: those of a trace's blocks are the same wherever the block is, all others occur
+    once. There are none of them before they are looked at."""
 
     number: int  # of the request
     planned: Planned
@@ -51,7 +52,7 @@ class TracedTokens(Sequence[int]):
     def runs(self) -> Iterator[tuple[int | None, int]]:
         """Blocks, None for what is of no block, and how many tokens there are of each."""
         left = self.planned.prompt_tokens
-        for block in self.planned.blocks[:-(-left // BLOCK_TOKENS)]:
+        for block in self.planned.blocks[: -(-left // BLOCK_TOKENS)]:
             count = min(left, BLOCK_TOKENS)
             left -= count
             yield block, count
@@ -61,8 +62,9 @@ class TracedTokens(Sequence[int]):
 
 @dataclass(frozen=True)
 class SimulatedPrompt(RoutedPrompt):
-    """`numbers`: of each of the trace's blocks in it, one that stands for all tokens up to the block's end; the last
-    one for what is of no block, too. `places`: of pages, as many as the longest prompt so far has."""
+    """`numbers`: of each of the trace's blocks in it, one that stands for all tokens up to the
+    block's end; the last one for what is of no block, too. `places`: of pages, as many as the
+    longest prompt so far has."""
 
     numbers: tuple[int, ...] = ()
     places: list[bytes] = field(default_factory=list, compare=False)
@@ -71,7 +73,7 @@ class SimulatedPrompt(RoutedPrompt):
         """All simulated workers are of one compatibility."""
         key = page_size, ""
         if key not in self._names:
-            self._names[key] = self.page_names(page_size)[:(self.num_tokens - 1) // page_size]
+            self._names[key] = self.page_names(page_size)[: (self.num_tokens - 1) // page_size]
         return self._names[key]
 
     def page_names(self, page_size: int) -> tuple[bytes, ...]:
@@ -87,7 +89,10 @@ class SimulatedPrompt(RoutedPrompt):
             self.places.append(len(self.places).to_bytes(_HALF))
         for place, number in enumerate(self.numbers, 1):  # of the pages that end in its block
             is_last = place == len(self.numbers)
-            end, head = count if is_last else min(place * BLOCK_TOKENS // page_size, count), number.to_bytes(_HALF)
+            end, head = (
+                count if is_last else min(place * BLOCK_TOKENS // page_size, count),
+                number.to_bytes(_HALF),
+            )
             names += [head + tail for tail in self.places[page:end]]
             page = end
         return tuple(names)
@@ -106,7 +111,9 @@ class PromptBook:
 
     def __init__(self) -> None:
         self._num_numbers = 0
-        self._numbers: dict[int, int] = {}  # by that of what is before and the block that follows, in one
+        self._numbers: dict[
+            int, int
+        ] = {}  # by that of what is before and the block that follows, in one
         self._places: list[bytes] = []
         self._zeros: dict[int, types_pb2.EngineRequest] = {}  # by how many there are
 
@@ -126,8 +133,8 @@ class PromptBook:
         return SimulatedPrompt(tokens, numbers=tuple(numbers), places=self._places)
 
     def request(self, num_tokens: int) -> types_pb2.EngineRequest:
-        """With so many tokens, and nothing else. To copy some that are there takes a tenth of what it takes to put one
-        after the other into a message."""
+        """With so many tokens, and nothing else. To copy some that are there takes a tenth of what
+        it takes to put one after the other into a message."""
         count = -(-num_tokens // _ZEROS_STEP) * _ZEROS_STEP
         if count not in self._zeros:
             self._zeros[count] = types_pb2.EngineRequest(prompt_token_ids=[0] * count)

@@ -7,33 +7,52 @@ from baton.load import Slo, errors_of, percentiles, summarise
 from sim.fleet import FleetConfig, FleetRun
 
 _LEFT_OUT = ("itl_s", "prefill_s", "handoff_exposed_s", "lag_s")  # what a run does not look at
-_ROWS = {"time to first token": "ttft_s", "time per output token": "tpot_s", "whole request": "e2e_s"}
+_ROWS = {
+    "time to first token": "ttft_s",
+    "time per output token": "tpot_s",
+    "whole request": "e2e_s",
+}
 
 
 def figures_of(run: FleetRun, config: FleetConfig, slo: Slo) -> dict[str, object]:
-    """Of `baton load` those that a simulation has, under the same names, and what only it can see. Everything that
-    begins with `machine_` is of the machine that simulates, all else is the same in every run."""
-    seen = {name: value for name, value in summarise(run.outcomes, slo, run.duration_s).items()
-            if not name.startswith(_LEFT_OUT)}
+    """Of `baton load` those that a simulation has, under the same names, and what only it can see.
+    Everything that begins with `machine_` is of the machine that simulates, all else is the same in
+    every run."""
+    seen = {
+        name: value
+        for name, value in summarise(run.outcomes, slo, run.duration_s).items()
+        if not name.startswith(_LEFT_OUT)
+    }
     prompt_tokens = sum(each.prompt_tokens for each in run.answered)
     last = run.samples[-1]
     return {
-        **seen, "errors": errors_of(run.outcomes), "prefill_workers": config.num_prefill,
-        "decode_workers": config.num_decode, "routers": config.num_routers, "policy": config.router.policy.value,
+        **seen,
+        "errors": errors_of(run.outcomes),
+        "prefill_workers": config.num_prefill,
+        "decode_workers": config.num_decode,
+        "routers": config.num_routers,
+        "policy": config.router.policy.value,
         "prefill_busy": last.prefill_busy_s / config.num_prefill / max(last.at_s, 1e-9),
         "decode_busy": last.decode_busy_s / config.num_decode / max(last.at_s, 1e-9),
-        "pages_used_p90": percentiles([sample.pages_used for sample in run.samples], "pages")["pages_p90"],
+        "pages_used_p90": percentiles([sample.pages_used for sample in run.samples], "pages")[
+            "pages_p90"
+        ],
         "waiting_max": max(sample.waiting for sample in run.samples),
         "cached_share": sum(each.cached_tokens for each in run.answered) / max(prompt_tokens, 1),
-        "preemptions": run.num_preemptions, "moved_bytes": round(run.moved_bytes), "choices": run.num_picks,
-        "machine_pick_s": run.pick_s, "machine_wall_s": run.wall_s,
+        "preemptions": run.num_preemptions,
+        "moved_bytes": round(run.moved_bytes),
+        "choices": run.num_picks,
+        "machine_pick_s": run.pick_s,
+        "machine_wall_s": run.wall_s,
         "machine_speed": run.duration_s / max(run.wall_s, 1e-9),
     }
 
 
 def lines_of(figures: dict[str, object]) -> list[str]:
     """For people."""
-    rows = [f"{'milliseconds':<24}" + "".join(f"{part:>10}" for part in ("p50", "p90", "p99", "mean"))]
+    rows = [
+        f"{'milliseconds':<24}" + "".join(f"{part:>10}" for part in ("p50", "p90", "p99", "mean"))
+    ]
     for text, name in _ROWS.items():
         values = [figures[f"{name}_{part}"] for part in ("p50", "p90", "p99", "mean")]
         cells = ("-" if not isinstance(value, float) else f"{value * 1e3:.1f}" for value in values)
@@ -51,12 +70,14 @@ def lines_of(figures: dict[str, object]) -> list[str]:
         *([f"errors: {figures['errors']}"] if figures["errors"] else []),
         "simulated in {machine_wall_s:.1f} s, {machine_speed:.0f} times as fast as it would happen; a router's choice "
         "took {choice_us:.0f} us of this machine".format_map(
-            {**figures, "choice_us": 1e6 * float(str(figures["machine_pick_s"]))}),
+            {**figures, "choice_us": 1e6 * float(str(figures["machine_pick_s"]))}
+        ),
     ]
 
 
 def draw(run: FleetRun, config: FleetConfig, slo: Slo, path: Path) -> None:
-    """Write a picture: first tokens, queues, memory and how busy both roles are, over time. Needs matplotlib."""
+    """Write a picture: first tokens, queues, memory and how busy both roles are, over time. Needs
+    matplotlib."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 7), dpi=90, layout="constrained")
@@ -67,13 +88,19 @@ def draw(run: FleetRun, config: FleetConfig, slo: Slo, path: Path) -> None:
     first.axhline(slo.ttft_s, linestyle="--", color="grey")
     first.set(title="Time to first token, by arrival", ylabel="s", ylim=(0, None))
     queues.plot(at, [sample.waiting for sample in run.samples], label="requests waiting in routers")
-    queues.plot(at, [sample.queued_tokens / 1000 for sample in run.samples], label="1000 tokens in prefill workers")
+    queues.plot(
+        at,
+        [sample.queued_tokens / 1000 for sample in run.samples],
+        label="1000 tokens in prefill workers",
+    )
     queues.set(title="Queues", ylim=(0, None))
     queues.legend()
     memory.plot(at, [100 * sample.pages_used for sample in run.samples])
     memory.set(title="Pages of decode pools in use", ylabel="%", ylim=(0, 100))
-    for label, count, seconds in (("prefill", config.num_prefill, [each.prefill_busy_s for each in run.samples]),
-                                  ("decode", config.num_decode, [each.decode_busy_s for each in run.samples])):
+    for label, count, seconds in (
+        ("prefill", config.num_prefill, [each.prefill_busy_s for each in run.samples]),
+        ("decode", config.num_decode, [each.decode_busy_s for each in run.samples]),
+    ):
         busy.plot(at[1:], _shares(at, seconds, count), label=label)
     busy.set(title="Workers busy", ylabel="%", ylim=(0, 105))
     busy.legend()
@@ -83,6 +110,9 @@ def draw(run: FleetRun, config: FleetConfig, slo: Slo, path: Path) -> None:
 
 
 def _shares(at: Sequence[float], seconds: Sequence[float], count: int) -> list[float]:
-    """Per cent of so many workers' time between each two samples. Work counts when it is done, so 100 may be passed."""
-    return [100 * (after - before) / count / (later - sooner)
-            for sooner, later, before, after in zip(at, at[1:], seconds, seconds[1:], strict=False)]
+    """Per cent of so many workers' time between each two samples. Work counts when it is done, so
+    100 may be passed."""
+    return [
+        100 * (after - before) / count / (later - sooner)
+        for sooner, later, before, after in zip(at, at[1:], seconds, seconds[1:], strict=False)
+    ]

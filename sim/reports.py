@@ -1,8 +1,9 @@
-"""How reports of simulated workers reach routers: as `pool.watch` sends them and `router.workers.watch` reads them, but
-for those that say nothing new.
+"""How reports of simulated workers reach routers: as `pool.watch` sends them and
+`router.workers.watch` reads them, but for those that say nothing new.
 
-A worker that has nothing to do and reported so is not asked again until it has, and lives until its process dies or is
-cut off: what it would have sent changes nothing in a router. So fleets may be large.
+A worker that has nothing to do and reported so is not asked again until it has, and lives until its
+process dies or is cut off: what it would have sent changes nothing in a router. So fleets may be
+large.
 """
 
 import asyncio
@@ -19,9 +20,12 @@ from sim.worker import SimulatedWorker
 
 
 class Reports:
-    """To one router, from any worker by its address. Each begins somewhere within its first interval."""
+    """To one router, from any worker by its address. Each begins somewhere within its first
+    interval."""
 
-    def __init__(self, workers: Mapping[str, SimulatedWorker], latency_s: float, rng: random.Random) -> None:
+    def __init__(
+        self, workers: Mapping[str, SimulatedWorker], latency_s: float, rng: random.Random
+    ) -> None:
         self._workers = workers
         self._latency_s = latency_s
         self._rng = rng
@@ -40,8 +44,14 @@ class Reports:
 class _Watch:
     """One stream of reports. `ended` gets the reason."""
 
-    def __init__(self, reader: Worker, facts: ModelLimits, worker: SimulatedWorker, interval_s: float,
-                 latency_s: float) -> None:
+    def __init__(
+        self,
+        reader: Worker,
+        facts: ModelLimits,
+        worker: SimulatedWorker,
+        interval_s: float,
+        latency_s: float,
+    ) -> None:
         self._loop = asyncio.get_running_loop()
         self.ended: asyncio.Future[str] = self._loop.create_future()
         self._reader = reader
@@ -58,7 +68,8 @@ class _Watch:
         self._silence: asyncio.TimerHandle | None = None
 
     def open(self, first_s: float) -> None:
-        """Facts and a load come at once, loads from then on in steps of the interval that begin after `first_s`."""
+        """Facts and a load come at once, loads from then on in steps of the interval that begin
+        after `first_s`."""
         self._next_s = self._loop.time() + first_s - self._interval_s
         self._worker.watchers[self] = None
         if self._worker.server.is_cut:
@@ -101,7 +112,9 @@ class _Watch:
             return
         self._rest()
         silence_s = silence_s_of(self._interval_s)
-        self._silence = self._loop.call_later(silence_s, self._end, f"no report for {silence_s:g} s")
+        self._silence = self._loop.call_later(
+            silence_s, self._end, f"no report for {silence_s:g} s"
+        )
 
     def healed(self) -> None:
         """What is new comes at once."""
@@ -119,7 +132,9 @@ class _Watch:
     def _begin(self) -> None:
         self._incarnation = self._worker.incarnation
         self._cache = self._scope.enter_context(self._worker.journal.watch())
-        self._loop.call_later(self._latency_s, self._arrive, [worker_pb2.WatchResponse(info=self._worker.info())])
+        self._loop.call_later(
+            self._latency_s, self._arrive, [worker_pb2.WatchResponse(info=self._worker.info())]
+        )
         self._report()
 
     def _report(self) -> None:
@@ -143,10 +158,14 @@ class _Watch:
 
     def _arrive(self, responses: Sequence[worker_pb2.WatchResponse]) -> None:
         for response in responses:
-            if not self.ended.done() and (problem := apply_report(self._reader, self._facts, response)):
+            if not self.ended.done() and (
+                problem := apply_report(self._reader, self._facts, response)
+            ):
                 self._end(problem)
 
-    def _loaded(self, news: Sequence[worker_pb2.WatchResponse], load: worker_pb2.WorkerLoad) -> None:
+    def _loaded(
+        self, news: Sequence[worker_pb2.WatchResponse], load: worker_pb2.WorkerLoad
+    ) -> None:
         """As `_arrive` of what is new and of a load, which is not put into a message of its own."""
         if news:
             self._arrive(news)

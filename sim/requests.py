@@ -1,4 +1,5 @@
-"""A worker's end of a router's call: what `pool.request.router_call` is to a real one, without tasks."""
+"""A worker's end of a router's call: what `pool.request.router_call` is to a real one, without
+tasks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -36,7 +37,9 @@ class SimulatedRequest(Generic[InputT, EventT]):
 
     def end(self, error: BatonError | None = None) -> None:
         """As it should, or with this error. Idempotent."""
-        self._forget(types_pb2.RequestEnded.FromString(b"" if error is None else failure_of(error).status))
+        self._forget(
+            types_pb2.RequestEnded.FromString(b"" if error is None else failure_of(error).status)
+        )
 
 
 @dataclass(eq=False)
@@ -70,7 +73,10 @@ class RouterEnd(Generic[InputT, EventT]):
         if key in self._requests:
             raise InternalError(f"a router has opened {key} twice")
         request: SimulatedRequest[InputT, EventT] = SimulatedRequest(
-            key, lambda event: self.call.send(self.message_of(event)), lambda ended: self._end(key, ended))
+            key,
+            lambda event: self.call.send(self.message_of(event)),
+            lambda ended: self._end(key, ended),
+        )
         self._requests[key] = request
         self.opened(request, message)
 

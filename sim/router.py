@@ -50,22 +50,43 @@ class RouterProcess:
     is_up: bool = True
 
     @classmethod
-    def build(cls, options: RouterOptions, workers: Mapping[str, SimulatedWorker], latency_s: float,
-              clock: Clock, rng: random.Random, facts: ModelLimits) -> "RouterProcess":
+    def build(
+        cls,
+        options: RouterOptions,
+        workers: Mapping[str, SimulatedWorker],
+        latency_s: float,
+        clock: Clock,
+        rng: random.Random,
+        facts: ModelLimits,
+    ) -> "RouterProcess":
         """Before `workers`, by their addresses."""
         registry = CollectorRegistry()
         metrics = RouterMetrics.create(registry)
-        prefill, decode = (tuple(address for address, worker in workers.items() if worker.role == role)
-                           for role in WorkerRole)
+        prefill, decode = (
+            tuple(address for address, worker in workers.items() if worker.role == role)
+            for role in WorkerRole
+        )
         directory = Directory(
-            DirectoryOptions(prefill, decode, options.policy, options.watch_interval_s,
-                             longest_comeback_s=options.max_wait_s),
-            facts, metrics, rng, clock, lambda role, address: Channel(workers[address].server, latency_s),
-            Reports(workers, latency_s, rng).follow)
+            DirectoryOptions(
+                prefill,
+                decode,
+                options.policy,
+                options.watch_interval_s,
+                longest_comeback_s=options.max_wait_s,
+            ),
+            facts,
+            metrics,
+            rng,
+            clock,
+            lambda role, address: Channel(workers[address].server, latency_s),
+            Reports(workers, latency_s, rng).follow,
+        )
         outlook = Outlook(clock)
         flow_limits = FlowLimits(capacity_wait_s=options.max_wait_s)
         limits = AdmissionLimits(options.max_waiting, options.max_wait_s, flow_limits.peer_wait_s)
-        services = Services(Admission(directory, limits, metrics, outlook), directory, flow_limits, metrics, outlook)
+        services = Services(
+            Admission(directory, limits, metrics, outlook), directory, flow_limits, metrics, outlook
+        )
         return cls(options, registry, metrics, services, clock)
 
     def start(self, group: asyncio.TaskGroup) -> None:
@@ -73,13 +94,22 @@ class RouterProcess:
         for work in (self.services.directory.run(), self.services.admission.run()):
             self._note(group.create_task(work))
 
-    async def answer(self, request: AdmissibleRequest) -> AsyncIterator[generation_pb2.GenerateResponse]:
-        """To its end. Raises as `RequestFlow.run` does, and UnavailableError where this process dies first."""
+    async def answer(
+        self, request: AdmissibleRequest
+    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        """To its end. Raises as `RequestFlow.run` does, and UnavailableError where this process
+        dies first."""
         if not self.is_up:
             raise UnavailableError("the router is gone")
         responses = ResponseQueue(self.options.max_request_s)
-        answer = Answer(request.engine.request_id, 0, Output(request.engine, (), None), responses,
-                        Timeline(self.clock, self.metrics), request.resumed_of(0))
+        answer = Answer(
+            request.engine.request_id,
+            0,
+            Output(request.engine, (), None),
+            responses,
+            Timeline(self.clock, self.metrics),
+            request.resumed_of(0),
+        )
         flow = RequestFlow(request, answer, self.services, self.options.max_request_s)
         task = self._note(asyncio.get_running_loop().create_task(flow.run()))
         task.add_done_callback(lambda _: responses.close())
@@ -98,8 +128,10 @@ class RouterProcess:
 
     def picks(self) -> tuple[int, float]:
         """How often it chose a worker, and how many seconds of this machine that took."""
-        count, seconds = (self.registry.get_sample_value(f"baton_router_pick_seconds_{part}") or 0
-                          for part in ("count", "sum"))
+        count, seconds = (
+            self.registry.get_sample_value(f"baton_router_pick_seconds_{part}") or 0
+            for part in ("count", "sum")
+        )
         return round(count), seconds
 
     def _note(self, task: asyncio.Task[None]) -> asyncio.Task[None]:

@@ -1,7 +1,9 @@
-"""Virtual time: an event loop whose clock jumps to the next thing that is due instead of waiting for it.
+"""Virtual time: an event loop whose clock jumps to the next thing that is due instead of waiting
+for it.
 
-Whatever awaits runs on it unchanged: timers, deadlines and pauses take no time of this machine, and code that runs
-costs no virtual time. Fleets set millions of timers and cancel most of them, so this is a heap of tuples and a queue.
+Whatever awaits runs on it unchanged: timers, deadlines and pauses take no time of this machine, and
+code that runs costs no virtual time. Fleets set millions of timers and cancel most of them, so this
+is a heap of tuples and a queue.
 """
 
 import asyncio
@@ -24,12 +26,19 @@ _SPARE_TIMERS = 1024  # cancelled ones that may stay in the heap, beside as many
 
 
 class _Due(asyncio.TimerHandle):
-    """A callback that waits for its turn, or for its time. It keeps none of what asyncio's keeps for debugging."""
+    """A callback that waits for its turn, or for its time. It keeps none of what asyncio's keeps
+    for debugging."""
 
     __slots__ = ("_virtual", "arguments", "callback", "context", "is_cancelled")
 
-    def __init__(self, when_s: float, callback: Callable[..., object], arguments: tuple[object, ...],
-                 loop: "VirtualLoop", context: Context | None) -> None:
+    def __init__(
+        self,
+        when_s: float,
+        callback: Callable[..., object],
+        arguments: tuple[object, ...],
+        loop: "VirtualLoop",
+        context: Context | None,
+    ) -> None:
         self._when = when_s
         self._virtual = loop
         self.callback, self.arguments, self.context = callback, arguments, context
@@ -46,8 +55,8 @@ class _Due(asyncio.TimerHandle):
 
 
 class VirtualLoop(asyncio.BaseEventLoop):
-    """Starts at 0 s. Sockets and threads have no place on it. A callback that raises ends the run. Callbacks that bring
-    no context of their own share that of whoever runs it."""
+    """Starts at 0 s. Sockets and threads have no place on it. A callback that raises ends the run.
+    Callbacks that bring no context of their own share that of whoever runs it."""
 
     def __init__(self) -> None:
         self._is_running = False  # asyncio asks while it makes its part
@@ -68,24 +77,38 @@ class VirtualLoop(asyncio.BaseEventLoop):
     def stop(self) -> None:
         self._is_stopping = True
 
-    def call_soon(self, callback: Callable[[*Ts], object], *args: *Ts,
-                  context: Context | None = None) -> asyncio.Handle:
+    def call_soon(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
         due = _Due(self._now_s, callback, args, self, context)
         self._soon.append(due)
         return due
 
-    def call_soon_threadsafe(self, callback: Callable[[*Ts], object], *args: *Ts,
-                             context: Context | None = None) -> asyncio.Handle:
-        return self.call_soon(callback, *args, context=context)  # the handler of an interrupt, on the only thread
+    def call_soon_threadsafe(
+        self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None
+    ) -> asyncio.Handle:
+        return self.call_soon(
+            callback, *args, context=context
+        )  # the handler of an interrupt, on the only thread
 
-    def call_later(self, delay: float, callback: Callable[[*Ts], object], *args: *Ts,
-                   context: Context | None = None) -> asyncio.TimerHandle:
+    def call_later(
+        self,
+        delay: float,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
         due = _Due(self._now_s + delay, callback, args, self, context)
         heapq.heappush(self._timers, (due.when(), next(self._serial), due))
         return due
 
-    def call_at(self, when: float, callback: Callable[[*Ts], object], *args: *Ts,
-                context: Context | None = None) -> asyncio.TimerHandle:
+    def call_at(
+        self,
+        when: float,
+        callback: Callable[[*Ts], object],
+        *args: *Ts,
+        context: Context | None = None,
+    ) -> asyncio.TimerHandle:
         due = _Due(when, callback, args, self, context)
         heapq.heappush(self._timers, (when, next(self._serial), due))
         return due
@@ -150,16 +173,17 @@ def run_virtually(work: Coroutine[Any, Any, T]) -> T:
 
 
 def keep_all() -> None:
-    """What there is now stays to the end of the run, and need not be looked through for the garbage of requests, each
-    of which is a circle that holds its prompt. The second look counts what is left, by which Python reckons when the
-    next one is worth it."""
+    """What there is now stays to the end of the run, and need not be looked through for the garbage
+    of requests, each of which is a circle that holds its prompt. The second look counts what is
+    left, by which Python reckons when the next one is worth it."""
     gc.freeze()
     gc.collect()
 
 
 @contextmanager
 def _seldom_collected() -> Iterator[None]:
-    """What a fleet has stays: to look through it for garbage as often as Python does takes a fifth of a run."""
+    """What a fleet has stays: to look through it for garbage as often as Python does takes a fifth
+    of a run."""
     before = gc.get_threshold()
     gc.set_threshold(*COLLECTION)
     try:

@@ -116,7 +116,8 @@ class SimulatedWorker(ABC):
 
     @abstractmethod
     def _reported(self, *, serving: bool, reason: str) -> worker_pb2.WorkerLoad:
-        """All of a load. It is made with what it says: that takes half as long as to set one field after the other."""
+        """All of a load. It is made with what it says: that takes half as long as to set one field
+        after the other."""
 
     def _woken(self) -> None:
         self.was_used = True
@@ -126,12 +127,23 @@ class SimulatedWorker(ABC):
     def info(self) -> worker_pb2.WorkerInfo:
         """Of this incarnation."""
         model, info = self.costs.model, self._described()
-        info.MergeFrom(worker_pb2.WorkerInfo(
-            role=self.role, incarnation=self.incarnation, architecture=ARCHITECTURE, compatibility=COMPATIBILITY,
-            vocab_size=VOCAB_SIZE, max_context_tokens=model.max_context_tokens, num_layers=model.num_layers,
-            page_size=model.page_size, wire_version=WIRE_VERSION))
+        info.MergeFrom(
+            worker_pb2.WorkerInfo(
+                role=self.role,
+                incarnation=self.incarnation,
+                architecture=ARCHITECTURE,
+                compatibility=COMPATIBILITY,
+                vocab_size=VOCAB_SIZE,
+                max_context_tokens=model.max_context_tokens,
+                num_layers=model.num_layers,
+                page_size=model.page_size,
+                wire_version=WIRE_VERSION,
+            )
+        )
         return info
 
     def load(self) -> worker_pb2.WorkerLoad:
         """At this moment."""
-        return self._reported(serving=not self._is_draining, reason="draining" if self._is_draining else "")
+        return self._reported(
+            serving=not self._is_draining, reason="draining" if self._is_draining else ""
+        )

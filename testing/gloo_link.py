@@ -34,8 +34,8 @@ class GlooBackend:
 
 
 class GlooLink:
-    """Satisfies `engine.pipeline.links.P2PLink`. gloo reports that a message is done only to a waiter, so a
-    thread does."""
+    """Satisfies `engine.pipeline.links.P2PLink`. gloo reports that a message is done only to a
+    waiter, so a thread does."""
 
     def __init__(self, group: PointToPoint, end: int) -> None:
         self._group = group
@@ -56,7 +56,9 @@ class GlooLink:
         with suppress(queue.Full):
             self._jobs.put_nowait(None)
 
-    def _launch(self, operation: Callable[[list[Tensor], int, int], Work], flat: Tensor) -> Transfer:
+    def _launch(
+        self, operation: Callable[[list[Tensor], int, int], Work], flat: Tensor
+    ) -> Transfer:
         done: Future[bool] = Future()
         self._jobs.put_nowait((done, operation([flat], self._peer, 0), flat))
         return _GlooTransfer(done, self._aborted)

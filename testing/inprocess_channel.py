@@ -1,4 +1,5 @@
-"""Stages of one process talking through bounded queues: the frame channel for tests and single-process runs."""
+"""Stages of one process talking through bounded queues: the frame channel for tests and
+single-process runs."""
 
 import threading
 import time
@@ -23,24 +24,35 @@ class InProcessChannel:
 
     head_bytes = 0  # nothing else can reach the mailboxes
 
-    def __init__(self, mailboxes: _Mailboxes, rank: int, *, max_frame_bytes: int, max_frames: int) -> None:
+    def __init__(
+        self, mailboxes: _Mailboxes, rank: int, *, max_frame_bytes: int, max_frames: int
+    ) -> None:
         self._boxes = mailboxes
         self._rank = rank
         self._max_frame_bytes = max_frame_bytes
         self._max_frames = max_frames
 
     @classmethod
-    def pool(cls, size: int, *, max_frame_bytes: int = 1 << 28, max_frames: int = 64) -> list["InProcessChannel"]:
+    def pool(
+        cls, size: int, *, max_frame_bytes: int = 1 << 28, max_frames: int = 64
+    ) -> list["InProcessChannel"]:
         boxes = _Mailboxes()
-        return [cls(boxes, rank, max_frame_bytes=max_frame_bytes, max_frames=max_frames) for rank in range(size)]
+        return [
+            cls(boxes, rank, max_frame_bytes=max_frame_bytes, max_frames=max_frames)
+            for rank in range(size)
+        ]
 
     def send(self, rank: int, frame: bytes | bytearray | memoryview, *, timeout_s: float) -> None:
         if len(frame) > self._max_frame_bytes:
-            raise InternalError(f"frame of {len(frame)} bytes is over the channel's limit of {self._max_frame_bytes}")
+            raise InternalError(
+                f"frame of {len(frame)} bytes is over the channel's limit of {self._max_frame_bytes}"
+            )
         boxes = self._boxes
         with boxes.changed:
             queue = boxes.frames.setdefault((self._rank, rank), deque())
-            room = boxes.changed.wait_for(lambda: len(queue) < self._max_frames or rank in boxes.gone, timeout_s)
+            room = boxes.changed.wait_for(
+                lambda: len(queue) < self._max_frames or rank in boxes.gone, timeout_s
+            )
             if rank in boxes.gone:
                 raise PeerLostError(f"stage {rank} is gone")
             if not room:

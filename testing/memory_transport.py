@@ -1,7 +1,8 @@
-"""A transport inside one process, with faults on request: what the UCX transport does, made visible and repeatable.
+"""A transport inside one process, with faults on request: what the UCX transport does, made visible
+and repeatable.
 
-It copies at the moment the receiver takes the message, as a rendezvous does, so the source memory is read late and the
-destination is written late; both ends' operations stay pending until then.
+It copies at the moment the receiver takes the message, as a rendezvous does, so the source memory
+is read late and the destination is written late; both ends' operations stay pending until then.
 """
 
 import threading
@@ -22,7 +23,8 @@ class Fault(StrEnum):
 
     NONE = "none"
     DROP = "drop"  # for the sender it went out; it never arrives
-    DELAY = "delay"  # taken by its receive, but the bytes are written only after `MemoryNetwork.release`
+    # taken by its receive, but the bytes are written only after `MemoryNetwork.release`
+    DELAY = "delay"
     FLIP = "flip"  # one bit of one byte in the middle changes on the way
     DUPLICATE = "duplicate"  # arrives twice
     DIE = "die"  # the sending process dies instead of sending it
@@ -41,10 +43,16 @@ class MemoryPeer:
 
 
 class _Message:
-    """On its way from `send` to a matched receive. `operation` is the sender's; a duplicate has its own `copy`."""
+    """On its way from `send` to a matched receive. `operation` is the sender's; a duplicate has its
+    own `copy`."""
 
-    def __init__(self, sender: "MemoryTransport", operation: Operation, fault: Fault,
-                 copy: bytes | None = None) -> None:
+    def __init__(
+        self,
+        sender: "MemoryTransport",
+        operation: Operation,
+        fault: Fault,
+        copy: bytes | None = None,
+    ) -> None:
         self.sender = sender
         self.operation = operation
         self.fault = fault
@@ -52,7 +60,8 @@ class _Message:
 
 
 class MemoryNetwork:
-    """Connects the transports of one process. `fault` may be set at any time; None delivers everything."""
+    """Connects the transports of one process. `fault` may be set at any time; None delivers
+    everything."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -130,7 +139,9 @@ class MemoryTransport:
             if fault is Fault.DIE:
                 self.die()
             if not peer.alive or target is None or fault is Fault.DIE:
-                self._end(operation, OperationState.FAILED, PeerLostError(f"{peer.address!r} is gone"))
+                self._end(
+                    operation, OperationState.FAILED, PeerLostError(f"{peer.address!r} is gone")
+                )
             elif fault is Fault.DROP:
                 self._end(operation, OperationState.DONE)
             else:
@@ -141,11 +152,15 @@ class MemoryTransport:
         return operation
 
     def post_receive(self, peer: Peer, tag: int, buffer: Buffer | Berth) -> Operation:
-        operation = Operation(peer, tag, buffer if isinstance(buffer, Berth) else host_bytes(buffer))
+        operation = Operation(
+            peer, tag, buffer if isinstance(buffer, Berth) else host_bytes(buffer)
+        )
         with self._network.lock:
             self._num_pending += 1
             if not peer.alive:
-                self._end(operation, OperationState.FAILED, PeerLostError(f"{peer.address!r} is gone"))
+                self._end(
+                    operation, OperationState.FAILED, PeerLostError(f"{peer.address!r} is gone")
+                )
                 return operation
             self._matcher.post(operation)
         return operation
@@ -170,8 +185,9 @@ class MemoryTransport:
         with self._network.lock:
             while self._inbox:
                 message = self._inbox.popleft()
-                operation, discarded = self._matcher.arrive(message.operation.tag, message.operation.num_bytes,
-                                                            message)
+                operation, discarded = self._matcher.arrive(
+                    message.operation.tag, message.operation.num_bytes, message
+                )
                 self._discard(discarded)
                 if operation is not None:
                     self._take(operation, message)
@@ -232,8 +248,13 @@ class MemoryTransport:
     def _take(self, operation: Operation, message: _Message) -> None:
         if message.operation.num_bytes != operation.num_bytes:
             self._discard([message])
-            self._end(operation, OperationState.FAILED, HandoffError(
-                f"a message of {message.operation.num_bytes} bytes came for a receive of {operation.num_bytes}"))
+            self._end(
+                operation,
+                OperationState.FAILED,
+                HandoffError(
+                    f"a message of {message.operation.num_bytes} bytes came for a receive of {operation.num_bytes}"
+                ),
+            )
         elif message.fault is Fault.DELAY and self._network.delaying:
             self._delayed.append((operation, message))
         else:
@@ -242,16 +263,21 @@ class MemoryTransport:
     def _write(self, operation: Operation, message: _Message) -> None:
         if message.copy is None and message.operation.state is not OperationState.PENDING:
             # The sender closed its end meanwhile: its memory must not be read any more.
-            self._end(operation, OperationState.FAILED, PeerLostError("the sender closed the connection"))
+            self._end(
+                operation, OperationState.FAILED, PeerLostError("the sender closed the connection")
+            )
             return
-        operation.content[:] = host_bytes(message.operation.buffer) if message.copy is None else message.copy
+        operation.content[:] = (
+            host_bytes(message.operation.buffer) if message.copy is None else message.copy
+        )
         if message.fault is Fault.FLIP:
             operation.content[operation.num_bytes // 2] ^= 1
         self._discard([message])
         self._end(operation, OperationState.DONE)
 
     def sent(self, operation: Operation) -> None:
-        """Called by the receiving transport, under the network's lock: the bytes of this send are out."""
+        """Called by the receiving transport, under the network's lock: the bytes of this send are
+        out."""
         if operation in self._sending:
             self._sending.remove(operation)
             self._end(operation, OperationState.DONE)
@@ -261,7 +287,9 @@ class MemoryTransport:
             if message.copy is None:
                 message.sender.sent(message.operation)
 
-    def _end(self, operation: Operation, state: OperationState, error: BatonError | None = None) -> None:
+    def _end(
+        self, operation: Operation, state: OperationState, error: BatonError | None = None
+    ) -> None:
         operation.finish(state, error)
         self._ended.append(operation)
         self.wake()

@@ -18,34 +18,39 @@ from xdist.scheduler import LoadScopeScheduling
 from runtime.rpc.client import ChannelOptions
 from runtime.rpc.server import ServerOptions
 
-# Folders whose tests never load torch, which takes longer than most of them; tests/architecture holds it.
+# Folders whose tests never load torch, which takes longer than most of them; tests/architecture
+# holds it.
 WITHOUT_TORCH = ("architecture", "baton", "router", "runtime")
 
 
 def has_gpu() -> bool:
-    """As `torch.cuda.is_available` says, without loading torch: a build for CUDA, and a device that is not hidden."""
+    """As `torch.cuda.is_available` says, without loading torch: a build for CUDA, and a device that
+    is not hidden."""
     torch = importlib.util.find_spec("torch")
     assert torch is not None
     assert torch.origin is not None
-    is_built_for_it = re.search(r"^cuda\b.*= '", Path(torch.origin).with_name("version.py").read_text(), re.MULTILINE)
+    is_built_for_it = re.search(
+        r"^cuda\b.*= '", Path(torch.origin).with_name("version.py").read_text(), re.MULTILINE
+    )
     is_hidden = os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1")
     return is_built_for_it is not None and not is_hidden and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
-# Where there is no GPU, kernels run in Triton's interpreter: the same code, on the CPU. It must be chosen before the
-# first of them is imported, by whatever test or conftest.py that is.
+# Where there is no GPU, kernels run in Triton's interpreter: the same code, on the CPU. It must be
+# chosen before the first of them is imported, by whatever test or conftest.py that is.
 if not has_gpu():
     os.environ["TRITON_INTERPRET"] = "1"
 
 # Tests talk to processes on this machine, past any proxy that the environment names.
 os.environ["NO_PROXY"] = os.environ["no_proxy"] = "127.0.0.1,localhost,::1"
 
-# What a shell starts in its background ignores SIGINT, and so do the processes it starts: tests interrupt some of them.
+# What a shell starts in its background ignores SIGINT, and so do the processes it starts: tests
+# interrupt some of them.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# No example is timed, because a busy machine may take any time for any of them; and the same tree gives the same
-# examples. `--hypothesis-profile=search` looks for new ones.
+# No example is timed, because a busy machine may take any time for any of them; and the same tree
+# gives the same examples. `--hypothesis-profile=search` looks for new ones.
 settings.register_profile("search", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("repeatable", settings.get_profile("search"), derandomize=True)
 settings.load_profile("repeatable")
@@ -63,22 +68,25 @@ def _the_same_numbers() -> None:
 
 @pytest.fixture(autouse=True)
 def patient_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ends are in this process: one that is held up for seconds must not find that the other was silent."""
+    """Both ends are in this process: one that is held up for seconds must not find that the other
+    was silent."""
     for options in (ServerOptions, ChannelOptions):
         monkeypatch.setattr(options, "as_grpc", _patient(options.as_grpc))
 
 
 def _patient(as_grpc: Callable[..., list[tuple[str, Any]]]) -> Callable[..., list[tuple[str, Any]]]:
     timeouts = ("grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
-    return lambda options: [(name, 60_000 if name in timeouts else value) for name, value in as_grpc(options)]
+    return lambda options: [
+        (name, 60_000 if name in timeouts else value) for name, value in as_grpc(options)
+    ]
 
 
 _STARTS_PROCESSES = ("tests/bench/", "tests/cluster/", "tests/deploy/")
 
 
 class _OneWorkerForClusters(LoadScopeScheduling):  # type: ignore[misc]  # published without types
-    """Any worker takes any test, but those that start whole clusters stay on one: two clusters at a time would wait for
-    each other's cores."""
+    """Any worker takes any test, but those that start whole clusters stay on one: two clusters at a
+    time would wait for each other's cores."""
 
     def _split_scope(self, nodeid: str) -> str:
         return "processes" if nodeid.startswith(_STARTS_PROCESSES) else nodeid

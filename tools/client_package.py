@@ -1,8 +1,10 @@
-"""`python -m tools.client_package FOLDER`: the distribution `baton-client`, ready for `pip install FOLDER` or a build.
+"""`python -m tools.client_package FOLDER`: the distribution `baton-client`, ready for `pip install
+FOLDER` or a build.
 
-What the Python client needs of this repository, and nothing else, as the one package `baton_client`: modules keep their
-names below it, and their imports are rewritten. It needs grpc and pydantic, no torch, and stands beside whatever
-packages called `protos`, `engine` or `runtime` its users have.
+What the Python client needs of this repository, and nothing else, as the one package
+`baton_client`: modules keep their names below it, and their imports are rewritten. It needs grpc
+and pydantic, no torch, and stands beside whatever packages called `protos`, `engine` or `runtime`
+its users have.
 """
 
 import re
@@ -15,8 +17,11 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = "baton_client"
 FIRST = "baton.client"
 _IMPORT = re.compile(r"^(\s*(?:from|import)\s+)(baton|runtime|protos)\b(?!_)", re.MULTILINE)
-_IMPORTED = re.compile(r"^\s*(?:from\s+((?:baton|runtime|protos)[\w.]*)\s+import\s+(\([^)]*\)|[^\n#]+)"
-                       r"|import\s+((?:baton|runtime|protos)[\w.]*))", re.MULTILINE)
+_IMPORTED = re.compile(
+    r"^\s*(?:from\s+((?:baton|runtime|protos)[\w.]*)\s+import\s+(\([^)]*\)|[^\n#]+)"
+    r"|import\s+((?:baton|runtime|protos)[\w.]*))",
+    re.MULTILINE,
+)
 _NEEDS = ("googleapis-common-protos", "grpcio", "grpcio-health-checking", "protobuf", "pydantic")
 _INIT = '''"""A client of Baton: `BatonClient`, and `AsyncBatonClient` for asyncio."""
 
@@ -70,7 +75,11 @@ def _imports(source: str) -> list[str]:
     names = []
     for origin, things, plain in _IMPORTED.findall(source):
         names.append(origin or plain)
-        names += [f"{origin}.{thing.split(' as ')[0].strip()}" for thing in things.strip("()").split(",") if origin]
+        names += [
+            f"{origin}.{thing.split(' as ')[0].strip()}"
+            for thing in things.strip("()").split(",")
+            if origin
+        ]
     return names
 
 
@@ -86,12 +95,16 @@ def _place(module: str) -> Path:
 
 
 def _rewritten(source: str) -> str:
-    source = _IMPORT.sub(lambda found: f"{found[1]}{PACKAGE}" + ("" if found[2] == "baton" else f".{found[2]}"), source)
+    source = _IMPORT.sub(
+        lambda found: f"{found[1]}{PACKAGE}" + ("" if found[2] == "baton" else f".{found[2]}"),
+        source,
+    )
     return source.replace("'protos.", f"'{PACKAGE}.protos.")
 
 
 def write_client(folder: Path) -> list[str]:
-    """Write the distribution into `folder`, which is emptied first; the modules in it. Raises OSError."""
+    """Write the distribution into `folder`, which is emptied first; the modules in it. Raises
+    OSError."""
     shutil.rmtree(folder, ignore_errors=True)
     package = folder / PACKAGE
     modules = needed_modules()
@@ -108,7 +121,9 @@ def write_client(folder: Path) -> list[str]:
     (package / "py.typed").write_text("")
     (folder / "README.md").write_text(_README)
     shutil.copy(ROOT / "LICENSE", folder / "LICENSE")
-    (folder / "pyproject.toml").write_text(_project(sorted({path.parent for path in package.rglob("*.py")}), folder))
+    (folder / "pyproject.toml").write_text(
+        _project(sorted({path.parent for path in package.rglob("*.py")}), folder)
+    )
     return modules
 
 

@@ -1,4 +1,5 @@
-"""Writes Grafana's JSON of all dashboards: `python -m tools.dashboards` after changing `tools.panels`."""
+"""Writes Grafana's JSON of all dashboards: `python -m tools.dashboards` after changing
+`tools.panels`."""
 
 from pathlib import Path
 
@@ -16,13 +17,29 @@ _SOURCE = models.DataSourceRef(type_val="prometheus", uid="${datasource}")
 
 def build_json(spec: Dashboard) -> str:
     """One dashboard as Grafana imports it."""
-    builder = (dashboard.Dashboard(spec.title).uid(spec.uid).description(spec.text).tags(["baton"]).editable()
-               .time("now-1h", "now").refresh("30s").timezone("browser")
-               .tooltip(models.DashboardCursorSync.CROSSHAIR)
-               .with_variable(dashboard.DatasourceVariable("datasource").type("prometheus").label("Prometheus"))
-               .with_variable(_namespaces())
-               .link(dashboard.DashboardLink("Baton").type(models.DashboardLinkType.DASHBOARDS).tags(["baton"])
-                     .as_dropdown(True).include_vars(True).keep_time(True)))  # noqa: FBT003 - the SDK's signature
+    builder = (
+        dashboard.Dashboard(spec.title)
+        .uid(spec.uid)
+        .description(spec.text)
+        .tags(["baton"])
+        .editable()
+        .time("now-1h", "now")
+        .refresh("30s")
+        .timezone("browser")
+        .tooltip(models.DashboardCursorSync.CROSSHAIR)
+        .with_variable(
+            dashboard.DatasourceVariable("datasource").type("prometheus").label("Prometheus")
+        )
+        .with_variable(_namespaces())
+        .link(
+            dashboard.DashboardLink("Baton")
+            .type(models.DashboardLinkType.DASHBOARDS)
+            .tags(["baton"])
+            .as_dropdown(True)  # noqa: FBT003
+            .include_vars(True)  # noqa: FBT003
+            .keep_time(True)  # noqa: FBT003
+        )
+    )
     for index, panel in enumerate(spec.panels):
         builder = builder.with_panel(_panel(panel, index))
     return JSONEncoder(indent=2, sort_keys=True).encode(builder.build()) + "\n"
@@ -30,23 +47,51 @@ def build_json(spec: Dashboard) -> str:
 
 def _namespaces() -> dashboard.QueryVariable:
     """Nothing chosen matches everything, also where scrapes give no namespace."""
-    return (dashboard.QueryVariable("namespace").label("Namespace").datasource(_SOURCE)
-            .query("label_values(baton_build_info, namespace)").refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
-            .include_all(True).all_value(".*").multi(True)  # noqa: FBT003
-            .current(models.VariableOption(selected=True, text="All", value="$__all")))
+    return (
+        dashboard.QueryVariable("namespace")
+        .label("Namespace")
+        .datasource(_SOURCE)
+        .query("label_values(baton_build_info, namespace)")
+        .refresh(models.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        .include_all(True)  # noqa: FBT003
+        .all_value(".*")
+        .multi(True)  # noqa: FBT003
+        .current(models.VariableOption(selected=True, text="All", value="$__all"))
+    )
 
 
 def _panel(spec: Panel, index: int) -> timeseries.Panel:
     per_row = COLUMNS // WIDTH
-    panel = (timeseries.Panel().id(index + 1).title(spec.title).description(spec.text).unit(spec.unit).min(0)
-             .datasource(_SOURCE).show_points(common_models.VisibilityMode.NEVER).fill_opacity(10)
-             .grid_pos(models.GridPos(x=index % per_row * WIDTH, y=index // per_row * HEIGHT, w=WIDTH, h=HEIGHT))
-             .legend(common.VizLegendOptions().show_legend(True)  # noqa: FBT003
-                     .display_mode(common_models.LegendDisplayMode.LIST)
-                     .placement(common_models.LegendPlacement.BOTTOM)))
+    panel = (
+        timeseries.Panel()
+        .id(index + 1)
+        .title(spec.title)
+        .description(spec.text)
+        .unit(spec.unit)
+        .min(0)
+        .datasource(_SOURCE)
+        .show_points(common_models.VisibilityMode.NEVER)
+        .fill_opacity(10)
+        .grid_pos(
+            models.GridPos(
+                x=index % per_row * WIDTH, y=index // per_row * HEIGHT, w=WIDTH, h=HEIGHT
+            )
+        )
+        .legend(
+            common.VizLegendOptions()
+            .show_legend(True)  # noqa: FBT003
+            .display_mode(common_models.LegendDisplayMode.LIST)
+            .placement(common_models.LegendPlacement.BOTTOM)
+        )
+    )
     for letter, query in zip("ABCDEF", spec.queries, strict=False):
-        panel = panel.with_target(prometheus.Dataquery().ref_id(letter).expr(query.expr).range()
-                                  .legend_format(query.legend))
+        panel = panel.with_target(
+            prometheus.Dataquery()
+            .ref_id(letter)
+            .expr(query.expr)
+            .range()
+            .legend_format(query.legend)
+        )
     return panel
 
 

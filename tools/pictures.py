@@ -1,4 +1,5 @@
-"""Dashboards as pictures: each panel's queries over a stretch of time, drawn by matplotlib in the dashboard's layout.
+"""Dashboards as pictures: each panel's queries over a stretch of time, drawn by matplotlib in the
+dashboard's layout.
 
 They show what the queries give, not how Grafana looks; the caption states that.
 """
@@ -15,8 +16,15 @@ from tools.prometheus import Prometheus
 
 CAPTION = "Drawn from the dashboard's queries by tools/pictures.py, not by Grafana."
 PER_ROW = 24 // WIDTH
-_UNITS = {"s": "seconds", "percentunit": "share", "Bps": "bytes/s", "reqps": "requests/s", "cps": "per second",
-          "ops": "per second", "short": ""}
+_UNITS = {
+    "s": "seconds",
+    "percentunit": "share",
+    "Bps": "bytes/s",
+    "reqps": "requests/s",
+    "cps": "per second",
+    "ops": "per second",
+    "short": "",
+}
 
 
 def plain(expr: str, rate_interval: str) -> str:
@@ -24,8 +32,15 @@ def plain(expr: str, rate_interval: str) -> str:
     return expr.replace("$__rate_interval", rate_interval).replace("$namespace", ".*")
 
 
-async def draw(server: Prometheus, spec: Dashboard, path: Path, *, start_s: float, end_s: float,
-               rate_interval: str) -> None:
+async def draw(
+    server: Prometheus,
+    spec: Dashboard,
+    path: Path,
+    *,
+    start_s: float,
+    end_s: float,
+    rate_interval: str,
+) -> None:
     """One dashboard as a PNG; times are seconds since the epoch."""
     num_rows = math.ceil(len(spec.panels) / PER_ROW)
     figure = Figure(figsize=(16, 3.4 * num_rows + 0.8), dpi=70, layout="constrained")
@@ -40,18 +55,29 @@ async def draw(server: Prometheus, spec: Dashboard, path: Path, *, start_s: floa
     figure.savefig(path)
 
 
-async def _draw_panel(server: Prometheus, panel: Panel, axes: Axes, start_s: float, end_s: float,
-                      rate_interval: str) -> None:
+async def _draw_panel(
+    server: Prometheus, panel: Panel, axes: Axes, start_s: float, end_s: float, rate_interval: str
+) -> None:
     axes.set_title(panel.title, fontsize=10)
     axes.set_ylabel(_UNITS[panel.unit], fontsize=8)
     axes.tick_params(labelsize=7)
     axes.grid(visible=True, alpha=0.3)
     for query in panel.queries:
-        series = await server.query_range(plain(query.expr, rate_interval), start_s, end_s, step_s=0.5)
+        series = await server.query_range(
+            plain(query.expr, rate_interval), start_s, end_s, step_s=0.5
+        )
         for line in series:
-            points = [(float(at) - start_s, float(value)) for at, value in line["values"] if value != "NaN"]
-            axes.plot([at for at, _ in points], [value for _, value in points], linewidth=1,
-                      label=_legend(query.legend, line["metric"]))
+            points = [
+                (float(at) - start_s, float(value))
+                for at, value in line["values"]
+                if value != "NaN"
+            ]
+            axes.plot(
+                [at for at, _ in points],
+                [value for _, value in points],
+                linewidth=1,
+                label=_legend(query.legend, line["metric"]),
+            )
     axes.set_xlim(0, end_s - start_s)
     axes.set_ylim(bottom=0)
     if axes.lines:

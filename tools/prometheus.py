@@ -1,7 +1,9 @@
-"""A Prometheus server for a while: on loopback, with targets that may change, queried over its HTTP API.
+"""A Prometheus server for a while: on loopback, with targets that may change, queried over its HTTP
+API.
 
-Rules are written for people's time: alerts that wait minutes, rates over minutes. `scaled` makes the same rules for a
-run of seconds: every duration, in `for` and in ranges, is divided by one factor, and nothing else changes.
+Rules are written for people's time: alerts that wait minutes, rates over minutes. `scaled` makes
+the same rules for a run of seconds: every duration, in `for` and in ranges, is divided by one
+factor, and nothing else changes.
 """
 
 import asyncio
@@ -37,7 +39,9 @@ def scaled(rules: str, factor: float) -> dict[str, Any]:
     """The groups of a rule file with every duration divided by `factor`."""
     loaded: dict[str, Any] = yaml.safe_load(rules)
     for rule in (rule for group in loaded["groups"] for rule in group["rules"]):
-        rule["expr"] = re.sub(r"\[(\d+[smh])\]", lambda found: f"[{_shorter(found[1], factor)}]", rule["expr"])
+        rule["expr"] = re.sub(
+            r"\[(\d+[smh])\]", lambda found: f"[{_shorter(found[1], factor)}]", rule["expr"]
+        )
         if "for" in rule:
             rule["for"] = _shorter(rule["for"], factor)
     return loaded
@@ -56,8 +60,13 @@ class Prometheus:
 
     def watch(self, targets: list[Target]) -> None:
         """Scrape these from now on; the server reads the change by itself."""
-        groups = [{"targets": [f"{LOCAL}:{target.port}"], "labels": {"job": target.job, "namespace": target.namespace}}
-                  for target in targets]
+        groups = [
+            {
+                "targets": [f"{LOCAL}:{target.port}"],
+                "labels": {"job": target.job, "namespace": target.namespace},
+            }
+            for target in targets
+        ]
         new = self._folder / "targets.new"
         new.write_text(json.dumps(groups))
         new.rename(self._folder / "targets.json")
@@ -66,12 +75,23 @@ class Prometheus:
         """Now. Raises OSError while the server starts."""
         return await self._get("query", {"query": expression})
 
-    async def query_range(self, expression: str, start_s: float, end_s: float, step_s: float) -> Series:
+    async def query_range(
+        self, expression: str, start_s: float, end_s: float, step_s: float
+    ) -> Series:
         """Between two times, seconds since the epoch."""
-        return await self._get("query_range", {"query": expression, "start": f"{start_s:.3f}", "end": f"{end_s:.3f}",
-                                               "step": f"{step_s:g}"})
+        return await self._get(
+            "query_range",
+            {
+                "query": expression,
+                "start": f"{start_s:.3f}",
+                "end": f"{end_s:.3f}",
+                "step": f"{step_s:g}",
+            },
+        )
 
-    async def until(self, expression: str, holds: Callable[[Series], bool], timeout_s: float) -> Series:
+    async def until(
+        self, expression: str, holds: Callable[[Series], bool], timeout_s: float
+    ) -> Series:
         """The first answer for which `holds` is true. Raises AssertionError with the last one."""
         answer: Series | str = "no answer"
         try:
@@ -95,23 +115,41 @@ class Prometheus:
 
 
 @asynccontextmanager
-async def prometheus(folder: Path, rules: Mapping[str, Any], *, port: int,
-                     interval_s: float) -> AsyncIterator[Prometheus]:
-    """A server that scrapes and evaluates at this interval, gone after the block. Raises FileNotFoundError when
-    Prometheus is not installed."""
+async def prometheus(
+    folder: Path, rules: Mapping[str, Any], *, port: int, interval_s: float
+) -> AsyncIterator[Prometheus]:
+    """A server that scrapes and evaluates at this interval, gone after the block. Raises
+    FileNotFoundError when Prometheus is not installed."""
     program = shutil.which("prometheus")
     if program is None:
         raise FileNotFoundError("prometheus is not installed (Debian: apt install prometheus)")
     interval = f"{round(interval_s * 1000)}ms"
     (folder / "rules.yaml").write_text(yaml.safe_dump(dict(rules)))
-    (folder / "prometheus.yaml").write_text(yaml.safe_dump({
-        "global": {"scrape_interval": interval, "scrape_timeout": interval, "evaluation_interval": interval},
-        "rule_files": ["rules.yaml"],
-        "scrape_configs": [{"job_name": "baton", "file_sd_configs": [{"files": ["targets.json"]}]}]}))
+    (folder / "prometheus.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "global": {
+                    "scrape_interval": interval,
+                    "scrape_timeout": interval,
+                    "evaluation_interval": interval,
+                },
+                "rule_files": ["rules.yaml"],
+                "scrape_configs": [
+                    {"job_name": "baton", "file_sd_configs": [{"files": ["targets.json"]}]}
+                ],
+            }
+        )
+    )
     with (folder / "prometheus.out").open("wb") as output:
         process = await asyncio.create_subprocess_exec(
-            program, f"--config.file={folder / 'prometheus.yaml'}", f"--storage.tsdb.path={folder / 'data'}",
-            f"--web.listen-address={LOCAL}:{port}", "--log.level=warn", stdout=output, stderr=output)
+            program,
+            f"--config.file={folder / 'prometheus.yaml'}",
+            f"--storage.tsdb.path={folder / 'data'}",
+            f"--web.listen-address={LOCAL}:{port}",
+            "--log.level=warn",
+            stdout=output,
+            stderr=output,
+        )
     try:
         yield Prometheus(folder, port)
     finally:

@@ -1,7 +1,8 @@
-"""Writes the reference pages that are made from the code: `python -m tools.reference` after changing what they show.
+"""Writes the reference pages that are made from the code: `python -m tools.reference` after
+changing what they show.
 
-    docs/configuration.md  from the settings of the roles and the commands
-    docs/metrics.md        from runtime.observe.catalogue
+docs/configuration.md  from the settings of the roles and the commands
+docs/metrics.md        from runtime.observe.catalogue
 """
 
 from collections.abc import Callable, Mapping
@@ -53,11 +54,16 @@ def metrics_page() -> str:
 
 def _metric_row(family: Family) -> str:
     labels = ", ".join(f"`{label}`" for label in family.labels)
-    return (f"| `{family.name}` | {family.kind} | {family.unit} | {labels} | {', '.join(family.roles)} | "
-            f"{family.text} |\n")
+    return (
+        f"| `{family.name}` | {family.kind} | {family.unit} | {labels} | {', '.join(family.roles)} | "
+        f"{family.text} |\n"
+    )
 
 
-PAGES: Mapping[str, Callable[[], str]] = {"docs/configuration.md": configuration_page, "docs/metrics.md": metrics_page}
+PAGES: Mapping[str, Callable[[], str]] = {
+    "docs/configuration.md": configuration_page,
+    "docs/metrics.md": metrics_page,
+}
 
 
 def main() -> None:

@@ -1,11 +1,13 @@
-"""Which files one plain request runs through, from the client to its last token: `python -m tools.request_path`.
+"""Which files one plain request runs through, from the client to its last token: `python -m
+tools.request_path`.
 
-The whole cluster runs in this process (a prefill pool and a decode pool of two stages, real gRPC and UCX). A file of
-the product counts when the request, between its first message and its last event, enters one of the file's functions
-that the idle cluster does not enter; the request is sent some times, and each time must enter it. The idle cluster is
-looked at for some seconds before and after the request: reports, health checks and waiting threads are its work and not
-the request's, though they run beside it. A file of which the request enters only functions that an idle cluster enters,
-too, does not count.
+The whole cluster runs in this process (a prefill pool and a decode pool of two stages, real gRPC
+and UCX). A file of the product counts when the request, between its first message and its last
+event, enters one of the file's functions that the idle cluster does not enter; the request is sent
+some times, and each time must enter it. The idle cluster is looked at for some seconds before and
+after the request: reports, health checks and waiting threads are its work and not the request's,
+though they run beside it. A file of which the request enters only functions that an idle cluster
+enters, too, does not count.
 
 Shown beside it: the files of which the request enters any function, and those of the idle cluster.
 """
@@ -30,7 +32,17 @@ from tests.support.cluster.one_process import cluster_in_process
 from tests.support.models.checkpoints import make_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
-SHIPPED = ("baton", "decode", "engine", "models", "pool", "prefill", "router", "runtime", "transfer")
+SHIPPED = (
+    "baton",
+    "decode",
+    "engine",
+    "models",
+    "pool",
+    "prefill",
+    "router",
+    "runtime",
+    "transfer",
+)
 IDLE_S = 3.0
 NUM_REQUESTS = 3  # what one of them enters and another does not is work of the moment
 SETTLE_S = 1.0  # until what a request leaves to be done is done
@@ -46,8 +58,9 @@ class Function:
 
 
 class EnteredFunctions:
-    """Calls by function in every thread that starts after `install`, counted by the interpreter's own profiler: one in
-    Python would slow the threads that spin so much that the cluster could not serve."""
+    """Calls by function in every thread that starts after `install`, counted by the interpreter's
+    own profiler: one in Python would slow the threads that spin so much that the cluster could not
+    serve."""
 
     def __init__(self) -> None:
         self._profiles: list[cProfile.Profile] = []
@@ -79,8 +92,14 @@ class EnteredFunctions:
         yield entered
         for code, count in self._calls().items():
             path = Path(code.co_filename)
-            if count > before[code] and path.is_relative_to(ROOT) and path.relative_to(ROOT).parts[0] in SHIPPED:
-                entered.add(Function(str(path.relative_to(ROOT)), code.co_firstlineno, code.co_qualname))
+            if (
+                count > before[code]
+                and path.is_relative_to(ROOT)
+                and path.relative_to(ROOT).parts[0] in SHIPPED
+            ):
+                entered.add(
+                    Function(str(path.relative_to(ROOT)), code.co_firstlineno, code.co_qualname)
+                )
 
 
 @dataclass(frozen=True)
@@ -106,13 +125,16 @@ class RequestPath:
 
 
 async def _ask(client: AsyncBatonClient) -> None:
-    query = Query(tuple(range(1, 100)), Sampling(temperature=0), Stop(max_tokens=8, ignore_eos=True))
+    query = Query(
+        tuple(range(1, 100)), Sampling(temperature=0), Stop(max_tokens=8, ignore_eos=True)
+    )
     async for _ in client.generate(query):
         pass
 
 
 async def _compile(checkpoint: Path) -> None:
-    """Serve once, so that every kernel is compiled: under a profiler that takes longer than a cluster waits for."""
+    """Serve once, so that every kernel is compiled: under a profiler that takes longer than a
+    cluster waits for."""
     async with cluster_in_process(checkpoint, decode_pp=2) as client:
         await _ask(client)
 
@@ -151,13 +173,23 @@ def main() -> None:
     flags = parser.parse_args()
     path = trace()
     if flags.json:
-        print(json.dumps({"files": len(path.files), "touched": len(path.touched), "idle": len(path.idle_files),
-                          "listed": path.files}))
+        print(
+            json.dumps(
+                {
+                    "files": len(path.files),
+                    "touched": len(path.touched),
+                    "idle": len(path.idle_files),
+                    "listed": path.files,
+                }
+            )
+        )
         return
     for name in path.files:
         print(name)
-    print(f"{len(path.files)} files run for one request; {len(path.touched)} with those where it enters only what an "
-          f"idle cluster enters, too; {len(path.idle_files)} of an idle cluster")
+    print(
+        f"{len(path.files)} files run for one request; {len(path.touched)} with those where it enters only what an "
+        f"idle cluster enters, too; {len(path.idle_files)} of an idle cluster"
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""docs/configuration.md: the settings of the roles from their models, the flags from the commands themselves."""
+"""docs/configuration.md: the settings of the roles from their models, the flags from the commands
+themselves."""
 
 import enum
 from collections.abc import Iterator, Mapping
@@ -57,17 +58,29 @@ def configuration_page() -> str:
     router = typer.main.get_command(router_app)
     gateway = typer.main.get_command(gateway_app)
     worker = typer.main.get_command(worker_command("decode", lambda flags, file: 0))
-    parts = [_HEAD, "## Router, `[router]`\n\n", *_settings(RouterConfig, _flags(router)),
-             "\n## Prefill and decode workers, `[prefill]` and `[decode]`\n\n", _WORKERS,
-             *_settings(WorkerConfig, _flags(worker)),
-             "\n## Gateway, `[gateway]`\n\n", *_settings(GatewayConfig, _flags(gateway)),
-             "\n## Commands of `baton`\n\n", _COMMANDS, *_commands()]
+    parts = [
+        _HEAD,
+        "## Router, `[router]`\n\n",
+        *_settings(RouterConfig, _flags(router)),
+        "\n## Prefill and decode workers, `[prefill]` and `[decode]`\n\n",
+        _WORKERS,
+        *_settings(WorkerConfig, _flags(worker)),
+        "\n## Gateway, `[gateway]`\n\n",
+        *_settings(GatewayConfig, _flags(gateway)),
+        "\n## Commands of `baton`\n\n",
+        _COMMANDS,
+        *_commands(),
+    ]
     return "".join(parts)
 
 
 def _flags(command: object) -> Mapping[str, TyperOption]:
     assert isinstance(command, TyperCommand)
-    return {option.name: option for option in command.params if isinstance(option, TyperOption) and option.name}
+    return {
+        option.name: option
+        for option in command.params
+        if isinstance(option, TyperOption) and option.name
+    }
 
 
 def _settings(model: type[Config], flags: Mapping[str, TyperOption]) -> Iterator[str]:
@@ -75,7 +88,11 @@ def _settings(model: type[Config], flags: Mapping[str, TyperOption]) -> Iterator
     for name, field in model.model_fields.items():
         flag = flags.get(name)
         text = field.description or (flag.help if flag is not None else "") or ""
-        spelled = " ".join(f"`{opt}`" for opt in (*flag.opts, *flag.secondary_opts)) if flag is not None else ""
+        spelled = (
+            " ".join(f"`{opt}`" for opt in (*flag.opts, *flag.secondary_opts))
+            if flag is not None
+            else ""
+        )
         yield f"| `{name}` | {spelled} | {_default(field)} | {_values(field)} | {_cell(text)} |\n"
 
 
@@ -112,7 +129,9 @@ def _values(field: FieldInfo) -> str:
     choices = [value for value in get_args(field.annotation) if isinstance(value, str)]
     if choices:
         return ", ".join(f"`{value}`" for value in choices)
-    return ", ".join(_limit(limit) for limit in field.metadata if isinstance(limit, Ge | Gt | Le | Lt | MinLen))
+    return ", ".join(
+        _limit(limit) for limit in field.metadata if isinstance(limit, Ge | Gt | Le | Lt | MinLen)
+    )
 
 
 def _limit(limit: Ge | Gt | Le | Lt | MinLen) -> str:
@@ -141,8 +160,11 @@ def _commands() -> Iterator[str]:
 
 def _command(name: str, command: object) -> Iterator[str]:
     assert isinstance(command, TyperCommand)
-    arguments = [each.name.upper() for each in command.params if isinstance(each, TyperArgument) and each.required
-                 and each.name]
+    arguments = [
+        each.name.upper()
+        for each in command.params
+        if isinstance(each, TyperArgument) and each.required and each.name
+    ]
     yield f"### `{' '.join(['baton', name, *arguments])}`\n\n{_cell(command.help or '')}\n\n"
     options = list(_flags(command).values())
     if options:

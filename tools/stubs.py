@@ -1,8 +1,9 @@
-"""`python -m tools.stubs FOLDER`: the Python stubs of protos/, as the package `protos` below FOLDER.
+"""`python -m tools.stubs FOLDER`: the Python stubs of protos/, as the package `protos` below
+FOLDER.
 
-The .proto files lie by their packages, as every language's generator wants them; protoc's Python would import itself by
-the same folders, which are no packages of ours. So its imports are rewritten: `baton.v1.types_pb2` is
-`protos.types_pb2`.
+The .proto files lie by their packages, as every language's generator wants them; protoc's Python
+would import itself by the same folders, which are no packages of ours. So its imports are
+rewritten: `baton.v1.types_pb2` is `protos.types_pb2`.
 """
 
 import re
@@ -16,7 +17,10 @@ _PACKAGE = r"(?:baton\.v1|xds\.data\.orca\.v3|xds\.service\.orca\.v3)"
 _REWRITES = (
     (rf"^from {_PACKAGE} import", "from protos import"),  # between stubs
     (rf"'{_PACKAGE}\.(\w+_pb2)'", r"'protos.\1'"),  # where classes say they are from
-    (r"(?:baton/v1|xds/(?:data|service)/orca/v3)/(\w+_pb2_grpc\.py)", r"protos/\1"),  # in the text of an error
+    (
+        r"(?:baton/v1|xds/(?:data|service)/orca/v3)/(\w+_pb2_grpc\.py)",
+        r"protos/\1",
+    ),  # in the text of an error
 )
 
 
@@ -26,10 +30,25 @@ def write_stubs(folder: Path) -> list[Path]:
     plugin = Path(sys.executable).with_name("protoc-gen-mypy_grpc")
     (folder / "protos").mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as draft:
-        outputs = [f"--{name}_out={draft}" for name in ("python", "pyi", "grpc_python", "mypy_grpc")]
-        subprocess.run([sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTOS}", *outputs,
-                        f"--plugin=protoc-gen-mypy_grpc={plugin}", *files], check=True)
-        return [_rewritten(path, folder / "protos" / path.name) for path in sorted(Path(draft).rglob("*_pb2*"))]
+        outputs = [
+            f"--{name}_out={draft}" for name in ("python", "pyi", "grpc_python", "mypy_grpc")
+        ]
+        subprocess.run(
+            [
+                sys.executable,
+                "-m",
+                "grpc_tools.protoc",
+                f"-I{PROTOS}",
+                *outputs,
+                f"--plugin=protoc-gen-mypy_grpc={plugin}",
+                *files,
+            ],
+            check=True,
+        )
+        return [
+            _rewritten(path, folder / "protos" / path.name)
+            for path in sorted(Path(draft).rglob("*_pb2*"))
+        ]
 
 
 def _rewritten(draft: Path, path: Path) -> Path:

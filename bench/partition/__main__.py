@@ -1,9 +1,10 @@
 """`python -m bench.partition`: what a cluster makes of edges that are cut and mended.
 
-Every process has a network namespace of its own, with an address of its own; each edge between two roles, and between
-the stages of a pool, is cut for some seconds, both ways and one way, under load, and mended. Every answer is compared
-with a single process's. Needs `ip` (iproute2) and user namespaces, not root; ends with 77 where they are refused, and
-with 1 if an answer was wrong, lost or hung, a process ended, or anything was not given back.
+Every process has a network namespace of its own, with an address of its own; each edge between two
+roles, and between the stages of a pool, is cut for some seconds, both ways and one way, under load,
+and mended. Every answer is compared with a single process's. Needs `ip` (iproute2) and user
+namespaces, not root; ends with 77 where they are refused, and with 1 if an answer was wrong, lost
+or hung, a process ended, or anything was not given back.
 """
 
 import argparse
@@ -24,16 +25,19 @@ MODULE = "bench.partition"
 
 def spelled(result: CellResult) -> str:
     cell = result.cell
-    line = (f"{cell.edge} {cell.way} {cell.seconds:g} s: {sum(result.counts.fates.values())} requests, "
-            f"{result.num_failed} failed, longest wait {result.longest_wait_s:.2f} s, "
-            f"settled after {result.settled_s:.2f} s, held {result.held.total}, {result.num_restarts} restarts")
+    line = (
+        f"{cell.edge} {cell.way} {cell.seconds:g} s: {sum(result.counts.fates.values())} requests, "
+        f"{result.num_failed} failed, longest wait {result.longest_wait_s:.2f} s, "
+        f"settled after {result.settled_s:.2f} s, held {result.held.total}, {result.num_restarts} restarts"
+    )
     return "\n    ".join([line, *sorted(set(result.failures))])
 
 
 def figures(results: list[CellResult]) -> dict[str, Value]:
     """Sums, and the longest wait by edge, way and length of the cut."""
     return {
-        "cells": len(results), "requests": sum(result.counts.num_requests for result in results),
+        "cells": len(results),
+        "requests": sum(result.counts.num_requests for result in results),
         "failed": sum(result.num_failed for result in results),
         "wrong": sum(result.counts.num_wrong for result in results),
         "hung": sum(result.counts.num_hung for result in results),
@@ -41,17 +45,28 @@ def figures(results: list[CellResult]) -> dict[str, Value]:
         "restarts": sum(result.num_restarts for result in results),
         "longest_wait_s": max((result.longest_wait_s for result in results), default=0.0),
         "settled_s": max((result.settled_s for result in results), default=0.0),
-        **{f"wait_s {result.cell.edge} {result.cell.way} {result.cell.seconds:g}": result.longest_wait_s
-           for result in results},
+        **{
+            f"wait_s {result.cell.edge} {result.cell.way} {result.cell.seconds:g}": result.longest_wait_s
+            for result in results
+        },
     }
 
 
 async def measure(flags: argparse.Namespace) -> list[CellResult]:
-    cells = [Cell(Edge(edge), Way(way), float(seconds))
-             for way, seconds in (cut.split(":") for cut in flags.cuts.split(",")) for edge in flags.edges.split(",")]
+    cells = [
+        Cell(Edge(edge), Way(way), float(seconds))
+        for way, seconds in (cut.split(":") for cut in flags.cuts.split(","))
+        for edge in flags.edges.split(",")
+    ]
     results = []
-    async with grid(flags.model, pools=flags.pools, rate=flags.rate, timeout_s=flags.timeout, seed=flags.seed,
-                    sink=LineFile(flags.log)) as cut:
+    async with grid(
+        flags.model,
+        pools=flags.pools,
+        rate=flags.rate,
+        timeout_s=flags.timeout,
+        seed=flags.seed,
+        sink=LineFile(flags.log),
+    ) as cut:
         for number, cell in enumerate(cells):
             results.append(await cut.run(cell, seed=flags.seed + number))
             print(spelled(results[-1]), file=sys.stderr, flush=True)
@@ -59,15 +74,24 @@ async def measure(flags: argparse.Namespace) -> list[CellResult]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     cuts = ",".join(f"{way}:{seconds}" for seconds in (1, 5, 30) for way in Way)
-    for name, default, what in (("edges", ",".join(Edge), "to cut"), ("cuts", cuts, "WAY:SECONDS of each edge")):
+    for name, default, what in (
+        ("edges", ",".join(Edge), "to cut"),
+        ("cuts", cuts, "WAY:SECONDS of each edge"),
+    ):
         parser.add_argument(f"--{name}", default=default, help=f"{what}; default {default}")
     for name, number in (("rate", 4.0), ("timeout", 90.0)):
         parser.add_argument(f"--{name}", type=float, default=number, help=f"default {number}")
-    parser.add_argument("--pools", type=int, default=2, help="of each role, default 2; with one requests may fail")
+    parser.add_argument(
+        "--pools", type=int, default=2, help="of each role, default 2; with one requests may fail"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
+    parser.add_argument(
+        "--model", type=Path, default=demo_model(), help="model directory; default: the demo model"
+    )
     parser.add_argument("--log", type=Path, help="file for the lines of all processes")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     flags = parser.parse_args()

@@ -1,4 +1,5 @@
-"""`python -m bench.partition.child HOST MODULE ARG...`: become a role on one of the hosts of a `Network`."""
+"""`python -m bench.partition.child HOST MODULE ARG...`: become a role on one of the hosts of a
+`Network`."""
 
 import runpy
 import sys

@@ -37,10 +37,12 @@ class Edge(StrEnum):
     @property
     def pairs(self) -> tuple[tuple[str, str], ...]:
         """From the one end to the other."""
-        return {Edge.ROUTER_PREFILL: (("router", "prefill-0"),),
-                Edge.ROUTER_DECODE: (("router", "decode-0.0"),),
-                Edge.PREFILL_DECODE: (("prefill-0", "decode-0.0"), ("prefill-0", "decode-0.1")),
-                Edge.STAGE_STAGE: (("decode-0.0", "decode-0.1"),)}[self]
+        return {
+            Edge.ROUTER_PREFILL: (("router", "prefill-0"),),
+            Edge.ROUTER_DECODE: (("router", "decode-0.0"),),
+            Edge.PREFILL_DECODE: (("prefill-0", "decode-0.0"), ("prefill-0", "decode-0.1")),
+            Edge.STAGE_STAGE: (("decode-0.0", "decode-0.1"),),
+        }[self]
 
 
 class Way(StrEnum):
@@ -66,8 +68,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class CellResult:
-    """`longest_wait_s` is the longest that any client waited for its next message, `settled_s` the time from the end
-    of the last request until every worker serves and holds nothing."""
+    """`longest_wait_s` is the longest that any client waited for its next message, `settled_s` the
+    time from the end of the last request until every worker serves and holds nothing."""
 
     cell: Cell
     counts: Counts
@@ -92,7 +94,9 @@ class Apart(ProcessPlaces):
     def host(self, name: str) -> str:
         return self._network.host(name)
 
-    def program(self, name: str, module: str, arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
+    def program(
+        self, name: str, module: str, arguments: Sequence[str]
+    ) -> tuple[str, Sequence[str]]:
         return "bench.partition.child", (name, module, *arguments)
 
 
@@ -112,7 +116,13 @@ class Grid:
         """Returns when all requests have ended and the cluster is clean, or `SETTLE_S` later."""
         starts = self._num_starts
         traffic = Traffic(self.client, self.questions, self.timeout_s)
-        planned = plan(LEAD_S + cell.seconds + TAIL_S, self.rate, len(self.questions), Shares(0.0, 0.0, 0.0), seed=seed)
+        planned = plan(
+            LEAD_S + cell.seconds + TAIL_S,
+            self.rate,
+            len(self.questions),
+            Shares(0.0, 0.0, 0.0),
+            seed=seed,
+        )
         load = asyncio.create_task(traffic.run(planned, time.monotonic()))
         try:
             await asyncio.sleep(LEAD_S)
@@ -126,9 +136,18 @@ class Grid:
         ended_s = time.monotonic()
         held = await leaks.settled([self.client], SETTLE_S)
         waits = [end - begin for seen in traffic.seen for begin, end in stalls(seen)]
-        failures = tuple(f"{seen.error}: {seen.text}" for seen in traffic.seen if seen.error is not None)
-        return CellResult(cell, Counts.of(traffic.seen, self.truths), max(waits, default=0.0),
-                          time.monotonic() - ended_s, held, self._num_starts - starts, failures)
+        failures = tuple(
+            f"{seen.error}: {seen.text}" for seen in traffic.seen if seen.error is not None
+        )
+        return CellResult(
+            cell,
+            Counts.of(traffic.seen, self.truths),
+            max(waits, default=0.0),
+            time.monotonic() - ended_s,
+            held,
+            self._num_starts - starts,
+            failures,
+        )
 
     @property
     def _num_starts(self) -> int:
@@ -136,20 +155,43 @@ class Grid:
 
 
 @asynccontextmanager
-async def grid(model: Path, *, pools: int, rate: float, timeout_s: float, seed: int,
-               sink: Callable[[str, str], None]) -> AsyncIterator[Grid]:
-    """A router, and `pools` prefill workers and decode pools of two stages, each process on a host of its own."""
-    names = [name for pool in range(pools) for name in (f"prefill-{pool}", f"decode-{pool}.0", f"decode-{pool}.1")]
+async def grid(
+    model: Path,
+    *,
+    pools: int,
+    rate: float,
+    timeout_s: float,
+    seed: int,
+    sink: Callable[[str, str], None],
+) -> AsyncIterator[Grid]:
+    """A router, and `pools` prefill workers and decode pools of two stages, each process on a host
+    of its own."""
+    names = [
+        name
+        for pool in range(pools)
+        for name in (f"prefill-{pool}", f"decode-{pool}.0", f"decode-{pool}.1")
+    ]
     with Network(("router", *names)) as network:
         places = Apart(network)
-        config = ClusterConfig(model=model, prefill=pools, decode=pools, decode_pp=2,
-                               listen=f"{places.host('router')}:0", worker_flags=WORKER_FLAGS,
-                               router_flags=ROUTER_FLAGS, stop_grace_s=5, places=places)
-        async with (LocalCluster(config, sink=sink) as cluster,
-                    AsyncBatonClient(cluster.address, retry=NO_RETRY) as client):
+        config = ClusterConfig(
+            model=model,
+            prefill=pools,
+            decode=pools,
+            decode_pp=2,
+            listen=f"{places.host('router')}:0",
+            worker_flags=WORKER_FLAGS,
+            router_flags=ROUTER_FLAGS,
+            stop_grace_s=5,
+            places=places,
+        )
+        async with (
+            LocalCluster(config, sink=sink) as cluster,
+            AsyncBatonClient(cluster.address, retry=NO_RETRY) as client,
+        ):
             questions = make_questions(await client.model_info(), NUM_QUESTIONS, seed=seed)
-            warm_up = asyncio.gather(*(client.complete(question, timeout_s=60) for question in questions))
+            warm_up = asyncio.gather(
+                *(client.complete(question, timeout_s=60) for question in questions)
+            )
             truths = await asyncio.to_thread(truth.answers, model, questions)
             await warm_up
             yield Grid(network, client, cluster, questions, truths, rate, timeout_s)
-

@@ -1,8 +1,9 @@
 """`python -m bench.storm`: what a cluster of two of each role makes of a storm.
 
-Two routers, two prefill workers and two decode pools of two stages with drafts, under open-loop load, while a seeded
-schedule kills and stops processes, damages bits, fills a disk and shifts clocks, and most clients go away or misbehave.
-Every answer is compared with a single process's. Ends with 1 if one was wrong, lost or hung, or anything leaked.
+Two routers, two prefill workers and two decode pools of two stages with drafts, under open-loop
+load, while a seeded schedule kills and stops processes, damages bits, fills a disk and shifts
+clocks, and most clients go away or misbehave. Every answer is compared with a single process's.
+Ends with 1 if one was wrong, lost or hung, or anything leaked.
 """
 
 import argparse
@@ -29,44 +30,69 @@ KINDS = (*FaultKind, *CLIENTS)
 def figures(storm: Storm) -> dict[str, Value]:
     """One flat object; times in seconds."""
     counts, recovered = storm.counts, storm.recoveries_s
-    by_kind = {kind: [seconds for fault, seconds in zip(storm.faults, recovered, strict=True) if fault.kind is kind]
-               for kind in FaultKind}
+    by_kind = {
+        kind: [
+            seconds
+            for fault, seconds in zip(storm.faults, recovered, strict=True)
+            if fault.kind is kind
+        ]
+        for kind in FaultKind
+    }
     num_patient = sum(counts.fates.values())
     return {
-        "requests": counts.num_requests, "patient": num_patient,
+        "requests": counts.num_requests,
+        "patient": num_patient,
         **{fate: counts.fates[fate] for fate in Fate if fate not in (Fate.WRONG, Fate.HUNG)},
-        "wrong": counts.num_wrong, "hung": counts.num_hung, "leaked": storm.num_leaked,
+        "wrong": counts.num_wrong,
+        "hung": counts.num_hung,
+        "leaked": storm.num_leaked,
         "cached": counts.num_cached,
         "right_share": counts.fates[Fate.RIGHT] / num_patient if num_patient else None,
-        "recovery_s": max(recovered, default=0.0), "recovery_s_p50": statistics.median(recovered or [0.0]),
+        "recovery_s": max(recovered, default=0.0),
+        "recovery_s_p50": statistics.median(recovered or [0.0]),
         "faults": len(storm.faults),
         **{f"{kind}_faults": len(found) for kind, found in by_kind.items()},
         **{f"{kind}_recovery_s": max(found) for kind, found in by_kind.items() if found},
-        "pages_held": storm.held.pages, "slots_held": storm.held.slots, "sessions_held": storm.held.sessions,
-        "requests_held": storm.held.requests, "workers_away": storm.held.away,
-        "descriptors_grown": storm.num_descriptors, "processes_left": storm.num_processes,
-        "settled_s": storm.settled_s, "calm_share": storm.calm_share,
-        "untried": ",".join(sorted(storm.untried)), "hostile": _spelled(counts.hostile),
+        "pages_held": storm.held.pages,
+        "slots_held": storm.held.slots,
+        "sessions_held": storm.held.sessions,
+        "requests_held": storm.held.requests,
+        "workers_away": storm.held.away,
+        "descriptors_grown": storm.num_descriptors,
+        "processes_left": storm.num_processes,
+        "settled_s": storm.settled_s,
+        "calm_share": storm.calm_share,
+        "untried": ",".join(sorted(storm.untried)),
+        "hostile": _spelled(counts.hostile),
     }
 
 
 def holds(storm: Storm, *, min_right: float) -> bool:
     """The bars that hold for every storm."""
     counts = storm.counts
-    right = counts.fates[Fate.RIGHT] >= min_right * (sum(counts.fates.values()) - counts.fates[Fate.DAMAGED])
-    return not (counts.num_wrong or counts.num_hung or storm.num_leaked or counts.fates[Fate.LOST]) and right
+    right = counts.fates[Fate.RIGHT] >= min_right * (
+        sum(counts.fates.values()) - counts.fates[Fate.DAMAGED]
+    )
+    return (
+        not (counts.num_wrong or counts.num_hung or storm.num_leaked or counts.fates[Fate.LOST])
+        and right
+    )
 
 
 def explain(storm: Storm) -> list[str]:
     """A line for each fault, and for each request that has no right answer."""
-    lines = [f"{fault.at_s:7.2f} s  {fault.kind} {fault.victim} {fault.amount:.1f}: back after {seconds:.2f} s"
-             for fault, seconds in zip(storm.faults, storm.recoveries_s, strict=True)]
+    lines = [
+        f"{fault.at_s:7.2f} s  {fault.kind} {fault.victim} {fault.amount:.1f}: back after {seconds:.2f} s"
+        for fault, seconds in zip(storm.faults, storm.recoveries_s, strict=True)
+    ]
     for seen in storm.requests:
         became = fate(seen, storm.truths[seen.coming.question])
         if seen.coming.manner is Manner.PATIENT and became is not Fate.RIGHT:
             ended_s = (seen.ended_s or seen.sent_s) - storm.start_s
-            lines.append(f"{seen.sent_s - storm.start_s:7.2f} s  {became} at {ended_s:.2f} s after "
-                         f"{len(seen.tokens)} tokens: {seen.error} {seen.text}")
+            lines.append(
+                f"{seen.sent_s - storm.start_s:7.2f} s  {became} at {ended_s:.2f} s after "
+                f"{len(seen.tokens)} tokens: {seen.error} {seen.text}"
+            )
     return lines
 
 
@@ -78,22 +104,44 @@ def _config(flags: argparse.Namespace, sink: LineFile) -> StormConfig:
     kinds = frozenset(flags.faults.split(","))
     if unknown := kinds - set(KINDS) - {""}:
         raise SystemExit(f"--faults: {', '.join(sorted(unknown))} is none of {', '.join(KINDS)}")
-    weather = Weather(flags.seconds, frozenset(FaultKind(kind) for kind in kinds - set(CLIENTS) - {""}),
-                      flags.kill_every, flags.other_every)
-    shares = Shares(flags.aborts if ABORTS in kinds else 0.0, 0.02 if "unread" in kinds else 0.0,
-                    0.02 if "hostile" in kinds else 0.0)
-    return StormConfig(weather, flags.seed, flags.model, flags.draft, shares, flags.rate, flags.timeout, sink)
+    weather = Weather(
+        flags.seconds,
+        frozenset(FaultKind(kind) for kind in kinds - set(CLIENTS) - {""}),
+        flags.kill_every,
+        flags.other_every,
+    )
+    shares = Shares(
+        flags.aborts if ABORTS in kinds else 0.0,
+        0.02 if "unread" in kinds else 0.0,
+        0.02 if "hostile" in kinds else 0.0,
+    )
+    return StormConfig(
+        weather, flags.seed, flags.model, flags.draft, shares, flags.rate, flags.timeout, sink
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("seconds", 60.0), ("rate", 8.0), ("kill-every", 10.0), ("other-every", 7.0),
-                          ("aborts", 0.6), ("timeout", 30.0), ("min-right", 1.0)):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    for name, default in (
+        ("seconds", 60.0),
+        ("rate", 8.0),
+        ("kill-every", 10.0),
+        ("other-every", 7.0),
+        ("aborts", 0.6),
+        ("timeout", 30.0),
+        ("min-right", 1.0),
+    ):
         parser.add_argument(f"--{name}", type=float, default=default, help=f"default {default}")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--faults", default=",".join(KINDS), help="of " + ",".join(KINDS))
-    parser.add_argument("--model", type=Path, default=demo_model(), help="model directory; default: the demo model")
-    parser.add_argument("--draft", type=Path, default=demo_model().with_name("draft"), help="draft model directory")
+    parser.add_argument(
+        "--model", type=Path, default=demo_model(), help="model directory; default: the demo model"
+    )
+    parser.add_argument(
+        "--draft", type=Path, default=demo_model().with_name("draft"), help="draft model directory"
+    )
     parser.add_argument("--log", type=Path, help="file for the lines of all processes")
     parser.add_argument("--json", action="store_true", help="one JSON object")
     flags, others = parser.parse_args(), OtherLoad()

@@ -1,7 +1,9 @@
-"""`python -m bench.storm.child CONTROL MODULE ARG...`: become a role whose bytes and clock a storm can damage.
+"""`python -m bench.storm.child CONTROL MODULE ARG...`: become a role whose bytes and clock a storm
+can damage.
 
-The product has no switch for this: what is damaged is replaced here, in the process, before its module runs. Wall
-clock times that gRPC reads stay right, because its core, which is not Python, compares them with the true clock.
+The product has no switch for this: what is damaged is replaced here, in the process, before its
+module runs. Wall clock times that gRPC reads stay right, because its core, which is not Python,
+compares them with the true clock.
 """
 
 import runpy
@@ -26,7 +28,8 @@ def damaged(buffer: bytes | bytearray | memoryview) -> memoryview:
 
 
 def shift_clock(control: Control) -> None:
-    """From now on `time.time` is off by what the control says, for all but gRPC, also its part that is compiled."""
+    """From now on `time.time` is off by what the control says, for all but gRPC, also its part that
+    is compiled."""
     true_time, true_clock = time.time, ModuleType("time")
     vars(true_clock).update(vars(time))
     vars(cygrpc)["time"] = true_clock
@@ -58,7 +61,9 @@ def damage_messages(control: Control) -> None:
             return operation
 
     class DamagedFrames(UcxStageChannel):
-        def put(self, rank: int, tag: int, frame: bytearray, *, deadline_s: float, timeout_s: float) -> None:
+        def put(
+            self, rank: int, tag: int, frame: bytearray, *, deadline_s: float, timeout_s: float
+        ) -> None:
             sent = bytearray(damaged(frame)) if control.takes_frame() else frame
             super().put(rank, tag, sent, deadline_s=deadline_s, timeout_s=timeout_s)
 

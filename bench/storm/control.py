@@ -1,9 +1,9 @@
 """What a storm may do to a process from outside: a few numbers in a file that both have mapped.
 
-    control = Control.create(path)          # the storm
-    control.flip_items(1)                   # the next item that the process hands over has one bit wrong
+control = Control.create(path)          # the storm
+control.flip_items(1)                   # the next item that the process hands over has one bit wrong
 
-    Control.open(path)                      # the process, through `bench.storm.child`
+Control.open(path)                      # the process, through `bench.storm.child`
 """
 
 import mmap

@@ -22,7 +22,8 @@ _BLOCK = bytes(4096)
 
 
 class StormPlaces(ProcessPlaces):
-    """Each process on this machine's loopback, within `bench.storm.child`, with a control of its own."""
+    """Each process on this machine's loopback, within `bench.storm.child`, with a control of its
+    own."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -31,7 +32,9 @@ class StormPlaces(ProcessPlaces):
     def host(self, name: str) -> str:
         return "127.0.0.1"
 
-    def program(self, name: str, module: str, arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
+    def program(
+        self, name: str, module: str, arguments: Sequence[str]
+    ) -> tuple[str, Sequence[str]]:
         path = self._folder / f"{name}.control"
         if name not in self.controls:
             self.controls[name] = Control.create(path)
@@ -40,7 +43,8 @@ class StormPlaces(ProcessPlaces):
 
 
 class SmallDisk:
-    """A file system of a megabyte that can be filled. Needs the right to mount; `is_there` says whether it could."""
+    """A file system of a megabyte that can be filled. Needs the right to mount; `is_there` says
+    whether it could."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -49,17 +53,34 @@ class SmallDisk:
 
     def __enter__(self) -> Self:
         self.folder.mkdir()
-        command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "baton-storm", str(self.folder)]
+        command = [
+            "mount",
+            "-t",
+            "tmpfs",
+            "-o",
+            f"size={DISK_BYTES}",
+            "baton-storm",
+            str(self.folder),
+        ]
         try:
-            self.is_there = subprocess.run(command, capture_output=True, timeout=30, check=False).returncode == 0
+            self.is_there = (
+                subprocess.run(command, capture_output=True, timeout=30, check=False).returncode
+                == 0
+            )
         except FileNotFoundError:
             self.is_there = False
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if self.is_there:
-            subprocess.run(["umount", "-l", str(self.folder)], capture_output=True, timeout=30, check=False)
+            subprocess.run(
+                ["umount", "-l", str(self.folder)], capture_output=True, timeout=30, check=False
+            )
 
     def fill(self) -> None:
         with suppress(OSError), self._filler.open("ab", buffering=0) as file:

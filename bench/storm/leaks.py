@@ -37,12 +37,15 @@ class StillHeld:
     @classmethod
     def of(cls, status: ClusterStatus) -> "StillHeld":
         workers = status.workers
-        return cls(sum(worker.pages_total - worker.pages_free for worker in workers),
-                   sum(worker.slots_total - worker.slots_free for worker in workers),
-                   sum(worker.open_sessions for worker in workers),
-                   status.running_requests + status.waiting_requests + sum(
-                       worker.running_requests + worker.queued_requests for worker in workers),
-                   sum(not worker.serving for worker in workers))
+        return cls(
+            sum(worker.pages_total - worker.pages_free for worker in workers),
+            sum(worker.slots_total - worker.slots_free for worker in workers),
+            sum(worker.open_sessions for worker in workers),
+            status.running_requests
+            + status.waiting_requests
+            + sum(worker.running_requests + worker.queued_requests for worker in workers),
+            sum(not worker.serving for worker in workers),
+        )
 
 
 UNKNOWN = StillHeld(0, 0, 0, 0, 1)  # what cannot be asked is away
@@ -76,16 +79,23 @@ def descriptors(cluster: LocalCluster) -> dict[str, int]:
 
 def grown(before: Mapping[str, int], after: Mapping[str, int]) -> int:
     """How many more there are than before, and than what comes and goes."""
-    return sum(max(0, count - before.get(name, count) - SPARE_DESCRIPTORS) for name, count in after.items())
+    return sum(
+        max(0, count - before.get(name, count) - SPARE_DESCRIPTORS) for name, count in after.items()
+    )
 
 
 def marked(mark: str) -> list[int]:
-    """Processes, other than this one, that have the mark in the environment they were started with."""
+    """Processes, other than this one, that have the mark in the environment they were started
+    with."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             pid, wanted = int(folder.name), f"{MARK}={mark}".encode()
             state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            if pid != os.getpid() and state != "Z" and wanted in (folder / "environ").read_bytes().split(b"\0"):
+            if (
+                pid != os.getpid()
+                and state != "Z"
+                and wanted in (folder / "environ").read_bytes().split(b"\0")
+            ):
                 found.append(pid)
     return found

@@ -5,7 +5,8 @@ from pathlib import Path
 
 
 class LineFile:
-    """A `LogSink` into a file, with the time of each line as faults have it; nowhere without a path."""
+    """A `LogSink` into a file, with the time of each line as faults have it; nowhere without a
+    path."""
 
     def __init__(self, path: Path | None) -> None:
         self._file = None if path is None else path.open("w", buffering=1)

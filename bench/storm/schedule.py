@@ -25,7 +25,8 @@ CLOCK_JUMPS_S = (-86400.0, -60.0, 3600.0)
 
 @dataclass(frozen=True)
 class StormFault:
-    """`amount`: seconds that it lasts, or those by which a clock jumps; 0 where neither means anything."""
+    """`amount`: seconds that it lasts, or those by which a clock jumps; 0 where neither means
+    anything."""
 
     at_s: float
     kind: FaultKind
@@ -35,8 +36,8 @@ class StormFault:
 
 @dataclass(frozen=True)
 class Weather:
-    """`kill_every_s` and `other_every_s` are the pauses between two kills, and two faults of the other kinds, which
-    take turns. The first and last `calm_s` have none."""
+    """`kill_every_s` and `other_every_s` are the pauses between two kills, and two faults of the
+    other kinds, which take turns. The first and last `calm_s` have none."""
 
     seconds: float
     kinds: frozenset[FaultKind]
@@ -48,14 +49,21 @@ class Weather:
 def forecast(weather: Weather, processes: Sequence[str], *, seed: int) -> list[StormFault]:
     """In order of time. Every process is killed as often as any other, give or take one."""
     rng = random.Random(seed)
-    faults = [StormFault(at_s, FaultKind.KILL, victim) for at_s, victim in zip(
-        _times(weather, weather.kill_every_s), _turns(processes, rng), strict=False)]
+    faults = [
+        StormFault(at_s, FaultKind.KILL, victim)
+        for at_s, victim in zip(
+            _times(weather, weather.kill_every_s), _turns(processes, rng), strict=False
+        )
+    ]
     if FaultKind.KILL not in weather.kinds:
         faults = []
     others = [kind for kind in FaultKind if kind in weather.kinds and kind is not FaultKind.KILL]
     if others:
         turns = _turns(others, rng)
-        faults += [_fault(at_s, next(turns), processes, rng) for at_s in _times(weather, weather.other_every_s)]
+        faults += [
+            _fault(at_s, next(turns), processes, rng)
+            for at_s in _times(weather, weather.other_every_s)
+        ]
     return sorted(faults, key=lambda fault: fault.at_s)
 
 
@@ -71,11 +79,19 @@ def _turns(items: Sequence[T], rng: random.Random) -> Iterator[T]:
         yield from rng.sample(items, len(items))
 
 
-def _fault(at_s: float, kind: FaultKind, processes: Sequence[str], rng: random.Random) -> StormFault:
+def _fault(
+    at_s: float, kind: FaultKind, processes: Sequence[str], rng: random.Random
+) -> StormFault:
     workers = [name for name in processes if not name.startswith("router")]
-    senders = {FaultKind.FRAME: [name for name in workers if "." in name],
-               FaultKind.ITEM: [name for name in workers if name.startswith("prefill")],
-               FaultKind.DISK: workers}
+    senders = {
+        FaultKind.FRAME: [name for name in workers if "." in name],
+        FaultKind.ITEM: [name for name in workers if name.startswith("prefill")],
+        FaultKind.DISK: workers,
+    }
     victim = rng.choice(senders.get(kind, list(processes)))
-    amounts = {FaultKind.STOP: rng.uniform(*STOP_S), FaultKind.DISK: DISK_S, FaultKind.CLOCK: rng.choice(CLOCK_JUMPS_S)}
+    amounts = {
+        FaultKind.STOP: rng.uniform(*STOP_S),
+        FaultKind.DISK: DISK_S,
+        FaultKind.CLOCK: rng.choice(CLOCK_JUMPS_S),
+    }
     return StormFault(at_s, kind, victim, amounts.get(kind, 0.0))

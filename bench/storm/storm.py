@@ -24,17 +24,21 @@ from bench.storm.verdict import Answer, Counts, Pace, recoveries
 NUM_QUESTIONS = 16
 SETTLE_S = 60.0
 WARM_UP = 8  # questions before it begins, to each router
-PATIENT = Retry(attempts=40, resumptions=40, lost=4, last_pause_s=1.0)  # as long as its deadline allows
+PATIENT = Retry(
+    attempts=40, resumptions=40, lost=4, last_pause_s=1.0
+)  # as long as its deadline allows
 ENDED_S = 5.0  # for the processes of a cluster that has ended
 WORKER_FLAGS = ("--drain-s", "2")
 ROUTER_FLAGS = ("--drain-s", "2")
-SETTINGS = "[router]\nclient_stall_s = 5\n"  # so that clients that do not read are met within a storm
+SETTINGS = (
+    "[router]\nclient_stall_s = 5\n"  # so that clients that do not read are met within a storm
+)
 
 
 @dataclass(frozen=True)
 class StormConfig:
-    """What to run. `timeout_s` is the deadline of each request, `draft` the directory of a draft model, `sink` takes
-    the processes' lines."""
+    """What to run. `timeout_s` is the deadline of each request, `draft` the directory of a draft
+    model, `sink` takes the processes' lines."""
 
     weather: Weather
     seed: int
@@ -47,14 +51,25 @@ class StormConfig:
 
     def cluster(self, places: StormPlaces, settings: Path) -> ClusterConfig:
         draft = () if self.draft is None else ("--draft", str(self.draft))
-        return ClusterConfig(model=self.model, prefill=2, decode=2, decode_pp=2, routers=2, listen="127.0.0.1:0",
-                             worker_flags=(*WORKER_FLAGS, *draft), router_flags=ROUTER_FLAGS, config_file=settings,
-                             stop_grace_s=5, places=places)
+        return ClusterConfig(
+            model=self.model,
+            prefill=2,
+            decode=2,
+            decode_pp=2,
+            routers=2,
+            listen="127.0.0.1:0",
+            worker_flags=(*WORKER_FLAGS, *draft),
+            router_flags=ROUTER_FLAGS,
+            config_file=settings,
+            stop_grace_s=5,
+            places=places,
+        )
 
 
 @dataclass
 class Storm:
-    """What came of it; times as of `time.monotonic`. `untried` are kinds of faults that this machine does not allow."""
+    """What came of it; times as of `time.monotonic`. `untried` are kinds of faults that this
+    machine does not allow."""
 
     faults: list[StormFault] = field(default_factory=list)
     untried: frozenset[FaultKind] = frozenset()
@@ -84,14 +99,18 @@ class Storm:
 
     @property
     def num_leaked(self) -> int:
-        """Pages, slots, sessions, requests, workers that are not back, descriptors and processes."""
+        """Pages, slots, sessions, requests, workers that are not back, descriptors and
+        processes."""
         return self.held.total + self.num_descriptors + self.num_processes
 
 
 async def run_storm(config: StormConfig) -> Storm:
     """Raises BatonError when the cluster does not start, or does not answer before it begins."""
     storm, mark = Storm(), uuid.uuid4().hex
-    with tempfile.TemporaryDirectory(prefix="storm-") as name, SmallDisk(Path(name) / "disk") as disk:
+    with (
+        tempfile.TemporaryDirectory(prefix="storm-") as name,
+        SmallDisk(Path(name) / "disk") as disk,
+    ):
         with _environment(**{leaks.MARK: mark}), _temporary_files_in(disk.folder):
             (settings := Path(name) / "settings.toml").write_text(SETTINGS)
             places = StormPlaces(Path(name))
@@ -100,24 +119,39 @@ async def run_storm(config: StormConfig) -> Storm:
     return storm
 
 
-async def _run(config: StormConfig, storm: Storm, what: ClusterConfig, places: StormPlaces, disk: SmallDisk) -> None:
+async def _run(
+    config: StormConfig, storm: Storm, what: ClusterConfig, places: StormPlaces, disk: SmallDisk
+) -> None:
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(LocalCluster(what, sink=config.sink))
         asker = await stack.enter_async_context(AsyncBatonClient(*cluster.addresses, retry=PATIENT))
-        clients = [await stack.enter_async_context(AsyncBatonClient(address)) for address in cluster.addresses]
+        clients = [
+            await stack.enter_async_context(AsyncBatonClient(address))
+            for address in cluster.addresses
+        ]
         questions = make_questions(await clients[0].model_info(), NUM_QUESTIONS, seed=config.seed)
-        warm_up = asyncio.gather(*(client.complete(question, timeout_s=60)
-                                   for question in questions[:WARM_UP] for client in clients))
+        warm_up = asyncio.gather(
+            *(
+                client.complete(question, timeout_s=60)
+                for question in questions[:WARM_UP]
+                for client in clients
+            )
+        )
         storm.truths = await asyncio.to_thread(truth.answers, config.model, questions)
         await warm_up
         before = leaks.descriptors(cluster)
         storm.untried = frozenset() if disk.is_there else config.weather.kinds & {FaultKind.DISK}
-        storm.faults = [fault for fault in forecast(config.weather, sorted(cluster.processes), seed=config.seed)
-                        if fault.kind not in storm.untried]
+        storm.faults = [
+            fault
+            for fault in forecast(config.weather, sorted(cluster.processes), seed=config.seed)
+            if fault.kind not in storm.untried
+        ]
         traffic = Traffic(asker, questions, config.timeout_s)
         storm.requests, storm.start_s = traffic.seen, time.monotonic()
         injector = Injector(cluster, places, disk)
-        planned = plan(config.weather.seconds, config.rate, len(questions), config.shares, seed=config.seed)
+        planned = plan(
+            config.weather.seconds, config.rate, len(questions), config.shares, seed=config.seed
+        )
         faults = asyncio.create_task(injector.run(storm.faults, storm.start_s))
         try:
             await asyncio.gather(traffic.run(planned, storm.start_s), faults)

@@ -15,7 +15,9 @@ from runtime.errors import BatonError
 
 HUNG_S = 10.0  # beyond its deadline: who waits so long waits for ever
 UNREAD_TOKENS, UNREAD_LOGPROBS = 700, 20  # more than the windows of a connection hold
-UNREAD_S = 12.0  # how long a client that does not read stays; a router lets go of it in the meantime
+UNREAD_S = (
+    12.0  # how long a client that does not read stays; a router lets go of it in the meantime
+)
 
 
 class Manner(StrEnum):
@@ -36,7 +38,12 @@ class Shares:
     hostile: float = 0.02
 
     def draw(self, rng: random.Random) -> Manner:
-        weights = (1 - self.aborting - self.unread - self.hostile, self.aborting, self.unread, self.hostile)
+        weights = (
+            1 - self.aborting - self.unread - self.hostile,
+            self.aborting,
+            self.unread,
+            self.hostile,
+        )
         return rng.choices(list(Manner), weights)[0]
 
 
@@ -52,8 +59,8 @@ class Coming:
 
 @dataclass
 class Seen:
-    """What a client saw of its request; times are those of `time.monotonic`. `error` is the reason of what ended it,
-    None where it finished or its client left."""
+    """What a client saw of its request; times are those of `time.monotonic`. `error` is the reason
+    of what ended it, None where it finished or its client left."""
 
     coming: Coming
     sent_s: float = 0.0
@@ -68,49 +75,85 @@ class Seen:
 
 
 def make_questions(info: ModelInfo, count: int, *, seed: int) -> list[Query]:
-    """Prompts of random ordinary tokens, every third of which begins as the one before it does; every other one sampled
-    with penalties, the rest greedy. Logprobs always."""
+    """Prompts of random ordinary tokens, every third of which begins as the one before it does;
+    every other one sampled with penalties, the rest greedy. Logprobs always."""
     rng = random.Random(seed)
     ordinary = [token for token in range(info.vocab_size) if token not in info.eos_token_ids]
     prompts: list[tuple[int, ...]] = []
     for index in range(count):
-        begin = prompts[-1][:rng.randrange(len(prompts[-1]))] if index % 3 == 2 else ()
+        begin = prompts[-1][: rng.randrange(len(prompts[-1]))] if index % 3 == 2 else ()
         prompts.append((*begin, *rng.choices(ordinary, k=rng.randint(8, 160))))
     greedy = Sampling(temperature=0.0)
-    return [Query(prompt, replace(greedy, temperature=0.9, top_p=0.95, top_k=50, repetition_penalty=1.1,
-                                  seed=rng.randrange(2**63)) if index % 2 else greedy,
-                  Stop(max_tokens=rng.randint(24, 72), ignore_eos=True), num_top_logprobs=0, skip_text=True)
-            for index, prompt in enumerate(prompts)]
+    return [
+        Query(
+            prompt,
+            replace(
+                greedy,
+                temperature=0.9,
+                top_p=0.95,
+                top_k=50,
+                repetition_penalty=1.1,
+                seed=rng.randrange(2**63),
+            )
+            if index % 2
+            else greedy,
+            Stop(max_tokens=rng.randint(24, 72), ignore_eos=True),
+            num_top_logprobs=0,
+            skip_text=True,
+        )
+        for index, prompt in enumerate(prompts)
+    ]
 
 
-def plan(seconds: float, rate: float, num_questions: int, shares: Shares, *, seed: int) -> list[Coming]:
+def plan(
+    seconds: float, rate: float, num_questions: int, shares: Shares, *, seed: int
+) -> list[Coming]:
     """Evenly spaced, so that what clients get changes with faults and not with arrivals."""
     rng = random.Random(seed)
-    return [Coming(index / rate, rng.randrange(num_questions), shares.draw(rng), rng.random())
-            for index in range(int(seconds * rate))]
+    return [
+        Coming(index / rate, rng.randrange(num_questions), shares.draw(rng), rng.random())
+        for index in range(int(seconds * rate))
+    ]
 
 
 def hostile_schemas() -> list[str]:
-    """Short texts that cost a compiler minutes, or each mask of a draw seconds, where nothing limits them."""
-    primes = {"allOf": [{"type": "integer", "multipleOf": prime} for prime in (7, 11, 13, 17, 19, 23)]}
+    """Short texts that cost a compiler minutes, or each mask of a draw seconds, where nothing
+    limits them."""
+    primes = {
+        "allOf": [{"type": "integer", "multipleOf": prime} for prime in (7, 11, 13, 17, 19, 23)]
+    }
     names = [f"d{number}" for number in range(60)]
-    lists = {name: {"type": "array", "items": {"anyOf": [
-        {"$ref": f"#/$defs/{other}"} for other in names[at % 7::7]]}} for at, name in enumerate(names)}
+    lists = {
+        name: {
+            "type": "array",
+            "items": {"anyOf": [{"$ref": f"#/$defs/{other}"} for other in names[at % 7 :: 7]]},
+        }
+        for at, name in enumerate(names)
+    }
     deep: dict[str, object] = {"type": "integer"}
     for _ in range(200):
         deep = {"type": "array", "items": deep}
-    return [json.dumps(schema) for schema in (
-        primes, deep, {"$defs": lists, "anyOf": [{"$ref": f"#/$defs/{name}"} for name in names]})]
+    return [
+        json.dumps(schema)
+        for schema in (
+            primes,
+            deep,
+            {"$defs": lists, "anyOf": [{"$ref": f"#/$defs/{name}"} for name in names]},
+        )
+    ]
 
 
 class Asker(Protocol):
     """Whom requests are sent through: an `AsyncBatonClient`."""
 
-    def generate(self, query: Query, *, timeout_s: float | None = None) -> AsyncGenerator[Event, None]: ...
+    def generate(
+        self, query: Query, *, timeout_s: float | None = None
+    ) -> AsyncGenerator[Event, None]: ...
 
 
 class Traffic:
-    """Sends what is planned through `asker`, each request with `timeout_s`; `seen` fills as they go."""
+    """Sends what is planned through `asker`, each request with `timeout_s`; `seen` fills as they
+    go."""
 
     def __init__(self, asker: Asker, questions: Sequence[Query], timeout_s: float) -> None:
         self._asker = asker
@@ -120,14 +163,17 @@ class Traffic:
 
     async def run(self, planned: Sequence[Coming], start_s: float) -> None:
         """Returns when all have ended."""
-        await asyncio.gather(*(self._one(index, coming, start_s) for index, coming in enumerate(planned)))
+        await asyncio.gather(
+            *(self._one(index, coming, start_s) for index, coming in enumerate(planned))
+        )
 
     async def _one(self, index: int, coming: Coming, start_s: float) -> None:
         await asyncio.sleep(max(start_s + coming.at_s - time.monotonic(), 0.0))
         seen = Seen(coming, sent_s=time.monotonic())
         self.seen.append(seen)
         limit_s = {Manner.ABORTING: coming.patience_s, Manner.UNREAD: UNREAD_S}.get(
-            coming.manner, self._timeout_s + HUNG_S)
+            coming.manner, self._timeout_s + HUNG_S
+        )
         try:
             async with asyncio.timeout(limit_s):
                 await self._read(seen, self._query(index, coming))
@@ -141,12 +187,18 @@ class Traffic:
         query = replace(self._questions[coming.question], request_id=f"storm-{index}")
         match coming.manner:
             case Manner.UNREAD:
-                return replace(query, stop=Stop(max_tokens=UNREAD_TOKENS, ignore_eos=True),
-                               num_top_logprobs=UNREAD_LOGPROBS)
+                return replace(
+                    query,
+                    stop=Stop(max_tokens=UNREAD_TOKENS, ignore_eos=True),
+                    num_top_logprobs=UNREAD_LOGPROBS,
+                )
             case Manner.HOSTILE:
                 schemas = hostile_schemas()
-                return replace(query, structured_output=StructuredOutput(schemas[coming.question % len(schemas)]),
-                               stop=Stop(max_tokens=24))
+                return replace(
+                    query,
+                    structured_output=StructuredOutput(schemas[coming.question % len(schemas)]),
+                    stop=Stop(max_tokens=24),
+                )
         return query
 
     async def _read(self, seen: Seen, query: Query) -> None:
@@ -156,7 +208,9 @@ class Traffic:
                 if isinstance(event, Finish):
                     seen.has_finished, seen.num_cached = True, event.usage.cached_tokens
                 elif isinstance(event, Chunk):
-                    seen.tokens += [(token, logprobs.logprob) for token, logprobs in zip(
-                        event.token_ids, event.logprobs, strict=True)]
+                    seen.tokens += [
+                        (token, logprobs.logprob)
+                        for token, logprobs in zip(event.token_ids, event.logprobs, strict=True)
+                    ]
                 if seen.coming.manner is Manner.UNREAD:
                     await asyncio.sleep(UNREAD_S + 1)  # the time limit ends it

@@ -1,4 +1,5 @@
-"""What one process answers, without any handoff, stage or draft: what a storm's answers are compared with."""
+"""What one process answers, without any handoff, stage or draft: what a storm's answers are
+compared with."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,10 +18,17 @@ PAGE_SIZE, NUM_PAGES, MAX_RUNNING = 64, 256, 8
 def answers(model: Path, questions: Sequence[Query]) -> list[list[tuple[int, float]]]:
     """(token id, logprob as the wire has it) of each, asked one after the other."""
     torch.set_num_threads(1)
-    with local_pool(read_model(model), page_size=PAGE_SIZE, num_pages=NUM_PAGES, max_running=MAX_RUNNING) as pool:
-        return [[(token.token_id, float(numpy.float32(token.logprobs.logprob)))
-                 for token in pool.generate([_request(question)])[0].tokens if token.logprobs is not None]
-                for question in questions]
+    with local_pool(
+        read_model(model), page_size=PAGE_SIZE, num_pages=NUM_PAGES, max_running=MAX_RUNNING
+    ) as pool:
+        return [
+            [
+                (token.token_id, float(numpy.float32(token.logprobs.logprob)))
+                for token in pool.generate([_request(question)])[0].tokens
+                if token.logprobs is not None
+            ]
+            for question in questions
+        ]
 
 
 def _request(query: Query) -> Request:
@@ -32,8 +40,15 @@ def _request(query: Query) -> Request:
         temperature=1.0 if sampling.temperature is None else sampling.temperature,
         top_p=defaults.top_p if sampling.top_p is None else sampling.top_p,
         top_k=defaults.top_k if sampling.top_k is None else sampling.top_k,
-        repetition_penalty=defaults.repetition_penalty if sampling.repetition_penalty is None
+        repetition_penalty=defaults.repetition_penalty
+        if sampling.repetition_penalty is None
         else sampling.repetition_penalty,
-        seed=defaults.seed if sampling.seed is None else sampling.seed)
-    return Request("truth", tuple(token for token in query.prompt if isinstance(token, int)), query.stop.max_tokens,
-                   params, num_top_logprobs=0)
+        seed=defaults.seed if sampling.seed is None else sampling.seed,
+    )
+    return Request(
+        "truth",
+        tuple(token for token in query.prompt if isinstance(token, int)),
+        query.stop.max_tokens,
+        params,
+        num_top_logprobs=0,
+    )

@@ -43,7 +43,7 @@ def fate(seen: Seen, truth: Answer) -> Fate:
 
 
 def is_prefix(tokens: Answer, truth: Answer) -> bool:
-    return list(tokens) == list(truth[:len(tokens)])
+    return list(tokens) == list(truth[: len(tokens)])
 
 
 @dataclass(frozen=True)
@@ -60,16 +60,26 @@ class Counts:
     @classmethod
     def of(cls, requests: Sequence[Seen], truths: Sequence[Answer]) -> "Counts":
         """`truths` by question."""
-        patient = [(seen, fate(seen, truths[seen.coming.question])) for seen in requests
-                   if seen.coming.manner is Manner.PATIENT]
+        patient = [
+            (seen, fate(seen, truths[seen.coming.question]))
+            for seen in requests
+            if seen.coming.manner is Manner.PATIENT
+        ]
         fates = Counter(became for _, became in patient)
-        wrong = sum(seen.coming.manner is Manner.ABORTING and not is_prefix(seen.tokens, truths[seen.coming.question])
-                    for seen in requests)
+        wrong = sum(
+            seen.coming.manner is Manner.ABORTING
+            and not is_prefix(seen.tokens, truths[seen.coming.question])
+            for seen in requests
+        )
         hostile = [seen for seen in requests if seen.coming.manner is Manner.HOSTILE]
-        return cls(fates, len(requests), fates[Fate.WRONG] + wrong,
-                   fates[Fate.HUNG] + sum(seen.is_hung for seen in hostile),
-                   sum(became is Fate.RIGHT and seen.num_cached > 0 for seen, became in patient),
-                   Counter(seen.error or "finished" for seen in hostile))
+        return cls(
+            fates,
+            len(requests),
+            fates[Fate.WRONG] + wrong,
+            fates[Fate.HUNG] + sum(seen.is_hung for seen in hostile),
+            sum(became is Fate.RIGHT and seen.num_cached > 0 for seen, became in patient),
+            Counter(seen.error or "finished" for seen in hostile),
+        )
 
 
 def stalls(seen: Seen) -> list[tuple[float, float]]:
@@ -84,7 +94,11 @@ class Pace:
     """How many of the requests under way went on at pace, at any time of a storm."""
 
     def __init__(self, requests: Sequence[Seen]) -> None:
-        patient = [seen for seen in requests if seen.coming.manner is Manner.PATIENT and seen.ended_s is not None]
+        patient = [
+            seen
+            for seen in requests
+            if seen.coming.manner is Manner.PATIENT and seen.ended_s is not None
+        ]
         self._spans = [(seen.sent_s, seen.ended_s or seen.sent_s) for seen in patient]
         self._stalls = [gap for seen in patient for gap in stalls(seen)]
 
@@ -99,8 +113,8 @@ class Pace:
         return sum(self.served(begin_s + tick * _TICK_S) for tick in range(ticks)) / ticks
 
     def recovery_s(self, fault_s: float, until_s: float) -> float:
-        """From a fault until, for `HOLD_S`, the share served is `BACK_SHARE` of what it was in the two seconds before;
-        all the time to `until_s` where it never was."""
+        """From a fault until, for `HOLD_S`, the share served is `BACK_SHARE` of what it was in the
+        two seconds before; all the time to `until_s` where it never was."""
         wanted = BACK_SHARE * self.mean(fault_s - 2.0, fault_s)
         since_s = at_s = fault_s
         while at_s < until_s:
@@ -112,7 +126,13 @@ class Pace:
         return since_s - fault_s
 
 
-def recoveries(pace: Pace, faults: Sequence[StormFault], start_s: float, end_s: float) -> list[float]:
-    """Of each fault, by its place in `faults`. What comes of the next fault is counted with the next."""
+def recoveries(
+    pace: Pace, faults: Sequence[StormFault], start_s: float, end_s: float
+) -> list[float]:
+    """Of each fault, by its place in `faults`. What comes of the next fault is counted with the
+    next."""
     times = [start_s + fault.at_s for fault in faults]
-    return [pace.recovery_s(at_s, min([other for other in times if other > at_s] + [end_s])) for at_s in times]
+    return [
+        pace.recovery_s(at_s, min([other for other in times if other > at_s] + [end_s]))
+        for at_s in times
+    ]

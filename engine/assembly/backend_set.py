@@ -1,4 +1,5 @@
-"""What the layers of a stage and of a draft run on, whatever the device: the contract, and what is built by it."""
+"""What the layers of a stage and of a draft run on, whatever the device: the contract, and what is
+built by it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -27,8 +28,8 @@ DraftPools = Mapping[CacheKind, Mapping[int, Tensor]]  # by kind and the draft's
 
 @dataclass(frozen=True)
 class StageCaches:
-    """What a stage's backends are built over: the pools' tensors of the target's layers. A draft's are not what a
-    verification moves."""
+    """What a stage's backends are built over: the pools' tensors of the target's layers. A draft's
+    are not what a verification moves."""
 
     kv: Mapping[int, Tensor]
     latent: Mapping[int, Tensor]
@@ -39,10 +40,24 @@ class StageCaches:
 
     @classmethod
     def of_layers(cls, pools: StagePools, layers: LayerRange) -> "StageCaches":
-        kinds = (CacheKind.KV, CacheKind.LATENT, CacheKind.INDEX_KEY, CacheKind.CONV, CacheKind.STATE,
-                 CacheKind.WINDOW)
-        return cls(*({layer_id: tensor for layer_id, tensor in pools.of_kind(kind).items() if layer_id in layers}
-                     for kind in kinds))
+        kinds = (
+            CacheKind.KV,
+            CacheKind.LATENT,
+            CacheKind.INDEX_KEY,
+            CacheKind.CONV,
+            CacheKind.STATE,
+            CacheKind.WINDOW,
+        )
+        return cls(
+            *(
+                {
+                    layer_id: tensor
+                    for layer_id, tensor in pools.of_kind(kind).items()
+                    if layer_id in layers
+                }
+                for kind in kinds
+            )
+        )
 
 
 @dataclass(frozen=True)
@@ -57,9 +72,10 @@ class Capturable:
 
 @dataclass(frozen=True)
 class StageBackends:
-    """`caches`: those that commit what a verification accepted; none where nothing is verified. `capturable`: the
-    same backends as graphs see them; None where they cannot be captured. `states` plans for recurrent layers where
-    decode steps can be recorded on the host; None where they cannot."""
+    """`caches`: those that commit what a verification accepted; none where nothing is verified.
+    `capturable`: the same backends as graphs see them; None where they cannot be captured. `states`
+    plans for recurrent layers where decode steps can be recorded on the host; None where they
+    cannot."""
 
     attention: AttentionBackend | None
     latent_attention: LatentAttentionBackend | None
@@ -69,7 +85,8 @@ class StageBackends:
     states: PlansStates | None = None
 
     def with_snapshots(self, caches: StageCaches) -> Self:
-        """The same, and where the stage has recurrent layers they do what batches say about states."""
+        """The same, and where the stage has recurrent layers they do what batches say about
+        states."""
         if not caches.state:
             return self
         states = SnapshotRecurrent(self.recurrent, conv_pools=caches.conv, state_pools=caches.state)
@@ -85,20 +102,43 @@ class Backends(Protocol):
     @property
     def numerics(self) -> Numerics: ...
 
-    def of_stage(self, caches: StageCaches, geometry: AttentionGeometry | None, latent: LatentGeometry | None, *,
-                 max_nodes: int, num_scratch: int) -> StageBackends:
-        """Over a stage's caches; the geometries are those of the whole model. With `max_nodes` they also verify trees
-        of so many nodes per row; recurrent layers keep their states in `num_scratch` records, the null one included."""
+    def of_stage(
+        self,
+        caches: StageCaches,
+        geometry: AttentionGeometry | None,
+        latent: LatentGeometry | None,
+        *,
+        max_nodes: int,
+        num_scratch: int,
+    ) -> StageBackends:
+        """Over a stage's caches; the geometries are those of the whole model. With `max_nodes` they
+        also verify trees of so many nodes per row; recurrent layers keep their states in
+        `num_scratch` records, the null one included."""
         ...
 
-    def of_draft(self, geometry: AttentionGeometry | LatentGeometry, pools: DraftPools) -> DraftAttention:
+    def of_draft(
+        self, geometry: AttentionGeometry | LatentGeometry, pools: DraftPools
+    ) -> DraftAttention:
         """Over a draft's pools."""
         ...
 
 
-def build_executor(model: StageModel, backends: StageBackends, device: torch.device,
-                   observer: LayerObserver | None, graphs: Replays | None = None,
-                   overlap: Overlap | None = None) -> StageExecutor:
-    return StageExecutor(model=model, attention=backends.attention, latent_attention=backends.latent_attention,
-                         recurrent=backends.recurrent, caches=backends.caches, on_layer_done=observer, device=device,
-                         graphs=graphs, overlap=overlap)
+def build_executor(
+    model: StageModel,
+    backends: StageBackends,
+    device: torch.device,
+    observer: LayerObserver | None,
+    graphs: Replays | None = None,
+    overlap: Overlap | None = None,
+) -> StageExecutor:
+    return StageExecutor(
+        model=model,
+        attention=backends.attention,
+        latent_attention=backends.latent_attention,
+        recurrent=backends.recurrent,
+        caches=backends.caches,
+        on_layer_done=observer,
+        device=device,
+        graphs=graphs,
+        overlap=overlap,
+    )

@@ -1,4 +1,5 @@
-"""What a stage's layers run on where the device is a GPU: FlashInfer's attention, Triton's kernels for the rest."""
+"""What a stage's layers run on where the device is a GPU: FlashInfer's attention, Triton's kernels
+for the rest."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -27,14 +28,16 @@ from engine.speculative.attention.multistep import MultiStepAttention
 from engine.speculative.attention.multistep_device import DeviceRounds
 from engine.speculative.attention.multistep_latent import MultiStepLatentAttention
 
-WrappersFor = Callable[[AttentionGeometry, Mapping[int, Tensor]], WrapperFactory]  # given what they read
+WrappersFor = Callable[
+    [AttentionGeometry, Mapping[int, Tensor]], WrapperFactory
+]  # given what they read
 LatentWrappersFor = Callable[[LatentGeometry, Mapping[int, Tensor]], LatentWrapperFactory | None]
 
 
 @dataclass(frozen=True)
 class DeviceBackends:
-    """Satisfies `engine.assembly.backend_set.Backends`. Trees are verified through a custom mask, so attention commits
-    them itself, and recurrent layers keep a state per node."""
+    """Satisfies `engine.assembly.backend_set.Backends`. Trees are verified through a custom mask,
+    so attention commits them itself, and recurrent layers keep a state per node."""
 
     device: torch.device
     wrappers: WrappersFor
@@ -48,52 +51,107 @@ class DeviceBackends:
 
         def wrappers(geometry: AttentionGeometry, kv_pools: Mapping[int, Tensor]) -> WrapperFactory:
             dtypes = {pool.dtype for pool in kv_pools.values()}
-            return flashinfer if all(is_offered_by_flashinfer(geometry, dtype) for dtype in dtypes) else own
+            return (
+                flashinfer
+                if all(is_offered_by_flashinfer(geometry, dtype) for dtype in dtypes)
+                else own
+            )
 
-        def latent_wrappers(geometry: LatentGeometry, pools: Mapping[int, Tensor]) -> LatentWrapperFactory | None:
+        def latent_wrappers(
+            geometry: LatentGeometry, pools: Mapping[int, Tensor]
+        ) -> LatentWrapperFactory | None:
             offered = all(are_latents_offered(geometry, pool.dtype) for pool in pools.values())
             return FlashInferLatentWrappers(device) if offered else None
 
         return cls(device, wrappers, latent_wrappers)
 
-    def of_stage(self, caches: StageCaches, geometry: AttentionGeometry | None, latent: LatentGeometry | None, *,
-                 max_nodes: int, num_scratch: int) -> StageBackends:
+    def of_stage(
+        self,
+        caches: StageCaches,
+        geometry: AttentionGeometry | None,
+        latent: LatentGeometry | None,
+        *,
+        max_nodes: int,
+        num_scratch: int,
+    ) -> StageBackends:
         """See `Backends.of_stage`."""
-        compressed = None if latent is None else self._compressed(caches.latent, caches.index_key, latent)
+        compressed = (
+            None if latent is None else self._compressed(caches.latent, caches.index_key, latent)
+        )
         wrappers = None if geometry is None else self.wrappers(geometry, caches.kv)
-        paged = None if geometry is None or wrappers is None else self._paged(caches.kv, geometry, wrappers)
-        states = DeviceRecurrent(conv_pools=caches.conv, state_pools=caches.state, max_nodes=max_nodes,
-                                 num_scratch=num_scratch)
-        committing: list[Commits] = [cache for cache in (paged, compressed, states) if cache is not None]
+        paged = (
+            None
+            if geometry is None or wrappers is None
+            else self._paged(caches.kv, geometry, wrappers)
+        )
+        states = DeviceRecurrent(
+            conv_pools=caches.conv,
+            state_pools=caches.state,
+            max_nodes=max_nodes,
+            num_scratch=num_scratch,
+        )
+        committing: list[Commits] = [
+            cache for cache in (paged, compressed, states) if cache is not None
+        ]
         capturable = None
-        if paged is not None and isinstance(wrappers, FlashInferWrappers):  # our own cannot be captured
+        if paged is not None and isinstance(
+            wrappers, FlashInferWrappers
+        ):  # our own cannot be captured
             capturable = Capturable(paged, states, CudaCapture(self.device), self.device)
-        return StageBackends(paged, compressed, states, tuple(committing) if max_nodes else (), capturable)
+        return StageBackends(
+            paged, compressed, states, tuple(committing) if max_nodes else (), capturable
+        )
 
-    def of_draft(self, geometry: AttentionGeometry | LatentGeometry, pools: DraftPools) -> DraftAttention:
+    def of_draft(
+        self, geometry: AttentionGeometry | LatentGeometry, pools: DraftPools
+    ) -> DraftAttention:
         """See `Backends.of_draft`."""
         if isinstance(geometry, LatentGeometry):
             latent, index_key = pools[CacheKind.LATENT], pools[CacheKind.INDEX_KEY]
             return DraftAttention.over_latents(
                 self._compressed(latent, index_key, geometry),
-                MultiStepLatentAttention(latent_pools=latent, index_pools=index_key, geometry=geometry),
-                geometry.page_size)
+                MultiStepLatentAttention(
+                    latent_pools=latent, index_pools=index_key, geometry=geometry
+                ),
+                geometry.page_size,
+            )
         kv = pools[CacheKind.KV]
         wrappers = self.wrappers(geometry, kv)
         paged = self._paged(kv, geometry, wrappers)
         if not isinstance(wrappers, FlashInferWrappers):
-            return DraftAttention.over_kv(paged, MultiStepAttention(kv_pools=kv, geometry=geometry), geometry.page_size)
+            return DraftAttention.over_kv(
+                paged, MultiStepAttention(kv_pools=kv, geometry=geometry), geometry.page_size
+            )
         rounds = DeviceRounds(kv_pools=kv, geometry=geometry, wrappers=wrappers, device=self.device)
-        return replace(DraftAttention.over_kv(paged, rounds, geometry.page_size), capturable=paged,
-                       capturable_round=rounds)
+        return replace(
+            DraftAttention.over_kv(paged, rounds, geometry.page_size),
+            capturable=paged,
+            capturable_round=rounds,
+        )
 
-    def _paged(self, kv_pools: Mapping[int, Tensor], geometry: AttentionGeometry,
-               wrappers: WrapperFactory) -> FlashInferAttention:
-        return FlashInferAttention(kv_pools=kv_pools, geometry=geometry, wrappers=wrappers, device=self.device,
-                                   write_kv=write_kv, numerics=self.numerics)
+    def _paged(
+        self, kv_pools: Mapping[int, Tensor], geometry: AttentionGeometry, wrappers: WrapperFactory
+    ) -> FlashInferAttention:
+        return FlashInferAttention(
+            kv_pools=kv_pools,
+            geometry=geometry,
+            wrappers=wrappers,
+            device=self.device,
+            write_kv=write_kv,
+            numerics=self.numerics,
+        )
 
-    def _compressed(self, latent_pools: Mapping[int, Tensor], index_pools: Mapping[int, Tensor],
-                    geometry: LatentGeometry) -> DeviceLatentAttention:
-        return DeviceLatentAttention(latent_pools=latent_pools, index_pools=index_pools, geometry=geometry,
-                                     wrappers=self.latent_wrappers(geometry, latent_pools), device=self.device,
-                                     kernels=latent_kernels)
+    def _compressed(
+        self,
+        latent_pools: Mapping[int, Tensor],
+        index_pools: Mapping[int, Tensor],
+        geometry: LatentGeometry,
+    ) -> DeviceLatentAttention:
+        return DeviceLatentAttention(
+            latent_pools=latent_pools,
+            index_pools=index_pools,
+            geometry=geometry,
+            wrappers=self.latent_wrappers(geometry, latent_pools),
+            device=self.device,
+            kernels=latent_kernels,
+        )

@@ -1,4 +1,5 @@
-"""Moving what the cache holds of accepted tree nodes to where plain decoding would have stored it."""
+"""Moving what the cache holds of accepted tree nodes to where plain decoding would have stored
+it."""
 
 from collections.abc import Mapping, Sequence
 
@@ -10,8 +11,9 @@ from engine.core.draft_trees import SpecInfo, SpecRow
 
 
 def commit_kv(pools: Mapping[int, Tensor], batch: ForwardBatch, page_size: int) -> None:
-    """Move what the batch's rows accepted of their last verification (`SpecRow.accepted`), in every layer's pages
-    [num_pages, 2, num_kv_heads, page_size, head_dim]. Chains lie in their place already."""
+    """Move what the batch's rows accepted of their last verification (`SpecRow.accepted`), in every
+    layer's pages [num_pages, 2, num_kv_heads, page_size, head_dim]. Chains lie in their place
+    already."""
     moves = _all_moves(batch, page_size)
     if moves is None or not pools:
         return
@@ -33,13 +35,18 @@ def commit_entries(pools: Sequence[Tensor], batch: ForwardBatch, page_size: int)
 def _all_moves(batch: ForwardBatch, page_size: int) -> Tensor | None:
     """[4 (from page, offset, to page, offset), n] int64; None where nothing moves."""
     rows = batch.spec_info.rows if isinstance(batch.spec_info, SpecInfo) else ()
-    moves = [move for row, spec in enumerate(rows) if spec.accepted is not None
-             for move in _moves(spec, batch.page_tables[row].tolist(), page_size)]
+    moves = [
+        move
+        for row, spec in enumerate(rows)
+        if spec.accepted is not None
+        for move in _moves(spec, batch.page_tables[row].tolist(), page_size)
+    ]
     return torch.tensor(moves).t() if moves else None
 
 
 def _moves(spec: SpecRow, pages: list[int], page_size: int) -> list[tuple[int, int, int, int]]:
-    """(from page, offset, to page, offset) of the accepted nodes that do not lie in their place already."""
+    """(from page, offset, to page, offset) of the accepted nodes that do not lie in their place
+    already."""
     accepted, moves = spec.accepted, []
     assert accepted is not None
     for depth, node in enumerate(accepted.nodes):

@@ -1,10 +1,11 @@
 """The gated delta rule in its two forms, on plain tensors in fp32.
 
-Per token and value head: S <- e^g S; S <- S + k (beta (v - S^T k))^T; o = S^T q, with S [dk, dv] (Yang et al., Gated
-Delta Networks, 2024); or with a g for each row of S, a decay of each key channel (Kimi Linear, 2025). The chunked form
-gives the same up to rounding, 64 tokens at a time: with G the running sum of g inside a chunk and
-D_ij = e^(G_i - G_j) for j <= i, it solves the unit lower triangular system
-(I + strict_lower(diag(beta) K K^T * D)) U = diag(beta) (V - (e^G K) S); the D of a channel stands inside the sum K K^T.
+Per token and value head: S <- e^g S; S <- S + k (beta (v - S^T k))^T; o = S^T q, with S [dk, dv]
+(Yang et al., Gated Delta Networks, 2024); or with a g for each row of S, a decay of each key
+channel (Kimi Linear, 2025). The chunked form gives the same up to rounding, 64 tokens at a time:
+with G the running sum of g inside a chunk and D_ij = e^(G_i - G_j) for j <= i, it solves the unit
+lower triangular system (I + strict_lower(diag(beta) K K^T * D)) U = diag(beta) (V - (e^G K) S); the
+D of a channel stands inside the sum K K^T.
 
 Here g is [..., w], w being 1 or dk (`decays_of`).
 """
@@ -18,8 +19,8 @@ from engine.kernels.delta_rule import CHUNK
 
 
 def normalise_heads(q: Tensor, k: Tensor, num_v_heads: int) -> tuple[Tensor, Tensor]:
-    """q, k [T, Hk, dk] to fp32 [T, Hv, dk]: unit length per head (eps 1e-6 on the squared sum), q scaled by
-    dk^-0.5, each key head serving Hv / Hk consecutive value heads."""
+    """q, k [T, Hk, dk] to fp32 [T, Hv, dk]: unit length per head (eps 1e-6 on the squared sum), q
+    scaled by dk^-0.5, each key head serving Hv / Hk consecutive value heads."""
     repeats = num_v_heads // q.shape[1]
     q, k = q.float(), k.float()
     q = q * (torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6) * q.shape[-1] ** -0.5)
@@ -28,15 +29,19 @@ def normalise_heads(q: Tensor, k: Tensor, num_v_heads: int) -> tuple[Tensor, Ten
 
 
 def decays_of(g: Tensor) -> Tensor:
-    """g as a batch has it, [T, H] or [T, H, dk], with its last dimension: [T, H, 1] or [T, H, dk]."""
+    """g as a batch has it, [T, H] or [T, H, dk], with its last dimension: [T, H, 1] or [T, H,
+    dk]."""
     return g[..., None] if g.dim() == 2 else g
 
 
-def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    """One token per row. q, k [R, H, dk]; v [R, H, dv]; g [R, H, w]; beta [R, H]; state [R, H, dk, dv].
+def recurrent_step(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """One token per row. q, k [R, H, dk]; v [R, H, dv]; g [R, H, w]; beta [R, H]; state [R, H, dk,
+    dv].
 
-    Returns the output [R, H, dv] and the new state. Elementwise products and sums over dk, so that rows cannot
-    influence each other's bits.
+    Returns the output [R, H, dv] and the new state. Elementwise products and sums over dk, so that
+    rows cannot influence each other's bits.
     """
     state = state * g.exp()[..., None]
     error = v - (state * k[..., None]).sum(-2)
@@ -44,17 +49,26 @@ def recurrent_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, sta
     return (state * q[..., None]).sum(-2), state
 
 
-def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor,
-            chunk_counts: Sequence[int]) -> tuple[Tensor, Tensor]:
+def chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor,
+    chunk_counts: Sequence[int],
+) -> tuple[Tensor, Tensor]:
     """Whole prompts or pieces of them, cut on the 64-token grid.
 
-    The chunks of all rows follow one another in the first dimension N, `chunk_counts` per row; a row's last chunk is
-    padded with zeros (k, v, g and beta 0 leave the state as it is). q, k [N, H, 64, dk]; v [N, H, 64, dv];
-    g [N, H, 64, w]; beta [N, H, 64]; state [R, H, dk, dv]. Returns the output [N, H, 64, dv] and the new state.
+    The chunks of all rows follow one another in the first dimension N, `chunk_counts` per row; a
+    row's last chunk is padded with zeros (k, v, g and beta 0 leave the state as it is). q, k [N, H,
+    64, dk]; v [N, H, 64, dv]; g [N, H, 64, w]; beta [N, H, 64]; state [R, H, dk, dv]. Returns the
+    output [N, H, 64, dv] and the new state.
     """
     total = g.cumsum(-2)
     system = (beta[..., None] * _decayed_products(k, k, total)).tril(-1)
-    # Solved for both right-hand sides at once, so that only small products depend on the running state.
+    # Solved for both right-hand sides at once, so that only small products depend on the running
+    # state.
     sides = torch.cat([beta[..., None] * v, beta[..., None] * total.exp() * k], -1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
     u_free, u_state = solved[..., : v.shape[-1]], solved[..., v.shape[-1] :]
@@ -76,15 +90,16 @@ def chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Ten
 
 
 def _decayed_products(rows: Tensor, k: Tensor, total: Tensor) -> Tensor:
-    """Of tokens with those up to them, [N, H, 64, 64]: sums over the channels of rows_i k_j e^(G_i - G_j); 0 elsewhere.
-    rows, k [N, H, 64, dk]; total [N, H, 64, w]."""
+    """Of tokens with those up to them, [N, H, 64, 64]: sums over the channels of rows_i k_j e^(G_i
+    - G_j); 0 elsewhere. rows, k [N, H, 64, dk]; total [N, H, 64, w]."""
     if total.shape[-1] == 1:
         upper = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu(1)
-        # Contiguous, because a product of a transposed view rounds differently from one of its copy.
+        # Contiguous, because a product of a transposed view rounds differently from one of its
+        # copy.
         products = rows @ k.transpose(-1, -2).contiguous()
         return products * (total - total.transpose(-1, -2)).masked_fill(upper, float("-inf")).exp()
     products = k.new_zeros(*k.shape[:2], CHUNK, CHUNK)
     for i in range(CHUNK):
-        faded = k[..., :i + 1, :] * (total[..., i:i + 1, :] - total[..., :i + 1, :]).exp()
-        products[..., i, :i + 1] = (rows[..., i:i + 1, :] * faded).sum(-1)
+        faded = k[..., : i + 1, :] * (total[..., i : i + 1, :] - total[..., : i + 1, :]).exp()
+        products[..., i, : i + 1] = (rows[..., i : i + 1, :] * faded).sum(-1)
     return products

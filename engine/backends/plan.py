@@ -1,9 +1,10 @@
 """What the CPU backend prepares once per batch: where new keys go, and what each new token sees.
 
-A row's new tokens are cut into *tiles*, each of which reads the row's keys once per kv head. Where order is not causal
-(draft trees), a token's own keys are listed as its *path*: plain decoding would have stored them behind each other, and
-the order in which keys are added up is that of plain decoding. `tree_visibility` gives every backend what such a token
-may see, and `check_covered` refuses what was not planned for.
+A row's new tokens are cut into *tiles*, each of which reads the row's keys once per kv head. Where
+order is not causal (draft trees), a token's own keys are listed as its *path*: plain decoding would
+have stored them behind each other, and the order in which keys are added up is that of plain
+decoding. `tree_visibility` gives every backend what such a token may see, and `check_covered`
+refuses what was not planned for.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,14 +24,17 @@ from engine.core.rows import ints
 from engine.kernels.rows_in_place import NO_WINDOW, RowsInPlace
 from runtime.errors import InternalError, StalePlanError
 
-MAX_TILE_ROWS = 512  # tokens times the heads that share a kv head: what is kept of them fits a core's own cache
-_FEW_TOKENS = 64  # are listed sooner than seven operations of torch are through, each of which lets other threads in
+MAX_TILE_ROWS = (
+    512  # tokens times the heads that share a kv head: what is kept of them fits a core's own cache
+)
+# are listed sooner than seven operations of torch are through, each of which lets other threads in
+_FEW_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Everything `run` needs besides q, k and v. Nothing in it changes after planning. `parts`: the same for layers
-    that see a window only, one behind the other."""
+    """Everything `run` needs besides q, k and v. Nothing in it changes after planning. `parts`: the
+    same for layers that see a window only, one behind the other."""
 
     num_rows: int
     num_tokens: int
@@ -42,39 +46,60 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class WindowPart:
-    """Tokens of a batch that lie on one page of each row. After them `copy` keeps a row's window for others, if any is
-    to be kept."""
+    """Tokens of a batch that lie on one page of each row. After them `copy` keeps a row's window
+    for others, if any is to be kept."""
 
     tokens: slice
     plan: AttentionPlan
     copy: StateCopy | None
 
 
-def check_covered(batch: ForwardBatch, num_planned: tuple[int, int], geometry: AttentionGeometry, q: Tensor, k: Tensor,
-                  v: Tensor) -> None:
-    """`num_planned`: the rows and tokens of the plan that is to run. Raises StalePlanError unless they are the batch's,
-    and q, k and v theirs."""
+def check_covered(
+    batch: ForwardBatch,
+    num_planned: tuple[int, int],
+    geometry: AttentionGeometry,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+) -> None:
+    """`num_planned`: the rows and tokens of the plan that is to run. Raises StalePlanError unless
+    they are the batch's, and q, k and v theirs."""
     if (batch.num_rows, batch.num_tokens) != num_planned:
-        raise StalePlanError(f"planned for {num_planned[0]} rows and {num_planned[1]} tokens, the batch has "
-                             f"{batch.num_rows} and {batch.num_tokens}")
+        raise StalePlanError(
+            f"planned for {num_planned[0]} rows and {num_planned[1]} tokens, the batch has "
+            f"{batch.num_rows} and {batch.num_tokens}"
+        )
     num_tokens = num_planned[1]
     kv_shape = (num_tokens, geometry.num_kv_heads, geometry.head_dim)
-    if q.shape != (num_tokens, geometry.num_heads, geometry.head_dim) or not k.shape == v.shape == kv_shape:
-        raise StalePlanError(f"planned for {num_tokens} tokens of {geometry}, got q {tuple(q.shape)}, "
-                             f"k {tuple(k.shape)}, v {tuple(v.shape)}")
+    if (
+        q.shape != (num_tokens, geometry.num_heads, geometry.head_dim)
+        or not k.shape == v.shape == kv_shape
+    ):
+        raise StalePlanError(
+            f"planned for {num_tokens} tokens of {geometry}, got q {tuple(q.shape)}, "
+            f"k {tuple(k.shape)}, v {tuple(v.shape)}"
+        )
 
 
-def build_plan(batch: ForwardBatch, geometry: AttentionGeometry, num_pages: int | None) -> AttentionPlan:
-    """Plan from the batch's host-side lengths, page tables and trees. `num_pages` is the size of the pools, None
-    where there are none.
+def build_plan(
+    batch: ForwardBatch, geometry: AttentionGeometry, num_pages: int | None
+) -> AttentionPlan:
+    """Plan from the batch's host-side lengths, page tables and trees. `num_pages` is the size of
+    the pools, None where there are none.
 
     Raises:
         InternalError: a tree of another size than its row, or a page that the pools do not have.
     """
     tables = batch.page_tables.numpy()
     # Compiled code would read whatever is there. Unsigned, a number below 0 is too large.
-    if num_pages is not None and tables.size and not tables.view(f"u{tables.itemsize}").max() < num_pages:
-        raise InternalError(f"the pool has {num_pages} pages, the page tables name {tables.tolist()}")
+    if (
+        num_pages is not None
+        and tables.size
+        and not tables.view(f"u{tables.itemsize}").max() < num_pages
+    ):
+        raise InternalError(
+            f"the pool has {num_pages} pages, the page tables name {tables.tolist()}"
+        )
     positions, write_pages, write_offsets = _places(batch, tables, geometry.page_size)
     return AttentionPlan(
         num_rows=batch.num_rows,
@@ -85,12 +110,13 @@ def build_plan(batch: ForwardBatch, geometry: AttentionGeometry, num_pages: int 
     )
 
 
-def window_parts(batch: ForwardBatch, geometry: AttentionGeometry, num_slots: int,
-                 ring_pages: int) -> Iterator[WindowPart]:
-    """Plans for layers that keep the latest `ring_pages` pages of a row in its slot, page n as record n % ring_pages:
-    as many as a window lies on, so at least a page of tokens more than it has. So no page of new tokens is written
-    before what it takes the place of was read, and a chain of up to a page of tokens leaves the window of each of them
-    whole, whichever of them stand.
+def window_parts(
+    batch: ForwardBatch, geometry: AttentionGeometry, num_slots: int, ring_pages: int
+) -> Iterator[WindowPart]:
+    """Plans for layers that keep the latest `ring_pages` pages of a row in its slot, page n as
+    record n % ring_pages: as many as a window lies on, so at least a page of tokens more than it
+    has. So no page of new tokens is written before what it takes the place of was read, and a chain
+    of up to a page of tokens leaves the window of each of them whole, whichever of them stand.
 
     Raises:
         InternalError: a slot that the pools do not have, trees, or chains of more than a page.
@@ -99,9 +125,15 @@ def window_parts(batch: ForwardBatch, geometry: AttentionGeometry, num_slots: in
         raise InternalError(f"layers that see a window cannot run this {batch.mode} batch")
     is_read = batch.mode is ForwardMode.PREFILL
     if not is_read and max(batch.query_lens, default=0) > geometry.page_size:
-        raise InternalError(f"chains of {batch.query_lens} tokens, of more than a page of {geometry.page_size}")
+        raise InternalError(
+            f"chains of {batch.query_lens} tokens, of more than a page of {geometry.page_size}"
+        )
     copies = {copy.end: copy for copy in state_copies(batch)}
-    cuts = {*(_page_ends(batch, geometry.page_size) if is_read else ()), *copies, batch.num_tokens} - {0}
+    cuts = {
+        *(_page_ends(batch, geometry.page_size) if is_read else ()),
+        *copies,
+        batch.num_tokens,
+    } - {0}
     for tokens, part in batch_parts(batch, sorted(cuts)):
         longest = max(map(sum, zip(part.context_lens, part.query_lens, strict=True)))
         ring = torch.arange(-(-longest // geometry.page_size)) % ring_pages
@@ -118,21 +150,41 @@ def _page_ends(batch: ForwardBatch, page_size: int) -> Iterator[int]:
         first += query_len
 
 
-def _places(batch: ForwardBatch, tables: NDArray[np.integer[Any]], page_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each token's key is stored, all [T]: its place in the row, int32, and page and offset, int64."""
+def _places(
+    batch: ForwardBatch, tables: NDArray[np.integer[Any]], page_size: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Where each token's key is stored, all [T]: its place in the row, int32, and page and offset,
+    int64."""
     if batch.num_tokens > _FEW_TOKENS:
         of_tokens, positions = storage_positions(batch)
-        return positions.int(), batch.page_tables[of_tokens, positions // page_size].long(), positions % page_size
+        return (
+            positions.int(),
+            batch.page_tables[of_tokens, positions // page_size].long(),
+            positions % page_size,
+        )
     rows = [row for row, query_len in enumerate(batch.query_lens) for _ in range(query_len)]
-    places = np.array([position for context_len, query_len in zip(batch.context_lens, batch.query_lens, strict=True)
-                       for position in range(context_len, context_len + query_len)], np.int64)
+    places = np.array(
+        [
+            position
+            for context_len, query_len in zip(batch.context_lens, batch.query_lens, strict=True)
+            for position in range(context_len, context_len + query_len)
+        ],
+        np.int64,
+    )
     pages, offsets = np.divmod(places, page_size)
-    return (torch.from_numpy(places.astype(np.int32)), torch.from_numpy(tables[rows, pages].astype(np.int64)),
-            torch.from_numpy(offsets))
+    return (
+        torch.from_numpy(places.astype(np.int32)),
+        torch.from_numpy(tables[rows, pages].astype(np.int64)),
+        torch.from_numpy(offsets),
+    )
 
 
-def _rows_in_place(batch: ForwardBatch, geometry: AttentionGeometry, positions: Tensor) -> RowsInPlace:
-    num_in_order = ints([sum(lengths) for lengths in zip(batch.context_lens, batch.query_lens, strict=True)])
+def _rows_in_place(
+    batch: ForwardBatch, geometry: AttentionGeometry, positions: Tensor
+) -> RowsInPlace:
+    num_in_order = ints(
+        [sum(lengths) for lengths in zip(batch.context_lens, batch.query_lens, strict=True)]
+    )
     paths = torch.empty(len(positions), 0, dtype=torch.long)
     pages, visibility = batch.page_tables, tree_visibility(batch)
     if visibility:
@@ -142,21 +194,34 @@ def _rows_in_place(batch: ForwardBatch, geometry: AttentionGeometry, positions: 
         for row, visible in enumerate(visibility):
             tokens, first = slice(start, start + len(visible)), batch.context_lens[row]
             stored = torch.arange(first, first + len(visible))
-            slots = pages[row, stored // geometry.page_size].long() * geometry.page_size + stored % geometry.page_size
+            slots = (
+                pages[row, stored // geometry.page_size].long() * geometry.page_size
+                + stored % geometry.page_size
+            )
             # The seen ones first, in the order in which they are stored: of a tree, by depth.
-            paths[tokens, : len(visible)] = slots[visible.logical_not().byte().argsort(dim=1, stable=True)]
+            paths[tokens, : len(visible)] = slots[
+                visible.logical_not().byte().argsort(dim=1, stable=True)
+            ]
             positions[tokens] = (first + visible.sum(1) - 1).int()
             start += len(visible)
     tiles = _tiles(batch, max(1, MAX_TILE_ROWS * geometry.num_kv_heads // geometry.num_heads))
-    return RowsInPlace(pages.int().contiguous(), torch.from_numpy(np.array(tiles, np.int32).reshape(-1, 3)), positions,
-                       num_in_order, paths, max((count for *_, count in tiles), default=0),
-                       NO_WINDOW if geometry.window is None else geometry.window)
+    return RowsInPlace(
+        pages.int().contiguous(),
+        torch.from_numpy(np.array(tiles, np.int32).reshape(-1, 3)),
+        positions,
+        num_in_order,
+        paths,
+        max((count for *_, count in tiles), default=0),
+        NO_WINDOW if geometry.window is None else geometry.window,
+    )
 
 
 def _tiles(batch: ForwardBatch, size: int) -> list[tuple[int, int, int]]:
     """(row, first token, number of tokens), those that take longest first."""
     tiles, first_token = [], 0
-    for row, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+    for row, (query_len, context_len) in enumerate(
+        zip(batch.query_lens, batch.context_lens, strict=True)
+    ):
         for start in range(0, query_len, size):
             count = min(size, query_len - start)
             tiles.append((count * (context_len + start + count), (row, first_token + start, count)))
@@ -169,11 +234,15 @@ def _cost(tile: tuple[int, tuple[int, int, int]]) -> int:
 
 
 def storage_positions(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-    """Per token its row and where its key is stored: after the row's context, in order (also for trees)."""
+    """Per token its row and where its key is stored: after the row's context, in order (also for
+    trees)."""
     if batch.num_tokens <= _FEW_TOKENS:
         lens = zip(batch.context_lens, batch.query_lens, strict=True)
-        places = [(row, context_len + offset) for row, (context_len, query_len) in enumerate(lens)
-                  for offset in range(query_len)]
+        places = [
+            (row, context_len + offset)
+            for row, (context_len, query_len) in enumerate(lens)
+            for offset in range(query_len)
+        ]
         listed = torch.tensor(places, dtype=torch.long).view(-1, 2)
         return listed[:, 0].contiguous(), listed[:, 1].contiguous()
     lengths = torch.tensor(batch.query_lens, dtype=torch.long)
@@ -192,8 +261,8 @@ def trees_of(batch: ForwardBatch) -> SpecInfo | None:
 
 
 def tree_visibility(batch: ForwardBatch) -> tuple[Tensor, ...]:
-    """Per row which of its new tokens each of them may see [N, N] bool, True where it may, from the batch's trees;
-    nothing where order is causal. Whatever was cached before is seen by all.
+    """Per row which of its new tokens each of them may see [N, N] bool, True where it may, from the
+    batch's trees; nothing where order is causal. Whatever was cached before is seen by all.
 
     Raises:
         InternalError: a tree of another size than its row.
@@ -206,7 +275,9 @@ def visible_in_trees(info: SpecInfo, query_lens: Sequence[int]) -> tuple[Tensor,
     """The same of any trees, also of chains."""
     for row, (spec, query_len) in enumerate(zip(info.rows, query_lens, strict=True)):
         if len(spec.parents) != query_len:
-            raise InternalError(f"the tree of row {row} has {len(spec.parents)} nodes, the row {query_len} new tokens")
+            raise InternalError(
+                f"the tree of row {row} has {len(spec.parents)} nodes, the row {query_len} new tokens"
+            )
     return tuple(_ancestors_visible(row.parents) for row in info.rows)
 
 

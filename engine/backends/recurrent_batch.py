@@ -1,9 +1,10 @@
-"""What recurrent backends take of a batch: the modes and rows that all of them refuse, what compiled code for the host
-is given, and what is done about states for a prefix cache.
+"""What recurrent backends take of a batch: the modes and rows that all of them refuse, what
+compiled code for the host is given, and what is done about states for a prefix cache.
 
-Those are copied out at points within a row, and into the slot of a row that goes on from one of them. The chunked delta
-rule has the same bits however it is cut on its grid, so a row that hands out a state is run in two parts, within one
-pass of the layer. The convolution needs no cut: its state is its last inputs.
+Those are copied out at points within a row, and into the slot of a row that goes on from one of
+them. The chunked delta rule has the same bits however it is cut on its grid, so a row that hands
+out a state is run in two parts, within one pass of the layer. The convolution needs no cut: its
+state is its last inputs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -29,9 +30,13 @@ def check_mode(batch: ForwardBatch) -> None:
         if any(length != 1 for length in batch.query_lens):
             raise InternalError(f"decode rows bring one token each, got {batch.query_lens}")
     elif batch.mode is ForwardMode.PREFILL:
-        for row, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
+        for row, (query_len, context_len) in enumerate(
+            zip(batch.query_lens, batch.context_lens, strict=True)
+        ):
             if query_len and context_len % CHUNK:
-                raise InternalError(f"prefill row {row} starts at {context_len}, not on a multiple of {CHUNK}")
+                raise InternalError(
+                    f"prefill row {row} starts at {context_len}, not on a multiple of {CHUNK}"
+                )
     elif batch.num_tokens:
         raise InternalError(f"recurrent layers cannot run a {batch.mode} batch")
 
@@ -49,8 +54,11 @@ def recurrent_rows(batch: ForwardBatch, num_slots: int) -> RecurrentRows:
     slots = batch.slot_ids.tolist()
     if slots and not 0 <= min(slots) <= max(slots) < num_slots:
         raise InternalError(f"the pools have {num_slots} slots, the batch names {slots}")
-    return RecurrentRows(starts=longs([0, *accumulate(batch.query_lens)]), slots=longs(slots),
-                         is_new=longs([int(length == 0) for length in batch.context_lens]))
+    return RecurrentRows(
+        starts=longs([0, *accumulate(batch.query_lens)]),
+        slots=longs(slots),
+        is_new=longs([int(length == 0) for length in batch.context_lens]),
+    )
 
 
 class Taps:
@@ -68,14 +76,19 @@ class Taps:
 
 def delta_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> DeltaInputs:
     """As kernels read them. Shapes as in `RecurrentBackend.gated_delta_rule`."""
-    return DeltaInputs(dense_tokens(q), dense_tokens(k), dense_tokens(v), g.float().contiguous(),
-                       beta.float().contiguous())
+    return DeltaInputs(
+        dense_tokens(q),
+        dense_tokens(k),
+        dense_tokens(v),
+        g.float().contiguous(),
+        beta.float().contiguous(),
+    )
 
 
 @dataclass(frozen=True)
 class StateCopy:
-    """The state of `slot_id` before token `end` of the batch is copied to `target`. `num_tokens`: of the row, up to
-    there."""
+    """The state of `slot_id` before token `end` of the batch is copied to `target`. `num_tokens`:
+    of the row, up to there."""
 
     end: int
     num_tokens: int
@@ -84,15 +97,22 @@ class StateCopy:
 
 
 class SnapshotRecurrent:
-    """A `RecurrentBackend` that does what the rows of a batch say about states (`ForwardBatch.states`), and otherwise
-    what the backend does that it stands before."""
+    """A `RecurrentBackend` that does what the rows of a batch say about states
+    (`ForwardBatch.states`), and otherwise what the backend does that it stands before."""
 
-    def __init__(self, backend: RecurrentBackend, *, conv_pools: Mapping[int, Tensor],
-                 state_pools: Mapping[int, Tensor]) -> None:
+    def __init__(
+        self,
+        backend: RecurrentBackend,
+        *,
+        conv_pools: Mapping[int, Tensor],
+        state_pools: Mapping[int, Tensor],
+    ) -> None:
         """The pools are those that `backend` works on."""
         self._backend = backend
         self._conv_pools, self._state_pools = dict(conv_pools), dict(state_pools)
-        self._planned: tuple[ForwardBatch, list[StateCopy], list[tuple[slice, ForwardBatch]]] | None = None
+        self._planned: (
+            tuple[ForwardBatch, list[StateCopy], list[tuple[slice, ForwardBatch]]] | None
+        ) = None
 
     def commit(self, batch: ForwardBatch) -> None:
         """Give rows that go on from a kept state a copy of it. Before the batch runs."""
@@ -104,28 +124,43 @@ class SnapshotRecurrent:
         for copy in self._plan(batch)[0]:
             length, pool = weight.shape[1] - 1, pool_of(self._conv_pools, layer_id, "conv")
             if copy.num_tokens < length:
-                raise InternalError(f"a snapshot {copy.num_tokens} tokens into a row, of a convolution over {length}")
-            pool[copy.target] = x[copy.end - length:copy.end]
+                raise InternalError(
+                    f"a snapshot {copy.num_tokens} tokens into a row, of a convolution over {length}"
+                )
+            pool[copy.target] = x[copy.end - length : copy.end]
         return out
 
-    def gated_delta_rule(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-                         batch: ForwardBatch) -> Tensor:
+    def gated_delta_rule(
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        batch: ForwardBatch,
+    ) -> Tensor:
         """See `RecurrentBackend.gated_delta_rule`."""
         copies, parts = self._plan(batch)
         if not copies:
             return self._backend.gated_delta_rule(layer_id, q, k, v, g, beta, batch)
         outs, due = [], iter(copies)
         for tokens, part in parts:
-            outs.append(self._backend.gated_delta_rule(
-                layer_id, q[tokens], k[tokens], v[tokens], g[tokens], beta[tokens], part))
+            outs.append(
+                self._backend.gated_delta_rule(
+                    layer_id, q[tokens], k[tokens], v[tokens], g[tokens], beta[tokens], part
+                )
+            )
             if (copy := next(due, None)) is not None:
                 pool = pool_of(self._state_pools, layer_id, "state")
                 pool[copy.target] = pool[copy.slot_id]
         return torch.cat(outs)
 
-    def _plan(self, batch: ForwardBatch) -> tuple[list[StateCopy], list[tuple[slice, ForwardBatch]]]:
-        """Made at the first recurrent layer of a forward, used by all: the copies in the order of their tokens, and the
-        parts of the batch that end with them, and the rest."""
+    def _plan(
+        self, batch: ForwardBatch
+    ) -> tuple[list[StateCopy], list[tuple[slice, ForwardBatch]]]:
+        """Made at the first recurrent layer of a forward, used by all: the copies in the order of
+        their tokens, and the parts of the batch that end with them, and the rest."""
         if self._planned is None or self._planned[0] is not batch:
             copies = list(state_copies(batch))
             self._planned = batch, copies, list(batch_parts(batch, [copy.end for copy in copies]))
@@ -134,30 +169,45 @@ class SnapshotRecurrent:
 
 def resume_states(batch: ForwardBatch, pools: Iterable[Tensor]) -> None:
     """Copy the records of `pools` that rows go on from into their slots."""
-    moves = [(row.resumed_slot, slot) for row, slot in zip(batch.states, batch.slot_ids.tolist(), strict=True)
-             if row.resumed_slot] if batch.states else []
+    moves = (
+        [
+            (row.resumed_slot, slot)
+            for row, slot in zip(batch.states, batch.slot_ids.tolist(), strict=True)
+            if row.resumed_slot
+        ]
+        if batch.states
+        else []
+    )
     for pool in pools if moves else ():
         sources, slots = torch.tensor(moves, device=pool.device).t()
         pool[slots] = pool[sources]
 
 
 def state_copies(batch: ForwardBatch) -> Iterator[StateCopy]:
-    """For the snapshots that rows ask for, in the order of the batch's tokens. Raises InternalError for one outside of
-    its row."""
+    """For the snapshots that rows ask for, in the order of the batch's tokens. Raises InternalError
+    for one outside of its row."""
     first = 0
-    for row, length, context_len, slot in zip(batch.states, batch.query_lens, batch.context_lens,
-                                              batch.slot_ids.tolist(), strict=True) if batch.states else ():
+    for row, length, context_len, slot in (
+        zip(
+            batch.states, batch.query_lens, batch.context_lens, batch.slot_ids.tolist(), strict=True
+        )
+        if batch.states
+        else ()
+    ):
         for snapshot in row.snapshots:
             count = snapshot.num_tokens - context_len
             if not 0 < count <= length:
-                raise InternalError(f"a snapshot at {snapshot.num_tokens} of a row from {context_len} to "
-                                    f"{context_len + length}")
+                raise InternalError(
+                    f"a snapshot at {snapshot.num_tokens} of a row from {context_len} to "
+                    f"{context_len + length}"
+                )
             yield StateCopy(first + count, count, slot, snapshot.slot_id)
         first += length
 
 
 def batch_parts(batch: ForwardBatch, cuts: list[int]) -> Iterator[tuple[slice, ForwardBatch]]:
-    """The tokens up to each cut, and those behind the last, as batches of what lies in them of the rows."""
+    """The tokens up to each cut, and those behind the last, as batches of what lies in them of the
+    rows."""
     ends = [*cuts, batch.num_tokens] if cuts and cuts[-1] < batch.num_tokens else cuts
     for start, end in zip([0, *ends], ends, strict=False):
         rows, lens, contexts, first = list[int](), list[int](), list[int](), 0
@@ -168,6 +218,14 @@ def batch_parts(batch: ForwardBatch, cuts: list[int]) -> Iterator[tuple[slice, F
                 lens.append(stop - begin)
                 contexts.append(batch.context_lens[row] + begin - first)
             first += length
-        yield slice(start, end), replace(
-            batch.filter(rows), query_lens=tuple(lens), context_lens=tuple(contexts), token_ids=None,
-            positions=batch.positions[start:end], states=())
+        yield (
+            slice(start, end),
+            replace(
+                batch.filter(rows),
+                query_lens=tuple(lens),
+                context_lens=tuple(contexts),
+                token_ids=None,
+                positions=batch.positions[start:end],
+                states=(),
+            ),
+        )

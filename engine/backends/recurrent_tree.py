@@ -1,10 +1,12 @@
-"""Recurrent layers over draft trees: one state per node, from its parent's, with the bits of plain decoding.
+"""Recurrent layers over draft trees: one state per node, from its parent's, with the bits of plain
+decoding.
 
-A recurrence cannot be masked. The convolution sees only inputs, which are all known at once: every node is a decode row
-whose history is its own path. The delta rule runs in the one-step form: in compiled code node after node, from its
-parent's state; else level by level, on states gathered from the parents. Every row keeps the states of its last
-verification, in the scratch record that stage 0 leased to it, until a batch of stage 0 names the node that was accepted
-last; that one moves to the slot.
+A recurrence cannot be masked. The convolution sees only inputs, which are all known at once: every
+node is a decode row whose history is its own path. The delta rule runs in the one-step form: in
+compiled code node after node, from its parent's state; else level by level, on states gathered from
+the parents. Every row keeps the states of its last verification, in the scratch record that stage 0
+leased to it, until a batch of stage 0 names the node that was accepted last; that one moves to the
+slot.
 """
 
 import sys
@@ -36,8 +38,9 @@ BackendOver = Callable[[Mapping[int, Tensor], Mapping[int, Tensor]], RecurrentBa
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes of one depth: their places among all nodes in order of depth, and where among the last level's nodes
-    (the rows, at depth 0) their parents are [N], or None where each continues the one in its place."""
+    """The nodes of one depth: their places among all nodes in order of depth, and where among the
+    last level's nodes (the rows, at depth 0) their parents are [N], or None where each continues
+    the one in its place."""
 
     places: slice
     parents: Tensor | None
@@ -45,7 +48,8 @@ class Level:
 
 @dataclass(frozen=True)
 class TreeNodes:
-    """What follows from the parents of R trees, T nodes together; shared by all batches of such trees.
+    """What follows from the parents of R trees, T nodes together; shared by all batches of such
+    trees.
 
     parents   [T], the token that each node continues; -1: its row's slot
     depths    [T]
@@ -62,13 +66,16 @@ class TreeNodes:
     _histories: dict[int, NDArray[np.int64]] = field(default_factory=dict)
 
     def history(self, length: int) -> Tensor:
-        """[T, length] int64: where the last `length` inputs before each node are in [R * length old ones, T new ones].
-        A copy, as a recording fills what it was given anew."""
+        """[T, length] int64: where the last `length` inputs before each node are in [R * length old
+        ones, T new ones]. A copy, as a recording fills what it was given anew."""
         known = self._histories.get(length)
         if known is None:
             num_old, places = (self.paths[-1][0] + 1) * length, []
             for row, path in self.paths:
-                before = [*range(row * length, (row + 1) * length), *(num_old + token for token in path[:-1])]
+                before = [
+                    *range(row * length, (row + 1) * length),
+                    *(num_old + token for token in path[:-1]),
+                ]
                 places.append(before[-length:])
             known = self._histories[length] = np.array(places)
         return torch.from_numpy(known.copy())
@@ -96,7 +103,8 @@ class TreeLayout:
 
 @dataclass(frozen=True)
 class TreePlan:
-    """What compiled code reads of a batch of trees: of its `TreeLayout`, and by length the `history`."""
+    """What compiled code reads of a batch of trees: of its `TreeLayout`, and by length the
+    `history`."""
 
     rows: RecurrentRows
     steps: StateSteps
@@ -104,28 +112,51 @@ class TreePlan:
 
 
 class TreeRecurrent:
-    """A `RecurrentBackend` that adds trees to one over slots. It also commits what a verification accepted.
+    """A `RecurrentBackend` that adds trees to one over slots. It also commits what a verification
+    accepted.
 
-    Scratch memory is `num_scratch` records (the null record counts) of `max_nodes` states: one record per request that
-    runs, whatever number of others holds a slot.
+    Scratch memory is `num_scratch` records (the null record counts) of `max_nodes` states: one
+    record per request that runs, whatever number of others holds a slot.
     """
 
-    def __init__(self, *, slots: PlanningRecurrent, conv_pools: Mapping[int, Tensor], state_pools: Mapping[int, Tensor],
-                 max_nodes: int, num_scratch: int, backend_over: BackendOver) -> None:
-        """`slots` runs everything but trees over the pools; `backend_over` builds one of its kind over other pools."""
+    def __init__(
+        self,
+        *,
+        slots: PlanningRecurrent,
+        conv_pools: Mapping[int, Tensor],
+        state_pools: Mapping[int, Tensor],
+        max_nodes: int,
+        num_scratch: int,
+        backend_over: BackendOver,
+    ) -> None:
+        """`slots` runs everything but trees over the pools; `backend_over` builds one of its kind
+        over other pools."""
         self._slots = slots
         self._conv_pools, self._state_pools = dict(conv_pools), dict(state_pools)
         self._max_nodes, self._num_scratch = max_nodes, num_scratch
         self._conv_scratch, self._state_scratch = (
-            {layer_id: node_scratch(pool, num_scratch * max_nodes) for layer_id, pool in pools.items()}
-            for pools in (conv_pools, state_pools))
+            {
+                layer_id: node_scratch(pool, num_scratch * max_nodes)
+                for layer_id, pool in pools.items()
+            }
+            for pools in (conv_pools, state_pools)
+        )
         self._nodes = backend_over(self._conv_scratch, self._state_scratch)
         self._team, self._taps = Team(), Taps()
-        pairs = [(scratch[layer_id], pool) for pools, scratch in (
-            (self._conv_pools, self._conv_scratch), (self._state_pools, self._state_scratch))
-            for layer_id, pool in pools.items()]
+        pairs = [
+            (scratch[layer_id], pool)
+            for pools, scratch in (
+                (self._conv_pools, self._conv_scratch),
+                (self._state_pools, self._state_scratch),
+            )
+            for layer_id, pool in pools.items()
+        ]
         self._has_pools = bool(pairs)
-        self._moves = RecordMoves(pairs) if pairs and all(has_kernels(pool.dtype) for _, pool in pairs) else None
+        self._moves = (
+            RecordMoves(pairs)
+            if pairs and all(has_kernels(pool.dtype) for _, pool in pairs)
+            else None
+        )
         self._planned: tuple[ForwardBatch, TreeLayout] | None = None
 
     def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
@@ -135,26 +166,55 @@ class TreeRecurrent:
         layout = self._layout(batch)
         length, pool = weight.shape[1] - 1, self._conv_pools[layer_id]
         if x.dtype == pool.dtype and has_kernels(x.dtype):
-            return causal_conv_of_trees(dense_tokens(x), self._taps.of(layer_id, weight), pool, layout.rows,
-                                        layout.histories[length], layout.scratch_rows, self._conv_scratch[layer_id],
-                                        self._team)
+            return causal_conv_of_trees(
+                dense_tokens(x),
+                self._taps.of(layer_id, weight),
+                pool,
+                layout.rows,
+                layout.histories[length],
+                layout.scratch_rows,
+                self._conv_scratch[layer_id],
+                self._team,
+            )
         inputs = torch.cat([pool[layout.slots].flatten(0, 1), x])
         self._conv_scratch[layer_id][layout.scratch_rows] = inputs[layout.histories[length]]
         return self._nodes.causal_conv(layer_id, x, weight, _node_batch(batch, layout))
 
-    def gated_delta_rule(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-                         batch: ForwardBatch) -> Tensor:
+    def gated_delta_rule(
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        batch: ForwardBatch,
+    ) -> Tensor:
         """See `RecurrentBackend.gated_delta_rule`."""
         if batch.mode is not ForwardMode.VERIFY:
             return self._slots.gated_delta_rule(layer_id, q, k, v, g, beta, batch)
         layout = self._layout(batch)
         if has_kernels(v.dtype):
-            return delta_steps(delta_inputs(q, k, v, g, beta), layout.rows, layout.steps, self._state_pools[layer_id],
-                               self._state_scratch[layer_id], self._team)
+            return delta_steps(
+                delta_inputs(q, k, v, g, beta),
+                layout.rows,
+                layout.steps,
+                self._state_pools[layer_id],
+                self._state_scratch[layer_id],
+                self._team,
+            )
         return self._plain_delta_rule(layer_id, q, k, v, g, beta, layout)
 
-    def _plain_delta_rule(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-                          layout: TreeLayout) -> Tensor:
+    def _plain_delta_rule(
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        layout: TreeLayout,
+    ) -> Tensor:
         q, k = normalise_heads(q, k, v.shape[1])
         v, g, rows = v.float(), decays_of(g), layout.scratch_rows
         nodes = layout.nodes
@@ -168,7 +228,11 @@ class TreeRecurrent:
             states.append(state)
         self._state_scratch[layer_id][rows] = torch.cat(states)
         out = torch.cat(outs)
-        return out if nodes.by_depth is None else torch.empty_like(out).index_copy_(0, nodes.by_depth, out)
+        return (
+            out
+            if nodes.by_depth is None
+            else torch.empty_like(out).index_copy_(0, nodes.by_depth, out)
+        )
 
     def plan(self, batch: ForwardBatch) -> object:
         """See `PlansStates.plan`."""
@@ -188,7 +252,10 @@ class TreeRecurrent:
             self._moves.run(moves)
             return
         sources, slots = torch.tensor(moves).t()
-        for pools, scratch in ((self._conv_pools, self._conv_scratch), (self._state_pools, self._state_scratch)):
+        for pools, scratch in (
+            (self._conv_pools, self._conv_scratch),
+            (self._state_pools, self._state_scratch),
+        ):
             for layer_id, pool in pools.items():
                 pool[slots] = scratch[layer_id][sources]
 
@@ -197,8 +264,16 @@ class TreeRecurrent:
         if self._planned is None or self._planned[0] is not batch:
             pools = (*self._conv_pools.values(), *self._state_pools.values())
             lengths = {pool.shape[1] for pool in self._conv_pools.values()}
-            self._planned = batch, lay_out(batch, self._max_nodes, self._num_scratch,
-                                           min((len(pool) for pool in pools), default=sys.maxsize), lengths)
+            self._planned = (
+                batch,
+                lay_out(
+                    batch,
+                    self._max_nodes,
+                    self._num_scratch,
+                    min((len(pool) for pool in pools), default=sys.maxsize),
+                    lengths,
+                ),
+            )
         return self._planned[1]
 
 
@@ -206,19 +281,24 @@ def kept_states(batch: ForwardBatch, max_nodes: int, num_scratch: int) -> list[t
     """(node state, slot) of the last node that each row kept of its previous verification."""
     if not isinstance(batch.spec_info, SpecInfo):
         return []
-    return [(first_state(row, slot, max_nodes, num_scratch) + row.accepted.nodes[-1], slot)
-            for row, slot in zip(batch.spec_info.rows, batch.slot_ids.tolist(), strict=True)
-            if row.accepted is not None]
+    return [
+        (first_state(row, slot, max_nodes, num_scratch) + row.accepted.nodes[-1], slot)
+        for row, slot in zip(batch.spec_info.rows, batch.slot_ids.tolist(), strict=True)
+        if row.accepted is not None
+    ]
 
 
 def first_state(row: SpecRow, slot: int, max_nodes: int, num_scratch: int) -> int:
     """Where the states of the row's nodes begin.
 
     Raises:
-        InternalError: a record that this pool does not have, or the null one for a slot that is leased.
+        InternalError: a record that this pool does not have, or the null one for a slot that is
+            leased.
     """
     if not (slot != NULL_INDEX) <= row.scratch < num_scratch:
-        raise InternalError(f"scratch record {row.scratch} of {num_scratch} for a tree of slot {slot}")
+        raise InternalError(
+            f"scratch record {row.scratch} of {num_scratch} for a tree of slot {slot}"
+        )
     return row.scratch * max_nodes
 
 
@@ -227,29 +307,44 @@ def node_scratch(pool: Tensor, num_states: int) -> Tensor:
     return torch.empty(num_states, *pool.shape[1:], dtype=pool.dtype, device=pool.device)
 
 
-def lay_out(batch: ForwardBatch, max_nodes: int, num_scratch: int, num_slots: int,
-            lengths: Iterable[int] = ()) -> TreeLayout:
-    """Of a VERIFY batch, with histories of these lengths. Raises InternalError for one without trees, or where a tree,
-    a slot or a scratch record is out of range."""
+def lay_out(
+    batch: ForwardBatch,
+    max_nodes: int,
+    num_scratch: int,
+    num_slots: int,
+    lengths: Iterable[int] = (),
+) -> TreeLayout:
+    """Of a VERIFY batch, with histories of these lengths. Raises InternalError for one without
+    trees, or where a tree, a slot or a scratch record is out of range."""
     info, kept = batch.spec_info, list[int]()
     if not isinstance(info, SpecInfo):
         raise InternalError("a VERIFY batch needs its trees")
     for row, (spec, slot) in enumerate(zip(info.rows, batch.slot_ids.tolist(), strict=True)):
         first = first_state(spec, slot, max_nodes, num_scratch)
         if not 0 < len(spec.parents) == batch.query_lens[row] <= max_nodes:
-            raise InternalError(f"row {row} brings {batch.query_lens[row]} nodes and a tree of {len(spec.parents)}; "
-                                f"at most {max_nodes} are verified at once")
+            raise InternalError(
+                f"row {row} brings {batch.query_lens[row]} nodes and a tree of {len(spec.parents)}; "
+                f"at most {max_nodes} are verified at once"
+            )
         kept += range(first, first + len(spec.parents))
     nodes, scratch_rows = _nodes_of(tuple(spec.parents for spec in info.rows)), longs(kept)
     parents = torch.from_numpy(nodes.parents.copy())
     rows = recurrent_rows(batch, num_slots)
-    return TreeLayout(nodes, rows, StateSteps(parents, scratch_rows), rows.slots, scratch_rows,
-                      {length: nodes.history(length) for length in lengths})
+    return TreeLayout(
+        nodes,
+        rows,
+        StateSteps(parents, scratch_rows),
+        rows.slots,
+        scratch_rows,
+        {length: nodes.history(length) for length in lengths},
+    )
 
 
 @lru_cache(maxsize=64)  # chains are of few lengths, and most steps have the shape of the one before
 def _nodes_of(trees: tuple[tuple[int, ...], ...]) -> TreeNodes:
-    by_depth: dict[int, list[tuple[int, int]]] = {}  # (token, place of its parent in the level before)
+    by_depth: dict[
+        int, list[tuple[int, int]]
+    ] = {}  # (token, place of its parent in the level before)
     paths: list[tuple[int, list[int]]] = []
     parents, depths = list[int](), list[int]()
     for row, tree in enumerate(trees):
@@ -265,19 +360,35 @@ def _nodes_of(trees: tuple[tuple[int, ...], ...]) -> TreeNodes:
     for _, nodes in sorted(by_depth.items()):
         before = [parent for _, parent in nodes]
         in_place = before == list(range(width))
-        levels.append(Level(slice(len(order), len(order) + len(nodes)), None if in_place else torch.tensor(before)))
+        levels.append(
+            Level(
+                slice(len(order), len(order) + len(nodes)),
+                None if in_place else torch.tensor(before),
+            )
+        )
         order += [token for token, _ in nodes]
         width = len(nodes)
     is_ordered = order == list(range(len(order)))
-    return TreeNodes(np.array(parents), depths, levels, None if is_ordered else torch.tensor(order), paths)
+    return TreeNodes(
+        np.array(parents), depths, levels, None if is_ordered else torch.tensor(order), paths
+    )
 
 
 def _node_batch(batch: ForwardBatch, layout: TreeLayout) -> ForwardBatch:
     """A decode batch of one row per node over the scratch rows."""
     nodes, count = layout.nodes, len(layout.scratch_rows)
-    positions = tuple(batch.context_lens[row] + depth
-                      for (row, _), depth in zip(nodes.paths, nodes.depths, strict=True))
+    positions = tuple(
+        batch.context_lens[row] + depth
+        for (row, _), depth in zip(nodes.paths, nodes.depths, strict=True)
+    )
     return ForwardBatch(
-        mode=ForwardMode.DECODE, request_keys=tuple(range(count)), query_lens=(1,) * count, context_lens=positions,
-        token_ids=None, positions=torch.tensor(positions), page_tables=torch.zeros(count, 1, dtype=torch.int32),
-        slot_ids=layout.scratch_rows.int(), sampling=(None,) * count)
+        mode=ForwardMode.DECODE,
+        request_keys=tuple(range(count)),
+        query_lens=(1,) * count,
+        context_lens=positions,
+        token_ids=None,
+        positions=torch.tensor(positions),
+        page_tables=torch.zeros(count, 1, dtype=torch.int32),
+        slot_ids=layout.scratch_rows.int(),
+        sampling=(None,) * count,
+    )

@@ -1,11 +1,15 @@
-"""The contract of attention over compressed keys (MLA), with an optional choice of the keys to attend to (DSA).
+"""The contract of attention over compressed keys (MLA), with an optional choice of the keys to
+attend to (DSA).
 
-All heads share one cached entry per token: the latent c and the rotated key part k_r. In the absorbed form a head's
-query lives in the same space, so scores and outputs are products with the entries themselves:
+All heads share one cached entry per token: the latent c and the rotated key part k_r. In the
+absorbed form a head's query lives in the same space, so scores and outputs are products with the
+entries themselves:
     score_hs = scale * (q_h . [c_s; k_rs]);   out_h = sum_s softmax(score_h)_s c_s
-Prefill, decode and verification all use this one form, because two forms would give two sets of bits.
+Prefill, decode and verification all use this one form, because two forms would give two sets of
+bits.
 
-Plan once per batch, run once per layer, with the same marker and the same refusals as paged attention.
+Plan once per batch, run once per layer, with the same marker and the same refusals as paged
+attention.
 """
 
 from collections.abc import Mapping
@@ -20,7 +24,8 @@ from runtime.errors import InternalError, StalePlanError
 
 @dataclass(frozen=True)
 class LatentGeometry:
-    """What distinguishes one plan from another. `max_selected` keys per token are chosen where a layer chooses."""
+    """What distinguishes one plan from another. `max_selected` keys per token are chosen where a
+    layer chooses."""
 
     num_heads: int
     latent_dim: int
@@ -35,30 +40,43 @@ class LatentGeometry:
 
 
 class LatentAttentionBackend(Protocol):
-    """Owns no pool: it is built over the stage's latent and index-key tensors and finds them by layer id."""
+    """Owns no pool: it is built over the stage's latent and index-key tensors and finds them by
+    layer id."""
 
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
         """Prepare key tables, lengths and masks for the batch and mark it."""
         ...
 
-    def select(self, layer_id: int, q: Tensor, k: Tensor, weights: Tensor, batch: ForwardBatch) -> Tensor:
+    def select(
+        self, layer_id: int, q: Tensor, k: Tensor, weights: Tensor, batch: ForwardBatch
+    ) -> Tensor:
         """Write the new tokens' index keys, then choose the keys each token attends to.
 
-        Score of key s: sum_h weights_h * relu(q_h . k_s * head_dim^-0.5), fp32. Chosen are the `max_selected` best of
-        the visible keys, the earlier one where scores are equal.
+        Score of key s: sum_h weights_h * relu(q_h . k_s * head_dim^-0.5), fp32. Chosen are the
+        `max_selected` best of the visible keys, the earlier one where scores are equal.
 
-        q: [T, index_heads, index_head_dim]; k: [T, index_head_dim], rope applied; weights: [T, index_heads] fp32.
-        Returns [T, n] int32 key positions in storage order, ascending, -1 where there are fewer.
+        q: [T, index_heads, index_head_dim]; k: [T, index_head_dim], rope applied; weights: [T,
+        index_heads] fp32. Returns [T, n] int32 key positions in storage order, ascending, -1 where
+        there are fewer.
         """
         ...
 
-    def run(self, layer_id: int, q: Tensor, entries: Tensor, selected: Tensor | None, batch: ForwardBatch) -> Tensor:
-        """Write the new tokens' entries, then attend to `selected`, or to every visible key without it.
+    def run(
+        self,
+        layer_id: int,
+        q: Tensor,
+        entries: Tensor,
+        selected: Tensor | None,
+        batch: ForwardBatch,
+    ) -> Tensor:
+        """Write the new tokens' entries, then attend to `selected`, or to every visible key without
+        it.
 
         q: [T, num_heads, entry_dim]; entries: [T, entry_dim]. Returns [T, num_heads, latent_dim].
 
         Raises:
-            StalePlanError: the batch was not planned by this backend, or its rows or tokens are not the planned ones.
+            StalePlanError: the batch was not planned by this backend, or its rows or tokens are not
+                the planned ones.
         """
         ...
 
@@ -67,23 +85,30 @@ def check_pages(latent_pools: Mapping[int, Tensor], geometry: LatentGeometry) ->
     """Raises InternalError for a layer whose pages are not of this geometry."""
     for layer_id, pool in latent_pools.items():
         if tuple(pool.shape[1:]) != (geometry.page_size, geometry.entry_dim):
-            raise InternalError(f"layer {layer_id}: latent pages are {tuple(pool.shape[1:])}, geometry says "
-                                f"{(geometry.page_size, geometry.entry_dim)}")
+            raise InternalError(
+                f"layer {layer_id}: latent pages are {tuple(pool.shape[1:])}, geometry says "
+                f"{(geometry.page_size, geometry.entry_dim)}"
+            )
 
 
 def check_covered(batch: ForwardBatch, num_planned: tuple[int, int], q: Tensor) -> None:
-    """`num_planned`: the rows and tokens of the plan that is to run. Raises StalePlanError unless they are the batch's,
-    and q theirs."""
+    """`num_planned`: the rows and tokens of the plan that is to run. Raises StalePlanError unless
+    they are the batch's, and q theirs."""
     if (batch.num_rows, batch.num_tokens) != num_planned or q.shape[0] != num_planned[1]:
-        raise StalePlanError(f"planned for {num_planned[0]} rows and {num_planned[1]} tokens, the batch has "
-                             f"{batch.num_rows} and {batch.num_tokens}, q {q.shape[0]}")
+        raise StalePlanError(
+            f"planned for {num_planned[0]} rows and {num_planned[1]} tokens, the batch has "
+            f"{batch.num_rows} and {batch.num_tokens}, q {q.shape[0]}"
+        )
 
 
-def checked_selection(selected: Tensor | None, layer_id: int, num_tokens: int,
-                      geometry: LatentGeometry) -> Tensor | None:
-    """What a layer was given to attend to. Raises InternalError when a model that chooses has no choice for these
-    tokens."""
-    if (selected is None and geometry.max_selected) or (selected is not None and selected.shape[0] != num_tokens):
+def checked_selection(
+    selected: Tensor | None, layer_id: int, num_tokens: int, geometry: LatentGeometry
+) -> Tensor | None:
+    """What a layer was given to attend to. Raises InternalError when a model that chooses has no
+    choice for these tokens."""
+    if (selected is None and geometry.max_selected) or (
+        selected is not None and selected.shape[0] != num_tokens
+    ):
         raise InternalError(f"layer {layer_id} needs the keys selected for {num_tokens} tokens")
     return selected
 

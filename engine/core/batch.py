@@ -1,9 +1,10 @@
 """The unit of one forward, and the marker of what was planned for it.
 
-A `ForwardBatch` is complete when built. Its rows are requests; its tokens are the rows' new tokens, one row after the
-other. Attention metadata planned for it is recorded *on it* (`mark_forward_metadata_ready`), and
-`needs_forward_metadata_init` is all that a forward path may check. Whatever changes membership (`filter`,
-`split`, `merge`, `clone`) gives a batch without the marker.
+A `ForwardBatch` is complete when built. Its rows are requests; its tokens are the rows' new tokens,
+one row after the other. Attention metadata planned for it is recorded *on it*
+(`mark_forward_metadata_ready`), and `needs_forward_metadata_init` is all that a forward path may
+check. Whatever changes membership (`filter`, `split`, `merge`, `clone`) gives a batch without the
+marker.
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -31,7 +32,8 @@ class ForwardMode(StrEnum):
 
 
 class FieldRule(StrEnum):
-    """What an operation that changes membership does with a field. Every field of the batch declares one."""
+    """What an operation that changes membership does with a field. Every field of the batch
+    declares one."""
 
     CARRIED = "carried"  # the same for parent and child
     RECOMPUTED = "recomputed"  # selected or rebuilt from the rows that stay
@@ -45,7 +47,8 @@ _DROPPED = {"rule": FieldRule.DROPPED}
 
 @dataclass(frozen=True)
 class OutputOpening:
-    """What the last stage has to know of a request to begin with. `prompt_token_ids` where penalties count them."""
+    """What the last stage has to know of a request to begin with. `prompt_token_ids` where
+    penalties count them."""
 
     prompt_token_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
@@ -53,11 +56,12 @@ class OutputOpening:
 
 @dataclass(frozen=True)
 class OutputRow:
-    """The output so far of a row whose penalties or grammar depend on it, as a change to what the last stage keeps of
-    the request: its first `kept` tokens stand, and `token_ids` follow them.
+    """The output so far of a row whose penalties or grammar depend on it, as a change to what the
+    last stage keeps of the request: its first `kept` tokens stand, and `token_ids` follow them.
 
-    The last stage keeps it under `key` until a batch names that in `ended_keys`. An `opening` comes with the first row
-    of a request; whatever was kept under its key before is void. `is_only`: no other row will follow.
+    The last stage keeps it under `key` until a batch names that in `ended_keys`. An `opening` comes
+    with the first row of a request; whatever was kept under its key before is void. `is_only`: no
+    other row will follow.
     """
 
     key: int
@@ -71,12 +75,15 @@ class OutputRow:
 class SamplingRow:
     """What the last stage needs to draw one row's next token, beyond the output that it keeps.
 
-    `output` is given for rows whose penalties or grammar need it. `banned_token_ids` cannot be drawn (stop tokens
-    before min_tokens); from position `banned_before` on they may, which matters to the nodes of a draft tree.
+    `output` is given for rows whose penalties or grammar need it. `banned_token_ids` cannot be
+    drawn (stop tokens before min_tokens); from position `banned_before` on they may, which matters
+    to the nodes of a draft tree.
     """
 
     params: SamplingParams
-    position: int  # absolute position of the token to be drawn; with the seed it keys the random number
+    position: (
+        int  # absolute position of the token to be drawn; with the seed it keys the random number
+    )
     num_top_logprobs: int | None = None
     banned_token_ids: tuple[int, ...] = ()
     banned_before: int = 0
@@ -85,7 +92,8 @@ class SamplingRow:
 
 @dataclass(frozen=True)
 class ScoringRow:
-    """Known tokens of one row to be scored: token i of the row against `next_token_ids[i]`, which follows it."""
+    """Known tokens of one row to be scored: token i of the row against `next_token_ids[i]`, which
+    follows it."""
 
     next_token_ids: tuple[int, ...]
     num_top: int  # most likely alternatives to report with each
@@ -93,9 +101,10 @@ class ScoringRow:
 
 @dataclass(frozen=True)
 class GraphBucket:
-    """A shape that forwards are captured for: batches of `mode`, of up to `max_rows` rows of up to `row_tokens` tokens,
-    padded to that. `is_masked`: the rows may be trees, which attention sees through a mask; else each row is causal.
-    `draws`: a token is drawn behind them; behind most chunks of a prompt none is."""
+    """A shape that forwards are captured for: batches of `mode`, of up to `max_rows` rows of up to
+    `row_tokens` tokens, padded to that. `is_masked`: the rows may be trees, which attention sees
+    through a mask; else each row is causal. `draws`: a token is drawn behind them; behind most
+    chunks of a prompt none is."""
 
     mode: ForwardMode
     max_rows: int
@@ -132,8 +141,8 @@ class BatchPlanner(Protocol):
 
 @dataclass(frozen=True)
 class PlanMark:
-    """What was planned for a batch: by which planner, for which shapes, and the planner's own frozen object, opaque
-    here.
+    """What was planned for a batch: by which planner, for which shapes, and the planner's own
+    frozen object, opaque here.
 
     `replan_equivalent` declares that planning again after padding gives an equally valid plan.
     """
@@ -149,8 +158,8 @@ class PlanMark:
 class ForwardBatch:
     """Rows of requests with their new tokens.
 
-    Legend: R rows, T tokens, P pages of the longest row. All tensors are on the CPU or on the stage's device,
-    contiguous; lengths are Python ints, because planning happens on the host.
+    Legend: R rows, T tokens, P pages of the longest row. All tensors are on the CPU or on the
+    stage's device, contiguous; lengths are Python ints, because planning happens on the host.
 
     request_keys       one key per row, stable over the request's life on this pool
     query_lens         new tokens per row; sums to T
@@ -196,8 +205,8 @@ class ForwardBatch:
 
     @property
     def inner_idle(self) -> "ForwardBatch | None":
-        """What a PREBUILT batch, which has no forward of its own, takes part in that of other data ranks with; None
-        where no rank has any."""
+        """What a PREBUILT batch, which has no forward of its own, takes part in that of other data
+        ranks with; None where no rank has any."""
         if self.mode is not ForwardMode.PREBUILT or not any(share.tokens for share in self.shares):
             return None
         return idle_batch(self.shares)
@@ -231,12 +240,15 @@ class ForwardBatch:
     ) -> None:
         """Record that `planner` planned this batch with its present shapes.
 
-        `plan` is the planner's own frozen object; a mark without one keeps what was planned before. Only with
-        `replan_equivalent` may a forward plan again (no caller in the product declares that yet: all plan unpadded
-        batches, or padded ones before the replay). Without input ids the recorded token count is 0.
+        `plan` is the planner's own frozen object; a mark without one keeps what was planned before.
+        Only with `replan_equivalent` may a forward plan again (no caller in the product declares
+        that yet: all plan unpadded batches, or padded ones before the replay). Without input ids
+        the recorded token count is 0.
         """
         kept = self.forward_metadata_plan if plan is None else plan
-        self.plan_mark = PlanMark(planner, kept, self.num_rows, self._num_input_ids(), replan_equivalent)
+        self.plan_mark = PlanMark(
+            planner, kept, self.num_rows, self._num_input_ids(), replan_equivalent
+        )
 
     def needs_forward_metadata_init(self) -> bool:
         """Whether a forward must plan first:
@@ -248,7 +260,10 @@ class ForwardBatch:
         mark = self.plan_mark
         if mark is None:
             return True
-        return mark.replan_equivalent and (self.num_rows, self._num_input_ids()) != (mark.num_rows, mark.num_tokens)
+        return mark.replan_equivalent and (self.num_rows, self._num_input_ids()) != (
+            mark.num_rows,
+            mark.num_tokens,
+        )
 
     def filter(self, rows: list[int]) -> "ForwardBatch":
         """The batch of these rows, in this order, without a marker."""
@@ -256,7 +271,10 @@ class ForwardBatch:
         for length in self.query_lens:
             starts.append(starts[-1] + length)
         tokens = [i for row in rows for i in range(starts[row], starts[row + 1])]
-        token_index, row_index = torch.tensor(tokens, dtype=torch.long), torch.tensor(rows, dtype=torch.long)
+        token_index, row_index = (
+            torch.tensor(tokens, dtype=torch.long),
+            torch.tensor(rows, dtype=torch.long),
+        )
         return ForwardBatch(
             mode=self.mode,
             request_keys=tuple(self.request_keys[row] for row in rows),
@@ -279,9 +297,12 @@ class ForwardBatch:
     def clone(self) -> "ForwardBatch":
         """The same rows without a marker.
 
-        Waits for its caller: a batch that runs once more, on another backend. Tests and benchmarks do that today.
+        Waits for its caller: a batch that runs once more, on another backend. Tests and benchmarks
+        do that today.
         """
-        dropped: dict[str, Any] = {f.name: f.default for f in fields(self) if f.metadata["rule"] is FieldRule.DROPPED}
+        dropped: dict[str, Any] = {
+            f.name: f.default for f in fields(self) if f.metadata["rule"] is FieldRule.DROPPED
+        }
         return replace(self, **dropped)
 
     def _num_input_ids(self) -> int:
@@ -289,15 +310,25 @@ class ForwardBatch:
 
 
 def idle_batch(shares: tuple[DataShare, ...] = ()) -> ForwardBatch:
-    """No rows: what a data rank runs that has nothing of its own where another one needs it for the layers that all
-    divide."""
-    return ForwardBatch(ForwardMode.IDLE, (), (), (), token_ids=torch.empty(0, dtype=torch.int64),
-                        positions=torch.empty(0, dtype=torch.int64), page_tables=torch.zeros(0, 1, dtype=torch.int32),
-                        slot_ids=torch.empty(0, dtype=torch.int32), sampling=(), shares=shares)
+    """No rows: what a data rank runs that has nothing of its own where another one needs it for the
+    layers that all divide."""
+    return ForwardBatch(
+        ForwardMode.IDLE,
+        (),
+        (),
+        (),
+        token_ids=torch.empty(0, dtype=torch.int64),
+        positions=torch.empty(0, dtype=torch.int64),
+        page_tables=torch.zeros(0, 1, dtype=torch.int32),
+        slot_ids=torch.empty(0, dtype=torch.int32),
+        sampling=(),
+        shares=shares,
+    )
 
 
 def plan_where_needed(batch: ForwardBatch, planner: BatchPlanner) -> bool:
-    """Plan what a forward is about to run on, unless the batch is marked as planned. Returns whether it planned.
+    """Plan what a forward is about to run on, unless the batch is marked as planned. Returns
+    whether it planned.
 
     Every forward that is not a replay calls it: the target's, and each of a draft.
     """
@@ -308,16 +339,21 @@ def plan_where_needed(batch: ForwardBatch, planner: BatchPlanner) -> bool:
 
 
 def merge(first: ForwardBatch, second: ForwardBatch) -> ForwardBatch:
-    """The rows of both, without a marker. Both must have the same mode and agree on whether they carry token ids.
+    """The rows of both, without a marker. Both must have the same mode and agree on whether they
+    carry token ids.
 
-    Waits for its caller: a running batch that is kept and gets new rows. Today schedulers build each batch anew.
+    Waits for its caller: a running batch that is kept and gets new rows. Today schedulers build
+    each batch anew.
     """
     if first.mode is not second.mode:
         raise ValueError(f"cannot merge a {first.mode} batch with a {second.mode} batch")
     if (first.token_ids is None) != (second.token_ids is None):
         raise ValueError("cannot merge a batch that carries token ids with one that carries none")
     width = max(first.page_tables.shape[1], second.page_tables.shape[1])
-    tables = [torch.nn.functional.pad(b.page_tables, (0, width - b.page_tables.shape[1])) for b in (first, second)]
+    tables = [
+        torch.nn.functional.pad(b.page_tables, (0, width - b.page_tables.shape[1]))
+        for b in (first, second)
+    ]
     ids = None
     if first.token_ids is not None and second.token_ids is not None:
         ids = torch.cat([first.token_ids, second.token_ids])
@@ -331,7 +367,9 @@ def merge(first: ForwardBatch, second: ForwardBatch) -> ForwardBatch:
         page_tables=torch.cat(tables),
         slot_ids=torch.cat([first.slot_ids, second.slot_ids]),
         sampling=first.sampling + second.sampling,
-        scoring=_all_scoring(first) + _all_scoring(second) if first.scoring or second.scoring else (),
+        scoring=_all_scoring(first) + _all_scoring(second)
+        if first.scoring or second.scoring
+        else (),
         states=_all_states(first) + _all_states(second) if first.states or second.states else (),
         ended_keys=tuple(dict.fromkeys(first.ended_keys + second.ended_keys)),
     )

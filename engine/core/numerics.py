@@ -1,14 +1,15 @@
-"""How layers compute: on which device, how strictly a row's bits are independent of what it travels with, and what
-keeps them so.
+"""How layers compute: on which device, how strictly a row's bits are independent of what it travels
+with, and what keeps them so.
 
-Batches are made and planned on the host: their tables, slots and lengths stay there, whatever the device. Weights,
-caches and what layers compute lie on the stage's device. Ids and positions cross where a layer first reads them, hidden
-states at the stage's edge.
+Batches are made and planned on the host: their tables, slots and lengths stay there, whatever the
+device. Weights, caches and what layers compute lie on the stage's device. Ids and positions cross
+where a layer first reads them, hidden states at the stage's edge.
 
-torch computes fp32 `silu`, `sigmoid`, `softplus` and `pow` (and bf16 `rsqrt`) with two codes: vectors for most of a
-tensor and scalars for its tail, or for the tail of each thread's share. The two differ in the last bit, so a value
-changes with the length of its tensor. `exp`, `log1p`, `tanh`, `sin`, `cos`, fp32 `rsqrt` and plain arithmetic do not
-(measured, x86, 1 to 4 threads). The activations here are composed of functions that have one code for all of a tensor.
+torch computes fp32 `silu`, `sigmoid`, `softplus` and `pow` (and bf16 `rsqrt`) with two codes:
+vectors for most of a tensor and scalars for its tail, or for the tail of each thread's share. The
+two differ in the last bit, so a value changes with the length of its tensor. `exp`, `log1p`,
+`tanh`, `sin`, `cos`, fp32 `rsqrt` and plain arithmetic do not (measured, x86, 1 to 4 threads). The
+activations here are composed of functions that have one code for all of a tensor.
 """
 
 import math
@@ -24,7 +25,8 @@ HOST = torch.device("cpu")
 class Numerics(StrEnum):
     """`exact`: a row's result has the same bits in any batch, chunking, padding and pipeline split.
 
-    `fast` may choose another order of operations where that is quicker; results then agree to rounding only.
+    `fast` may choose another order of operations where that is quicker; results then agree to
+    rounding only.
     """
 
     EXACT = "exact"
@@ -32,7 +34,8 @@ class Numerics(StrEnum):
 
 
 def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x) in fp32, returned in x's dtype; composed of functions that have one code for all of a tensor."""
+    """x * sigmoid(x) in fp32, returned in x's dtype; composed of functions that have one code for
+    all of a tensor."""
     if x.device.type != "cpu":
         return F.silu(x)  # one code for every element
     wide = x.float()
@@ -40,7 +43,8 @@ def silu(x: Tensor) -> Tensor:
 
 
 def gelu(x: Tensor) -> Tensor:
-    """x * P(normal <= x) in fp32 by the formula with tanh (Hendrycks and Gimpel 2016), returned in x's dtype."""
+    """x * P(normal <= x) in fp32 by the formula with tanh (Hendrycks and Gimpel 2016), returned in
+    x's dtype."""
     if x.device.type != "cpu":
         return F.gelu(x, approximate="tanh")
     wide = x.float()
@@ -59,7 +63,7 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def use_in_this_thread(device: torch.device) -> None:
-    """Launch this thread's kernels on `device`. The current device belongs to the thread, and libraries that launch
-    kernels themselves ask for it."""
+    """Launch this thread's kernels on `device`. The current device belongs to the thread, and
+    libraries that launch kernels themselves ask for it."""
     if device.type == "cuda":
         torch.cuda.set_device(device.index or 0)  # it refuses a device without an index

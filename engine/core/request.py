@@ -18,7 +18,8 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request draws its tokens. Ranges are checked by the router; see protos/baton/v1/types.proto."""
+    """How one request draws its tokens. Ranges are checked by the router; see
+    protos/baton/v1/types.proto."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -33,12 +34,15 @@ class SamplingParams:
     @property
     def needs_history(self) -> bool:
         """Whether earlier tokens change the distribution, so that the last stage must know them."""
-        return bool(self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0)
+        return bool(
+            self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0
+        )
 
 
 @dataclass(frozen=True)
 class Request:
-    """One request. `stop_token_ids` includes the model's end-of-sequence ids unless the client ignores them."""
+    """One request. `stop_token_ids` includes the model's end-of-sequence ids unless the client
+    ignores them."""
 
     request_id: str
     prompt_token_ids: Sequence[int]
@@ -51,15 +55,19 @@ class Request:
     priority: int = 0
     grammar: Grammar | None = None  # what the output must follow, from its first token on
     speculates: bool = True  # drafts for it where the pool has a draft; never changes its output
-    uses_cache: bool = True  # what earlier prompts left, and leaves its own for later ones; never changes its output
+    # what earlier prompts left, and leaves its own for later ones; never changes its output
+    uses_cache: bool = True
     cache_salt: str = ""  # shares what is left only with requests of the same salt
 
     @property
     def needs_output(self) -> bool:
-        """Whether drawing a token takes more than the logits: what was drawn before, or what may follow it."""
+        """Whether drawing a token takes more than the logits: what was drawn before, or what may
+        follow it."""
         return self.sampling.needs_history or self.grammar is not None
 
-    def finish_reason(self, output_token_ids: list[int], max_context_tokens: int) -> FinishReason | None:
+    def finish_reason(
+        self, output_token_ids: list[int], max_context_tokens: int
+    ) -> FinishReason | None:
         """Whether the last output token ends the request."""
         if output_token_ids[-1] in self.stop_token_ids and len(output_token_ids) >= self.min_tokens:
             return FinishReason.STOP
@@ -72,7 +80,8 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural log-probabilities before temperature and filters: of the drawn token, and of the most likely ones."""
+    """Natural log-probabilities before temperature and filters: of the drawn token, and of the most
+    likely ones."""
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
@@ -88,7 +97,8 @@ class ProblemCause(IntEnum):
 
 @dataclass(frozen=True)
 class DrawnToken:
-    """One token of one request, as the sampler drew it. `problem`: why the request must end with an error instead."""
+    """One token of one request, as the sampler drew it. `problem`: why the request must end with an
+    error instead."""
 
     token_id: int
     logprobs: TokenLogprobs | None = field(default=None)

@@ -1,4 +1,5 @@
-"""How long a step, and a frame between stages, may take before the engine counts as hung, or the pool as broken."""
+"""How long a step, and a frame between stages, may take before the engine counts as hung, or the
+pool as broken."""
 
 from collections import deque
 
@@ -12,9 +13,9 @@ FACTOR, WINDOW = 8, 64
 class StepLimit:
     """How long a step may take before whatever runs it counts as hung, in seconds.
 
-    What was set, or else `LIMIT_STEPS` times the longest step of late (a step of a thousand steps ago counts for a
-    third), and never less than `LIMIT_FLOOR_S`; until the first step, which may compile kernels, `LIMIT_UNKNOWN_S`.
-    Written by the loop's thread, read by any.
+    What was set, or else `LIMIT_STEPS` times the longest step of late (a step of a thousand steps
+    ago counts for a third), and never less than `LIMIT_FLOOR_S`; until the first step, which may
+    compile kernels, `LIMIT_UNKNOWN_S`. Written by the loop's thread, read by any.
     """
 
     def __init__(self, fixed_s: float = 0.0) -> None:
@@ -31,12 +32,15 @@ class StepLimit:
 
     def observe(self, step_s: float) -> None:
         """A step took this long."""
-        self._longest_s = step_s if self._longest_s is None else max(step_s, self._longest_s * LIMIT_MEMORY)
+        self._longest_s = (
+            step_s if self._longest_s is None else max(step_s, self._longest_s * LIMIT_MEMORY)
+        )
 
 
 class HangWatch:
-    """Whether a loop is over its limit, for a caller that looks now and then. A look that comes late was held up
-    itself, as the whole process may have been: it counts for no more than `MAX_LOOK_S`."""
+    """Whether a loop is over its limit, for a caller that looks now and then. A look that comes
+    late was held up itself, as the whole process may have been: it counts for no more than
+    `MAX_LOOK_S`."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -54,9 +58,9 @@ class HangWatch:
 
 
 class FrameLimit:
-    """How long the next stage may take for a frame: at least `least_s`, and `FACTOR` times the longest of the last
-    `WINDOW` steps: a pool whose steps are long by nature is not broken, and one whose steps are short is known to be
-    soon enough. Belongs to one thread."""
+    """How long the next stage may take for a frame: at least `least_s`, and `FACTOR` times the
+    longest of the last `WINDOW` steps: a pool whose steps are long by nature is not broken, and one
+    whose steps are short is known to be soon enough. Belongs to one thread."""
 
     def __init__(self, least_s: float) -> None:
         self._least_s = least_s

@@ -1,8 +1,8 @@
 """The shapes that forwards are captured for, and how a batch is padded to one.
 
-Padding is made of ordinary rows without a past: they bring tokens, own the null page and the null slot, and so may
-write what they like. Every captured token belongs to a row, real or not, because schedules of unused space are where
-graphs go wrong elsewhere.
+Padding is made of ordinary rows without a past: they bring tokens, own the null page and the null
+slot, and so may write what they like. Every captured token belongs to a row, real or not, because
+schedules of unused space are where graphs go wrong elsewhere.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,7 +17,9 @@ from engine.core.request import SamplingParams
 from engine.memory.layout import NULL_INDEX
 
 _PADDING_ID = -1
-_DRAWS = SamplingRow(SamplingParams(), position=0)  # so that a captured forward gives logits of every token
+_DRAWS = SamplingRow(
+    SamplingParams(), position=0
+)  # so that a captured forward gives logits of every token
 
 
 def row_counts(max_rows: int) -> tuple[int, ...]:
@@ -35,7 +37,9 @@ def decode_buckets(max_rows: int) -> tuple[GraphBucket, ...]:
 
 def verify_buckets(max_rows: int, max_nodes: int, *, is_masked: bool) -> tuple[GraphBucket, ...]:
     """Rows of up to `max_nodes` tokens each."""
-    return tuple(GraphBucket(ForwardMode.VERIFY, rows, max_nodes, is_masked) for rows in row_counts(max_rows))
+    return tuple(
+        GraphBucket(ForwardMode.VERIFY, rows, max_nodes, is_masked) for rows in row_counts(max_rows)
+    )
 
 
 def extend_buckets(max_rows: int, max_nodes: int) -> tuple[GraphBucket, ...]:
@@ -44,9 +48,14 @@ def extend_buckets(max_rows: int, max_nodes: int) -> tuple[GraphBucket, ...]:
 
 
 def bucket_for(batch: ForwardBatch, buckets: Iterable[GraphBucket]) -> GraphBucket | None:
-    """The one with the fewest tokens, then rows, that the batch can be padded to; None where there is none, and for
-    what was planned already."""
-    if not batch.needs_forward_metadata_init() or batch.scoring or not all(batch.query_lens) or not batch.num_rows:
+    """The one with the fewest tokens, then rows, that the batch can be padded to; None where there
+    is none, and for what was planned already."""
+    if (
+        not batch.needs_forward_metadata_init()
+        or batch.scoring
+        or not all(batch.query_lens)
+        or not batch.num_rows
+    ):
         return None
     fitting = [bucket for bucket in buckets if _fits(batch, bucket)]
     return min(fitting, key=lambda bucket: (bucket.num_tokens, bucket.num_rows), default=None)
@@ -57,7 +66,9 @@ def pad_batch(batch: ForwardBatch, bucket: GraphBucket) -> ForwardBatch:
     lens = _padding_lens(batch, bucket)
     num_tokens, num_rows = sum(lens), len(lens)
     width = max([batch.page_tables.shape[1], *lens])
-    tables = F.pad(batch.page_tables, (0, width - batch.page_tables.shape[1], 0, num_rows), value=NULL_INDEX)
+    tables = F.pad(
+        batch.page_tables, (0, width - batch.page_tables.shape[1], 0, num_rows), value=NULL_INDEX
+    )
     token_ids = None if batch.token_ids is None else _followed(batch.token_ids, num_tokens)
     return ForwardBatch(
         mode=bucket.mode,
@@ -77,18 +88,34 @@ def pad_batch(batch: ForwardBatch, bucket: GraphBucket) -> ForwardBatch:
 def padding_alone(bucket: GraphBucket) -> ForwardBatch:
     """The batch a capture is made with: every row is padding."""
     none = torch.empty(0, dtype=torch.int64)
-    return pad_batch(ForwardBatch(
-        mode=bucket.mode, request_keys=(), query_lens=(), context_lens=(), token_ids=none, positions=none,
-        page_tables=torch.empty(0, 1, dtype=torch.int32), slot_ids=torch.empty(0, dtype=torch.int32), sampling=(),
-        spec_info=SpecInfo(none, ())), bucket)
+    return pad_batch(
+        ForwardBatch(
+            mode=bucket.mode,
+            request_keys=(),
+            query_lens=(),
+            context_lens=(),
+            token_ids=none,
+            positions=none,
+            page_tables=torch.empty(0, 1, dtype=torch.int32),
+            slot_ids=torch.empty(0, dtype=torch.int32),
+            sampling=(),
+            spec_info=SpecInfo(none, ()),
+        ),
+        bucket,
+    )
 
 
 def _fits(batch: ForwardBatch, bucket: GraphBucket) -> bool:
-    if batch.mode is not bucket.mode or batch.num_rows > bucket.max_rows or max(batch.query_lens) > bucket.row_tokens:
+    if (
+        batch.mode is not bucket.mode
+        or batch.num_rows > bucket.max_rows
+        or max(batch.query_lens) > bucket.row_tokens
+    ):
         return False
     info = batch.spec_info
     return batch.mode is not ForwardMode.VERIFY or (
-        isinstance(info, SpecInfo) and (info.is_chain or bucket.is_masked))
+        isinstance(info, SpecInfo) and (info.is_chain or bucket.is_masked)
+    )
 
 
 def _padding_lens(batch: ForwardBatch, bucket: GraphBucket) -> tuple[int, ...]:
@@ -103,7 +130,10 @@ def _padded_trees(batch: ForwardBatch, lens: Sequence[int], bucket: GraphBucket)
     """Padding is roots where there is a mask, else chains."""
     info = batch.spec_info
     assert isinstance(info, SpecInfo), "only such batches find a bucket"
-    rows = tuple(SpecRow((-1,) * count if bucket.is_masked else tuple(range(-1, count - 1))) for count in lens)
+    rows = tuple(
+        SpecRow((-1,) * count if bucket.is_masked else tuple(range(-1, count - 1)))
+        for count in lens
+    )
     return SpecInfo(_followed(info.token_ids, sum(lens)), (*info.rows, *rows))
 
 

@@ -29,8 +29,8 @@ class Capture(Protocol):
 
 
 class CudaCapture:
-    """A `Capture` by CUDA graphs of one device. All share one memory pool: they are replayed one after the other, on
-    one stream, and what outlives a replay lies outside of the pool."""
+    """A `Capture` by CUDA graphs of one device. All share one memory pool: they are replayed one
+    after the other, on one stream, and what outlives a replay lies outside of the pool."""
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
@@ -46,9 +46,14 @@ class CudaCapture:
                     forward()
             current.wait_stream(self._stream)
             # Other threads of this process may use the device meanwhile.
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(
+                graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
+            ):
                 forward()
         except RuntimeError as error:
-            raise ConfigError(f"the CUDA graph for {name} could not be captured ({error}); lower --max-running or "
-                              "start with --no-cuda-graphs", field="cuda_graphs") from error
+            raise ConfigError(
+                f"the CUDA graph for {name} could not be captured ({error}); lower --max-running or "
+                "start with --no-cuda-graphs",
+                field="cuda_graphs",
+            ) from error
         return graph

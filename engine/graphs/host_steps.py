@@ -1,14 +1,15 @@
-"""Steps on the host as recordings, one for each shape of batch, made when such a step comes again: decode and verify
-steps, and whole chunks of prompts.
+"""Steps on the host as recordings, one for each shape of batch, made when such a step comes again:
+decode and verify steps, and whole chunks of prompts.
 
     the first two   batch ─▶ plan ─▶ the forward
     the third       batch ─▶ plan ─▶ the forward, recorded as it runs
     later ones      batch ─▶ plan ─▶ refill inputs and plan ─▶ replay
 
-To record takes as long as three to five steps, and what layers make once for all steps is there by then.
+To record takes as long as three to five steps, and what layers make once for all steps is there by
+then.
 
-Nothing is padded: a recording costs hardly more than the step that it is made of. Its results lie in memory of its own
-and are valid until it is replayed.
+Nothing is padded: a recording costs hardly more than the step that it is made of. Its results lie
+in memory of its own and are valid until it is replayed.
 """
 
 import logging
@@ -27,7 +28,14 @@ from engine.contracts.model import ForwardContext, StageModel, StageOutput
 from engine.contracts.recurrent import PlansStates, RecurrentBackend
 from engine.core.batch import ForwardBatch, ForwardMode, GraphBucket
 from engine.core.draft_trees import SpecInfo
-from engine.graphs.recorded import Arena, CannotRecordError, Recording, also_do, cannot_record, record
+from engine.graphs.recorded import (
+    Arena,
+    CannotRecordError,
+    Recording,
+    also_do,
+    cannot_record,
+    record,
+)
 from engine.memory.layout import NULL_INDEX
 
 EAGER_FIRST = 2  # steps of a shape before it is recorded
@@ -40,7 +48,8 @@ class OtherShapeError(Exception):
 
 
 class _RowLengths(Sequence[int]):
-    """What a recording must not depend on. No tuple: numpy reads one without calling anything of it."""
+    """What a recording must not depend on. No tuple: numpy reads one without calling anything of
+    it."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = lengths
@@ -61,8 +70,8 @@ class _RowLengths(Sequence[int]):
 
 @dataclass
 class RecordedStep:
-    """The batch that a step was recorded with, whose tensors and plans the recording reads, what it had from the stage
-    before, and what it gave."""
+    """The batch that a step was recorded with, whose tensors and plans the recording reads, what it
+    had from the stage before, and what it gave."""
 
     batch: ForwardBatch
     states: object
@@ -72,21 +81,34 @@ class RecordedStep:
 
 
 class HostSteps:
-    """The recorded steps of one stage. What `run` returns as logits is valid until the next `run`."""
+    """The recorded steps of one stage. What `run` returns as logits is valid until the next
+    `run`."""
 
     plans_share_memory = False
 
-    def __init__(self, *, model: StageModel, attention: AttentionBackend, recurrent: RecurrentBackend,
-                 states: PlansStates, max_rows: int, chunk_tokens: int,
-                 observer: Callable[[ForwardBatch, int], None] | None = None, num_eager: int = EAGER_FIRST) -> None:
-        """Steps of up to `max_rows` rows are recorded, and of prompts what has `chunk_tokens` tokens, as most of a long
-        one has; of each shape the one after `num_eager`. `states` plans for `recurrent`. `observer` is called for each
-        layer as it completes, but for all at the end of the step that is recorded."""
+    def __init__(
+        self,
+        *,
+        model: StageModel,
+        attention: AttentionBackend,
+        recurrent: RecurrentBackend,
+        states: PlansStates,
+        max_rows: int,
+        chunk_tokens: int,
+        observer: Callable[[ForwardBatch, int], None] | None = None,
+        num_eager: int = EAGER_FIRST,
+    ) -> None:
+        """Steps of up to `max_rows` rows are recorded, and of prompts what has `chunk_tokens`
+        tokens, as most of a long one has; of each shape the one after `num_eager`. `states` plans
+        for `recurrent`. `observer` is called for each layer as it completes, but for all at the end
+        of the step that is recorded."""
         self._model, self._attention, self._states = model, attention, states
         self._max_rows, self._chunk_tokens = max_rows, chunk_tokens
         self.observer = observer
         self._running: ForwardBatch | None = None
-        self._context = ForwardContext(attention, recurrent, None if observer is None else self._layer_done)
+        self._context = ForwardContext(
+            attention, recurrent, None if observer is None else self._layer_done
+        )
         self._steps: dict[GraphBucket, RecordedStep] = {}
         self._eager_left: dict[GraphBucket, int] = defaultdict(lambda: num_eager)
         self._arena = Arena()
@@ -94,22 +116,39 @@ class HostSteps:
         self.num_recorded, self.num_replays = 0, 0
 
     def bucket_for(self, batch: ForwardBatch) -> GraphBucket | None:
-        """The shape of a batch, planned or not: of rows of one length that draw, or one whole chunk of a prompt. None
-        for what runs eagerly."""
-        if batch.mode in self._not_recorded or batch.scoring or any(row.snapshots for row in batch.states):
+        """The shape of a batch, planned or not: of rows of one length that draw, or one whole chunk
+        of a prompt. None for what runs eagerly."""
+        if (
+            batch.mode in self._not_recorded
+            or batch.scoring
+            or any(row.snapshots for row in batch.states)
+        ):
             return None
         if batch.mode is ForwardMode.PREFILL:
             is_whole = batch.query_lens == (self._chunk_tokens,)
-            return GraphBucket(batch.mode, 1, self._chunk_tokens, draws=any(batch.sampling)) if is_whole else None
-        if (batch.mode not in (ForwardMode.DECODE, ForwardMode.VERIFY) or not all(batch.sampling)
-                or not 0 < batch.num_rows <= self._max_rows or len(set(batch.query_lens)) > 1):
+            return (
+                GraphBucket(batch.mode, 1, self._chunk_tokens, draws=any(batch.sampling))
+                if is_whole
+                else None
+            )
+        if (
+            batch.mode not in (ForwardMode.DECODE, ForwardMode.VERIFY)
+            or not all(batch.sampling)
+            or not 0 < batch.num_rows <= self._max_rows
+            or len(set(batch.query_lens)) > 1
+        ):
             return None
         info = batch.spec_info
-        return GraphBucket(batch.mode, batch.num_rows, batch.query_lens[0],
-                           is_masked=isinstance(info, SpecInfo) and not info.is_chain)
+        return GraphBucket(
+            batch.mode,
+            batch.num_rows,
+            batch.query_lens[0],
+            is_masked=isinstance(info, SpecInfo) and not info.is_chain,
+        )
 
     def run(self, batch: ForwardBatch, bucket: GraphBucket, given: StageOutput) -> StageOutput:
-        """The forward of a planned batch that `bucket_for` found this bucket for. `given` as in `StageExecutor.run`.
+        """The forward of a planned batch that `bucket_for` found this bucket for. `given` as in
+        `StageExecutor.run`.
 
         What its recording does not fit runs eagerly."""
         self._running, step = batch, self._steps.get(bucket)
@@ -134,12 +173,18 @@ class HostSteps:
     def _eagerly(self, batch: ForwardBatch, given: StageOutput) -> StageOutput:
         return self._model.forward(batch, given.hidden, self._context, given.aux_hidden)
 
-    def _recorded(self, batch: ForwardBatch, bucket: GraphBucket, given: StageOutput) -> StageOutput:
+    def _recorded(
+        self, batch: ForwardBatch, bucket: GraphBucket, given: StageOutput
+    ) -> StageOutput:
         """Run the batch, with tables for up to twice as many pages of a row."""
         own = replace(
-            batch, plan_mark=None, states=(), positions=batch.positions.clone(),
+            batch,
+            plan_mark=None,
+            states=(),
+            positions=batch.positions.clone(),
             token_ids=None if batch.token_ids is None else batch.token_ids.clone(),
-            page_tables=with_room(batch.page_tables))
+            page_tables=with_room(batch.page_tables),
+        )
         given = _handed_on(given)
         self._attention.plan(own)
         states, results, layers = self._states.plan(own), list[StageOutput](), list[int]()
@@ -149,10 +194,16 @@ class HostSteps:
             layers.append(layer_id)
             also_do(partial(self._layer_done, layer_id))
 
-        context = replace(self._context, on_layer_done=None if self.observer is None else note_layer)
+        context = replace(
+            self._context, on_layer_done=None if self.observer is None else note_layer
+        )
         try:
-            recording = record(lambda: results.append(
-                self._model.forward(own, given.hidden, context, given.aux_hidden)), self._arena)
+            recording = record(
+                lambda: results.append(
+                    self._model.forward(own, given.hidden, context, given.aux_hidden)
+                ),
+                self._arena,
+            )
         except CannotRecordError as error:
             logger.info("%s steps are not recorded: %s", batch.mode, error)
             self._not_recorded.add(batch.mode)
@@ -171,36 +222,48 @@ def watch_lengths(batch: ForwardBatch) -> None:
 
 def _handed_on(output: StageOutput) -> StageOutput:
     """With copies of what is sent while the next step may run."""
-    return replace(output, hidden=None if output.hidden is None else output.hidden.clone(),
-                   aux_hidden={layer_id: hidden.clone() for layer_id, hidden in output.aux_hidden.items()})
+    return replace(
+        output,
+        hidden=None if output.hidden is None else output.hidden.clone(),
+        aux_hidden={layer_id: hidden.clone() for layer_id, hidden in output.aux_hidden.items()},
+    )
 
 
-def _refill_step(step: RecordedStep, batch: ForwardBatch, states: object, given: StageOutput) -> None:
+def _refill_step(
+    step: RecordedStep, batch: ForwardBatch, states: object, given: StageOutput
+) -> None:
     """Raises OtherShapeError."""
-    for kept, new in ((step.batch.token_ids, batch.token_ids), (step.batch.positions, batch.positions),
-                      (step.given.hidden, given.hidden), (step.given.aux_hidden, given.aux_hidden),
-                      (step.states, states),
-                      (step.batch.forward_metadata_plan, batch.forward_metadata_plan)):
+    for kept, new in (
+        (step.batch.token_ids, batch.token_ids),
+        (step.batch.positions, batch.positions),
+        (step.given.hidden, given.hidden),
+        (step.given.aux_hidden, given.aux_hidden),
+        (step.states, states),
+        (step.batch.forward_metadata_plan, batch.forward_metadata_plan),
+    ):
         refill(kept, new)
 
 
 def with_room(page_tables: Tensor) -> Tensor:
-    """page_tables: [R, P]. A copy for up to twice as many pages of a row, the further ones the null page."""
+    """page_tables: [R, P]. A copy for up to twice as many pages of a row, the further ones the null
+    page."""
     width = page_tables.shape[1]
     return F.pad(page_tables, (0, (1 << width.bit_length()) - width), value=NULL_INDEX)
 
 
 def refill(kept: object, new: object) -> None:
-    """Give kept tensors, alone or in dataclasses and dictionaries, the values of new ones, of which tables may be
-    narrower; everything else must be the same.
+    """Give kept tensors, alone or in dataclasses and dictionaries, the values of new ones, of which
+    tables may be narrower; everything else must be the same.
 
     Raises:
         OtherShapeError: it is not. What came before it is filled.
     """
     if isinstance(kept, Tensor):
         if not isinstance(new, Tensor) or not _are_alike(kept, new):
-            raise OtherShapeError(f"it was recorded with {_described(kept)}, and is given {_described(new)}")
-        (kept if kept.shape == new.shape else kept[:, :new.shape[1]]).copy_(new)
+            raise OtherShapeError(
+                f"it was recorded with {_described(kept)}, and is given {_described(new)}"
+            )
+        (kept if kept.shape == new.shape else kept[:, : new.shape[1]]).copy_(new)
     elif type(kept) is type(new) and is_dataclass(kept):
         for name in kept.__dataclass_fields__:
             refill(getattr(kept, name), getattr(new, name))
@@ -208,14 +271,18 @@ def refill(kept: object, new: object) -> None:
         for name, value in kept.items():
             refill(value, new[name])
     elif kept != new:
-        raise OtherShapeError(f"it was recorded with {_described(kept)}, and is given {_described(new)}")
+        raise OtherShapeError(
+            f"it was recorded with {_described(kept)}, and is given {_described(new)}"
+        )
 
 
 def _are_alike(kept: Tensor, new: Tensor) -> bool:
     """Of one type and shape, or tables of as many rows, the new one not wider."""
     is_table = kept.dtype is torch.int32 and kept.dim() == new.dim() == 2
     return kept.dtype is new.dtype and (
-        kept.shape == new.shape or (is_table and len(kept) == len(new) and kept.shape[1] > new.shape[1]))
+        kept.shape == new.shape
+        or (is_table and len(kept) == len(new) and kept.shape[1] > new.shape[1])
+    )
 
 
 def _described(value: object) -> str:

@@ -1,8 +1,9 @@
-"""Work on the host as a recording: the kernels that it launched, and the operations of torch between them.
+"""Work on the host as a recording: the kernels that it launched, and the operations of torch
+between them.
 
-A recorded function reads and writes the memory that it had when it was recorded, runs no Python of its own and decides
-nothing. So whatever it decided on, shapes and lengths, must be the same when it runs again; what differs between two
-runs lies in tensors that are filled anew before.
+A recorded function reads and writes the memory that it had when it was recorded, runs no Python of
+its own and decides nothing. So whatever it decided on, shapes and lengths, must be the same when it
+runs again; what differs between two runs lies in tensors that are filled anew before.
 """
 
 import math
@@ -20,19 +21,35 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.kernels.host.codegen.compiled import Team, has_kernels, recorders
 from engine.kernels.host.codegen.program import Launch, Program
-from engine.kernels.host.tokens.row_ops import add_rows, copy_rows, gather_rows, join_rows, largest_of_rows
+from engine.kernels.host.tokens.row_ops import (
+    add_rows,
+    copy_rows,
+    gather_rows,
+    join_rows,
+    largest_of_rows,
+)
 
 _ops = torch.ops.aten
-_ALLOCATIONS = {_ops.empty.memory_format, _ops.empty_like.default, _ops.new_empty.default, _ops.empty_strided.default}
+_ALLOCATIONS = {
+    _ops.empty.memory_format,
+    _ops.empty_like.default,
+    _ops.new_empty.default,
+    _ops.empty_strided.default,
+}
 _COPIES = {_ops.to.dtype, _ops.contiguous.default, _ops.clone.default}  # at most to another type
 _READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
 _ALIGNED_TO = 64  # bytes: a cache line
 _CHUNK_BYTES = 4 << 20
-_UNKNOWN_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
+_UNKNOWN_TAGS = {
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.nondeterministic_seeded,
+}
 
 
 class CannotRecordError(Exception):
-    """What a function did depends on values, or is no operation on tensors; the message names the first such thing."""
+    """What a function did depends on values, or is no operation on tensors; the message names the
+    first such thing."""
 
 
 class Recording:
@@ -53,8 +70,9 @@ class Recording:
 
 
 class Arena:
-    """Memory of recordings that are never replayed at the same time: what one leaves in it, another overwrites. Within
-    a recording memory is used again once no tensor needs it: launches come in the same order in each replay."""
+    """Memory of recordings that are never replayed at the same time: what one leaves in it, another
+    overwrites. Within a recording memory is used again once no tensor needs it: launches come in
+    the same order in each replay."""
 
     def __init__(self) -> None:
         self._chunks: list[np.ndarray] = []
@@ -75,7 +93,9 @@ class Arena:
         size = -(-max(wanted, 1) // _ALIGNED_TO) * _ALIGNED_TO
         free = self._free[size]
         block = free.pop() if free else self._taken(size)
-        lent = block[:wanted]  # by its array's life, which a tensor over the array and all its views prolong
+        lent = block[
+            :wanted
+        ]  # by its array's life, which a tensor over the array and all its views prolong
         finalize(lent, free.append, block)
         return torch.from_numpy(lent).view(dtype).view(tuple(shape))
 
@@ -85,7 +105,7 @@ class Arena:
         if place is None:
             num_bytes = max(size, _CHUNK_BYTES)
             chunk = np.empty(num_bytes + _ALIGNED_TO, np.uint8)
-            chunk = chunk[-chunk.ctypes.data % _ALIGNED_TO:][:num_bytes]
+            chunk = chunk[-chunk.ctypes.data % _ALIGNED_TO :][:num_bytes]
             place = len(self._chunks)
             self._chunks.append(chunk)
             self._rests.append(chunk)
@@ -126,8 +146,13 @@ def cannot_record(reason: str) -> None:
 class _NoValues(TorchFunctionMode):
     """Finds what reads values without an operation that `_Notes` sees."""
 
-    def __torch_function__(self, func: Any, types: object, args: tuple[Any, ...] = (),  # noqa: ANN401
-                           kwargs: Mapping[str, Any] | None = None) -> Any:  # noqa: ANN401
+    def __torch_function__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
         if func in _READS:
             cannot_record(func.__name__)
         return func(*args, **(kwargs or {}))
@@ -165,8 +190,13 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         launches.append(Launch(function, arguments))
         self._seat_bytes = max(self._seat_bytes, seat_bytes)
 
-    def __torch_dispatch__(self, func: Any, types: object, args: tuple[Any, ...] = (),  # noqa: ANN401
-                           kwargs: Mapping[str, Any] | None = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: object,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
         kwargs = dict(kwargs or {})
         if self._refused:
             return func(*args, **kwargs)
@@ -188,8 +218,15 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_new(func, args, kwargs, result)
         return result
 
-    def _note_new(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any) -> None:  # noqa: ANN401
-        """An operation that gives tensors: nothing to do again where they are views of its arguments."""
+    def _note_new(
+        self,
+        func: Any,  # noqa: ANN401
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        result: Any,  # noqa: ANN401
+    ) -> None:
+        """An operation that gives tensors: nothing to do again where they are views of its
+        arguments."""
         results = result if isinstance(result, list | tuple) else [result]
         if not all(isinstance(each, Tensor) for each in results):
             self.refuse(str(func))
@@ -205,12 +242,21 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if self._refused:
             raise CannotRecordError(self._refused)
         seats, team = torch.empty(self._seat_bytes, dtype=torch.uint8), Team()
-        return Recording([Program(step, seats, team).run if isinstance(step, list) else step for step in self._steps],
-                         [*self._kept, seats])
+        return Recording(
+            [
+                Program(step, seats, team).run if isinstance(step, list) else step
+                for step in self._steps
+            ],
+            [*self._kept, seats],
+        )
 
 
-def _again(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],  # noqa: ANN401
-           results: Sequence[Tensor]) -> Callable[[], object]:
+def _again(
+    func: Any,  # noqa: ANN401
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    results: Sequence[Tensor],
+) -> Callable[[], object]:
     """The operation once more, into the tensors that it gave."""
     if func in _COPIES:
         return partial(results[0].copy_, args[0])
@@ -220,7 +266,9 @@ def _again(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],  # noqa:
 
     def again() -> None:
         made = func(*args, **kwargs)
-        for old, new in zip(results, made if isinstance(made, list | tuple) else [made], strict=True):
+        for old, new in zip(
+            results, made if isinstance(made, list | tuple) else [made], strict=True
+        ):
             old.copy_(new)
 
     return again
@@ -228,8 +276,9 @@ def _again(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any],  # noqa:
 
 @cache
 def _into(func: Any) -> tuple[Any, tuple[str, ...]] | None:  # noqa: ANN401
-    """The same operation into tensors that are there already, and its names for these; None where torch has none. It
-    saves a new tensor and a copy, half of the time of an operation on few rows."""
+    """The same operation into tensors that are there already, and its names for these; None where
+    torch has none. It saves a new tensor and a copy, half of the time of an operation on few
+    rows."""
     wanted = [(argument.name, argument.type) for argument in func._schema.arguments]  # noqa: SLF001 - as above
     for name in func.overloadpacket.overloads():
         overload = getattr(func.overloadpacket, name)
@@ -257,20 +306,40 @@ def _kernel_for(func: Any, args: tuple[Any, ...]) -> Callable[[], Tensor] | None
         return lambda: copy_rows(args[0], team)
     if func is _ops.cat.default and len(args) == 2 and args[1] in (1, -1) and _are_columns(args[0]):
         return lambda: join_rows(args[0], team)
-    if func is _ops.embedding.default and len(args) == 2 and _are_columns(args[:1]) and args[1].dim() == 1:
+    if (
+        func is _ops.embedding.default
+        and len(args) == 2
+        and _are_columns(args[:1])
+        and args[1].dim() == 1
+    ):
         return lambda: gather_rows(args[0], args[1], team)
-    if func is _ops.index.Tensor and _are_columns(args[:1]) and len(args[1]) == 1 and _are_indices(args[1][0]):
+    if (
+        func is _ops.index.Tensor
+        and _are_columns(args[:1])
+        and len(args[1]) == 1
+        and _are_indices(args[1][0])
+    ):
         return lambda: gather_rows(args[0], args[1][0], team)
-    if func is _ops.argmax.default and args[1:] == (-1,) and _are_columns(args[:1]) and (
-            args[0].dtype is torch.float32 and args[0].is_contiguous()):
+    if (
+        func is _ops.argmax.default
+        and args[1:] == (-1,)
+        and _are_columns(args[:1])
+        and (args[0].dtype is torch.float32 and args[0].is_contiguous())
+    ):
         return lambda: largest_of_rows(args[0], team)
     return None
 
 
 def _are_columns(parts: Sequence[Tensor]) -> bool:
     """Of one type that kernels know, [T, n] each, dense within rows."""
-    return all(part.dim() == 2 and part.dtype is parts[0].dtype and has_kernels(part.dtype) and part.numel()
-               and part.stride(1) == 1 for part in parts)
+    return all(
+        part.dim() == 2
+        and part.dtype is parts[0].dtype
+        and has_kernels(part.dtype)
+        and part.numel()
+        and part.stride(1) == 1
+        for part in parts
+    )
 
 
 def _are_indices(x: object) -> bool:
@@ -278,9 +347,15 @@ def _are_indices(x: object) -> bool:
 
 
 def _are_rows(first: object, second: object) -> bool:
-    return (isinstance(first, Tensor) and isinstance(second, Tensor) and first.shape == second.shape
-            and first.dtype is second.dtype and has_kernels(first.dtype) and first.is_contiguous()
-            and second.is_contiguous())
+    return (
+        isinstance(first, Tensor)
+        and isinstance(second, Tensor)
+        and first.shape == second.shape
+        and first.dtype is second.dtype
+        and has_kernels(first.dtype)
+        and first.is_contiguous()
+        and second.is_contiguous()
+    )
 
 
 def _are_apart(x: Tensor) -> bool:
@@ -297,4 +372,8 @@ def _storage(tensor: Tensor) -> int:
 def _tensors(values: object) -> list[Tensor]:
     if isinstance(values, Tensor):
         return [values]
-    return [tensor for value in values for tensor in _tensors(value)] if isinstance(values, list | tuple) else []
+    return (
+        [tensor for value in values for tensor in _tensors(value)]
+        if isinstance(values, list | tuple)
+        else []
+    )

@@ -3,8 +3,9 @@
     capture   per bucket: a batch of padding, planned and marked ─▶ warm-up ─▶ the forward, recorded
     replay    batch ─▶ pad ─▶ plan on the bucket's wrapper ─▶ refill inputs ─▶ check the plan ─▶ replay ─▶ real rows
 
-A replay does not read the batch: its inputs lie in memory that keeps its place and is refilled before, and the
-plan in the buffers of the bucket's wrapper. A plan serves one replay, so none can run on what an earlier one left.
+A replay does not read the batch: its inputs lie in memory that keeps its place and is refilled
+before, and the plan in the buffers of the bucket's wrapper. A plan serves one replay, so none can
+run on what an earlier one left.
 """
 
 import logging
@@ -33,11 +34,13 @@ class GraphAttention(AttentionBackend, Protocol):
     """Attention that can be captured."""
 
     def reserve(self, buckets: Sequence[GraphBucket]) -> None:
-        """From now on a batch padded to one of these buckets is planned in memory of the bucket's own."""
+        """From now on a batch padded to one of these buckets is planned in memory of the bucket's
+        own."""
         ...
 
     def check_current(self, batch: ForwardBatch) -> object:
-        """The plan of a batch, if the memory of its bucket still holds it. Raises StalePlanError."""
+        """The plan of a batch, if the memory of its bucket still holds it. Raises
+        StalePlanError."""
         ...
 
 
@@ -71,14 +74,15 @@ class Replays(Protocol):
         ...
 
     def run(self, batch: ForwardBatch, bucket: GraphBucket, given: StageOutput) -> StageOutput:
-        """The forward of a batch that `bucket_for` found this bucket for. `given` as in `StageExecutor.run`. Logits are
-        valid until the next `run`."""
+        """The forward of a batch that `bucket_for` found this bucket for. `given` as in
+        `StageExecutor.run`. Logits are valid until the next `run`."""
         ...
 
 
 @dataclass
 class CapturedForward:
-    """One bucket's graph and the batch it was captured with, whose mark is that of the latest plan."""
+    """One bucket's graph and the batch it was captured with, whose mark is that of the latest
+    plan."""
 
     attention: GraphAttention
     batch: ForwardBatch
@@ -91,7 +95,9 @@ class CapturedForward:
             StalePlanError: there is no such plan, another took its place, or a replay has used it.
         """
         if planned.graph_bucket != self.batch.graph_bucket:
-            raise StalePlanError(f"captured for {self.batch.graph_bucket}, planned for {planned.graph_bucket}")
+            raise StalePlanError(
+                f"captured for {self.batch.graph_bucket}, planned for {planned.graph_bucket}"
+            )
         plan = self.attention.check_current(planned)
         if plan is self.batch.forward_metadata_plan:
             raise StalePlanError("a plan serves one replay, this one has been used")
@@ -100,13 +106,22 @@ class CapturedForward:
 
 
 class StageGraphs:
-    """The captured forwards of one stage. What `run` returns as logits is valid until the next `run`."""
+    """The captured forwards of one stage. What `run` returns as logits is valid until the next
+    `run`."""
 
     plans_share_memory = True
     observer = None  # the layers of a captured forward cannot be observed one by one
 
-    def __init__(self, *, model: StageModel, attention: GraphAttention, recurrent: GraphRecurrent,
-                 buckets: Sequence[GraphBucket], capture: Capture, device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        model: StageModel,
+        attention: GraphAttention,
+        recurrent: GraphRecurrent,
+        buckets: Sequence[GraphBucket],
+        capture: Capture,
+        device: torch.device,
+    ) -> None:
         """Nothing is captured before `capture_all`."""
         self._model = model
         self._attention = attention
@@ -120,8 +135,12 @@ class StageGraphs:
         self._inputs = StaticInts({"token_ids": longest, "positions": longest}, device)
         self._hidden: Tensor | None = None
         if model.layer_range.start:
-            self._hidden = torch.full((longest, model.facts.hidden_size), float("nan"), device=device,
-                                      dtype=getattr(torch, model.facts.dtype))
+            self._hidden = torch.full(
+                (longest, model.facts.hidden_size),
+                float("nan"),
+                device=device,
+                dtype=getattr(torch, model.facts.dtype),
+            )
         self._outputs: dict[str | int, Tensor] = {}
         self._captured: dict[GraphBucket, CapturedForward] = {}
         attention.reserve(self._buckets)
@@ -140,20 +159,22 @@ class StageGraphs:
         logger.info("captured %d graphs, up to %s", self.num_captured, self._buckets[0])
 
     def bucket_for(self, batch: ForwardBatch) -> GraphBucket | None:
-        """The captured bucket to run a batch in; None for what runs eagerly: larger batches, prompts, and what was
-        planned already."""
+        """The captured bucket to run a batch in; None for what runs eagerly: larger batches,
+        prompts, and what was planned already."""
         return shapes.bucket_for(batch, self._captured)
 
     def run(self, batch: ForwardBatch, bucket: GraphBucket, given: StageOutput) -> StageOutput:
-        """The forward of a batch that `bucket_for` found this bucket for. `given` as in `StageExecutor.run`, on the
-        device."""
+        """The forward of a batch that `bucket_for` found this bucket for. `given` as in
+        `StageExecutor.run`, on the device."""
         padded = shapes.pad_batch(batch, bucket)
         self._plan(padded)
         tokens = {} if batch.token_ids is None else {"token_ids": batch.token_ids}
         self._inputs.refill({**tokens, "positions": batch.positions})
         if self._hidden is not None and given.hidden is not None:
-            self._hidden[:batch.num_tokens] = given.hidden
-            self._hidden[batch.num_tokens:bucket.num_tokens] = float("nan")  # not those of an earlier batch
+            self._hidden[: batch.num_tokens] = given.hidden
+            self._hidden[batch.num_tokens : bucket.num_tokens] = float(
+                "nan"
+            )  # not those of an earlier batch
         self._captured[bucket].replay(padded)
         return self._results(batch, given)
 
@@ -179,18 +200,24 @@ class StageGraphs:
         self._recurrent.prepare(batch)
 
     def _results(self, batch: ForwardBatch, given: StageOutput) -> StageOutput:
-        """The rows of the batch; what is handed on as copies, because the next replay may come before it is sent."""
+        """The rows of the batch; what is handed on as copies, because the next replay may come
+        before it is sent."""
         count, handed = batch.num_tokens, dict(given.aux_hidden)
         for name, result in self._outputs.items():
             if isinstance(name, int):
                 handed[name] = result[:count].clone()
         hidden, logits = self._outputs.get("hidden"), self._outputs.get("logits")
         if logits is None:
-            return StageOutput(hidden=None if hidden is None else hidden[:count].clone(), aux_hidden=handed)
+            return StageOutput(
+                hidden=None if hidden is None else hidden[:count].clone(), aux_hidden=handed
+            )
         wanted = wanted_tokens(batch)
         if len(wanted) == count:
             return StageOutput(logits=logits[:count], aux_hidden=handed)
-        return StageOutput(logits=logits[torch.tensor(wanted, dtype=torch.long).to(self._device)], aux_hidden=handed)
+        return StageOutput(
+            logits=logits[torch.tensor(wanted, dtype=torch.long).to(self._device)],
+            aux_hidden=handed,
+        )
 
 
 def _parts(output: StageOutput) -> dict[str | int, Tensor]:

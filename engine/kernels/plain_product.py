@@ -1,4 +1,5 @@
-"""The product of `host/product.py` in plain torch: for types that it has no kernel for, and as its description."""
+"""The product of `host/product.py` in plain torch: for types that it has no kernel for, and as its
+description."""
 
 import torch
 import torch.nn.functional as F
@@ -10,16 +11,23 @@ _TILE_TERMS = 32
 _MAX_PRODUCTS = 1 << 22  # elements of a step's intermediate
 
 
-def plain_product(x: Tensor, weight: Tensor, *, by_tiles: bool = False, num_segments: int = EIGHTHS,
-                  segment_terms: int | None = None) -> Tensor:
-    """x [M, K] times weight [N, K], both of the same type, bf16, fp16, fp32 or fp64. Returns [M, N] fp32, or fp64 for
-    fp64. `num_segments`: of the eighths of a longer sum, where x and weight are a part of it; these have
-    `segment_terms` terms each, unless the other parts are as long.
+def plain_product(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    by_tiles: bool = False,
+    num_segments: int = EIGHTHS,
+    segment_terms: int | None = None,
+) -> Tensor:
+    """x [M, K] times weight [N, K], both of the same type, bf16, fp16, fp32 or fp64. Returns [M, N]
+    fp32, or fp64 for fp64. `num_segments`: of the eighths of a longer sum, where x and weight are a
+    part of it; these have `segment_terms` terms each, unless the other parts are as long.
 
-    The order of sums is that of the kernel, for bf16 `by_tiles` or by pairs. For bf16 so are the bits, as long as
-    nothing is subnormal: a product of two is exact in fp32, and so one multiplication and one addition are a fused
-    multiply-add. In fp32 they are added in double precision and rounded, which differs in rare cases. In every type a
-    row's bits depend on that row alone.
+    The order of sums is that of the kernel, for bf16 `by_tiles` or by pairs. For bf16 so are the
+    bits, as long as nothing is subnormal: a product of two is exact in fp32, and so one
+    multiplication and one addition are a fused multiply-add. In fp32 they are added in double
+    precision and rounded, which differs in rare cases. In every type a row's bits depend on that
+    row alone.
     """
     wide = {torch.bfloat16: torch.float32, torch.float16: torch.float32}.get(x.dtype, torch.float64)
     kept = torch.float64 if x.dtype is torch.float64 else torch.float32
@@ -32,7 +40,11 @@ def plain_product(x: Tensor, weight: Tensor, *, by_tiles: bool = False, num_segm
     for part in x.split(rows):
         cut = F.pad(part.to(wide), missing).view(-1, 1, num_segments, own)
         sums = torch.zeros(len(part), len(weight), num_segments, dtype=kept)
-        sums = _in_tiles(cut, cut_weight, sums) if by_tiles else _in_steps(cut, cut_weight, sums, step_terms)
+        sums = (
+            _in_tiles(cut, cut_weight, sums)
+            if by_tiles
+            else _in_steps(cut, cut_weight, sums, step_terms)
+        )
         while sums.shape[2] > 1:
             sums = sums[..., ::2] + sums[..., 1::2]
         parts.append(sums[..., 0])
@@ -48,7 +60,8 @@ def _in_steps(x: Tensor, weight: Tensor, sums: Tensor, step_terms: int) -> Tenso
 
 
 def _in_tiles(x: Tensor, weight: Tensor, sums: Tensor) -> Tensor:
-    """Of 32 terms the first of each pair one after the other, likewise the second; both sums are added, then that."""
+    """Of 32 terms the first of each pair one after the other, likewise the second; both sums are
+    added, then that."""
     for tile in range(0, x.shape[3], _TILE_TERMS):
         halves = [torch.zeros_like(sums), torch.zeros_like(sums)]
         for term in range(tile, min(tile + _TILE_TERMS, x.shape[3])):

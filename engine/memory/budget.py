@@ -1,8 +1,9 @@
-"""How many pages and slots a pool has: pure arithmetic that every stage repeats and gets the same answer.
+"""How many pages and slots a pool has: pure arithmetic that every stage repeats and gets the same
+answer.
 
-Page ids and slot ids are the same on every stage, so the counts must be too, though the stages own different layers.
-Each stage knows the cache specs of the whole model and the whole partition, works out what every stage could hold and
-takes the least. No stage needs an answer of another.
+Page ids and slot ids are the same on every stage, so the counts must be too, though the stages own
+different layers. Each stage knows the cache specs of the whole model and the whole partition, works
+out what every stage could hold and takes the least. No stage needs an answer of another.
 """
 
 from collections.abc import Sequence
@@ -18,7 +19,8 @@ _SMALL_POOL = 32  # requests
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one page, slot and scratch record of a stage take, in bytes; 0 where it has no layer of that sort."""
+    """What one page, slot and scratch record of a stage take, in bytes; 0 where it has no layer of
+    that sort."""
 
     layers: LayerRange
     page_bytes: int
@@ -28,20 +30,24 @@ class StageCost:
 
 @dataclass(frozen=True)
 class PoolBudget:
-    """The size of a pool. Both counts include the null record; `num_slots` is 0 without recurrent layers."""
+    """The size of a pool. Both counts include the null record; `num_slots` is 0 without recurrent
+    layers."""
 
     num_pages: int
     num_slots: int
 
 
-def stage_costs(specs: Sequence[CacheSpec], partition: Sequence[LayerRange],
-                scratch: Sequence[CacheSpec] = ()) -> tuple[StageCost, ...]:
+def stage_costs(
+    specs: Sequence[CacheSpec], partition: Sequence[LayerRange], scratch: Sequence[CacheSpec] = ()
+) -> tuple[StageCost, ...]:
     """What each stage pays per page, per slot and per scratch record."""
     costs = []
     for layers in partition:
         local = [spec for spec in specs if spec.layer_id in layers]
         kept = [spec for spec in scratch if spec.layer_id in layers]
-        costs.append(StageCost(layers, bytes_per_page(local), bytes_per_slot(local), bytes_per_slot(kept)))
+        costs.append(
+            StageCost(layers, bytes_per_page(local), bytes_per_slot(local), bytes_per_slot(kept))
+        )
     return tuple(costs)
 
 
@@ -59,11 +65,11 @@ def plan_pools(
 ) -> PoolBudget:
     """Divide `budget_bytes`, the cache memory of *each* stage, between scratch, slots and pages.
 
-    `num_scratch` records, the null one included, are what verification keeps of the requests that run (`scratch`: the
-    tensors of one record). Every one of `num_requests` (running and arriving) gets a slot, and so does each of
-    `num_snapshots` states that a prefix cache keeps; what remains becomes pages, as many as the stage with the least
-    room can hold, and no more than `num_requests` of `max_context_tokens` could
-    ever use.
+    `num_scratch` records, the null one included, are what verification keeps of the requests that
+    run (`scratch`: the tensors of one record). Every one of `num_requests` (running and arriving)
+    gets a slot, and so does each of `num_snapshots` states that a prefix cache keeps; what remains
+    becomes pages, as many as the stage with the least room can hold, and no more than
+    `num_requests` of `max_context_tokens` could ever use.
 
     Raises:
         ConfigError: some stage cannot hold the scratch, the slots and the pages of one request of
@@ -86,11 +92,20 @@ def plan_pools(
     return PoolBudget(num_pages=num_pages, num_slots=num_slots)
 
 
-def longest_context(specs: Sequence[CacheSpec], partition: Sequence[LayerRange], *, budget_bytes: int, page_size: int,
-                    num_requests: int, at_most: int, scratch: Sequence[CacheSpec] = (), num_scratch: int = 0,
-                    num_snapshots: int = 0) -> int:
-    """Tokens of the longest request that every stage can hold beside scratch and slots, in whole pages or `at_most`;
-    below 1 where a stage cannot hold these."""
+def longest_context(
+    specs: Sequence[CacheSpec],
+    partition: Sequence[LayerRange],
+    *,
+    budget_bytes: int,
+    page_size: int,
+    num_requests: int,
+    at_most: int,
+    scratch: Sequence[CacheSpec] = (),
+    num_scratch: int = 0,
+    num_snapshots: int = 0,
+) -> int:
+    """Tokens of the longest request that every stage can hold beside scratch and slots, in whole
+    pages or `at_most`; below 1 where a stage cannot hold these."""
     num_slots, longest = _slots(specs, num_requests + num_snapshots), at_most
     for cost in stage_costs(specs, partition, scratch):
         left = budget_bytes - num_scratch * cost.scratch_bytes - num_slots * cost.slot_bytes
@@ -101,14 +116,25 @@ def longest_context(specs: Sequence[CacheSpec], partition: Sequence[LayerRange],
     return longest
 
 
-def smallest_budget(specs: Sequence[CacheSpec], partition: Sequence[LayerRange], *, page_size: int,
-                    max_context_tokens: int, num_requests: int, scratch: Sequence[CacheSpec] = (),
-                    num_scratch: int = 0, num_snapshots: int = 0) -> int:
-    """Bytes per stage with which `plan_pools` finds room for one request of `max_context_tokens`."""
+def smallest_budget(
+    specs: Sequence[CacheSpec],
+    partition: Sequence[LayerRange],
+    *,
+    page_size: int,
+    max_context_tokens: int,
+    num_requests: int,
+    scratch: Sequence[CacheSpec] = (),
+    num_scratch: int = 0,
+    num_snapshots: int = 0,
+) -> int:
+    """Bytes per stage with which `plan_pools` finds room for one request of
+    `max_context_tokens`."""
     num_slots = _slots(specs, num_requests + num_snapshots)
     num_pages = 1 + pages_for_tokens(max_context_tokens, page_size)
-    return max(num_scratch * cost.scratch_bytes + num_slots * cost.slot_bytes + num_pages * cost.page_bytes
-               for cost in stage_costs(specs, partition, scratch))
+    return max(
+        num_scratch * cost.scratch_bytes + num_slots * cost.slot_bytes + num_pages * cost.page_bytes
+        for cost in stage_costs(specs, partition, scratch)
+    )
 
 
 def _slots(specs: Sequence[CacheSpec], num_requests: int) -> int:
@@ -119,21 +145,29 @@ def describe_pools(geometry: PoolGeometry) -> str:
     """What a stage allocates, for its log: counts without the null records, bytes with them."""
     (cost,) = stage_costs(geometry.local_specs(), [geometry.layers])
     num_bytes = geometry.num_pages * cost.page_bytes + geometry.num_slots * cost.slot_bytes
-    pages = f"{geometry.num_pages - 1} pages of {geometry.page_size} tokens and {cost.page_bytes} bytes"
+    pages = (
+        f"{geometry.num_pages - 1} pages of {geometry.page_size} tokens and {cost.page_bytes} bytes"
+    )
     slots = f"{max(0, geometry.num_slots - 1)} state slots of {cost.slot_bytes} bytes"
     return f"layers {geometry.layers}, {pages}, {slots}, {num_bytes / (1 << 20):.1f} MiB of cache"
 
 
 def decode_requests(max_running: int, *, num_landing: int = 0) -> int:
-    """Requests a decode pool holds at once: the running ones, and `num_landing` whose prompts are still on their way,
-    so that a full pool can go on receiving. 0: twice as many as run in a pool of up to 32, where memory for them is
-    small, and none in a larger one. (Rule of the field.)
+    """Requests a decode pool holds at once: the running ones, and `num_landing` whose prompts are
+    still on their way, so that a full pool can go on receiving. 0: twice as many as run in a pool
+    of up to 32, where memory for them is small, and none in a larger one. (Rule of the field.)
     """
     return max_running + (num_landing or (2 * max_running if max_running <= _SMALL_POOL else 0))
 
 
-def _needs(rank: int, cost: StageCost, num_scratch: int, num_slots: int, pages_per_request: int) -> str:
-    total = num_slots * cost.slot_bytes + (1 + pages_per_request) * cost.page_bytes + num_scratch * cost.scratch_bytes
+def _needs(
+    rank: int, cost: StageCost, num_scratch: int, num_slots: int, pages_per_request: int
+) -> str:
+    total = (
+        num_slots * cost.slot_bytes
+        + (1 + pages_per_request) * cost.page_bytes
+        + num_scratch * cost.scratch_bytes
+    )
     kept = f"{num_scratch} states of trees * {cost.scratch_bytes} + " if cost.scratch_bytes else ""
     return (
         f"stage {rank} (layers {cost.layers}) needs {kept}{num_slots} slots * {cost.slot_bytes} "

@@ -8,15 +8,20 @@ _KEPT_BYTES = 1 << 30
 
 
 def keep_freed_memory() -> bool:
-    """Keep it for the next step, which takes the same again. Given back to the kernel, it would come as pages that are
-    cleared first, by the threads that wait for results. The heap grows to the most that a step needs at once.
+    """Keep it for the next step, which takes the same again. Given back to the kernel, it would
+    come as pages that are cleared first, by the threads that wait for results. The heap grows to
+    the most that a step needs at once.
 
-    For threads that are started later, too: all take from one heap, since glibc gives back what those of other threads
-    do not need. Returns False where the C library is not glibc.
+    For threads that are started later, too: all take from one heap, since glibc gives back what
+    those of other threads do not need. Returns False where the C library is not glibc.
     """
     try:
         set_option = ctypes.CDLL(None).mallopt
     except AttributeError:
         return False
-    settings = (_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES), (_TRIM_THRESHOLD, _KEPT_BYTES), (_ARENA_MAX, 1)
+    settings = (
+        (_MMAP_THRESHOLD, _LARGEST_KEPT_BYTES),
+        (_TRIM_THRESHOLD, _KEPT_BYTES),
+        (_ARENA_MAX, 1),
+    )
     return all(set_option(option, value) for option, value in settings)

@@ -1,7 +1,9 @@
-"""What a layer keeps per token or per request, as plain numbers. No torch: the transfer plane reads this too.
+"""What a layer keeps per token or per request, as plain numbers. No torch: the transfer plane reads
+this too.
 
-A *record* is the unit that moves: the bytes of one page (paged kinds) or one slot (slot kinds) of one layer. Records
-with consecutive indices are adjacent in memory, so a run of pages is one stretch of bytes.
+A *record* is the unit that moves: the bytes of one page (paged kinds) or one slot (slot kinds) of
+one layer. Records with consecutive indices are adjacent in memory, so a run of pages is one stretch
+of bytes.
 """
 
 import math
@@ -12,7 +14,8 @@ from typing import NamedTuple, Protocol
 
 from engine.core.layer_range import ONLY_RANK, LayerRange, Part, TensorRank
 
-NULL_INDEX = 0  # the record of every pool that is never leased: target of padded table entries and of padded rows
+# the record of every pool that is never leased: target of padded table entries and of padded rows
+NULL_INDEX = 0
 
 
 class CacheKind(StrEnum):
@@ -21,13 +24,19 @@ class CacheKind(StrEnum):
     KV = "kv"  # paged: [2 (k, v), num_kv_heads, page_size, head_dim] per page
     CONV = "conv"  # slot: [conv_kernel - 1, channels], raw inputs, oldest first
     STATE = "state"  # slot: [num_v_heads, head_k_dim, head_v_dim], fp32
-    WINDOW = "window"  # slot: [pages, 2 (k, v), num_kv_heads, page_size, head_dim], a ring of the row's latest pages
+    # slot: [pages, 2 (k, v), num_kv_heads, page_size, head_dim], a ring of the row's latest pages
+    WINDOW = "window"
     LATENT = "latent"  # paged: [page_size, kv_lora_rank + qk_rope_head_dim] (MLA)
     INDEX_KEY = "index_key"  # paged: [page_size, index_head_dim] (DSA)
-    TOPK_P = "topk_p"  # slot: [topk] fp32, a draft's first level after the prompt, as natural logarithms
+    TOPK_P = (
+        "topk_p"  # slot: [topk] fp32, a draft's first level after the prompt, as natural logarithms
+    )
     TOPK_INDEX = "topk_index"  # slot: [topk] int64, its tokens
-    DRAFT_HIDDEN = "draft_hidden"  # slot: [draft width], the draft's own hidden state at the prompt's end
-    DRAFT_KEYS = "draft_keys"  # slot: [keys] int32, what the steps of its first round attend to (DSA), filled with -1
+    DRAFT_HIDDEN = (
+        "draft_hidden"  # slot: [draft width], the draft's own hidden state at the prompt's end
+    )
+    # slot: [keys] int32, what the steps of its first round attend to (DSA), filled with -1
+    DRAFT_KEYS = "draft_keys"
 
     @property
     def is_paged(self) -> bool:
@@ -40,8 +49,8 @@ class CacheKind(StrEnum):
 
 
 class Buffer(Protocol):
-    """Contiguous memory that moves as one stretch: a memoryview of host bytes, or bytes of a device, which the host
-    cannot read."""
+    """Contiguous memory that moves as one stretch: a memoryview of host bytes, or bytes of a
+    device, which the host cannot read."""
 
     @property
     def nbytes(self) -> int: ...
@@ -49,15 +58,18 @@ class Buffer(Protocol):
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """One cached tensor of one layer. `record_shape` is the shape of one page or slot, `dtype` torch's name for it.
+    """One cached tensor of one layer. `record_shape` is the shape of one page or slot, `dtype`
+    torch's name for it.
 
-    A spec that does not travel is memory that is never read, kept so that all layers of a pool look alike: index keys
-    of a layer that shares its selection. It is no part of a handoff, so pools with it and pools without it fit
-    together. What is of a draft travels only between pools that both have it; it is the first rank's.
+    A spec that does not travel is memory that is never read, kept so that all layers of a pool look
+    alike: index keys of a layer that shares its selection. It is no part of a handoff, so pools
+    with it and pools without it fit together. What is of a draft travels only between pools that
+    both have it; it is the first rank's.
 
-    Ranks of a stage divide a record along `split_axis`, None where each has all of it. The axis is made of `blocks`
-    (their lengths), of which each is divided for itself: heads, or a convolution's channels of q, k and v. With
-    `may_repeat` neighbours have the same where there are fewer than ranks.
+    Ranks of a stage divide a record along `split_axis`, None where each has all of it. The axis is
+    made of `blocks` (their lengths), of which each is divided for itself: heads, or a convolution's
+    channels of q, k and v. With `may_repeat` neighbours have the same where there are fewer than
+    ranks.
     """
 
     layer_id: int
@@ -78,7 +90,9 @@ class CacheSpec:
     def parts(self, rank: TensorRank) -> tuple[Part, ...]:
         """What the rank has of each block."""
         divide = rank.shared_part if self.may_repeat else rank.part
-        return tuple(divide(length, f"{self.kind} of layer {self.layer_id}") for length in self.blocks)
+        return tuple(
+            divide(length, f"{self.kind} of layer {self.layer_id}") for length in self.blocks
+        )
 
     def of_rank(self, rank: TensorRank) -> "CacheSpec":
         """What one rank of a stage keeps."""
@@ -91,8 +105,8 @@ class CacheSpec:
 
 @dataclass(frozen=True)
 class PoolGeometry:
-    """Everything a stage caches. `specs` covers the whole model; a stage keeps those of its `layers`, and a rank of it
-    its parts of them."""
+    """Everything a stage caches. `specs` covers the whole model; a stage keeps those of its
+    `layers`, and a rank of it its parts of them."""
 
     page_size: int
     num_pages: int
@@ -102,12 +116,16 @@ class PoolGeometry:
     tensor: TensorRank = ONLY_RANK  # of those that share requests
 
     def local_specs(self) -> tuple[CacheSpec, ...]:
-        return tuple(spec.of_rank(self.tensor) for spec in self.specs
-                     if spec.layer_id in self.layers and not (spec.of_draft and self.tensor.rank))
+        return tuple(
+            spec.of_rank(self.tensor)
+            for spec in self.specs
+            if spec.layer_id in self.layers and not (spec.of_draft and self.tensor.rank)
+        )
 
 
 class Stretch(NamedTuple):
-    """Bytes of one record that move together: where they are in the source's and in the destination's."""
+    """Bytes of one record that move together: where they are in the source's and in the
+    destination's."""
 
     source_start: int
     dest_start: int
@@ -115,9 +133,10 @@ class Stretch(NamedTuple):
 
 
 def stretches(spec: CacheSpec, source: TensorRank, dest: TensorRank) -> tuple[Stretch, ...] | None:
-    """What a source's rank delivers of each record to a destination's, in the order of the source's bytes; None for the
-    whole record. One of the two numbers of ranks divides the other. Each byte has one writer: of ranks with the same
-    bytes the first of those that deliver to this destination."""
+    """What a source's rank delivers of each record to a destination's, in the order of the source's
+    bytes; None for the whole record. One of the two numbers of ranks divides the other. Each byte
+    has one writer: of ranks with the same bytes the first of those that deliver to this
+    destination."""
     if spec.of_draft:
         return None if source.rank == dest.rank == 0 else ()
     if source.size == dest.size:
@@ -133,20 +152,26 @@ def stretches(spec: CacheSpec, source: TensorRank, dest: TensorRank) -> tuple[St
         return ()
     if own == wanted:
         return None
-    inner = math.prod(spec.record_shape[spec.split_axis + 1:]) * spec.item_bytes
+    inner = math.prod(spec.record_shape[spec.split_axis + 1 :]) * spec.item_bytes
     found, source_at, dest_at = list[Stretch](), 0, 0
-    for _ in range(math.prod(spec.record_shape[:spec.split_axis])):
+    for _ in range(math.prod(spec.record_shape[: spec.split_axis])):
         for given, taken in zip(own, wanted, strict=True):
             start, stop = max(given.start, taken.start), min(given.stop, taken.stop)
             if start < stop:
-                found.append(Stretch((source_at + start - given.start) * inner, (dest_at + start - taken.start) * inner,
-                                     (stop - start) * inner))
+                found.append(
+                    Stretch(
+                        (source_at + start - given.start) * inner,
+                        (dest_at + start - taken.start) * inner,
+                        (stop - start) * inner,
+                    )
+                )
             source_at, dest_at = source_at + len(given), dest_at + len(taken)
     return tuple(found)
 
 
 def travelling(specs: Iterable[CacheSpec], *, with_draft: bool = True) -> tuple[CacheSpec, ...]:
-    """What both sides of a handoff must have alike, and what moves; of a draft only where both have it."""
+    """What both sides of a handoff must have alike, and what moves; of a draft only where both have
+    it."""
     return tuple(spec for spec in specs if spec.travels and (with_draft or not spec.of_draft))
 
 

@@ -1,8 +1,9 @@
 """Leases: the right to ids of one pool, for as long as it lasts.
 
-Index 0 of every pool is the null record: padded table entries point at it, padded rows write to it, no lease holds it.
-A request holds two kinds of ids: pages of the paged caches, and one slot of recurrent (conv and state) memory where the
-model has any. A draft's pages have the ids of its target's.
+Index 0 of every pool is the null record: padded table entries point at it, padded rows write to it,
+no lease holds it. A request holds two kinds of ids: pages of the paged caches, and one slot of
+recurrent (conv and state) memory where the model has any. A draft's pages have the ids of its
+target's.
 """
 
 from collections.abc import Sequence
@@ -18,15 +19,15 @@ from runtime.errors import CapacityError, InternalError
 
 
 class Lease:
-    """The right to some ids of one pool. `end` gives them back, once; every use after that is refused. The first
-    `num_shared` it only reads: they were granted to another lease.
+    """The right to some ids of one pool. `end` gives them back, once; every use after that is
+    refused. The first `num_shared` it only reads: they were granted to another lease.
 
     A context manager: leaving the block ends the lease.
     """
 
     def __init__(self, ledger: Ledger, owner: str, count: int, shared: Sequence[int] = ()) -> None:
-        """On `shared` ids that a cache keeps, and `count` new ones. Raises CapacityError when the pool has fewer than
-        `count` ids free or cached."""
+        """On `shared` ids that a cache keeps, and `count` new ones. Raises CapacityError when the
+        pool has fewer than `count` ids free or cached."""
         self.owner = owner
         self.num_shared = len(shared)
         self._ledger = ledger
@@ -63,7 +64,10 @@ class Lease:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         self.end()
 
@@ -73,7 +77,9 @@ class Lease:
 
     def _check_alive(self) -> None:
         if self._ended:
-            raise InternalError(f"lease of {self.owner} on {self._ledger.name} was used after its end")
+            raise InternalError(
+                f"lease of {self.owner} on {self._ledger.name} was used after its end"
+            )
 
 
 class PageLease(Lease):
@@ -88,8 +94,8 @@ class PageLease(Lease):
 
     @property
     def table(self) -> NDArray[np.int32]:
-        """The ids as [pages] int32, not to be written to; made anew only when pages come or go, since every step wants
-        them. Raises InternalError after the end."""
+        """The ids as [pages] int32, not to be written to; made anew only when pages come or go,
+        since every step wants them. Raises InternalError after the end."""
         self._check_alive()
         if self._table is None:
             self._table = np.array(self._ids, np.int32)
@@ -110,7 +116,9 @@ class PageLease(Lease):
             InternalError: the lease has ended.
         """
         self._check_alive()
-        self._ids += self._ledger.take(count, self.owner, after=self._ids[-1] if self._ids else None)
+        self._ids += self._ledger.take(
+            count, self.owner, after=self._ids[-1] if self._ids else None
+        )
         self._table = None
 
     def unshare(self) -> None:
@@ -121,8 +129,8 @@ class PageLease(Lease):
             InternalError: the lease has ended.
         """
         self._check_alive()
-        shared = self._ids[:self.num_shared]
-        self._ids[:self.num_shared] = self._ledger.take(len(shared), self.owner)
+        shared = self._ids[: self.num_shared]
+        self._ids[: self.num_shared] = self._ledger.take(len(shared), self.owner)
         self._table = None
         self.num_shared = 0
         self._ledger.give_back(shared)
@@ -173,7 +181,8 @@ def pages_for_tokens(num_tokens: int, page_size: int) -> int:
 
 
 class SlotLease(Lease):
-    """One request's slot; the null slot, which is never leased, for models without recurrent state."""
+    """One request's slot; the null slot, which is never leased, for models without recurrent
+    state."""
 
     @property
     def slot_id(self) -> int:
@@ -185,8 +194,8 @@ class SlotLease(Lease):
 class SlotAllocator(Allocator):
     """Grants slots 1..num_slots-1; slot 0 is the null slot.
 
-    With `num_slots` 0 the model has no recurrent state: every request gets a lease on the null slot, and there is
-    no limit, so that callers need not know which kind of model they serve.
+    With `num_slots` 0 the model has no recurrent state: every request gets a lease on the null
+    slot, and there is no limit, so that callers need not know which kind of model they serve.
     """
 
     def __init__(self, num_slots: int, *, name: str = "slots") -> None:

@@ -1,8 +1,10 @@
-"""Who holds which id of one pool. Pure integers: the tensors behind the ids live in `engine/memory/pools.py`.
+"""Who holds which id of one pool. Pure integers: the tensors behind the ids live in
+`engine/memory/pools.py`.
 
-A cache may keep ids whose content outlives its request (`Ledger.keep`). Further leases share these; only the lease that
-an id was granted to ever writes there, and nobody does once it is kept. What is kept and under no lease is *cached*: it
-is given up for a lease that finds too few ids free. A ledger belongs to one thread, the one that schedules.
+A cache may keep ids whose content outlives its request (`Ledger.keep`). Further leases share these;
+only the lease that an id was granted to ever writes there, and nobody does once it is kept. What is
+kept and under no lease is *cached*: it is given up for a lease that finds too few ids free. A
+ledger belongs to one thread, the one that schedules.
 """
 
 from bisect import bisect_left, bisect_right
@@ -32,10 +34,12 @@ class Holder(Protocol):
 
 
 class Ledger:
-    """Ids 1..num_ids-1 of one pool. Each is free, or held: by leases that have not ended, by a cache, or by both."""
+    """Ids 1..num_ids-1 of one pool. Each is free, or held: by leases that have not ended, by a
+    cache, or by both."""
 
     def __init__(self, name: str, num_ids: int) -> None:
-        """`name` is what the ids are ("pages"); `num_ids` counts the null id, 0 means that the pool is empty."""
+        """`name` is what the ids are ("pages"); `num_ids` counts the null id, 0 means that the pool
+        is empty."""
         self.name = name
         self.num_ids = num_ids
         self._free = FreeRuns(1, num_ids)
@@ -85,8 +89,8 @@ class Ledger:
         return list(self._leases)
 
     def take(self, count: int, owner: str, *, after: int | None = None) -> list[int]:
-        """Lease `count` ids, all or none; free ones following `after` first. Cached ids are evicted as far as free ones
-        are missing.
+        """Lease `count` ids, all or none; free ones following `after` first. Cached ids are evicted
+        as far as free ones are missing.
 
         Raises:
             CapacityError: fewer than `count` are free or cached.
@@ -96,11 +100,14 @@ class Ledger:
         if count > self.num_available:
             raise CapacityError(
                 f"{owner} needs {count} {self.name}, {self.num_available} of {self.num_total} are free",
-                resource=self.name)
+                resource=self.name,
+            )
         if count > self.num_free:
             self.let_go(self._evict(count - self.num_free))
         if count > self.num_free:
-            raise InternalError(f"the cache of {self.name} gave up too few: {self.num_free} of {count} are free")
+            raise InternalError(
+                f"the cache of {self.name} gave up too few: {self.num_free} of {count} are free"
+            )
         taken = self._free.take(count, after=after)
         self._holders.update(taken)
         return taken
@@ -145,8 +152,10 @@ class Ledger:
         holders, kept = self._holders, self._kept
         for item in ids:
             if item not in holders or kept[item]:
-                raise InternalError(f"{self.name} {item} cannot be kept: it is "
-                                    f"{'kept already' if item in holders else 'under no lease'}")
+                raise InternalError(
+                    f"{self.name} {item} cannot be kept: it is "
+                    f"{'kept already' if item in holders else 'under no lease'}"
+                )
             kept[item] = 1
         self._num_kept += len(ids)
 
@@ -177,7 +186,8 @@ class Ledger:
 
 
 class FreeRuns:
-    """Ids of `range(first, end)` that no lease holds, as disjoint half-open runs that do not touch."""
+    """Ids of `range(first, end)` that no lease holds, as disjoint half-open runs that do not
+    touch."""
 
     def __init__(self, first: int, end: int) -> None:
         self._starts = [first] if end > first else []
@@ -198,8 +208,8 @@ class FreeRuns:
     def take(self, count: int, *, after: int | None = None) -> list[int]:
         """Remove and return `count` ids, in as few runs as first fit finds.
 
-        Ids that continue `after` come first. Then the lowest run that holds all the rest; if none does, the longest
-        runs, each whole. The caller has checked that enough are free.
+        Ids that continue `after` come first. Then the lowest run that holds all the rest; if none
+        does, the longest runs, each whole. The caller has checked that enough are free.
         """
         taken = self._continue_run(after, count) if after is not None else []
         while len(taken) < count:

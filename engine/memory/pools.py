@@ -10,12 +10,18 @@ from engine.core.layer_range import LayerRange
 from engine.memory.layout import NULL_INDEX, CacheKind, CacheSpec, PoolGeometry
 from runtime.errors import ConfigError, InternalError
 
-_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32,
-           "int64": torch.int64, "int32": torch.int32}
+_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float32": torch.float32,
+    "int64": torch.int64,
+    "int32": torch.int32,
+}
 
 
 class LayerTensors(Mapping[int, Tensor]):
-    """The tensors of one cache kind by global layer id; a layer this stage does not have is an InternalError."""
+    """The tensors of one cache kind by global layer id; a layer this stage does not have is an
+    InternalError."""
 
     def __init__(self, kind: CacheKind, layers: LayerRange, tensors: dict[int, Tensor]) -> None:
         self._kind = kind
@@ -38,17 +44,22 @@ class LayerTensors(Mapping[int, Tensor]):
 
 
 class StagePools:
-    """Every cached tensor of a stage: [num_pages, *record_shape] or [num_slots, *record_shape] per layer and kind.
+    """Every cached tensor of a stage: [num_pages, *record_shape] or [num_slots, *record_shape] per
+    layer and kind.
 
-    Satisfies `transfer.agent.stage_transfer.PoolMemory`. A stage may have no layer of a kind; its mapping is then
-    empty.
+    Satisfies `transfer.agent.stage_transfer.PoolMemory`. A stage may have no layer of a kind; its
+    mapping is then empty.
     """
 
-    def __init__(self, geometry: PoolGeometry, *, device: str = "cpu", poison: bool = False) -> None:
-        """Allocates and clears everything. `poison` fills all but the null records with NaN instead, for tests.
+    def __init__(
+        self, geometry: PoolGeometry, *, device: str = "cpu", poison: bool = False
+    ) -> None:
+        """Allocates and clears everything. `poison` fills all but the null records with NaN
+        instead, for tests.
 
         Raises:
-            ConfigError: a spec that torch cannot hold, two specs for one tensor, or a pool without its null record.
+            ConfigError: a spec that torch cannot hold, two specs for one tensor, or a pool without
+                its null record.
         """
         self._geometry = geometry
         self._device = torch.device(device)
@@ -56,9 +67,15 @@ class StagePools:
         self._tensors: dict[CacheKind, dict[int, Tensor]] = {kind: {} for kind in CacheKind}
         for spec in geometry.local_specs():
             self._allocate(spec)
-        self._bytes = {key: _bytes_of(self._tensors[key[1]][key[0]]) for key in self._specs} if self._on_host else {}
+        self._bytes = (
+            {key: _bytes_of(self._tensors[key[1]][key[0]]) for key in self._specs}
+            if self._on_host
+            else {}
+        )
         if poison:
-            self.poison(page_ids=range(1, geometry.num_pages), slot_ids=range(1, geometry.num_slots))
+            self.poison(
+                page_ids=range(1, geometry.num_pages), slot_ids=range(1, geometry.num_slots)
+            )
 
     @property
     def geometry(self) -> PoolGeometry:
@@ -66,7 +83,8 @@ class StagePools:
 
     @property
     def kv(self) -> LayerTensors:
-        """[num_pages, 2, num_kv_heads, page_size, head_dim] per attention layer; K at index 0, V at index 1."""
+        """[num_pages, 2, num_kv_heads, page_size, head_dim] per attention layer; K at index 0, V at
+        index 1."""
         return self.of_kind(CacheKind.KV)
 
     @property
@@ -82,25 +100,43 @@ class StagePools:
     @property
     def num_bytes(self) -> int:
         """Of all tensors of this stage."""
-        return sum(spec.record_bytes * self._num_records(spec.kind) for spec in self._specs.values())
+        return sum(
+            spec.record_bytes * self._num_records(spec.kind) for spec in self._specs.values()
+        )
 
     def of_kind(self, kind: CacheKind) -> LayerTensors:
         return LayerTensors(kind, self._geometry.layers, self._tensors[kind])
 
-    def view(self, layer_id: int, kind: CacheKind, first_index: int, count: int,
-             part: slice | None = None) -> memoryview:
-        """The writable bytes of `count` records from `first_index` on, in place; of one record, those of `part`.
+    def view(
+        self,
+        layer_id: int,
+        kind: CacheKind,
+        first_index: int,
+        count: int,
+        part: slice | None = None,
+    ) -> memoryview:
+        """The writable bytes of `count` records from `first_index` on, in place; of one record,
+        those of `part`.
 
         Raises:
-            InternalError: not a layer, kind, index or part of this stage, or the pools are not in host memory.
+            InternalError: not a layer, kind, index or part of this stage, or the pools are not in
+                host memory.
         """
         stretch = self._stretch(layer_id, kind, first_index, count, part)
         if not self._on_host:
-            raise InternalError(f"{kind} of layer {layer_id} is on {self._device}, which has no host bytes")
+            raise InternalError(
+                f"{kind} of layer {layer_id} is on {self._device}, which has no host bytes"
+            )
         return self._bytes[layer_id, kind][stretch]
 
-    def records(self, layer_id: int, kind: CacheKind, first_index: int, count: int,
-                part: slice | None = None) -> Tensor:
+    def records(
+        self,
+        layer_id: int,
+        kind: CacheKind,
+        first_index: int,
+        count: int,
+        part: slice | None = None,
+    ) -> Tensor:
         """[num_bytes] uint8: what `view` gives, wherever the pools are.
 
         Raises:
@@ -109,7 +145,9 @@ class StagePools:
         stretch = self._stretch(layer_id, kind, first_index, count, part)
         return self._tensors[kind][layer_id].view(-1).view(torch.uint8)[stretch]
 
-    def _stretch(self, layer_id: int, kind: CacheKind, first_index: int, count: int, part: slice | None) -> slice:
+    def _stretch(
+        self, layer_id: int, kind: CacheKind, first_index: int, count: int, part: slice | None
+    ) -> slice:
         """Where these records are in the bytes of their tensor."""
         spec = self._specs.get((layer_id, kind))
         if spec is None:
@@ -124,16 +162,23 @@ class StagePools:
         if part is None:
             return slice(start, end * spec.record_bytes)
         if count != 1 or not 0 <= part.start <= part.stop <= spec.record_bytes:
-            raise InternalError(f"bytes {part.start}-{part.stop} of {count} records of {spec.record_bytes} bytes: "
-                                f"{kind} of layer {layer_id}")
+            raise InternalError(
+                f"bytes {part.start}-{part.stop} of {count} records of {spec.record_bytes} bytes: "
+                f"{kind} of layer {layer_id}"
+            )
         return slice(start + part.start, start + part.stop)
 
     def poison(self, *, page_ids: Iterable[int] = (), slot_ids: Iterable[int] = ()) -> None:
-        """Overwrite records with NaN, so that a read of what must not matter shows in every result. For tests.
+        """Overwrite records with NaN, so that a read of what must not matter shows in every result.
+        For tests.
 
-        The null record stays finite: padded reads go there and are masked by multiplication with zero.
+        The null record stays finite: padded reads go there and are masked by multiplication with
+        zero.
         """
-        indices = {True: [i for i in page_ids if i != NULL_INDEX], False: [i for i in slot_ids if i != NULL_INDEX]}
+        indices = {
+            True: [i for i in page_ids if i != NULL_INDEX],
+            False: [i for i in slot_ids if i != NULL_INDEX],
+        }
         for kind, tensors in self._tensors.items():
             for tensor in tensors.values():
                 nothing = math.nan if tensor.is_floating_point() else torch.iinfo(tensor.dtype).min
@@ -151,15 +196,21 @@ class StagePools:
         name = f"{spec.kind} of layer {spec.layer_id}"
         dtype = _DTYPES.get(spec.dtype)
         if dtype is None or dtype.itemsize != spec.item_bytes:
-            raise ConfigError(f"{name} cannot be stored as {spec.dtype} of {spec.item_bytes} bytes", field="dtype")
+            raise ConfigError(
+                f"{name} cannot be stored as {spec.dtype} of {spec.item_bytes} bytes", field="dtype"
+            )
         if key in self._specs:
             raise ConfigError(f"{name} is declared twice", field="specs")
         if self._num_records(spec.kind) < 1:
             field = "num_pages" if spec.kind.is_paged else "num_slots"
-            raise ConfigError(f"{name} needs {field} of at least 1 for the null record", field=field)
+            raise ConfigError(
+                f"{name} needs {field} of at least 1 for the null record", field=field
+            )
         shape = (self._num_records(spec.kind), *spec.record_shape)
         self._specs[key] = spec
-        self._tensors[spec.kind][spec.layer_id] = torch.zeros(shape, dtype=dtype, device=self._device)
+        self._tensors[spec.kind][spec.layer_id] = torch.zeros(
+            shape, dtype=dtype, device=self._device
+        )
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -1,4 +1,5 @@
-"""Memory that captured work reads: it keeps its place, and its content is replaced before each replay."""
+"""Memory that captured work reads: it keeps its place, and its content is replaced before each
+replay."""
 
 from collections.abc import Mapping
 
@@ -7,8 +8,8 @@ from torch import Tensor
 
 
 class Fence:
-    """The host waits for the work that the device was given before `set`. Nothing to wait for where the device is the
-    host."""
+    """The host waits for the work that the device was given before `set`. Nothing to wait for where
+    the device is the host."""
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -25,8 +26,8 @@ class Fence:
 class StaticInts:
     """Named int64 vectors on a device, refilled together by one copy from page-locked memory.
 
-    The copy does not wait for the device; the next `refill` waits until this one's copy is done, which is before the
-    work that it was made for has begun.
+    The copy does not wait for the device; the next `refill` waits until this one's copy is done,
+    which is before the work that it was made for has begun.
     """
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
@@ -45,12 +46,13 @@ class StaticInts:
         return self._device[self._places[name]]
 
     def refill(self, values: Mapping[str, Tensor]) -> None:
-        """Replace the first entries of each named vector by integers or booleans on the host; the others are zero."""
+        """Replace the first entries of each named vector by integers or booleans on the host; the
+        others are zero."""
         self._copied.wait()
         self._host.zero_()
         for name, tensor in values.items():
             place = self._host[self._places[name]]
-            place[:len(tensor)] = tensor
+            place[: len(tensor)] = tensor
         self._device.copy_(self._host, non_blocking=True)
         self._copied.set()
 

@@ -3,8 +3,9 @@
     engine thread   schedule, plan N+1 ──────────────▶ publish N, schedule, plan N+2 ──▶ …
     steps' thread   compute N, draw ─▶ put N's tokens into N+1, compute, draw ──────────▶ …
 
-Rows of N+1 whose token N draws come with `NOT_DRAWN` in its place. Everything else of the batch is as it would be if it
-had been made behind N: positions, pages, the plan and its mark. So what is computed has the same bits.
+Rows of N+1 whose token N draws come with `NOT_DRAWN` in its place. Everything else of the batch is
+as it would be if it had been made behind N: positions, pages, the plan and its mark. So what is
+computed has the same bits.
 """
 
 import queue
@@ -23,17 +24,21 @@ STEPS_THREAD = "engine steps"
 
 
 class AheadStage:
-    """Satisfies `Pipeline`. Belongs to the engine thread, but for `wake`; `close` ends its own thread."""
+    """Satisfies `Pipeline`. Belongs to the engine thread, but for `wake`; `close` ends its own
+    thread."""
 
     depth = 2
     runs_apart = True
 
     def __init__(self, stage: Pipeline, executor: StageExecutor) -> None:
-        """`stage`: of one process, whose whole model `executor` runs. It belongs to the steps' thread from here on."""
+        """`stage`: of one process, whose whole model `executor` runs. It belongs to the steps'
+        thread from here on."""
         self._stage = stage
         self._executor = executor
         self._launched: queue.SimpleQueue[ForwardBatch | None] = queue.SimpleQueue()
-        self._ended: queue.SimpleQueue[StepResult | Exception | None] = queue.SimpleQueue()  # None: `wake` was called
+        self._ended: queue.SimpleQueue[StepResult | Exception | None] = (
+            queue.SimpleQueue()
+        )  # None: `wake` was called
         self._thread = threading.Thread(target=self._run, name=STEPS_THREAD, daemon=True)
         self._thread.start()
 
@@ -42,12 +47,15 @@ class AheadStage:
         (batch,) = step
         if batch is None:
             raise ValueError("a step of the only data rank has a batch")
-        with suppress(Exception):  # without a mark `run` plans again, and what that raises is the step's error
+        with suppress(
+            Exception
+        ):  # without a mark `run` plans again, and what that raises is the step's error
             self._executor.plan_ahead(batch)
         self._launched.put(batch)
 
     def collect(self, timeout_s: float) -> StepResults | None:
-        """See `Pipeline.collect`. Raises what broke the stage, after which no other result comes."""
+        """See `Pipeline.collect`. Raises what broke the stage, after which no other result
+        comes."""
         try:
             ended = self._ended.get(timeout=timeout_s)
         except queue.Empty:
@@ -82,19 +90,31 @@ class AheadStage:
 
 
 def put_drawn(batch: ForwardBatch, drawn: Mapping[int, int]) -> None:
-    """Replace `NOT_DRAWN` by what the step before has drawn, by request. A request that it has drawn nothing for has
-    failed with it: its row computes token 0, of which nothing is kept."""
+    """Replace `NOT_DRAWN` by what the step before has drawn, by request. A request that it has
+    drawn nothing for has failed with it: its row computes token 0, of which nothing is kept."""
     if batch.token_ids is None or not (batch.token_ids == NOT_DRAWN).any():
         return
-    keys = [key for key, length in zip(batch.request_keys, batch.query_lens, strict=True) for _ in range(length)]
-    batch.token_ids.copy_(torch.tensor(
-        [drawn.get(key, 0) if token == NOT_DRAWN else token
-         for key, token in zip(keys, batch.token_ids.tolist(), strict=True)], dtype=torch.int64))
+    keys = [
+        key
+        for key, length in zip(batch.request_keys, batch.query_lens, strict=True)
+        for _ in range(length)
+    ]
+    batch.token_ids.copy_(
+        torch.tensor(
+            [
+                drawn.get(key, 0) if token == NOT_DRAWN else token
+                for key, token in zip(keys, batch.token_ids.tolist(), strict=True)
+            ],
+            dtype=torch.int64,
+        )
+    )
 
 
 def drawn_tokens(batch: ForwardBatch, result: StepResult) -> Mapping[int, int]:
     """By request; none of a step that failed."""
     if result.error is not None:
         return {}
-    drawing = [key for key, row in zip(batch.request_keys, batch.sampling, strict=True) if row is not None]
+    drawing = [
+        key for key, row in zip(batch.request_keys, batch.sampling, strict=True) if row is not None
+    ]
     return {key: token.token_id for key, token in zip(drawing, result.tokens, strict=True)}

@@ -1,5 +1,6 @@
-"""What of torch.distributed's process groups is used here, typed where its stubs are silent. Each object is made by
-its own constructor: `torch.distributed.init_process_group` would make one for the whole process.
+"""What of torch.distributed's process groups is used here, typed where its stubs are silent. Each
+object is made by its own constructor: `torch.distributed.init_process_group` would make one for the
+whole process.
 """
 
 from datetime import timedelta
@@ -38,11 +39,14 @@ class _GlooFactory(Protocol):
 
     def create_device(self, *, hostname: str) -> object: ...
 
-    def __call__(self, store: Store, rank: int, size: int, options: _GlooOptions) -> PointToPoint: ...
+    def __call__(
+        self, store: Store, rank: int, size: int, options: _GlooOptions
+    ) -> PointToPoint: ...
 
 
 def gloo_group(store: Store, rank: int, size: int, *, host: str, timeout_s: float) -> PointToPoint:
-    """Listens at `host`. Blocks until all are there; raises RuntimeError when they are not in time."""
+    """Listens at `host`. Blocks until all are there; raises RuntimeError when they are not in
+    time."""
     factory = cast(_GlooFactory, ProcessGroupGloo)
     options = factory._Options()  # noqa: SLF001 - it has no other name
     options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001

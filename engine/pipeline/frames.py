@@ -1,5 +1,5 @@
-"""Frames between the stages of a pool: one header, a table of the tensors, the record, and the tensors' bytes where
-they travel within the frame.
+"""Frames between the stages of a pool: one header, a table of the tensors, the record, and the
+tensors' bytes where they travel within the frame.
 
     head     of the channel's own length, filled in by it: what it recognizes the frame by
     header   <4s BBB x H xx I Q     magic, schema, kind, route, tensors, bytes of the record, sequence
@@ -7,13 +7,14 @@ they travel within the frame.
     record   see `engine/pipeline/records.py`
     run      the tensors one after the other, each at a multiple of 64 from its start, which is one, too
 
-The channel between processes authenticates all of it (`transfer/transport/forming.py`): whatever of a frame was changed
-on its way, or comes from elsewhere, is noticed before anything is read from it. Tensors beside their frame are not in
-it, because no host sees them: there the links' own checks protect them from damage (a CRC with replay on NVLink, PCIe
-and InfiniBand; TCP's checksum where NCCL or gloo use sockets), and the frame protects their number, dtypes and shapes.
+The channel between processes authenticates all of it (`transfer/transport/forming.py`): whatever of
+a frame was changed on its way, or comes from elsewhere, is noticed before anything is read from it.
+Tensors beside their frame are not in it, because no host sees them: there the links' own checks
+protect them from damage (a CRC with replay on NVLink, PCIe and InfiniBand; TCP's checksum where
+NCCL or gloo use sockets), and the frame protects their number, dtypes and shapes.
 
-The tensors of one packet lie in one flat run of bytes: so they are one message between devices, and one copy between
-host memory and a device.
+The tensors of one packet lie in one flat run of bytes: so they are one message between devices, and
+one copy between host memory and a device.
 """
 
 import math
@@ -55,8 +56,8 @@ class TensorSpec(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A frame as it arrived; `run` is empty when the tensors travel beside it. Both views live as long as its
-    memory."""
+    """A frame as it arrived; `run` is empty when the tensors travel beside it. Both views live as
+    long as its memory."""
 
     kind: PacketKind
     sequence: int
@@ -77,23 +78,39 @@ def run_bytes(specs: Sequence[TensorSpec]) -> int:
 
 
 def write(route: TensorRoute, packet: Packet, head_bytes: int = 0) -> bytearray:
-    """Return one contiguous frame; the tensors' bytes are in it on the route WITHIN. Its first `head_bytes` are left to
-    the channel, and all else is placed from there on."""
+    """Return one contiguous frame; the tensors' bytes are in it on the route WITHIN. Its first
+    `head_bytes` are left to the channel, and all else is placed from there on."""
     specs = specs_of(packet.tensors)
     start = head_bytes + _HEADER.size + _ENTRY.size * len(specs)
     end = start + len(packet.record)
     run = head_bytes + _aligned(end - head_bytes) if route is TensorRoute.WITHIN and specs else end
     frame = bytearray(run + (run_bytes(specs) if route is TensorRoute.WITHIN else 0))
-    _HEADER.pack_into(frame, head_bytes, _MAGIC, SCHEMA, packet.kind, route, len(specs), len(packet.record),
-                      packet.sequence)
+    _HEADER.pack_into(
+        frame,
+        head_bytes,
+        _MAGIC,
+        SCHEMA,
+        packet.kind,
+        route,
+        len(specs),
+        len(packet.record),
+        packet.sequence,
+    )
     for place, spec in enumerate(specs):
         extents = (*spec.shape, *(0,) * _MAX_DIMS)[:_MAX_DIMS]
-        _ENTRY.pack_into(frame, head_bytes + _HEADER.size + place * _ENTRY.size, _DTYPES.index(spec.dtype),
-                         len(spec.shape), *extents)
+        _ENTRY.pack_into(
+            frame,
+            head_bytes + _HEADER.size + place * _ENTRY.size,
+            _DTYPES.index(spec.dtype),
+            len(spec.shape),
+            *extents,
+        )
     view, at = memoryview(frame), run
     view[start:end] = packet.record
-    for tensor, spec in zip(packet.tensors, specs, strict=True) if route is TensorRoute.WITHIN else ():
-        view[at:at + spec.num_bytes] = tensor.reshape(-1).view(torch.uint8).cpu().numpy().data
+    for tensor, spec in (
+        zip(packet.tensors, specs, strict=True) if route is TensorRoute.WITHIN else ()
+    ):
+        view[at : at + spec.num_bytes] = tensor.reshape(-1).view(torch.uint8).cpu().numpy().data
         at += _aligned(spec.num_bytes)
     return frame
 
@@ -109,18 +126,26 @@ def read(data: memoryview) -> Frame:
         raise IntegrityError(f"{len(data)} bytes are not a frame")
     magic, schema, kind, route, count, record_bytes, sequence = _HEADER.unpack_from(data, 0)
     if magic != _MAGIC or schema != SCHEMA:
-        raise IntegrityError(f"{len(data)} bytes are not a frame of schema {SCHEMA}: magic {magic!r}, schema {schema}")
+        raise IntegrityError(
+            f"{len(data)} bytes are not a frame of schema {SCHEMA}: magic {magic!r}, schema {schema}"
+        )
     try:
         start = _HEADER.size + _ENTRY.size * count
-        specs = tuple([_spec(*entry) for entry in _ENTRY.iter_unpack(data[_HEADER.size:start])])
+        specs = tuple([_spec(*entry) for entry in _ENTRY.iter_unpack(data[_HEADER.size : start])])
         end = start + record_bytes
         is_within = TensorRoute(route) is TensorRoute.WITHIN and count > 0
         run = _aligned(end) if is_within else end
         if len(data) != run + (run_bytes(specs) if is_within else 0):
-            raise ValueError(f"a record of {record_bytes} bytes and {count} tensors are not as long")
-        return Frame(PacketKind(kind), sequence, TensorRoute(route), specs, data[start:end], data[run:])
+            raise ValueError(
+                f"a record of {record_bytes} bytes and {count} tensors are not as long"
+            )
+        return Frame(
+            PacketKind(kind), sequence, TensorRoute(route), specs, data[start:end], data[run:]
+        )
     except (struct.error, ValueError, IndexError) as error:
-        raise InternalError(f"frame {sequence} of {len(data)} bytes is malformed: {error}") from error
+        raise InternalError(
+            f"frame {sequence} of {len(data)} bytes is malformed: {error}"
+        ) from error
 
 
 def fill(run: Tensor, tensors: Sequence[Tensor]) -> None:
@@ -128,7 +153,7 @@ def fill(run: Tensor, tensors: Sequence[Tensor]) -> None:
     at = 0
     for tensor in tensors:
         num_bytes = tensor.numel() * tensor.dtype.itemsize
-        run[at:at + num_bytes].view(tensor.dtype).copy_(tensor.reshape(-1))
+        run[at : at + num_bytes].view(tensor.dtype).copy_(tensor.reshape(-1))
         at += _aligned(num_bytes)
 
 
@@ -137,7 +162,9 @@ def cut(run: Tensor, specs: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
     tensors, at = [], 0
     for spec in specs:
         end = at + spec.num_bytes
-        whole = run if end - at == len(run) else run[at:end]  # one tensor without padding, as a rule: no view needed
+        whole = (
+            run if end - at == len(run) else run[at:end]
+        )  # one tensor without padding, as a rule: no view needed
         tensors.append(whole.view(spec.dtype).view(spec.shape))
         at = _aligned(end)
     return tuple(tensors)

@@ -1,11 +1,13 @@
-"""Tensors from one stage to the next, beside their frames: point-to-point messages of `torch.distributed`.
+"""Tensors from one stage to the next, beside their frames: point-to-point messages of
+`torch.distributed`.
 
-A link is one direction between two neighbours, with a process group of its own: a lost neighbour costs the links to it
-and no other, and nothing is shared with other users of torch.distributed in this process. A message is received only
-when its frame has given its length, so nothing ever waits on a device for a neighbour that sends nothing.
+A link is one direction between two neighbours, with a process group of its own: a lost neighbour
+costs the links to it and no other, and nothing is shared with other users of torch.distributed in
+this process. A message is received only when its frame has given its length, so nothing ever waits
+on a device for a neighbour that sends nothing.
 
-Opening a link needs both ends and cannot be cancelled, so it runs in a thread that nothing waits for longer than a
-deadline.
+Opening a link needs both ends and cannot be cancelled, so it runs in a thread that nothing waits
+for longer than a deadline.
 """
 
 import threading
@@ -21,7 +23,9 @@ from torch import Tensor
 from engine.pipeline.c10d import Store
 from engine.pipeline.rendezvous import Rendezvous
 
-OPEN_TIMEOUT_S = 45.0  # both ends begin at nearly the same time; NCCL takes seconds to find its devices
+OPEN_TIMEOUT_S = (
+    45.0  # both ends begin at nearly the same time; NCCL takes seconds to find its devices
+)
 MESSAGE_TIMEOUT_S = 30.0
 
 
@@ -29,7 +33,8 @@ class Transfer(Protocol):
     """One message under way. Its memory is in use until it is done."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it is done, after at most `timeout_s`. Raises RuntimeError when it never will be."""
+        """Whether it is done, after at most `timeout_s`. Raises RuntimeError when it never will
+        be."""
         ...
 
 
@@ -50,7 +55,8 @@ class P2PLink(Protocol):
 
 
 class LinkBackend(Protocol):
-    """How links are made on this stage's device. `device_id` is the same for two stages on one device only."""
+    """How links are made on this stage's device. `device_id` is the same for two stages on one
+    device only."""
 
     @property
     def name(self) -> str: ...
@@ -62,8 +68,8 @@ class LinkBackend(Protocol):
     def device_id(self) -> str: ...
 
     def open(self, store: Store, end: int) -> P2PLink:
-        """Meet the other end in `store`; `end` is 0 for the sender, 1 for the receiver. Blocks until both are there.
-        Raises RuntimeError when they do not meet."""
+        """Meet the other end in `store`; `end` is 0 for the sender, 1 for the receiver. Blocks
+        until both are there. Raises RuntimeError when they do not meet."""
         ...
 
 
@@ -75,7 +81,8 @@ class PendingLink:
         threading.Thread(target=self._run, args=(open_link,), name="link", daemon=True).start()
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it is open, after at most `timeout_s`. Raises RuntimeError when it cannot be opened."""
+        """Whether it is open, after at most `timeout_s`. Raises RuntimeError when it cannot be
+        opened."""
         wait_for([self._opened], timeout_s)
         return self._opened.done() and self._opened.result() is not None
 
@@ -103,9 +110,12 @@ def _abort_opened(opened: Future[P2PLink]) -> None:
 
 
 class P2PLinks:
-    """The links of one stage in one forming of its pool: from the stage before it, and to the next one."""
+    """The links of one stage in one forming of its pool: from the stage before it, and to the next
+    one."""
 
-    def __init__(self, backend: LinkBackend, place: Rendezvous, *, room: str, rank: int, size: int) -> None:
+    def __init__(
+        self, backend: LinkBackend, place: Rendezvous, *, room: str, rank: int, size: int
+    ) -> None:
         """`room`: the name of the forming at the rendezvous, which only its members know."""
         self.device = backend.device
         self._to = {rank + 1: _pending(backend, place, room, rank, 0)} if rank + 1 < size else {}
@@ -124,5 +134,7 @@ class P2PLinks:
             pending.abort()
 
 
-def _pending(backend: LinkBackend, place: Rendezvous, room: str, sender: int, end: int) -> PendingLink:
+def _pending(
+    backend: LinkBackend, place: Rendezvous, room: str, sender: int, end: int
+) -> PendingLink:
     return PendingLink(lambda: backend.open(place.enter(f"{room}/{sender}", OPEN_TIMEOUT_S), end))

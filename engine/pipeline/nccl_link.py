@@ -17,7 +17,8 @@ from engine.pipeline.links import OPEN_TIMEOUT_S, P2PLink, Transfer
 _SPIN_S = 200e-6
 _SLEEP_S = 50e-6
 _ENVIRONMENT = {
-    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # its watchdog would end the process; a stage outlives its neighbours
+    # its watchdog would end the process; a stage outlives its neighbours
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # so would the watchdog's own
     "TORCH_NCCL_BLOCKING_WAIT": "0",  # waits belong to the device
 }
@@ -39,14 +40,16 @@ class NcclBackend:
         options = ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=OPEN_TIMEOUT_S)  # noqa: SLF001 - it has no other name
         with torch.cuda.device(self.device):
-            link = NcclLink(cast(PointToPoint, ProcessGroupNCCL(store, end, 2, options)), self.device, end)
+            link = NcclLink(
+                cast(PointToPoint, ProcessGroupNCCL(store, end, 2, options)), self.device, end
+            )
             link.greet()
         return link
 
 
 class NcclLink:
-    """Satisfies `engine.pipeline.links.P2PLink`. Its messages run on a stream of its own: one that is received waits
-    for nothing that was launched before, one that is sent for everything."""
+    """Satisfies `engine.pipeline.links.P2PLink`. Its messages run on a stream of its own: one that
+    is received waits for nothing that was launched before, one that is sent for everything."""
 
     def __init__(self, group: PointToPoint, device: torch.device, end: int) -> None:
         self._group = group
@@ -77,7 +80,9 @@ class NcclLink:
     def abort(self) -> None:
         self._group.abort()
 
-    def _launch(self, operation: Callable[[list[Tensor], int, int], Work], flat: Tensor) -> Transfer:
+    def _launch(
+        self, operation: Callable[[list[Tensor], int, int], Work], flat: Tensor
+    ) -> Transfer:
         operation([flat], self._peer, 0).wait()  # this stream waits, not the host
         done = torch.cuda.Event()  # type: ignore[no-untyped-call]
         done.record(self._stream)
@@ -86,7 +91,8 @@ class NcclLink:
 
 @dataclass(frozen=True)
 class _NcclTransfer:
-    """Done when the device has passed it. A message that fails is never passed: its kernel runs until it is aborted."""
+    """Done when the device has passed it. A message that fails is never passed: its kernel runs
+    until it is aborted."""
 
     flat: Tensor
     done: torch.cuda.Event

@@ -1,9 +1,10 @@
-"""Two halves of a batch that take turns on each rank of a stage: while the parts that one has sent are under way, and
-other ranks compute theirs, the other half computes.
+"""Two halves of a batch that take turns on each rank of a stage: while the parts that one has sent
+are under way, and other ranks compute theirs, the other half computes.
 
-Each half has a thread, and one of the two runs at a time: a half has the turn until it has sent its part of an exchange
-(`StageRanks`) or is over. So the halves' exchanges alternate, in the same order on all ranks. The halves are rows of
-the batch, each planned by itself, and no row's sums depend on other rows: the bits are those of the whole batch.
+Each half has a thread, and one of the two runs at a time: a half has the turn until it has sent its
+part of an exchange (`StageRanks`) or is over. So the halves' exchanges alternate, in the same order
+on all ranks. The halves are rows of the batch, each planned by itself, and no row's sums depend on
+other rows: the bits are those of the whole batch.
 """
 
 import threading
@@ -30,13 +31,17 @@ class Overlap:
         self._error: Exception | None = None
 
     def middle(self, batch: ForwardBatch) -> int | None:
-        """The first row of the second half, with halves of about as many tokens; None where the batch runs whole. Steps
-        of a pool that speculates do: their trees are not split."""
-        is_plain = batch.mode in (ForwardMode.PREFILL, ForwardMode.DECODE) and batch.spec_info is None
+        """The first row of the second half, with halves of about as many tokens; None where the
+        batch runs whole. Steps of a pool that speculates do: their trees are not split."""
+        is_plain = (
+            batch.mode in (ForwardMode.PREFILL, ForwardMode.DECODE) and batch.spec_info is None
+        )
         if batch.num_tokens < self._min_tokens or batch.num_rows < 2 or not is_plain:
             return None
         ends = list(accumulate(batch.query_lens))
-        return min(range(1, batch.num_rows), key=lambda row: abs(2 * ends[row - 1] - batch.num_tokens))
+        return min(
+            range(1, batch.num_rows), key=lambda row: abs(2 * ends[row - 1] - batch.num_tokens)
+        )
 
     def run(self, first: Half, second: Half) -> StageOutput:
         """Both, by turns. Raises what the first of them raised that did; the other ends with it."""
@@ -49,8 +54,8 @@ class Overlap:
         return before.joined(later.result())
 
     def pass_turn(self) -> None:
-        """In a half: the other goes on until it passes the turn back, or is over. Elsewhere nothing. Waits of halves
-        are waits for other ranks, which have deadlines."""
+        """In a half: the other goes on until it passes the turn back, or is over. Elsewhere
+        nothing. Waits of halves are waits for other ranks, which have deadlines."""
         own = self._has_turn
         if not self._is_over[1 - own]:
             self._turns[1 - own].release()

@@ -1,19 +1,22 @@
-"""The ranks that share a stage, as one of them sees them: what each has computed of a product goes to all.
+"""The ranks that share a stage, as one of them sees them: what each has computed of a product goes
+to all.
 
-The leader plans each batch once, for all: it sends the batch to the other ranks of stage 0, and rank r of a stage hands
-it on to rank r of the next. So every rank runs the same batches in the same order, and exchanges the same parts in the
-same order: nobody votes. Parts go by frames of the stage channel, or through memory that the ranks share. They are
-counted within their batch; one that is not the next due breaks the pool, and so does one that does not come in time.
-Long parts go in rounds, a piece from each rank in each, so what is under way has a bound.
+The leader plans each batch once, for all: it sends the batch to the other ranks of stage 0, and
+rank r of a stage hands it on to rank r of the next. So every rank runs the same batches in the same
+order, and exchanges the same parts in the same order: nobody votes. Parts go by frames of the stage
+channel, or through memory that the ranks share. They are counted within their batch; one that is
+not the next due breaks the pool, and so does one that does not come in time. Long parts go in
+rounds, a piece from each rank in each, so what is under way has a bound.
 
-With several data ranks a step is a batch for each of them, and every batch has the shares of all. So what a rank has to
-take part in is known, and not gathered: one that has nothing of its own runs an idle batch (`plan_step`).
+With several data ranks a step is a batch for each of them, and every batch has the shares of all.
+So what a rank has to take part in is known, and not gathered: one that has nothing of its own runs
+an idle batch (`plan_step`).
 
-Where the halves of a batch take turns (`engine/pipeline/overlap.py`) two exchanges may be open at a time; each half
-has its own, and all ranks begin them in the same order.
+Where the halves of a batch take turns (`engine/pipeline/overlap.py`) two exchanges may be open at a
+time; each half has its own, and all ranks begin them in the same order.
 
-A rank that cannot run a batch sends the others a fault in place of its next part: the batch fails on all of them, and
-what they still had on the way for it is dropped with the next one.
+A rank that cannot run a batch sends the others a fault in place of its next part: the batch fails
+on all of them, and what they still had on the way for it is dropped with the next one.
 """
 
 import math
@@ -37,9 +40,13 @@ from runtime.errors import DeadlineError, IntegrityError, InternalError, PeerLos
 
 BROKEN_POOL = (PeerLostError, IntegrityError, DeadlineError)  # not the batch is at fault
 MAX_PART_BYTES = 16 << 20  # of one frame of the stage channel
-_WITHIN_DATA_RANK = 1 << 31  # added to the numbers of these exchanges, which are counted for themselves
+_WITHIN_DATA_RANK = (
+    1 << 31
+)  # added to the numbers of these exchanges, which are counted for themselves
 _LOOK_S = 1.0
-_SHARE_OF_STEP = 0.75  # of the time a step may take: a wait for another rank ends before this one counts as hung
+_SHARE_OF_STEP = (
+    0.75  # of the time a step may take: a wait for another rank ends before this one counts as hung
+)
 
 
 _Outgoing = tuple[Sequence[int], memoryview]  # to ranks of the pool
@@ -53,8 +60,8 @@ def plan_step(own: Sequence[ForwardBatch | None]) -> Step:
     a batch           itself; a PREBUILT one takes part in others' forwards with its `inner_idle`, once
     none              nothing, or an idle batch where another rank has tokens
 
-    So a pool of one data rank never runs an idle batch. Every batch gets the shares of all ranks, for layers that all
-    of them divide; these are never absent.
+    So a pool of one data rank never runs an idle batch. Every batch gets the shares of all ranks,
+    for layers that all of them divide; these are never absent.
     """
     shares = tuple(_share_of(batch) for batch in own)
     is_needed = any(share.tokens for share in shares)
@@ -95,8 +102,10 @@ class _FrameParts:
     def receive(self, rank: int, into: memoryview, *, timeout_s: float) -> PartPiece | None:
         packet = self._channel.receive(rank, timeout_s=timeout_s)
         if packet is not None and packet.kind not in (PacketKind.PART, PacketKind.FAULT):
-            raise IntegrityError(f"from stage {rank}: {packet.kind.name.lower()} of batch {packet.sequence} where a "
-                                 f"part is due")
+            raise IntegrityError(
+                f"from stage {rank}: {packet.kind.name.lower()} of batch {packet.sequence} where a "
+                f"part is due"
+            )
         return None if packet is None else records.unpack_piece(packet, into)
 
     def abandon(self) -> None:
@@ -104,12 +113,20 @@ class _FrameParts:
 
 
 class StageRanks:
-    """Satisfies `engine.contracts.model.RanksOfStage`. Belongs to the engine thread, but for `abandon`."""
+    """Satisfies `engine.contracts.model.RanksOfStage`. Belongs to the engine thread, but for
+    `abandon`."""
 
-    def __init__(self, own: TensorRank = ONLY_RANK, *, stage: int = 0, step_limit_s: float = 0.0,
-                 while_under_way: Callable[[], object] = lambda: None) -> None:
-        """`stage`: whose ranks they are. A part is waited for most of the time that a step may take (`StepLimit`).
-        `while_under_way` is called in every exchange when this rank's part has left; another may be begun in it."""
+    def __init__(
+        self,
+        own: TensorRank = ONLY_RANK,
+        *,
+        stage: int = 0,
+        step_limit_s: float = 0.0,
+        while_under_way: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`stage`: whose ranks they are. A part is waited for most of the time that a step may take
+        (`StepLimit`). `while_under_way` is called in every exchange when this rank's part has left;
+        another may be begun in it."""
         self.own = own
         self._stage = stage
         self._first = stage * own.size  # in the pool
@@ -122,13 +139,15 @@ class StageRanks:
         self._exchanges: Counter[int] = Counter()  # within it, by what their numbers begin at
         self._number = 0  # of the present one
         self._open: set[int] = set()  # numbers of those whose parts have not all come
-        self._early: dict[tuple[int, int], PartPiece] = {}  # by rank and number, what came while another was due
+        self._early: dict[
+            tuple[int, int], PartPiece
+        ] = {}  # by rank and number, what came while another was due
         self._while_under_way = while_under_way
         self._is_abandoned = threading.Event()
 
     def use(self, channel: StageChannel, parts: PartChannel | None = None) -> None:
-        """From here on the others are reached by this channel, which was connected for a new epoch of the pool, and
-        get their parts by the second one, if there is one."""
+        """From here on the others are reached by this channel, which was connected for a new epoch
+        of the pool, and get their parts by the second one, if there is one."""
         self._channel, self._parts = channel, parts or _FrameParts(channel)
         self._sequence = 0
         self._is_abandoned.clear()
@@ -140,10 +159,13 @@ class StageRanks:
             self._parts.abandon()
 
     def lead(self, sequence: int, step: Step) -> None:
-        """On the leader: to each of the other ranks of its stage the batch of its data rank. Raises PeerLostError and
-        DeadlineError."""
-        packets = [None if batch is None else records.pack_input(sequence, batch) for batch in step] if (
-            self._others) else []
+        """On the leader: to each of the other ranks of its stage the batch of its data rank. Raises
+        PeerLostError and DeadlineError."""
+        packets = (
+            [None if batch is None else records.pack_input(sequence, batch) for batch in step]
+            if (self._others)
+            else []
+        )
         each = self.own.attention.size
         for rank in self._others:
             packet = packets[(rank - self._first) // each]
@@ -152,8 +174,8 @@ class StageRanks:
 
     @contextmanager
     def step(self, sequence: int) -> Iterator[None]:
-        """Around all that is done for a batch; whatever is raised within reaches the other ranks, unless the pool is
-        broken."""
+        """Around all that is done for a batch; whatever is raised within reaches the other ranks,
+        unless the pool is broken."""
         self._sequence = sequence
         self._exchanges.clear()
         self._open.clear()
@@ -167,9 +189,12 @@ class StageRanks:
             raise
         except Exception as error:  # whatever it is, the other ranks wait for this one's parts
             if self._parts is not None:
-                why = str(error).encode(errors="replace")[:records.MAX_ERROR_BYTES]
-                self._parts.send(self._others, PartPiece(PacketKind.FAULT, sequence, 0, bytearray(why)),
-                                 timeout_s=self._wait_s)
+                why = str(error).encode(errors="replace")[: records.MAX_ERROR_BYTES]
+                self._parts.send(
+                    self._others,
+                    PartPiece(PacketKind.FAULT, sequence, 0, bytearray(why)),
+                    timeout_s=self._wait_s,
+                )
             raise
         self._limit.observe(time.monotonic() - began_s)
 
@@ -189,20 +214,39 @@ class StageRanks:
         """See `Ranks.complete`."""
         self.complete_among(range(self.own.size), rows, counts)
 
-    def gather_among(self, members: range, part: Tensor, counts: Sequence[int] | None = None, *,
-                     first_number: int = 0) -> Tensor:
+    def gather_among(
+        self,
+        members: range,
+        part: Tensor,
+        counts: Sequence[int] | None = None,
+        *,
+        first_number: int = 0,
+    ) -> Tensor:
         """As `gather`, of these ranks of the stage; see `_exchange`."""
         others = [self._first + rank for rank in members if rank != self.own.rank]
         return self._exchange([(others, part)], part, members, counts, first_number=first_number)
 
-    def swap_among(self, members: range, parts: Sequence[Tensor], counts: Sequence[int] | None = None, *,
-                   first_number: int = 0) -> Tensor:
+    def swap_among(
+        self,
+        members: range,
+        parts: Sequence[Tensor],
+        counts: Sequence[int] | None = None,
+        *,
+        first_number: int = 0,
+    ) -> Tensor:
         """As `swap`, of these ranks of the stage; see `_exchange`."""
-        sent = [([self._first + rank], part) for rank, part in zip(members, parts, strict=True)
-                if rank != self.own.rank]
-        return self._exchange(sent, parts[members.index(self.own.rank)], members, counts, first_number=first_number)
+        sent = [
+            ([self._first + rank], part)
+            for rank, part in zip(members, parts, strict=True)
+            if rank != self.own.rank
+        ]
+        return self._exchange(
+            sent, parts[members.index(self.own.rank)], members, counts, first_number=first_number
+        )
 
-    def swap_shares_among(self, members: range, shares: Sequence[Tensor], *, first_number: int = 0) -> list[Tensor]:
+    def swap_shares_among(
+        self, members: range, shares: Sequence[Tensor], *, first_number: int = 0
+    ) -> list[Tensor]:
         """As `swap_shares`, of these ranks of the stage; see `_exchange`."""
         number, own = self._begin(first_number), shares[members.index(self.own.rank)]
         parts = [own if rank == self.own.rank else torch.empty_like(own) for rank in members]
@@ -214,7 +258,9 @@ class StageRanks:
         self._move(outgoing, coming, number)
         return parts
 
-    def complete_among(self, members: range, rows: Tensor, counts: Sequence[int], *, first_number: int = 0) -> None:
+    def complete_among(
+        self, members: range, rows: Tensor, counts: Sequence[int], *, first_number: int = 0
+    ) -> None:
         """As `complete`, of these ranks of the stage; see `_exchange`."""
         number, shares = self._begin(first_number), torch.split(rows, list(counts))
         others, coming = list[int](), list[_Coming]()
@@ -226,25 +272,45 @@ class StageRanks:
 
     def collect(self, part: Tensor, counts: Sequence[int], widths: Sequence[int]) -> Tensor | None:
         """See `RanksOfStage.collect`."""
-        number, size, shares = self._begin(0), self.own.attention.size, torch.split(part, list(counts))
-        outgoing = [([self._first + place * size], _bytes_of(share)) for place, share in enumerate(shares)
-                    if place * size != self.own.rank]
+        number, size, shares = (
+            self._begin(0),
+            self.own.attention.size,
+            torch.split(part, list(counts)),
+        )
+        outgoing = [
+            ([self._first + place * size], _bytes_of(share))
+            for place, share in enumerate(shares)
+            if place * size != self.own.rank
+        ]
         own, is_first = shares[self.own.data_rank], self.own.attention.rank == 0
-        parts = [own if rank == self.own.rank else own.new_empty(len(own), width)
-                 for rank, width in enumerate(widths)] if is_first else []
-        coming = [(self._first + rank, _bytes_of(found)) for rank, found in enumerate(parts) if rank != self.own.rank]
+        parts = (
+            [
+                own if rank == self.own.rank else own.new_empty(len(own), width)
+                for rank, width in enumerate(widths)
+            ]
+            if is_first
+            else []
+        )
+        coming = [
+            (self._first + rank, _bytes_of(found))
+            for rank, found in enumerate(parts)
+            if rank != self.own.rank
+        ]
         self._move(outgoing, coming, number)
         return torch.cat(parts, dim=1) if is_first else None
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """See `RanksOfStage.gather_rows`. The ranks of a data rank all have its rows, and send equal shares of them."""
+        """See `RanksOfStage.gather_rows`. The ranks of a data rank all have its rows, and send
+        equal shares of them."""
         self._check_counts(counts, len(rows))
         size = self.own.attention.size
         each = [rows_per_rank(count, size) for count in counts]
         own, start = each[self.own.data_rank], self.own.attention.rank * each[self.own.data_rank]
         padding = rows.new_zeros(own * size - len(rows), *rows.shape[1:])
-        every = self.gather(torch.cat([rows, padding])[start:start + own], [count for count in each
-                                                                            for _ in range(size)])
+        every = self.gather(
+            torch.cat([rows, padding])[start : start + own],
+            [count for count in each for _ in range(size)],
+        )
         padded = torch.split(every, [count * size for count in each])
         return torch.cat([share[:count] for share, count in zip(padded, counts, strict=True)])
 
@@ -254,14 +320,24 @@ class StageRanks:
 
     def _check_counts(self, counts: Sequence[int], num_own: int) -> None:
         if len(counts) != self.own.data_size or counts[self.own.data_rank] != num_own:
-            raise InternalError(f"{num_own} rows of data rank {self.own.data_rank} of {self.own.data_size}, in a step "
-                                f"planned for {list(counts)}")
+            raise InternalError(
+                f"{num_own} rows of data rank {self.own.data_rank} of {self.own.data_size}, in a step "
+                f"planned for {list(counts)}"
+            )
 
-    def _exchange(self, sent: Sequence[tuple[Sequence[int], Tensor]], own: Tensor, members: range,
-                  counts: Sequence[int] | None = None, *, first_number: int = 0) -> Tensor:
-        """The next exchange: parts go to some ranks of the pool each. Returns what the members of the stage have for
-        this one, one behind the other: `own` of itself, of the others as many rows as it has, or `counts`. Exchanges
-        whose numbers begin at `first_number` are counted for themselves."""
+    def _exchange(
+        self,
+        sent: Sequence[tuple[Sequence[int], Tensor]],
+        own: Tensor,
+        members: range,
+        counts: Sequence[int] | None = None,
+        *,
+        first_number: int = 0,
+    ) -> Tensor:
+        """The next exchange: parts go to some ranks of the pool each. Returns what the members of
+        the stage have for this one, one behind the other: `own` of itself, of the others as many
+        rows as it has, or `counts`. Exchanges whose numbers begin at `first_number` are counted for
+        themselves."""
         number = self._begin(first_number)
         counts = [len(own)] * len(members) if counts is None else counts
         result = own.new_empty(sum(counts), *own.shape[1:])
@@ -279,7 +355,9 @@ class StageRanks:
     def _begin(self, first_number: int) -> int:
         """The number of the next exchange of those whose numbers begin there."""
         if self._parts is None:
-            raise InternalError(f"stage {self._stage} has {self.own.size} ranks and no channel between them")
+            raise InternalError(
+                f"stage {self._stage} has {self.own.size} ranks and no channel between them"
+            )
         self._exchanges[first_number] += 1
         number = self._number = first_number + self._exchanges[first_number]
         self._open.add(number)
@@ -293,32 +371,50 @@ class StageRanks:
         for start in range(0, max(1, longest), at_once):
             for ranks, data in outgoing:
                 if start < len(data):
-                    piece = PartPiece(PacketKind.PART, self._sequence, number, data[start:start + at_once])
+                    piece = PartPiece(
+                        PacketKind.PART, self._sequence, number, data[start : start + at_once]
+                    )
                     self._parts.send(ranks, piece, timeout_s=self._wait_s)
             if not start:
                 self._while_under_way()
                 self._number = number
             for rank, place in coming:
                 if start < len(place):
-                    self._receive(rank, place[start:start + at_once], deadline_s)
+                    self._receive(rank, place[start : start + at_once], deadline_s)
         self._open.remove(number)
 
     def _receive(self, rank: int, into: memoryview, deadline_s: float) -> None:
         while True:
-            piece = self._early.pop((rank, self._number), None) or self._next_piece(rank, into, deadline_s)
+            piece = self._early.pop((rank, self._number), None) or self._next_piece(
+                rank, into, deadline_s
+            )
             if piece.sequence < self._sequence:
                 continue  # of a batch that failed
             if piece.kind is PacketKind.FAULT and piece.sequence == self._sequence:
-                raise InternalError(f"{self._name(rank)}: {bytes(piece.data).decode(errors='replace')}")
-            if piece.number != self._number and piece.number in self._open and (rank, piece.number) not in self._early:
+                raise InternalError(
+                    f"{self._name(rank)}: {bytes(piece.data).decode(errors='replace')}"
+                )
+            if (
+                piece.number != self._number
+                and piece.number in self._open
+                and (rank, piece.number) not in self._early
+            ):
                 self._early[rank, piece.number] = piece._replace(data=bytearray(piece.data))
                 continue
-            if (piece.kind, piece.sequence, piece.number) != (PacketKind.PART, self._sequence, self._number):
-                raise IntegrityError(f"from {self._name(rank)}: {piece.kind.name.lower()} {piece.number} of batch "
-                                     f"{piece.sequence} where {self._where} is due")
+            if (piece.kind, piece.sequence, piece.number) != (
+                PacketKind.PART,
+                self._sequence,
+                self._number,
+            ):
+                raise IntegrityError(
+                    f"from {self._name(rank)}: {piece.kind.name.lower()} {piece.number} of batch "
+                    f"{piece.sequence} where {self._where} is due"
+                )
             if len(piece.data) != len(into):
-                raise IntegrityError(f"{self._name(rank)} has {len(piece.data)} bytes of {self._where}, not "
-                                     f"{len(into)}")
+                raise IntegrityError(
+                    f"{self._name(rank)} has {len(piece.data)} bytes of {self._where}, not "
+                    f"{len(into)}"
+                )
             if piece.data is not into:
                 into[:] = piece.data
             return
@@ -331,10 +427,14 @@ class StageRanks:
             if piece is not None:
                 return piece
             if self._is_abandoned.is_set():
-                raise PeerLostError(f"the pool broke while rank {self.own.rank} waited for {self._name(rank)}")
+                raise PeerLostError(
+                    f"the pool broke while rank {self.own.rank} waited for {self._name(rank)}"
+                )
             if left_s <= 0:
-                raise PeerLostError(f"rank {self.own.rank} of stage {self._stage} has waited {self._wait_s:g} s "
-                                    f"for {self._name(rank)}: {self._where} did not come")
+                raise PeerLostError(
+                    f"rank {self.own.rank} of stage {self._stage} has waited {self._wait_s:g} s "
+                    f"for {self._name(rank)}: {self._where} did not come"
+                )
 
     @property
     def _wait_s(self) -> float:
@@ -349,8 +449,8 @@ class StageRanks:
 
 
 class _AttentionRanks:
-    """Satisfies `Ranks` for layers that only the ranks of a data rank divide. Other data ranks may have no such
-    exchange."""
+    """Satisfies `Ranks` for layers that only the ranks of a data rank divide. Other data ranks may
+    have no such exchange."""
 
     def __init__(self, stage: StageRanks) -> None:
         self._stage = stage

@@ -1,12 +1,15 @@
-"""The record of a packet: a batch on its way through the stages, the result of the last stage, or an error.
+"""The record of a packet: a batch on its way through the stages, the result of the last stage, or
+an error.
 
-Records are msgspec structs in MessagePack. Most of their fields are the dataclasses that the engine itself works with,
-so that a new field of `SamplingParams` or `SpecRow` travels without a change here. Arrays travel as their bytes. A
-truncated or mistyped record raises while it is decoded; `unpack_batch` and `unpack_result` check what types cannot say:
-counts, signs, and that the record fits the tensors of its packet.
+Records are msgspec structs in MessagePack. Most of their fields are the dataclasses that the engine
+itself works with, so that a new field of `SamplingParams` or `SpecRow` travels without a change
+here. Arrays travel as their bytes. A truncated or mistyped record raises while it is decoded;
+`unpack_batch` and `unpack_result` check what types cannot say: counts, signs, and that the record
+fits the tensors of its packet.
 
-Stage 0 decides membership and sends it with every batch. Later stages keep nothing between packets but their pools. The
-last stage also keeps the output of requests whose penalties or grammar need it, and batches bring the changes.
+Stage 0 decides membership and sends it with every batch. Later stages keep nothing between packets
+but their pools. The last stage also keeps the output of requests whose penalties or grammar need
+it, and batches bring the changes.
 """
 
 import hashlib
@@ -49,9 +52,9 @@ class SpecRecord(msgspec.Struct, array_like=True, frozen=True):
 class BatchRecord(msgspec.Struct, array_like=True, frozen=True):
     """A `ForwardBatch` and the list of the tensors beside it.
 
-    Legend: R rows, T tokens, P pages of the longest row. Arrays are decoded as views into the packet. The tensors of
-    the packet are the hidden states, the selected keys and the auxiliary hidden states of `aux_layers`, in this order,
-    each if the record lists it.
+    Legend: R rows, T tokens, P pages of the longest row. Arrays are decoded as views into the
+    packet. The tensors of the packet are the hidden states, the selected keys and the auxiliary
+    hidden states of `aux_layers`, in this order, each if the record lists it.
 
     positions    [T] int64
     page_tables  [R, P] int32
@@ -115,8 +118,8 @@ _ERRORS = msgspec.msgpack.Decoder(ErrorRecord)
 
 
 def layout_digest(records: Sequence[type[msgspec.Struct]] = _RECORDS, schema: int = SCHEMA) -> str:
-    """Return a digest of everything both ends of a link must lay out alike: the frame's schema, and every field of the
-    records with its name, type and place."""
+    """Return a digest of everything both ends of a link must lay out alike: the frame's schema, and
+    every field of the records with its name, type and place."""
     places = [record.__struct_fields__ for record in records]  # the types of an array have no names
     types = msgspec.json.schema_components(records)
     text = json.dumps([schema, places, _without_prose(types)], sort_keys=True)
@@ -127,7 +130,9 @@ def _without_prose(schema: object) -> object:
     """Return a JSON schema without docstrings, which may differ between releases."""
     if isinstance(schema, Mapping):
         return {key: _without_prose(value) for key, value in schema.items() if key != "description"}
-    return [_without_prose(value) for value in schema] if isinstance(schema, list | tuple) else schema
+    return (
+        [_without_prose(value) for value in schema] if isinstance(schema, list | tuple) else schema
+    )
 
 
 LAYOUT = layout_digest()
@@ -140,11 +145,14 @@ def pack_batch(sequence: int, batch: ForwardBatch, output: StageOutput) -> Packe
 
 
 def pack_input(sequence: int, batch: ForwardBatch) -> Packet:
-    """Return what another rank of stage 0 needs to run its part of the stage's layers on the batch."""
+    """Return what another rank of stage 0 needs to run its part of the stage's layers on the
+    batch."""
     return _pack(sequence, batch, StageOutput(), batch.token_ids)
 
 
-def _pack(sequence: int, batch: ForwardBatch, output: StageOutput, token_ids: Tensor | None) -> Packet:
+def _pack(
+    sequence: int, batch: ForwardBatch, output: StageOutput, token_ids: Tensor | None
+) -> Packet:
     aux_layers = sorted(output.aux_hidden)
     tensors = [tensor for tensor in (output.hidden, output.selected_keys) if tensor is not None]
     tensors += [output.aux_hidden[layer_id] for layer_id in aux_layers]
@@ -186,8 +194,12 @@ def unpack_batch(packet: Packet) -> StageInput:
         raise _malformed(packet, error) from error
 
 
-def pack_result(sequence: int, tokens: Sequence[DrawnToken], verified: Sequence[Verified] = (),
-                scores: Sequence[Scores] = ()) -> Packet:
+def pack_result(
+    sequence: int,
+    tokens: Sequence[DrawnToken],
+    verified: Sequence[Verified] = (),
+    scores: Sequence[Scores] = (),
+) -> Packet:
     """Return the packet of a result; arguments as the fields of `StageResult`."""
     record = _ENCODER.encode(StageResult(list(tokens), list(verified), list(scores)))
     return Packet(record, kind=PacketKind.RESULT, sequence=sequence)
@@ -215,12 +227,14 @@ def pack_piece(piece: PartPiece) -> Packet:
 
 
 def unpack_piece(packet: Packet, into: memoryview) -> PartPiece:
-    """Return a piece whose bytes are a copy, in `into` if they fit it exactly. Raises InternalError when the record
-    makes no sense."""
+    """Return a piece whose bytes are a copy, in `into` if they fit it exactly. Raises InternalError
+    when the record makes no sense."""
     if len(packet.record) < _PART.size or packet.tensors:
-        raise InternalError(f"malformed part in frame {packet.sequence}: {len(packet.record)} bytes and "
-                            f"{len(packet.tensors)} tensors")
-    data = memoryview(packet.record)[_PART.size:]
+        raise InternalError(
+            f"malformed part in frame {packet.sequence}: {len(packet.record)} bytes and "
+            f"{len(packet.tensors)} tensors"
+        )
+    data = memoryview(packet.record)[_PART.size :]
     own = into if len(into) == len(data) else memoryview(bytearray(len(data)))
     own[:] = data
     return PartPiece(packet.kind, packet.sequence, _PART.unpack_from(packet.record)[0], own)
@@ -234,7 +248,9 @@ def _decode(decoder: "msgspec.msgpack.Decoder[RecordT]", packet: Packet) -> Reco
 
 
 def _malformed(packet: Packet, error: Exception) -> InternalError:
-    return InternalError(f"malformed {packet.kind.name.lower()} in frame {packet.sequence}: {error}")
+    return InternalError(
+        f"malformed {packet.kind.name.lower()} in frame {packet.sequence}: {error}"
+    )
 
 
 def _batch_of(record: BatchRecord) -> ForwardBatch:
@@ -273,13 +289,16 @@ def _batch_of(record: BatchRecord) -> ForwardBatch:
         scoring=record.scoring,
         states=record.states,
         ended_keys=record.ended_keys,
-        spec_info=None if record.spec is None else _spec_of(record.spec, record.query_lens, num_tokens),
+        spec_info=None
+        if record.spec is None
+        else _spec_of(record.spec, record.query_lens, num_tokens),
         shares=record.shares,
     )
 
 
 def _spec_of(record: SpecRecord, query_lens: Sequence[int], num_tokens: int) -> SpecInfo:
-    """Return the trees that a batch verifies. Raises ValueError where they are not those of its rows."""
+    """Return the trees that a batch verifies. Raises ValueError where they are not those of its
+    rows."""
     token_ids = torch.from_numpy(np.frombuffer(record.token_ids, np.int64).copy())
     _check_length("spec.token_ids", len(token_ids), num_tokens)
     _check_length("spec.rows", len(record.rows), len(query_lens))
@@ -293,16 +312,24 @@ def _spec_of(record: SpecRecord, query_lens: Sequence[int], num_tokens: int) -> 
 
 
 def _incoming(record: BatchRecord, num_tokens: int, tensors: Sequence[Tensor]) -> StageOutput:
-    """Return what the stage before computed. Raises ValueError where the tensors are not those the record lists."""
+    """Return what the stage before computed. Raises ValueError where the tensors are not those the
+    record lists."""
     for tensor in tensors:
         if not tensor.dim() or len(tensor) != num_tokens:
             raise ValueError(f"a tensor of shape {tuple(tensor.shape)} for {num_tokens} tokens")
-    _check_length("tensors", len(tensors), record.has_hidden + record.has_selected_keys + len(record.aux_layers))
+    _check_length(
+        "tensors",
+        len(tensors),
+        record.has_hidden + record.has_selected_keys + len(record.aux_layers),
+    )
     computed = list(tensors)
     hidden = computed.pop(0) if record.has_hidden else None
     selected_keys = computed.pop(0) if record.has_selected_keys else None
-    return StageOutput(hidden=hidden, aux_hidden=dict(zip(record.aux_layers, computed, strict=True)),
-                       selected_keys=selected_keys)
+    return StageOutput(
+        hidden=hidden,
+        aux_hidden=dict(zip(record.aux_layers, computed, strict=True)),
+        selected_keys=selected_keys,
+    )
 
 
 def _octets(tensor: Tensor) -> memoryview:
@@ -310,7 +337,8 @@ def _octets(tensor: Tensor) -> memoryview:
 
 
 def _array(name: str, octets: FrameBytes, dtype: type[np.int32] | type[np.int64]) -> Tensor:
-    """Return the numbers as a tensor of its own. Raises ValueError for a number below 0 or a cut one."""
+    """Return the numbers as a tensor of its own. Raises ValueError for a number below 0 or a cut
+    one."""
     array = np.frombuffer(octets, dtype).copy()
     if array.size:
         _refuse_negative(name, int(array.min()))

@@ -1,11 +1,12 @@
-"""A pipeline of stages as the loop sees it, and what each process of it does. `StageExecutor` runs one stage's layers
-on a batch, apart from its neighbours; the other classes connect it to them.
+"""A pipeline of stages as the loop sees it, and what each process of it does. `StageExecutor` runs
+one stage's layers on a batch, apart from its neighbours; the other classes connect it to them.
 
     rank 0 (head)             rank 1..n-2                 rank n-1 (tail)
     launch: forward, send ─▶  receive, forward, send ─▶   receive, forward, sample ─┐
     collect ◀───────────────────────────────────────────────────────────────────────┘
 
-Batches keep their order through every stage, so whatever a later batch reads an earlier one has written.
+Batches keep their order through every stage, so whatever a later batch reads an earlier one has
+written.
 """
 
 import logging
@@ -42,7 +43,8 @@ LayerObserver = Callable[[ForwardBatch, int], None]
 
 
 class Commits(Protocol):
-    """A cache that verification leaves with entries of nodes, of which the accepted ones must move to their place."""
+    """A cache that verification leaves with entries of nodes, of which the accepted ones must move
+    to their place."""
 
     def commit(self, batch: ForwardBatch) -> None:
         """Move what the batch's rows accepted of their previous step (`SpecRow.accepted`)."""
@@ -50,16 +52,25 @@ class Commits(Protocol):
 
 
 class StageExecutor:
-    """One stage's model with its backends. `on_layer_done(batch, layer_id)` is called for each layer as it completes;
-    `caches` commit what earlier verifications accepted before a batch runs. `graphs` take the batches that they were
-    captured for."""
+    """One stage's model with its backends. `on_layer_done(batch, layer_id)` is called for each
+    layer as it completes; `caches` commit what earlier verifications accepted before a batch runs.
+    `graphs` take the batches that they were captured for."""
 
-    def __init__(self, *, model: StageModel, attention: AttentionBackend | None, recurrent: RecurrentBackend,
-                 latent_attention: LatentAttentionBackend | None = None, caches: Sequence[Commits] = (),
-                 on_layer_done: LayerObserver | None = None, device: torch.device = HOST,
-                 graphs: Replays | None = None, overlap: Overlap | None = None) -> None:
-        """Exactly one of `attention` and `latent_attention` is given: the kind the model's layers have. `overlap`: how
-        batches run in two halves, where the stage's ranks do that."""
+    def __init__(
+        self,
+        *,
+        model: StageModel,
+        attention: AttentionBackend | None,
+        recurrent: RecurrentBackend,
+        latent_attention: LatentAttentionBackend | None = None,
+        caches: Sequence[Commits] = (),
+        on_layer_done: LayerObserver | None = None,
+        device: torch.device = HOST,
+        graphs: Replays | None = None,
+        overlap: Overlap | None = None,
+    ) -> None:
+        """Exactly one of `attention` and `latent_attention` is given: the kind the model's layers
+        have. `overlap`: how batches run in two halves, where the stage's ranks do that."""
         planner = attention if attention is not None else latent_attention
         if planner is None:
             raise ConfigError("a model without any attention layer is not supported", field="model")
@@ -80,15 +91,19 @@ class StageExecutor:
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch, incoming: StageOutput | None = None) -> StageOutput:
-        """Hidden states for the next stage, or logits of the drawing rows from the last. `incoming` is what the stage
-        before handed on; None on the first. PREBUILT batches pass through: their prompts were computed elsewhere. They
-        and idle ones only take part in what other data ranks need, and hand nothing on."""
+        """Hidden states for the next stage, or logits of the drawing rows from the last. `incoming`
+        is what the stage before handed on; None on the first. PREBUILT batches pass through: their
+        prompts were computed elsewhere. They and idle ones only take part in what other data ranks
+        need, and hand nothing on."""
         if batch.mode in (ForwardMode.PREBUILT, ForwardMode.IDLE):
             idle = batch.inner_idle if batch.mode is ForwardMode.PREBUILT else batch
             if idle is not None:
                 self.num_forwards["idle"] += 1
-                self.model.forward(idle, None, ForwardContext(self._attention, self._recurrent, None,
-                                                              self._latent_attention))
+                self.model.forward(
+                    idle,
+                    None,
+                    ForwardContext(self._attention, self._recurrent, None, self._latent_attention),
+                )
             return StageOutput()
         if self._device != HOST:
             use_in_this_thread(self._device)
@@ -112,22 +127,30 @@ class StageExecutor:
         first, second = batch.split(middle)
         given_first, given_second = given.split(first.num_tokens)
         # The second half is the later one in every layer.
-        return self._overlap.run(lambda: self._forward(first, given_first, None),
-                                 lambda: self._forward(second, given_second, done))
+        return self._overlap.run(
+            lambda: self._forward(first, given_first, None),
+            lambda: self._forward(second, given_second, done),
+        )
 
     @torch.inference_mode()
     def plan_ahead(self, batch: ForwardBatch) -> None:
-        """Plan and mark a batch while another one may run. Not where plans share memory: those of a device lie in
-        buffers that the running batch reads, and are made behind it by `run`."""
-        shares = self._device != HOST or (self._graphs is not None and self._graphs.plans_share_memory)
+        """Plan and mark a batch while another one may run. Not where plans share memory: those of a
+        device lie in buffers that the running batch reads, and are made behind it by `run`."""
+        shares = self._device != HOST or (
+            self._graphs is not None and self._graphs.plans_share_memory
+        )
         if not shares and batch.mode not in (ForwardMode.PREBUILT, ForwardMode.IDLE):
             self.num_plans += plan_where_needed(batch, self._planner)
 
     @torch.inference_mode()
-    def _forward(self, batch: ForwardBatch, given: StageOutput, done: Callable[[int], None] | None) -> StageOutput:
+    def _forward(
+        self, batch: ForwardBatch, given: StageOutput, done: Callable[[int], None] | None
+    ) -> StageOutput:
         self.num_plans += plan_where_needed(batch, self._planner)
         context = ForwardContext(self._attention, self._recurrent, done, self._latent_attention)
-        return self.model.forward(batch, given.hidden, context, given.aux_hidden, given.selected_keys)
+        return self.model.forward(
+            batch, given.hidden, context, given.aux_hidden, given.selected_keys
+        )
 
 
 logger = logging.getLogger(__name__)
@@ -141,10 +164,12 @@ class StepFailed(InternalError):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What came back for one launched batch: a token per row that draws, in row order, or why there is none.
+    """What came back for one launched batch: a token per row that draws, in row order, or why there
+    is none.
 
-    `scores` has one entry per row that scores, in row order. On a pool that speculates `verified` has one entry per row
-    that draws, and the row as many tokens as that entry has accepted nodes; of a PREBUILT batch one per row.
+    `scores` has one entry per row that scores, in row order. On a pool that speculates `verified`
+    has one entry per row that draws, and the row as many tokens as that entry has accepted nodes;
+    of a PREBUILT batch one per row.
     """
 
     sequence: int
@@ -158,7 +183,8 @@ StepResults = tuple[StepResult | None, ...]  # by data rank; None where a step h
 
 
 class Pipeline(Protocol):
-    """Steps go in at `launch` and come back, in order, from `collect`. Belongs to the engine thread."""
+    """Steps go in at `launch` and come back, in order, from `collect`. Belongs to the engine
+    thread."""
 
     @property
     def depth(self) -> int:
@@ -167,13 +193,15 @@ class Pipeline(Protocol):
 
     @property
     def runs_apart(self) -> bool:
-        """Whether steps compute in another thread, one after the other, and `launch` only hands them over."""
+        """Whether steps compute in another thread, one after the other, and `launch` only hands
+        them over."""
         ...
 
     def launch(self, step: Step) -> None: ...
 
     def collect(self, timeout_s: float) -> StepResults | None:
-        """The oldest launched step's results; None when one is not there in time or `wake` was called."""
+        """The oldest launched step's results; None when one is not there in time or `wake` was
+        called."""
         ...
 
     def wake(self) -> None: ...
@@ -190,19 +218,30 @@ class LastStage:
     drafter: Drafter | None = None
 
     def finish(self, batch: ForwardBatch, output: StageOutput) -> StageResult:
-        """Of a PREBUILT batch each row gets a first tree and draws nothing; an idle one has no rows."""
+        """Of a PREBUILT batch each row gets a first tree and draws nothing; an idle one has no
+        rows."""
         if batch.mode is ForwardMode.IDLE:
             return StageResult([], [], [])
         if batch.mode is ForwardMode.PREBUILT:
-            first = self.drafter.begin(batch) if self.drafter is not None else [NO_TREE] * batch.num_rows
+            first = (
+                self.drafter.begin(batch)
+                if self.drafter is not None
+                else [NO_TREE] * batch.num_rows
+            )
             return StageResult([], [Verified((), tree) for tree in first], [])
         scored = score(output.logits, batch)
         runs = draw_runs(scored.drawing, batch, self.sampler)
         tokens = [token for run in runs for token in run.tokens]
         if not isinstance(batch.spec_info, SpecInfo):
             return StageResult(tokens, [], scored.scores)
-        trees = self.drafter.propose(batch, output, runs) if self.drafter is not None else [NO_TREE] * len(runs)
-        verified = [Verified(tuple(run.accepted), tree) for run, tree in zip(runs, trees, strict=True)]
+        trees = (
+            self.drafter.propose(batch, output, runs)
+            if self.drafter is not None
+            else [NO_TREE] * len(runs)
+        )
+        verified = [
+            Verified(tuple(run.accepted), tree) for run, tree in zip(runs, trees, strict=True)
+        ]
         return StageResult(tokens, verified, scored.scores)
 
 
@@ -211,7 +250,10 @@ class _Results:
 
     def __init__(self, ranks: StageRanks, channel: StageChannel | None, *, last_stage: int) -> None:
         own = ranks.own
-        self._drawing = [last_stage * own.size + data_rank * own.attention.size for data_rank in range(own.data_size)]
+        self._drawing = [
+            last_stage * own.size + data_rank * own.attention.size
+            for data_rank in range(own.data_size)
+        ]
         self._channel = channel
         self._due: deque[tuple[int, Step]] = deque()  # steps by their number
         self._came: dict[int, StepResult] = {}  # of the oldest, by data rank
@@ -230,7 +272,9 @@ class _Results:
         deadline_s, (sequence, step) = time.monotonic() + timeout_s, self._due[0]
         for data_rank, batch in enumerate(step):
             while batch is not None and data_rank not in self._came:
-                result = self._receive(self._drawing[data_rank], sequence, max(0.0, deadline_s - time.monotonic()))
+                result = self._receive(
+                    self._drawing[data_rank], sequence, max(0.0, deadline_s - time.monotonic())
+                )
                 if result is None:
                     return None
                 self._came[data_rank] = result
@@ -245,8 +289,10 @@ class _Results:
             if packet.kind in (PacketKind.PART, PacketKind.FAULT):
                 continue  # of a batch that has failed on this rank
             if packet.sequence != sequence:
-                raise IntegrityError(f"from stage {rank}: the result of batch {packet.sequence} where that of batch "
-                                     f"{sequence} is due")
+                raise IntegrityError(
+                    f"from stage {rank}: the result of batch {packet.sequence} where that of batch "
+                    f"{sequence} is due"
+                )
             if packet.kind is PacketKind.ERROR:
                 return StepResult(sequence, [], StepFailed(records.unpack_error(packet)))
             return _step_result(sequence, records.unpack_result(packet))
@@ -254,7 +300,8 @@ class _Results:
 
 
 def first_sequence() -> int:
-    """Return the number that a pipeline's batches are counted from: no other forming's, and not known outside."""
+    """Return the number that a pipeline's batches are counted from: no other forming's, and not
+    known outside."""
     return secrets.randbits(63)
 
 
@@ -264,8 +311,14 @@ class SingleStage:
     depth = 1
     runs_apart = False
 
-    def __init__(self, executor: StageExecutor, sampler: RequestSampler, drafter: Drafter | None = None,
-                 ranks: StageRanks | None = None, channel: StageChannel | None = None) -> None:
+    def __init__(
+        self,
+        executor: StageExecutor,
+        sampler: RequestSampler,
+        drafter: Drafter | None = None,
+        ranks: StageRanks | None = None,
+        channel: StageChannel | None = None,
+    ) -> None:
         """`channel`: to the ranks, where there are others."""
         self._executor = executor
         self._ranks = ranks or StageRanks()
@@ -301,14 +354,22 @@ class SingleStage:
 
 
 class HeadStage:
-    """Rank 0 of a pool with more stages: runs its layers at launch, reads the last stage's results at collect."""
+    """Rank 0 of a pool with more stages: runs its layers at launch, reads the last stage's results
+    at collect."""
 
     runs_apart = False
 
-    def __init__(self, executor: StageExecutor, channel: StageChannel, *, size: int,
-                 frame_timeout_s: float = 10, ranks: StageRanks | None = None) -> None:
-        """`size`: stages, of as many ranks each as this one, whose first this is. The next stage takes a frame within
-        `frame_timeout_s`, or more where steps are long (`FrameLimit`)."""
+    def __init__(
+        self,
+        executor: StageExecutor,
+        channel: StageChannel,
+        *,
+        size: int,
+        frame_timeout_s: float = 10,
+        ranks: StageRanks | None = None,
+    ) -> None:
+        """`size`: stages, of as many ranks each as this one, whose first this is. The next stage
+        takes a frame within `frame_timeout_s`, or more where steps are long (`FrameLimit`)."""
         self.depth = size
         self._ranks = ranks or StageRanks()
         self._executor = executor
@@ -324,7 +385,9 @@ class HeadStage:
         self._ranks.lead(self._sequence, step)
         self._results.launched(self._sequence, step)
         if step[0] is not None:
-            packet = _run_to_packet(self._executor, self._ranks, self._sequence, step[0], None, stage=0)
+            packet = _run_to_packet(
+                self._executor, self._ranks, self._sequence, step[0], None, stage=0
+            )
             self._channel.send(self._ranks.own.size, packet, timeout_s=self._frame_limit.seconds)
 
     def collect(self, timeout_s: float) -> StepResults | None:
@@ -341,9 +404,17 @@ def _step_result(sequence: int, result: StageResult) -> StepResult:
     return StepResult(sequence, result.tokens, verified=result.verified, scores=result.scores)
 
 
-def _run_to_packet(executor: StageExecutor, ranks: StageRanks, sequence: int, batch: ForwardBatch,
-                   incoming: StageOutput | None, *, stage: int) -> Packet:
-    """What goes to the next stage; a batch that cannot run becomes an error packet, which travels on to stage 0."""
+def _run_to_packet(
+    executor: StageExecutor,
+    ranks: StageRanks,
+    sequence: int,
+    batch: ForwardBatch,
+    incoming: StageOutput | None,
+    *,
+    stage: int,
+) -> Packet:
+    """What goes to the next stage; a batch that cannot run becomes an error packet, which travels
+    on to stage 0."""
     try:
         with ranks.step(sequence):
             return records.pack_batch(sequence, batch, executor.run(batch, incoming))
@@ -360,15 +431,25 @@ def _failure(stage: int, error: Exception) -> str:
 
 
 class FollowerStage:
-    """Process 1..n-1 of a pool: receive, run, pass on. Keeps nothing between batches but its pools and, on the first
-    rank of each data rank of the last stage, which draws, what its sampler and drafter know of requests."""
+    """Process 1..n-1 of a pool: receive, run, pass on. Keeps nothing between batches but its pools
+    and, on the first rank of each data rank of the last stage, which draws, what its sampler and
+    drafter know of requests."""
 
-    def __init__(self, executor: StageExecutor, sampler: RequestSampler, channel: StageChannel, *, rank: int, size: int,
-                 drafter: Drafter | None = None,
-                 on_step: Callable[[float, ForwardBatch], None] = lambda seconds, batch: None,
-                 frame_timeout_s: float = 10, ranks: StageRanks | None = None) -> None:
-        """`rank` of `size` processes, numbered stage by stage; `ranks`: those of its stage. `sampler` and `drafter`
-        work where tokens are drawn; `frame_timeout_s` as of `HeadStage`."""
+    def __init__(
+        self,
+        executor: StageExecutor,
+        sampler: RequestSampler,
+        channel: StageChannel,
+        *,
+        rank: int,
+        size: int,
+        drafter: Drafter | None = None,
+        on_step: Callable[[float, ForwardBatch], None] = lambda seconds, batch: None,
+        frame_timeout_s: float = 10,
+        ranks: StageRanks | None = None,
+    ) -> None:
+        """`rank` of `size` processes, numbered stage by stage; `ranks`: those of its stage.
+        `sampler` and `drafter` work where tokens are drawn; `frame_timeout_s` as of `HeadStage`."""
         self._on_step = on_step
         self._executor = executor
         self._last_stage = LastStage(sampler, drafter)
@@ -382,8 +463,8 @@ class FollowerStage:
         self._frame_limit = FrameLimit(frame_timeout_s)
 
     def step(self, timeout_s: float) -> bool:
-        """Serve at most one packet; False when none came in time. Raises PeerLostError and IntegrityError when the
-        pool is broken."""
+        """Serve at most one packet; False when none came in time. Raises PeerLostError and
+        IntegrityError when the pool is broken."""
         packet = self._channel.receive(self._before, timeout_s=timeout_s)
         if packet is None:
             return False
@@ -394,9 +475,18 @@ class FollowerStage:
         else:
             began = time.monotonic()
             stage_input = records.unpack_batch(packet)
-            reply = self._last(packet.sequence, stage_input) if self._draws else _run_to_packet(
-                self._executor, self._ranks, packet.sequence, stage_input.batch, stage_input.incoming,
-                stage=self._stage)
+            reply = (
+                self._last(packet.sequence, stage_input)
+                if self._draws
+                else _run_to_packet(
+                    self._executor,
+                    self._ranks,
+                    packet.sequence,
+                    stage_input.batch,
+                    stage_input.incoming,
+                    stage=self._stage,
+                )
+            )
             took_s = time.monotonic() - began
             self._frame_limit.measured(took_s)
             self._on_step(took_s, stage_input.batch)

@@ -1,11 +1,13 @@
-"""Drawing with what the last stage keeps of requests: the counts that penalties need, and texts under a grammar.
+"""Drawing with what the last stage keeps of requests: the counts that penalties need, and texts
+under a grammar.
 
-Rows bring what changed of their output (`OutputRow`), so a step costs what it changes, not what the context is long.
-What is drawn is still a function of prompt, output and logits alone: what is kept follows each row, also
-further back, because at a node of a draft tree the row is that of its path.
+Rows bring what changed of their output (`OutputRow`), so a step costs what it changes, not what the
+context is long. What is drawn is still a function of prompt, output and logits alone: what is kept
+follows each row, also further back, because at a node of a draft tree the row is that of its path.
 
-Tokens that a grammar does not allow have no probability. Masks are computed in the grammars' own processes, from
-`prepare` on, while the forward runs on this thread; for a tree under verification those of its nodes, too.
+Tokens that a grammar does not allow have no probability. Masks are computed in the grammars' own
+processes, from `prepare` on, while the forward runs on this thread; for a tree under verification
+those of its nodes, too.
 """
 
 import time
@@ -71,34 +73,54 @@ class GuidedSampler:
         self._kept.clear()
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Before the forward of a batch: begin to compute what its drawing needs, as far as that needs no logits."""
+        """Before the forward of a batch: begin to compute what its drawing needs, as far as that
+        needs no logits."""
         self._deadline_s = None
         for key in batch.ended_keys:
             if (ended := self._kept.pop(key, None)) is not None:
                 ended.forget()
         trees = _trees(batch)
-        drawing = [(row.output, tree) for row, tree in zip(batch.sampling, trees, strict=True)
-                   if row is not None and row.output is not None]
+        drawing = [
+            (row.output, tree)
+            for row, tree in zip(batch.sampling, trees, strict=True)
+            if row is not None and row.output is not None
+        ]
         for output, tree in drawing:
             self._begin(output, tree, 1 / len(drawing))
 
     def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[DrawnToken]:
-        """As `sample`. A row whose grammar cannot be followed, or not quickly enough, gets a token with `problem` set.
-        Rows that were not prepared are prepared here."""
+        """As `sample`. A row whose grammar cannot be followed, or not quickly enough, gets a token
+        with `problem` set. Rows that were not prepared are prepared here."""
         if all(row.output is None for row in rows):
             return sample(logits, rows)
         self._vocab_size = logits.shape[1]
-        found = [self._find(row, row.output) if row.output is not None else _Drawing() for row in rows]
+        found = [
+            self._find(row, row.output) if row.output is not None else _Drawing() for row in rows
+        ]
         fine = [at for at, how in enumerate(found) if not how.problem]
-        drawn = iter(sample(logits if len(fine) == len(rows) else logits[fine], [rows[at] for at in fine],
-                            [found[at].allowed for at in fine], [found[at].counts for at in fine]))
+        drawn = iter(
+            sample(
+                logits if len(fine) == len(rows) else logits[fine],
+                [rows[at] for at in fine],
+                [found[at].allowed for at in fine],
+                [found[at].counts for at in fine],
+            )
+        )
         for row in rows:
-            if row.output is not None and row.output.is_only and (only := self._kept.pop(row.output.key, None)):
+            if (
+                row.output is not None
+                and row.output.is_only
+                and (only := self._kept.pop(row.output.key, None))
+            ):
                 only.forget()
-        return [DrawnToken(0, problem=how.problem, cause=how.cause) if how.problem else next(drawn) for how in found]
+        return [
+            DrawnToken(0, problem=how.problem, cause=how.cause) if how.problem else next(drawn)
+            for how in found
+        ]
 
     def _begin(self, output: OutputRow, tree: Tree, share: float) -> _Kept:
-        """Take the row's request up, and request its masks. What is wrong is kept, for the row alone."""
+        """Take the row's request up, and request its masks. What is wrong is kept, for the row
+        alone."""
         kept = self._kept.get(output.key)
         if output.opening is not None or kept is None:
             if kept is not None:
@@ -116,9 +138,15 @@ class GuidedSampler:
     def _open(self, kept: _Kept, output: OutputRow) -> None:
         opening = output.opening
         if opening is None:
-            kept.problem, kept.cause = "the last stage does not know this request's output", ProblemCause.DEFECT
+            kept.problem, kept.cause = (
+                "the last stage does not know this request's output",
+                ProblemCause.DEFECT,
+            )
         elif opening.grammar is not None and self._grammars is None:
-            kept.problem, kept.cause = "a row brings a grammar, but the model has no tokenizer", ProblemCause.DEFECT
+            kept.problem, kept.cause = (
+                "a row brings a grammar, but the model has no tokenizer",
+                ProblemCause.DEFECT,
+            )
         elif opening.grammar is not None and self._grammars is not None:
             kept.text = self._grammars.open(opening.grammar)
 
@@ -133,8 +161,10 @@ class GuidedSampler:
             try:
                 counts = self._count(kept, output)
             except IndexError as error:
-                return _Drawing(problem=f"the last stage does not know this request's output: {error}",
-                                cause=ProblemCause.DEFECT)
+                return _Drawing(
+                    problem=f"the last stage does not know this request's output: {error}",
+                    cause=ProblemCause.DEFECT,
+                )
         if kept.text is None:
             return _Drawing(counts=counts)
         try:
@@ -157,12 +187,14 @@ class GuidedSampler:
         """[vocab] what may follow. A node that was not computed beside the forward is computed now.
 
         Raises:
-            InvalidRequestError: its grammar does not allow the output, or cannot be followed quickly enough.
-            HeldUpError: its process was not let compute in time, or has to compile first, for which no step waits.
+            InvalidRequestError: its grammar does not allow the output, or cannot be followed
+                quickly enough.
+            HeldUpError: its process was not let compute in time, or has to compile first, for which
+                no step waits.
         """
         if not text.is_ready:
             raise HeldUpError("a grammar's process is gone and has to be started again")
-        job, path = kept.job, output.token_ids[len(kept.base.token_ids):]
+        job, path = kept.job, output.token_ids[len(kept.base.token_ids) :]
         if job is not None:
             self._wait(job, text)
         if job is None or path not in job.masks:
@@ -184,8 +216,10 @@ class GuidedSampler:
 
 def _goes_on(base: OutputRow, output: OutputRow) -> bool:
     """Whether a row is that of `base`, or of a node behind it."""
-    return ((base.kept, base.opening) == (output.kept, output.opening)
-            and base.token_ids == output.token_ids[:len(base.token_ids)])
+    return (base.kept, base.opening) == (
+        output.kept,
+        output.opening,
+    ) and base.token_ids == output.token_ids[: len(base.token_ids)]
 
 
 def _trees(batch: ForwardBatch) -> list[Tree]:
@@ -194,6 +228,6 @@ def _trees(batch: ForwardBatch) -> list[Tree]:
         return [_NO_TREE] * batch.num_rows
     tokens, start, trees = batch.spec_info.token_ids.tolist(), 0, []
     for row, length in zip(batch.spec_info.rows, batch.query_lens, strict=True):
-        trees.append((tuple(tokens[start:start + length]), row.parents))
+        trees.append((tuple(tokens[start : start + length]), row.parents))
         start += length
     return trees

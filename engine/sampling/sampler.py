@@ -1,13 +1,15 @@
-"""From logits to tokens and their log-probabilities. Draws one token per row: from the row to the distribution, and a
-token from it. Pure: the same logits and the same row give the same token, in any batch. In double precision, one row at
-a time: this makes the result independent of the batch, and double precision keeps a running sum over 150,000
-probabilities exact enough to invert.
+"""From logits to tokens and their log-probabilities. Draws one token per row: from the row to the
+distribution, and a token from it. Pure: the same logits and the same row give the same token, in
+any batch. In double precision, one row at a time: this makes the result independent of the batch,
+and double precision keeps a running sum over 150,000 probabilities exact enough to invert.
 
-Because the random number depends on (seed, position) alone, drawing at a node of a draft tree is the same call with
-that node's logits and row: the walk over the tree emits exactly what plain decoding would.
+Because the random number depends on (seed, position) alone, drawing at a node of a draft tree is
+the same call with that node's logits and row: the walk over the tree emits exactly what plain
+decoding would.
 
-Tokens that are known, as those of a prompt, are scored: they travel through a batch as drawn ones do. Of a row that
-scores and draws the scored logits come first, so a row's logits lie in the order of its tokens.
+Tokens that are known, as those of a prompt, are scored: they travel through a batch as drawn ones
+do. Of a row that scores and draws the scored logits come first, so a row's logits lie in the order
+of its tokens.
 """
 
 import math
@@ -39,8 +41,9 @@ _CHANGED_TOGETHER = 16  # rows: a copy of logits in double precision is 1.2 MB o
 
 
 class TokenCounts:
-    """Which tokens occur in a request's prompt, and how often in its output. Moves with the output: a step costs what
-    it changes, whatever the context's length. Keeps 5 bytes per token of the vocabulary, and the output."""
+    """Which tokens occur in a request's prompt, and how often in its output. Moves with the output:
+    a step costs what it changes, whatever the context's length. Keeps 5 bytes per token of the
+    vocabulary, and the output."""
 
     def __init__(self, prompt_token_ids: Sequence[int], vocab_size: int) -> None:
         self._in_prompt = np.zeros(vocab_size, np.bool_)
@@ -49,7 +52,8 @@ class TokenCounts:
         self._output: list[int] = []
 
     def move(self, kept: int, token_ids: Sequence[int]) -> None:
-        """The output is its first `kept` tokens, then `token_ids`. Raises IndexError if it is shorter than that."""
+        """The output is its first `kept` tokens, then `token_ids`. Raises IndexError if it is
+        shorter than that."""
         if kept > len(self._output):
             raise IndexError(f"{kept} tokens are to stand, {len(self._output)} are known")
         np.subtract.at(self._counts, np.fromiter(self._output[kept:], np.int64), 1)
@@ -71,7 +75,9 @@ class TokenCounts:
 
 def counts_of(output: OutputRow, vocab_size: int) -> TokenCounts:
     """Of a row that opens a request."""
-    counts = TokenCounts(() if output.opening is None else output.opening.prompt_token_ids, vocab_size)
+    counts = TokenCounts(
+        () if output.opening is None else output.opening.prompt_token_ids, vocab_size
+    )
     counts.move(output.kept, output.token_ids)
     return counts
 
@@ -82,11 +88,11 @@ def changes_logits(row: SamplingRow) -> bool:
 
 
 def adjusted(logits: Floats, row: SamplingRow, counts: TokenCounts | None = None) -> Floats:
-    """[V] logits after penalties, bias and bans, in this order; a copy. `counts` are those of the row's output; without
-    them a row that opens its request is counted here.
+    """[V] logits after penalties, bias and bans, in this order; a copy. `counts` are those of the
+    row's output; without them a row that opens its request is counted here.
 
-    Repetition divides positive and multiplies negative logits of every token in prompt or output (Keskar et al.,
-    2019); frequency is subtracted per occurrence in the output, presence once.
+    Repetition divides positive and multiplies negative logits of every token in prompt or output
+    (Keskar et al., 2019); frequency is subtracted per occurrence in the output, presence once.
     """
     params, result = row.params, logits.copy()
     if params.needs_history and row.output is not None:
@@ -111,7 +117,8 @@ def largest(values: Floats, count: int) -> Ids:
 
 
 def _highest(values: Floats, count: int) -> Ids:
-    """Ids of the `count` largest values, ascending; of equal ones the lower ids. Finds a threshold, sorts nothing."""
+    """Ids of the `count` largest values, ascending; of equal ones the lower ids. Finds a threshold,
+    sorts nothing."""
     if count >= len(values):
         return np.arange(len(values), dtype=np.int64)
     if count < 1:
@@ -127,7 +134,8 @@ Sampler = Callable[[Tensor, Sequence[SamplingRow]], list[DrawnToken]]
 
 
 class RequestSampler(Protocol):
-    """A `Sampler` that keeps state of requests, from their first row to the end that a batch names."""
+    """A `Sampler` that keeps state of requests, from their first row to the end that a batch
+    names."""
 
     def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[DrawnToken]: ...
 
@@ -140,16 +148,22 @@ class RequestSampler(Protocol):
         ...
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow], allowed: Sequence[Mask | None] = (),
-           counts: Sequence[TokenCounts | None] = ()) -> list[DrawnToken]:
-    """One token per row. logits: [R, vocab] fp32, `rows` its R rows. If given, `allowed` has for each row None or
-    [vocab] bool, tokens that may be drawn; `counts` what its penalties count, or None for a row that brings it all.
+def sample(
+    logits: Tensor,
+    rows: Sequence[SamplingRow],
+    allowed: Sequence[Mask | None] = (),
+    counts: Sequence[TokenCounts | None] = (),
+) -> list[DrawnToken]:
+    """One token per row. logits: [R, vocab] fp32, `rows` its R rows. If given, `allowed` has for
+    each row None or [vocab] bool, tokens that may be drawn; `counts` what its penalties count, or
+    None for a row that brings it all.
 
-    Temperature 0 takes the largest logit (the lowest id among equals); otherwise the inverse of the cumulative
-    distribution, in the order of token ids, at `uniform(seed, position)`. A row without a largest finite logit (NaN,
-    infinity, or every token banned) gets token 0 with a problem that is a fault; it ends alone. What may be drawn is
-    what passes top-k of the weights at that temperature, then top-p of what top-k left, then min-p; equal weights in
-    the order of their ids, so exactly k tokens pass top-k.
+    Temperature 0 takes the largest logit (the lowest id among equals); otherwise the inverse of the
+    cumulative distribution, in the order of token ids, at `uniform(seed, position)`. A row without
+    a largest finite logit (NaN, infinity, or every token banned) gets token 0 with a problem that
+    is a fault; it ends alone. What may be drawn is what passes top-k of the weights at that
+    temperature, then top-p of what top-k left, then min-p; equal weights in the order of their ids,
+    so exactly k tokens pass top-k.
 
     Raises:
         InternalError: `rows` does not fit `logits`.
@@ -160,35 +174,55 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], allowed: Sequence[Mask |
         return []
     if not allowed and all(takes_maximum(row) for row in rows):
         return _raw_maxima(logits)
-    # In one copy: filters and the random number then run as on any other device, so every device draws alike from the
-    # same logits.
+    # In one copy: filters and the random number then run as on any other device, so every device
+    # draws alike from the same logits.
     host = logits.detach().cpu().contiguous()
     masks, known = allowed or [None] * len(rows), counts or [None] * len(rows)
-    changed = [index for index, row in enumerate(rows) if changes_logits(row) or masks[index] is not None]
+    changed = [
+        index for index, row in enumerate(rows) if changes_logits(row) or masks[index] is not None
+    ]
     if not changed:
         return _drawn(host, rows, host)
     raw = sorted({*range(len(rows))} - {*changed})
     of_raw = host[raw]
     tokens = dict(zip(raw, _drawn(of_raw, [rows[index] for index in raw], of_raw), strict=True))
     for first in range(0, len(changed), _CHANGED_TOGETHER):
-        some = changed[first:first + _CHANGED_TOGETHER]
-        finals = np.stack([_changed(host[index], rows[index], masks[index], known[index]) for index in some])
-        tokens |= zip(some, _drawn(torch.from_numpy(finals), [rows[index] for index in some], host[some]), strict=True)
+        some = changed[first : first + _CHANGED_TOGETHER]
+        finals = np.stack(
+            [_changed(host[index], rows[index], masks[index], known[index]) for index in some]
+        )
+        tokens |= zip(
+            some,
+            _drawn(torch.from_numpy(finals), [rows[index] for index in some], host[some]),
+            strict=True,
+        )
     return [tokens[index] for index in range(len(rows))]
 
 
-def _changed(logits: Tensor, row: SamplingRow, allowed: Mask | None, counts: TokenCounts | None) -> Floats:
+def _changed(
+    logits: Tensor, row: SamplingRow, allowed: Mask | None, counts: TokenCounts | None
+) -> Floats:
     final = adjusted(logits.numpy().astype(np.float64), row, counts)
     return final if allowed is None else np.where(allowed, final, -np.inf)
 
 
 def _drawn(final: Tensor, rows: Sequence[SamplingRow], logits: Tensor) -> list[DrawnToken]:
     """From `final` [R, vocab], fp32 or fp64, which `logits` of the same shape became."""
-    rules = [(params.temperature, float(params.top_k), params.top_p, params.min_p,
-              uniform(params.seed, row.position) if params.temperature else 0.0)
-             for row in rows for params in (row.params,)]
+    rules = [
+        (
+            params.temperature,
+            float(params.top_k),
+            params.top_p,
+            params.min_p,
+            uniform(params.seed, row.position) if params.temperature else 0.0,
+        )
+        for row in rows
+        for params in (row.params,)
+    ]
     tokens = []
-    for index, (token_id, row) in enumerate(zip(draw_tokens(final, rules, _TEAM), rows, strict=True)):
+    for index, (token_id, row) in enumerate(
+        zip(draw_tokens(final, rules, _TEAM), rows, strict=True)
+    ):
         if token_id == NOT_HERE:
             tokens.append(_fault(final[index].max().item()))  # NaN counts as largest
         elif row.num_top_logprobs is None:
@@ -200,24 +234,32 @@ def _drawn(final: Tensor, rows: Sequence[SamplingRow], logits: Tensor) -> list[D
 
 
 def takes_maximum(row: SamplingRow) -> bool:
-    """Whether the token is the largest of the raw logits, unless a grammar forbids it, and nothing else is returned."""
+    """Whether the token is the largest of the raw logits, unless a grammar forbids it, and nothing
+    else is returned."""
     return row.params.temperature == 0 and row.num_top_logprobs is None and not changes_logits(row)
 
 
 def _raw_maxima(logits: Tensor) -> list[DrawnToken]:
-    """All rows at once, where they are; one trip to the host. The first of equals; NaN counts as largest."""
+    """All rows at once, where they are; one trip to the host. The first of equals; NaN counts as
+    largest."""
     if logits.device == HOST and logits.dtype is torch.float32 and logits.is_contiguous():
         ids = largest_of_rows(logits, _TEAM)
-        largest_values, token_ids = logits.numpy()[np.arange(len(ids)), ids.numpy()].tolist(), ids.tolist()
+        largest_values, token_ids = (
+            logits.numpy()[np.arange(len(ids)), ids.numpy()].tolist(),
+            ids.tolist(),
+        )
     else:
         values, ids = logits.max(dim=-1)
         largest_values, token_ids = torch.stack([values.double(), ids.double()]).tolist()
-    return [DrawnToken(int(token_id)) if math.isfinite(value) else _fault(value)
-            for value, token_id in zip(largest_values, token_ids, strict=True)]
+    return [
+        DrawnToken(int(token_id)) if math.isfinite(value) else _fault(value)
+        for value, token_id in zip(largest_values, token_ids, strict=True)
+    ]
 
 
 def token_logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs:
-    """The log-probability of a token in one row of logits [vocab], and of the `num_top` most likely ones."""
+    """The log-probability of a token in one row of logits [vocab], and of the `num_top` most likely
+    ones."""
     peak = logits.max()
     logprobs = logits - (peak + np.log(np.exp(logits - peak).sum()))
     top = largest(logprobs, num_top)
@@ -228,21 +270,25 @@ def token_logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs
 
 
 def _fault(largest_logit: float) -> DrawnToken:
-    problem = f"the largest logit of a row is {largest_logit}: the forward went wrong or all is banned"
+    problem = (
+        f"the largest logit of a row is {largest_logit}: the forward went wrong or all is banned"
+    )
     return DrawnToken(0, problem=problem, cause=ProblemCause.DEFECT)
 
 
 @dataclass(frozen=True)
 class ScoredLogits:
-    """Logits of one forward by their use: `drawing` [N, vocab] fp32 is None where the model gave none."""
+    """Logits of one forward by their use: `drawing` [N, vocab] fp32 is None where the model gave
+    none."""
 
     drawing: Tensor | None
     scores: list[Scores]  # per row that scores, in row order
 
 
 def wanted_tokens(batch: ForwardBatch) -> list[int]:
-    """Indices of the tokens whose logits a batch needs, ascending: the scored ones of each row, and of each row that
-    draws its last token, or all of them where they are a tree under verification."""
+    """Indices of the tokens whose logits a batch needs, ascending: the scored ones of each row, and
+    of each row that draws its last token, or all of them where they are a tree under
+    verification."""
     wanted: list[int] = []
     for start, end, num_scored, draws in _spans(batch):
         wanted += range(start, start + num_scored)
@@ -254,7 +300,8 @@ def wanted_tokens(batch: ForwardBatch) -> list[int]:
 def score(logits: Tensor | None, batch: ForwardBatch) -> ScoredLogits:
     """Take the scored rows out of `logits`, which has a row for each of `wanted_tokens(batch)`.
 
-    Each token's values come from its own row of logits alone, in double precision, so they do not depend on the batch.
+    Each token's values come from its own row of logits alone, in double precision, so they do not
+    depend on the batch.
 
     Raises:
         InternalError: the model gave another number of rows.
@@ -263,8 +310,10 @@ def score(logits: Tensor | None, batch: ForwardBatch) -> ScoredLogits:
         return ScoredLogits(logits, [])
     wanted = wanted_tokens(batch)
     if (0 if logits is None else logits.shape[0]) != len(wanted):
-        raise InternalError(f"a batch wants {len(wanted)} rows of logits, the model gave "
-                            f"{0 if logits is None else logits.shape[0]}")
+        raise InternalError(
+            f"a batch wants {len(wanted)} rows of logits, the model gave "
+            f"{0 if logits is None else logits.shape[0]}"
+        )
     if logits is None:
         return ScoredLogits(None, [])
     drawing: list[int] = []
@@ -273,7 +322,9 @@ def score(logits: Tensor | None, batch: ForwardBatch) -> ScoredLogits:
     for row, (start, end, num_scored, draws) in enumerate(_spans(batch)):
         scoring = batch.scoring[row]
         if scoring is not None:
-            scores.append(_scores(logits[at:at + num_scored], scoring.next_token_ids, scoring.num_top))
+            scores.append(
+                _scores(logits[at : at + num_scored], scoring.next_token_ids, scoring.num_top)
+            )
         num_drawing = (end - start if batch.mode is ForwardMode.VERIFY else 1) if draws else 0
         drawing += range(at + num_scored, at + num_scored + num_drawing)
         at += num_scored + num_drawing
@@ -282,8 +333,10 @@ def score(logits: Tensor | None, batch: ForwardBatch) -> ScoredLogits:
 
 def _scores(logits: Tensor, token_ids: Sequence[int], num_top: int) -> Scores:
     rows = logits.detach().cpu().numpy()
-    return tuple(DrawnToken(token_id, token_logprobs(row.astype(np.float64), token_id, num_top))
-                 for row, token_id in zip(rows, token_ids, strict=True))
+    return tuple(
+        DrawnToken(token_id, token_logprobs(row.astype(np.float64), token_id, num_top))
+        for row, token_id in zip(rows, token_ids, strict=True)
+    )
 
 
 def _spans(batch: ForwardBatch) -> list[tuple[int, int, int, bool]]:

@@ -1,8 +1,10 @@
-"""The random number of one token: a pure function of the request's seed and the token's absolute position.
+"""The random number of one token: a pure function of the request's seed and the token's absolute
+position.
 
-Counter-based, so that it does not matter which process draws the token, in which batch, or how often it is drawn again.
-Philox 4x64 with ten rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), key (seed, 0),
-first word of the block that follows counter (position, 0, 0, 0).
+Counter-based, so that it does not matter which process draws the token, in which batch, or how
+often it is drawn again. Philox 4x64 with ten rounds (Salmon et al., "Parallel random numbers: as
+easy as 1, 2, 3", SC 2011), key (seed, 0), first word of the block that follows counter (position,
+0, 0, 0).
 """
 
 import numpy as np

@@ -31,12 +31,13 @@ class Rotation(Enum):
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """`qk_norm` normalises each head of q and k before rope. With `output_gate` the query projection is twice as
-    wide, each head's [query | gate], and the heads' output is multiplied by sigmoid(gate). With `window` a token sees
-    so many before itself, and no more are kept. Scores are divided by the root of `score_dim`, else of `head_dim`.
-    With `norms_whole` the norm is over all heads of q together, and over all of k. `value_norm` normalises each head of
-    v, without weights. With `keys_are_values` k before norm and rope is v, too. `rotation`: how positions get into q
-    and k."""
+    """`qk_norm` normalises each head of q and k before rope. With `output_gate` the query
+    projection is twice as wide, each head's [query | gate], and the heads' output is multiplied by
+    sigmoid(gate). With `window` a token sees so many before itself, and no more are kept. Scores
+    are divided by the root of `score_dim`, else of `head_dim`. With `norms_whole` the norm is over
+    all heads of q together, and over all of k. `value_norm` normalises each head of v, without
+    weights. With `keys_are_values` k before norm and rope is v, too. `rotation`: how positions get
+    into q and k."""
 
     hidden_size: int
     num_heads: int
@@ -62,44 +63,73 @@ class AttentionSpec:
     def __post_init__(self) -> None:
         """Raises ConfigError where the ranks cannot divide it."""
         if self.norms_whole and self.rank.size > 1:
-            raise ConfigError(f"--tp {self.rank.size}: a norm over all heads of q is not divided between ranks",
-                              field="tp")
+            raise ConfigError(
+                f"--tp {self.rank.size}: a norm over all heads of q is not divided between ranks",
+                field="tp",
+            )
         _ = self.heads, self.kv_heads
 
     @property
     def heads(self) -> Part:
         """This rank's heads of q."""
-        return self.rank.heads(self.num_heads, self.head_dim, "heads of attention (num_attention_heads)")
+        return self.rank.heads(
+            self.num_heads, self.head_dim, "heads of attention (num_attention_heads)"
+        )
 
     @property
     def kv_heads(self) -> Part:
-        """Those of k and v that they read: neighbours have the same where there are fewer than ranks."""
-        return self.rank.shared_part(self.num_kv_heads, f"heads of keys and values ({self.kv_heads_field})")
+        """Those of k and v that they read: neighbours have the same where there are fewer than
+        ranks."""
+        return self.rank.shared_part(
+            self.num_kv_heads, f"heads of keys and values ({self.kv_heads_field})"
+        )
 
     def of_rank(self, rank: TensorRank) -> "AttentionSpec":
         """See `MixerSpec.of_rank`."""
         return replace(self, rank=rank)
 
     def attention_geometry(self, page_size: int) -> AttentionGeometry:
-        return AttentionGeometry(num_heads=len(self.heads), num_kv_heads=len(self.kv_heads), head_dim=self.head_dim,
-                                 page_size=page_size, scale=(self.score_dim or self.head_dim)**-0.5,
-                                 window=self.window)
+        return AttentionGeometry(
+            num_heads=len(self.heads),
+            num_kv_heads=len(self.kv_heads),
+            head_dim=self.head_dim,
+            page_size=page_size,
+            scale=(self.score_dim or self.head_dim) ** -0.5,
+            window=self.window,
+        )
 
-    def cache_specs(self, *, layer_id: int, page_size: int, dtype: torch.dtype) -> tuple[CacheSpec, ...]:
+    def cache_specs(
+        self, *, layer_id: int, page_size: int, dtype: torch.dtype
+    ) -> tuple[CacheSpec, ...]:
         kind, pages = CacheKind.KV, tuple[int, ...]()
         if self.window is not None:
             kind, pages = CacheKind.WINDOW, (1 + -(-self.window // page_size),)
         shape = (*pages, 2, self.num_kv_heads, page_size, self.head_dim)
-        return (CacheSpec(layer_id=layer_id, kind=kind, record_shape=shape, dtype=str(dtype).split(".")[1],
-                          item_bytes=dtype.itemsize, split_axis=1 + len(pages), blocks=(self.num_kv_heads,),
-                          may_repeat=True),)
+        return (
+            CacheSpec(
+                layer_id=layer_id,
+                kind=kind,
+                record_shape=shape,
+                dtype=str(dtype).split(".")[1],
+                item_bytes=dtype.itemsize,
+                split_axis=1 + len(pages),
+                blocks=(self.num_kv_heads,),
+                may_repeat=True,
+            ),
+        )
 
     def build(self, weights: Weights, *, layer_id: int) -> Mixer:
         return Attention(spec=self, weights=weights, layer_id=layer_id)
 
 
-def read_attention(raw: RawConfig, *, qkv_bias: bool = False, output_bias: bool = False,
-                   qk_norm: NormSpec | None = None, output_gate: bool = False) -> AttentionSpec:
+def read_attention(
+    raw: RawConfig,
+    *,
+    qkv_bias: bool = False,
+    output_bias: bool = False,
+    qk_norm: NormSpec | None = None,
+    output_gate: bool = False,
+) -> AttentionSpec:
     """Read the usual fields. Without `head_dim` heads are hidden_size / num_heads wide.
 
     Raises:
@@ -108,39 +138,64 @@ def read_attention(raw: RawConfig, *, qkv_bias: bool = False, output_bias: bool 
     hidden_size, num_heads = raw.integer("hidden_size"), raw.integer("num_attention_heads")
     num_kv_heads = raw.integer("num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
-        raise raw.fail("num_key_value_heads", f"{num_kv_heads} must divide num_attention_heads {num_heads}")
-    return AttentionSpec(hidden_size=hidden_size, num_heads=num_heads, num_kv_heads=num_kv_heads,
-                         head_dim=raw.integer("head_dim", hidden_size // num_heads), qkv_bias=qkv_bias,
-                         output_bias=output_bias, qk_norm=qk_norm, output_gate=output_gate)
+        raise raw.fail(
+            "num_key_value_heads", f"{num_kv_heads} must divide num_attention_heads {num_heads}"
+        )
+    return AttentionSpec(
+        hidden_size=hidden_size,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=raw.integer("head_dim", hidden_size // num_heads),
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        qk_norm=qk_norm,
+        output_gate=output_gate,
+    )
 
 
 class Attention:
-    """q, k, v (and gate) in one product; norm and rope treat the heads of q and k alike, side by side."""
+    """q, k, v (and gate) in one product; norm and rope treat the heads of q and k alike, side by
+    side."""
 
     def __init__(self, *, spec: AttentionSpec, weights: Weights, layer_id: int) -> None:
         self._spec = spec
         self._layer_id = layer_id
         self._num_heads, self._num_kv_heads = len(spec.heads), len(spec.kv_heads)
         queries, keys = spec.heads.times(spec.head_dim), spec.kv_heads.times(spec.head_dim)
-        self._widths = [len(queries) + len(keys), 0 if spec.keys_are_values else len(keys),
-                        len(queries) if spec.output_gate else 0]
+        self._widths = [
+            len(queries) + len(keys),
+            0 if spec.keys_are_values else len(keys),
+            len(queries) if spec.output_gate else 0,
+        ]
         if spec.output_gate:
             self._input = _gated_input(spec, weights)
         else:
             inputs = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
             if spec.keys_are_values:
                 del inputs["v_proj"]
-            self._input = weights.linear(*inputs, rows=tuple(inputs.values()), in_features=spec.hidden_size,
-                                         bias=spec.qkv_bias)
-        self._output = weights.summed("o_proj", rows=spec.hidden_size, terms=queries, bias=spec.output_bias)
+            self._input = weights.linear(
+                *inputs,
+                rows=tuple(inputs.values()),
+                in_features=spec.hidden_size,
+                bias=spec.qkv_bias,
+            )
+        self._output = weights.summed(
+            "o_proj", rows=spec.hidden_size, terms=queries, bias=spec.output_bias
+        )
         self._head_norm: RmsNorm | None = None
         self._whole_norms: list[RmsNorm] = []
         if spec.qk_norm is not None and spec.norms_whole:
-            self._whole_norms = [spec.qk_norm.build(weights, "q_norm", len(queries)),
-                                 spec.qk_norm.build(weights, "k_norm", len(keys))]
+            self._whole_norms = [
+                spec.qk_norm.build(weights, "q_norm", len(queries)),
+                spec.qk_norm.build(weights, "k_norm", len(keys)),
+            ]
         elif spec.qk_norm is not None:
-            self._head_norm = _head_norm(spec.qk_norm, weights, spec.head_dim,
-                                         {"q": self._num_heads, "k": self._num_kv_heads})
+            self._head_norm = _head_norm(
+                spec.qk_norm,
+                weights,
+                spec.head_dim,
+                {"q": self._num_heads, "k": self._num_kv_heads},
+            )
         self._value_norm: RmsNorm | None = None
         if spec.value_norm is not None:
             ones = torch.ones(spec.head_dim, dtype=torch.float32, device=weights.device)
@@ -151,15 +206,30 @@ class Attention:
         spec = self._spec
         heads, value, gate = torch.split(self._input(x), self._widths, dim=-1)
         if self._whole_norms:
-            parts = torch.split(heads, [size * spec.head_dim for size in (self._num_heads, self._num_kv_heads)], dim=-1)
-            heads = torch.cat([norm.forward(part) for norm, part in zip(self._whole_norms, parts, strict=True)], -1)
+            parts = torch.split(
+                heads,
+                [size * spec.head_dim for size in (self._num_heads, self._num_kv_heads)],
+                dim=-1,
+            )
+            heads = torch.cat(
+                [norm.forward(part) for norm, part in zip(self._whole_norms, parts, strict=True)],
+                -1,
+            )
         heads = heads.view(-1, self._num_heads + self._num_kv_heads, spec.head_dim)
-        value = value.view(-1, self._num_kv_heads, spec.head_dim) if self._widths[1] else heads[:, self._num_heads:]
+        value = (
+            value.view(-1, self._num_kv_heads, spec.head_dim)
+            if self._widths[1]
+            else heads[:, self._num_heads :]
+        )
         if self._value_norm is not None:
             value = self._value_norm.forward(value)
         heads = self._normed_and_rotated(heads, stage_pass)
-        query, key = heads[:, :self._num_heads], heads[:, self._num_heads:]
-        out = stage_pass.paged_attention().run(self._layer_id, query, key, value, stage_pass.batch).flatten(1)
+        query, key = heads[:, : self._num_heads], heads[:, self._num_heads :]
+        out = (
+            stage_pass.paged_attention()
+            .run(self._layer_id, query, key, value, stage_pass.batch)
+            .flatten(1)
+        )
         return self._output(_gated(out, gate) if spec.output_gate else out)
 
     def _normed_and_rotated(self, heads: Tensor, stage_pass: StagePass) -> Tensor:
@@ -172,7 +242,9 @@ class Attention:
             return norm.forward_rotated(heads, table)
         if norm is not None:
             heads = norm.forward(heads)
-        return table.rotate_pairs(heads) if rotation is Rotation.PAIRS else table.rotate_halves(heads)
+        return (
+            table.rotate_pairs(heads) if rotation is Rotation.PAIRS else table.rotate_halves(heads)
+        )
 
 
 def _gated(heads: Tensor, gate: Tensor) -> Tensor:
@@ -182,12 +254,17 @@ def _gated(heads: Tensor, gate: Tensor) -> Tensor:
     return heads * sigmoid(gate)
 
 
-def _head_norm(spec: NormSpec, weights: Weights, head_dim: int, counts: Mapping[str, int]) -> RmsNorm:
+def _head_norm(
+    spec: NormSpec, weights: Weights, head_dim: int, counts: Mapping[str, int]
+) -> RmsNorm:
     """Of so many heads of q and of k, side by side."""
     if not spec.has_weights:
         ones = torch.ones(head_dim, dtype=torch.float32, device=weights.device)
         return RmsNorm(weight=ones, spec=spec)
-    each = [weights.tensor(f"{name}_norm.weight", head_dim).expand(count, -1) for name, count in counts.items()]
+    each = [
+        weights.tensor(f"{name}_norm.weight", head_dim).expand(count, -1)
+        for name, count in counts.items()
+    ]
     return RmsNorm(weight=torch.cat(each), spec=spec)
 
 
@@ -195,8 +272,12 @@ def _gated_input(spec: AttentionSpec, weights: Weights) -> Linear:
     """The file interleaves [query | gate] by head; here come q, k, v, then the gates."""
     rows = spec.heads.times(2 * spec.head_dim)
     keys = spec.kv_heads.times(spec.head_dim)
-    read = {f"{name}_proj.weight": each for name, each in zip("qkv", (rows, keys, keys), strict=True)}
-    matrices = [weights.tensor(name, len(each), spec.hidden_size, rows=each) for name, each in read.items()]
+    read = {
+        f"{name}_proj.weight": each for name, each in zip("qkv", (rows, keys, keys), strict=True)
+    }
+    matrices = [
+        weights.tensor(name, len(each), spec.hidden_size, rows=each) for name, each in read.items()
+    ]
     scales = [weights.row_scales(name, each) for name, each in read.items()]
     return weights.linear_from(_gates_last(spec, *matrices), _gates_last(spec, *scales))
 

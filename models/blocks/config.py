@@ -1,4 +1,5 @@
-"""Reads a checkpoint's raw config.json. No field ever stands in for another, and every complaint names the field."""
+"""Reads a checkpoint's raw config.json. No field ever stands in for another, and every complaint
+names the field."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +12,8 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 class RawConfig:
-    """One section of a config file, as it stands there. A null value counts as absent, but takes no default of the
-    architecture."""
+    """One section of a config file, as it stands there. A null value counts as absent, but takes no
+    default of the architecture."""
 
     def __init__(self, values: Mapping[str, object], *, where: str = "config.json") -> None:
         self._stated = dict(values)
@@ -23,8 +24,8 @@ class RawConfig:
         return name in self._values
 
     def of_text_model(self) -> "RawConfig":
-        """Return the fields of the text model, with the defaults of those that the file leaves out. Raises
-        ConfigError."""
+        """Return the fields of the text model, with the defaults of those that the file leaves out.
+        Raises ConfigError."""
         return RawConfig(text_fields(self._stated), where=self._where)
 
     def context(self) -> tuple[int, str]:
@@ -38,14 +39,24 @@ class RawConfig:
     def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
         """Of at least `minimum`, and at most `runtime.model_files.model_folder.most`."""
         value = self._read(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= most(name):
-            raise self.fail(name, f"must be an integer from {minimum} to {most(name)}, is {value!r}")
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int)
+            or not minimum <= value <= most(name)
+        ):
+            raise self.fail(
+                name, f"must be an integer from {minimum} to {most(name)}, is {value!r}"
+            )
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         """A positive, finite number."""
         value = self._read(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int | float)
+            or not 0 < value < float("inf")
+        ):
             raise self.fail(name, f"must be a positive number, is {value!r}")
         return float(value)
 
@@ -74,7 +85,9 @@ class RawConfig:
         """A list of non-negative integers; a single one is a list of one, none is empty."""
         value = self._values.get(name, [])
         items = value if isinstance(value, list) else [value]
-        if not all(isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items):
+        if not all(
+            isinstance(item, int) and not isinstance(item, bool) and item >= 0 for item in items
+        ):
             raise self.fail(name, f"must be non-negative integers, is {value!r}")
         return tuple(items)
 
@@ -112,7 +125,9 @@ def read_config_file(path: Path) -> RawConfig:
         ConfigError: the file is missing, unreadable or not a JSON object.
     """
     if not path.exists():
-        raise ConfigError(f"{path.parent} is not a checkpoint: it has no {path.name}", field="model")
+        raise ConfigError(
+            f"{path.parent} is not a checkpoint: it has no {path.name}", field="model"
+        )
     return RawConfig(read_object(path), where=path.name)
 
 
@@ -129,8 +144,8 @@ def architecture_of(raw: RawConfig) -> str:
 
 
 def text_config(raw: RawConfig) -> RawConfig:
-    """Return the config of the text model: of a wrapper, its `text_config` with the few fields the wrapper keeps for
-    it; with the defaults of what the file leaves out."""
+    """Return the config of the text model: of a wrapper, its `text_config` with the few fields the
+    wrapper keeps for it; with the defaults of what the file leaves out."""
     return raw.of_text_model()
 
 
@@ -140,7 +155,8 @@ def has_dtype(raw: RawConfig) -> bool:
 
 
 def dtype_name(raw: RawConfig) -> str:
-    """Torch's name of the dtype the model runs in; `dtype` is the newer spelling of `torch_dtype`."""
+    """Torch's name of the dtype the model runs in; `dtype` is the newer spelling of
+    `torch_dtype`."""
     name = "dtype" if "dtype" in raw else "torch_dtype"
     value = raw.text(name, "float32")
     if value not in _DTYPES:

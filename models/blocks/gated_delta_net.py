@@ -24,13 +24,18 @@ from models.blocks.norm import GatedRmsNorm
 from models.blocks.spec import Mixer, StagePass
 from models.blocks.weights import Weights
 
-_GATES = ("in_proj_b", "in_proj_a", "in_proj_ba")  # decay and write strength: errors in them add up over the tokens
+_GATES = (
+    "in_proj_b",
+    "in_proj_a",
+    "in_proj_ba",
+)  # decay and write strength: errors in them add up over the tokens
 
 
 @dataclass(frozen=True)
 class GatedDeltaNetSpec:
-    """Each key head serves `num_value_heads / num_key_heads` consecutive value heads. Files have q, k, v and z, and b
-    and a, one behind the other, or with `is_interleaved` what belongs to the first key head, then to the second."""
+    """Each key head serves `num_value_heads / num_key_heads` consecutive value heads. Files have q,
+    k, v and z, and b and a, one behind the other, or with `is_interleaved` what belongs to the
+    first key head, then to the second."""
 
     hidden_size: int
     num_key_heads: int
@@ -54,13 +59,18 @@ class GatedDeltaNetSpec:
     @property
     def key_heads(self) -> Part:
         """This rank's."""
-        return self.rank.part(self.num_key_heads, f"key heads of GatedDeltaNet ({self.heads_fields[0]})")
+        return self.rank.part(
+            self.num_key_heads, f"key heads of GatedDeltaNet ({self.heads_fields[0]})"
+        )
 
     @property
     def value_heads(self) -> Part:
         """This rank's: those that its key heads serve."""
-        return self.rank.heads(self.num_value_heads, self.value_head_dim,
-                               f"value heads of GatedDeltaNet ({self.heads_fields[1]})")
+        return self.rank.heads(
+            self.num_value_heads,
+            self.value_head_dim,
+            f"value heads of GatedDeltaNet ({self.heads_fields[1]})",
+        )
 
     @property
     def conv_blocks(self) -> tuple[int, int, int]:
@@ -75,36 +85,62 @@ class GatedDeltaNetSpec:
     def attention_geometry(self, page_size: int) -> None:
         return None
 
-    def cache_specs(self, *, layer_id: int, page_size: int, dtype: torch.dtype) -> tuple[CacheSpec, ...]:
+    def cache_specs(
+        self, *, layer_id: int, page_size: int, dtype: torch.dtype
+    ) -> tuple[CacheSpec, ...]:
         state_shape = (self.num_value_heads, self.key_head_dim, self.value_head_dim)
         return (
-            CacheSpec(layer_id=layer_id, kind=CacheKind.CONV, split_axis=1, blocks=self.conv_blocks,
-                      record_shape=(self.conv_kernel - 1, sum(self.conv_blocks)), dtype=str(dtype).split(".")[1],
-                      item_bytes=dtype.itemsize),
-            CacheSpec(layer_id=layer_id, kind=CacheKind.STATE, record_shape=state_shape, dtype="float32",
-                      item_bytes=4, split_axis=0, blocks=(self.num_value_heads,)),
+            CacheSpec(
+                layer_id=layer_id,
+                kind=CacheKind.CONV,
+                split_axis=1,
+                blocks=self.conv_blocks,
+                record_shape=(self.conv_kernel - 1, sum(self.conv_blocks)),
+                dtype=str(dtype).split(".")[1],
+                item_bytes=dtype.itemsize,
+            ),
+            CacheSpec(
+                layer_id=layer_id,
+                kind=CacheKind.STATE,
+                record_shape=state_shape,
+                dtype="float32",
+                item_bytes=4,
+                split_axis=0,
+                blocks=(self.num_value_heads,),
+            ),
         )
 
     def build(self, weights: Weights, *, layer_id: int) -> Mixer:
         return GatedDeltaNet(spec=self, weights=weights, layer_id=layer_id)
 
 
-def read_gated_delta_net(raw: RawConfig, *, norm_eps: float, is_interleaved: bool = False) -> GatedDeltaNetSpec:
+def read_gated_delta_net(
+    raw: RawConfig, *, norm_eps: float, is_interleaved: bool = False
+) -> GatedDeltaNetSpec:
     """Raises ConfigError when key heads do not divide the value heads."""
-    key_heads, value_heads = raw.integer("linear_num_key_heads"), raw.integer("linear_num_value_heads")
+    key_heads, value_heads = (
+        raw.integer("linear_num_key_heads"),
+        raw.integer("linear_num_value_heads"),
+    )
     if value_heads % key_heads:
-        raise raw.fail("linear_num_key_heads", f"{key_heads} must divide linear_num_value_heads {value_heads}")
+        raise raw.fail(
+            "linear_num_key_heads", f"{key_heads} must divide linear_num_value_heads {value_heads}"
+        )
     return GatedDeltaNetSpec(
-        hidden_size=raw.integer("hidden_size"), num_key_heads=key_heads, num_value_heads=value_heads,
-        key_head_dim=raw.integer("linear_key_head_dim"), value_head_dim=raw.integer("linear_value_head_dim"),
-        conv_kernel=raw.integer("linear_conv_kernel_dim", minimum=2), norm_eps=norm_eps,
+        hidden_size=raw.integer("hidden_size"),
+        num_key_heads=key_heads,
+        num_value_heads=value_heads,
+        key_head_dim=raw.integer("linear_key_head_dim"),
+        value_head_dim=raw.integer("linear_value_head_dim"),
+        conv_kernel=raw.integer("linear_conv_kernel_dim", minimum=2),
+        norm_eps=norm_eps,
         is_interleaved=is_interleaved,
     )
 
 
 class GatedDeltaNet:
-    """All four input projections in one product, or two where only those of the gates are kept whole; the backend owns
-    convolution and recurrence with their states."""
+    """All four input projections in one product, or two where only those of the gates are kept
+    whole; the backend owns convolution and recurrence with their states."""
 
     def __init__(self, *, spec: GatedDeltaNetSpec, weights: Weights, layer_id: int) -> None:
         self._spec = spec
@@ -113,20 +149,38 @@ class GatedDeltaNet:
         keys, values = spec.key_heads.times(spec.key_head_dim), heads.times(spec.value_head_dim)
         channels = list[Part]()
         for part in (keys, keys, values):
-            before = sum(spec.conv_blocks[:len(channels)])
+            before = sum(spec.conv_blocks[: len(channels)])
             channels.append(Part(before + part.start, before + part.stop, sum(spec.conv_blocks)))
         width = 2 * len(keys) + len(values)
         self._input_widths = [width, len(values), len(heads), len(heads)]
-        inputs = _interleaved_rows(spec) if spec.is_interleaved else {
-            "in_proj_qkv": channels, "in_proj_z": [values], "in_proj_b": [heads], "in_proj_a": [heads]}
+        inputs = (
+            _interleaved_rows(spec)
+            if spec.is_interleaved
+            else {
+                "in_proj_qkv": channels,
+                "in_proj_z": [values],
+                "in_proj_b": [heads],
+                "in_proj_a": [heads],
+            }
+        )
         gates = [name for name in inputs if weights.in_bytes and name in _GATES]
-        products = [(weights, [name for name in inputs if name not in gates]), (weights.whole(), gates)]
-        self._inputs = [kept.linear(*names, rows=[inputs[name] for name in names], in_features=spec.hidden_size)
-                        for kept, names in products if names]
-        self._conv = weights.tensor("conv1d.weight", width, 1, spec.conv_kernel, rows=channels).squeeze(1)
+        products = [
+            (weights, [name for name in inputs if name not in gates]),
+            (weights.whole(), gates),
+        ]
+        self._inputs = [
+            kept.linear(*names, rows=[inputs[name] for name in names], in_features=spec.hidden_size)
+            for kept, names in products
+            if names
+        ]
+        self._conv = weights.tensor(
+            "conv1d.weight", width, 1, spec.conv_kernel, rows=channels
+        ).squeeze(1)
         self._decay = -weights.tensor("A_log", len(heads), rows=heads).float().exp()
         self._step_offset = weights.tensor("dt_bias", len(heads), rows=heads).float()
-        self._norm = GatedRmsNorm(weight=weights.tensor("norm.weight", spec.value_head_dim), eps=spec.norm_eps)
+        self._norm = GatedRmsNorm(
+            weight=weights.tensor("norm.weight", spec.value_head_dim), eps=spec.norm_eps
+        )
         self._output = weights.summed("out_proj", rows=spec.hidden_size, terms=values)
 
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
@@ -135,30 +189,46 @@ class GatedDeltaNet:
         together = projected[0] if len(projected) == 1 else torch.cat(projected, dim=-1)
         mixed, gate, write, step = torch.split(together, self._input_widths, dim=-1)
         decay, strength = gates(step, write, self._decay, self._step_offset)
-        heads = delta_heads(self._spec, self._layer_id, mixed, self._conv, decay, strength, stage_pass)
+        heads = delta_heads(
+            self._spec, self._layer_id, mixed, self._conv, decay, strength, stage_pass
+        )
         heads = self._norm.forward(heads, gate.reshape(heads.shape))
         return self._output(heads.flatten(1))
 
 
 def gates(step: Tensor, write: Tensor, rates: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log decay and write strength. step: [T, H], or [T, H * dk] for a decay of each key channel; write: [T, H]; rates:
-    [H] fp32; offsets: as a token's step, fp32. Returns the same as step and as write, fp32."""
+    """Log decay and write strength. step: [T, H], or [T, H * dk] for a decay of each key channel;
+    write: [T, H]; rates: [H] fp32; offsets: as a token's step, fp32. Returns the same as step and
+    as write, fp32."""
     if step.device.type == "cpu" and has_kernels(step.dtype) and step.dtype == write.dtype:
         return delta_gates(dense_tokens(step), dense_tokens(write), rates, offsets, Team())
     decays = softplus(step.float() + offsets).view(*write.shape, -1) * rates[:, None]
     return decays.view(step.shape), sigmoid(write.float())
 
 
-def delta_heads(spec: GatedDeltaNetSpec, layer_id: int, mixed: Tensor, conv: Tensor, g: Tensor, beta: Tensor,
-                stage_pass: StagePass) -> Tensor:
-    """Convolution and recurrence of this rank's heads. mixed: [T, C], their q, k and v; conv: [C, kernel]; g and beta
-    as in `RecurrentBackend.gated_delta_rule`. Returns [T, value heads, value_head_dim] fp32."""
+def delta_heads(
+    spec: GatedDeltaNetSpec,
+    layer_id: int,
+    mixed: Tensor,
+    conv: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    stage_pass: StagePass,
+) -> Tensor:
+    """Convolution and recurrence of this rank's heads. mixed: [T, C], their q, k and v; conv: [C,
+    kernel]; g and beta as in `RecurrentBackend.gated_delta_rule`. Returns [T, value heads,
+    value_head_dim] fp32."""
     batch, recurrent = stage_pass.batch, stage_pass.context.recurrent
     mixed = recurrent.causal_conv(layer_id, mixed, conv, batch)
-    keys, values = (len(spec.key_heads), spec.key_head_dim), (len(spec.value_heads), spec.value_head_dim)
+    keys, values = (
+        (len(spec.key_heads), spec.key_head_dim),
+        (len(spec.value_heads), spec.value_head_dim),
+    )
     shapes = (keys, keys, values)
     parts = torch.split(mixed, [heads * width for heads, width in shapes], dim=-1)
-    query, key, value = (part.view(len(part), *shape) for part, shape in zip(parts, shapes, strict=True))
+    query, key, value = (
+        part.view(len(part), *shape) for part, shape in zip(parts, shapes, strict=True)
+    )
     return recurrent.gated_delta_rule(layer_id, query, key, value, g, beta, batch)
 
 
@@ -166,13 +236,20 @@ def _interleaved_rows(spec: GatedDeltaNetSpec) -> dict[str, list[Part]]:
     """By tensor: of all key heads q, of all k, and so on."""
     served = spec.num_value_heads // spec.num_key_heads
     wide = served * spec.value_head_dim
-    return {"in_proj_qkvz": _kind_by_kind(spec.key_heads, (spec.key_head_dim, spec.key_head_dim, wide, wide)),
-            "in_proj_ba": _kind_by_kind(spec.key_heads, (served, served))}
+    return {
+        "in_proj_qkvz": _kind_by_kind(
+            spec.key_heads, (spec.key_head_dim, spec.key_head_dim, wide, wide)
+        ),
+        "in_proj_ba": _kind_by_kind(spec.key_heads, (served, served)),
+    }
 
 
 def _kind_by_kind(heads: Part, widths: Sequence[int]) -> list[Part]:
     """Rows of a tensor that has, head by head, rows of several kinds, so many of each."""
     edges = [0, *accumulate(widths)]
     each = edges[-1]
-    return [Part(head * each + start, head * each + stop, heads.total * each)
-            for start, stop in pairwise(edges) for head in range(heads.start, heads.stop)]
+    return [
+        Part(head * each + start, head * each + stop, heads.total * each)
+        for start, stop in pairwise(edges)
+        for head in range(heads.start, heads.stop)
+    ]

@@ -1,4 +1,5 @@
-"""The DSA indexer (DeepSeek-V3.2): a small attention of its own that scores which keys a token should attend to.
+"""The DSA indexer (DeepSeek-V3.2): a small attention of its own that scores which keys a token
+should attend to.
 
     q = W_q ql;  k = LayerNorm(W_k x), one per token;  w = W_w x * heads^-0.5
 Rope turns the first dimensions of q and k. Score and choice are the backend's.
@@ -27,31 +28,50 @@ class IndexerSpec:
 
 
 def read_indexer(raw: RawConfig, *, rotates_pairs: bool) -> IndexerSpec:
-    """From `index_n_heads` and `index_head_dim`. Raises ConfigError, also for heads too small for their rope."""
-    spec = IndexerSpec(num_heads=raw.integer("index_n_heads"), head_dim=raw.integer("index_head_dim"),
-                       rotates_pairs=rotates_pairs)
+    """From `index_n_heads` and `index_head_dim`. Raises ConfigError, also for heads too small for
+    their rope."""
+    spec = IndexerSpec(
+        num_heads=raw.integer("index_n_heads"),
+        head_dim=raw.integer("index_head_dim"),
+        rotates_pairs=rotates_pairs,
+    )
     if spec.head_dim < raw.integer("qk_rope_head_dim"):
         raise raw.fail("index_head_dim", f"must be at least qk_rope_head_dim, is {spec.head_dim}")
     return spec
 
 
 class Indexer:
-    """Key and head weights in one product. Its weights are kept whole: another key chosen is another answer."""
+    """Key and head weights in one product. Its weights are kept whole: another key chosen is
+    another answer."""
 
-    def __init__(self, *, spec: IndexerSpec, hidden_size: int, query_rank: int, weights: Weights) -> None:
+    def __init__(
+        self, *, spec: IndexerSpec, hidden_size: int, query_rank: int, weights: Weights
+    ) -> None:
         self._spec = spec
         weights = weights.whole()
-        self._query = weights.linear("wq_b", rows=(spec.num_heads * spec.head_dim,), in_features=query_rank)
-        self._key_and_weights = weights.linear("wk", "weights_proj", rows=(spec.head_dim, spec.num_heads),
-                                               in_features=hidden_size)
-        self._key_norm = LayerNorm(weight=weights.tensor("k_norm.weight", spec.head_dim),
-                                   bias=weights.tensor("k_norm.bias", spec.head_dim), eps=_NORM_EPS)
+        self._query = weights.linear(
+            "wq_b", rows=(spec.num_heads * spec.head_dim,), in_features=query_rank
+        )
+        self._key_and_weights = weights.linear(
+            "wk", "weights_proj", rows=(spec.head_dim, spec.num_heads), in_features=hidden_size
+        )
+        self._key_norm = LayerNorm(
+            weight=weights.tensor("k_norm.weight", spec.head_dim),
+            bias=weights.tensor("k_norm.bias", spec.head_dim),
+            eps=_NORM_EPS,
+        )
 
-    def forward(self, x: Tensor, query_latent: Tensor, rotary: RotaryTable) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [T, hidden]; query_latent: [T, query_rank]. Returns q [T, heads, dim], k [T, dim], weights [T, heads]
-        fp32, as `LatentAttentionBackend.select` takes them."""
+    def forward(
+        self, x: Tensor, query_latent: Tensor, rotary: RotaryTable
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """x: [T, hidden]; query_latent: [T, query_rank]. Returns q [T, heads, dim], k [T, dim],
+        weights [T, heads] fp32, as `LatentAttentionBackend.select` takes them."""
         spec = self._spec
         rotate = rotary.rotate_pairs if spec.rotates_pairs else rotary.rotate_halves
         q = rotate(self._query(query_latent).view(-1, spec.num_heads, spec.head_dim))
         k, weights = torch.split(self._key_and_weights(x), [spec.head_dim, spec.num_heads], dim=-1)
-        return q, rotate(self._key_norm.forward(k)[:, None])[:, 0], weights.float() * spec.num_heads**-0.5
+        return (
+            q,
+            rotate(self._key_norm.forward(k)[:, None])[:, 0],
+            weights.float() * spec.num_heads**-0.5,
+        )

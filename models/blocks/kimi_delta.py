@@ -33,32 +33,53 @@ class KimiDeltaSpec(GatedDeltaNetSpec):
 def read_kimi_delta(raw: RawConfig, *, norm_eps: float) -> KimiDeltaSpec:
     heads, head_dim = raw.integer("linear_num_heads"), raw.integer("linear_head_dim")
     return KimiDeltaSpec(
-        hidden_size=raw.integer("hidden_size"), num_key_heads=heads, num_value_heads=heads, key_head_dim=head_dim,
-        value_head_dim=head_dim, conv_kernel=raw.integer("linear_conv_kernel_dim", minimum=2), norm_eps=norm_eps)
+        hidden_size=raw.integer("hidden_size"),
+        num_key_heads=heads,
+        num_value_heads=heads,
+        key_head_dim=head_dim,
+        value_head_dim=head_dim,
+        conv_kernel=raw.integer("linear_conv_kernel_dim", minimum=2),
+        norm_eps=norm_eps,
+    )
 
 
 class KimiDelta:
-    """Three projections of x for the recurrence and one for the output's gate in one product; those of decay and write
-    strength keep all bits, as errors in them add up over the tokens."""
+    """Three projections of x for the recurrence and one for the output's gate in one product; those
+    of decay and write strength keep all bits, as errors in them add up over the tokens."""
 
     def __init__(self, *, spec: KimiDeltaSpec, weights: Weights, layer_id: int) -> None:
         self._spec, self._layer_id = spec, layer_id
         hidden, head_dim, heads = spec.hidden_size, spec.value_head_dim, spec.value_heads
         channels, exact = heads.times(head_dim), weights.whole()
         self._input_widths = [3 * len(channels), head_dim]
-        self._input = weights.linear("q_proj", "k_proj", "v_proj", "g_a_proj", in_features=hidden,
-                                     rows=(channels, channels, channels, head_dim))
+        self._input = weights.linear(
+            "q_proj",
+            "k_proj",
+            "v_proj",
+            "g_a_proj",
+            in_features=hidden,
+            rows=(channels, channels, channels, head_dim),
+        )
         self._gate = weights.linear("g_b_proj", rows=(channels,), in_features=head_dim)
         self._step_widths = [head_dim, len(heads)]
         self._step = exact.linear("f_a_proj", "b_proj", rows=(head_dim, heads), in_features=hidden)
         self._fade = exact.linear("f_b_proj", rows=(channels,), in_features=head_dim)
-        self._conv = torch.cat([weights.tensor(f"{name}_conv1d.weight", len(channels), 1, spec.conv_kernel,
-                                               rows=channels).squeeze(1) for name in ("q", "k", "v")])
+        self._conv = torch.cat(
+            [
+                weights.tensor(
+                    f"{name}_conv1d.weight", len(channels), 1, spec.conv_kernel, rows=channels
+                ).squeeze(1)
+                for name in ("q", "k", "v")
+            ]
+        )
         rates = weights.tensor("A_log", 1, 1, heads.total, 1, dtype=torch.float32)
-        self._decay = -rates[0, 0, heads.start:heads.stop, 0].exp()
-        self._step_offset = weights.tensor("dt_bias", len(channels), rows=channels, dtype=torch.float32)
-        self._norm = GatedRmsNorm(weight=weights.tensor("o_norm.weight", head_dim), eps=spec.norm_eps,
-                                  is_silu=False)
+        self._decay = -rates[0, 0, heads.start : heads.stop, 0].exp()
+        self._step_offset = weights.tensor(
+            "dt_bias", len(channels), rows=channels, dtype=torch.float32
+        )
+        self._norm = GatedRmsNorm(
+            weight=weights.tensor("o_norm.weight", head_dim), eps=spec.norm_eps, is_silu=False
+        )
         self._output = weights.summed("o_proj", rows=hidden, terms=channels)
 
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
@@ -67,6 +88,14 @@ class KimiDelta:
         mixed, gate = torch.split(self._input(x), self._input_widths, dim=-1)
         step, write = torch.split(self._step(x), self._step_widths, dim=-1)
         decays, strengths = gates(self._fade(step), write, self._decay, self._step_offset)
-        heads = delta_heads(self._spec, self._layer_id, mixed, self._conv, decays.view(by_head), strengths, stage_pass)
+        heads = delta_heads(
+            self._spec,
+            self._layer_id,
+            mixed,
+            self._conv,
+            decays.view(by_head),
+            strengths,
+            stage_pass,
+        )
         heads = self._norm.forward(heads, self._gate(gate).view(by_head))
         return self._output(heads.flatten(1))

@@ -1,10 +1,12 @@
-"""Multi-head latent attention (DeepSeek-V2), absorbed: heads meet in the space of the cached latent.
+"""Multi-head latent attention (DeepSeek-V2), absorbed: heads meet in the space of the cached
+latent.
 
     ql = norm(W_qa x);   q_h = [q_n ; rope(q_r)] of W_qb ql, or of W_q x
     (c, k_r) = W_kva x;  cached per token: [norm(c) ; rope(k_r)]
     query_h = [W_k,h^T q_n ; q_r];   out_h = W_v,h (softmax-weighted sum of c)
-with W_k and W_v the two parts of kv_b_proj. Some models rotate nothing. With DSA a layer attends to chosen keys only:
-it computes the choice with an indexer of its own, or shares the one of the layer before.
+with W_k and W_v the two parts of kv_b_proj. Some models rotate nothing. With DSA a layer attends to
+chosen keys only: it computes the choice with an indexer of its own, or shares the one of the layer
+before.
 """
 
 from dataclasses import dataclass, replace
@@ -29,9 +31,9 @@ _LATENT_NORM = NormSpec(eps=1e-6)  # fixed in the published models, whatever rms
 
 @dataclass(frozen=True)
 class MlaSpec:
-    """With `query_rank` 0 queries are one projection. `max_selected` keys per token are attended to, 0 for all. Then a
-    layer with `indexer` computes the choice and a layer without one shares it; one that `takes_carried` computes it
-    where none is carried to it."""
+    """With `query_rank` 0 queries are one projection. `max_selected` keys per token are attended
+    to, 0 for all. Then a layer with `indexer` computes the choice and a layer without one shares
+    it; one that `takes_carried` computes it where none is carried to it."""
 
     hidden_size: int
     num_heads: int
@@ -62,32 +64,54 @@ class MlaSpec:
     @property
     def heads(self) -> Part:
         """This rank's. What is cached, and the choice of keys, every rank has whole."""
-        return self.rank.heads(self.num_heads, self.value_dim, "heads of latent attention (num_attention_heads)")
+        return self.rank.heads(
+            self.num_heads, self.value_dim, "heads of latent attention (num_attention_heads)"
+        )
 
     def of_rank(self, rank: TensorRank) -> "MlaSpec":
         """See `MixerSpec.of_rank`."""
         return replace(self, rank=rank)
 
     def attention_geometry(self, page_size: int) -> LatentGeometry:
-        return LatentGeometry(num_heads=len(self.heads), latent_dim=self.latent_dim, rope_dim=self.rope_dim,
-                              page_size=page_size, scale=self.scale, max_selected=self.max_selected)
+        return LatentGeometry(
+            num_heads=len(self.heads),
+            latent_dim=self.latent_dim,
+            rope_dim=self.rope_dim,
+            page_size=page_size,
+            scale=self.scale,
+            max_selected=self.max_selected,
+        )
 
-    def cache_specs(self, *, layer_id: int, page_size: int, dtype: torch.dtype) -> tuple[CacheSpec, ...]:
+    def cache_specs(
+        self, *, layer_id: int, page_size: int, dtype: torch.dtype
+    ) -> tuple[CacheSpec, ...]:
         dims = {CacheKind.LATENT: self.latent_dim + self.rope_dim}
         if self.indexer is not None:
             dims[CacheKind.INDEX_KEY] = self.indexer.head_dim
-        return tuple(CacheSpec(layer_id=layer_id, kind=kind, record_shape=(page_size, dim),
-                               dtype=str(dtype).split(".")[1], item_bytes=dtype.itemsize)
-                     for kind, dim in dims.items())
+        return tuple(
+            CacheSpec(
+                layer_id=layer_id,
+                kind=kind,
+                record_shape=(page_size, dim),
+                dtype=str(dtype).split(".")[1],
+                item_bytes=dtype.itemsize,
+            )
+            for kind, dim in dims.items()
+        )
 
     def build(self, weights: Weights, *, layer_id: int) -> Mixer:
         return Mla(spec=self, weights=weights, layer_id=layer_id)
 
 
-def read_mla(raw: RawConfig, rope: RopeSpec | None, *, max_selected: int = 0,
-             indexer: IndexerSpec | None = None) -> MlaSpec:
-    """The fields of the DeepSeek, GLM-5 and Kimi families; without `rope` nothing is rotated. `head_dim`, which some
-    files carry too, plays no part.
+def read_mla(
+    raw: RawConfig,
+    rope: RopeSpec | None,
+    *,
+    max_selected: int = 0,
+    indexer: IndexerSpec | None = None,
+) -> MlaSpec:
+    """The fields of the DeepSeek, GLM-5 and Kimi families; without `rope` nothing is rotated.
+    `head_dim`, which some files carry too, plays no part.
 
     Raises:
         ConfigError: no `q_lora_rank` where keys are selected, or biases without one.
@@ -97,17 +121,27 @@ def read_mla(raw: RawConfig, rope: RopeSpec | None, *, max_selected: int = 0,
         raw.require("attention_bias", only=False, default=False)
     nope_dim, rope_dim = raw.integer("qk_nope_head_dim"), raw.integer("qk_rope_head_dim")
     return MlaSpec(
-        hidden_size=raw.integer("hidden_size"), num_heads=raw.integer("num_attention_heads"),
-        query_rank=query_rank, latent_dim=raw.integer("kv_lora_rank"), nope_dim=nope_dim,
-        rope_dim=rope_dim, value_dim=raw.integer("v_head_dim"), bias=raw.flag("attention_bias", default=False),
-        scale=(nope_dim + rope_dim) ** -0.5 * (1.0 if rope is None else rope.score_gain), is_rotated=rope is not None,
-        max_selected=max_selected, indexer=indexer,
+        hidden_size=raw.integer("hidden_size"),
+        num_heads=raw.integer("num_attention_heads"),
+        query_rank=query_rank,
+        latent_dim=raw.integer("kv_lora_rank"),
+        nope_dim=nope_dim,
+        rope_dim=rope_dim,
+        value_dim=raw.integer("v_head_dim"),
+        bias=raw.flag("attention_bias", default=False),
+        scale=(nope_dim + rope_dim) ** -0.5 * (1.0 if rope is None else rope.score_gain),
+        is_rotated=rope is not None,
+        max_selected=max_selected,
+        indexer=indexer,
     )
 
 
 def read_draft_mla(raw: RawConfig, selecting: MlaSpec) -> MlaSpec:
-    """A NextN layer's, which selects for itself; steps of its rounds share a choice where the config says so."""
-    return replace(selecting, takes_carried=raw.flag("index_share_for_mtp_iteration", default=False))
+    """A NextN layer's, which selects for itself; steps of its rounds share a choice where the
+    config says so."""
+    return replace(
+        selecting, takes_carried=raw.flag("index_share_for_mtp_iteration", default=False)
+    )
 
 
 class Mla:
@@ -118,25 +152,40 @@ class Mla:
         self._layer_id = layer_id
         hidden, heads = spec.hidden_size, spec.heads
         queries = heads.times(spec.nope_dim + spec.rope_dim)
-        first: tuple[str, Rows] = ("q_a_proj", spec.query_rank) if spec.query_rank else ("q_proj", queries)
+        first: tuple[str, Rows] = (
+            ("q_a_proj", spec.query_rank) if spec.query_rank else ("q_proj", queries)
+        )
         self._input_widths = [num_rows(first[1]), spec.latent_dim, spec.rope_dim]
-        self._input = weights.linear(first[0], "kv_a_proj_with_mqa", in_features=hidden, bias=spec.bias,
-                                     rows=(first[1], spec.latent_dim + spec.rope_dim))
+        self._input = weights.linear(
+            first[0],
+            "kv_a_proj_with_mqa",
+            in_features=hidden,
+            bias=spec.bias,
+            rows=(first[1], spec.latent_dim + spec.rope_dim),
+        )
         self._latent_norm = _LATENT_NORM.build(weights, "kv_a_layernorm", spec.latent_dim)
         self._query: tuple[RmsNorm, Linear] | None = None
         if spec.query_rank:
-            self._query = (_LATENT_NORM.build(weights, "q_a_layernorm", spec.query_rank),
-                           weights.linear("q_b_proj", rows=(queries,), in_features=spec.query_rank))
+            self._query = (
+                _LATENT_NORM.build(weights, "q_a_layernorm", spec.query_rank),
+                weights.linear("q_b_proj", rows=(queries,), in_features=spec.query_rank),
+            )
         rows = heads.times(spec.nope_dim + spec.value_dim)
         up = weights.tensor("kv_b_proj.weight", len(rows), spec.latent_dim, rows=rows)
         up = up.view(len(heads), spec.nope_dim + spec.value_dim, spec.latent_dim)
-        self._to_latent = HeadwiseLinear(up[:, :spec.nope_dim].transpose(1, 2))
-        self._from_latent = HeadwiseLinear(up[:, spec.nope_dim:])
-        self._output = weights.summed("o_proj", rows=hidden, terms=heads.times(spec.value_dim), bias=spec.bias)
+        self._to_latent = HeadwiseLinear(up[:, : spec.nope_dim].transpose(1, 2))
+        self._from_latent = HeadwiseLinear(up[:, spec.nope_dim :])
+        self._output = weights.summed(
+            "o_proj", rows=hidden, terms=heads.times(spec.value_dim), bias=spec.bias
+        )
         self._indexer: Indexer | None = None
         if spec.indexer is not None:
-            self._indexer = Indexer(spec=spec.indexer, hidden_size=hidden, query_rank=spec.query_rank,
-                                    weights=weights.at("indexer"))
+            self._indexer = Indexer(
+                spec=spec.indexer,
+                hidden_size=hidden,
+                query_rank=spec.query_rank,
+                weights=weights.at("indexer"),
+            )
 
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
         """See `Mixer.forward`."""
@@ -148,14 +197,19 @@ class Mla:
             query_latent = query_norm.forward(query_latent)
             query = project(query_latent)
         query = query.view(-1, len(spec.heads), spec.nope_dim + spec.rope_dim)
-        query_nope, query_rope = query[..., :spec.nope_dim], query[..., spec.nope_dim:]
+        query_nope, query_rope = query[..., : spec.nope_dim], query[..., spec.nope_dim :]
         if spec.is_rotated:
             rotary = stage_pass.rotary_table()
-            query_rope, key_rope = rotary.rotate_pairs(query_rope), rotary.rotate_pairs(key_rope[:, None])[:, 0]
+            query_rope, key_rope = (
+                rotary.rotate_pairs(query_rope),
+                rotary.rotate_pairs(key_rope[:, None])[:, 0],
+            )
         entries = torch.cat([self._latent_norm.forward(latent), key_rope], dim=-1)
         query = torch.cat([self._to_latent(query_nope), query_rope], dim=-1)
         selected = self._selection(x, query_latent, stage_pass)
-        heads = stage_pass.latent_attention().run(self._layer_id, query, entries, selected, stage_pass.batch)
+        heads = stage_pass.latent_attention().run(
+            self._layer_id, query, entries, selected, stage_pass.batch
+        )
         return self._output(self._from_latent(heads).flatten(1))
 
     def _selection(self, x: Tensor, query_latent: Tensor, stage_pass: StagePass) -> Tensor | None:
@@ -164,8 +218,11 @@ class Mla:
         is_carried = self._spec.takes_carried and stage_pass.selected_keys is not None
         if self._indexer is not None and not is_carried:
             q, k, weights = self._indexer.forward(x, query_latent, stage_pass.rotary_table())
-            stage_pass.selected_keys = stage_pass.latent_attention().select(self._layer_id, q, k, weights,
-                                                                            stage_pass.batch)
+            stage_pass.selected_keys = stage_pass.latent_attention().select(
+                self._layer_id, q, k, weights, stage_pass.batch
+            )
         if stage_pass.selected_keys is None:
-            raise InternalError(f"layer {self._layer_id} shares the keys an earlier layer selected, and none came")
+            raise InternalError(
+                f"layer {self._layer_id} shares the keys an earlier layer selected, and none came"
+            )
         return stage_pass.selected_keys

@@ -13,7 +13,8 @@ from models.blocks.weights import Weights
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """`intermediate_size`: inner values, those of other ranks included. `field`: what of the config says so."""
+    """`intermediate_size`: inner values, those of other ranks included. `field`: what of the config
+    says so."""
 
     hidden_size: int
     intermediate_size: int
@@ -32,7 +33,9 @@ class MlpSpec:
     @property
     def width(self) -> Part:
         """This rank's of the inner values."""
-        return self.rank.terms(self.intermediate_size, f"inner values of a feed-forward ({self.field})")
+        return self.rank.terms(
+            self.intermediate_size, f"inner values of a feed-forward ({self.field})"
+        )
 
     def of_rank(self, rank: TensorRank) -> "MlpSpec":
         """See `FeedForwardSpec.of_rank`."""
@@ -42,23 +45,39 @@ class MlpSpec:
         return Mlp(spec=self, weights=weights)
 
 
-def read_mlp(raw: RawConfig, *, bias: bool = False, activation: Activation = Activation.SILU,
-             field: str = "hidden_act") -> MlpSpec:
+def read_mlp(
+    raw: RawConfig,
+    *,
+    bias: bool = False,
+    activation: Activation = Activation.SILU,
+    field: str = "hidden_act",
+) -> MlpSpec:
     """Raises ConfigError for an activation other than the family's, which `field` names."""
     raw.require(field, only=activation.value, default=activation.value)
-    return MlpSpec(hidden_size=raw.integer("hidden_size"), intermediate_size=raw.integer("intermediate_size"),
-                   bias=bias, activation=activation)
+    return MlpSpec(
+        hidden_size=raw.integer("hidden_size"),
+        intermediate_size=raw.integer("intermediate_size"),
+        bias=bias,
+        activation=activation,
+    )
 
 
 class Mlp:
-    """A `FeedForward` of which this rank has some of the inner values; what it returns is the sum over all ranks."""
+    """A `FeedForward` of which this rank has some of the inner values; what it returns is the sum
+    over all ranks."""
 
     expert_tokens = None
 
     def __init__(self, *, spec: MlpSpec, weights: Weights) -> None:
         width = spec.width
-        self._gate_up = weights.gated("gate_proj", "up_proj", rows=width, in_features=spec.hidden_size, bias=spec.bias,
-                                      activation=spec.activation)
+        self._gate_up = weights.gated(
+            "gate_proj",
+            "up_proj",
+            rows=width,
+            in_features=spec.hidden_size,
+            bias=spec.bias,
+            activation=spec.activation,
+        )
         self._down = weights.summed("down_proj", rows=spec.hidden_size, terms=width, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ Three kinds of router:
     sigmoid   s = sigmoid(W x); chosen by s + bias, optionally within the best groups of experts only;
               weights s, optionally renormalised, times a scale
     input     the k largest of W x; an expert is given s x, s = sigmoid(W x), and its output has no weight
-A shared expert sees every token; its output is added, behind a sigmoid gate of its own where the family has one.
+A shared expert sees every token; its output is added, behind a sigmoid gate of its own where the
+family has one.
 
 A token's sum runs over its experts in ascending id, so its bits do not depend on the other tokens.
 """
@@ -25,12 +26,16 @@ from models.blocks.mlp import Mlp, MlpSpec
 from models.blocks.spec import FeedForward
 from models.blocks.weights import Weights
 
-_EXPERT_COUNTS = ("num_local_experts", "num_experts")  # what some families of the sigmoid kind call `n_routed_experts`
+_EXPERT_COUNTS = (
+    "num_local_experts",
+    "num_experts",
+)  # what some families of the sigmoid kind call `n_routed_experts`
 
 
 @dataclass(frozen=True)
 class SoftmaxRouting:
-    """The most probable experts; with `renormalise` the weights of those that were chosen add up to 1."""
+    """The most probable experts; with `renormalise` the weights of those that were chosen add up to
+    1."""
 
     renormalise: bool
 
@@ -42,8 +47,8 @@ class SoftmaxRouting:
 
 @dataclass(frozen=True)
 class SigmoidRouting:
-    """Of `num_groups` equal groups of experts the `kept_groups` with the largest sum of their two best scores take
-    part."""
+    """Of `num_groups` equal groups of experts the `kept_groups` with the largest sum of their two
+    best scores take part."""
 
     renormalise: bool
     scale: float
@@ -51,13 +56,18 @@ class SigmoidRouting:
     kept_groups: int
 
     def choose(self, logits: Tensor, bias: Tensor, *, num_chosen: int) -> tuple[Tensor, Tensor]:
-        """logits: [T, experts] fp32; bias: [experts] fp32. Returns weights fp32 and expert ids, [T, num_chosen]."""
+        """logits: [T, experts] fp32; bias: [experts] fp32. Returns weights fp32 and expert ids, [T,
+        num_chosen]."""
         scores = sigmoid(logits)
         ranked = scores + bias
         if self.kept_groups < self.num_groups:
             grouped = ranked.view(len(ranked), self.num_groups, -1)
             kept = grouped.topk(2, dim=-1).values.sum(dim=-1).topk(self.kept_groups, dim=-1).indices
-            dropped = torch.ones(grouped.shape[:2], dtype=torch.bool, device=kept.device).scatter_(1, kept, False)  # noqa: FBT003
+            dropped = torch.ones(grouped.shape[:2], dtype=torch.bool, device=kept.device).scatter_(
+                1,
+                kept,
+                False,  # noqa: FBT003
+            )
             ranked = grouped.masked_fill(dropped[..., None], float("-inf")).flatten(1)
         ids = ranked.topk(num_chosen, dim=-1).indices
         weights = scores.gather(1, ids)
@@ -68,18 +78,21 @@ class SigmoidRouting:
 
 @dataclass(frozen=True)
 class InputRouting:
-    """The experts with the highest logits; weights multiply what goes into an expert instead of what comes out."""
+    """The experts with the highest logits; weights multiply what goes into an expert instead of
+    what comes out."""
 
     def choose(self, logits: Tensor, *, num_chosen: int) -> tuple[Tensor, Tensor]:
-        """logits: [T, experts]. Returns weights fp32 of what goes in, and expert ids, [T, num_chosen] each."""
+        """logits: [T, experts]. Returns weights fp32 of what goes in, and expert ids, [T,
+        num_chosen] each."""
         best, ids = logits.topk(num_chosen, dim=-1)
         return sigmoid(best.float()), ids
 
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """`shared_width` 0 means no shared expert. The softmax families gate theirs, the others do not. `experts_field` and
-    `shared_field`: what of the config says how many experts there are, and how wide the shared one is."""
+    """`shared_width` 0 means no shared expert. The softmax families gate theirs, the others do not.
+    `experts_field` and `shared_field`: what of the config says how many experts there are, and how
+    wide the shared one is."""
 
     hidden_size: int
     num_experts: int
@@ -112,8 +125,12 @@ class MoeSpec:
         """The shared expert, if there is one."""
         if not self.shared_width:
             return None
-        return MlpSpec(hidden_size=self.hidden_size, intermediate_size=self.shared_width, rank=self.rank,
-                       field=self.shared_field)
+        return MlpSpec(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.shared_width,
+            rank=self.rank,
+            field=self.shared_field,
+        )
 
     def of_rank(self, rank: TensorRank) -> "MoeSpec":
         """See `FeedForwardSpec.of_rank`."""
@@ -126,12 +143,19 @@ class MoeSpec:
 def read_softmax_moe(raw: RawConfig, *, renormalise: bool, has_shared: bool) -> MoeSpec:
     """The Qwen families' fields; `num_local_experts` is the newer spelling of `num_experts`."""
     count = "num_local_experts" if "num_local_experts" in raw else "num_experts"
-    return _checked(raw, count, MoeSpec(
-        hidden_size=raw.integer("hidden_size"), num_experts=raw.integer(count), experts_field=count,
-        num_chosen=raw.integer("num_experts_per_tok"), expert_width=raw.integer("moe_intermediate_size"),
-        routing=SoftmaxRouting(renormalise=renormalise),
-        shared_width=raw.integer("shared_expert_intermediate_size") if has_shared else 0,
-    ))
+    return _checked(
+        raw,
+        count,
+        MoeSpec(
+            hidden_size=raw.integer("hidden_size"),
+            num_experts=raw.integer(count),
+            experts_field=count,
+            num_chosen=raw.integer("num_experts_per_tok"),
+            expert_width=raw.integer("moe_intermediate_size"),
+            routing=SoftmaxRouting(renormalise=renormalise),
+            shared_width=raw.integer("shared_expert_intermediate_size") if has_shared else 0,
+        ),
+    )
 
 
 def read_sigmoid_moe(raw: RawConfig) -> MoeSpec:
@@ -139,25 +163,41 @@ def read_sigmoid_moe(raw: RawConfig) -> MoeSpec:
     raw.require("scoring_func", only="sigmoid", default="sigmoid")
     raw.require("moe_layer_freq", only=1, default=1)
     width = raw.integer("moe_intermediate_size")
-    routing = SigmoidRouting(renormalise=raw.flag("norm_topk_prob", default=True),
-                             scale=raw.number("routed_scaling_factor", 1.0),
-                             num_groups=raw.integer("n_group", 1), kept_groups=raw.integer("topk_group", 1))
-    spec = MoeSpec(hidden_size=raw.integer("hidden_size"), num_experts=raw.integer("n_routed_experts"),
-                   num_chosen=raw.integer("num_experts_per_tok"), expert_width=width, routing=routing,
-                   shared_width=width * raw.integer("n_shared_experts", 1, minimum=0),
-                   experts_field=next((name for name in _EXPERT_COUNTS if name in raw), "n_routed_experts"),
-                   shared_field="moe_intermediate_size times n_shared_experts")
+    routing = SigmoidRouting(
+        renormalise=raw.flag("norm_topk_prob", default=True),
+        scale=raw.number("routed_scaling_factor", 1.0),
+        num_groups=raw.integer("n_group", 1),
+        kept_groups=raw.integer("topk_group", 1),
+    )
+    spec = MoeSpec(
+        hidden_size=raw.integer("hidden_size"),
+        num_experts=raw.integer("n_routed_experts"),
+        num_chosen=raw.integer("num_experts_per_tok"),
+        expert_width=width,
+        routing=routing,
+        shared_width=width * raw.integer("n_shared_experts", 1, minimum=0),
+        experts_field=next((name for name in _EXPERT_COUNTS if name in raw), "n_routed_experts"),
+        shared_field="moe_intermediate_size times n_shared_experts",
+    )
     if spec.num_experts % routing.num_groups or spec.num_experts // routing.num_groups < 2:
-        raise raw.fail("n_group", f"{routing.num_groups} must cut {spec.num_experts} experts into groups of 2 or more")
+        raise raw.fail(
+            "n_group",
+            f"{routing.num_groups} must cut {spec.num_experts} experts into groups of 2 or more",
+        )
     if routing.kept_groups > routing.num_groups:
-        raise raw.fail("topk_group", f"must be at most n_group {routing.num_groups}, is {routing.kept_groups}")
+        raise raw.fail(
+            "topk_group", f"must be at most n_group {routing.num_groups}, is {routing.kept_groups}"
+        )
     return _checked(raw, "n_routed_experts", spec)
 
 
 def _checked(raw: RawConfig, field: str, spec: MoeSpec) -> MoeSpec:
     raw.require("hidden_act", only="silu", default="silu")
     if spec.num_chosen > spec.num_experts:
-        raise raw.fail("num_experts_per_tok", f"must be at most {field} {spec.num_experts}, is {spec.num_chosen}")
+        raise raw.fail(
+            "num_experts_per_tok",
+            f"must be at most {field} {spec.num_experts}, is {spec.num_chosen}",
+        )
     return spec
 
 
@@ -173,13 +213,19 @@ class Moe:
         names, rows = ["gate"], [spec.num_experts]
         if self._is_gated:
             names, rows = [*names, "shared_expert_gate"], [*rows, 1]
-        self._router = weights.whole().linear(*names, rows=rows, in_features=spec.hidden_size, dtype=self._router_dtype)
+        self._router = weights.whole().linear(
+            *names, rows=rows, in_features=spec.hidden_size, dtype=self._router_dtype
+        )
         if is_sigmoid:
-            self._bias = weights.tensor("gate.e_score_correction_bias", spec.num_experts, dtype=torch.float32)
+            self._bias = weights.tensor(
+                "gate.e_score_correction_bias", spec.num_experts, dtype=torch.float32
+            )
         self._shared: Mlp | None = None
         if spec.shared is not None:
-            self._shared = Mlp(spec=spec.shared,
-                               weights=weights.at("shared_experts" if is_sigmoid else "shared_expert"))
+            self._shared = Mlp(
+                spec=spec.shared,
+                weights=weights.at("shared_experts" if is_sigmoid else "shared_expert"),
+            )
 
     @property
     def expert_tokens(self) -> ExpertTokens:
@@ -189,7 +235,7 @@ class Moe:
         """x: [T, hidden]. Returns [T, hidden]."""
         routing, num_chosen = self._spec.routing, self._spec.num_chosen
         logits = self._router(x if self._router_dtype is None else x.to(self._router_dtype))
-        scores = logits[:, :self._spec.num_experts]
+        scores = logits[:, : self._spec.num_experts]
         if isinstance(routing, SigmoidRouting):
             weights, ids = routing.choose(scores, self._bias, num_chosen=num_chosen)
         else:
@@ -198,15 +244,18 @@ class Moe:
         out = self._experts.forward(x, weights, ids, homes)
         if self._shared is not None:
             shared = self._shared.forward(x)[homes.own].float()
-            out += (sigmoid(logits[homes.own, self._spec.num_experts:].float()) * shared if self._is_gated else
-                    shared)
+            out += (
+                sigmoid(logits[homes.own, self._spec.num_experts :].float()) * shared
+                if self._is_gated
+                else shared
+            )
         return homes.everywhere(out, x.dtype)
 
 
 class _Experts:
-    """Feed-forwards of equal shape, of which a rank has some. Files hold them one by one or stacked along a first axis.
-    All ranks know all tokens, and so what every expert gets; each computes what its own get, and results go to the
-    homes of their tokens."""
+    """Feed-forwards of equal shape, of which a rank has some. Files hold them one by one or stacked
+    along a first axis. All ranks know all tokens, and so what every expert gets; each computes what
+    its own get, and results go to the homes of their tokens."""
 
     def __init__(self, *, spec: MoeSpec, weights: Weights) -> None:
         self._num_experts, self._num_chosen = spec.num_experts, spec.num_chosen
@@ -218,30 +267,45 @@ class _Experts:
         others = [index for index in range(spec.num_experts) if index not in own]
         if weights.has("gate_up_proj"):
             items = [(index, spec.num_experts) for index in own]
-            gated = [weights.gated_item("gate_up_proj", rows=width, in_features=hidden, item=item) for item in items]
-            down = [weights.linear_item("down_proj", rows=hidden, in_features=width, item=item) for item in items]
+            gated = [
+                weights.gated_item("gate_up_proj", rows=width, in_features=hidden, item=item)
+                for item in items
+            ]
+            down = [
+                weights.linear_item("down_proj", rows=hidden, in_features=width, item=item)
+                for item in items
+            ]
             for name, index in product(("gate_up_proj", "down_proj"), others):
                 weights.skip(name, index)
         else:
             each = [weights.at(str(index)) for index in own]
             for index, name in product(others, ("gate_proj", "up_proj", "down_proj")):
                 weights.skip(f"{index}.{name}.weight")
-            gated = [expert.gated("gate_proj", "up_proj", rows=width, in_features=hidden) for expert in each]
-            down = [expert.linear("down_proj", rows=(hidden,), in_features=width) for expert in each]
+            gated = [
+                expert.gated("gate_proj", "up_proj", rows=width, in_features=hidden)
+                for expert in each
+            ]
+            down = [
+                expert.linear("down_proj", rows=(hidden,), in_features=width) for expert in each
+            ]
         self._gate_up, self._down = GroupedLinear(gated), GroupedLinear(down)
 
     def homes(self, x: Tensor) -> Homes:
         """Of tokens x [T, hidden]."""
-        return Homes(self._ranks, len(x), x.nbytes * self._num_chosen * len(self._own) // self._num_experts)
+        return Homes(
+            self._ranks, len(x), x.nbytes * self._num_chosen * len(self._own) // self._num_experts
+        )
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, homes: Homes) -> Tensor:
-        """x: [T, hidden]; weights fp32 and ids: [T, chosen]. Returns the sums of the tokens at home here, weighted
-        going in or coming out, [tokens, hidden] fp32."""
+        """x: [T, hidden]; weights fp32 and ids: [T, chosen]. Returns the sums of the tokens at home
+        here, weighted going in or coming out, [tokens, hidden] fp32."""
         by_expert = ids.flatten().argsort(stable=True)
         counts = torch.bincount(ids.flatten(), minlength=self._num_experts).cpu()
         self.tokens.counts.add_(counts)
         gains = weights.flatten()[by_expert, None].to(x.dtype) if self._weighs_inputs else None
-        results = self._results(x, by_expert // self._num_chosen, gains, counts.tolist(), ids, homes).float()
+        results = self._results(
+            x, by_expert // self._num_chosen, gains, counts.tolist(), ids, homes
+        ).float()
         weights, ids = weights[homes.own], ids[homes.own]
         by_expert = by_expert if homes.counts is None else ids.flatten().argsort(stable=True)
         if not self._weighs_inputs:
@@ -253,20 +317,29 @@ class _Experts:
             out += results[own[:, place]]
         return out
 
-    def _results(self, x: Tensor, tokens: Tensor, gains: Tensor | None, counts: list[int], ids: Tensor,
-                 homes: Homes) -> Tensor:
-        """x: [T, hidden]; tokens: [T * chosen], of which the first counts[0] are for the first expert, and so on, each
-        times its gain, [T * chosen, 1]. Returns what the experts made of those at home here, [tokens * chosen, hidden],
-        likewise by expert."""
-        own = counts[self._own.start:self._own.stop]
-        mine = slice(start := sum(counts[:self._own.start]), start + sum(own))
+    def _results(
+        self,
+        x: Tensor,
+        tokens: Tensor,
+        gains: Tensor | None,
+        counts: list[int],
+        ids: Tensor,
+        homes: Homes,
+    ) -> Tensor:
+        """x: [T, hidden]; tokens: [T * chosen], of which the first counts[0] are for the first
+        expert, and so on, each times its gain, [T * chosen, 1]. Returns what the experts made of
+        those at home here, [tokens * chosen, hidden], likewise by expert."""
+        own = counts[self._own.start : self._own.stop]
+        mine = slice(start := sum(counts[: self._own.start]), start + sum(own))
         tokens = tokens[mine]
         given = x[tokens] if gains is None else x[tokens] * gains[mine]
         results = self._down(self._gate_up(given, own), own)
         if self._ranks is None:
             return results
         if homes.counts is None:
-            return self._ranks.gather(results, [sum(counts[share.start:share.stop]) for share in self._shares])
+            return self._ranks.gather(
+                results, [sum(counts[share.start : share.stop]) for share in self._shares]
+            )
         ends = torch.tensor(homes.counts).cumsum(0)
         places = torch.bucketize(tokens, ends, right=True)
         shares = torch.bincount(places, minlength=len(ends)).tolist()

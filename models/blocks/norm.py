@@ -16,8 +16,9 @@ from models.blocks.weights import Weights
 
 @dataclass(frozen=True)
 class NormSpec:
-    """`zero_centred` norms multiply by (1 + w), the others by w. Those, and with `rounds_last` these, multiply in fp32
-    and cast last; else they cast first. Without `has_weights` w is 1, and not in the files."""
+    """`zero_centred` norms multiply by (1 + w), the others by w. Those, and with `rounds_last`
+    these, multiply in fp32 and cast last; else they cast first. Without `has_weights` w is 1, and
+    not in the files."""
 
     eps: float
     zero_centred: bool = False
@@ -42,8 +43,13 @@ class RmsNorm:
         if x.device.type != "cpu":
             return self.fused(x)
         if has_kernels(x.dtype, self._weight.dtype):
-            return rms_norm(dense_tokens(x), self._weight, self._spec.eps, self._team,
-                            rounds_first=not self._is_wide)
+            return rms_norm(
+                dense_tokens(x),
+                self._weight,
+                self._spec.eps,
+                self._team,
+                rounds_first=not self._is_wide,
+            )
         scaled = x.to(torch.float32, copy=True)
         scaled *= _to_unit(scaled, self._spec.eps)
         if self._is_wide:
@@ -51,39 +57,75 @@ class RmsNorm:
         return scaled.to(x.dtype).mul_(self._weight)
 
     def forward_rotated(self, x: Tensor, table: RotaryTable) -> Tensor:
-        """`forward` of x [T, heads, D], and its halves rotated; in one pass over the tokens where it can be."""
-        if x.device.type != "cpu" or not has_kernels(x.dtype, self._weight.dtype) or table.cos.dtype != x.dtype:
+        """`forward` of x [T, heads, D], and its halves rotated; in one pass over the tokens where
+        it can be."""
+        if (
+            x.device.type != "cpu"
+            or not has_kernels(x.dtype, self._weight.dtype)
+            or table.cos.dtype != x.dtype
+        ):
             return table.rotate_halves(self.forward(x))
-        return norm_and_rotate(dense_tokens(x), self._weight, self._spec.eps, table.cos.contiguous(),
-                               table.sin.contiguous(), self._team, rounds_first=not self._is_wide)
+        return norm_and_rotate(
+            dense_tokens(x),
+            self._weight,
+            self._spec.eps,
+            table.cos.contiguous(),
+            table.sin.contiguous(),
+            self._team,
+            rounds_first=not self._is_wide,
+        )
 
     def add_and_forward(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
         """x + other, [T, D], and `forward` of that; in one pass over the tokens where it can be."""
-        if x.device.type != "cpu" or not (x.dtype == other.dtype and has_kernels(x.dtype, self._weight.dtype)):
+        if x.device.type != "cpu" or not (
+            x.dtype == other.dtype and has_kernels(x.dtype, self._weight.dtype)
+        ):
             total = x + other
             return total, self.forward(total)
-        return add_and_norm(dense_tokens(x), dense_tokens(other), self._weight, self._spec.eps, self._team,
-                            rounds_first=not self._is_wide)
+        return add_and_norm(
+            dense_tokens(x),
+            dense_tokens(other),
+            self._weight,
+            self._spec.eps,
+            self._team,
+            rounds_first=not self._is_wide,
+        )
 
     def fused(self, x: Tensor) -> Tensor:
-        """`forward` up to rounding, as one kernel where the device has it: a step of few rows mostly waits for them."""
-        wide, own = x.float() if self._is_wide else x, self._weight.dim() > 1  # a weight of its own per head
+        """`forward` up to rounding, as one kernel where the device has it: a step of few rows
+        mostly waits for them."""
+        wide, own = (
+            x.float() if self._is_wide else x,
+            self._weight.dim() > 1,
+        )  # a weight of its own per head
         normed = F.rms_norm(wide, x.shape[-1:], None if own else self._weight, self._spec.eps)
         return (normed * self._weight if own else normed).to(x.dtype)
 
 
 class GatedRmsNorm:
-    """w * rms(x) * act(gate), the output norm of recurrent layers: over each head's values, in fp32. act: silu, or
-    sigmoid."""
+    """w * rms(x) * act(gate), the output norm of recurrent layers: over each head's values, in
+    fp32. act: silu, or sigmoid."""
 
     def __init__(self, *, weight: Tensor, eps: float, is_silu: bool = True) -> None:
-        self._weight, self._eps, self._is_silu, self._team = weight.float().contiguous(), eps, is_silu, Team()
+        self._weight, self._eps, self._is_silu, self._team = (
+            weight.float().contiguous(),
+            eps,
+            is_silu,
+            Team(),
+        )
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x: [T, heads, head_dim] fp32; gate: same shape, model dtype. Returns the same in gate's."""
+        """x: [T, heads, head_dim] fp32; gate: same shape, model dtype. Returns the same in
+        gate's."""
         if x.device.type == "cpu" and has_kernels(gate.dtype):
-            return gated_norm(x.contiguous(), dense_tokens(gate), self._weight, self._eps, self._team,
-                              is_silu=self._is_silu)
+            return gated_norm(
+                x.contiguous(),
+                dense_tokens(gate),
+                self._weight,
+                self._eps,
+                self._team,
+                is_silu=self._is_silu,
+            )
         act = silu(gate.float()) if self._is_silu else sigmoid(gate.float())
         return (self._weight * (x * _to_unit(x, self._eps)) * act).to(gate.dtype)
 

@@ -1,7 +1,8 @@
-"""Rotary position embedding: reading its parameters, the frequencies of each scaling type, and applying it.
+"""Rotary position embedding: reading its parameters, the frequencies of each scaling type, and
+applying it.
 
-A stage computes cos and sin once per forward (`Rotary.table`, called by the stage's first layer) and every attention
-layer applies that table.
+A stage computes cos and sin once per forward (`Rotary.table`, called by the stage's first layer)
+and every attention layer applies that table.
 """
 
 import math
@@ -22,8 +23,9 @@ RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional"]
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """One scaling of rotary frequencies. `dim` is the number of rotated dimensions of a head; fields that the kind
-    does not use keep their defaults. `original_context` is the context length the model was first trained for."""
+    """One scaling of rotary frequencies. `dim` is the number of rotated dimensions of a head;
+    fields that the kind does not use keep their defaults. `original_context` is the context length
+    the model was first trained for."""
 
     dim: int
     theta: float
@@ -40,65 +42,110 @@ class RopeSpec:
     num_turning: int = 0  # proportional: pairs that turn; the others stand still
 
 
-def read_rope(raw: RawConfig, *, head_dim: int, default_partial: float | None = None,
-              default_theta: float = 10000.0) -> RopeSpec:
-    """Read the rotary parameters of a config, in the newer style (`rope_parameters`) or the older one (`rope_theta`
-    with `rope_scaling`, whose kind is under `rope_type` or `type`).
+def read_rope(
+    raw: RawConfig,
+    *,
+    head_dim: int,
+    default_partial: float | None = None,
+    default_theta: float = 10000.0,
+) -> RopeSpec:
+    """Read the rotary parameters of a config, in the newer style (`rope_parameters`) or the older
+    one (`rope_theta` with `rope_scaling`, whose kind is under `rope_type` or `type`).
 
-    `default_partial`: the share of a head that turns where the config names none. None: whole heads turn in this
-    family, whatever `partial_rotary_factor` says, as in transformers.
+    `default_partial`: the share of a head that turns where the config names none. None: whole heads
+    turn in this family, whatever `partial_rotary_factor` says, as in transformers.
 
     Raises:
-        ConfigError: a kind other than default, linear, llama3, yarn and proportional, a missing or impossible
-            parameter, a share of the heads of a family whose heads turn whole in a kind in which transformers cannot
-            run it, or both styles that say different things: transformers follows the older one then, and so a model
-            would turn as nobody meant.
+        ConfigError: a kind other than default, linear, llama3, yarn and proportional, a missing or
+            impossible parameter, a share of the heads of a family whose heads turn whole in a kind
+            in which transformers cannot run it, or both styles that say different things:
+            transformers follows the older one then, and so a model would turn as nobody meant.
     """
-    read = partial(_read_rope, raw, head_dim=head_dim, default_partial=default_partial, default_theta=default_theta)
+    read = partial(
+        _read_rope,
+        raw,
+        head_dim=head_dim,
+        default_partial=default_partial,
+        default_theta=default_theta,
+    )
     if "rope_parameters" not in raw:
         return read("rope_scaling")
     newer = read("rope_parameters")
     if "rope_scaling" in raw and (older := read("rope_scaling")) != newer:
-        raise raw.fail("rope_scaling", f"stands beside rope_parameters and says something else ({older}, not {newer}): "
-                                       f"keep one of them")
+        raise raw.fail(
+            "rope_scaling",
+            f"stands beside rope_parameters and says something else ({older}, not {newer}): "
+            f"keep one of them",
+        )
     return newer
 
 
-def _read_rope(raw: RawConfig, name: str, *, head_dim: int, default_partial: float | None,
-               default_theta: float) -> RopeSpec:
+def _read_rope(
+    raw: RawConfig, name: str, *, head_dim: int, default_partial: float | None, default_theta: float
+) -> RopeSpec:
     """Read the section of that name; without it, rope is plain."""
     params = raw.section(name) if name in raw else RawConfig({})
     kind = params.text("rope_type" if "rope_type" in params else "type", "default")
     theta = params.number("rope_theta", raw.number("rope_theta", default_theta))
-    share = params.number("partial_rotary_factor", raw.number("partial_rotary_factor", default_partial or 1.0))
+    share = params.number(
+        "partial_rotary_factor", raw.number("partial_rotary_factor", default_partial or 1.0)
+    )
     if default_partial is None and kind != "proportional" and share != 1:
         if kind != "default":
-            raise raw.fail("partial_rotary_factor", f"{share} is not supported: heads of this family turn whole")
+            raise raw.fail(
+                "partial_rotary_factor",
+                f"{share} is not supported: heads of this family turn whole",
+            )
         share = 1.0
     dim = int(head_dim * share)
     if dim % 2 or not 0 < dim <= head_dim:
-        raise raw.fail("partial_rotary_factor", f"{share} of head_dim {head_dim} gives {dim} rotated dimensions")
+        raise raw.fail(
+            "partial_rotary_factor",
+            f"{share} of head_dim {head_dim} gives {dim} rotated dimensions",
+        )
     if kind == "default":
         return RopeSpec(dim=dim, theta=theta)
     if kind == "proportional":
-        return RopeSpec(dim=head_dim, theta=theta, kind="proportional", factor=params.number("factor", 1.0),
-                        num_turning=dim // 2)
+        return RopeSpec(
+            dim=head_dim,
+            theta=theta,
+            kind="proportional",
+            factor=params.number("factor", 1.0),
+            num_turning=dim // 2,
+        )
     if kind == "linear":
         return RopeSpec(dim=dim, theta=theta, kind="linear", factor=params.number("factor"))
     context_field = "original_max_position_embeddings"
-    original = params.integer(context_field, raw.integer(context_field, raw.integer("max_position_embeddings")))
+    original = params.integer(
+        context_field, raw.integer(context_field, raw.integer("max_position_embeddings"))
+    )
     if kind == "llama3":
-        return RopeSpec(dim=dim, theta=theta, kind="llama3", factor=params.number("factor"), original_context=original,
-                        low_freq_factor=params.number("low_freq_factor"),
-                        high_freq_factor=params.number("high_freq_factor"))
+        return RopeSpec(
+            dim=dim,
+            theta=theta,
+            kind="llama3",
+            factor=params.number("factor"),
+            original_context=original,
+            low_freq_factor=params.number("low_freq_factor"),
+            high_freq_factor=params.number("high_freq_factor"),
+        )
     if kind == "yarn":
         factor = params.number("factor", raw.integer("max_position_embeddings") / original)
-        return RopeSpec(dim=dim, theta=theta, kind="yarn", factor=factor, original_context=original,
-                        beta_fast=params.number("beta_fast", 32.0), beta_slow=params.number("beta_slow", 1.0),
-                        truncate=params.flag("truncate", default=True), amplitude=_yarn_amplitude(params, factor),
-                        score_gain=_yarn_score_gain(params, factor))
-    raise raw.fail(name, f"type {kind!r} is not supported, only default, linear, llama3, yarn, "
-                         f"proportional")
+        return RopeSpec(
+            dim=dim,
+            theta=theta,
+            kind="yarn",
+            factor=factor,
+            original_context=original,
+            beta_fast=params.number("beta_fast", 32.0),
+            beta_slow=params.number("beta_slow", 1.0),
+            truncate=params.flag("truncate", default=True),
+            amplitude=_yarn_amplitude(params, factor),
+            score_gain=_yarn_score_gain(params, factor),
+        )
+    raise raw.fail(
+        name, f"type {kind!r} is not supported, only default, linear, llama3, yarn, proportional"
+    )
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
@@ -116,7 +163,11 @@ def _yarn_amplitude(params: RawConfig, factor: float) -> float:
 
 
 def _yarn_score_gain(params: RawConfig, factor: float) -> float:
-    return yarn_mscale(factor, params.number("mscale_all_dim")) ** 2 if "mscale_all_dim" in params else 1.0
+    return (
+        yarn_mscale(factor, params.number("mscale_all_dim")) ** 2
+        if "mscale_all_dim" in params
+        else 1.0
+    )
 
 
 def inverse_frequencies(spec: RopeSpec) -> Tensor:
@@ -142,15 +193,23 @@ def _llama3(plain: Tensor, spec: RopeSpec) -> Tensor:
 
 
 def _yarn(plain: Tensor, spec: RopeSpec) -> Tensor:
-    """Pairs that turn often within the original context kept, rare ones slowed down, a linear ramp in between."""
+    """Pairs that turn often within the original context kept, rare ones slowed down, a linear ramp
+    in between."""
+
     def pair_of(turns: float) -> float:
-        return spec.dim * math.log(spec.original_context / (turns * 2 * math.pi)) / (2 * math.log(spec.theta))
+        return (
+            spec.dim
+            * math.log(spec.original_context / (turns * 2 * math.pi))
+            / (2 * math.log(spec.theta))
+        )
 
     low, high = pair_of(spec.beta_fast), pair_of(spec.beta_slow)
     if spec.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, spec.dim - 1)
-    ramp = (torch.arange(spec.dim // 2, dtype=torch.float32) - low) / (high - low if high != low else 1e-3)
+    ramp = (torch.arange(spec.dim // 2, dtype=torch.float32) - low) / (
+        high - low if high != low else 1e-3
+    )
     slow = ramp.clamp(0, 1)
     return plain * (1 - slow) + plain / spec.factor * slow
 
@@ -163,15 +222,18 @@ class RotaryTable:
     sin: Tensor
 
     def rotate_halves(self, x: Tensor) -> Tensor:
-        """Rotate pairs (i, i + dim/2) of the first dim of x [T, heads, head_dim]; the rest passes unchanged."""
+        """Rotate pairs (i, i + dim/2) of the first dim of x [T, heads, head_dim]; the rest passes
+        unchanged."""
         if x.device.type == "cpu" and has_kernels(x.dtype) and x.dtype == self.cos.dtype:
-            return rotate_halves(dense_tokens(x), self.cos.contiguous(), self.sin.contiguous(), Team())
+            return rotate_halves(
+                dense_tokens(x), self.cos.contiguous(), self.sin.contiguous(), Team()
+            )
         half = self.cos.shape[-1]
-        return self._rotate(x, x[..., :half], x[..., half:2 * half])
+        return self._rotate(x, x[..., :half], x[..., half : 2 * half])
 
     def rotate_pairs(self, x: Tensor) -> Tensor:
-        """Rotate pairs (2i, 2i + 1) of the first dim of x [T, heads, head_dim]. The result is in halves layout:
-        dot products do not care, as long as queries and keys agree."""
+        """Rotate pairs (2i, 2i + 1) of the first dim of x [T, heads, head_dim]. The result is in
+        halves layout: dot products do not care, as long as queries and keys agree."""
         dim = 2 * self.cos.shape[-1]
         return self._rotate(x, x[..., 0:dim:2], x[..., 1:dim:2])
 
@@ -180,8 +242,8 @@ class RotaryTable:
         half = self.cos.shape[-1]
         out = x.new_empty(x.shape)
         torch.mul(a, self.cos, out=out[..., :half]).addcmul_(b, self.sin, value=-1)
-        torch.mul(b, self.cos, out=out[..., half:2 * half]).addcmul_(a, self.sin)
-        out[..., 2 * half:] = x[..., 2 * half:]
+        torch.mul(b, self.cos, out=out[..., half : 2 * half]).addcmul_(a, self.sin)
+        out[..., 2 * half :] = x[..., 2 * half :]
         return out
 
 
@@ -194,15 +256,24 @@ class Rotary:
         self._dtype = dtype
 
     @classmethod
-    def of(cls, spec: RopeSpec | None, *, dtype: torch.dtype, device: torch.device) -> "Rotary | None":
+    def of(
+        cls, spec: RopeSpec | None, *, dtype: torch.dtype, device: torch.device
+    ) -> "Rotary | None":
         """None for layers that know no positions."""
         return None if spec is None else cls(spec=spec, dtype=dtype, device=device)
 
     def table(self, positions: Tensor) -> RotaryTable:
-        """positions: [T] int64 absolute positions, on the host or on the device. Angles are rounded to fp32, and then
-        their cosines and sines to the nearest fp32 numbers: every library gives the same bits."""
+        """positions: [T] int64 absolute positions, on the host or on the device. Angles are rounded
+        to fp32, and then their cosines and sines to the nearest fp32 numbers: every library gives
+        the same bits."""
         if self._frequencies.device.type == "cpu" and has_kernels(self._dtype):
-            return RotaryTable(*rotary_table(positions, self._frequencies, self._amplitude, self._dtype, Team()))
-        angles = (positions.to(self._frequencies.device)[:, None].float() * self._frequencies)[:, None].double()
-        return RotaryTable(cos=(angles.cos().float() * self._amplitude).to(self._dtype),
-                           sin=(angles.sin().float() * self._amplitude).to(self._dtype))
+            return RotaryTable(
+                *rotary_table(positions, self._frequencies, self._amplitude, self._dtype, Team())
+            )
+        angles = (positions.to(self._frequencies.device)[:, None].float() * self._frequencies)[
+            :, None
+        ].double()
+        return RotaryTable(
+            cos=(angles.cos().float() * self._amplitude).to(self._dtype),
+            sin=(angles.sin().float() * self._amplitude).to(self._dtype),
+        )

@@ -1,8 +1,8 @@
 """What a family declares: a decoder as a list of layers, each a token mixer and a feed-forward.
 
-A spec is plain data. Its cache needs follow from it without any weights, and it builds its block from them. So a family
-file only reads config fields into specs, and everything that is the same for all families lives in `decoder.py` and
-`blocks/`.
+A spec is plain data. Its cache needs follow from it without any weights, and it builds its block
+from them. So a family file only reads config fields into specs, and everything that is the same for
+all families lives in `decoder.py` and `blocks/`.
 """
 
 from dataclasses import dataclass, field, replace
@@ -28,8 +28,8 @@ FULL_ATTENTION = "full_attention"  # in `layer_types`
 
 @dataclass
 class StagePass:
-    """One forward of one stage: what its layers share. Made new for every forward, so that nothing of an earlier
-    batch can be read by mistake.
+    """One forward of one stage: what its layers share. Made new for every forward, so that nothing
+    of an earlier batch can be read by mistake.
 
     rotary         set by the stage's first layer, of models that know positions
     window_rotary  likewise, of layers that see a window only, where theirs differs
@@ -112,8 +112,11 @@ class MixerSpec(Protocol):
         """Of the attention backend it runs on; None if it is no attention."""
         ...
 
-    def cache_specs(self, *, layer_id: int, page_size: int, dtype: torch.dtype) -> tuple[CacheSpec, ...]:
-        """What it keeps of each page or of each request, of this rank's part; `dtype` is the model's."""
+    def cache_specs(
+        self, *, layer_id: int, page_size: int, dtype: torch.dtype
+    ) -> tuple[CacheSpec, ...]:
+        """What it keeps of each page or of each request, of this rank's part; `dtype` is the
+        model's."""
         ...
 
     def of_rank(self, rank: TensorRank) -> "MixerSpec":
@@ -135,7 +138,8 @@ class FeedForwardSpec(Protocol):
 
     @property
     def counts_on_host(self) -> bool:
-        """Whether what it starts depends on values that it reads back, so that no graph can hold it."""
+        """Whether what it starts depends on values that it reads back, so that no graph can hold
+        it."""
         ...
 
     def of_rank(self, rank: TensorRank) -> "FeedForwardSpec":
@@ -157,15 +161,16 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A whole model. Without `rope` its attention knows no positions. `num_extra_layers` layers after the last (NextN
-    drafts) may be in its files and are not its; `draft_layer` is what such a layer is like, in families that may have
-    them. `window_rope`: of layers that see a window only, where it differs. With `norms_outputs` mixers and
-    feed-forwards have a norm behind them, too. With `scales_layers` what a layer gives is multiplied by a number of its
-    own. Embeddings are multiplied by `embedding_scale`, rounded to the model's type. With `logit_bound` b logits x
-    become b tanh(x / b). `other_names`: parts of names that files spell in another way than blocks do, with the blocks'
-    spelling, in the order in which they are replaced. `inputs_first`: ends of names, in either
-    spelling, of stacks of matrices that files hold as [items, in, out]. `context_field`: what of the config sets
-    `max_context_tokens`."""
+    """A whole model. Without `rope` its attention knows no positions. `num_extra_layers` layers
+    after the last (NextN drafts) may be in its files and are not its; `draft_layer` is what such a
+    layer is like, in families that may have them. `window_rope`: of layers that see a window only,
+    where it differs. With `norms_outputs` mixers and feed-forwards have a norm behind them, too.
+    With `scales_layers` what a layer gives is multiplied by a number of its own. Embeddings are
+    multiplied by `embedding_scale`, rounded to the model's type. With `logit_bound` b logits x
+    become b tanh(x / b). `other_names`: parts of names that files spell in another way than blocks
+    do, with the blocks' spelling, in the order in which they are replaced. `inputs_first`: ends of
+    names, in either spelling, of stacks of matrices that files hold as [items, in, out].
+    `context_field`: what of the config sets `max_context_tokens`."""
 
     vocab_size: int
     hidden_size: int
@@ -205,10 +210,12 @@ class DecoderSpec:
         return self.rank.shares(self.vocab_size, "tokens of the vocabulary (vocab_size)")
 
     def of_rank(self, rank: TensorRank) -> "DecoderSpec":
-        """What one rank of each stage has of it; of what is done by request, the part of its attention rank. Raises
-        ConfigError where it cannot be divided so."""
-        layers = tuple(LayerSpec(layer.mixer.of_rank(rank.attention), layer.feed_forward.of_rank(rank))
-                       for layer in self.layers)
+        """What one rank of each stage has of it; of what is done by request, the part of its
+        attention rank. Raises ConfigError where it cannot be divided so."""
+        layers = tuple(
+            LayerSpec(layer.mixer.of_rank(rank.attention), layer.feed_forward.of_rank(rank))
+            for layer in self.layers
+        )
         return replace(self, layers=layers, rank=rank)
 
 
@@ -217,9 +224,11 @@ def read_norm(raw: RawConfig, *, zero_centred: bool = False) -> NormSpec:
     return NormSpec(eps=raw.number("rms_norm_eps", 1e-6), zero_centred=zero_centred)
 
 
-def read_layer_kinds(raw: RawConfig, *, usual: str, interval_field: str = "", interval: int = 0) -> tuple[str, ...]:
-    """`layer_types` if given or there is no interval, else full attention on the last layer of each interval, `usual`
-    on the others.
+def read_layer_kinds(
+    raw: RawConfig, *, usual: str, interval_field: str = "", interval: int = 0
+) -> tuple[str, ...]:
+    """`layer_types` if given or there is no interval, else full attention on the last layer of each
+    interval, `usual` on the others.
 
     Raises:
         ConfigError: another kind is named, or as many as there are not layers.
@@ -227,18 +236,31 @@ def read_layer_kinds(raw: RawConfig, *, usual: str, interval_field: str = "", in
     num_layers = raw.integer("num_hidden_layers")
     if interval and "layer_types" not in raw:
         interval = raw.integer(interval_field, interval)
-        return tuple(usual if (layer_id + 1) % interval else FULL_ATTENTION for layer_id in range(num_layers))
+        return tuple(
+            usual if (layer_id + 1) % interval else FULL_ATTENTION for layer_id in range(num_layers)
+        )
     kinds = raw.texts("layer_types")
     if len(kinds) != num_layers:
-        raise raw.fail("layer_types", f"names {len(kinds)} layers, num_hidden_layers is {num_layers}")
+        raise raw.fail(
+            "layer_types", f"names {len(kinds)} layers, num_hidden_layers is {num_layers}"
+        )
     unknown = set(kinds) - {usual, FULL_ATTENTION}
     if unknown:
-        raise raw.fail("layer_types", f"{sorted(unknown)} are not supported, only {usual!r} and {FULL_ATTENTION!r}")
+        raise raw.fail(
+            "layer_types",
+            f"{sorted(unknown)} are not supported, only {usual!r} and {FULL_ATTENTION!r}",
+        )
     return kinds
 
 
-def assemble_decoder(raw: RawConfig, *, layers: tuple[LayerSpec, ...], rope: RopeSpec | None,
-                     norm: NormSpec | None = None, draft_layer: LayerSpec | None = None) -> DecoderSpec:
+def assemble_decoder(
+    raw: RawConfig,
+    *,
+    layers: tuple[LayerSpec, ...],
+    rope: RopeSpec | None,
+    norm: NormSpec | None = None,
+    draft_layer: LayerSpec | None = None,
+) -> DecoderSpec:
     """A decoder of these layers with the fields every config spells alike.
 
     Raises:
@@ -246,8 +268,16 @@ def assemble_decoder(raw: RawConfig, *, layers: tuple[LayerSpec, ...], rope: Rop
     """
     max_context_tokens, context_field = raw.context()
     return DecoderSpec(
-        vocab_size=raw.integer("vocab_size"), hidden_size=raw.integer("hidden_size"),
-        max_context_tokens=max_context_tokens, context_field=context_field, norm=norm or read_norm(raw), rope=rope,
-        layers=layers, tied_head=raw.flag("tie_word_embeddings", default=False), draft_layer=draft_layer,
-        num_extra_layers=0 if draft_layer is None else raw.integer("num_nextn_predict_layers", 0, minimum=0),
+        vocab_size=raw.integer("vocab_size"),
+        hidden_size=raw.integer("hidden_size"),
+        max_context_tokens=max_context_tokens,
+        context_field=context_field,
+        norm=norm or read_norm(raw),
+        rope=rope,
+        layers=layers,
+        tied_head=raw.flag("tie_word_embeddings", default=False),
+        draft_layer=draft_layer,
+        num_extra_layers=0
+        if draft_layer is None
+        else raw.integer("num_nextn_predict_layers", 0, minimum=0),
     )

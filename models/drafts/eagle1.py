@@ -1,7 +1,9 @@
-"""EAGLE-1 and EAGLE-2 (Li et al. 2024): one layer over [embedding ; target hidden], with the target's head.
+"""EAGLE-1 and EAGLE-2 (Li et al. 2024): one layer over [embedding ; target hidden], with the
+target's head.
 
-The two differ in how trees grow, not in the model. The layer has no input norm and nothing norms its result; f is the
-target's hidden state after its final norm, or the draft's own result of the step before.
+The two differ in how trees grow, not in the model. The layer has no input norm and nothing norms
+its result; f is the target's hidden state after its final norm, or the draft's own result of the
+step before.
 """
 
 from collections.abc import Mapping
@@ -34,11 +36,16 @@ class Eagle1:
         self._dtype = getattr(torch, dtype_name(raw))
         hidden = raw.integer("hidden_size")
         self._spec = _attention(raw)
-        self._rotary = Rotary(spec=read_rope(raw, head_dim=self._spec.head_dim), dtype=self._dtype,
-                              device=weights.device)
+        self._rotary = Rotary(
+            spec=read_rope(raw, head_dim=self._spec.head_dim),
+            dtype=self._dtype,
+            device=weights.device,
+        )
         self._embedding = weights.tensor(EMBEDDING, target.facts.vocab_size, hidden)
         self._target_norm = target.spec.norm.build(weights, "target_norm", hidden)
-        self._fuse = weights.linear("fc", rows=(hidden,), in_features=2 * hidden, bias=raw.flag("bias", default=True))
+        self._fuse = weights.linear(
+            "fc", rows=(hidden,), in_features=2 * hidden, bias=raw.flag("bias", default=True)
+        )
         layer = weights.at("layers.0")
         self._attention = Attention(spec=self._spec, weights=layer.at("self_attn"), layer_id=0)
         self._post_norm = read_norm(raw).build(layer, "post_attention_layernorm", hidden)
@@ -64,7 +71,9 @@ class Eagle1:
         """See `DraftModel.forward`."""
         assert batch.token_ids is not None, "a draft reads tokens"
         hidden = self._fuse(torch.cat([embed(batch.token_ids, self._embedding), hidden], -1))
-        stage_pass = StagePass(batch=batch, context=context, rotary=self._rotary.table(batch.positions))
+        stage_pass = StagePass(
+            batch=batch, context=context, rotary=self._rotary.table(batch.positions)
+        )
         hidden = hidden + self._attention.forward(hidden, stage_pass)
         return hidden + self._mlp.forward(self._post_norm.forward(hidden))
 
@@ -91,14 +100,19 @@ def capture_layers(raw: RawConfig, target: ModelDescription) -> frozenset[int]:
     raw.require("num_hidden_layers", only=1, default=1)
     for name in ("mlp_bias", "norm_before_residual", "norm_output"):
         raw.require(name, only=False, default=False)
-    for name, width in (("hidden_size", target.facts.hidden_size), ("vocab_size", target.facts.vocab_size)):
+    for name, width in (
+        ("hidden_size", target.facts.hidden_size),
+        ("vocab_size", target.facts.vocab_size),
+    ):
         if raw.integer(name) != width:
             raise raw.fail(name, f"is {raw.integer(name)}, the target's is {width}")
     return frozenset({target.facts.num_layers - 1})
 
 
 def cache_specs(raw: RawConfig, _target: ModelDescription, page_size: int) -> tuple[CacheSpec, ...]:
-    return _attention(raw).cache_specs(layer_id=0, page_size=page_size, dtype=getattr(torch, dtype_name(raw)))
+    return _attention(raw).cache_specs(
+        layer_id=0, page_size=page_size, dtype=getattr(torch, dtype_name(raw))
+    )
 
 
 def _attention(raw: RawConfig) -> AttentionSpec:

@@ -1,7 +1,9 @@
-"""EAGLE-3 (Li et al. 2025): one layer over three of the target's hidden states, with a head and vocabulary of its own.
+"""EAGLE-3 (Li et al. 2025): one layer over three of the target's hidden states, with a head and
+vocabulary of its own.
 
-g = fc [f_low ; f_mid ; f_high] at first, then the draft's own hidden state without fc. Attention reads
-[norm(embedding) ; norm(g)], the residual is g itself; the head reads the normed result, the next step the bare one.
+g = fc [f_low ; f_mid ; f_high] at first, then the draft's own hidden state without fc. Attention
+reads [norm(embedding) ; norm(g)], the residual is g itself; the head reads the normed result, the
+next step the bare one.
 """
 
 from collections.abc import Mapping
@@ -25,7 +27,14 @@ from models.drafts.weights import DraftFiles
 from models.loader import ModelDescription
 from runtime.errors import ConfigError
 
-_REFUSED = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output", "attention_bias", "mlp_bias")
+_REFUSED = (
+    "norm_before_residual",
+    "norm_before_fc",
+    "fc_norm",
+    "norm_output",
+    "attention_bias",
+    "mlp_bias",
+)
 
 
 class Eagle3:
@@ -38,13 +47,20 @@ class Eagle3:
         self._layer_ids = aux_layer_ids(raw, target.facts.num_layers)
         self._dtype = getattr(torch, dtype_name(raw))
         hidden, norm = raw.integer("hidden_size"), read_norm(raw)
-        target_vocab, self._vocab_size = target.facts.vocab_size, raw.integer("draft_vocab_size",
-                                                                              target.facts.vocab_size)
+        target_vocab, self._vocab_size = (
+            target.facts.vocab_size,
+            raw.integer("draft_vocab_size", target.facts.vocab_size),
+        )
         self._spec = read_attention(raw)
-        self._rotary = Rotary(spec=read_rope(raw, head_dim=self._spec.head_dim), dtype=self._dtype,
-                              device=weights.device)
+        self._rotary = Rotary(
+            spec=read_rope(raw, head_dim=self._spec.head_dim),
+            dtype=self._dtype,
+            device=weights.device,
+        )
         self._embedding = weights.tensor(EMBEDDING, target_vocab, hidden)
-        self._fuse = weights.linear("fc", rows=(hidden,), in_features=len(self._layer_ids) * target.facts.hidden_size)
+        self._fuse = weights.linear(
+            "fc", rows=(hidden,), in_features=len(self._layer_ids) * target.facts.hidden_size
+        )
         layer = weights.at("layers.0")
         self._input_norm = norm.build(layer, "input_layernorm", hidden)
         self._hidden_norm = norm.build(layer, "hidden_norm", hidden)
@@ -73,14 +89,22 @@ class Eagle3:
 
     def features(self, aux_hidden: Mapping[int, Tensor], tokens: Tensor) -> Tensor:
         """See `DraftModel.features`."""
-        return self._fuse(torch.cat([aux_hidden[layer_id][tokens] for layer_id in self._layer_ids], -1).to(self._dtype))
+        return self._fuse(
+            torch.cat([aux_hidden[layer_id][tokens] for layer_id in self._layer_ids], -1).to(
+                self._dtype
+            )
+        )
 
     def forward(self, batch: ForwardBatch, hidden: Tensor, context: ForwardContext) -> Tensor:
         """See `DraftModel.forward`."""
         assert batch.token_ids is not None, "a draft reads tokens"
         embedded = self._input_norm.forward(embed(batch.token_ids, self._embedding))
-        stage_pass = StagePass(batch=batch, context=context, rotary=self._rotary.table(batch.positions))
-        mixed = self._attention.forward(torch.cat([embedded, self._hidden_norm.forward(hidden)], -1), stage_pass)
+        stage_pass = StagePass(
+            batch=batch, context=context, rotary=self._rotary.table(batch.positions)
+        )
+        mixed = self._attention.forward(
+            torch.cat([embedded, self._hidden_norm.forward(hidden)], -1), stage_pass
+        )
         hidden = hidden + mixed
         return hidden + self._mlp.forward(self._post_norm.forward(hidden))
 
@@ -89,7 +113,8 @@ class Eagle3:
         return self._head.logits(self._norm.forward(hidden))
 
     def target_ids(self, token_ids: Tensor) -> Tensor:
-        """See `DraftModel.target_ids`. A file's `d2t` holds the distance from the draft's id to the target's."""
+        """See `DraftModel.target_ids`. A file's `d2t` holds the distance from the draft's id to the
+        target's."""
         return token_ids if self._offsets is None else token_ids + self._offsets[token_ids]
 
 
@@ -98,15 +123,25 @@ class _Attention:
 
     def __init__(self, *, spec: AttentionSpec, weights: Weights) -> None:
         self._spec = spec
-        self._widths = [heads * spec.head_dim for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)]
-        self._qkv = weights.linear("q_proj", "k_proj", "v_proj", rows=self._widths, in_features=2 * spec.hidden_size)
-        self._output = weights.linear("o_proj", rows=(spec.hidden_size,), in_features=self._widths[0])
+        self._widths = [
+            heads * spec.head_dim
+            for heads in (spec.num_heads, spec.num_kv_heads, spec.num_kv_heads)
+        ]
+        self._qkv = weights.linear(
+            "q_proj", "k_proj", "v_proj", rows=self._widths, in_features=2 * spec.hidden_size
+        )
+        self._output = weights.linear(
+            "o_proj", rows=(spec.hidden_size,), in_features=self._widths[0]
+        )
 
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
         heads = self._qkv(x).view(len(x), -1, self._spec.head_dim)
         turning = self._spec.num_heads + self._spec.num_kv_heads
-        rotated, value = stage_pass.rotary_table().rotate_halves(heads[:, :turning]), heads[:, turning:]
-        query, key = rotated[:, :self._spec.num_heads], rotated[:, self._spec.num_heads:]
+        rotated, value = (
+            stage_pass.rotary_table().rotate_halves(heads[:, :turning]),
+            heads[:, turning:],
+        )
+        query, key = rotated[:, : self._spec.num_heads], rotated[:, self._spec.num_heads :]
         heads = stage_pass.paged_attention().run(0, query, key, value, stage_pass.batch)
         return self._output(heads.reshape(len(x), -1))
 
@@ -127,14 +162,17 @@ def capture_layers(raw: RawConfig, target: ModelDescription) -> frozenset[int]:
 
 
 def cache_specs(raw: RawConfig, _target: ModelDescription, page_size: int) -> tuple[CacheSpec, ...]:
-    return read_attention(raw).cache_specs(layer_id=0, page_size=page_size, dtype=getattr(torch, dtype_name(raw)))
+    return read_attention(raw).cache_specs(
+        layer_id=0, page_size=page_size, dtype=getattr(torch, dtype_name(raw))
+    )
 
 
 def aux_layer_ids(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
     """The target layers whose *output* a draft reads, low to high.
 
-    `eagle_config.eagle_aux_hidden_state_layer_ids` means just that. Files of the speculators library name the layer
-    *after* the one whose output they mean, at the top level. Without either: the inputs of layers 2, n/2 and n-3.
+    `eagle_config.eagle_aux_hidden_state_layer_ids` means just that. Files of the speculators
+    library name the layer *after* the one whose output they mean, at the top level. Without either:
+    the inputs of layers 2, n/2 and n-3.
 
     Raises:
         ConfigError: not three distinct layers of the target, or the embedding instead of a layer.
@@ -146,8 +184,11 @@ def aux_layer_ids(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
     else:
         found = (1, num_layers // 2 - 1, num_layers - 4)
     if len(set(found)) != 3 or any(not 0 <= layer_id < num_layers for layer_id in found):
-        raise ConfigError(f"the draft reads the outputs of layers {list(found)}; it needs three of the target's "
-                          f"{num_layers} layers", field="draft")
+        raise ConfigError(
+            f"the draft reads the outputs of layers {list(found)}; it needs three of the target's "
+            f"{num_layers} layers",
+            field="draft",
+        )
     return found
 
 
@@ -162,5 +203,8 @@ def _check_variant(raw: RawConfig, target_hidden: int, target_vocab: int) -> Non
         if name in raw and raw.integer(name) != width:
             raise raw.fail(name, f"is {raw.integer(name)}, the target's is {width}")
     if raw.integer("hidden_size") != target_hidden:
-        raise raw.fail("hidden_size", f"{raw.integer('hidden_size')} without an embedding of its own must be the "
-                                      f"target's {target_hidden}")
+        raise raw.fail(
+            "hidden_size",
+            f"{raw.integer('hidden_size')} without an embedding of its own must be the "
+            f"target's {target_hidden}",
+        )

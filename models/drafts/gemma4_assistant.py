@@ -1,9 +1,11 @@
-"""The assistants of Gemma 4: drafts that read the target's cache and own none (frozen keys and values).
+"""The assistants of Gemma 4: drafts that read the target's cache and own none (frozen keys and
+values).
 
-All steps of a chain stand at the position of the newest token. x = pre_projection [embedding ; h], with the target's
-scaled embedding and, at first, its hidden state after the final norm; later h is what post_projection makes of the
-step before. The layers have queries only: one with a window reads the keys of the target's last layer with a window,
-one without those of its last without, and sees what the newest cached token sees there. The head is the draft's own.
+All steps of a chain stand at the position of the newest token. x = pre_projection [embedding ; h],
+with the target's scaled embedding and, at first, its hidden state after the final norm; later h is
+what post_projection makes of the step before. The layers have queries only: one with a window reads
+the keys of the target's last layer with a window, one without those of its last without, and sees
+what the newest cached token sees there. The head is the draft's own.
 """
 
 from collections.abc import Mapping
@@ -46,7 +48,9 @@ class ReadingSpec:
     def attention_geometry(self, page_size: int) -> AttentionGeometry:
         return self.attention.attention_geometry(page_size)
 
-    def cache_specs(self, *, layer_id: int, page_size: int, dtype: torch.dtype) -> tuple[CacheSpec, ...]:
+    def cache_specs(
+        self, *, layer_id: int, page_size: int, dtype: torch.dtype
+    ) -> tuple[CacheSpec, ...]:
         """None: `layer_id` caches nothing."""
         return ()
 
@@ -74,8 +78,12 @@ class ReadingAttention:
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
         """See `Mixer.forward`."""
         query = self._norm.forward(self._queries(x).view(len(x), -1, self._spec.head_dim))
-        query = stage_pass.rotary_table(is_window=self._spec.window is not None).rotate_halves(query)
-        return self._output(stage_pass.cached_attention().read(self._layer_id, query, stage_pass.batch).flatten(1))
+        query = stage_pass.rotary_table(is_window=self._spec.window is not None).rotate_halves(
+            query
+        )
+        return self._output(
+            stage_pass.cached_attention().read(self._layer_id, query, stage_pass.batch).flatten(1)
+        )
 
 
 class Gemma4Assistant:
@@ -88,13 +96,26 @@ class Gemma4Assistant:
         self._embedding_scale = torch.tensor(target.spec.embedding_scale, dtype=self._dtype).item()
         self._embedding = weights.tensor(EMBEDDING, target.facts.vocab_size, width)
         self._target_norm = target.spec.norm.build(weights, "target_norm", width)
-        self._before = weights.linear("pre_projection", rows=(spec.hidden_size,), in_features=2 * width)
+        self._before = weights.linear(
+            "pre_projection", rows=(spec.hidden_size,), in_features=2 * width
+        )
         self._after = weights.linear("post_projection", rows=(width,), in_features=spec.hidden_size)
-        rotary, window_rotary = (Rotary.of(rope, dtype=self._dtype, device=weights.device)
-                                 for rope in (spec.rope, spec.window_rope))
-        self._layers = [DecoderLayer(spec=layer, decoder=spec, layer_id=layer_id, start_layer=0, rotary=rotary,
-                                     window_rotary=window_rotary, weights=weights.at(f"layers.{layer_id}"))
-                        for layer_id, layer in enumerate(spec.layers)]
+        rotary, window_rotary = (
+            Rotary.of(rope, dtype=self._dtype, device=weights.device)
+            for rope in (spec.rope, spec.window_rope)
+        )
+        self._layers = [
+            DecoderLayer(
+                spec=layer,
+                decoder=spec,
+                layer_id=layer_id,
+                start_layer=0,
+                rotary=rotary,
+                window_rotary=window_rotary,
+                weights=weights.at(f"layers.{layer_id}"),
+            )
+            for layer_id, layer in enumerate(spec.layers)
+        ]
         self._norm = spec.norm.build(weights, "norm", spec.hidden_size)
         self._head = weights.linear("head", rows=(spec.vocab_size,), in_features=spec.hidden_size)
 
@@ -114,7 +135,10 @@ class Gemma4Assistant:
         """See `FrozenModel.forward`."""
         assert batch.token_ids is not None, "a draft reads tokens"
         embedded = embed(batch.token_ids, self._embedding) * self._embedding_scale
-        x, stage_pass = self._before(torch.cat([embedded, hidden], -1)), StagePass(batch=batch, context=context)
+        x, stage_pass = (
+            self._before(torch.cat([embedded, hidden], -1)),
+            StagePass(batch=batch, context=context),
+        )
         for layer in self._layers:
             x = layer.forward(x, stage_pass)
         return self._norm.forward(x)
@@ -144,13 +168,18 @@ def cache_specs(raw: RawConfig, target: ModelDescription, page_size: int) -> tup
 
 def read_layers(raw: RawConfig, target: ModelDescription) -> frozenset[int]:
     """Ids of the target's layers whose cache the draft reads."""
-    return frozenset(layer.mixer.target_layer for layer in _spec(raw, target).layers
-                     if isinstance(layer.mixer, ReadingSpec))
+    return frozenset(
+        layer.mixer.target_layer
+        for layer in _spec(raw, target).layers
+        if isinstance(layer.mixer, ReadingSpec)
+    )
 
 
 def own_name(_raw: RawConfig, key: str) -> str | None:
     """The draft's embedding is its head alone: tokens are looked up in the target's."""
-    return "head.weight" if key in (_OWN_EMBEDDING, "lm_head.weight") else key.removeprefix("model.")
+    return (
+        "head.weight" if key in (_OWN_EMBEDDING, "lm_head.weight") else key.removeprefix("model.")
+    )
 
 
 def _spec(raw: RawConfig, target: ModelDescription) -> DecoderSpec:
@@ -161,11 +190,18 @@ def _spec(raw: RawConfig, target: ModelDescription) -> DecoderSpec:
     """
     check_target(raw, target, width_field="backbone_hidden_size")
     raw.require("use_ordered_embeddings", only=False, default=False)
-    spec = read_decoder(raw.updated({"num_kv_shared_layers": 0}))  # all of them share: with the target
+    spec = read_decoder(
+        raw.updated({"num_kv_shared_layers": 0})
+    )  # all of them share: with the target
     if (spec.rope, spec.window_rope) != (target.spec.rope, target.spec.window_rope):
         raise raw.fail("rope_parameters", "are not the target's, whose keys the draft reads")
-    return replace(spec, layers=tuple(LayerSpec(_over_target(raw, layer.mixer, target), layer.feed_forward)
-                                      for layer in spec.layers))
+    return replace(
+        spec,
+        layers=tuple(
+            LayerSpec(_over_target(raw, layer.mixer, target), layer.feed_forward)
+            for layer in spec.layers
+        ),
+    )
 
 
 def _over_target(raw: RawConfig, mixer: object, target: ModelDescription) -> ReadingSpec:
@@ -176,10 +212,15 @@ def _over_target(raw: RawConfig, mixer: object, target: ModelDescription) -> Rea
         if isinstance(theirs, AttentionSpec) and theirs.window == mixer.window:
             found = theirs.num_kv_heads, theirs.head_dim
             if found != (mixer.num_kv_heads, mixer.head_dim):
-                raise raw.fail("num_key_value_heads", f"and head_dim are {mixer.num_kv_heads} and {mixer.head_dim}, "
-                                                      f"the target caches {found[0]} and {found[1]}")
+                raise raw.fail(
+                    "num_key_value_heads",
+                    f"and head_dim are {mixer.num_kv_heads} and {mixer.head_dim}, "
+                    f"the target caches {found[0]} and {found[1]}",
+                )
             return ReadingSpec(mixer, layer_id)
-    raise raw.fail("sliding_window", f"and layer_types want layers that {target.facts.architecture} has not")
+    raise raw.fail(
+        "sliding_window", f"and layer_types want layers that {target.facts.architecture} has not"
+    )
 
 
 def geometry_of(spec: DecoderSpec, page_size: int) -> AttentionGeometry:
@@ -187,4 +228,6 @@ def geometry_of(spec: DecoderSpec, page_size: int) -> AttentionGeometry:
     found = [layer.mixer.attention_geometry(page_size) for layer in spec.layers]
     geometries = [geometry for geometry in found if isinstance(geometry, AttentionGeometry)]
     windowed = next((geometry for geometry in geometries if geometry.window is not None), None)
-    return replace(next((each for each in geometries if each.window is None), geometries[0]), windowed=windowed)
+    return replace(
+        next((each for each in geometries if each.window is None), geometries[0]), windowed=windowed
+    )

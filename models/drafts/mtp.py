@@ -1,7 +1,7 @@
 """Drafts that a target brings along (multi-token prediction): one more layer of its own kind.
 
-x = fuse [norm(embedding) ; norm(h)]; the layer's result after a norm of its own goes to the target's head and into the
-next step. h is the target's hidden state after its final norm.
+x = fuse [norm(embedding) ; norm(h)]; the layer's result after a norm of its own goes to the
+target's head and into the next step. h is the target's hidden state after its final norm.
 """
 
 from collections.abc import Mapping
@@ -36,12 +36,15 @@ class MtpNames:
 
 
 class MtpShared:
-    """What the layers of a draft share: the target's embedding, final norm and head, and the positions."""
+    """What the layers of a draft share: the target's embedding, final norm and head, and the
+    positions."""
 
     def __init__(self, files: DraftFiles) -> None:
         weights, target = files.weights, files.target
         self.vocab_size, hidden = target.facts.vocab_size, target.facts.hidden_size
-        self.rotary = Rotary.of(target.spec.rope, dtype=getattr(torch, target.facts.dtype), device=weights.device)
+        self.rotary = Rotary.of(
+            target.spec.rope, dtype=getattr(torch, target.facts.dtype), device=weights.device
+        )
         self.embedding = weights.tensor(EMBEDDING, self.vocab_size, hidden)
         self.target_norm = target.spec.norm.build(weights, "target_norm", hidden)
         self.head = weights.linear("lm_head", rows=(self.vocab_size,), in_features=hidden)
@@ -50,8 +53,15 @@ class MtpShared:
 class Mtp:
     """A `DraftModel`: one layer, or with `layer_id` one of several that each take a step."""
 
-    def __init__(self, *, files: DraftFiles, shared: MtpShared, layer: LayerSpec, names: MtpNames,
-                 layer_id: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        files: DraftFiles,
+        shared: MtpShared,
+        layer: LayerSpec,
+        names: MtpNames,
+        layer_id: int = 0,
+    ) -> None:
         weights, target = files.weights, files.target
         self._last_layer = target.facts.num_layers - 1
         self._mixer = layer.mixer
@@ -62,8 +72,14 @@ class Mtp:
         self._embedding_norm = norm.build(weights, names.embedding_norm, hidden)
         self._hidden_norm = norm.build(weights, names.hidden_norm, hidden)
         self._fuse = weights.linear(names.fuse, rows=(hidden,), in_features=2 * hidden)
-        self._layer = DecoderLayer(spec=layer, decoder=target.spec, layer_id=layer_id, start_layer=layer_id,
-                                   rotary=shared.rotary, weights=weights.at(f"layers.{layer_id}"))
+        self._layer = DecoderLayer(
+            spec=layer,
+            decoder=target.spec,
+            layer_id=layer_id,
+            start_layer=layer_id,
+            rotary=shared.rotary,
+            weights=weights.at(f"layers.{layer_id}"),
+        )
         self._norm = norm.build(weights, names.norm, hidden)
         self.vocab_size = shared.vocab_size
 
@@ -77,7 +93,9 @@ class Mtp:
         return geometry
 
     def cache_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
-        return self._mixer.cache_specs(layer_id=self._layer_id, page_size=page_size, dtype=self._dtype)
+        return self._mixer.cache_specs(
+            layer_id=self._layer_id, page_size=page_size, dtype=self._dtype
+        )
 
     def features(self, aux_hidden: Mapping[int, Tensor], tokens: Tensor) -> Tensor:
         """See `DraftModel.features`."""
@@ -103,9 +121,14 @@ class Mtp:
         return token_ids
 
 
-def check_target(raw: RawConfig, target: ModelDescription, *, width_field: str = "hidden_size") -> None:
+def check_target(
+    raw: RawConfig, target: ModelDescription, *, width_field: str = "hidden_size"
+) -> None:
     """Raises ConfigError for the draft of a model of another width, vocabulary or dtype."""
-    for name, width in ((width_field, target.facts.hidden_size), ("vocab_size", target.facts.vocab_size)):
+    for name, width in (
+        (width_field, target.facts.hidden_size),
+        ("vocab_size", target.facts.vocab_size),
+    ):
         if raw.integer(name) != width:
             raise raw.fail(name, f"is {raw.integer(name)}, the target's is {width}")
     if dtype_name(raw) != target.facts.dtype:

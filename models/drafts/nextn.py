@@ -1,9 +1,10 @@
-"""NextN: the draft of DeepSeek-V3, V3.2, GLM-5 and GLM4-MoE, layers behind the target's last in the same files.
+"""NextN: the draft of DeepSeek-V3, V3.2, GLM-5 and GLM4-MoE, layers behind the target's last in the
+same files.
 
-There may be several, one for each token that is drafted ahead. Each is one of the target's sparse layers. With DSA it
-has an indexer of its own, whatever the layers before it share, and selects keys wherever none are carried to it; under
-`index_share_for_mtp_iteration` the steps of a round of one layer carry them. The files repeat embedding and head beside
-each; the target's are used.
+There may be several, one for each token that is drafted ahead. Each is one of the target's sparse
+layers. With DSA it has an indexer of its own, whatever the layers before it share, and selects keys
+wherever none are carried to it; under `index_share_for_mtp_iteration` the steps of a round of one
+layer carry them. The files repeat embedding and head beside each; the target's are used.
 """
 
 import re
@@ -23,22 +24,35 @@ from runtime.errors import ConfigError
 _KEY = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
 _COPIES = ("embed_tokens.", "shared_head.head.")
 _ALONE = "NextN"  # how the architecture of a folder ends that holds the draft alone, as its layer 0
-ARCHITECTURES = tuple(name + ending for name in ("DeepseekV3ForCausalLM", "DeepseekV32ForCausalLM",
-                                                 "GlmMoeDsaForCausalLM", "Glm4MoeForCausalLM")
-                      for ending in ("", _ALONE))
+ARCHITECTURES = tuple(
+    name + ending
+    for name in (
+        "DeepseekV3ForCausalLM",
+        "DeepseekV32ForCausalLM",
+        "GlmMoeDsaForCausalLM",
+        "Glm4MoeForCausalLM",
+    )
+    for ending in ("", _ALONE)
+)
 
 
 def build(*, files: DraftFiles) -> tuple[Mtp, ...]:
     """The layers by the step they take."""
     layer, shared = _layer_spec(files.target), MtpShared(files)
-    return tuple(Mtp(files=files, shared=shared, layer=layer, names=_names(layer_id), layer_id=layer_id)
-                 for layer_id in range(num_layers(files.raw)))
+    return tuple(
+        Mtp(files=files, shared=shared, layer=layer, names=_names(layer_id), layer_id=layer_id)
+        for layer_id in range(num_layers(files.raw))
+    )
 
 
 def _names(layer_id: int) -> MtpNames:
     own = f"layers.{layer_id}."
-    return MtpNames(embedding_norm=f"{own}enorm", hidden_norm=f"{own}hnorm", fuse=f"{own}eh_proj",
-                    norm=f"{own}shared_head.norm")
+    return MtpNames(
+        embedding_norm=f"{own}enorm",
+        hidden_norm=f"{own}hnorm",
+        fuse=f"{own}eh_proj",
+        norm=f"{own}shared_head.norm",
+    )
 
 
 def num_layers(raw: RawConfig) -> int:
@@ -56,19 +70,28 @@ def capture_layers(raw: RawConfig, target: ModelDescription) -> frozenset[int]:
     described, expected = read_decoder(target.facts.architecture, raw), target.spec
     theirs, ours = described.draft_layer, _layer_spec(target)
     assert theirs is not None, "a config that the target's family reads describes a draft layer too"
-    parts = {"rope": (described.rope, expected.rope), "norm": (described.norm, expected.norm),
-             "attention": (theirs.mixer, ours.mixer), "experts": (theirs.feed_forward, ours.feed_forward)}
+    parts = {
+        "rope": (described.rope, expected.rope),
+        "norm": (described.norm, expected.norm),
+        "attention": (theirs.mixer, ours.mixer),
+        "experts": (theirs.feed_forward, ours.feed_forward),
+    }
     differing = [name for name, (one, other) in parts.items() if one != other]
     if differing:
-        raise ConfigError(f"the draft's layer is not like the target's: {' and '.join(differing)} differ",
-                          field="draft")
+        raise ConfigError(
+            f"the draft's layer is not like the target's: {' and '.join(differing)} differ",
+            field="draft",
+        )
     return frozenset({target.facts.num_layers - 1})
 
 
 def cache_specs(raw: RawConfig, target: ModelDescription, page_size: int) -> tuple[CacheSpec, ...]:
     mixer, dtype = _layer_spec(target).mixer, getattr(torch, target.facts.dtype)
-    return tuple(spec for layer_id in range(num_layers(raw))
-                 for spec in mixer.cache_specs(layer_id=layer_id, page_size=page_size, dtype=dtype))
+    return tuple(
+        spec
+        for layer_id in range(num_layers(raw))
+        for spec in mixer.cache_specs(layer_id=layer_id, page_size=page_size, dtype=dtype)
+    )
 
 
 def num_shared_keys(raw: RawConfig, target: ModelDescription) -> int:
@@ -89,5 +112,7 @@ def own_name(raw: RawConfig, key: str) -> str | None:
 
 def _layer_spec(target: ModelDescription) -> LayerSpec:
     if target.spec.draft_layer is None:
-        raise ConfigError(f"a NextN draft is no draft of {target.facts.architecture}", field="draft")
+        raise ConfigError(
+            f"a NextN draft is no draft of {target.facts.architecture}", field="draft"
+        )
     return target.spec.draft_layer

@@ -1,4 +1,5 @@
-"""Qwen3.5's own draft: one full-attention layer of the family, whose tensors `mtp.*` lie in the target's checkpoint.
+"""Qwen3.5's own draft: one full-attention layer of the family, whose tensors `mtp.*` lie in the
+target's checkpoint.
 
 All norms are zero-centred, as in the whole family.
 """
@@ -14,19 +15,24 @@ from models.drafts.weights import DraftFiles
 from models.loader import ModelDescription
 from runtime.errors import ConfigError
 
-_NAMES = MtpNames(embedding_norm="pre_fc_norm_embedding", hidden_norm="pre_fc_norm_hidden", fuse="fc", norm="norm")
+_NAMES = MtpNames(
+    embedding_norm="pre_fc_norm_embedding", hidden_norm="pre_fc_norm_hidden", fuse="fc", norm="norm"
+)
 
 
 def build(*, files: DraftFiles) -> tuple[Mtp]:
     """Raises ConfigError for targets without a full-attention layer."""
-    return (Mtp(files=files, shared=MtpShared(files), layer=_layer_spec(files.target), names=_NAMES),)
+    return (
+        Mtp(files=files, shared=MtpShared(files), layer=_layer_spec(files.target), names=_NAMES),
+    )
 
 
 def capture_layers(raw: RawConfig, target: ModelDescription) -> frozenset[int]:
     """The target's last layer.
 
     Raises:
-        ConfigError: another checkpoint than the target's own, or one with another number of draft layers.
+        ConfigError: another checkpoint than the target's own, or one with another number of draft
+            layers.
     """
     raw.require("mtp_num_hidden_layers", only=1, default=1)
     check_target(raw, target)
@@ -34,8 +40,9 @@ def capture_layers(raw: RawConfig, target: ModelDescription) -> frozenset[int]:
 
 
 def cache_specs(_raw: RawConfig, target: ModelDescription, page_size: int) -> tuple[CacheSpec, ...]:
-    return _layer_spec(target).mixer.cache_specs(layer_id=0, page_size=page_size,
-                                                 dtype=getattr(torch, target.facts.dtype))
+    return _layer_spec(target).mixer.cache_specs(
+        layer_id=0, page_size=page_size, dtype=getattr(torch, target.facts.dtype)
+    )
 
 
 def own_name(_raw: RawConfig, key: str) -> str | None:
@@ -47,4 +54,6 @@ def _layer_spec(target: ModelDescription) -> LayerSpec:
     for layer in target.spec.layers:
         if isinstance(layer.mixer.attention_geometry(1), AttentionGeometry):
             return layer
-    raise ConfigError("the target has no full-attention layer that its MTP layer could be like", field="draft")
+    raise ConfigError(
+        "the target has no full-attention layer that its MTP layer could be like", field="draft"
+    )

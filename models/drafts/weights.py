@@ -1,6 +1,8 @@
-"""Where a draft's tensors come from: its own files, and the target's embedding and head where it has none.
+"""Where a draft's tensors come from: its own files, and the target's embedding and head where it
+has none.
 
-A draft sits on the target's last stage and is whole there, whatever the pipeline; so it reads copies of its own.
+A draft sits on the target's last stage and is whole there, whatever the pipeline; so it reads
+copies of its own.
 """
 
 from dataclasses import dataclass
@@ -27,11 +29,16 @@ class DraftFiles:
 
 
 class DraftWeights:
-    """A `WeightSource` over a draft's entries; `embed_tokens`, `lm_head` and (as `target_norm`) the final norm fall
-    back on the target's."""
+    """A `WeightSource` over a draft's entries; `embed_tokens`, `lm_head` and (as `target_norm`) the
+    final norm fall back on the target's."""
 
-    def __init__(self, entries: dict[str, WeightEntry] | None, target: ModelDescription, digest: WeightsDigest,
-                 target_digest: WeightsDigest) -> None:
+    def __init__(
+        self,
+        entries: dict[str, WeightEntry] | None,
+        target: ModelDescription,
+        digest: WeightsDigest,
+        target_digest: WeightsDigest,
+    ) -> None:
         """Without entries the draft's weights are random."""
         self._entries = entries
         self._digest = digest
@@ -56,9 +63,13 @@ class DraftWeights:
         elif entry is None:
             self._complaints.add(f"{name} is missing")
         elif entry.shape != (tuple(out.shape) if item is None else (item[1], *out.shape)):
-            self._complaints.add(f"{name} is {list(entry.shape)}, the config says {list(out.shape)}")
+            self._complaints.add(
+                f"{name} is {list(entry.shape)}, the config says {list(out.shape)}"
+            )
         else:
-            read_tensor(entry, out, name=name, digest=self._digest, item=None if item is None else item[0])
+            read_tensor(
+                entry, out, name=name, digest=self._digest, item=None if item is None else item[0]
+            )
 
     def row_scales(self, name: str, *, item: int | None = None) -> torch.Tensor | None:
         """See `WeightSource.row_scales`."""
@@ -68,9 +79,14 @@ class DraftWeights:
     def finish(self) -> None:
         """Raise one ConfigError about everything that did not fit."""
         unexpected = (self._entries or {}).keys() - self._taken
-        complaints = sorted(self._complaints) + [f"{name} is unexpected" for name in sorted(unexpected)]
+        complaints = sorted(self._complaints) + [
+            f"{name} is unexpected" for name in sorted(unexpected)
+        ]
         if complaints:
-            raise ConfigError(f"the draft's tensors do not fit its config: {'; '.join(complaints[:8])}", field="draft")
+            raise ConfigError(
+                f"the draft's tensors do not fit its config: {'; '.join(complaints[:8])}",
+                field="draft",
+            )
 
     def _read_target(self, name: str, out: torch.Tensor) -> None:
         spec = self._target.spec
@@ -82,16 +98,31 @@ class DraftWeights:
             return
         entry = target_entry(self._target.checkpoint, name)
         if entry is None or entry.shape != tuple(out.shape):
-            self._complaints.add(f"the target's {name} is {None if entry is None else list(entry.shape)}, the draft "
-                                 f"wants {list(out.shape)}")
+            self._complaints.add(
+                f"the target's {name} is {None if entry is None else list(entry.shape)}, the draft "
+                f"wants {list(out.shape)}"
+            )
         else:
             read_tensor(entry, out, name=name, digest=self._target_digest)
 
 
-def draft_weights(source: WeightSource, *, dtype: str, numerics: Numerics, device: torch.device = HOST,
-                  in_bytes: bool = False) -> Weights:
+def draft_weights(
+    source: WeightSource,
+    *,
+    dtype: str,
+    numerics: Numerics,
+    device: torch.device = HOST,
+    in_bytes: bool = False,
+) -> Weights:
     """Blocks read from this."""
-    return Weights(source, prefix="", dtype=getattr(torch, dtype), numerics=numerics, device=device, in_bytes=in_bytes)
+    return Weights(
+        source,
+        prefix="",
+        dtype=getattr(torch, dtype),
+        numerics=numerics,
+        device=device,
+        in_bytes=in_bytes,
+    )
 
 
 def _is_shared(name: str) -> bool:

@@ -1,6 +1,7 @@
 """How a pool forms: what the leader makes up for it, how that travels, and which members are ready.
 
-    leader ── PoolFormed: key, session, members, addresses ──▶ each other member connects its channel
+    leader ── PoolFormed: key, session, members, addresses ──▶ each other member connects its
+    channel
            ◀────────────────────────── StageReady: session ──
     all are ready, the leader's own channel included ─▶ the first frame is sent
 
@@ -23,22 +24,37 @@ def new_forming(epoch: int, members: Sequence[str]) -> Forming:
 
 def forming_to_proto(forming: Forming, addresses: Iterable[bytes]) -> pb.PoolFormed:
     """Return what a member gets. `addresses` of all members' channels, by rank."""
-    return pb.PoolFormed(pool_epoch=forming.epoch, channel_addresses=addresses, key=forming.key,
-                         session=forming.session, members=forming.members)
+    return pb.PoolFormed(
+        pool_epoch=forming.epoch,
+        channel_addresses=addresses,
+        key=forming.key,
+        session=forming.session,
+        members=forming.members,
+    )
 
 
 def forming_from_proto(message: pb.PoolFormed, *, rank: int, incarnation: str) -> Forming:
-    """Return the forming that this member is part of. Raises InvalidRequestError naming the field where it is not, or
-    the key is none."""
+    """Return the forming that this member is part of. Raises InvalidRequestError naming the field
+    where it is not, or the key is none."""
     if len(message.key) != KEY_BYTES:
-        raise InvalidRequestError(FieldViolation("formed.key", f"must have {KEY_BYTES} bytes, got {len(message.key)}"))
+        raise InvalidRequestError(
+            FieldViolation("formed.key", f"must have {KEY_BYTES} bytes, got {len(message.key)}")
+        )
     if len(message.members) != len(message.channel_addresses):
-        raise InvalidRequestError(FieldViolation(
-            "formed.members", f"must be as many as addresses, {len(message.channel_addresses)}, got "
-            f"{len(message.members)}"))
+        raise InvalidRequestError(
+            FieldViolation(
+                "formed.members",
+                f"must be as many as addresses, {len(message.channel_addresses)}, got "
+                f"{len(message.members)}",
+            )
+        )
     if rank >= len(message.members) or message.members[rank] != incarnation:
-        raise InvalidRequestError(FieldViolation(
-            "formed.members", f"must name this process, {incarnation}, as rank {rank}; got {list(message.members)}"))
+        raise InvalidRequestError(
+            FieldViolation(
+                "formed.members",
+                f"must name this process, {incarnation}, as rank {rank}; got {list(message.members)}",
+            )
+        )
     return Forming(message.pool_epoch, message.session, tuple(message.members), message.key)
 
 
@@ -58,7 +74,8 @@ class FormingAnswers:
         self._waiting.clear()
 
     def is_ready(self, rank: int, session: int) -> bool:
-        """Return whether this member was the last to become ready. What is said about another forming is ignored."""
+        """Return whether this member was the last to become ready. What is said about another
+        forming is ignored."""
         if session != self._session or rank not in self._waiting:
             return False
         self._waiting.remove(rank)

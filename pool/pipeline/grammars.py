@@ -1,4 +1,5 @@
-"""Grammars between the stages of a pool: as messages, and what compiles them for the stage that draws."""
+"""Grammars between the stages of a pool: as messages, and what compiles them for the stage that
+draws."""
 
 from typing import Protocol
 

@@ -1,5 +1,5 @@
-"""All stages of a formed pool as one end of a handoff: the leader opens and closes a session on every stage at once,
-and each stage's reports find the session they are about.
+"""All stages of a formed pool as one end of a handoff: the leader opens and closes a session on
+every stage at once, and each stage's reports find the session they are about.
 
 A report takes five hops from the thread of the leader's own transfer agent to the request:
 
@@ -32,7 +32,9 @@ from transfer.plan.handoff_terms import (
 )
 from transfer.session import ReceiveSession, SendSession
 
-GRAMMAR_TIMEOUT_S = 75.0  # for a stage that has yet to load its tokenizer; what it compiles, it ends by itself
+GRAMMAR_TIMEOUT_S = (
+    75.0  # for a stage that has yet to load its tokenizer; what it compiles, it ends by itself
+)
 
 Session = ReceiveSession | SendSession
 
@@ -48,12 +50,13 @@ class _Watched:
 
 
 class SessionReports:
-    """The port from the transfer agents of a pool to the sessions of its leader. Belongs to the event loop's thread,
-    but for `report`."""
+    """The port from the transfer agents of a pool to the sessions of its leader. Belongs to the
+    event loop's thread, but for `report`."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        # By session and epoch: a source may get a session again while its older epoch still drains here.
+        # By session and epoch: a source may get a session again while its older epoch still drains
+        # here.
         self._watched: dict[tuple[str, int], _Watched] = {}
 
     @property
@@ -69,22 +72,31 @@ class SessionReports:
         watched = self._watched.get((event.session_id, event.epoch))
         if watched is None or (watched.members is not None and rank not in watched.members):
             return
-        watched.session.on_stage_event(rank if watched.members is None else watched.members.index(rank), event)
+        watched.session.on_stage_event(
+            rank if watched.members is None else watched.members.index(rank), event
+        )
         if watched.session.drained:
             watched.drained.set()
         watched.on_change()
 
     def stage_lost(self, rank: int, what: str) -> None:
-        """Every session that is watched and that it takes part in fails on this stage, for `what` became of it, and has
-        nothing left there to drain."""
+        """Every session that is watched and that it takes part in fails on this stage, for `what`
+        became of it, and has nothing left there to drain."""
         error = PeerLostError(what)
         for session_id, epoch in list(self._watched):
             for state in (StageSessionState.FAILED, StageSessionState.DRAINED):
-                self.deliver(rank, StageSessionEvent(session_id, epoch, state, error.reason, str(error)))
+                self.deliver(
+                    rank, StageSessionEvent(session_id, epoch, state, error.reason, str(error))
+                )
 
-    def watch(self, session: Session, on_change: Callable[[], object], members: Sequence[int] | None = None) -> None:
-        """From now to `forget`, reports of the session's present epoch reach it; `on_change` is called after each.
-        `members`: the processes that take part, where not all do."""
+    def watch(
+        self,
+        session: Session,
+        on_change: Callable[[], object],
+        members: Sequence[int] | None = None,
+    ) -> None:
+        """From now to `forget`, reports of the session's present epoch reach it; `on_change` is
+        called after each. `members`: the processes that take part, where not all do."""
         self._watched[session.session_id, session.epoch] = _Watched(session, on_change, members)
 
     def drained(self, session: Session) -> asyncio.Event:
@@ -109,22 +121,30 @@ class SessionReports:
 class StageGroup:
     """Opens and closes sessions on all stages.
 
-    A lost stage reports FAILED and DRAINED by our hand, and its pages (the same ids on all stages) go to others. Its
-    process may live on, its transfers and its last step with it. But these touch only that process's memory, which
-    is used again only after a new Join: a successor has memory of its own, and the same process joins only
-    when nothing of the time before can read or write there any more (`pool.pipeline.follower`). Until then nothing is
-    opened here (`endpoints`).
+    A lost stage reports FAILED and DRAINED by our hand, and its pages (the same ids on all stages)
+    go to others. Its process may live on, its transfers and its last step with it. But these touch
+    only that process's memory, which is used again only after a new Join: a successor has memory of
+    its own, and the same process joins only when nothing of the time before can read or write there
+    any more (`pool.pipeline.follower`). Until then nothing is opened here (`endpoints`).
     """
 
-    def __init__(self, agent: TransferAgent, places: Sequence[Placement], reports: SessionReports, *,
-                 grammars: GrammarCheck | None = None) -> None:
+    def __init__(
+        self,
+        agent: TransferAgent,
+        places: Sequence[Placement],
+        reports: SessionReports,
+        *,
+        grammars: GrammarCheck | None = None,
+    ) -> None:
         """`places` of the pool's processes; `grammars` of this one, if it draws."""
         self._agent = agent
         self._size = len(places)
         self._grammars = grammars
         self._drawing = [rank for rank, place in enumerate(places) if place.draws]
-        self._members = [[rank for rank, place in enumerate(places) if place.tensor.data_rank == data_rank]
-                         for data_rank in range(places[0].tensor.data_size)]
+        self._members = [
+            [rank for rank, place in enumerate(places) if place.tensor.data_rank == data_rank]
+            for data_rank in range(places[0].tensor.data_size)
+        ]
         self._reports = reports
         self._links: list[StageLink] = []
         self._checks: dict[int, tuple[Grammar, asyncio.Future[None]]] = {}
@@ -132,7 +152,8 @@ class StageGroup:
 
     @property
     def session_size(self) -> int:
-        """Processes that take part in each session, whether they are there or not: those of a data rank."""
+        """Processes that take part in each session, whether they are there or not: those of a data
+        rank."""
         return len(self._members[0])
 
     @property
@@ -145,9 +166,12 @@ class StageGroup:
         return tuple(self._links)
 
     def endpoints(self, data_rank: int = 0) -> tuple[StageEndpoint, ...]:
-        """Of the processes of a data rank, by rank. Raises UnavailableError while any is missing."""
+        """Of the processes of a data rank, by rank. Raises UnavailableError while any is
+        missing."""
         if not self.formed:
-            raise UnavailableError(f"{self._size - 1 - len(self._links)} of {self._size} stages are missing")
+            raise UnavailableError(
+                f"{self._size - 1 - len(self._links)} of {self._size} stages are missing"
+            )
         every = (self._agent.endpoint, *(link.endpoint for link in self._links))
         return tuple(every[rank] for rank in self._members[data_rank])
 
@@ -176,8 +200,10 @@ class StageGroup:
         if not self.formed:
             raise UnavailableError("the stage that follows grammars is missing")
         here = [] if self._grammars is None else [self._grammars.check(grammar)]
-        await asyncio.gather(*here, *(self._check_at(link, grammar) for link in self._links
-                                      if link.rank in self._drawing))
+        await asyncio.gather(
+            *here,
+            *(self._check_at(link, grammar) for link in self._links if link.rank in self._drawing),
+        )
 
     async def _check_at(self, link: StageLink, grammar: Grammar) -> None:
         if link not in self._links:  # lost since, before there was a check that could fail with it
@@ -186,10 +212,16 @@ class StageGroup:
         self._checks[check_id] = grammar, checked
         try:
             async with asyncio.timeout(GRAMMAR_TIMEOUT_S):
-                link.send(check_grammar=pb.CheckGrammar(check_id=check_id, grammar=grammar_to_proto(grammar)))
+                link.send(
+                    check_grammar=pb.CheckGrammar(
+                        check_id=check_id, grammar=grammar_to_proto(grammar)
+                    )
+                )
                 await checked
         except TimeoutError:
-            raise UnavailableError(f"the last stage has not checked a grammar within {GRAMMAR_TIMEOUT_S:g} s") from None
+            raise UnavailableError(
+                f"the last stage has not checked a grammar within {GRAMMAR_TIMEOUT_S:g} s"
+            ) from None
         finally:
             del self._checks[check_id]
 
@@ -209,18 +241,32 @@ class StageGroup:
             if not checked.done():
                 checked.set_exception(error.again())
 
-    def open_receive(self, source: SourceTerms, destination: DestinationTerms, session: ReceiveSession,
-                     on_change: Callable[[], object], data_rank: int = 0) -> None:
-        """Post receives for the session's present epoch on every stage of the data rank; an older one is closed by
-        that. `on_change` is called after each report, on the event loop's thread."""
+    def open_receive(
+        self,
+        source: SourceTerms,
+        destination: DestinationTerms,
+        session: ReceiveSession,
+        on_change: Callable[[], object],
+        data_rank: int = 0,
+    ) -> None:
+        """Post receives for the session's present epoch on every stage of the data rank; an older
+        one is closed by that. `on_change` is called after each report, on the event loop's
+        thread."""
         self._reports.forget_older(session)
         self._reports.watch(session, on_change, self._members[data_rank])
         self._send_open(None, source, destination, data_rank)
         if 0 in self._members[data_rank]:
             self._agent.open_receive(source, destination)
 
-    def open_send(self, request_key: int, source: SourceTerms, destination: DestinationTerms, session: SendSession,
-                  on_change: Callable[[], object], data_rank: int = 0) -> None:
+    def open_send(
+        self,
+        request_key: int,
+        source: SourceTerms,
+        destination: DestinationTerms,
+        session: SendSession,
+        on_change: Callable[[], object],
+        data_rank: int = 0,
+    ) -> None:
         self._reports.watch(session, on_change, self._members[data_rank])
         self._send_open(request_key, source, destination, data_rank)
         if 0 in self._members[data_rank]:
@@ -232,14 +278,24 @@ class StageGroup:
         self._agent.close(session_id)
 
     def close_request(self, request_key: int, session_id: str | None) -> None:
-        """The sending side is done with this request; `session_id` is None if no destination terms ever came."""
+        """The sending side is done with this request; `session_id` is None if no destination terms
+        ever came."""
         self._send_close(session_id, request_key)
         self._agent.close_request(request_key)
 
-    def _send_open(self, request_key: int | None, source: SourceTerms, destination: DestinationTerms,
-                   data_rank: int) -> None:
-        message = pb.OpenSession(session_id=destination.session_id, source=codec.source_to_proto(source),
-                                 destination=codec.destination_to_proto(destination), request_key=request_key)
+    def _send_open(
+        self,
+        request_key: int | None,
+        source: SourceTerms,
+        destination: DestinationTerms,
+        data_rank: int,
+    ) -> None:
+        message = pb.OpenSession(
+            session_id=destination.session_id,
+            source=codec.source_to_proto(source),
+            destination=codec.destination_to_proto(destination),
+            request_key=request_key,
+        )
         for link in self._links:
             if link.rank in self._members[data_rank]:
                 link.send(open_session=message)

@@ -1,7 +1,8 @@
-"""Stage 0 of a pool: runs the engine loop over the stages that are joined, and reports when it can serve.
+"""Stage 0 of a pool: runs the engine loop over the stages that are joined, and reports when it can
+serve.
 
-The event loop's thread owns membership, sessions and readiness; the engine thread owns scheduler, batch channel and
-model. A pool of one stage is formed from the start.
+The event loop's thread owns membership, sessions and readiness; the engine thread owns scheduler,
+batch channel and model. A pool of one stage is formed from the start.
 """
 
 import asyncio
@@ -18,7 +19,12 @@ from models.weights_digest import PoolWeights
 from pool.pipeline.grammars import GrammarCheck
 from pool.pipeline.group import SessionReports, StageGroup
 from pool.pipeline.membership import PipelineService, StageLink
-from pool.pipeline.stage_channel import PoolChannel, RefusalCounts, check_channels, open_pool_channel
+from pool.pipeline.stage_channel import (
+    PoolChannel,
+    RefusalCounts,
+    check_channels,
+    open_pool_channel,
+)
 from pool.stage.config import WorkerConfig
 from pool.stage.stage import Stage, max_frame_bytes
 from protos import pipeline_pb2 as pb
@@ -33,7 +39,9 @@ logger = logging.getLogger(__name__)
 ServingListener = Callable[[bool, str], None]
 WARM_UP_PAUSE_S = 1.0  # between two tries
 WATCH_S = 0.25  # between two looks at whether the engine goes on
-LINGER_S = 20.0  # with nothing left to do, for the count of broken invariants to be read before it goes
+LINGER_S = (
+    20.0  # with nothing left to do, for the count of broken invariants to be read before it goes
+)
 
 
 class Leader:
@@ -42,20 +50,32 @@ class Leader:
 
     `reports` is what the stage's transfer agent was built with.
 
-    `warm_up` sends one token through all stages; only when it returned does the pool serve. `empty` lets requests
-    finish for some seconds and hands the rest back to their routers, `hand_back` all of them at once.
+    `warm_up` sends one token through all stages; only when it returned does the pool serve. `empty`
+    lets requests finish for some seconds and hands the rest back to their routers, `hand_back` all
+    of them at once.
 
-    When the engine finds the pipeline broken though no stage was lost, all streams are ended; the stages join again,
-    and the pool forms anew. A pool of one stage cannot form anew: `failure` is set, and the process has to end. The
-    same holds for a pool whose state cannot be trusted any more (`unhealthy`): it never serves again.
+    When the engine finds the pipeline broken though no stage was lost, all streams are ended; the
+    stages join again, and the pool forms anew. A pool of one stage cannot form anew: `failure` is
+    set, and the process has to end. The same holds for a pool whose state cannot be trusted any
+    more (`unhealthy`): it never serves again.
     """
 
-    def __init__(self, config: WorkerConfig, stage: Stage, schedulers: Sequence[Scheduler], sampler: RequestSampler, *,
-                 reports: SessionReports, warm_up: Callable[[], Awaitable[None]], on_serving: ServingListener,
-                 empty: Callable[[float], Awaitable[None]], hand_back: Callable[[BatonError], Awaitable[None]],
-                 observer: LoopObserver | None = None,
-                 on_frame: Callable[[int], object] = lambda num_bytes: None,
-                 count_refused: RefusalCounts = lambda channel: lambda reason: None) -> None:
+    def __init__(
+        self,
+        config: WorkerConfig,
+        stage: Stage,
+        schedulers: Sequence[Scheduler],
+        sampler: RequestSampler,
+        *,
+        reports: SessionReports,
+        warm_up: Callable[[], Awaitable[None]],
+        on_serving: ServingListener,
+        empty: Callable[[float], Awaitable[None]],
+        hand_back: Callable[[BatonError], Awaitable[None]],
+        observer: LoopObserver | None = None,
+        on_frame: Callable[[int], object] = lambda num_bytes: None,
+        count_refused: RefusalCounts = lambda channel: lambda reason: None,
+    ) -> None:
         self._config = config
         self._stage = stage
         self._sampler = sampler
@@ -73,25 +93,45 @@ class Leader:
         self._reports = reports
         place = config.placement
         self._num_stages = place.pipeline_size
-        self.group = StageGroup(stage.agent, [self._place(rank) for rank in range(config.world_size)], reports,
-                                grammars=stage.grammars)
-        self.loop = EngineLoop(*schedulers, observer=observer, step_limit=StepLimit(config.step_limit_s))
+        self.group = StageGroup(
+            stage.agent,
+            [self._place(rank) for rank in range(config.world_size)],
+            reports,
+            grammars=stage.grammars,
+        )
+        self.loop = EngineLoop(
+            *schedulers, observer=observer, step_limit=StepLimit(config.step_limit_s)
+        )
         self._channel: PoolChannel | None = None
         self._ahead: AheadStage | None = None
         self._warming: asyncio.Task[None] | None = None
         self.service: PipelineService | None = None
-        self._weights: PoolWeights | None = None  # known once all stages are there, as is what follows from it
+        self._weights: PoolWeights | None = (
+            None  # known once all stages are there, as is what follows from it
+        )
         self._compatibility: Compatibility | None = None
         self.serving = False
         self.reason = "starting"
         if config.world_size > 1:
-            self._channel = open_pool_channel(config, stage.device, max_bytes=max_frame_bytes(config, stage.plan),
-                                              on_sent=on_frame, count_refused=count_refused)
-            self.service = PipelineService(layers=stage.plan.ranges, settings=stage.plan.settings,
-                                           counted=stage.counted, leader_channel=self._channel.address,
-                                           incarnation=stage.agent.incarnation, observer=self,
-                                           check_channels=check_channels, tensor_size=config.tp,
-                                           data_size=config.dp_attention, weights=stage.weights)
+            self._channel = open_pool_channel(
+                config,
+                stage.device,
+                max_bytes=max_frame_bytes(config, stage.plan),
+                on_sent=on_frame,
+                count_refused=count_refused,
+            )
+            self.service = PipelineService(
+                layers=stage.plan.ranges,
+                settings=stage.plan.settings,
+                counted=stage.counted,
+                leader_channel=self._channel.address,
+                incarnation=stage.agent.incarnation,
+                observer=self,
+                check_channels=check_channels,
+                tensor_size=config.tp,
+                data_size=config.dp_attention,
+                weights=stage.weights,
+            )
 
     @property
     def failure(self) -> BaseException | None:
@@ -100,25 +140,31 @@ class Leader:
 
     @property
     def grammars(self) -> GrammarCheck | None:
-        """What compiles grammars where tokens are drawn; None on a pool of one stage that has no tokenizer."""
-        if self._num_stages == 1 and (self._config.dp_attention == 1 or self._stage.grammars is None):
+        """What compiles grammars where tokens are drawn; None on a pool of one stage that has no
+        tokenizer."""
+        if self._num_stages == 1 and (
+            self._config.dp_attention == 1 or self._stage.grammars is None
+        ):
             return self._stage.grammars
         return self.group
 
     @property
     def weights(self) -> PoolWeights | None:
-        """What all stages have read together; None before the pool has formed for the first time."""
+        """What all stages have read together; None before the pool has formed for the first
+        time."""
         return self._weights
 
     @property
     def compatibility(self) -> Compatibility:
-        """What this pool and another one must have alike. Raises UnavailableError before it has formed."""
+        """What this pool and another one must have alike. Raises UnavailableError before it has
+        formed."""
         if self._compatibility is None:
             raise UnavailableError("the pool has not formed yet")
         return self._compatibility
 
     def start(self) -> None:
-        """Start the engine; a pool of one stage begins to serve, a larger one waits for its stages."""
+        """Start the engine; a pool of one stage begins to serve, a larger one waits for its
+        stages."""
         self.loop.start()
         if self._channel is None:
             self._know_weights([])
@@ -127,8 +173,11 @@ class Leader:
             self.loop.post(lambda: self.loop.attach(single, on_lost))
             self._warming = asyncio.create_task(self._become_ready())
         else:
-            self._set_serving(None, f"waiting for {self._config.world_size - 1} more "
-                                    f"{'stages' if self._config.tp == 1 else 'processes'} to join")
+            self._set_serving(
+                None,
+                f"waiting for {self._config.world_size - 1} more "
+                f"{'stages' if self._config.tp == 1 else 'processes'} to join",
+            )
 
     def drain(self) -> None:
         """Take no more requests; what runs goes on."""
@@ -160,7 +209,9 @@ class Leader:
         def connect() -> None:
             try:
                 channel.connect(addresses, forming)
-            except BatonError as error:  # a connection that cannot be made is a broken pipeline, too
+            except (
+                BatonError
+            ) as error:  # a connection that cannot be made is a broken pipeline, too
                 on_lost(error)
                 return
             self._stage.ranks.use(channel, channel.parts)
@@ -173,9 +224,17 @@ class Leader:
         channel = self._channel
         assert channel is not None, "a pool of one stage has no other stage to wait for"
         on_lost = self._when_lost(lambda error: self._form_anew(forming, error))
-        first: Pipeline = self._single(channel) if self._num_stages == 1 else HeadStage(
-            self._stage.executor, channel, size=self._num_stages, frame_timeout_s=self._config.frame_timeout_s,
-            ranks=self._stage.ranks)
+        first: Pipeline = (
+            self._single(channel)
+            if self._num_stages == 1
+            else HeadStage(
+                self._stage.executor,
+                channel,
+                size=self._num_stages,
+                frame_timeout_s=self._config.frame_timeout_s,
+                ranks=self._stage.ranks,
+            )
+        )
         self.loop.post(lambda: self.loop.attach(first, on_lost))
         self._warming = asyncio.create_task(self._become_ready())
 
@@ -186,14 +245,18 @@ class Leader:
         return self._ahead
 
     def _single(self, channel: PoolChannel | None = None) -> SingleStage:
-        return SingleStage(self._stage.executor, self._sampler, self._stage.drafter, self._stage.ranks, channel)
+        return SingleStage(
+            self._stage.executor, self._sampler, self._stage.drafter, self._stage.ranks, channel
+        )
 
     def grammar_checked(self, answer: pb.GrammarChecked) -> None:
         self.group.grammar_checked(answer)
 
     def _know_weights(self, links: list[StageLink]) -> None:
         every = [self._stage.weights, *(link.weights for link in links)]
-        self._weights = PoolWeights.of(every[::self._config.tp])  # the ranks of a stage have read the same
+        self._weights = PoolWeights.of(
+            every[:: self._config.tp]
+        )  # the ranks of a stage have read the same
         self._compatibility = self._stage.plan.compatibility(self._weights)
 
     def stage_leaving(self, link: StageLink, grace_s: float) -> None:
@@ -201,7 +264,9 @@ class Leader:
         self._leaving[link.rank] = asyncio.create_task(self._let_go(link, grace_s))
 
     def _place(self, rank: int) -> Placement:
-        return Placement.of(rank, self._config.world_size, self._config.tp, self._config.dp_attention)
+        return Placement.of(
+            rank, self._config.world_size, self._config.tp, self._config.dp_attention
+        )
 
     async def _let_go(self, link: StageLink, grace_s: float) -> None:
         await self._empty(grace_s)
@@ -229,25 +294,30 @@ class Leader:
         self._reports.deliver(rank, event)
 
     def unhealthy(self, reason: str) -> None:
-        """An invariant broke: what this process holds cannot be trusted any more, and only its successor serves."""
+        """An invariant broke: what this process holds cannot be trusted any more, and only its
+        successor serves."""
         logger.error("the pool is unhealthy: %s", reason)
         self._linger_s = LINGER_S
         self._fail(UnavailableError(f"the pool is unhealthy: {reason}"))
 
     async def until_failed(self) -> UnavailableError:
-        """Wait until this process can never serve again, and hand all requests back. The error that they end with; of
-        an unhealthy pool it comes some seconds later.
+        """Wait until this process can never serve again, and hand all requests back. The error that
+        they end with; of an unhealthy pool it comes some seconds later.
 
-        An engine that has been within one step for longer than its limit counts as hung: nothing else would end its
-        requests before their deadlines.
+        An engine that has been within one step for longer than its limit counts as hung: nothing
+        else would end its requests before their deadlines.
         """
         watch = HangWatch(SystemClock())
         while self.failure is None:  # a thread's end has no event here
             await asyncio.sleep(WATCH_S)
             if watch.is_over(self.loop.busy_since_s, self.loop.step_limit.seconds):
                 self._is_hung = True
-                self._fail(UnavailableError(f"the engine has been within one step for more than "
-                                            f"{self.loop.step_limit.seconds:g} s"))
+                self._fail(
+                    UnavailableError(
+                        f"the engine has been within one step for more than "
+                        f"{self.loop.step_limit.seconds:g} s"
+                    )
+                )
         error = UnavailableError(f"this worker cannot go on: {self.failure}")
         self._close(str(error))
         await self._hand_back(error)
@@ -294,7 +364,11 @@ class Leader:
 
     def _set_serving(self, stages: int | None, reason: str) -> None:
         if stages and (self._is_draining or self._leaving or self.failure is not None):
-            return  # a stage that joins now comes too late, or too early: what is taken now is handed back soon
+            # a stage that joins now comes too late, or too early: what is taken now is handed back
+            # soon
+            return
         self.serving, self.reason = stages is not None, reason
-        logger.info("serving with %d stages", stages) if stages else logger.info("not serving: %s", reason)
+        logger.info("serving with %d stages", stages) if stages else logger.info(
+            "not serving: %s", reason
+        )
         self._on_serving(self.serving, reason)

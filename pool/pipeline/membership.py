@@ -1,15 +1,16 @@
-"""Which stages are in a pool: stages 1..n-1 join stage 0 and stay joined as long as their Join stream lives. A stage
-that ranks share is as many processes, each of which joins like a stage of its own; "rank" is here a process's number,
-counted stage by stage.
+"""Which stages are in a pool: stages 1..n-1 join stage 0 and stay joined as long as their Join
+stream lives. A stage that ranks share is as many processes, each of which joins like a stage of its
+own; "rank" is here a process's number, counted stage by stage.
 
-The leader's end is `PipelineService`. A pool is *formed* when every rank has joined with the layers it should have;
-each forming gets a new epoch, above those that any of its stages has seen, and a key of its own. Every stage reconnects
-its batch channel to it and reports that it is ready; when all are, the leader begins to send. A stage that is lost
-breaks the pool until it, or its successor, joins.
+The leader's end is `PipelineService`. A pool is *formed* when every rank has joined with the layers
+it should have; each forming gets a new epoch, above those that any of its stages has seen, and a
+key of its own. Every stage reconnects its batch channel to it and reports that it is ready; when
+all are, the leader begins to send. A stage that is lost breaks the pool until it, or its successor,
+joins.
 
-The follower's end is `JoinStream`: its reports go out in order, beside the commands that come in. The stream has a
-writer of its own, which ends with it. (An iterator handed to grpc would be waited for by a task that outlives the call:
-one more of them with each time a stage joins.)
+The follower's end is `JoinStream`: its reports go out in order, beside the commands that come in.
+The stream has a writer of its own, which ends with it. (An iterator handed to grpc would be waited
+for by a task that outlives the call: one more of them with each time a stage joins.)
 """
 
 import asyncio
@@ -29,7 +30,13 @@ from models.weights_digest import StageWeights, check_copies
 from pool.pipeline.forming import FormingAnswers, forming_to_proto, new_forming
 from protos import pipeline_pb2 as pb
 from protos import pipeline_pb2_grpc
-from runtime.errors import ConfigError, FieldViolation, IncompatiblePeerError, InvalidRequestError, PeerLostError
+from runtime.errors import (
+    ConfigError,
+    FieldViolation,
+    IncompatiblePeerError,
+    InvalidRequestError,
+    PeerLostError,
+)
 from runtime.rpc.read_limits import first_message
 from transfer.plan import codec
 from transfer.plan.compatibility import check_settings
@@ -52,19 +59,23 @@ logger = logging.getLogger(__name__)
 class StageLink:
     """A joined stage: what it reported of itself, and the commands on their way to it.
 
-    No command of a stage that stays is lost: where one finds no place behind those that the stage has not read, the
-    stage is lost with it, and nothing touches its memory before it has joined again.
+    No command of a stage that stays is lost: where one finds no place behind those that the stage
+    has not read, the stage is lost with it, and nothing touches its memory before it has joined
+    again.
     """
 
     rank: int
     endpoint: StageEndpoint
     channel_address: bytes
     weights: StageWeights
-    window: asyncio.Queue[pb.JoinResponse | None] = field(default_factory=lambda: asyncio.Queue(OUTBOX_LIMIT))
+    window: asyncio.Queue[pb.JoinResponse | None] = field(
+        default_factory=lambda: asyncio.Queue(OUTBOX_LIMIT)
+    )
     on_overflow: Callable[[], object] = lambda: None
 
     def send(self, **command: Message) -> None:
-        """Queue one command. Never fails: a stage that lets thousands pile up is lost, which the membership reports."""
+        """Queue one command. Never fails: a stage that lets thousands pile up is lost, which the
+        membership reports."""
         self._put(pb.JoinResponse(**command))  # type: ignore[arg-type]
 
     def dismiss(self) -> None:
@@ -105,18 +116,30 @@ class MembershipObserver(Protocol):
 
 
 class PipelineService(pipeline_pb2_grpc.PipelineServicer):
-    """The Join service of a leader. `layers` is what each stage must own, which `tensor_size` ranks share,
-    in `data_size` groups; `settings` what they must have alike; `counted` the digests of tensors that they may have
-    copies of; `weights` what the leader has read."""
+    """The Join service of a leader. `layers` is what each stage must own, which `tensor_size` ranks
+    share, in `data_size` groups; `settings` what they must have alike; `counted` the digests of
+    tensors that they may have copies of; `weights` what the leader has read."""
 
-    def __init__(self, *, layers: list[LayerRange], settings: Mapping[str, str], counted: Mapping[str, str],
-                 leader_channel: bytes, incarnation: str, tensor_size: int = 1, data_size: int = 1,
-                 weights: StageWeights | None = None,
-                 observer: MembershipObserver, check_channels: Callable[[Sequence[bytes]], object]) -> None:
-        """`incarnation` is the leader's own. `check_channels` raises ConfigError for channel addresses, in rank order,
-        that are not of one pool."""
-        self._places = [Placement.of(rank, len(layers) * tensor_size, tensor_size, data_size)
-                        for rank in range(len(layers) * tensor_size)]
+    def __init__(
+        self,
+        *,
+        layers: list[LayerRange],
+        settings: Mapping[str, str],
+        counted: Mapping[str, str],
+        leader_channel: bytes,
+        incarnation: str,
+        tensor_size: int = 1,
+        data_size: int = 1,
+        weights: StageWeights | None = None,
+        observer: MembershipObserver,
+        check_channels: Callable[[Sequence[bytes]], object],
+    ) -> None:
+        """`incarnation` is the leader's own. `check_channels` raises ConfigError for channel
+        addresses, in rank order, that are not of one pool."""
+        self._places = [
+            Placement.of(rank, len(layers) * tensor_size, tensor_size, data_size)
+            for rank in range(len(layers) * tensor_size)
+        ]
         self._layers = [layers[place.pipeline_rank] for place in self._places]
         self._weights = weights
         self._settings = settings
@@ -128,14 +151,16 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         self._links: dict[int, StageLink] = {}
         self._answers = FormingAnswers()
         self._forming: Forming | None = None  # the latest
-        self._epoch = 0  # the highest that this leader has given or received; stages keep those of earlier leaders
+        # the highest that this leader has given or received; stages keep those of earlier leaders
+        self._epoch = 0
 
     @property
     def missing_ranks(self) -> list[int]:
         return [rank for rank in range(1, len(self._layers)) if rank not in self._links]
 
-    async def Join(self, request_iterator: AsyncIterator[pb.JoinRequest],
-                   context: Context) -> AsyncIterator[pb.JoinResponse]:
+    async def Join(
+        self, request_iterator: AsyncIterator[pb.JoinRequest], context: Context
+    ) -> AsyncIterator[pb.JoinResponse]:
         link = self._welcome(await first_message(request_iterator, HELLO_TIMEOUT_S))
         handler = asyncio.current_task()
         assert handler is not None
@@ -167,23 +192,41 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         hello = request.hello
         endpoint = codec.endpoint_from_proto(hello.endpoint)
         if not 1 <= hello.rank < len(self._layers):
-            raise ConfigError(f"rank {hello.rank} is outside 1..{len(self._layers) - 1} of this pool", field="rank")
-        check_settings(self._settings, hello.settings)  # first: other layers follow from other settings
+            raise ConfigError(
+                f"rank {hello.rank} is outside 1..{len(self._layers) - 1} of this pool",
+                field="rank",
+            )
+        check_settings(
+            self._settings, hello.settings
+        )  # first: other layers follow from other settings
         if endpoint.layers != self._layers[hello.rank]:
-            raise ConfigError(f"rank {hello.rank} owns layers {endpoint.layers}, this pool's partition gives it "
-                              f"{self._layers[hello.rank]}", field="partition")
+            raise ConfigError(
+                f"rank {hello.rank} owns layers {endpoint.layers}, this pool's partition gives it "
+                f"{self._layers[hello.rank]}",
+                field="partition",
+            )
         own = self._places[hello.rank].tensor.attention
         if endpoint.tensor != own:
-            raise ConfigError(f"rank {hello.rank} has part {endpoint.tensor.rank} of {endpoint.tensor.size} of its "
-                              f"stage, this pool gives it part {own.rank}", field="tp")
+            raise ConfigError(
+                f"rank {hello.rank} has part {endpoint.tensor.rank} of {endpoint.tensor.size} of its "
+                f"stage, this pool gives it part {own.rank}",
+                field="tp",
+            )
         weights = weights_from_proto(hello.weights)
         check_copies(self._counted, weights.copies, stage=hello.rank)
         self._check_alike(hello.rank, weights)
-        others = {rank: link.channel_address for rank, link in self._links.items() if rank != hello.rank}
-        joined = sorted({0: self._leader_channel, **others, hello.rank: hello.channel_address}.items())
+        others = {
+            rank: link.channel_address for rank, link in self._links.items() if rank != hello.rank
+        }
+        joined = sorted(
+            {0: self._leader_channel, **others, hello.rank: hello.channel_address}.items()
+        )
         self._check_channels([address for _, address in joined])
         if hello.pool_epoch > MAX_EPOCH:
-            raise ConfigError(f"pool_epoch must be at most {MAX_EPOCH}, got {hello.pool_epoch}", field="pool_epoch")
+            raise ConfigError(
+                f"pool_epoch must be at most {MAX_EPOCH}, got {hello.pool_epoch}",
+                field="pool_epoch",
+            )
         self._epoch = max(self._epoch, hello.pool_epoch)
         previous = self._links.pop(hello.rank, None)
         if previous is not None:
@@ -197,21 +240,26 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         return link
 
     def _check_alike(self, rank: int, weights: StageWeights) -> None:
-        """Raises IncompatiblePeerError unless the ranks of a stage have read the same, each to the last byte."""
+        """Raises IncompatiblePeerError unless the ranks of a stage have read the same, each to the
+        last byte."""
         stage = self._places[rank].pipeline_rank
         others = {other: link.weights for other, link in self._links.items() if other != rank}
         if self._weights is not None:
             others[0] = self._weights
         for other, known in sorted(others.items()):
             if self._places[other].pipeline_rank == stage and known.total != weights.total:
-                raise IncompatiblePeerError(f"rank {rank} has read other weights than rank {other}, which shares stage "
-                                            f"{stage} with it: digest {weights.total} there, {known.total} here")
+                raise IncompatiblePeerError(
+                    f"rank {rank} has read other weights than rank {other}, which shares stage "
+                    f"{stage} with it: digest {weights.total} there, {known.total} here"
+                )
 
     def _form(self) -> None:
         self._epoch += 1
         links = [self._links[rank] for rank in range(1, len(self._layers))]
         addresses = [self._leader_channel, *(link.channel_address for link in links)]
-        forming = new_forming(self._epoch, [self._incarnation, *(link.endpoint.incarnation for link in links)])
+        forming = new_forming(
+            self._epoch, [self._incarnation, *(link.endpoint.incarnation for link in links)]
+        )
         self._forming = forming
         self._answers.begin(forming)
         for link in links:
@@ -224,10 +272,14 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
             self._observer.pool_ready(self._forming)
 
     def _dismiss_late(self, forming: Forming) -> None:
-        """Members that do not connect have to join again; else the pool would wait for them for ever."""
+        """Members that do not connect have to join again; else the pool would wait for them for
+        ever."""
         for rank in self._answers.late(forming):
-            logger.warning("%s has not connected within %g s and has to join again", self._places[rank],
-                           READY_TIMEOUT_S)
+            logger.warning(
+                "%s has not connected within %g s and has to join again",
+                self._places[rank],
+                READY_TIMEOUT_S,
+            )
             self._links[rank].dismiss()
 
     def _lose(self, link: StageLink) -> None:
@@ -238,20 +290,27 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
 
 
 def weights_to_proto(weights: StageWeights) -> pb.StageWeights:
-    return pb.StageWeights(total=weights.total, copies=weights.copies, draft_total=weights.draft_total)
+    return pb.StageWeights(
+        total=weights.total, copies=weights.copies, draft_total=weights.draft_total
+    )
 
 
 def weights_from_proto(message: pb.StageWeights) -> StageWeights:
     """Raises InvalidRequestError for what is not a digest."""
-    for name, value in (("total", message.total), ("draft_total", message.draft_total or message.total)):
+    for name, value in (
+        ("total", message.total),
+        ("draft_total", message.draft_total or message.total),
+    ):
         if not _DIGEST.fullmatch(value):
-            raise InvalidRequestError(FieldViolation(f"hello.weights.{name}", "must be 32 hexadecimal digits"))
+            raise InvalidRequestError(
+                FieldViolation(f"hello.weights.{name}", "must be 32 hexadecimal digits")
+            )
     return StageWeights(message.total, dict(message.copies), message.draft_total)
 
 
 class JoinStream:
-    """The follower's end. Use as an async context manager: whatever ends the block ends the call. Belongs to the event
-    loop's thread."""
+    """The follower's end. Use as an async context manager: whatever ends the block ends the call.
+    Belongs to the event loop's thread."""
 
     def __init__(self, call: Call, hello: pb.StageHello) -> None:
         self._call = call
@@ -265,8 +324,12 @@ class JoinStream:
         self._writer = asyncio.create_task(self._write())
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                        trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.is_open = False
         self._call.cancel()
         assert self._writer is not None
@@ -274,13 +337,14 @@ class JoinStream:
         await asyncio.gather(self._writer, return_exceptions=True)
 
     def send(self, request: pb.JoinRequest) -> None:
-        """Queue one report; nothing happens while the stream is not open. A leader that lets thousands pile up does
-        not live: the stream ends."""
+        """Queue one report; nothing happens while the stream is not open. A leader that lets
+        thousands pile up does not live: the stream ends."""
         if self.is_open:
             self._put(request)
 
     def end(self) -> None:
-        """Half-close once all that was queued has gone out: the leader then counts this stage as lost."""
+        """Half-close once all that was queued has gone out: the leader then counts this stage as
+        lost."""
         if self.is_open:
             self._put(None)
 
@@ -295,7 +359,9 @@ class JoinStream:
             command = await self._call.read()
         except asyncio.CancelledError:
             if self._is_overrun:
-                raise PeerLostError(f"the leader has left {EVENT_LIMIT} reports of this stage unread") from None
+                raise PeerLostError(
+                    f"the leader has left {EVENT_LIMIT} reports of this stage unread"
+                ) from None
             raise
         return command if isinstance(command, pb.JoinResponse) else None
 

@@ -1,22 +1,22 @@
-"""Memory that the ranks of a stage share where they run on one host: what they exchange within a batch goes through it,
-authenticated as the frames that would go to another host are.
+"""Memory that the ranks of a stage share where they run on one host: what they exchange within a
+batch goes through it, authenticated as the frames that would go to another host are.
 
-Each rank has a memory with a lane for each of the others, which writes there. A lane has places for two pieces: one
-rank writes the next while the other still reads the last. Its two counters say how many were written and how many read.
-A rank that waits stays awake for as long as the last waits took (`Vigil`), and looks less and less often then. Between
-batches nobody waits here.
+Each rank has a memory with a lane for each of the others, which writes there. A lane has places for
+two pieces: one rank writes the next while the other still reads the last. Its two counters say how
+many were written and how many read. A rank that waits stays awake for as long as the last waits
+took (`Vigil`), and looks less and less often then. Between batches nobody waits here.
 
-A head before each piece names the forming and counts the pieces of its direction, and its authenticator covers both
-(`transfer/transport/forming.py`). So what a process of another pool, or of a forming before, still writes here is told
-from what is due.
+A head before each piece names the forming and counts the pieces of its direction, and its
+authenticator covers both (`transfer/transport/forming.py`). So what a process of another pool, or
+of a forming before, still writes here is told from what is due.
 
     head     <16s 6Q      authenticator, session of the forming, number of the piece, then its label: sequence of the
                           batch, number of the exchange, kind, bytes
 
-The memory has no name in a file system: the others open it as a descriptor of its process, which only processes of its
-user may, and it is gone with the last process that has it open. It keeps its size. Others see a piece before its count,
-because on x86 the stores of a core are seen in their order; on other machines ranks exchange frames of the stage
-channel.
+The memory has no name in a file system: the others open it as a descriptor of its process, which
+only processes of its user may, and it is gone with the last process that has it open. It keeps its
+size. Others see a piece before its count, because on x86 the stores of a core are seen in their
+order; on other machines ranks exchange frames of the stage channel.
 """
 
 import fcntl
@@ -54,7 +54,8 @@ LANE_BYTES = 2 * _LINE + _NUM_PLACES * _PLACE_BYTES
 
 @dataclass(frozen=True)
 class MemoryAddress:
-    """Where others find a rank's memory. `host` is the same for processes that can open each other's descriptors."""
+    """Where others find a rank's memory. `host` is the same for processes that can open each
+    other's descriptors."""
 
     host: str
     pid: int
@@ -95,8 +96,11 @@ class _PartLane:
     def __init__(self, memory: memoryview) -> None:
         """memory: [LANE_BYTES]."""
         self._written = memory[:8].cast("Q")
-        self._read = memory[_LINE:_LINE + 8].cast("Q")
-        self._places = [memory[start:start + _PLACE_BYTES] for start in range(2 * _LINE, LANE_BYTES, _PLACE_BYTES)]
+        self._read = memory[_LINE : _LINE + 8].cast("Q")
+        self._places = [
+            memory[start : start + _PLACE_BYTES]
+            for start in range(2 * _LINE, LANE_BYTES, _PLACE_BYTES)
+        ]
 
     def has_room(self) -> bool:
         return self._written[0] - self._read[0] < _NUM_PLACES
@@ -108,7 +112,7 @@ class _PartLane:
         """Once there is room."""
         place = self._places[self._written[0] % _NUM_PLACES]
         place[:_HEAD_BYTES] = head
-        place[_HEAD_BYTES:_HEAD_BYTES + len(data)] = data
+        place[_HEAD_BYTES : _HEAD_BYTES + len(data)] = data
         self._written[0] += 1
 
     def oldest(self) -> memoryview:
@@ -125,11 +129,19 @@ class PartMemory:
 
     max_bytes = MAX_PIECE_BYTES
 
-    def __init__(self, host: str, *, rank: int, size: int, check: Callable[[int], object],
-                 on_sent: Callable[[int], object] = lambda num_bytes: None,
-                 on_refused: Callable[[RefusalReason], object] = lambda reason: None) -> None:
-        """`rank` in the pool, of stages of `size` ranks. `check` raises PeerLostError for a rank that is gone;
-        `on_sent` is given the bytes of each piece that left, `on_refused` why one was not taken."""
+    def __init__(
+        self,
+        host: str,
+        *,
+        rank: int,
+        size: int,
+        check: Callable[[int], object],
+        on_sent: Callable[[int], object] = lambda num_bytes: None,
+        on_refused: Callable[[RefusalReason], object] = lambda reason: None,
+    ) -> None:
+        """`rank` in the pool, of stages of `size` ranks. `check` raises PeerLostError for a rank
+        that is gone; `on_sent` is given the bytes of each piece that left, `on_refused` why one was
+        not taken."""
         self._rank, self.size, self.first = rank, size, rank // size * size
         self._check, self._on_sent = check, on_sent
         self._refusals = Refusals("parts between ranks", on_refused)
@@ -155,8 +167,8 @@ class PartMemory:
         return self._refusals.counts
 
     def connect(self, addresses: Sequence[str], forming: Forming) -> None:
-        """Form the stage: addresses of its ranks, this one's included. Ends the forming before. Raises
-        PeerLostError."""
+        """Form the stage: addresses of its ranks, this one's included. Ends the forming before.
+        Raises PeerLostError."""
         self._session, self._sequence, self._is_abandoned = forming.session, 0, False
         others = [rank for rank in range(self.first, self.first + self.size) if rank != self._rank]
         self._sends = {rank: Direction(forming, _PURPOSE, self._rank, rank) for rank in others}
@@ -169,7 +181,11 @@ class PartMemory:
         """See `PartChannel.begin`."""
         self._sequence = sequence
         for rank, lane in self._from.items():
-            while rank != self._rank and lane.has_piece() and self._is_old(rank, lane.oldest()[:_HEAD_BYTES]):
+            while (
+                rank != self._rank
+                and lane.has_piece()
+                and self._is_old(rank, lane.oldest()[:_HEAD_BYTES])
+            ):
                 lane.drop()
 
     def send(self, ranks: Sequence[int], piece: PartPiece, *, timeout_s: float) -> None:
@@ -178,9 +194,17 @@ class PartMemory:
         for rank in ranks:
             lane, direction = self._to[rank][1], self._sends[rank]
             if not lane.has_room() and not self._wait(rank, lane.has_room, deadline_s):
-                raise DeadlineError(f"rank {rank} of the pool did not take a part within {timeout_s:g} s")
-            label = _LABEL.pack(self._session, direction.next, piece.sequence, piece.number, piece.kind,
-                                len(piece.data))
+                raise DeadlineError(
+                    f"rank {rank} of the pool did not take a part within {timeout_s:g} s"
+                )
+            label = _LABEL.pack(
+                self._session,
+                direction.next,
+                piece.sequence,
+                piece.number,
+                piece.kind,
+                len(piece.data),
+            )
             lane.write(direction.seal(piece.data, label) + label, piece.data)
             direction.advance()
             self._on_sent(len(piece.data))
@@ -192,28 +216,41 @@ class PartMemory:
             if not lane.has_piece() and not self._wait(rank, lane.has_piece, deadline_s):
                 return None
             place = lane.oldest()
-            head = bytes(place[:_HEAD_BYTES])  # a copy, as of the data: what was checked cannot change any more
+            head = bytes(
+                place[:_HEAD_BYTES]
+            )  # a copy, as of the data: what was checked cannot change any more
             if self._is_old(rank, head):
                 lane.drop()
                 continue
             _, number, sequence, exchange, kind, num_bytes = _LABEL.unpack_from(head, SEAL_BYTES)
-            data = into if len(into) == num_bytes else memoryview(bytearray(min(num_bytes, MAX_PIECE_BYTES)))
-            data[:] = place[_HEAD_BYTES:_HEAD_BYTES + len(data)]
+            data = (
+                into
+                if len(into) == num_bytes
+                else memoryview(bytearray(min(num_bytes, MAX_PIECE_BYTES)))
+            )
+            data[:] = place[_HEAD_BYTES : _HEAD_BYTES + len(data)]
             reason = self._receives[rank].accept(head[:SEAL_BYTES], number, data, head[SEAL_BYTES:])
             if reason in (None, RefusalReason.REPLAYED):
                 lane.drop()
             if reason is None:
                 return PartPiece(PacketKind(kind), sequence, exchange, data)
-            self._refusals.add(reason, f"part {exchange} of batch {sequence} from rank {rank} of the pool")
+            self._refusals.add(
+                reason, f"part {exchange} of batch {sequence} from rank {rank} of the pool"
+            )
             if reason is not RefusalReason.REPLAYED:
-                raise IntegrityError(f"from rank {rank} of the pool: what arrived is not what was sent ({reason} part "
-                                     f"{exchange} of batch {sequence})")
+                raise IntegrityError(
+                    f"from rank {rank} of the pool: what arrived is not what was sent ({reason} part "
+                    f"{exchange} of batch {sequence})"
+                )
 
     def _is_old(self, rank: int, head: bytes | memoryview) -> bool:
-        """Whether a piece is of no use: of a batch before, or not of this forming, which is counted."""
+        """Whether a piece is of no use: of a batch before, or not of this forming, which is
+        counted."""
         session, _, sequence, *_ = _LABEL.unpack_from(head, SEAL_BYTES)
         if session != self._session:
-            self._refusals.add(RefusalReason.EARLIER, f"a part of another forming in the lane of rank {rank}")
+            self._refusals.add(
+                RefusalReason.EARLIER, f"a part of another forming in the lane of rank {rank}"
+            )
             return True
         if sequence >= self._sequence:
             return False
@@ -228,7 +265,8 @@ class PartMemory:
         os.close(self._descriptor)
 
     def _wait(self, rank: int, is_there: Callable[[], bool], deadline_s: float) -> bool:
-        """Until it is; in the end False. Raises PeerLostError when the rank is gone, or the pool broken."""
+        """Until it is; in the end False. Raises PeerLostError when the rank is gone, or the pool
+        broken."""
         self._vigil.begin()
         nap_s = FIRST_NAP_S
         while not is_there():
@@ -237,7 +275,9 @@ class PartMemory:
                 continue
             self._check(rank)
             if self._is_abandoned:
-                raise PeerLostError(f"the pool broke while rank {self._rank} of it waited for rank {rank}")
+                raise PeerLostError(
+                    f"the pool broke while rank {self._rank} of it waited for rank {rank}"
+                )
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
                 self._vigil.in_vain()
@@ -249,7 +289,9 @@ class PartMemory:
 
     def _connected(self, rank: int, address: MemoryAddress) -> _PartLane:
         try:
-            descriptor = os.open(f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(
+                f"/proc/{address.pid}/fd/{address.descriptor}", os.O_RDWR | os.O_CLOEXEC
+            )
             try:
                 memory = memoryview(mmap.mmap(descriptor, 0))
             finally:
@@ -264,4 +306,4 @@ class PartMemory:
 def _lane(memory: memoryview, place: int) -> _PartLane:
     """That of the rank with this place in its stage."""
     start = _LINE + place * LANE_BYTES
-    return _PartLane(memory[start:start + LANE_BYTES])
+    return _PartLane(memory[start : start + LANE_BYTES])

@@ -1,6 +1,7 @@
 """The batch channel of a pool: frames over UCX, and the one place that chooses how tensors travel.
 
-Each stage's address states what it computes on; all see the same addresses when the pool forms, and so choose alike.
+Each stage's address states what it computes on; all see the same addresses when the pool forms, and
+so choose alike.
 """
 
 import json
@@ -36,9 +37,10 @@ FRAME_OVERHEAD = 1 << 12  # header, and table of the tensors
 
 @dataclass(frozen=True)
 class StageAddress:
-    """What a stage's neighbours need to reach it. `links` names the backend its tensors could travel by beside their
-    frames, empty when they cannot, for the reason in `why`; `is_demanded`: or not at all. Port and token are those of
-    stage 0's rendezvous; `memory`: where the ranks of its stage find this one's, if it has any to share."""
+    """What a stage's neighbours need to reach it. `links` names the backend its tensors could
+    travel by beside their frames, empty when they cannot, for the reason in `why`; `is_demanded`:
+    or not at all. Port and token are those of stage 0's rendezvous; `memory`: where the ranks of
+    its stage find this one's, if it has any to share."""
 
     rank: int
     frames: bytes
@@ -65,7 +67,7 @@ class StageAddress:
             end = _LENGTH.size + length
             if end > min(len(data), MAX_ADDRESS_BYTES):
                 raise ValueError(f"{length} bytes of JSON")
-            made = cls(frames=data[end:], **json.loads(data[_LENGTH.size:end]))
+            made = cls(frames=data[end:], **json.loads(data[_LENGTH.size : end]))
             for field in fields(made):
                 if type(getattr(made, field.name)) is not type(getattr(_ANY_ADDRESS, field.name)):
                     raise TypeError(f"{field.name} is not of its type")
@@ -86,12 +88,15 @@ class Choice:
 
 
 def choose(stages: Sequence[StageAddress]) -> Choice:
-    """By the addresses of stages, in rank order. Raises ConfigError when links are demanded and cannot be."""
+    """By the addresses of stages, in rank order. Raises ConfigError when links are demanded and
+    cannot be."""
     choice = _choose(stages)
     demanding = [stage for stage in stages if stage.is_demanded]
     if demanding and not choice.links:
-        raise ConfigError(f"stage {demanding[0].rank} demands stage_channel nccl, but {choice.reason}",
-                          field="stage_channel")
+        raise ConfigError(
+            f"stage {demanding[0].rank} demands stage_channel nccl, but {choice.reason}",
+            field="stage_channel",
+        )
     return choice
 
 
@@ -106,7 +111,10 @@ def _choose(stages: Sequence[StageAddress]) -> Choice:
         if not stage.links:
             return Choice("", f"stage {stage.rank} {stage.why}")
         if stage.links != stages[0].links:
-            return Choice("", f"stage {stage.rank} has {stage.links}, stage {stages[0].rank} {stages[0].links}")
+            return Choice(
+                "",
+                f"stage {stage.rank} has {stage.links}, stage {stages[0].rank} {stages[0].links}",
+            )
         owner = owners.setdefault(stage.device_id, stage.rank)
         if owner != stage.rank:
             return Choice("", f"stages {owner} and {stage.rank} share device {stage.device_id}")
@@ -114,16 +122,28 @@ def _choose(stages: Sequence[StageAddress]) -> Choice:
 
 
 class PoolChannel:
-    """A `StageChannel` that can be formed anew. Belongs to the engine thread, but for `wake`, `fail`, `address`."""
+    """A `StageChannel` that can be formed anew. Belongs to the engine thread, but for `wake`,
+    `fail`, `address`."""
 
-    def __init__(self, frames: UcxStageChannel, *, rank: int, max_bytes: int, backend: LinkBackend | None = None,
-                 why: str = "", is_demanded: bool = False, leader_host: str = "127.0.0.1",
-                 ports: tuple[int, int] | None = None, message_timeout_s: float = MESSAGE_TIMEOUT_S,
-                 memory: PartMemory | None = None,
-                 on_sent: Callable[[int], object] = lambda num_bytes: None) -> None:
-        """`backend` makes links; without one `why` is the reason. Stage 0 listens at `leader_host` for those that open
-        links, the others find it there. `memory` is for what the ranks of a stage exchange, where all have one on this
-        host. Raises ConfigError when it cannot listen."""
+    def __init__(
+        self,
+        frames: UcxStageChannel,
+        *,
+        rank: int,
+        max_bytes: int,
+        backend: LinkBackend | None = None,
+        why: str = "",
+        is_demanded: bool = False,
+        leader_host: str = "127.0.0.1",
+        ports: tuple[int, int] | None = None,
+        message_timeout_s: float = MESSAGE_TIMEOUT_S,
+        memory: PartMemory | None = None,
+        on_sent: Callable[[int], object] = lambda num_bytes: None,
+    ) -> None:
+        """`backend` makes links; without one `why` is the reason. Stage 0 listens at `leader_host`
+        for those that open links, the others find it there. `memory` is for what the ranks of a
+        stage exchange, where all have one on this host. Raises ConfigError when it cannot
+        listen."""
         self._frames = frames
         self._memory = memory
         self.parts: PartMemory | None = None
@@ -131,15 +151,25 @@ class PoolChannel:
         self._rank = rank
         self._backend = backend
         self._leader_host = leader_host
-        self._channel = TensorChannel(frames, max_bytes=max_bytes, message_timeout_s=message_timeout_s,
-                                      on_sent=on_sent)
-        self._rendezvous = RendezvousHost(leader_host, ports) if backend is not None and rank == 0 else None
-        address = StageAddress(rank, frames.address, why=why, is_demanded=is_demanded,
-                               memory="" if memory is None else memory.address)
+        self._channel = TensorChannel(
+            frames, max_bytes=max_bytes, message_timeout_s=message_timeout_s, on_sent=on_sent
+        )
+        self._rendezvous = (
+            RendezvousHost(leader_host, ports) if backend is not None and rank == 0 else None
+        )
+        address = StageAddress(
+            rank,
+            frames.address,
+            why=why,
+            is_demanded=is_demanded,
+            memory="" if memory is None else memory.address,
+        )
         if backend is not None:
             address = replace(address, links=backend.name, device_id=backend.device_id)
         if self._rendezvous is not None:
-            address = replace(address, port=self._rendezvous.place.port, token=self._rendezvous.place.token)
+            address = replace(
+                address, port=self._rendezvous.place.port, token=self._rendezvous.place.token
+            )
         self.address = address.pack()
 
     def connect(self, addresses: Sequence[bytes], forming: Forming) -> None:
@@ -155,27 +185,39 @@ class PoolChannel:
         self._frames.connect([stage.frames for stage in stages], forming)
         links = None
         if choice.links and self._backend is not None:
-            place = self._rendezvous.place if self._rendezvous is not None else Rendezvous(
-                self._leader_host, stages[0].port, stages[0].token)
-            links = P2PLinks(self._backend, place, room=forming.room, rank=self._rank, size=len(stages))
+            place = (
+                self._rendezvous.place
+                if self._rendezvous is not None
+                else Rendezvous(self._leader_host, stages[0].port, stages[0].token)
+            )
+            links = P2PLinks(
+                self._backend, place, room=forming.room, rank=self._rank, size=len(stages)
+            )
         self._channel.use(links)
         self.parts = self._connected_memory([stage.memory for stage in stages], forming)
-        logger.info("tensors go to the next stage %s: %s",
-                    f"beside their frames, by {choice.links}" if choice.links else "within their frames, over UCX",
-                    choice.reason)
+        logger.info(
+            "tensors go to the next stage %s: %s",
+            f"beside their frames, by {choice.links}"
+            if choice.links
+            else "within their frames, over UCX",
+            choice.reason,
+        )
 
     def _connected_memory(self, addresses: list[str], forming: Forming) -> PartMemory | None:
         if self._memory is None:
             return None
-        own = addresses[self._memory.first:self._memory.first + self._memory.size]
+        own = addresses[self._memory.first : self._memory.first + self._memory.size]
         if not share_a_host(own):
-            logger.info("the ranks of the stage exchange parts of products over UCX: they do not share a host")
+            logger.info(
+                "the ranks of the stage exchange parts of products over UCX: they do not share a host"
+            )
             return None
         self._memory.connect(own, forming)
         return self._memory
 
     def fail(self, rank: int, reason: str) -> None:
-        """This stage is gone, by the membership: its owner's waits end with PeerLostError. From any thread."""
+        """This stage is gone, by the membership: its owner's waits end with PeerLostError. From any
+        thread."""
         self._frames.fail(rank, reason)
 
     def send(self, rank: int, packet: Packet, *, timeout_s: float) -> None:
@@ -193,28 +235,53 @@ class PoolChannel:
             self._memory.close()
 
 
-def open_pool_channel(config: WorkerConfig, device: torch.device, *, max_bytes: int,
-                      on_sent: Callable[[int], object],
-                      count_refused: RefusalCounts = lambda channel: lambda reason: None) -> PoolChannel:
-    """The channel of this stage, which computes on `device`. `count_refused` gives what counts a refusal of frames, and
-    of parts.
+def open_pool_channel(
+    config: WorkerConfig,
+    device: torch.device,
+    *,
+    max_bytes: int,
+    on_sent: Callable[[int], object],
+    count_refused: RefusalCounts = lambda channel: lambda reason: None,
+) -> PoolChannel:
+    """The channel of this stage, which computes on `device`. `count_refused` gives what counts a
+    refusal of frames, and of parts.
 
     Raises:
         ConfigError: UCX cannot work here, or NCCL is demanded and this stage cannot use it.
     """
     backend, why = _link_backend(config, device)
-    frames = UcxStageChannel(rank=config.rank, max_frame_bytes=max_bytes + FRAME_OVERHEAD,
-                             profile=TransportProfile(config.transport), binding=config.binding, on_sent=on_sent,
-                             on_refused=count_refused("frames"))
+    frames = UcxStageChannel(
+        rank=config.rank,
+        max_frame_bytes=max_bytes + FRAME_OVERHEAD,
+        profile=TransportProfile(config.transport),
+        binding=config.binding,
+        on_sent=on_sent,
+        on_refused=count_refused("frames"),
+    )
     memory = None
     if config.tp > 1 and config.transport != "tcp" and this_host():
-        memory = PartMemory(this_host(), rank=config.rank, size=config.tp, check=frames.check, on_sent=on_sent,
-                            on_refused=count_refused("parts"))
+        memory = PartMemory(
+            this_host(),
+            rank=config.rank,
+            size=config.tp,
+            check=frames.check,
+            on_sent=on_sent,
+            on_refused=count_refused("parts"),
+        )
     host = parse_address(config.listen if config.rank == 0 else config.leader).host
-    return PoolChannel(frames, rank=config.rank, max_bytes=max_bytes, backend=backend, why=why,
-                       is_demanded=config.stage_channel == "nccl", leader_host=host, ports=config.binding.ports,
-                       message_timeout_s=max(MESSAGE_TIMEOUT_S, config.frame_timeout_s), memory=memory,
-                       on_sent=on_sent)
+    return PoolChannel(
+        frames,
+        rank=config.rank,
+        max_bytes=max_bytes,
+        backend=backend,
+        why=why,
+        is_demanded=config.stage_channel == "nccl",
+        leader_host=host,
+        ports=config.binding.ports,
+        message_timeout_s=max(MESSAGE_TIMEOUT_S, config.frame_timeout_s),
+        memory=memory,
+        on_sent=on_sent,
+    )
 
 
 def _link_backend(config: WorkerConfig, device: torch.device) -> tuple[LinkBackend | None, str]:
@@ -222,10 +289,16 @@ def _link_backend(config: WorkerConfig, device: torch.device) -> tuple[LinkBacke
     if config.stage_channel == "ucx":
         return None, "is set to use UCX (--stage-channel)"
     if device.type != "cuda" or not torch.distributed.is_nccl_available():
-        why = f"computes on {device.type}" if device.type != "cuda" else f"has torch {torch.__version__} without NCCL"
+        why = (
+            f"computes on {device.type}"
+            if device.type != "cuda"
+            else f"has torch {torch.__version__} without NCCL"
+        )
         if config.stage_channel == "nccl":
-            raise ConfigError(f"stage_channel nccl needs a CUDA device and NCCL, this stage {why}",
-                              field="stage_channel")
+            raise ConfigError(
+                f"stage_channel nccl needs a CUDA device and NCCL, this stage {why}",
+                field="stage_channel",
+            )
         return None, why
     from engine.pipeline.nccl_link import NcclBackend  # its import fails where torch has no NCCL
 

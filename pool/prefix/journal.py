@@ -1,4 +1,5 @@
-"""Which resume points a prefix cache has, for those who follow it from outside: a whole account, then what changed.
+"""Which resume points a prefix cache has, for those who follow it from outside: a whole account,
+then what changed.
 
 The thread that schedules notes changes, another one reports them to watchers.
 """
@@ -13,8 +14,8 @@ MAX_NAMES = 16384  # in one report
 
 
 class PointJournal:
-    """Of one cache, or of those of a pool's data ranks: a point is there as long as one of them has it. Any thread, but
-    for changes, which are those of one."""
+    """Of one cache, or of those of a pool's data ranks: a point is there as long as one of them has
+    it. Any thread, but for changes, which are those of one."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -22,7 +23,8 @@ class PointJournal:
         self._watchers: list[PointWatcher] = []
 
     def follow(self, points: Collection[bytes]) -> None:
-        """A cache's points: a dictionary or a set, which it changes and then notes what has changed."""
+        """A cache's points: a dictionary or a set, which it changes and then notes what has
+        changed."""
         self._caches.append(points)
 
     def stored(self, names: Sequence[bytes]) -> None:
@@ -35,12 +37,15 @@ class PointJournal:
         """They are not in one of them any more."""
         if self._watchers:
             if len(self._caches) > 1:
-                names = [name for name in names if not any(name in points for points in self._caches)]
+                names = [
+                    name for name in names if not any(name in points for points in self._caches)
+                ]
             with self._lock:
                 self._note(names, is_stored=False)
 
     def points(self) -> Collection[bytes]:
-        """All of them, as they are now: a list is made of a dictionary or a set at once, whatever other threads do."""
+        """All of them, as they are now: a list is made of a dictionary or a set at once, whatever
+        other threads do."""
         if len(self._caches) == 1:
             return list(self._caches[0])
         return dict.fromkeys(name for points in self._caches for name in list(points))
@@ -67,8 +72,8 @@ class PointJournal:
 
 
 class PointWatcher:
-    """What one watcher has not been sent yet: of each point its latest state only, and the whole account once that is
-    shorter."""
+    """What one watcher has not been sent yet: of each point its latest state only, and the whole
+    account once that is shorter."""
 
     def __init__(self, journal: PointJournal, lock: Lock) -> None:
         self._journal = journal
@@ -101,9 +106,14 @@ class PointWatcher:
             self._stored, self._removed = {}, {}
         empties = is_whole and self.num_reports > 0  # a new watcher expects nothing anyway
         firsts = range(0, max(len(stored), len(removed), int(empties)), MAX_NAMES)
-        reports = [worker_pb2.CacheReport(number=number, whole=is_whole and not first,
-                                          stored=b"".join(stored[first:first + MAX_NAMES]),
-                                          removed=b"".join(removed[first:first + MAX_NAMES]))
-                   for number, first in enumerate(firsts, self.num_reports)]
+        reports = [
+            worker_pb2.CacheReport(
+                number=number,
+                whole=is_whole and not first,
+                stored=b"".join(stored[first : first + MAX_NAMES]),
+                removed=b"".join(removed[first : first + MAX_NAMES]),
+            )
+            for number, first in enumerate(firsts, self.num_reports)
+        ]
         self.num_reports += len(reports)
         return reports

@@ -1,5 +1,5 @@
-"""Requests and tokens between the wire and the engine. The router has checked requests; what a worker could trip over
-is checked again here, because others than routers may reach its port."""
+"""Requests and tokens between the wire and the engine. The router has checked requests; what a
+worker could trip over is checked again here, because others than routers may reach its port."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -14,27 +14,40 @@ MAX_TOP_LOGPROBS = 20
 MAX_LISTED_TOKENS = 1024  # biases, and tokens to stop at; routers take fewer of the latter
 
 
-def request_from_proto(message: pb.EngineRequest, *, vocab_size: int, max_context_tokens: int) -> Request:
+def request_from_proto(
+    message: pb.EngineRequest, *, vocab_size: int, max_context_tokens: int
+) -> Request:
     """Raises InvalidRequestError naming every field that this pool could not serve."""
     violations = list(_violations(message, vocab_size, max_context_tokens))
     if violations:
         raise InvalidRequestError(*violations)
     return Request(
-        request_id=message.request_id, prompt_token_ids=tuple(message.prompt_token_ids), max_tokens=message.max_tokens,
-        sampling=_sampling(message.sampling), min_tokens=message.min_tokens,
+        request_id=message.request_id,
+        prompt_token_ids=tuple(message.prompt_token_ids),
+        max_tokens=message.max_tokens,
+        sampling=_sampling(message.sampling),
+        min_tokens=message.min_tokens,
         stop_token_ids=frozenset(message.stop_token_ids),
         num_top_logprobs=message.num_top_logprobs if message.HasField("num_top_logprobs") else None,
-        num_prompt_logprobs=message.num_prompt_logprobs if message.HasField("num_prompt_logprobs") else None,
-        grammar=grammar_from_proto(message.structured_output) if message.HasField("structured_output") else None,
-        priority=message.priority, speculates=message.speculate or not message.HasField("speculate"),
-        uses_cache=message.prefix_cache or not message.HasField("prefix_cache"), cache_salt=message.cache_salt)
+        num_prompt_logprobs=message.num_prompt_logprobs
+        if message.HasField("num_prompt_logprobs")
+        else None,
+        grammar=grammar_from_proto(message.structured_output)
+        if message.HasField("structured_output")
+        else None,
+        priority=message.priority,
+        speculates=message.speculate or not message.HasField("speculate"),
+        uses_cache=message.prefix_cache or not message.HasField("prefix_cache"),
+        cache_salt=message.cache_salt,
+    )
 
 
 async def check_grammar(request: Request, grammars: GrammarCheck | None) -> None:
     """Before any work on a request: its grammar is compiled where its tokens will be drawn.
 
     Raises:
-        InvalidRequestError: it is no grammar, takes too long, or the model has no tokenizer to follow one with.
+        InvalidRequestError: it is no grammar, takes too long, or the model has no tokenizer to
+            follow one with.
         CapacityError: too many others wait to be compiled.
         UnavailableError: the stage that draws is gone.
     """
@@ -48,8 +61,11 @@ async def check_grammar(request: Request, grammars: GrammarCheck | None) -> None
 def in_vocabulary(field: str, token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
     """The ids. Raises InvalidRequestError for one that the model does not have."""
     if token_ids and max(token_ids) >= vocab_size:
-        raise InvalidRequestError(FieldViolation(
-            field, f"token id {max(token_ids)} is outside the vocabulary of {vocab_size}"))
+        raise InvalidRequestError(
+            FieldViolation(
+                field, f"token id {max(token_ids)} is outside the vocabulary of {vocab_size}"
+            )
+        )
     return tuple(token_ids)
 
 
@@ -70,52 +86,90 @@ def extend_chunk(chunk: pb.TokenChunk, tokens: Sequence[DrawnToken]) -> None:
 
 def scores_to_proto(first_position: int, tokens: Sequence[DrawnToken]) -> pb.PromptLogprobs:
     """Scored tokens of a prompt, the first of them at `first_position`."""
-    return pb.PromptLogprobs(first_position=first_position, token_ids=[token.token_id for token in tokens],
-                             logprobs=[_logprobs_to_proto(token.logprobs) for token in tokens if token.logprobs])
+    return pb.PromptLogprobs(
+        first_position=first_position,
+        token_ids=[token.token_id for token in tokens],
+        logprobs=[_logprobs_to_proto(token.logprobs) for token in tokens if token.logprobs],
+    )
 
 
 def _logprobs_to_proto(logprobs: TokenLogprobs) -> pb.TokenLogprobs:
-    return pb.TokenLogprobs(logprob=logprobs.logprob, top=[
-        pb.TopLogprob(token_id=token_id, logprob=value) for token_id, value in logprobs.top])
+    return pb.TokenLogprobs(
+        logprob=logprobs.logprob,
+        top=[pb.TopLogprob(token_id=token_id, logprob=value) for token_id, value in logprobs.top],
+    )
 
 
-def _violations(message: pb.EngineRequest, vocab_size: int, max_context_tokens: int) -> list[FieldViolation]:
+def _violations(
+    message: pb.EngineRequest, vocab_size: int, max_context_tokens: int
+) -> list[FieldViolation]:
     prompt, found = message.prompt_token_ids, []
     if not prompt:
         found.append(FieldViolation("prompt_token_ids", "must not be empty"))
     if message.max_tokens < 1:
         found.append(FieldViolation("max_tokens", "must be at least 1"))
     if len(prompt) + message.max_tokens > max_context_tokens:
-        found.append(FieldViolation("prompt_token_ids", f"{len(prompt)} tokens and max_tokens {message.max_tokens} "
-                                                        f"are over the maximum context length of {max_context_tokens}"))
-    for field, ids, limit in (("prompt_token_ids", prompt, max_context_tokens),
-                              ("stop_token_ids", message.stop_token_ids, MAX_LISTED_TOKENS),
-                              ("sampling.logit_bias", message.sampling.logit_bias, MAX_LISTED_TOKENS)):
+        found.append(
+            FieldViolation(
+                "prompt_token_ids",
+                f"{len(prompt)} tokens and max_tokens {message.max_tokens} "
+                f"are over the maximum context length of {max_context_tokens}",
+            )
+        )
+    for field, ids, limit in (
+        ("prompt_token_ids", prompt, max_context_tokens),
+        ("stop_token_ids", message.stop_token_ids, MAX_LISTED_TOKENS),
+        ("sampling.logit_bias", message.sampling.logit_bias, MAX_LISTED_TOKENS),
+    ):
         if len(ids) > limit:  # before they are looked at: a million ids take 60 ms
             found.append(FieldViolation(field, f"has {len(ids)} entries, the limit is {limit}"))
         elif ids and max(ids) >= vocab_size:
-            found.append(FieldViolation(field, f"token id {max(ids)} is outside the vocabulary of {vocab_size}"))
-    for field, count in (("num_top_logprobs", message.num_top_logprobs),
-                         ("num_prompt_logprobs", message.num_prompt_logprobs)):
+            found.append(
+                FieldViolation(
+                    field, f"token id {max(ids)} is outside the vocabulary of {vocab_size}"
+                )
+            )
+    for field, count in (
+        ("num_top_logprobs", message.num_top_logprobs),
+        ("num_prompt_logprobs", message.num_prompt_logprobs),
+    ):
         if count > MAX_TOP_LOGPROBS:
             found.append(FieldViolation(field, f"must be at most {MAX_TOP_LOGPROBS}"))
     output = message.structured_output
     if len((output.json_schema or output.regex).encode()) > MAX_GRAMMAR_BYTES:
-        found.append(FieldViolation("structured_output", f"must have at most {MAX_GRAMMAR_BYTES} bytes"))
+        found.append(
+            FieldViolation("structured_output", f"must have at most {MAX_GRAMMAR_BYTES} bytes")
+        )
     return [*found, *_sampling_violations(message.sampling)]
 
 
 def _sampling_violations(sampling: pb.SamplingParams) -> Iterator[FieldViolation]:
     for descriptor, value in sampling.ListFields():
         if isinstance(value, float) and not math.isfinite(value):
-            yield FieldViolation(f"sampling.{descriptor.name}", f"must be a finite number, got {value}")
+            yield FieldViolation(
+                f"sampling.{descriptor.name}", f"must be a finite number, got {value}"
+            )
     if sampling.temperature < 0:
-        yield FieldViolation("sampling.temperature", f"must not be negative, got {sampling.temperature}")
+        yield FieldViolation(
+            "sampling.temperature", f"must not be negative, got {sampling.temperature}"
+        )
 
 
 def _sampling(message: pb.SamplingParams) -> SamplingParams:
     """Absent fields keep the engine's defaults; zero is zero."""
-    names = ("temperature", "top_k", "top_p", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty",
-             "seed")
-    given = {name: value for descriptor, value in message.ListFields() if (name := descriptor.name) in names}
+    names = (
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "frequency_penalty",
+        "presence_penalty",
+        "repetition_penalty",
+        "seed",
+    )
+    given = {
+        name: value
+        for descriptor, value in message.ListFields()
+        if (name := descriptor.name) in names
+    }
     return SamplingParams(**given, logit_bias=tuple(sorted(message.logit_bias.items())))

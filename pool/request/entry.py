@@ -1,5 +1,5 @@
-"""What the schedulers of both roles know about a request, whatever they do with it, what they keep for the next, and
-which of a pool's data ranks it lives on."""
+"""What the schedulers of both roles know about a request, whatever they do with it, what they keep
+for the next, and which of a pool's data ranks it lives on."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -30,8 +30,9 @@ class Failed:
 
 @dataclass
 class Entry(Generic[EventT]):
-    """One request of a scheduler, from `submit` to `release`. Belongs to the engine thread. `blocks` are its pages'
-    names in the cache, as far as they are full; none where it takes no part."""
+    """One request of a scheduler, from `submit` to `release`. Belongs to the engine thread.
+    `blocks` are its pages' names in the cache, as far as they are full; none where it takes no
+    part."""
 
     key: int
     request: Request
@@ -41,7 +42,9 @@ class Entry(Generic[EventT]):
     in_flight: int = 0  # batches it takes part in
     ends_at_s: float = math.inf  # its deadline, in the clock's seconds
     released: bool = False
-    has_failed: bool = False  # its owner knows and will release it: what it computed is worth nothing
+    has_failed: bool = (
+        False  # its owner knows and will release it: what it computed is worth nothing
+    )
     blocks: tuple[bytes, ...] = ()
     _computed: int = field(default=0, init=False)
 
@@ -52,19 +55,29 @@ class Entry(Generic[EventT]):
 
     @property
     def computed(self) -> int:
-        """Tokens of the request whose cache entries exist or are in flight: batches keep their order, so what was
-        launched is there for whatever is launched later. Nodes of a tree do not count."""
+        """Tokens of the request whose cache entries exist or are in flight: batches keep their
+        order, so what was launched is there for whatever is launched later. Nodes of a tree do not
+        count."""
         return self._computed
 
     def advance(self, end: int) -> None:
         """The request's first `end` tokens count as computed. The only writer of `computed`."""
         self._computed = end
 
-    def lease(self, pages: PageAllocator, slots: SlotAllocator, num_pages: int, *, shared: Sequence[int] = ()) -> None:
-        """Take a slot and pages, `num_pages` in all, of which the `shared` first ones are in a cache. Raises
-        CapacityError, and then holds neither."""
+    def lease(
+        self,
+        pages: PageAllocator,
+        slots: SlotAllocator,
+        num_pages: int,
+        *,
+        shared: Sequence[int] = (),
+    ) -> None:
+        """Take a slot and pages, `num_pages` in all, of which the `shared` first ones are in a
+        cache. Raises CapacityError, and then holds neither."""
         try:
-            self.pages = pages.alloc(0, owner=self.owner, shared=shared)  # first, lest they be evicted for the others
+            self.pages = pages.alloc(
+                0, owner=self.owner, shared=shared
+            )  # first, lest they be evicted for the others
             self.slot = slots.alloc(owner=self.owner)
             self.pages.extend(num_pages - len(shared))
         except CapacityError:
@@ -82,8 +95,8 @@ class Entry(Generic[EventT]):
 
 @dataclass
 class PrefixCache:
-    """What a pool keeps of requests for later ones that begin alike: the tree knows which tokens a kept page or state
-    is of, the ledgers who holds it. Without a `rule` nothing is kept."""
+    """What a pool keeps of requests for later ones that begin alike: the tree knows which tokens a
+    kept page or state is of, the ledgers who holds it. Without a `rule` nothing is kept."""
 
     rule: ResumeRule | None
     pages: PageAllocator
@@ -91,7 +104,10 @@ class PrefixCache:
     clock: Clock
     metrics: CacheMetrics = field(default_factory=lambda: CacheMetrics.create(CollectorRegistry()))
     journal: PointJournal = field(default_factory=PointJournal)  # of the tree; data ranks share one
-    _shown_size: tuple[int, int] = (0, 0)  # pages and snapshots, in the metrics, which they share, too
+    _shown_size: tuple[int, int] = (
+        0,
+        0,
+    )  # pages and snapshots, in the metrics, which they share, too
 
     def __post_init__(self) -> None:
         if self.rule is not None:
@@ -107,17 +123,21 @@ class PrefixCache:
         if self.rule is not None:
             self._tree.resumed(blocks, found.num_tokens)
 
-    def insert(self, blocks: Sequence[bytes], page_ids: Sequence[int], slot_id: int | None = None) -> None:
-        """The entries of these blocks are final, in the first of `page_ids`, and so is the state in the slot."""
+    def insert(
+        self, blocks: Sequence[bytes], page_ids: Sequence[int], slot_id: int | None = None
+    ) -> None:
+        """The entries of these blocks are final, in the first of `page_ids`, and so is the state in
+        the slot."""
         if self.rule is None:
             return
-        taken = self._tree.insert(blocks, page_ids[:len(blocks)], slot_id)
+        taken = self._tree.insert(blocks, page_ids[: len(blocks)], slot_id)
         self.pages.ledger.keep(taken.page_ids)
         self.slots.ledger.keep(taken.slot_ids)
         self._show_size()
 
     def clear(self) -> int:
-        """Give up everything; what is under lease stays with its holders. Returns the number of pages."""
+        """Give up everything; what is under lease stays with its holders. Returns the number of
+        pages."""
         if self.rule is None:
             return 0
         given = self._tree.clear()
@@ -129,8 +149,13 @@ class PrefixCache:
     @cached_property
     def _tree(self) -> PrefixTree:
         assert self.rule is not None
-        return PrefixTree(self.rule, self.clock, is_page_held=self.pages.ledger.is_leased,
-                          is_slot_held=self.slots.ledger.is_leased, journal=self.journal)
+        return PrefixTree(
+            self.rule,
+            self.clock,
+            is_page_held=self.pages.ledger.is_leased,
+            is_slot_held=self.slots.ledger.is_leased,
+            journal=self.journal,
+        )
 
     def _evict_pages(self, count: int) -> Sequence[int]:
         """For a lease that finds too few pages free."""
@@ -152,7 +177,9 @@ class PrefixCache:
 
     def _show_size(self) -> None:
         size = self._tree.num_pages, len(self.slots.ledger.kept_ids())
-        for gauge, now, shown in zip((self.metrics.pages, self.metrics.snapshots), size, self._shown_size, strict=True):
+        for gauge, now, shown in zip(
+            (self.metrics.pages, self.metrics.snapshots), size, self._shown_size, strict=True
+        ):
             gauge.inc(now - shown)
         self._shown_size = size
 
@@ -178,21 +205,31 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True)
 class DataRanks(Generic[SchedulerT]):
-    """The schedulers of a pool, one of each data rank. A request lives on one of them, with all its memory. Belongs to
-    the engine thread."""
+    """The schedulers of a pool, one of each data rank. A request lives on one of them, with all its
+    memory. Belongs to the engine thread."""
 
     schedulers: tuple[SchedulerT, ...]
 
-    def place(self, request: Request, blocks: Sequence[bytes], admit: Callable[[SchedulerT], ResultT]) -> ResultT:
-        """`admit` the request where it has to wait least and most room is left, or where there is any. `blocks`: the
-        names of its prompt's full pages; what a rank has of them need not be computed or sent there.
+    def place(
+        self, request: Request, blocks: Sequence[bytes], admit: Callable[[SchedulerT], ResultT]
+    ) -> ResultT:
+        """`admit` the request where it has to wait least and most room is left, or where there is
+        any. `blocks`: the names of its prompt's full pages; what a rank has of them need not be
+        computed or sent there.
 
         Raises what `admit` does on the first choice, where no other had room either.
         """
+
         def worth(scheduler: SchedulerT) -> tuple[int, int, int]:
-            load, found = scheduler.load(), scheduler.cache.find(blocks, len(request.prompt_token_ids))
-            return (load.queued_tokens - found.num_tokens, -load.pages_free,
-                    load.queued_requests + load.running_requests)
+            load, found = (
+                scheduler.load(),
+                scheduler.cache.find(blocks, len(request.prompt_token_ids)),
+            )
+            return (
+                load.queued_tokens - found.num_tokens,
+                -load.pages_free,
+                load.queued_requests + load.running_requests,
+            )
 
         if len(self.schedulers) == 1:
             return admit(self.schedulers[0])
@@ -207,17 +244,24 @@ class DataRanks(Generic[SchedulerT]):
 
     def of(self, key: int) -> SchedulerT:
         """Whose request that is; of a request that is over, any."""
-        return next((scheduler for scheduler in self.schedulers if scheduler.holds(key)), self.schedulers[0])
+        return next(
+            (scheduler for scheduler in self.schedulers if scheduler.holds(key)), self.schedulers[0]
+        )
 
     def load(self) -> SchedulerLoad:
         """Of all together."""
         every = tuple(scheduler.load() for scheduler in self.schedulers)
         if len(every) == 1:
             return every[0]
-        return SchedulerLoad(sum(each.queued_requests for each in every), sum(each.running_requests for each in every),
-                             sum(each.pages_free for each in every), sum(each.slots_free for each in every),
-                             sum(each.queued_tokens for each in every), every,
-                             max(each.local_rest_tokens for each in every))
+        return SchedulerLoad(
+            sum(each.queued_requests for each in every),
+            sum(each.running_requests for each in every),
+            sum(each.pages_free for each in every),
+            sum(each.slots_free for each in every),
+            sum(each.queued_tokens for each in every),
+            every,
+            max(each.local_rest_tokens for each in every),
+        )
 
     def occupancy(self) -> PoolOccupancy:
         """Of all together; of what waits the oldest."""
@@ -225,7 +269,9 @@ class DataRanks(Generic[SchedulerT]):
         if len(every) == 1:
             return every[0]
         leases = {state: sum(each.leases[state] for each in every) for state in every[0].leases}
-        return PoolOccupancy(leases, sum(each.num_pages_held for each in every), max(each.oldest_s for each in every))
+        return PoolOccupancy(
+            leases, sum(each.num_pages_held for each in every), max(each.oldest_s for each in every)
+        )
 
     def flush(self) -> int:
         """Empty the prefix caches; returns the number of pages given up."""

@@ -1,14 +1,15 @@
 """One router's call: all of its requests on this pool, each under its key. The pool's end of what
 `router.workers.worker_call` is the router's end of.
 
-Each request has a task of its own, a place in the server's `CallLedger` as a call has, and exactly one end, unless the
-router gives it up. An error of one ends no other. What a request sends waits here and goes out with what the others do;
-unread it costs no more than its request may send, since tokens join (`decode.outlet`) and scores are held back
-(`prefill.service`). When the call ends, so do its requests.
+Each request has a task of its own, a place in the server's `CallLedger` as a call has, and exactly
+one end, unless the router gives it up. An error of one ends no other. What a request sends waits
+here and goes out with what the others do; unread it costs no more than its request may send, since
+tokens join (`decode.outlet`) and scores are held back (`prefill.service`). When the call ends, so
+do its requests.
 
-What a router may get wrong: a message for a request that is over crossed its end, and is dropped; one that a request
-cannot take ends that request; a key that was used before, and more inputs than a message may have, end the call:
-nothing that it says can be trusted.
+What a router may get wrong: a message for a request that is over crossed its end, and is dropped;
+one that a request cannot take ends that request; a key that was used before, and more inputs than a
+message may have, end the call: nothing that it says can be trusted.
 """
 
 import asyncio
@@ -23,7 +24,13 @@ from google.protobuf.message import Message
 from prometheus_client import Counter
 
 from protos import decode_pb2, prefill_pb2, types_pb2
-from runtime.errors import BatonError, CapacityError, DeadlineError, FieldViolation, InvalidRequestError
+from runtime.errors import (
+    BatonError,
+    CapacityError,
+    DeadlineError,
+    FieldViolation,
+    InvalidRequestError,
+)
 from runtime.observe.tracing import Metadata
 from runtime.rpc.calls import CallLedger, MessageLimits, OpenCall, SendQueue
 from runtime.rpc.status import RpcFailure
@@ -33,9 +40,13 @@ EventT = TypeVar("EventT", prefill_pb2.PrefillEvent, decode_pb2.DecodeEvent)
 HappenedT = TypeVar("HappenedT")
 
 MAX_UNREAD = 32  # of one request: a handful, and reads of as many scores as are under way
-SPARE_OPEN = 1024  # requests of one router beyond what its pool takes; what is refused waits until it has read so
+# requests of one router beyond what its pool takes; what is refused waits until it has read so
+SPARE_OPEN = 1024
 MAX_INPUTS = 1024  # per message
-MAX_EVENTS, MAX_TOKENS = 256, 16384  # per message: a router handles one without a pause, and takes it with all logprobs
+MAX_EVENTS, MAX_TOKENS = (
+    256,
+    16384,
+)  # per message: a router handles one without a pause, and takes it with all logprobs
 END_S = 5.0  # for its requests to end after the call has
 LATE_S = 0.25  # behind its deadline: whatever waits within a request ends first, and says for what
 
@@ -46,10 +57,11 @@ class SessionChanged:
 
 
 class Inbox(Generic[InputT, HappenedT]):
-    """The router's messages, the engine's events and the session's reports. One reader; event loop's thread.
+    """The router's messages, the engine's events and the session's reports. One reader; event
+    loop's thread.
 
-    A request makes as many entries as it has tokens and stages, so these need no bound of their own. Of the router's
-    messages `MAX_UNREAD` are kept.
+    A request makes as many entries as it has tokens and stages, so these need no bound of their
+    own. Of the router's messages `MAX_UNREAD` are kept.
     """
 
     def __init__(self, expired: Counter) -> None:
@@ -74,12 +86,14 @@ class Inbox(Generic[InputT, HappenedT]):
     def session_changed(self) -> None:
         self._put(SessionChanged())
 
-    async def get(self, timeout_s: float | None, waiting_for: str,
-                  failure: type[BatonError] = DeadlineError) -> InputT | HappenedT | SessionChanged:
+    async def get(
+        self, timeout_s: float | None, waiting_for: str, failure: type[BatonError] = DeadlineError
+    ) -> InputT | HappenedT | SessionChanged:
         """The next thing that happened. `timeout_s` None waits as long as the request lives.
 
         Raises:
-            BatonError: nothing happened in time, a `failure`; the message names what was waited for.
+            BatonError: nothing happened in time, a `failure`; the message names what was waited
+                for.
         """
         if not self._items:
             await self._wait(timeout_s, waiting_for, failure)
@@ -87,7 +101,9 @@ class Inbox(Generic[InputT, HappenedT]):
         self._num_unread -= isinstance(item, Message)
         return item
 
-    async def _wait(self, timeout_s: float | None, waiting_for: str, failure: type[BatonError]) -> None:
+    async def _wait(
+        self, timeout_s: float | None, waiting_for: str, failure: type[BatonError]
+    ) -> None:
         self._reader = asyncio.get_running_loop().create_future()
         try:
             async with asyncio.timeout(timeout_s):
@@ -103,7 +119,8 @@ class Inbox(Generic[InputT, HappenedT]):
 
 
 class Outlet(Generic[EventT]):
-    """What one request sends, each event with its key. Nothing leaves it once the request is over."""
+    """What one request sends, each event with its key. Nothing leaves it once the request is
+    over."""
 
     def __init__(self, queue: SendQueue[EventT], key: int) -> None:
         self._queue: SendQueue[EventT] = queue
@@ -133,8 +150,8 @@ class Opening(Generic[InputT, EventT]):
 
 @dataclass(frozen=True)
 class RequestKind(Generic[InputT, EventT]):
-    """What differs between the roles. `method` is what metrics, traces and logs call a request; `serve` runs one to its
-    end and raises what it ends with."""
+    """What differs between the roles. `method` is what metrics, traces and logs call a request;
+    `serve` runs one to its end and raises what it ends with."""
 
     method: str
     serve: Callable[[Opening[InputT, EventT]], Awaitable[None]]
@@ -162,10 +179,15 @@ class _Request(Generic[InputT, EventT]):
 class RouterCall(Generic[InputT, EventT]):
     """From its first message to its end. Build inside a running event loop."""
 
-    def __init__(self, kind: RequestKind[InputT, EventT], calls: CallLedger, expired: Counter,
-                 num_taken: int = 0) -> None:
-        """`expired` counts waits of requests that took too long. `num_taken` requests the pool runs or queues at the
-        same time: its own limit is what a router shall meet."""
+    def __init__(
+        self,
+        kind: RequestKind[InputT, EventT],
+        calls: CallLedger,
+        expired: Counter,
+        num_taken: int = 0,
+    ) -> None:
+        """`expired` counts waits of requests that took too long. `num_taken` requests the pool runs
+        or queues at the same time: its own limit is what a router shall meet."""
         self._kind: RequestKind[InputT, EventT] = kind
         self._calls = calls
         self._max_open = num_taken + SPARE_OPEN
@@ -178,9 +200,11 @@ class RouterCall(Generic[InputT, EventT]):
         self._has_room = asyncio.Event()
         self._has_all = False  # the router opens no more
 
-    async def events(self, messages: AsyncIterator[Sequence[InputT]]) -> AsyncGenerator[list[EventT], None]:
-        """What is to be sent, in one message each, until the router has half-closed and its requests are over.
-        `messages`: the inputs of each.
+    async def events(
+        self, messages: AsyncIterator[Sequence[InputT]]
+    ) -> AsyncGenerator[list[EventT], None]:
+        """What is to be sent, in one message each, until the router has half-closed and its
+        requests are over. `messages`: the inputs of each.
 
         Raises:
             InvalidRequestError: the router is not to be understood any more.
@@ -198,10 +222,16 @@ class RouterCall(Generic[InputT, EventT]):
         try:
             async for inputs in messages:
                 if len(inputs) > MAX_INPUTS:
-                    raise InvalidRequestError(FieldViolation(
-                        "inputs", f"a message may have at most {MAX_INPUTS}, this one has {len(inputs)}"))
+                    raise InvalidRequestError(
+                        FieldViolation(
+                            "inputs",
+                            f"a message may have at most {MAX_INPUTS}, this one has {len(inputs)}",
+                        )
+                    )
                 for item in inputs:
-                    while len(self._requests) + len(self._ends) >= 2 * self._max_open:  # the router reads first
+                    while (
+                        len(self._requests) + len(self._ends) >= 2 * self._max_open
+                    ):  # the router reads first
                         self._has_room.clear()
                         await self._has_room.wait()
                     self._received(item)
@@ -226,13 +256,19 @@ class RouterCall(Generic[InputT, EventT]):
 
     def _open(self, item: InputT) -> None:
         if item.key <= self._last_key:
-            raise InvalidRequestError(FieldViolation(
-                "key", f"keys must rise, but {item.key} was opened after {self._last_key}"))
+            raise InvalidRequestError(
+                FieldViolation(
+                    "key", f"keys must rise, but {item.key} was opened after {self._last_key}"
+                )
+            )
         self._last_key = item.key
         request = self._requests[item.key] = _Request[InputT, EventT](
-            Inbox(self._expired), Outlet(self._queue, item.key))
+            Inbox(self._expired), Outlet(self._queue, item.key)
+        )
         # In a context of its own: the ids and the span of the call's task are not the request's.
-        request.task = asyncio.get_running_loop().create_task(self._serve(item, request), context=Context())
+        request.task = asyncio.get_running_loop().create_task(
+            self._serve(item, request), context=Context()
+        )
 
     def _give_up(self, key: int, request: "_Request[InputT, EventT] | None") -> None:
         """The router is not interested any more."""
@@ -256,8 +292,12 @@ class RouterCall(Generic[InputT, EventT]):
             ended.ParseFromString(failure.status)
 
         try:
-            await self._calls.run(call, _trace_of(self._kind.context_of(item)),
-                                  lambda: self._placed(item, request, call), fail)
+            await self._calls.run(
+                call,
+                _trace_of(self._kind.context_of(item)),
+                lambda: self._placed(item, request, call),
+                fail,
+            )
         except asyncio.CancelledError:  # the router gave it up, or the call is over
             self._calls.over(call)
             raise
@@ -271,15 +311,21 @@ class RouterCall(Generic[InputT, EventT]):
             request.outlet.is_open = False
             self._forget(item.key)
 
-    async def _placed(self, item: InputT, request: "_Request[InputT, EventT]", call: OpenCall) -> None:
+    async def _placed(
+        self, item: InputT, request: "_Request[InputT, EventT]", call: OpenCall
+    ) -> None:
         if request.violation is not None:
             raise InvalidRequestError(request.violation)
         if self._num_admitted >= self._max_open:
-            raise CapacityError(f"{self._max_open} requests of one router are under way, which is the limit",
-                                resource="requests")
+            raise CapacityError(
+                f"{self._max_open} requests of one router are under way, which is the limit",
+                resource="requests",
+            )
         ends_in_s, timer = _time_left_s(self._kind.context_of(item)), None
         if not math.isinf(ends_in_s):
-            timer = asyncio.get_running_loop().call_later(ends_in_s + LATE_S, _out_of_time, call, ends_in_s)
+            timer = asyncio.get_running_loop().call_later(
+                ends_in_s + LATE_S, _out_of_time, call, ends_in_s
+            )
         self._num_admitted += 1
         try:
             with self._calls.place():
@@ -292,7 +338,10 @@ class RouterCall(Generic[InputT, EventT]):
     def _sent(self, events: Sequence[EventT]) -> None:
         if self._ends:
             for event in events:
-                if event.HasField("ended") and (call := self._ends.pop(event.key, None)) is not None:
+                if (
+                    event.HasField("ended")
+                    and (call := self._ends.pop(event.key, None)) is not None
+                ):
                     self._calls.over(call)
             self._has_room.set()
 
@@ -306,7 +355,8 @@ class RouterCall(Generic[InputT, EventT]):
             self._queue.close()
 
     async def _end_all(self) -> None:
-        """The call is over, and with it its requests: what they hold is given back before anything else happens."""
+        """The call is over, and with it its requests: what they hold is given back before anything
+        else happens."""
         for call in self._ends.values():
             self._calls.over(call)
         for request in self._requests.values():
@@ -319,12 +369,19 @@ class RouterCall(Generic[InputT, EventT]):
 
 
 def _out_of_time(call: OpenCall, ends_in_s: float) -> None:
-    call.expel(DeadlineError(f"the request did not end within the {ends_in_s:.3g} s that its deadline left"))
+    call.expel(
+        DeadlineError(
+            f"the request did not end within the {ends_in_s:.3g} s that its deadline left"
+        )
+    )
 
 
 def _trace_of(context: types_pb2.RequestContext) -> Metadata:
-    return tuple((key, value) for key, value in (
-        ("traceparent", context.traceparent), ("tracestate", context.tracestate)) if value)
+    return tuple(
+        (key, value)
+        for key, value in (("traceparent", context.traceparent), ("tracestate", context.tracestate))
+        if value
+    )
 
 
 def _time_left_s(context: types_pb2.RequestContext) -> float:
@@ -332,6 +389,10 @@ def _time_left_s(context: types_pb2.RequestContext) -> float:
     if not context.HasField("time_left_s"):
         return math.inf
     if not 0 <= context.time_left_s < math.inf:
-        raise InvalidRequestError(FieldViolation(
-            "context.time_left_s", f"must be a finite number, not negative, got {context.time_left_s}"))
+        raise InvalidRequestError(
+            FieldViolation(
+                "context.time_left_s",
+                f"must be a finite number, not negative, got {context.time_left_s}",
+            )
+        )
     return context.time_left_s

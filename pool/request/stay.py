@@ -1,7 +1,9 @@
-"""A request's stay on a pool, the same for both roles: how it begins, what happens to it, how it ends.
+"""A request's stay on a pool, the same for both roles: how it begins, what happens to it, how it
+ends.
 
-`read_request` checks what is asked before any work; `EventPost` brings what the engine did to the request's inbox
-(`pool.request.router_call`); `serve` runs the stay; `MemoryReclaimer` ends what it leaves behind.
+`read_request` checks what is asked before any work; `EventPost` brings what the engine did to the
+request's inbox (`pool.request.router_call`); `serve` runs the stay; `MemoryReclaimer` ends what it
+leaves behind.
 """
 
 import asyncio
@@ -40,25 +42,29 @@ LET_IN_S = 0.004  # since the engine's thread last gave way; more often the kern
 class EventPost:
     """Takes the engine's events to the event loop, all that wait at a time.
 
-    A call from another thread wakes the loop, and that costs more than the event, half as much as a step of a small
-    model. So behind a delivery the loop looks again by a timer of its own, for as long as it finds something, and what
-    can wait does so until then.
+    A call from another thread wakes the loop, and that costs more than the event, half as much as a
+    step of a small model. So behind a delivery the loop looks again by a timer of its own, for as
+    long as it finds something, and what can wait does so until then.
 
-    Where both threads share a core, the loop's would wait until the engine's has used up its slice, 3 ms on Linux. So
-    the engine's lets it in, but not behind every one of many short steps.
+    Where both threads share a core, the loop's would wait until the engine's has used up its slice,
+    3 ms on Linux. So the engine's lets it in, but not behind every one of many short steps.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._events: deque[tuple[Callable[..., object], object]] = deque()  # both threads'
         self._is_urgent = False
-        self._is_due = False  # the loop has been called, or looks again without; written by both threads
+        self._is_due = (
+            False  # the loop has been called, or looks again without; written by both threads
+        )
         self._timer: asyncio.TimerHandle | None = None
         self._let_in_s = 0.0
 
-    def put(self, receive: Callable[[EventT], object], event: EventT, *, can_wait: bool = False) -> None:
-        """`receive(event)` on the event loop's thread, in order, after `flush`; or up to PACE_S later, if it
-        `can_wait`. Engine thread."""
+    def put(
+        self, receive: Callable[[EventT], object], event: EventT, *, can_wait: bool = False
+    ) -> None:
+        """`receive(event)` on the event loop's thread, in order, after `flush`; or up to PACE_S
+        later, if it `can_wait`. Engine thread."""
         self._events.append((receive, event))
         self._is_urgent = self._is_urgent or not can_wait
 
@@ -79,8 +85,9 @@ class EventPost:
             try:
                 receive(event)
             except Exception as error:  # noqa: BLE001 - as of every callback of the loop; the others get theirs
-                self._loop.call_exception_handler({"message": "an event of the engine was not taken",
-                                                   "exception": error})
+                self._loop.call_exception_handler(
+                    {"message": "an event of the engine was not taken", "exception": error}
+                )
         if self._timer is None:
             self._timer = self._loop.call_later(PACE_S, self._look_again)
 
@@ -93,7 +100,8 @@ class EventPost:
 
 
 def _give_way() -> None:
-    """To other threads on this core, of this process, too: unlike `os.sched_yield`, this keeps no lock of Python's."""
+    """To other threads on this core, of this process, too: unlike `os.sched_yield`, this keeps no
+    lock of Python's."""
     _LIBRARY.sched_yield()
 
 
@@ -101,13 +109,16 @@ _LIBRARY = ctypes.CDLL(None)  # C's
 
 
 class MemoryReclaimer:
-    """Ends what a request leaves behind, after its stream is gone: closes its session everywhere, waits for the drain,
-    and only then gives its memory back. Two lifetimes, request and transfer; memory is free when both have ended.
+    """Ends what a request leaves behind, after its stream is gone: closes its session everywhere,
+    waits for the drain, and only then gives its memory back. Two lifetimes, request and transfer;
+    memory is free when both have ended.
 
-    Runs one short task per ended request. `unhealthy` is called for a session that will not drain: its memory stays
-    leased, because a transfer may still write to it."""
+    Runs one short task per ended request. `unhealthy` is called for a session that will not drain:
+    its memory stays leased, because a transfer may still write to it."""
 
-    def __init__(self, reports: SessionReports, loop: EngineLoop, unhealthy: Callable[[str], None]) -> None:
+    def __init__(
+        self, reports: SessionReports, loop: EngineLoop, unhealthy: Callable[[str], None]
+    ) -> None:
         self._reports = reports
         self._loop = loop
         self._unhealthy = unhealthy
@@ -117,10 +128,15 @@ class MemoryReclaimer:
     def open_tasks(self) -> int:
         return len(self._tasks)
 
-    def end(self, release: Callable[[], None], *, close: Callable[[], None] | None = None,
-            session: Session | None = None) -> None:
-        """`close` aborts or releases on every stage; `release` runs on the engine thread once `session` has drained.
-        None: none was ever opened."""
+    def end(
+        self,
+        release: Callable[[], None],
+        *,
+        close: Callable[[], None] | None = None,
+        session: Session | None = None,
+    ) -> None:
+        """`close` aborts or releases on every stage; `release` runs on the engine thread once
+        `session` has drained. None: none was ever opened."""
         if close is not None:
             close()
         if session is None:
@@ -131,12 +147,15 @@ class MemoryReclaimer:
             self._reports.forget(session.session_id, session.epoch)
             self._loop.post(release)
             return
-        task = asyncio.create_task(self._finish(release, session.session_id, session.epoch, drained))
+        task = asyncio.create_task(
+            self._finish(release, session.session_id, session.epoch, drained)
+        )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _finish(self, release: Callable[[], None], session_id: str, epoch: int,
-                      drained: asyncio.Event) -> None:
+    async def _finish(
+        self, release: Callable[[], None], session_id: str, epoch: int, drained: asyncio.Event
+    ) -> None:
         if not await _in_time(drained):
             self._unhealthy(f"session {session_id} did not drain within {DRAIN_TIMEOUT_S} s")
             return
@@ -145,8 +164,8 @@ class MemoryReclaimer:
 
 
 async def _in_time(drained: asyncio.Event) -> bool:
-    """Whether it is set within the time, for all of which this process must have listened: one that was stopped and
-    goes on has to read first what was reported meanwhile."""
+    """Whether it is set within the time, for all of which this process must have listened: one that
+    was stopped and goes on has to read first what was reported meanwhile."""
     loop = asyncio.get_running_loop()
     due_at = loop.time() + DRAIN_TIMEOUT_S
     while not drained.is_set():
@@ -174,12 +193,16 @@ class RequestParts:
     caches: bool = False  # whether the pool keeps what requests leave for later ones
 
     def blocks_of(self, request: Request, compatibility: str) -> tuple[bytes, ...]:
-        """The names of its prompt's full pages, the same on every pool of this `compatibility` digest; none where the
-        request declines the cache, or there is none."""
+        """The names of its prompt's full pages, the same on every pool of this `compatibility`
+        digest; none where the request declines the cache, or there is none."""
         if not self.caches or not request.uses_cache:
             return ()
-        return block_names(request.prompt_token_ids, self.plan.geometry.page_size, salt=request.cache_salt,
-                           compatibility=compatibility)
+        return block_names(
+            request.prompt_token_ids,
+            self.plan.geometry.page_size,
+            salt=request.cache_salt,
+            compatibility=compatibility,
+        )
 
 
 class Stay(Protocol):
@@ -190,25 +213,31 @@ class Stay(Protocol):
         ...
 
     def end(self) -> None:
-        """Close what is open and give the memory back once nothing can touch it. Event loop's thread; never waits."""
+        """Close what is open and give the memory back once nothing can touch it. Event loop's
+        thread; never waits."""
         ...
 
 
 def read_request(parts: RequestParts, message: types_pb2.EngineRequest, *, role: str) -> Request:
-    """Raises UnavailableError where the pool does not serve, InvalidRequestError naming every field that it could not
-    serve."""
+    """Raises UnavailableError where the pool does not serve, InvalidRequestError naming every field
+    that it could not serve."""
     rebind(request_id=message.request_id)
     if not parts.leader.serving:
         raise UnavailableError(f"the {role} pool does not serve: {parts.leader.reason}")
-    request = request_from_proto(message, vocab_size=parts.plan.description.facts.vocab_size,
-                                 max_context_tokens=parts.plan.size.context_tokens)
+    request = request_from_proto(
+        message,
+        vocab_size=parts.plan.description.facts.vocab_size,
+        max_context_tokens=parts.plan.size.context_tokens,
+    )
     note(request_id=request.request_id, prompt_tokens=len(request.prompt_token_ids))
     return request
 
 
-async def serve(parts: RequestParts, request: Request, begin: Callable[[], Awaitable[Stay]]) -> None:
-    """One request, whose stay `begin` takes a place for, to its end. Raises as `check_grammar`, `begin` and `Stay.run`
-    do."""
+async def serve(
+    parts: RequestParts, request: Request, begin: Callable[[], Awaitable[Stay]]
+) -> None:
+    """One request, whose stay `begin` takes a place for, to its end. Raises as `check_grammar`,
+    `begin` and `Stay.run` do."""
     await check_grammar(request, parts.grammars)
     stay = await begin()
     try:

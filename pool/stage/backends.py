@@ -12,19 +12,23 @@ from models.loader import ModelDescription
 from runtime.errors import ConfigError
 
 
-def choose_backends(device_name: str, numerics: Numerics, description: ModelDescription) -> Backends:
+def choose_backends(
+    device_name: str, numerics: Numerics, description: ModelDescription
+) -> Backends:
     """For `--device`. Loads nothing of the model.
 
     Raises:
-        ConfigError: there is no such device, a library for it is missing, or it does not offer these numerics or what
-            this model needs; the message names the field.
+        ConfigError: there is no such device, a library for it is missing, or it does not offer
+            these numerics or what this model needs; the message names the field.
     """
     device = torch.device(device_name)
     if device == HOST:
         return CpuBackends(numerics)
     check_device(device)
     check_offered(device, numerics, description)
-    from engine.assembly.cuda import DeviceBackends  # needs Triton, which a host without a device may lack
+    from engine.assembly.cuda import (
+        DeviceBackends,
+    )  # needs Triton, which a host without a device may lack
 
     return DeviceBackends.on(torch.device(device.type, device.index or 0))
 
@@ -32,24 +36,39 @@ def choose_backends(device_name: str, numerics: Numerics, description: ModelDesc
 def check_device(device: torch.device) -> None:
     """Raises ConfigError unless this machine has the CUDA device and what runs on it."""
     if not torch.cuda.is_available():
-        raise ConfigError(f"device {device} needs a CUDA device and a CUDA build of torch; torch {torch.__version__} "
-                          f"finds none here", field="device")
+        raise ConfigError(
+            f"device {device} needs a CUDA device and a CUDA build of torch; torch {torch.__version__} "
+            f"finds none here",
+            field="device",
+        )
     if (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(f"device {device} is not among the {torch.cuda.device_count()} of this machine",
-                          field="device")
+        raise ConfigError(
+            f"device {device} is not among the {torch.cuda.device_count()} of this machine",
+            field="device",
+        )
     missing = [name for name in ("flashinfer", "triton") if find_spec(name) is None]
     if missing:
-        raise ConfigError(f"device {device} needs {' and '.join(missing)}: install the extra `gpu`, or run with device "
-                          f"cpu", field="device")
+        raise ConfigError(
+            f"device {device} needs {' and '.join(missing)}: install the extra `gpu`, or run with device "
+            f"cpu",
+            field="device",
+        )
 
 
 def check_offered(device: torch.device, numerics: Numerics, description: ModelDescription) -> None:
     """Raises ConfigError for what no device but the host offers."""
     if numerics is Numerics.EXACT:
-        raise ConfigError(f"exact numerics are offered on device cpu only; with device {device} say numerics fast",
-                          field="numerics")
+        raise ConfigError(
+            f"exact numerics are offered on device cpu only; with device {device} say numerics fast",
+            field="numerics",
+        )
     geometry = description.attention_geometry(page_size=1)
     if geometry is not None and geometry.windowed is not None:
-        raise ConfigError(f"layers with sliding windows run on device cpu only, not on {device}", field="device")
+        raise ConfigError(
+            f"layers with sliding windows run on device cpu only, not on {device}", field="device"
+        )
     if any(isinstance(layer.mixer, KimiDeltaSpec) for layer in description.spec.layers):
-        raise ConfigError(f"layers of Kimi Delta Attention run on device cpu only, not on {device}", field="device")
+        raise ConfigError(
+            f"layers of Kimi Delta Attention run on device cpu only, not on {device}",
+            field="device",
+        )

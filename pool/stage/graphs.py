@@ -24,10 +24,15 @@ from pool.stage.speculation import CapturedDraft, SpeculationPlan
 logger = logging.getLogger(__name__)
 
 
-def build_graphs(config: WorkerConfig, description: ModelDescription, model: StageModel, backends: StageBackends,
-                 speculation: SpeculationConfig | None) -> StageGraphs | None:
-    """Capture the steps of up to `max_running` rows; of a pool that speculates also their verification. None where
-    there is nothing to capture on, or nothing is to be captured.
+def build_graphs(
+    config: WorkerConfig,
+    description: ModelDescription,
+    model: StageModel,
+    backends: StageBackends,
+    speculation: SpeculationConfig | None,
+) -> StageGraphs | None:
+    """Capture the steps of up to `max_running` rows; of a pool that speculates also their
+    verification. None where there is nothing to capture on, or nothing is to be captured.
 
     Raises:
         ConfigError: a forward could not be captured; the message names its bucket.
@@ -40,50 +45,104 @@ def build_graphs(config: WorkerConfig, description: ModelDescription, model: Sta
         return None
     buckets = decode_buckets(config.max_running)
     if speculation is not None:
-        buckets += verify_buckets(config.max_running, speculation.max_nodes, is_masked=speculation.topk > 1)
-    graphs = StageGraphs(model=model, attention=parts.attention, recurrent=parts.recurrent, buckets=buckets,
-                         capture=parts.capture, device=parts.device)
+        buckets += verify_buckets(
+            config.max_running, speculation.max_nodes, is_masked=speculation.topk > 1
+        )
+    graphs = StageGraphs(
+        model=model,
+        attention=parts.attention,
+        recurrent=parts.recurrent,
+        buckets=buckets,
+        capture=parts.capture,
+        device=parts.device,
+    )
     graphs.capture_all()
     return graphs
 
 
-def build_host_steps(config: WorkerConfig, description: ModelDescription, model: StageModel,
-                     backends: StageBackends, observer: LayerObserver | None) -> HostSteps | None:
-    """Record the decode steps of up to `max_running` rows, each number of rows when it comes, and whole chunks of
-    prompts. None where what such a step does depends on more than its rows, and where nothing is to be captured."""
+def build_host_steps(
+    config: WorkerConfig,
+    description: ModelDescription,
+    model: StageModel,
+    backends: StageBackends,
+    observer: LayerObserver | None,
+) -> HostSteps | None:
+    """Record the decode steps of up to `max_running` rows, each number of rows when it comes, and
+    whole chunks of prompts. None where what such a step does depends on more than its rows, and
+    where nothing is to be captured."""
     attention, states = backends.attention, backends.states
-    if (attention is None or states is None or not config.cuda_graphs or description.counts_on_host
-            or config.placement.tensor.size > 1):
+    if (
+        attention is None
+        or states is None
+        or not config.cuda_graphs
+        or description.counts_on_host
+        or config.placement.tensor.size > 1
+    ):
         return None
-    return HostSteps(model=model, attention=attention, recurrent=backends.recurrent, states=states,
-                     max_rows=config.max_running, chunk_tokens=config.chunk_tokens, observer=observer)
+    return HostSteps(
+        model=model,
+        attention=attention,
+        recurrent=backends.recurrent,
+        states=states,
+        max_rows=config.max_running,
+        chunk_tokens=config.chunk_tokens,
+        observer=observer,
+    )
 
 
-def build_draft_graphs(config: WorkerConfig, parts: Capturable | None, plan: SpeculationPlan, model: DraftModel,
-                       attention: DraftAttention) -> CapturedDraft:
-    """Capture the forwards by which the draft follows up to `max_running` rows, and the whole rounds in which it grows
-    their trees; on the host record both, each number of rows when it comes. Nothing and raises as `build_graphs`."""
+def build_draft_graphs(
+    config: WorkerConfig,
+    parts: Capturable | None,
+    plan: SpeculationPlan,
+    model: DraftModel,
+    attention: DraftAttention,
+) -> CapturedDraft:
+    """Capture the forwards by which the draft follows up to `max_running` rows, and the whole
+    rounds in which it grows their trees; on the host record both, each number of rows when it
+    comes. Nothing and raises as `build_graphs`."""
     if not config.cuda_graphs or plan.draft.target.counts_on_host:
         return CapturedDraft()
     if attention.recordable_round is not None and plan.config.steps > 1:
-        return CapturedDraft(recorded=RecordedDrafts(
-            model=model, attention=attention, rounds=attention.recordable_round, topk=plan.config.topk,
-            steps=plan.config.steps, max_nodes=plan.config.max_nodes))
+        return CapturedDraft(
+            recorded=RecordedDrafts(
+                model=model,
+                attention=attention,
+                rounds=attention.recordable_round,
+                topk=plan.config.topk,
+                steps=plan.config.steps,
+                max_nodes=plan.config.max_nodes,
+            )
+        )
     if parts is None or attention.capturable is None:
         return CapturedDraft()
     (cache, *_) = model.cache_specs(config.page_size)
     width, dtype = plan.draft.hidden_size, getattr(torch, cache.dtype)
     follows = DraftGraphs(
-        model=model, attention=attention.capturable, context=attention.on_pages, capture=parts.capture,
-        buckets=extend_buckets(config.max_running, plan.config.max_nodes), width=width, dtype=dtype,
-        device=parts.device)
+        model=model,
+        attention=attention.capturable,
+        context=attention.on_pages,
+        capture=parts.capture,
+        buckets=extend_buckets(config.max_running, plan.config.max_nodes),
+        width=width,
+        dtype=dtype,
+        device=parts.device,
+    )
     follows.capture_all()
     if attention.capturable_round is None or plan.config.steps < 2:
         return CapturedDraft(follows)
-    expander = TreeExpander(model=model, rounds=attention.round, context=attention.in_round, topk=plan.config.topk)
+    expander = TreeExpander(
+        model=model, rounds=attention.round, context=attention.in_round, topk=plan.config.topk
+    )
     rounds = RoundGraphs(
-        expander=expander, rounds=attention.capturable_round, max_rows=config.max_running, steps=plan.config.steps,
-        topk=min(plan.config.topk, model.vocab_size), capture=parts.capture, width=width, dtype=dtype,
-        device=parts.device)
+        expander=expander,
+        rounds=attention.capturable_round,
+        max_rows=config.max_running,
+        steps=plan.config.steps,
+        topk=min(plan.config.topk, model.vocab_size),
+        capture=parts.capture,
+        width=width,
+        dtype=dtype,
+        device=parts.device,
+    )
     rounds.capture_all()
     return CapturedDraft(follows, rounds)

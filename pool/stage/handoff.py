@@ -1,5 +1,5 @@
-"""A stage's end of a handoff: the transfer agent over its pools, which are host bytes or reached through pinned
-buffers, and the layers that the agent may send."""
+"""A stage's end of a handoff: the transfer agent over its pools, which are host bytes or reached
+through pinned buffers, and the layers that the agent may send."""
 
 from collections.abc import Callable
 
@@ -24,12 +24,12 @@ LayerMark = Callable[[], DeviceEvent]
 
 
 def layer_observer(agent: TransferAgent, mark: LayerMark | None = None) -> LayerObserver:
-    """Reports to a sending stage's agent which layers are done, and for which tokens, those that a prefix cache held
-    included. For prefill stages. The first layer of a batch also names its requests: stages behind the first have no
-    other sign of them.
+    """Reports to a sending stage's agent which layers are done, and for which tokens, those that a
+    prefix cache held included. For prefill stages. The first layer of a batch also names its
+    requests: stages behind the first have no other sign of them.
 
-    On a device a layer that was launched is not done: then `mark` is given, and the agent waits for its event, one per
-    batch and layer.
+    On a device a layer that was launched is not done: then `mark` is given, and the agent waits for
+    its event, one per batch and layer.
     """
     latest: ForwardBatch | None = None
 
@@ -39,7 +39,9 @@ def layer_observer(agent: TransferAgent, mark: LayerMark | None = None) -> Layer
             return
         event = None if mark is None else mark()
         is_first, latest = batch is not latest, batch
-        for key, context_len, query_len in zip(batch.request_keys, batch.context_lens, batch.query_lens, strict=True):
+        for key, context_len, query_len in zip(
+            batch.request_keys, batch.context_lens, batch.query_lens, strict=True
+        ):
             if is_first:
                 agent.expect_send(key)
             agent.layer_done(key, layer_id, context_len + query_len, after=event)
@@ -51,27 +53,63 @@ STAGING_BYTES = 64 << 20
 MIN_BUFFERS = 4
 
 
-def build_agent(pools: StagePools, device: torch.device, transport: Transport, *, incarnation: str,
-                on_event: Callable[[StageSessionEvent], None], route: Route = Route.PINNED) -> TransferAgent:
-    """The agent of a stage, not started. `transport` moves host bytes, and with a direct `route` the device's as well.
-    Raises ConfigError when memory cannot be pinned."""
+def build_agent(
+    pools: StagePools,
+    device: torch.device,
+    transport: Transport,
+    *,
+    incarnation: str,
+    on_event: Callable[[StageSessionEvent], None],
+    route: Route = Route.PINNED,
+) -> TransferAgent:
+    """The agent of a stage, not started. `transport` moves host bytes, and with a direct `route`
+    the device's as well. Raises ConfigError when memory cannot be pinned."""
     if device != HOST:
-        return build_device_agent(pools, CudaCopies(device), transport, incarnation=incarnation, on_event=on_event,
-                                  route=route, pinned=True)
-    return TransferAgent(memory=pools, transport=transport, clock=SystemClock(), incarnation=incarnation,
-                         on_event=on_event)
+        return build_device_agent(
+            pools,
+            CudaCopies(device),
+            transport,
+            incarnation=incarnation,
+            on_event=on_event,
+            route=route,
+            pinned=True,
+        )
+    return TransferAgent(
+        memory=pools,
+        transport=transport,
+        clock=SystemClock(),
+        incarnation=incarnation,
+        on_event=on_event,
+    )
 
 
-def build_device_agent(pools: StagePools, copies: CopyQueue, transport: Transport, *, incarnation: str,
-                       on_event: Callable[[StageSessionEvent], None], pinned: bool,
-                       route: Route = Route.PINNED) -> TransferAgent:
-    """For pools that only `copies` reach. Its thread enters the device before it does anything else."""
+def build_device_agent(
+    pools: StagePools,
+    copies: CopyQueue,
+    transport: Transport,
+    *,
+    incarnation: str,
+    on_event: Callable[[StageSessionEvent], None],
+    pinned: bool,
+    route: Route = Route.PINNED,
+) -> TransferAgent:
+    """For pools that only `copies` reach. Its thread enters the device before it does anything
+    else."""
     clock, buffer_bytes = SystemClock(), max_message_bytes(pools.geometry)
-    staging = PinnedStaging(copies, num_buffers=max(MIN_BUFFERS, STAGING_BYTES // buffer_bytes),
-                            buffer_bytes=buffer_bytes, pinned=pinned)
-    return TransferAgent(memory=DevicePools(pools), clock=clock, incarnation=incarnation, on_event=on_event,
-                         transport=DeviceTransport(transport, staging, clock, route=route),
-                         on_thread_start=staging.enter_thread)
+    staging = PinnedStaging(
+        copies,
+        num_buffers=max(MIN_BUFFERS, STAGING_BYTES // buffer_bytes),
+        buffer_bytes=buffer_bytes,
+        pinned=pinned,
+    )
+    return TransferAgent(
+        memory=DevicePools(pools),
+        clock=clock,
+        incarnation=incarnation,
+        on_event=on_event,
+        transport=DeviceTransport(transport, staging, clock, route=route),
+        on_thread_start=staging.enter_thread,
+    )
 
 
 def max_message_bytes(geometry: PoolGeometry) -> int:
@@ -80,7 +118,8 @@ def max_message_bytes(geometry: PoolGeometry) -> int:
 
 
 def layer_mark(device: torch.device) -> LayerMark | None:
-    """Where the device's queue of work is now; None on the host, where what was computed is done."""
+    """Where the device's queue of work is now; None on the host, where what was computed is
+    done."""
     if device == HOST:
         return None
     return lambda: torch.cuda.current_stream(device).record_event()

@@ -1,5 +1,5 @@
-"""The kernels of a stage, compiled before it loads its weights: later they would be, one after the other, while the
-pool waits for its first token."""
+"""The kernels of a stage, compiled before it loads its weights: later they would be, one after the
+other, while the pool waits for its first token."""
 
 import torch
 
@@ -19,7 +19,12 @@ def compile_kernels(config: WorkerConfig, plan: StagePlan, *, reads_prompts: boo
 
 def _needs(config: WorkerConfig, plan: StagePlan, *, reads_prompts: bool) -> ModelNeeds:
     kinds = {spec.kind for spec in plan.geometry.local_specs()}
-    return ModelNeeds(getattr(torch, plan.description.facts.dtype), reads_prompts,
-                      attends=bool(kinds & {CacheKind.KV, CacheKind.WINDOW}),
-                      attends_latent=CacheKind.LATENT in kinds, selects_keys=CacheKind.INDEX_KEY in kinds,
-                      has_states=CacheKind.STATE in kinds, in_bytes=config.weights == "int8")
+    return ModelNeeds(
+        getattr(torch, plan.description.facts.dtype),
+        reads_prompts,
+        attends=bool(kinds & {CacheKind.KV, CacheKind.WINDOW}),
+        attends_latent=CacheKind.LATENT in kinds,
+        selects_keys=CacheKind.INDEX_KEY in kinds,
+        has_states=CacheKind.STATE in kinds,
+        in_bytes=config.weights == "int8",
+    )

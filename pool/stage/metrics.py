@@ -1,4 +1,5 @@
-"""What a pool measures, from the loop's and the scheduler's figures. Any thread; instruments lock themselves."""
+"""What a pool measures, from the loop's and the scheduler's figures. Any thread; instruments lock
+themselves."""
 
 import math
 import time
@@ -27,9 +28,9 @@ EXPERTS_PERIOD_S = 1.0
 
 @dataclass(frozen=True)
 class SchedulerLoad:
-    """What a scheduler has to do, and room for. `queued_tokens` of prompts that are not yet computed; `data_ranks`:
-    what of all that is whose, where it is of several; `local_rest_tokens`: the longest rest of a prompt that a decode
-    pool computes itself."""
+    """What a scheduler has to do, and room for. `queued_tokens` of prompts that are not yet
+    computed; `data_ranks`: what of all that is whose, where it is of several; `local_rest_tokens`:
+    the longest rest of a prompt that a decode pool computes itself."""
 
     queued_requests: int
     running_requests: int
@@ -42,8 +43,8 @@ class SchedulerLoad:
 
 @dataclass(frozen=True)
 class PoolOccupancy:
-    """Requests that hold memory by what they hold it for, the pages of those whose bytes are on their way, and the age
-    of the request that waits longest."""
+    """Requests that hold memory by what they hold it for, the pages of those whose bytes are on
+    their way, and the age of the request that waits longest."""
 
     leases: Mapping[str, int]
     num_pages_held: int
@@ -66,7 +67,8 @@ class _Snapshot:
 
 
 class LoadBoard:
-    """The latest state of a scheduler. Its thread publishes it between two steps; a reader waits for no step."""
+    """The latest state of a scheduler. Its thread publishes it between two steps; a reader waits
+    for no step."""
 
     def __init__(self, scheduler: ReportingScheduler, clock: Clock) -> None:
         """Before the engine's thread starts."""
@@ -98,7 +100,8 @@ class LoadBoard:
 
 @dataclass(frozen=True)
 class StageCounts:
-    """What a stage counts itself, since its start: plans by path, forwards by kind, tokens of experts by layer."""
+    """What a stage counts itself, since its start: plans by path, forwards by kind, tokens of
+    experts by layer."""
 
     plans: Callable[[], Mapping[str, int]] = dict
     forwards: Callable[[], Mapping[str, int]] = dict
@@ -107,8 +110,14 @@ class StageCounts:
 
 def stage_counts(executor: StageExecutor, drafter: PoolDrafter | None) -> StageCounts:
     """Of the executor's plans and forwards, and of the drafter's plans if there is one."""
-    return StageCounts(lambda: {"target": executor.num_plans, **(drafter.num_plans if drafter is not None else {})},
-                       lambda: executor.num_forwards, lambda: executor.model.expert_tokens)
+    return StageCounts(
+        lambda: {
+            "target": executor.num_plans,
+            **(drafter.num_plans if drafter is not None else {}),
+        },
+        lambda: executor.num_forwards,
+        lambda: executor.model.expert_tokens,
+    )
 
 
 @dataclass
@@ -124,13 +133,17 @@ class ExpertBalance:
     def on_forward(self) -> None:
         """Engine thread."""
         now = self.clock()
-        if now - self._reported_s < EXPERTS_PERIOD_S or not (layers := list(self.tokens().values())):
+        if now - self._reported_s < EXPERTS_PERIOD_S or not (
+            layers := list(self.tokens().values())
+        ):
             return
         counts = torch.stack([layer.counts for layer in layers])
         new = counts if self._reported is None else counts - self._reported
         self._reported, self._reported_s = counts, now
         own = layers[0].own
-        for expert, count in zip(range(own.start, own.stop), new.sum(0)[own.start:own.stop].tolist(), strict=True):
+        for expert, count in zip(
+            range(own.start, own.stop), new.sum(0)[own.start : own.stop].tolist(), strict=True
+        ):
             self.metrics.expert_tokens.labels(str(expert)).inc(count)
         if (used := new[new.any(1)].double()).numel():
             self.metrics.expert_busiest.set((used.amax(1) / used.mean(1)).max().item())
@@ -151,7 +164,8 @@ class StageMeters:
 
     @cached_property
     def _step_s(self) -> Histogram:
-        """Of this stage; likewise `_link_bytes`. To look a label up takes longer than to observe."""
+        """Of this stage; likewise `_link_bytes`. To look a label up takes longer than to
+        observe."""
         return self.metrics.step_s.labels(str(self.rank))
 
     @cached_property
@@ -196,16 +210,33 @@ class LeaderMeters:
     _window_began_s: float = field(default_factory=time.monotonic)
 
     @classmethod
-    def create(cls, registry: CollectorRegistry, geometry: PoolGeometry, counts: StageCounts | None = None, *,
-               num_data_ranks: int = 1) -> Self:
+    def create(
+        cls,
+        registry: CollectorRegistry,
+        geometry: PoolGeometry,
+        counts: StageCounts | None = None,
+        *,
+        num_data_ranks: int = 1,
+    ) -> Self:
         stage = StageMeters(StageMetrics.create(registry), 0, counts or StageCounts())
-        meters = cls(stage, LeaderMetrics.create(registry), PoolMetrics.create(registry),
-                     HandoffMetrics.create(registry), geometry, num_data_ranks)
+        meters = cls(
+            stage,
+            LeaderMetrics.create(registry),
+            PoolMetrics.create(registry),
+            HandoffMetrics.create(registry),
+            geometry,
+            num_data_ranks,
+        )
         num_pages, num_slots = meters.num_pages, meters.num_slots
         meters.pool.pages_total.set(num_pages)
         meters.pool.slots_total.set(num_slots)
-        meters.pool.cache_config.info({"page_size": str(geometry.page_size), "num_pages": str(num_pages),
-                                       "num_slots": str(num_slots)})
+        meters.pool.cache_config.info(
+            {
+                "page_size": str(geometry.page_size),
+                "num_pages": str(num_pages),
+                "num_slots": str(num_slots),
+            }
+        )
         return meters
 
     @property
@@ -266,11 +297,15 @@ class LeaderMeters:
         """A session failed before every stage was ready for it."""
         self.handoff.handshake_failures.labels(error.reason.lower()).inc()
 
-    def on_handoff(self, num_tokens: int, seconds: float, *, held_tokens: int = 0, with_draft: bool = False) -> None:
-        """A prompt of this length has crossed but for the pages of `held_tokens`, `with_draft` or not: count its bytes
-        by kind, over all stages."""
+    def on_handoff(
+        self, num_tokens: int, seconds: float, *, held_tokens: int = 0, with_draft: bool = False
+    ) -> None:
+        """A prompt of this length has crossed but for the pages of `held_tokens`, `with_draft` or
+        not: count its bytes by kind, over all stages."""
         self.handoff.transfer_s.observe(seconds)
-        num_pages = -(-num_tokens // self.geometry.page_size) - held_tokens // self.geometry.page_size
+        num_pages = (
+            -(-num_tokens // self.geometry.page_size) - held_tokens // self.geometry.page_size
+        )
         for kind, num_bytes in self._bytes_by_kind(num_pages, with_draft=with_draft):
             self.handoff.bytes_moved.labels(kind).inc(num_bytes)
 

@@ -1,4 +1,5 @@
-"""What the stages of one pool must have alike beside their layers: sent at joining, compared by the leader."""
+"""What the stages of one pool must have alike beside their layers: sent at joining, compared by the
+leader."""
 
 from collections.abc import Sequence
 
@@ -21,29 +22,53 @@ MODELS_OWN = "the model's"  # no other was set
 NONE = "none"
 
 
-def stage_settings(config: WorkerConfig, description: ModelDescription, ranges: Sequence[LayerRange],
-                   size: PoolSize, *, max_held: int, speculation: SpeculationPlan | None,
-                   speculates: bool) -> dict[str, str]:
-    """By name as people know it, each value as text. A stage that differed in any of these would compute other bits,
-    would follow a grammar over other tokens, or would meet a batch that it has no memory for."""
+def stage_settings(
+    config: WorkerConfig,
+    description: ModelDescription,
+    ranges: Sequence[LayerRange],
+    size: PoolSize,
+    *,
+    max_held: int,
+    speculation: SpeculationPlan | None,
+    speculates: bool,
+) -> dict[str, str]:
+    """By name as people know it, each value as text. A stage that differed in any of these would
+    compute other bits, would follow a grammar over other tokens, or would meet a batch that it has
+    no memory for."""
     kind = config.device.partition(":")[0]
     exact = Numerics(config.numerics) is Numerics.EXACT
     settings = {
-        "architecture": description.facts.architecture, "checkpoint": description.facts.revision,
-        "numerics": config.numerics, "weights": config.weights, "arithmetic": _arithmetic() if exact else ANY,
+        "architecture": description.facts.architecture,
+        "checkpoint": description.facts.revision,
+        "numerics": config.numerics,
+        "weights": config.weights,
+        "arithmetic": _arithmetic() if exact else ANY,
         "device": kind,
-        "page_size": str(config.page_size), "num_pages": str(size.num_pages), "num_slots": str(size.num_slots),
-        "max_held": str(max_held), "max_context": str(config.max_context or MODELS_OWN),
+        "page_size": str(config.page_size),
+        "num_pages": str(size.num_pages),
+        "num_slots": str(size.num_slots),
+        "max_held": str(max_held),
+        "max_context": str(config.max_context or MODELS_OWN),
         "max_context_tokens": str(size.context_tokens),
-        "chunk_tokens": str(config.chunk_tokens), "partition": ", ".join(map(str, ranges)),
-        "tp": str(config.tp), "dp_attention": str(config.dp_attention), "overlap_tokens": str(config.overlap_tokens),
-        "tokenizer": tokenizer_digest(config.model), "eos_token_ids": _listed(description.facts.eos_token_ids),
-        "draft": NONE if speculation is None else speculation.draft.revision, "frames": LAYOUT,
+        "chunk_tokens": str(config.chunk_tokens),
+        "partition": ", ".join(map(str, ranges)),
+        "tp": str(config.tp),
+        "dp_attention": str(config.dp_attention),
+        "overlap_tokens": str(config.overlap_tokens),
+        "tokenizer": tokenizer_digest(config.model),
+        "eos_token_ids": _listed(description.facts.eos_token_ids),
+        "draft": NONE if speculation is None else speculation.draft.revision,
+        "frames": LAYOUT,
     }
     if speculation is not None:
-        settings |= {"spec_topk": str(config.spec_topk), "spec_steps": str(config.spec_steps),
-                     "spec_draft_tokens": str(config.spec_draft_tokens), "spec_prompt": str(speculation.handed),
-                     "verifies drafts": str(speculates), "max_running": str(config.max_running)}
+        settings |= {
+            "spec_topk": str(config.spec_topk),
+            "spec_steps": str(config.spec_steps),
+            "spec_draft_tokens": str(config.spec_draft_tokens),
+            "spec_prompt": str(speculation.handed),
+            "verifies drafts": str(speculates),
+            "max_running": str(config.max_running),
+        }
     return settings
 
 
@@ -52,8 +77,14 @@ def _listed(ids: Sequence[int]) -> str:
 
 
 def _arithmetic() -> str:
-    """What bits depend on beside weights and inputs: the kernels' class of arithmetic, and the libraries, which take
-    other instructions on another CPU and may take others in another release."""
-    torch_release, capability = torch.__version__.partition("+")[0], torch.backends.cpu.get_cpu_capability()
-    return (f"{arithmetic_class()} torch-{torch_release}-{capability.lower()} numpy-{np.__version__} "
-            f"llvm-{llvmlite.__version__}")
+    """What bits depend on beside weights and inputs: the kernels' class of arithmetic, and the
+    libraries, which take other instructions on another CPU and may take others in another
+    release."""
+    torch_release, capability = (
+        torch.__version__.partition("+")[0],
+        torch.backends.cpu.get_cpu_capability(),
+    )
+    return (
+        f"{arithmetic_class()} torch-{torch_release}-{capability.lower()} numpy-{np.__version__} "
+        f"llvm-{llvmlite.__version__}"
+    )

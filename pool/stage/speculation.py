@@ -1,4 +1,5 @@
-"""The parts of a stage that speculate: trees on every stage, the draft on the last: whole, on the rank that draws."""
+"""The parts of a stage that speculate: trees on every stage, the draft on the last: whole, on the
+rank that draws."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,8 +34,8 @@ from runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class CapturedDraft:
-    """What of a draft runs as captured graphs: following what was accepted, and growing trees behind it; or both as
-    recordings, on the host."""
+    """What of a draft runs as captured graphs: following what was accepted, and growing trees
+    behind it; or both as recordings, on the host."""
 
     follows: DraftGraphs | None = None
     rounds: RoundGraphs | None = None
@@ -50,7 +51,8 @@ class SpeculationPlan:
 
     config: SpeculationConfig
     draft: DraftDescription
-    handed: bool  # the draft's cache of the prompt and where it stands behind it are part of the handoff
+    # the draft's cache of the prompt and where it stands behind it are part of the handoff
+    handed: bool
 
     @property
     def first_layer(self) -> int:
@@ -58,49 +60,76 @@ class SpeculationPlan:
         return self.draft.target.facts.num_layers
 
     def handed_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
-        """The draft's caches and its end of the prompt as further layers of the last stage, if they travel."""
+        """The draft's caches and its end of the prompt as further layers of the last stage, if they
+        travel."""
         if not self.handed:
             return ()
         cache, is_layerwise = self.draft.cache_specs(page_size), self.draft.num_layers > 1
-        first = self.draft.num_layers if is_layerwise else min(self.config.topk, self.draft.vocab_size)
-        end = [CacheSpec(0, CacheKind.TOPK_P, (first,), "float32", 4),
-               CacheSpec(0, CacheKind.TOPK_INDEX, (first,), "int64", 8)]
+        first = (
+            self.draft.num_layers if is_layerwise else min(self.config.topk, self.draft.vocab_size)
+        )
+        end = [
+            CacheSpec(0, CacheKind.TOPK_P, (first,), "float32", 4),
+            CacheSpec(0, CacheKind.TOPK_INDEX, (first,), "int64", 8),
+        ]
         if not is_layerwise:  # whose chains are handed over whole
-            end.append(CacheSpec(0, CacheKind.DRAFT_HIDDEN, (self.draft.hidden_size,), cache[0].dtype,
-                                 cache[0].item_bytes))
+            end.append(
+                CacheSpec(
+                    0,
+                    CacheKind.DRAFT_HIDDEN,
+                    (self.draft.hidden_size,),
+                    cache[0].dtype,
+                    cache[0].item_bytes,
+                )
+            )
         if self.draft.num_shared_keys and self.config.topk == 1:
-            end.append(CacheSpec(0, CacheKind.DRAFT_KEYS, (self.draft.num_shared_keys,), "int32", 4))
-        return tuple(replace(spec, layer_id=self.first_layer + spec.layer_id, of_draft=True, split_axis=None)
-                     for spec in (*cache, *end))
+            end.append(
+                CacheSpec(0, CacheKind.DRAFT_KEYS, (self.draft.num_shared_keys,), "int32", 4)
+            )
+        return tuple(
+            replace(spec, layer_id=self.first_layer + spec.layer_id, of_draft=True, split_axis=None)
+            for spec in (*cache, *end)
+        )
 
     @property
     def capture_layers(self) -> frozenset[int]:
         return self.draft.capture_layers
 
     def own_specs(self, specs: tuple[CacheSpec, ...], page_size: int) -> tuple[CacheSpec, ...]:
-        """What is cached beside the target's `specs`, as if its last layer did: the draft's pages, unless they are
-        counted as handed over."""
+        """What is cached beside the target's `specs`, as if its last layer did: the draft's pages,
+        unless they are counted as handed over."""
         last = max(spec.layer_id for spec in specs)
-        return () if self.handed else tuple(
-            replace(spec, layer_id=last, split_axis=None) for spec in self.draft.cache_specs(page_size))
+        return (
+            ()
+            if self.handed
+            else tuple(
+                replace(spec, layer_id=last, split_axis=None)
+                for spec in self.draft.cache_specs(page_size)
+            )
+        )
 
     def scratch_specs(self, specs: tuple[CacheSpec, ...]) -> tuple[CacheSpec, ...]:
-        """What the verification of one request keeps beside a rank's `specs` of the target: a recurrent state per node.
-        """
-        return tuple(replace(spec, record_shape=(self.config.max_nodes, *spec.record_shape), split_axis=None)
-                     for spec in specs if not spec.kind.is_paged and spec.kind is not CacheKind.WINDOW)
+        """What the verification of one request keeps beside a rank's `specs` of the target: a
+        recurrent state per node."""
+        return tuple(
+            replace(spec, record_shape=(self.config.max_nodes, *spec.record_shape), split_axis=None)
+            for spec in specs
+            if not spec.kind.is_paged and spec.kind is not CacheKind.WINDOW
+        )
 
 
 def plan_speculation(config: WorkerConfig, target: ModelDescription) -> SpeculationPlan | None:
     """None without a draft.
 
     Raises:
-        ConfigError: the flags contradict each other, the folder is not a draft of this target, or it is one of those
-            that nothing is drafted for.
+        ConfigError: the flags contradict each other, the folder is not a draft of this target, or
+            it is one of those that nothing is drafted for.
     """
     if config.draft is None:
         return None
-    flags = SpeculationConfig(config.draft, config.spec_topk, config.spec_steps, config.spec_draft_tokens)
+    flags = SpeculationConfig(
+        config.draft, config.spec_topk, config.spec_steps, config.spec_draft_tokens
+    )
     if any(spec.kind is CacheKind.WINDOW for spec in target.cache_specs(config.page_size)):
         _check_window(flags, config.page_size)
     draft = read_draft(config.draft, target)
@@ -110,13 +139,20 @@ def plan_speculation(config: WorkerConfig, target: ModelDescription) -> Speculat
 
 
 def _check_window(flags: SpeculationConfig, page_size: int) -> None:
-    """Raises ConfigError for what layers that see a window do not verify: trees, and more tokens than a page has."""
+    """Raises ConfigError for what layers that see a window do not verify: trees, and more tokens
+    than a page has."""
     if flags.topk > 1:
-        raise ConfigError(f"spec_topk {flags.topk} makes trees; models with sliding windows verify chains only: "
-                          f"spec_topk must be 1", field="spec_topk")
+        raise ConfigError(
+            f"spec_topk {flags.topk} makes trees; models with sliding windows verify chains only: "
+            f"spec_topk must be 1",
+            field="spec_topk",
+        )
     if flags.max_nodes > page_size:
-        raise ConfigError(f"spec_draft_tokens must be less than the page_size {page_size} for models with sliding "
-                          f"windows, is {flags.num_draft_tokens}", field="spec_draft_tokens")
+        raise ConfigError(
+            f"spec_draft_tokens must be less than the page_size {page_size} for models with sliding "
+            f"windows, is {flags.num_draft_tokens}",
+            field="spec_draft_tokens",
+        )
 
 
 def _layerwise(flags: SpeculationConfig, num_layers: int) -> SpeculationConfig:
@@ -126,66 +162,115 @@ def _layerwise(flags: SpeculationConfig, num_layers: int) -> SpeculationConfig:
         ConfigError: trees were asked for.
     """
     if flags.topk > 1:
-        raise ConfigError(f"spec_topk {flags.topk} makes trees; this draft has {num_layers} layers, one for each step, "
-                          f"which make chains: spec_topk must be 1", field="spec_topk")
+        raise ConfigError(
+            f"spec_topk {flags.topk} makes trees; this draft has {num_layers} layers, one for each step, "
+            f"which make chains: spec_topk must be 1",
+            field="spec_topk",
+        )
     steps = min(flags.steps, num_layers)
     return replace(flags, steps=steps, num_draft_tokens=steps)
 
 
-def build_drafter(plan: SpeculationPlan, pools: StagePools, backends: Backends,
-                  capture: CaptureDraft = lambda model, attention: CapturedDraft(),
-                  target_digest: WeightsDigest | None = None, digest: WeightsDigest | None = None) -> PoolDrafter:
-    """Loads the draft; the digests take up what is read of the target and of the draft. Its cache is that of the
-    stage's extra layers, or its own of as many pages as the target's."""
+def build_drafter(
+    plan: SpeculationPlan,
+    pools: StagePools,
+    backends: Backends,
+    capture: CaptureDraft = lambda model, attention: CapturedDraft(),
+    target_digest: WeightsDigest | None = None,
+    digest: WeightsDigest | None = None,
+) -> PoolDrafter:
+    """Loads the draft; the digests take up what is read of the target and of the draft. Its cache
+    is that of the stage's extra layers, or its own of as many pages as the target's."""
     geometry, device = pools.geometry, backends.device
     if plan.draft.is_frozen:
-        frozen = plan.draft.load_frozen(numerics=backends.numerics, device=device, digest=digest,
-                                        target_digest=target_digest)
-        kv, windows = ({layer_id: tensor for layer_id, tensor in pools.of_kind(kind).items()
-                        if layer_id in plan.draft.read_layers} for kind in (CacheKind.KV, CacheKind.WINDOW))
-        cached = CpuAttention(kv_pools=kv, window_pools=windows,
-                              geometry=frozen.attention_geometry(geometry.page_size))
+        frozen = plan.draft.load_frozen(
+            numerics=backends.numerics, device=device, digest=digest, target_digest=target_digest
+        )
+        kv, windows = (
+            {
+                layer_id: tensor
+                for layer_id, tensor in pools.of_kind(kind).items()
+                if layer_id in plan.draft.read_layers
+            }
+            for kind in (CacheKind.KV, CacheKind.WINDOW)
+        )
+        cached = CpuAttention(
+            kv_pools=kv,
+            window_pools=windows,
+            geometry=frozen.attention_geometry(geometry.page_size),
+        )
         return FrozenDrafter(model=frozen, attention=cached, steps=plan.config.steps)
-    layers = plan.draft.load_layers(numerics=backends.numerics, device=device, digest=digest,
-                                    target_digest=target_digest)
+    layers = plan.draft.load_layers(
+        numerics=backends.numerics, device=device, digest=digest, target_digest=target_digest
+    )
     own: dict[CacheKind, dict[int, Tensor]] = {kind: {} for kind in CacheKind}
     for spec in plan.draft.cache_specs(geometry.page_size):
-        own[spec.kind][spec.layer_id] = pools.of_kind(spec.kind)[plan.first_layer + spec.layer_id] if plan.handed else (
-            torch.zeros(geometry.num_pages, *spec.record_shape, dtype=getattr(torch, spec.dtype), device=device))
+        own[spec.kind][spec.layer_id] = (
+            pools.of_kind(spec.kind)[plan.first_layer + spec.layer_id]
+            if plan.handed
+            else (
+                torch.zeros(
+                    geometry.num_pages,
+                    *spec.record_shape,
+                    dtype=getattr(torch, spec.dtype),
+                    device=device,
+                )
+            )
+        )
     attention = backends.of_draft(layers[0].attention_geometry(geometry.page_size), own)
     if len(layers) > 1:
         chains = _handed_chains(pools, plan.first_layer) if plan.handed else None
         return LayerwiseDrafter(layers=layers, attention=attention, handed=chains)
     ends = _handed_ends(pools, plan.first_layer) if plan.handed else None
     captured = capture(layers[0], attention)
-    return EagleDrafter(model=layers[0], attention=attention, topk=plan.config.topk, steps=plan.config.steps,
-                        handed=ends, graphs=captured.follows, rounds=captured.rounds, recorded=captured.recorded)
+    return EagleDrafter(
+        model=layers[0],
+        attention=attention,
+        topk=plan.config.topk,
+        steps=plan.config.steps,
+        handed=ends,
+        graphs=captured.follows,
+        rounds=captured.rounds,
+        recorded=captured.recorded,
+    )
 
 
 def _handed_chains(pools: StagePools, layer_id: int) -> HandedChains:
-    log_p, tokens = (pools.of_kind(kind)[layer_id] for kind in (CacheKind.TOPK_P, CacheKind.TOPK_INDEX))
+    log_p, tokens = (
+        pools.of_kind(kind)[layer_id] for kind in (CacheKind.TOPK_P, CacheKind.TOPK_INDEX)
+    )
     return HandedChains(log_p, tokens)
 
 
 def _handed_ends(pools: StagePools, layer_id: int) -> HandedEnds:
     first = _handed_chains(pools, layer_id)
     hidden, keys = pools.of_kind(CacheKind.DRAFT_HIDDEN), pools.of_kind(CacheKind.DRAFT_KEYS)
-    return HandedEnds(first.topk_p, first.topk_index, hidden[layer_id], keys[layer_id] if keys else None)
+    return HandedEnds(
+        first.topk_p, first.topk_index, hidden[layer_id], keys[layer_id] if keys else None
+    )
 
 
 def check_frozen(plan: SpeculationPlan, last: LayerRange, rank: TensorRank) -> None:
-    """A draft that reads the target's cache finds it whole on the last stage, or raises ConfigError."""
+    """A draft that reads the target's cache finds it whole on the last stage, or raises
+    ConfigError."""
     elsewhere = sorted(layer_id for layer_id in plan.draft.read_layers if layer_id not in last)
     if elsewhere:
         read = " and ".join(map(str, sorted(plan.draft.read_layers)))
-        raise ConfigError(f"the draft reads what layers {read} cache; the last stage has layers {last} and needs "
-                          f"{elsewhere[0]}, too", field="partition")
+        raise ConfigError(
+            f"the draft reads what layers {read} cache; the last stage has layers {last} and needs "
+            f"{elsewhere[0]}, too",
+            field="partition",
+        )
     if plan.draft.is_frozen and rank.attention.size > 1:
-        raise ConfigError(f"--tp {rank.size}: the draft reads what the target caches, of which a rank has a part only",
-                          field="tp")
+        raise ConfigError(
+            f"--tp {rank.size}: the draft reads what the target caches, of which a rank has a part only",
+            field="tp",
+        )
 
 
-def prompt_drafter(plan: SpeculationPlan, drafter: PoolDrafter, observer: LayerObserver | None) -> Drafter:
+def prompt_drafter(
+    plan: SpeculationPlan, drafter: PoolDrafter, observer: LayerObserver | None
+) -> Drafter:
     """For prefill pools: `observer` is called for the draft's layers as for any others."""
     layers = sorted({plan.first_layer + spec.layer_id for spec in plan.draft.cache_specs(1)})
 

@@ -1,5 +1,5 @@
-"""What runs before a pool reports that it serves: every kind of batch in each process whose kernels are compiled
-on their first use, then one request from inside through all stages.
+"""What runs before a pool reports that it serves: every kind of batch in each process whose kernels
+are compiled on their first use, then one request from inside through all stages.
 """
 
 import asyncio
@@ -22,10 +22,11 @@ EventT = TypeVar("EventT")
 WARM_UP_TIMEOUT_S = 60.0
 
 
-def run_every_kind(executor: StageExecutor, facts: ModelFacts, *, capture_layers: frozenset[int],
-                   max_nodes: int) -> None:
-    """One row of each kind of batch over the null records. Compiling takes minutes at worst; a stage that did it in the
-    middle of a step would look dead to the others.
+def run_every_kind(
+    executor: StageExecutor, facts: ModelFacts, *, capture_layers: frozenset[int], max_nodes: int
+) -> None:
+    """One row of each kind of batch over the null records. Compiling takes minutes at worst; a
+    stage that did it in the middle of a step would look dead to the others.
 
     `max_nodes`: of the trees that are verified, 0 where none are.
     """
@@ -36,15 +37,25 @@ def run_every_kind(executor: StageExecutor, facts: ModelFacts, *, capture_layers
         kinds.append((ForwardMode.VERIFY, SpecRow((-1, 0, 0))))
     for mode, spec in kinds:
         count = max(1, len(spec.parents))
-        batch = build_batch(mode, [Row(0, [0] * count, 0, [NULL_INDEX], NULL_INDEX, None, spec if max_nodes else None)])
+        batch = build_batch(
+            mode,
+            [Row(0, [0] * count, 0, [NULL_INDEX], NULL_INDEX, None, spec if max_nodes else None)],
+        )
         hidden = torch.zeros(count, facts.hidden_size, dtype=getattr(torch, facts.dtype))
-        executor.run(batch, StageOutput(hidden=hidden, aux_hidden=dict.fromkeys(capture_layers, hidden)))
+        executor.run(
+            batch, StageOutput(hidden=hidden, aux_hidden=dict.fromkeys(capture_layers, hidden))
+        )
 
 
-async def run_inside(loop: EngineLoop, submit: Callable[[Callable[[EventT], object]], int],
-                     outcome: Callable[[EventT], bool | BatonError], end: Callable[[int], object]) -> None:
-    """Submit a request on the loop's thread and wait for the event whose `outcome` is not False. `end(key)` gives back
-    what the request holds: once, whatever happened, on the event loop's thread.
+async def run_inside(
+    loop: EngineLoop,
+    submit: Callable[[Callable[[EventT], object]], int],
+    outcome: Callable[[EventT], bool | BatonError],
+    end: Callable[[int], object],
+) -> None:
+    """Submit a request on the loop's thread and wait for the event whose `outcome` is not False.
+    `end(key)` gives back what the request holds: once, whatever happened, on the event loop's
+    thread.
 
     Raises:
         BatonError: the outcome was one.
@@ -62,12 +73,16 @@ async def run_inside(loop: EngineLoop, submit: Callable[[Callable[[EventT], obje
         else:
             done.set_result(None)
 
-    key = await loop.submit(lambda: submit(lambda event: events.call_soon_threadsafe(settle, event)),
-                            undo=lambda taken: events.call_soon_threadsafe(end, taken))
+    key = await loop.submit(
+        lambda: submit(lambda event: events.call_soon_threadsafe(settle, event)),
+        undo=lambda taken: events.call_soon_threadsafe(end, taken),
+    )
     try:
         async with asyncio.timeout(WARM_UP_TIMEOUT_S):
             await done
     except TimeoutError:
-        raise DeadlineError(f"the warm-up token did not come within {WARM_UP_TIMEOUT_S:g} s") from None
+        raise DeadlineError(
+            f"the warm-up token did not come within {WARM_UP_TIMEOUT_S:g} s"
+        ) from None
     finally:
         end(key)

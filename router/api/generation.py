@@ -1,8 +1,9 @@
-"""`baton.v1.Generation`: checks what comes in, starts a flow per request, and hands out what it emits.
+"""`baton.v1.Generation`: checks what comes in, starts a flow per request, and hands out what it
+emits.
 
-Several choices of one request: each is a request of its own to the workers, and all share one stream. They begin
-together and fail together: the first error ends the others. Choice i draws with a seed derived from the request's, so
-that every choice is repeatable alone.
+Several choices of one request: each is a request of its own to the workers, and all share one
+stream. They begin together and fail together: the first error ends the others. Choice i draws with
+a seed derived from the request's, so that every choice is repeatable alone.
 """
 
 import asyncio
@@ -34,7 +35,8 @@ from runtime.security.access import ANYBODY, Caller
 Context = grpc.aio.ServicerContext[Any, Any]
 MAX_ABORT_IDS = 1024
 FLUSH_TIMEOUT_S = 5.0  # for each worker: between two steps of its engine
-# 2^64 divided by the golden ratio: seeds of neighbouring requests do not meet (Knuth, TAOCP 3, section 6.4).
+# 2^64 divided by the golden ratio: seeds of neighbouring requests do not meet (Knuth, TAOCP 3,
+# section 6.4).
 SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
@@ -48,8 +50,9 @@ class RequestKey:
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """`max_request_s` holds for clients that set no deadline; `client_stall_s` for those that stop reading;
-    `priorities` for those that push ahead. `salts_by_client`: clients share cached prompts with themselves alone."""
+    """`max_request_s` holds for clients that set no deadline; `client_stall_s` for those that stop
+    reading; `priorities` for those that push ahead. `salts_by_client`: clients share cached prompts
+    with themselves alone."""
 
     max_request_s: float
     client_stall_s: float
@@ -60,8 +63,14 @@ class RequestLimits:
 class GenerationService(generation_pb2_grpc.GenerationServicer):
     """The public API. `runtime.rpc.interceptor` turns the errors it raises into statuses."""
 
-    def __init__(self, model: ServedModel, services: Services, limits: RequestLimits, clock: Clock,
-                 caller_of: Callable[[Context], Caller] = lambda _: ANYBODY) -> None:
+    def __init__(
+        self,
+        model: ServedModel,
+        services: Services,
+        limits: RequestLimits,
+        clock: Clock,
+        caller_of: Callable[[Context], Caller] = lambda _: ANYBODY,
+    ) -> None:
         self._model = model
         self._caller_of = caller_of
         self._services = services
@@ -70,15 +79,24 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         self.counts = RequestCounts()
         self._running: dict[RequestKey, tuple[RequestFlow, ...]] = {}  # a flow per choice
 
-    async def Generate(self, request: generation_pb2.GenerateRequest,
-                       context: Context) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
+    async def Generate(
+        self, request: generation_pb2.GenerateRequest, context: Context
+    ) -> AsyncGenerator[generation_pb2.GenerateResponse, None]:
         timeline = Timeline(self._clock, self._services.metrics)
-        # The router's own, where the client chose none: refused requests are looked up in the log, too.
+        # The router's own, where the client chose none: refused requests are looked up in the log,
+        # too.
         request_id = request.request_id or uuid.uuid4().hex
         rebind(request_id=request_id)
         caller = self._caller_of(context)
-        checked = await admissible(request, self._facts(), self._model.tokeniser, draw_seed, self._model.grammars,
-                                   most_urgent=self._limits.priorities.most_urgent(caller), client=caller.account)
+        checked = await admissible(
+            request,
+            self._facts(),
+            self._model.tokeniser,
+            draw_seed,
+            self._model.grammars,
+            most_urgent=self._limits.priorities.most_urgent(caller),
+            client=caller.account,
+        )
         checked.engine.request_id = request_id
         if self._limits.salts_by_client:
             checked.engine.cache_salt = client_salt(caller.identity, request.cache_salt)
@@ -99,11 +117,13 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
 
-    async def Abort(self, request: generation_pb2.AbortRequest,
-                    context: Context) -> generation_pb2.AbortResponse:
+    async def Abort(
+        self, request: generation_pb2.AbortRequest, context: Context
+    ) -> generation_pb2.AbortResponse:
         if (count := len(request.request_ids)) > MAX_ABORT_IDS:
-            raise InvalidRequestError(FieldViolation("request_ids",
-                                                     f"has {count} entries, the limit is {MAX_ABORT_IDS}"))
+            raise InvalidRequestError(
+                FieldViolation("request_ids", f"has {count} entries, the limit is {MAX_ABORT_IDS}")
+            )
         owner = self._caller_of(context).identity
         keys = [RequestKey(owner, request_id) for request_id in dict.fromkeys(request.request_ids)]
         known = [key for key in keys if key in self._running]
@@ -112,19 +132,26 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
                 flow.abort()
         return generation_pb2.AbortResponse(aborted=[key.request_id for key in known])
 
-    async def GetModelInfo(self, request: generation_pb2.GetModelInfoRequest,
-                           context: Context) -> generation_pb2.GetModelInfoResponse:
+    async def GetModelInfo(
+        self, request: generation_pb2.GetModelInfoRequest, context: Context
+    ) -> generation_pb2.GetModelInfoResponse:
         facts, tokeniser = self._facts(), self._model.tokeniser
         return generation_pb2.GetModelInfoResponse(
-            model=facts.name, architecture=facts.architecture, vocab_size=facts.vocab_size,
-            max_context_tokens=facts.max_context_tokens, num_layers=facts.num_layers,
-            eos_token_ids=facts.eos_token_ids, has_tokenizer=tokeniser is not None,
+            model=facts.name,
+            architecture=facts.architecture,
+            vocab_size=facts.vocab_size,
+            max_context_tokens=facts.max_context_tokens,
+            num_layers=facts.num_layers,
+            eos_token_ids=facts.eos_token_ids,
+            has_tokenizer=tokeniser is not None,
             has_chat_template=tokeniser is not None and tokeniser.has_chat_template,
             revision=self._services.directory.revision,
-            default_sampling=resolved_sampling(types_pb2.SamplingParams(), facts))
+            default_sampling=resolved_sampling(types_pb2.SamplingParams(), facts),
+        )
 
-    async def GetLoad(self, request: generation_pb2.GetLoadRequest,
-                      context: Context) -> generation_pb2.GetLoadResponse:
+    async def GetLoad(
+        self, request: generation_pb2.GetLoadRequest, context: Context
+    ) -> generation_pb2.GetLoadResponse:
         return self.load()
 
     def load(self) -> generation_pb2.GetLoadResponse:
@@ -144,26 +171,42 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         """Why no request could be served now, for clients; empty if one could."""
         return self._services.directory.refusal()
 
-    async def GetClusterStatus(self, request: generation_pb2.GetClusterStatusRequest,
-                               context: Context) -> generation_pb2.GetClusterStatusResponse:
+    async def GetClusterStatus(
+        self, request: generation_pb2.GetClusterStatusRequest, context: Context
+    ) -> generation_pb2.GetClusterStatusResponse:
         num_waiting = self._services.admission.num_waiting
         workers = self._services.directory.status()
         if not self._caller_of(context).is_operator:
             workers = without_addresses(workers)
         return generation_pb2.GetClusterStatusResponse(
-            model=self._model.facts.name, waiting_requests=num_waiting,
-            running_requests=max(0, self.num_active - num_waiting), workers=workers)
+            model=self._model.facts.name,
+            waiting_requests=num_waiting,
+            running_requests=max(0, self.num_active - num_waiting),
+            workers=workers,
+        )
 
-    async def FlushCaches(self, request: generation_pb2.FlushCachesRequest,
-                          context: Context) -> generation_pb2.FlushCachesResponse:
-        flushed = await asyncio.gather(*(_flush(worker) for worker in self._services.directory.workers))
+    async def FlushCaches(
+        self, request: generation_pb2.FlushCachesRequest, context: Context
+    ) -> generation_pb2.FlushCachesResponse:
+        flushed = await asyncio.gather(
+            *(_flush(worker) for worker in self._services.directory.workers)
+        )
         return generation_pb2.FlushCachesResponse(workers=flushed)
 
     def _facts(self) -> ModelLimits:
-        return replace(self._model.facts, max_context_tokens=self._services.directory.max_context_tokens)
+        return replace(
+            self._model.facts, max_context_tokens=self._services.directory.max_context_tokens
+        )
 
-    def _register(self, checked: AdmissibleRequest, outputs: Sequence[Output], responses: ResponseQueue,
-                  timeline: Timeline, context: Context, caller: Caller) -> RequestKey:
+    def _register(
+        self,
+        checked: AdmissibleRequest,
+        outputs: Sequence[Output],
+        responses: ResponseQueue,
+        timeline: Timeline,
+        context: Context,
+        caller: Caller,
+    ) -> RequestKey:
         """Make a flow per choice; returns what they run under."""
         engine = checked.engine
         note(request_id=engine.request_id, prompt_tokens=len(engine.prompt_token_ids))
@@ -171,19 +214,33 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
         if key in self._running:
             raise DuplicateRequestError(f"request_id: {engine.request_id!r} is running already")
         self._services.metrics.prompt_tokens.inc(checked.num_choices * len(engine.prompt_token_ids))
-        remaining_s = cast("float | None", context.time_remaining())  # None without a deadline; typed as a float
+        remaining_s = cast(
+            "float | None", context.time_remaining()
+        )  # None without a deadline; typed as a float
         limit_s = self._limits.max_request_s
         limit_s = limit_s if remaining_s is None else min(remaining_s, limit_s)
         self.counts.accepted += 1
         self._running[key] = tuple(
-            RequestFlow(choice_of(checked, index),
-                        Answer(engine.request_id, index, output, responses, timeline.sibling() if index else timeline,
-                               checked.resumed_of(index)), self._services, limit_s)
-            for index, output in enumerate(outputs))
+            RequestFlow(
+                choice_of(checked, index),
+                Answer(
+                    engine.request_id,
+                    index,
+                    output,
+                    responses,
+                    timeline.sibling() if index else timeline,
+                    checked.resumed_of(index),
+                ),
+                self._services,
+                limit_s,
+            )
+            for index, output in enumerate(outputs)
+        )
         return key
 
     async def _output(self, checked: AdmissibleRequest, index: int) -> Output:
-        """Of choice `index`, with what its client has. Raises InvalidRequestError for what it cannot have."""
+        """Of choice `index`, with what its client has. Raises InvalidRequestError for what it
+        cannot have."""
         tokeniser = self._model.tokeniser
         detokeniser = None
         if tokeniser is not None and checked.wants_text:
@@ -199,15 +256,17 @@ class GenerationService(generation_pb2_grpc.GenerationServicer):
 
 
 def client_salt(identity: str, salt: str) -> str:
-    """What stands for a client and the salt it gave: the same at every router, and no salt of another client."""
+    """What stands for a client and the salt it gave: the same at every router, and no salt of
+    another client."""
     return hashlib.blake2b(f"{len(identity)}:{identity}{salt}".encode(), digest_size=16).hexdigest()
 
 
 async def _flush(worker: Worker) -> generation_pb2.FlushedCache:
     flushed = generation_pb2.FlushedCache(role=worker.role, address=worker.address)
     try:
-        response = await worker_pb2_grpc.WorkerStub(worker.channel).FlushCache(worker_pb2.FlushCacheRequest(),
-                                                                               timeout=FLUSH_TIMEOUT_S)
+        response = await worker_pb2_grpc.WorkerStub(worker.channel).FlushCache(
+            worker_pb2.FlushCacheRequest(), timeout=FLUSH_TIMEOUT_S
+        )
         flushed.pages = response.pages
     except grpc.aio.AioRpcError as error:
         flushed.error = error.details() or error.code().name
@@ -225,7 +284,8 @@ def choice_seed(seed: int, index: int) -> int:
 
 
 def choice_of(request: AdmissibleRequest, index: int) -> AdmissibleRequest:
-    """Choice `index` as a request of its own. The prompt is scored for choice 0 only: it is the same for all."""
+    """Choice `index` as a request of its own. The prompt is scored for choice 0 only: it is the
+    same for all."""
     if index == 0:
         return request
     engine = types_pb2.EngineRequest()
@@ -233,8 +293,12 @@ def choice_of(request: AdmissibleRequest, index: int) -> AdmissibleRequest:
     engine.request_id = f"{engine.request_id}/{index}"
     engine.sampling.seed = choice_seed(engine.sampling.seed, index)
     engine.ClearField("num_prompt_logprobs")
-    return replace(request, engine=engine, resumed=request.resumed[index:index + 1],
-                   resumed_from=request.resumed_from[index:index + 1])
+    return replace(
+        request,
+        engine=engine,
+        resumed=request.resumed[index : index + 1],
+        resumed_from=request.resumed_from[index : index + 1],
+    )
 
 
 async def run_together(flows: Sequence[RequestFlow]) -> None:

@@ -1,12 +1,14 @@
-"""Which blocks of prompts are cached, with their tokens, for gateways that choose between routers: the events of
-`SubscribeKvEvents` in the vLLM engine contract.
+"""Which blocks of prompts are cached, with their tokens, for gateways that choose between routers:
+the events of `SubscribeKvEvents` in the vLLM engine contract.
 
-Workers report digests of where prompts can go on (`router.workers.prefix_index`). The tokens behind them are those of
-prompts that this router has placed, as far as it remembers: of blocks that only other routers' prompts had, or that
-were forgotten, nothing is published. Nor of salted prompts, from which nobody else can go on. A block is published
-while some worker can go on from it or from one behind it.
+Workers report digests of where prompts can go on (`router.workers.prefix_index`). The tokens behind
+them are those of prompts that this router has placed, as far as it remembers: of blocks that only
+other routers' prompts had, or that were forgotten, nothing is published. Nor of salted prompts,
+from which nobody else can go on. A block is published while some worker can go on from it or from
+one behind it.
 
-Pure. A subscriber first gets everything, as a snapshot, then what changes; one that falls behind gets another snapshot.
+Pure. A subscriber first gets everything, as a snapshot, then what changes; one that falls behind
+gets another snapshot.
 """
 
 import asyncio
@@ -67,7 +69,7 @@ class CacheEvents:
             if block is None:
                 if not self._has_room():
                     break
-                tokens = array("I", prompt.token_ids[depth * page_size:(depth + 1) * page_size])
+                tokens = array("I", prompt.token_ids[depth * page_size : (depth + 1) * page_size])
                 block = self._blocks[name] = TokenBlock(name, parent, tokens, depth)
                 self._unpublished[name] = None
             parent = block
@@ -102,7 +104,9 @@ class CacheEvents:
         block.is_point = False
         gone: list[int] = []
         node: TokenBlock | None = block
-        while node is not None and node.is_published and not node.is_point and not node.num_published:
+        while (
+            node is not None and node.is_published and not node.is_point and not node.num_published
+        ):
             node.is_published = False
             self._unpublished[node.name] = None
             gone.append(node.key)
@@ -124,7 +128,10 @@ class CacheEvents:
 
     def _published(self) -> list[TokenBlock]:
         """Parents before what is behind them."""
-        return sorted((block for block in self._blocks.values() if block.is_published), key=lambda block: block.depth)
+        return sorted(
+            (block for block in self._blocks.values() if block.is_published),
+            key=lambda block: block.depth,
+        )
 
     def _publish(self, event: pb.KvCacheEvent) -> None:
         for subscription in self._subscriptions:
@@ -175,8 +182,17 @@ class Subscription:
         batches = []
         for index, first in enumerate(firsts):
             cleared = [] if index else [pb.KvCacheEvent(cleared=pb.KvCacheCleared())]
-            batches.append(self._batch([*cleared, *(_stored([block]) for block in blocks[first:first + CHUNK_BLOCKS])]))
-            batches[-1].snapshot.CopyFrom(pb.KvSnapshotChunk(index=index, count=len(firsts), blocks=len(blocks)))
+            batches.append(
+                self._batch(
+                    [
+                        *cleared,
+                        *(_stored([block]) for block in blocks[first : first + CHUNK_BLOCKS]),
+                    ]
+                )
+            )
+            batches[-1].snapshot.CopyFrom(
+                pb.KvSnapshotChunk(index=index, count=len(firsts), blocks=len(blocks))
+            )
         return batches
 
     def _batch(self, events: Sequence[pb.KvCacheEvent]) -> pb.KvEventBatch:
@@ -187,7 +203,14 @@ class Subscription:
 def _stored(blocks: Sequence[TokenBlock]) -> pb.KvCacheEvent:
     """Of blocks that follow one another."""
     parent = blocks[0].parent
-    return pb.KvCacheEvent(stored=pb.KvBlocksStored(
-        blocks=[pb.KvBlock(block_hash=block.key, token_ids=block.token_ids, block_size=len(block.token_ids))
-                for block in blocks],
-        parent_block_hash=None if parent is None else parent.key))
+    return pb.KvCacheEvent(
+        stored=pb.KvBlocksStored(
+            blocks=[
+                pb.KvBlock(
+                    block_hash=block.key, token_ids=block.token_ids, block_size=len(block.token_ids)
+                )
+                for block in blocks
+            ],
+            parent_block_hash=None if parent is None else parent.key,
+        )
+    )

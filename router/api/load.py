@@ -23,19 +23,32 @@ def load_of(workers: Iterable[Worker], num_waiting: int) -> generation_pb2.GetLo
     usable = [worker for worker in workers if worker.is_usable and worker.info is not None]
     pools = [worker for worker in usable if worker.role is WorkerRole.DECODE]
     infos = [worker.info for worker in pools if worker.info is not None]
-    places, running = (sum(info.max_running_requests for info in infos),
-                       sum(worker.load.running_requests for worker in pools))
+    places, running = (
+        sum(info.max_running_requests for info in infos),
+        sum(worker.load.running_requests for worker in pools),
+    )
     total = sum(info.pages_total * info.page_size for info in infos)
-    free = sum(worker.load.pages_free * info.page_size for worker, info in zip(pools, infos, strict=True))
+    free = sum(
+        worker.load.pages_free * info.page_size for worker, info in zip(pools, infos, strict=True)
+    )
     queued = sum(worker.load.queued_requests for worker in usable)
     kv_utilization = (total - free) / total if total else 0.0
     return generation_pb2.GetLoadResponse(
-        waiting_requests=num_waiting, queued_requests=queued,
-        queued_tokens=sum(worker.load.queued_tokens for worker in usable), running_requests=running,
-        max_running_requests=places, page_size=infos[0].page_size if infos else 0, kv_tokens_used=total - free,
-        kv_tokens_total=total, kv_utilization=kv_utilization,
-        utilization=max(kv_utilization, (running + queued + num_waiting) / places if places else 0.0),
-        prefill_workers=len(usable) - len(pools), decode_workers=len(pools))
+        waiting_requests=num_waiting,
+        queued_requests=queued,
+        queued_tokens=sum(worker.load.queued_tokens for worker in usable),
+        running_requests=running,
+        max_running_requests=places,
+        page_size=infos[0].page_size if infos else 0,
+        kv_tokens_used=total - free,
+        kv_tokens_total=total,
+        kv_utilization=kv_utilization,
+        utilization=max(
+            kv_utilization, (running + queued + num_waiting) / places if places else 0.0
+        ),
+        prefill_workers=len(usable) - len(pools),
+        decode_workers=len(pools),
+    )
 
 
 @dataclass
@@ -61,8 +74,12 @@ class _Rates:
 
     def fill_in(self, report: orca_load_report_pb2.OrcaLoadReport) -> None:
         """What happened per second since the last report."""
-        now_s, cpu_s, accepted, failed = (time.monotonic(), time.process_time(), self.counts.accepted,
-                                          self.counts.failed)
+        now_s, cpu_s, accepted, failed = (
+            time.monotonic(),
+            time.process_time(),
+            self.counts.accepted,
+            self.counts.failed,
+        )
         elapsed_s = max(now_s - self.at_s, 1e-3)
         report.cpu_utilization = (cpu_s - self.cpu_s) / elapsed_s / (os.cpu_count() or 1)
         report.rps_fractional = (accepted - self.accepted) / elapsed_s
@@ -73,12 +90,15 @@ class _Rates:
 class OpenRcaService(orca_service_pb2_grpc.OpenRcaServiceServicer):
     """Streams `load()` at the requested interval, never more often than `MIN_INTERVAL_S`."""
 
-    def __init__(self, load: Callable[[], generation_pb2.GetLoadResponse], counts: RequestCounts) -> None:
+    def __init__(
+        self, load: Callable[[], generation_pb2.GetLoadResponse], counts: RequestCounts
+    ) -> None:
         self._load = load
         self._counts = counts
 
-    async def StreamCoreMetrics(self, request: orca_service_pb2.OrcaLoadReportRequest,
-                                context: Context) -> AsyncIterator[orca_load_report_pb2.OrcaLoadReport]:
+    async def StreamCoreMetrics(
+        self, request: orca_service_pb2.OrcaLoadReportRequest, context: Context
+    ) -> AsyncIterator[orca_load_report_pb2.OrcaLoadReport]:
         wanted_s = request.report_interval.ToNanoseconds() / 1e9
         rates = _Rates(self._counts)
         while True:
@@ -92,7 +112,12 @@ def _report(load: generation_pb2.GetLoadResponse) -> orca_load_report_pb2.OrcaLo
     places = load.max_running_requests
     return orca_load_report_pb2.OrcaLoadReport(
         application_utilization=load.utilization,
-        utilization={"kv_cache": load.kv_utilization,
-                     "running_requests": min(1.0, load.running_requests / places) if places else 0.0},
-        named_metrics={name: getattr(load, name) for name in ("waiting_requests", "queued_requests", "queued_tokens",
-                                                              "running_requests")})
+        utilization={
+            "kv_cache": load.kv_utilization,
+            "running_requests": min(1.0, load.running_requests / places) if places else 0.0,
+        },
+        named_metrics={
+            name: getattr(load, name)
+            for name in ("waiting_requests", "queued_requests", "queued_tokens", "running_requests")
+        },
+    )

@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 SERVICE = "baton.v1.Generation"
 RETRY_PAUSE_S = 0.5
 NOTICE_S = 20.0  # without a pair of workers before the log says so
-STARTING_S = 180.0  # in which a router before its first pair takes workers that are missing for workers that start
+# in which a router before its first pair takes workers that are missing for workers that start
+STARTING_S = 180.0
 # One token by prefill, one by decode, from a prompt that every vocabulary has.
 WARM_UP_PROMPT, WARM_UP_TOKENS = (0, 0, 0, 0), 2
 
@@ -35,8 +36,13 @@ WARM_UP_PROMPT, WARM_UP_TOKENS = (0, 0, 0, 0), 2
 class Readiness:
     """Keeps the health of the public service true; `run` until cancelled."""
 
-    def __init__(self, services: Services, health: Health, warm_up_s: float,
-                 names: Sequence[str] = (SERVICE,)) -> None:
+    def __init__(
+        self,
+        services: Services,
+        health: Health,
+        warm_up_s: float,
+        names: Sequence[str] = (SERVICE,),
+    ) -> None:
         """`names` are the services that work when a token goes through."""
         self._names = names
         self._directory = services.directory
@@ -62,15 +68,22 @@ class Readiness:
             logger.warning("not ready", extra={"reason": problem})
 
     async def _pair(self, told: tuple[str, int]) -> None:
-        """Wait for a pair of workers. Log once for each reason why there is none; `told` is the last one and its level.
-        A router before its first pair takes workers that are missing for workers that still start."""
+        """Wait for a pair of workers. Log once for each reason why there is none; `told` is the
+        last one and its level. A router before its first pair takes workers that are missing for
+        workers that still start."""
         starts_until_s = 0.0 if told[0] else asyncio.get_running_loop().time() + STARTING_S
         while not await self._paired_soon():
             problem = self._directory.pair_problem()
-            starts = asyncio.get_running_loop().time() < starts_until_s and are_missing(self._directory.workers)
+            starts = asyncio.get_running_loop().time() < starts_until_s and are_missing(
+                self._directory.workers
+            )
             now = (problem, logging.INFO if starts else logging.WARNING)
             if problem and now != told:
-                logger.log(now[1], "waiting for workers" if starts else "not ready", extra={"reason": problem})
+                logger.log(
+                    now[1],
+                    "waiting for workers" if starts else "not ready",
+                    extra={"reason": problem},
+                )
                 told = now
 
     async def _paired_soon(self) -> bool:
@@ -84,11 +97,21 @@ class Readiness:
 
     async def _warm_up(self) -> bool:
         engine = types_pb2.EngineRequest(
-            request_id=f"warm-up-{uuid.uuid4().hex}", prompt_token_ids=WARM_UP_PROMPT, max_tokens=WARM_UP_TOKENS,
-            sampling=types_pb2.SamplingParams(temperature=0, seed=0, top_p=1, repetition_penalty=1))
-        answer = Answer(engine.request_id, 0, Output(engine, (), None), ResponseQueue(self._warm_up_s),
-                        Timeline(SystemClock(), self._services.metrics))
-        flow = RequestFlow(AdmissibleRequest(engine, (), wants_text=False), answer, self._services, self._warm_up_s)
+            request_id=f"warm-up-{uuid.uuid4().hex}",
+            prompt_token_ids=WARM_UP_PROMPT,
+            max_tokens=WARM_UP_TOKENS,
+            sampling=types_pb2.SamplingParams(temperature=0, seed=0, top_p=1, repetition_penalty=1),
+        )
+        answer = Answer(
+            engine.request_id,
+            0,
+            Output(engine, (), None),
+            ResponseQueue(self._warm_up_s),
+            Timeline(SystemClock(), self._services.metrics),
+        )
+        flow = RequestFlow(
+            AdmissibleRequest(engine, (), wants_text=False), answer, self._services, self._warm_up_s
+        )
         try:
             await flow.run()
         except BatonError as error:

@@ -1,4 +1,5 @@
-"""Texts that a gateway sent by a carrying tokenizer (`router.text.carrier`), as prompts of `baton.v1.Generation`."""
+"""Texts that a gateway sent by a carrying tokenizer (`router.text.carrier`), as prompts of
+`baton.v1.Generation`."""
 
 import json
 from collections.abc import Mapping
@@ -43,9 +44,15 @@ def _written_chat(text: str) -> tuple[Mapping[str, Any], str] | None:
         return None
     chat = written[CHAT_KEY]
     fields = {"tools": list, "arguments": dict, "goes_on": bool, "messages": list}
-    if not isinstance(chat, dict) or not all(isinstance(chat.get(name), kind) for name, kind in fields.items()):
+    if not isinstance(chat, dict) or not all(
+        isinstance(chat.get(name), kind) for name, kind in fields.items()
+    ):
         return None
-    return (chat, text[end:]) if all(isinstance(message, dict) for message in chat["messages"]) else None
+    return (
+        (chat, text[end:])
+        if all(isinstance(message, dict) for message in chat["messages"])
+        else None
+    )
 
 
 def _put_message(message: pb.ChatMessage, field: str, given: Mapping[str, Any]) -> None:
@@ -62,15 +69,20 @@ def _put_message(message: pb.ChatMessage, field: str, given: Mapping[str, Any]) 
         setattr(message, name, str(given.get(name) or ""))
     for call in given.get("tool_calls") or ():
         function = call.get("function", {})
-        message.tool_calls.add(id=str(call.get("id") or ""), name=str(function.get("name") or ""),
-                               arguments=_arguments(function.get("arguments")))
+        message.tool_calls.add(
+            id=str(call.get("id") or ""),
+            name=str(function.get("name") or ""),
+            arguments=_arguments(function.get("arguments")),
+        )
 
 
 def _text(field: str, part: Any) -> str:  # noqa: ANN401 - a value of JSON
     if isinstance(part, dict) and part.get("type") == "text":
         return str(part.get("text") or "")
     kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-    raise InvalidRequestError(FieldViolation(field, f"has a part of the type {kind!r}; only texts are served"))
+    raise InvalidRequestError(
+        FieldViolation(field, f"has a part of the type {kind!r}; only texts are served")
+    )
 
 
 def _arguments(given: Any) -> str:  # noqa: ANN401 - a value of JSON
@@ -78,7 +90,8 @@ def _arguments(given: Any) -> str:  # noqa: ANN401 - a value of JSON
 
 
 def _cut_final_text(message: pb.ChatMessage, text: str) -> None:
-    """Drop the tag that the gateway put behind the final message's text: `text` is that without the tag."""
+    """Drop the tag that the gateway put behind the final message's text: `text` is that without the
+    tag."""
     if message.content_parts:
         message.content_parts[-1].text = text
     else:

@@ -1,8 +1,9 @@
 """`vllm.grpc.engine.VllmEngine`: the contract that gateways speak to vLLM, answered by this router.
 
-Every request goes the way of `baton.v1.Generation`; only the words differ (`router.api.vllm_translate`). Methods that
-Baton does not have are refused with UNIMPLEMENTED, fields as bad requests, both by name. A gateway gets a tokenizer
-whose ids carry texts and conversations to here (`router.text.carrier`), where they are rendered and read.
+Every request goes the way of `baton.v1.Generation`; only the words differ
+(`router.api.vllm_translate`). Methods that Baton does not have are refused with UNIMPLEMENTED,
+fields as bad requests, both by name. A gateway gets a tokenizer whose ids carry texts and
+conversations to here (`router.text.carrier`), where they are rendered and read.
 """
 
 import asyncio
@@ -36,8 +37,13 @@ TOKENIZER_CHUNK_BYTES = 1 << 20
 class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignore[misc]  # published without types
     """Beside `generation`, over the same requests."""
 
-    def __init__(self, generation: GenerationService, model_dir: Path, tokenizer: GatewayTokenizer | None,
-                 events: CacheEvents) -> None:
+    def __init__(
+        self,
+        generation: GenerationService,
+        model_dir: Path,
+        tokenizer: GatewayTokenizer | None,
+        events: CacheEvents,
+    ) -> None:
         """`tokenizer` is what gateways get; None for a model without one."""
         self._generation = generation
         self._tokenizer = tokenizer
@@ -49,7 +55,9 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         self._zipping = asyncio.Lock()
         self._zipped: tuple[bytes, str] | None = None
 
-    async def Generate(self, request: vllm.GenerateRequest, context: Context) -> AsyncIterator[vllm.GenerateResponse]:
+    async def Generate(
+        self, request: vllm.GenerateRequest, context: Context
+    ) -> AsyncIterator[vllm.GenerateResponse]:
         self._last_received_s = time.time()
         try:
             wanted = request_from_vllm(request, await self._carried(request))
@@ -74,58 +82,90 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
         await self._generation.Abort(pb.AbortRequest(request_ids=request.request_ids), context)
         return vllm.AbortResponse()
 
-    async def HealthCheck(self, request: vllm.HealthCheckRequest, context: Context) -> vllm.HealthCheckResponse:
+    async def HealthCheck(
+        self, request: vllm.HealthCheckRequest, context: Context
+    ) -> vllm.HealthCheckResponse:
         problem = self._generation.problem()
         return vllm.HealthCheckResponse(healthy=not problem, message=problem or "serving")
 
-    async def GetModelInfo(self, request: vllm.GetModelInfoRequest, context: Context) -> vllm.GetModelInfoResponse:
+    async def GetModelInfo(
+        self, request: vllm.GetModelInfoRequest, context: Context
+    ) -> vllm.GetModelInfoResponse:
         info = await self._generation.GetModelInfo(pb.GetModelInfoRequest(), context)
         config = read_config(self._model_dir)
         fields, sampling = text_fields(config), self._generation.default_sampling
         return vllm.GetModelInfoResponse(
-            model_path=str(self._model_dir), is_generation=True,
-            # Ids that carry a conversation are more than it has: only the router can tell what is too long.
+            model_path=str(self._model_dir),
+            is_generation=True,
+            # Ids that carry a conversation are more than it has: only the router can tell what is
+            # too long.
             max_context_length=info.max_context_tokens if self._carrier is None else 0,
-            vocab_size=info.vocab_size, served_model_name=info.model,
+            vocab_size=info.vocab_size,
+            served_model_name=info.model,
             tokenizer_path="" if self._tokenizer is None else self._tokenizer.folder,
             model_type=config.get("model_type", ""),
-            architectures=[info.architecture], eos_token_ids=info.eos_token_ids,
-            pad_token_id=fields.get("pad_token_id") or 0, bos_token_id=fields.get("bos_token_id") or 0,
+            architectures=[info.architecture],
+            eos_token_ids=info.eos_token_ids,
+            pad_token_id=fields.get("pad_token_id") or 0,
+            bos_token_id=fields.get("bos_token_id") or 0,
             max_req_input_len=info.max_context_tokens - 1,
-            default_sampling_params_json=json.dumps(dict(sampling)) if sampling else "")
+            default_sampling_params_json=json.dumps(dict(sampling)) if sampling else "",
+        )
 
-    async def GetServerInfo(self, request: vllm.GetServerInfoRequest, context: Context) -> vllm.GetServerInfoResponse:
+    async def GetServerInfo(
+        self, request: vllm.GetServerInfoRequest, context: Context
+    ) -> vllm.GetServerInfoResponse:
         load = await self._generation.GetLoad(pb.GetLoadRequest(), context)
         return vllm.GetServerInfoResponse(
-            active_requests=self._generation.num_active, server_type="vllm-grpc",
-            last_receive_timestamp=self._last_received_s, uptime_seconds=time.monotonic() - self._started_s,
-            data_parallel_size=1, max_num_seqs=load.max_running_requests, block_size=load.page_size,
-            constrained_decoding_start="first_token")
+            active_requests=self._generation.num_active,
+            server_type="vllm-grpc",
+            last_receive_timestamp=self._last_received_s,
+            uptime_seconds=time.monotonic() - self._started_s,
+            data_parallel_size=1,
+            max_num_seqs=load.max_running_requests,
+            block_size=load.page_size,
+            constrained_decoding_start="first_token",
+        )
 
-    async def GetLoads(self, request: vllm.GetLoadsRequest, context: Context) -> vllm.GetLoadsResponse:
+    async def GetLoads(
+        self, request: vllm.GetLoadsRequest, context: Context
+    ) -> vllm.GetLoadsResponse:
         if request.dp_rank:
             raise UnsupportedError(FieldViolation("dp_rank", "there is one rank, 0"))
         load = await self._generation.GetLoad(pb.GetLoadRequest(), context)
         waiting = load.waiting_requests + load.queued_requests
         return vllm.GetLoadsResponse(
-            timestamp=datetime.now(UTC).isoformat(), version=VERSION, dp_rank_count=1, loads=[vllm.SchedulerLoad(
-                num_running_reqs=load.running_requests, num_waiting_reqs=waiting,
-                num_total_reqs=load.running_requests + waiting, num_used_tokens=load.kv_tokens_used,
-                max_total_num_tokens=load.kv_tokens_total, token_usage=load.kv_utilization,
-                utilization=load.utilization, max_running_requests=load.max_running_requests,
-                num_waiting_uncached_tokens=load.queued_tokens)])
+            timestamp=datetime.now(UTC).isoformat(),
+            version=VERSION,
+            dp_rank_count=1,
+            loads=[
+                vllm.SchedulerLoad(
+                    num_running_reqs=load.running_requests,
+                    num_waiting_reqs=waiting,
+                    num_total_reqs=load.running_requests + waiting,
+                    num_used_tokens=load.kv_tokens_used,
+                    max_total_num_tokens=load.kv_tokens_total,
+                    token_usage=load.kv_utilization,
+                    utilization=load.utilization,
+                    max_running_requests=load.max_running_requests,
+                    num_waiting_uncached_tokens=load.queued_tokens,
+                )
+            ],
+        )
 
-    async def GetTokenizer(self, request: common_pb2.GetTokenizerRequest,
-                           context: Context) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
+    async def GetTokenizer(
+        self, request: common_pb2.GetTokenizerRequest, context: Context
+    ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
         data, digest = await self._archive()
         for start in range(0, len(data), TOKENIZER_CHUNK_BYTES):
             is_last = start + TOKENIZER_CHUNK_BYTES >= len(data)
-            yield common_pb2.GetTokenizerChunk(data=data[start:start + TOKENIZER_CHUNK_BYTES],
-                                               sha256=digest if is_last else "")
+            yield common_pb2.GetTokenizerChunk(
+                data=data[start : start + TOKENIZER_CHUNK_BYTES], sha256=digest if is_last else ""
+            )
 
     async def _archive(self) -> tuple[bytes, str]:
-        """Return the tokenizer's archive and its digest, made once, on a thread: it may have tens of megabytes. Raises
-        UnsupportedError without a tokenizer."""
+        """Return the tokenizer's archive and its digest, made once, on a thread: it may have tens
+        of megabytes. Raises UnsupportedError without a tokenizer."""
         async with self._zipping:
             if self._zipped is None:
                 if self._tokenizer is None:
@@ -133,23 +173,29 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):  # type: ignor
                 self._zipped = await asyncio.to_thread(self._tokenizer.zipped)
             return self._zipped
 
-    async def SubscribeKvEvents(self, request: common_pb2.SubscribeKvEventsRequest,
-                                context: Context) -> AsyncIterator[common_pb2.KvEventBatch]:
+    async def SubscribeKvEvents(
+        self, request: common_pb2.SubscribeKvEventsRequest, context: Context
+    ) -> AsyncIterator[common_pb2.KvEventBatch]:
         with self._events.subscribe(request.start_sequence_number) as subscription:
             while True:
                 for batch in await subscription.news():
                     yield batch
 
     async def Embed(self, request: Message, context: Context) -> vllm.EmbedResponse:
-        """Refuse it as a bad request: gateways make a server's error of UNIMPLEMENTED, which clients send again."""
-        raise InvalidRequestError(FieldViolation("model", "generates, and has neither embeddings nor classes"))
+        """Refuse it as a bad request: gateways make a server's error of UNIMPLEMENTED, which
+        clients send again."""
+        raise InvalidRequestError(
+            FieldViolation("model", "generates, and has neither embeddings nor classes")
+        )
 
     async def FlushCache(self, request: Message, context: Context) -> common_pb2.FlushCacheResponse:
         """At once, whatever runs: that keeps what it uses."""
         flushed = (await self._generation.FlushCaches(pb.FlushCachesRequest(), context)).workers
         failed = [f"{each.role} {each.address}: {each.error}" for each in flushed if each.error]
         return common_pb2.FlushCacheResponse(
-            success=not failed, message="; ".join(failed) or f"{sum(each.pages for each in flushed)} pages given up")
+            success=not failed,
+            message="; ".join(failed) or f"{sum(each.pages for each in flushed)} pages given up",
+        )
 
     async def StartProfile(self, request: Message, context: Context) -> common_pb2.ProfileResponse:
         _refuse("StartProfile", "there is no profiler to control")

@@ -1,4 +1,5 @@
-"""What gateways get to read texts with: a tokenizer and a template that carry them here, or the model's own files."""
+"""What gateways get to read texts with: a tokenizer and a template that carry them here, or the
+model's own files."""
 
 import hashlib
 import io
@@ -15,16 +16,22 @@ from router.text.model_facts import ServedModel
 from runtime.model_files.config import read_if_there
 from runtime.model_files.tokenizer_files import find_tokenizer
 
-# Gateways load what they find under the name that a tokenizer has, on their own host, and ask a router for the rest.
+# Gateways load what they find under the name that a tokenizer has, on their own host, and ask a
+# router for the rest.
 NOWHERE = "/nonexistent/baton"
-_OWN_FILES = ("tokenizer_config.json", "chat_template.jinja", "config.json", "generation_config.json",
-              "special_tokens_map.json")
+_OWN_FILES = (
+    "tokenizer_config.json",
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+    "special_tokens_map.json",
+)
 
 
 @dataclass(frozen=True)
 class GatewayTokenizer:
-    """The files by name, and the folder where a gateway on this host finds them. `carrier` reads the texts that they
-    carry; None where they are the model's own."""
+    """The files by name, and the folder where a gateway on this host finds them. `carrier` reads
+    the texts that they carry; None where they are the model's own."""
 
     files: Mapping[str, bytes]
     folder: str
@@ -41,21 +48,27 @@ class GatewayTokenizer:
 
 
 def gateway_tokenizer(folder: Path, model: ServedModel, cache: Path) -> GatewayTokenizer | None:
-    """Return what a gateway gets for the model in a folder; None without a tokenizer. Takes seconds for large
-    vocabularies. Files that carry texts are kept in `cache` where that can be written: a gateway on this host then
-    needs no router that is ready before it is."""
+    """Return what a gateway gets for the model in a folder; None without a tokenizer. Takes seconds
+    for large vocabularies. Files that carry texts are kept in `cache` where that can be written: a
+    gateway on this host then needs no router that is ready before it is."""
     path, tokeniser = find_tokenizer(folder), model.tokeniser
     if path is None or tokeniser is None:
         return None
     carrying = carrying_tokenizer(tokeniser.tokenizer, path.read_text(encoding="utf-8"))
     if carrying is None:
-        others = {name: (folder / name).read_bytes() for name in _OWN_FILES if (folder / name).is_file()}
-        return GatewayTokenizer({"tokenizer.json": path.read_bytes(), **others}, str(folder.absolute()))
+        others = {
+            name: (folder / name).read_bytes() for name in _OWN_FILES if (folder / name).is_file()
+        }
+        return GatewayTokenizer(
+            {"tokenizer.json": path.read_bytes(), **others}, str(folder.absolute())
+        )
     config = read_if_there(folder / "tokenizer_config.json")
     files = {
         "tokenizer.json": carrying,
         # Without what a gateway would do for a class or an architecture that it knows.
-        "tokenizer_config.json": json.dumps({name: value for name, value in config.items() if name.endswith("_token")}),
+        "tokenizer_config.json": json.dumps(
+            {name: value for name, value in config.items() if name.endswith("_token")}
+        ),
         "config.json": json.dumps({"eos_token_id": list(model.facts.eos_token_ids)}),
     }
     if tokeniser.chat_template is not None:
@@ -65,7 +78,8 @@ def gateway_tokenizer(folder: Path, model: ServedModel, cache: Path) -> GatewayT
 
 
 def _kept(files: Mapping[str, bytes], cache: Path) -> str:
-    """Return the folder of `cache` that has these very files, written if need be; `NOWHERE` if it cannot be."""
+    """Return the folder of `cache` that has these very files, written if need be; `NOWHERE` if it
+    cannot be."""
     digest = hashlib.sha256()
     for name, data in files.items():
         digest.update(f"{name} {len(data)}\n".encode() + data)

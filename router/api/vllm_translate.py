@@ -1,11 +1,12 @@
 """Between `vllm.grpc.engine.VllmEngine` and `baton.v1.Generation`: pure functions over messages.
 
-That contract gives most sampling fields no presence: zero means absent there, so it does here. What is absent has
-Baton's own default and not the model's: gateways are told the model's (`default_sampling_params_json`) and send it
-themselves, and a client's zero, which says "all tokens", looks like an absent field. Fields that Baton has no use for
-are refused by name, unless ignoring them changes nothing (`skip_special_tokens` and its like shape text, and this
-service answers in token ids). They are bad requests: gateways make a server's error of UNIMPLEMENTED, and clients send
-again what meets one.
+That contract gives most sampling fields no presence: zero means absent there, so it does here. What
+is absent has Baton's own default and not the model's: gateways are told the model's
+(`default_sampling_params_json`) and send it themselves, and a client's zero, which says "all
+tokens", looks like an absent field. Fields that Baton has no use for are refused by name, unless
+ignoring them changes nothing (`skip_special_tokens` and its like shape text, and this service
+answers in token ids). They are bad requests: gateways make a server's error of UNIMPLEMENTED, and
+clients send again what meets one.
 """
 
 import codecs
@@ -21,7 +22,14 @@ from router.request.validate import MAX_LOGIT_BIAS_ENTRIES
 from runtime.errors import FieldViolation, InvalidRequestError
 from runtime.sampling_limits import SAMPLING_DEFAULTS
 
-_WITHOUT_PRESENCE = ("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty")
+_WITHOUT_PRESENCE = (
+    "top_p",
+    "top_k",
+    "min_p",
+    "frequency_penalty",
+    "presence_penalty",
+    "repetition_penalty",
+)
 _UNSUPPORTED = ("kv_transfer_params", "kv_transfer_params_json", "mm_inputs", "media_refs")
 _UNSUPPORTED_SAMPLING = ("truncate_prompt_tokens", "grammar", "structural_tag")
 _REGEX_SYNTAX = frozenset("\\.+*?()|[]{}^$")
@@ -32,17 +40,29 @@ _FINISH_REASONS = {
 }
 # Where that contract has what Baton's fields have; the longest prefix counts.
 _THEIR_NAMES = {
-    "token_ids.ids": "tokenized.input_ids", "token_ids": "tokenized.input_ids", "prompt": "input", "text": "prompt",
-    "chat": "messages", "chat.messages": "messages", "chat.tools": "tools",
+    "token_ids.ids": "tokenized.input_ids",
+    "token_ids": "tokenized.input_ids",
+    "prompt": "input",
+    "text": "prompt",
+    "chat": "messages",
+    "chat.messages": "messages",
+    "chat.tools": "tools",
     "chat.template_arguments": "chat_template_kwargs",
-    "sampling": "sampling_params", "stop": "sampling_params", "stop.stop_strings": "sampling_params.stop", "n":
-    "sampling_params.n", "num_top_logprobs": "sampling_params.logprobs", "num_prompt_logprobs":
-    "sampling_params.prompt_logprobs", "structured_output": "sampling_params",
+    "sampling": "sampling_params",
+    "stop": "sampling_params",
+    "stop.stop_strings": "sampling_params.stop",
+    "n": "sampling_params.n",
+    "num_top_logprobs": "sampling_params.logprobs",
+    "num_prompt_logprobs": "sampling_params.prompt_logprobs",
+    "structured_output": "sampling_params",
 }
 
 
-def request_from_vllm(request: vllm.GenerateRequest, carried: str | None = None) -> pb.GenerateRequest:
-    """Return the request in this API's terms. `carried` is the text that the token ids carry, if they carry one.
+def request_from_vllm(
+    request: vllm.GenerateRequest, carried: str | None = None
+) -> pb.GenerateRequest:
+    """Return the request in this API's terms. `carried` is the text that the token ids carry, if
+    they carry one.
 
     Raises:
         InvalidRequestError: naming the field in that contract's terms.
@@ -50,13 +70,21 @@ def request_from_vllm(request: vllm.GenerateRequest, carried: str | None = None)
     _refuse_unsupported(request, carried)
     params = request.sampling_params
     wanted = pb.GenerateRequest(
-        request_id=request.request_id, sampling=_sampling(params), skip_text=not params.stop,
+        request_id=request.request_id,
+        sampling=_sampling(params),
+        skip_text=not params.stop,
         stop=types_pb2.StopConditions(
             max_tokens=params.max_tokens if params.HasField("max_tokens") else None,
-            min_tokens=params.min_tokens or None, stop_strings=params.stop, stop_token_ids=params.stop_token_ids,
-            ignore_eos=params.ignore_eos or None),
-        n=params.n or None, num_top_logprobs=_count(params, "logprobs"),
-        num_prompt_logprobs=_count(params, "prompt_logprobs"), structured_output=_structured_output(params))
+            min_tokens=params.min_tokens or None,
+            stop_strings=params.stop,
+            stop_token_ids=params.stop_token_ids,
+            ignore_eos=params.ignore_eos or None,
+        ),
+        n=params.n or None,
+        num_top_logprobs=_count(params, "logprobs"),
+        num_prompt_logprobs=_count(params, "prompt_logprobs"),
+        structured_output=_structured_output(params),
+    )
     if carried is not None:
         put_carried(wanted, carried)
     elif request.HasField("tokenized"):
@@ -69,15 +97,19 @@ def request_from_vllm(request: vllm.GenerateRequest, carried: str | None = None)
 
 def error_for_vllm(error: InvalidRequestError) -> InvalidRequestError:
     """The same error under that contract's field names."""
-    return type(error)(*(FieldViolation(_their_name(v.field), v.description) for v in error.violations))
+    return type(error)(
+        *(FieldViolation(_their_name(v.field), v.description) for v in error.violations)
+    )
 
 
 def _their_name(field: str) -> str:
-    known = [ours for ours in _THEIR_NAMES if field == ours or field.startswith((f"{ours}.", f"{ours}["))]
+    known = [
+        ours for ours in _THEIR_NAMES if field == ours or field.startswith((f"{ours}.", f"{ours}["))
+    ]
     if not known:
         return field
     ours = max(known, key=len)
-    return _THEIR_NAMES[ours] + field[len(ours):]
+    return _THEIR_NAMES[ours] + field[len(ours) :]
 
 
 def _refuse_unsupported(request: vllm.GenerateRequest, carried: str | None) -> None:
@@ -86,26 +118,39 @@ def _refuse_unsupported(request: vllm.GenerateRequest, carried: str | None) -> N
     fields += ["extra_mm_inputs"] if request.extra_mm_inputs else []
     fields += ["data_parallel_rank"] if request.data_parallel_rank else []
     fields += [f"sampling_params.{name}" for name in _UNSUPPORTED_SAMPLING if params.HasField(name)]
-    if params.HasField("prompt_logprobs") and (carried is not None or not request.HasField("tokenized")):
-        fields.append("sampling_params.prompt_logprobs")  # their first entry is the first token's id
+    if params.HasField("prompt_logprobs") and (
+        carried is not None or not request.HasField("tokenized")
+    ):
+        fields.append(
+            "sampling_params.prompt_logprobs"
+        )  # their first entry is the first token's id
     if fields:
-        raise InvalidRequestError(*(FieldViolation(name, "is not supported here") for name in fields))
+        raise InvalidRequestError(
+            *(FieldViolation(name, "is not supported here") for name in fields)
+        )
 
 
 def _sampling(params: vllm.SamplingParams) -> types_pb2.SamplingParams:
     if len(params.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
-        raise InvalidRequestError(FieldViolation(
-            "sampling_params.logit_bias",
-            f"has {len(params.logit_bias)} entries, the limit is {MAX_LOGIT_BIAS_ENTRIES}"))
+        raise InvalidRequestError(
+            FieldViolation(
+                "sampling_params.logit_bias",
+                f"has {len(params.logit_bias)} entries, the limit is {MAX_LOGIT_BIAS_ENTRIES}",
+            )
+        )
     negative = [token_id for token_id in params.logit_bias if token_id < 0]
     if negative:
-        raise InvalidRequestError(FieldViolation(f"sampling_params.logit_bias[{negative[0]}]", "is no token id"))
+        raise InvalidRequestError(
+            FieldViolation(f"sampling_params.logit_bias[{negative[0]}]", "is no token id")
+        )
     given = {name: value for name in _WITHOUT_PRESENCE if (value := getattr(params, name))}
     if params.HasField("temperature"):
         given["temperature"] = params.temperature
     return types_pb2.SamplingParams(
         **(SAMPLING_DEFAULTS | given),
-        seed=params.seed % 2**64 if params.HasField("seed") else None, logit_bias=dict(params.logit_bias))
+        seed=params.seed % 2**64 if params.HasField("seed") else None,
+        logit_bias=dict(params.logit_bias),
+    )
 
 
 def _count(params: vllm.SamplingParams, name: str) -> int | None:
@@ -113,8 +158,12 @@ def _count(params: vllm.SamplingParams, name: str) -> int | None:
         return None
     count: int = getattr(params, name)
     if count < 0:
-        raise InvalidRequestError(FieldViolation(
-            f"sampling_params.{name}", "of the whole vocabulary are not offered, give a number of alternatives"))
+        raise InvalidRequestError(
+            FieldViolation(
+                f"sampling_params.{name}",
+                "of the whole vocabulary are not offered, give a number of alternatives",
+            )
+        )
     return count
 
 
@@ -128,13 +177,17 @@ def _structured_output(params: vllm.SamplingParams) -> types_pb2.StructuredOutpu
             return types_pb2.StructuredOutput(regex=params.regex)
         case "choice":
             if not params.choice.choices:
-                raise InvalidRequestError(FieldViolation("sampling_params.choice.choices", "must not be empty"))
+                raise InvalidRequestError(
+                    FieldViolation("sampling_params.choice.choices", "must not be empty")
+                )
             return types_pb2.StructuredOutput(regex="|".join(map(_literal, params.choice.choices)))
     return None
 
 
 def _literal(text: str) -> str:
-    return "".join(f"\\{character}" if character in _REGEX_SYNTAX else character for character in text)
+    return "".join(
+        f"\\{character}" if character in _REGEX_SYNTAX else character for character in text
+    )
 
 
 class _HeldChunk:
@@ -154,15 +207,23 @@ class _HeldChunk:
 
 
 class VllmAnswer:
-    """One request's answer in that contract's terms, from the responses of `baton.v1.Generation` in their order."""
+    """One request's answer in that contract's terms, from the responses of `baton.v1.Generation` in
+    their order."""
 
-    def __init__(self, request: vllm.GenerateRequest, bytes_of: Callable[[int], bytes] | None = None) -> None:
-        """With `bytes_of`, what a token adds to a text, the tokens of a stream with logprobs wait for the end of the
-        character that they are part of: gateways drop the logprobs of chunks that have no text."""
+    def __init__(
+        self, request: vllm.GenerateRequest, bytes_of: Callable[[int], bytes] | None = None
+    ) -> None:
+        """With `bytes_of`, what a token adds to a text, the tokens of a stream with logprobs wait
+        for the end of the character that they are part of: gateways drop the logprobs of chunks
+        that have no text."""
         self._stream = request.stream
-        self._bytes_of = bytes_of if request.stream and request.sampling_params.HasField("logprobs") else None
+        self._bytes_of = (
+            bytes_of if request.stream and request.sampling_params.HasField("logprobs") else None
+        )
         self._held: dict[int, _HeldChunk] = {}  # by choice
-        self._input_logprobs = _first_input(request) if request.sampling_params.HasField("prompt_logprobs") else None
+        self._input_logprobs = (
+            _first_input(request) if request.sampling_params.HasField("prompt_logprobs") else None
+        )
         self._tokens: dict[int, list[int]] = {}
         self._logprobs: dict[int, vllm.OutputLogProbs] = {}
 
@@ -189,11 +250,17 @@ class VllmAnswer:
         if not self._stream:
             self._logprobs.setdefault(index, vllm.OutputLogProbs()).MergeFrom(logprobs)
             return
-        yield vllm.GenerateResponse(chunk=vllm.GenerateStreamChunk(
-            token_ids=chunk.token_ids, prompt_tokens=chunk.usage.prompt_tokens,
-            completion_tokens=chunk.usage.completion_tokens, cached_tokens=chunk.usage.cached_tokens,
-            index=index, output_logprobs=logprobs if chunk.logprobs else None,
-            input_logprobs=self._take_input(index)))
+        yield vllm.GenerateResponse(
+            chunk=vllm.GenerateStreamChunk(
+                token_ids=chunk.token_ids,
+                prompt_tokens=chunk.usage.prompt_tokens,
+                completion_tokens=chunk.usage.completion_tokens,
+                cached_tokens=chunk.usage.cached_tokens,
+                index=index,
+                output_logprobs=logprobs if chunk.logprobs else None,
+                input_logprobs=self._take_input(index),
+            )
+        )
 
     def _complete(self, index: int, finish: pb.GenerateFinish) -> vllm.GenerateComplete:
         matched: Mapping[str, object] = {}
@@ -203,11 +270,16 @@ class VllmAnswer:
             matched = {"matched_token_id": finish.stop_token_id}
         logprobs = self._logprobs.get(index)
         return vllm.GenerateComplete(
-            output_ids=self._tokens.get(index, []), finish_reason=_FINISH_REASONS[finish.reason],
-            prompt_tokens=finish.usage.prompt_tokens, completion_tokens=finish.usage.completion_tokens,
-            cached_tokens=finish.usage.cached_tokens, index=index,
+            output_ids=self._tokens.get(index, []),
+            finish_reason=_FINISH_REASONS[finish.reason],
+            prompt_tokens=finish.usage.prompt_tokens,
+            completion_tokens=finish.usage.completion_tokens,
+            cached_tokens=finish.usage.cached_tokens,
+            index=index,
             output_logprobs=logprobs if logprobs is not None and logprobs.token_ids else None,
-            input_logprobs=self._take_input(index), **matched)
+            input_logprobs=self._take_input(index),
+            **matched,
+        )
 
     def _take_input(self, index: int) -> vllm.InputLogProbs | None:
         """Once, with the first message of choice 0."""
@@ -220,21 +292,31 @@ class VllmAnswer:
 def _output_logprobs(chunk: pb.GenerateChunk) -> vllm.OutputLogProbs:
     if not chunk.logprobs:
         return vllm.OutputLogProbs()
-    return vllm.OutputLogProbs(token_logprobs=[item.logprob for item in chunk.logprobs], token_ids=chunk.token_ids,
-                               top_logprobs=[_top(item) for item in chunk.logprobs])
+    return vllm.OutputLogProbs(
+        token_logprobs=[item.logprob for item in chunk.logprobs],
+        token_ids=chunk.token_ids,
+        top_logprobs=[_top(item) for item in chunk.logprobs],
+    )
 
 
 def _first_input(request: vllm.GenerateRequest) -> vllm.InputLogProbs:
     """The first token of a prompt has an entry without a value."""
-    return vllm.InputLogProbs(token_ids=request.tokenized.input_ids[:1], token_logprobs=[vllm.InputTokenLogProb()],
-                              top_logprobs=[vllm.TopLogProbs()])
+    return vllm.InputLogProbs(
+        token_ids=request.tokenized.input_ids[:1],
+        token_logprobs=[vllm.InputTokenLogProb()],
+        top_logprobs=[vllm.TopLogProbs()],
+    )
 
 
 def _add_input(into: vllm.InputLogProbs, scores: types_pb2.PromptLogprobs) -> None:
     into.token_ids.extend(scores.token_ids)
-    into.token_logprobs.extend(vllm.InputTokenLogProb(value=item.logprob) for item in scores.logprobs)
+    into.token_logprobs.extend(
+        vllm.InputTokenLogProb(value=item.logprob) for item in scores.logprobs
+    )
     into.top_logprobs.extend(map(_top, scores.logprobs))
 
 
 def _top(item: types_pb2.TokenLogprobs) -> vllm.TopLogProbs:
-    return vllm.TopLogProbs(values=[top.logprob for top in item.top], token_ids=[top.token_id for top in item.top])
+    return vllm.TopLogProbs(
+        values=[top.logprob for top in item.top], token_ids=[top.token_id for top in item.top]
+    )

@@ -1,9 +1,11 @@
-"""Holds requests back until a pair of workers could take them soon, and refuses those that would wait in vain.
+"""Holds requests back until a pair of workers could take them soon, and refuses those that would
+wait in vain.
 
-`WaitingLine` is who waits and in which order. The first of it waits for room, which may go to one who finds more of its
-prompt there; a request for which no worker that is alive is large enough is passed over. When no pair is left at all,
-waiting has a short grace (a worker that restarts is back within it), then requests are refused at once.
-Prompts with logprobs of one client take a part of the places only (`router.request.scoring`).
+`WaitingLine` is who waits and in which order. The first of it waits for room, which may go to one
+who finds more of its prompt there; a request for which no worker that is alive is large enough is
+passed over. When no pair is left at all, waiting has a short grace (a worker that restarts is back
+within it), then requests are refused at once. Prompts with logprobs of one client take a part of
+the places only (`router.request.scoring`).
 """
 
 import asyncio
@@ -15,7 +17,15 @@ from dataclasses import dataclass, field
 from router.request.scoring import ScoringPlaces
 from router.request.service_times import Outlook, Rates, TokenWork
 from router.request.validate import AdmissibleRequest
-from router.request.waiting_line import MAX_RETRY_S, Cause, Demand, Refusal, Waiter, WaitingLimits, WaitingLine
+from router.request.waiting_line import (
+    MAX_RETRY_S,
+    Cause,
+    Demand,
+    Refusal,
+    Waiter,
+    WaitingLimits,
+    WaitingLine,
+)
 from router.workers.directory import Directory, WorkerPair
 from router.workers.policy import SHORT_RATIO
 from router.workers.worker import WorkerRole
@@ -29,7 +39,8 @@ MAX_AWAY_S = 30.0
 
 @dataclass(frozen=True)
 class AdmissionLimits:
-    """`max_waiting` requests at once, each for at most `max_wait_s`; `pairless_grace_s` while no pair is usable."""
+    """`max_waiting` requests at once, each for at most `max_wait_s`; `pairless_grace_s` while no
+    pair is usable."""
 
     max_waiting: int = 1024
     max_wait_s: float = 60.0
@@ -38,8 +49,8 @@ class AdmissionLimits:
 
 @dataclass
 class _Held:
-    """A request that waits, and what its task waits for. `num_held`: tokens of its prompt that prefill workers have, by
-    address, as of `looked_s`."""
+    """A request that waits, and what its task waits for. `num_held`: tokens of its prompt that
+    prefill workers have, by address, as of `looked_s`."""
 
     request: AdmissibleRequest
     placed: "asyncio.Future[WorkerPair]"
@@ -48,8 +59,8 @@ class _Held:
     looked_s: float = -math.inf
 
     def gain(self, sources: Iterable[str]) -> int:
-        """Tokens that some of these workers have, less those that only others have: there they would be computed once
-        more."""
+        """Tokens that some of these workers have, less those that only others have: there they
+        would be computed once more."""
         here = max((self.num_held.get(address, 0) for address in sources), default=0)
         return here - (self.most_held - here)
 
@@ -57,15 +68,22 @@ class _Held:
 class Admission:
     """The router's only queue. `run` must run beside it."""
 
-    def __init__(self, directory: Directory, limits: AdmissionLimits, metrics: RouterMetrics,
-                 outlook: Outlook) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        limits: AdmissionLimits,
+        metrics: RouterMetrics,
+        outlook: Outlook,
+    ) -> None:
         self._directory = directory
         self._limits = limits
         self._metrics = metrics
         self._outlook = outlook
         self._clock = outlook.clock
         self._scoring = ScoringPlaces(self._num_prefill_places, limits.max_wait_s)
-        self._line: WaitingLine[_Held] = WaitingLine(WaitingLimits(limits.max_waiting, limits.max_wait_s), outlook)
+        self._line: WaitingLine[_Held] = WaitingLine(
+            WaitingLimits(limits.max_waiting, limits.max_wait_s), outlook
+        )
         self._entered = asyncio.Event()  # somebody waits
         self._swept_s = self._clock.now()
         for cause in Cause:  # shown before the first one
@@ -88,17 +106,20 @@ class Admission:
         return self._line.num_arrived
 
     def wait_s(self) -> float:
-        """How long a request that came now, behind all others, would wait, as far as that was measured."""
+        """How long a request that came now, behind all others, would wait, as far as that was
+        measured."""
         return self._rates().wait_s(self._line.work)
 
     def service_s(self, request: AdmissibleRequest, num_tokens: int) -> float:
-        """How long serving a request takes that has just been given to workers, where so many tokens of its prompt have
-        to be computed, as far as that was measured."""
+        """How long serving a request takes that has just been given to workers, where so many
+        tokens of its prompt have to be computed, as far as that was measured."""
         return self._rates().placed_service_s(self._work_of(request, num_tokens))
 
-    def retry_after_s(self, error: CapacityError | UnavailableError, request: AdmissibleRequest) -> float | None:
-        """When a request that workers gave up may come again; None where nobody knows. They know nothing of those that
-        wait here, nor when one that is gone will be back."""
+    def retry_after_s(
+        self, error: CapacityError | UnavailableError, request: AdmissibleRequest
+    ) -> float | None:
+        """When a request that workers gave up may come again; None where nobody knows. They know
+        nothing of those that wait here, nor when one that is gone will be back."""
         if not self._directory.is_paired:
             return self._away_s()
         if isinstance(error, CapacityError):
@@ -108,8 +129,8 @@ class Admission:
         return None if error.retry_after_s is None else min(error.retry_after_s, MAX_RETRY_S)
 
     async def run(self) -> None:
-        """Place waiters whenever something changed; fail them when there has been no pair for too long. Reports
-        are many and mostly nobody waits: then none of them matters here."""
+        """Place waiters whenever something changed; fail them when there has been no pair for too
+        long. Reports are many and mostly nobody waits: then none of them matters here."""
         while True:
             self._entered.clear()
             if not len(self._line):
@@ -126,11 +147,14 @@ class Admission:
                     await self._directory.changed()
 
     @asynccontextmanager
-    async def pair_for(self, request: AdmissibleRequest, time_left_s: float) -> AsyncIterator[WorkerPair]:
+    async def pair_for(
+        self, request: AdmissibleRequest, time_left_s: float
+    ) -> AsyncIterator[WorkerPair]:
         """A pair of workers, booked until the block ends. `time_left_s`: to the request's deadline.
 
         Raises:
-            CapacityError: it would wait for too long, or end too late, behind those that go before it.
+            CapacityError: it would wait for too long, or end too late, behind those that go before
+                it.
             DeadlineError: even alone it could not end in time.
             UnavailableError: there is no pair, and there was none for a while.
         """
@@ -144,8 +168,11 @@ class Admission:
                 pair.release()
 
     def _num_prefill_places(self) -> int:
-        return sum(worker.info.max_running_requests for worker in self._directory.usable(WorkerRole.PREFILL)
-                   if worker.info is not None)
+        return sum(
+            worker.info.max_running_requests
+            for worker in self._directory.usable(WorkerRole.PREFILL)
+            if worker.info is not None
+        )
 
     async def _wait(self, request: AdmissibleRequest, ends_at_s: float) -> WorkerPair:
         demand = self._demand(request, ends_at_s)
@@ -178,9 +205,12 @@ class Admission:
             placed.result().release()
 
     def _place_at_once(self, request: AdmissibleRequest, demand: Demand) -> WorkerPair | None:
-        """Where nobody waits, as `_enter` and `_pump` would: None if there is no room, or it may be refused."""
+        """Where nobody waits, as `_enter` and `_pump` would: None if there is no room, or it may be
+        refused."""
         rates = self._rates(request.prompt.num_tokens)
-        service_s = 0.0 if rates.is_idle else self._outlook.cautious_s(rates, request.client, demand.work)
+        service_s = (
+            0.0 if rates.is_idle else self._outlook.cautious_s(rates, request.client, demand.work)
+        )
         if self._clock.now() + service_s > demand.ends_at_s:
             return None
         pair = self._directory.place(request.prompt, request.context_tokens, request.compatibility)
@@ -189,7 +219,8 @@ class Admission:
         return pair
 
     def _demand(self, request: AdmissibleRequest, ends_at_s: float) -> Demand:
-        """What it wants. Raises where there is nobody to serve it, or too little time for any worker."""
+        """What it wants. Raises where there is nobody to serve it, or too little time for any
+        worker."""
         problem = self._directory.refusal()
         if problem and self._directory.pairless_s >= self._grace_s:
             self._metrics.refused.labels(Cause.WORKERS).inc()
@@ -197,18 +228,30 @@ class Admission:
         if self._is_orphan(request):
             self._metrics.refused.labels(Cause.WORKERS).inc()
             raise self._no_heirs()
-        num_tokens, left_s = self._directory.num_missing(request.prompt), ends_at_s - self._clock.now()
+        num_tokens, left_s = (
+            self._directory.num_missing(request.prompt),
+            ends_at_s - self._clock.now(),
+        )
         least_s = self._outlook.best_prefill.least_s(num_tokens)
         if least_s > left_s:
             self._metrics.refused.labels(Cause.DEADLINE).inc()
-            raise DeadlineError(f"prefill of {num_tokens} tokens takes at least {least_s:.2g} s; the deadline "
-                                f"leaves {max(left_s, 0.0):.2g} s")
-        return Demand(self._work_of(request, num_tokens), ends_at_s, request.engine.priority, request.prompt.num_tokens,
-                      request.client)
+            raise DeadlineError(
+                f"prefill of {num_tokens} tokens takes at least {least_s:.2g} s; the deadline "
+                f"leaves {max(left_s, 0.0):.2g} s"
+            )
+        return Demand(
+            self._work_of(request, num_tokens),
+            ends_at_s,
+            request.engine.priority,
+            request.prompt.num_tokens,
+            request.client,
+        )
 
     def _enter(self, request: AdmissibleRequest, demand: Demand) -> Waiter[_Held]:
         held = _Held(request, asyncio.get_running_loop().create_future())
-        waiter = self._line.enter(demand, held, self._rates(request.prompt.num_tokens), self._clock.now())
+        waiter = self._line.enter(
+            demand, held, self._rates(request.prompt.num_tokens), self._clock.now()
+        )
         if isinstance(waiter, Refusal):
             raise self._refused(waiter)
         if waiter.displaced is not None:
@@ -217,46 +260,71 @@ class Admission:
         return waiter
 
     def _work_of(self, request: AdmissibleRequest, num_tokens: int) -> TokenWork:
-        return self._outlook.work(request.client, num_tokens, request.engine.max_tokens, len(request.resumed_of(0)))
+        return self._outlook.work(
+            request.client, num_tokens, request.engine.max_tokens, len(request.resumed_of(0))
+        )
 
     def _rates(self, num_tokens: int = 1) -> Rates:
-        return Rates.of(self._directory.usable(WorkerRole.PREFILL), self._directory.usable(WorkerRole.DECODE),
-                        self._line.num_waiting, num_tokens)
+        return Rates.of(
+            self._directory.usable(WorkerRole.PREFILL),
+            self._directory.usable(WorkerRole.DECODE),
+            self._line.num_waiting,
+            num_tokens,
+        )
 
     def _refused(self, refusal: Refusal) -> CapacityError:
         """On arrival."""
         self._metrics.refused.labels(refusal.cause).inc()
-        wait, takes = f"requests wait for {refusal.wait_s:.2g} s", f"this one would take {refusal.service_s:.2g} s"
+        wait, takes = (
+            f"requests wait for {refusal.wait_s:.2g} s",
+            f"this one would take {refusal.service_s:.2g} s",
+        )
         texts = {
             Cause.QUEUE_FULL: f"{self._limits.max_waiting} requests are waiting, which is the limit",
             Cause.WAIT: f"{wait}, the limit is {self._limits.max_wait_s:g} s",
             Cause.DEADLINE: f"{wait} and {takes}, more than its deadline leaves",
         }
-        return CapacityError(texts[refusal.cause], resource="router queue", retry_after_s=refusal.retry_after_s)
+        return CapacityError(
+            texts[refusal.cause], resource="router queue", retry_after_s=refusal.retry_after_s
+        )
 
-    def _dropped(self, request: AdmissibleRequest, refusal: Refusal) -> CapacityError | UnavailableError:
+    def _dropped(
+        self, request: AdmissibleRequest, refusal: Refusal
+    ) -> CapacityError | UnavailableError:
         """After it has waited."""
         if refusal.cause is Cause.WAIT and not self._directory.can_hold(request.context_tokens):
             self._metrics.dropped.labels(Cause.WORKERS).inc()
-            return UnavailableError(f"no workers that hold {request.context_tokens} tokens are usable")
+            return UnavailableError(
+                f"no workers that hold {request.context_tokens} tokens are usable"
+            )
         self._metrics.dropped.labels(refusal.cause).inc()
-        texts = {Cause.DEADLINE: "no pair of workers had room before its deadline",
-                 Cause.QUEUE_FULL: f"{self._limits.max_waiting} requests are waiting, which is the limit, and this "
-                                   "client had most of them"}
-        text = texts.get(refusal.cause, f"no pair of workers had room for {self._limits.max_wait_s:g} s")
+        texts = {
+            Cause.DEADLINE: "no pair of workers had room before its deadline",
+            Cause.QUEUE_FULL: f"{self._limits.max_waiting} requests are waiting, which is the limit, and this "
+            "client had most of them",
+        }
+        text = texts.get(
+            refusal.cause, f"no pair of workers had room for {self._limits.max_wait_s:g} s"
+        )
         return CapacityError(text, resource="workers", retry_after_s=refusal.retry_after_s)
 
     def _is_orphan(self, request: AdmissibleRequest) -> bool:
-        """Whether it resumes an answer of workers such as there are none now, though there are others."""
-        return bool(request.compatibility) and self._directory.is_paired \
+        """Whether it resumes an answer of workers such as there are none now, though there are
+        others."""
+        return (
+            bool(request.compatibility)
+            and self._directory.is_paired
             and not self._directory.has_pair(request.compatibility)
+        )
 
     def _no_heirs(self) -> UnavailableError:
-        return UnavailableError("no workers of the weights and numerics that began this answer are usable")
+        return UnavailableError(
+            "no workers of the weights and numerics that began this answer are usable"
+        )
 
     def _away_s(self) -> float:
-        """When there may be workers again: when they have taken as long as starts take; what has been away for longer
-        may be away for as long again."""
+        """When there may be workers again: when they have taken as long as starts take; what has
+        been away for longer may be away for as long again."""
         away_s = self._directory.pairless_s
         left_s = self._directory.comeback_s - away_s
         return min(left_s if left_s > 0 else away_s, MAX_AWAY_S)
@@ -267,44 +335,60 @@ class Admission:
         self._sweep()
         self._place_by_caches()
         rates: Rates | None = None  # reckoned anew after each that is placed
-        # The tokens of a prompt for which prefill has no room, but for much shorter ones; and those of a request whose
-        # workers are away, but not those of smaller ones.
+        # The tokens of a prompt for which prefill has no room, but for much shorter ones; and those
+        # of a request whose workers are away, but not those of smaller ones.
         passed_by, too_large = math.inf, math.inf
         for waiter in self._line:
             if self._line.shortest * SHORT_RATIO > passed_by:
                 break  # as nearly always where one is passed by: nobody else needs to be looked at
             request, num_tokens = waiter.item.request, waiter.demand.num_tokens
-            if num_tokens * SHORT_RATIO > passed_by or request.context_tokens >= too_large or self._is_orphan(request):
+            if (
+                num_tokens * SHORT_RATIO > passed_by
+                or request.context_tokens >= too_large
+                or self._is_orphan(request)
+            ):
                 continue
             rates = rates or self._rates()
             if self._drop_if_hopeless(waiter, rates):
                 continue
-            pair = self._directory.place(request.prompt, request.context_tokens, request.compatibility)
+            pair = self._directory.place(
+                request.prompt, request.context_tokens, request.compatibility
+            )
             if pair is not None:
                 self._place(waiter, pair)
                 rates = None
             elif not self._directory.can_hold(request.context_tokens):
                 too_large = request.context_tokens
-            elif passed_by == math.inf and self._directory.awaits_prefill(num_tokens, request.context_tokens):
+            elif passed_by == math.inf and self._directory.awaits_prefill(
+                num_tokens, request.context_tokens
+            ):
                 passed_by = num_tokens
             else:
                 break
 
     def _place_by_caches(self) -> None:
-        """As long as workers have room for the first of several that wait, give it to whoever finds most there. Else a
-        prompt would go wherever room was when its turn came, and be computed anew there."""
+        """As long as workers have room for the first of several that wait, give it to whoever finds
+        most there. Else a prompt would go wherever room was when its turn came, and be computed
+        anew there."""
         while len(self._line) > 1:
             request = self._line.first.item.request
-            sources = self._directory.caches_with_room(request.prompt.num_tokens, request.context_tokens)
+            sources = self._directory.caches_with_room(
+                request.prompt.num_tokens, request.context_tokens
+            )
             if not sources:
                 return
-            waiter = self._line.best(lambda held: self._looked(held).gain(sources), self._clock.now())  # noqa: B023
+            waiter = self._line.best(
+                lambda held: self._looked(held).gain(sources),  # noqa: B023
+                self._clock.now(),
+            )
             request = waiter.item.request
             if self._is_orphan(request):
                 return
             if self._drop_if_hopeless(waiter, self._rates()):
                 continue
-            pair = self._directory.place(request.prompt, request.context_tokens, request.compatibility)
+            pair = self._directory.place(
+                request.prompt, request.context_tokens, request.compatibility
+            )
             if pair is None:
                 return
             self._line.passes(waiter)
@@ -326,7 +410,8 @@ class Admission:
             waiter.item.placed.set_result(pair)
 
     def _sweep(self) -> None:
-        """Fail those whose time does not suffice any more, and those whose workers are gone: they cost nothing yet."""
+        """Fail those whose time does not suffice any more, and those whose workers are gone: they
+        cost nothing yet."""
         now_s = self._clock.now()
         if now_s - self._swept_s < SWEEP_S:
             return
@@ -349,7 +434,9 @@ class Admission:
     def _fail_all(self) -> None:
         for waiter in self._line.clear():
             self._metrics.dropped.labels(Cause.WORKERS).inc()
-            self._fail(waiter, UnavailableError(self._directory.refusal(), retry_after_s=self._away_s()))
+            self._fail(
+                waiter, UnavailableError(self._directory.refusal(), retry_after_s=self._away_s())
+            )
 
     @staticmethod
     def _fail(waiter: Waiter[_Held], error: BatonError) -> None:

@@ -1,9 +1,11 @@
-"""What a client gets of one request: the output made of tokens, the messages that carry it, and the queue they wait in.
+"""What a client gets of one request: the output made of tokens, the messages that carry it, and the
+queue they wait in.
 
-`Output` turns tokens into ids, text up to a stop string, logprobs and usage; `Answer` sends them as chunks and one
-finish; `ResponseQueue` joins the chunks of a client that is slower than its pool, and ends the request of one that does
-not read. Of an answer that another router began, the tokens that the client has are checked before any work and fed to
-the output, so that what follows is what would have followed.
+`Output` turns tokens into ids, text up to a stop string, logprobs and usage; `Answer` sends them as
+chunks and one finish; `ResponseQueue` joins the chunks of a client that is slower than its pool,
+and ends the request of one that does not read. Of an answer that another router began, the tokens
+that the client has are checked before any work and fed to the output, so that what follows is what
+would have followed.
 """
 
 import asyncio
@@ -26,8 +28,12 @@ FED_AT_ONCE = 256  # tokens; other requests go on between two lots
 class Output:
     """One request's output so far. Every token passes through `add` exactly once, in order."""
 
-    def __init__(self, engine: types_pb2.EngineRequest, stop_strings: Sequence[str],
-                 detokeniser: Detokeniser | None) -> None:
+    def __init__(
+        self,
+        engine: types_pb2.EngineRequest,
+        stop_strings: Sequence[str],
+        detokeniser: Detokeniser | None,
+    ) -> None:
         """`detokeniser` is None when the client gets ids only."""
         self._num_prompt_tokens = len(engine.prompt_token_ids)
         self._min_tokens = engine.min_tokens
@@ -62,8 +68,11 @@ class Output:
         if skipped >= len(scores.token_ids):
             return None
         self._num_scored = scores.first_position + len(scores.token_ids)
-        return types_pb2.PromptLogprobs(first_position=scores.first_position + skipped,
-                                        token_ids=scores.token_ids[skipped:], logprobs=scores.logprobs[skipped:])
+        return types_pb2.PromptLogprobs(
+            first_position=scores.first_position + skipped,
+            token_ids=scores.token_ids[skipped:],
+            logprobs=scores.logprobs[skipped:],
+        )
 
     def finish(self) -> str:
         """Text that was held back, now that no token follows."""
@@ -83,7 +92,8 @@ class Output:
         usage.cached_tokens = self.num_cached_tokens
 
     def _text_of(self, token_ids: Iterable[int]) -> tuple[str, int]:
-        """Counts them; their text, and how many of them there are up to the end of a stop string."""
+        """Counts them; their text, and how many of them there are up to the end of a stop
+        string."""
         text, used = "", 0
         for token_id in token_ids:
             used += 1
@@ -94,7 +104,8 @@ class Output:
         return text, used
 
     def _text_of_one(self, token_id: int) -> str:
-        # A stop token can only be drawn as the last one; like a stop string, it is not part of the text.
+        # A stop token can only be drawn as the last one; like a stop string, it is not part of the
+        # text.
         if self._text is None or token_id in self._stop_token_ids:
             return ""
         detokeniser, stops = self._text
@@ -108,10 +119,17 @@ class Output:
 class Answer:
     """Chunks, then exactly one finish, of one choice of a request."""
 
-    def __init__(self, request_id: str, index: int, output: Output, responses: "ResponseQueue", timeline: Timeline,
-                 resumed: Sequence[int] = ()) -> None:
-        """`request_id` is the client's, `index` that of the choice. `resumed`: what the client has already, and
-        `output` was fed."""
+    def __init__(
+        self,
+        request_id: str,
+        index: int,
+        output: Output,
+        responses: "ResponseQueue",
+        timeline: Timeline,
+        resumed: Sequence[int] = (),
+    ) -> None:
+        """`request_id` is the client's, `index` that of the choice. `resumed`: what the client has
+        already, and `output` was fed."""
         self._request_id = request_id
         self._index = index
         self._output = output
@@ -131,7 +149,9 @@ class Answer:
         """The finish of an answer that came upon a stop string; None while it may go on."""
         if self._output.stop_string is None:
             return None
-        return generation_pb2.GenerateFinish(reason=types_pb2.FINISH_REASON_STOP, stop_string=self._output.stop_string)
+        return generation_pb2.GenerateFinish(
+            reason=types_pb2.FINISH_REASON_STOP, stop_string=self._output.stop_string
+        )
 
     def tokens(self, tokens: types_pb2.TokenChunk) -> None:
         """What the workers drew, in order."""
@@ -144,8 +164,8 @@ class Answer:
         self._send(response)
 
     async def scores(self, scores: types_pb2.PromptLogprobs) -> None:
-        """A prefill worker that takes over begins with what the client has already: the same bits, so they are left
-        out."""
+        """A prefill worker that takes over begins with what the client has already: the same bits,
+        so they are left out."""
         if unseen := self._output.unseen(scores):
             await self._responses.room()
             chunk = generation_pb2.GenerateChunk(prompt_logprobs=unseen, usage=self._output.usage())
@@ -159,7 +179,9 @@ class Answer:
 
     def finish(self, finish: generation_pb2.GenerateFinish) -> None:
         """The end, with what the answer came to and how long its parts took."""
-        self.timeline.ended(types_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower())
+        self.timeline.ended(
+            types_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()
+        )
         finish.usage.CopyFrom(self._output.usage())
         finish.timings.CopyFrom(self.timeline.timings)
         self.has_ended = True
@@ -171,20 +193,25 @@ class Answer:
 
 
 class ResponseQueue:
-    """Messages of one stream. Tokens that come while earlier ones of their choice are unread join these in one message,
-    so that a slow client gets fewer and longer ones, and what waits is bounded by what its requests may draw. A client
-    that reads nothing for the stall limit has left. What is unread when the queue closes has that limit to be read: all
-    of it, so that a trickle does not go on."""
+    """Messages of one stream. Tokens that come while earlier ones of their choice are unread join
+    these in one message, so that a slow client gets fewer and longer ones, and what waits is
+    bounded by what its requests may draw. A client that reads nothing for the stall limit has left.
+    What is unread when the queue closes has that limit to be read: all of it, so that a trickle
+    does not go on."""
 
     def __init__(self, stall_limit_s: float) -> None:
         self._stall_limit_s = stall_limit_s
         self._unread: deque[generation_pb2.GenerateResponse] = deque()
-        self._open_chunks: dict[int, generation_pb2.GenerateResponse] = {}  # by choice: unread, and more may join
+        self._open_chunks: dict[
+            int, generation_pb2.GenerateResponse
+        ] = {}  # by choice: unread, and more may join
         self._loop = asyncio.get_running_loop()
         self._reader: asyncio.Future[None] | None = None  # that waits for a message
         self._was_read = asyncio.Event()
         self._waited_s = 0.0  # for room
-        self._read_at = 0.0  # loop time of the last reading, or of the first message after all were read
+        self._read_at = (
+            0.0  # loop time of the last reading, or of the first message after all were read
+        )
         self._ends_at: float | None = None  # loop time, of a queue that is closed
 
     def put(self, response: generation_pb2.GenerateResponse) -> None:
@@ -194,7 +221,11 @@ class ResponseQueue:
             self._read_at = self._loop.time()
         elif self._is_stalled and not response.HasField("finish"):
             raise RequestAborted(f"the client has read nothing for {self._stall_limit_s:g} s")
-        elif is_tokens and index in self._open_chunks and _join(self._open_chunks[index].chunk, response.chunk):
+        elif (
+            is_tokens
+            and index in self._open_chunks
+            and _join(self._open_chunks[index].chunk, response.chunk)
+        ):
             return
         self._unread.append(response)
         if is_tokens:
@@ -204,8 +235,9 @@ class ResponseQueue:
         self._wake()
 
     async def room(self) -> None:
-        """Until fewer than `MAX_UNREAD` messages are unread. Raises RequestAborted once that has taken the stall limit,
-        all waits together: a worker holds the prompt's memory meanwhile, also for a client that reads a little."""
+        """Until fewer than `MAX_UNREAD` messages are unread. Raises RequestAborted once that has
+        taken the stall limit, all waits together: a worker holds the prompt's memory meanwhile,
+        also for a client that reads a little."""
         if len(self._unread) < MAX_UNREAD:
             return
         began_at = self._loop.time()
@@ -215,7 +247,9 @@ class ResponseQueue:
                     self._was_read.clear()
                     await self._was_read.wait()
         except TimeoutError:
-            raise RequestAborted(f"the client has kept a worker waiting for {self._stall_limit_s:g} s") from None
+            raise RequestAborted(
+                f"the client has kept a worker waiting for {self._stall_limit_s:g} s"
+            ) from None
         finally:
             self._waited_s += self._loop.time() - began_at
 
@@ -229,15 +263,17 @@ class ResponseQueue:
         return self
 
     async def __anext__(self) -> generation_pb2.GenerateResponse:
-        """The next message, until the queue is closed and empty. Raises RequestAborted for messages that were not read
-        within the stall limit from the closing."""
+        """The next message, until the queue is closed and empty. Raises RequestAborted for messages
+        that were not read within the stall limit from the closing."""
         while not self._unread:
             if self._ends_at is not None:
                 raise StopAsyncIteration
             self._reader = self._loop.create_future()
             await self._reader
         if self._ends_at is not None and self._loop.time() > self._ends_at:
-            raise RequestAborted(f"the client has not read the end of its stream for {self._stall_limit_s:g} s")
+            raise RequestAborted(
+                f"the client has not read the end of its stream for {self._stall_limit_s:g} s"
+            )
         response = self._unread.popleft()
         if self._open_chunks.get(response.index) is response:
             del self._open_chunks[response.index]
@@ -266,47 +302,71 @@ def _join(chunk: generation_pb2.GenerateChunk, more: generation_pb2.GenerateChun
     return True
 
 
-def resumed_violations(request: generation_pb2.GenerateRequest, facts: ModelLimits) -> Iterable[FieldViolation]:
+def resumed_violations(
+    request: generation_pb2.GenerateRequest, facts: ModelLimits
+) -> Iterable[FieldViolation]:
     """What is wrong with `resumed` as far as that can be seen without the prompt."""
     num_choices = request.n if request.HasField("n") else 1
     if len(request.resumed) > num_choices:
-        yield FieldViolation("resumed", f"has {len(request.resumed)} entries, the limit is one per choice: "
-                                        f"{num_choices}")
+        yield FieldViolation(
+            "resumed",
+            f"has {len(request.resumed)} entries, the limit is one per choice: {num_choices}",
+        )
         return
     if len(request.resumed_from) > len(request.resumed):
-        yield FieldViolation("resumed_from", f"has {len(request.resumed_from)} entries, the limit is one per entry of "
-                                             f"resumed: {len(request.resumed)}")
+        yield FieldViolation(
+            "resumed_from",
+            f"has {len(request.resumed_from)} entries, the limit is one per entry of "
+            f"resumed: {len(request.resumed)}",
+        )
     for index, name in enumerate(request.resumed_from):
         if len(name) > MAX_COMPATIBILITY_CHARS:
-            yield FieldViolation(f"resumed_from[{index}]", f"has {len(name)} characters, the limit is "
-                                                           f"{MAX_COMPATIBILITY_CHARS}")
+            yield FieldViolation(
+                f"resumed_from[{index}]",
+                f"has {len(name)} characters, the limit is {MAX_COMPATIBILITY_CHARS}",
+            )
     for index, choice in enumerate(request.resumed):
         if len(choice.ids) > facts.max_context_tokens:
-            yield FieldViolation(f"resumed[{index}].ids", f"has {len(choice.ids)} tokens, the maximum context length "
-                                                          f"is {facts.max_context_tokens}")
+            yield FieldViolation(
+                f"resumed[{index}].ids",
+                f"has {len(choice.ids)} tokens, the maximum context length "
+                f"is {facts.max_context_tokens}",
+            )
         elif choice.ids and max(choice.ids) >= facts.vocab_size:
-            place, token_id = next((i, token_id) for i, token_id in enumerate(choice.ids)
-                                   if token_id >= facts.vocab_size)
-            yield FieldViolation(f"resumed[{index}].ids[{place}]",
-                                 f"{token_id} is not in the vocabulary of {facts.vocab_size} tokens")
+            place, token_id = next(
+                (i, token_id)
+                for i, token_id in enumerate(choice.ids)
+                if token_id >= facts.vocab_size
+            )
+            yield FieldViolation(
+                f"resumed[{index}].ids[{place}]",
+                f"{token_id} is not in the vocabulary of {facts.vocab_size} tokens",
+            )
 
 
-def too_many_resumed(request: generation_pb2.GenerateRequest, max_tokens: int) -> Iterable[FieldViolation]:
+def too_many_resumed(
+    request: generation_pb2.GenerateRequest, max_tokens: int
+) -> Iterable[FieldViolation]:
     """More tokens than the answer may have."""
     for index, choice in enumerate(request.resumed):
         if len(choice.ids) > max_tokens:
-            yield FieldViolation(f"resumed[{index}].ids", f"has {len(choice.ids)} tokens, more than the {max_tokens} "
-                                                          "that the answer may have")
+            yield FieldViolation(
+                f"resumed[{index}].ids",
+                f"has {len(choice.ids)} tokens, more than the {max_tokens} "
+                "that the answer may have",
+            )
 
 
-async def feed(output: Output, token_ids: Sequence[int], engine: types_pb2.EngineRequest, index: int) -> None:
+async def feed(
+    output: Output, token_ids: Sequence[int], engine: types_pb2.EngineRequest, index: int
+) -> None:
     """Let the output of choice `index` know what its client has.
 
     Raises:
         InvalidRequestError: the answer ends before the last of these tokens.
     """
     for start in range(0, len(token_ids), FED_AT_ONCE):
-        output.add(types_pb2.TokenChunk(token_ids=token_ids[start:start + FED_AT_ONCE]))
+        output.add(types_pb2.TokenChunk(token_ids=token_ids[start : start + FED_AT_ONCE]))
         if output.stop_string is not None:
             break
         await asyncio.sleep(0)
@@ -314,14 +374,22 @@ async def feed(output: Output, token_ids: Sequence[int], engine: types_pb2.Engin
     stopped = (place + 1 for place, token_id in enumerate(token_ids) if token_id in stops)
     length = min(output.num_tokens, next(stopped, len(token_ids)))
     if length < len(token_ids):
-        raise InvalidRequestError(FieldViolation(
-            f"resumed[{index}].ids[{length}]", "follows the end of the answer: a stop string or token"))
+        raise InvalidRequestError(
+            FieldViolation(
+                f"resumed[{index}].ids[{length}]",
+                "follows the end of the answer: a stop string or token",
+            )
+        )
 
 
-def finish_of(token_ids: Sequence[int], engine: types_pb2.EngineRequest) -> generation_pb2.GenerateFinish | None:
+def finish_of(
+    token_ids: Sequence[int], engine: types_pb2.EngineRequest
+) -> generation_pb2.GenerateFinish | None:
     """How an answer of these tokens has ended, stop strings aside; None while it goes on."""
     if token_ids and token_ids[-1] in engine.stop_token_ids:
-        return generation_pb2.GenerateFinish(reason=types_pb2.FINISH_REASON_STOP, stop_token_id=token_ids[-1])
+        return generation_pb2.GenerateFinish(
+            reason=types_pb2.FINISH_REASON_STOP, stop_token_id=token_ids[-1]
+        )
     if len(token_ids) >= engine.max_tokens:
         return generation_pb2.GenerateFinish(reason=types_pb2.FINISH_REASON_LENGTH)
     return None

@@ -12,7 +12,9 @@ MAX_CHAT_MESSAGES = 4096
 MAX_TOOLS = 1024
 MAX_TOOL_CALLS = 1024  # of one message
 MAX_CONTENT_PARTS = 1024  # of one message
-MAX_JSON_CHARACTERS = 1 << 20  # of tools, of calls and of the template's arguments, together: it is parsed inline
+MAX_JSON_CHARACTERS = (
+    1 << 20
+)  # of tools, of calls and of the template's arguments, together: it is parsed inline
 
 
 def chat_violations(chat: generation_pb2.ChatMessages) -> Iterable[FieldViolation]:
@@ -20,7 +22,9 @@ def chat_violations(chat: generation_pb2.ChatMessages) -> Iterable[FieldViolatio
     if not chat.messages:
         yield FieldViolation("chat.messages", "must not be empty")
     if (count := len(chat.messages)) > MAX_CHAT_MESSAGES:
-        yield FieldViolation("chat.messages", f"has {count} entries, the limit is {MAX_CHAT_MESSAGES}")
+        yield FieldViolation(
+            "chat.messages", f"has {count} entries, the limit is {MAX_CHAT_MESSAGES}"
+        )
         return
     if (count := len(chat.tools)) > MAX_TOOLS:
         yield FieldViolation("chat.tools", f"has {count} entries, the limit is {MAX_TOOLS}")
@@ -28,8 +32,11 @@ def chat_violations(chat: generation_pb2.ChatMessages) -> Iterable[FieldViolatio
     for index, message in enumerate(chat.messages):
         yield from _message_violations(f"chat.messages[{index}]", message)
     if (size := sum(map(len, _json_texts(chat)))) > MAX_JSON_CHARACTERS:
-        yield FieldViolation("chat", f"has {size} characters of JSON in tools, calls and template arguments, the limit "
-                                     f"is {MAX_JSON_CHARACTERS}")
+        yield FieldViolation(
+            "chat",
+            f"has {size} characters of JSON in tools, calls and template arguments, the limit "
+            f"is {MAX_JSON_CHARACTERS}",
+        )
         return
     try:
         chat_of(chat)
@@ -39,9 +46,15 @@ def chat_violations(chat: generation_pb2.ChatMessages) -> Iterable[FieldViolatio
 
 def num_characters(chat: generation_pb2.ChatMessages) -> int:
     """Return how many characters the messages have, in all their fields."""
-    return sum(len(message.role) + len(message.content) + sum(len(part.text) for part in message.content_parts)
-               + len(message.reasoning_content) + len(message.name)
-               + sum(len(call.name) + len(call.arguments) for call in message.tool_calls) for message in chat.messages)
+    return sum(
+        len(message.role)
+        + len(message.content)
+        + sum(len(part.text) for part in message.content_parts)
+        + len(message.reasoning_content)
+        + len(message.name)
+        + sum(len(call.name) + len(call.arguments) for call in message.tool_calls)
+        for message in chat.messages
+    )
 
 
 def chat_of(chat: generation_pb2.ChatMessages) -> Chat:
@@ -51,12 +64,19 @@ def chat_of(chat: generation_pb2.ChatMessages) -> Chat:
         InvalidRequestError: with every text that should be JSON and is not.
     """
     reader = _JsonReader()
-    messages = tuple(_turn_of(f"chat.messages[{index}]", message, reader)
-                     for index, message in enumerate(chat.messages))
-    tools = tuple(reader.read(f"chat.tools[{index}]", tool) for index, tool in enumerate(chat.tools))
+    messages = tuple(
+        _turn_of(f"chat.messages[{index}]", message, reader)
+        for index, message in enumerate(chat.messages)
+    )
+    tools = tuple(
+        reader.read(f"chat.tools[{index}]", tool) for index, tool in enumerate(chat.tools)
+    )
     arguments = reader.read("chat.template_arguments", chat.template_arguments or "{}")
-    reader.violations += (FieldViolation(f"chat.template_arguments.{name}", "cannot be given as an argument")
-                          for name in RESERVED_ARGUMENTS if name in arguments)
+    reader.violations += (
+        FieldViolation(f"chat.template_arguments.{name}", "cannot be given as an argument")
+        for name in RESERVED_ARGUMENTS
+        if name in arguments
+    )
     if reader.violations:
         raise InvalidRequestError(*reader.violations)
     return Chat(messages, tools, arguments, chat.continue_final_message)
@@ -76,7 +96,9 @@ class _JsonReader:
             return {}
 
 
-def _turn_of(field: str, message: generation_pb2.ChatMessage, reader: _JsonReader) -> dict[str, Any]:
+def _turn_of(
+    field: str, message: generation_pb2.ChatMessage, reader: _JsonReader
+) -> dict[str, Any]:
     turn: dict[str, Any] = {"role": message.role}
     if message.content_parts:
         turn["content"] = as_parts(part.text for part in message.content_parts)
@@ -85,8 +107,10 @@ def _turn_of(field: str, message: generation_pb2.ChatMessage, reader: _JsonReade
     if message.reasoning_content:
         turn["reasoning_content"] = message.reasoning_content
     if message.tool_calls:
-        turn["tool_calls"] = [_call_of(f"{field}.tool_calls[{index}].arguments", call, reader)
-                              for index, call in enumerate(message.tool_calls)]
+        turn["tool_calls"] = [
+            _call_of(f"{field}.tool_calls[{index}].arguments", call, reader)
+            for index, call in enumerate(message.tool_calls)
+        ]
     if message.tool_call_id:
         turn["tool_call_id"] = message.tool_call_id
     if message.name:
@@ -100,17 +124,23 @@ def _call_of(field: str, call: generation_pb2.ToolCall, reader: _JsonReader) -> 
     return {**({"id": call.id} if call.id else {}), "type": "function", "function": function}
 
 
-def _message_violations(field: str, message: generation_pb2.ChatMessage) -> Iterable[FieldViolation]:
+def _message_violations(
+    field: str, message: generation_pb2.ChatMessage
+) -> Iterable[FieldViolation]:
     if not message.role:
         yield FieldViolation(f"{field}.role", "must not be empty")
     if message.HasField("content") and message.content_parts:
         yield FieldViolation(f"{field}.content_parts", "cannot be given beside content")
     if (count := len(message.content_parts)) > MAX_CONTENT_PARTS:
-        yield FieldViolation(f"{field}.content_parts", f"has {count} entries, the limit is {MAX_CONTENT_PARTS}")
+        yield FieldViolation(
+            f"{field}.content_parts", f"has {count} entries, the limit is {MAX_CONTENT_PARTS}"
+        )
     elif not all(part.HasField("text") for part in message.content_parts):
         yield FieldViolation(f"{field}.content_parts", "must consist of texts")
     if (count := len(message.tool_calls)) > MAX_TOOL_CALLS:
-        yield FieldViolation(f"{field}.tool_calls", f"has {count} entries, the limit is {MAX_TOOL_CALLS}")
+        yield FieldViolation(
+            f"{field}.tool_calls", f"has {count} entries, the limit is {MAX_TOOL_CALLS}"
+        )
     elif not all(call.name for call in message.tool_calls):
         yield FieldViolation(f"{field}.tool_calls", "must name what they call")
 

@@ -3,31 +3,36 @@
 Life of a request:
 
  1. `Admission` holds it back until a compatible pair could take it soon, and books both workers.
- 2. A prefill worker is opened a stream. It queues the request; `started` comes when it is its turn, with the terms of
-    what it will send.
- 3. A decode pool is opened one with these terms. It reserves on all stages and answers with `DestinationTerms`, or
-    refuses and the next pool gets the offer; when all refuse, they get it again while prefill computes.
+ 2. A prefill worker is opened a stream. It queues the request; `started` comes when it is its turn,
+    with the terms of what it will send.
+ 3. A decode pool is opened one with these terms. It reserves on all stages and answers with
+    `DestinationTerms`, or refuses and the next pool gets the offer; when all refuse, they get it
+    again while prefill computes.
  4. The destination terms go to prefill, which starts to send.
  5. `first_token` comes from prefill and goes to the client at once, and to decode.
- 6. `committed` comes from decode when everything landed and was checked: prefill may release its memory, and ends.
- 7. Tokens come from decode and go to the client, until `finished`, with which that stream ends, too. Or until the text
-    contains a stop string: then closing the streams is the abort.
+ 6. `committed` comes from decode when everything landed and was checked: prefill may release its
+    memory, and ends.
+ 7. Tokens come from decode and go to the client, until `finished`, with which that stream ends,
+    too. Or until the text contains a stop string: then closing the streams is the abort.
 
-A pool that has nearly all of the prompt is asked first to compute the rest itself: then 2 to 6 fall away.
+A pool that has nearly all of the prompt is asked first to compute the rest itself: then 2 to 6 fall
+away.
 
-An answer that another router began goes the same way: decode computes again what its client has, as after a move.
+An answer that another router began goes the same way: decode computes again what its client has, as
+after a move.
 
-Failures. A prefill worker that dies or fails before the commit is replaced, within bounds: the new one's terms go to
-the same reservation, which lands again under its next epoch, and its first token must be the one already sent. A pair
-whose handoff failed though both live is remembered as severed; where no source is left for the pool, the request moves.
-When a decode pool is lost or drains after it landed, the request moves, too (`Migrations`): another pair
-starts over at 2, the tokens already sent are computed again over there without being drawn or sent again, and the
-stream goes on. Whatever ends a request - its last token, an error, the client, Abort, the deadline - leaves through
+Failures. A prefill worker that dies or fails before the commit is replaced, within bounds: the new
+one's terms go to the same reservation, which lands again under its next epoch, and its first token
+must be the one already sent. A pair whose handoff failed though both live is remembered as severed;
+where no source is left for the pool, the request moves. When a decode pool is lost or drains after
+it landed, the request moves, too (`Migrations`): another pair starts over at 2, the tokens already
+sent are computed again over there without being drawn or sent again, and the stream goes on.
+Whatever ends a request - its last token, an error, the client, Abort, the deadline - leaves through
 `_serve`'s end, where both streams are closed and both bookings released.
 
-What its workers send is handled as it arrives, from the one call that all requests to a worker share; what has to wait,
-and what comes behind that, by the request's own task. A search for another worker has a task; its group ends with the
-request.
+What its workers send is handled as it arrives, from the one call that all requests to a worker
+share; what has to wait, and what comes behind that, by the request's own task. A search for another
+worker has a task; its group ends with the request.
 """
 
 import asyncio
@@ -84,7 +89,9 @@ class Services:
 class RequestFlow:
     """Drives one request. `run` may be called once."""
 
-    def __init__(self, request: AdmissibleRequest, answer: Answer, services: Services, time_limit_s: float) -> None:
+    def __init__(
+        self, request: AdmissibleRequest, answer: Answer, services: Services, time_limit_s: float
+    ) -> None:
         self._request = request
         self._answer = answer
         self._timeline = answer.timeline
@@ -115,7 +122,8 @@ class RequestFlow:
             self._time_scope.reschedule(asyncio.get_running_loop().time())
 
     async def run(self) -> None:
-        """Emit chunks and then exactly one finish, or raise the one BatonError that the client gets.
+        """Emit chunks and then exactly one finish, or raise the one BatonError that the client
+        gets.
 
         Raises:
             DeadlineError: the time limit passed first.
@@ -146,14 +154,22 @@ class RequestFlow:
             async with self._services.admission.pair_for(self._request, left_s) as pair:
                 held_back.end()
                 self._timeline.placed()
-                estimated_s = self._services.admission.service_s(self._request, pair.prefill.num_tokens)
-                self._record = ServiceRecord(self._services.outlook, self._request.client,
-                                             self._request.engine.max_tokens, estimated_s)
+                estimated_s = self._services.admission.service_s(
+                    self._request, pair.prefill.num_tokens
+                )
+                self._record = ServiceRecord(
+                    self._services.outlook,
+                    self._request.client,
+                    self._request.engine.max_tokens,
+                    estimated_s,
+                )
                 try:
                     with self._services.metrics.running.track_inprogress():
                         await self._serve(pair)
                 except (CapacityError, UnavailableError) as error:
-                    error.retry_after_s = self._services.admission.retry_after_s(error, self._request)
+                    error.retry_after_s = self._services.admission.retry_after_s(
+                        error, self._request
+                    )
                     raise
         finally:
             held_back.end()
@@ -162,21 +178,34 @@ class RequestFlow:
     @property
     def _is_out_of_time(self) -> bool:
         """Whether the deadline ends it, be it that the client's end of the call noticed first."""
-        return not self._is_aborted and asyncio.get_running_loop().time() >= self._ends_at - CLOCKS_DIFFER_S
+        return (
+            not self._is_aborted
+            and asyncio.get_running_loop().time() >= self._ends_at - CLOCKS_DIFFER_S
+        )
 
     def _out_of_time(self) -> None:
         if self._answer.has_ended:
             return
         if not self._is_aborted:
-            raise DeadlineError(f"the request did not end within its {self._time_limit_s:g} s") from None
+            raise DeadlineError(
+                f"the request did not end within its {self._time_limit_s:g} s"
+            ) from None
         self._answer.rest()
         self._answer.finish(generation_pb2.GenerateFinish(reason=types_pb2.FINISH_REASON_ABORTED))
 
     async def _serve(self, pair: WorkerPair) -> None:
         async with task_group() as group:
-            self._parts = FlowParts(self._request.engine, self._request.prompt, self._services.directory,
-                                    self._services.limits, group, self._ends_at, outgoing(), self._happened,
-                                    lambda: self._inbox.post(Overdue()))
+            self._parts = FlowParts(
+                self._request.engine,
+                self._request.prompt,
+                self._services.directory,
+                self._services.limits,
+                group,
+                self._ends_at,
+                outgoing(),
+                self._happened,
+                lambda: self._inbox.post(Overdue()),
+            )
             self._start(pair)
             try:
                 while self._finish is None:
@@ -202,7 +231,8 @@ class RequestFlow:
             self._prefill.run()
 
     def _happened(self, event: Received | Ended) -> None:
-        """On a worker: handled where it arrives, unless that takes a wait, or others wait already."""
+        """On a worker: handled where it arrives, unless that takes a wait, or others wait
+        already."""
         try:
             if not self._inbox.is_idle or self._has_to_wait(event):
                 self._keep(event)
@@ -216,7 +246,11 @@ class RequestFlow:
 
     def _has_to_wait(self, event: Received | Ended) -> bool:
         if isinstance(event, Received):
-            return event.event.HasField("scored") if isinstance(event.event, prefill_pb2.PrefillEvent) else False
+            return (
+                event.event.HasField("scored")
+                if isinstance(event.event, prefill_pb2.PrefillEvent)
+                else False
+            )
         return event.stream is not self._prefill.stream or not self._is_prefill_done
 
     def _keep(self, event: Received | Ended) -> None:
@@ -231,7 +265,9 @@ class RequestFlow:
                 self._handle_now(event)
                 await self._pass_scores(event)
             case Ended(stream=stream) if stream is self._prefill.stream:
-                error = lost(self._prefill.booking.worker, event.lost) if event.lost else event.error
+                error = (
+                    lost(self._prefill.booking.worker, event.lost) if event.lost else event.error
+                )
                 await self._prefill_ended(error)
             case Ended(stream=stream) if stream is self._decode.stream:
                 error = lost(self._decode.booking.worker, event.lost) if event.lost else event.error
@@ -249,7 +285,9 @@ class RequestFlow:
         if received.stream is self._prefill.stream:
             if isinstance(received.event, prefill_pb2.PrefillEvent):
                 self._on_prefill_event(received.event)
-        elif received.stream is self._decode.stream and isinstance(received.event, decode_pb2.DecodeEvent):
+        elif received.stream is self._decode.stream and isinstance(
+            received.event, decode_pb2.DecodeEvent
+        ):
             self._on_decode_event(received.event)
 
     def _on_prefill_event(self, event: prefill_pb2.PrefillEvent) -> None:
@@ -279,8 +317,11 @@ class RequestFlow:
     async def _pass_scores(self, received: Received) -> None:
         """To the client, when it has room for them. They come before the first token."""
         event = received.event
-        if received.stream is self._prefill.stream and isinstance(event, prefill_pb2.PrefillEvent) \
-                and event.HasField("scored"):
+        if (
+            received.stream is self._prefill.stream
+            and isinstance(event, prefill_pb2.PrefillEvent)
+            and event.HasField("scored")
+        ):
             await self._answer.scores(event.scored)
             self._prefill.scores_read()
 
@@ -293,12 +334,18 @@ class RequestFlow:
         elif list(token.token_ids) == list(self._first_token.token_ids):
             self._decode.first_token(token)
         elif self._request.resumed_of(0):
-            raise InvalidRequestError(FieldViolation(
-                "resumed", f"begins with {list(self._first_token.token_ids)}, the answer to this request with "
-                           f"{list(token.token_ids)}"))
+            raise InvalidRequestError(
+                FieldViolation(
+                    "resumed",
+                    f"begins with {list(self._first_token.token_ids)}, the answer to this request with "
+                    f"{list(token.token_ids)}",
+                )
+            )
         else:
-            raise InternalError(f"a second prefill worker drew {list(token.token_ids)} as first token, the first one "
-                                f"{list(self._first_token.token_ids)}")
+            raise InternalError(
+                f"a second prefill worker drew {list(token.token_ids)} as first token, the first one "
+                f"{list(self._first_token.token_ids)}"
+            )
 
     @property
     def _is_prefill_done(self) -> bool:
@@ -319,7 +366,8 @@ class RequestFlow:
         self._timeline.retried(WorkerRole.PREFILL, error.reason)
 
     def _is_severed(self) -> bool:
-        """Whether, with one more pair that cannot hand over, no source is left for the pool, but one for another."""
+        """Whether, with one more pair that cannot hand over, no source is left for the pool, but
+        one for another."""
         directory = self._services.directory
         directory.severed(self._prefill.booking, self._decode.booking)
         return not directory.is_fed(self._decode.booking, self._request.context_tokens)
@@ -334,8 +382,10 @@ class RequestFlow:
     def _stepped(self, event: decode_pb2.DecodeEvent) -> None:
         """What the pool drew goes to the client."""
         if event.position != len(self._answer.token_ids):
-            self._decode.broken(f"its next token is number {event.position}, the client has "
-                                f"{len(self._answer.token_ids)}")
+            self._decode.broken(
+                f"its next token is number {event.position}, the client has "
+                f"{len(self._answer.token_ids)}"
+            )
             return
         match event.WhichOneof("event"):
             case "tokens":
@@ -345,8 +395,12 @@ class RequestFlow:
                 self._record.drew(len(event.tokens.token_ids))
                 self._emit(event.tokens)
             case "committed":
-                exposed_s = self._timeline.timings.transfer_exposed_s = event.committed.transfer_exposed_s
-                self._services.directory.linked(self._prefill.booking, self._decode.booking, exposed_s)
+                exposed_s = self._timeline.timings.transfer_exposed_s = (
+                    event.committed.transfer_exposed_s
+                )
+                self._services.directory.linked(
+                    self._prefill.booking, self._decode.booking, exposed_s
+                )
                 self._decode.committed()
                 self._joined()
                 self._let_prefill_go()
@@ -384,8 +438,11 @@ class RequestFlow:
         self._prefill.close()
         self._decode.close()
         self._record.moved()
-        self._start(await self._migrations.another_pair(self._decode.booking, error, self._request.prompt,
-                                                        self._request.context_tokens))
+        self._start(
+            await self._migrations.another_pair(
+                self._decode.booking, error, self._request.prompt, self._request.context_tokens
+            )
+        )
 
     def _note_prediction(self, surplus: int) -> None:
         """So many tokens more were reused than the worker's reports said when it was chosen."""
@@ -406,7 +463,8 @@ class RequestFlow:
         self._record.finished(finished.decode_s)
         self._finish = self._finish or generation_pb2.GenerateFinish(
             reason=finished.reason,
-            stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None)
+            stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
+        )
 
     def _emit(self, tokens: types_pb2.TokenChunk) -> None:
         self._answer.tokens(tokens)

@@ -1,5 +1,5 @@
-"""What becomes of a request whose worker failed: whether another one could do better, the search for it, and, where a
-pool gives the whole request up, the move to another pair."""
+"""What becomes of a request whose worker failed: whether another one could do better, the search
+for it, and, where a pool gives the whole request up, the move to another pair."""
 
 import asyncio
 import logging
@@ -37,12 +37,14 @@ def lost(worker: Worker, reason: str) -> PeerLostError:
 
 
 def may_retry(error: BatonError) -> bool:
-    """Whether another worker could do better: not with a request that is wrong, a bug, or no time left."""
+    """Whether another worker could do better: not with a request that is wrong, a bug, or no time
+    left."""
     return not isinstance(error, InvalidRequestError | InternalError | DeadlineError)
 
 
-async def search(directory: Directory, attempt: Callable[[], Booking | None], wait_s: float,
-                 error: BatonError) -> Booking:
+async def search(
+    directory: Directory, attempt: Callable[[], Booking | None], wait_s: float, error: BatonError
+) -> Booking:
     """A booking within `wait_s`, or the error that made it necessary."""
     try:
         async with asyncio.timeout(wait_s):
@@ -52,7 +54,8 @@ async def search(directory: Directory, attempt: Callable[[], Booking | None], wa
 
 
 def suspect(booking: Booking, error: BatonError) -> None:
-    """A worker whose stream broke gets nothing more until it reports again; one that was late for a request may."""
+    """A worker whose stream broke gets nothing more until it reports again; one that was late for a
+    request may."""
     if isinstance(error, UnavailableError) and not isinstance(error, HeldUpError):
         booking.lost(str(error))
 
@@ -75,13 +78,14 @@ def _move_reason(error: BatonError) -> MoveReason:
 class Migrations:
     """The moves of one request to other pairs of workers: when it may go on there, and with which.
 
-    The new pair runs the prompt again, and the new pool computes the tokens that the client has already without drawing
-    them. Draws are keyed by seed and position, so what follows is what would have followed. A pair must serve the same
-    weights in the same way: its compatibility digest fits that of the lost pool.
+    The new pair runs the prompt again, and the new pool computes the tokens that the client has
+    already without drawing them. Draws are keyed by seed and position, so what follows is what
+    would have followed. A pair must serve the same weights in the same way: its compatibility
+    digest fits that of the lost pool.
 
-    A request that loses pool after pool may be what kills them, or holds them up, so losses are bounded;
-    pools that drain hand requests back on purpose, and do not count. `under_way`: why it moves at present, until it has
-    resumed or ended.
+    A request that loses pool after pool may be what kills them, or holds them up, so losses are
+    bounded; pools that drain hand requests back on purpose, and do not count. `under_way`: why it
+    moves at present, until it has resumed or ended.
     """
 
     directory: Directory
@@ -90,12 +94,14 @@ class Migrations:
     num_lost: int = 0
     under_way: MoveReason | None = None
 
-    async def another_pair(self, lost: Booking, error: BatonError, prompt: RoutedPrompt,
-                           context_tokens: int = 0) -> WorkerPair:
+    async def another_pair(
+        self, lost: Booking, error: BatonError, prompt: RoutedPrompt, context_tokens: int = 0
+    ) -> WorkerPair:
         """A pair in place of the one whose pool is gone, rather not with the same pool.
 
         Raises:
-            BatonError: no other pair could do better, or no pair came up in time; PeerLostError if the pool is gone.
+            BatonError: no other pair could do better, or no pair came up in time; PeerLostError if
+                the pool is gone.
         """
         self.ended()
         if not isinstance(error, UnavailableError | RequestAborted):
@@ -125,16 +131,22 @@ class Migrations:
             self.metrics.migrations.labels(self.under_way.value, outcome).inc()
         self.under_way = None
 
-    async def _search(self, lost: Booking, prompt: RoutedPrompt, context_tokens: int) -> WorkerPair | None:
+    async def _search(
+        self, lost: Booking, prompt: RoutedPrompt, context_tokens: int
+    ) -> WorkerPair | None:
         """Longer while there is a pair that is only full."""
         loop, compatibility = asyncio.get_running_loop(), lost.compatibility
         began = loop.time()
         while True:
-            pair = self.directory.place_again(prompt, compatibility, lost.worker.address, context_tokens)
+            pair = self.directory.place_again(
+                prompt, compatibility, lost.worker.address, context_tokens
+            )
             if pair is not None:
                 return pair
             is_full = self.directory.has_pair(compatibility, context_tokens)
-            patience_s = self.limits.capacity_wait_s if is_full else self.limits.comeback_s(self.directory)
+            patience_s = (
+                self.limits.capacity_wait_s if is_full else self.limits.comeback_s(self.directory)
+            )
             if loop.time() >= began + patience_s:
                 return None
             with suppress(TimeoutError):

@@ -1,8 +1,8 @@
 """Places of prefill workers that prompts with logprobs may take.
 
-The scores of a long prompt wait at its prefill worker for a client that reads slowly, and hold the prompt's memory
-there until the client has them. So no client has more than a part of these places for such prompts; what it sends
-beyond that waits for its own.
+The scores of a long prompt wait at its prefill worker for a client that reads slowly, and hold the
+prompt's memory there until the client has them. So no client has more than a part of these places
+for such prompts; what it sends beyond that waits for its own.
 """
 
 import asyncio
@@ -27,7 +27,8 @@ class ScoringPlaces:
 
     @asynccontextmanager
     async def taken(self, client: str) -> AsyncIterator[None]:
-        """A place. Raises CapacityError when the client's own requests have kept it for too long."""
+        """A place. Raises CapacityError when the client's own requests have kept it for too
+        long."""
         if self._taken[client] < self._share and client not in self._waiting:
             self._taken[client] += 1
         else:
@@ -54,8 +55,10 @@ class ScoringPlaces:
                 self._forget(client, turn)
             if not isinstance(error, TimeoutError):
                 raise
-            raise CapacityError(f"{self._share} prompts with logprobs of this client are under way, which is the limit",
-                                resource="prompt logprobs") from None
+            raise CapacityError(
+                f"{self._share} prompts with logprobs of this client are under way, which is the limit",
+                resource="prompt logprobs",
+            ) from None
 
     def _leave(self, client: str) -> None:
         """The place goes to the client's next request, unless there are fewer places by now."""

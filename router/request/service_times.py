@@ -1,9 +1,10 @@
 """What serving a request took, and what it will take.
 
-`Timeline`: when things happened to one request, as the router saw them, and how long they took by the workers' reports.
-`Outlook`: estimates from rates that were measured (prompt tokens per second and time between tokens of each pool,
-`router.workers.pace`) and from what is learnt of each client (`ClientHabits`). Nothing is refused on a guess: what was
-not measured lately counts as no time at all.
+`Timeline`: when things happened to one request, as the router saw them, and how long they took by
+the workers' reports. `Outlook`: estimates from rates that were measured (prompt tokens per second
+and time between tokens of each pool, `router.workers.pace`) and from what is learnt of each client
+(`ClientHabits`). Nothing is refused on a guess: what was not measured lately counts as no time at
+all.
 """
 
 import math
@@ -40,12 +41,15 @@ REMEMBERED_ERRORS = 32
 CAUTIOUS_QUANTILE = 0.9
 START_CAUTION, MAX_CAUTION = 1.25, 4.0
 FACTOR_S = 1.0
-MOST_ASKED = 32  # workers of a role, of a larger fleet spread over it: estimates are made for every request
+MOST_ASKED = (
+    32  # workers of a role, of a larger fleet spread over it: estimates are made for every request
+)
 
 
 @dataclass
 class Timeline:
-    """Marks are `Clock` seconds; `timings` is filled as parts end. Created when the request arrives."""
+    """Marks are `Clock` seconds; `timings` is filled as parts end. Created when the request
+    arrives."""
 
     clock: Clock
     metrics: RouterMetrics
@@ -112,7 +116,9 @@ class Timeline:
         self.timings.total_s = self.clock.now() - self._received_at_s
         self.metrics.e2e_s.labels(outcome).observe(self.timings.total_s)
         if self._first_token_at_s is not None and self.num_tokens > 1:
-            self.metrics.tpot_s.observe((self._last_tokens_at_s - self._first_token_at_s) / (self.num_tokens - 1))
+            self.metrics.tpot_s.observe(
+                (self._last_tokens_at_s - self._first_token_at_s) / (self.num_tokens - 1)
+            )
         for stage, name in STAGES.items():
             if self.timings.HasField(name):
                 self.metrics.stage_s.labels(stage).observe(getattr(self.timings, name))
@@ -134,18 +140,23 @@ class TokenWork:
         return self.prompt_tokens + self.output_tokens
 
     def more(self, other: "TokenWork") -> "TokenWork":
-        return TokenWork(self.prompt_tokens + other.prompt_tokens, self.output_tokens + other.output_tokens)
+        return TokenWork(
+            self.prompt_tokens + other.prompt_tokens, self.output_tokens + other.output_tokens
+        )
 
     def less(self, other: "TokenWork") -> "TokenWork":
         """Never below nothing."""
-        return TokenWork(max(0.0, self.prompt_tokens - other.prompt_tokens),
-                         max(0.0, self.output_tokens - other.output_tokens))
+        return TokenWork(
+            max(0.0, self.prompt_tokens - other.prompt_tokens),
+            max(0.0, self.output_tokens - other.output_tokens),
+        )
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Of all usable pools together: tokens per second, infinite until measured and where no request waits for them. Of
-    one of them: seconds per prompt token and between two tokens of an answer, and the prompts that it has."""
+    """Of all usable pools together: tokens per second, infinite until measured and where no request
+    waits for them. Of one of them: seconds per prompt token and between two tokens of an answer,
+    and the prompts that it has."""
 
     prompt_tokens_per_s: float = math.inf
     output_tokens_per_s: float = math.inf
@@ -155,37 +166,64 @@ class Rates:
     is_idle: bool = True  # a pair of pools has nothing to do
 
     @classmethod
-    def of(cls, sources: Sequence[Worker], pools: Sequence[Worker], num_waiting: int = 0,
-           num_tokens: int = 1) -> "Rates":
-        """While `num_waiting` requests wait, whose prompts have about so many tokens. No request waits for prefill
-        while a worker has room for a prompt; a decode pool that could take more of them draws for more. A pool that was
-        not measured counts as the mean of the others, and of many pools some stand for all."""
-        some_sources, some_pools = (workers[::-(-len(workers) // MOST_ASKED) or 1] for workers in (sources, pools))
+    def of(
+        cls,
+        sources: Sequence[Worker],
+        pools: Sequence[Worker],
+        num_waiting: int = 0,
+        num_tokens: int = 1,
+    ) -> "Rates":
+        """While `num_waiting` requests wait, whose prompts have about so many tokens. No request
+        waits for prefill while a worker has room for a prompt; a decode pool that could take more
+        of them draws for more. A pool that was not measured counts as the mean of the others, and
+        of many pools some stand for all."""
+        some_sources, some_pools = (
+            workers[:: -(-len(workers) // MOST_ASKED) or 1] for workers in (sources, pools)
+        )
         prefill = [rate for worker in some_sources if (rate := worker.prefill_pace.tokens_per_s)]
         has_room = any(worker.standing.has_room(num_tokens) for worker in some_sources)
         num_paced, drawn, between_s = 0, 0.0, 0.0
         for worker in some_pools:
             count = worker.num_sharing(num_waiting, num_tokens)
             if (token_s := worker.decode_pace.token_s(count)) is not None:
-                num_paced, drawn, between_s = num_paced + 1, drawn + count / token_s, between_s + token_s
-        ahead = PromptsAhead.of([length for worker in some_sources for length in worker.prompts_ahead],
-                                max(len(some_sources), 1))
-        idle = all(any(not worker.num_booked for worker in workers) for workers in (some_sources, some_pools))
+                num_paced, drawn, between_s = (
+                    num_paced + 1,
+                    drawn + count / token_s,
+                    between_s + token_s,
+                )
+        ahead = PromptsAhead.of(
+            [length for worker in some_sources for length in worker.prompts_ahead],
+            max(len(some_sources), 1),
+        )
+        idle = all(
+            any(not worker.num_booked for worker in workers)
+            for workers in (some_sources, some_pools)
+        )
         mean = sum(prefill) / len(prefill) if prefill else math.inf
-        return cls(prompt_tokens_per_s=math.inf if has_room or not prefill else mean * len(sources),
-                   output_tokens_per_s=drawn / max(num_paced, 1) * len(pools) or math.inf, prompt_token_s=1 / mean,
-                   output_token_s=between_s / max(num_paced, 1), ahead=ahead, is_idle=idle)
+        return cls(
+            prompt_tokens_per_s=math.inf if has_room or not prefill else mean * len(sources),
+            output_tokens_per_s=drawn / max(num_paced, 1) * len(pools) or math.inf,
+            prompt_token_s=1 / mean,
+            output_token_s=between_s / max(num_paced, 1),
+            ahead=ahead,
+            is_idle=idle,
+        )
 
     def wait_s(self, ahead: TokenWork) -> float:
-        """Until so much work has been given to workers: as long as the slower of the two kinds takes."""
-        return max(ahead.prompt_tokens / self.prompt_tokens_per_s, ahead.output_tokens / self.output_tokens_per_s)
+        """Until so much work has been given to workers: as long as the slower of the two kinds
+        takes."""
+        return max(
+            ahead.prompt_tokens / self.prompt_tokens_per_s,
+            ahead.output_tokens / self.output_tokens_per_s,
+        )
 
     def service_s(self, work: TokenWork) -> float:
         """From being given to a pair of workers to the last token."""
         return self._service_s(self.ahead.before(work.prompt_tokens) + work.prompt_tokens, work)
 
     def placed_service_s(self, work: TokenWork) -> float:
-        """The same for a request that has just been given to workers: its prompt is among those that they have."""
+        """The same for a request that has just been given to workers: its prompt is among those
+        that they have."""
         return self._service_s(max(self.ahead.before(work.prompt_tokens), work.prompt_tokens), work)
 
     def _service_s(self, prompt_tokens: float, work: TokenWork) -> float:
@@ -213,9 +251,12 @@ class _Length:
 
 @dataclass
 class _Caution:
-    """How much longer services took than was estimated, at the worse end; by length: shorter ones are less certain."""
+    """How much longer services took than was estimated, at the worse end; by length: shorter ones
+    are less certain."""
 
-    errors: dict[int, deque[tuple[float, float]]] = field(default_factory=dict)  # when, actual over estimated
+    errors: dict[int, deque[tuple[float, float]]] = field(
+        default_factory=dict
+    )  # when, actual over estimated
     factors: dict[int, tuple[float, float]] = field(default_factory=dict)  # when, what it came to
 
     def observe(self, estimated_s: float, actual_s: float, now_s: float) -> None:
@@ -231,7 +272,9 @@ class _Caution:
         return factor
 
     def _reckoned(self, octave: int, now_s: float) -> float:
-        errors = sorted(error for at_s, error in self.errors.get(octave, ()) if at_s >= now_s - MEMORY_S)
+        errors = sorted(
+            error for at_s, error in self.errors.get(octave, ()) if at_s >= now_s - MEMORY_S
+        )
         if len(errors) < MIN_ERRORS:
             return START_CAUTION
         return min(max(errors[int(CAUTIOUS_QUANTILE * len(errors))], 1.0), MAX_CAUTION)
@@ -253,15 +296,18 @@ class _Habits:
 class ClientHabits:
     """How long each client's answers become, and how far estimates of its requests have been wrong.
 
-    One client's habits say little of another's: what is estimated of a request goes by those of its own client, and
-    as long as these are few by what is usual among several others. A client whose requests are refused for the length
-    of their answers has one served now and then all the same, so that it can show shorter ones.
+    One client's habits say little of another's: what is estimated of a request goes by those of its
+    own client, and as long as these are few by what is usual among several others. A client whose
+    requests are refused for the length of their answers has one served now and then all the same,
+    so that it can show shorter ones.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
         self._clients: OrderedDict[str, _Habits] = OrderedDict()  # the one seen last is the last
-        self._usual: dict[int, tuple[float, float | None]] = {}  # when, and the share, None of too few clients
+        self._usual: dict[
+            int, tuple[float, float | None]
+        ] = {}  # when, and the share, None of too few clients
 
     def answered(self, client: str, max_tokens: int, num_tokens: int) -> None:
         """An answer that was not cut off had so many tokens."""
@@ -275,12 +321,14 @@ class ClientHabits:
         own = (known.lengths.get(limit) if known is not None else None) or _Length()
         weight, usual = own.weight_at(now_s), self._usual_share(limit, now_s)
         if usual is not None:
-            return max_tokens * (own.share * weight + usual * USUAL_WEIGHT) / (weight + USUAL_WEIGHT)
+            return (
+                max_tokens * (own.share * weight + usual * USUAL_WEIGHT) / (weight + USUAL_WEIGHT)
+            )
         return max_tokens * own.share if weight else 0.0
 
     def may_try(self, client: str) -> bool:
-        """Whether a request that is expected to end too late is served all the same. If so, it is the last one for
-        `TRIAL_S`."""
+        """Whether a request that is expected to end too late is served all the same. If so, it is
+        the last one for `TRIAL_S`."""
         habits, now_s = self._of(client), self._clock.now()
         if now_s - habits.tried_s < TRIAL_S:
             return False
@@ -293,10 +341,13 @@ class ClientHabits:
             self._of(client).caution.observe(estimated_s, actual_s, self._clock.now())
 
     def caution(self, client: str, estimated_s: float) -> float:
-        """Return by how much longer than estimated a service may take: from 1 to `MAX_CAUTION`. Without it a request
-        that is served at the edge of its deadline, as all are under overload, ends as often behind it as before it."""
+        """Return by how much longer than estimated a service may take: from 1 to `MAX_CAUTION`.
+        Without it a request that is served at the edge of its deadline, as all are under overload,
+        ends as often behind it as before it."""
         known = self._clients.get(client)
-        return START_CAUTION if known is None else known.caution.factor(estimated_s, self._clock.now())
+        return (
+            START_CAUTION if known is None else known.caution.factor(estimated_s, self._clock.now())
+        )
 
     def _of(self, client: str) -> _Habits:
         habits = self._clients.setdefault(client, _Habits())
@@ -306,11 +357,15 @@ class ClientHabits:
         return habits
 
     def _usual_share(self, limit: int, now_s: float) -> float | None:
-        """The median of the clients that have shown any: one that shows extremes moves it by one place at most."""
+        """The median of the clients that have shown any: one that shows extremes moves it by one
+        place at most."""
         at_s, share = self._usual.get(limit, (-math.inf, None))
         if now_s - at_s >= USUAL_S:
-            shares = [length.share for habits in self._clients.values()
-                      if (length := habits.lengths.get(limit)) is not None and length.weight_at(now_s)]
+            shares = [
+                length.share
+                for habits in self._clients.values()
+                if (length := habits.lengths.get(limit)) is not None and length.weight_at(now_s)
+            ]
             share = statistics.median(shares) if len(shares) >= MIN_CLIENTS else None
             self._usual[limit] = now_s, share
         return share
@@ -324,11 +379,15 @@ class Outlook:
         self.best_prefill = PrefillRateEstimate(clock)
         self.habits = ClientHabits(clock)
 
-    def work(self, client: str, prompt_tokens: int, max_tokens: int, num_drawn: int = 0) -> TokenWork:
-        """Of a request that lacks so many tokens of its prompt. Of its answer `num_drawn` are there: they are read as a
-        prompt is."""
+    def work(
+        self, client: str, prompt_tokens: int, max_tokens: int, num_drawn: int = 0
+    ) -> TokenWork:
+        """Of a request that lacks so many tokens of its prompt. Of its answer `num_drawn` are
+        there: they are read as a prompt is."""
         to_read = max(prompt_tokens, MIN_TOKENS) + num_drawn
-        return TokenWork(to_read, max(self.habits.expected_tokens(client, max_tokens) - num_drawn, 0.0))
+        return TokenWork(
+            to_read, max(self.habits.expected_tokens(client, max_tokens) - num_drawn, 0.0)
+        )
 
     def cautious_s(self, rates: Rates, client: str, work: TokenWork) -> float:
         """The time that a service takes at most, nine times of ten."""
@@ -337,8 +396,9 @@ class Outlook:
 
 
 class ServiceRecord:
-    """What one request shows of the pools that serve it, for those that come after it; from being given to a pair of
-    workers to the end. A request that moves shows nothing: it was served twice."""
+    """What one request shows of the pools that serve it, for those that come after it; from being
+    given to a pair of workers to the end. A request that moves shows nothing: it was served
+    twice."""
 
     def __init__(self, outlook: Outlook, client: str, max_tokens: int, estimated_s: float) -> None:
         """`estimated_s`: how long it should take."""
@@ -392,4 +452,6 @@ class ServiceRecord:
 
     def _note(self) -> None:
         if not self._has_moved:
-            self._outlook.habits.served(self._client, self._estimated_s, self._outlook.clock.now() - self._since_s)
+            self._outlook.habits.served(
+                self._client, self._estimated_s, self._outlook.clock.now() - self._since_s
+            )

@@ -1,5 +1,5 @@
-"""The two halves of a request in flight: its run on a prefill worker, on one after the other if need be, and its stay
-in a decode pool, from the offer of its prompt to its last token."""
+"""The two halves of a request in flight: its run on a prefill worker, on one after the other if
+need be, and its stay in a decode pool, from the offer of its prompt to its last token."""
 
 import asyncio
 from collections.abc import Sequence
@@ -31,7 +31,9 @@ class PrefillStream:
         opening = prefill_pb2.PrefillInput()
         opening.open.context.CopyFrom(self._parts.context())
         opening.open.request.CopyFrom(self._parts.request)
-        self.stream = WorkerStream.open(worker, worker.prefill_calls.current(), opening, self._parts.deliver)
+        self.stream = WorkerStream.open(
+            worker, worker.prefill_calls.current(), opening, self._parts.deliver
+        )
 
     @property
     def address(self) -> str:
@@ -59,7 +61,9 @@ class PrefillStream:
         if unsent is not None and unsent.HasField("scores_read"):
             unsent.scores_read.count += 1
         else:
-            self.stream.send(prefill_pb2.PrefillInput(scores_read=prefill_pb2.PrefillScoresRead(count=1)))
+            self.stream.send(
+                prefill_pb2.PrefillInput(scores_read=prefill_pb2.PrefillScoresRead(count=1))
+            )
 
     def computed(self) -> None:
         """The prompt waits for nothing on that worker any more."""
@@ -68,10 +72,13 @@ class PrefillStream:
 
     def overdue(self) -> BatonError:
         """The error of a worker that sent everything and reported nothing."""
-        return PeerLostError("the prefill worker sent a handoff and did not send the first token in time")
+        return PeerLostError(
+            "the prefill worker sent a handoff and did not send the first token in time"
+        )
 
     def move_on(self, error: BatonError, pool: Booking) -> None:
-        """Run the prompt for this pool on another worker, or on the same one once it is back if there is no other.
+        """Run the prompt for this pool on another worker, or on the same one once it is back if
+        there is no other.
 
         Raises:
             BatonError: `error`, if a retry cannot help or none is left.
@@ -95,9 +102,13 @@ class PrefillStream:
         await asyncio.sleep(RETRY_PAUSE_S)
         directory, prompt = self._parts.directory, self._parts.prompt
         self._booking = await search(
-            directory, lambda: directory.book_prefill(prompt, pool, tried=self._tried,
-                                                      context_tokens=self._parts.context_tokens),
-            self._parts.limits.comeback_s(directory), error)
+            directory,
+            lambda: directory.book_prefill(
+                prompt, pool, tried=self._tried, context_tokens=self._parts.context_tokens
+            ),
+            self._parts.limits.comeback_s(directory),
+            error,
+        )
         self._attempts += 1
         self.run()
 
@@ -106,10 +117,12 @@ MAX_RETRY_PAUSE_S = 0.5
 
 
 class DecodeStream:
-    """One reservation in a decode pool, offered to pool after pool until one takes it, and what that draws."""
+    """One reservation in a decode pool, offered to pool after pool until one takes it, and what
+    that draws."""
 
     def __init__(self, parts: FlowParts, booking: Booking, replayed: Sequence[int] = ()) -> None:
-        """`replayed`: output tokens after the first that the client has, of a request that moves here."""
+        """`replayed`: output tokens after the first that the client has, of a request that moves
+        here."""
         self._parts = parts
         self._booking = booking
         self._replayed = tuple(replayed)
@@ -118,9 +131,12 @@ class DecodeStream:
         self._refused_since: float | None = None
         self._source: transfer_pb2.SourceTerms | None = None
         self._first_token: types_pb2.TokenChunk | None = None
-        self._num_offers = 0  # on the present stream; the epoch of destination terms is that of the offer they answer
+        # on the present stream; the epoch of destination terms is that of the offer they answer
+        self._num_offers = 0
         self._is_destination_due = False
-        self.asks_alone = False  # whether the pool was asked to compute the rest itself, and has not answered
+        self.asks_alone = (
+            False  # whether the pool was asked to compute the rest itself, and has not answered
+        )
         self._due = DueTimer(parts.overdue)
         self.stream: WorkerStream[decode_pb2.DecodeInput, decode_pb2.DecodeEvent] | None = None
         self.has_reserved = False
@@ -139,10 +155,14 @@ class DecodeStream:
 
     @property
     def may_compute_rest(self) -> bool:
-        """Whether nearly all of the prompt is there, by what the pool has reported, and nothing was drawn elsewhere."""
+        """Whether nearly all of the prompt is there, by what the pool has reported, and nothing was
+        drawn elsewhere."""
         num_held = self._booking.num_held
-        return num_held > 0 and not self._replayed and self._booking.worker.may_compute(
-            self._parts.prompt.num_tokens - num_held)
+        return (
+            num_held > 0
+            and not self._replayed
+            and self._booking.worker.may_compute(self._parts.prompt.num_tokens - num_held)
+        )
 
     def ask_alone(self) -> None:
         """Let the pool compute what it lacks of the prompt; it may refuse."""
@@ -164,7 +184,8 @@ class DecodeStream:
         self._close_stream()
 
     def offer(self, source: transfer_pb2.SourceTerms) -> None:
-        """Reserve for what this prefill worker will send; a later source takes over the same reservation.
+        """Reserve for what this prefill worker will send; a later source takes over the same
+        reservation.
 
         Raises:
             PeerLostError: the pool that was booked has started anew since, perhaps as another.
@@ -179,8 +200,8 @@ class DecodeStream:
             self._open(source)
 
     def source_lost(self) -> None:
-        """The prefill worker is gone; the next one makes a new offer. The pool is notified, so that it waits for it; a
-        pool that may still refuse is notified when it has reserved."""
+        """The prefill worker is gone; the next one makes a new offer. The pool is notified, so that
+        it waits for it; a pool that may still refuse is notified when it has reserved."""
         self._source = None
         if self.has_reserved:
             self._send_source_lost()
@@ -188,8 +209,8 @@ class DecodeStream:
             self._due.settle()
 
     def first_token(self, token: types_pb2.TokenChunk) -> None:
-        """Sent when the pool has reserved: what is sent to a pool that refuses would hide why it did. Only the first
-        call counts."""
+        """Sent when the pool has reserved: what is sent to a pool that refuses would hide why it
+        did. Only the first call counts."""
         if self._first_token is not None:
             return
         self._first_token = token
@@ -197,8 +218,8 @@ class DecodeStream:
             self._send_first_token(token)
 
     def reserved(self, destination: transfer_pb2.DestinationTerms) -> bool:
-        """Destination terms arrived; False if they answer an offer that was overtaken, or whose worker is gone: the
-        successor that queues gets terms of its own when it has started."""
+        """Destination terms arrived; False if they answer an offer that was overtaken, or whose
+        worker is gone: the successor that queues gets terms of its own when it has started."""
         if not self.has_reserved and self._first_token is not None:
             self._send_first_token(self._first_token)
         if not self.has_reserved and self._source is None:
@@ -216,7 +237,8 @@ class DecodeStream:
 
     @property
     def lacks_first_token(self) -> bool:
-        """Whether it cannot give the commit that is due, because no worker has sent the first token."""
+        """Whether it cannot give the commit that is due, because no worker has sent the first
+        token."""
         return not self._is_destination_due and self._first_token is None
 
     def committed(self) -> None:
@@ -238,7 +260,8 @@ class DecodeStream:
         return PeerLostError(f"the decode worker did not {missing} in time")
 
     def move_on(self, error: BatonError) -> None:
-        """Offer it to the next pool. When all have refused, offer it again until one takes it or the time is up.
+        """Offer it to the next pool. When all have refused, offer it again until one takes it or
+        the time is up.
 
         Raises:
             BatonError: `error`, if no pool could do better.
@@ -248,7 +271,8 @@ class DecodeStream:
         self._close_stream()
         suspect(self._booking, error)
         self._tried |= {self.address}
-        # What the prompt's source sends must fit, which is more than what fits the pool that is left.
+        # What the prompt's source sends must fit, which is more than what fits the pool that is
+        # left.
         wanted = self.compatibility if self._source is None else self._source.compatibility
         self._search = self._parts.group.create_task(self._reopen(error, wanted))
 
@@ -271,9 +295,12 @@ class DecodeStream:
         self.stream = None
 
     async def _reopen(self, error: BatonError, compatibility: str) -> None:
-        """The old booking stays until there is a new one: what waits here goes before what admission still holds."""
+        """The old booking stays until there is a new one: what waits here goes before what
+        admission still holds."""
         directory, prompt = self._parts.directory, self._parts.prompt
-        book = partial(directory.book_decode, prompt, compatibility, context_tokens=self._parts.context_tokens)
+        book = partial(
+            directory.book_decode, prompt, compatibility, context_tokens=self._parts.context_tokens
+        )
         booking = book(tried=self._tried)
         if booking is None:
             patience_s = self._patience_s(error, compatibility)
@@ -301,7 +328,9 @@ class DecodeStream:
         if source is not None:
             opening.open.source.CopyFrom(source)
         opening.open.request.CopyFrom(self._parts.request)
-        self.stream = WorkerStream.open(worker, worker.decode_calls.current(), opening, self._parts.deliver)
+        self.stream = WorkerStream.open(
+            worker, worker.decode_calls.current(), opening, self._parts.deliver
+        )
         self._num_offers = 0
         self._expect_destination()
 
@@ -318,7 +347,8 @@ class DecodeStream:
         now = asyncio.get_running_loop().time()
         self._refused_since = now if self._refused_since is None else self._refused_since
         is_full = isinstance(error, CapacityError) and self._parts.directory.has_decode(
-            compatibility, self._parts.context_tokens)
+            compatibility, self._parts.context_tokens
+        )
         limits = self._parts.limits
         patience_s = limits.capacity_wait_s if is_full else limits.comeback_s(self._parts.directory)
         return self._refused_since + patience_s - now

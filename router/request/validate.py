@@ -1,8 +1,9 @@
-"""Is this request possible? Every field is checked against the limits of the protos and of the model before any work.
+"""Is this request possible? Every field is checked against the limits of the protos and of the
+model before any work.
 
-All violations are reported at once, each with the path of its field and the limit. What passes becomes an
-`AdmissibleRequest`: tokenised, every default resolved, ready for the workers. `PriorityLimits` bounds the priority that
-a client may ask for.
+All violations are reported at once, each with the path of its field and the limit. What passes
+becomes an `AdmissibleRequest`: tokenised, every default resolved, ready for the workers.
+`PriorityLimits` bounds the priority that a client may ask for.
 """
 
 from array import array
@@ -19,7 +20,13 @@ from router.request.chats import MAX_CHAT_MESSAGES, chat_of, chat_violations, nu
 from router.text.model_facts import ModelLimits
 from router.text.tokenise import Tokeniser
 from router.workers.prefix_index import RoutedPrompt, prompt_of
-from runtime.errors import ConfigError, FieldViolation, InvalidRequestError, UnavailableError, UnknownModelError
+from runtime.errors import (
+    ConfigError,
+    FieldViolation,
+    InvalidRequestError,
+    UnavailableError,
+    UnknownModelError,
+)
 from runtime.grammar import MAX_GRAMMAR_BYTES, Grammar, GrammarKind, Grammars
 from runtime.sampling_limits import LOGIT_BIAS_INTERVAL, SAMPLING_DEFAULTS, SAMPLING_INTERVALS
 from runtime.security.access import Caller
@@ -38,14 +45,14 @@ MAX_STOP_TOKEN_IDS = 64
 _OF_PROMPT = "@"  # between the two parts of what a client is told
 
 
-
 @dataclass(frozen=True)
 class AdmissibleRequest:
-    """A request that can succeed. `engine` is its first choice; its `request_id` is empty if the client chose none.
-    `resumed`: of each choice in turn, the tokens its client has already, as far as there are any; `resumed_from`: of
-    each choice the compatibility of the workers that drew them, "" where any workers may go on. `routed` has the tokens
-    of `engine` as machine integers: to read them back from a message takes ten times as long. None: nobody has them.
-    `client` is what its share of the pools goes by."""
+    """A request that can succeed. `engine` is its first choice; its `request_id` is empty if the
+    client chose none. `resumed`: of each choice in turn, the tokens its client has already, as far
+    as there are any; `resumed_from`: of each choice the compatibility of the workers that drew
+    them, "" where any workers may go on. `routed` has the tokens of `engine` as machine integers:
+    to read them back from a message takes ten times as long. None: nobody has them. `client` is
+    what its share of the pools goes by."""
 
     engine: types_pb2.EngineRequest
     stop_strings: tuple[str, ...]
@@ -80,12 +87,20 @@ class AdmissibleRequest:
         return len(self.engine.prompt_token_ids) + self.engine.max_tokens
 
 
-async def admissible(request: generation_pb2.GenerateRequest, facts: ModelLimits, tokeniser: Tokeniser | None,
-                     draw_seed: Callable[[], int], grammars: Grammars | None = None, *,
-                     most_urgent: int = -MAX_PRIORITY, client: str = "") -> AdmissibleRequest:
-    """The request of `client` in the workers' terms. `draw_seed` gives the seed of a request that brings none; without
-    `grammars` structured output cannot be had; `most_urgent` is the smallest priority its client may use, and the one
-    of a request that asks for none where 0 would be too urgent.
+async def admissible(
+    request: generation_pb2.GenerateRequest,
+    facts: ModelLimits,
+    tokeniser: Tokeniser | None,
+    draw_seed: Callable[[], int],
+    grammars: Grammars | None = None,
+    *,
+    most_urgent: int = -MAX_PRIORITY,
+    client: str = "",
+) -> AdmissibleRequest:
+    """The request of `client` in the workers' terms. `draw_seed` gives the seed of a request that
+    brings none; without `grammars` structured output cannot be had; `most_urgent` is the smallest
+    priority its client may use, and the one of a request that asks for none where 0 would be too
+    urgent.
 
     Raises:
         UnknownModelError: it names another model.
@@ -94,10 +109,17 @@ async def admissible(request: generation_pb2.GenerateRequest, facts: ModelLimits
         UnavailableError: it resumes an answer to what another router made another prompt of.
     """
     if request.model not in ("", facts.name):
-        raise UnknownModelError(FieldViolation("model", f"{_shown(request.model)} is not served, {facts.name!r} is"))
-    violations = [*_identity(request, most_urgent), *_prompt(request, facts, tokeniser),
-                  *_sampling(request.sampling, facts), *_stop(request, facts, tokeniser), *_structured_output(request),
-                  *resumed_violations(request, facts)]
+        raise UnknownModelError(
+            FieldViolation("model", f"{_shown(request.model)} is not served, {facts.name!r} is")
+        )
+    violations = [
+        *_identity(request, most_urgent),
+        *_prompt(request, facts, tokeniser),
+        *_sampling(request.sampling, facts),
+        *_stop(request, facts, tokeniser),
+        *_structured_output(request),
+        *resumed_violations(request, facts),
+    ]
     if violations:
         raise InvalidRequestError(*violations)
     if (grammar := grammar_of(request)) is not None:
@@ -105,7 +127,10 @@ async def admissible(request: generation_pb2.GenerateRequest, facts: ModelLimits
             raise grammar.refused("needs a model with a tokenizer and an end-of-sequence token")
         await grammars.check(grammar, client)
     prompt = await _prompt_token_ids(request, tokeniser)
-    violations = [*_context(request, facts, len(prompt)), *_encoded(request, facts, prompt, tokeniser)]
+    violations = [
+        *_context(request, facts, len(prompt)),
+        *_encoded(request, facts, prompt, tokeniser),
+    ]
     if violations:
         raise InvalidRequestError(*violations)
     resolved = _of_this_prompt(_resolve(request, facts, prompt, draw_seed))
@@ -119,28 +144,35 @@ def workers_of(drawn_by: str) -> str:
 
 
 def _of_this_prompt(resolved: AdmissibleRequest) -> AdmissibleRequest:
-    """With the workers alone in `resumed_from`. Raises UnavailableError where tokens were drawn for another prompt."""
+    """With the workers alone in `resumed_from`. Raises UnavailableError where tokens were drawn for
+    another prompt."""
     for index, name in enumerate(resolved.resumed_from):
         digest = name.partition(_OF_PROMPT)[2]
         if digest not in ("", resolved.prompt.digest):
             raise UnavailableError(
                 f"resumed_from[{index}]: the answer began for a prompt with the digest {digest}, and this router makes "
                 f"{resolved.prompt.digest} of the request: it has another chat template or tokenizer, or the request "
-                "is another one")
+                "is another one"
+            )
     if not resolved.resumed_from:
         return resolved
     return replace(resolved, resumed_from=tuple(map(workers_of, resolved.resumed_from)))
 
 
-def _identity(request: generation_pb2.GenerateRequest, most_urgent: int) -> Iterable[FieldViolation]:
+def _identity(
+    request: generation_pb2.GenerateRequest, most_urgent: int
+) -> Iterable[FieldViolation]:
     size = len(request.request_id.encode())
     if size > MAX_REQUEST_ID_BYTES:
         yield FieldViolation("request_id", f"has {size} bytes, the limit is {MAX_REQUEST_ID_BYTES}")
     elif not request.request_id.isprintable():
         yield FieldViolation("request_id", "must consist of printable characters")
     if not most_urgent <= _priority(request, most_urgent) <= MAX_PRIORITY:
-        yield FieldViolation("priority", f"must be between {most_urgent} and {MAX_PRIORITY} for this client, "
-                                         f"got {request.priority}")
+        yield FieldViolation(
+            "priority",
+            f"must be between {most_urgent} and {MAX_PRIORITY} for this client, "
+            f"got {request.priority}",
+        )
     if (size := len(request.cache_salt.encode())) > MAX_CACHE_SALT_BYTES:
         yield FieldViolation("cache_salt", f"has {size} bytes, the limit is {MAX_CACHE_SALT_BYTES}")
     for name in ("num_top_logprobs", "num_prompt_logprobs"):
@@ -154,15 +186,18 @@ def _priority(request: generation_pb2.GenerateRequest, most_urgent: int) -> int:
     return request.priority or max(0, most_urgent)
 
 
-def _prompt(request: generation_pb2.GenerateRequest, facts: ModelLimits,
-            tokeniser: Tokeniser | None) -> Iterable[FieldViolation]:
+def _prompt(
+    request: generation_pb2.GenerateRequest, facts: ModelLimits, tokeniser: Tokeniser | None
+) -> Iterable[FieldViolation]:
     kind = request.WhichOneof("prompt")
     if kind is None:
         yield FieldViolation("prompt", "one of text, token_ids and chat must be given")
     elif kind == "token_ids":
         yield from _prompt_ids(request.token_ids.ids, facts)
     elif tokeniser is None:
-        yield FieldViolation(kind, "the model has no tokenizer, the prompt must be given as token_ids")
+        yield FieldViolation(
+            kind, "the model has no tokenizer, the prompt must be given as token_ids"
+        )
     elif kind == "chat":
         yield from _chat(request.chat, facts, tokeniser)
     elif not request.text:
@@ -177,11 +212,15 @@ def _prompt_ids(ids: Sequence[int], facts: ModelLimits) -> Iterable[FieldViolati
     elif len(ids) >= facts.max_context_tokens:
         yield _too_long("token_ids", len(ids), facts)
     elif max(ids) >= facts.vocab_size:
-        index, token_id = next((i, token_id) for i, token_id in enumerate(ids) if token_id >= facts.vocab_size)
+        index, token_id = next(
+            (i, token_id) for i, token_id in enumerate(ids) if token_id >= facts.vocab_size
+        )
         yield FieldViolation(f"token_ids.ids[{index}]", _not_in_vocabulary(token_id, facts))
 
 
-def _chat(chat: generation_pb2.ChatMessages, facts: ModelLimits, tokeniser: Tokeniser) -> Iterable[FieldViolation]:
+def _chat(
+    chat: generation_pb2.ChatMessages, facts: ModelLimits, tokeniser: Tokeniser
+) -> Iterable[FieldViolation]:
     if not tokeniser.has_chat_template:
         yield FieldViolation("chat", "the model has no chat template")
     yield from chat_violations(chat)
@@ -189,10 +228,15 @@ def _chat(chat: generation_pb2.ChatMessages, facts: ModelLimits, tokeniser: Toke
         yield from _fits("chat.messages", num_characters(chat), facts, tokeniser)
 
 
-def _fits(field: str, num_characters: int, facts: ModelLimits, tokeniser: Tokeniser) -> Iterable[FieldViolation]:
+def _fits(
+    field: str, num_characters: int, facts: ModelLimits, tokeniser: Tokeniser
+) -> Iterable[FieldViolation]:
     if num_characters > tokeniser.longest_token * facts.max_context_tokens:
-        yield FieldViolation(field, f"has {num_characters} characters, which cannot fit into the maximum context "
-                                    f"length of {facts.max_context_tokens} tokens")
+        yield FieldViolation(
+            field,
+            f"has {num_characters} characters, which cannot fit into the maximum context "
+            f"length of {facts.max_context_tokens} tokens",
+        )
 
 
 def _sampling(sampling: types_pb2.SamplingParams, facts: ModelLimits) -> Iterable[FieldViolation]:
@@ -200,49 +244,68 @@ def _sampling(sampling: types_pb2.SamplingParams, facts: ModelLimits) -> Iterabl
         if sampling.HasField(name) and (value := getattr(sampling, name)) not in interval:
             yield FieldViolation(f"sampling.{name}", f"{interval}, got {value:g}")
     if len(sampling.logit_bias) > MAX_LOGIT_BIAS_ENTRIES:
-        yield FieldViolation("sampling.logit_bias",
-                             f"has {len(sampling.logit_bias)} entries, the limit is {MAX_LOGIT_BIAS_ENTRIES}")
+        yield FieldViolation(
+            "sampling.logit_bias",
+            f"has {len(sampling.logit_bias)} entries, the limit is {MAX_LOGIT_BIAS_ENTRIES}",
+        )
         return
     for token_id, bias in sorted(sampling.logit_bias.items()):
         if token_id >= facts.vocab_size:
-            yield FieldViolation(f"sampling.logit_bias[{token_id}]", _not_in_vocabulary(token_id, facts))
+            yield FieldViolation(
+                f"sampling.logit_bias[{token_id}]", _not_in_vocabulary(token_id, facts)
+            )
         if bias not in LOGIT_BIAS_INTERVAL:
-            yield FieldViolation(f"sampling.logit_bias[{token_id}]", f"{LOGIT_BIAS_INTERVAL}, got {bias:g}")
+            yield FieldViolation(
+                f"sampling.logit_bias[{token_id}]", f"{LOGIT_BIAS_INTERVAL}, got {bias:g}"
+            )
 
 
-def _stop(request: generation_pb2.GenerateRequest, facts: ModelLimits,
-          tokeniser: Tokeniser | None) -> Iterable[FieldViolation]:
+def _stop(
+    request: generation_pb2.GenerateRequest, facts: ModelLimits, tokeniser: Tokeniser | None
+) -> Iterable[FieldViolation]:
     stop = request.stop
     if stop.HasField("max_tokens"):
         if stop.max_tokens < 1:
             yield FieldViolation("stop.max_tokens", "must be at least 1, got 0")
         elif stop.min_tokens > stop.max_tokens:
-            yield FieldViolation("stop.min_tokens", f"must be at most max_tokens ({stop.max_tokens}), "
-                                                    f"got {stop.min_tokens}")
+            yield FieldViolation(
+                "stop.min_tokens",
+                f"must be at most max_tokens ({stop.max_tokens}), got {stop.min_tokens}",
+            )
     yield from _stop_strings(request, tokeniser)
     if len(stop.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        yield FieldViolation("stop.stop_token_ids",
-                             f"has {len(stop.stop_token_ids)} entries, the limit is {MAX_STOP_TOKEN_IDS}")
+        yield FieldViolation(
+            "stop.stop_token_ids",
+            f"has {len(stop.stop_token_ids)} entries, the limit is {MAX_STOP_TOKEN_IDS}",
+        )
         return
     for index, token_id in enumerate(stop.stop_token_ids):
         if token_id >= facts.vocab_size:
-            yield FieldViolation(f"stop.stop_token_ids[{index}]", _not_in_vocabulary(token_id, facts))
+            yield FieldViolation(
+                f"stop.stop_token_ids[{index}]", _not_in_vocabulary(token_id, facts)
+            )
 
 
-def _stop_strings(request: generation_pb2.GenerateRequest, tokeniser: Tokeniser | None) -> Iterable[FieldViolation]:
+def _stop_strings(
+    request: generation_pb2.GenerateRequest, tokeniser: Tokeniser | None
+) -> Iterable[FieldViolation]:
     strings = request.stop.stop_strings
     if strings and request.skip_text:
         yield FieldViolation("stop.stop_strings", "cannot be found when skip_text is set")
     elif strings and tokeniser is None:
         yield FieldViolation("stop.stop_strings", "cannot be found, the model has no tokenizer")
     if len(strings) > MAX_STOP_STRINGS:
-        yield FieldViolation("stop.stop_strings", f"has {len(strings)} entries, the limit is {MAX_STOP_STRINGS}")
+        yield FieldViolation(
+            "stop.stop_strings", f"has {len(strings)} entries, the limit is {MAX_STOP_STRINGS}"
+        )
     for index, string in enumerate(strings[:MAX_STOP_STRINGS]):
         if not string:
             yield FieldViolation(f"stop.stop_strings[{index}]", "must not be empty")
         elif (size := len(string.encode())) > MAX_STOP_STRING_BYTES:
-            yield FieldViolation(f"stop.stop_strings[{index}]",
-                                 f"has {size} bytes, the limit is {MAX_STOP_STRING_BYTES}")
+            yield FieldViolation(
+                f"stop.stop_strings[{index}]",
+                f"has {size} bytes, the limit is {MAX_STOP_STRING_BYTES}",
+            )
 
 
 def _structured_output(request: generation_pb2.GenerateRequest) -> Iterable[FieldViolation]:
@@ -257,20 +320,30 @@ def _structured_output(request: generation_pb2.GenerateRequest) -> Iterable[Fiel
     if (size := len(grammar.text.encode())) > MAX_GRAMMAR_BYTES:
         yield FieldViolation(grammar.field, f"has {size} bytes, the limit is {MAX_GRAMMAR_BYTES}")
     if request.stop.min_tokens:
-        yield FieldViolation("stop.min_tokens", "cannot be combined with structured_output, which says itself when the "
-                                                "text is over")
+        yield FieldViolation(
+            "stop.min_tokens",
+            "cannot be combined with structured_output, which says itself when the text is over",
+        )
     if request.stop.ignore_eos:
-        yield FieldViolation("stop.ignore_eos", "cannot be combined with structured_output, which ends with an "
-                                                "end-of-sequence token")
+        yield FieldViolation(
+            "stop.ignore_eos",
+            "cannot be combined with structured_output, which ends with an end-of-sequence token",
+        )
 
 
 def grammar_of(request: generation_pb2.GenerateRequest) -> Grammar | None:
     """What the output must follow."""
     kind = request.structured_output.WhichOneof("grammar")
-    return None if kind is None else Grammar.of(GrammarKind(kind), getattr(request.structured_output, kind))
+    return (
+        None
+        if kind is None
+        else Grammar.of(GrammarKind(kind), getattr(request.structured_output, kind))
+    )
 
 
-async def _prompt_token_ids(request: generation_pb2.GenerateRequest, tokeniser: Tokeniser | None) -> list[int]:
+async def _prompt_token_ids(
+    request: generation_pb2.GenerateRequest, tokeniser: Tokeniser | None
+) -> list[int]:
     if tokeniser is None or request.HasField("token_ids"):
         return list(request.token_ids.ids)
     if request.HasField("text"):
@@ -278,7 +351,9 @@ async def _prompt_token_ids(request: generation_pb2.GenerateRequest, tokeniser: 
     return await tokeniser.encode_chat(chat_of(request.chat))
 
 
-def _context(request: generation_pb2.GenerateRequest, facts: ModelLimits, num_tokens: int) -> Iterable[FieldViolation]:
+def _context(
+    request: generation_pb2.GenerateRequest, facts: ModelLimits, num_tokens: int
+) -> Iterable[FieldViolation]:
     kind = request.WhichOneof("prompt") or "prompt"
     room = facts.max_context_tokens - num_tokens
     if num_tokens == 0:
@@ -286,31 +361,45 @@ def _context(request: generation_pb2.GenerateRequest, facts: ModelLimits, num_to
     elif room < 1:
         yield _too_long(kind, num_tokens, facts)
     elif request.stop.min_tokens > room:
-        yield FieldViolation("stop.min_tokens", f"must be at most {room}, what the maximum context length of "
-                                                f"{facts.max_context_tokens} tokens leaves after the prompt, "
-                                                f"got {request.stop.min_tokens}")
+        yield FieldViolation(
+            "stop.min_tokens",
+            f"must be at most {room}, what the maximum context length of "
+            f"{facts.max_context_tokens} tokens leaves after the prompt, "
+            f"got {request.stop.min_tokens}",
+        )
     else:
         yield from too_many_resumed(request, _max_tokens(request.stop, room))
 
 
-def _encoded(request: generation_pb2.GenerateRequest, facts: ModelLimits, prompt: list[int],
-             tokeniser: Tokeniser | None) -> Iterable[FieldViolation]:
-    """Refuse texts with tokens that the tokenizer has and the model has not: those of images, in text models."""
+def _encoded(
+    request: generation_pb2.GenerateRequest,
+    facts: ModelLimits,
+    prompt: list[int],
+    tokeniser: Tokeniser | None,
+) -> Iterable[FieldViolation]:
+    """Refuse texts with tokens that the tokenizer has and the model has not: those of images, in
+    text models."""
     kind = request.WhichOneof("prompt") or "prompt"
     if tokeniser is None or kind == "token_ids" or not prompt or max(prompt) < facts.vocab_size:
         return
     token_id = next(token_id for token_id in prompt if token_id >= facts.vocab_size)
-    yield FieldViolation("chat.messages" if kind == "chat" else kind,
-                         f"contains {_shown(tokeniser.token_text(token_id))}, a token of the tokenizer that the model "
-                         f"does not have: {_not_in_vocabulary(token_id, facts)}")
+    yield FieldViolation(
+        "chat.messages" if kind == "chat" else kind,
+        f"contains {_shown(tokeniser.token_text(token_id))}, a token of the tokenizer that the model "
+        f"does not have: {_not_in_vocabulary(token_id, facts)}",
+    )
 
 
 def _max_tokens(stop: types_pb2.StopConditions, room: int) -> int:
     return min(stop.max_tokens, room) if stop.HasField("max_tokens") else room
 
 
-def _resolve(request: generation_pb2.GenerateRequest, facts: ModelLimits, prompt: list[int],
-             draw_seed: Callable[[], int]) -> AdmissibleRequest:
+def _resolve(
+    request: generation_pb2.GenerateRequest,
+    facts: ModelLimits,
+    prompt: list[int],
+    draw_seed: Callable[[], int],
+) -> AdmissibleRequest:
     stop, room = request.stop, facts.max_context_tokens - len(prompt)
     eos = () if stop.ignore_eos else facts.eos_token_ids
     resumed = tuple(tuple(choice.ids) for choice in request.resumed)
@@ -324,20 +413,31 @@ def _resolve(request: generation_pb2.GenerateRequest, facts: ModelLimits, prompt
         stop_token_ids=sorted({*stop.stop_token_ids, *eos}),
         num_top_logprobs=request.num_top_logprobs if request.HasField("num_top_logprobs") else None,
         num_prompt_logprobs=request.num_prompt_logprobs if is_scored else None,
-        structured_output=request.structured_output if request.HasField("structured_output") else None,
+        structured_output=request.structured_output
+        if request.HasField("structured_output")
+        else None,
         speculate=request.speculate if request.HasField("speculate") else None,
         prefix_cache=request.prefix_cache if request.HasField("prefix_cache") else None,
         cache_salt=request.cache_salt,
     )
     if not engine.sampling.HasField("seed"):
         engine.sampling.seed = draw_seed()
-    return AdmissibleRequest(engine, tuple(stop.stop_strings), wants_text=not request.skip_text,
-                             num_choices=request.n if request.HasField("n") else 1, resumed=resumed,
-                             resumed_from=tuple(request.resumed_from), routed=prompt_of(engine, array("I", prompt)))
+    return AdmissibleRequest(
+        engine,
+        tuple(stop.stop_strings),
+        wants_text=not request.skip_text,
+        num_choices=request.n if request.HasField("n") else 1,
+        resumed=resumed,
+        resumed_from=tuple(request.resumed_from),
+        routed=prompt_of(engine, array("I", prompt)),
+    )
 
 
-def resolved_sampling(given: types_pb2.SamplingParams, facts: ModelLimits) -> types_pb2.SamplingParams:
-    """Return every parameter as it applies: as given, else as the model's files state it, else Baton's default."""
+def resolved_sampling(
+    given: types_pb2.SamplingParams, facts: ModelLimits
+) -> types_pb2.SamplingParams:
+    """Return every parameter as it applies: as given, else as the model's files state it, else
+    Baton's default."""
     sampling = types_pb2.SamplingParams(**{**SAMPLING_DEFAULTS, **facts.sampling})  # type: ignore[arg-type]
     sampling.MergeFrom(given)
     return sampling
@@ -345,12 +445,17 @@ def resolved_sampling(given: types_pb2.SamplingParams, facts: ModelLimits) -> ty
 
 def _too_long(field: str, num_tokens: int, facts: ModelLimits) -> FieldViolation:
     # "maximum context length" is what clients of OpenAI's API look for, to shorten what they sent.
-    return FieldViolation(field, f"has {num_tokens} tokens; the maximum context length of {facts.max_context_tokens} "
-                                 "tokens must leave room for at least one more")
+    return FieldViolation(
+        field,
+        f"has {num_tokens} tokens; the maximum context length of {facts.max_context_tokens} "
+        "tokens must leave room for at least one more",
+    )
 
 
 def _shown(text: str) -> str:
-    return repr(text) if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]!r}..."
+    return (
+        repr(text) if len(text) <= MAX_SHOWN_CHARACTERS else f"{text[:MAX_SHOWN_CHARACTERS]!r}..."
+    )
 
 
 def _not_in_vocabulary(token_id: int, facts: ModelLimits) -> str:
@@ -359,8 +464,9 @@ def _not_in_vocabulary(token_id: int, facts: ModelLimits) -> str:
 
 @dataclass(frozen=True)
 class PriorityLimits:
-    """The most urgent priority of each client, by the name its token or certificate gives it: `lowest`; the smaller a
-    priority, the more urgent. `*` is for clients that have no entry of their own."""
+    """The most urgent priority of each client, by the name its token or certificate gives it:
+    `lowest`; the smaller a priority, the more urgent. `*` is for clients that have no entry of
+    their own."""
 
     lowest: Mapping[str, int] = field(default_factory=lambda: {EVERYBODY: 0})
 
@@ -383,8 +489,11 @@ def _parsed(entry: str) -> tuple[str, int]:
         equals = ""
         priority = 0
     if not equals or not name or abs(priority) > MAX_PRIORITY:
-        raise ConfigError(f"priority_limits must be NAME=PRIORITY with a priority from {-MAX_PRIORITY} to "
-                          f"{MAX_PRIORITY}, got {entry!r}", field="priority_limits")
+        raise ConfigError(
+            f"priority_limits must be NAME=PRIORITY with a priority from {-MAX_PRIORITY} to "
+            f"{MAX_PRIORITY}, got {entry!r}",
+            field="priority_limits",
+        )
     return name, priority
 
 

@@ -1,15 +1,17 @@
-"""Admission queue: the order of waiting requests, who may wait at all, and who waits in vain. Pure; `Clock` seconds.
+"""Admission queue: the order of waiting requests, who may wait at all, and who waits in vain. Pure;
+`Clock` seconds.
 
-Order: priority, then clients in turn, and of one client by when a request must begin: its deadline less what serving it
-takes, but not later than the limit of waiting allows. So those of a client that have no deadline stand in order of
-arrival, and a deadline makes a request more urgent than others of its client and not than another client's. Turns count
-tokens (start-time fair queueing, Goyal et al., SIGCOMM 1996): a client that sends more, or longer ones, gets no more of
-the pools while others wait. Where workers have parts of prompts, a request that finds more there may go before those
-that would find less (`WaitingLine.best`), as long as these can wait.
+Order: priority, then clients in turn, and of one client by when a request must begin: its deadline
+less what serving it takes, but not later than the limit of waiting allows. So those of a client
+that have no deadline stand in order of arrival, and a deadline makes a request more urgent than
+others of its client and not than another client's. Turns count tokens (start-time fair queueing,
+Goyal et al., SIGCOMM 1996): a client that sends more, or longer ones, gets no more of the pools
+while others wait. Where workers have parts of prompts, a request that finds more there may go
+before those that would find less (`WaitingLine.best`), as long as these can wait.
 
-A request is refused on arrival if it could not be served in time behind those that go before it. One that was let in
-leaves only by being placed, by going away, when its time does not suffice any more, or, where the line is full, for one
-of a client that has fewer in it.
+A request is refused on arrival if it could not be served in time behind those that go before it.
+One that was let in leaves only by being placed, by going away, when its time does not suffice any
+more, or, where the line is full, for one of a client that has fewer in it.
 """
 
 import bisect
@@ -26,7 +28,10 @@ from router.request.service_times import MAX_CLIENTS, Outlook, Rates, TokenWork
 T = TypeVar("T")
 ItemT = TypeVar("ItemT")
 
-MIN_RETRY_S, MAX_RETRY_S = 0.05, 10.0  # what slows a cluster down may be over long before it was estimated to be
+MIN_RETRY_S, MAX_RETRY_S = (
+    0.05,
+    10.0,
+)  # what slows a cluster down may be over long before it was estimated to be
 LOOK_AHEAD = 32  # so many from the front may go first, and so often may one be passed
 LEAST_SLACK_S = 5.0  # who has to begin within this is not passed
 
@@ -50,8 +55,8 @@ class WaitingLimits:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a request of `client` wants: `ends_at_s` is its deadline, `num_tokens` those of its prompt, wherever they
-    are."""
+    """What a request of `client` wants: `ends_at_s` is its deadline, `num_tokens` those of its
+    prompt, wherever they are."""
 
     work: TokenWork
     ends_at_s: float = math.inf
@@ -70,15 +75,16 @@ class Refusal:
 
     @property
     def retry_after_s(self) -> float | None:
-        """The wait; where no request waits and those that run are all that slows it down, until they have ended. None
-        while nothing was measured."""
+        """The wait; where no request waits and those that run are all that slows it down, until
+        they have ended. None while nothing was measured."""
         estimate_s = self.wait_s or self.service_s
         return min(max(estimate_s, MIN_RETRY_S), MAX_RETRY_S) if estimate_s else None
 
 
 @dataclass(order=True)
 class Waiter(Generic[T]):
-    """One that waits; ordered as those of its client will be served. `displaced`: the one that left for it."""
+    """One that waits; ordered as those of its client will be served. `displaced`: the one that left
+    for it."""
 
     begin_by_s: float
     arrival: int
@@ -91,8 +97,8 @@ class Waiter(Generic[T]):
 
 @dataclass(eq=False)
 class _Queue(Generic[T]):
-    """What waits of one client at one priority, in its order. `start`: where the first of it stands in the turns of its
-    priority, each of which is as long as the tokens that it takes."""
+    """What waits of one client at one priority, in its order. `start`: where the first of it stands
+    in the turns of its priority, each of which is as long as the tokens that it takes."""
 
     start: float
     waiters: list[Waiter[T]] = field(default_factory=list)
@@ -114,17 +120,24 @@ class _Queue(Generic[T]):
 
 @dataclass
 class WaitingLine(Generic[T]):
-    """The requests that wait. The caller gives the present rates and time. `num_waiting` are there, and `work` is that
-    of all of them: what is asked with every request and every report is kept, as a line may be long."""
+    """The requests that wait. The caller gives the present rates and time. `num_waiting` are there,
+    and `work` is that of all of them: what is asked with every request and every report is kept, as
+    a line may be long."""
 
     limits: WaitingLimits
     outlook: Outlook
     num_arrived: int = 0
     num_waiting: int = 0
     work: TokenWork = field(default_factory=TokenWork)
-    _queues: dict[tuple[int, str], _Queue[T]] = field(default_factory=dict)  # by priority and client
-    _turns: dict[int, float] = field(default_factory=dict)  # by priority: where the one placed last stood
-    _ends: dict[tuple[int, str], float] = field(default_factory=dict)  # where clients stand that have had more
+    _queues: dict[tuple[int, str], _Queue[T]] = field(
+        default_factory=dict
+    )  # by priority and client
+    _turns: dict[int, float] = field(
+        default_factory=dict
+    )  # by priority: where the one placed last stood
+    _ends: dict[tuple[int, str], float] = field(
+        default_factory=dict
+    )  # where clients stand that have had more
     _lengths: list[int] = field(default_factory=list)  # of their prompts, ascending
 
     def __len__(self) -> int:
@@ -137,20 +150,26 @@ class WaitingLine(Generic[T]):
             by_priority.setdefault(priority, []).append(queue)
         return chain.from_iterable(
             (turn[-1] for turn in heapq.merge(*(queue.turns() for queue in by_priority[priority])))
-            for priority in sorted(by_priority))
+            for priority in sorted(by_priority)
+        )
 
     def enter(self, demand: Demand, item: T, rates: Rates, now_s: float) -> Waiter[T] | Refusal:
-        """A place for a request, or why it gets none. One that is refused for the length of its answer is let in now
-        and then as if it had none: its client may have other habits by now."""
+        """A place for a request, or why it gets none. One that is refused for the length of its
+        answer is let in now and then as if it had none: its client may have other habits by now."""
         refusal = self._refusal(demand, rates, now_s)
         if refusal is not None and refusal.cause is Cause.DEADLINE and demand.work.output_tokens:
             short = replace(demand, work=replace(demand.work, output_tokens=0.0))
-            if self._refusal(short, rates, now_s) is None and self.outlook.habits.may_try(demand.client):
+            if self._refusal(short, rates, now_s) is None and self.outlook.habits.may_try(
+                demand.client
+            ):
                 demand, refusal = short, None
         if refusal is not None:
             return refusal
         waiter = self._waiter(demand, item, rates, now_s)
-        if len(self) >= self.limits.max_waiting and (displaced := self._largest(demand)) is not None:
+        if (
+            len(self) >= self.limits.max_waiting
+            and (displaced := self._largest(demand)) is not None
+        ):
             waiter.displaced = displaced
             self.leave(displaced)
         self.num_arrived += 1
@@ -182,7 +201,8 @@ class WaitingLine(Generic[T]):
         return Waiter(begin_by_s, self.num_arrived, demand, now_s, item)
 
     def _queue_of(self, demand: Demand) -> _Queue[T]:
-        """That of its client, or a new one, which begins with the turn of those that are being placed."""
+        """That of its client, or a new one, which begins with the turn of those that are being
+        placed."""
         key = demand.priority, demand.client
         start = max(self._turns.get(demand.priority, 0.0), self._ends.get(key, 0.0))
         return self._queues.get(key) or _Queue(start)
@@ -191,8 +211,11 @@ class WaitingLine(Generic[T]):
         """Return the work of those that go before one that would enter now."""
         demand = waiter.demand
         own = self._queue_of(demand)
-        place = bisect.bisect(own.waiters, (waiter.begin_by_s, waiter.arrival),
-                              key=lambda other: (other.begin_by_s, other.arrival))
+        place = bisect.bisect(
+            own.waiters,
+            (waiter.begin_by_s, waiter.arrival),
+            key=lambda other: (other.begin_by_s, other.arrival),
+        )
         total = own.work.less(_work_of(own.waiters[place:]))
         turn = own.start + total.num_tokens, waiter.begin_by_s, waiter.arrival
         for (priority, _), queue in self._queues.items():
@@ -203,8 +226,8 @@ class WaitingLine(Generic[T]):
         return total
 
     def _largest(self, demand: Demand) -> Waiter[T] | None:
-        """Return the last request of the client that has most waiting, no more urgent than `demand`; None if that has
-        no more than the other client would then have."""
+        """Return the last request of the client that has most waiting, no more urgent than
+        `demand`; None if that has no more than the other client would then have."""
         counts: dict[str, int] = {}
         for (priority, client), queue in self._queues.items():
             if priority >= demand.priority:
@@ -226,8 +249,9 @@ class WaitingLine(Generic[T]):
         return next(iter(self))
 
     def best(self, gain: Callable[[T], float], now_s: float) -> Waiter[T]:
-        """Who gains most if it is served now, the first of equals: of the first `LOOK_AHEAD`, as urgent as the first,
-        and behind nobody who cannot wait longer. The line must not be empty."""
+        """Who gains most if it is served now, the first of equals: of the first `LOOK_AHEAD`, as
+        urgent as the first, and behind nobody who cannot wait longer. The line must not be
+        empty."""
         first = best = self.first
         most = gain(first.item)
         for waiter in islice(self, LOOK_AHEAD):
@@ -257,7 +281,9 @@ class WaitingLine(Generic[T]):
         queue.start += waiter.demand.work.num_tokens
         if self._queues:
             self._turns[key[0]] = turn
-            self._ends = {other: end for other, end in self._ends.items() if other[0] != key[0] or end > turn}
+            self._ends = {
+                other: end for other, end in self._ends.items() if other[0] != key[0] or end > turn
+            }
             self._ends[key] = queue.start
         if len(self._ends) > MAX_CLIENTS:
             del self._ends[min(self._ends, key=lambda each: self._ends[each])]
@@ -283,7 +309,8 @@ class WaitingLine(Generic[T]):
         return True
 
     def drop_hopeless(self, rates: Rates, now_s: float) -> list[tuple[Waiter[T], Refusal]]:
-        """Those whose time does not suffice any more, even if their turn came now; they have left."""
+        """Those whose time does not suffice any more, even if their turn came now; they have
+        left."""
         dropped = []
         for waiter in self:
             if (cause := self._hopeless(waiter, rates, now_s)) is not None:
@@ -302,7 +329,9 @@ class WaitingLine(Generic[T]):
 
     def oldest_s(self, now_s: float) -> float:
         """How long the one that came first has waited. Any thread."""
-        waiters = chain.from_iterable(tuple(queue.waiters) for queue in tuple(self._queues.values()))
+        waiters = chain.from_iterable(
+            tuple(queue.waiters) for queue in tuple(self._queues.values())
+        )
         return max((now_s - waiter.since_s for waiter in waiters), default=0.0)
 
     def clear(self) -> list[Waiter[T]]:

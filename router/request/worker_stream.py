@@ -1,11 +1,13 @@
-"""What the prefill stream and the decode stream of a request have in common: a place on the call that all requests to a
-worker share, what they know of the request, and the queue of what its task has to handle.
+"""What the prefill stream and the decode stream of a request have in common: a place on the call
+that all requests to a worker share, what they know of the request, and the queue of what its task
+has to handle.
 
-Messages go out without waiting, and events are delivered as they arrive. The stream's life is the request's life on
-that worker: `close` makes the worker give it up. Nothing that comes for a closed stream is delivered.
+Messages go out without waiting, and events are delivered as they arrive. The stream's life is the
+request's life on that worker: `close` makes the worker give it up. Nothing that comes for a closed
+stream is delivered.
 
-`PrefillStream` and `DecodeStream` (`router.request.streams`) each own one booking and one `WorkerStream` at a time, and
-move on to another worker (`router.request.retries`).
+`PrefillStream` and `DecodeStream` (`router.request.streams`) each own one booking and one
+`WorkerStream` at a time, and move on to another worker (`router.request.retries`).
 """
 
 import asyncio
@@ -47,7 +49,8 @@ class Received:
 
 @dataclass(frozen=True)
 class Ended:
-    """A worker's stream is over: as it should, with the worker's error, or because it was lost, and why."""
+    """A worker's stream is over: as it should, with the worker's error, or because it was lost, and
+    why."""
 
     stream: Stream | None
     error: BatonError | None = None
@@ -72,8 +75,12 @@ Event = Received | Ended | Over | Overdue
 class WorkerStream(Generic[InputT, EventT]):
     """One request on one worker. Satisfies `router.workers.worker_call.RequestReceiver`."""
 
-    def __init__(self, worker: Worker, call: WorkerCall[InputT, EventT],
-                 deliver: Callable[[Received | Ended], object]) -> None:
+    def __init__(
+        self,
+        worker: Worker,
+        call: WorkerCall[InputT, EventT],
+        deliver: Callable[[Received | Ended], object],
+    ) -> None:
         """`open` makes streams."""
         self._worker = worker
         self._call: WorkerCall[InputT, EventT] = call
@@ -82,8 +89,13 @@ class WorkerStream(Generic[InputT, EventT]):
         self._is_ending = False
 
     @classmethod
-    def open(cls, worker: Worker, call: WorkerCall[InputT, EventT], opening: InputT,
-             deliver: Callable[[Received | Ended], object]) -> Self:
+    def open(
+        cls,
+        worker: Worker,
+        call: WorkerCall[InputT, EventT],
+        opening: InputT,
+        deliver: Callable[[Received | Ended], object],
+    ) -> Self:
         """Never fails: a worker that cannot be called was lost, which is delivered."""
         stream = cls(worker, call, deliver)
         worker.attach(stream)
@@ -119,8 +131,8 @@ class WorkerStream(Generic[InputT, EventT]):
 
 
 class FlowInbox:
-    """What a request's task has to handle, in order: what happens while nothing waits here, and needs no wait, is
-    handled where it happens."""
+    """What a request's task has to handle, in order: what happens while nothing waits here, and
+    needs no wait, is handled where it happens."""
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque()
@@ -148,8 +160,9 @@ class FlowInbox:
 
 
 class DueTimer:
-    """Calls `overdue` when an answer that is due has not come in time. One timer for a request and not one for an
-    answer: it is moved when it goes off too soon. Build inside a running event loop."""
+    """Calls `overdue` when an answer that is due has not come in time. One timer for a request and
+    not one for an answer: it is moved when it goes off too soon. Build inside a running event
+    loop."""
 
     def __init__(self, overdue: Callable[[], object]) -> None:
         self._overdue = overdue
@@ -192,7 +205,8 @@ class DueTimer:
         if now < self.due_at:
             self._set(self.due_at)
         elif now - self.due_at >= HELD_UP_S:
-            # This router did not run, as when its process was held up: what the worker sent is read first.
+            # This router did not run, as when its process was held up: what the worker sent is read
+            # first.
             self.due_at = now + HELD_UP_S
             self._set(self.due_at)
         else:
@@ -201,8 +215,8 @@ class DueTimer:
 
 @dataclass(frozen=True)
 class FlowLimits:
-    """How patient a request is. `peer_wait_s` leaves a client without an answer for less than five seconds, where
-    workers start within that time."""
+    """How patient a request is. `peer_wait_s` leaves a client without an answer for less than five
+    seconds, where workers start within that time."""
 
     prefill_attempts: int = 3
     peer_wait_s: float = 4.0  # for a lost worker to be replaced or to come back
@@ -218,8 +232,9 @@ class FlowLimits:
 
 @dataclass(frozen=True)
 class FlowParts:
-    """What both kinds of stream need; `ends_at` is the loop time at which the request's time is up, `trace` what its
-    workers go on with. `deliver` gets what comes by the streams, `overdue` is called when an answer is."""
+    """What both kinds of stream need; `ends_at` is the loop time at which the request's time is up,
+    `trace` what its workers go on with. `deliver` gets what comes by the streams, `overdue` is
+    called when an answer is."""
 
     request: types_pb2.EngineRequest
     prompt: RoutedPrompt

@@ -1,10 +1,12 @@
-"""A tokenizer and a chat template for gateways that read texts themselves: both carry them to this router.
+"""A tokenizer and a chat template for gateways that read texts themselves: both carry them to this
+router.
 
-Such a gateway gets its tokenizer from the router, renders chats and sends nothing but token ids. A template that is
-rendered by another library, and special tokens that a gateway leaves out, would make another prompt of them than the
-model was trained on. The tokenizer that it gets loses no character and begins each piece of text with a mark; the
-template writes a conversation as JSON. So the ids give the texts back, and the router renders and reads them as it does
-those of its own API. Answers are decoded by the same vocabulary, but for the space that decoders drop where a text
+Such a gateway gets its tokenizer from the router, renders chats and sends nothing but token ids. A
+template that is rendered by another library, and special tokens that a gateway leaves out, would
+make another prompt of them than the model was trained on. The tokenizer that it gets loses no
+character and begins each piece of text with a mark; the template writes a conversation as JSON. So
+the ids give the texts back, and the router renders and reads them as it does those of its own API.
+Answers are decoded by the same vocabulary, but for the space that decoders drop where a text
 begins: an answer begins none.
 """
 
@@ -30,21 +32,30 @@ class TextCarrier:
         """`tokenizer` is the model's own."""
         model = tokenizer.model
         self._tokens = token_bytes_of(tokenizer)
-        # Those that are entries of the model, too, may come from there: they are spelled as the model's.
-        self._added = {token_id: token.content.encode() if token.special or model.token_to_id(token.content) is None
-                       else None for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+        # Those that are entries of the model, too, may come from there: they are spelled as the
+        # model's.
+        self._added = {
+            token_id: token.content.encode()
+            if token.special or model.token_to_id(token.content) is None
+            else None
+            for token_id, token in tokenizer.get_added_tokens_decoder().items()
+        }
 
     def text_of(self, token_ids: Sequence[int]) -> str | None:
         """Return the text that these ids carry; None for ids that carry none."""
         if self._tokens is None:
             return None
         of, mark = self._tokens.of, MARK.encode()
-        shown = b"".join(of(token_id) for token_id in token_ids[:_SHOWN_IDS] if token_id not in self._added)
+        shown = b"".join(
+            of(token_id) for token_id in token_ids[:_SHOWN_IDS] if token_id not in self._added
+        )
         if not shown.startswith(mark):
             return None
         text, piece = bytearray(), bytearray()
         for token_id in token_ids:
-            if token_id in self._added:  # a piece of text ends here, and the next one begins with a mark
+            if (
+                token_id in self._added
+            ):  # a piece of text ends here, and the next one begins with a mark
                 text += piece.removeprefix(mark) + (self._added[token_id] or of(token_id))
                 piece.clear()
             else:
@@ -63,16 +74,21 @@ class TextCarrier:
 
 
 def carrying_tokenizer(tokenizer: Tokenizer, source: str) -> str | None:
-    """Return the `tokenizer.json` of a tokenizer that carries texts, made of the model's own; None where that cannot be
-    had. Takes seconds for large vocabularies."""
+    """Return the `tokenizer.json` of a tokenizer that carries texts, made of the model's own; None
+    where that cannot be had. Takes seconds for large vocabularies."""
     fields = json.loads(source)
     for token in fields["added_tokens"]:
         token.update(lstrip=False, rstrip=False, single_word=False, normalized=False)
     spaces = _space_steps(fields.get("normalizer"))
-    fields["normalizer"] = {"type": "Sequence", "normalizers": [*spaces, {"type": "Prepend", "prepend": MARK}]}
+    fields["normalizer"] = {
+        "type": "Sequence",
+        "normalizers": [*spaces, {"type": "Prepend", "prepend": MARK}],
+    }
     for step in _steps(fields.get("pre_tokenizer"), "pretokenizers"):
         _add_no_space(step)
-    decoders = [step for step in _steps(fields.get("decoder"), "decoders") if step["type"] != "Strip"]
+    decoders = [
+        step for step in _steps(fields.get("decoder"), "decoders") if step["type"] != "Strip"
+    ]
     for step in decoders:
         _add_no_space(step)
     fields["decoder"] = {"type": "Sequence", "decoders": decoders}
@@ -82,14 +98,17 @@ def carrying_tokenizer(tokenizer: Tokenizer, source: str) -> str | None:
 
 
 def carrying_template(template: ChatTemplate) -> str:
-    """Return a template that writes a conversation as JSON: an object with the key `CHAT_KEY`, and behind it the last
-    message's text where the answer is to go on with that.
+    """Return a template that writes a conversation as JSON: an object with the key `CHAT_KEY`, and
+    behind it the last message's text where the answer is to go on with that.
 
-    The model's own one comes first, never rendered: gateways look in it for whether the model thinks, and how that is
-    switched. So does a loop over parts of contents, by which they see that contents need not be joined.
+    The model's own one comes first, never rendered: gateways look in it for whether the model
+    thinks, and how that is switched. So does a loop over parts of contents, by which they see that
+    contents need not be joined.
     """
-    arguments = "".join(f'{{% if {name} is defined %}}, "{name}": {{{{ {name} | tojson }}}}{{% endif %}}'
-                        for name in sorted(template.arguments()))
+    arguments = "".join(
+        f'{{% if {name} is defined %}}, "{name}": {{{{ {name} | tojson }}}}{{% endif %}}'
+        for name in sorted(template.arguments())
+    )
     return (
         f"{{%- if false %}}{template.sources[DEFAULT]}{{% endif -%}}"
         "{%- if false %}"
@@ -103,20 +122,28 @@ def carrying_template(template: ChatTemplate) -> str:
         "{%- if not add_generation_prompt %}"
         "{%- if messages[-1].content is string %}{{ messages[-1].content }}"
         "{%- elif messages[-1].content %}{{ messages[-1].content[-1].text }}{% endif %}"
-        "{%- endif -%}")
+        "{%- endif -%}"
+    )
 
 
 def _space_steps(normalizer: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Return what of a normalizer writes spaces as another character."""
-    return [step for step in _steps(normalizer, "normalizers")
-            if step["type"] == "Replace" and step["pattern"] == {"String": " "}]
+    return [
+        step
+        for step in _steps(normalizer, "normalizers")
+        if step["type"] == "Replace" and step["pattern"] == {"String": " "}
+    ]
 
 
 def _steps(part: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
     """Return the single steps of a normalizer, a pre-tokenizer or a decoder."""
     if part is None:
         return []
-    return [step for inner in part[key] for step in _steps(inner, key)] if part["type"] == "Sequence" else [part]
+    return (
+        [step for inner in part[key] for step in _steps(inner, key)]
+        if part["type"] == "Sequence"
+        else [part]
+    )
 
 
 def _add_no_space(step: dict[str, Any]) -> None:

@@ -14,8 +14,9 @@ Turn = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Chat:
-    """Turns with their roles and contents, in the form of OpenAI's API, with the tools that the model may call and the
-    arguments of its template. `continue_final_message`: the answer goes on with the last turn instead of a new one."""
+    """Turns with their roles and contents, in the form of OpenAI's API, with the tools that the
+    model may call and the arguments of its template. `continue_final_message`: the answer goes on
+    with the last turn instead of a new one."""
 
     messages: tuple[Turn, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -52,10 +53,15 @@ def _num_characters(value: object) -> int:
 
 
 def text_parts(content: object) -> list[str] | None:
-    """Return the texts of a content that consists of text parts only; None for any other content."""
+    """Return the texts of a content that consists of text parts only; None for any other
+    content."""
     if not isinstance(content, list | tuple):
         return None
-    parts = [part.get("text") for part in content if isinstance(part, Mapping) and part.get("type") == "text"]
+    parts = [
+        part.get("text")
+        for part in content
+        if isinstance(part, Mapping) and part.get("type") == "text"
+    ]
     return None if len(parts) < len(content) else [str(part) for part in parts]
 
 
@@ -65,7 +71,8 @@ def as_parts(texts: Iterable[str]) -> list[dict[str, str]]:
 
 
 def read_object(text: str) -> dict[str, Any]:
-    """Return the object that a JSON text holds. Raises ValueError for anything else, and for texts that are none."""
+    """Return the object that a JSON text holds. Raises ValueError for anything else, and for texts
+    that are none."""
     try:
         value = json.loads(text)
         json.dumps(value, ensure_ascii=False).encode()

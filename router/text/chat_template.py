@@ -1,10 +1,10 @@
 """A model's chat template: conversations to text, as transformers renders them.
 
-Templates run in a sandbox, with the names that templates written for transformers expect. Like there, a message's
-fields that are null are left out, its reasoning has all names that templates know, and a conversation with tools uses
-the template of that purpose where a model has several. Unlike there, contents have the form that the template takes:
-the parts of a text are joined where it would write them as a list of Python, and a text is made a part where it writes
-nothing else.
+Templates run in a sandbox, with the names that templates written for transformers expect. Like
+there, a message's fields that are null are left out, its reasoning has all names that templates
+know, and a conversation with tools uses the template of that purpose where a model has several.
+Unlike there, contents have the form that the template takes: the parts of a text are joined where
+it would write them as a list of Python, and a text is made a part where it writes nothing else.
 """
 
 import json
@@ -29,8 +29,16 @@ RESERVED_ARGUMENTS = ("messages", "tools", "add_generation_prompt")
 _REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
 _PROBE = "BATONPROBE"
 _TAG = "BATON_CONTINUES_HERE "  # behind a final message that the answer goes on with
-_REFUSALS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError, TypeError,
-             ValueError)
+_REFUSALS = (
+    jinja2.TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    MemoryError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
 class ContentForm(Enum):
@@ -45,19 +53,24 @@ class ChatTemplate:
     """A model's rule for writing a conversation as one text."""
 
     def __init__(self, sources: str | Mapping[str, str], special_tokens: Mapping[str, str]) -> None:
-        """`sources` is the template, or several by name, one of them `DEFAULT`. Raises ConfigError for what is no
-        template."""
+        """`sources` is the template, or several by name, one of them `DEFAULT`. Raises ConfigError
+        for what is no template."""
         self.sources = {DEFAULT: sources} if isinstance(sources, str) else dict(sources)
         self._special_tokens = dict(special_tokens)
         self.environment = _environment()
         self._forms: dict[str, ContentForm] = {}
         try:
-            self._templates = {name: self.environment.from_string(text) for name, text in self.sources.items()}
+            self._templates = {
+                name: self.environment.from_string(text) for name, text in self.sources.items()
+            }
         except jinja2.TemplateError as error:
-            raise ConfigError(f"the chat template cannot be parsed: {error}", field="model") from error
+            raise ConfigError(
+                f"the chat template cannot be parsed: {error}", field="model"
+            ) from error
 
     def render(self, chat: Chat) -> str:
-        """Return the conversation up to where the assistant's next turn begins, or to the end of its final message.
+        """Return the conversation up to where the assistant's next turn begins, or to the end of
+        its final message.
 
         Raises:
             InvalidRequestError: the template refuses these messages.
@@ -68,14 +81,18 @@ class ChatTemplate:
                 return self._up_to_the_end_of(turns, chat)
             return self._render(turns, chat.tools, chat.arguments)
         except _REFUSALS as error:
-            raise InvalidRequestError(FieldViolation("chat.messages", f"the chat template refuses them: {error}")
-                                      ) from error
+            raise InvalidRequestError(
+                FieldViolation("chat.messages", f"the chat template refuses them: {error}")
+            ) from error
 
     def arguments(self) -> frozenset[str]:
-        """Return the names that the templates look up and do not define first: the arguments they can be given."""
+        """Return the names that the templates look up and do not define first: the arguments they
+        can be given."""
         given = {*self.environment.globals, *self._special_tokens, *RESERVED_ARGUMENTS}
-        found = (jinja2.meta.find_undeclared_variables(self.environment.parse(text))
-                 for text in self.sources.values())
+        found = (
+            jinja2.meta.find_undeclared_variables(self.environment.parse(text))
+            for text in self.sources.values()
+        )
         return frozenset[str]().union(*found) - given
 
     def literal_text(self) -> str:
@@ -84,19 +101,33 @@ class ChatTemplate:
         for source in self.sources.values():
             tree = self.environment.parse(source)
             pieces.update(node.data for node in tree.find_all(TemplateData))
-            pieces.update(node.value for node in tree.find_all(Const) if isinstance(node.value, str))
+            pieces.update(
+                node.value for node in tree.find_all(Const) if isinstance(node.value, str)
+            )
         return "\0".join(pieces)
 
-    def _render(self, turns: Sequence[Turn], tools: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any], *,
-                add_generation_prompt: bool = True) -> str:
+    def _render(
+        self,
+        turns: Sequence[Turn],
+        tools: Sequence[Mapping[str, Any]],
+        arguments: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
         name = TOOL_USE if tools and TOOL_USE in self._templates else DEFAULT
         context = {"documents": None, **self._special_tokens, **arguments}
-        return self._templates[name].render({
-            **context, "messages": list(turns), "tools": list(tools) or None,
-            "add_generation_prompt": add_generation_prompt})
+        return self._templates[name].render(
+            {
+                **context,
+                "messages": list(turns),
+                "tools": list(tools) or None,
+                "add_generation_prompt": add_generation_prompt,
+            }
+        )
 
     def _normal(self, turn: Turn) -> dict[str, Any]:
-        """Return a turn without its null fields, with its reasoning and content as the template takes them."""
+        """Return a turn without its null fields, with its reasoning and content as the template
+        takes them."""
         normal = {name: value for name, value in turn.items() if value is not None}
         reasoning = next((normal[name] for name in _REASONING_NAMES if name in normal), None)
         if reasoning is not None:
@@ -121,7 +152,9 @@ class ChatTemplate:
             return ContentForm.TEXT
         as_text, in_parts = self._probe(role, _PROBE), self._probe(role, as_parts([_PROBE]))
         form = ContentForm.TEXT
-        if _PROBE in in_parts and in_parts.count("type") <= as_text.count("type"):  # not written as a list
+        if _PROBE in in_parts and in_parts.count("type") <= as_text.count(
+            "type"
+        ):  # not written as a list
             form = ContentForm.EITHER if _PROBE in as_text else ContentForm.PARTS
         self._forms[role] = form
         return form
@@ -130,12 +163,15 @@ class ChatTemplate:
         before, after = _PROBES[role]
         asked = {"role": role, "content": content, "tool_call_id": "call00001", "name": "f"}
         try:
-            return self._render([*map(self._normal, before), asked, *map(self._normal, after)], (), {})
+            return self._render(
+                [*map(self._normal, before), asked, *map(self._normal, after)], (), {}
+            )
         except _REFUSALS:
             return ""
 
     def _up_to_the_end_of(self, turns: list[dict[str, Any]], chat: Chat) -> str:
-        """Return the conversation to where its final message ends. Raises ValueError for a message without text."""
+        """Return the conversation to where its final message ends. Raises ValueError for a message
+        without text."""
         final = turns[-1]
         text = final.get("content")
         if isinstance(text, list) and text and isinstance(text[-1].get("text"), str):
@@ -167,18 +203,26 @@ _PROBES: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
 
 
 def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                extensions=[_GenerationTag, loopcontrols])
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, loopcontrols]
+    )
     environment.filters["tojson"] = _tojson
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _strftime_now
     return environment
 
 
-def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None,  # noqa: ANN401, FBT001, FBT002
-            separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:  # noqa: FBT001, FBT002
+def _tojson(
+    value: Any,  # noqa: ANN401
+    ensure_ascii: bool = False,  # noqa: FBT001, FBT002
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,  # noqa: FBT001, FBT002
+) -> str:
     """Write plain JSON: jinja's own filter escapes HTML, which no model was trained on."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )
 
 
 def _raise_exception(message: str) -> NoReturn:
@@ -190,7 +234,8 @@ def _strftime_now(pattern: str) -> str:
 
 
 class _GenerationTag(Extension):
-    """`{% generation %}` marks the assistant's part for training; for serving it is only its content."""
+    """`{% generation %}` marks the assistant's part for training; for serving it is only its
+    content."""
 
     tags = {"generation"}  # noqa: RUF012 - the type is jinja's
 

@@ -1,7 +1,8 @@
 """Control tokens that users write, encoded as the text they are.
 
-A tokenizer reads `<|im_end|>` as one control token wherever it stands, so that a user's text can end the user's turn.
-Marks around those in a conversation tell them, once it is rendered, from those that the template writes itself.
+A tokenizer reads `<|im_end|>` as one control token wherever it stands, so that a user's text can
+end the user's turn. Marks around those in a conversation tell them, once it is rendered, from those
+that the template writes itself.
 """
 
 import re
@@ -25,16 +26,21 @@ class UserControlTokens(StrEnum):
 
 
 _START, _END = "\U000f0000", "\U000f0001"  # of a private-use plane: dropped from what users write
-_LINE = "\n"  # before a piece of text, which then begins no text: SentencePiece puts a space before the first word
+# before a piece of text, which then begins no text: SentencePiece puts a space before the first
+# word
+_LINE = "\n"
 
 
 class ControlTokens:
-    """The control tokens of one model: its special tokens, and the added tokens that its template writes."""
+    """The control tokens of one model: its special tokens, and the added tokens that its template
+    writes."""
 
     def __init__(self, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         written = template.literal_text()
         added = tokenizer.get_added_tokens_decoder().values()
-        longest_first = sorted((token.content for token in added if _is_control(token, written)), key=len, reverse=True)
+        longest_first = sorted(
+            (token.content for token in added if _is_control(token, written)), key=len, reverse=True
+        )
         pattern = "|".join(map(re.escape, longest_first)) or "(?!)"
         self._tokenizer = tokenizer
         self._written = re.compile(pattern)
@@ -43,8 +49,12 @@ class ControlTokens:
 
     def mark(self, chat: Chat) -> Chat:
         """Return the conversation with marks around the control tokens in its texts."""
-        return replace(chat, messages=tuple(map(self._mark, chat.messages)), tools=tuple(map(self._mark, chat.tools)),
-                       arguments=self._mark(chat.arguments))
+        return replace(
+            chat,
+            messages=tuple(map(self._mark, chat.messages)),
+            tools=tuple(map(self._mark, chat.tools)),
+            arguments=self._mark(chat.arguments),
+        )
 
     def encode(self, rendered: str) -> list[int]:
         """Return the ids of a marked conversation: marked tokens as text, all others as tokens.
@@ -58,13 +68,17 @@ class ControlTokens:
         for index, piece in enumerate(pieces):
             if not piece:
                 continue
-            token_ids += self._spell(piece) if index % 2 == 0 else self._without_line(next(texts), piece)
+            token_ids += (
+                self._spell(piece) if index % 2 == 0 else self._without_line(next(texts), piece)
+            )
         return token_ids
 
     def _mark(self, value: Any) -> Any:  # noqa: ANN401 - a value of JSON
         match value:
             case str(text):
-                return self._written.sub(f"{_START}\\g<0>{_END}", text.replace(_START, "").replace(_END, ""))
+                return self._written.sub(
+                    f"{_START}\\g<0>{_END}", text.replace(_START, "").replace(_END, "")
+                )
             case Mapping():
                 return {name: self._mark(item) for name, item in value.items()}
             case list() | tuple():
@@ -74,12 +88,16 @@ class ControlTokens:
     def _spell(self, token: str) -> list[int]:
         """Return the ids of a control token's name as text."""
         behind_line = list(self._plain_ids(_LINE + token))
-        token_ids = behind_line[len(self._line_ids):]
-        if behind_line[:len(self._line_ids)] != self._line_ids:
+        token_ids = behind_line[len(self._line_ids) :]
+        if behind_line[: len(self._line_ids)] != self._line_ids:
             token_ids = list(self._plain_ids(token))
         if self._tokenizer.token_to_id(token) in token_ids:
-            raise InvalidRequestError(FieldViolation(
-                "chat", f"has the control token {token!r}, which the tokenizer cannot write as text"))
+            raise InvalidRequestError(
+                FieldViolation(
+                    "chat",
+                    f"has the control token {token!r}, which the tokenizer cannot write as text",
+                )
+            )
         return token_ids
 
     def _plain_ids(self, text: str) -> Iterator[int]:
@@ -94,12 +112,15 @@ class ControlTokens:
             yield from (token.id for token in tokenizer.model.tokenize(word))
 
     def _without_line(self, token_ids: list[int], piece: str) -> list[int]:
-        if token_ids[:len(self._line_ids)] == self._line_ids:
-            return token_ids[len(self._line_ids):]
+        if token_ids[: len(self._line_ids)] == self._line_ids:
+            return token_ids[len(self._line_ids) :]
         return self._encode([piece])[0]
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)]
+        return [
+            encoding.ids
+            for encoding in self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        ]
 
 
 def _is_control(token: AddedToken, written: str) -> bool:

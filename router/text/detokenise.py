@@ -1,10 +1,11 @@
-"""Token ids to text while they arrive: whole characters only, at a cost linear in the number of tokens.
+"""Token ids to text while they arrive: whole characters only, at a cost linear in the number of
+tokens.
 
-A detokenizer turns one id at a time into the text that is certain by now. An answer's text is what its tokens add to
-the text of the prompt: decoders drop a space where a text begins, and an answer begins no text. Bytes that are no
-UTF-8 become one U+FFFD for each maximal part of a character, as the Unicode standard recommends (3.9, "U+FFFD
-Substitution of Maximal Subparts"). `StopMatcher` finds stop strings in that text across any borders and holds back
-what may still become one.
+A detokenizer turns one id at a time into the text that is certain by now. An answer's text is what
+its tokens add to the text of the prompt: decoders drop a space where a text begins, and an answer
+begins no text. Bytes that are no UTF-8 become one U+FFFD for each maximal part of a character, as
+the Unicode standard recommends (3.9, "U+FFFD Substitution of Maximal Subparts"). `StopMatcher`
+finds stop strings in that text across any borders and holds back what may still become one.
 """
 
 import codecs
@@ -20,10 +21,12 @@ MAX_CHARACTER_BYTES = 4
 
 
 class Detokeniser(Protocol):
-    """The text of one request's output. The pieces, joined, are what the output adds to the text of the prompt."""
+    """The text of one request's output. The pieces, joined, are what the output adds to the text of
+    the prompt."""
 
     def add(self, token_id: int) -> str:
-        """Return the text that became certain with this token; empty while a character is incomplete."""
+        """Return the text that became certain with this token; empty while a character is
+        incomplete."""
         ...
 
     def finish(self) -> str:
@@ -39,7 +42,9 @@ class BytesDetokeniser:
         self._start = tokens.text_start()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._pass_over(prompt)
-        self._before = _incomplete(self._last_bytes(prompt))  # of a character that the output may complete
+        self._before = _incomplete(
+            self._last_bytes(prompt)
+        )  # of a character that the output may complete
 
     def add(self, token_id: int) -> str:
         data = self._tokens.of(token_id)
@@ -57,11 +62,16 @@ class BytesDetokeniser:
         before, self._before = self._before, b""
         self._decoder.decode(before)
         text = self._decoder.decode(data)
-        is_broken = text.startswith(REPLACEMENT) and not (before + data).startswith(REPLACEMENT.encode())
-        return text[1:] if is_broken else text  # the prompt's broken character is none of the output's
+        is_broken = text.startswith(REPLACEMENT) and not (before + data).startswith(
+            REPLACEMENT.encode()
+        )
+        return (
+            text[1:] if is_broken else text
+        )  # the prompt's broken character is none of the output's
 
     def _pass_over(self, prompt: Iterable[int]) -> None:
-        """Drop what the decoder drops at the beginning of the prompt, so that it is not dropped of the output."""
+        """Drop what the decoder drops at the beginning of the prompt, so that it is not dropped of
+        the output."""
         for token_id in prompt:
             if self._start.is_over:
                 return
@@ -75,7 +85,7 @@ class BytesDetokeniser:
             last = self._tokens.of(token_id) + last
             if len(last) >= MAX_CHARACTER_BYTES - 1:
                 break
-        return last[1 - MAX_CHARACTER_BYTES:]
+        return last[1 - MAX_CHARACTER_BYTES :]
 
 
 def _incomplete(data: bytes) -> bytes:
@@ -88,14 +98,16 @@ def _incomplete(data: bytes) -> bytes:
 class WindowDetokeniser:
     """A detokenizer of every other tokenizer: decode a short window and give out what it added.
 
-    The window starts at tokens whose text is out already, because decoders treat the first token of a text
-    differently. A window that still ends in U+FFFD is waiting for the rest of a character; after `MAX_HELD_TOKENS` it
-    is given out as it is, so that the cost stays bounded.
+    The window starts at tokens whose text is out already, because decoders treat the first token of
+    a text differently. A window that still ends in U+FFFD is waiting for the rest of a character;
+    after `MAX_HELD_TOKENS` it is given out as it is, so that the cost stays bounded.
     """
 
     MAX_HELD_TOKENS = 16
 
-    def __init__(self, tokenizer: Tokenizer, silent_ids: frozenset[int], prompt: Sequence[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, silent_ids: frozenset[int], prompt: Sequence[int]
+    ) -> None:
         """`silent_ids` are those of special tokens, which decoding leaves out."""
         self._tokenizer = tokenizer
         self._silent_ids = silent_ids
@@ -115,10 +127,10 @@ class WindowDetokeniser:
         return self._give_out(self._decode(self._context + self._held)) if self._held else ""
 
     def _give_out(self, text: str) -> str:
-        new_text = text[len(self._decode(self._context)):]
+        new_text = text[len(self._decode(self._context)) :]
         # Tokens without text give no context, so what came before them must stay.
         self._context = self._held if new_text else self._context + self._held
-        self._context, self._held = self._context[-self.MAX_HELD_TOKENS:], []
+        self._context, self._held = self._context[-self.MAX_HELD_TOKENS :], []
         return new_text
 
     def _decode(self, token_ids: Sequence[int]) -> str:
@@ -138,8 +150,9 @@ class WindowDetokeniser:
 class StopMatcher:
     """Finds the first of several strings in text that arrives in pieces.
 
-    The match that *ends* first wins, the longest among those; so the outcome does not depend on how the text is
-    cut. One automaton per string, whose state is the number of characters that must be held back.
+    The match that *ends* first wins, the longest among those; so the outcome does not depend on how
+    the text is cut. One automaton per string, whose state is the number of characters that must be
+    held back.
     """
 
     def __init__(self, stop_strings: Sequence[str]) -> None:
@@ -158,7 +171,7 @@ class StopMatcher:
             matched = self._advance(character)
             if matched is not None:
                 self._held = ""
-                return buffer[:offset + index + 1 - len(matched)], matched
+                return buffer[: offset + index + 1 - len(matched)], matched
         certain = len(buffer) - max(automaton.matched for automaton in self._automata)
         self._held = buffer[certain:]
         return buffer[:certain], None
@@ -179,13 +192,15 @@ class StopMatcher:
 
 
 class _StopAutomaton:
-    """Knuth-Morris-Pratt for one string, linear in the text. The failure function is worked out as far as a match has
-    come, so that a long string costs nothing before the text follows it."""
+    """Knuth-Morris-Pratt for one string, linear in the text. The failure function is worked out as
+    far as a match has come, so that a long string costs nothing before the text follows it."""
 
     def __init__(self, string: str) -> None:
         self.string = string
         self.matched = 0  # characters of the string that the text ends in
-        self._failure = [0]  # for each prefix, the length of its longest proper suffix that is a prefix too
+        self._failure = [
+            0
+        ]  # for each prefix, the length of its longest proper suffix that is a prefix too
 
     def advance(self, character: str) -> None:
         self.matched = self._longer(self.matched, character)
@@ -193,7 +208,8 @@ class _StopAutomaton:
             self._failure.append(self._longer(self._failure[-1], character))
 
     def _longer(self, length: int, character: str) -> int:
-        """The longest prefix that a text ends in which ended in one of `length` before this character."""
+        """The longest prefix that a text ends in which ended in one of `length` before this
+        character."""
         while length and self.string[length] != character:
             length = self._failure[length - 1]
         return length + (self.string[length] == character)

@@ -18,8 +18,8 @@ from runtime.version import WIRE_VERSION
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """Limits of the served model. `max_context_tokens` counts prompt plus completion. `sampling`: parameters by
-    name that a request has unless it says otherwise."""
+    """Limits of the served model. `max_context_tokens` counts prompt plus completion. `sampling`:
+    parameters by name that a request has unless it says otherwise."""
 
     name: str
     architecture: str
@@ -35,28 +35,43 @@ class ModelLimits:
         if info.role != role:
             return f"it is a {info.role} worker, configured as {role}"
         if info.wire_version != WIRE_VERSION:
-            return (f"it takes requests in another way than this router gives them: its wire version is "
-                    f"{info.wire_version}, the router's {WIRE_VERSION}")
-        expected = {"architecture": self.architecture, "vocab_size": self.vocab_size, "num_layers": self.num_layers}
+            return (
+                f"it takes requests in another way than this router gives them: its wire version is "
+                f"{info.wire_version}, the router's {WIRE_VERSION}"
+            )
+        expected = {
+            "architecture": self.architecture,
+            "vocab_size": self.vocab_size,
+            "num_layers": self.num_layers,
+        }
         for name, value in expected.items():
             if getattr(info, name) != value:
                 return f"it serves another model: {name} is {getattr(info, name)}, the router's is {value}"
         digests = info.tokenizer_digest, self.tokenizer_digest
-        if all(digests) and digests[0] != digests[1]:  # one that has no tokenizer cannot misread a prompt
-            return (f"it has another tokenizer: the digest of its tokenizer.json is {digests[0]}, the router's "
-                    f"{digests[1]}")
+        if (
+            all(digests) and digests[0] != digests[1]
+        ):  # one that has no tokenizer cannot misread a prompt
+            return (
+                f"it has another tokenizer: the digest of its tokenizer.json is {digests[0]}, the router's "
+                f"{digests[1]}"
+            )
         ends = sorted(info.eos_token_ids), sorted(self.eos_token_ids)
-        # Without a tokenizer a worker does not know its end token, and has no grammar that needs it.
+        # Without a tokenizer a worker does not know its end token, and has no grammar that needs
+        # it.
         knows_fewer = not digests[0] and digests[1] and set(ends[0]) <= set(ends[1])
-        if ends[0] and ends[0] != ends[1] and not knows_fewer:  # releases before this field send none
-            return f"it ends answers elsewhere: its eos_token_id are {ends[0]}, the router's {ends[1]}"
+        if (
+            ends[0] and ends[0] != ends[1] and not knows_fewer
+        ):  # releases before this field send none
+            return (
+                f"it ends answers elsewhere: its eos_token_id are {ends[0]}, the router's {ends[1]}"
+            )
         return ""
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The facts, and the tokeniser if the model directory has one. `grammars` is None where structured output cannot be
-    offered. `notices`: what an operator has to know."""
+    """The facts, and the tokeniser if the model directory has one. `grammars` is None where
+    structured output cannot be offered. `notices`: what an operator has to know."""
 
     facts: ModelLimits
     tokeniser: Tokeniser | None
@@ -64,13 +79,19 @@ class ServedModel:
     notices: tuple[str, ...] = ()
 
 
-def load_served_model(model_dir: Path, name: str = "", *, own_sampling: bool = True,
-                      user_control_tokens: UserControlTokens = UserControlTokens.TOKENS) -> ServedModel:
-    """Read `config.json`, `generation_config.json` and the tokenizer files. The name defaults to the directory's.
-    Without `own_sampling` the model's own sampling is left out of account.
+def load_served_model(
+    model_dir: Path,
+    name: str = "",
+    *,
+    own_sampling: bool = True,
+    user_control_tokens: UserControlTokens = UserControlTokens.TOKENS,
+) -> ServedModel:
+    """Read `config.json`, `generation_config.json` and the tokenizer files. The name defaults to
+    the directory's. Without `own_sampling` the model's own sampling is left out of account.
 
     Raises:
-        ConfigError: `config.json` is missing or lacks a needed number, or another file cannot be used.
+        ConfigError: `config.json` is missing or lacks a needed number, or another file cannot be
+            used.
     """
     check_model_folder(model_dir, needs_weights=False)
     config = read_config(model_dir)
@@ -78,9 +99,18 @@ def load_served_model(model_dir: Path, name: str = "", *, own_sampling: bool = T
     ends = read_end_tokens(model_dir, config, stated.vocab_size)
     sampling = read_sampling_defaults(model_dir) if own_sampling else SamplingDefaults()
     facts = ModelLimits(
-        name=name or model_dir.resolve().name, architecture=stated.architecture, vocab_size=stated.vocab_size,
-        max_context_tokens=stated.max_context_tokens, num_layers=stated.num_layers, eos_token_ids=ends.ids,
-        tokenizer_digest=tokenizer_digest(model_dir), sampling=sampling.stated)
-    return ServedModel(facts, load_tokeniser(model_dir, user_control_tokens),
-                       load_grammars(model_dir, facts.eos_token_ids, computes_masks=False),
-                       tuple(notice for notice in (ends.notice, sampling.notice) if notice))
+        name=name or model_dir.resolve().name,
+        architecture=stated.architecture,
+        vocab_size=stated.vocab_size,
+        max_context_tokens=stated.max_context_tokens,
+        num_layers=stated.num_layers,
+        eos_token_ids=ends.ids,
+        tokenizer_digest=tokenizer_digest(model_dir),
+        sampling=sampling.stated,
+    )
+    return ServedModel(
+        facts,
+        load_tokeniser(model_dir, user_control_tokens),
+        load_grammars(model_dir, facts.eos_token_ids, computes_masks=False),
+        tuple(notice for notice in (ends.notice, sampling.notice) if notice),
+    )

@@ -1,8 +1,9 @@
 """The bytes that each token of a tokenizer adds to a text.
 
-Most tokenizers decode token by token: byte-level BPE (GPT-2, Llama 3, Qwen) spells bytes as printable characters, and
-SentencePiece models (Llama 2, Mistral, Gemma) spell spaces as a bar and missing characters as byte tokens. For these
-the text of any sequence is the UTF-8 decoding of its tokens' bytes joined, apart from spaces at its very beginning.
+Most tokenizers decode token by token: byte-level BPE (GPT-2, Llama 3, Qwen) spells bytes as
+printable characters, and SentencePiece models (Llama 2, Mistral, Gemma) spell spaces as a bar and
+missing characters as byte tokens. For these the text of any sequence is the UTF-8 decoding of its
+tokens' bytes joined, apart from spaces at its very beginning.
 """
 
 import json
@@ -18,7 +19,8 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class TextStart:
-    """What a decoder still drops at the beginning of one text: a number of spaces, or all spaces of the first token."""
+    """What a decoder still drops at the beginning of one text: a number of spaces, or all spaces of
+    the first token."""
 
     def __init__(self, character: bytes = b" ", num_dropped: int | None = 0) -> None:
         """`num_dropped` is the most that is dropped; None: each one of the first token."""
@@ -35,7 +37,7 @@ class TextStart:
             data = data.replace(self._character, b"")
             self._left = 0
         while self._left and data.startswith(self._character):
-            data = data[len(self._character):]
+            data = data[len(self._character) :]
             self._left -= 1
         if data:
             self._left = 0
@@ -44,7 +46,8 @@ class TextStart:
 
 @dataclass(frozen=True)
 class Spelling:
-    """How a decoder writes one token, and what it drops at the beginning of a text (see `TextStart`)."""
+    """How a decoder writes one token, and what it drops at the beginning of a text (see
+    `TextStart`)."""
 
     steps: tuple[_Step, ...]
     character: bytes = b" "
@@ -68,10 +71,13 @@ class TokenBytes:
         self._known: dict[int, bytes] = dict.fromkeys(special_ids(tokenizer), b"")
 
     def of(self, token_id: int) -> bytes:
-        """Return its bytes: none for special tokens and for ids that the tokenizer does not know."""
+        """Return its bytes: none for special tokens and for ids that the tokenizer does not
+        know."""
         known = self._known.get(token_id)
         if known is None:
-            known = self._known[token_id] = self._spelling.bytes_of(self._tokenizer.id_to_token(token_id) or "")
+            known = self._known[token_id] = self._spelling.bytes_of(
+                self._tokenizer.id_to_token(token_id) or ""
+            )
         return known
 
     def text_start(self) -> TextStart:
@@ -81,11 +87,16 @@ class TokenBytes:
 
 def special_ids(tokenizer: Tokenizer) -> frozenset[int]:
     """Return the ids of tokens that decoding leaves out."""
-    return frozenset(token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special)
+    return frozenset(
+        token_id
+        for token_id, token in tokenizer.get_added_tokens_decoder().items()
+        if token.special
+    )
 
 
 def token_bytes_of(tokenizer: Tokenizer) -> TokenBytes | None:
-    """Return the tokens' bytes; None for a tokenizer whose decoder has to see more than one token at a time."""
+    """Return the tokens' bytes; None for a tokenizer whose decoder has to see more than one token
+    at a time."""
     if tokenizer.decoder is None:
         return None
     decoder = json.loads(tokenizer.decoder.__getstate__())
@@ -94,7 +105,8 @@ def token_bytes_of(tokenizer: Tokenizer) -> TokenBytes | None:
 
 
 def _spelling_of(decoders: Sequence[Mapping[str, Any]]) -> Spelling | None:
-    """Return how a sequence of decoders spells; None where one of them is none of those that work token by token."""
+    """Return how a sequence of decoders spells; None where one of them is none of those that work
+    token by token."""
     spelling, is_fused = Spelling(()), False
     for decoder in decoders:
         match decoder:
@@ -139,11 +151,13 @@ def _byte_token(token: str) -> str | bytes:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte that each character of byte-level BPE stands for: printable Latin-1 bytes are written as
-    themselves, the others as code points from 256 upwards in byte order."""
+    """Return the byte that each character of byte-level BPE stands for: printable Latin-1 bytes are
+    written as themselves, the others as code points from 256 upwards in byte order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
 
 
 _BYTE_OF = _byte_alphabet()

@@ -1,7 +1,8 @@
 """Text and chat to token ids, from the files a model directory carries.
 
-`tokenizer.json` is required for text; chat templates come from `chat_template.jinja`, `tokenizer_config.json` or
-`chat_template.json`. A directory without a tokenizer serves token ids only.
+`tokenizer.json` is required for text; chat templates come from `chat_template.jinja`,
+`tokenizer_config.json` or `chat_template.json`. A directory without a tokenizer serves token ids
+only.
 """
 
 import asyncio
@@ -20,15 +21,20 @@ from runtime.errors import ConfigError, FieldViolation, InvalidRequestError
 from runtime.model_files.config import read_if_there
 from runtime.model_files.tokenizer_files import find_tokenizer
 
-# Longer texts are encoded on a thread, so that one long prompt does not hold up the tokens of all requests.
+# Longer texts are encoded on a thread, so that one long prompt does not hold up the tokens of all
+# requests.
 INLINE_CHARACTERS = 4096
 
 
 class Tokeniser:
     """The tokenizer of one model, with its chat template if it has one."""
 
-    def __init__(self, tokenizer: Tokenizer, chat_template: ChatTemplate | None,
-                 control_tokens: ControlTokens | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        chat_template: ChatTemplate | None,
+        control_tokens: ControlTokens | None = None,
+    ) -> None:
         """With `control_tokens` those in a conversation's texts are encoded as text."""
         self.tokenizer = tokenizer
         self._control_tokens = control_tokens
@@ -41,7 +47,8 @@ class Tokeniser:
 
     @cached_property
     def longest_token(self) -> int:
-        """Characters of the longest entry of the vocabulary: a text of n times as many needs at least n tokens."""
+        """Characters of the longest entry of the vocabulary: a text of n times as many needs at
+        least n tokens."""
         return max(len(token) for token in self.tokenizer.get_vocab(with_added_tokens=True))
 
     def token_text(self, token_id: int) -> str:
@@ -69,7 +76,8 @@ class Tokeniser:
         return self._control_tokens.encode(template.render(self._control_tokens.mark(chat)))
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
-        # As a batch of one, because `encode` keeps the interpreter to itself while it works, on whatever thread.
+        # As a batch of one, because `encode` keeps the interpreter to itself while it works, on
+        # whatever thread.
         (encoding,) = self.tokenizer.encode_batch([text], add_special_tokens=special)
         token_ids: list[int] = encoding.ids
         return token_ids
@@ -78,9 +86,11 @@ class Tokeniser:
         return work() if num_characters <= INLINE_CHARACTERS else await asyncio.to_thread(work)
 
 
-def load_tokeniser(model_dir: Path,
-                   user_control_tokens: UserControlTokens = UserControlTokens.TOKENS) -> Tokeniser | None:
-    """Return the tokenizer of a model directory; None if it has none (`runtime.model_files.tokenizer_files`).
+def load_tokeniser(
+    model_dir: Path, user_control_tokens: UserControlTokens = UserControlTokens.TOKENS
+) -> Tokeniser | None:
+    """Return the tokenizer of a model directory; None if it has none
+    (`runtime.model_files.tokenizer_files`).
 
     Raises:
         ConfigError: a file is there but cannot be used.
@@ -102,34 +112,45 @@ def load_tokeniser(model_dir: Path,
 
 
 def _load_chat_template(model_dir: Path) -> ChatTemplate | None:
-    """Return the model's templates, found as transformers does: a file of its own beats the tokenizer's settings."""
+    """Return the model's templates, found as transformers does: a file of its own beats the
+    tokenizer's settings."""
     config = read_if_there(model_dir / "tokenizer_config.json")
     sources = _named_templates(config.get("chat_template"), "tokenizer_config.json")
     if not sources:
-        sources = _named_templates(read_if_there(model_dir / "chat_template.json").get("chat_template"),
-                                   "chat_template.json")
+        sources = _named_templates(
+            read_if_there(model_dir / "chat_template.json").get("chat_template"),
+            "chat_template.json",
+        )
     if (path := model_dir / "chat_template.jinja").is_file():
         sources = {DEFAULT: _read_text(path)}
     if DEFAULT not in sources:
         return None
-    sources |= {path.stem: _read_text(path)
-                for path in sorted((model_dir / "additional_chat_templates").glob("*.jinja"))}
+    sources |= {
+        path.stem: _read_text(path)
+        for path in sorted((model_dir / "additional_chat_templates").glob("*.jinja"))
+    }
     return ChatTemplate(sources, _special_tokens(model_dir, config))
 
 
 def _named_templates(given: object, file: str) -> dict[str, str]:
-    """Return the templates of a file by name, none where it has none. Raises ConfigError for anything else."""
+    """Return the templates of a file by name, none where it has none. Raises ConfigError for
+    anything else."""
     match given:
         case None:
             return {}
         case str(source):
             return {DEFAULT: source}
         case list(entries):
-            named: list[tuple[Any, Any]] = [(entry.get("name"), entry.get("template")) for entry in entries
-                                            if isinstance(entry, dict)]
+            named: list[tuple[Any, Any]] = [
+                (entry.get("name"), entry.get("template"))
+                for entry in entries
+                if isinstance(entry, dict)
+            ]
             if all(isinstance(part, str) for entry in named for part in entry):
                 return dict(named)
-    raise ConfigError(f"chat_template of {file} must be a text, or a list of texts with names", field="model")
+    raise ConfigError(
+        f"chat_template of {file} must be a text, or a list of texts with names", field="model"
+    )
 
 
 def _read_text(path: Path) -> str:
@@ -140,8 +161,8 @@ def _read_text(path: Path) -> str:
 
 
 def _special_tokens(model_dir: Path, config: dict[str, Any]) -> dict[str, str]:
-    """Return bos_token, eos_token and the like, written as a text or as an object with `content`; older folders have
-    them in a file of their own."""
+    """Return bos_token, eos_token and the like, written as a text or as an object with `content`;
+    older folders have them in a file of their own."""
     tokens = {}
     for name, value in {**read_if_there(model_dir / "special_tokens_map.json"), **config}.items():
         text = value.get("content") if isinstance(value, dict) else value

@@ -1,6 +1,7 @@
 """Workers that are known by several addresses: of a dual stack, or named twice.
 
-One incarnation is one worker: one of its addresses is used, and the others wait for that one to fail.
+One incarnation is one worker: one of its addresses is used, and the others wait for that one to
+fail.
 """
 
 import logging
@@ -17,7 +18,9 @@ class Aliases:
 
     def __init__(self) -> None:
         self._incarnations: dict[_Key, str] = {}  # by role and address
-        self._groups: dict[_Key, list[Worker]] = {}  # by role and incarnation, in order of introduction
+        self._groups: dict[
+            _Key, list[Worker]
+        ] = {}  # by role and incarnation, in order of introduction
 
     def changed(self, worker: Worker) -> list[Worker]:
         """Note what `worker` is now. Return the workers that are used otherwise than before."""
@@ -32,8 +35,12 @@ class Aliases:
             group.append(worker)
             changed += _choose(group)
             if worker.same_as:
-                logger.warning("two addresses are one %s worker, which counts once: %s and %s", worker.role,
-                               worker.same_as, worker.address)
+                logger.warning(
+                    "two addresses are one %s worker, which counts once: %s and %s",
+                    worker.role,
+                    worker.same_as,
+                    worker.address,
+                )
         return changed
 
     def forget(self, worker: Worker) -> list[Worker]:
@@ -50,9 +57,12 @@ class Aliases:
 
 
 def _choose(group: list[Worker]) -> list[Worker]:
-    """Use the address that is used already, as long as it works, else one that does. Return those that changed."""
+    """Use the address that is used already, as long as it works, else one that does. Return those
+    that changed."""
     if not group:
         return []
     working = [worker for worker in group if worker.can_serve]
     used = next((worker for worker in working if not worker.same_as), (working or group)[0])
-    return [worker for worker in group if worker.stand_in_for("" if worker is used else used.address)]
+    return [
+        worker for worker in group if worker.stand_in_for("" if worker is used else used.address)
+    ]

@@ -6,8 +6,8 @@
     k8s:///prefill:grpc                 the same in the router's own namespace
     file:///run/prefill-0.json          the one that announces itself in this file (`--announce`), once it does
 
-A source only lists addresses. Whether a worker can be used follows from its own reports; so a source that fails keeps
-what it found last, and never takes a worker away that it did not see go.
+A source only lists addresses. Whether a worker can be used follows from its own reports; so a
+source that fails keeps what it found last, and never takes a worker away that it did not see go.
 """
 
 import asyncio
@@ -38,7 +38,8 @@ _NO_SUCH_NAME = frozenset({socket.EAI_NONAME, socket.EAI_NODATA})
 
 @dataclass(frozen=True)
 class ServiceTarget:
-    """A Kubernetes service. `namespace` is empty for the router's own; `port` is a name or a number."""
+    """A Kubernetes service. `namespace` is empty for the router's own; `port` is a name or a
+    number."""
 
     namespace: str
     service: str
@@ -47,8 +48,9 @@ class ServiceTarget:
 
 @dataclass(frozen=True)
 class DiscoveryOptions:
-    """`interval_s` between two looks at DNS. The Kubernetes API is found as every pod finds it, unless
-    `kubernetes_api` names another; `service_account` is the folder with token, ca.crt and namespace."""
+    """`interval_s` between two looks at DNS. The Kubernetes API is found as every pod finds it,
+    unless `kubernetes_api` names another; `service_account` is the folder with token, ca.crt and
+    namespace."""
 
     interval_s: float = 2.0
     kubernetes_api: str = ""
@@ -64,20 +66,25 @@ class Source(Protocol):
 
 
 def parse_target(text: str, *, field: str = "target") -> Address | ServiceTarget | Path:
-    """What `text` names; the address of a dns target is a name. Raises ConfigError naming `field`."""
+    """What `text` names; the address of a dns target is a name. Raises ConfigError naming
+    `field`."""
     if (file := announcement_path(text)) is not None:
         return file
     if text.startswith(DNS):
         try:
             return parse_peer(text.removeprefix(DNS), field=field)
         except ConfigError:
-            raise ConfigError(f"{field} must be {DNS}NAME:PORT, got {text!r}", field=field) from None
+            raise ConfigError(
+                f"{field} must be {DNS}NAME:PORT, got {text!r}", field=field
+            ) from None
     if not text.startswith(KUBERNETES):
         return parse_peer(text, field=field)
     path, _, port = text.removeprefix(KUBERNETES).rpartition(":")
     namespace, _, service = path.rpartition("/")
     if not service or not port or "/" in namespace:
-        raise ConfigError(f"{field} must be k8s:///[NAMESPACE/]SERVICE:PORT, got {text!r}", field=field)
+        raise ConfigError(
+            f"{field} must be k8s:///[NAMESPACE/]SERVICE:PORT, got {text!r}", field=field
+        )
     return ServiceTarget(namespace, service, port)
 
 
@@ -104,7 +111,8 @@ class StaticSource:
 
 @dataclass(frozen=True)
 class FileSource:
-    """The one address that a process of this machine announces in a file. It keeps it when it starts again."""
+    """The one address that a process of this machine announces in a file. It keeps it when it
+    starts again."""
 
     path: Path
 
@@ -123,8 +131,9 @@ async def resolve(name: str, port: int) -> list[str]:
 class DnsSource:
     """The addresses of a name, such as a headless service's.
 
-    A resolver that does not answer changes nothing. Neither does a name without any address, for `keep_s`: a name
-    server that has just started has no names, while a worker that is gone shows that by its silence.
+    A resolver that does not answer changes nothing. Neither does a name without any address, for
+    `keep_s`: a name server that has just started has no names, while a worker that is gone shows
+    that by its silence.
     """
 
     name: Address
@@ -143,7 +152,11 @@ class DnsSource:
                 empty_until_s = None
             elif addresses is not None and empty_until_s is None:
                 empty_until_s = now_s + self.keep_s
-                logger.warning("%s has no address any more, its last ones stay for %g s", self.name.host, self.keep_s)
+                logger.warning(
+                    "%s has no address any more, its last ones stay for %g s",
+                    self.name.host,
+                    self.keep_s,
+                )
             is_kept = empty_until_s is not None and now_s < empty_until_s
             if addresses is not None and addresses != known and not is_kept:
                 known = addresses

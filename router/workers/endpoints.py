@@ -1,9 +1,9 @@
 """Follows the EndpointSlices of one Kubernetes service: a list, then a watch from there, and again.
 
-An endpoint counts while it is ready and not terminating. A watch that the API server ends is taken up where it ended;
-one that it calls too old (410 Gone) begins with a new list; a lost connection is tried again with growing pauses.
-Until then the last known addresses stay. Token and certificates are read anew for each connection, because Kubernetes
-replaces them.
+An endpoint counts while it is ready and not terminating. A watch that the API server ends is taken
+up where it ended; one that it calls too old (410 Gone) begins with a new list; a lost connection is
+tried again with growing pauses. Until then the last known addresses stay. Token and certificates
+are read anew for each connection, because Kubernetes replaces them.
 """
 
 import asyncio
@@ -63,8 +63,12 @@ class EndpointSource:
                 logger.info("the endpoints of %s are listed anew", self.target.service)
             except (BatonError, OSError, httpx2.HTTPError, ValueError, KeyError) as error:
                 self.errors.labels("kubernetes").inc()
-                logger.warning("cannot follow the endpoints of %s, the last ones stay: %s: %s", self.target.service,
-                               type(error).__name__, error)
+                logger.warning(
+                    "cannot follow the endpoints of %s, the last ones stay: %s: %s",
+                    self.target.service,
+                    type(error).__name__,
+                    error,
+                )
             await asyncio.sleep(pause_s * self.rng.uniform(0.8, 1.2))
             pause_s = min(2 * pause_s, MAX_PAUSE_S)
 
@@ -75,10 +79,17 @@ class EndpointSource:
         base = self.options.kubernetes_api or _in_cluster_api()
         verify: ssl.SSLContext | bool = True
         if base.startswith("https:"):
-            verify = await asyncio.to_thread(ssl.create_default_context, cafile=str(account / "ca.crt"))
+            verify = await asyncio.to_thread(
+                ssl.create_default_context, cafile=str(account / "ca.crt")
+            )
         timeout = httpx2.Timeout(ANSWER_S, read=SILENCE_S)
-        async with httpx2.AsyncClient(base_url=base, verify=verify, timeout=timeout, trust_env=False,
-                                      headers={"Authorization": f"Bearer {token.strip()}"}) as client:
+        async with httpx2.AsyncClient(
+            base_url=base,
+            verify=verify,
+            timeout=timeout,
+            trust_env=False,
+            headers={"Authorization": f"Bearer {token.strip()}"},
+        ) as client:
             yield client
 
     async def _list(self, client: httpx2.AsyncClient) -> tuple[Slices, str]:
@@ -86,13 +97,22 @@ class EndpointSource:
         response = await client.get(await self._path(), params=self._selector(), timeout=ANSWER_S)
         _check(response.status_code, response.text)
         answer = response.json()
-        slices = {item["metadata"]["name"]: self._addresses(item) for item in answer.get("items") or []}
+        slices = {
+            item["metadata"]["name"]: self._addresses(item) for item in answer.get("items") or []
+        }
         return slices, str(answer["metadata"]["resourceVersion"])
 
-    async def _watch(self, client: httpx2.AsyncClient, slices: Slices, version: str, found: Found) -> str:
+    async def _watch(
+        self, client: httpx2.AsyncClient, slices: Slices, version: str, found: Found
+    ) -> str:
         """Apply changes until the server ends the watch; the version to go on from."""
-        parameters = {**self._selector(), "watch": "true", "allowWatchBookmarks": "true", "resourceVersion": version,
-                      "timeoutSeconds": str(round(WATCH_S))}
+        parameters = {
+            **self._selector(),
+            "watch": "true",
+            "allowWatchBookmarks": "true",
+            "resourceVersion": version,
+            "timeoutSeconds": str(round(WATCH_S)),
+        }
         async with client.stream("GET", await self._path(), params=parameters) as response:
             if response.status_code != httpx2.codes.OK:
                 _check(response.status_code, (await response.aread()).decode(errors="replace"))
@@ -116,10 +136,18 @@ class EndpointSource:
         return kind != "BOOKMARK"
 
     def _addresses(self, item: dict[str, Any]) -> frozenset[str]:
-        ports = [port["port"] for port in item.get("ports") or []
-                 if self.target.port in (port.get("name"), str(port.get("port")))]
-        return frozenset(str(Address(host, port)) for port in ports for endpoint in item.get("endpoints") or []
-                         if _is_usable(endpoint.get("conditions") or {}) for host in endpoint["addresses"])
+        ports = [
+            port["port"]
+            for port in item.get("ports") or []
+            if self.target.port in (port.get("name"), str(port.get("port")))
+        ]
+        return frozenset(
+            str(Address(host, port))
+            for port in ports
+            for endpoint in item.get("endpoints") or []
+            if _is_usable(endpoint.get("conditions") or {})
+            for host in endpoint["addresses"]
+        )
 
     def _selector(self) -> dict[str, str]:
         return {"labelSelector": f"kubernetes.io/service-name={self.target.service}"}
@@ -127,14 +155,21 @@ class EndpointSource:
     async def _path(self) -> str:
         namespace = self.target.namespace
         if not namespace:
-            namespace = await asyncio.to_thread((self.options.service_account / "namespace").read_text)
+            namespace = await asyncio.to_thread(
+                (self.options.service_account / "namespace").read_text
+            )
         return f"{GROUP}/namespaces/{namespace.strip()}/endpointslices"
 
 
 def _in_cluster_api() -> str:
-    host, port = os.environ.get("KUBERNETES_SERVICE_HOST"), os.environ.get("KUBERNETES_SERVICE_PORT")
+    host, port = (
+        os.environ.get("KUBERNETES_SERVICE_HOST"),
+        os.environ.get("KUBERNETES_SERVICE_PORT"),
+    )
     if not host or not port:
-        raise UnavailableError("KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are not set: this is no pod")
+        raise UnavailableError(
+            "KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are not set: this is no pod"
+        )
     return f"https://{Address(host, int(port))}"
 
 
@@ -147,8 +182,8 @@ def _check(code: int, text: str) -> None:
 
 
 def _is_usable(conditions: dict[str, Any]) -> bool:
-    """Absent means unknown, which counts as ready by Kubernetes' rules. Services that publish what is not ready call
-    terminating endpoints ready too."""
+    """Absent means unknown, which counts as ready by Kubernetes' rules. Services that publish what
+    is not ready call terminating endpoints ready too."""
     return conditions.get("ready") is not False and not conditions.get("terminating")
 
 

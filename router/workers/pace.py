@@ -1,7 +1,7 @@
 """How fast workers are, from what the router sees of them. Pure; time is that of a `Clock`.
 
-Speed is weighed the less the older it is, and what was not confirmed for a while is dropped: a pool that was slow once
-would otherwise get nothing by which it could show that it is not any more.
+Speed is weighed the less the older it is, and what was not confirmed for a while is dropped: a pool
+that was slow once would otherwise get nothing by which it could show that it is not any more.
 """
 
 import bisect
@@ -24,11 +24,12 @@ KEPT_SHARE = 0.9  # of what came before, per answer
 
 @dataclass
 class PrefillPace:
-    """Prompt tokens per second of a pool while it has prompts to compute: under load that is its throughput, else the
-    speed of single prompts. Time without prompts does not count.
+    """Prompt tokens per second of a pool while it has prompts to compute: under load that is its
+    throughput, else the speed of single prompts. Time without prompts does not count.
 
-    Tokens count when the pool reports them or when their prompt ends, whichever comes first, so that a long prompt
-    does not look like a pool that stands still. Silence counts once it lasts longer than twice what was usual.
+    Tokens count when the pool reports them or when their prompt ends, whichever comes first, so
+    that a long prompt does not look like a pool that stands still. Silence counts once it lasts
+    longer than twice what was usual.
     """
 
     clock: Clock
@@ -38,7 +39,8 @@ class PrefillPace:
     _num_prompts: int = 0
     _counted_until_s: float = 0.0
     _gap_s: float = 0.0  # between tokens that were counted, the longest of late
-    # Since the pool was idle: tokens that it reported, those of prompts that ended, and those that were counted.
+    # Since the pool was idle: tokens that it reported, those of prompts that ended, and those that
+    # were counted.
     _reported: float = 0.0
     _ended: float = 0.0
     _counted: float = 0.0
@@ -58,8 +60,9 @@ class PrefillPace:
         self._num_known = None
 
     def reported(self, num_computed: int, num_left: int, num_ahead: int) -> None:
-        """The pool has computed so many tokens of prompts since its start and has so many left. Of what it had when it
-        reported last, `num_ahead` were this router's, and so was their share of what it has computed since."""
+        """The pool has computed so many tokens of prompts since its start and has so many left. Of
+        what it had when it reported last, `num_ahead` were this router's, and so was their share of
+        what it has computed since."""
         known, self._num_known = self._num_known, num_computed
         if known is None or not self.num_computing:
             return
@@ -69,8 +72,9 @@ class PrefillPace:
             self._count()
 
     def ended(self, num_tokens: int) -> None:
-        """A prompt was computed, so many tokens of it; 0: it was given up. Few tokens count as `MIN_TOKENS`: most of
-        their time is none of theirs, and a prompt that no cache has would seem to take for ever."""
+        """A prompt was computed, so many tokens of it; 0: it was given up. Few tokens count as
+        `MIN_TOKENS`: most of their time is none of theirs, and a prompt that no cache has would
+        seem to take for ever."""
         self.num_computing = max(0, self.num_computing - 1)
         self._ended += max(num_tokens, MIN_TOKENS) if num_tokens else 0
         self._num_prompts += num_tokens > 0
@@ -91,7 +95,8 @@ class PrefillPace:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """None until a few prompts were computed. Asking changes nothing: every request asks of many pools."""
+        """None until a few prompts were computed. Asking changes nothing: every request asks of
+        many pools."""
         if self._num_prompts < MIN_PROMPTS:
             return None
         tokens, busy_s = self._weighed() if self._is_silent else (self._tokens, self._busy_s)
@@ -99,7 +104,8 @@ class PrefillPace:
 
     @property
     def _is_silent(self) -> bool:
-        """Whether the pool should have computed something since the last tokens that were counted."""
+        """Whether the pool should have computed something since the last tokens that were
+        counted."""
         return self.num_computing > 0 and self.clock.now() - self._counted_until_s > 2 * self._gap_s
 
     def _count(self) -> None:
@@ -125,8 +131,9 @@ class PrefillPace:
 
 @dataclass(frozen=True)
 class PromptsAhead:
-    """Prompts that `num_workers` have and have not computed: their lengths, ascending, and the sums of these. A prompt
-    does not wait for those that are much longer: beside them workers give one token in `SHORT_SHARE` to short ones."""
+    """Prompts that `num_workers` have and have not computed: their lengths, ascending, and the sums
+    of these. A prompt does not wait for those that are much longer: beside them workers give one
+    token in `SHORT_SHARE` to short ones."""
 
     lengths: tuple[float, ...] = ()
     sums: tuple[float, ...] = (0.0,)
@@ -139,16 +146,22 @@ class PromptsAhead:
         return cls(tuple(ascending), tuple(accumulate(ascending, initial=0.0)), num_workers)
 
     def before(self, num_tokens: float) -> float:
-        """Return the tokens that one worker computes before a prompt of so many is over, its own left out."""
+        """Return the tokens that one worker computes before a prompt of so many is over, its own
+        left out."""
         num_short = bisect.bisect(self.lengths, SHORT_RATIO * num_tokens)
         short, longer = self.sums[num_short], self.sums[-1] - self.sums[num_short]
-        num_shared = min(len(self.lengths) - num_short, self.num_workers)  # workers that have a much longer one
-        return (short + min((SHORT_SHARE - 1) * (short + num_tokens * num_shared), longer)) / self.num_workers
+        num_shared = min(
+            len(self.lengths) - num_short, self.num_workers
+        )  # workers that have a much longer one
+        return (
+            short + min((SHORT_SHARE - 1) * (short + num_tokens * num_shared), longer)
+        ) / self.num_workers
 
 
 @dataclass
 class _Sample:
-    """Weighed sums over the answers of one load; `num_tokens` counts all of them, whatever they weigh by now."""
+    """Weighed sums over the answers of one load; `num_tokens` counts all of them, whatever they
+    weigh by now."""
 
     tokens: float = 0.0
     seconds: float = 0.0
@@ -164,12 +177,14 @@ class _Sample:
 
 @dataclass
 class DecodePace:
-    """Time between two tokens of one answer by how many requests share the pool. Loads of one power of two are one; one
-    counts once it has drawn `MIN_DRAWN` tokens."""
+    """Time between two tokens of one answer by how many requests share the pool. Loads of one power
+    of two are one; one counts once it has drawn `MIN_DRAWN` tokens."""
 
     clock: Clock
     _by_load: dict[int, _Sample] = field(default_factory=dict)
-    _found: dict[int, tuple[float | None, float]] = field(default_factory=dict)  # by load, and until when it holds
+    _found: dict[int, tuple[float | None, float]] = field(
+        default_factory=dict
+    )  # by load, and until when it holds
 
     def observe(self, num_requests: int, num_tokens: int, seconds: float) -> None:
         """An answer got `num_tokens` in so many seconds beside `num_requests`, itself included."""
@@ -180,8 +195,8 @@ class DecodePace:
         self._found.clear()
 
     def token_s(self, num_requests: int) -> float | None:
-        """At this load, or at the nearest lower one that was seen lately, which promises rather too much; without any
-        at the nearest higher one. None when nothing was seen, or too little."""
+        """At this load, or at the nearest lower one that was seen lately, which promises rather too
+        much; without any at the nearest higher one. None when nothing was seen, or too little."""
         load, now_s = num_requests.bit_length() or 1, self.clock.now()
         found = self._found.get(load)  # every request asks this of many pools
         if found is None or found[1] < now_s:
@@ -190,18 +205,23 @@ class DecodePace:
 
     def _look(self, wanted: int, now_s: float) -> tuple[float | None, float]:
         """What `token_s` says, and until when: unless another answer comes before."""
-        lately = {load: sample for load, sample in self._by_load.items()
-                  if sample.num_tokens >= MIN_DRAWN and sample.seen_s + MEMORY_S >= now_s}
+        lately = {
+            load: sample
+            for load, sample in self._by_load.items()
+            if sample.num_tokens >= MIN_DRAWN and sample.seen_s + MEMORY_S >= now_s
+        }
         if not lately:
             return None, math.inf
         sample = lately[max((load for load in lately if load <= wanted), default=min(lately))]
-        return sample.seconds / sample.tokens, min(each.seen_s for each in lately.values()) + MEMORY_S
+        return sample.seconds / sample.tokens, min(
+            each.seen_s for each in lately.values()
+        ) + MEMORY_S
 
 
 @dataclass
 class AnswerPace:
-    """How long answers of a decode pool take, and how much longer for bytes of their prompts: those that came before
-    their prompt was computed cost nothing."""
+    """How long answers of a decode pool take, and how much longer for bytes of their prompts: those
+    that came before their prompt was computed cost nothing."""
 
     clock: Clock
     _answers: _Sample = field(default_factory=_Sample)
@@ -212,8 +232,8 @@ class AnswerPace:
         self._answers.add(1, seconds, self.clock.now())
 
     def landed(self, num_tokens: int, waited_s: float) -> None:
-        """What was missing of a prompt, so many tokens, came so long after its first token. Few count as `MIN_TOKENS`:
-        most of their time is none of theirs."""
+        """What was missing of a prompt, so many tokens, came so long after its first token. Few
+        count as `MIN_TOKENS`: most of their time is none of theirs."""
         self._landed.add(max(num_tokens, MIN_TOKENS), waited_s, self.clock.now())
 
     @property
@@ -223,6 +243,11 @@ class AnswerPace:
 
     @property
     def token_share(self) -> float:
-        """Of an answer's time, what one more token that has to be sent adds to it; by what landed lately."""
+        """Of an answer's time, what one more token that has to be sent adds to it; by what landed
+        lately."""
         is_known = self._answers.seconds > 0 and self._landed.seen_s >= self.clock.now() - MEMORY_S
-        return self._landed.seconds / self._landed.tokens / self.answer_s if is_known and self._landed.tokens else 0.0
+        return (
+            self._landed.seconds / self._landed.tokens / self.answer_s
+            if is_known and self._landed.tokens
+            else 0.0
+        )

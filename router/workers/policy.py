@@ -1,9 +1,10 @@
-"""Which worker gets a request, which has room, and which pairs cannot hand over. Pure: what varies (turn, random
-source, prompt, time) is an argument.
+"""Which worker gets a request, which has room, and which pairs cannot hand over. Pure: what varies
+(turn, random source, prompt, time) is an argument.
 
-Every policy sees only workers that may get the request: whoever asks leaves out those without room, and those that were
-tried for it. Of equals it draws one: routers that know the same of the same workers would otherwise all take the same
-one. The same snapshot and random source always give the same answer, whatever the order of the workers.
+Every policy sees only workers that may get the request: whoever asks leaves out those without room,
+and those that were tried for it. Of equals it draws one: routers that know the same of the same
+workers would otherwise all take the same one. The same snapshot and random source always give the
+same answer, whatever the order of the workers.
 """
 
 import hashlib
@@ -23,7 +24,9 @@ class Policy(StrEnum):
     ROUND_ROBIN = "round_robin"  # everyone in turn
     POWER_OF_TWO = "power_of_two"  # the less loaded of two drawn at random
     LEAST_LOAD = "least_load"  # the least loaded of all
-    PREFIX_AFFINITY = "prefix_affinity"  # prompts that begin alike meet, unless their worker is overloaded
+    PREFIX_AFFINITY = (
+        "prefix_affinity"  # prompts that begin alike meet, unless their worker is overloaded
+    )
     PREFIX_CACHE = "prefix_cache"  # the pair with the least to compute, to send and to wait for
 
     @property
@@ -42,17 +45,22 @@ AFFINITY_TOKENS = 256
 # An affine worker may be this much busier than the least loaded one before affinity gives way.
 AFFINITY_FACTOR = 1.5
 AFFINITY_SLACK = 8192.0
-UNSEEN_TOKEN_S, UNSEEN_ANSWER_S = 1e-4, 5.0  # to compute a token, to draw an answer: until some were seen
+UNSEEN_TOKEN_S, UNSEEN_ANSWER_S = (
+    1e-4,
+    5.0,
+)  # to compute a token, to draw an answer: until some were seen
 SEVERED_MEMORY_S = 30.0
 MAX_SEVERED_PAIRS = 4096
-# Beside a prompt that is so many times as long, others do not wait for it: one token in `SHORT_SHARE` is theirs.
+# Beside a prompt that is so many times as long, others do not wait for it: one token in
+# `SHORT_SHARE` is theirs.
 SHORT_RATIO, SHORT_SHARE = 4, 4
 
 
 class Candidate(NamedTuple):
-    """One worker as a policy sees it. Loads compare within one role only: prompt tokens ahead for prefill workers,
-    the used share of a pool for decode workers. `token_load`: what a token that it lacks adds to its load, its way
-    there included. `load_s`: the seconds that one more of load takes a request, 0 before any were seen."""
+    """One worker as a policy sees it. Loads compare within one role only: prompt tokens ahead for
+    prefill workers, the used share of a pool for decode workers. `token_load`: what a token that it
+    lacks adds to its load, its way there included. `load_s`: the seconds that one more of load
+    takes a request, 0 before any were seen."""
 
     address: str
     load: float
@@ -61,10 +69,11 @@ class Candidate(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """What a choice goes by, as of a worker's last report or booking. `longest`: tokens of a sequence that it can hold,
-    below 0 while it cannot be used. `candidate`: as policies see it. `has_place`: a prefill worker would queue one more
-    prompt, a decode pool is given one more request. `tokens_left`: of a request that it would take; those in free pages
-    of a decode pool, -1 without a place. `prompts_ahead`: tokens of each prompt of a prefill worker that is busy, of
+    """What a choice goes by, as of a worker's last report or booking. `longest`: tokens of a
+    sequence that it can hold, below 0 while it cannot be used. `candidate`: as policies see it.
+    `has_place`: a prefill worker would queue one more prompt, a decode pool is given one more
+    request. `tokens_left`: of a request that it would take; those in free pages of a decode pool,
+    -1 without a place. `prompts_ahead`: tokens of each prompt of a prefill worker that is busy, of
     which `busy_tokens` are enough; `tokens_ahead` are all of them, `longest_ahead` the longest."""
 
     longest: float
@@ -86,26 +95,31 @@ class Standing(NamedTuple):
             most = SHORT_RATIO * num_tokens
             if not self.has_place or most >= self.longest_ahead:
                 return False
-            # The much longer ones take their part of the tokens only while there are short ones, too.
+            # The much longer ones take their part of the tokens only while there are short ones,
+            # too.
             short = [ahead for ahead in self.prompts_ahead if ahead < most]
             longer = most * (len(self.prompts_ahead) - len(short))
             return self.busy_tokens > sum(short) + min(longer, (SHORT_SHARE - 1) * sum(short))
         # The most that is reserved, first: this is asked of every worker for every choice.
-        return (num_tokens + self.page_size <= self.tokens_left
-                or reserved_tokens(num_tokens, context_tokens, self.page_size) <= self.tokens_left)
+        return (
+            num_tokens + self.page_size <= self.tokens_left
+            or reserved_tokens(num_tokens, context_tokens, self.page_size) <= self.tokens_left
+        )
 
 
 def reserved_tokens(num_tokens: int, context_tokens: int, page_size: int) -> int:
-    """What a decode pool reserves pages for: the prompt and a page's growth, but no more than the request may come
-    to."""
+    """What a decode pool reserves pages for: the prompt and a page's growth, but no more than the
+    request may come to."""
     grown = num_tokens + page_size
-    return grown if not context_tokens or grown <= context_tokens else max(num_tokens, context_tokens)
+    return (
+        grown if not context_tokens or grown <= context_tokens else max(num_tokens, context_tokens)
+    )
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What a choice may depend on besides the workers. `num_held`: tokens of the prompt that a worker need not compute,
-    or be sent, by its address, as it reported of its prefix cache."""
+    """What a choice may depend on besides the workers. `num_held`: tokens of the prompt that a
+    worker need not compute, or be sent, by its address, as it reported of its prefix cache."""
 
     turn: int  # counts choices, for round robin
     rng: random.Random
@@ -114,7 +128,8 @@ class Draw:
 
 
 class LinkedWorkers(NamedTuple):
-    """Prefill workers, each of which may feed each of these decode pools; some of both. `draw` is for the pools."""
+    """Prefill workers, each of which may feed each of these decode pools; some of both. `draw` is
+    for the pools."""
 
     sources: Sequence[Candidate]
     pools: Sequence[Candidate]
@@ -122,7 +137,8 @@ class LinkedWorkers(NamedTuple):
 
 
 class ChosenPair(NamedTuple):
-    """`group`: the place, among those there were to choose from, of the group that the two are of."""
+    """`group`: the place, among those there were to choose from, of the group that the two are
+    of."""
 
     group: int
     source: Candidate
@@ -130,34 +146,51 @@ class ChosenPair(NamedTuple):
 
 
 def choose_pair(policy: Policy, groups: Sequence[LinkedWorkers], draw: Draw) -> ChosenPair:
-    """A prefill worker and one of the pools that it may feed; `draw` is for the former. Every group has some of both.
+    """A prefill worker and one of the pools that it may feed; `draw` is for the former. Every group
+    has some of both.
 
-    With `PREFIX_CACHE` the pair on which the request waits least: for tokens ahead of it and those that the worker
-    lacks, for bytes that the pool lacks, and for the others there. Any other policy chooses one after the other.
+    With `PREFIX_CACHE` the pair on which the request waits least: for tokens ahead of it and those
+    that the worker lacks, for bytes that the pool lacks, and for the others there. Any other policy
+    chooses one after the other.
     """
     sources = [candidate for group in groups for candidate in group.sources]
     if policy is not Policy.PREFIX_CACHE:
         source = _pick(policy, sources, draw)
         place = _group_of(source, groups)
-        return ChosenPair(place, source, _pick(policy.of_pools, groups[place].pools, groups[place].draw))
-    loads, pool_loads = _loads_with(sources, draw), [_loads_with(group.pools, group.draw) for group in groups]
+        return ChosenPair(
+            place, source, _pick(policy.of_pools, groups[place].pools, groups[place].draw)
+        )
+    loads, pool_loads = (
+        _loads_with(sources, draw),
+        [_loads_with(group.pools, group.draw) for group in groups],
+    )
     if len(groups) > 1:  # else what is best of either is best of both
         source_s = _mean_load_s(sources) or UNSEEN_TOKEN_S
         pool_s = _mean_load_s([pool for group in groups for pool in group.pools]) or UNSEEN_ANSWER_S
-        best_pool_s = [min(of_group) * pool_s for group, of_group in zip(groups, pool_loads, strict=True)
-                       for _ in group.sources]
+        best_pool_s = [
+            min(of_group) * pool_s
+            for group, of_group in zip(groups, pool_loads, strict=True)
+            for _ in group.sources
+        ]
         loads = [load * source_s + pool for load, pool in zip(loads, best_pool_s, strict=True)]
     source = _least(sources, loads, draw)
     place = _group_of(source, groups)
-    return ChosenPair(place, source, _least(groups[place].pools, pool_loads[place], groups[place].draw))
+    return ChosenPair(
+        place, source, _least(groups[place].pools, pool_loads[place], groups[place].draw)
+    )
 
 
 def _group_of(source: Candidate, groups: Sequence[LinkedWorkers]) -> int:
     return next(place for place, group in enumerate(groups) if source in group.sources)
 
 
-def choose(policy: Policy, candidates: Sequence[Candidate], draw: Draw, *,
-           tried: frozenset[str] = frozenset()) -> Candidate | None:
+def choose(
+    policy: Policy,
+    candidates: Sequence[Candidate],
+    draw: Draw,
+    *,
+    tried: frozenset[str] = frozenset(),
+) -> Candidate | None:
     """The worker `policy` picks among those that are not in `tried`; None if there is none."""
     eligible = [c for c in candidates if c.address not in tried]
     return _pick(policy, eligible, draw) if eligible else None
@@ -180,8 +213,10 @@ def _pick(policy: Policy, eligible: Sequence[Candidate], draw: Draw) -> Candidat
 def _loads_with(candidates: Sequence[Candidate], draw: Draw) -> list[float]:
     """Once the prompt is there."""
     num_tokens, num_held = len(draw.prompt_token_ids), draw.num_held.get
-    return [load + (num_tokens - num_held(address, 0)) * token_load
-            for address, load, token_load, _ in candidates]
+    return [
+        load + (num_tokens - num_held(address, 0)) * token_load
+        for address, load, token_load, _ in candidates
+    ]
 
 
 def _mean_load_s(candidates: Sequence[Candidate]) -> float:
@@ -210,18 +245,25 @@ def _least(candidates: Sequence[Candidate], loads: Sequence[float], draw: Draw) 
 def _affine(candidates: Sequence[Candidate], draw: Draw) -> Candidate:
     """Rendezvous hashing: every worker scores the prompt's head and the highest score wins.
 
-    It needs no memory, so several routers agree, and a worker that comes or goes moves only its own prompts.
+    It needs no memory, so several routers agree, and a worker that comes or goes moves only its own
+    prompts.
     """
-    head = b"".join(token_id.to_bytes(4, "little") for token_id in draw.prompt_token_ids[:AFFINITY_TOKENS])
-    affine = max(candidates, key=lambda c: hashlib.blake2b(head, key=c.address.encode()[:64], digest_size=8).digest())
+    head = b"".join(
+        token_id.to_bytes(4, "little") for token_id in draw.prompt_token_ids[:AFFINITY_TOKENS]
+    )
+    affine = max(
+        candidates,
+        key=lambda c: hashlib.blake2b(head, key=c.address.encode()[:64], digest_size=8).digest(),
+    )
     least = _least_loaded(candidates, draw)
     overloaded = affine.load > AFFINITY_FACTOR * least.load + AFFINITY_SLACK
     return least if overloaded else affine
 
 
 class SeveredPairs:
-    """Pairs of workers that lately could not hand a prompt over though both live: the link between their hosts fails,
-    which neither shows to the router. Kept for a while, since nothing shows when such a link is mended.
+    """Pairs of workers that lately could not hand a prompt over though both live: the link between
+    their hosts fails, which neither shows to the router. Kept for a while, since nothing shows when
+    such a link is mended.
 
     By incarnations: a worker that has started anew is another one.
     """
@@ -234,7 +276,8 @@ class SeveredPairs:
         return len(self._until_s)
 
     def add(self, source: str, pool: str) -> None:
-        """A handoff from this prefill worker to this pool failed. Where there are too many, the oldest pair goes."""
+        """A handoff from this prefill worker to this pool failed. Where there are too many, the
+        oldest pair goes."""
         self.remove(source, pool)
         if len(self._until_s) >= MAX_SEVERED_PAIRS:
             del self._until_s[next(iter(self._until_s))]

@@ -1,7 +1,8 @@
-"""Where prompts can go on: which worker's prefix cache has which resume points, as the workers report them.
+"""Where prompts can go on: which worker's prefix cache has which resume points, as the workers
+report them.
 
-Pure. A worker numbers its reports. One that does not follow the last, and begins no whole account, is of no use: the
-worker must be watched anew.
+Pure. A worker numbers its reports. One that does not follow the last, and begins no whole account,
+is of no use: the worker must be watched anew.
 """
 
 from array import array
@@ -18,12 +19,15 @@ from runtime.digests import NAME_BYTES, block_names
 
 @dataclass(frozen=True)
 class RoutedPrompt:
-    """A prompt as those see it who choose workers. `salt` and `uses_cache` as in `baton.v1.EngineRequest`."""
+    """A prompt as those see it who choose workers. `salt` and `uses_cache` as in
+    `baton.v1.EngineRequest`."""
 
     token_ids: Sequence[int]
     salt: str = ""
     uses_cache: bool = True
-    _names: dict[tuple[int, str], tuple[bytes, ...]] = field(default_factory=dict, init=False, compare=False)
+    _names: dict[tuple[int, str], tuple[bytes, ...]] = field(
+        default_factory=dict, init=False, compare=False
+    )
 
     @property
     def num_tokens(self) -> int:
@@ -31,27 +35,35 @@ class RoutedPrompt:
 
     @cached_property
     def digest(self) -> str:
-        """16 hexadecimal digits. A chat is another prompt by another template, a text by another tokenizer."""
+        """16 hexadecimal digits. A chat is another prompt by another template, a text by another
+        tokenizer."""
         ids = self.token_ids if isinstance(self.token_ids, array) else array("I", self.token_ids)
         return blake2b(ids.tobytes(), digest_size=8).hexdigest()
 
     def block_names(self, page_size: int, compatibility: str) -> tuple[bytes, ...]:
-        """Of the blocks that a worker may have and need not compute: all but the last token, which draws the next one.
-        Digested once for workers that are alike."""
+        """Of the blocks that a worker may have and need not compute: all but the last token, which
+        draws the next one. Digested once for workers that are alike."""
         if not self.uses_cache:
             return ()
         key = page_size, compatibility
         if key not in self._names:
-            self._names[key] = block_names(self.token_ids[:-1], page_size, compatibility=compatibility, salt=self.salt)
+            self._names[key] = block_names(
+                self.token_ids[:-1], page_size, compatibility=compatibility, salt=self.salt
+            )
         return self._names[key]
 
 
-def prompt_of(request: types_pb2.EngineRequest, token_ids: Sequence[int] | None = None) -> RoutedPrompt:
+def prompt_of(
+    request: types_pb2.EngineRequest, token_ids: Sequence[int] | None = None
+) -> RoutedPrompt:
     """`token_ids` are those of the prompt, where they are at hand outside of the message."""
     uses_cache = request.prefix_cache if request.HasField("prefix_cache") else True
     is_scored = request.HasField("num_prompt_logprobs")  # then every token is computed
-    return RoutedPrompt(request.prompt_token_ids if token_ids is None else token_ids, request.cache_salt,
-                        uses_cache and not is_scored)
+    return RoutedPrompt(
+        request.prompt_token_ids if token_ids is None else token_ids,
+        request.cache_salt,
+        uses_cache and not is_scored,
+    )
 
 
 class IndexListener(Protocol):
@@ -76,18 +88,22 @@ class PrefixIndex:
     def __init__(self) -> None:
         self.listener: IndexListener | None = None
         self._holders: dict[bytes, int] = {}  # per name a bit for each worker
-        self._held: dict[str, bytearray] = {}  # names, one behind the other; some may have been removed since
+        self._held: dict[
+            str, bytearray
+        ] = {}  # names, one behind the other; some may have been removed since
         self._num_removed: dict[str, int] = {}  # of those
         self._bits: dict[str, int] = {}  # of those that have something
         self._everyone = 0  # all of these bits
         self._workers: list[str] = []  # by the place of their bit
         self._free: list[int] = []  # places of those that were forgotten
         self._num_reports: dict[str, int] = {}
-        self._latest: tuple[Sequence[bytes], dict[str, int]] | None = None  # what `depths` found, until a change
+        self._latest: tuple[Sequence[bytes], dict[str, int]] | None = (
+            None  # what `depths` found, until a change
+        )
 
     def report(self, worker: str, report: worker_pb2.CacheReport) -> bool:
-        """Apply what a worker reports; one that was applied before, or superseded, changes nothing. False if one is
-        missing before it."""
+        """Apply what a worker reports; one that was applied before, or superseded, changes nothing.
+        False if one is missing before it."""
         expected = self._num_reports.get(worker, 0)
         if report.number < expected:
             return True
@@ -131,9 +147,10 @@ class PrefixIndex:
         return name in self._holders
 
     def depths(self, names: Sequence[bytes]) -> dict[str, int]:
-        """How many of these blocks, in order from a prompt's first, each worker need not compute: those up to its
-        deepest resume point among them. Workers that have none are left out. A request asks for the same names several
-        times on end: the answer is one dictionary then, for nobody to change."""
+        """How many of these blocks, in order from a prompt's first, each worker need not compute:
+        those up to its deepest resume point among them. Workers that have none are left out. A
+        request asks for the same names several times on end: the answer is one dictionary then, for
+        nobody to change."""
         if self._latest is None or self._latest[0] is not names:
             self._latest = names, self._found(names)
         return self._latest[1]
@@ -174,7 +191,9 @@ class PrefixIndex:
         """Keep no name that the worker does not have any more, and none twice."""
         bit, holders = self._bits.get(worker, 0), self._holders
         names = dict.fromkeys(_names(bytes(self._held[worker])))
-        self._held[worker] = bytearray(b"".join(name for name in names if holders.get(name, 0) & bit))
+        self._held[worker] = bytearray(
+            b"".join(name for name in names if holders.get(name, 0) & bit)
+        )
         self._num_removed[worker] = 0
 
     def _store(self, names: list[bytes], bit: int) -> None:
@@ -184,7 +203,9 @@ class PrefixIndex:
             for name in names:
                 if name in holders:
                     holders[name] |= bit
-        holders.update(dict.fromkeys(new, bit))  # the worker's own number: of many workers it is long
+        holders.update(
+            dict.fromkeys(new, bit)
+        )  # the worker's own number: of many workers it is long
         if self.listener is not None:
             for name in new:
                 self.listener.stored(name)
@@ -202,4 +223,4 @@ class PrefixIndex:
 
 
 def _names(joined: bytes) -> list[bytes]:
-    return [joined[start:start + NAME_BYTES] for start in range(0, len(joined), NAME_BYTES)]
+    return [joined[start : start + NAME_BYTES] for start in range(0, len(joined), NAME_BYTES)]

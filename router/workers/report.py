@@ -8,16 +8,21 @@ from runtime.digests import may_pair, named_difference
 
 
 def pair_problem(workers: Sequence[Worker]) -> str:
-    """For operators: why no prefill and decode worker of these, of which no two are a pair, can serve together."""
+    """For operators: why no prefill and decode worker of these, of which no two are a pair, can
+    serve together."""
     for role in WorkerRole:
         if not _usable(workers, role):
-            return _none_usable(role, (f"{worker.address}: {worker.problem}" for worker in _of(workers, role)))
+            return _none_usable(
+                role, (f"{worker.address}: {worker.problem}" for worker in _of(workers, role))
+            )
     prefill, decode = (_usable(workers, role)[0].info for role in WorkerRole)
     assert prefill is not None
     assert decode is not None
     here, there = (info.compatibility_text or info.compatibility for info in (prefill, decode))
-    return (f"prefill and decode workers do not fit together: they differ{named_difference(here, there)}; prefill "
-            f"has {here}, decode has {there}")
+    return (
+        f"prefill and decode workers do not fit together: they differ{named_difference(here, there)}; prefill "
+        f"has {here}, decode has {there}"
+    )
 
 
 def are_missing(workers: Sequence[Worker]) -> bool:
@@ -26,22 +31,31 @@ def are_missing(workers: Sequence[Worker]) -> bool:
 
 
 def refusal(workers: Sequence[Worker]) -> str:
-    """What a client reads of `pair_problem`: what is wrong, without addresses of the cluster's inside."""
+    """What a client reads of `pair_problem`: what is wrong, without addresses of the cluster's
+    inside."""
     for role in WorkerRole:
         if not _usable(workers, role):
             # What follows a colon is the cause, which may name hosts.
-            reasons = dict.fromkeys(worker.problem.partition(":")[0] for worker in _of(workers, role))
+            reasons = dict.fromkeys(
+                worker.problem.partition(":")[0] for worker in _of(workers, role)
+            )
             return _none_usable(role, filter(None, reasons))
     return pair_problem(workers)
 
 
 def statuses(workers: Sequence[Worker]) -> list[generation_pb2.WorkerStatus]:
     """Of every worker, with the reason why one is not in use."""
-    return [_status(worker, worker.problem or worker.unlisted or _unpaired(worker, workers)) for worker in workers]
+    return [
+        _status(worker, worker.problem or worker.unlisted or _unpaired(worker, workers))
+        for worker in workers
+    ]
 
 
-def without_addresses(statuses: Iterable[generation_pb2.WorkerStatus]) -> list[generation_pb2.WorkerStatus]:
-    """Return what a client reads of them: numbers in place of addresses, and reasons without their causes."""
+def without_addresses(
+    statuses: Iterable[generation_pb2.WorkerStatus],
+) -> list[generation_pb2.WorkerStatus]:
+    """Return what a client reads of them: numbers in place of addresses, and reasons without their
+    causes."""
     shown, counts = [], dict.fromkeys(WorkerRole, 0)
     for status in statuses:
         role = WorkerRole(status.role)
@@ -72,8 +86,12 @@ def _unpaired(worker: Worker, workers: Sequence[Worker]) -> str:
     if not others:
         return f"no {role} worker is usable"
     mine = "" if worker.info is None else worker.info.compatibility_text
-    theirs = dict.fromkeys(other.info.compatibility_text for other in others if other.info is not None)
-    return f"no usable {role} worker fits it: " + "; ".join(_difference(mine, text) for text in theirs)
+    theirs = dict.fromkeys(
+        other.info.compatibility_text for other in others if other.info is not None
+    )
+    return f"no usable {role} worker fits it: " + "; ".join(
+        _difference(mine, text) for text in theirs
+    )
 
 
 def _difference(mine: str, theirs: str) -> str:
@@ -85,10 +103,20 @@ def _difference(mine: str, theirs: str) -> str:
 def _status(worker: Worker, reason: str) -> generation_pb2.WorkerStatus:
     load = worker.load
     status = generation_pb2.WorkerStatus(
-        role=worker.role, address=worker.address, serving=worker.is_usable, reason=reason,
-        queued_requests=load.queued_requests, running_requests=load.running_requests, pages_free=load.pages_free,
-        slots_free=load.slots_free, open_sessions=load.open_sessions, busy_s=load.busy_s,
-        prompt_tokens=load.prompt_tokens, output_tokens=load.output_tokens, data_ranks=load.data_ranks)
+        role=worker.role,
+        address=worker.address,
+        serving=worker.is_usable,
+        reason=reason,
+        queued_requests=load.queued_requests,
+        running_requests=load.running_requests,
+        pages_free=load.pages_free,
+        slots_free=load.slots_free,
+        open_sessions=load.open_sessions,
+        busy_s=load.busy_s,
+        prompt_tokens=load.prompt_tokens,
+        output_tokens=load.output_tokens,
+        data_ranks=load.data_ranks,
+    )
     if worker.info is not None:
         status.incarnation = worker.info.incarnation
         status.stages.extend(worker.info.stages)

@@ -1,4 +1,5 @@
-"""Follows one worker's reports for as long as the router runs; at most one stream and one reconnect at a time."""
+"""Follows one worker's reports for as long as the router runs; at most one stream and one reconnect
+at a time."""
 
 import asyncio
 import logging
@@ -17,8 +18,13 @@ from runtime.rpc.unreachable import reach_problem
 
 logger = logging.getLogger(__name__)
 
-FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 0.4  # a worker that is back is found in less than half a second
-MIN_SILENCE_S = 2.0  # a worker whose reports are missing for this long, and for this many intervals, is lost
+FIRST_BACKOFF_S, MAX_BACKOFF_S = (
+    0.1,
+    0.4,
+)  # a worker that is back is found in less than half a second
+MIN_SILENCE_S = (
+    2.0  # a worker whose reports are missing for this long, and for this many intervals, is lost
+)
 SILENT_INTERVALS = 5
 RECHECK_S = 2.0  # until a name that another worker answers for is looked up again
 _LOOKS = 8  # how often a silence is looked at before it is over
@@ -29,8 +35,9 @@ Follow = Callable[[Worker, ModelLimits, float], Awaitable[str]]
 """Applies a worker's reports, one every so many seconds, until they end; returns why they did."""
 
 
-async def watch_worker(worker: Worker, facts: ModelLimits, interval_s: float, rng: random.Random,
-                       follow: Follow) -> None:
+async def watch_worker(
+    worker: Worker, facts: ModelLimits, interval_s: float, rng: random.Random, follow: Follow
+) -> None:
     """Keep `worker` up to date until cancelled."""
     backoff_s = FIRST_BACKOFF_S
     while True:
@@ -44,8 +51,9 @@ async def watch_worker(worker: Worker, facts: ModelLimits, interval_s: float, rn
 
 
 async def _run_out(patience: asyncio.Timeout, reported: asyncio.Event, silence_s: float) -> None:
-    """End `patience` after that long without a word. Looks several times meanwhile, so that a process that was held up
-    itself, and could not listen, counts that as one look, and reads what came in before the next."""
+    """End `patience` after that long without a word. Looks several times meanwhile, so that a
+    process that was held up itself, and could not listen, counts that as one look, and reads what
+    came in before the next."""
     looks = 0
     while looks < _LOOKS:
         await asyncio.sleep(silence_s / _LOOKS)
@@ -73,13 +81,18 @@ async def follow_stream(worker: Worker, facts: ModelLimits, interval_s: float) -
     """Over the worker's channel."""
     silence_s = silence_s_of(interval_s)
     worker.index.forget(worker.address)  # the stream begins with a whole account
-    call = worker_pb2_grpc.WorkerStub(worker.channel).Watch(worker_pb2.WatchRequest(interval_s=interval_s))
+    call = worker_pb2_grpc.WorkerStub(worker.channel).Watch(
+        worker_pb2.WatchRequest(interval_s=interval_s)
+    )
     reported, began_s = asyncio.Event(), asyncio.get_running_loop().time()
     try:
-        async with asyncio.timeout(None) as patience, _background(_run_out(patience, reported, silence_s)):
+        async with (
+            asyncio.timeout(None) as patience,
+            _background(_run_out(patience, reported, silence_s)),
+        ):
             async for response in call:
                 reported.set()
-                if (problem := apply_report(worker, facts, response)):
+                if problem := apply_report(worker, facts, response):
                     return problem
                 is_over = asyncio.get_running_loop().time() - began_s >= RECHECK_S
                 # Perhaps another worker was given the address that this name had before.
@@ -95,8 +108,11 @@ async def follow_stream(worker: Worker, facts: ModelLimits, interval_s: float) -
 
 
 def _other_worker(worker: Worker) -> str:
-    """Return why what answers at the worker's address is hardly the worker meant; empty if it may be."""
-    return worker.mismatch or (f"it is a worker with another address, too: {worker.same_as}" if worker.same_as else "")
+    """Return why what answers at the worker's address is hardly the worker meant; empty if it may
+    be."""
+    return worker.mismatch or (
+        f"it is a worker with another address, too: {worker.same_as}" if worker.same_as else ""
+    )
 
 
 def apply_report(worker: Worker, facts: ModelLimits, response: worker_pb2.WatchResponse) -> str:
@@ -108,9 +124,14 @@ def apply_report(worker: Worker, facts: ModelLimits, response: worker_pb2.WatchR
         if known and known == _other_worker(worker):
             return ""  # and logged already
         if worker.mismatch:
-            logger.warning("worker refused", extra={"worker": worker.address, "reason": worker.mismatch})
+            logger.warning(
+                "worker refused", extra={"worker": worker.address, "reason": worker.mismatch}
+            )
         else:
-            logger.info("worker found", extra={"worker": worker.address, "incarnation": response.info.incarnation})
+            logger.info(
+                "worker found",
+                extra={"worker": worker.address, "incarnation": response.info.incarnation},
+            )
     elif worker.info is None:
         return "it reported load before it said what it is"
     elif response.HasField("cache"):

@@ -1,10 +1,10 @@
-"""One worker as the router sees it: what it reported of itself, what the router has given it since, and the call that
-its requests share.
+"""One worker as the router sees it: what it reported of itself, what the router has given it since,
+and the call that its requests share.
 
-Reports are always a little old. A `Booking` is the router's own count of what it gave away; estimates add the bookings
-made since the last report to what that report has, so that a burst does not all land on one worker. What a report shows
-as free, less what was sent there since, is what can be booked: with one router a pool that is full gets no request to
-refuse, with several it may.
+Reports are always a little old. A `Booking` is the router's own count of what it gave away;
+estimates add the bookings made since the last report to what that report has, so that a burst does
+not all land on one worker. What a report shows as free, less what was sent there since, is what can
+be booked: with one router a pool that is full gets no request to refuse, with several it may.
 """
 
 import math
@@ -23,11 +23,12 @@ from router.workers.prefix_index import PrefixIndex
 from router.workers.worker_call import DECODE_CALL, PREFILL_CALL, CallSlot
 from runtime.clock import Clock, SystemClock
 
-# Prompts wait here, where they are ordered and dropped, rather than at a worker, which gets as many as keep it busy
-# while it reports and is asked.
+# Prompts wait here, where they are ordered and dropped, rather than at a worker, which gets as many
+# as keep it busy while it reports and is asked.
 PREFILL_LOOKAHEAD_S = 0.5
 PREFILL_LOOKAHEAD = 3  # prompts, however long they are
-DECODE_LOOKAHEAD = 3  # requests on their way to a decode pool that is busy, or half as many as it computes at a time
+# requests on their way to a decode pool that is busy, or half as many as it computes at a time
+DECODE_LOOKAHEAD = 3
 GROWTH_S = 0.5  # from a report to the reservation of a request that is placed by it
 
 
@@ -40,8 +41,8 @@ class WorkerRole(StrEnum):
 
 @dataclass(eq=False)  # two claims of the same size are two claims
 class Booking:
-    """A request's claim on a worker, from the choice to `release`. A new incarnation of the worker owes it nothing.
-    `incarnation` and `compatibility` are those of the worker that was chosen."""
+    """A request's claim on a worker, from the choice to `release`. A new incarnation of the worker
+    owes it nothing. `incarnation` and `compatibility` are those of the worker that was chosen."""
 
     worker: "Worker"
     incarnation: str
@@ -59,7 +60,8 @@ class Booking:
         return self.worker.incarnation != self.incarnation
 
     def lost(self, reason: str) -> None:
-        """The worker that was chosen cannot be reached. One that has started anew is another worker."""
+        """The worker that was chosen cannot be reached. One that has started anew is another
+        worker."""
         if not self.is_outlived:
             self.worker.lost(reason)
 
@@ -76,7 +78,9 @@ class Booking:
     def answered(self, num_tokens: int, seconds: float) -> None:
         """A decode pool drew so many tokens in so many seconds."""
         if not self.is_outlived:
-            self.worker.decode_pace.observe((self.num_beside + self.worker.num_booked) // 2, num_tokens, seconds)
+            self.worker.decode_pace.observe(
+                (self.num_beside + self.worker.num_booked) // 2, num_tokens, seconds
+            )
             self.worker.answer_pace.answered(seconds)
 
     def landed(self, waited_s: float) -> None:
@@ -113,7 +117,9 @@ class Worker:
     address: str
     channel: grpc.aio.Channel
     on_change: Callable[[], None]
-    on_load: Callable[[], None]  # in place of it where only its load, or what is booked there, is another
+    on_load: Callable[
+        [], None
+    ]  # in place of it where only its load, or what is booked there, is another
     clock: Clock = field(default_factory=SystemClock)
     index: PrefixIndex = field(default_factory=PrefixIndex)  # the router's, of all workers
     identity: Callable[[], object] = lambda: None  # what the channel shows to the worker
@@ -123,21 +129,29 @@ class Worker:
     problem: str = "not reached yet"  # why it cannot be used; empty if it can
     is_listed: bool = True
     same_as: str = ""  # the address that this worker is used by; empty where that is this one
-    start_s: float = 0.0  # how long its last start took, as far as it has said; kept while it is away
+    start_s: float = (
+        0.0  # how long its last start took, as far as it has said; kept while it is away
+    )
     tokens_ahead: int = 0  # of prompts of this router's requests there that are not computed yet
     _most_running: int = 0  # requests a decode pool is given
     _bookings: dict[Booking, None] = field(default_factory=dict)  # in their order
-    _outlived: dict[Booking, None] = field(default_factory=dict)  # of earlier incarnations: claims no more
+    _outlived: dict[Booking, None] = field(
+        default_factory=dict
+    )  # of earlier incarnations: claims no more
     _streams: dict[object, None] = field(default_factory=dict)
     _claims_at_report: _Claims = field(default_factory=_Claims)
-    _finished: dict[Booking, None] = field(default_factory=dict)  # whose memory the last report does not show as free
+    _finished: dict[Booking, None] = field(
+        default_factory=dict
+    )  # whose memory the last report does not show as free
 
     def __post_init__(self) -> None:
         # A worker has one role: only one of the two is ever used.
         self.prefill_calls: CallSlot[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent] = CallSlot(
-            PREFILL_CALL, self.channel, self.identity)
+            PREFILL_CALL, self.channel, self.identity
+        )
         self.decode_calls: CallSlot[decode_pb2.DecodeInput, decode_pb2.DecodeEvent] = CallSlot(
-            DECODE_CALL, self.channel, self.identity)
+            DECODE_CALL, self.channel, self.identity
+        )
         self.prefill_pace, self.decode_pace = PrefillPace(self.clock), DecodePace(self.clock)
         self.answer_pace = AnswerPace(self.clock)
 
@@ -157,7 +171,8 @@ class Worker:
         return len(self._bookings)
 
     def num_sharing(self, num_more: int, num_tokens: int) -> int:
-        """Requests that a decode pool draws for if so many more, with prompts of so many tokens, come to it."""
+        """Requests that a decode pool draws for if so many more, with prompts of so many tokens,
+        come to it."""
         num_booked = len(self._bookings)
         if not num_more or self.info is None or not self.standing.has_room(num_tokens):
             return num_booked
@@ -173,8 +188,8 @@ class Worker:
         return not self.problem and self.is_listed
 
     def stand_in_for(self, address: str) -> bool:
-        """Use this worker by `address` and not by its own, or by its own again where that is empty. Return whether that
-        is a change."""
+        """Use this worker by `address` and not by its own, or by its own again where that is empty.
+        Return whether that is a change."""
         if self.same_as == address:
             return False
         self.same_as = address
@@ -184,7 +199,11 @@ class Worker:
     @property
     def unlisted(self) -> str:
         """Why a worker that serves gets nothing new; empty if it is listed."""
-        return "" if self.is_listed else f"discovery does not name it any more; {len(self._streams)} streams go on"
+        return (
+            ""
+            if self.is_listed
+            else f"discovery does not name it any more; {len(self._streams)} streams go on"
+        )
 
     @property
     def is_in_use(self) -> bool:
@@ -224,7 +243,8 @@ class Worker:
 
     @property
     def max_context_tokens(self) -> int | None:
-        """The longest sequence it can hold when it is empty; None before it said so, and if it is useless anyway."""
+        """The longest sequence it can hold when it is empty; None before it said so, and if it is
+        useless anyway."""
         if self.info is None or self.mismatch:
             return None
         return min(self.info.max_context_tokens, self.info.pages_total * self.info.page_size)
@@ -268,7 +288,8 @@ class Worker:
 
     @property
     def prompts_ahead(self) -> list[float]:
-        """Tokens of each prompt of this router there, less what was reported to be computed of all of them."""
+        """Tokens of each prompt of this router there, less what was reported to be computed of all
+        of them."""
         left = max(0.0, 1 - self.prefill_pace.tokens_under_way / max(self.tokens_ahead, 1))
         return [booking.num_tokens * left for booking in self._bookings]
 
@@ -278,11 +299,17 @@ class Worker:
         self.changed()
 
     def book(self, num_tokens: int, context_tokens: int = 0, num_held: int = 0) -> Booking:
-        """A claim of a prompt of `num_tokens`; `context_tokens` is what it may come to with its completion, 0: any.
-        `num_held` of the prompt's tokens it need not compute, or be sent."""
+        """A claim of a prompt of `num_tokens`; `context_tokens` is what it may come to with its
+        completion, 0: any. `num_held` of the prompt's tokens it need not compute, or be sent."""
         page_size = self.standing.page_size
-        booking = Booking(self, self.incarnation, self.compatibility, num_tokens - num_held,
-                          -(-reserved_tokens(num_tokens, context_tokens, page_size) // page_size), num_held)
+        booking = Booking(
+            self,
+            self.incarnation,
+            self.compatibility,
+            num_tokens - num_held,
+            -(-reserved_tokens(num_tokens, context_tokens, page_size) // page_size),
+            num_held,
+        )
         self._bookings[booking] = None
         self.tokens_ahead += booking.num_tokens
         self._forget_standing()
@@ -314,10 +341,16 @@ class Worker:
 
     @cached_property
     def standing(self) -> Standing:
-        """Made anew when something has changed. As an attribute, because every choice looks at all workers."""
-        stands = self._prefill_standing if self.role is WorkerRole.PREFILL else self._decode_standing
+        """Made anew when something has changed. As an attribute, because every choice looks at all
+        workers."""
+        stands = (
+            self._prefill_standing if self.role is WorkerRole.PREFILL else self._decode_standing
+        )
         longest = self.max_context_tokens if self.is_usable else -1
-        return stands(math.inf if longest is None else longest, 1 if self.info is None else max(self.info.page_size, 1))
+        return stands(
+            math.inf if longest is None else longest,
+            1 if self.info is None else max(self.info.page_size, 1),
+        )
 
     def _forget_standing(self) -> None:
         vars(self).pop("standing", None)
@@ -328,35 +361,66 @@ class Worker:
         return self.standing.has_place
 
     def _prefill_standing(self, longest: float, page_size: int) -> Standing:
-        num_tokens = _estimate(self.load.queued_tokens, self.tokens_ahead, self._claims_at_report.tokens)
+        num_tokens = _estimate(
+            self.load.queued_tokens, self.tokens_ahead, self._claims_at_report.tokens
+        )
         limit = self.info.max_queued_requests if self.info is not None else 0
         rate = self.prefill_pace.tokens_per_s
         is_busy = rate is not None and len(self._bookings) >= PREFILL_LOOKAHEAD
         has_place = not limit or self._num_requests(self.load.queued_requests) < limit
         candidate = Candidate(self.address, num_tokens, load_s=1 / rate if rate else 0.0)
         ahead = tuple([booking.num_tokens for booking in self._bookings]) if is_busy else ()
-        return Standing(longest, self.compatibility, page_size, candidate, has_place,
-                        tokens_left=math.inf if has_place else -1, prompts_ahead=ahead,
-                        busy_tokens=math.inf if rate is None else rate * PREFILL_LOOKAHEAD_S,
-                        tokens_ahead=self.tokens_ahead, longest_ahead=max(ahead, default=0))
+        return Standing(
+            longest,
+            self.compatibility,
+            page_size,
+            candidate,
+            has_place,
+            tokens_left=math.inf if has_place else -1,
+            prompts_ahead=ahead,
+            busy_tokens=math.inf if rate is None else rate * PREFILL_LOOKAHEAD_S,
+            tokens_ahead=self.tokens_ahead,
+            longest_ahead=max(ahead, default=0),
+        )
 
     def _decode_standing(self, longest: float, page_size: int) -> Standing:
         num_requests = self._num_requests(self.load.running_requests + self.load.queued_requests)
         if self.info is None:
-            return Standing(longest, "", page_size, Candidate(self.address, 0.0), has_place=True, tokens_left=math.inf)
+            return Standing(
+                longest,
+                "",
+                page_size,
+                Candidate(self.address, 0.0),
+                has_place=True,
+                tokens_left=math.inf,
+            )
         sent = self._unreported
         pages_sent = sum(booking.num_pages for booking in sent)
         pages_free = self.load.pages_free + sum(booking.num_pages for booking in self._finished)
-        slots_fit = not self.info.slots_total or len(sent) < self.load.slots_free + len(self._finished)
+        slots_fit = not self.info.slots_total or len(sent) < self.load.slots_free + len(
+            self._finished
+        )
         pages_used = self.info.pages_total - self.load.pages_free + pages_sent
-        used_share = max(num_requests / max(self.info.max_running_requests, 1),
-                         pages_used / max(self.info.pages_total, 1))
+        used_share = max(
+            num_requests / max(self.info.max_running_requests, 1),
+            pages_used / max(self.info.pages_total, 1),
+        )
         # Requests that were set back for want of pages go first.
-        has_place = not self.load.queued_requests and num_requests < self._most_running and slots_fit
+        has_place = (
+            not self.load.queued_requests and num_requests < self._most_running and slots_fit
+        )
         token_load = 1 / max(self.info.pages_total * page_size, 1) + self.answer_pace.token_share
-        candidate = Candidate(self.address, used_share, token_load=token_load, load_s=self.answer_pace.answer_s)
-        return Standing(longest, self.compatibility, page_size, candidate, has_place,
-                        (pages_free - pages_sent - self._growth_pages) * page_size if has_place else -1)
+        candidate = Candidate(
+            self.address, used_share, token_load=token_load, load_s=self.answer_pace.answer_s
+        )
+        return Standing(
+            longest,
+            self.compatibility,
+            page_size,
+            candidate,
+            has_place,
+            (pages_free - pages_sent - self._growth_pages) * page_size if has_place else -1,
+        )
 
     @property
     def _growth_pages(self) -> int:
@@ -369,7 +433,11 @@ class Worker:
     @property
     def _unreported(self) -> list[Booking]:
         """What holds memory, or will, that the last report did not count."""
-        return [booking for booking in self._bookings if not booking.is_reported and booking not in self._finished]
+        return [
+            booking
+            for booking in self._bookings
+            if not booking.is_reported and booking not in self._finished
+        ]
 
     def _num_requests(self, num_reported: int) -> int:
         return _estimate(num_reported, len(self._bookings), self._claims_at_report.requests)
@@ -381,7 +449,7 @@ def _estimate(reported: int, booked: int, booked_at_report: int) -> int:
 
 
 def _most_running(info: worker_pb2.WorkerInfo) -> int:
-    """As many as it computes at a time and some on their way, though it would hold more. More would take turns, and all
-    of them end later for it."""
+    """As many as it computes at a time and some on their way, though it would hold more. More would
+    take turns, and all of them end later for it."""
     batch = info.max_batch_requests or info.max_running_requests
     return min(batch + max(DECODE_LOOKAHEAD, batch // 2), info.max_running_requests)

@@ -1,8 +1,9 @@
-"""The call to a worker that all of this router's requests there share, each under its key. The router's end of what
-`pool.request.router_call` is the pool's end of.
+"""The call to a worker that all of this router's requests there share, each under its key. The
+router's end of what `pool.request.router_call` is the pool's end of.
 
-What requests send goes out with what the others do; what comes for one reaches it as it arrives, whatever the others
-do. Requests end one by one, each with a status of its own, and all with the call.
+What requests send goes out with what the others do; what comes for one reaches it as it arrives,
+whatever the others do. Requests end one by one, each with a status of its own, and all with the
+call.
 """
 
 import asyncio
@@ -46,7 +47,8 @@ RETIRED_S = 30.0  # for a worker to end a call that has nothing to do any more
 
 
 class RequestReceiver(Protocol[EventIn]):
-    """A request on a worker. All of this returns at once and raises nothing. Event loop's thread."""
+    """A request on a worker. All of this returns at once and raises nothing. Event loop's
+    thread."""
 
     def received(self, event: EventIn) -> None:
         """In order."""
@@ -80,11 +82,13 @@ class CallKind(Generic[InputT, EventT]):
 PREFILL_CALL: CallKind[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent] = CallKind(
     lambda channel: prefill_pb2_grpc.PrefillStub(channel).Serve(),
     lambda inputs: prefill_pb2.PrefillInputs(inputs=inputs),
-    lambda key: prefill_pb2.PrefillInput(key=key, cancelled=types_pb2.RequestCancelled()))
+    lambda key: prefill_pb2.PrefillInput(key=key, cancelled=types_pb2.RequestCancelled()),
+)
 DECODE_CALL: CallKind[decode_pb2.DecodeInput, decode_pb2.DecodeEvent] = CallKind(
     lambda channel: decode_pb2_grpc.DecodeStub(channel).Serve(),
     lambda inputs: decode_pb2.DecodeInputs(inputs=inputs),
-    lambda key: decode_pb2.DecodeInput(key=key, cancelled=types_pb2.RequestCancelled()))
+    lambda key: decode_pb2.DecodeInput(key=key, cancelled=types_pb2.RequestCancelled()),
+)
 
 
 class WorkerCall(Generic[InputT, EventT]):
@@ -98,11 +102,15 @@ class WorkerCall(Generic[InputT, EventT]):
         self._queue: SendQueue[InputT] = SendQueue(MessageLimits(MAX_INPUTS, MAX_BYTES))
         self._is_retired = False
         self._reason = ""  # why it ended, once that is known
-        # In a context of its own: it outlives the request that makes it, whose id and span are not those of the others.
-        self.task = asyncio.get_running_loop().create_task(self._run(channel), context=contextvars.Context())
+        # In a context of its own: it outlives the request that makes it, whose id and span are not
+        # those of the others.
+        self.task = asyncio.get_running_loop().create_task(
+            self._run(channel), context=contextvars.Context()
+        )
 
     def open(self, receiver: RequestReceiver[EventT], opening: InputT) -> int:
-        """Begin a request; returns its key. What becomes of it the receiver gets after this has returned."""
+        """Begin a request; returns its key. What becomes of it the receiver gets after this has
+        returned."""
         key = next(self._keys)
         self._receivers[key] = receiver
         self.send(key, opening)
@@ -119,16 +127,23 @@ class WorkerCall(Generic[InputT, EventT]):
             self._queue.put(key, message, num_bytes)
             return
         self.leave(key, is_ending=message.HasField("open"))
-        asyncio.get_running_loop().call_soon(receiver.ended, InvalidRequestError(FieldViolation(
-            "request", f"what a worker is sent may have at most {MAX_INPUT_BYTES} bytes, this has {num_bytes}")))
+        asyncio.get_running_loop().call_soon(
+            receiver.ended,
+            InvalidRequestError(
+                FieldViolation(
+                    "request",
+                    f"what a worker is sent may have at most {MAX_INPUT_BYTES} bytes, this has {num_bytes}",
+                )
+            ),
+        )
 
     def unsent(self, key: int) -> InputT | None:
         """The last message of this request, as long as it may still be changed."""
         return self._queue.newest(key)
 
     def leave(self, key: int, *, is_ending: bool = False) -> None:
-        """What still comes for this request is dropped. The worker is to give it up, unless it `is_ending` by itself.
-        Idempotent."""
+        """What still comes for this request is dropped. The worker is to give it up, unless it
+        `is_ending` by itself. Idempotent."""
         if self._receivers.pop(key, None) is None:
             return
         if not is_ending and not self.has_ended:
@@ -164,13 +179,16 @@ class WorkerCall(Generic[InputT, EventT]):
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            self._reason = self._reason or "its connection is gone"  # gRPC cancels what it cannot send on any more
+            self._reason = (
+                self._reason or "its connection is gone"
+            )  # gRPC cancels what it cannot send on any more
         finally:
             self.has_ended = True
             if writer is not None:
                 writer.cancel()
             if call is not None:
-                call.cancel()  # else one that is read no further, for a bug, keeps its requests at the worker
+                # else one that is read no further, for a bug, keeps its requests at the worker
+                call.cancel()
             self._lost(error)
 
     def _received(self, message: EventBatch[EventT]) -> None:
@@ -180,7 +198,9 @@ class WorkerCall(Generic[InputT, EventT]):
                 continue  # given up
             if event.HasField("ended"):
                 del self._receivers[event.key]
-                receiver.ended(error_from_status(event.ended.SerializeToString()) if event.ended.code else None)
+                receiver.ended(
+                    error_from_status(event.ended.SerializeToString()) if event.ended.code else None
+                )
                 self._end_if_over()
             else:
                 receiver.received(event)
@@ -200,7 +220,9 @@ class WorkerCall(Generic[InputT, EventT]):
             self._reason = f"the worker has read nothing for {WRITE_S:g} s"
             call.cancel()
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
-            logger.debug("a message could not be sent: %s", error)  # whoever reads learns how the call ended
+            logger.debug(
+                "a message could not be sent: %s", error
+            )  # whoever reads learns how the call ended
 
     def _lost(self, error: BatonError | None) -> None:
         receivers, self._receivers = self._receivers, {}
@@ -215,21 +237,33 @@ class WorkerCall(Generic[InputT, EventT]):
 
 
 def _error_of(error: grpc.aio.AioRpcError) -> BatonError | None:
-    """What the worker says to all of its requests; None if it died, or if what it says is about the call alone."""
+    """What the worker says to all of its requests; None if it died, or if what it says is about the
+    call alone."""
     if is_lost(error):
         return None
     said = error_from_rpc(error)
-    meant = CapacityError, UnavailableError, PermissionDeniedError, UnauthenticatedError, ConfigError
+    meant = (
+        CapacityError,
+        UnavailableError,
+        PermissionDeniedError,
+        UnauthenticatedError,
+        ConfigError,
+    )
     return said if isinstance(said, meant) else None
 
 
 class CallSlot(Generic[InputT, EventT]):
-    """The present call to a worker: the first request makes it, and so does the first one after its end."""
+    """The present call to a worker: the first request makes it, and so does the first one after its
+    end."""
 
-    def __init__(self, kind: CallKind[InputT, EventT], channel: grpc.aio.Channel,
-                 identity: Callable[[], object] = lambda: None) -> None:
-        """`identity` is what a call shows to the worker: when that is another, later requests get a call that shows
-        it."""
+    def __init__(
+        self,
+        kind: CallKind[InputT, EventT],
+        channel: grpc.aio.Channel,
+        identity: Callable[[], object] = lambda: None,
+    ) -> None:
+        """`identity` is what a call shows to the worker: when that is another, later requests get a
+        call that shows it."""
         self._kind: CallKind[InputT, EventT] = kind
         self._channel = channel
         self._identity = identity

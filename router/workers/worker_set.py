@@ -1,7 +1,9 @@
-"""The workers there are: those that some source lists, and those that none lists any more but that still stream.
+"""The workers there are: those that some source lists, and those that none lists any more but that
+still stream.
 
-A worker is watched from the moment it is listed. When it is listed no more, it gets nothing new; its channel stays
-until the last request on it has ended, so nothing is cut. Listed again before that, it is the worker it was.
+A worker is watched from the moment it is listed. When it is listed no more, it gets nothing new;
+its channel stays until the last request on it has ended, so nothing is cut. Listed again before
+that, it is the worker it was.
 """
 
 import asyncio
@@ -35,19 +37,25 @@ Make = Callable[[WorkerRole, str], Worker]
 Watch = Callable[[Worker], Coroutine[None, None, None]]
 
 
-def open_source(target: str, options: DiscoveryOptions, errors: Counter, rng: random.Random) -> Source:
+def open_source(
+    target: str, options: DiscoveryOptions, errors: Counter, rng: random.Random
+) -> Source:
     """What a target names. Raises ConfigError."""
     place = parse_target(target)
     if isinstance(place, Path):
         return FileSource(place)
     if isinstance(place, ServiceTarget):
         return EndpointSource(place, options, errors, rng)
-    return DnsSource(place, options.interval_s, errors) if target.startswith(DNS) else StaticSource(str(place))
+    return (
+        DnsSource(place, options.interval_s, errors)
+        if target.startswith(DNS)
+        else StaticSource(str(place))
+    )
 
 
 class Tally:
-    """What routers ask after every report, kept as workers change: to count all of them anew each time would take them
-    the square of their number."""
+    """What routers ask after every report, kept as workers change: to count all of them anew each
+    time would take them the square of their number."""
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[WorkerRole, str], str] = {}  # compatibility of usable workers
@@ -56,7 +64,8 @@ class Tally:
         self._slowest_s: float | None = 0.0  # None: to be looked for
 
     def count(self, worker: Worker) -> bool:
-        """It has changed, perhaps. Returns whether it is usable as it was not before, or not any more."""
+        """It has changed, perhaps. Returns whether it is usable as it was not before, or not any
+        more."""
         key, num_usable = (worker.role, worker.address), self._num_usable[worker.role]
         before, after = self._kinds.get(key), worker.compatibility if worker.is_usable else None
         if before != after:
@@ -91,13 +100,17 @@ class Tally:
     def _started(self, key: tuple[WorkerRole, str], start_s: float) -> None:
         before, self._starts_s[key] = self._starts_s.get(key, 0.0), start_s
         if self._slowest_s is not None:
-            self._slowest_s = max(start_s, self._slowest_s) if before < self._slowest_s or start_s >= before else None
+            self._slowest_s = (
+                max(start_s, self._slowest_s)
+                if before < self._slowest_s or start_s >= before
+                else None
+            )
 
 
 @dataclass(frozen=True)
 class UsableWorkers:
-    """Of one role, in order of appearance. `shortest`: what the smallest of them can hold, in tokens. `block_kinds`:
-    their page sizes and digests."""
+    """Of one role, in order of appearance. `shortest`: what the smallest of them can hold, in
+    tokens. `block_kinds`: their page sizes and digests."""
 
     workers: tuple[Worker, ...] = ()
     shortest: float = math.inf
@@ -108,9 +121,12 @@ class UsableWorkers:
     def of(cls, workers: Iterable[Worker]) -> "UsableWorkers":
         usable = tuple(worker for worker in workers if worker.is_usable)
         standings = [worker.standing for worker in usable]
-        return cls(usable, min((standing.longest for standing in standings), default=math.inf),
-                   frozenset((standing.page_size, standing.compatibility) for standing in standings),
-                   frozenset(worker.address for worker in usable))
+        return cls(
+            usable,
+            min((standing.longest for standing in standings), default=math.inf),
+            frozenset((standing.page_size, standing.compatibility) for standing in standings),
+            frozenset(worker.address for worker in usable),
+        )
 
 
 class _UsableByRole(dict[WorkerRole, UsableWorkers]):
@@ -126,15 +142,20 @@ class _UsableByRole(dict[WorkerRole, UsableWorkers]):
 
 
 class WorkerSet:
-    """Build inside a running event loop. Addresses given outright are there from the start, others while `run` runs."""
+    """Build inside a running event loop. Addresses given outright are there from the start, others
+    while `run` runs."""
 
-    def __init__(self, sources: Mapping[WorkerRole, Sequence[Source]], make: Make, watch: Watch) -> None:
+    def __init__(
+        self, sources: Mapping[WorkerRole, Sequence[Source]], make: Make, watch: Watch
+    ) -> None:
         self._sources = [(role, source) for role, several in sources.items() for source in several]
         self._make = make
         self._watch = watch
         self._listed: list[frozenset[str]] = [frozenset() for _ in self._sources]
         self._workers: dict[tuple[WorkerRole, str], Worker] = {}
-        self._unlisted: dict[tuple[WorkerRole, str], Worker] = {}  # of these, those that none lists any more
+        self._unlisted: dict[
+            tuple[WorkerRole, str], Worker
+        ] = {}  # of these, those that none lists any more
         self._watches: dict[tuple[WorkerRole, str], asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
         self._aliases = Aliases()
@@ -149,7 +170,8 @@ class WorkerSet:
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """Prefill first, then by address in order of appearance. One that has several is there once."""
+        """Prefill first, then by address in order of appearance. One that has several is there
+        once."""
         return self._all
 
     def of(self, role: WorkerRole) -> tuple[Worker, ...]:
@@ -161,8 +183,14 @@ class WorkerSet:
 
     def _sort(self) -> None:
         self.version += 1
-        self._by_role = {role: tuple(worker for (kind, _), worker in self._workers.items()
-                                     if kind is role and not worker.same_as) for role in WorkerRole}
+        self._by_role = {
+            role: tuple(
+                worker
+                for (kind, _), worker in self._workers.items()
+                if kind is role and not worker.same_as
+            )
+            for role in WorkerRole
+        }
         self._all = tuple(worker for role in WorkerRole for worker in self._by_role[role])
         self._usable.clear()
 
@@ -176,8 +204,8 @@ class WorkerSet:
                 group.create_task(source.run(partial(self._found, index)))
 
     def changed(self, worker: Worker) -> bool:
-        """It has, or its requests. Of others only those are looked at that are not listed any more. Returns whether
-        other workers are usable than before."""
+        """It has, or its requests. Of others only those are looked at that are not listed any more.
+        Returns whether other workers are usable than before."""
         others = self._aliases.changed(worker)
         is_other = self._count(worker, *others)
         if others:
@@ -224,14 +252,20 @@ class WorkerSet:
             self._unlisted.pop((role, address), None)
             worker.listed()
         for address in sorted(before - addresses):
-            others = (known for known, (other, _) in zip(self._listed, self._sources, strict=True) if other is role)
+            others = (
+                known
+                for known, (other, _) in zip(self._listed, self._sources, strict=True)
+                if other is role
+            )
             if not any(address in known for known in others):
                 self._unlisted[role, address] = self._workers[role, address]
                 self._workers[role, address].delisted()
 
     def _attend(self, worker: Worker) -> None:
         if self._group is not None:
-            self._watches[worker.role, worker.address] = self._group.create_task(self._attended(worker))
+            self._watches[worker.role, worker.address] = self._group.create_task(
+                self._attended(worker)
+            )
 
     async def _attended(self, worker: Worker) -> None:
         try:

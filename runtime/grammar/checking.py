@@ -1,8 +1,8 @@
 """Which grammars a worker or router accepts, and the processes of those whose masks it computes.
 
-A new grammar gets a short time of computing first, and only if that does not do, a longer one, for which few may wait:
-so a flood of grammars that compile slowly costs those that compile fast a tenth of a second each, not their turn.
-What was refused is kept, as is what was accepted.
+A new grammar gets a short time of computing first, and only if that does not do, a longer one, for
+which few may wait: so a flood of grammars that compile slowly costs those that compile fast a tenth
+of a second each, not their turn. What was refused is kept, as is what was accepted.
 """
 
 import asyncio
@@ -27,14 +27,21 @@ from runtime.process.host_cores import num_cores
 
 logger = logging.getLogger(__name__)
 
-FIRST_CPU_S, LAST_CPU_S = 0.1, 1.0  # of computing, for a grammar of usual size and for the slowest that is accepted
+FIRST_CPU_S, LAST_CPU_S = (
+    0.1,
+    1.0,
+)  # of computing, for a grammar of usual size and for the slowest that is accepted
 MAX_AT_ONCE, MAX_WAITING = 4, 32
 MAX_SLOW_AT_ONCE, MAX_SLOW_WAITING = 2, 8
 MAX_REMEMBERED = 4096  # verdicts
 REMEMBER_S = 600.0  # a refusal for its cost; a newer machine may be faster
-PER_CORE_S = 4.0  # new grammars of a client, of which each takes about ten milliseconds on routers and on workers
+# new grammars of a client, of which each takes about ten milliseconds on routers and on workers
+PER_CORE_S = 4.0
 MAX_PROCESSES = 64  # that nobody uses
-MAX_EXPECTED, EXPECTED_S = 128, 30.0  # kept for requests that have had their grammars checked, and for how long
+MAX_EXPECTED, EXPECTED_S = (
+    128,
+    30.0,
+)  # kept for requests that have had their grammars checked, and for how long
 
 
 @dataclass(frozen=True)
@@ -49,7 +56,9 @@ class _Lane:
 class _Verdicts:
     """What is known of grammars, the latest of them. Under the owner's lock."""
 
-    known: OrderedDict[bytes, tuple[str, float]] = field(default_factory=OrderedDict)  # why not, and until when
+    known: OrderedDict[bytes, tuple[str, float]] = field(
+        default_factory=OrderedDict
+    )  # why not, and until when
 
     def find(self, grammar: Grammar) -> bool:
         """Whether it was accepted. Raises InvalidRequestError if it was refused."""
@@ -70,9 +79,12 @@ class _Verdicts:
 
 
 class Grammars:
-    """Grammars over one vocabulary. `check` belongs to an event loop, `open` and what it gives to one thread."""
+    """Grammars over one vocabulary. `check` belongs to an event loop, `open` and what it gives to
+    one thread."""
 
-    def __init__(self, tokenizer_json: Path, end_token_ids: Sequence[int], *, computes_masks: bool = True) -> None:
+    def __init__(
+        self, tokenizer_json: Path, end_token_ids: Sequence[int], *, computes_masks: bool = True
+    ) -> None:
         """Without `computes_masks` a grammar's process ends with its verdict."""
         self._nursery = GrammarNursery(tokenizer_json, end_token_ids)
         self._computes_masks = computes_masks
@@ -86,17 +98,20 @@ class Grammars:
         self._keys = itertools.count(1)
 
     async def check(self, grammar: Grammar, client: str = "") -> None:
-        """Compile it elsewhere, so that `open` finds it ready. `client` is who brings it, where clients are told apart.
+        """Compile it elsewhere, so that `open` finds it ready. `client` is who brings it, where
+        clients are told apart.
 
         Raises:
-            InvalidRequestError: naming the field and the limit, if it is no grammar, is not supported, or takes too
-                long.
-            CapacityError: too many others wait to be compiled, its turn has not come in time, or its client brings
-                too many.
+            InvalidRequestError: naming the field and the limit, if it is no grammar, is not
+                supported, or takes too long.
+            CapacityError: too many others wait to be compiled, its turn has not come in time, or
+                its client brings too many.
             UnavailableError: no process for it could be started.
         """
         with self._lock:
-            if self._verdicts.find(grammar) and (not self._computes_masks or self._is_kept(grammar)):
+            if self._verdicts.find(grammar) and (
+                not self._computes_masks or self._is_kept(grammar)
+            ):
                 return
         check_shape(grammar)
         if (task := self._checks.get(grammar)) is None:
@@ -107,12 +122,14 @@ class Grammars:
             self._is_kept(grammar)
 
     def open(self, grammar: Grammar) -> GuidedText:
-        """A text that has not begun. Its process is one that `check` made ready, or a new one, which is not `is_ready`
-        before it has compiled."""
+        """A text that has not begun. Its process is one that `check` made ready, or a new one,
+        which is not `is_ready` before it has compiled."""
         with self._lock:
             process = self._processes.get(grammar)
             if process is None:
-                process = self._keep(grammar, GrammarProcess(self._nursery, grammar, LAST_CPU_S, stays=True))
+                process = self._keep(
+                    grammar, GrammarProcess(self._nursery, grammar, LAST_CPU_S, stays=True)
+                )
             process.expected = process.expected[1:]
             self._processes.move_to_end(grammar)
             return GuidedText(process, next(self._keys))
@@ -144,7 +161,9 @@ class Grammars:
 
     async def _compile(self, grammar: Grammar, lane: _Lane, client: str) -> GrammarProcess:
         async with lane.turns.taken(client):
-            process = GrammarProcess(self._nursery, grammar, lane.cpu_limit_s, stays=self._computes_masks)
+            process = GrammarProcess(
+                self._nursery, grammar, lane.cpu_limit_s, stays=self._computes_masks
+            )
             try:
                 await asyncio.wrap_future(process.compiled)
             except BaseException:
@@ -166,8 +185,8 @@ class Grammars:
         return True
 
     def _keep(self, grammar: Grammar, process: GrammarProcess) -> GrammarProcess:
-        """Under the lock. Beyond the limits those end that are not used, and those that are expected to be last, the
-        ones not used for longest first."""
+        """Under the lock. Beyond the limits those end that are not used, and those that are
+        expected to be last, the ones not used for longest first."""
         if (other := self._processes.pop(grammar, None)) is not None:
             other.close()
         self._processes[grammar] = process
@@ -176,8 +195,8 @@ class Grammars:
             held.expected = tuple(until_s for until_s in held.expected if until_s > now_s)
             if held.num_texts == 0 and held is not process:
                 (expected if held.expected else idle).append(known)
-        self._end(idle[:max(0, len(self._processes) - MAX_PROCESSES)])
-        self._end(expected[:max(0, len(expected) - MAX_EXPECTED)])
+        self._end(idle[: max(0, len(self._processes) - MAX_PROCESSES)])
+        self._end(expected[: max(0, len(expected) - MAX_EXPECTED)])
         return process
 
     def _end(self, grammars: Iterable[Grammar]) -> None:
@@ -185,16 +204,22 @@ class Grammars:
             self._processes.pop(grammar).close()
 
 
-def load_grammars(model_dir: Path, eos_token_ids: Sequence[int], *, computes_masks: bool = True) -> Grammars | None:
-    """For the vocabulary of the model's tokenizer; None where structured output cannot be offered: without a
-    tokenizer, or without end-of-sequence tokens in its vocabulary, with which a text could end."""
+def load_grammars(
+    model_dir: Path, eos_token_ids: Sequence[int], *, computes_masks: bool = True
+) -> Grammars | None:
+    """For the vocabulary of the model's tokenizer; None where structured output cannot be offered:
+    without a tokenizer, or without end-of-sequence tokens in its vocabulary, with which a text
+    could end."""
     path = find_tokenizer(model_dir)
     if path is None or not eos_token_ids:
         return None
     try:
         LLTokenizer(str(path), eos_token=list(eos_token_ids))
     except ValueError as error:
-        logger.warning("structured output is not offered, %s does not serve for it: %s", path, shown(str(error)))
+        logger.warning(
+            "structured output is not offered, %s does not serve for it: %s",
+            path,
+            shown(str(error)),
+        )
         return None
     return Grammars(path, eos_token_ids, computes_masks=computes_masks)
-

@@ -1,8 +1,9 @@
-"""A grammar's own process, from its compilation to its last mask. Forked by the nursery, which has loaded the
-tokenizer.
+"""A grammar's own process, from its compilation to its last mask. Forked by the nursery, which has
+loaded the tokenizer.
 
-It ends when its owner closes the socket, and at once by SIGPROF, whose default that is, when compiling has taken the
-processor for too long: a timer of the kernel's, because nothing can interrupt the library.
+It ends when its owner closes the socket, and at once by SIGPROF, whose default that is, when
+compiling has taken the processor for too long: a timer of the kernel's, because nothing can
+interrupt the library.
 """
 
 import resource
@@ -46,14 +47,23 @@ def serve(owner: socket.socket, tokenizer: LLTokenizer, end_token_ids: frozenset
         _run_call(unpack_call(data), texts, owner, automaton, end_token_ids)
 
 
-def _run_call(call: TextCall, texts: dict[int, Text], owner: socket.socket, automaton: LLMatcher,
-              end_token_ids: frozenset[int]) -> None:
+def _run_call(
+    call: TextCall,
+    texts: dict[int, Text],
+    owner: socket.socket,
+    automaton: LLMatcher,
+    end_token_ids: frozenset[int],
+) -> None:
     if call.call is Call.END:
         texts.pop(call.key, None)
         return
     began_s = time.thread_time()
     try:
-        text = texts[call.key] if call.key in texts else texts.setdefault(call.key, Text(automaton, end_token_ids))
+        text = (
+            texts[call.key]
+            if call.key in texts
+            else texts.setdefault(call.key, Text(automaton, end_token_ids))
+        )
         text.move(call.kept, call.token_ids)
         if call.call is Call.MOVE:
             return
@@ -74,7 +84,9 @@ def _done(cpu_s: float) -> bytes:
 
 
 def _problem(text: str) -> bytes:
-    return pack_answer(TextAnswer(AnswerKind.PROBLEM, 0, 0.0, text.encode("utf-8", "backslashreplace")))
+    return pack_answer(
+        TextAnswer(AnswerKind.PROBLEM, 0, 0.0, text.encode("utf-8", "backslashreplace"))
+    )
 
 
 def _limit_memory(more_bytes: int) -> None:

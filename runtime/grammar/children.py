@@ -38,7 +38,9 @@ class GrammarNursery:
                 except (OSError, IndexError) as error:
                     self._end()
                     if is_last:
-                        raise UnavailableError(f"no process for a grammar could be started: {error}") from error
+                        raise UnavailableError(
+                            f"no process for a grammar could be started: {error}"
+                        ) from error
         raise AssertionError
 
     def close(self) -> None:
@@ -51,10 +53,20 @@ class GrammarNursery:
         ours, theirs = _socket_pair()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "runtime.grammar.nursery", str(theirs.fileno()), *self._arguments],
-                cwd=Path(__file__).parents[2], pass_fds=(theirs.fileno(),), start_new_session=True,
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL)  # where the library would print clients' grammars
+                [
+                    sys.executable,
+                    "-m",
+                    "runtime.grammar.nursery",
+                    str(theirs.fileno()),
+                    *self._arguments,
+                ],
+                cwd=Path(__file__).parents[2],
+                pass_fds=(theirs.fileno(),),
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+            )  # where the library would print clients' grammars
         self._control = ours
         ours.settimeout(NURSERY_START_S)
         if not ours.recv(16):
@@ -127,8 +139,11 @@ class GrammarChild:
 
 
 def _cpu_s(pidfd: int) -> float:
-    """Raises OSError and IndexError for a process that has ended. proc_pid_stat(5) has the fields."""
-    told = dict(line.split(":", 1) for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines())
+    """Raises OSError and IndexError for a process that has ended. proc_pid_stat(5) has the
+    fields."""
+    told = dict(
+        line.split(":", 1) for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
+    )
     fields = Path(f"/proc/{int(told['Pid'])}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 

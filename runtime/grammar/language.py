@@ -1,4 +1,5 @@
-"""A grammar as a request brings it, and what is refused by its size and shape alone, before anything is compiled."""
+"""A grammar as a request brings it, and what is refused by its size and shape alone, before
+anything is compiled."""
 
 import hashlib
 import json
@@ -19,11 +20,21 @@ MAX_SCHEMA_VALUES = 20_000  # objects, lists and what they hold
 MAX_PROPERTIES = 2_000  # of all objects of a schema together
 MAX_REPETITIONS = 10_000  # in one {m,n} of an expression, and in its nested ones multiplied
 MAX_LENGTH = 1_000_000  # minItems, maxLength and their like
-MAX_SHOWN_CHARACTERS = 160  # of anything that came from a client or the library and goes into an error
+MAX_SHOWN_CHARACTERS = (
+    160  # of anything that came from a client or the library and goes into an error
+)
 
 OPTIONS, _FLEXIBLE = "x-guidance", "whitespace_flexible"
-_COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties", "minContains",
-           "maxContains")
+_COUNTS = (
+    "minItems",
+    "maxItems",
+    "minLength",
+    "maxLength",
+    "minProperties",
+    "maxProperties",
+    "minContains",
+    "maxContains",
+)
 _ITEM = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]|\{(\d+)(?:,(\d*))?\}|.", re.DOTALL)
 
 
@@ -38,12 +49,14 @@ class GrammarKind(StrEnum):
 class Grammar:
     """A constraint on a whole output, from its first token to its end.
 
-    `encoded` is the text in UTF-8, where a lone surrogate is encoded like any other code point (WTF-8). Raises
-    ValueError for other bytes.
+    `encoded` is the text in UTF-8, where a lone surrogate is encoded like any other code point
+    (WTF-8). Raises ValueError for other bytes.
     """
 
     kind: GrammarKind
-    encoded: bytes = declared(repr=False)  # belongs to a client, and is long: it is never part of a log line
+    encoded: bytes = declared(
+        repr=False
+    )  # belongs to a client, and is long: it is never part of a log line
 
     def __post_init__(self) -> None:
         self.encoded.decode("utf-8", "surrogatepass")
@@ -73,12 +86,16 @@ class Grammar:
 
 
 def check_shape(grammar: Grammar) -> None:
-    """Raises InvalidRequestError, naming field and limit, for a grammar that is too large, too deep or no JSON. Takes
-    milliseconds at most."""
+    """Raises InvalidRequestError, naming field and limit, for a grammar that is too large, too deep
+    or no JSON. Takes milliseconds at most."""
     size = len(grammar.encoded)
     if size > MAX_GRAMMAR_BYTES:
         raise grammar.refused(f"has {size} bytes, the limit is {MAX_GRAMMAR_BYTES}")
-    problems = _regex_problems(grammar.text, "") if grammar.kind is GrammarKind.REGEX else _schema_problems(grammar)
+    problems = (
+        _regex_problems(grammar.text, "")
+        if grammar.kind is GrammarKind.REGEX
+        else _schema_problems(grammar)
+    )
     for problem in problems:
         raise grammar.refused(problem)
 
@@ -105,7 +122,10 @@ def _finite(number: str) -> float:
 def shown(text: str, limit: int = MAX_SHOWN_CHARACTERS) -> str:
     """The beginning of a text of unknown origin, printable, on one line."""
     cut = text[:limit]
-    printable = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in cut)
+    printable = "".join(
+        c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
+        for c in cut
+    )
     return printable[:limit] + "…" * (len(text) > limit or len(printable) > limit)
 
 
@@ -136,17 +156,19 @@ def _schema_problems(grammar: Grammar) -> Iterator[str]:
 
 
 def whitespace_is_flexible(schema: dict[str, Any]) -> bool:
-    """Return whether whitespace may stand between tokens of JSON, as a schema may say in the compiler's own options."""
+    """Return whether whitespace may stand between tokens of JSON, as a schema may say in the
+    compiler's own options."""
     options = schema.get(OPTIONS)
     return not isinstance(options, dict) or options.get(_FLEXIBLE) is not False
 
 
 def _option_problems(schema: dict[str, Any]) -> Iterator[str]:
-    """The compiler has options by which it ignores keywords that it cannot enforce, or leaves JSON: they are not for
-    clients."""
+    """The compiler has options by which it ignores keywords that it cannot enforce, or leaves JSON:
+    they are not for clients."""
     options = schema.get(OPTIONS, {})
-    if not isinstance(options, dict) or any(name != _FLEXIBLE or not isinstance(value, bool)
-                                            for name, value in options.items()):
+    if not isinstance(options, dict) or any(
+        name != _FLEXIBLE or not isinstance(value, bool) for name, value in options.items()
+    ):
         yield f"{OPTIONS} may have {_FLEXIBLE}, true or false, and nothing else"
 
 
@@ -163,7 +185,8 @@ def _keyword_problems(value: dict[str, Any]) -> Iterator[str]:
 
 
 def _nesting(text: str) -> int:
-    """The deepest nesting of brackets outside strings; found without recursion, also where it is no JSON."""
+    """The deepest nesting of brackets outside strings; found without recursion, also where it is no
+    JSON."""
     deepest = depth = 0
     for bracket in re.findall(r'"(?:\\.|[^"\\])*"?|[\[{]|[\]}]', text, re.DOTALL):
         if bracket in "[{":
@@ -186,7 +209,8 @@ def _regex_problems(text: str, what: str) -> Iterator[str]:
 
 
 def _repetitions(text: str) -> int:
-    """The largest product of nested repetition counts; * and + count once. Anything of a text that is no expression."""
+    """The largest product of nested repetition counts; * and + count once. Anything of a text that
+    is no expression."""
     groups = [1]  # per open group: the largest product within it so far
     last, largest = 1, 1  # `last`: of the item that a repetition would repeat
     for found in _ITEM.finditer(text):

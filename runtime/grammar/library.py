@@ -1,5 +1,5 @@
-"""What a grammar's own process does with llguidance: compile, follow texts, compute masks. No other process imports it,
-but to see whether a tokenizer serves."""
+"""What a grammar's own process does with llguidance: compile, follow texts, compute masks. No other
+process imports it, but to see whether a tokenizer serves."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -7,7 +7,14 @@ from itertools import takewhile
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from runtime.grammar.language import OPTIONS, Grammar, GrammarKind, schema_of, shown, whitespace_is_flexible
+from runtime.grammar.language import (
+    OPTIONS,
+    Grammar,
+    GrammarKind,
+    schema_of,
+    shown,
+    whitespace_is_flexible,
+)
 from runtime.grammar.messages import path_to
 
 # Between JSON tokens. Without a bound a weak model may indent until its tokens run out.
@@ -15,9 +22,15 @@ JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
 
 
 def library_limits() -> LLParserLimits:
-    """At most about 10 ms per mask with a vocabulary of 128,000; the library's own are 65 ms and 500 MB of states."""
-    return LLParserLimits(step_lexer_fuel=100_000, step_max_items=20_000, max_lexer_states=30_000,
-                          max_grammar_size=100_000, verbose_errors=False)
+    """At most about 10 ms per mask with a vocabulary of 128,000; the library's own are 65 ms and
+    500 MB of states."""
+    return LLParserLimits(
+        step_lexer_fuel=100_000,
+        step_max_items=20_000,
+        max_lexer_states=30_000,
+        max_grammar_size=100_000,
+        verbose_errors=False,
+    )
 
 
 class Unfollowable(Exception):
@@ -34,9 +47,9 @@ def compiled(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
 @dataclass
 class Text:
-    """One text on its way through a grammar. Behind an end-of-sequence token nothing counts, so all is allowed. The
-    library gets neither: where a grammar is complete it does not note the token that ends it, and takes back one too
-    many when drafted tokens are."""
+    """One text on its way through a grammar. Behind an end-of-sequence token nothing counts, so all
+    is allowed. The library gets neither: where a grammar is complete it does not note the token
+    that ends it, and takes back one too many when drafted tokens are."""
 
     automaton: LLMatcher  # at its start, shared by all texts
     end_token_ids: frozenset[int]
@@ -50,7 +63,10 @@ class Text:
     def move(self, kept: int, token_ids: Sequence[int]) -> None:
         """Keep the first `kept` tokens, whereupon `token_ids` follow. Raises Unfollowable."""
         known = self.token_ids[kept:]
-        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(known, token_ids, strict=False)))
+        common = sum(
+            1
+            for _ in takewhile(lambda pair: pair[0] == pair[1], zip(known, token_ids, strict=False))
+        )
         self._cut(kept + common)
         for token_id in token_ids[common:]:
             if not self._has_ended and not self._follow(token_id):
@@ -69,11 +85,15 @@ class Text:
             raise self._unfollowable()
         return packed
 
-    def masks(self, token_ids: Sequence[int], parents: Sequence[int]) -> Iterator[tuple[int, bytes]]:
-        """The mask at node 0, the text's end, then at each further node of a tree that the grammar lets it reach.
+    def masks(
+        self, token_ids: Sequence[int], parents: Sequence[int]
+    ) -> Iterator[tuple[int, bytes]]:
+        """The mask at node 0, the text's end, then at each further node of a tree that the grammar
+        lets it reach.
 
         Raises:
-            Unfollowable: at node 0. A further node may never be drawn, so one that cannot be followed is left out.
+            Unfollowable: at node 0. A further node may never be drawn, so one that cannot be
+                followed is left out.
         """
         base = len(self.token_ids)
         found: dict[int, bytes] = {}
@@ -113,29 +133,38 @@ class Text:
         del self.token_ids[length:]
 
     def _unfollowable(self) -> Unfollowable:
-        return Unfollowable(f"cannot be followed beyond {len(self.token_ids)} tokens: "
-                            f"{first_line(self.matcher.get_error())}")
+        return Unfollowable(
+            f"cannot be followed beyond {len(self.token_ids)} tokens: "
+            f"{first_line(self.matcher.get_error())}"
+        )
 
 
 def first_line(text: str) -> str:
-    """The library's messages draw the source below the problem, quote it at any length, and name options of its own."""
+    """The library's messages draw the source below the problem, quote it at any length, and name
+    options of its own."""
     lines = [line.strip() for line in text[:4096].splitlines() if line.strip()]
-    problem = next((line for line in lines if line.startswith("error: ")), lines[0] if lines else "no reason given")
+    problem = next(
+        (line for line in lines if line.startswith("error: ")),
+        lines[0] if lines else "no reason given",
+    )
     return shown(problem.removeprefix("error: ").partition(". Enable ")[0])
 
 
 def _source(grammar: Grammar) -> str:
-    """The grammar in the library's terms. Raises InvalidRequestError for a schema that is not JSON."""
+    """The grammar in the library's terms. Raises InvalidRequestError for a schema that is not
+    JSON."""
     if grammar.kind is GrammarKind.REGEX:
         return LLMatcher.grammar_from_regex(grammar.text)
     schema = schema_of(grammar)
     is_flexible = whitespace_is_flexible(schema)
     schema.pop(OPTIONS, None)  # others of the compiler's options are not for clients
-    return LLMatcher.grammar_from_json_schema(schema, defaults={"whitespace_pattern": JSON_WHITESPACE} if is_flexible
-                                              else {"whitespace_flexible": False})
+    return LLMatcher.grammar_from_json_schema(
+        schema,
+        defaults={"whitespace_pattern": JSON_WHITESPACE}
+        if is_flexible
+        else {"whitespace_flexible": False},
+    )
 
 
 def _has_bit(packed: bytes, token_id: int) -> bool:
     return token_id >> 3 < len(packed) and bool(packed[token_id >> 3] >> (token_id & 7) & 1)
-
-

@@ -48,8 +48,8 @@ class CompileOrder:
 
 @dataclass(frozen=True)
 class TextCall:
-    """Of the text `key`: its first `kept` tokens stay, `token_ids` follow, and then the nodes of a tree, of which the
-    first is the text's end."""
+    """Of the text `key`: its first `kept` tokens stay, `token_ids` follow, and then the nodes of a
+    tree, of which the first is the text's end."""
 
     call: Call
     key: int
@@ -68,28 +68,43 @@ class TextAnswer:
 
 
 def pack_order(order: CompileOrder) -> bytes:
-    return _COMPILE.pack(order.cpu_limit_s, order.memory_bytes,
-                         _KINDS.index(order.grammar.kind)) + order.grammar.encoded
+    return (
+        _COMPILE.pack(order.cpu_limit_s, order.memory_bytes, _KINDS.index(order.grammar.kind))
+        + order.grammar.encoded
+    )
 
 
 def unpack_order(data: bytes) -> CompileOrder:
     cpu_limit_s, memory_bytes, kind = _COMPILE.unpack_from(data)
-    return CompileOrder(Grammar(_KINDS[kind], data[_COMPILE.size:]), cpu_limit_s, memory_bytes)
+    return CompileOrder(Grammar(_KINDS[kind], data[_COMPILE.size :]), cpu_limit_s, memory_bytes)
 
 
 def pack_call(call: TextCall) -> bytes:
     head = _ASK.pack(call.call, call.key, call.kept, len(call.token_ids), len(call.tree_parents))
-    return b"".join((head, array("I", call.token_ids).tobytes(), array("I", call.tree_token_ids).tobytes(),
-                     array("i", call.tree_parents).tobytes()))
+    return b"".join(
+        (
+            head,
+            array("I", call.token_ids).tobytes(),
+            array("I", call.tree_token_ids).tobytes(),
+            array("i", call.tree_parents).tobytes(),
+        )
+    )
 
 
 def unpack_call(data: bytes) -> TextCall:
     call, key, kept, num_tokens, num_nodes = _ASK.unpack_from(data)
     tokens, parents = array("I"), array("i")
     end = _ASK.size + 4 * (num_tokens + num_nodes)
-    tokens.frombytes(data[_ASK.size:end])
+    tokens.frombytes(data[_ASK.size : end])
     parents.frombytes(data[end:])
-    return TextCall(Call(call), key, kept, tokens[:num_tokens].tolist(), tokens[num_tokens:].tolist(), parents.tolist())
+    return TextCall(
+        Call(call),
+        key,
+        kept,
+        tokens[:num_tokens].tolist(),
+        tokens[num_tokens:].tolist(),
+        parents.tolist(),
+    )
 
 
 def pack_answer(answer: TextAnswer) -> bytes:
@@ -98,7 +113,7 @@ def pack_answer(answer: TextAnswer) -> bytes:
 
 def unpack_answer(data: bytes) -> TextAnswer:
     answer, node, cpu_s = _ANSWER.unpack_from(data)
-    return TextAnswer(AnswerKind(answer), node, cpu_s, data[_ANSWER.size:])
+    return TextAnswer(AnswerKind(answer), node, cpu_s, data[_ANSWER.size :])
 
 
 def path_to(node: int, token_ids: Sequence[int], parents: Sequence[int]) -> list[int]:

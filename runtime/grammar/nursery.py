@@ -1,12 +1,12 @@
-"""The process that grammars are forked from: loads a tokenizer once, then does nothing but fork. Of a worker or router
-there is one at most, started with its first grammar.
+"""The process that grammars are forked from: loads a tokenizer once, then does nothing but fork. Of
+a worker or router there is one at most, started with its first grammar.
 
     python -m runtime.grammar.nursery CONTROL_FD TOKENIZER_JSON END_TOKEN_ID...
 
-Over the control socket it reports whether the tokenizer serves, then takes one end of a socket pair per grammar and
-answers with a file descriptor of the new process (pidfd), by which the owner can end it. It has a single thread, so
-forking is safe, and none of its owner's memory, so a fork is quick. It ends, and its children with it, when the owner
-is gone, however the owner went.
+Over the control socket it reports whether the tokenizer serves, then takes one end of a socket pair
+per grammar and answers with a file descriptor of the new process (pidfd), by which the owner can
+end it. It has a single thread, so forking is safe, and none of its owner's memory, so a fork is
+quick. It ends, and its children with it, when the owner is gone, however the owner went.
 """
 
 import ctypes

@@ -1,8 +1,8 @@
 """Grammars' processes from their owner's side: they are called here, and ended here.
 
-Each has a thread that exchanges messages with it, so that masks are requested before a forward and collected after it.
-A process that does not answer in time is killed; the text that it was computing for fails, others go on with a new
-process from the tokens that are known of them.
+Each has a thread that exchanges messages with it, so that masks are requested before a forward and
+collected after it. A process that does not answer in time is killed; the text that it was computing
+for fails, others go on with a new process from the tokens that are known of them.
 """
 
 import queue
@@ -41,13 +41,17 @@ from runtime.grammar.messages import (
 
 Masks = dict[tuple[int, ...], bytes]  # a bit per token, by the tokens after the text's end
 
-# The kernel ends a process for its computing by ticks, and takes each for a whole one: a few of them too early.
+# The kernel ends a process for its computing by ticks, and takes each for a whole one: a few of
+# them too early.
 TICKS_S = 0.02
 COMPILE_WALL_S = 5.0  # where the processor is so busy that the time of computing is no measure
 MEMORY_BYTES = 128 << 20  # of one grammar, beyond the tokenizer
 ANSWER_S = 1.0  # for one mask; the library's limits end it after a hundredth of that
-HELD_UP_CPU_S = 0.1  # with less of it a process that is late was not let compute; limits end a mask after less
-# Of one text: what it may save up, what a step adds to it, and what a step adds to all of its texts at most.
+HELD_UP_CPU_S = (
+    0.1  # with less of it a process that is late was not let compute; limits end a mask after less
+)
+# Of one text: what it may save up, what a step adds to it, and what a step adds to all of its texts
+# at most.
 BURST_CPU_S, TOKEN_CPU_S, STEP_CPU_S = 0.2, 0.005, 0.04
 REPLAYED_TOKEN_CPU_S = 0.0001  # where many tokens come at once, of a text that began elsewhere
 MAX_JOBS = 65536
@@ -79,21 +83,26 @@ class MaskJob:
         self.done.set()
 
     def add(self, node: int, mask: bytes) -> None:
-        self.masks.setdefault(tuple(path_to(node, self.call.tree_token_ids, self.call.tree_parents)), mask)
+        self.masks.setdefault(
+            tuple(path_to(node, self.call.tree_token_ids, self.call.tree_parents)), mask
+        )
 
 
 def unpacked(mask: bytes, vocab_size: int) -> NDArray[np.bool_]:
-    """[vocab_size]: the tokens that may come next. Those beyond the tokenizer's vocabulary may not."""
+    """[vocab_size]: the tokens that may come next. Those beyond the tokenizer's vocabulary may
+    not."""
     allowed = np.zeros(vocab_size, np.bool_)
     bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:vocab_size]
-    allowed[:len(bits)] = bits
+    allowed[: len(bits)] = bits
     return allowed
 
 
 class GrammarProcess:
     """One grammar, compiled in a process of its own, and the texts that follow it."""
 
-    def __init__(self, nursery: GrammarNursery, grammar: Grammar, cpu_limit_s: float, *, stays: bool) -> None:
+    def __init__(
+        self, nursery: GrammarNursery, grammar: Grammar, cpu_limit_s: float, *, stays: bool
+    ) -> None:
         """Starts to compile. `stays`: for masks; else the process ends with its verdict."""
         self._nursery = nursery
         self._grammar = grammar
@@ -105,7 +114,9 @@ class GrammarProcess:
         self._begun: set[int] = set()  # texts that the present process has
         self._is_compiled = False  # in the present process
         self.num_texts = 0  # open ones
-        self.expected: tuple[float, ...] = ()  # until when each request is waited for that will open one; its owner's
+        self.expected: tuple[
+            float, ...
+        ] = ()  # until when each request is waited for that will open one; its owner's
         self.compiled: Future[None] = Future()
         self.compiled.set_running_or_notify_cancel()  # a waiter cannot cancel it
         self._thread = threading.Thread(target=self._run, name="grammar", daemon=True)
@@ -120,12 +131,15 @@ class GrammarProcess:
         self._jobs.put_nowait(job)
 
     def give_up(self, job: MaskJob, limit: str) -> None:
-        """Any thread: the job was not done within its limit. A mask that takes long is a matter of its grammar; one
-        whose process was hardly let compute, or never got to it, is not."""
+        """Any thread: the job was not done within its limit. A mask that takes long is a matter of
+        its grammar; one whose process was hardly let compute, or never got to it, is not."""
         child, before_s = self._child, job.process_cpu_s
         computed_s = 0.0 if child is None or before_s is None else child.cpu_s() - before_s
         if computed_s < HELD_UP_CPU_S:
-            job.fail(f"the machine was too busy to compute the next token of a grammar within {limit}", is_held_up=True)
+            job.fail(
+                f"the machine was too busy to compute the next token of a grammar within {limit}",
+                is_held_up=True,
+            )
         else:
             job.fail(f"its next token could not be computed within {limit}, the limit")
 
@@ -145,7 +159,9 @@ class GrammarProcess:
             self.compiled.set_exception(error)
         except Exception as error:  # noqa: BLE001 - the edge of the thread: the waiter must get it
             self._stays = False
-            self.compiled.set_exception(InternalError(f"a grammar's process could not be used: {error!r}"))
+            self.compiled.set_exception(
+                InternalError(f"a grammar's process could not be used: {error!r}")
+            )
         else:
             self.compiled.set_result(None)
         while self._stays and (job := self._jobs.get()) is not None:
@@ -161,17 +177,28 @@ class GrammarProcess:
         child = self._child = self._nursery.fork()
         began_s = time.monotonic()
         try:
-            child.send(pack_order(CompileOrder(self._grammar, self._cpu_limit_s, MEMORY_BYTES)), FORK_S)
+            child.send(
+                pack_order(CompileOrder(self._grammar, self._cpu_limit_s, MEMORY_BYTES)), FORK_S
+            )
             verdict = unpack_answer(child.receive(COMPILE_WALL_S))
         except TimeoutError:
-            raise CapacityError(f"the processor is too busy to compile a grammar within {COMPILE_WALL_S:g} s",
-                                resource="grammar compiler") from None
+            raise CapacityError(
+                f"the processor is too busy to compile a grammar within {COMPILE_WALL_S:g} s",
+                resource="grammar compiler",
+            ) from None
         except OSError:
             if time.monotonic() - began_s >= self._cpu_limit_s - TICKS_S:
-                raise TooSlow(FieldViolation(self._grammar.field, "could not be compiled within "
-                                             f"{self._cpu_limit_s:g} s of computing, the limit")) from None
-            raise self._grammar.refused(f"cannot be compiled: it needs more than {MEMORY_BYTES >> 20} MiB, or ends "
-                                        "the compiler") from None
+                raise TooSlow(
+                    FieldViolation(
+                        self._grammar.field,
+                        "could not be compiled within "
+                        f"{self._cpu_limit_s:g} s of computing, the limit",
+                    )
+                ) from None
+            raise self._grammar.refused(
+                f"cannot be compiled: it needs more than {MEMORY_BYTES >> 20} MiB, or ends "
+                "the compiler"
+            ) from None
         finally:
             if not self._stays:
                 child.close()
@@ -195,14 +222,18 @@ class GrammarProcess:
             self._answer(job)
         except BatonError as error:
             self._drop()
-            job.fail(f"its grammar cannot be compiled again: {error}",
-                     is_held_up=isinstance(error, CapacityError | UnavailableError))
+            job.fail(
+                f"its grammar cannot be compiled again: {error}",
+                is_held_up=isinstance(error, CapacityError | UnavailableError),
+            )
         except TimeoutError:
             self.give_up(job, f"{ANSWER_S:g} s")
             self._drop()
         except (OSError, struct.error, ValueError):
             self._drop()
-            job.fail(f"its next token needs more than {MEMORY_BYTES >> 20} MiB, the limit, or ended the computation")
+            job.fail(
+                f"its next token needs more than {MEMORY_BYTES >> 20} MiB, the limit, or ended the computation"
+            )
 
     def _answer(self, job: MaskJob) -> None:
         """Raises OSError when the process has ended or hangs."""
@@ -210,17 +241,23 @@ class GrammarProcess:
         assert child is not None
         job.process_cpu_s = child.cpu_s()
         known = self._known.setdefault(call.key, [])
-        del known[call.kept:]
+        del known[call.kept :]
         known += call.token_ids
         kept, tokens = (call.kept, call.token_ids) if call.key in self._begun else (0, known)
         self._begun.add(call.key)
         patience_s = ANSWER_S
         while len(tokens) > CHUNK_TOKENS:
-            child.send(pack_call(TextCall(Call.MOVE, call.key, kept, tokens[:CHUNK_TOKENS])), ANSWER_S)
+            child.send(
+                pack_call(TextCall(Call.MOVE, call.key, kept, tokens[:CHUNK_TOKENS])), ANSWER_S
+            )
             kept, tokens = kept + CHUNK_TOKENS, tokens[CHUNK_TOKENS:]
             patience_s += ANSWER_S
-        child.send(pack_call(TextCall(Call.ASK, call.key, kept, tokens, call.tree_token_ids, call.tree_parents)),
-                   ANSWER_S)
+        child.send(
+            pack_call(
+                TextCall(Call.ASK, call.key, kept, tokens, call.tree_token_ids, call.tree_parents)
+            ),
+            ANSWER_S,
+        )
         while (answer := unpack_answer(child.receive(patience_s))).answer is AnswerKind.MASK:
             job.add(answer.node, answer.data)
         job.cpu_s = answer.cpu_s
@@ -249,32 +286,51 @@ class GuidedText:
 
     @property
     def is_ready(self) -> bool:
-        """Whether its grammar is compiled. One that is not is compiled by the next `ask`, which takes a second or
-        fails."""
+        """Whether its grammar is compiled. One that is not is compiled by the next `ask`, which
+        takes a second or fails."""
         return self._process.is_ready
 
-    def ask(self, kept: int, token_ids: Sequence[int], tree_token_ids: Sequence[int] = (),
-            tree_parents: Sequence[int] = (), *, share: float = 1.0) -> MaskJob:
-        """Begin to compute what may follow when the first `kept` tokens stay and `token_ids` follow them; with a tree,
-        whose node 0 is the last of them, also at its further nodes, as far as that is quick. `share`: this text's part
-        of all that are called in a step.
+    def ask(
+        self,
+        kept: int,
+        token_ids: Sequence[int],
+        tree_token_ids: Sequence[int] = (),
+        tree_parents: Sequence[int] = (),
+        *,
+        share: float = 1.0,
+    ) -> MaskJob:
+        """Begin to compute what may follow when the first `kept` tokens stay and `token_ids` follow
+        them; with a tree, whose node 0 is the last of them, also at its further nodes, as far as
+        that is quick. `share`: this text's part of all that are called in a step.
 
-        A text that has used up half of what it may save up has no nodes computed before they are reached: what a draft
-        proposes must not end an answer that plain decoding goes on with.
+        A text that has used up half of what it may save up has no nodes computed before they are
+        reached: what a draft proposes must not end an answer that plain decoding goes on with.
 
         Raises:
             InvalidRequestError: the text has taken more computing than it may.
         """
         self._settle()
         if self._left_s < 0:
-            raise InvalidRequestError(FieldViolation(
-                "structured_output", f"its tokens take more computing than the limit of {BURST_CPU_S:g} s at once and "
-                                     f"{min(TOKEN_CPU_S, share * STEP_CPU_S) * 1e3:.3g} ms for each further one"))
+            raise InvalidRequestError(
+                FieldViolation(
+                    "structured_output",
+                    f"its tokens take more computing than the limit of {BURST_CPU_S:g} s at once and "
+                    f"{min(TOKEN_CPU_S, share * STEP_CPU_S) * 1e3:.3g} ms for each further one",
+                )
+            )
         self._left_s = min(BURST_CPU_S, self._left_s + min(TOKEN_CPU_S, share * STEP_CPU_S))
         self._left_s += REPLAYED_TOKEN_CPU_S * max(0, len(token_ids) - len(tree_parents) - 1)
         nodes = slice(1 if self._left_s < BURST_CPU_S / 2 else None)
-        job = MaskJob(TextCall(Call.ASK, self._key, kept, tuple(token_ids), tuple(tree_token_ids[nodes]),
-                               tuple(tree_parents[nodes])))
+        job = MaskJob(
+            TextCall(
+                Call.ASK,
+                self._key,
+                kept,
+                tuple(token_ids),
+                tuple(tree_token_ids[nodes]),
+                tuple(tree_parents[nodes]),
+            )
+        )
         self._process.submit(job)
         self._asked = job
         return job
@@ -294,4 +350,3 @@ class GuidedText:
             self._is_open = False
             self._process.num_texts -= 1
             self._process.submit(TextCall(Call.END, self._key))
-

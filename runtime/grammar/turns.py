@@ -1,10 +1,11 @@
-"""Turns at the compiler: a client that brings many new grammars waits for itself and keeps no other one waiting.
+"""Turns at the compiler: a client that brings many new grammars waits for itself and keeps no other
+one waiting.
 
     async with Turns(4, 32).taken("client"): ...compile...     clients in turn, each with half of the places at most
     await Allowances(8.0).take("client")                       a burst, then so many new grammars a second
 
-The empty name stands for callers that are not told apart, as routers are to a worker: these have no share of their own.
-Belongs to an event loop.
+The empty name stands for callers that are not told apart, as routers are to a worker: these have no
+share of their own. Belongs to an event loop.
 """
 
 import asyncio
@@ -28,7 +29,9 @@ class Turns:
         self._at_once = at_once
         self._max_waiting = max_waiting
         self._running: Counter[str] = Counter()
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()  # the one whose turn it is first
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = (
+            OrderedDict()
+        )  # the one whose turn it is first
 
     @property
     def num_waiting(self) -> int:
@@ -36,7 +39,8 @@ class Turns:
 
     @asynccontextmanager
     async def taken(self, client: str) -> AsyncIterator[None]:
-        """A turn. Raises CapacityError when too many wait, in all or of this client, or it has not come in time."""
+        """A turn. Raises CapacityError when too many wait, in all or of this client, or it has not
+        come in time."""
         await self._take(client)
         try:
             yield
@@ -49,10 +53,14 @@ class Turns:
             return
         own = len(self._waiting.get(client, ()))
         if client and own >= max(1, self._max_waiting // 4):
-            raise CapacityError(f"{own} grammars of this client wait to be compiled, which is the limit",
-                                resource=RESOURCE)
+            raise CapacityError(
+                f"{own} grammars of this client wait to be compiled, which is the limit",
+                resource=RESOURCE,
+            )
         if (count := self.num_waiting) >= self._max_waiting:
-            raise CapacityError(f"{count} grammars wait to be compiled, which is the limit", resource=RESOURCE)
+            raise CapacityError(
+                f"{count} grammars wait to be compiled, which is the limit", resource=RESOURCE
+            )
         turn = asyncio.get_running_loop().create_future()
         self._waiting.setdefault(client, deque()).append(turn)
         self._give_turns()
@@ -63,8 +71,10 @@ class Turns:
             self._leave(client, turn)
             if not isinstance(error, TimeoutError):
                 raise
-            raise CapacityError(f"other grammars kept the compiler busy for {WAIT_S:g} s, the limit of waiting",
-                                resource=RESOURCE) from None
+            raise CapacityError(
+                f"other grammars kept the compiler busy for {WAIT_S:g} s, the limit of waiting",
+                resource=RESOURCE,
+            ) from None
 
     def _leave(self, client: str, turn: "asyncio.Future[None]") -> None:
         if turn.done() and not turn.cancelled():  # it came in the very moment
@@ -105,7 +115,8 @@ class Allowances:
         self._used: OrderedDict[str, tuple[float, float]] = OrderedDict()  # grammars, as of when
 
     async def take(self, client: str) -> None:
-        """Wait until the client may bring one more. Raises CapacityError where that is longer than `WAIT_S`."""
+        """Wait until the client may bring one more. Raises CapacityError where that is longer than
+        `WAIT_S`."""
         if not client:
             return
         now_s = time.monotonic()
@@ -114,8 +125,11 @@ class Allowances:
         wait_s = max(0.0, (used + 1 - BURST) / self._per_s)
         if wait_s > WAIT_S:
             self._used[client] = used, now_s
-            raise CapacityError(f"a client may bring {BURST} new grammars at once and {self._per_s:g} more a second",
-                                resource=RESOURCE, retry_after_s=wait_s - WAIT_S + 1 / self._per_s)
+            raise CapacityError(
+                f"a client may bring {BURST} new grammars at once and {self._per_s:g} more a second",
+                resource=RESOURCE,
+                retry_after_s=wait_s - WAIT_S + 1 / self._per_s,
+            )
         self._used[client] = used + 1, now_s
         if len(self._used) > MAX_CLIENTS:
             self._used.popitem(last=False)

@@ -1,4 +1,5 @@
-"""The language model that a config.json describes: its fields, with the defaults of those that the file leaves out."""
+"""The language model that a config.json describes: its fields, with the defaults of those that the
+file leaves out."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,9 +11,19 @@ from runtime.model_files.defaults import CONFIG_DEFAULTS, OTHER_NAMES
 from runtime.model_files.model_folder import most, read_object
 
 # Fields that wrappers of a text model keep at their top level although they concern the text model.
-_WRAPPER_FIELDS = ("architectures", "dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id", "bos_token_id",
-                   "pad_token_id", "quantization_config", "compression_config", "backbone_hidden_size",
-                   "use_ordered_embeddings")
+_WRAPPER_FIELDS = (
+    "architectures",
+    "dtype",
+    "torch_dtype",
+    "tie_word_embeddings",
+    "eos_token_id",
+    "bos_token_id",
+    "pad_token_id",
+    "quantization_config",
+    "compression_config",
+    "backbone_hidden_size",
+    "use_ordered_embeddings",
+)
 _CONTEXT = ("max_position_embeddings", "model_max_length")  # the latter in Kimi-Linear's files
 _ROPE = ("rope_parameters", "rope_scaling")
 
@@ -28,23 +39,30 @@ class TextModelFacts:
 
 
 def text_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a config.json states of the language model, which models that also see images nest.
+    """Return what a config.json states of the language model, which models that also see images
+    nest.
 
-    Fields that the file leaves out have the defaults of its architecture (`runtime.model_files.defaults`). A field that
-    it states as null is null: in transformers, too, a default is for what is absent.
+    Fields that the file leaves out have the defaults of its architecture
+    (`runtime.model_files.defaults`). A field that it states as null is null: in transformers, too,
+    a default is for what is absent.
 
     Raises:
         ConfigError: `text_config` is no object.
     """
     nested = config.get("text_config")
     if nested is not None and not isinstance(nested, dict):
-        raise ConfigError(f"config.json: text_config must be an object, is {nested!r}", field="text_config")
+        raise ConfigError(
+            f"config.json: text_config must be an object, is {nested!r}", field="text_config"
+        )
     fields = dict(config)
     if nested is not None:
         kept = {name: config[name] for name in _WRAPPER_FIELDS if config.get(name) is not None}
         fields = {**nested, **kept}
     defaults = CONFIG_DEFAULTS.get(architecture_of(fields), {})
-    return {**{name: value for name, value in defaults.items() if OTHER_NAMES.get(name) not in fields}, **fields}
+    return {
+        **{name: value for name, value in defaults.items() if OTHER_NAMES.get(name) not in fields},
+        **fields,
+    }
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
@@ -60,8 +78,12 @@ def read_facts(config: Mapping[str, Any]) -> TextModelFacts:
         ConfigError: a number is missing or out of range.
     """
     fields = text_fields(config)
-    return TextModelFacts(architecture=architecture_of(config), vocab_size=_positive(fields, "vocab_size"),
-                          num_layers=_positive(fields, "num_hidden_layers"), max_context_tokens=context_of(fields)[0])
+    return TextModelFacts(
+        architecture=architecture_of(config),
+        vocab_size=_positive(fields, "vocab_size"),
+        num_layers=_positive(fields, "num_hidden_layers"),
+        max_context_tokens=context_of(fields)[0],
+    )
 
 
 def read_config(folder: Path) -> dict[str, Any]:
@@ -81,8 +103,9 @@ def read_if_there(path: Path) -> dict[str, Any]:
 def context_of(fields: Mapping[str, Any]) -> tuple[int, str]:
     """Return the longest context in tokens, and the field that says so.
 
-    With YaRN that is the original context times the factor where this is longer than `max_position_embeddings`, which
-    its users are told to leave as it was: vLLM takes the product, too. `fields`: of the text model.
+    With YaRN that is the original context times the factor where this is longer than
+    `max_position_embeddings`, which its users are told to leave as it was: vLLM takes the product,
+    too. `fields`: of the text model.
 
     Raises:
         ConfigError: a number is missing or out of range.
@@ -94,16 +117,25 @@ def context_of(fields: Mapping[str, Any]) -> tuple[int, str]:
     if section is None or stretched <= stated:
         return stated, name
     if stretched > most(name):
-        raise ConfigError(f"config.json: {section} gives a context of {stretched} tokens, the most is {most(name)}",
-                          field=section)
+        raise ConfigError(
+            f"config.json: {section} gives a context of {stretched} tokens, the most is {most(name)}",
+            field=section,
+        )
     return stretched, section
 
 
 def _yarn_context(rope: Mapping[str, Any], fields: Mapping[str, Any], stated: int) -> int:
-    """Return 0 for other kinds of rope, and for parameters that a reader of rope will refuse by name."""
-    original = rope.get("original_max_position_embeddings", fields.get("original_max_position_embeddings", stated))
+    """Return 0 for other kinds of rope, and for parameters that a reader of rope will refuse by
+    name."""
+    original = rope.get(
+        "original_max_position_embeddings", fields.get("original_max_position_embeddings", stated)
+    )
     factor = rope.get("factor", 0)
-    if rope.get("rope_type", rope.get("type")) != "yarn" or not _is_number(original) or not _is_number(factor):
+    if (
+        rope.get("rope_type", rope.get("type")) != "yarn"
+        or not _is_number(original)
+        or not _is_number(factor)
+    ):
         return 0
     return int(original * factor)
 
@@ -115,5 +147,8 @@ def _is_number(value: object) -> bool:
 def _positive(fields: Mapping[str, Any], name: str) -> int:
     value = fields.get(name)
     if type(value) is not int or not 1 <= value <= most(name):
-        raise ConfigError(f"config.json: {name} must be an integer from 1 to {most(name)}, is {value!r}", field=name)
+        raise ConfigError(
+            f"config.json: {name} must be an integer from 1 to {most(name)}, is {value!r}",
+            field=name,
+        )
     return value

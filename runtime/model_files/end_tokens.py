@@ -5,8 +5,9 @@
     config.json               `eos_token_id`, of the whole model or else of its text model, where generation_config.json
                               states none: an absent one, null and [] are alike
 
-An answer ends at the tokenizer's token and at those of the other two. Fine-tuning tools often save a new chat template
-with its end token in the first file alone. vLLM ends answers at the same tokens (docs/models.md compares them).
+An answer ends at the tokenizer's token and at those of the other two. Fine-tuning tools often save
+a new chat template with its end token in the first file alone. vLLM ends answers at the same tokens
+(docs/models.md compares them).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,28 +22,35 @@ from runtime.model_files.tokenizer_files import find_tokenizer
 
 CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 _TOKENIZER_CONFIG, _SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
-_NONE = ("no file of the model states an end-of-sequence token (eos_token_id of generation_config.json or config.json, "
-         "eos_token of tokenizer_config.json): answers end at a limit of tokens or a stop string, and structured "
-         "output is refused")
+_NONE = (
+    "no file of the model states an end-of-sequence token (eos_token_id of generation_config.json or config.json, "
+    "eos_token of tokenizer_config.json): answers end at a limit of tokens or a stop string, and structured "
+    "output is refused"
+)
 
 
 @dataclass(frozen=True)
 class EndTokens:
-    """`sources`: each file with the ids it states. `notice` is what an operator has to know, "" for nothing."""
+    """`sources`: each file with the ids it states. `notice` is what an operator has to know, "" for
+    nothing."""
 
     ids: tuple[int, ...]
     sources: tuple[tuple[str, tuple[int, ...]], ...] = ()
     notice: str = ""
 
     def __str__(self) -> str:
-        return ", ".join(f"{' '.join(map(str, ids))} ({file})" for file, ids in self.sources) or "none"
+        return (
+            ", ".join(f"{' '.join(map(str, ids))} ({file})" for file, ids in self.sources) or "none"
+        )
 
 
 def read_end_tokens(folder: Path, config: Mapping[str, Any], vocab_size: int) -> EndTokens:
-    """Return the end-of-sequence tokens of the checkpoint in `folder`. `config`: the content of its config.json.
+    """Return the end-of-sequence tokens of the checkpoint in `folder`. `config`: the content of its
+    config.json.
 
     Raises:
-        ConfigError: a file cannot be read, `eos_token` is no token, or an `eos_token_id` is not in the vocabulary.
+        ConfigError: a file cannot be read, `eos_token` is no token, or an `eos_token_id` is not in
+            the vocabulary.
     """
     generation = read_if_there(folder / GENERATION_CONFIG)
     sources = list(_stated_ids(((GENERATION_CONFIG, generation), *_of_config(config)), vocab_size))
@@ -51,8 +59,11 @@ def read_end_tokens(folder: Path, config: Mapping[str, Any], vocab_size: int) ->
     if text:
         token_id = _id_of(folder, text)
         if token_id is None or token_id >= vocab_size:
-            what = "the tokenizer has no such token" if token_id is None else (
-                f"that is token {token_id}, and the model has {vocab_size}")
+            what = (
+                "the tokenizer has no such token"
+                if token_id is None
+                else (f"that is token {token_id}, and the model has {vocab_size}")
+            )
             notice = f"{file} states the eos_token {text!r}, at which no answer ends: {what}"
         else:
             sources.append((file, (token_id,)))
@@ -61,7 +72,8 @@ def read_end_tokens(folder: Path, config: Mapping[str, Any], vocab_size: int) ->
 
 
 def stated_end_tokens(config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Return those of a config.json alone. Raises ConfigError for ids that are not in the vocabulary."""
+    """Return those of a config.json alone. Raises ConfigError for ids that are not in the
+    vocabulary."""
     return next((ids for _, ids in _stated_ids(_of_config(config), vocab_size)), ())
 
 
@@ -71,8 +83,9 @@ def _of_config(config: Mapping[str, Any]) -> Sequence[tuple[str, Mapping[str, An
     return (CONFIG, config), (CONFIG, nested if isinstance(nested, dict) else {})
 
 
-def _stated_ids(sources: Sequence[tuple[str, Mapping[str, Any]]],
-                vocab_size: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _stated_ids(
+    sources: Sequence[tuple[str, Mapping[str, Any]]], vocab_size: int
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield the first source that states any, if one does. Raises ConfigError."""
     for file, source in sources:
         stated = source.get("eos_token_id")
@@ -80,8 +93,10 @@ def _stated_ids(sources: Sequence[tuple[str, Mapping[str, Any]]],
             continue
         ids = stated if isinstance(stated, list) else [stated]
         if not all(type(token_id) is int and 0 <= token_id < vocab_size for token_id in ids):
-            raise ConfigError(f"{file}: eos_token_id must be ids from 0 to {vocab_size - 1}, got {stated!r}",
-                              field="eos_token_id")
+            raise ConfigError(
+                f"{file}: eos_token_id must be ids from 0 to {vocab_size - 1}, got {stated!r}",
+                field="eos_token_id",
+            )
         yield file, tuple(dict.fromkeys(ids))
         return
 
@@ -95,14 +110,17 @@ def _eos_token(folder: Path) -> tuple[str, str]:
         stated = fields["eos_token"]
         text = stated.get("content") if isinstance(stated, dict) else stated
         if text is not None and not isinstance(text, str):
-            raise ConfigError(f"{file}: eos_token must be a text, or an object with one as content, is {stated!r}",
-                              field="eos_token")
+            raise ConfigError(
+                f"{file}: eos_token must be a text, or an object with one as content, is {stated!r}",
+                field="eos_token",
+            )
         return file, text or ""
     return "", ""
 
 
 def _id_of(folder: Path, text: str) -> int | None:
-    """Return the id of a token, None if the tokenizer has none. Raises ConfigError for a damaged file.
+    """Return the id of a token, None if the tokenizer has none. Raises ConfigError for a damaged
+    file.
 
     tokenizer_config.json may list it. A tokenizer.json of 30 MB takes half a second to read.
     """
@@ -116,15 +134,26 @@ def _id_of(folder: Path, text: str) -> int | None:
 
 
 def _id_in(tokenizer: Mapping[str, Any], text: str) -> int | None:
-    """Return the id of a token in a tokenizer.json: of those that were added, else of the model's vocabulary, which is
-    a table, or in Unigram models a list."""
+    """Return the id of a token in a tokenizer.json: of those that were added, else of the model's
+    vocabulary, which is a table, or in Unigram models a list."""
     added, model = tokenizer.get("added_tokens"), tokenizer.get("model")
     for token in added if isinstance(added, list) else ():
-        if isinstance(token, dict) and token.get("content") == text and isinstance(token.get("id"), int):
+        if (
+            isinstance(token, dict)
+            and token.get("content") == text
+            and isinstance(token.get("id"), int)
+        ):
             return int(token["id"])
     vocabulary = model.get("vocab") if isinstance(model, dict) else None
     if isinstance(vocabulary, dict):
         found = vocabulary.get(text)
         return found if isinstance(found, int) else None
     places = vocabulary if isinstance(vocabulary, list) else ()
-    return next((place for place, entry in enumerate(places) if isinstance(entry, list) and entry[:1] == [text]), None)
+    return next(
+        (
+            place
+            for place, entry in enumerate(places)
+            if isinstance(entry, list) and entry[:1] == [text]
+        ),
+        None,
+    )

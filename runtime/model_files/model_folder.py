@@ -1,4 +1,5 @@
-"""Is this folder a checkpoint that can be read? What people give instead is named for what it is, with what to do.
+"""Is this folder a checkpoint that can be read? What people give instead is named for what it is,
+with what to do.
 
 Looks at names and at the first bytes of small files; nothing is loaded.
 """
@@ -11,18 +12,21 @@ from runtime.errors import ConfigError
 
 _LFS_HEAD = b"version https://git-lfs.github.com/spec/"
 _LFS_BYTES = 1024  # a pointer is smaller, what it stands for is not
-# The most that a number in a config.json may be, and a number of layers. None that is published comes near; what takes
-# work in proportion, or goes into a message, still ends well.
+# The most that a number in a config.json may be, and a number of layers. None that is published
+# comes near; what takes work in proportion, or goes into a message, still ends well.
 MAX_NUMBER, MAX_LAYERS = 1 << 24, 10_000
 _POINTED_AT = ("config.json", "tokenizer.json", "tokenizer.model", "*.safetensors", "*.bin")
 
 
-def check_model_folder(folder: Path, *, field: str = "model", flag: str = "", needs_weights: bool = True) -> None:
-    """Check that the folder is a checkpoint. `field` is the setting that it came by, `flag` what is typed before it, by
-    default the flag of that setting.
+def check_model_folder(
+    folder: Path, *, field: str = "model", flag: str = "", needs_weights: bool = True
+) -> None:
+    """Check that the folder is a checkpoint. `field` is the setting that it came by, `flag` what is
+    typed before it, by default the flag of that setting.
 
     Raises:
-        ConfigError: it has no config.json or, where they are needed, no safetensors files; or pointers in their place.
+        ConfigError: it has no config.json or, where they are needed, no safetensors files; or
+            pointers in their place.
     """
     if problem := _problem(folder, flag or f"--{field}", needs_weights=needs_weights):
         raise ConfigError(problem, field=field)
@@ -55,10 +59,16 @@ def _problem(folder: Path, flag: str, *, needs_weights: bool) -> str:
     if folder.is_file():
         return _file(folder, flag)
     if pointers := _lfs_pointers(folder):
-        return (f"{folder} has git-LFS pointers where files should be ({', '.join(pointers[:3])}"
-                f"{' ...' if len(pointers) > 3 else ''}): run `git lfs pull` in it")
-    has_weights = any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").is_file()
-    if (folder / "adapter_config.json").is_file() and not (has_weights and (folder / "config.json").is_file()):
+        return (
+            f"{folder} has git-LFS pointers where files should be ({', '.join(pointers[:3])}"
+            f"{' ...' if len(pointers) > 3 else ''}): run `git lfs pull` in it"
+        )
+    has_weights = (
+        any(folder.glob("*.safetensors")) or (folder / "model.safetensors.index.json").is_file()
+    )
+    if (folder / "adapter_config.json").is_file() and not (
+        has_weights and (folder / "config.json").is_file()
+    ):
         return _adapter(folder)
     if (has_weights or not needs_weights) and (folder / "config.json").is_file():
         return ""
@@ -69,8 +79,10 @@ def _absent(folder: Path, flag: str) -> str:
     """A name on the Hub has the form OWNER/NAME."""
     parts = folder.parts
     if not folder.is_absolute() and len(parts) == 2 and parts[0] not in (".", ".."):
-        return (f"{folder} is no folder here. If it is a model's name on the Hugging Face Hub, download it first: "
-                f"`hf download {folder} --local-dir {parts[1]}`, then {flag} {parts[1]}")
+        return (
+            f"{folder} is no folder here. If it is a model's name on the Hugging Face Hub, download it first: "
+            f"`hf download {folder} --local-dir {parts[1]}`, then {flag} {parts[1]}"
+        )
     return f"{folder} does not exist; {flag} takes the folder of a checkpoint"
 
 
@@ -81,30 +93,46 @@ def _file(file: Path, flag: str) -> str:
 
 
 def _gguf(path: Path) -> str:
-    return (f"{path} is GGUF, llama.cpp's format, which Baton does not read: take the checkpoint it was made from, "
-            f"with config.json and *.safetensors")
+    return (
+        f"{path} is GGUF, llama.cpp's format, which Baton does not read: take the checkpoint it was made from, "
+        f"with config.json and *.safetensors"
+    )
 
 
 def _adapter(folder: Path) -> str:
     try:
-        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))["base_model_name_or_path"]
+        base = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))[
+            "base_model_name_or_path"
+        ]
     except (OSError, ValueError, KeyError, TypeError):
         base = "its base model"
-    return (f"{folder} is an adapter (LoRA) of {base}, not a model: merge it into {base} first (peft's "
-            f"merge_and_unload, then save_pretrained) and give the folder of the result")
+    return (
+        f"{folder} is an adapter (LoRA) of {base}, not a model: merge it into {base} first (peft's "
+        f"merge_and_unload, then save_pretrained) and give the folder of the result"
+    )
 
 
 def _other_layout(folder: Path, flag: str, *, has_weights: bool) -> str:
-    if (snapshots := sorted((folder / "snapshots").glob("*/config.json"))):
+    if snapshots := sorted((folder / "snapshots").glob("*/config.json")):
         return f"{folder} is a folder of the Hub's cache: give {flag} {snapshots[-1].parent}"
     if not has_weights and (gguf := next(folder.glob("*.gguf"), None)) is not None:
         return _gguf(gguf)
-    if not has_weights and any((*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth"))):
-        return (f"{folder} has its weights as pickles (.bin, .pt, .pth), which run code when they are read, so Baton "
-                f"does not read them: convert them with transformers (AutoModelForCausalLM.from_pretrained, then "
-                f"save_pretrained) and give the folder of the result")
-    missing = [name for name, is_there in (("config.json", (folder / "config.json").is_file()),
-                                           ("*.safetensors", has_weights)) if not is_there]
+    if not has_weights and any(
+        (*folder.glob("*.bin"), *folder.glob("*.pt"), *folder.glob("*.pth"))
+    ):
+        return (
+            f"{folder} has its weights as pickles (.bin, .pt, .pth), which run code when they are read, so Baton "
+            f"does not read them: convert them with transformers (AutoModelForCausalLM.from_pretrained, then "
+            f"save_pretrained) and give the folder of the result"
+        )
+    missing = [
+        name
+        for name, is_there in (
+            ("config.json", (folder / "config.json").is_file()),
+            ("*.safetensors", has_weights),
+        )
+        if not is_there
+    ]
     return f"{folder} is not a model directory: it has no {' and no '.join(missing)}"
 
 

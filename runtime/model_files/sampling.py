@@ -1,7 +1,8 @@
-"""How a model's makers want its tokens drawn: what generation_config.json says, for what a request leaves open.
+"""How a model's makers want its tokens drawn: what generation_config.json says, for what a request
+leaves open.
 
-A field that the file does not state has Baton's own default, which changes nothing; so it is in vLLM and SGLang.
-transformers would take its own (`top_k` 50).
+A field that the file does not state has Baton's own default, which changes nothing; so it is in
+vLLM and SGLang. transformers would take its own (`top_k` 50).
 """
 
 from collections.abc import Mapping
@@ -15,18 +16,31 @@ from runtime.model_files.end_tokens import GENERATION_CONFIG
 from runtime.sampling_limits import MAX_TOP_K, SAMPLING_INTERVALS
 
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
-# Fields of transformers that would change what is drawn, which Baton has not, with the value that changes nothing.
-_NOT_TAKEN = {"typical_p": 1.0, "epsilon_cutoff": 0.0, "eta_cutoff": 0.0, "top_h": None, "num_beams": 1,
-              "no_repeat_ngram_size": 0, "encoder_repetition_penalty": 1.0, "bad_words_ids": None,
-              "suppress_tokens": None, "begin_suppress_tokens": None, "sequence_bias": None,
-              "forced_bos_token_id": None, "forced_eos_token_id": None, "exponential_decay_length_penalty": None,
-              "guidance_scale": None}
+# Fields of transformers that would change what is drawn, which Baton has not, with the value that
+# changes nothing.
+_NOT_TAKEN = {
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "top_h": None,
+    "num_beams": 1,
+    "no_repeat_ngram_size": 0,
+    "encoder_repetition_penalty": 1.0,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "sequence_bias": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "exponential_decay_length_penalty": None,
+    "guidance_scale": None,
+}
 
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """What requests that say nothing else are drawn with; None: Baton's own default. `not_taken`: the names of further
-    fields that the file states."""
+    """What requests that say nothing else are drawn with; None: Baton's own default. `not_taken`:
+    the names of further fields that the file states."""
 
     temperature: float | None = None
     top_k: int | None = None
@@ -38,7 +52,11 @@ class SamplingDefaults:
     @property
     def stated(self) -> dict[str, float]:
         """Those that the file states, by name."""
-        return {name: value for name, value in asdict(self).items() if name != "not_taken" and value is not None}
+        return {
+            name: value
+            for name, value in asdict(self).items()
+            if name != "not_taken" and value is not None
+        }
 
     def __str__(self) -> str:
         return ", ".join(f"{name} {value:g}" for name, value in self.stated.items()) or "none"
@@ -46,27 +64,38 @@ class SamplingDefaults:
     @property
     def notice(self) -> str:
         """What an operator has to know, "" for nothing."""
-        return (f"{GENERATION_CONFIG} states {', '.join(self.not_taken)}, which Baton does not apply"
-                if self.not_taken else "")
+        return (
+            f"{GENERATION_CONFIG} states {', '.join(self.not_taken)}, which Baton does not apply"
+            if self.not_taken
+            else ""
+        )
 
 
 def read_sampling_defaults(folder: Path) -> SamplingDefaults:
     """Return what generation_config.json in `folder` states; nothing without such a file.
 
-    `do_sample: false` is a temperature of 0, whatever else the file says of temperature: transformers then takes the
-    most likely token.
+    `do_sample: false` is a temperature of 0, whatever else the file says of temperature:
+    transformers then takes the most likely token.
 
     Raises:
         ConfigError: a field has a value that a request could not have either.
     """
-    fields = {name: value for name, value in read_if_there(folder / GENERATION_CONFIG).items() if value is not None}
+    fields = {
+        name: value
+        for name, value in read_if_there(folder / GENERATION_CONFIG).items()
+        if value is not None
+    }
     numbers = {name: _number(fields, name) for name in _NUMBERS if name in fields}
     do_sample = fields.get("do_sample", True)
     if not isinstance(do_sample, bool):
         raise _refused("do_sample", "must be true or false", do_sample)
     if not do_sample:
         numbers["temperature"] = 0.0
-    not_taken = tuple(name for name, neutral in _NOT_TAKEN.items() if fields.get(name, neutral) not in (neutral, []))
+    not_taken = tuple(
+        name
+        for name, neutral in _NOT_TAKEN.items()
+        if fields.get(name, neutral) not in (neutral, [])
+    )
     return SamplingDefaults(**numbers, top_k=_top_k(fields), not_taken=not_taken)
 
 
@@ -86,5 +115,8 @@ def _top_k(fields: Mapping[str, Any]) -> int | None:
 
 
 def _refused(name: str, rule: str, value: object) -> ConfigError:
-    return ConfigError(f"{GENERATION_CONFIG}: {name} {rule}, is {value!r}; correct it, or let the router ignore the "
-                       f"file's sampling (--generation-config none)", field="generation_config")
+    return ConfigError(
+        f"{GENERATION_CONFIG}: {name} {rule}, is {value!r}; correct it, or let the router ignore the "
+        f"file's sampling (--generation-config none)",
+        field="generation_config",
+    )

@@ -1,8 +1,8 @@
-"""`python -m runtime.model_files.tokenizer_conversion FOLDER OUT`: write what transformers reads of FOLDER as a
-`tokenizer.json`.
+"""`python -m runtime.model_files.tokenizer_conversion FOLDER OUT`: write what transformers reads of
+FOLDER as a `tokenizer.json`.
 
-A process of its own, because transformers is large and only needed where a checkpoint has no such file. Exit code 1
-with one line on stderr where it cannot be done.
+A process of its own, because transformers is large and only needed where a checkpoint has no such
+file. Exit code 1 with one line on stderr where it cannot be done.
 """
 
 import sys
@@ -15,7 +15,8 @@ _READERS = {"*.model": "sentencepiece", "*.tiktoken": "tiktoken"}
 
 
 def missing_packages(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield each package that reads the vocabularies of a folder and is not installed, with the file that it reads."""
+    """Yield each package that reads the vocabularies of a folder and is not installed, with the
+    file that it reads."""
     if find_spec("transformers") is None:
         yield "transformers", "them"
     for pattern, package in _READERS.items():
@@ -33,7 +34,9 @@ def main() -> None:
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # noqa: BLE001 - whatever it meets is the reason that is shown
         sys.exit(f"transformers cannot read them: {' '.join(str(error).split())[:300]}")
     if not tokenizer.is_fast:

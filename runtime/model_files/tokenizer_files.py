@@ -1,7 +1,8 @@
 """Where the tokenizer of a model directory is, and whether two processes read texts alike.
 
-A directory without `tokenizer.json` may have the files that it is made from. transformers, where it is installed, makes
-one of them, in a process of its own, into a cache folder; nothing is written beside a checkpoint.
+A directory without `tokenizer.json` may have the files that it is made from. transformers, where it
+is installed, makes one of them, in a process of its own, into a cache folder; nothing is written
+beside a checkpoint.
 
     find_tokenizer(model_dir) -> Path | None             its own, or one that was made before
     make_tokenizer(model_dir) -> str                     make one if it has none; what an operator has to know of that
@@ -20,15 +21,30 @@ from runtime.process.child_process import program
 # How a file was saved to cut and pad; servers do neither (`router.text.tokenise`).
 _NOT_READ = ("truncation", "padding")
 # What tokenizers are made from, and what configures that.
-_VOCABULARIES = ("vocab.json", "vocab.txt", "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "*.tiktoken")
-_SAYS_HOW = ("merges.txt", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json")
-_TEKKEN = "tekken.json"  # transformers reads it by a package of Mistral's, and has no tokenizer.json for it
+_VOCABULARIES = (
+    "vocab.json",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "*.tiktoken",
+)
+_SAYS_HOW = (
+    "merges.txt",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "config.json",
+)
+# transformers reads it by a package of Mistral's, and has no tokenizer.json for it
+_TEKKEN = "tekken.json"
 _MAKE_S = 120.0
 _TOKENS_ONLY = "texts and chats are refused, prompts must be token ids (baton generate --ids 1,2,3)"
 
 
 def find_tokenizer(model_dir: Path, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The `tokenizer.json` of a model directory: its own, or one that was made of its files; None if there is none."""
+    """The `tokenizer.json` of a model directory: its own, or one that was made of its files; None
+    if there is none."""
     if (own := model_dir / "tokenizer.json").is_file():
         return own
     made = _made_path(model_dir, environment)
@@ -36,17 +52,23 @@ def find_tokenizer(model_dir: Path, environment: Mapping[str, str] = os.environ)
 
 
 def make_tokenizer(model_dir: Path, environment: Mapping[str, str] = os.environ) -> str:
-    """Make a `tokenizer.json` for a directory that has none, if that can be done. One line about what was found or
-    done, empty for a directory with its own. Takes seconds, once."""
+    """Make a `tokenizer.json` for a directory that has none, if that can be done. One line about
+    what was found or done, empty for a directory with its own. Takes seconds, once."""
     if (model_dir / "tokenizer.json").is_file():
         return ""
     made = _made_path(model_dir, environment)
     if made is None:
-        beside = f" but {_TEKKEN}, a format of Mistral's that is not read" if (model_dir / _TEKKEN).is_file() else ""
+        beside = (
+            f" but {_TEKKEN}, a format of Mistral's that is not read"
+            if (model_dir / _TEKKEN).is_file()
+            else ""
+        )
         return f"{model_dir} has no tokenizer.json{beside}: {_TOKENS_ONLY}"
     if not made.is_file() and (problem := _make(model_dir, made)):
-        return (f"{model_dir} has no tokenizer.json, and none could be made of its other files: {problem}; "
-                f"{_TOKENS_ONLY}")
+        return (
+            f"{model_dir} has no tokenizer.json, and none could be made of its other files: {problem}; "
+            f"{_TOKENS_ONLY}"
+        )
     return f"{model_dir} has no tokenizer.json: {made} is used, which transformers made of its other files"
 
 
@@ -76,8 +98,14 @@ def _make(model_dir: Path, made: Path) -> str:
     try:
         made.parent.mkdir(parents=True, exist_ok=True)
         draft = made.with_name(f".{made.name}.{os.getpid()}")
-        done = subprocess.run(program("runtime.model_files.tokenizer_conversion", str(model_dir), str(draft)),
-                              stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_MAKE_S, check=False)
+        done = subprocess.run(
+            program("runtime.model_files.tokenizer_conversion", str(model_dir), str(draft)),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_MAKE_S,
+            check=False,
+        )
         if done.returncode:
             return (done.stderr.strip().splitlines() or ["no reason was given"])[-1]
         draft.replace(made)
@@ -89,7 +117,8 @@ def _make(model_dir: Path, made: Path) -> str:
 
 
 def tokenizer_digest(model_dir: Path) -> str:
-    """16 hexadecimal digits of SHA-256; empty without a tokenizer. Spacing and the order of keys do not count.
+    """16 hexadecimal digits of SHA-256; empty without a tokenizer. Spacing and the order of keys do
+    not count.
 
     Raises:
         ConfigError: the file is no JSON object.

@@ -8,24 +8,29 @@ from runtime.errors import ConfigError
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _HEADER_BYTES = 100 << 20
-_LOADED_FOR_STORED = {"F8_E4M3": 2, "I8": 2, "I32": 4}  # codes of 8 bits, and of 4 bits packed, become 16 bits each
+_LOADED_FOR_STORED = {
+    "F8_E4M3": 2,
+    "I8": 2,
+    "I32": 4,
+}  # codes of 8 bits, and of 4 bits packed, become 16 bits each
 _NONSENSE = (ValueError, KeyError, TypeError, AttributeError)  # what json and its readers raise
 
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Files in name order, each with the tensors that an index lists for it (empty without an index). `notice` is what
-    an operator has to know, "" for nothing."""
+    """Files in name order, each with the tensors that an index lists for it (empty without an
+    index). `notice` is what an operator has to know, "" for nothing."""
 
     tensors: dict[Path, set[str]]
     notice: str = ""
 
 
 def weight_files(folder: Path) -> WeightFiles:
-    """Return the safetensors files of the checkpoint in `folder`: those of its index, or the single one.
+    """Return the safetensors files of the checkpoint in `folder`: those of its index, or the single
+    one.
 
-    An index that does not list `model.safetensors` is left over where that file is there: tools that join shards into
-    one file leave it behind. transformers reads the one file then, too.
+    An index that does not list `model.safetensors` is left over where that file is there: tools
+    that join shards into one file leave it behind. transformers reads the one file then, too.
 
     Raises:
         ConfigError: there is neither, the index is none, or it lists files that are not there.
@@ -41,13 +46,20 @@ def weight_files(folder: Path) -> WeightFiles:
         for name, file in sorted(weight_map.items(), key=lambda pair: (pair[1], pair[0])):
             files.setdefault(folder / Path(file).name, set()).add(name)
         if single not in files and single.is_file():
-            return WeightFiles({single: set()}, f"{index} lists other files than {_SINGLE} beside it: it is left over, "
-                                                f"and only {_SINGLE} is read")
+            return WeightFiles(
+                {single: set()},
+                f"{index} lists other files than {_SINGLE} beside it: it is left over, "
+                f"and only {_SINGLE} is read",
+            )
         absent = [file.name for file in files if not file.is_file()]
     except (OSError, RecursionError, *_NONSENSE) as error:
-        raise ConfigError(f"{index} is not a safetensors index: {repr(error)[:200]}", field="model") from error
+        raise ConfigError(
+            f"{index} is not a safetensors index: {repr(error)[:200]}", field="model"
+        ) from error
     if absent:
-        raise ConfigError(f"{folder} lacks files its index lists: {shortened(absent)}", field="model")
+        raise ConfigError(
+            f"{folder} lacks files its index lists: {shortened(absent)}", field="model"
+        )
     return WeightFiles(files)
 
 
@@ -57,8 +69,9 @@ def shortened(names: list[str]) -> str:
 
 
 def loaded_bytes(folder: Path) -> int:
-    """Return about what the weights in `folder` take once they are loaded: what is quantized is not, then. A folder
-    whose files cannot be told apart counts with all of them; loading says what is wrong with it."""
+    """Return about what the weights in `folder` take once they are loaded: what is quantized is
+    not, then. A folder whose files cannot be told apart counts with all of them; loading says what
+    is wrong with it."""
     try:
         files = list(weight_files(folder).tensors)
     except ConfigError:
@@ -67,11 +80,14 @@ def loaded_bytes(folder: Path) -> int:
 
 
 def _loaded_bytes(file: Path) -> int:
-    """Return the file's size where its header cannot be read: loading says what is wrong with it."""
+    """Return the file's size where its header cannot be read: loading says what is wrong with
+    it."""
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:
-            header = json.loads(stream.read(min(int.from_bytes(stream.read(8), "little"), _HEADER_BYTES)))
+            header = json.loads(
+                stream.read(min(int.from_bytes(stream.read(8), "little"), _HEADER_BYTES))
+            )
         for name, tensor in header.items():
             if name != "__metadata__":
                 start, end = tensor["data_offsets"]

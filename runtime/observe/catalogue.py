@@ -1,6 +1,8 @@
-"""Every metric family that Baton's code can export: what docs, dashboards, rules and the contract are checked against.
+"""Every metric family that Baton's code can export: what docs, dashboards, rules and the contract
+are checked against.
 
-    for family in families(): family.name, family.kind, family.labels, family.unit, family.roles, family.text
+for family in families(): family.name, family.kind, family.labels, family.unit, family.roles,
+family.text
 """
 
 from collections.abc import Mapping
@@ -33,7 +35,13 @@ class InstrumentSet(Protocol):
 
 
 _POOL: tuple[type[InstrumentSet], ...] = (
-    RpcMetrics, StageMetrics, RefusalMetrics, LeaderMetrics, PoolMetrics, HandoffMetrics)
+    RpcMetrics,
+    StageMetrics,
+    RefusalMetrics,
+    LeaderMetrics,
+    PoolMetrics,
+    HandoffMetrics,
+)
 # A stage behind its leader ("follower") has no requests of its own.
 ROLE_SETS: Mapping[str, tuple[type[InstrumentSet], ...]] = {
     "router": (RpcMetrics, RouterMetrics),
@@ -41,8 +49,14 @@ ROLE_SETS: Mapping[str, tuple[type[InstrumentSet], ...]] = {
     "decode": (*_POOL, CacheMetrics, ArrivalMetrics, SpeculationMetrics),
     "follower": (RpcMetrics, StageMetrics, RefusalMetrics),
 }
-_UNITS = {"seconds": "seconds", "bytes": "bytes", "ratio": "ratio", "tokens": "tokens", "pages": "pages",
-          "info": "none"}
+_UNITS = {
+    "seconds": "seconds",
+    "bytes": "bytes",
+    "ratio": "ratio",
+    "tokens": "tokens",
+    "pages": "pages",
+    "info": "none",
+}
 _SUFFIXES = {"counter": "_total", "info": "_info"}
 _SERIES = {"histogram": ("_bucket", "_sum", "_count")}
 
@@ -66,15 +80,25 @@ class Family:
 
 def families() -> list[Family]:
     """By name. A name that means something else in a later role has both texts."""
-    build = Family("baton_build_info", "info", ("role", "version"), "none", tuple(ROLE_SETS), "What runs here.")
+    build = Family(
+        "baton_build_info", "info", ("role", "version"), "none", tuple(ROLE_SETS), "What runs here."
+    )
     found = {build.name: build}
     for role, kinds in ROLE_SETS.items():
-        for instrument in (item for kind in kinds for item in vars(kind.create(CollectorRegistry())).values()):
+        for instrument in (
+            item for kind in kinds for item in vars(kind.create(CollectorRegistry())).values()
+        ):
             family = _family(instrument, role)
             known = found.get(family.name, family)
             roles = known.roles if role in known.roles else (*known.roles, role)
-            text = known.text if family.text in known.text else f"{known.text} {role.capitalize()}: {family.text}"
-            found[family.name] = Family(known.name, known.kind, known.labels, known.unit, roles, text)
+            text = (
+                known.text
+                if family.text in known.text
+                else f"{known.text} {role.capitalize()}: {family.text}"
+            )
+            found[family.name] = Family(
+                known.name, known.kind, known.labels, known.unit, roles, text
+            )
     return [found[name] for name in sorted(found)]
 
 
@@ -82,7 +106,10 @@ def _family(instrument: Instrument, role: str) -> Family:
     (described,) = instrument.describe()
     name = described.name + _SUFFIXES.get(described.type, "")
     words = described.name.split("_")
-    unit = "none" if described.type == "info" else next(
-        (_UNITS[word] for word in reversed(words) if word in _UNITS), "count")
+    unit = (
+        "none"
+        if described.type == "info"
+        else next((_UNITS[word] for word in reversed(words) if word in _UNITS), "count")
+    )
     labels = tuple(instrument._value) if isinstance(instrument, Info) else instrument._labelnames  # noqa: SLF001
     return Family(name, described.type, tuple(labels), unit, (role,), described.documentation)

@@ -1,7 +1,7 @@
 """What a process shows to Prometheus: one registry, served from a thread.
 
-    registry = new_registry(role="decode", version="0.1.0")
-    exposition = Exposition.start(registry, port=0)             # exposition.port; exposition.close()
+registry = new_registry(role="decode", version="0.1.0")
+exposition = Exposition.start(registry, port=0)             # exposition.port; exposition.close()
 """
 
 import logging
@@ -30,7 +30,9 @@ MAX_SCRAPES = 16  # connections at once, each with a thread
 SCRAPE_SILENCE_S = 10.0
 ACCEPT_PAUSE_S = 0.1
 
-_Connection = socket.socket | tuple[bytes, socket.socket]  # the base class's type; of TCP it is the socket
+_Connection = (
+    socket.socket | tuple[bytes, socket.socket]
+)  # the base class's type; of TCP it is the socket
 
 
 def new_registry(*, role: str, version: str) -> CollectorRegistry:
@@ -39,7 +41,9 @@ def new_registry(*, role: str, version: str) -> CollectorRegistry:
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     GCCollector(registry=registry)
-    Info("baton_build", "What runs here.", registry=registry).info({"role": role, "version": version})
+    Info("baton_build", "What runs here.", registry=registry).info(
+        {"role": role, "version": version}
+    )
     return registry
 
 
@@ -51,8 +55,8 @@ class _Handler(WSGIRequestHandler):
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread per connection, of `MAX_SCRAPES` at most: one more ends the oldest, so that connections which ask for
-    nothing keep nobody out."""
+    """A thread per connection, of `MAX_SCRAPES` at most: one more ends the oldest, so that
+    connections which ask for nothing keep nobody out."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -64,7 +68,8 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(address, _Handler)
 
     def get_request(self) -> tuple[socket.socket, object]:
-        """Without a free descriptor the connection stays, and the next attempt would fail at once: not a busy loop."""
+        """Without a free descriptor the connection stays, and the next attempt would fail at once:
+        not a busy loop."""
         try:
             return super().get_request()
         except OSError:
@@ -112,10 +117,14 @@ class Exposition:
     def start(cls, registry: CollectorRegistry, *, port: int, host: str = "127.0.0.1") -> Self:
         """Listen; port 0 lets the system choose. Raises ConfigError naming the address."""
         try:
-            family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+            family, *_, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
             server = _Server(family, (str(address[0]), port))
         except (OSError, OverflowError) as error:
-            raise ConfigError(f"cannot serve metrics on {host}:{port}: {error}", field="metrics_port") from error
+            raise ConfigError(
+                f"cannot serve metrics on {host}:{port}: {error}", field="metrics_port"
+            ) from error
         server.set_app(make_wsgi_app(registry))
         thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
         thread.start()

@@ -1,13 +1,15 @@
-"""Structured logs. Configured once, at the process edge; every other module uses `logging.getLogger(__name__)`.
+"""Structured logs. Configured once, at the process edge; every other module uses
+`logging.getLogger(__name__)`.
 
     configure(level="info", style=LogStyle.HUMAN, role="router")
     with bind(request_id=..., session_id=...): ...      ids on every line logged inside, also across awaits
     logger.info("prefill started", extra={"queue_s": 0.02})      extra fields become JSON keys or key=value
     report_end("router: no such folder: x")                      why a process ends, in the style of its logs
 
-Values may come from unknown callers, so nothing that is logged is trusted: every value, message and line of a traceback
-is cut to a stated length, and what is not printable is escaped. One record is one line; only a traceback has more, and
-these are indented, so that no value can look like a record of its own.
+Values may come from unknown callers, so nothing that is logged is trusted: every value, message and
+line of a traceback is cut to a stated length, and what is not printable is escaped. One record is
+one line; only a traceback has more, and these are indented, so that no value can look like a record
+of its own.
 """
 
 import json
@@ -24,9 +26,18 @@ from runtime.errors import ConfigError
 
 LEVELS = ("debug", "info", "warning", "error")
 MAX_VALUE_CHARACTERS, MAX_MESSAGE_CHARACTERS = 256, 4096
-MAX_TRACEBACK_LINES, MAX_TRACEBACK_CHARACTERS = 256, 512  # the first and the last lines; of each line
+MAX_TRACEBACK_LINES, MAX_TRACEBACK_CHARACTERS = (
+    256,
+    512,
+)  # the first and the last lines; of each line
 _QUOTED = frozenset(' "=')
-_PLAIN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName", "ids", "role"}
+_PLAIN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {
+    "message",
+    "asctime",
+    "taskName",
+    "ids",
+    "role",
+}
 _ids: ContextVar[Mapping[str, str]] = ContextVar("log_ids", default={})  # noqa: B039 (never mutated)
 
 
@@ -53,7 +64,8 @@ def bind(**ids: str) -> Iterator[None]:
 
 
 def rebind(**ids: str) -> None:
-    """Put ids on every further line of this task: for handlers that get the id with their first message."""
+    """Put ids on every further line of this task: for handlers that get the id with their first
+    message."""
     _ids.set({**_ids.get(), **_shortened(ids)})
 
 
@@ -63,13 +75,15 @@ def _shortened(ids: Mapping[str, str]) -> dict[str, str]:
 
 
 def shown(value: object, limit: int = MAX_VALUE_CHARACTERS) -> str:
-    """`value` as a text of one line: at most `limit` characters, then how many there were; what is not printable is
-    escaped as in a Python string."""
+    """`value` as a text of one line: at most `limit` characters, then how many there were; what is
+    not printable is escaped as in a Python string."""
     text = value if isinstance(value, str) else str(value)
     head = text[:limit]
     if not head.isprintable():
-        head = "".join(character if character.isprintable() else character.encode("unicode_escape").decode()
-                       for character in head)
+        head = "".join(
+            character if character.isprintable() else character.encode("unicode_escape").decode()
+            for character in head
+        )
     return head if len(text) <= limit else f"{head}... ({len(text)} characters)"
 
 
@@ -98,7 +112,8 @@ def _plain(value: object) -> object:
 
 
 def _message(record: logging.LogRecord) -> str:
-    """The template with its arguments cut and escaped before they are put in, so that a long one hides no other."""
+    """The template with its arguments cut and escaped before they are put in, so that a long one
+    hides no other."""
     arguments, message = record.args, record.msg
     try:
         if isinstance(arguments, Mapping):
@@ -141,8 +156,8 @@ class JsonFormatter(logging.Formatter):
 
 
 def human_line(text: str, *, level: str = "info", at_s: float | None = None) -> str:
-    """Time, level, text: how every line for people begins, those of programs without a logger, too. `at_s` is seconds
-    since 1970, now if None."""
+    """Time, level, text: how every line for people begins, those of programs without a logger, too.
+    `at_s` is seconds since 1970, now if None."""
     at_s = time.time() if at_s is None else at_s
     return f"{time.strftime('%H:%M:%S', time.localtime(at_s))}.{int(at_s % 1 * 1e3):03d} {level:7} {text}"
 
@@ -171,7 +186,11 @@ class HumanFormatter(logging.Formatter):
         fields = " ".join(f"{key}={_quoted(value)}" for key, value in _fields(record).items())
         line = human_line(_message(record), level=record.levelname.lower(), at_s=record.created)
         line += f"  {fields}" if fields else ""
-        return "\n".join([line, *_traceback(self.formatException(record.exc_info))]) if record.exc_info else line
+        return (
+            "\n".join([line, *_traceback(self.formatException(record.exc_info))])
+            if record.exc_info
+            else line
+        )
 
 
 def _quoted(value: object) -> str:
@@ -181,15 +200,18 @@ def _quoted(value: object) -> str:
 
 # At level debug they have a line for each call, or for each instruction that is compiled.
 _TALKATIVE = ("grpc", "numba")
-# Logs every metadata value that is not UTF-8 whole, each time it is read and with a traceback: a token with a stray
-# byte, or 300 KB of log for 2 KB from an unknown caller. Errors of handlers are logged by `runtime.rpc.calls`, not there.
+# Logs every metadata value that is not UTF-8 whole, each time it is read and with a traceback: a
+# token with a stray byte, or 300 KB of log for 2 KB from an unknown caller. Errors of handlers are
+# logged by `runtime.rpc.calls`, not there.
 _QUOTING = ("grpc._cython.cygrpc",)
 
 
 def configure(*, level: str, style: LogStyle, role: str, stream: TextIO = sys.stderr) -> None:
     """Send all logs of this process to `stream`. Raises ConfigError for an unknown level."""
     if level not in LEVELS:
-        raise ConfigError(f"log level must be one of {', '.join(LEVELS)}, got {level!r}", field="log_level")
+        raise ConfigError(
+            f"log level must be one of {', '.join(LEVELS)}, got {level!r}", field="log_level"
+        )
     handler = logging.StreamHandler(stream)
     handler.addFilter(_Context(role))
     handler.setFormatter(JsonFormatter() if style is LogStyle.JSON else HumanFormatter())
@@ -202,8 +224,11 @@ def configure(*, level: str, style: LogStyle, role: str, stream: TextIO = sys.st
 
 
 def report_end(text: str) -> None:
-    """Write why this process ends to stderr: a JSON line where logs are JSON, else the bare text."""
-    if any(isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers):
+    """Write why this process ends to stderr: a JSON line where logs are JSON, else the bare
+    text."""
+    if any(
+        isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers
+    ):
         logging.getLogger(__name__).error(text)
     else:
         print(text, file=sys.stderr)

@@ -1,4 +1,5 @@
-"""`runtime.observe.tracing` by OpenTelemetry. Needs the extra `otel`; nothing else imports this module.
+"""`runtime.observe.tracing` by OpenTelemetry. Needs the extra `otel`; nothing else imports this
+module.
 
 The SDK's own variables hold, such as OTEL_TRACES_SAMPLER and OTEL_EXPORTER_OTLP_HEADERS.
 """
@@ -34,13 +35,23 @@ class OtelSpan:
         self._span.set_attributes(attributes)
 
     def child(self, name: str, **attributes: str | int | float) -> Span:
-        return OtelSpan(self._tracer, self._tracer.start_span(
-            name, context=trace.set_span_in_context(self._span), attributes=attributes))
+        return OtelSpan(
+            self._tracer,
+            self._tracer.start_span(
+                name, context=trace.set_span_in_context(self._span), attributes=attributes
+            ),
+        )
 
-    def record(self, name: str, began_s: float, ended_s: float, **attributes: str | int | float) -> None:
+    def record(
+        self, name: str, began_s: float, ended_s: float, **attributes: str | int | float
+    ) -> None:
         since_epoch_ns = time.time_ns() - time.monotonic_ns()
-        span = self._tracer.start_span(name, context=trace.set_span_in_context(self._span), attributes=attributes,
-                                       start_time=since_epoch_ns + int(began_s * 1e9))
+        span = self._tracer.start_span(
+            name,
+            context=trace.set_span_in_context(self._span),
+            attributes=attributes,
+            start_time=since_epoch_ns + int(began_s * 1e9),
+        )
         span.end(since_epoch_ns + int(ended_s * 1e9))
 
     def fail(self, why: str) -> None:
@@ -57,7 +68,8 @@ class OtelSpan:
 
 
 class OtelTracing:
-    """Satisfies `runtime.observe.tracing.Tracing`. Every span names the worker: which life of which process it was."""
+    """Satisfies `runtime.observe.tracing.Tracing`. Every span names the worker: which life of which
+    process it was."""
 
     def __init__(self, provider: TracerProvider, worker: str) -> None:
         self._provider = provider
@@ -67,17 +79,28 @@ class OtelTracing:
     @classmethod
     def to_collector(cls, endpoint: str, *, role: str, worker: str) -> Self:
         """Sends spans in batches, from a thread of its own."""
-        resource = Resource.create({"service.name": f"baton-{role}", "service.instance.id": worker,
-                                    "service.version": VERSION})
+        resource = Resource.create(
+            {
+                "service.name": f"baton-{role}",
+                "service.instance.id": worker,
+                "service.version": VERSION,
+            }
+        )
         provider = TracerProvider(resource=resource, shutdown_on_exit=False)
-        provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_S)))
+        provider.add_span_processor(
+            BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=EXPORT_S))
+        )
         return cls(provider, worker)
 
     @contextmanager
     def call(self, method: str, metadata: Metadata) -> Iterator[Span]:
         parent = _PROPAGATOR.extract(dict(metadata))
-        span = self._tracer.start_span(method.removeprefix("/"), context=parent, kind=SpanKind.SERVER,
-                                       attributes={"worker": self._worker, "rpc.system": "grpc"})
+        span = self._tracer.start_span(
+            method.removeprefix("/"),
+            context=parent,
+            kind=SpanKind.SERVER,
+            attributes={"worker": self._worker, "rpc.system": "grpc"},
+        )
         made = OtelSpan(self._tracer, span)
         try:
             with current(made):

@@ -1,11 +1,13 @@
-"""Traces: spans that follow a request over processes, in W3C trace context. Off unless an endpoint is configured.
+"""Traces: spans that follow a request over processes, in W3C trace context. Off unless an endpoint
+is configured.
 
     with tracing.call("/baton.v1.Prefill/Run", metadata):        # around every call, and every request on a shared one
         note(request_id="r1")                                    # anything below, in this task or those it starts
         span = begin("baton.transfer.send"); ...; span.end()     # a child of the call's span
         stub.Generate(..., metadata=outgoing())                  # the next process goes on with the trace
 
-Without an endpoint nothing is recorded, and the context a client brings still travels to the workers.
+Without an endpoint nothing is recorded, and the context a client brings still travels to the
+workers.
 """
 
 from collections.abc import Iterable, Iterator
@@ -24,7 +26,9 @@ class Span(Protocol):
 
     def child(self, name: str, **attributes: str | int | float) -> "Span": ...
 
-    def record(self, name: str, began_s: float, ended_s: float, **attributes: str | int | float) -> None:
+    def record(
+        self, name: str, began_s: float, ended_s: float, **attributes: str | int | float
+    ) -> None:
         """A child that is over already; seconds of the monotonic clock."""
         ...
 
@@ -63,7 +67,9 @@ class Bystander:
     def child(self, name: str, **attributes: str | int | float) -> Span:
         return self
 
-    def record(self, name: str, began_s: float, ended_s: float, **attributes: str | int | float) -> None:
+    def record(
+        self, name: str, began_s: float, ended_s: float, **attributes: str | int | float
+    ) -> None:
         """Nothing is recorded."""
 
     def fail(self, why: str) -> None:
@@ -95,7 +101,8 @@ UNTRACED = NoTracing()
 
 @contextmanager
 def current(span: Span) -> Iterator[Span]:
-    """Make it the one that `note`, `begin` and `outgoing` mean, in this task and those it starts."""
+    """Make it the one that `note`, `begin` and `outgoing` mean, in this task and those it
+    starts."""
     token = _current.set(span)
     try:
         yield span
@@ -105,7 +112,11 @@ def current(span: Span) -> Iterator[Span]:
 
 def context_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> Metadata:
     """The trace context among a call's metadata."""
-    return tuple((key, value) for key, value in metadata or () if key in CONTEXT_KEYS and isinstance(value, str))
+    return tuple(
+        (key, value)
+        for key, value in metadata or ()
+        if key in CONTEXT_KEYS and isinstance(value, str)
+    )
 
 
 def note(**attributes: str | int | float) -> None:

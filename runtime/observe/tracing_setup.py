@@ -5,7 +5,8 @@ from runtime.observe.tracing import UNTRACED, Tracing
 
 
 def open_tracing(endpoint: str, *, role: str, worker: str) -> Tracing:
-    """`endpoint` is a URL of an OTLP collector over gRPC, like http://127.0.0.1:4317; empty: no tracing.
+    """`endpoint` is a URL of an OTLP collector over gRPC, like http://127.0.0.1:4317; empty: no
+    tracing.
 
     Raises ConfigError when OpenTelemetry is not installed or the URL is none.
     """
@@ -15,12 +16,16 @@ def open_tracing(endpoint: str, *, role: str, worker: str) -> Tracing:
     try:
         from runtime.observe.otel import OtelTracing
     except ImportError as error:
-        raise ConfigError("otel_endpoint needs OpenTelemetry: pip install 'baton[otel]'",
-                          field="otel_endpoint") from error
+        raise ConfigError(
+            "otel_endpoint needs OpenTelemetry: pip install 'baton[otel]'", field="otel_endpoint"
+        ) from error
     return OtelTracing.to_collector(endpoint, role=role, worker=worker)
 
 
 def check_endpoint(endpoint: str) -> None:
     """Raises ConfigError unless it is a URL, or empty."""
     if endpoint and not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(f"otel_endpoint must be like http://127.0.0.1:4317, got {endpoint!r}", field="otel_endpoint")
+        raise ConfigError(
+            f"otel_endpoint must be like http://127.0.0.1:4317, got {endpoint!r}",
+            field="otel_endpoint",
+        )

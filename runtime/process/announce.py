@@ -1,9 +1,10 @@
-"""How a process that chose its own ports reports them to its parent: a JSON file that is whole or absent.
+"""How a process that chose its own ports reports them to its parent: a JSON file that is whole or
+absent.
 
-    write_announcement(path, announcement)
-    read_announcement(path) -> Announcement | None
-    await announced_address(path)                         when there is one
-    announcement_path("file:///run/prefill-0.json")       the path, where an address may be such a file
+write_announcement(path, announcement)
+read_announcement(path) -> Announcement | None
+await announced_address(path)                         when there is one
+announcement_path("file:///run/prefill-0.json")       the path, where an address may be such a file
 """
 
 import asyncio
@@ -21,7 +22,8 @@ _LOOK_S = 0.02  # between two looks at a file: it has no event to wait for
 
 @dataclass(frozen=True)
 class Announcement:
-    """Where a process listens. `incarnation` differs from run to run, also under the same address."""
+    """Where a process listens. `incarnation` differs from run to run, also under the same
+    address."""
 
     address: str  # gRPC, HOST:PORT
     metrics_port: int | None
@@ -30,8 +32,8 @@ class Announcement:
 
 
 def write_announcement(path: Path, announcement: Announcement) -> None:
-    """Replace the file atomically. Raises ConfigError when the folder cannot be written, or when something that is no
-    file is there: a device would be gone for every process of the machine."""
+    """Replace the file atomically. Raises ConfigError when the folder cannot be written, or when
+    something that is no file is there: a device would be gone for every process of the machine."""
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
@@ -45,7 +47,8 @@ def write_announcement(path: Path, announcement: Announcement) -> None:
 
 
 def read_announcement(path: Path) -> Announcement | None:
-    """The announcement, or None while there is none. Raises ConfigError when the file is something else."""
+    """The announcement, or None while there is none. Raises ConfigError when the file is something
+    else."""
     try:
         text = path.read_text()
     except FileNotFoundError:
@@ -62,7 +65,8 @@ def announcement_path(target: str) -> Path | None:
 
 
 async def announced_address(path: Path) -> str:
-    """The gRPC address that a process announces there, as soon as it does. The caller ends the wait."""
+    """The gRPC address that a process announces there, as soon as it does. The caller ends the
+    wait."""
     while (announcement := read_announcement(path)) is None:  # noqa: ASYNC110
         await asyncio.sleep(_LOOK_S)
     return announcement.address

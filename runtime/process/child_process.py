@@ -1,4 +1,5 @@
-"""A process of ours: it imports nothing from where it was started, does not outlive its parent, keeps to its cores."""
+"""A process of ours: it imports nothing from where it was started, does not outlive its parent,
+keeps to its cores."""
 
 import ctypes
 import os
@@ -13,9 +14,9 @@ ALL_CORES = "all"
 
 
 def program(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module of ours. A file of that name in the working directory is not taken for it, unless
-    that is where we are ourselves: in a checkout that was not installed. Raises ConfigError where that directory was
-    removed."""
+    """The command that runs a module of ours. A file of that name in the working directory is not
+    taken for it, unless that is where we are ourselves: in a checkout that was not installed.
+    Raises ConfigError where that directory was removed."""
     try:
         here = Path.cwd()
     except FileNotFoundError:
@@ -25,9 +26,9 @@ def program(module: str, *arguments: str) -> list[str]:
 
 
 def tie_to_parent(parent: int, core: str) -> None:
-    """The kernel ends this process when `parent` dies, however that dies, and keeps it on `core`, or on several with
-    commas between, unless that is `ALL_CORES`. Ends the process if the parent is gone already. Linux only; elsewhere
-    nothing happens."""
+    """The kernel ends this process when `parent` dies, however that dies, and keeps it on `core`,
+    or on several with commas between, unless that is `ALL_CORES`. Ends the process if the parent is
+    gone already. Linux only; elsewhere nothing happens."""
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,4 +1,5 @@
-"""How many cores a process may use: of those it is kept to, what the quota of its container leaves."""
+"""How many cores a process may use: of those it is kept to, what the quota of its container
+leaves."""
 
 import os
 import sys
@@ -13,7 +14,8 @@ def num_cores(root: Path = Path("/")) -> int:
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Cores, of every group with a limit that holds this process; of both generations of control groups."""
+    """Cores, of every group with a limit that holds this process; of both generations of control
+    groups."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -26,7 +28,11 @@ def _quotas(root: Path) -> Iterator[float]:
         # A container sees its own group as the top of the mount, whatever path the host has for it.
         group = Path(path.lstrip("/"))
         for folder in (top / part for part in (group, *group.parents)):
-            files = [folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"] if controllers else [folder / "cpu.max"]
+            files = (
+                [folder / "cpu.cfs_quota_us", folder / "cpu.cfs_period_us"]
+                if controllers
+                else [folder / "cpu.max"]
+            )
             try:
                 quota, period = " ".join(file.read_text() for file in files).split()
                 if int(quota) > 0 and int(period) > 0:

@@ -1,7 +1,8 @@
-"""What a supervisor and its nursery (`pool.nursery`) send to each other over a Unix socket that keeps messages apart.
+"""What a supervisor and its nursery (`pool.nursery`) send to each other over a Unix socket that
+keeps messages apart.
 
-An order goes with one descriptor, the worker's stdout and stderr. It is answered twice: when the worker runs, and when
-it has ended.
+An order goes with one descriptor, the worker's stdout and stderr. It is answered twice: when the
+worker runs, and when it has ended.
 """
 
 import json
@@ -17,8 +18,8 @@ MAX_BYTES = 1 << 18  # an environment is a few KiB
 
 @dataclass(frozen=True)
 class Order:
-    """A worker to fork: `python -m MODULE ARG...`, in that folder and environment, on that core, as `tie_to_parent`
-    takes it."""
+    """A worker to fork: `python -m MODULE ARG...`, in that folder and environment, on that core, as
+    `tie_to_parent` takes it."""
 
     number: int  # of this connection
     module: str
@@ -42,8 +43,11 @@ def open_socket() -> socket.socket:
 
 
 def is_from_user(channel: socket.socket, user_id: int) -> bool:
-    """Return whether the process at the other end of a connection was this user's when it connected."""
-    _, found, _ = _CREDENTIALS.unpack(channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
+    """Return whether the process at the other end of a connection was this user's when it
+    connected."""
+    _, found, _ = _CREDENTIALS.unpack(
+        channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
     return bool(found == user_id)
 
 

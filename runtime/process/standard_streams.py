@@ -1,7 +1,7 @@
 """The standard streams of a command, whatever the locale says.
 
-    open_to_all_text()                                       once, before the first line is read or written
-    with whole_output("baton check"): ...                    one line and exit code 1 where a disk is full
+open_to_all_text()                                       once, before the first line is read or written
+with whole_output("baton check"): ...                    one line and exit code 1 where a disk is full
 """
 
 import codecs
@@ -19,9 +19,9 @@ _DRAWN = str.maketrans("│├┼┤─█░", "||||-#.")
 
 
 def open_to_all_text() -> None:
-    """Let stdout and stderr write text that their encoding lacks: frames become ASCII, everything else is escaped as in
-    a Python string. ASCII on stdin is read as UTF-8, which it is a part of, and bytes that are no text are an error
-    there in every locale."""
+    """Let stdout and stderr write text that their encoding lacks: frames become ASCII, everything
+    else is escaped as in a Python string. ASCII on stdin is read as UTF-8, which it is a part of,
+    and bytes that are no text are an error there in every locale."""
     codecs.register_error("baton.drawn", _drawn)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a closed one is None
@@ -35,7 +35,7 @@ def _drawn(error: UnicodeError) -> tuple[str, int]:
     """Satisfies `codecs.register_error`. Raises what is not about encoding."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
-    text = error.object[error.start:error.end].translate(_DRAWN)
+    text = error.object[error.start : error.end].translate(_DRAWN)
     return text.encode("ascii", "backslashreplace").decode(), error.end
 
 
@@ -48,13 +48,15 @@ def told_of_full_disks() -> Iterator[None]:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
             raise
         _discard_the_rest()
-        raise UnavailableError(f"cannot write {error.filename or 'the output'}: {error.strerror}") from None
+        raise UnavailableError(
+            f"cannot write {error.filename or 'the output'}: {error.strerror}"
+        ) from None
 
 
 @contextmanager
 def whole_output(name: str) -> Iterator[None]:
-    """Run a program, and exit with one line where a disk did not take all of its output, in silence where its reader is
-    gone."""
+    """Run a program, and exit with one line where a disk did not take all of its output, in silence
+    where its reader is gone."""
     try:
         with told_of_full_disks():
             try:
@@ -71,6 +73,7 @@ def whole_output(name: str) -> Iterator[None]:
 
 
 def _discard_the_rest() -> None:
-    """Write what is left of the output to nowhere: it would fail once more, and loudly, as the process ends."""
+    """Write what is left of the output to nowhere: it would fail once more, and loudly, as the
+    process ends."""
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -9,8 +9,8 @@
             await stop.wait()
         await server.drain(grace_s)
 
-Work that has no drain of its own runs under `interruptible(stop, work())`. A second signal ends the process without
-draining.
+Work that has no drain of its own runs under `interruptible(stop, work())`. A second signal ends the
+process without draining.
 """
 
 import asyncio
@@ -55,8 +55,8 @@ class StopSignal:
 
 @asynccontextmanager
 async def background(stop: StopSignal, *work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """Run `work` beside the block. A failure sets `stop` at once and is raised when the block has ended; leaving the
-    block cancels what still runs."""
+    """Run `work` beside the block. A failure sets `stop` at once and is raised when the block has
+    ended; leaving the block cancels what still runs."""
     tasks = [asyncio.create_task(item) for item in work]
     for task in tasks:
         task.add_done_callback(lambda ended: _stop_on_failure(stop, ended))
@@ -74,8 +74,8 @@ async def background(stop: StopSignal, *work: Coroutine[None, None, None]) -> As
 async def interruptible(stop: StopSignal, work: Coroutine[None, None, None]) -> bool:
     """Run `work` to its end, or cancel it when `stop` is set. Whether it came to its end.
 
-    Each time that this is cancelled, `work` is once more, and not twice: what it does then is its last resort, which
-    comes to its end before this raises CancelledError.
+    Each time that this is cancelled, `work` is once more, and not twice: what it does then is its
+    last resort, which comes to its end before this raises CancelledError.
     """
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
@@ -96,7 +96,8 @@ def _stop_on_failure(stop: StopSignal, task: asyncio.Task[None]) -> None:
 
 
 def run_process(name: str, run: Callable[[StopSignal], Awaitable[None]]) -> int:
-    """Run a composition root to its end and return the exit code; failures become one clear line on stderr."""
+    """Run a composition root to its end and return the exit code; failures become one clear line on
+    stderr."""
     try:
         asyncio.run(_with_signals(name, run))
     except BaseExceptionGroup as group:
@@ -123,8 +124,10 @@ def _exit_code(name: str, error: BaseException) -> int:
         report_end(f"{name}: out of memory; {memory_left()}")
         return EXIT_FAILED
     if isinstance(error, RuntimeError) and str(error) == _NO_THREAD:
-        report_end(f"{name}: no thread can be started: memory, or the number of threads a user or container may have, "
-                   f"is used up")
+        report_end(
+            f"{name}: no thread can be started: memory, or the number of threads a user or container may have, "
+            f"is used up"
+        )
         return EXIT_FAILED
     logger.critical("%s ends on a bug", name, exc_info=error)
     return EXIT_BUG

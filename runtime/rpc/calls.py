@@ -1,10 +1,12 @@
-"""The calls that a server has under way: counted, traced, waited for by a drain, and ended by it (`CallLedger`).
+"""The calls that a server has under way: counted, traced, waited for by a drain, and ended by it
+(`CallLedger`).
 
-Requests that share one gRPC call (`Prefill.Serve`, `Decode.Serve`) count as calls of their own, under a method name of
-their own: that they share one is nothing that a drain, a metric or a trace has to know. Each end of a call that is
-shared has a `SendQueue` of what waits to be sent: whatever is due together goes into one message, in order for each
-request. An end that is read slowly sends fewer and longer messages. What waits for a request is bounded by what the
-request may send, and how many requests there are by whoever opens them.
+Requests that share one gRPC call (`Prefill.Serve`, `Decode.Serve`) count as calls of their own,
+under a method name of their own: that they share one is nothing that a drain, a metric or a trace
+has to know. Each end of a call that is shared has a `SendQueue` of what waits to be sent: whatever
+is due together goes into one message, in order for each request. An end that is read slowly sends
+fewer and longer messages. What waits for a request is bounded by what the request may send, and how
+many requests there are by whoever opens them.
 """
 
 import asyncio
@@ -43,7 +45,9 @@ class _MethodMeter:
 
     @classmethod
     def of(cls, metrics: RpcMetrics, method: str) -> "_MethodMeter":
-        return cls(method, metrics.requests, metrics.seconds.labels(method), metrics.running.labels(method))
+        return cls(
+            method, metrics.requests, metrics.seconds.labels(method), metrics.running.labels(method)
+        )
 
     def ended(self, code: str, seconds: float) -> None:
         if code not in self._by_code:
@@ -54,7 +58,8 @@ class _MethodMeter:
 
 @dataclass(eq=False)
 class OpenCall:
-    """One under way, from `CallLedger.begin` to `CallLedger.over`. `expelled`: what the server ended it with."""
+    """One under way, from `CallLedger.begin` to `CallLedger.over`. `expelled`: what the server
+    ended it with."""
 
     method: str
     meter: _MethodMeter
@@ -69,11 +74,16 @@ class OpenCall:
 
 
 class CallLedger:
-    """One per door of a server. Calls of `background` methods are streams without an end of their own: they neither
-    hold up a drain nor are refused by it. `seats` bounds the others."""
+    """One per door of a server. Calls of `background` methods are streams without an end of their
+    own: they neither hold up a drain nor are refused by it. `seats` bounds the others."""
 
-    def __init__(self, seats: Seats, metrics: RpcMetrics, tracing: Tracing = UNTRACED,
-                 background: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self,
+        seats: Seats,
+        metrics: RpcMetrics,
+        tracing: Tracing = UNTRACED,
+        background: frozenset[str] = frozenset(),
+    ) -> None:
         self.seats = seats
         self._metrics = metrics
         self._tracing = tracing
@@ -86,8 +96,9 @@ class CallLedger:
         self._refusal = ""
 
     def refuse_new(self, reason: str) -> None:
-        """From now on new streams end with UNAVAILABLE and this reason: they begin work. A call of one message ends
-        some (`Abort`) or asks how it goes, which is wanted most while others wait for the drain."""
+        """From now on new streams end with UNAVAILABLE and this reason: they begin work. A call of
+        one message ends some (`Abort`) or asks how it goes, which is wanted most while others wait
+        for the drain."""
         self._refusal = reason
         self._metrics.draining.set(1)
 
@@ -98,7 +109,8 @@ class CallLedger:
 
     @contextlib.contextmanager
     def place(self) -> Iterator[None]:
-        """For one that begins work. Raises CapacityError where there are too many, DrainingError as `check_open`."""
+        """For one that begins work. Raises CapacityError where there are too many, DrainingError as
+        `check_open`."""
         with self.seats.taken():
             self.check_open()
             yield
@@ -145,11 +157,16 @@ class CallLedger:
             if not self._num_counted:
                 self._quiet.set()
 
-    async def run(self, call: OpenCall, context: Metadata, serve: Callable[[], Awaitable[object]],
-                  fail: Callable[[RpcFailure], Awaitable[None]]) -> object:
-        """What `serve` gives; None where it was given up on. Its errors become statuses, of which `fail` sends one.
-        `context` is the caller's trace context. No context manager: an error that goes through one stays in the frames
-        of it, and the request in the error."""
+    async def run(
+        self,
+        call: OpenCall,
+        context: Metadata,
+        serve: Callable[[], Awaitable[object]],
+        fail: Callable[[RpcFailure], Awaitable[None]],
+    ) -> object:
+        """What `serve` gives; None where it was given up on. Its errors become statuses, of which
+        `fail` sends one. `context` is the caller's trace context. No context manager: an error that
+        goes through one stays in the frames of it, and the request in the error."""
         started, code = time.monotonic(), grpc.StatusCode.OK
         failure: RpcFailure | None = None
         tracing = UNTRACED if call.method in self._background else self._tracing
@@ -182,12 +199,16 @@ def _expel(calls: Iterable[OpenCall], error: BatonError) -> None:
 
 
 def failed(method: str, error: Exception) -> RpcFailure:
-    """Log a failure as what it is (a bug with its traceback, anything else as a line) and give its status. What is
-    wrong with a request quotes it, so the log has only the names of its fields."""
+    """Log a failure as what it is (a bug with its traceback, anything else as a line) and give its
+    status. What is wrong with a request quotes it, so the log has only the names of its fields."""
     failure = failure_of(error, bound_ids().get("request_id", ""))
     fields = {"method": method, "code": failure.code.name}
     if isinstance(error, InvalidRequestError):
-        logger.info("call refused for %s", ", ".join(v.field for v in error.violations[:MAX_VIOLATIONS]), extra=fields)
+        logger.info(
+            "call refused for %s",
+            ", ".join(v.field for v in error.violations[:MAX_VIOLATIONS]),
+            extra=fields,
+        )
     elif isinstance(error, BatonError) and not isinstance(error, InternalError):
         logger.info("call refused or failed: %s", failure.message, extra=fields)
     else:
@@ -197,8 +218,9 @@ def failed(method: str, error: Exception) -> RpcFailure:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """The frames of a traceback hold the request, and cycles hold tracebacks until the garbage collector comes by. The
-    frames themselves are left alone: calls that end for one reason share its error, and all their frames are in it."""
+    """The frames of a traceback hold the request, and cycles hold tracebacks until the garbage
+    collector comes by. The frames themselves are left alone: calls that end for one reason share
+    its error, and all their frames are in it."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
@@ -206,8 +228,8 @@ def _let_go(error: BaseException | None) -> None:
 
 @dataclass(frozen=True)
 class MessageLimits:
-    """Of one message: as many items as its reader handles without a pause, and no more weight, in whatever its sender
-    counts, but for an item that has more by itself."""
+    """Of one message: as many items as its reader handles without a pause, and no more weight, in
+    whatever its sender counts, but for an item that has more by itself."""
 
     max_items: int
     max_weight: int
@@ -218,7 +240,9 @@ class SendQueue(Generic[ItemT]):
 
     def __init__(self, limits: MessageLimits) -> None:
         self._limits = limits
-        self._waiting: dict[int, deque[tuple[ItemT, int]]] = {}  # with weights; by key, in order of their first items
+        self._waiting: dict[
+            int, deque[tuple[ItemT, int]]
+        ] = {}  # with weights; by key, in order of their first items
         self._reader: asyncio.Future[None] | None = None  # that waits for an item
         self._is_closed = False
         self._error: Exception | None = None
@@ -245,18 +269,21 @@ class SendQueue(Generic[ItemT]):
         return tuple(item for item, _ in self._waiting.pop(key, ()))
 
     def close(self, error: Exception | None = None) -> None:
-        """Nothing more will be put; with an error, nothing more will be sent. Only the first call counts."""
+        """Nothing more will be put; with an error, nothing more will be sent. Only the first call
+        counts."""
         if not self._is_closed:
             self._is_closed, self._error = True, error
             self._wake()
 
     async def take(self) -> list[ItemT]:
-        """The items of the next message; none when the queue is closed and all were taken. Raises the error that it was
-        closed with."""
+        """The items of the next message; none when the queue is closed and all were taken. Raises
+        the error that it was closed with."""
         while not self._waiting and not self._is_closed:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-            await asyncio.sleep(0)  # whoever was woken together with this has something to send, too
+            await asyncio.sleep(
+                0
+            )  # whoever was woken together with this has something to send, too
         if self._error is not None:
             raise self._error
         return self._message()

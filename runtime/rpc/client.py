@@ -1,7 +1,7 @@
 """Channels to other Baton processes: every one detects a dead or silent peer within five seconds.
 
-    open_channel("HOST:PORT") -> grpc.aio.Channel           open_sync_channel(...) -> grpc.Channel
-    await wait_serving(channel, "baton.v1.Prefill", timeout_s=10)
+open_channel("HOST:PORT") -> grpc.aio.Channel           open_sync_channel(...) -> grpc.Channel
+await wait_serving(channel, "baton.v1.Prefill", timeout_s=10)
 """
 
 import asyncio
@@ -17,13 +17,14 @@ from runtime.rpc.redial import RedialingChannel, RedialingSyncChannel
 from runtime.rpc.unreachable import reach_problem
 from runtime.security.access import PLAIN_CHANNEL, ChannelSecurity
 
-_LOOK_UP_MS = 500  # between two resolutions of a name; gRPC's own 30 s leave a peer that moved unseen for as long
+# between two resolutions of a name; gRPC's own 30 s leave a peer that moved unseen for as long
+_LOOK_UP_MS = 500
 
 
 @dataclass(frozen=True)
 class ChannelOptions:
-    """A killed peer's kernel closes its connections at once; a silent one is given up after the sum of the two
-    keepalive times. `connect_s` is for one address to connect and shake hands."""
+    """A killed peer's kernel closes its connections at once; a silent one is given up after the sum
+    of the two keepalive times. `connect_s` is for one address to connect and shake hands."""
 
     keepalive_s: float = 1.5
     keepalive_timeout_s: float = 2.5
@@ -35,13 +36,14 @@ class ChannelOptions:
         return [
             ("grpc.keepalive_time_ms", round(self.keepalive_s * 1e3)),
             ("grpc.keepalive_timeout_ms", round(self.keepalive_timeout_s * 1e3)),
-            # Without this one a silent peer is kept for a minute: a bandwidth probe in flight stands in for the
-            # keepalive ping, and only its own timeout counts.
+            # Without this one a silent peer is kept for a minute: a bandwidth probe in flight
+            # stands in for the keepalive ping, and only its own timeout counts.
             ("grpc.http2.ping_timeout_ms", round(self.keepalive_timeout_s * 1e3)),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.initial_reconnect_backoff_ms", 100),
-            # In spite of its name the shortest time limit of an attempt to connect, not a pause between two.
+            # In spite of its name the shortest time limit of an attempt to connect, not a pause
+            # between two.
             ("grpc.min_reconnect_backoff_ms", round(self.connect_s * 1e3)),
             ("grpc.max_reconnect_backoff_ms", round(self.max_reconnect_backoff_s * 1e3)),
             ("grpc.dns_min_time_between_resolutions_ms", _LOOK_UP_MS),
@@ -52,9 +54,14 @@ class ChannelOptions:
         ]
 
 
-def open_channel(address: str, options: ChannelOptions = ChannelOptions(), *,
-                 security: ChannelSecurity = PLAIN_CHANNEL) -> grpc.aio.Channel:
-    """Return an asyncio channel; it connects on first use. A peer with a name may return at another address.
+def open_channel(
+    address: str,
+    options: ChannelOptions = ChannelOptions(),
+    *,
+    security: ChannelSecurity = PLAIN_CHANNEL,
+) -> grpc.aio.Channel:
+    """Return an asyncio channel; it connects on first use. A peer with a name may return at another
+    address.
 
     Raises:
         ConfigError: an address that is not HOST:PORT, or a token that would travel in plain text.
@@ -72,8 +79,12 @@ def open_channel(address: str, options: ChannelOptions = ChannelOptions(), *,
     return RedialingChannel(security, dial, is_named=is_named)
 
 
-def open_sync_channel(address: str, options: ChannelOptions = ChannelOptions(), *,
-                      security: ChannelSecurity = PLAIN_CHANNEL) -> grpc.Channel:
+def open_sync_channel(
+    address: str,
+    options: ChannelOptions = ChannelOptions(),
+    *,
+    security: ChannelSecurity = PLAIN_CHANNEL,
+) -> grpc.Channel:
     """Return the same for code without an event loop."""
     target, arguments = _target(address, options, security)
     is_named = parse_address(address).is_name
@@ -88,7 +99,9 @@ def open_sync_channel(address: str, options: ChannelOptions = ChannelOptions(), 
     return RedialingSyncChannel(security, dial, is_named=is_named)
 
 
-def _target(address: str, options: ChannelOptions, security: ChannelSecurity) -> tuple[str, list[tuple[str, Any]]]:
+def _target(
+    address: str, options: ChannelOptions, security: ChannelSecurity
+) -> tuple[str, list[tuple[str, Any]]]:
     target, arguments = str(parse_peer(address)), options.as_grpc()
     security.check_target(target)
     if security.server_name and security.certificates is not None:
@@ -108,7 +121,8 @@ async def wait_serving(channel: grpc.aio.Channel, service: str, *, timeout_s: fl
             while True:
                 try:
                     call = health_pb2_grpc.HealthStub(channel).Watch(  # type: ignore[attr-defined]  # stubs lack it
-                        health_pb2.HealthCheckRequest(service=service))
+                        health_pb2.HealthCheckRequest(service=service)
+                    )
                     async for answer in call:
                         last = health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)
                         if answer.status == health_pb2.HealthCheckResponse.SERVING:

@@ -1,7 +1,8 @@
 """Bounds on the connections of a server by peer, and on the file descriptors that they take.
 
-gRPC counts connections and not who holds them, so one peer that opens as many as there may be closes the port for all
-others. It gets a higher limit here, and a `ConnectionWatch` closes what is too much, of the peer that has most:
+gRPC counts connections and not who holds them, so one peer that opens as many as there may be
+closes the port for all others. It gets a higher limit here, and a `ConnectionWatch` closes what is
+too much, of the peer that has most:
 
     limits = ConnectionLimits.within(max_connections, raised_file_limit())      gRPC takes limits.accepted
     watch = ConnectionWatch(limits); watch.start({7000}); ...; watch.stop()
@@ -27,7 +28,9 @@ from runtime.security.access import network_of
 
 logger = logging.getLogger(__name__)
 
-RESERVED_FILES = 512  # channels to workers, stages, grammars' processes, /metrics, health, transports, files
+RESERVED_FILES = (
+    512  # channels to workers, stages, grammars' processes, /metrics, health, transports, files
+)
 MAX_MARGIN = 1024  # connections beyond the limit that may come between two looks
 LOOK_S, BUSY_LOOK_S = 0.25, 0.05
 LOG_S = 60.0  # between two lines about the same server
@@ -37,7 +40,9 @@ def raised_file_limit() -> int:
     """Raise the soft limit of open files to the hard one, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with suppress(ValueError, OSError):  # more than the kernel allows, where the hard one has no limit
+        with suppress(
+            ValueError, OSError
+        ):  # more than the kernel allows, where the hard one has no limit
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft if soft != resource.RLIM_INFINITY else 1 << 30
@@ -54,7 +59,8 @@ def _accepted(max_connections: int) -> int:
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """`kept` connections in all and `per_peer` of one; gRPC takes up to `accepted`, of which the rest is closed."""
+    """`kept` connections in all and `per_peer` of one; gRPC takes up to `accepted`, of which the
+    rest is closed."""
 
     kept: int
     accepted: int
@@ -62,7 +68,8 @@ class ConnectionLimits:
 
     @classmethod
     def within(cls, max_connections: int, file_limit: int) -> Self:
-        """As many as asked for, as far as they leave `RESERVED_FILES` descriptors, and at least a quarter of them."""
+        """As many as asked for, as far as they leave `RESERVED_FILES` descriptors, and at least a
+        quarter of them."""
         available = max(file_limit - RESERVED_FILES, file_limit // 4)
         accepted = min(_accepted(max_connections), available)
         kept = max(1, min(max_connections, accepted * 3 // 4))
@@ -84,7 +91,9 @@ class ConnectionWatch:
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
         self._ports: frozenset[int] = frozenset()
-        self._connections: dict[int, _Connection] = {}  # by inode, in the order in which they were seen
+        self._connections: dict[
+            int, _Connection
+        ] = {}  # by inode, in the order in which they were seen
         self._others: set[int] = set()  # inodes of other sockets
         self._num_closed = 0
         self._logged_s = -LOG_S
@@ -113,17 +122,28 @@ class ConnectionWatch:
     def look(self) -> int:
         """Close what is too much; return how many connections."""
         self._find()
-        excess = _excess([(inode, each.peer) for inode, each in self._connections.items() if not each.is_closing],
-                         self._limits)
+        excess = _excess(
+            [
+                (inode, each.peer)
+                for inode, each in self._connections.items()
+                if not each.is_closing
+            ],
+            self._limits,
+        )
         for inode in excess:
             connection = self._connections[inode]
             connection.is_closing = True
             _shut_down(connection.fd, inode)
         self._num_closed += len(excess)
         if excess and time.monotonic() - self._logged_s >= LOG_S:
-            logger.warning("connections are closed, of the peer that has most", extra={
-                "peer": _shown(self._connections[excess[0]].peer), "closed": self._num_closed,
-                "limit": self._limits.kept})
+            logger.warning(
+                "connections are closed, of the peer that has most",
+                extra={
+                    "peer": _shown(self._connections[excess[0]].peer),
+                    "closed": self._num_closed,
+                    "limit": self._limits.kept,
+                },
+            )
             self._logged_s, self._num_closed = time.monotonic(), 0
         return len(excess)
 
@@ -147,7 +167,10 @@ class ConnectionWatch:
                 self._others.add(inode)
             else:
                 found[inode] = seen
-        for inode in (*(old for old in known if old in found), *sorted(found.keys() - known.keys())):
+        for inode in (
+            *(old for old in known if old in found),
+            *sorted(found.keys() - known.keys()),
+        ):
             self._connections[inode] = found[inode]
 
     def _seen(self, fd: int) -> _Connection | None:
@@ -158,7 +181,9 @@ class ConnectionWatch:
             return None
         try:
             port = seen.getsockname()[1] if seen.family in (socket.AF_INET, socket.AF_INET6) else 0
-            return _Connection(fd, network_of(seen.getpeername()[0])) if port in self._ports else None
+            return (
+                _Connection(fd, network_of(seen.getpeername()[0])) if port in self._ports else None
+            )
         except OSError:
             return None  # it listens, or is gone
         finally:
@@ -166,8 +191,8 @@ class ConnectionWatch:
 
 
 def _excess(open_ones: Sequence[tuple[int, bytes]], limits: ConnectionLimits) -> list[int]:
-    """Return what is too much: of the peer that has most the newest, until all limits are kept. `open_ones`: inodes and
-    peers, the oldest first."""
+    """Return what is too much: of the peer that has most the newest, until all limits are kept.
+    `open_ones`: inodes and peers, the oldest first."""
     counts = Counter(peer for _, peer in open_ones)
     most = [(-count, peer) for peer, count in counts.items()]
     heapq.heapify(most)
@@ -193,7 +218,8 @@ def _shown(peer: bytes) -> str:
 
 
 def _shut_down(fd: int, inode: int) -> None:
-    """End the connection, whereupon gRPC closes it, unless the descriptor is another one's by now."""
+    """End the connection, whereupon gRPC closes it, unless the descriptor is another one's by
+    now."""
     with suppress(OSError), socket.socket(fileno=os.dup(fd)) as held:
         if os.fstat(held.fileno()).st_ino == inode:
             held.shutdown(socket.SHUT_RDWR)

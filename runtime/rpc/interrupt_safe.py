@@ -1,9 +1,10 @@
 """Blocking calls into gRPC that a Ctrl-C cannot break.
 
-Python raises KeyboardInterrupt in the main thread between any two instructions, hence also between the taking of a lock
-and the block that gives it back. A call of gRPC and the thread that serves its channel share such locks: an interrupt
-at that moment leaves one taken, and no call of this channel ever ends again. Here another thread calls, and the main
-thread waits on a queue that is written in C.
+Python raises KeyboardInterrupt in the main thread between any two instructions, hence also between
+the taking of a lock and the block that gives it back. A call of gRPC and the thread that serves its
+channel share such locks: an interrupt at that moment leaves one taken, and no call of this channel
+ever ends again. Here another thread calls, and the main thread waits on a queue that is written in
+C.
 
     uninterrupted(lambda: stub.GetLoad(request))            uninterrupted_stream(lambda: stub.Generate(request))
 """
@@ -29,7 +30,8 @@ class StreamingCall(Protocol[T_co]):
 
 
 def uninterrupted(function: Callable[[], T]) -> T:
-    """What `function` returns or raises. A KeyboardInterrupt does not end it, but the wait for it."""
+    """What `function` returns or raises. A KeyboardInterrupt does not end it, but the wait for
+    it."""
     if not _can_be_interrupted():
         return function()
     results: SimpleQueue[_Result[T]] = SimpleQueue()
@@ -38,7 +40,8 @@ def uninterrupted(function: Callable[[], T]) -> T:
 
 
 def uninterrupted_stream(begin: Callable[[], StreamingCall[T]]) -> Generator[T, None, None]:
-    """The messages of the call that `begin` returns, each read when it is asked for. Closing cancels the call."""
+    """The messages of the call that `begin` returns, each read when it is asked for. Closing
+    cancels the call."""
     if _can_be_interrupted():
         yield from _read_aside(begin)
         return

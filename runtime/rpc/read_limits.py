@@ -1,8 +1,9 @@
 """What callers may take of a server. Four bounds, checked call by call:
 
- - `Intake`: messages being read. gRPC reads a message whole before any code sees it, so a message on its way may take
-   as many bytes as its server admits. The one read for longest makes room for the next one: a message that has arrived
-   is read within a turn of the event loop, so only slow ones wait for others, and none can hold a place.
+ - `Intake`: messages being read. gRPC reads a message whole before any code sees it, so a message
+   on its way may take as many bytes as its server admits. The one read for longest makes room for
+   the next one: a message that has arrived is read within a turn of the event loop, so only slow
+   ones wait for others, and none can hold a place.
  - `bounded`: the bytes, parts and numbers of one message, before it is parsed.
  - `Seats`: calls under way, and the bytes of their messages.
  - `StallWatch`: how long a response may wait for its caller.
@@ -28,10 +29,10 @@ from runtime.errors import CapacityError, DeadlineError, FieldViolation, Invalid
 T = TypeVar("T")
 MessageT = TypeVar("MessageT")
 
-# A message of a field or two for each byte takes 500 MiB and a second to parse, which nothing can interrupt, so parts
-# are counted first; counting costs as much as parsing what is shorter than `uncounted_bytes`. A chat of 4096 messages
-# that each have a text and a call has 28,673 parts. A number takes a byte or more of a message, four of memory, and
-# 17 ns.
+# A message of a field or two for each byte takes 500 MiB and a second to parse, which nothing can
+# interrupt, so parts are counted first; counting costs as much as parsing what is shorter than
+# `uncounted_bytes`. A chat of 4096 messages that each have a text and a call has 28,673 parts. A
+# number takes a byte or more of a message, four of memory, and 17 ns.
 MAX_PARTS, MAX_NUMBERS = 1 << 15, 1 << 21
 GREED = 8  # what one client may have, by what it leaves to others
 # gzip reaches 1000:1, prompts seldom 10:1.
@@ -44,7 +45,8 @@ _MAX_LOOKED_AT = 32  # messages of one field, for their numbers
 
 @dataclass(frozen=True)
 class IntakeLimits:
-    """`places` messages are read at once, each for `limit_s`; where others wait, for `patience_s`."""
+    """`places` messages are read at once, each for `limit_s`; where others wait, for
+    `patience_s`."""
 
     places: int
     patience_s: float
@@ -70,13 +72,16 @@ class Intake:
     def num_reading(self) -> int:
         return len(self._reading)
 
-    async def receive(self, read: Callable[[], Awaitable[T]], when_over: Callable[[Callable[[], None]], None]) -> T:
-        """What `read` gives. A read that fails keeps its place until its call is over, for so long gRPC keeps what has
-        arrived: `when_over` is given what to call then.
+    async def receive(
+        self, read: Callable[[], Awaitable[T]], when_over: Callable[[Callable[[], None]], None]
+    ) -> T:
+        """What `read` gives. A read that fails keeps its place until its call is over, for so long
+        gRPC keeps what has arrived: `when_over` is given what to call then.
 
         Raises:
             CapacityError: no place within `limit_s`.
-            DeadlineError: the message did not arrive within `limit_s`, or within `patience_s` while others waited.
+            DeadlineError: the message did not arrive within `limit_s`, or within `patience_s` while
+                others waited.
         """
         await self._place()
         loop = asyncio.get_running_loop()
@@ -91,7 +96,9 @@ class Intake:
             when_over(self._places.release)
             if not isinstance(error, TimeoutError):
                 raise
-            raise DeadlineError(f"the message did not arrive within {loop.time() - began:.3g} s") from None
+            raise DeadlineError(
+                f"the message did not arrive within {loop.time() - began:.3g} s"
+            ) from None
         finally:
             if reading is not None:
                 self._reading.remove(reading)
@@ -108,8 +115,10 @@ class Intake:
             async with asyncio.timeout(self._limits.limit_s):
                 await self._places.acquire()
         except TimeoutError:
-            raise CapacityError(f"{self._limits.places} messages are being received, which is the limit",
-                                resource="messages") from None
+            raise CapacityError(
+                f"{self._limits.places} messages are being received, which is the limit",
+                resource="messages",
+            ) from None
         finally:
             self._waiting -= 1
 
@@ -118,15 +127,16 @@ class Intake:
         if not self._places.locked():
             return
         now = asyncio.get_running_loop().time()
-        for reading in self._reading[:self._waiting]:
+        for reading in self._reading[: self._waiting]:
             ends_at, until = reading.scope.when(), max(now, reading.since + self._limits.patience_s)
             if not reading.scope.expired() and (ends_at is None or until < ends_at):
                 reading.scope.reschedule(until)
 
 
 class Seats:
-    """Calls under way of one kind, and the bytes of the messages they began with. A client that is named has at most
-    `GREED` times what is left of either, so that something is left to others however many calls it makes."""
+    """Calls under way of one kind, and the bytes of the messages they began with. A client that is
+    named has at most `GREED` times what is left of either, so that something is left to others
+    however many calls it makes."""
 
     def __init__(self, name: str, max_calls: int, max_bytes: int) -> None:
         """`name` is how the refusal calls them: "calls"."""
@@ -140,14 +150,19 @@ class Seats:
 
     @contextmanager
     def taken(self, client: str = "") -> Iterator[None]:
-        """A call under way. Raises CapacityError when there are too many, in all or of this client."""
+        """A call under way. Raises CapacityError when there are too many, in all or of this
+        client."""
         left, own = self._max_calls - self.num_calls, self._calls_of[client]
         if left <= 0:
-            raise CapacityError(f"{self._max_calls} {self._name} are under way, which is the limit",
-                                resource=self._name)
+            raise CapacityError(
+                f"{self._max_calls} {self._name} are under way, which is the limit",
+                resource=self._name,
+            )
         if client and own >= GREED * left:
-            raise CapacityError(f"{own} {self._name} of this client are under way, and {left} are left to others",
-                                resource=self._name)
+            raise CapacityError(
+                f"{own} {self._name} of this client are under way, and {left} are left to others",
+                resource=self._name,
+            )
         self.num_calls += 1
         self._calls_of[client] += 1
         try:
@@ -158,15 +173,21 @@ class Seats:
 
     @contextmanager
     def holding(self, num_bytes: int, client: str = "") -> Iterator[None]:
-        """A message held by its call. Raises CapacityError when those held have too many bytes, in all or of this
-        client; one alone never has."""
+        """A message held by its call. Raises CapacityError when those held have too many bytes, in
+        all or of this client; one alone never has."""
         left, own = self._max_bytes - self.num_bytes - num_bytes, self._bytes_of[client]
         if self.num_bytes and left < 0:
-            raise CapacityError(f"the messages of the calls under way have {self.num_bytes} bytes and this one "
-                                f"{num_bytes}; the limit is {self._max_bytes}", resource="message bytes")
+            raise CapacityError(
+                f"the messages of the calls under way have {self.num_bytes} bytes and this one "
+                f"{num_bytes}; the limit is {self._max_bytes}",
+                resource="message bytes",
+            )
         if client and own and own + num_bytes > GREED * left:
-            raise CapacityError(f"the messages of this client's calls have {own} bytes and this one {num_bytes}, and "
-                                f"{left} are left to others", resource="message bytes")
+            raise CapacityError(
+                f"the messages of this client's calls have {own} bytes and this one {num_bytes}, and "
+                f"{left} are left to others",
+                resource="message bytes",
+            )
         self.num_bytes += num_bytes
         self._bytes_of[client] += num_bytes
         try:
@@ -183,8 +204,9 @@ def _give_back(counts: Counter[str], client: str, count: int) -> None:
 
 
 class StallWatch:
-    """Ends the block with a TimeoutError when one write in it lasts for `limit_s`, at most an eighth longer. One timer
-    for a call and not one for a response, of which there are as many as tokens."""
+    """Ends the block with a TimeoutError when one write in it lasts for `limit_s`, at most an
+    eighth longer. One timer for a call and not one for a response, of which there are as many as
+    tokens."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -200,8 +222,12 @@ class StallWatch:
         await self._scope.__aenter__()
         self._look()
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                        trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self._timer.cancel()
         await self._scope.__aexit__(kind, error, trace)
 
@@ -221,18 +247,21 @@ class StallWatch:
 
 @dataclass(frozen=True)
 class MessageBounds:
-    """`max_bytes` of one message; parts and numbers are counted of one that has more than `uncounted_bytes`."""
+    """`max_bytes` of one message; parts and numbers are counted of one that has more than
+    `uncounted_bytes`."""
 
     max_bytes: int
     uncounted_bytes: int = 256 << 10
 
 
 def bounded(parse: Callable[[bytes], T] | None, bounds: MessageBounds) -> Callable[[bytes], T]:
-    """Wrap `parse`, which is the `FromString` of a message type. The result raises InvalidRequestError for a message
-    that is too long or has too many parts or numbers, before it is parsed, and for one that cannot be parsed.
+    """Wrap `parse`, which is the `FromString` of a message type. The result raises
+    InvalidRequestError for a message that is too long or has too many parts or numbers, before it
+    is parsed, and for one that cannot be parsed.
 
-    Messages compressed with gzip are inflated here and not by gRPC, whose only bound is the size of the largest
-    message. Nothing says which are: no message of protobuf begins with the first byte of gzip's, a field of type 7.
+    Messages compressed with gzip are inflated here and not by gRPC, whose only bound is the size of
+    the largest message. Nothing says which are: no message of protobuf begins with the first byte
+    of gzip's, a field of type 7.
     """
     kind, descriptor = parse.__self__ if isinstance(parse, BuiltinMethodType) else None, None
     if isinstance(kind, type) and issubclass(kind, Message):
@@ -244,7 +273,9 @@ def bounded(parse: Callable[[bytes], T] | None, bounds: MessageBounds) -> Callab
             raw = _inflated(raw, bounds.max_bytes)
         if (num_bytes := len(raw)) > bounds.max_bytes:
             del raw  # else it lives as long as the traceback
-            raise _refused(f"a message may have at most {bounds.max_bytes} bytes, this one has {num_bytes}")
+            raise _refused(
+                f"a message may have at most {bounds.max_bytes} bytes, this one has {num_bytes}"
+            )
         try:
             if num_bytes > bounds.uncounted_bytes and descriptor is not None:
                 _check_parts(raw, descriptor)
@@ -260,7 +291,8 @@ def _refused(problem: str) -> InvalidRequestError:
 
 
 def _inflated(raw: bytes, max_bytes: int) -> bytes:
-    """Decompress a whole gzip member. Raises InvalidRequestError, after `max_bytes` or the largest ratio at most."""
+    """Decompress a whole gzip member. Raises InvalidRequestError, after `max_bytes` or the largest
+    ratio at most."""
     limit = min(max_bytes, FREE_INFLATED_BYTES + MAX_INFLATION * len(raw))
     inflater = zlib.decompressobj(_GZIP_WINDOW_BITS)
     try:
@@ -268,7 +300,9 @@ def _inflated(raw: bytes, max_bytes: int) -> bytes:
     except zlib.error as error:
         raise _refused(f"is no message of its type: {error}") from None
     if len(inflated) > limit:
-        raise _refused(f"a compressed message of {len(raw)} bytes may have at most {limit} when it is inflated")
+        raise _refused(
+            f"a compressed message of {len(raw)} bytes may have at most {limit} when it is inflated"
+        )
     if not inflater.eof:
         raise _refused("is no message of its type: the compressed bytes end too early")
     return inflated
@@ -276,7 +310,8 @@ def _inflated(raw: bytes, max_bytes: int) -> bytes:
 
 @dataclass(frozen=True)
 class _Fields:
-    """Of a message type: the fields that are messages, with their types, and those that may have packed numbers."""
+    """Of a message type: the fields that are messages, with their types, and those that may have
+    packed numbers."""
 
     messages: Mapping[int, Descriptor]
     numbers: frozenset[int]
@@ -285,9 +320,18 @@ class _Fields:
 @cache
 def _fields_of(descriptor: Descriptor) -> _Fields:
     texts = FieldDescriptor.TYPE_STRING, FieldDescriptor.TYPE_BYTES
-    return _Fields({field.number: field.message_type for field in descriptor.fields if field.message_type is not None},
-                   frozenset(field.number for field in descriptor.fields
-                             if field.message_type is None and field.type not in texts))
+    return _Fields(
+        {
+            field.number: field.message_type
+            for field in descriptor.fields
+            if field.message_type is not None
+        },
+        frozenset(
+            field.number
+            for field in descriptor.fields
+            if field.message_type is None and field.type not in texts
+        ),
+    )
 
 
 def _check_parts(raw: bytes, descriptor: Descriptor) -> None:
@@ -305,7 +349,9 @@ def _check_parts(raw: bytes, descriptor: Descriptor) -> None:
             continue
         num_parts += 1
         if num_parts > MAX_PARTS:
-            raise _refused(f"a message of {len(raw)} bytes may have at most {MAX_PARTS} fields and entries")
+            raise _refused(
+                f"a message of {len(raw)} bytes may have at most {MAX_PARTS} fields and entries"
+            )
         tag, at = (raw[at], at + 1) if raw[at] < 128 else _varint(raw, at)
         if tag & 7 != 2:
             at = _behind_number(raw, at, tag & 7)
@@ -317,7 +363,7 @@ def _check_parts(raw: bytes, descriptor: Descriptor) -> None:
             end, fields = at + length, _fields_of(inner)
             continue
         if tag >> 3 in fields.numbers:
-            num_numbers += len(raw[at:at + length].translate(None, _CONTINUED))
+            num_numbers += len(raw[at : at + length].translate(None, _CONTINUED))
             if num_numbers > MAX_NUMBERS:
                 raise _refused(f"a message may have at most {MAX_NUMBERS} numbers")
         at += length
@@ -348,7 +394,8 @@ def _varint(raw: bytes, at: int) -> tuple[int, int]:
 
 
 def held_bytes(message: Message) -> int:
-    """Return the memory that a request takes while its call is under way: its bytes, and what becomes of numbers."""
+    """Return the memory that a request takes while its call is under way: its bytes, and what
+    becomes of numbers."""
     return message.ByteSize() + _HELD_NUMBER_BYTES * _num_numbers(message)
 
 

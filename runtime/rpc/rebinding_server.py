@@ -1,7 +1,9 @@
-"""A gRPC server that outlives what grpc.aio does not: a request whose path is not UTF-8, from any caller, ends the loop
-in which grpc.aio takes calls, and with it the port (grpcio 1.85). Calls under way go on; nothing takes new ones.
+"""A gRPC server that outlives what grpc.aio does not: a request whose path is not UTF-8, from any
+caller, ends the loop in which grpc.aio takes calls, and with it the port (grpcio 1.85). Calls under
+way go on; nothing takes new ones.
 
-`LastingServer` is a `grpc.aio.Server` that sees it and takes the port again with a server of the same handlers.
+`LastingServer` is a `grpc.aio.Server` that sees it and takes the port again with a server of the
+same handlers.
 """
 
 import asyncio
@@ -21,25 +23,33 @@ REBIND_S = 10.0
 
 
 class LastingServer(grpc.aio.Server):
-    """Build inside a running event loop. `make` makes a server without handlers or ports; `watch` bounds the
-    connections to its ports while it serves."""
+    """Build inside a running event loop. `make` makes a server without handlers or ports; `watch`
+    bounds the connections to its ports while it serves."""
 
     def __init__(self, make: Callable[[], grpc.aio.Server], watch: ConnectionWatch) -> None:
         self._make = make
         self._connections = watch
         self._server = make()
-        self._former: dict[grpc.aio.Server, asyncio.Task[None]] = {}  # broken, until the calls there have ended
+        self._former: dict[
+            grpc.aio.Server, asyncio.Task[None]
+        ] = {}  # broken, until the calls there have ended
         self._additions: list[Callable[[grpc.aio.Server], object]] = []
-        self._ports: dict[str, Callable[[grpc.aio.Server], int]] = {}  # by address, how to take it again
+        self._ports: dict[
+            str, Callable[[grpc.aio.Server], int]
+        ] = {}  # by address, how to take it again
         self._watch: asyncio.Task[None] | None = None
 
-    def add_generic_rpc_handlers(self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]) -> None:
+    def add_generic_rpc_handlers(
+        self, generic_rpc_handlers: Iterable[grpc.GenericRpcHandler]
+    ) -> None:
         handlers = tuple(generic_rpc_handlers)
         self._add(lambda server: server.add_generic_rpc_handlers(handlers))
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: Any) -> None:  # noqa: ANN401
         """Called by generated code."""
-        self._add(lambda server: server.add_registered_method_handlers(service_name, method_handlers))
+        self._add(
+            lambda server: server.add_registered_method_handlers(service_name, method_handlers)
+        )
 
     def add_insecure_port(self, address: str) -> int:
         port = self._server.add_insecure_port(address)
@@ -48,7 +58,9 @@ class LastingServer(grpc.aio.Server):
 
     def add_secure_port(self, address: str, server_credentials: grpc.ServerCredentials) -> int:
         port = self._server.add_secure_port(address, server_credentials)
-        self._opened(address, port, lambda server, taken: server.add_secure_port(taken, server_credentials))
+        self._opened(
+            address, port, lambda server, taken: server.add_secure_port(taken, server_credentials)
+        )
         return port
 
     @property
@@ -77,7 +89,9 @@ class LastingServer(grpc.aio.Server):
         self._additions.append(addition)
         addition(self._server)
 
-    def _opened(self, address: str, port: int, open_again: Callable[[grpc.aio.Server, str], int]) -> None:
+    def _opened(
+        self, address: str, port: int, open_again: Callable[[grpc.aio.Server, str], int]
+    ) -> None:
         taken = f"{address.rpartition(':')[0]}:{port}"  # the one that was given for port 0
         self._ports[taken] = lambda server: open_again(server, taken)
 
@@ -88,13 +102,17 @@ class LastingServer(grpc.aio.Server):
                 await self._replace()
 
     async def _replace(self) -> None:
-        logger.error("gRPC gave up its port because of a request it could not read; it is taken again",
-                     extra={"ports": ", ".join(self._ports)})
+        logger.error(
+            "gRPC gave up its port because of a request it could not read; it is taken again",
+            extra={"ports": ", ".join(self._ports)},
+        )
         self._former[self._server] = asyncio.create_task(self._outlasted(self._server))
         deadline = asyncio.get_running_loop().time() + REBIND_S
         while not await self._taken_again():
             if asyncio.get_running_loop().time() > deadline:
-                logger.error("the port could not be taken again yet", extra={"ports": ", ".join(self._ports)})
+                logger.error(
+                    "the port could not be taken again yet", extra={"ports": ", ".join(self._ports)}
+                )
                 deadline += REBIND_S
             await asyncio.sleep(LOOK_S)
 

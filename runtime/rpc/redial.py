@@ -1,9 +1,10 @@
-"""Channels that are dialed anew when the files of their certificates change, or a name has to be looked up again.
+"""Channels that are dialed anew when the files of their certificates change, or a name has to be
+looked up again.
 
-gRPC fixes a channel's certificates when it is made, and looks a name up again only after pauses that grow to two
-minutes. The next call gets a new channel when the files have changed, or when the name's last connection is gone and
-the old channel has no other. Calls under way keep the connection they have; it is closed when the last of them has
-ended.
+gRPC fixes a channel's certificates when it is made, and looks a name up again only after pauses
+that grow to two minutes. The next call gets a new channel when the files have changed, or when the
+name's last connection is gone and the old channel has no other. Calls under way keep the connection
+they have; it is closed when the last of them has ended.
 """
 
 import asyncio
@@ -74,14 +75,24 @@ class _Dialer(Generic[ChannelT]):
         """Return the keyword arguments of a call, with the token in its metadata."""
         if self._security.token is None:
             return arguments
-        return {**arguments, "metadata": (*(arguments.get("metadata") or ()), self._security.token.metadata())}
+        return {
+            **arguments,
+            "metadata": (*(arguments.get("metadata") or ()), self._security.token.metadata()),
+        }
 
 
 class RedialingChannel(grpc.aio.Channel):
-    """An asyncio channel with the interface of any other. `is_named`: the target's host is a name."""
+    """An asyncio channel with the interface of any other. `is_named`: the target's host is a
+    name."""
 
-    def __init__(self, security: ChannelSecurity, dial: Dial[grpc.aio.Channel], *, is_named: bool = False,
-                 clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        security: ChannelSecurity,
+        dial: Dial[grpc.aio.Channel],
+        *,
+        is_named: bool = False,
+        clock: Clock | None = None,
+    ) -> None:
         self._clock = clock or SystemClock()
         self._dialer = _Dialer(security, dial, self._clock)
         self._is_named = is_named
@@ -114,7 +125,9 @@ class RedialingChannel(grpc.aio.Channel):
         if self._called_s is None:
             return False
         match channel.get_state():
-            case grpc.ChannelConnectivity.IDLE:  # its connection is gone; before the first call there was none
+            case (
+                grpc.ChannelConnectivity.IDLE
+            ):  # its connection is gone; before the first call there was none
                 return self._clock.now() - self._called_s >= REDIAL_S
             case grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                 return self._dialer.age_s >= REDIAL_S
@@ -148,13 +161,19 @@ class RedialingChannel(grpc.aio.Channel):
     async def close(self, grace: float | None = None) -> None:
         present = self._dialer.present
         assert present is not None
-        await asyncio.gather(present.close(grace), *(old.close(grace) for old in self._replaced.values()))
+        await asyncio.gather(
+            present.close(grace), *(old.close(grace) for old in self._replaced.values())
+        )
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                        trace: TracebackType | None) -> None:
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         await self.close()
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:  # noqa: FBT001, FBT002 (gRPC's)
@@ -172,8 +191,14 @@ class RedialingChannel(grpc.aio.Channel):
 class RedialingSyncChannel(grpc.Channel):
     """The same for threads. gRPC itself keeps a replaced channel until its last call has ended."""
 
-    def __init__(self, security: ChannelSecurity, dial: Dial[grpc.Channel], *, is_named: bool = False,
-                 clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        security: ChannelSecurity,
+        dial: Dial[grpc.Channel],
+        *,
+        is_named: bool = False,
+        clock: Clock | None = None,
+    ) -> None:
         self._dialer = _Dialer(security, dial, clock or SystemClock())
         self._is_named = is_named
         self._dialer.current()
@@ -193,8 +218,11 @@ class RedialingSyncChannel(grpc.Channel):
     def _method(self, choose: Callable[[grpc.Channel], Any]) -> "_SyncMethod":
         return _SyncMethod(self._dialer, choose, is_named=self._is_named)
 
-    def subscribe(self, callback: Callable[[grpc.ChannelConnectivity], None],
-                  try_to_connect: bool = False) -> None:  # noqa: FBT001, FBT002 (gRPC's)
+    def subscribe(
+        self,
+        callback: Callable[[grpc.ChannelConnectivity], None],
+        try_to_connect: bool = False,  # noqa: FBT001, FBT002
+    ) -> None:
         self._dialer.current()[0].subscribe(callback, try_to_connect)
 
     def unsubscribe(self, callback: Callable[[grpc.ChannelConnectivity], None]) -> None:
@@ -207,16 +235,26 @@ class RedialingSyncChannel(grpc.Channel):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
 
 class _SyncMethod:
-    """One method of whichever channel is the present one. A sync channel does not tell its state: that a name cannot be
-    reached shows in how calls end."""
+    """One method of whichever channel is the present one. A sync channel does not tell its state:
+    that a name cannot be reached shows in how calls end."""
 
-    def __init__(self, dialer: _Dialer[grpc.Channel], choose: Callable[[grpc.Channel], Any], *, is_named: bool) -> None:
+    def __init__(
+        self,
+        dialer: _Dialer[grpc.Channel],
+        choose: Callable[[grpc.Channel], Any],
+        *,
+        is_named: bool,
+    ) -> None:
         self._dialer = dialer
         self._choose = choose
         self._is_named = is_named
@@ -230,8 +268,12 @@ class _SyncMethod:
     def future(self, *arguments: Any, **named: Any) -> Any:  # noqa: ANN401
         return self._begin(lambda method: method.future, arguments, named)
 
-    def _begin(self, form: Callable[[Any], Callable[..., Any]], arguments: tuple[Any, ...],
-               named: dict[str, Any]) -> Any:  # noqa: ANN401
+    def _begin(
+        self,
+        form: Callable[[Any], Callable[..., Any]],
+        arguments: tuple[Any, ...],
+        named: dict[str, Any],
+    ) -> Any:  # noqa: ANN401
         channel = self._dialer.current()[0]
         try:
             call = form(self._choose(channel))(*arguments, **self._dialer.with_token(named))
@@ -244,13 +286,17 @@ class _SyncMethod:
         return call
 
     def _ended(self, channel: grpc.Channel, call: grpc.Call) -> None:
-        if self._is_named and call.code() is grpc.StatusCode.UNAVAILABLE and self._dialer.age_s >= REDIAL_S:
+        if (
+            self._is_named
+            and call.code() is grpc.StatusCode.UNAVAILABLE
+            and self._dialer.age_s >= REDIAL_S
+        ):
             self._dialer.give_up(channel)
 
 
 def renew(channel: grpc.aio.Channel) -> bool:
-    """Look the name of `channel` up again for its next call. Return False for a channel to an address, which has
-    none."""
+    """Look the name of `channel` up again for its next call. Return False for a channel to an
+    address, which has none."""
     if not isinstance(channel, RedialingChannel) or not channel.is_named:
         return False
     channel.renew()

@@ -1,10 +1,10 @@
 """One gRPC server per process: health, reflection, error mapping and drain included.
 
-    server = GrpcServer(ServerOptions(listen="0.0.0.0:7000"), services=("baton.v1.Prefill",), metrics=rpc_metrics)
-    prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, server.grpc)
-    address = await server.start()                       # "0.0.0.0:41873" when port 0 was given
-    await server.health.set_serving("baton.v1.Prefill")  # services start as NOT_SERVING, "" as SERVING
-    await server.drain(grace_s=30)                       # NOT_SERVING, refuse, wait, expel, stop
+server = GrpcServer(ServerOptions(listen="0.0.0.0:7000"), services=("baton.v1.Prefill",),
+metrics=rpc_metrics) prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, server.grpc)
+address = await server.start()                       # "0.0.0.0:41873" when port 0 was given
+await server.health.set_serving("baton.v1.Prefill")  # services start as NOT_SERVING, "" as SERVING
+await server.drain(grace_s=30)                       # NOT_SERVING, refuse, wait, expel, stop
 """
 
 import logging
@@ -27,14 +27,17 @@ from runtime.security.access import OPEN_SERVER, ServerSecurity
 logger = logging.getLogger(__name__)
 
 
-# What a connection may cost before its calls are looked at. A call's message waits outside, but for one window.
+# What a connection may cost before its calls are looked at. A call's message waits outside, but for
+# one window.
 MAX_METADATA_BYTES = 16 << 10
 WINDOW_BYTES = 64 << 10
 HANDSHAKE_S = 5.0
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
-# Pings closer together than this are strikes, and the connection ends with the last one; ours come every keepalive_s.
+# Pings closer together than this are strikes, and the connection ends with the last one; ours come
+# every keepalive_s.
 MIN_PING_INTERVAL_S, MAX_PING_STRIKES = 0.3, 5
-# Messages are inflated where their size is bounded, by `runtime.rpc.read_limits`; deflate is refused by gRPC.
+# Messages are inflated where their size is bounded, by `runtime.rpc.read_limits`; deflate is
+# refused by gRPC.
 IDENTITY_AND_GZIP = 1 << 0 | 1 << 2
 # Calls gRPC may hold until the event loop takes them.
 MAX_PENDING_CALLS = 1000
@@ -44,10 +47,11 @@ HEALTH_MESSAGE_BYTES, HEALTH_CALLS, HEALTH_CONNECTIONS = 1 << 10, 32, 64
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """`max_connection_age_s` makes clients behind a balancer reconnect now and then; None: never. `channelz` shows
-    sockets and calls of the whole process to callers that may watch workers. `health_listen` serves health once more,
-    in plain text: for probes that know no TLS, as Kubernetes' own. `max_calls` and `max_held_bytes` (of their messages)
-    hold for the server, `max_streams` for each of its `max_connections`; `write_s` is what a client has to take a
+    """`max_connection_age_s` makes clients behind a balancer reconnect now and then; None: never.
+    `channelz` shows sockets and calls of the whole process to callers that may watch workers.
+    `health_listen` serves health once more, in plain text: for probes that know no TLS, as
+    Kubernetes' own. `max_calls` and `max_held_bytes` (of their messages) hold for the server,
+    `max_streams` for each of its `max_connections`; `write_s` is what a client has to take a
     response."""
 
     listen: str
@@ -66,7 +70,8 @@ class ServerOptions:
     health_listen: str | None = None
 
     def connection_limits(self) -> ConnectionLimits:
-        """Return how many connections there may be, as far as there are file descriptors for them."""
+        """Return how many connections there may be, as far as there are file descriptors for
+        them."""
         return ConnectionLimits.within(self.max_connections, raised_file_limit())
 
     def as_grpc(self) -> list[tuple[str, int]]:
@@ -76,10 +81,16 @@ class ServerOptions:
             ("grpc.max_receive_message_length", self.max_message_bytes),
             ("grpc.max_concurrent_streams", self.max_streams),
             ("grpc.max_allowed_incoming_connections", self.connection_limits().accepted),
-            ("grpc.max_metadata_size", MAX_METADATA_BYTES),  # above the first limit gRPC refuses at random, so:
+            (
+                "grpc.max_metadata_size",
+                MAX_METADATA_BYTES,
+            ),  # above the first limit gRPC refuses at random, so:
             ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
             ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
-            ("grpc.http2.bdp_probe", 0),  # it would widen the window of calls that are not read to megabytes
+            (
+                "grpc.http2.bdp_probe",
+                0,
+            ),  # it would widen the window of calls that are not read to megabytes
             ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
             ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1e3)),
@@ -88,16 +99,22 @@ class ServerOptions:
             ("grpc.max_send_message_length", -1),
             ("grpc.keepalive_time_ms", round(self.keepalive_s * 1e3)),
             ("grpc.keepalive_timeout_ms", round(self.keepalive_timeout_s * 1e3)),
-            ("grpc.http2.ping_timeout_ms", round(self.keepalive_timeout_s * 1e3)),  # see runtime.rpc.client
+            (
+                "grpc.http2.ping_timeout_ms",
+                round(self.keepalive_timeout_s * 1e3),
+            ),  # see runtime.rpc.client
             ("grpc.keepalive_permit_without_calls", 1),
-            # Clients may ping as often as our own channels do, also while a long prefill sends nothing.
+            # Clients may ping as often as our own channels do, also while a long prefill sends
+            # nothing.
             ("grpc.http2.min_ping_interval_without_data_ms", round(MIN_PING_INTERVAL_S * 1e3)),
             ("grpc.http2.max_ping_strikes", MAX_PING_STRIKES),
             ("grpc.http2.max_pings_without_data", 0),
         ]
         if self.max_connection_age_s is not None:
-            options += [("grpc.max_connection_age_ms", round(self.max_connection_age_s * 1e3)),
-                        ("grpc.max_connection_age_grace_ms", round(self.max_connection_age_grace_s * 1e3))]
+            options += [
+                ("grpc.max_connection_age_ms", round(self.max_connection_age_s * 1e3)),
+                ("grpc.max_connection_age_grace_ms", round(self.max_connection_age_grace_s * 1e3)),
+            ]
         return options
 
 
@@ -124,28 +141,46 @@ class Health:
 
 
 class GrpcServer:
-    """Build inside a running event loop. `calls` are those under way. `services` are the full names whose readiness
-    this process reports; `background_methods` are endless streams that a drain does not wait for, `also_served`
-    services without a readiness of their own."""
+    """Build inside a running event loop. `calls` are those under way. `services` are the full names
+    whose readiness this process reports; `background_methods` are endless streams that a drain does
+    not wait for, `also_served` services without a readiness of their own."""
 
-    def __init__(self, options: ServerOptions, *, services: tuple[str, ...], metrics: RpcMetrics,
-                 security: ServerSecurity = OPEN_SERVER, background_methods: frozenset[str] = frozenset(),
-                 tracing: Tracing = UNTRACED, also_served: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        options: ServerOptions,
+        *,
+        services: tuple[str, ...],
+        metrics: RpcMetrics,
+        security: ServerSecurity = OPEN_SERVER,
+        background_methods: frozenset[str] = frozenset(),
+        tracing: Tracing = UNTRACED,
+        also_served: tuple[str, ...] = (),
+    ) -> None:
         self._options = options
         self._listen = parse_address(options.listen, field="listen")
         self._services = services
         self._also_served = also_served
         self._security = security
-        limits = CallLimits(options.max_message_bytes, options.max_calls, options.max_held_bytes, options.write_s)
+        limits = CallLimits(
+            options.max_message_bytes, options.max_calls, options.max_held_bytes, options.write_s
+        )
         self._guard, self._health_guard = (
-            CallGuard(background_methods=background_methods, limits=limits, metrics=metrics, security=security,
-                      tracing=tracing) for _ in range(2))  # each door has its own places
+            CallGuard(
+                background_methods=background_methods,
+                limits=limits,
+                metrics=metrics,
+                security=security,
+                tracing=tracing,
+            )
+            for _ in range(2)
+        )  # each door has its own places
         self.calls = self._guard.calls
         self.health = Health(services)
         self._health_server: grpc.aio.Server | None = None
         self.grpc: grpc.aio.Server = LastingServer(
             lambda: grpc.aio.server(interceptors=[self._guard], options=options.as_grpc()),
-            ConnectionWatch(options.connection_limits()))
+            ConnectionWatch(options.connection_limits()),
+        )
 
     def _add_reflection(self, services: tuple[str, ...]) -> None:
         """Under both of its names: version 1 has the messages of v1alpha, field by field."""
@@ -154,12 +189,15 @@ class GrpcServer:
         method = grpc.stream_stream_rpc_method_handler(
             reflection.aio.ReflectionServicer(names).ServerReflectionInfo,
             request_deserializer=reflection_pb2.ServerReflectionRequest.FromString,
-            response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString)
-        self.grpc.add_generic_rpc_handlers((
-            grpc.method_handlers_generic_handler(REFLECTION_V1, {"ServerReflectionInfo": method}),))
+            response_serializer=reflection_pb2.ServerReflectionResponse.SerializeToString,
+        )
+        self.grpc.add_generic_rpc_handlers(
+            (grpc.method_handlers_generic_handler(REFLECTION_V1, {"ServerReflectionInfo": method}),)
+        )
 
     async def start(self) -> str:
-        """Listen and return the address. Raises ConfigError naming the address when it cannot be bound."""
+        """Listen and return the address. Raises ConfigError naming the address when it cannot be
+        bound."""
         health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self.grpc)
         if self._options.channelz:
             channelz.add_channelz_servicer(self.grpc)
@@ -170,8 +208,14 @@ class GrpcServer:
         address = await _bind(self.grpc, self._listen, self._security.credentials(), field="listen")
         kept, wanted = self._options.connection_limits().kept, self._options.max_connections
         if kept < wanted:
-            logger.warning("RLIMIT_NOFILE is %d, which leaves room for %d connections and not for the %d of "
-                           "max_connections: raise it to %d", raised_file_limit(), kept, wanted, files_for(wanted))
+            logger.warning(
+                "RLIMIT_NOFILE is %d, which leaves room for %d connections and not for the %d of "
+                "max_connections: raise it to %d",
+                raised_file_limit(),
+                kept,
+                wanted,
+                files_for(wanted),
+            )
         await self.health.start()
         await self._start_health()
         await self.grpc.start()
@@ -182,48 +226,67 @@ class GrpcServer:
         if self._options.health_listen is None:
             return
         listen = parse_address(self._options.health_listen, field="health_listen")
-        options = replace(self._options, max_message_bytes=HEALTH_MESSAGE_BYTES, max_streams=HEALTH_CALLS,
-                          max_connections=HEALTH_CONNECTIONS)
+        options = replace(
+            self._options,
+            max_message_bytes=HEALTH_MESSAGE_BYTES,
+            max_streams=HEALTH_CALLS,
+            max_connections=HEALTH_CONNECTIONS,
+        )
         self._health_server = LastingServer(
             lambda: grpc.aio.server(interceptors=[self._health_guard], options=options.as_grpc()),
-            ConnectionWatch(options.connection_limits()))
+            ConnectionWatch(options.connection_limits()),
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self._health_server)
         await _bind(self._health_server, listen, None, field="health_listen")
         await self._health_server.start()
 
     async def empty(self, *, grace_s: float) -> None:
-        """Wait `grace_s` for the calls in flight and hand the rest back; the server stays. Refusing new calls is up to
-        the services."""
+        """Wait `grace_s` for the calls in flight and hand the rest back; the server stays. Refusing
+        new calls is up to the services."""
         if not await self.calls.wait_quiet(timeout_s=grace_s):
-            logger.warning("calls still in flight after the grace period are handed back", extra={"grace_s": grace_s})
+            logger.warning(
+                "calls still in flight after the grace period are handed back",
+                extra={"grace_s": grace_s},
+            )
         await self.hand_back(DrainingError("the server is stopping"))
 
     async def hand_back(self, error: BatonError) -> None:
-        """End the calls in flight with this error, so that their callers go on elsewhere; the server stays."""
+        """End the calls in flight with this error, so that their callers go on elsewhere; the
+        server stays."""
         self.calls.hand_back(error)
         await self.calls.wait_quiet(timeout_s=1.0)
 
     async def drain(self, *, grace_s: float) -> None:
-        """Report NOT_SERVING, refuse new calls, wait `grace_s` for those in flight, end the rest, stop."""
+        """Report NOT_SERVING, refuse new calls, wait `grace_s` for those in flight, end the rest,
+        stop."""
         await self.health.shut_down()
         self.calls.refuse_new("the server is draining")
         if not await self.calls.wait_quiet(timeout_s=grace_s):
-            logger.warning("calls still in flight after the grace period are ended", extra={"grace_s": grace_s})
-        # Requests that share a stream without an end (`Decode.Serve`) end before it: how they ended goes through it.
+            logger.warning(
+                "calls still in flight after the grace period are ended", extra={"grace_s": grace_s}
+            )
+        # Requests that share a stream without an end (`Decode.Serve`) end before it: how they ended
+        # goes through it.
         await self.hand_back(DrainingError("the server is stopping"))
         self.calls.expel()
         await self.grpc.stop(grace=0.2)
         await self.stop()
 
     async def stop(self) -> None:
-        """End whatever runs at once: gRPC complains of a server that was started and not stopped. Idempotent."""
+        """End whatever runs at once: gRPC complains of a server that was started and not stopped.
+        Idempotent."""
         for server in (self.grpc, self._health_server):
             if server is not None:
                 await server.stop(grace=None)
 
 
-async def _bind(server: grpc.aio.Server, listen: Address, credentials: grpc.ServerCredentials | None, *,
-                field: str) -> Address:
+async def _bind(
+    server: grpc.aio.Server,
+    listen: Address,
+    credentials: grpc.ServerCredentials | None,
+    *,
+    field: str,
+) -> Address:
     """Where it listens. Raises ConfigError naming the setting when it cannot."""
     try:
         if credentials is None:
@@ -234,5 +297,7 @@ async def _bind(server: grpc.aio.Server, listen: Address, credentials: grpc.Serv
         port = 0
     if port == 0:
         await server.stop(None)
-        raise ConfigError(f"cannot listen on {listen}: the address is in use or not of this machine", field=field)
+        raise ConfigError(
+            f"cannot listen on {listen}: the address is in use or not of this machine", field=field
+        )
     return Address(listen.host, port)

@@ -1,14 +1,17 @@
-"""Errors on the wire: one table from `BatonError` to a gRPC status with google.rpc details, and the way back.
+"""Errors on the wire: one table from `BatonError` to a gRPC status with google.rpc details, and the
+way back.
 
     failure_of(error, request_id="") -> RpcFailure          for servers; runtime.rpc.server calls it for every handler
     error_from_rpc(rpc_error) -> BatonError                 for clients, sync and async
     failure.status, error_from_status(status)               the same where the status of one of several requests on a
-                                                            call goes in a message: a serialised google.rpc.Status
+                                                            call goes in a message: a serialised
+                                                            google.rpc.Status
 
-Details: ErrorInfo always (domain "baton"); BadRequest for InvalidRequestError; QuotaFailure for CapacityError;
-PreconditionFailure for ConfigError and IncompatiblePeerError; RetryInfo where it is known when to come back;
-RequestInfo for bugs, whose text stays in the server's log. A status travels as metadata, of which clients accept 8 KiB
-and proxies seldom more, or they replace it by an error of their own: so texts are cut.
+Details: ErrorInfo always (domain "baton"); BadRequest for InvalidRequestError; QuotaFailure for
+CapacityError; PreconditionFailure for ConfigError and IncompatiblePeerError; RetryInfo where it is
+known when to come back; RequestInfo for bugs, whose text stays in the server's log. A status
+travels as metadata, of which clients accept 8 KiB and proxies seldom more, or they replace it by an
+error of their own: so texts are cut.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +32,8 @@ from runtime.errors import BatonError
 DOMAIN = "baton"
 DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
-# The message travels twice, once percent-encoded (up to three times as long), and violations in base64.
+# The message travels twice, once percent-encoded (up to three times as long), and violations in
+# base64.
 MAX_MESSAGE_BYTES, MAX_ID_BYTES = 1024, 128
 MAX_VIOLATIONS, MAX_VIOLATIONS_BYTES = 16, 1536
 
@@ -84,7 +88,8 @@ def code_of(error: BatonError) -> grpc.StatusCode:
 
 
 def failure_of(error: Exception, request_id: str = "") -> RpcFailure:
-    """The status a client sees. Bugs and foreign exceptions show the request id instead of their text."""
+    """The status a client sees. Bugs and foreign exceptions show the request id instead of their
+    text."""
     if not isinstance(error, BatonError) or isinstance(error, errors.InternalError):
         request_id = _cut(request_id, MAX_ID_BYTES)
         reason = error.reason if isinstance(error, BatonError) else BatonError.reason
@@ -107,7 +112,10 @@ def failure_of(error: Exception, request_id: str = "") -> RpcFailure:
 def _shown(violations: Sequence[errors.FieldViolation]) -> Sequence[errors.FieldViolation]:
     """The first ones, and how many more there are."""
     shown = violations[:MAX_VIOLATIONS]
-    shown = [errors.FieldViolation(v.field, _cut(v.description, MAX_VIOLATIONS_BYTES // len(shown))) for v in shown]
+    shown = [
+        errors.FieldViolation(v.field, _cut(v.description, MAX_VIOLATIONS_BYTES // len(shown)))
+        for v in shown
+    ]
     if (more := len(violations) - len(shown)) > 0:
         shown.append(errors.FieldViolation("request", f"and {more} more violations"))
     return shown
@@ -133,21 +141,29 @@ def _facts(error: BatonError) -> dict[str, str]:
 
 def _specific(error: BatonError, message: str) -> list[Message]:
     if isinstance(error, errors.InvalidRequestError):
-        violations = [details_pb2.BadRequest.FieldViolation(field=v.field, description=v.description)
-                      for v in error.violations]
+        violations = [
+            details_pb2.BadRequest.FieldViolation(field=v.field, description=v.description)
+            for v in error.violations
+        ]
         return [details_pb2.BadRequest(field_violations=violations)]
     if isinstance(error, errors.CapacityError):
         quota = details_pb2.QuotaFailure.Violation(subject=error.resource, description=message)
         return [details_pb2.QuotaFailure(violations=[quota])]
     if isinstance(error, errors.ConfigError | errors.IncompatiblePeerError):
         subject = error.field if isinstance(error, errors.ConfigError) else ""
-        broken = details_pb2.PreconditionFailure.Violation(type=error.reason, subject=subject, description=message)
+        broken = details_pb2.PreconditionFailure.Violation(
+            type=error.reason, subject=subject, description=message
+        )
         return [details_pb2.PreconditionFailure(violations=[broken])]
     return []
 
 
-def _failure(code: grpc.StatusCode, message: str, details: list[Message],
-             trailers: Iterable[tuple[str, str | bytes]] = ()) -> RpcFailure:
+def _failure(
+    code: grpc.StatusCode,
+    message: str,
+    details: list[Message],
+    trailers: Iterable[tuple[str, str | bytes]] = (),
+) -> RpcFailure:
     packed = []
     for detail in details:
         packed.append(AnyMessage())
@@ -175,7 +191,9 @@ def _named(kind: Callable[[str], BatonError]) -> _Builder:
 
 
 def _invalid(kind: type[errors.InvalidRequestError]) -> _Builder:
-    return lambda message, details: kind(*(details.violations or (errors.FieldViolation("request", message),)))
+    return lambda message, details: kind(
+        *(details.violations or (errors.FieldViolation("request", message),))
+    )
 
 
 _BY_REASON: Mapping[str, _Builder] = {
@@ -187,12 +205,19 @@ _BY_REASON: Mapping[str, _Builder] = {
     errors.PermissionDeniedError.reason: _named(errors.PermissionDeniedError),
     errors.ConfigError.reason: lambda m, d: errors.ConfigError(m, field=d.facts.get("field", "")),
     errors.IncompatiblePeerError.reason: _named(errors.IncompatiblePeerError),
-    errors.CapacityError.reason: lambda m, d: errors.CapacityError(m, resource=d.facts.get("resource", "unknown"),
-                                                                   retry_after_s=d.retry_after_s),
-    errors.DrainingError.reason: lambda m, d: errors.DrainingError(m, retry_after_s=d.retry_after_s),
+    errors.CapacityError.reason: lambda m, d: errors.CapacityError(
+        m, resource=d.facts.get("resource", "unknown"), retry_after_s=d.retry_after_s
+    ),
+    errors.DrainingError.reason: lambda m, d: errors.DrainingError(
+        m, retry_after_s=d.retry_after_s
+    ),
     errors.HeldUpError.reason: lambda m, d: errors.HeldUpError(m, retry_after_s=d.retry_after_s),
-    errors.UnavailableError.reason: lambda m, d: errors.UnavailableError(m, retry_after_s=d.retry_after_s),
-    errors.PeerLostError.reason: lambda m, d: errors.PeerLostError(m, retry_after_s=d.retry_after_s),
+    errors.UnavailableError.reason: lambda m, d: errors.UnavailableError(
+        m, retry_after_s=d.retry_after_s
+    ),
+    errors.PeerLostError.reason: lambda m, d: errors.PeerLostError(
+        m, retry_after_s=d.retry_after_s
+    ),
     errors.HandoffError.reason: _named(errors.HandoffError),
     errors.IntegrityError.reason: _named(errors.IntegrityError),
     errors.DeadlineError.reason: _named(errors.DeadlineError),
@@ -201,10 +226,14 @@ _BY_REASON: Mapping[str, _Builder] = {
     errors.InternalError.reason: _named(errors.InternalError),
 }
 
+
 def _exhausted(message: str) -> BatonError:
-    """gRPC itself refuses a message over a limit of either end, naming both sizes; a proxy, one call too many."""
+    """gRPC itself refuses a message over a limit of either end, naming both sizes; a proxy, one
+    call too many."""
     if "larger than max" in message:
-        return errors.InvalidRequestError(errors.FieldViolation("request", message.removeprefix("SERVER: ")))
+        return errors.InvalidRequestError(
+            errors.FieldViolation("request", message.removeprefix("SERVER: "))
+        )
     return errors.CapacityError(message, resource="calls")
 
 
@@ -215,17 +244,27 @@ _BY_CODE: Mapping[grpc.StatusCode, Callable[[str], BatonError]] = {
     grpc.StatusCode.CANCELLED: errors.RequestAborted,
     grpc.StatusCode.UNAUTHENTICATED: errors.UnauthenticatedError,
     grpc.StatusCode.PERMISSION_DENIED: errors.PermissionDeniedError,
-    grpc.StatusCode.UNIMPLEMENTED: lambda m: errors.ConfigError(f"the server does not offer this call: {m}",
-                                                                field="target"),
+    grpc.StatusCode.UNIMPLEMENTED: lambda m: errors.ConfigError(
+        f"the server does not offer this call: {m}", field="target"
+    ),
     grpc.StatusCode.RESOURCE_EXHAUSTED: _exhausted,
-    grpc.StatusCode.INVALID_ARGUMENT: lambda m: errors.InvalidRequestError(errors.FieldViolation("request", m)),
+    grpc.StatusCode.INVALID_ARGUMENT: lambda m: errors.InvalidRequestError(
+        errors.FieldViolation("request", m)
+    ),
 }
 
 
-# What gRPC itself reports when a process dies under a call, as opposed to what its server answers. It also reports
-# INTERNAL when a message is sent to a stream that the peer has just ended; the peer's status is lost then.
-_TRANSPORT_CODES = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL,
-                              grpc.StatusCode.CANCELLED})
+# What gRPC itself reports when a process dies under a call, as opposed to what its server answers.
+# It also reports INTERNAL when a message is sent to a stream that the peer has just ended; the
+# peer's status is lost then.
+_TRANSPORT_CODES = frozenset(
+    {
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.CANCELLED,
+    }
+)
 
 
 def is_lost(call: EndedCall) -> bool:
@@ -235,9 +274,12 @@ def is_lost(call: EndedCall) -> bool:
 
 
 def error_from_rpc(call: EndedCall) -> BatonError:
-    """The typed error behind a failed call, with field violations and retry delay where the server gave them."""
+    """The typed error behind a failed call, with field violations and retry delay where the server
+    gave them."""
     code = call.code() or grpc.StatusCode.UNKNOWN
-    return _error_of(code, call.details() or "", _parsed(_status_in(call.trailing_metadata() or ())))
+    return _error_of(
+        code, call.details() or "", _parsed(_status_in(call.trailing_metadata() or ()))
+    )
 
 
 def error_from_status(status: bytes) -> BatonError | None:
@@ -282,6 +324,10 @@ def _read_details(status: Status) -> _Details:
     return _Details(
         reason=info.reason if info.domain == DOMAIN else "",
         facts=dict(info.metadata),
-        violations=tuple(errors.FieldViolation(v.field, v.description) for v in bad.field_violations),
-        retry_after_s=retry.retry_delay.ToNanoseconds() / 1e9 if retry.HasField("retry_delay") else None,
+        violations=tuple(
+            errors.FieldViolation(v.field, v.description) for v in bad.field_violations
+        ),
+        retry_after_s=retry.retry_delay.ToNanoseconds() / 1e9
+        if retry.HasField("retry_delay")
+        else None,
     )

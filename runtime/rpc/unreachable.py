@@ -1,31 +1,41 @@
 """Why a peer cannot be reached, in words: what gRPC says of it names its own parts.
 
-    reach_problem(rpc_error.details())        # "127.0.0.1:7000: connection refused"
+reach_problem(rpc_error.details())        # "127.0.0.1:7000: connection refused"
 """
 
 import re
 from urllib.parse import unquote
 
 # The last attempt of several: status, address and cause.
-_ATTEMPT = re.compile(r"failed to connect to all addresses; last error: [A-Z_]+: (?:ipv[46]:)?(\S+): (.*)", re.DOTALL)
+_ATTEMPT = re.compile(
+    r"failed to connect to all addresses; last error: [A-Z_]+: (?:ipv[46]:)?(\S+): (.*)", re.DOTALL
+)
 _NAME = re.compile(r"errors resolving (\S+): \[.*: ([^:\]]*)\]", re.DOTALL)
 _CAUSES = (
     ("Connection refused", "connection refused"),
     ("WRONG_VERSION_NUMBER", "it does not speak TLS, and is called with it"),
     ("CERTIFICATE_VERIFY_FAILED", "its certificate is of no authority in tls_ca"),
     ("Hostname Verification Check failed", "its certificate has another name than is asked of it"),
-    ("Socket closed", "it closes the connection, as one does that asks for TLS or for another certificate"),
+    (
+        "Socket closed",
+        "it closes the connection, as one does that asks for TLS or for another certificate",
+    ),
     ("before receiving SETTINGS frame", "it takes the connection and answers nothing"),
     ("http1.x server", "it speaks HTTP/1, not gRPC"),
 )
 
 
 def reach_problem(details: str | None) -> str:
-    """Return what `details`, of a call that gRPC itself ended, mean. Details of another kind stay as they are."""
+    """Return what `details`, of a call that gRPC itself ended, mean. Details of another kind stay
+    as they are."""
     details = details or "no details"
     if (name := _NAME.fullmatch(details)) is not None:
         host, why = name[1].rpartition(":")[0], name[2].lower()
-        return f"{host} has no address" if why == "domain name not found" else f"{host} cannot be looked up: {why}"
+        return (
+            f"{host} has no address"
+            if why == "domain name not found"
+            else f"{host} cannot be looked up: {why}"
+        )
     if details.startswith("Stream removed"):
         return "its connection has ended"
     attempt = _ATTEMPT.fullmatch(details)

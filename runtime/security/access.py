@@ -1,16 +1,17 @@
-"""What a process requires of its callers, and what it shows to those it calls: the one place that builds credentials.
+"""What a process requires of its callers, and what it shows to those it calls: the one place that
+builds credentials.
 
     class PrefillConfig(TlsConfig): ...                  settings tls_cert, tls_key, tls_ca
     tls = config.certificates()                          None: plain text
     GrpcServer(..., security=ServerSecurity(tls, pool=PeerRole.PREFILL))
     open_channel(address, security=ChannelSecurity(tls).to(PeerRole.DECODE))
 
-Between roles a certificate is checked for the role's name, not for the address: workers come and go under addresses
-that cannot be put into a certificate beforehand.
+Between roles a certificate is checked for the role's name, not for the address: workers come and go
+under addresses that cannot be put into a certificate beforehand.
 
-Who may call which method is one table for all servers. A caller's roles are what its certificate says: a DNS name that
-is a role (`router`) or a URI `spiffe://DOMAIN/baton/ROLE`. Without certificates no caller has a name, and the network
-has to decide (docs/security.md).
+Who may call which method is one table for all servers. A caller's roles are what its certificate
+says: a DNS name that is a role (`router`) or a URI `spiffe://DOMAIN/baton/ROLE`. Without
+certificates no caller has a name, and the network has to decide (docs/security.md).
 """
 
 import re
@@ -53,9 +54,9 @@ class Access(StrEnum):
 
 @dataclass(frozen=True)
 class Caller:
-    """A client, by what it has shown. `identity` keeps apart what belongs to different ones; all that have shown
-    nothing share the empty one. `names` are for settings, `address` is where its connection comes from. `is_operator`:
-    it may call what is for operators."""
+    """A client, by what it has shown. `identity` keeps apart what belongs to different ones; all
+    that have shown nothing share the empty one. `names` are for settings, `address` is where its
+    connection comes from. `is_operator`: it may call what is for operators."""
 
     identity: str = ""
     names: frozenset[str] = frozenset()
@@ -64,7 +65,8 @@ class Caller:
 
     @property
     def account(self) -> str:
-        """What it takes and leaves to others is reckoned by: who it is, or else where it comes from."""
+        """What it takes and leaves to others is reckoned by: who it is, or else where it comes
+        from."""
         return self.identity or self.address
 
 
@@ -88,7 +90,8 @@ METHODS: Mapping[str, Access] = {
 SERVICES: Mapping[str, Access] = {
     "vllm.grpc.engine.VllmEngine": Access.CLIENT,
     "vllm.grpc.engine.VllmEngine/FlushCache": Access.WATCHER,
-    "vllm.grpc.engine.VllmEngine/SubscribeKvEvents": Access.WATCHER,  # it shows tokens of everybody's prompts
+    # it shows tokens of everybody's prompts
+    "vllm.grpc.engine.VllmEngine/SubscribeKvEvents": Access.WATCHER,
     "grpc.channelz.v1.Channelz": Access.WATCHER,
     "grpc.health.v1.Health": Access.OPEN,
     "grpc.reflection.v1alpha.ServerReflection": Access.OPEN,
@@ -99,21 +102,29 @@ _SPIFFE_ID = re.compile(r"spiffe://[a-z0-9._-]+/baton/([a-z]+)")
 
 
 def access_to(method: str) -> Access:
-    """`method` is a full path, "/baton.v1.Prefill/Serve". One that is in neither table is closed."""
+    """`method` is a full path, "/baton.v1.Prefill/Serve". One that is in neither table is
+    closed."""
     path = method.removeprefix("/")
     service = path.partition("/")[0]
     return METHODS.get(method) or SERVICES.get(path) or SERVICES.get(service, Access.NOBODY)
 
 
 def certified(auth_context: Mapping[str, Iterable[bytes]]) -> Caller:
-    """Whom a verified certificate names: by its DNS names and URIs, without any by its common name."""
+    """Whom a verified certificate names: by its DNS names and URIs, without any by its common
+    name."""
     named = [*auth_context.get("peer_dns", ()), *auth_context.get("peer_uri", ())]
-    names = sorted({name.decode(errors="replace") for name in named or auth_context.get("x509_common_name", ())})
+    names = sorted(
+        {
+            name.decode(errors="replace")
+            for name in named or auth_context.get("x509_common_name", ())
+        }
+    )
     return Caller("certificate:" + "|".join(names), frozenset(names)) if names else ANYBODY
 
 
 def network_of(address: str) -> bytes:
-    """Return what stands for the peer at an address: all of an IPv4 address, the network of an IPv6 one."""
+    """Return what stands for the peer at an address: all of an IPv4 address, the network of an IPv6
+    one."""
     if ":" not in address:
         return socket.inet_pton(socket.AF_INET, address)
     packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0])
@@ -122,7 +133,8 @@ def network_of(address: str) -> bytes:
 
 
 def address_of(peer: str) -> str:
-    """Return the address in what gRPC calls a peer, without its port: of IPv6 the network that it is of."""
+    """Return the address in what gRPC calls a peer, without its port: of IPv6 the network that it
+    is of."""
     host = unquote(peer.partition(":")[2].rpartition(":")[0]).strip("[]")
     try:
         return network_of(host).hex()
@@ -150,7 +162,9 @@ def check_role(method: str, roles: frozenset[PeerRole], *, pool: PeerRole | None
     if roles.isdisjoint(allowed):
         may = " or ".join(allowed) or "nobody"
         held = ", ".join(sorted(roles)) or "no role"
-        raise PermissionDeniedError(f"{method} may be called by {may}; the caller's certificate names {held}")
+        raise PermissionDeniedError(
+            f"{method} may be called by {may}; the caller's certificate names {held}"
+        )
 
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -167,26 +181,36 @@ class TlsConfig(Config):
     """Settings of every process that listens and calls others: all three files, or plain text."""
 
     health_listen: AddressField | None = Field(
-        default=None, description="HOST:PORT that serves health alone, in plain text, for probes without TLS")
-    tls_cert: Path | None = Field(default=None, description="PEM certificate of this process; its DNS name is its role")
+        default=None,
+        description="HOST:PORT that serves health alone, in plain text, for probes without TLS",
+    )
+    tls_cert: Path | None = Field(
+        default=None, description="PEM certificate of this process; its DNS name is its role"
+    )
     tls_key: Path | None = Field(default=None, description="PEM key of --tls-cert, not encrypted")
-    tls_ca: Path | None = Field(default=None, description="PEM certificates of the authority of all roles")
+    tls_ca: Path | None = Field(
+        default=None, description="PEM certificates of the authority of all roles"
+    )
 
     def certificates(self) -> CertificateStore | None:
-        """None without any of the files. Raises ConfigError when some are missing or cannot be used."""
+        """None without any of the files. Raises ConfigError when some are missing or cannot be
+        used."""
         files = {name: getattr(self, name) for name in ("tls_cert", "tls_key", "tls_ca")}
         missing = [name for name, path in files.items() if path is None]
         if len(missing) == len(files):
             return None
         if missing:
-            raise ConfigError(f"{missing[0]} is missing: TLS between roles needs tls_cert, tls_key and tls_ca",
-                              field=missing[0])
+            raise ConfigError(
+                f"{missing[0]} is missing: TLS between roles needs tls_cert, tls_key and tls_ca",
+                field=missing[0],
+            )
         return CertificateStore(TlsFiles(files["tls_ca"], files["tls_cert"], files["tls_key"]))
 
 
 @dataclass(frozen=True)
 class ServerSecurity:
-    """`pool` is the role whose stages may join, `tokens` what clients of the public API must show."""
+    """`pool` is the role whose stages may join, `tokens` what clients of the public API must
+    show."""
 
     certificates: CertificateStore | None = None
     client_certificates: ClientCertificates = ClientCertificates.REQUIRED
@@ -196,7 +220,10 @@ class ServerSecurity:
     @property
     def names_clients(self) -> bool:
         """Whether `caller` can distinguish clients."""
-        has_names = self.certificates is not None and self.client_certificates is ClientCertificates.REQUIRED
+        has_names = (
+            self.certificates is not None
+            and self.client_certificates is ClientCertificates.REQUIRED
+        )
         return has_names or self.tokens is not None
 
     @property
@@ -216,19 +243,26 @@ class ServerSecurity:
         return self.certificates.server_credentials(require_client_certificate=required)
 
     def check(self, method: str, context: Context) -> None:
-        """Raises UnauthenticatedError or PermissionDeniedError for a caller who may not call `method`."""
+        """Raises UnauthenticatedError or PermissionDeniedError for a caller who may not call
+        `method`."""
         access = access_to(method)
         if access is Access.CLIENT:
             if self.tokens is not None:
                 self.tokens.check(_authorization(context))
-        elif access is not Access.OPEN and (self.certificates is not None or self.tokens is not None):
+        elif access is not Access.OPEN and (
+            self.certificates is not None or self.tokens is not None
+        ):
             check_role(method, roles_of(context.auth_context()), pool=self.pool)
 
     def caller(self, context: Context) -> Caller:
-        """Who calls a method for clients, after `check`: the holder of a token, else of a certificate, else
-        whoever comes from that address."""
-        roles = frozenset[PeerRole]() if self.certificates is None else roles_of(context.auth_context())
-        is_operator = not roles.isdisjoint(_WATCHERS) or (self.certificates is None and self.tokens is None)
+        """Who calls a method for clients, after `check`: the holder of a token, else of a
+        certificate, else whoever comes from that address."""
+        roles = (
+            frozenset[PeerRole]() if self.certificates is None else roles_of(context.auth_context())
+        )
+        is_operator = not roles.isdisjoint(_WATCHERS) or (
+            self.certificates is None and self.tokens is None
+        )
         if self.tokens is not None:
             name = self.tokens.check(_authorization(context))
             return Caller(f"token:{name}", frozenset({name}), is_operator=is_operator)
@@ -245,8 +279,8 @@ def _authorization(context: Context) -> str | None:
 
 @dataclass(frozen=True)
 class ChannelSecurity:
-    """What a caller shows, and which servers it accepts. `server_name` is the DNS name the server's certificate must
-    have; empty: the host of the address."""
+    """What a caller shows, and which servers it accepts. `server_name` is the DNS name the server's
+    certificate must have; empty: the host of the address."""
 
     certificates: CertificateStore | None = None
     token: OwnToken | None = None
@@ -266,19 +300,33 @@ class ChannelSecurity:
 
     def check_target(self, address: str) -> None:
         """Raises ConfigError when the token would be readable on the network."""
-        if self.token is not None and self.certificates is None and not parse_address(address).is_loopback:
-            raise ConfigError(f"token_file: the token would travel to {address} in plain text; give --tls-ca",
-                              field="token_file")
+        if (
+            self.token is not None
+            and self.certificates is None
+            and not parse_address(address).is_loopback
+        ):
+            raise ConfigError(
+                f"token_file: the token would travel to {address} in plain text; give --tls-ca",
+                field="token_file",
+            )
 
 
-def client_security(*, tls_ca: Path | None = None, tls_cert: Path | None = None, tls_key: Path | None = None,
-                    token_file: Path | None = None, server_name: str = "") -> ChannelSecurity:
-    """What a client of the public API was given; `tls_ca` turns TLS on. Raises ConfigError naming the file that is
-    missing or cannot be used."""
+def client_security(
+    *,
+    tls_ca: Path | None = None,
+    tls_cert: Path | None = None,
+    tls_key: Path | None = None,
+    token_file: Path | None = None,
+    server_name: str = "",
+) -> ChannelSecurity:
+    """What a client of the public API was given; `tls_ca` turns TLS on. Raises ConfigError naming
+    the file that is missing or cannot be used."""
     if tls_ca is None and (tls_cert is not None or tls_key is not None):
         raise ConfigError("tls_ca is missing: it says which servers to trust", field="tls_ca")
     certificates = None if tls_ca is None else CertificateStore(TlsFiles(tls_ca, tls_cert, tls_key))
-    return ChannelSecurity(certificates, None if token_file is None else OwnToken(token_file), server_name)
+    return ChannelSecurity(
+        certificates, None if token_file is None else OwnToken(token_file), server_name
+    )
 
 
 OPEN_SERVER = ServerSecurity()

@@ -1,8 +1,8 @@
 """TLS certificates of a process, from PEM files that may be replaced while it runs.
 
-    store = CertificateStore(TlsFiles(ca=..., cert=..., key=...))    # ConfigError names the setting that cannot work
-    store.server_credentials()                # every new connection is shaken with the files as they are then
-    store.current().channel_credentials()     # see runtime.rpc.redial for channels that outlive the files
+store = CertificateStore(TlsFiles(ca=..., cert=..., key=...))    # ConfigError names the setting that cannot work
+store.server_credentials()                # every new connection is shaken with the files as they are then
+store.current().channel_credentials()     # see runtime.rpc.redial for channels that outlive the files
 """
 
 import ssl
@@ -17,8 +17,8 @@ from runtime.security.file_reload import Contents, Watched
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files. `ca` is the authority this process accepts; `cert` (with intermediates) and `key` (not encrypted) show
-    who it is, and may be absent in a client that shows a token or nothing."""
+    """PEM files. `ca` is the authority this process accepts; `cert` (with intermediates) and `key`
+    (not encrypted) show who it is, and may be absent in a client that shows a token or nothing."""
 
     ca: Path
     cert: Path | None = None
@@ -39,21 +39,27 @@ class Certificates:
     def server_configuration(self, *, with_ca: bool) -> grpc.ServerCertificateConfiguration:
         assert self.key is not None
         assert self.cert is not None
-        return grpc.ssl_server_certificate_configuration([(self.key, self.cert)], self.ca if with_ca else None)
+        return grpc.ssl_server_certificate_configuration(
+            [(self.key, self.cert)], self.ca if with_ca else None
+        )
 
 
 class CertificateStore:
     """The newest files that work. Any thread."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raises ConfigError naming the setting: a file that cannot be read, is not PEM, or a key of another
-        certificate."""
+        """Raises ConfigError naming the setting: a file that cannot be read, is not PEM, or a key
+        of another certificate."""
         if (files.cert is None) != (files.key is None):
-            missing, given = ("tls_key", "tls_cert") if files.key is None else ("tls_cert", "tls_key")
+            missing, given = (
+                ("tls_key", "tls_cert") if files.key is None else ("tls_cert", "tls_key")
+            )
             raise ConfigError(f"{missing} is missing: {given} was given without it", field=missing)
         self._files = files
         paths = {"tls_ca": files.ca, "tls_cert": files.cert, "tls_key": files.key}
-        self._watched = Watched({setting: path for setting, path in paths.items() if path is not None}, self._make)
+        self._watched = Watched(
+            {setting: path for setting, path in paths.items() if path is not None}, self._make
+        )
 
     @property
     def has_own(self) -> bool:
@@ -81,7 +87,8 @@ class CertificateStore:
         return grpc.dynamic_ssl_server_credentials(
             used.server_configuration(with_ca=require_client_certificate),
             newer,  # type: ignore[arg-type]  # in the stubs None is missing, which means no change
-            require_client_certificate)
+            require_client_certificate,
+        )
 
     def _make(self, contents: Contents) -> Certificates:
         """Checked by OpenSSL, because gRPC does not report why it cannot use a file."""
@@ -90,17 +97,23 @@ class CertificateStore:
                 _check_certificates(setting, contents[setting])
         if self._files.cert is not None and self._files.key is not None:
             try:
-                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(self._files.cert, self._files.key,
-                                                                        password=lambda: "")
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+                    self._files.cert, self._files.key, password=lambda: ""
+                )
             except (ssl.SSLError, OSError) as error:
-                raise ConfigError(f"tls_key: {self._files.key} is not the unencrypted PEM key of {self._files.cert}: "
-                                  f"{error}", field="tls_key") from error
+                raise ConfigError(
+                    f"tls_key: {self._files.key} is not the unencrypted PEM key of {self._files.cert}: "
+                    f"{error}",
+                    field="tls_key",
+                ) from error
         return Certificates(contents["tls_ca"], contents.get("tls_cert"), contents.get("tls_key"))
 
 
 def _check_certificates(setting: str, pem: bytes) -> None:
     try:
         # Bundles have comments in all languages between their certificates, which are ASCII.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(cadata=pem.decode("ascii", errors="ignore"))
+        ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(
+            cadata=pem.decode("ascii", errors="ignore")
+        )
     except (ssl.SSLError, ValueError) as error:
         raise ConfigError(f"{setting}: no PEM certificates: {error}", field=setting) from error

@@ -1,7 +1,8 @@
-"""Values made of files, made again when the files change: certificates and tokens, rotated under a running process.
+"""Values made of files, made again when the files change: certificates and tokens, rotated under a
+running process.
 
-    tokens = Watched({"token_file": path}, make=parse)       # reads now; ConfigError names the setting
-    tokens.current()                                         # the value of the files as they are now
+tokens = Watched({"token_file": path}, make=parse)       # reads now; ConfigError names the setting
+tokens.current()                                         # the value of the files as they are now
 """
 
 import logging
@@ -19,15 +20,18 @@ T = TypeVar("T")
 Contents = Mapping[str, bytes]
 _Stamp = tuple[tuple[int, int, int] | None, ...]
 _ATTEMPTS = 5  # to read files that are being replaced while we read
-_GRAIN_NS = 50_000_000  # a file that changes twice within a tick of its file system's clock looks the same
+_GRAIN_NS = (
+    50_000_000  # a file that changes twice within a tick of its file system's clock looks the same
+)
 
 logger = logging.getLogger(__name__)
 
 
 class Watched(Generic[T]):
-    """`files` maps the setting that names a file to its path; `make` gets their contents by setting and raises
-    ConfigError for those that do not work. `current` may be called from any thread; it costs one stat per file, and one
-    reading more while they were written just before they were read."""
+    """`files` maps the setting that names a file to its path; `make` gets their contents by setting
+    and raises ConfigError for those that do not work. `current` may be called from any thread; it
+    costs one stat per file, and one reading more while they were written just before they were
+    read."""
 
     def __init__(self, files: Mapping[str, Path], make: Callable[[Contents], T]) -> None:
         self._files = dict(files)
@@ -38,21 +42,28 @@ class Watched(Generic[T]):
         self._stamp, self._value = self._read()
 
     def current(self) -> T:
-        """Never raises: files that cannot be used (half of a pair replaced, for example) are logged once, and the last
-        value that could be stays in use."""
+        """Never raises: files that cannot be used (half of a pair replaced, for example) are logged
+        once, and the last value that could be stays in use."""
         with self._lock:
             stamp = self._look()
             if stamp != self._stamp or self._has_changed_unseen():
                 self._stamp = stamp
                 try:
                     self._stamp, self._value = self._read()
-                    logger.info("files were replaced and are in use", extra={"settings": " ".join(self._files)})
+                    logger.info(
+                        "files were replaced and are in use",
+                        extra={"settings": " ".join(self._files)},
+                    )
                 except ConfigError as error:
-                    logger.warning("files were replaced but cannot be used, the old ones stay in use: %s", error)
+                    logger.warning(
+                        "files were replaced but cannot be used, the old ones stay in use: %s",
+                        error,
+                    )
             return self._value
 
     def _look(self) -> _Stamp:
-        """What a replaced file differs in; None for one that is not there. Follows links, as Kubernetes swaps those."""
+        """What a replaced file differs in; None for one that is not there. Follows links, as
+        Kubernetes swaps those."""
         return tuple(map(_stamp_of, self._files.values()))
 
     def _has_changed_unseen(self) -> bool:
@@ -84,8 +95,10 @@ class Watched(Generic[T]):
             if problem is not None and before == after:
                 raise problem
             before = after
-        raise ConfigError(f"{', '.join(map(str, self._files.values()))} change faster than they can be read",
-                          field=next(iter(self._files)))
+        raise ConfigError(
+            f"{', '.join(map(str, self._files.values()))} change faster than they can be read",
+            field=next(iter(self._files)),
+        )
 
 
 def _stamp_of(path: Path) -> tuple[int, int, int] | None:
@@ -100,4 +113,6 @@ def _contents_of(setting: str, path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{setting}: cannot read {path}: {error.strerror}", field=setting) from error
+        raise ConfigError(
+            f"{setting}: cannot read {path}: {error.strerror}", field=setting
+        ) from error

@@ -28,13 +28,18 @@ class TokenList:
     """The tokens that open a server. Only their digests are kept."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError when the file cannot be read, has no token, or one that is easily guessed."""
-        self._holders = Watched({_SETTING: path}, lambda contents: tuple(
-            (_digest(token), name) for name, token in _tokens_in(path, contents)))
+        """Raises ConfigError when the file cannot be read, has no token, or one that is easily
+        guessed."""
+        self._holders = Watched(
+            {_SETTING: path},
+            lambda contents: tuple(
+                (_digest(token), name) for name, token in _tokens_in(path, contents)
+            ),
+        )
 
     def check(self, authorization: str | None) -> str:
-        """The name of the token's holder; of one without a name, a part of its digest. Takes the same time whichever
-        of them it is, and how much of it is right.
+        """The name of the token's holder; of one without a name, a part of its digest. Takes the
+        same time whichever of them it is, and how much of it is right.
 
         Raises:
             UnauthenticatedError: the header does not carry one of the tokens.
@@ -45,8 +50,11 @@ class TokenList:
         if scheme.lower() != _SCHEME:
             raise UnauthenticatedError("the authorization metadata must be: Bearer TOKEN")
         given = _digest(token.strip())
-        found = [name or f"token-{hashlib.sha256(digest).hexdigest()[:12]}"
-                 for digest, name in self._holders.current() if hmac.compare_digest(given, digest)]
+        found = [
+            name or f"token-{hashlib.sha256(digest).hexdigest()[:12]}"
+            for digest, name in self._holders.current()
+            if hmac.compare_digest(given, digest)
+        ]
         if not found:
             raise UnauthenticatedError("the token is not one of those this server accepts")
         return found[0]
@@ -64,8 +72,8 @@ class OwnToken:
 
 
 def read_tokens(path: Path) -> list[tuple[str, str]]:
-    """Names, empty where none is given, and tokens, for what compares them itself. Raises ConfigError as TokenList
-    does."""
+    """Names, empty where none is given, and tokens, for what compares them itself. Raises
+    ConfigError as TokenList does."""
     return Watched({_SETTING: path}, lambda contents: _tokens_in(path, contents)).current()
 
 
@@ -78,14 +86,19 @@ def _tokens_in(path: Path, contents: Contents) -> list[tuple[str, str]]:
     try:
         lines = [line.strip() for line in contents[_SETTING].decode("ascii").splitlines()]
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{_SETTING}: {path} has bytes that are not ASCII", field=_SETTING) from error
+        raise ConfigError(
+            f"{_SETTING}: {path} has bytes that are not ASCII", field=_SETTING
+        ) from error
     tokens = [_named(line) for line in lines if line and not line.startswith("#")]
     if not tokens:
         raise ConfigError(f"{_SETTING}: {path} has no token", field=_SETTING)
     for number, (_, token) in enumerate(tokens, 1):
         if len(token) < MIN_TOKEN_CHARACTERS or not token.isprintable() or " " in token:
-            raise ConfigError(f"{_SETTING}: token {number} of {path} must be at least {MIN_TOKEN_CHARACTERS} "
-                              "characters without spaces", field=_SETTING)
+            raise ConfigError(
+                f"{_SETTING}: token {number} of {path} must be at least {MIN_TOKEN_CHARACTERS} "
+                "characters without spaces",
+                field=_SETTING,
+            )
     return tokens
 
 

@@ -25,7 +25,11 @@ def is_generated(name: str) -> bool:
 @cache
 def _paths() -> Mapping[str, Path]:
     """Every module of the repository, read from disk once, so that all rules see the same files."""
-    return {module_name(path): path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))}
+    return {
+        module_name(path): path
+        for package in PACKAGES
+        for path in sorted((ROOT / package).rglob("*.py"))
+    }
 
 
 @cache
@@ -47,7 +51,8 @@ def names(*packages: str) -> frozenset[str]:
 def imports_of(tree: ast.AST, known: Iterable[str]) -> Iterator[str]:
     """What a module imports anywhere in its text: on top, under TYPE_CHECKING, inside functions.
 
-    `from a import b` is `a.b` where that is a module of `known`, else `a`. Relative imports keep their dots.
+    `from a import b` is `a.b` where that is a module of `known`, else `a`. Relative imports keep
+    their dots.
     """
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -60,12 +65,17 @@ def imports_of(tree: ast.AST, known: Iterable[str]) -> Iterator[str]:
 
 
 def import_graph(*packages: str) -> dict[str, set[str]]:
-    """Module -> imported modules, of these packages only. Importing `a.b.c` also runs `a` and `a.b`."""
+    """Module -> imported modules, of these packages only. Importing `a.b.c` also runs `a` and
+    `a.b`."""
     known = names(*packages)
     graph: dict[str, set[str]] = {name: set() for name in known}
     for name, tree in modules(*packages).items():
         for target in imports_of(tree, known):
-            graph[name] |= {part for part in _with_parents(target) if part in known and not _is_inside(name, part)}
+            graph[name] |= {
+                part
+                for part in _with_parents(target)
+                if part in known and not _is_inside(name, part)
+            }
         graph[name] |= {target for target in imports_of(tree, known) if target in known}
     return graph
 
@@ -76,19 +86,22 @@ def package_of(name: str) -> str:
 
 
 def package_graph(graph: Mapping[str, set[str]]) -> dict[str, set[str]]:
-    """Package -> packages that any of its modules imports. That importing `a.b` runs `a` does not count: a folder's
-    `__init__` holds no code."""
+    """Package -> packages that any of its modules imports. That importing `a.b` runs `a` does not
+    count: a folder's `__init__` holds no code."""
     found: dict[str, set[str]] = {}
     for name, targets in graph.items():
         package = package_of(name)
         found.setdefault(package, set()).update(
-            package_of(target) for target in targets
-            if package_of(target) != package and _paths()[target].name != "__init__.py")
+            package_of(target)
+            for target in targets
+            if package_of(target) != package and _paths()[target].name != "__init__.py"
+        )
     return found
 
 
 def find_cycle(graph: Mapping[str, set[str]]) -> list[str]:
-    """Some cycle as a closed path, or nothing. Depth first; a node on the path that is met again closes one."""
+    """Some cycle as a closed path, or nothing. Depth first; a node on the path that is met again
+    closes one."""
     done: set[str] = set()
 
     def search(node: str, path: list[str]) -> list[str]:

@@ -14,7 +14,11 @@ NOT_SHIPPED = ("bench", "testing", "tests", "tools")
 
 def calls(tree: ast.AST, function: str) -> Iterator[ast.Call]:
     for node in ast.walk(tree):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function:
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == function
+        ):
             yield node
 
 
@@ -32,7 +36,11 @@ def test_no_global_statement() -> None:
 
 def test_no_probing_for_attributes() -> None:
     """`hasattr`, and `getattr` with a default, ask an object what it is; a Protocol says it."""
-    found = [where(name, call) for name, tree in modules(*PRODUCT).items() for call in calls(tree, "hasattr")]
+    found = [
+        where(name, call)
+        for name, tree in modules(*PRODUCT).items()
+        for call in calls(tree, "hasattr")
+    ]
     found += [
         where(name, call) for name, tree in modules(*PRODUCT).items() for call in calls(tree, "getattr")
         if len(call.args) > 2
@@ -40,29 +48,57 @@ def test_no_probing_for_attributes() -> None:
     assert found == []
 
 
-PICKLES = {"pickle", "cPickle", "cloudpickle", "copyreg", "dill", "joblib", "marshal", "shelve", "multiprocessing"}
-UNPICKLERS = {  # attributes of torch, numpy, pandas and torch.distributed that read or send pickles, or might
-    "load": {"torch", "np", "numpy"}, "save": {"torch"}, "read_pickle": {"pd", "pandas"},
-    "send_object_list": {"*"}, "recv_object_list": {"*"}, "broadcast_object_list": {"*"},
-    "scatter_object_list": {"*"}, "all_gather_object": {"*"}, "gather_object": {"*"}, "ProcessPoolExecutor": {"*"},
+PICKLES = {
+    "pickle",
+    "cPickle",
+    "cloudpickle",
+    "copyreg",
+    "dill",
+    "joblib",
+    "marshal",
+    "shelve",
+    "multiprocessing",
+}
+# attributes of torch, numpy, pandas and torch.distributed that read or send pickles, or might
+UNPICKLERS = {
+    "load": {"torch", "np", "numpy"},
+    "save": {"torch"},
+    "read_pickle": {"pd", "pandas"},
+    "send_object_list": {"*"},
+    "recv_object_list": {"*"},
+    "broadcast_object_list": {"*"},
+    "scatter_object_list": {"*"},
+    "all_gather_object": {"*"},
+    "gather_object": {"*"},
+    "ProcessPoolExecutor": {"*"},
 }
 
 
 def pickling(tree: ast.AST) -> Iterator[ast.stmt | ast.expr]:
-    """What reads, writes or sends pickles: a pickle that came from elsewhere runs its sender's code."""
+    """What reads, writes or sends pickles: a pickle that came from elsewhere runs its sender's
+    code."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Import) and {alias.name.split(".")[0] for alias in node.names} & PICKLES:
+        if (
+            isinstance(node, ast.Import)
+            and {alias.name.split(".")[0] for alias in node.names} & PICKLES
+        ):
             yield node
         elif isinstance(node, ast.ImportFrom):
             owner, taken = (node.module or "").split(".")[0], {alias.name for alias in node.names}
-            if owner in PICKLES or any(owner in UNPICKLERS[name] or "*" in UNPICKLERS[name]
-                                       for name in taken & set(UNPICKLERS)):
+            if owner in PICKLES or any(
+                owner in UNPICKLERS[name] or "*" in UNPICKLERS[name]
+                for name in taken & set(UNPICKLERS)
+            ):
                 yield node
         elif isinstance(node, ast.Attribute) and node.attr in UNPICKLERS:
             owners = UNPICKLERS[node.attr]
             if "*" in owners or (isinstance(node.value, ast.Name) and node.value.id in owners):
                 yield node
-        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec"):
+        elif (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id in ("eval", "exec")
+        ):
             yield node
 
 
@@ -90,19 +126,36 @@ json.load(file)
 model.eval()
 config.load()
 """
-    assert sorted(node.lineno for node in pickling(ast.parse(source))) == [2, 3, 4, 6, 7, 8, 9, 10, 11]
+    assert sorted(node.lineno for node in pickling(ast.parse(source))) == [
+        2,
+        3,
+        4,
+        6,
+        7,
+        8,
+        9,
+        10,
+        11,
+    ]
 
 
 def environment_proxies(name: str, tree: ast.AST) -> Iterator[ast.expr]:
-    """Yield what would reach a process of ours through a proxy that the environment names: HTTP clients that read it,
-    and gRPC channels without the option that switches it off. `runtime.rpc.client` has that among others."""
+    """Yield what would reach a process of ours through a proxy that the environment names: HTTP
+    clients that read it, and gRPC channels without the option that switches it off.
+    `runtime.rpc.client` has that among others."""
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute):
             continue
-        called, options = node.func.attr, {f"{word.arg}={ast.unparse(word.value)}" for word in node.keywords}
-        is_channel = called in ("insecure_channel", "secure_channel") and name != "runtime.rpc.client"
-        if (called in ("AsyncClient", "Client", "urlopen") and "trust_env=False" not in options) or (
-                is_channel and "options=PAST_PROXIES" not in options):
+        called, options = (
+            node.func.attr,
+            {f"{word.arg}={ast.unparse(word.value)}" for word in node.keywords},
+        )
+        is_channel = (
+            called in ("insecure_channel", "secure_channel") and name != "runtime.rpc.client"
+        )
+        if (
+            called in ("AsyncClient", "Client", "urlopen") and "trust_env=False" not in options
+        ) or (is_channel and "options=PAST_PROXIES" not in options):
             yield node
 
 
@@ -122,15 +175,24 @@ grpc.aio.insecure_channel(target)
 httpx2.AsyncClient(trust_env=False)
 grpc.aio.insecure_channel(target, options=PAST_PROXIES)
 """
-    assert [node.lineno for node in environment_proxies("bench.x", ast.parse(source))] == [2, 3, 4, 5]
+    assert [node.lineno for node in environment_proxies("bench.x", ast.parse(source))] == [
+        2,
+        3,
+        4,
+        5,
+    ]
 
 
 def is_test(node: ast.AST) -> bool:
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith(
+        "test_"
+    )
 
 
 def is_check(node: ast.AST) -> bool:
-    return isinstance(node, ast.Assert) or (isinstance(node, ast.Attribute) and node.attr in ("raises", "warns"))
+    return isinstance(node, ast.Assert) or (
+        isinstance(node, ast.Attribute) and node.attr in ("raises", "warns")
+    )
 
 
 def is_suite(node: ast.AST) -> bool:
@@ -144,7 +206,11 @@ def test_every_test_file_tests() -> None:
     for name, tree in modules("tests").items():
         nodes = list(ast.walk(tree))
         tests = any(map(is_test, nodes)) and any(map(is_check, nodes))
-        if name.rpartition(".")[2].startswith("test_") and not tests and not any(map(is_suite, nodes)):
+        if (
+            name.rpartition(".")[2].startswith("test_")
+            and not tests
+            and not any(map(is_suite, nodes))
+        ):
             idle.append(name)
     assert idle == []
 
@@ -161,8 +227,12 @@ def test_every_test_module_is_one_that_pytest_finds() -> None:
 def test_no_test_is_skipped() -> None:
     """But for those that need a GPU, a network of their own, or a package index, which say so."""
     markers = {"skip", "skipif", "xfail", "importorskip"}
-    refusable = ("tests.gpu.conftest", "tests.bench.test_storm", "tests.cluster.test_moving",
-                 "tests.support.texts.published")
+    refusable = (
+        "tests.gpu.conftest",
+        "tests.bench.test_storm",
+        "tests.cluster.test_moving",
+        "tests.support.texts.published",
+    )
     found = [
         where(name, node) for name, tree in modules("tests").items() for node in ast.walk(tree)
         if isinstance(node, ast.Attribute) and node.attr in markers and name not in refusable
@@ -182,9 +252,12 @@ def test_every_package_is_shipped() -> None:
 
 
 def test_every_folder_with_code_is_a_package() -> None:
-    """A folder without __init__.py imports from here but is missing where the package is installed."""
+    """A folder without __init__.py imports from here but is missing where the package is
+    installed."""
     found = names(*PRODUCT)
-    assert sorted(name for name in found if "." in name and name.rpartition(".")[0] not in found) == []
+    assert (
+        sorted(name for name in found if "." in name and name.rpartition(".")[0] not in found) == []
+    )
 
 
 def test_a_commit_is_checked_by_what_make_check_runs() -> None:

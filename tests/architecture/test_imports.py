@@ -1,4 +1,5 @@
-"""Who may import whom. Type-only and function-level imports count: a cycle of thought is a cycle."""
+"""Who may import whom. Type-only and function-level imports count: a cycle of thought is a
+cycle."""
 
 import ast
 import subprocess
@@ -40,11 +41,33 @@ ALLOWED = {
     "tools": ("baton", "pool", "protos", "router", "runtime", "sim", "testing", "tests"),
 }  # fmt: skip
 # The folders of `engine/` from the lowest to the highest: each imports only what stands before it.
-ENGINE_ROOMS = ("core", "kernels", "kernels.host", "kernels.host.codegen", "kernels.host.tokens", "kernels.host.linear",
-                "kernels.host.recurrent", "kernels.host.attention", "kernels.host.build", "kernels.device", "memory",
-                "contracts", "backends", "backends.cpu", "backends.cuda", "sampling", "graphs", "speculative",
-                "speculative.contracts", "speculative.attention", "speculative.trees", "speculative.replay",
-                "speculative.drafters", "pipeline", "assembly")
+ENGINE_ROOMS = (
+    "core",
+    "kernels",
+    "kernels.host",
+    "kernels.host.codegen",
+    "kernels.host.tokens",
+    "kernels.host.linear",
+    "kernels.host.recurrent",
+    "kernels.host.attention",
+    "kernels.host.build",
+    "kernels.device",
+    "memory",
+    "contracts",
+    "backends",
+    "backends.cpu",
+    "backends.cuda",
+    "sampling",
+    "graphs",
+    "speculative",
+    "speculative.contracts",
+    "speculative.attention",
+    "speculative.trees",
+    "speculative.replay",
+    "speculative.drafters",
+    "pipeline",
+    "assembly",
+)
 TORCH_FREE = ("baton", "protos", "router", "runtime", "transfer")
 
 
@@ -54,7 +77,9 @@ def breaches(package: str) -> list[str]:
     for name, tree in modules(package).items():
         for target in imports_of(tree, names(*PACKAGES)):
             ours = target.split(".")[0] in PACKAGES
-            if ours and not any(target == part or target.startswith(f"{part}.") for part in allowed):
+            if ours and not any(
+                target == part or target.startswith(f"{part}.") for part in allowed
+            ):
                 found.append(f"{name} imports {target}")
     return found
 
@@ -74,12 +99,17 @@ def test_no_module_imports_itself_through_others() -> None:
 
 
 def test_no_package_imports_itself_through_others() -> None:
-    """Folders, in every folder. A circle between folders makes one folder of them that nobody drew."""
+    """Folders, in every folder. A circle between folders makes one folder of them that nobody
+    drew."""
     assert find_cycle(package_graph(import_graph(*PACKAGES))) == []
 
 
 def test_the_rooms_of_the_engine_stand_on_each_other() -> None:
-    packages = {name: targets for name, targets in package_graph(import_graph("engine")).items() if name != "engine"}
+    packages = {
+        name: targets
+        for name, targets in package_graph(import_graph("engine")).items()
+        if name != "engine"
+    }
     rooms = [f"engine.{room}" for room in ENGINE_ROOMS]
     assert sorted(rooms) == sorted(packages)
     for place, room in enumerate(rooms):
@@ -88,7 +118,10 @@ def test_the_rooms_of_the_engine_stand_on_each_other() -> None:
 
 def test_imports_are_absolute() -> None:
     relative = [
-        name for name, tree in modules(*PACKAGES).items() for target in imports_of(tree, ()) if target.startswith(".")
+        name
+        for name, tree in modules(*PACKAGES).items()
+        for target in imports_of(tree, ())
+        if target.startswith(".")
     ]
     assert relative == []
 
@@ -114,14 +147,18 @@ def test_no_path_leads_to_torch(package: str) -> None:
 
 
 def test_router_client_and_runtime_start_where_torch_is_not_installed() -> None:
-    wanted = sorted(name for name in names("baton", "router", "runtime") if not name.endswith("__main__"))
+    wanted = sorted(
+        name for name in names("baton", "router", "runtime") if not name.endswith("__main__")
+    )
     program = f"""
 import importlib, sys
 sys.modules["torch"] = None  # importing it raises ImportError
 for name in {wanted!r}:
     importlib.import_module(name)
 """
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
     assert done.returncode == 0, done.stderr
 
 

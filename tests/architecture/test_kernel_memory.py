@@ -1,4 +1,5 @@
-"""Memory that a kernel has the address of outlives it: what no reader of one file can see, held for all of them."""
+"""Memory that a kernel has the address of outlives it: what no reader of one file can see, held for
+all of them."""
 
 import ast
 from collections.abc import Iterator, Mapping
@@ -10,16 +11,25 @@ HOST_KERNELS = "engine.kernels.host."
 
 def addresses_of_arrays(trees: Mapping[str, ast.Module]) -> set[str]:
     """Functions that take an array's address the way that numba knows, too."""
-    return {f"{name}.{function.name}" for name, tree in trees.items() for function in ast.walk(tree)
-            if isinstance(function, ast.FunctionDef)
-            for node in ast.walk(function) if isinstance(node, ast.Attribute) and node.attr == "ctypes"}
+    return {
+        f"{name}.{function.name}"
+        for name, tree in trees.items()
+        for function in ast.walk(tree)
+        if isinstance(function, ast.FunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute) and node.attr == "ctypes"
+    }
 
 
 def addresses_of_temporaries(trees: Mapping[str, ast.Module]) -> Iterator[str]:
     """Addresses of tensors that have no name: they are gone when the expression is."""
     for name, tree in trees.items():
         for node in ast.walk(tree):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "data_ptr":
+            if (
+                isinstance(node, ast.Call)
+                and isinstance(node.func, ast.Attribute)
+                and node.func.attr == "data_ptr"
+            ):
                 owner = node.func.value
                 if not isinstance(owner, ast.Name | ast.Attribute):
                     yield f"{name}:{node.lineno}"
@@ -30,8 +40,8 @@ def host_kernels() -> dict[str, ast.Module]:
 
 
 def test_no_compiled_code_takes_the_address_of_an_array_of_its_own() -> None:
-    """numba frees an array behind the last use of its variable, and an address is no use. A kernel's memory is its
-    seat (`take_seat`), which the launch holds."""
+    """numba frees an array behind the last use of its variable, and an address is no use. A
+    kernel's memory is its seat (`take_seat`), which the launch holds."""
     assert addresses_of_arrays(host_kernels()) == {"engine.kernels.host.codegen.compiled.launch"}
 
 
@@ -40,13 +50,15 @@ def test_no_kernel_gets_the_address_of_a_tensor_without_a_name() -> None:
 
 
 def test_the_readers_see_both_faults() -> None:
-    trees = {"here": ast.parse("""
+    trees = {
+        "here": ast.parse("""
 def work(pointer):
     memory = np.zeros(64, np.uint8)
     use(memory.ctypes.data)
 
 def start(x):
     launch_integers(kernel, 1, (x.contiguous().data_ptr(), x[1:].data_ptr(), x.data_ptr()), team)
-""")}
+""")
+    }
     assert addresses_of_arrays(trees) == {"here.work"}
     assert list(addresses_of_temporaries(trees)) == ["here:7", "here:7"]

@@ -1,4 +1,5 @@
-"""What names a module in text, which no import check and no type checker reads: it must lead somewhere after a move."""
+"""What names a module in text, which no import check and no type checker reads: it must lead
+somewhere after a move."""
 
 import ast
 import re
@@ -8,7 +9,8 @@ import pytest
 
 from tests.architecture.source import PACKAGES, PRODUCT, imports_of, modules, names
 
-# `engine.loop.Scheduler` in prose. Packages of protobuf, which are versioned (`baton.v1`), are not meant.
+# `engine.loop.Scheduler` in prose. Packages of protobuf, which are versioned (`baton.v1`), are not
+# meant.
 _IN_PROSE = re.compile(rf"`((?:{'|'.join(PACKAGES)})(?:\.\w+)+)`")
 
 
@@ -31,14 +33,22 @@ def programs(tree: ast.AST) -> Iterator[ast.Module]:
 
 def lost_imports(tree: ast.AST, known: frozenset[str]) -> list[str]:
     """Modules of ours that programs in strings import and that do not exist."""
-    return [target for program in programs(tree) for target in imports_of(program, known)
-            if target.split(".")[0] in PACKAGES and target not in known]
+    return [
+        target
+        for program in programs(tree)
+        for target in imports_of(program, known)
+        if target.split(".")[0] in PACKAGES and target not in known
+    ]
 
 
 def lost_mentions(tree: ast.AST, known: frozenset[str]) -> list[str]:
     """Dotted names in docstrings that are neither a module of ours nor something in one."""
     mentioned = [name for node in _texts(tree) for name in _IN_PROSE.findall(str(node.value))]
-    return [name for name in mentioned if not name.startswith("baton.v1.") and not _leads_somewhere(name, known)]
+    return [
+        name
+        for name in mentioned
+        if not name.startswith("baton.v1.") and not _leads_somewhere(name, known)
+    ]
 
 
 def _leads_somewhere(name: str, known: frozenset[str]) -> bool:

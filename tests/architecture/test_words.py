@@ -25,7 +25,9 @@ def test_no_class_name_stands_for_two_things() -> None:
 
 
 def test_every_case_id_in_a_name_is_explained() -> None:
-    explained = set(re.findall(r"^\| (S[0-4]-[0-9]+) \|", (ROOT / "docs/upstream.md").read_text(), re.MULTILINE))
+    explained = set(
+        re.findall(r"^\| (S[0-4]-[0-9]+) \|", (ROOT / "docs/upstream.md").read_text(), re.MULTILINE)
+    )
     used = {
         found.upper().replace("_", "-") for tree in modules("tests").values() for node in ast.walk(tree)
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_")

@@ -19,13 +19,26 @@ from pexpect.fdpexpect import fdspawn
 from baton.chat_options import ChatOptions
 from baton.client import BatonClient
 from baton.conversation import Conversation
-from baton.values import ChatMessage, Chunk, Event, Finish, FinishReason, Query, Sampling, Stop, Timings, Usage
+from baton.values import (
+    ChatMessage,
+    Chunk,
+    Event,
+    Finish,
+    FinishReason,
+    Query,
+    Sampling,
+    Stop,
+    Timings,
+    Usage,
+)
 from runtime.errors import FieldViolation, InvalidRequestError
 from tests.support.router.generation import EchoGeneration, serve_echo
 
 # The first terminal that the leader of a session opens is the one whose Ctrl-C interrupts it.
-IN_TERMINAL = ("import os, sys; os.close(os.open(os.ttyname(0), os.O_RDWR)); "
-               "os.execv(sys.executable, [sys.executable, '-m', 'baton', *sys.argv[1:]])")
+IN_TERMINAL = (
+    "import os, sys; os.close(os.open(os.ttyname(0), os.O_RDWR)); "
+    "os.execv(sys.executable, [sys.executable, '-m', 'baton', *sys.argv[1:]])"
+)
 AT_PROMPT = "\x1b[?2004h"  # asks the terminal to mark what is pasted
 PASTE, PASTED, ENTER = "\x1b[200~", "\x1b[201~", "\r"
 
@@ -40,9 +53,13 @@ class Person:
         own, theirs = pty.openpty()
         fcntl.ioctl(own, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
         self._process = subprocess.Popen(
-            [sys.executable, "-c", IN_TERMINAL, "chat", "--target", address, *flags], stdin=theirs, stdout=theirs,
-            stderr=theirs, start_new_session=True,
-            env={**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"})
+            [sys.executable, "-c", IN_TERMINAL, "chat", "--target", address, *flags],
+            stdin=theirs,
+            stdout=theirs,
+            stderr=theirs,
+            start_new_session=True,
+            env={**os.environ, "TERM": "xterm", "PROMPT_TOOLKIT_NO_CPR": "1"},
+        )
         os.close(theirs)
         self._terminal = fdspawn(own, encoding="utf-8", timeout=120)
 
@@ -69,7 +86,9 @@ class Person:
         async with asyncio.timeout(120):
             while len(self.echo.requests) < count:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
-        return [[message.content for message in request.chat.messages] for request in self.echo.requests]
+        return [
+            [message.content for message in request.chat.messages] for request in self.echo.requests
+        ]
 
 
 @asynccontextmanager
@@ -90,7 +109,11 @@ async def test_what_is_pasted_is_one_turn_and_commands_are_no_questions() -> Non
         person.type(f"{PASTE}first line\nsecond line{PASTED}")
         person.type(ENTER)
         assert await person.asked(1) == [["first line\nsecond line"]]
-        for command, answer in (("/help", "/clear   forget"), ("/fly", "there is no /fly"), ("/clear", "(forgotten)")):
+        for command, answer in (
+            ("/help", "/clear   forget"),
+            ("/fly", "there is no /fly"),
+            ("/clear", "(forgotten)"),
+        ):
             person.type(command + ENTER)
             await person.reads(answer)
         person.type("again" + ENTER)
@@ -148,17 +171,23 @@ class SmallContext:
     def __init__(self) -> None:
         self.seen: list[int] = []
 
-    def generate(self, query: Query, *, timeout_s: float | None = None) -> Generator[Event, None, None]:
+    def generate(
+        self, query: Query, *, timeout_s: float | None = None
+    ) -> Generator[Event, None, None]:
         self.seen.append(len(query.prompt))
         if len(query.prompt) > 4:
-            raise InvalidRequestError(FieldViolation("chat", "has 90 tokens; the maximum context length of 64 is"))
+            raise InvalidRequestError(
+                FieldViolation("chat", "has 90 tokens; the maximum context length of 64 is")
+            )
         yield Chunk("r", (1,), "yes", (), Usage(1, 1))
         yield Finish("r", FinishReason.STOP, None, None, Usage(1, 1), Timings())
 
 
 def test_a_full_context_forgets_the_oldest_turn(capsys: pytest.CaptureFixture[str]) -> None:
     client = SmallContext()
-    talk = Conversation(cast(BatonClient, client), "be brief", ChatOptions(), Sampling(), Stop(), None)
+    talk = Conversation(
+        cast(BatonClient, client), "be brief", ChatOptions(), Sampling(), Stop(), None
+    )
     for question in ("one", "two", "three"):
         assert talk.answer(question) == "stop"
     assert client.seen == [2, 4, 6, 4], "the system message, and the turns that fit"

@@ -48,47 +48,83 @@ async def test_events_become_values(echo: tuple[EchoGeneration, str]) -> None:
     assert events == [
         Chunk("r1", (0,), "one ", (), Usage(2, 1)),
         Chunk("r1", (1,), "two ", (), Usage(2, 2)),
-        Finish("r1", FinishReason.STOP, None, 7, Usage(2, 2),
-               Timings(prefill_s=0.25, total_s=0.5, transfer_exposed_s=0.0)),
+        Finish(
+            "r1",
+            FinishReason.STOP,
+            None,
+            7,
+            Usage(2, 2),
+            Timings(prefill_s=0.25, total_s=0.5, transfer_exposed_s=0.0),
+        ),
     ]
 
 
 async def test_sync_client_says_the_same(echo: tuple[EchoGeneration, str]) -> None:
     def talk() -> tuple[str, str, tuple[str, ...], int]:
         with BatonClient(echo[1]) as client:
-            return (client.complete(Query("one two")).text, client.model_info().model,
-                    client.cluster_status().workers[0].stages, client.load().prefill_workers)
+            return (
+                client.complete(Query("one two")).text,
+                client.model_info().model,
+                client.cluster_status().workers[0].stages,
+                client.load().prefill_workers,
+            )
 
     assert await asyncio.to_thread(talk) == ("one two ", "echo", ("0-4", "4-8"), 3)
 
 
 async def test_absent_and_zero_differ_on_the_wire(echo: tuple[EchoGeneration, str]) -> None:
-    query = Query((4, 5), Sampling(temperature=0.0, logit_bias={3: -1.0}), Stop(max_tokens=2, strings=("x",)),
-                  num_top_logprobs=0, priority=-1, skip_text=True, speculate=False)
+    query = Query(
+        (4, 5),
+        Sampling(temperature=0.0, logit_bias={3: -1.0}),
+        Stop(max_tokens=2, strings=("x",)),
+        num_top_logprobs=0,
+        priority=-1,
+        skip_text=True,
+        speculate=False,
+    )
     async with AsyncBatonClient(echo[1]) as client:
         await client.complete(query)
-    assert echo[0].requests == [pb.GenerateRequest(
-        token_ids=types_pb2.TokenIds(ids=[4, 5]),
-        sampling=types_pb2.SamplingParams(temperature=0.0, logit_bias={3: -1.0}),
-        stop=types_pb2.StopConditions(max_tokens=2, stop_strings=["x"]),
-        num_top_logprobs=0, priority=-1, skip_text=True, speculate=False)]
+    assert echo[0].requests == [
+        pb.GenerateRequest(
+            token_ids=types_pb2.TokenIds(ids=[4, 5]),
+            sampling=types_pb2.SamplingParams(temperature=0.0, logit_bias={3: -1.0}),
+            stop=types_pb2.StopConditions(max_tokens=2, stop_strings=["x"]),
+            num_top_logprobs=0,
+            priority=-1,
+            skip_text=True,
+            speculate=False,
+        )
+    ]
     assert not echo[0].requests[0].sampling.HasField("top_p")
     assert not wire.request_of(Query((4, 5))).HasField("speculate")
 
 
 async def test_choices_and_grammars_on_the_wire(echo: tuple[EchoGeneration, str]) -> None:
-    query = Query((4,), Sampling(seed=3), n=2, num_prompt_logprobs=0, structured_output=StructuredOutput(regex="a+"),
-                  speculate=False)
+    query = Query(
+        (4,),
+        Sampling(seed=3),
+        n=2,
+        num_prompt_logprobs=0,
+        structured_output=StructuredOutput(regex="a+"),
+        speculate=False,
+    )
     async with AsyncBatonClient(echo[1]) as client:
         (only,) = await client.choices(query)
         assert only.finish.index == 0
         with pytest.raises(errors.InvalidRequestError, match="not both"):
             await client.complete(Query((4,), structured_output=StructuredOutput("{}", "a")))
         assert (await client.load()).prefill_workers == 3
-    assert echo[0].requests == [pb.GenerateRequest(
-        token_ids=types_pb2.TokenIds(ids=[4]), sampling=types_pb2.SamplingParams(seed=3),
-        stop=types_pb2.StopConditions(), n=2, num_prompt_logprobs=0,
-        structured_output=types_pb2.StructuredOutput(regex="a+"), speculate=False)]
+    assert echo[0].requests == [
+        pb.GenerateRequest(
+            token_ids=types_pb2.TokenIds(ids=[4]),
+            sampling=types_pb2.SamplingParams(seed=3),
+            stop=types_pb2.StopConditions(),
+            n=2,
+            num_prompt_logprobs=0,
+            structured_output=types_pb2.StructuredOutput(regex="a+"),
+            speculate=False,
+        )
+    ]
 
 
 async def test_chat_prompt(echo: tuple[EchoGeneration, str]) -> None:
@@ -98,22 +134,38 @@ async def test_chat_prompt(echo: tuple[EchoGeneration, str]) -> None:
 
 
 async def test_a_chat_has_all_that_openais_api_has(echo: tuple[EchoGeneration, str]) -> None:
-    messages = (ChatMessage("system", ("be", "brief")), ChatMessage("user", "", name="Ada"),
-                ChatMessage("assistant", None, "why not", (ToolCall("f", '{"a": 1}', "c1"),)),
-                ChatMessage("tool", "42", tool_call_id="c1"))
-    query = Query(messages, tools=({"type": "function", "function": {"name": "ö"}},),
-                  template_arguments={"enable_thinking": False}, continue_final_message=True)
+    messages = (
+        ChatMessage("system", ("be", "brief")),
+        ChatMessage("user", "", name="Ada"),
+        ChatMessage("assistant", None, "why not", (ToolCall("f", '{"a": 1}', "c1"),)),
+        ChatMessage("tool", "42", tool_call_id="c1"),
+    )
+    query = Query(
+        messages,
+        tools=({"type": "function", "function": {"name": "ö"}},),
+        template_arguments={"enable_thinking": False},
+        continue_final_message=True,
+    )
     async with AsyncBatonClient(echo[1]) as client:
         await client.complete(query)
     assert echo[0].requests[0].chat == pb.ChatMessages(
         messages=[
-            pb.ChatMessage(role="system", content_parts=[pb.ContentPart(text="be"), pb.ContentPart(text="brief")]),
+            pb.ChatMessage(
+                role="system",
+                content_parts=[pb.ContentPart(text="be"), pb.ContentPart(text="brief")],
+            ),
             pb.ChatMessage(role="user", content="", name="Ada"),
-            pb.ChatMessage(role="assistant", reasoning_content="why not",
-                           tool_calls=[pb.ToolCall(id="c1", name="f", arguments='{"a": 1}')]),
-            pb.ChatMessage(role="tool", content="42", tool_call_id="c1")],
-        tools=['{"type": "function", "function": {"name": "ö"}}'], template_arguments='{"enable_thinking": false}',
-        continue_final_message=True)
+            pb.ChatMessage(
+                role="assistant",
+                reasoning_content="why not",
+                tool_calls=[pb.ToolCall(id="c1", name="f", arguments='{"a": 1}')],
+            ),
+            pb.ChatMessage(role="tool", content="42", tool_call_id="c1"),
+        ],
+        tools=['{"type": "function", "function": {"name": "ö"}}'],
+        template_arguments='{"enable_thinking": false}',
+        continue_final_message=True,
+    )
 
 
 async def test_field_violations_survive(echo: tuple[EchoGeneration, str]) -> None:
@@ -126,27 +178,50 @@ async def test_field_violations_survive(echo: tuple[EchoGeneration, str]) -> Non
     assert full.value.retry_after_s == 2.5
 
 
-@pytest.mark.parametrize(("query", "field", "says"), [
-    (Query("x", stop=Stop(max_tokens=-1)), "stop.max_tokens", "from 0 to 2^32 - 1: .*-1"),
-    (Query("x", stop=Stop(token_ids=(1, -2))), "stop.stop_token_ids", "from 0 to 2^32 - 1: .*-2"),
-    (Query("x", Sampling(seed=2**64)), "sampling.seed", "from 0 to 2^64 - 1: .*18446744073709551616"),
-    (Query("x", Sampling(logit_bias={-1: 0.5})), "sampling.logit_bias", "-1"),
-    (Query("x", num_top_logprobs=-1), "num_top_logprobs", "from 0 to 2^32 - 1: .*-1"),
-    (Query("x", priority=2**31), "priority", "from -2^31 to 2^31 - 1: .*2147483648"),
-    (Query((1, -3)), "token_ids.ids", "from 0 to 2^32 - 1: .*-3"),
-    (Query("\ud800"), "text", "surrogates"),
-    (Query((ChatMessage("user", "hello"), ChatMessage("user", "\ud800"))), "chat.messages[1].content", "surrogates"),
-    (Query((1, ChatMessage("user", "hello"))), "prompt", "not both"),  # type: ignore[arg-type]
-    (Query("x", stop=Stop(strings="END")), "stop.stop_strings", "must be a list, got str"),  # type: ignore[arg-type]
-    (Query("x", resumed_from="ab"), "resumed_from", "must be a list, got str"),  # type: ignore[arg-type]
-    (Query(b"abc"), "token_ids.ids", "must be a list, got bytes"),  # type: ignore[arg-type]
-    (Query(None), "prompt", "missing"),  # type: ignore[arg-type]
-    (Query((ChatMessage("user", None),)), "chat.messages[0].content", "missing"),
-    (Query((ChatMessage("user", "a"),), tools=({"a": b"b"},)), "chat.tools[0]", "bytes is not JSON"),
-    (Query((ChatMessage("user", ("a", 1)),)), "chat.messages[0].content_parts[1].text", "type"),  # type: ignore[arg-type]
-    (Query("x", template_arguments={"a": 1}), "prompt", "must be chat messages, which tools, template arguments"),
-    (Query((1, 2.5)), "token_ids.ids", "2.5|float"),  # type: ignore[arg-type]
-])
+@pytest.mark.parametrize(
+    ("query", "field", "says"),
+    [
+        (Query("x", stop=Stop(max_tokens=-1)), "stop.max_tokens", "from 0 to 2^32 - 1: .*-1"),
+        (
+            Query("x", stop=Stop(token_ids=(1, -2))),
+            "stop.stop_token_ids",
+            "from 0 to 2^32 - 1: .*-2",
+        ),
+        (
+            Query("x", Sampling(seed=2**64)),
+            "sampling.seed",
+            "from 0 to 2^64 - 1: .*18446744073709551616",
+        ),
+        (Query("x", Sampling(logit_bias={-1: 0.5})), "sampling.logit_bias", "-1"),
+        (Query("x", num_top_logprobs=-1), "num_top_logprobs", "from 0 to 2^32 - 1: .*-1"),
+        (Query("x", priority=2**31), "priority", "from -2^31 to 2^31 - 1: .*2147483648"),
+        (Query((1, -3)), "token_ids.ids", "from 0 to 2^32 - 1: .*-3"),
+        (Query("\ud800"), "text", "surrogates"),
+        (
+            Query((ChatMessage("user", "hello"), ChatMessage("user", "\ud800"))),
+            "chat.messages[1].content",
+            "surrogates",
+        ),
+        (Query((1, ChatMessage("user", "hello"))), "prompt", "not both"),  # type: ignore[arg-type]
+        (Query("x", stop=Stop(strings="END")), "stop.stop_strings", "must be a list, got str"),  # type: ignore[arg-type]
+        (Query("x", resumed_from="ab"), "resumed_from", "must be a list, got str"),  # type: ignore[arg-type]
+        (Query(b"abc"), "token_ids.ids", "must be a list, got bytes"),  # type: ignore[arg-type]
+        (Query(None), "prompt", "missing"),  # type: ignore[arg-type]
+        (Query((ChatMessage("user", None),)), "chat.messages[0].content", "missing"),
+        (
+            Query((ChatMessage("user", "a"),), tools=({"a": b"b"},)),
+            "chat.tools[0]",
+            "bytes is not JSON",
+        ),
+        (Query((ChatMessage("user", ("a", 1)),)), "chat.messages[0].content_parts[1].text", "type"),  # type: ignore[arg-type]
+        (
+            Query("x", template_arguments={"a": 1}),
+            "prompt",
+            "must be chat messages, which tools, template arguments",
+        ),
+        (Query((1, 2.5)), "token_ids.ids", "2.5|float"),  # type: ignore[arg-type]
+    ],
+)
 def test_what_does_not_fit_the_message_is_named(query: Query, field: str, says: str) -> None:
     with pytest.raises(errors.InvalidRequestError) as caught:
         wire.request_of(query)
@@ -163,7 +238,9 @@ async def test_deadline_is_typed_and_frees_the_server(echo: tuple[EchoGeneration
 
 
 @pytest.mark.parametrize("timeout_s", [1e300, float("inf")])
-async def test_a_time_limit_beyond_all_clocks_is_none(echo: tuple[EchoGeneration, str], timeout_s: float) -> None:
+async def test_a_time_limit_beyond_all_clocks_is_none(
+    echo: tuple[EchoGeneration, str], timeout_s: float
+) -> None:
     async with AsyncBatonClient(echo[1]) as client:
         assert (await client.complete(Query("one"), timeout_s=timeout_s)).text == "one "
         with pytest.raises(errors.InvalidRequestError, match="timeout_s"):
@@ -179,7 +256,9 @@ async def test_cancelling_the_task_aborts_the_request(echo: tuple[EchoGeneration
         await happened(echo[0].ended)
 
 
-async def test_leaving_the_sync_iterator_aborts_the_request(echo: tuple[EchoGeneration, str]) -> None:
+async def test_leaving_the_sync_iterator_aborts_the_request(
+    echo: tuple[EchoGeneration, str],
+) -> None:
     may_close = threading.Event()
 
     def leave_early() -> None:
@@ -204,8 +283,11 @@ async def test_nobody_there_is_unavailable() -> None:
 
 async def test_a_call_that_grpc_gives_up_is_not_said_to_meet_nobody() -> None:
     """As it does where more calls come than an event loop takes from it; the router is there."""
+
     class GivesUp(EchoGeneration):
-        async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        async def Generate(
+            self, request: pb.GenerateRequest, context: Context
+        ) -> AsyncIterator[pb.GenerateResponse]:
             await context.abort(grpc.StatusCode.CANCELLED)
             yield pb.GenerateResponse()
 

@@ -44,8 +44,13 @@ def model(folder: Path, name: str = "good") -> Path:
 
 
 def config(folder: Path, name: str = "good") -> ClusterConfig:
-    return ClusterConfig(model=model(folder, name), listen="127.0.0.1:0", decode_pp=2, ready_timeout_s=120,
-                         forks_workers=False)
+    return ClusterConfig(
+        model=model(folder, name),
+        listen="127.0.0.1:0",
+        decode_pp=2,
+        ready_timeout_s=120,
+        forks_workers=False,
+    )
 
 
 class Log:
@@ -87,26 +92,36 @@ async def test_it_serves_and_gives_each_process_its_flags(cluster: LocalCluster,
     assert set(cluster.processes) == {"prefill-0", "decode-0.0", "decode-0.1", "router"}
     async with AsyncBatonClient(cluster.address) as client:
         assert (await client.complete(Query("hello there"), timeout_s=60)).text == "hello there "
-    await eventually(lambda: all(any(line.startswith(f"{name}: ") for line in log.lines) for name in cluster.processes))
+    await eventually(
+        lambda: all(
+            any(line.startswith(f"{name}: ") for line in log.lines) for name in cluster.processes
+        )
+    )
     assert "--rank 1 --world-size 2 " in log.of("decode-0.1")
     leader = str(cluster.processes["decode-0.0"].spec.announce)
     assert f"--leader file://{leader}" in log.of("decode-0.1")
     assert f"--decode file://{leader}" in log.of("router")
-    assert all(f"on cores {list(process.spec.cores or ())} " in log.of(name)
-               for name, process in cluster.processes.items())
+    assert all(
+        f"on cores {list(process.spec.cores or ())} " in log.of(name)
+        for name, process in cluster.processes.items()
+    )
 
 
 async def test_a_start_that_takes_long_shows_how_far_each_process_is(
-        tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("baton.cluster.PROGRESS_S", 0.0)
     async with LocalCluster(config(tmp_path), sink=log):
         reports = [line for line in log.lines if re.search(r"^baton: .*after \d+ s: ", line)]
     state = "(loads|warms up|serves)"
-    assert re.search(f": prefill-0 {state}, decode-0.0 {state}, decode-0.1 {state}, router {state}$", reports[0])
+    assert re.search(
+        f": prefill-0 {state}, decode-0.0 {state}, decode-0.1 {state}, router {state}$", reports[0]
+    )
 
 
 async def test_a_start_that_compiles_kernels_shows_how_many_are_there(
-        tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And that others, whose announcement the cluster does not wait for yet, are further on."""
     monkeypatch.setattr("baton.cluster.PROGRESS_S", 0.0)
     settings = config(tmp_path)
@@ -129,13 +144,25 @@ class Elsewhere:
     def host(self, name: str) -> str:
         return {"prefill-0": "127.0.0.2"}.get(name, "127.0.0.3")
 
-    def program(self, name: str, module: str, arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
+    def program(
+        self, name: str, module: str, arguments: Sequence[str]
+    ) -> tuple[str, Sequence[str]]:
         return module, ("--placed", name, *arguments)
 
 
-async def test_routers_share_the_workers_and_processes_have_their_places(tmp_path: Path, log: Log) -> None:
-    async with LocalCluster(replace(config(tmp_path), routers=2, places=Elsewhere()), sink=log) as running:
-        assert set(running.processes) == {"prefill-0", "decode-0.0", "decode-0.1", "router", "router-1"}
+async def test_routers_share_the_workers_and_processes_have_their_places(
+    tmp_path: Path, log: Log
+) -> None:
+    async with LocalCluster(
+        replace(config(tmp_path), routers=2, places=Elsewhere()), sink=log
+    ) as running:
+        assert set(running.processes) == {
+            "prefill-0",
+            "decode-0.0",
+            "decode-0.1",
+            "router",
+            "router-1",
+        }
         assert running.addresses[0] == running.address
         for address in running.addresses:
             async with AsyncBatonClient(address) as client:
@@ -143,11 +170,17 @@ async def test_routers_share_the_workers_and_processes_have_their_places(tmp_pat
         prefill = running.processes["prefill-0"].announcement
         assert prefill is not None
         assert prefill.address.startswith("127.0.0.2:")
-        await eventually(lambda: all(any(line.startswith(f"{name}: ") for line in log.lines)
-                                     for name in running.processes))
+        await eventually(
+            lambda: all(
+                any(line.startswith(f"{name}: ") for line in log.lines)
+                for name in running.processes
+            )
+        )
         for name in running.processes:
             assert f"--placed {name} " in log.of(name)
-            assert ("prefill-0.json" in log.of(name)) == name.startswith("router"), "where it announces itself"
+            assert ("prefill-0.json" in log.of(name)) == name.startswith("router"), (
+                "where it announces itself"
+            )
     assert all(process.pid is None for process in running.processes.values())
 
 
@@ -160,8 +193,12 @@ async def test_a_gateway_needs_a_model_with_a_tokenizer(tmp_path: Path, log: Log
 async def test_processes_may_have_all_cores(tmp_path: Path, log: Log) -> None:
     cores = sorted(os.sched_getaffinity(0))
     async with LocalCluster(replace(config(tmp_path), one_core_each=False), sink=log) as running:
-        await eventually(lambda: all(any(line.startswith(f"{name}: ") for line in log.lines)
-                                     for name in running.processes))
+        await eventually(
+            lambda: all(
+                any(line.startswith(f"{name}: ") for line in log.lines)
+                for name in running.processes
+            )
+        )
         assert all(f"on cores {cores} " in log.of(name) for name in running.processes)
 
 
@@ -171,7 +208,9 @@ def take_names(*names: str) -> None:
         Path(f"{name}.py").write_text("raise SystemExit('taken from the working directory')")
 
 
-async def test_files_in_the_working_directory_are_not_taken_for_roles(cluster: LocalCluster) -> None:
+async def test_files_in_the_working_directory_are_not_taken_for_roles(
+    cluster: LocalCluster,
+) -> None:
     """Those of the cluster run beside them, and `baton router` does."""
     take_names("router", "prefill", "decode", "baton", "runtime", "typer")
     process = cluster.processes["decode-0.1"]
@@ -180,8 +219,15 @@ async def test_files_in_the_working_directory_are_not_taken_for_roles(cluster: L
     await eventually(lambda: process.num_starts == 2)
     await eventually(process.spec.announce.exists)
     command = str(Path(sys.executable).with_name("baton"))
-    done = await asyncio.to_thread(subprocess.run, [command, "router", "--help"], capture_output=True, text=True,
-                                   timeout=240, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [command, "router", "--help"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, "")
     assert "--prefill" in done.stdout
 
@@ -198,14 +244,22 @@ async def test_a_killed_process_comes_back_under_its_address(cluster: LocalClust
 
 
 async def pauses(folder: Path, log: Log, serves: Callable[[], bool]) -> list[str]:
-    """Between the deaths of a process that is killed three times: each time when it serves, or says where it listens
-    and does not."""
+    """Between the deaths of a process that is killed three times: each time when it serves, or says
+    where it listens and does not."""
+
     async def until_serving(announcement: Announcement) -> None:
         if not serves():
             raise UnavailableError("it does not")
 
-    spec = ProcessSpec("prefill-0", "prefill", ("--model", str(model(folder))), "127.0.0.1:0", None,
-                       folder / "announced.json", leads=True)
+    spec = ProcessSpec(
+        "prefill-0",
+        "prefill",
+        ("--model", str(model(folder))),
+        "127.0.0.1:0",
+        None,
+        folder / "announced.json",
+        leads=True,
+    )
     process = RoleProcess(spec, log, until_serving)
     life = asyncio.create_task(process.run())
     for count in range(1, 4):
@@ -219,7 +273,9 @@ async def pauses(folder: Path, log: Log, serves: Callable[[], bool]) -> list[str
     return [line.rpartition(" in ")[2] for line in log.lines if "starting again" in line]
 
 
-async def test_a_process_that_had_served_is_started_again_without_a_long_pause(tmp_path: Path, log: Log) -> None:
+async def test_a_process_that_had_served_is_started_again_without_a_long_pause(
+    tmp_path: Path, log: Log
+) -> None:
     assert await pauses(tmp_path, log, lambda: True) == ["0.1 s"] * 3
 
 
@@ -234,12 +290,17 @@ async def test_the_supervisor_says_when(cluster: LocalCluster, log: Log) -> None
     await eventually(lambda: process.num_starts == 2)
     (line,) = (line for line in log.lines if "starting again" in line)
     stamp = r"\d\d:\d\d:\d\d\.\d{3}"
-    assert re.fullmatch(rf"prefill-0: {stamp} warning was ended by SIGKILL, starting again in .* s", line)
-    assert all(re.match(rf"baton: {stamp} info ", line) for line in log.lines if line.startswith("baton:"))
+    assert re.fullmatch(
+        rf"prefill-0: {stamp} warning was ended by SIGKILL, starting again in .* s", line
+    )
+    assert all(
+        re.match(rf"baton: {stamp} info ", line) for line in log.lines if line.startswith("baton:")
+    )
 
 
 async def test_a_process_that_the_kernel_killed_for_memory_is_reported_so(
-        tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The kernel counts such kills; here each SIGKILL is counted as one."""
     killed = [0]
     monkeypatch.setattr("baton.process.num_oom_kills", lambda: killed[0])
@@ -260,21 +321,34 @@ async def test_stop_leaves_no_process(tmp_path: Path, log: Log) -> None:
 
 
 async def test_a_process_that_cannot_start_ends_the_start(tmp_path: Path, log: Log) -> None:
-    with pytest.raises(UnavailableError, match=r"decode-0\.[01] ended with exit code 1: the weights are not readable"):
+    with pytest.raises(
+        UnavailableError,
+        match=r"decode-0\.[01] ended with exit code 1: the weights are not readable",
+    ):
         async with LocalCluster(config(tmp_path, "broken"), sink=log):
             pass
 
 
-async def test_a_process_that_refuses_its_settings_ends_the_start_as_such(tmp_path: Path, log: Log) -> None:
-    with pytest.raises(ConfigError, match=r"decode-0\.[01] ended with exit code 2: the settings do not fit"):
+async def test_a_process_that_refuses_its_settings_ends_the_start_as_such(
+    tmp_path: Path, log: Log
+) -> None:
+    with pytest.raises(
+        ConfigError, match=r"decode-0\.[01] ended with exit code 2: the settings do not fit"
+    ):
         async with LocalCluster(config(tmp_path, "refused"), sink=log):
             pass
 
 
-async def test_a_cluster_that_never_serves_says_who(tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cluster_that_never_serves_says_who(
+    tmp_path: Path, log: Log, monkeypatch: pytest.MonkeyPatch
+) -> None:
     wait_serving = LocalCluster.wait_serving  # the time to start is not what runs out
-    monkeypatch.setattr(LocalCluster, "wait_serving", lambda self, timeout_s: wait_serving(self, timeout_s=5))
-    with pytest.raises(UnavailableError, match=r"prefill-0: baton.v1.Prefill is not serving.*NOT_SERVING"):
+    monkeypatch.setattr(
+        LocalCluster, "wait_serving", lambda self, timeout_s: wait_serving(self, timeout_s=5)
+    )
+    with pytest.raises(
+        UnavailableError, match=r"prefill-0: baton.v1.Prefill is not serving.*NOT_SERVING"
+    ):
         async with LocalCluster(config(tmp_path, "slow"), sink=log):
             pass
 
@@ -291,12 +365,20 @@ class Restarted:
         self.num_restarts += 1
 
 
-async def test_a_restart_shows_its_token_and_says_who_does_not_come_back(tmp_path: Path, log: Log) -> None:
+async def test_a_restart_shows_its_token_and_says_who_does_not_come_back(
+    tmp_path: Path, log: Log
+) -> None:
     token_file = tmp_path / "token"
     token_file.write_text("0123456789abcdef\n")
-    server, address = await serve_echo(EchoGeneration(), security=ServerSecurity(tokens=TokenList(token_file)))
-    cluster = LocalCluster(replace(config(tmp_path), security=client_security(token_file=token_file)), sink=log)
-    processes: dict[str, Any] = {role: Restarted(role, role, address) for role in ("router", "decode")}
+    server, address = await serve_echo(
+        EchoGeneration(), security=ServerSecurity(tokens=TokenList(token_file))
+    )
+    cluster = LocalCluster(
+        replace(config(tmp_path), security=client_security(token_file=token_file)), sink=log
+    )
+    processes: dict[str, Any] = {
+        role: Restarted(role, role, address) for role in ("router", "decode")
+    }
     cluster.processes.update(processes)
     with pytest.raises(UnavailableError, match=r"decode 127\.0\.0\.1:1: warming up"):
         await cluster.restart("decode", timeout_s=5)
@@ -306,9 +388,12 @@ async def test_a_restart_shows_its_token_and_says_who_does_not_come_back(tmp_pat
     await server.drain(grace_s=0)
 
 
-@pytest.mark.parametrize(("settings", "field"), [({"decode": 0}, "decode"), ({"prefill_pp": 65}, "prefill_pp")])
-def test_bad_counts_are_refused_before_anything_starts(tmp_path: Path, log: Log, settings: dict[str, Any],
-                                                       field: str) -> None:
+@pytest.mark.parametrize(
+    ("settings", "field"), [({"decode": 0}, "decode"), ({"prefill_pp": 65}, "prefill_pp")]
+)
+def test_bad_counts_are_refused_before_anything_starts(
+    tmp_path: Path, log: Log, settings: dict[str, Any], field: str
+) -> None:
     with pytest.raises(ConfigError, match="1 to 64") as caught:
         LocalCluster(replace(config(tmp_path), **settings), sink=log)
     assert caught.value.field == field
@@ -323,9 +408,22 @@ def test_the_limit_is_on_all_processes_together(tmp_path: Path) -> None:
 
 
 def up(folder: Path, *flags: str, name: str = "good") -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "baton", "up", "--model", str(model(folder, name)), "--listen", "127.0.0.1:0"]
-    return subprocess.Popen([*command, "--no-preload", *flags], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                            text=True)
+    command = [
+        sys.executable,
+        "-m",
+        "baton",
+        "up",
+        "--model",
+        str(model(folder, name)),
+        "--listen",
+        "127.0.0.1:0",
+    ]
+    return subprocess.Popen(
+        [*command, "--no-preload", *flags],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 def read_until(child: subprocess.Popen[str], word: str) -> list[str]:
@@ -372,10 +470,16 @@ def test_every_line_of_up_and_its_processes_is_json_where_that_is_asked_for(tmp_
     assert (printed["level"], printed["role"]) == ("warning", printed["process"])
 
 
-@pytest.mark.parametrize(("name", "code", "says"), [
-    ("refused", 2, "baton up: decode-0 ended with exit code 2: the settings do not fit"),
-    ("broken", 1, "baton up: decode-0 ended with exit code 1: the weights are not readable")])
-def test_a_start_that_fails_says_why_in_json_too(tmp_path: Path, name: str, code: int, says: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "code", "says"),
+    [
+        ("refused", 2, "baton up: decode-0 ended with exit code 2: the settings do not fit"),
+        ("broken", 1, "baton up: decode-0 ended with exit code 1: the weights are not readable"),
+    ],
+)
+def test_a_start_that_fails_says_why_in_json_too(
+    tmp_path: Path, name: str, code: int, says: str
+) -> None:
     with up(tmp_path, "--log-style", "json", name=name) as child:
         assert child.stdout is not None
         assert child.stderr is not None
@@ -387,7 +491,8 @@ def test_a_start_that_fails_says_why_in_json_too(tmp_path: Path, name: str, code
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
 def test_a_terminal_without_frames_shows_the_cluster_all_the_same(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", encoding)
     with up(tmp_path) as child:
         said = read_until(child, "ready: ")
@@ -399,7 +504,8 @@ def test_a_terminal_without_frames_shows_the_cluster_all_the_same(
 
 
 def test_a_second_signal_ends_up_at_once_and_in_order(tmp_path: Path) -> None:
-    """Processes that were killed used to be started again, or nobody had waited for them: a traceback followed."""
+    """Processes that were killed used to be started again, or nobody had waited for them: a
+    traceback followed."""
     with up(tmp_path) as child:
         read_until(child, "ready: ")
         started = children_of(child.pid)
@@ -433,8 +539,13 @@ def stand_in_demo(folder: Path) -> None:
 
 def test_a_demo_with_a_wrong_answer_says_so_and_fails(tmp_path: Path) -> None:
     stand_in_demo(tmp_path)
-    done = subprocess.run([sys.executable, "-m", "baton", "demo"], capture_output=True, text=True, timeout=240,
-                          check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "baton", "demo"],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert done.returncode != 0
     assert "What did Ivan do?" in done.stdout
     assert "the right answer is 'Near the library Ivan hid a red notebook.'" in done.stderr
@@ -443,8 +554,12 @@ def test_a_demo_with_a_wrong_answer_says_so_and_fails(tmp_path: Path) -> None:
 def test_interrupted_demo_stops_everything(tmp_path: Path) -> None:
     stand_in_demo(tmp_path)
     (tmp_path / "demo" / "model" / "slow").touch()  # it cannot be over before it is interrupted
-    with subprocess.Popen([sys.executable, "-m", "baton", "demo"], stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-                          text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-m", "baton", "demo"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
         read_until(child, "waiting for the pools")
         started = children_of(child.pid)
         child.send_signal(signal.SIGINT)

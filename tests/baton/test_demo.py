@@ -12,9 +12,20 @@ from baton.values import ClusterStatus, WorkerStatus
 def seen(open_sessions: int) -> ClusterStatus:
     free = 4 - open_sessions
     worker = WorkerStatus(
-        role="decode", address="a:1", serving=True, reason="", incarnation="life", stages=("0-8",), queued_requests=0,
-        running_requests=open_sessions, pages_total=4, pages_free=free, slots_total=4, slots_free=free,
-        open_sessions=open_sessions)
+        role="decode",
+        address="a:1",
+        serving=True,
+        reason="",
+        incarnation="life",
+        stages=("0-8",),
+        queued_requests=0,
+        running_requests=open_sessions,
+        pages_total=4,
+        pages_free=free,
+        slots_total=4,
+        slots_free=free,
+        open_sessions=open_sessions,
+    )
     return ClusterStatus("model", 0, 0, (worker,))
 
 
@@ -30,7 +41,8 @@ class Client:
 
 @pytest.mark.parametrize(("reports", "shown"), [((1, 1, 0), 0), ((0,), 0), ((1,), 1)])
 async def test_the_status_is_that_of_a_cluster_at_rest_if_it_comes_to_rest(
-        monkeypatch: pytest.MonkeyPatch, reports: tuple[int, ...], shown: int) -> None:
+    monkeypatch: pytest.MonkeyPatch, reports: tuple[int, ...], shown: int
+) -> None:
     monkeypatch.setattr(demo, "REPORT_S", 0.001)
     if shown:
         monkeypatch.setattr(demo, "REST_TIMEOUT_S", 0.02)

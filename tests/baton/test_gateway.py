@@ -1,4 +1,5 @@
-"""What a gateway is started with, and what is refused before. Gateways that run are in tests/cluster/test_openai.py."""
+"""What a gateway is started with, and what is refused before. Gateways that run are in
+tests/cluster/test_openai.py."""
 
 import asyncio
 import importlib.util
@@ -9,7 +10,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from baton.gateway import GatewayConfig, app, arguments_of, check_can_serve, check_installed, serve, wait_ready
+from baton.gateway import (
+    GatewayConfig,
+    app,
+    arguments_of,
+    check_can_serve,
+    check_installed,
+    serve,
+    wait_ready,
+)
 from runtime.config import Address, load
 from runtime.errors import ConfigError, UnavailableError
 from runtime.security.access import PLAIN_CHANNEL, ChannelSecurity
@@ -28,18 +37,27 @@ def values_of(arguments: list[str], flag: str) -> list[str]:
 
 
 def test_every_router_is_given_and_what_they_do_better_is_off() -> None:
-    arguments = arguments_of(settings(router=("a:1", "[::1]:2"), flag=("--tool-call-parser", "qwen")), HERE, 9)
+    arguments = arguments_of(
+        settings(router=("a:1", "[::1]:2"), flag=("--tool-call-parser", "qwen")), HERE, 9
+    )
     start = arguments.index("--worker-urls")
-    assert arguments[start + 1:start + 3] == ["grpc://a:1", "grpc://[::1]:2"]
+    assert arguments[start + 1 : start + 3] == ["grpc://a:1", "grpc://[::1]:2"]
     assert {"--disable-retries", "--disable-circuit-breaker"} <= set(arguments)
     assert arguments[-2:] == ["--tool-call-parser", "qwen"]
-    assert (values_of(arguments, "--port"), values_of(arguments, "--prometheus-port")) == (["8000"], ["9"])
+    assert (values_of(arguments, "--port"), values_of(arguments, "--prometheus-port")) == (
+        ["8000"],
+        ["9"],
+    )
     assert values_of(arguments, "--history-memory-max-responses") == ["10000"]
-    assert values_of(arguments_of(settings(stored_responses=0), HERE, 9), "--history-backend") == ["none"]
+    assert values_of(arguments_of(settings(stored_responses=0), HERE, 9), "--history-backend") == [
+        "none"
+    ]
 
 
 def test_the_key_of_its_control_plane_is_nobodys() -> None:
-    keys = [values_of(arguments_of(settings(), HERE, 9), "--control-plane-api-keys") for _ in range(2)]
+    keys = [
+        values_of(arguments_of(settings(), HERE, 9), "--control-plane-api-keys") for _ in range(2)
+    ]
     assert keys[0] != keys[1]
     assert len(keys[0][0].rpartition(":")[2]) == 64
 
@@ -47,12 +65,17 @@ def test_the_key_of_its_control_plane_is_nobodys() -> None:
 def test_the_keys_of_clients_are_named(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("# ours\nalice 0123456789abcdef0123\nfedcba98765432100123\n")
     arguments = arguments_of(settings(token_file=tmp_path / "keys"), HERE, 9)
-    assert values_of(arguments, "--tenant-api-key") == ["alice:0123456789abcdef0123", "client-2:fedcba98765432100123"]
+    assert values_of(arguments, "--tenant-api-key") == [
+        "alice:0123456789abcdef0123",
+        "client-2:fedcba98765432100123",
+    ]
 
 
 def test_a_file_of_settings_has_a_table_for_it(tmp_path: Path) -> None:
     (tmp_path / "baton.toml").write_text('[gateway]\nrouter = ["r:7000"]\nmax_body_bytes = 4096\n')
-    config = load(GatewayConfig, section="gateway", flags={"drain_s": 3}, file=tmp_path / "baton.toml")
+    config = load(
+        GatewayConfig, section="gateway", flags={"drain_s": 3}, file=tmp_path / "baton.toml"
+    )
     assert (config.router, config.max_body_bytes, config.drain_s) == (("r:7000",), 4096, 3)
 
 
@@ -63,7 +86,11 @@ def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch) ->
         return None if name == "smg" else find(name)
 
     monkeypatch.setattr(importlib.util, "find_spec", without)
-    for refused in (check_installed, lambda: check_can_serve("h:1", PLAIN_CHANNEL), lambda: serve(settings())):
+    for refused in (
+        check_installed,
+        lambda: check_can_serve("h:1", PLAIN_CHANNEL),
+        lambda: serve(settings()),
+    ):
         with pytest.raises(ConfigError, match=r"pip install 'baton\[http\]'"):
             refused()
 
@@ -71,7 +98,9 @@ def test_without_the_extra_one_line_names_it(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_gateway_without_a_router_is_one_line() -> None:
     done = CliRunner().invoke(app, [])
     assert (done.exit_code, done.stderr) == (
-        2, "gateway: --router must be given, or set in the table [gateway] of --config\n")
+        2,
+        "gateway: --router must be given, or set in the table [gateway] of --config\n",
+    )
 
 
 def test_what_it_cannot_stand_before_is_refused(tmp_path: Path) -> None:
@@ -83,22 +112,30 @@ def test_what_it_cannot_stand_before_is_refused(tmp_path: Path) -> None:
         check_can_serve("127.0.0.1:0", ChannelSecurity(token=OwnToken(tmp_path / "token")))
 
 
-@pytest.mark.parametrize(("given", "said"), [
-    ({"tls_cert": Path(__file__)}, "tls_cert and tls_key"), ({"log_level": "loud"}, "log level"),
-    ({"tls_key": Path("/none")}, "tls_key: /none is no file"), ({"flag": ("--nonsense",)}, "--nonsense"),
-    ({"listen": "256.0.0.1:0"}, "cannot listen on 256"),
-    ({"flag": ("--chat-template", "/x")}, "--chat-template is not taken: routers render chats"),
-    ({"flag": ("--tokenizer-path=/x",)}, "--tokenizer-path is not taken"),
-    ({"flag": ("--model", "/x")}, "--model-path is not taken"),
-])
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"tls_cert": Path(__file__)}, "tls_cert and tls_key"),
+        ({"log_level": "loud"}, "log level"),
+        ({"tls_key": Path("/none")}, "tls_key: /none is no file"),
+        ({"flag": ("--nonsense",)}, "--nonsense"),
+        ({"listen": "256.0.0.1:0"}, "cannot listen on 256"),
+        ({"flag": ("--chat-template", "/x")}, "--chat-template is not taken: routers render chats"),
+        ({"flag": ("--tokenizer-path=/x",)}, "--tokenizer-path is not taken"),
+        ({"flag": ("--model", "/x")}, "--model-path is not taken"),
+    ],
+)
 def test_a_bad_setting_ends_it_before_it_listens(given: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         serve(settings(**given))
 
 
 @pytest.mark.parametrize("proxy", ["http://127.0.0.1:9", "socks5://127.0.0.1:9"])
-async def test_a_proxy_of_the_environment_is_passed_by(monkeypatch: pytest.MonkeyPatch, proxy: str) -> None:
-    """A stand-in gateway that is ready, and proxies that do not exist: of SOCKS the client knows nothing, either."""
+async def test_a_proxy_of_the_environment_is_passed_by(
+    monkeypatch: pytest.MonkeyPatch, proxy: str
+) -> None:
+    """A stand-in gateway that is ready, and proxies that do not exist: of SOCKS the client knows
+    nothing, either."""
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, proxy)
     for name in ("no_proxy", "NO_PROXY"):
@@ -116,5 +153,7 @@ async def test_a_proxy_of_the_environment_is_passed_by(monkeypatch: pytest.Monke
 
 
 async def test_waiting_for_what_is_not_there_ends_with_the_reason() -> None:
-    with pytest.raises(UnavailableError, match=r"127\.0\.0\.1:9 is not ready after 3 s: .*connection"):
+    with pytest.raises(
+        UnavailableError, match=r"127\.0\.0\.1:9 is not ready after 3 s: .*connection"
+    ):
         await wait_ready("127.0.0.1:9", timeout_s=3.0)

@@ -9,7 +9,13 @@ from tests.support.router.generation import EchoGeneration, serve_echo
 
 
 def outcome(*times_s: float, tokens: int | None = None, error: str | None = None) -> Outcome:
-    return Outcome(times_s[0] if times_s else None, times_s, len(times_s) if tokens is None else tokens, None, error)
+    return Outcome(
+        times_s[0] if times_s else None,
+        times_s,
+        len(times_s) if tokens is None else tokens,
+        None,
+        error,
+    )
 
 
 def test_figures_by_hand() -> None:
@@ -35,10 +41,14 @@ async def test_load_against_a_server_records_successes_and_failures() -> None:
         seen: list[tuple[int, int, int]] = []
 
         def note(progress: Progress) -> None:
-            seen.append((progress.num_sent, progress.num_done + progress.num_failed, progress.num_open))
+            seen.append(
+                (progress.num_sent, progress.num_done + progress.num_failed, progress.num_open)
+            )
 
         began = time.monotonic()
-        done, refused = await run_load(client, [Query("one two"), Query("full")], [0.0, 0.3], on_progress=note)
+        done, refused = await run_load(
+            client, [Query("one two"), Query("full")], [0.0, 0.3], on_progress=note
+        )
         took_s = time.monotonic() - began
     await server.drain(grace_s=0)
     assert (done.num_tokens, done.error) == (2, None)

@@ -1,4 +1,5 @@
-"""`baton load` against servers that answer by rule: Baton's API and VllmEngine's, by its published stubs."""
+"""`baton load` against servers that answer by rule: Baton's API and VllmEngine's, by its published
+stubs."""
 
 import asyncio
 import json
@@ -30,8 +31,13 @@ class ScriptedEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # the
         self.requests: list[Any] = []
 
     async def GetModelInfo(self, request: Any, context: Any) -> Any:  # noqa: ANN401
-        return vllm.GetModelInfoResponse(served_model_name="counter", vocab_size=12, max_context_length=64,
-                                         eos_token_ids=[0], architectures=["Counter"])
+        return vllm.GetModelInfoResponse(
+            served_model_name="counter",
+            vocab_size=12,
+            max_context_length=64,
+            eos_token_ids=[0],
+            architectures=["Counter"],
+        )
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:  # noqa: ANN401
         self.requests.append(request)
@@ -39,10 +45,16 @@ class ScriptedEngine(vllm_grpc.VllmEngineServicer):  # type: ignore[misc]  # the
         if first == 13:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "full")
         for index in range(count):
-            yield vllm.GenerateResponse(chunk=vllm.GenerateStreamChunk(
-                token_ids=[first + index], prompt_tokens=1, completion_tokens=index + 1))
-        yield vllm.GenerateResponse(complete=vllm.GenerateComplete(
-            finish_reason="length", prompt_tokens=1, completion_tokens=count))
+            yield vllm.GenerateResponse(
+                chunk=vllm.GenerateStreamChunk(
+                    token_ids=[first + index], prompt_tokens=1, completion_tokens=index + 1
+                )
+            )
+        yield vllm.GenerateResponse(
+            complete=vllm.GenerateComplete(
+                finish_reason="length", prompt_tokens=1, completion_tokens=count
+            )
+        )
 
 
 @asynccontextmanager
@@ -59,8 +71,15 @@ async def engine() -> AsyncIterator[tuple[ScriptedEngine, str]]:
 
 async def baton_load(*flags: str) -> tuple[int, str, str]:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "baton", "load", *flags, env={**os.environ, "COLUMNS": "160"},
-        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE)
+        sys.executable,
+        "-m",
+        "baton",
+        "load",
+        *flags,
+        env={**os.environ, "COLUMNS": "160"},
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
     out, err = await process.communicate()
     return process.returncode or 0, out.decode(), err.decode()
 
@@ -68,9 +87,28 @@ async def baton_load(*flags: str) -> tuple[int, str, str]:
 async def test_a_vllm_engine_is_loaded_and_the_run_is_drawn(tmp_path: Path) -> None:
     async with engine() as (servicer, address):
         code, out, err = await baton_load(
-            "--api", "vllm", "--target", address, "--requests", "6", "--arrival", "burst", "--burst", "3", "--rate",
-            "60", "--prompt-tokens", "uniform:2-5", "--output-tokens", "4", "--warm-up", "1", "--json", "--plot",
-            str(tmp_path / "run.png"))
+            "--api",
+            "vllm",
+            "--target",
+            address,
+            "--requests",
+            "6",
+            "--arrival",
+            "burst",
+            "--burst",
+            "3",
+            "--rate",
+            "60",
+            "--prompt-tokens",
+            "uniform:2-5",
+            "--output-tokens",
+            "4",
+            "--warm-up",
+            "1",
+            "--json",
+            "--plot",
+            str(tmp_path / "run.png"),
+        )
     assert code == 0, err
     figures = json.loads(out)
     assert (figures["requests"], figures["failed"], figures["errors"]) == (6, 0, {})
@@ -83,8 +121,10 @@ async def test_a_vllm_engine_is_loaded_and_the_run_is_drawn(tmp_path: Path) -> N
 
 async def test_a_trace_is_replayed_and_told_as_a_table(tmp_path: Path) -> None:
     trace = tmp_path / "trace.jsonl"
-    trace.write_text('{"at_s": 0, "prompt_tokens": 3, "output_tokens": 1}\n'
-                     '{"at_s": 0.2, "prompt_tokens": 5, "output_tokens": 1}\n')
+    trace.write_text(
+        '{"at_s": 0, "prompt_tokens": 3, "output_tokens": 1}\n'
+        '{"at_s": 0.2, "prompt_tokens": 5, "output_tokens": 1}\n'
+    )
     servicer = EchoGeneration()
     server, address = await serve_echo(servicer)
     code, out, err = await baton_load("--target", address, "--trace", str(trace), "--warm-up", "0")
@@ -96,10 +136,14 @@ async def test_a_trace_is_replayed_and_told_as_a_table(tmp_path: Path) -> None:
     assert [len(request.token_ids.ids) for request in servicer.requests] == [3, 5]
 
 
-async def test_of_a_trace_as_many_are_sent_as_asked_for_and_none_is_cut_in_silence(tmp_path: Path) -> None:
+async def test_of_a_trace_as_many_are_sent_as_asked_for_and_none_is_cut_in_silence(
+    tmp_path: Path,
+) -> None:
     """The echo's context is 64 tokens."""
     trace = tmp_path / "trace.csv"
-    trace.write_text("Timestamp,Model,Request tokens,Response tokens\n0,m,3,1\n0.1,m,0,9\n0.2,m,99,1\n0.3,m,5,1\n")
+    trace.write_text(
+        "Timestamp,Model,Request tokens,Response tokens\n0,m,3,1\n0.1,m,0,9\n0.2,m,99,1\n0.3,m,5,1\n"
+    )
     servicer = EchoGeneration()
     server, address = await serve_echo(servicer)
     flags = ("--target", address, "--trace", str(trace), "--warm-up", "0")
@@ -114,7 +158,11 @@ async def test_of_a_trace_as_many_are_sent_as_asked_for_and_none_is_cut_in_silen
     code, out, err = await baton_load(*flags, "--too-long", "cut", "--json")
     await server.drain(grace_s=0)
     figures = json.loads(out)
-    assert (figures["requests"], figures["requests_cut"], figures["requests_unanswered_in_trace"]) == (3, 1, 1)
+    assert (
+        figures["requests"],
+        figures["requests_cut"],
+        figures["requests_unanswered_in_trace"],
+    ) == (3, 1, 1)
     assert [len(request.token_ids.ids) for request in servicer.requests] == [3, 3, 5, 3, 63, 5]
 
 
@@ -122,7 +170,18 @@ async def test_each_run_has_prompts_of_its_own_and_its_warm_up_too() -> None:
     """Caches know none of them, unless a seed is given twice."""
     servicer = EchoGeneration()
     server, address = await serve_echo(servicer)
-    flags = ("--target", address, "--requests", "2", "--rate", "50", "--prompt-tokens", "20", "--output-tokens", "1")
+    flags = (
+        "--target",
+        address,
+        "--requests",
+        "2",
+        "--rate",
+        "50",
+        "--prompt-tokens",
+        "20",
+        "--output-tokens",
+        "1",
+    )
     seeds = []
     for given in ((), (), ("--seed", "7"), ("--seed", "7")):
         code, out, err = await baton_load(*flags, "--warm-up", "2", "--json", *given)
@@ -134,7 +193,9 @@ async def test_each_run_has_prompts_of_its_own_and_its_warm_up_too() -> None:
     assert len(set(seeds)) == 3
     assert len(set(prompts[:12])) == 12
     assert set(prompts[12:16]) == set(prompts[8:12])
-    assert "seed 8; the same requests once more (--seed) may find their prompts in the caches" in out
+    assert (
+        "seed 8; the same requests once more (--seed) may find their prompts in the caches" in out
+    )
     assert "prefix caches served 0 of 40 prompt tokens (0.0%)" in out
 
 
@@ -147,8 +208,9 @@ async def test_the_engine_client_speaks_token_ids_and_our_errors() -> None:
             [event async for event in client.generate(Query((ChatMessage("user", "hello"),)))]
 
 
-def test_what_is_not_installed_or_possible_is_said_before_the_run(tmp_path: Path,
-                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_not_installed_or_possible_is_said_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(ConfigError, match=r"\.png, \.svg or \.pdf"):
         check_can_plot(tmp_path / "run.txt")
     with pytest.raises(ConfigError, match="there is no folder"):
@@ -165,9 +227,17 @@ def test_what_is_not_installed_or_possible_is_said_before_the_run(tmp_path: Path
         AsyncVllmEngineClient("127.0.0.1:1")
 
 
-@pytest.mark.parametrize(("flag", "value"), [
-    ("--slo-ttft", "-1"), ("--slo-ttft", "nan"), ("--slo-tpot", "inf"), ("--rate", "inf"), ("--speed", "nan"),
-    ("--timeout", "inf")])
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--slo-ttft", "-1"),
+        ("--slo-ttft", "nan"),
+        ("--slo-tpot", "inf"),
+        ("--rate", "inf"),
+        ("--speed", "nan"),
+        ("--timeout", "inf"),
+    ],
+)
 def test_numbers_that_make_no_sense_are_refused(flag: str, value: str) -> None:
     done = CliRunner().invoke(app, ["load", flag, value])
     assert done.exit_code == 2

@@ -45,8 +45,9 @@ def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
 
 
 @pytest.fixture
-async def link(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory,
-               monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[NurseryLink]:
+async def link(
+    nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[NurseryLink]:
     folder = tmp_path_factory.mktemp("here")
     (folder / "a_worker.py").write_text("raise SystemExit('taken from the working directory')")
     monkeypatch.chdir(folder)
@@ -57,7 +58,9 @@ async def link(nursery: Nursery, tmp_path_factory: pytest.TempPathFactory,
 
 async def start(link: NurseryLink, *arguments: str) -> Child:
     core = str(min(os.sched_getaffinity(0)))
-    return await asyncio.wait_for(link.spawn("a_worker", arguments, core=core, environment={"SETTING": "on"}), 120)
+    return await asyncio.wait_for(
+        link.spawn("a_worker", arguments, core=core, environment={"SETTING": "on"}), 120
+    )
 
 
 async def said(child: Child) -> dict[str, object]:
@@ -71,9 +74,20 @@ async def said(child: Child) -> dict[str, object]:
 async def test_a_fork_is_as_good_as_a_process_of_its_own(link: NurseryLink) -> None:
     child = await start(link, "one", "two")
     words = await said(child)
-    assert words == {**words, "torch": True, "threads": 1, "arguments": ["one", "two"], "folder": os.getcwd(),
-                     "setting": "on", "home": None, "cores": [min(os.sched_getaffinity(0))], "session": True,
-                     "name": "__main__", "descriptors": ["0", "1", "2"], "ucx": True}
+    assert words == {
+        **words,
+        "torch": True,
+        "threads": 1,
+        "arguments": ["one", "two"],
+        "folder": os.getcwd(),
+        "setting": "on",
+        "home": None,
+        "cores": [min(os.sched_getaffinity(0))],
+        "session": True,
+        "name": "__main__",
+        "descriptors": ["0", "1", "2"],
+        "ucx": True,
+    }
     assert child.stdout is not None
     assert await child.stdout.read() == b"an error\n"
     assert await asyncio.wait_for(child.wait(), 60) == 7
@@ -92,8 +106,9 @@ async def test_a_signal_to_its_group_ends_it_and_nobody_else(link: NurseryLink) 
     assert await asyncio.wait_for(second.wait(), 60) == -signal.SIGTERM
 
 
-async def test_forks_outlive_the_connection_but_not_the_nursery(tmp_path: Path,
-                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_forks_outlive_the_connection_but_not_the_nursery(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "a_worker.py").write_text(_MODULE)
     monkeypatch.chdir(tmp_path)
     with nursery_in(tmp_path) as nursery:
@@ -113,8 +128,9 @@ async def test_forks_outlive_the_connection_but_not_the_nursery(tmp_path: Path,
     await asyncio.wait_for(other.stdout.read(), 60)  # ends
 
 
-def test_a_folder_too_deep_for_a_socket_is_refused_with_the_limit(tmp_path: Path,
-                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_too_deep_for_a_socket_is_refused_with_the_limit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     deep = tmp_path / ("x" * MAX_SOCKET_BYTES)
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
@@ -126,7 +142,11 @@ def test_a_folder_too_deep_for_a_socket_is_refused_with_the_limit(tmp_path: Path
         Nursery()
 
 
-async def test_a_nursery_that_cannot_load_is_an_error_with_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.nursery.program", lambda module, *arguments: [sys.executable, "-c", "exit(7)"])
+async def test_a_nursery_that_cannot_load_is_an_error_with_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        "baton.nursery.program", lambda module, *arguments: [sys.executable, "-c", "exit(7)"]
+    )
     with Nursery() as nursery, pytest.raises(UnavailableError, match="it ended with exit code 7"):
         await nursery.connect()

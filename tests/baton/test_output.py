@@ -1,4 +1,5 @@
-"""What the commands write where a terminal, a pipe or a locale is not what is usual, against an echo router."""
+"""What the commands write where a terminal, a pipe or a locale is not what is usual, against an
+echo router."""
 
 import asyncio
 import os
@@ -22,12 +23,22 @@ async def address() -> AsyncIterator[str]:
     await server.drain(grace_s=0)
 
 
-@pytest.mark.parametrize(("encoding", "arguments"), [
-    ("ascii", ("status", "--target", "{}")), ("latin-1", ("status", "--target", "{}")),
-    ("cp1252", ("status", "--target", "{}")), ("latin-1", ("generate", "na│ve ☃", "--target", "{}")),
-    ("ascii", ("load", "--requests", "2", "--rate", "50", "--prompt-tokens", "4", "--target", "{}"))])
-async def test_an_encoding_without_frames_ends_no_command(address: str, encoding: str,
-                                                          arguments: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("encoding", "arguments"),
+    [
+        ("ascii", ("status", "--target", "{}")),
+        ("latin-1", ("status", "--target", "{}")),
+        ("cp1252", ("status", "--target", "{}")),
+        ("latin-1", ("generate", "na│ve ☃", "--target", "{}")),
+        (
+            "ascii",
+            ("load", "--requests", "2", "--rate", "50", "--prompt-tokens", "4", "--target", "{}"),
+        ),
+    ],
+)
+async def test_an_encoding_without_frames_ends_no_command(
+    address: str, encoding: str, arguments: tuple[str, ...]
+) -> None:
     words = [word.format(address) for word in arguments]
     done = await baton(*words, stdin="hello\n", environment={"PYTHONIOENCODING": encoding})
     assert "Traceback" not in done.stderr
@@ -50,13 +61,18 @@ def test_a_file_name_that_is_no_text_ends_no_command(tmp_path: Path) -> None:
     """`check` prints the folder's name to stdout, whose errors are strict in UTF-8 as well."""
     folder = os.fsencode(tmp_path) + b"/model-\xff"
     os.symlink(os.fsencode(ROOT / "demo" / "model"), folder)
-    done = subprocess.run([sys.executable, "-m", "baton", "check", folder], capture_output=True, timeout=240,
-                          check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "baton", "check", folder],
+        capture_output=True,
+        timeout=240,
+        check=False,
+    )
     assert (done.returncode, done.stderr) == (0, b"")
 
 
 async def test_text_is_read_whatever_the_locale(address: str) -> None:
-    """The C locale without Python's own cure for it: ASCII, with bytes it does not know as surrogates."""
+    """The C locale without Python's own cure for it: ASCII, with bytes it does not know as
+    surrogates."""
     bare = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
     done = await baton("generate", "na│ve ☃", "--target", address, environment=bare)
     assert (done.returncode, done.stdout, done.stderr) == (0, "na|ve \\u2603 \n", "")
@@ -66,42 +82,76 @@ async def test_text_is_read_whatever_the_locale(address: str) -> None:
 
 
 @pytest.mark.parametrize("arguments", [("generate",), ("chat",), ("generate", b"\xff")])
-async def test_bytes_that_are_no_text_are_refused_as_that(address: str, arguments: tuple[str | bytes, ...]) -> None:
-    done = await asyncio.to_thread(subprocess.run, [sys.executable, "-m", "baton", *arguments, "--target", address],
-                                   input=b"\xff\n", capture_output=True, timeout=240, check=False)
+async def test_bytes_that_are_no_text_are_refused_as_that(
+    address: str, arguments: tuple[str | bytes, ...]
+) -> None:
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-m", "baton", *arguments, "--target", address],
+        input=b"\xff\n",
+        capture_output=True,
+        timeout=240,
+        check=False,
+    )
     assert (done.returncode, done.stdout) == (2, b"")
     assert b" is no text: 'utf-8' codec can't decode byte 0xff in position 0" in done.stderr
     assert done.stderr.count(b"\n") == 1
 
 
-@pytest.mark.parametrize(("command", "says"), [
-    ("generate <&-", "give a PROMPT, or pipe one in"),
-    ("generate </dev/null", "give a PROMPT, or pipe one in: stdin was empty"),
-    ("generate - </dev/null", "give a PROMPT, or pipe one in: stdin was empty"),
-    ("generate ''", "the PROMPT is empty"), ("generate --ids ,", "prompt: must be token ids like 1,2,3, got ','"),
-    ("chat <&-", "chat needs both stdin and stdout"), ("chat </dev/null >&-", "chat needs both stdin and stdout")])
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("generate <&-", "give a PROMPT, or pipe one in"),
+        ("generate </dev/null", "give a PROMPT, or pipe one in: stdin was empty"),
+        ("generate - </dev/null", "give a PROMPT, or pipe one in: stdin was empty"),
+        ("generate ''", "the PROMPT is empty"),
+        ("generate --ids ,", "prompt: must be token ids like 1,2,3, got ','"),
+        ("chat <&-", "chat needs both stdin and stdout"),
+        ("chat </dev/null >&-", "chat needs both stdin and stdout"),
+    ],
+)
 def test_a_prompt_that_is_missing_is_asked_for(command: str, says: str) -> None:
     """Nothing is sent, so nothing needs to listen."""
-    done = subprocess.run(["bash", "-c", f'"$0" -m baton {command}', sys.executable], capture_output=True, text=True,
-                          timeout=240, check=False)
+    done = subprocess.run(
+        ["bash", "-c", f'"$0" -m baton {command}', sys.executable],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
     assert (done.returncode != 0, done.stdout, done.stderr) == (True, "", f"baton: {says}\n")
 
 
 def test_a_silent_stdin_is_said_to_be_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     read_end, write_end = os.pipe()
-    with subprocess.Popen([sys.executable, "-m", "baton", "generate"], stdin=read_end, stderr=subprocess.PIPE,
-                          text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-m", "baton", "generate"],
+        stdin=read_end,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as child:
         os.close(read_end)
         assert child.stderr is not None
-        assert child.stderr.readline() == ("baton: reading the prompt from stdin until that ends (or give a PROMPT)\n")
+        assert child.stderr.readline() == (
+            "baton: reading the prompt from stdin until that ends (or give a PROMPT)\n"
+        )
         os.close(write_end)
-        assert (child.wait(240), child.stderr.read()) == (2, "baton: give a PROMPT, or pipe one in: stdin was empty\n")
+        assert (child.wait(240), child.stderr.read()) == (
+            2,
+            "baton: give a PROMPT, or pipe one in: stdin was empty\n",
+        )
 
 
 async def test_a_reader_that_leaves_ends_a_command_without_a_traceback(address: str) -> None:
-    for command in (f"generate 'one two' --target {address}", f"status --target {address}", "simulate --requests 2"):
+    for command in (
+        f"generate 'one two' --target {address}",
+        f"status --target {address}",
+        "simulate --requests 2",
+    ):
         words = ["bash", "-c", f'"$0" -m baton {command} | true', sys.executable]
-        done = await asyncio.to_thread(subprocess.run, words, capture_output=True, text=True, timeout=240, check=False)
+        done = await asyncio.to_thread(
+            subprocess.run, words, capture_output=True, text=True, timeout=240, check=False
+        )
         assert done.stderr == ""
 
 
@@ -109,13 +159,19 @@ async def test_where_nothing_listens_two_ways_on_are_named() -> None:
     for command in (("status",), ("generate", "x"), ("load", "--requests", "1")):
         done = await baton(*command, "--target", "127.0.0.1:1")
         assert done.returncode == 1
-        assert done.stderr.endswith("; `baton up` starts a cluster, --target HOST:PORT (or BATON_TARGET) "
-                                    "names another router\n")
+        assert done.stderr.endswith(
+            "; `baton up` starts a cluster, --target HOST:PORT (or BATON_TARGET) "
+            "names another router\n"
+        )
 
 
-async def test_no_proxy_of_the_environment_stands_between_a_command_and_its_router(address: str) -> None:
-    proxies = dict.fromkeys(("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY"),
-                            "http://127.0.0.1:9")
+async def test_no_proxy_of_the_environment_stands_between_a_command_and_its_router(
+    address: str,
+) -> None:
+    proxies = dict.fromkeys(
+        ("http_proxy", "https_proxy", "grpc_proxy", "HTTP_PROXY", "HTTPS_PROXY"),
+        "http://127.0.0.1:9",
+    )
     proxies |= dict.fromkeys(("ALL_PROXY", "all_proxy"), "socks5://127.0.0.1:9")
     proxies |= dict.fromkeys(("NO_PROXY", "no_proxy"), "")
     done = await baton("generate", "one two", "--target", address, environment=proxies)

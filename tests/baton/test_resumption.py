@@ -18,7 +18,9 @@ from baton.values import (
 USAGE = Usage(1, 1)
 
 
-def chunk(*token_ids: int, text: str = "", index: int = 0, scores: PromptLogprobs | None = None) -> Chunk:
+def chunk(
+    *token_ids: int, text: str = "", index: int = 0, scores: PromptLogprobs | None = None
+) -> Chunk:
     return Chunk("r", token_ids, text, (), USAGE, scores, index)
 
 
@@ -28,7 +30,11 @@ def finish(index: int = 0) -> Finish:
 
 def scores(first: int, count: int) -> PromptLogprobs:
     positions = range(first, first + count)
-    return PromptLogprobs(first, tuple(positions), tuple(TokenLogprobs(-float(position), ()) for position in positions))
+    return PromptLogprobs(
+        first,
+        tuple(positions),
+        tuple(TokenLogprobs(-float(position), ()) for position in positions),
+    )
 
 
 def test_a_seed_is_drawn_where_chance_decides_and_kept() -> None:
@@ -85,5 +91,7 @@ def test_the_next_attempt_names_the_workers_that_drew_what_came() -> None:
     answer = AnswerSoFar(Query("x", n=2), lambda: 7)
     first = Chunk("r", (5,), "a", (), USAGE, index=1, compatibility="new")
     answer.news(first)
-    answer.news(replace(first, compatibility="other"))  # a later attempt's: it fits, or it had been refused
+    answer.news(
+        replace(first, compatibility="other")
+    )  # a later attempt's: it fits, or it had been refused
     assert answer.query().resumed_from == ("", "new")

@@ -26,8 +26,13 @@ GONE = UnavailableError("gone")
 RETRY = Retry(attempts=4, resumptions=10, lost=1)
 
 
-def patience(limit_s: float | None = None, *, targets: int = 1, retry: Retry = RETRY,
-             clock: ManualClock | None = None) -> Patience:
+def patience(
+    limit_s: float | None = None,
+    *,
+    targets: int = 1,
+    retry: Retry = RETRY,
+    clock: ManualClock | None = None,
+) -> Patience:
     return Patience(retry, limit_s, targets, clock or ManualClock(), random.Random(1))
 
 
@@ -45,14 +50,23 @@ def pauses(of: Patience, error: BatonError) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("error", [
-    InvalidRequestError(FieldViolation("n", "is wrong")), DuplicateRequestError("running"), DeadlineError("late"),
-    UnauthenticatedError("who?"), InternalError("a bug")])
+@pytest.mark.parametrize(
+    "error",
+    [
+        InvalidRequestError(FieldViolation("n", "is wrong")),
+        DuplicateRequestError("running"),
+        DeadlineError("late"),
+        UnauthenticatedError("who?"),
+        InternalError("a bug"),
+    ],
+)
 def test_what_cannot_help_is_not_tried_again(error: BatonError) -> None:
     assert pauses(patience(targets=3), error) == []
 
 
-@pytest.mark.parametrize("error", [GONE, DrainingError("stops"), CapacityError("full", resource="pages")])
+@pytest.mark.parametrize(
+    "error", [GONE, DrainingError("stops"), CapacityError("full", resource="pages")]
+)
 def test_attempts_are_bounded(error: BatonError) -> None:
     assert len(pauses(patience(), error)) == RETRY.attempts - 1
     begun = patience()
@@ -68,7 +82,9 @@ def test_what_is_new_makes_patience_new() -> None:
         of.progressed()
 
 
-@pytest.mark.parametrize("error", [PeerLostError("died"), HandoffError("failed"), IntegrityError("damaged")])
+@pytest.mark.parametrize(
+    "error", [PeerLostError("died"), HandoffError("failed"), IntegrityError("damaged")]
+)
 def test_what_may_kill_workers_is_tried_once_more_whatever_came_between(error: BatonError) -> None:
     of = patience(targets=3)
     of.pause_after(error)
@@ -78,8 +94,14 @@ def test_what_may_kill_workers_is_tried_once_more_whatever_came_between(error: B
 
 
 def test_a_server_is_not_asked_before_the_time_it_named() -> None:
-    for error in (CapacityError("full", resource="pages", retry_after_s=2.0), PeerLostError("died", retry_after_s=2.0)):
-        assert all(2.0 <= patience(targets=5).pause_after(error) <= 2.0 * (1 + MAX_JITTER) for _ in range(9))
+    for error in (
+        CapacityError("full", resource="pages", retry_after_s=2.0),
+        PeerLostError("died", retry_after_s=2.0),
+    ):
+        assert all(
+            2.0 <= patience(targets=5).pause_after(error) <= 2.0 * (1 + MAX_JITTER)
+            for _ in range(9)
+        )
     full = pauses(patience(), CapacityError("full", resource="pages", retry_after_s=2.0))
     assert len(set(full)) == len(full), "with jitter"
 

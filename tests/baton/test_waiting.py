@@ -22,32 +22,48 @@ from tests.support.network.authority import Authority
 from tests.support.router.fake_workers import CachelessWorker
 from tests.support.router.generation import EchoGeneration
 
-SERVICES = {"prefill": "baton.v1.Prefill", "decode": "baton.v1.Decode", "router": "baton.v1.Generation"}
+SERVICES = {
+    "prefill": "baton.v1.Prefill",
+    "decode": "baton.v1.Decode",
+    "router": "baton.v1.Generation",
+}
 
 
 class Waiting(CachelessWorker):
     """A leader whose pool has not formed."""
 
-    async def Watch(self, request: worker_pb2.WatchRequest, context: "grpc.aio.ServicerContext[object, object]",
-                    ) -> AsyncIterator[worker_pb2.WatchResponse]:
+    async def Watch(
+        self,
+        request: worker_pb2.WatchRequest,
+        context: "grpc.aio.ServicerContext[object, object]",
+    ) -> AsyncIterator[worker_pb2.WatchResponse]:
         yield worker_pb2.WatchResponse(info=worker_pb2.WorkerInfo(role="decode"))
-        yield worker_pb2.WatchResponse(load=worker_pb2.WorkerLoad(reason="waiting for 1 more stages to join"))
+        yield worker_pb2.WatchResponse(
+            load=worker_pb2.WorkerLoad(reason="waiting for 1 more stages to join")
+        )
 
 
 def process_of(folder: Path, role: str, *, leads: bool = True) -> RoleProcess:
     async def never(announcement: Announcement) -> None:
         raise UnavailableError("it does not")
 
-    spec = ProcessSpec(f"{role}-0", role, (), "127.0.0.1:0", None, folder / "announced.json", leads=leads)
+    spec = ProcessSpec(
+        f"{role}-0", role, (), "127.0.0.1:0", None, folder / "announced.json", leads=leads
+    )
     return RoleProcess(spec, lambda name, line: None, never)
 
 
 @asynccontextmanager
-async def announced(folder: Path, role: str, security: ServerSecurity = OPEN_SERVER, *,
-                    serves: bool = False) -> AsyncIterator[RoleProcess]:
+async def announced(
+    folder: Path, role: str, security: ServerSecurity = OPEN_SERVER, *, serves: bool = False
+) -> AsyncIterator[RoleProcess]:
     """A process that listens."""
-    server = GrpcServer(ServerOptions(listen="127.0.0.1:0"), services=(SERVICES[role],), security=security,
-                        metrics=RpcMetrics.create(CollectorRegistry()))
+    server = GrpcServer(
+        ServerOptions(listen="127.0.0.1:0"),
+        services=(SERVICES[role],),
+        security=security,
+        metrics=RpcMetrics.create(CollectorRegistry()),
+    )
     worker_pb2_grpc.add_WorkerServicer_to_server(Waiting(), server.grpc)
     generation_pb2_grpc.add_GenerationServicer_to_server(EchoGeneration(), server.grpc)
     process = process_of(folder, role)
@@ -80,10 +96,14 @@ async def test_certificates_that_do_not_fit_are_the_reason(tmp_path: Path) -> No
         assert reason.startswith("cannot be asked: 127.0.0.1:")
         assert reason.endswith(": its certificate is of no authority in tls_ca")
         await process.announced(timeout_s=10)
-        with pytest.raises(UnavailableError, match=r"^prefill-0: baton.v1.Prefill is not serving after 1 s: .* its "
-                                                   r"certificate is of no authority in tls_ca"):
+        with pytest.raises(
+            UnavailableError,
+            match=r"^prefill-0: baton.v1.Prefill is not serving after 1 s: .* its "
+            r"certificate is of no authority in tls_ca",
+        ):
             await until_cluster_serves(process, stranger, timeout_s=1)
-        # A certificate of the authority, though of none that may see a worker's load: its health is for all.
+        # A certificate of the authority, though of none that may see a worker's load: its health is
+        # for all.
         client = ChannelSecurity(authority.store(tmp_path / "client", "client"))
         assert await reason_of(process, client) == ""
 
@@ -94,9 +114,13 @@ async def test_nothing_is_said_of_what_serves_or_does_not_listen(tmp_path: Path)
         assert await reason_of(process, PLAIN_CHANNEL) == ""
 
 
-async def test_what_does_not_answer_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_does_not_answer_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(waiting, "ASK_S", 0.3)
     process = process_of(tmp_path, "prefill")
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        write_announcement(process.spec.announce, Announcement("{}:{}".format(*silent.getsockname()), None, 1, "x"))
+        write_announcement(
+            process.spec.announce, Announcement("{}:{}".format(*silent.getsockname()), None, 1, "x")
+        )
         assert await reason_of(process, PLAIN_CHANNEL) == "does not answer"

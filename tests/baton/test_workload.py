@@ -21,7 +21,9 @@ from baton.workload import (
 )
 from runtime.errors import ConfigError
 
-INFO = ModelInfo("m", "M", 16, 64, 1, (7,), has_tokenizer=False, has_chat_template=False, revision="")
+INFO = ModelInfo(
+    "m", "M", 16, 64, 1, (7,), has_tokenizer=False, has_chat_template=False, revision=""
+)
 
 
 def test_poisson_arrivals_have_the_asked_rate_and_spread() -> None:
@@ -29,19 +31,30 @@ def test_poisson_arrivals_have_the_asked_rate_and_spread() -> None:
     assert times == Arrivals(Process.POISSON, rate=20.0).times(4000, random.Random(3))
     gaps = [after - before for before, after in itertools.pairwise(times)]
     assert statistics.fmean(gaps) == pytest.approx(1 / 20, rel=0.05)
-    assert statistics.pstdev(gaps) == pytest.approx(1 / 20, rel=0.1)  # an exponential's deviation is its mean
+    assert statistics.pstdev(gaps) == pytest.approx(
+        1 / 20, rel=0.1
+    )  # an exponential's deviation is its mean
 
 
 def test_constant_and_burst_arrivals_by_hand() -> None:
     assert Arrivals(Process.CONSTANT, rate=4).times(4, random.Random(0)) == [0.0, 0.25, 0.5, 0.75]
-    assert Arrivals(Process.BURST, rate=2, burst=3).times(7, random.Random(0)) == [0.0] * 3 + [1.5] * 3 + [3.0]
+    assert Arrivals(Process.BURST, rate=2, burst=3).times(7, random.Random(0)) == [0.0] * 3 + [
+        1.5
+    ] * 3 + [3.0]
 
 
-@pytest.mark.parametrize(("text", "mean", "deviation", "least", "most"), [
-    ("192", 192, 0, 192, 192), ("uniform:96-288", 192, 193 / 12 ** 0.5, 96, 288),
-    ("normal:192,48", 192, 48, 1, 500), ("exponential:192", 192, 192, 1, 4000)])
-def test_lengths_have_the_distribution_they_are_named_for(text: str, mean: float, deviation: float, least: int,
-                                                          most: int) -> None:
+@pytest.mark.parametrize(
+    ("text", "mean", "deviation", "least", "most"),
+    [
+        ("192", 192, 0, 192, 192),
+        ("uniform:96-288", 192, 193 / 12**0.5, 96, 288),
+        ("normal:192,48", 192, 48, 1, 500),
+        ("exponential:192", 192, 192, 1, 4000),
+    ],
+)
+def test_lengths_have_the_distribution_they_are_named_for(
+    text: str, mean: float, deviation: float, least: int, most: int
+) -> None:
     rng = random.Random(1)
     drawn = [Lengths.parse(text).draw(rng) for _ in range(5000)]
     assert statistics.fmean(drawn) == pytest.approx(mean, rel=0.05)
@@ -49,7 +62,9 @@ def test_lengths_have_the_distribution_they_are_named_for(text: str, mean: float
     assert least <= min(drawn) <= max(drawn) <= most
 
 
-@pytest.mark.parametrize("text", ["", "none", "0", "-3", "uniform:5", "uniform:9-3", "normal:5", "zipf:3", "9999999"])
+@pytest.mark.parametrize(
+    "text", ["", "none", "0", "-3", "uniform:5", "uniform:9-3", "normal:5", "zipf:3", "9999999"]
+)
 def test_a_length_that_is_none_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError, match="prompt_tokens must be"):
         Lengths.parse(text, field="prompt_tokens")
@@ -57,24 +72,39 @@ def test_a_length_that_is_none_is_refused_by_name(text: str) -> None:
 
 def test_queries_fit_the_model_and_never_end_early() -> None:
     planned = plan(50, Arrivals(), Shape(Lengths.parse("uniform:4-12"), Lengths.parse("3")), seed=1)
-    assert planned == plan(50, Arrivals(), Shape(Lengths.parse("uniform:4-12"), Lengths.parse("3")), seed=1)
+    assert planned == plan(
+        50, Arrivals(), Shape(Lengths.parse("uniform:4-12"), Lengths.parse("3")), seed=1
+    )
     queries = make_queries(INFO, planned, seed=1)
     assert [len(query.prompt) for query in queries] == [item.prompt_tokens for item in planned]
-    assert all(isinstance(token, int) and token < 16 and token != 7 for query in queries for token in query.prompt)
+    assert all(
+        isinstance(token, int) and token < 16 and token != 7
+        for query in queries
+        for token in query.prompt
+    )
     assert all(query.stop.ignore_eos and query.stop.max_tokens == 3 for query in queries)
 
 
-LONG = [Planned(0, 5, 3), Planned(1, 500, 10), Planned(2, 61, 3), Planned(3, 1, 500)]  # the context is 64 tokens
+LONG = [
+    Planned(0, 5, 3),
+    Planned(1, 500, 10),
+    Planned(2, 61, 3),
+    Planned(3, 1, 500),
+]  # the context is 64 tokens
 
 
 def test_a_load_beyond_the_context_is_refused_unless_it_is_said_what_to_do() -> None:
     assert fitted(LONG[:1], 64, TooLong.REFUSE) == Fitted((LONG[0],))
-    with pytest.raises(ConfigError, match=r"^2 of 4 requests are longer than the context of 64 tokens, the longest "
-                                          r"comes to 510: --too-long skip .* --too-long cut"):
+    with pytest.raises(
+        ConfigError,
+        match=r"^2 of 4 requests are longer than the context of 64 tokens, the longest "
+        r"comes to 510: --too-long skip .* --too-long cut",
+    ):
         fitted(LONG, 64, TooLong.REFUSE)
     assert fitted(LONG, 64, TooLong.SKIP) == Fitted((LONG[0], LONG[2]), num_skipped=2)
     assert fitted(LONG, 64, TooLong.CUT) == Fitted(
-        (LONG[0], Planned(1, 54, 10), LONG[2], Planned(3, 1, 63)), num_cut=2)
+        (LONG[0], Planned(1, 54, 10), LONG[2], Planned(3, 1, 63)), num_cut=2
+    )
     with pytest.raises(ConfigError, match="none of 1 requests fits into the context of 64 tokens"):
         fitted(LONG[1:2], 64, TooLong.SKIP)
 
@@ -82,12 +112,15 @@ def test_a_load_beyond_the_context_is_refused_unless_it_is_said_what_to_do() -> 
 def test_what_is_not_sent_as_planned_is_told() -> None:
     assert not list(changes(cut=0, skipped=0, unanswered=0, max_context_tokens=64))
     assert list(changes(cut=1, skipped=2, unanswered=3, max_context_tokens=64)) == [
-        "requests cut to the context of 64 tokens: 1", "requests left out as longer than the context of 64 tokens: 2",
-        "requests left out as the trace has no answer to them: 3"]
+        "requests cut to the context of 64 tokens: 1",
+        "requests left out as longer than the context of 64 tokens: 2",
+        "requests left out as the trace has no answer to them: 3",
+    ]
 
 
 def test_prompts_begin_alike_where_their_blocks_do() -> None:
-    """Three prompts of blocks of 512 tokens: the first two share one, the third has the second's last one."""
+    """Three prompts of blocks of 512 tokens: the first two share one, the third has the second's
+    last one."""
     planned = [Planned(0, 600, 1, (1, 2)), Planned(0, 1030, 1, (1, 3)), Planned(0, 512, 1, (3,))]
     first, second, third = (query.prompt for query in make_queries(INFO, planned, seed=5))
     assert [len(prompt) for prompt in (first, second, third)] == [600, 1030, 512]
@@ -98,14 +131,17 @@ def test_prompts_begin_alike_where_their_blocks_do() -> None:
 
 
 def test_copies_of_a_load_ask_as_much_each_within_its_time() -> None:
-    """Three times the requests of 10 s within 10 s; what begins alike within a copy does not across copies."""
+    """Three times the requests of 10 s within 10 s; what begins alike within a copy does not across
+    copies."""
     load = [Planned(0.0, 5, 2, (0, 1)), Planned(4.0, 6, 3, (0, 2)), Planned(10.0, 7, 4)]
     assert superposed(load, 1, seed=0) == load
     together = superposed(load, 3, seed=0)
     assert [item.at_s for item in together] == sorted(item.at_s for item in together)
     assert 0 <= together[0].at_s <= together[-1].at_s <= 10
-    assert sorted((item.prompt_tokens, item.output_tokens) for item in together) == [
-        (5, 2)] * 3 + [(6, 3)] * 3 + [(7, 4)] * 3
+    assert (
+        sorted((item.prompt_tokens, item.output_tokens) for item in together)
+        == [(5, 2)] * 3 + [(6, 3)] * 3 + [(7, 4)] * 3
+    )
     firsts = [item.blocks[0] for item in together if item.blocks]
     assert sorted(firsts.count(first) for first in set(firsts)) == [2, 2, 2]
     assert superposed(load, 3, seed=1) != together

@@ -1,8 +1,8 @@
-"""`python -m tests.bench.severed`: one prefill worker, two decode pools, all on hosts of their own, and the link to the
-pool that goes first cut for good.
+"""`python -m tests.bench.severed`: one prefill worker, two decode pools, all on hosts of their own,
+and the link to the pool that goes first cut for good.
 
-Prints how many requests had the right answer, how many tries the link cost, and how many were asked. Ends with 77 where
-namespaces are refused.
+Prints how many requests had the right answer, how many tries the link cost, and how many were
+asked. Ends with 77 where namespaces are refused.
 """
 
 import asyncio
@@ -31,17 +31,30 @@ QUERY = Query(tuple(range(5, 105)), Sampling(temperature=0), Stop(max_tokens=4))
 async def measure() -> dict[str, int]:
     with Network(HOSTS) as network:
         places = Apart(network)
-        config = ClusterConfig(model=demo_model(), prefill=1, decode=2, listen=f"{places.host('router')}:0",
-                               worker_flags=WORKER_FLAGS, router_flags=("--metrics-host", places.host("router")),
-                               stop_grace_s=5, places=places)
-        async with (LocalCluster(config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)) as cluster,
-                    AsyncBatonClient(cluster.address, retry=NO_RETRY) as client):
+        config = ClusterConfig(
+            model=demo_model(),
+            prefill=1,
+            decode=2,
+            listen=f"{places.host('router')}:0",
+            worker_flags=WORKER_FLAGS,
+            router_flags=("--metrics-host", places.host("router")),
+            stop_grace_s=5,
+            places=places,
+        )
+        async with (
+            LocalCluster(
+                config, sink=lambda name, line: print(f"{name}: {line}", file=sys.stderr)
+            ) as cluster,
+            AsyncBatonClient(cluster.address, retry=NO_RETRY) as client,
+        ):
             expected = await answer(client)
             for source, destination in (("prefill-0", "decode-0"), ("decode-0", "prefill-0")):
                 network.cut(source, destination)
             answers = [await answer(client) for _ in range(NUM_REQUESTS)]
             port = (await cluster.processes["router"].announced(timeout_s=10)).metrics_port
-            retries = await asyncio.to_thread(retried, f"http://{places.host('router')}:{port}/metrics")
+            retries = await asyncio.to_thread(
+                retried, f"http://{places.host('router')}:{port}/metrics"
+            )
             network.mend()
             return {"asked": NUM_REQUESTS, "right": answers.count(expected), "retries": retries}
 
@@ -57,8 +70,14 @@ async def answer(client: AsyncBatonClient) -> Sequence[int]:
 
 def retried(url: str) -> int:
     families = text_string_to_metric_families(local_page(url, timeout_s=10))
-    return round(sum(sample.value for family in families for sample in family.samples
-                     if sample.name == "baton_router_retries_total"))
+    return round(
+        sum(
+            sample.value
+            for family in families
+            for sample in family.samples
+            if sample.name == "baton_router_retries_total"
+        )
+    )
 
 
 def main() -> int:

@@ -7,8 +7,13 @@ from bench.cache_bound import Job, bounds, in_order, jobs_of, shortest_first, wo
 
 
 def test_what_an_earlier_prompt_left_is_not_computed_again() -> None:
-    """Blocks of 512: the second prompt has two of the first's, the third is all there but for its last token."""
-    trace = [Planned(0.0, 1100, 1, (1, 2, 3)), Planned(1.0, 1600, 1, (1, 2, 4, 5)), Planned(2.0, 1024, 1, (1, 2))]
+    """Blocks of 512: the second prompt has two of the first's, the third is all there but for its
+    last token."""
+    trace = [
+        Planned(0.0, 1100, 1, (1, 2, 3)),
+        Planned(1.0, 1600, 1, (1, 2, 4, 5)),
+        Planned(2.0, 1024, 1, (1, 2)),
+    ]
     assert jobs_of(trace, 0) == [Job(0.0, 1100, 1100), Job(1.0, 1600, 576), Job(2.0, 1024, 1)]
 
 
@@ -34,4 +39,6 @@ def test_nobody_waits_at_a_small_load() -> None:
     jobs = [Job(float(at), 100, 10) for at in range(20)]
     found = bounds(jobs, 0.1, 2)
     assert found["warm_load"] == pytest.approx(0.01)
-    assert [found[name] for name in ("fifo_ratio", "shortest_ratio", "own_ratio")] == pytest.approx([0.1, 0.1, 0.1])
+    assert [found[name] for name in ("fifo_ratio", "shortest_ratio", "own_ratio")] == pytest.approx(
+        [0.1, 0.1, 0.1]
+    )

@@ -10,14 +10,23 @@ from bench.cache_bound import main as cache_bound
 from bench.cache_policy import main as cache_policy
 from bench.cache_policy import read_trace, replay
 
-# A conversation of two turns, another one that begins with the same block, and the first one's second turn again.
-PROMPTS = ((0, 40, (1, 2, 3)), (1000, 60, (1, 2, 4, 5)), (2000, 40, (1, 6, 7)), (3000, 60, (1, 2, 4, 5)))
+# A conversation of two turns, another one that begins with the same block, and the first one's
+# second turn again.
+PROMPTS = (
+    (0, 40, (1, 2, 3)),
+    (1000, 60, (1, 2, 4, 5)),
+    (2000, 40, (1, 6, 7)),
+    (3000, 60, (1, 2, 4, 5)),
+)
 
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
     path = tmp_path / "trace.jsonl"
-    lines = [{"timestamp": at_ms, "input_length": length, "hash_ids": ids} for at_ms, length, ids in PROMPTS]
+    lines = [
+        {"timestamp": at_ms, "input_length": length, "hash_ids": ids}
+        for at_ms, length, ids in PROMPTS
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -29,33 +38,59 @@ def token_hit(path: Path, capacity: int, state_tokens: int) -> float:
 
 
 def test_without_states_every_known_block_hits(trace: Path) -> None:
-    """Blocks of 16: 40 tokens are two whole ones, 60 are three. Found are none, 2, 1 and 3 of them."""
+    """Blocks of 16: 40 tokens are two whole ones, 60 are three. Found are none, 2, 1 and 3 of
+    them."""
     assert token_hit(trace, 1024, 0) == (0 + 2 + 1 + 3) * 16 / 200
 
 
 def test_with_states_a_prompt_goes_on_where_one_ended_or_parted(trace: Path) -> None:
-    """States after (1, 2), (1, 2, 4) and, where the third prompt parts from these, (1): too late for itself."""
+    """States after (1, 2), (1, 2, 4) and, where the third prompt parts from these, (1): too late
+    for itself."""
     assert token_hit(trace, 1024, 20) == (0 + 2 + 0 + 3) * 16 / 200
 
 
 def test_a_cache_that_is_too_small_gives_up_the_oldest(trace: Path) -> None:
-    """Three pages: the third prompt pushes out what only the second had, whose block it needs a page for."""
+    """Three pages: the third prompt pushes out what only the second had, whose block it needs a
+    page for."""
     assert token_hit(trace, 48, 0) == (0 + 2 + 1 + 2) * 16 / 200
 
 
-@pytest.mark.parametrize(("lines", "flags", "named"), [
-    (None, ("--capacity", "100000"), "cannot read the trace"),
-    ('{"timestamp": 0, "input_length": 5}\n', ("--capacity", "100000"), "trace.jsonl:1: needs timestamp"),
-    ('{"timestamp": -1, "input_length": 5, "hash_ids": []}\n', ("--capacity", "100000"), "jsonl:1: timestamp must"),
-    ("", ("--capacity", "0"), "--capacity: must be a whole number from 1 on, got '0'"),
-    ("", ("--capacity", "8", "--block-tokens", "x"), "--block-tokens: must be a whole number from 1 on, got 'x'"),
-    ("", ("--capacity", "100"), "capacity must be at least"),
-    ('{"timestamp": 0, "input_length": 40, "hash_ids": [1, 2, 3]}\n',
-     ("--capacity", "16", "--state-tokens", "0", "--block-tokens", "16"), "does not fit into 1 pages of 16"),
-])
-def test_what_cannot_be_replayed_gets_one_line(lines: str | None, flags: tuple[str, ...], named: str, tmp_path: Path,
-                                               monkeypatch: pytest.MonkeyPatch,
-                                               capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("lines", "flags", "named"),
+    [
+        (None, ("--capacity", "100000"), "cannot read the trace"),
+        (
+            '{"timestamp": 0, "input_length": 5}\n',
+            ("--capacity", "100000"),
+            "trace.jsonl:1: needs timestamp",
+        ),
+        (
+            '{"timestamp": -1, "input_length": 5, "hash_ids": []}\n',
+            ("--capacity", "100000"),
+            "jsonl:1: timestamp must",
+        ),
+        ("", ("--capacity", "0"), "--capacity: must be a whole number from 1 on, got '0'"),
+        (
+            "",
+            ("--capacity", "8", "--block-tokens", "x"),
+            "--block-tokens: must be a whole number from 1 on, got 'x'",
+        ),
+        ("", ("--capacity", "100"), "capacity must be at least"),
+        (
+            '{"timestamp": 0, "input_length": 40, "hash_ids": [1, 2, 3]}\n',
+            ("--capacity", "16", "--state-tokens", "0", "--block-tokens", "16"),
+            "does not fit into 1 pages of 16",
+        ),
+    ],
+)
+def test_what_cannot_be_replayed_gets_one_line(
+    lines: str | None,
+    flags: tuple[str, ...],
+    named: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     path = tmp_path / "trace.jsonl"
     if lines is not None:
         path.write_text(lines)
@@ -68,8 +103,9 @@ def test_what_cannot_be_replayed_gets_one_line(lines: str | None, flags: tuple[s
     assert named in written.err
 
 
-def test_a_trace_that_is_not_there_ends_the_bound(monkeypatch: pytest.MonkeyPatch,
-                                                  capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_trace_that_is_not_there_ends_the_bound(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("sys.argv", ["cache_bound", "absent.jsonl"])
     with pytest.raises(SystemExit) as ended:
         cache_bound()

@@ -9,9 +9,17 @@ import pytest
 
 @pytest.mark.long
 def test_nothing_is_lost_leaked_or_wrong() -> None:
-    command = [sys.executable, "-m", "bench.cache_pressure", "--requests", "300", "--round", "150", "--json"]
-    done = subprocess.run(command,
-                          capture_output=True, text=True, timeout=280, check=False)
+    command = [
+        sys.executable,
+        "-m",
+        "bench.cache_pressure",
+        "--requests",
+        "300",
+        "--round",
+        "150",
+        "--json",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     values = json.loads(done.stdout)
     assert values["right"] + values["dropped"] == 300

@@ -1,11 +1,21 @@
-"""What `bench.cache_trace` asks: a trace's requests, so many times shorter, that begin alike where the trace's do."""
+"""What `bench.cache_trace` asks: a trace's requests, so many times shorter, that begin alike where
+the trace's do."""
 
 from baton.values import ModelInfo, Query
 from baton.workload import Planned
 from bench.cache_trace import query_of
 
-INFO = ModelInfo(model="m", architecture="M", vocab_size=300, max_context_tokens=200, num_layers=1, eos_token_ids=(2,),
-                 has_tokenizer=False, has_chat_template=False, revision="")
+INFO = ModelInfo(
+    model="m",
+    architecture="M",
+    vocab_size=300,
+    max_context_tokens=200,
+    num_layers=1,
+    eos_token_ids=(2,),
+    has_tokenizer=False,
+    has_chat_template=False,
+    revision="",
+)
 
 
 def prompt_of(query: Query) -> list[int]:
@@ -14,8 +24,10 @@ def prompt_of(query: Query) -> list[int]:
 
 def test_prompts_share_what_their_blocks_share() -> None:
     """512 tokens of a block are 16 at a scale of 32."""
-    first, second = (query_of(INFO, index, Planned(0.0, 1600, 320, blocks), 32)
-                     for index, blocks in enumerate(((1, 2, 3), (1, 2, 4))))
+    first, second = (
+        query_of(INFO, index, Planned(0.0, 1600, 320, blocks), 32)
+        for index, blocks in enumerate(((1, 2, 3), (1, 2, 4)))
+    )
     assert prompt_of(first)[:32] == prompt_of(second)[:32]
     assert prompt_of(first)[32:48] != prompt_of(second)[32:48]
     assert [len(prompt_of(query)) for query in (first, second)] == [50, 50]

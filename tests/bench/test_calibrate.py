@@ -22,15 +22,19 @@ def test_costs_are_found_in_times_that_they_make() -> None:
 
 
 def test_nothing_takes_less_than_nothing() -> None:
-    """Times that fall with the second cause: the first takes it all, their mean by relative errors."""
+    """Times that fall with the second cause: the first takes it all, their mean by relative
+    errors."""
     assert fitted([(1, 1), (1, 2)], [2.0, 1.0]) == pytest.approx((1.2, 0.0))
 
 
 def test_the_slower_role_bounds_a_fleet_or_the_machine_does() -> None:
-    """Prompts of 1,024 tokens take 0.1 s, 0.02 for each of two chunks and 1.024; answers of 15 more tokens 0.2 s, 1.024
-    for the prompt's arrival and 15 rounds of 0.01 s. Router and client take 0.3 s and 15 times 0.002."""
-    costs = Costs(prefill=PrefillCosts(request_s=0.1, step_s=0.02, token_s=0.001, pair_s=0, chunk_tokens=512),
-                  decode=DecodeCosts(request_s=0.2, landed_s=0.001, step_s=0.01, row_s=0, context_s=0))
+    """Prompts of 1,024 tokens take 0.1 s, 0.02 for each of two chunks and 1.024; answers of 15 more
+    tokens 0.2 s, 1.024 for the prompt's arrival and 15 rounds of 0.01 s. Router and client take 0.3
+    s and 15 times 0.002."""
+    costs = Costs(
+        prefill=PrefillCosts(request_s=0.1, step_s=0.02, token_s=0.001, pair_s=0, chunk_tokens=512),
+        decode=DecodeCosts(request_s=0.2, landed_s=0.001, step_s=0.01, row_s=0, context_s=0),
+    )
     prompt_s, answer_s, others_s = 0.1 + 0.04 + 1.024, 0.2 + 1.024 + 0.15, 0.3 + 0.03
     assert capacity(costs, SHAPE, 2) == pytest.approx(2 / answer_s)
     fast = costs.model_copy(update={"decode": DecodeCosts(step_s=0.001, row_s=0, context_s=0)})
@@ -38,23 +42,40 @@ def test_the_slower_role_bounds_a_fleet_or_the_machine_does() -> None:
     for cores, speed in ((2, 1.0), (2, 0.5)):
         machine = MachineCosts(cores=cores, speed=speed, request_s=0.3, round_s=0.002)
         assert capacity(costs.model_copy(update={"machine": machine}), SHAPE, 2) == pytest.approx(
-            cores * speed / (prompt_s + answer_s + others_s))
+            cores * speed / (prompt_s + answer_s + others_s)
+        )
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)  # two turns of 100 s, more beside other tests
 async def test_a_real_cluster_does_what_its_simulation_says(tmp_path: Path) -> None:
-    """Below what it can serve and above. Others may use this machine, so the bars are wider than the bench's; and as
-    they may begin or end between calibration and comparison, one of two turns has to be within them."""
+    """Below what it can serve and above. Others may use this machine, so the bars are wider than
+    the bench's; and as they may begin or end between calibration and comparison, one of two turns
+    has to be within them."""
     wrong = list[object]()
     for seed in range(2):
-        flags = argparse.Namespace(model=demo_model(), output=tmp_path / f"costs-{seed}.json", like=None, workers=2,
-                                   seconds_each=2.0, compare=[0.5, 2.0], seconds=6.0, seed=seed)
+        flags = argparse.Namespace(
+            model=demo_model(),
+            output=tmp_path / f"costs-{seed}.json",
+            like=None,
+            workers=2,
+            seconds_each=2.0,
+            compare=[0.5, 2.0],
+            seconds=6.0,
+            seed=seed,
+        )
         figures = await measure(flags)
         assert Costs.read(flags.output).decode.step_s > 0
-        assert not any(figures[f"{load}_failed{side}"] for load in LOADS for side in ("", "_simulated"))
-        differing = [f"{load}_{name}" for load in LOADS for name, bar in BARS.items()
-                     if figures[f"{load}_{name}_simulated"] != pytest.approx(figures[f"{load}_{name}"], rel=bar)]
+        assert not any(
+            figures[f"{load}_failed{side}"] for load in LOADS for side in ("", "_simulated")
+        )
+        differing = [
+            f"{load}_{name}"
+            for load in LOADS
+            for name, bar in BARS.items()
+            if figures[f"{load}_{name}_simulated"]
+            != pytest.approx(figures[f"{load}_{name}"], rel=bar)
+        ]
         if not differing:
             return
         wrong.append((differing, figures))

@@ -1,4 +1,5 @@
-"""The script that checks and times everything on a GPU machine, with stand-ins for the machine and for its parts."""
+"""The script that checks and times everything on a GPU machine, with stand-ins for the machine and
+for its parts."""
 
 import os
 import subprocess
@@ -29,29 +30,44 @@ def machine(tmp_path: Path) -> dict[str, str]:
     for name, text in (("nvidia-smi", "#!/bin/bash\necho a GPU\n"), ("python", PYTHON), ("cc", CC)):
         (tmp_path / name).write_text(text)
         (tmp_path / name).chmod(0o755)
-    return {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": str(tmp_path / "python"),
-            "FAILS": "nothing", "HANGS": "nothing", "WHEELS": "", "CUDA_HOME": "", "LIBRARY_PATH": ""}
+    return {
+        **os.environ,
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "PYTHON": str(tmp_path / "python"),
+        "FAILS": "nothing",
+        "HANGS": "nothing",
+        "WHEELS": "",
+        "CUDA_HOME": "",
+        "LIBRARY_PATH": "",
+    }
 
 
 def run(machine: dict[str, str], out: Path, *parts: str) -> tuple[int, dict[str, str]]:
     """Exit status, and how each part ended."""
-    done = subprocess.run([SCRIPT, out, *parts], env=machine, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [SCRIPT, out, *parts], env=machine, capture_output=True, text=True, timeout=60, check=False
+    )
     lines = (out / "summary.txt").read_text().splitlines()
     return done.returncode, dict(line.split(": ", 1) for line in lines)
 
 
-def test_a_part_that_fails_leaves_the_others_running(machine: dict[str, str], tmp_path: Path) -> None:
+def test_a_part_that_fails_leaves_the_others_running(
+    machine: dict[str, str], tmp_path: Path
+) -> None:
     status, ended = run({**machine, "FAILS": "bench.gpu_model"}, tmp_path / "out")
     assert status == 1
     assert {name: words.partition(",")[0] for name, words in ended.items() if name in PARTS} == {
-        name: "failed (status 3)" if name == "model" else "ok" for name in PARTS}
+        name: "failed (status 3)" if name == "model" else "ok" for name in PARTS
+    }
     assert (tmp_path / "out" / "model.txt").read_text() == "half of it\n"
     assert (tmp_path / "out" / "model.err").read_text() == "why not\n"
     assert "-m bench.gpu_cluster" in (tmp_path / "out" / "cluster.txt").read_text()
 
 
 def test_it_ends_in_time_and_keeps_what_was_told(machine: dict[str, str], tmp_path: Path) -> None:
-    status, ended = run({**machine, "HANGS": "-m pytest", "GPU_ALL_SECONDS": "10"}, tmp_path / "out")
+    status, ended = run(
+        {**machine, "HANGS": "-m pytest", "GPU_ALL_SECONDS": "10"}, tmp_path / "out"
+    )
     assert status == 1
     assert ended["warm"].startswith("ok")
     assert "is kept" in ended["tests"]
@@ -66,8 +82,11 @@ def test_parts_can_be_chosen(machine: dict[str, str], tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("comes_with_wheels", [True, False])
-def test_kernels_are_linked_where_only_cuda_runs(machine: dict[str, str], tmp_path: Path,
-                                                 comes_with_wheels: bool) -> None:  # noqa: FBT001
+def test_kernels_are_linked_where_only_cuda_runs(
+    machine: dict[str, str],
+    tmp_path: Path,
+    comes_with_wheels: bool,  # noqa: FBT001
+) -> None:
     """By names that a linker looks for: the runtime's own, and a stand-in for the driver's."""
     toolkit = tmp_path / "nvidia" / "cu13"
     for file in (toolkit / "bin" / "nvcc", toolkit / "lib" / "libcudart.so.13"):

@@ -1,5 +1,5 @@
-"""The pieces compiled before everything else on a GPU machine: run in the interpreter or by hand-made wrappers, and how
-they are run beside each other."""
+"""The pieces compiled before everything else on a GPU machine: run in the interpreter or by
+hand-made wrappers, and how they are run beside each other."""
 
 import sys
 
@@ -46,9 +46,15 @@ def test_latent_lengths_lie_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_each_piece_is_told_and_none_keeps_the_others_waiting() -> None:
     told = list[str]()
-    failures = gpu_warm.run_all({
-        "good": [*PYTHON, "print('fine')"], "bad": [*PYTHON, "raise SystemExit('no nvcc')"],
-        "slow": [*PYTHON, "import subprocess; subprocess.run(['sleep', '300'])"]}, 5.0, told.append)
+    failures = gpu_warm.run_all(
+        {
+            "good": [*PYTHON, "print('fine')"],
+            "bad": [*PYTHON, "raise SystemExit('no nvcc')"],
+            "slow": [*PYTHON, "import subprocess; subprocess.run(['sleep', '300'])"],
+        },
+        5.0,
+        told.append,
+    )
     assert failures == 2
     by_name = {line.partition(":")[0]: line for line in told}
     assert by_name["good"].startswith("good: ok")

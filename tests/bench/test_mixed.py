@@ -1,4 +1,5 @@
-"""The mixed load: what is made of the times of messages, and vLLM's side over a stand-in for its package."""
+"""The mixed load: what is made of the times of messages, and vLLM's side over a stand-in for its
+package."""
 
 import argparse
 import asyncio
@@ -50,7 +51,8 @@ def answer(sent_s: float, *messages: tuple[float, int], failed: bool = False) ->
 
 
 def turn(gap_s: float, ttft_s: float, *, lost: bool = False) -> Turn:
-    """Two streams of one token per `gap_s`, from 0 to 10 s; the first half second does not count."""
+    """Two streams of one token per `gap_s`, from 0 to 10 s; the first half second does not
+    count."""
     times = [index * gap_s for index in range(int(10 / gap_s) + 1)]
     streams = [answer(-1.0, *((at_s, 1) for at_s in times)) for _ in range(2)]
     return Turn(streams, [answer(3.0, (3.0 + ttft_s, 1), failed=lost)], 0.5, 10.0)
@@ -67,8 +69,12 @@ def test_gaps_and_tokens_of_the_window_count_and_messages_of_several_tokens_are_
 
 
 def test_ratios_are_taken_turn_by_turn_and_held_against_their_bars() -> None:
-    values = summarise({"baton": [turn(0.02, 3.0), turn(0.04, 6.0), turn(0.02, 3.0)],
-                        "vllm": [turn(0.5, 3.0), turn(0.5, 12.0), turn(0.5, 1.5)]})
+    values = summarise(
+        {
+            "baton": [turn(0.02, 3.0), turn(0.04, 6.0), turn(0.02, 3.0)],
+            "vllm": [turn(0.5, 3.0), turn(0.5, 12.0), turn(0.5, 1.5)],
+        }
+    )
     assert values["itl_p99_ratio"] == pytest.approx(0.04)
     assert values["ttft_ratio"] == pytest.approx(1.0)
     assert values["decode_ratio"] == pytest.approx(25, rel=0.05)
@@ -85,7 +91,8 @@ def test_one_side_alone_has_figures_and_no_ratios() -> None:
 
 
 class ScriptedSide:
-    """A token every millisecond; every second long prompt ends with an error, the others' answers with two tokens."""
+    """A token every millisecond; every second long prompt ends with an error, the others' answers
+    with two tokens."""
 
     def __init__(self) -> None:
         self.num_running = 0
@@ -104,7 +111,9 @@ class ScriptedSide:
             self.num_running -= 1
 
 
-async def test_a_turn_sends_long_prompts_beside_streams_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_turn_sends_long_prompts_beside_streams_and_leaves_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr("bench.mixed.LEAD_S", 0.02)
     side = ScriptedSide()
     flags = argparse.Namespace(streams=3, prompts=2, prompt_tokens=100, interval=0.05)
@@ -118,7 +127,9 @@ async def test_a_turn_sends_long_prompts_beside_streams_and_leaves_nothing(monke
     assert figures["decode"]
 
 
-async def test_vllms_side_streams_what_its_engine_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_vllms_side_streams_what_its_engine_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     package = tmp_path / "vllm"
     package.mkdir()
     (package / "__init__.py").write_text(STAND_IN)
@@ -126,7 +137,9 @@ async def test_vllms_side_streams_what_its_engine_steps(tmp_path: Path, monkeypa
     python = tmp_path / "python"
     python.write_text(f'#!/bin/sh\nPYTHONPATH={tmp_path} exec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    async with vllm_side(python, tmp_path, cores=[0], memory_mb=1024, chunk_tokens=512, max_requests=4) as side:
+    async with vllm_side(
+        python, tmp_path, cores=[0], memory_mb=1024, chunk_tokens=512, max_requests=4
+    ) as side:
         endless = side.generate([1, 2], 10**9)
         assert await anext(endless) == 1
         counts = [count async for count in side.generate([1, 2, 3, 4], 5)]
@@ -137,6 +150,12 @@ async def test_vllms_side_streams_what_its_engine_steps(tmp_path: Path, monkeypa
 
 async def test_a_python_without_vllm_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(BatonError, match="ended with status 1"):
-        async with vllm_side(Path(sys.executable), tmp_path, cores=[0], memory_mb=1024, chunk_tokens=512,
-                             max_requests=4):
+        async with vllm_side(
+            Path(sys.executable),
+            tmp_path,
+            cores=[0],
+            memory_mb=1024,
+            chunk_tokens=512,
+            max_requests=4,
+        ):
             pass

@@ -1,4 +1,5 @@
-"""What the overload benchmark makes of the replies it saw, by hand; and a short run of it on a real cluster."""
+"""What the overload benchmark makes of the replies it saw, by hand; and a short run of it on a real
+cluster."""
 
 import json
 import subprocess
@@ -15,15 +16,21 @@ def served(sent_s: float, placed_s: float, ended_s: float) -> LoadReply:
 
 
 def refused(sent_s: float, named_s: float) -> LoadReply:
-    return LoadReply(sent_s, sent_s, sent_s + 0.01, error="OUT_OF_CAPACITY", was_refused=True, named_s=named_s)
+    return LoadReply(
+        sent_s, sent_s, sent_s + 0.01, error="OUT_OF_CAPACITY", was_refused=True, named_s=named_s
+    )
 
 
 def test_a_named_wait_is_held_against_the_last_one_let_in_before() -> None:
     cell = LoadCell(2, 5.0, 10.0)
-    cell.answers += [served(0.0, 0.0, 1.0), served(1.0, 4.0, 6.0), served(3.0, 9.0, 11.0),
-                     refused(2.0, 3.0),  # it was 4 - 2
-                     refused(3.95, 1.0),  # it was 9 - 3.95
-                     LoadReply(2.5, 2.5, 7.5, error="DEADLINE_EXCEEDED")]
+    cell.answers += [
+        served(0.0, 0.0, 1.0),
+        served(1.0, 4.0, 6.0),
+        served(3.0, 9.0, 11.0),
+        refused(2.0, 3.0),  # it was 4 - 2
+        refused(3.95, 1.0),  # it was 9 - 3.95
+        LoadReply(2.5, 2.5, 7.5, error="DEADLINE_EXCEEDED"),
+    ]
     assert cell.waits() == [(3.0, 2.0), (1.0, 9.0 - 3.95)]
     assert cell.in_time_per_s == 0.2, "one ended after requests had stopped coming"
 
@@ -39,15 +46,35 @@ def test_bars_compare_with_the_load_that_can_just_be_served() -> None:
 
 @pytest.mark.long
 def test_a_cluster_that_is_asked_six_times_too_much_serves_on_and_says_when_to_come_back() -> None:
-    """Of its bars those that a machine holds whose cores others take for seconds at a time, so that who was let in ends
-    late: first come first served, nothing would be refused. Goodput is measured by hand."""
-    flags = ("--loads", "1,6", "--deadlines", "5", "--seconds", "10", "--capacity-s", "8", "--seed", "3", "--json")
-    done = subprocess.run([sys.executable, "-m", "bench.overload", *flags], cwd=Path(__file__).parents[2],
-                          capture_output=True, text=True, timeout=280)
+    """Of its bars those that a machine holds whose cores others take for seconds at a time, so that
+    who was let in ends late: first come first served, nothing would be refused. Goodput is measured
+    by hand."""
+    flags = (
+        "--loads",
+        "1,6",
+        "--deadlines",
+        "5",
+        "--seconds",
+        "10",
+        "--capacity-s",
+        "8",
+        "--seed",
+        "3",
+        "--json",
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.overload", *flags],
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
     assert done.stdout, done.stderr
     figures = json.loads(done.stdout)
     turned_away = figures["x6_5s_refused"] + figures["x6_5s_dropped"]
     assert turned_away > figures["x6_5s_sent"] / 4
     assert figures["x6_5s_refused_unnamed"] == 0
     assert figures["x6_5s_in_time_per_s"] > 0
-    assert figures["x6_5s_late"] <= turned_away / 2, "what cannot end in time is refused rather than begun"
+    assert figures["x6_5s_late"] <= turned_away / 2, (
+        "what cannot end in time is refused rather than begun"
+    )

@@ -1,4 +1,5 @@
-"""The comparison with other engines: how it starts them, and what it makes of their times. No peer is needed here."""
+"""The comparison with other engines: how it starts them, and what it makes of their times. No peer
+is needed here."""
 
 import json
 import os
@@ -35,9 +36,24 @@ class FakeSide:
 
 
 def test_ratios_are_the_peers_time_by_ours_and_cases_a_peer_lacks_are_left_out() -> None:
-    ours = FakeSide({"prefill_512": 1.0, "prefill_2048": 4.0, "decode_b1": 0.1, "decode_b8": 0.2, "decode_b32": 0.4})
-    llama = FakeSide({"prefill_512": 2.0, "prefill_2048": 6.0, "decode_b1": 0.15, "decode_b8": None,
-                      "decode_b32": None})
+    ours = FakeSide(
+        {
+            "prefill_512": 1.0,
+            "prefill_2048": 4.0,
+            "decode_b1": 0.1,
+            "decode_b8": 0.2,
+            "decode_b32": 0.4,
+        }
+    )
+    llama = FakeSide(
+        {
+            "prefill_512": 2.0,
+            "prefill_2048": 6.0,
+            "decode_b1": 0.15,
+            "decode_b8": None,
+            "decode_b32": None,
+        }
+    )
     values = measure({"baton": ours, "llama": llama}, turns=3, steps=4)
     assert values["prefill_512_vs_llama"] == 2.0
     assert values["prefill_2048_vs_llama"] == 1.5
@@ -64,20 +80,38 @@ def test_llama_bench_is_asked_for_one_row_behind_the_context(tmp_path: Path) -> 
     assert side.decode(8, 16) is None
     assert (tmp_path / "llama-bench.calls").read_text().splitlines() == [
         f"-m {tmp_path}/model.gguf -t 2 -o json -r 1 -p 512 -n 0",
-        f"-m {tmp_path}/model.gguf -t 2 -o json -r 1 -p 0 -n 16 -d 512"]
+        f"-m {tmp_path}/model.gguf -t 2 -o json -r 1 -p 0 -n 16 -d 512",
+    ]
 
 
 def test_vllms_side_runs_without_our_packages() -> None:
-    """Its Python has none of ours, and `bench/kernels.py` must not stand for its package `kernels`."""
+    """Its Python has none of ours, and `bench/kernels.py` must not stand for its package
+    `kernels`."""
     program = Path(peer_files.__file__).with_name("peer_vllm.py")
-    done = subprocess.run([sys.executable, "-P", program, "turns", "nowhere", "1", "512"], capture_output=True,
-                          text=True, timeout=60, check=False, cwd="/", env={"PATH": os.environ["PATH"]})
+    done = subprocess.run(
+        [sys.executable, "-P", program, "turns", "nowhere", "1", "512"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        cwd="/",
+        env={"PATH": os.environ["PATH"]},
+    )
     assert "No module named 'vllm'" in done.stderr
 
 
-def test_the_checkpoint_is_the_model_that_our_side_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "head_dim": 8,
-             "num_attention_heads": 4, "num_key_value_heads": 2}
+def test_the_checkpoint_is_the_model_that_our_side_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    small = {
+        "num_hidden_layers": 1,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "vocab_size": 64,
+        "head_dim": 8,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
     for name, value in small.items():
         monkeypatch.setitem(engine_sides.MODEL, name, value)
     folder = peer_files.write_checkpoint(tmp_path / "checkpoint")

@@ -7,4 +7,7 @@ def test_json_report_says_where_it_was_measured() -> None:
     report = json.loads(render("sample", {"ratio": 0.5}, as_json=True))
     assert (report["bench"], report["ratio"]) == ("sample", 0.5)
     assert report["environment"]["num_cores"] >= 1
-    assert render("sample", {"ratio": 0.51234567, "n": 3}, as_json=False) == "sample\n  ratio  0.5123\n  n      3"
+    assert (
+        render("sample", {"ratio": 0.51234567, "n": 3}, as_json=False)
+        == "sample\n  ratio  0.5123\n  n      3"
+    )

@@ -1,4 +1,5 @@
-"""A storm and a partition of real clusters, as they are run by hand, but short; the long ones by `make test-long`."""
+"""A storm and a partition of real clusters, as they are run by hand, but short; the long ones by
+`make test-long`."""
 
 import json
 import subprocess
@@ -12,10 +13,15 @@ ROOT = Path(__file__).parents[2]
 
 
 def figures(module: str, *flags: str, timeout_s: float) -> dict[str, float]:
-    """Of a run that ended well; what it says of each fault and failure is shown otherwise. Skips where it says that
-    this machine refuses what it needs."""
-    done = subprocess.run([sys.executable, "-m", module, *flags, "--json"], cwd=ROOT, capture_output=True, text=True,
-                          timeout=timeout_s)
+    """Of a run that ended well; what it says of each fault and failure is shown otherwise. Skips
+    where it says that this machine refuses what it needs."""
+    done = subprocess.run(
+        [sys.executable, "-m", module, *flags, "--json"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+    )
     if done.returncode == REFUSED:
         pytest.skip(done.stderr)
     assert done.stdout, done.stderr
@@ -26,13 +32,31 @@ def figures(module: str, *flags: str, timeout_s: float) -> dict[str, float]:
 
 def assert_bars(values: dict[str, float]) -> None:
     assert {name: values[name] for name in ("wrong", "hung", "leaked", "lost")} == {
-        "wrong": 0, "hung": 0, "leaked": 0, "lost": 0}
+        "wrong": 0,
+        "hung": 0,
+        "leaked": 0,
+        "lost": 0,
+    }
 
 
 def test_a_short_storm_of_every_kind_leaves_nothing_behind() -> None:
     """Deadlines are for a machine that others use, too."""
-    values = figures("bench.storm", "--seconds", "14", "--seed", "7", "--rate", "5", "--kill-every", "3",
-                     "--other-every", "1", "--timeout", "120", timeout_s=280)
+    values = figures(
+        "bench.storm",
+        "--seconds",
+        "14",
+        "--seed",
+        "7",
+        "--rate",
+        "5",
+        "--kill-every",
+        "3",
+        "--other-every",
+        "1",
+        "--timeout",
+        "120",
+        timeout_s=280,
+    )
     assert_bars(values)
     assert values["faults"] >= 9
     assert values["patient"] > 15
@@ -40,15 +64,28 @@ def test_a_short_storm_of_every_kind_leaves_nothing_behind() -> None:
 
 
 def test_a_cut_between_two_hosts_is_survived() -> None:
-    values = figures("bench.partition", "--cuts", "both:1", "--edges", "prefill-decode,stage-stage", "--timeout", "120",
-                     timeout_s=280)
+    values = figures(
+        "bench.partition",
+        "--cuts",
+        "both:1",
+        "--edges",
+        "prefill-decode,stage-stage",
+        "--timeout",
+        "120",
+        timeout_s=280,
+    )
     assert (values["cells"], values["failed"], values["leaked"]) == (2, 0, 0)
 
 
 def test_connecting_to_a_host_that_no_packet_reaches_holds_nobody_up() -> None:
     """UCX would wait in connect(2), for two minutes, and the transfer agent's thread with it."""
-    done = subprocess.run([sys.executable, "-m", "tests.bench.unreachable"], cwd=ROOT, capture_output=True,
-                          text=True, timeout=200)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench.unreachable"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
     if done.returncode == REFUSED:
         pytest.skip(done.stderr)
     assert (done.returncode, done.stdout.split()) == (0, ["connected"]), done.stderr
@@ -57,8 +94,8 @@ def test_connecting_to_a_host_that_no_packet_reaches_holds_nobody_up() -> None:
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_link_between_two_hosts_that_fails_is_remembered() -> None:
-    """The first request waits until the link is given up, then moves; the later ones are placed on the other pool. Each
-    would try three times without that, and fail."""
+    """The first request waits until the link is given up, then moves; the later ones are placed on
+    the other pool. Each would try three times without that, and fail."""
     values = figures("tests.bench.severed", timeout_s=800)
     assert values["right"] == values["asked"]
     assert values["retries"] <= 2
@@ -68,8 +105,18 @@ def test_a_link_between_two_hosts_that_fails_is_remembered() -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("kill_every", "kills"), [("10", 6), ("5", 11)])
 def test_a_storm_with_all_clients_and_faults_loses_nothing(kill_every: str, kills: int) -> None:
-    values = figures("bench.storm", "--seconds", "60", "--seed", kill_every, "--kill-every", kill_every, "--timeout",
-                     "120", timeout_s=800)
+    values = figures(
+        "bench.storm",
+        "--seconds",
+        "60",
+        "--seed",
+        kill_every,
+        "--kill-every",
+        kill_every,
+        "--timeout",
+        "120",
+        timeout_s=800,
+    )
     assert_bars(values)
     assert values["kill_faults"] == kills
 
@@ -77,15 +124,33 @@ def test_a_storm_with_all_clients_and_faults_loses_nothing(kill_every: str, kill
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_what_a_storm_with_a_kill_every_two_seconds_cannot_serve_it_refuses() -> None:
-    """At a rate that two cores serve while so much starts anew; by hand it is the benchmark's own."""
-    values = figures("bench.storm", "--seconds", "45", "--seed", "2", "--kill-every", "2", "--faults", "kill,aborts",
-                     "--rate", "3", "--min-right", "0.95", timeout_s=800)
+    """At a rate that two cores serve while so much starts anew; by hand it is the benchmark's
+    own."""
+    values = figures(
+        "bench.storm",
+        "--seconds",
+        "45",
+        "--seed",
+        "2",
+        "--kill-every",
+        "2",
+        "--faults",
+        "kill,aborts",
+        "--rate",
+        "3",
+        "--min-right",
+        "0.95",
+        timeout_s=800,
+    )
     assert_bars(values)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(2400)
 def test_no_cut_of_any_edge_is_noticed_for_longer_than_its_limit() -> None:
-    """By hand `python -m bench.partition` cuts every edge both ways and one way, for 1, 5 and 30 s."""
-    values = figures("bench.partition", "--cuts", "there:5,back:5,both:30", "--timeout", "120", timeout_s=1000)
+    """By hand `python -m bench.partition` cuts every edge both ways and one way, for 1, 5 and
+    30 s."""
+    values = figures(
+        "bench.partition", "--cuts", "there:5,back:5,both:30", "--timeout", "120", timeout_s=1000
+    )
     assert (values["cells"], values["failed"], values["leaked"]) == (12, 0, 0)

@@ -32,13 +32,17 @@ def test_the_same_seed_gives_the_same_storm_and_no_process_is_spared() -> None:
     assert [fault.at_s for fault in faults] == sorted(fault.at_s for fault in faults)
     assert all(weather.calm_s <= fault.at_s <= weather.seconds - weather.calm_s for fault in faults)
     assert all("." in fault.victim for fault in faults if fault.kind is FaultKind.FRAME)
-    assert all(fault.victim.startswith("prefill") for fault in faults if fault.kind is FaultKind.ITEM)
+    assert all(
+        fault.victim.startswith("prefill") for fault in faults if fault.kind is FaultKind.ITEM
+    )
 
 
 def test_only_the_kinds_that_are_asked_for_happen() -> None:
     assert forecast(Weather(60.0, frozenset()), PROCESSES, seed=0) == []
-    assert {fault.kind for fault in forecast(Weather(60.0, frozenset({FaultKind.STOP})), PROCESSES, seed=0)} == {
-        FaultKind.STOP}
+    assert {
+        fault.kind
+        for fault in forecast(Weather(60.0, frozenset({FaultKind.STOP})), PROCESSES, seed=0)
+    } == {FaultKind.STOP}
     assert forecast(Weather(5.0, frozenset(FaultKind), calm_s=4.0), PROCESSES, seed=0) == []
 
 
@@ -99,22 +103,41 @@ def test_a_shifted_clock_is_the_wall_clock_of_all_but_grpc(tmp_path: Path, clock
 TRUTH = [(7, -0.5), (8, -0.25), (9, -1.0)]
 
 
-def request(*, sent_s: float = 0.0, message_s: tuple[float, ...] = (), ended_s: float = 1.0, num_tokens: int = 3,
-            error: str | None = None, manner: Manner = Manner.PATIENT, is_hung: bool = False) -> Seen:
-    return Seen(Coming(0.0, 0, manner, 0.5), sent_s, ended_s, list(message_s), TRUTH[:num_tokens],
-                has_finished=error is None and not is_hung, is_hung=is_hung, error=error)
+def request(
+    *,
+    sent_s: float = 0.0,
+    message_s: tuple[float, ...] = (),
+    ended_s: float = 1.0,
+    num_tokens: int = 3,
+    error: str | None = None,
+    manner: Manner = Manner.PATIENT,
+    is_hung: bool = False,
+) -> Seen:
+    return Seen(
+        Coming(0.0, 0, manner, 0.5),
+        sent_s,
+        ended_s,
+        list(message_s),
+        TRUTH[:num_tokens],
+        has_finished=error is None and not is_hung,
+        is_hung=is_hung,
+        error=error,
+    )
 
 
-@pytest.mark.parametrize(("seen", "wanted"), [
-    (request(), Fate.RIGHT),
-    (request(num_tokens=2), Fate.WRONG),  # it says that it is whole, and is not
-    (request(num_tokens=2, error="PEER_LOST"), Fate.LOST),
-    (request(num_tokens=0, error="UNAVAILABLE"), Fate.REFUSED),
-    (request(num_tokens=1, error="UNAVAILABLE"), Fate.LOST),
-    (request(num_tokens=0, error="INTERNAL"), Fate.LOST),
-    (request(num_tokens=1, error="DIGEST_MISMATCH"), Fate.DAMAGED),
-    (request(num_tokens=1, is_hung=True), Fate.HUNG),
-])
+@pytest.mark.parametrize(
+    ("seen", "wanted"),
+    [
+        (request(), Fate.RIGHT),
+        (request(num_tokens=2), Fate.WRONG),  # it says that it is whole, and is not
+        (request(num_tokens=2, error="PEER_LOST"), Fate.LOST),
+        (request(num_tokens=0, error="UNAVAILABLE"), Fate.REFUSED),
+        (request(num_tokens=1, error="UNAVAILABLE"), Fate.LOST),
+        (request(num_tokens=0, error="INTERNAL"), Fate.LOST),
+        (request(num_tokens=1, error="DIGEST_MISMATCH"), Fate.DAMAGED),
+        (request(num_tokens=1, is_hung=True), Fate.HUNG),
+    ],
+)
 def test_the_fate_of_a_request(seen: Seen, wanted: Fate) -> None:
     assert fate(seen, TRUTH) is wanted
     if seen.tokens:
@@ -123,35 +146,56 @@ def test_the_fate_of_a_request(seen: Seen, wanted: Fate) -> None:
 
 
 def test_what_an_aborting_client_saw_counts_only_if_it_is_wrong() -> None:
-    good, bad = request(manner=Manner.ABORTING, num_tokens=1), request(manner=Manner.ABORTING, num_tokens=1)
+    good, bad = (
+        request(manner=Manner.ABORTING, num_tokens=1),
+        request(manner=Manner.ABORTING, num_tokens=1),
+    )
     bad.tokens = [(5, -0.5)]
     hostile = request(manner=Manner.HOSTILE, num_tokens=0, error="INVALID_REQUEST")
     right = request()
     right.num_cached = 16
-    counts = Counts.of([good, bad, hostile, right, request(num_tokens=0, error="DEADLINE_EXCEEDED")], [TRUTH])
+    counts = Counts.of(
+        [good, bad, hostile, right, request(num_tokens=0, error="DEADLINE_EXCEEDED")], [TRUTH]
+    )
     assert counts.fates == {Fate.RIGHT: 1, Fate.LOST: 1}
-    assert (counts.num_requests, counts.num_wrong, counts.num_hung, counts.num_cached) == (5, 1, 0, 1)
+    assert (counts.num_requests, counts.num_wrong, counts.num_hung, counts.num_cached) == (
+        5,
+        1,
+        0,
+        1,
+    )
     assert counts.hostile == {"INVALID_REQUEST": 1}
 
 
 def steady(begin_s: float, end_s: float, pause: tuple[float, float] = (0.0, 0.0)) -> Seen:
     """A message each tenth of a second, but none in the pause."""
     times = [begin_s + step / 10 for step in range(1, round((end_s - begin_s) * 10) + 1)]
-    return request(sent_s=begin_s, ended_s=end_s,
-                   message_s=tuple(at_s for at_s in times if not pause[0] < at_s <= pause[1]))
+    return request(
+        sent_s=begin_s,
+        ended_s=end_s,
+        message_s=tuple(at_s for at_s in times if not pause[0] < at_s <= pause[1]),
+    )
 
 
 def test_back_is_when_all_go_on_for_a_second() -> None:
-    """Two streams stall at the fault at 10, one to 11.4, the other again from 12.0 to 12.8; a third never does."""
+    """Two streams stall at the fault at 10, one to 11.4, the other again from 12.0 to 12.8; a third
+    never does."""
     requests = [steady(0, 20), steady(0, 20, (10.0, 11.4)), steady(0, 20, (12.0, 12.8))]
     pace = Pace(requests)
     assert pace.mean(5.0, 9.0) == 1.0
     assert pace.served(10.7) == pytest.approx(2 / 3)
     assert pace.recovery_s(10.0, 20.0) == pytest.approx(2.8, abs=0.11)
     assert pace.recovery_s(15.0, 20.0) == 0.0
-    faults = [StormFault(10.0, FaultKind.KILL, "router"), StormFault(11.0, FaultKind.STOP, "router"),
-              StormFault(15.0, FaultKind.KILL, "router")]
-    assert recoveries(pace, faults, 0.0, 20.0) == [pytest.approx(1.0, abs=0.11), pytest.approx(1.8, abs=0.11), 0.0]
+    faults = [
+        StormFault(10.0, FaultKind.KILL, "router"),
+        StormFault(11.0, FaultKind.STOP, "router"),
+        StormFault(15.0, FaultKind.KILL, "router"),
+    ]
+    assert recoveries(pace, faults, 0.0, 20.0) == [
+        pytest.approx(1.0, abs=0.11),
+        pytest.approx(1.8, abs=0.11),
+        0.0,
+    ]
 
 
 def test_a_pause_too_short_to_notice_and_nobody_under_way_are_no_stall() -> None:
@@ -161,15 +205,33 @@ def test_a_pause_too_short_to_notice_and_nobody_under_way_are_no_stall() -> None
 
 
 def worker(**values: int) -> WorkerStatus:
-    full: dict[str, Any] = {"queued_requests": 0, "running_requests": 0, "pages_total": 9, "pages_free": 9,
-                            "slots_total": 4, "slots_free": 4, "open_sessions": 0}
-    return WorkerStatus("decode", "a:1", serving=True, reason="", incarnation="i", stages=(), **{**full, **values})
+    full: dict[str, Any] = {
+        "queued_requests": 0,
+        "running_requests": 0,
+        "pages_total": 9,
+        "pages_free": 9,
+        "slots_total": 4,
+        "slots_free": 4,
+        "open_sessions": 0,
+    }
+    return WorkerStatus(
+        "decode", "a:1", serving=True, reason="", incarnation="i", stages=(), **{**full, **values}
+    )
 
 
 def test_whatever_a_worker_still_holds_is_a_leak() -> None:
     assert leaks.StillHeld.of(ClusterStatus("m", 0, 0, (worker(), worker()))).is_clean
-    held = leaks.StillHeld.of(ClusterStatus("m", 1, 0, (worker(pages_free=7), worker(slots_free=3, open_sessions=1))))
-    assert (held.pages, held.slots, held.sessions, held.requests, held.away, held.total) == (2, 1, 1, 1, 0, 5)
+    held = leaks.StillHeld.of(
+        ClusterStatus("m", 1, 0, (worker(pages_free=7), worker(slots_free=3, open_sessions=1)))
+    )
+    assert (held.pages, held.slots, held.sessions, held.requests, held.away, held.total) == (
+        2,
+        1,
+        1,
+        1,
+        0,
+        5,
+    )
 
 
 def test_open_files_that_come_and_go_are_no_leak() -> None:
@@ -181,5 +243,12 @@ def test_a_cut_is_of_one_edge_and_of_the_ways_that_are_asked_for() -> None:
     assert Way.THERE.of(("a", "b")) == [("a", "b")]
     assert Way.BACK.of(("a", "b")) == [("b", "a")]
     assert Edge("router-decode").pairs == (("router", "decode-0.0"),)
-    assert Edge("prefill-decode").pairs == (("prefill-0", "decode-0.0"), ("prefill-0", "decode-0.1"))
-    assert all(first.startswith(("router", "prefill-0", "decode-0")) for edge in Edge for first, _ in edge.pairs)
+    assert Edge("prefill-decode").pairs == (
+        ("prefill-0", "decode-0.0"),
+        ("prefill-0", "decode-0.1"),
+    )
+    assert all(
+        first.startswith(("router", "prefill-0", "decode-0"))
+        for edge in Edge
+        for first, _ in edge.pairs
+    )

@@ -1,6 +1,8 @@
-"""`python -m tests.bench.unreachable`: connects UCX to a worker on a host that no packet reaches any more.
+"""`python -m tests.bench.unreachable`: connects UCX to a worker on a host that no packet reaches
+any more.
 
-In a network of its own; prints "connected" when `connect` has returned. Ends with 77 where namespaces are refused.
+In a network of its own; prints "connected" when `connect` has returned. Ends with 77 where
+namespaces are refused.
 """
 
 import subprocess
@@ -32,7 +34,9 @@ def connect(address: str) -> None:
 
 
 def _transport() -> UcxTransport:
-    return UcxTransport(profile=TransportProfile.TCP, clock=SystemClock(), binding=UcxBinding.parse("eth0", ""))
+    return UcxTransport(
+        profile=TransportProfile.TCP, clock=SystemClock(), binding=UcxBinding.parse("eth0", "")
+    )
 
 
 def main() -> int:
@@ -53,14 +57,27 @@ def main() -> int:
 
 
 def _cut_off() -> None:
-    with (Network(("left", "right")) as network,
-          subprocess.Popen([sys.executable, "-m", MODULE, "right"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                           text=True, cwd=ROOT) as right):
+    with (
+        Network(("left", "right")) as network,
+        subprocess.Popen(
+            [sys.executable, "-m", MODULE, "right"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+        ) as right,
+    ):
         assert right.stdout is not None
         address = right.stdout.readline().strip()
         network.cut("left", "right")
-        left = subprocess.run([sys.executable, "-m", MODULE, "left", address], capture_output=True, text=True, cwd=ROOT,
-                              timeout=MOST_S, check=True)
+        left = subprocess.run(
+            [sys.executable, "-m", MODULE, "left", address],
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            timeout=MOST_S,
+            check=True,
+        )
         print(left.stdout, flush=True)
         right.kill()
 

@@ -1,8 +1,10 @@
-"""`python -m tests.cluster.moving`: processes that know each other by DNS names, and move to other addresses in turn.
+"""`python -m tests.cluster.moving`: processes that know each other by DNS names, and move to other
+addresses in turn.
 
-In a network of its own, where a name server of the test's answers all processes. Each that moves is killed, its name
-has no address until its successor listens elsewhere, and from then on seconds count until those that know the name have
-found it. Prints them as JSON. Ends with 77 where namespaces are refused.
+In a network of its own, where a name server of the test's answers all processes. Each that moves is
+killed, its name has no address until its successor listens elsewhere, and from then on seconds
+count until those that know the name have found it. Prints them as JSON. Ends with 77 where
+namespaces are refused.
 """
 
 import asyncio
@@ -43,11 +45,25 @@ class Roles:
         """Return when it listens at PORT of `host`, and its name stands for that."""
         self._num_starts += 1
         announced = self._folder / f"{self._num_starts}.json"
-        own = ("--model", str(demo_model()), "--listen", f"{host}:{PORT}", "--announce", str(announced),
-               "--log-level", "warning")
+        own = (
+            "--model",
+            str(demo_model()),
+            "--listen",
+            f"{host}:{PORT}",
+            "--announce",
+            str(announced),
+            "--log-level",
+            "warning",
+        )
         self._processes[name] = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", role, *own, *flags, env={**os.environ, "OMP_NUM_THREADS": "1"},
-            stdout=sys.stderr.fileno())
+            sys.executable,
+            "-m",
+            role,
+            *own,
+            *flags,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stdout=sys.stderr.fileno(),
+        )
         async with asyncio.timeout(START_S):
             await announced_address(announced)
         self._names.answers[name] = [host]
@@ -111,29 +127,54 @@ async def measure(names: NameServer) -> dict[str, float]:
         await asyncio.gather(
             roles.start("decode.test", "decode", "127.0.0.2", *leader),
             roles.start("stage.test", "decode", "127.0.0.4", *follower),
-            roles.start("prefill.test", "prefill", "127.0.0.5", *worker()))
+            roles.start("prefill.test", "prefill", "127.0.0.5", *worker()),
+        )
         by_name = ("--prefill", f"prefill.test:{PORT}", "--decode", f"decode.test:{PORT}")
-        by_dns = ("--prefill", f"dns:///prefill.test:{PORT}", "--decode", f"dns:///decode.test:{PORT}")
+        by_dns = (
+            "--prefill",
+            f"dns:///prefill.test:{PORT}",
+            "--decode",
+            f"dns:///decode.test:{PORT}",
+        )
         await roles.start("router.test", "router", "127.0.0.8", *by_name)
         await roles.start("other.test", "router", "127.0.0.9", *by_dns)
-        async with (AsyncBatonClient(f"127.0.0.8:{PORT}", retry=NO_RETRY) as named,
-                    AsyncBatonClient(f"127.0.0.9:{PORT}", retry=NO_RETRY) as discovered):
+        async with (
+            AsyncBatonClient(f"127.0.0.8:{PORT}", retry=NO_RETRY) as named,
+            AsyncBatonClient(f"127.0.0.9:{PORT}", retry=NO_RETRY) as discovered,
+        ):
             for client in (named, discovered):
                 await seconds_until(lambda client=client: answers(client))  # type: ignore[misc]
 
             await roles.kill("decode.test")
             await roles.start("decode.test", "decode", "127.0.0.3", *leader)
-            found |= dict(zip(("stage", "decode by name", "decode by DNS"), await asyncio.gather(
-                joined(), seconds_until(lambda: answers(named)), seconds_until(lambda: answers(discovered))),
-                strict=True))
+            found |= dict(
+                zip(
+                    ("stage", "decode by name", "decode by DNS"),
+                    await asyncio.gather(
+                        joined(),
+                        seconds_until(lambda: answers(named)),
+                        seconds_until(lambda: answers(discovered)),
+                    ),
+                    strict=True,
+                )
+            )
 
             await roles.kill("prefill.test")
             await roles.start("prefill.test", "prefill", "127.0.0.6", *worker())
-            found |= dict(zip(("prefill by name", "prefill by DNS"), await asyncio.gather(
-                seconds_until(lambda: answers(named)), seconds_until(lambda: answers(discovered))), strict=True))
+            found |= dict(
+                zip(
+                    ("prefill by name", "prefill by DNS"),
+                    await asyncio.gather(
+                        seconds_until(lambda: answers(named)),
+                        seconds_until(lambda: answers(discovered)),
+                    ),
+                    strict=True,
+                )
+            )
 
         with BatonClient(f"router.test:{PORT}", retry=NO_RETRY) as blocking:
             async with AsyncBatonClient(f"router.test:{PORT}", retry=NO_RETRY) as client:
+
                 async def answers_blocking() -> bool:
                     return await asyncio.to_thread(answers_now, blocking)
 
@@ -143,8 +184,15 @@ async def measure(names: NameServer) -> dict[str, float]:
                 assert not await answers(client)
                 assert not await answers_blocking()
                 await roles.start("router.test", "router", "127.0.0.7", *by_name)
-                found |= dict(zip(("client", "client of threads"), await asyncio.gather(
-                    seconds_until(lambda: answers(client)), seconds_until(answers_blocking)), strict=True))
+                found |= dict(
+                    zip(
+                        ("client", "client of threads"),
+                        await asyncio.gather(
+                            seconds_until(lambda: answers(client)), seconds_until(answers_blocking)
+                        ),
+                        strict=True,
+                    )
+                )
     return found
 
 

@@ -10,11 +10,15 @@ from tools.first_minutes import PAGE, levelled, play
 
 # Python 3.12 warns of what a pseudo-terminal needs in a process with threads.
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:.*forkpty:DeprecationWarning")]
-_PROCESS_LINE = re.compile(r"^(\^C)?((router|prefill|decode)\S* +│|baton +│ .* after \d+ s: ).*\n?", re.MULTILINE)
+_PROCESS_LINE = re.compile(
+    r"^(\^C)?((router|prefill|decode)\S* +│|baton +│ .* after \d+ s: ).*\n?", re.MULTILINE
+)
 
 
 def scenes_of(page: str) -> Iterator[tuple[str, str]]:
-    for found in re.finditer(r"^## (.*?)\n\n```console\n(.*?)^```$", page, re.MULTILINE | re.DOTALL):
+    for found in re.finditer(
+        r"^## (.*?)\n\n```console\n(.*?)^```$", page, re.MULTILINE | re.DOTALL
+    ):
         yield found[1], comparable(found[2])
 
 

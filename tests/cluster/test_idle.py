@@ -9,7 +9,10 @@ import psutil
 from tests.support.cluster.clusters import RunningCluster, running_cluster
 
 MAX_SHARE = 0.01  # of a core, for each process
-WINDOW_S, NUM_WINDOWS = 5.0, 16  # the cheapest window counts: what polls without end is cheap in none
+WINDOW_S, NUM_WINDOWS = (
+    5.0,
+    16,
+)  # the cheapest window counts: what polls without end is cheap in none
 
 
 def used_s(processes: dict[str, psutil.Process]) -> dict[str, float]:
@@ -18,10 +21,15 @@ def used_s(processes: dict[str, psutil.Process]) -> dict[str, float]:
 
 async def shares(running: RunningCluster) -> dict[str, float]:
     """Of a core, by process, while the cluster is left alone."""
-    processes = {name: psutil.Process(process.pid) for name, process in running.cluster.processes.items()}
+    processes = {
+        name: psutil.Process(process.pid) for name, process in running.cluster.processes.items()
+    }
     before, began_s = used_s(processes), time.monotonic()
     await asyncio.sleep(WINDOW_S)
-    return {name: (after - before[name]) / (time.monotonic() - began_s) for name, after in used_s(processes).items()}
+    return {
+        name: (after - before[name]) / (time.monotonic() - began_s)
+        for name, after in used_s(processes).items()
+    }
 
 
 async def test_an_idle_process_uses_less_than_a_hundredth_of_a_core(checkpoint: Path) -> None:
@@ -31,5 +39,7 @@ async def test_an_idle_process_uses_less_than_a_hundredth_of_a_core(checkpoint: 
         for _ in range(NUM_WINDOWS - 1):
             if max(least.values()) < MAX_SHARE:
                 break
-            least = {name: min(share, least[name]) for name, share in (await shares(running)).items()}
+            least = {
+                name: min(share, least[name]) for name, share in (await shares(running)).items()
+            }
         assert {name: share for name, share in least.items() if share >= MAX_SHARE} == {}

@@ -1,4 +1,5 @@
-"""Every metric a role exposes has a name that follows the rules, and moves when what it counts happens."""
+"""Every metric a role exposes has a name that follows the rules, and moves when what it counts
+happens."""
 
 import asyncio
 import re
@@ -11,33 +12,62 @@ from tests.support.cluster.questions import as_query, make_questions
 
 # Gauges that are zero again when nothing runs, and what only a fault moves.
 AT_REST = {
-    "baton_queue_depth", "baton_queue_oldest_seconds", "baton_router_running", "baton_requests_in_flight",
-    "baton_running", "baton_kv_pages_used", "baton_state_slots_used", "baton_kv_sessions",
-    "baton_pp_bubble_ratio", "baton_kv_usage_ratio", "baton_kv_pages_held_for_transfer",
-    "baton_kv_leases", "baton_draining",
+    "baton_queue_depth",
+    "baton_queue_oldest_seconds",
+    "baton_router_running",
+    "baton_requests_in_flight",
+    "baton_running",
+    "baton_kv_pages_used",
+    "baton_state_slots_used",
+    "baton_kv_sessions",
+    "baton_pp_bubble_ratio",
+    "baton_kv_usage_ratio",
+    "baton_kv_pages_held_for_transfer",
+    "baton_kv_leases",
+    "baton_draining",
 }
 FAULT_ONLY = {  # without a fault (or, on decode, a preemption) these stay where they are
-    "baton_preemptions", "baton_kv_transfer_failures", "baton_kv_integrity_failures", "baton_router_retries",
-    "baton_kv_imbalances", "baton_handshake_failures", "baton_kv_lease_expired", "baton_local_prefill",
-    "baton_migrations", "baton_cache_evicted_pages", "baton_draining", "baton_discovery_errors", "baton_router_refused",
-    "baton_router_dropped", "baton_resumptions", "baton_refused_messages",
+    "baton_preemptions",
+    "baton_kv_transfer_failures",
+    "baton_kv_integrity_failures",
+    "baton_router_retries",
+    "baton_kv_imbalances",
+    "baton_handshake_failures",
+    "baton_kv_lease_expired",
+    "baton_local_prefill",
+    "baton_migrations",
+    "baton_cache_evicted_pages",
+    "baton_draining",
+    "baton_discovery_errors",
+    "baton_router_refused",
+    "baton_router_dropped",
+    "baton_resumptions",
+    "baton_refused_messages",
 }
 
 
 # What a cluster that is not short of anything does not move: see tests/pool/stage/test_metrics.py.
 SHOWN_ELSEWHERE = {
     # No two of the prompts begin alike: see tests/prefill/test_prompt_cache.py.
-    ("prefill-0", "baton_cache_matched_tokens"), ("prefill-0", "baton_cache_reused_tokens"),
+    ("prefill-0", "baton_cache_matched_tokens"),
+    ("prefill-0", "baton_cache_reused_tokens"),
     ("decode-0.0", "baton_cache_snapshots"),  # they come with the prompts
-    ("prefill-0", "baton_queue_depth"), ("decode-0.0", "baton_queue_depth"),
-    ("prefill-0", "baton_queue_oldest_seconds"), ("decode-0.0", "baton_queue_oldest_seconds"),
+    ("prefill-0", "baton_queue_depth"),
+    ("decode-0.0", "baton_queue_depth"),
+    ("prefill-0", "baton_queue_oldest_seconds"),
+    ("decode-0.0", "baton_queue_oldest_seconds"),
     # One stage has nobody to wait for and nobody to send to.
-    ("prefill-0", "baton_pp_bubble_ratio"), ("prefill-0", "baton_pp_link_bytes"),
-    ("decode-0.1", "baton_requests"), ("decode-0.1", "baton_request_seconds"),  # a follower serves health alone
+    ("prefill-0", "baton_pp_bubble_ratio"),
+    ("prefill-0", "baton_pp_link_bytes"),
+    ("decode-0.1", "baton_requests"),
+    ("decode-0.1", "baton_request_seconds"),  # a follower serves health alone
     ("decode-0.1", "baton_requests_in_flight"),
     # This model has no experts.
-    *((name, metric) for name in ("prefill-0", "decode-0.0", "decode-0.1")
-      for metric in ("baton_expert_tokens", "baton_expert_busiest_ratio")),
+    *(
+        (name, metric)
+        for name in ("prefill-0", "decode-0.0", "decode-0.1")
+        for metric in ("baton_expert_tokens", "baton_expert_busiest_ratio")
+    ),
 }
 
 
@@ -47,12 +77,15 @@ async def everything(running: RunningCluster) -> dict[str, dict[str, float]]:
 
 
 async def load_and_look(running: RunningCluster, peaks: dict[str, dict[str, float]]) -> None:
-    """Ask a lot at once, then the longest prompt twice, and note the largest value of every metric meanwhile."""
+    """Ask a lot at once, then the longest prompt twice, and note the largest value of every metric
+    meanwhile."""
     questions = make_questions(40, seed=2, max_prompt=300, max_tokens=100)
     longest = max(questions, key=lambda question: len(question.prompt_token_ids))
 
     async def ask() -> None:
-        await asyncio.gather(*(running.client.complete(as_query(question), timeout_s=60) for question in questions))
+        await asyncio.gather(
+            *(running.client.complete(as_query(question), timeout_s=60) for question in questions)
+        )
         for _ in range(2):
             await running.client.complete(as_query(longest), timeout_s=60)
 
@@ -60,21 +93,33 @@ async def load_and_look(running: RunningCluster, peaks: dict[str, dict[str, floa
     while not load.done():
         for name, values in (await everything(running)).items():
             for metric, value in values.items():
-                peaks.setdefault(name, {})[metric] = max(value, peaks.get(name, {}).get(metric, 0.0))
+                peaks.setdefault(name, {})[metric] = max(
+                    value, peaks.get(name, {}).get(metric, 0.0)
+                )
         await asyncio.sleep(0.1)
     await load
 
 
 def never_moved(peaks: dict[str, dict[str, float]]) -> dict[str, list[str]]:
-    return {name: sorted(metric for metric, value in values.items() if value == 0 and metric not in FAULT_ONLY
-                         and (name, metric) not in SHOWN_ELSEWHERE) for name, values in peaks.items()}
+    return {
+        name: sorted(
+            metric
+            for metric, value in values.items()
+            if value == 0 and metric not in FAULT_ONLY and (name, metric) not in SHOWN_ELSEWHERE
+        )
+        for name, values in peaks.items()
+    }
 
 
 def disturbed(values: dict[str, dict[str, float]]) -> dict[str, float]:
     """What is not back at zero."""
     zero = AT_REST - {"baton_requests_in_flight", "baton_pp_bubble_ratio"}
-    return {f"{name} {metric}": value for name, metrics in values.items() for metric, value in metrics.items()
-            if metric in zero and value}
+    return {
+        f"{name} {metric}": value
+        for name, metrics in values.items()
+        for metric, value in metrics.items()
+        if metric in zero and value
+    }
 
 
 async def test_every_metric_moves(checkpoint: Path) -> None:
@@ -84,18 +129,29 @@ async def test_every_metric_moves(checkpoint: Path) -> None:
         end_s = time.monotonic() + 60  # a look can miss what a gauge says for a moment only
         while not peaks or (any(never_moved(peaks).values()) and time.monotonic() < end_s):
             await load_and_look(running, peaks)
-        assert not any(never_moved(peaks).values()), f"exposed but never moved: {never_moved(peaks)}"
+        assert not any(never_moved(peaks).values()), (
+            f"exposed but never moved: {never_moved(peaks)}"
+        )
         await running.until_clean()
         rest = await everything(running)
         async with asyncio.timeout(60):
             while disturbed(rest):
                 await asyncio.sleep(0.2)
                 rest = await everything(running)
-    for name, role in (("router", "router"), ("prefill-0", "prefill"), ("decode-0.0", "decode"),
-                       ("decode-0.1", "follower")):
-        known = {family.name.removesuffix("_total") for family in families()
-                 if role in family.roles and not family.name.startswith("baton_spec_")}
-        assert set(rest[name]) == known, f"{name}: what it exports is not what the catalogue says of a {role}"
+    for name, role in (
+        ("router", "router"),
+        ("prefill-0", "prefill"),
+        ("decode-0.0", "decode"),
+        ("decode-0.1", "follower"),
+    ):
+        known = {
+            family.name.removesuffix("_total")
+            for family in families()
+            if role in family.roles and not family.name.startswith("baton_spec_")
+        }
+        assert set(rest[name]) == known, (
+            f"{name}: what it exports is not what the catalogue says of a {role}"
+        )
     for values in rest.values():
         for metric in values:
             assert re.fullmatch(r"baton(_[a-z0-9]+)+", metric), metric

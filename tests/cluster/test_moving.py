@@ -15,11 +15,20 @@ FOUND_S = 3.0
 
 def test_whatever_is_known_by_a_name_is_found_at_its_new_address_within_three_seconds() -> None:
     """A leader by its stages and by routers, a prefill worker by routers, a router by clients."""
-    done = subprocess.run([sys.executable, "-m", MODULE], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(
+        [sys.executable, "-m", MODULE], cwd=ROOT, capture_output=True, text=True, timeout=280
+    )
     if done.returncode == REFUSED:
         pytest.skip(done.stderr)
     assert done.returncode == 0, done.stderr
     found: dict[str, float] = json.loads(done.stdout)
-    assert set(found) == {"stage", "decode by name", "decode by DNS", "prefill by name", "prefill by DNS", "client",
-                          "client of threads"}
+    assert set(found) == {
+        "stage",
+        "decode by name",
+        "decode by DNS",
+        "prefill by name",
+        "prefill by DNS",
+        "client",
+        "client of threads",
+    }
     assert {name: seconds for name, seconds in found.items() if seconds >= FOUND_S} == {}

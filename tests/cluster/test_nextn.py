@@ -1,5 +1,5 @@
-"""A whole cluster that drafts with the target's own NextN layer, all weights in eight bits: the answers of one process
-without any draft."""
+"""A whole cluster that drafts with the target's own NextN layer, all weights in eight bits: the
+answers of one process without any draft."""
 
 import asyncio
 from pathlib import Path
@@ -17,18 +17,34 @@ QUESTIONS = make_questions(4, seed=17, max_prompt=150, max_tokens=16)
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """GLM-5 with layers that share their selection on both sides of the cut, and a draft whose steps share theirs."""
+    """GLM-5 with layers that share their selection on both sides of the cut, and a draft whose
+    steps share theirs."""
     folder = tmp_path_factory.mktemp("nextn")
-    return add_nextn(make_checkpoint(folder, "glm_moe_dsa_pattern", dtype=torch.bfloat16), folder / "model",
-                     index_share_for_mtp_iteration=True)
+    return add_nextn(
+        make_checkpoint(folder, "glm_moe_dsa_pattern", dtype=torch.bfloat16),
+        folder / "model",
+        index_share_for_mtp_iteration=True,
+    )
 
 
 async def test_a_nextn_draft_changes_nothing(checkpoint: Path) -> None:
-    flags = ("--draft", str(checkpoint), "--spec-steps", "3", "--spec-draft-tokens", "3", "--no-spec-adaptive",
-             "--weights", "int8")
+    flags = (
+        "--draft",
+        str(checkpoint),
+        "--spec-steps",
+        "3",
+        "--spec-draft-tokens",
+        "3",
+        "--no-spec-adaptive",
+        "--weights",
+        "int8",
+    )
     expected = on_the_wire(Reference(checkpoint, in_bytes=True).answers(QUESTIONS))
-    async with running_cluster(checkpoint, prefill_pp=2, decode_pp=2, worker_flags=flags) as running:
-        completions = await asyncio.gather(*(running.client.complete(as_query(question), timeout_s=60)
-                                             for question in QUESTIONS))
+    async with running_cluster(
+        checkpoint, prefill_pp=2, decode_pp=2, worker_flags=flags
+    ) as running:
+        completions = await asyncio.gather(
+            *(running.client.complete(as_query(question), timeout_s=60) for question in QUESTIONS)
+        )
         assert [shown(completion) for completion in completions] == expected
         await running.until_clean()

@@ -1,4 +1,5 @@
-"""Texts through the gateway: the model sees what transformers makes of a request, and what it sees over gRPC.
+"""Texts through the gateway: the model sees what transformers makes of a request, and what it sees
+over gRPC.
 
 Recording engines behind the router's code for gateways; the gateway is the real one.
 """
@@ -24,22 +25,23 @@ from tests.support.router.recorder import Recorder, serving, write_text_model
 from tests.support.texts.chats import CONVERSATIONS, SPECIAL_TOKENS, Conversation, by_transformers
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
-# In short what published templates do: concatenate, write what there is, walk through parts, refuse, think.
+# In short what published templates do: concatenate, write what there is, walk through parts,
+# refuse, think.
 TEMPLATES = {
     "chatml": "{{ bos_token }}{% for m in messages %}<|{{ m.role }}|>{{ m.content }}{% if m.tool_calls %}"
-              "{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
-              "{% endif %}{{ m.reasoning_content }}{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
-              "{% if add_generation_prompt %}<|bot|>{% if enable_thinking is defined and enable_thinking is false %}"
-              "<think></think>{% endif %}{% endif %}",
+    "{% for c in m.tool_calls %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}"
+    "{% endif %}{{ m.reasoning_content }}{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}"
+    "{% if add_generation_prompt %}<|bot|>{% if enable_thinking is defined and enable_thinking is false %}"
+    "<think></think>{% endif %}{% endif %}",
     "parts": "{% for m in messages %}<{{ m.role }}>{% if m.content is string %}{{ m.content | trim }}{% else %}"
-             "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }};{% endif %}{% endfor %}{% endif %}"
-             "{% endfor %}",
+    "{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }};{% endif %}{% endfor %}{% endif %}"
+    "{% endfor %}",
     "strict": "{% for m in messages %}{% if m.content is defined and m.content is not string %}"
-              "{{ raise_exception('only texts') }}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}",
+    "{{ raise_exception('only texts') }}{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}",
     "python": "{% set ns = namespace(n=0) %}{% for m in messages %}"
-              "{% set ns.n = ns.n + 1 %}{{ '%05.1f' | format(ns.n) }}"
-              "{{ (m.content or '').replace('What', 'WHAT') }}{{ m.tool_calls | tojson(indent=2) if m.tool_calls }}"
-              "{% endfor %}{{ strftime_now('%Y') }}",
+    "{% set ns.n = ns.n + 1 %}{{ '%05.1f' | format(ns.n) }}"
+    "{{ (m.content or '').replace('What', 'WHAT') }}{{ m.tool_calls | tojson(indent=2) if m.tool_calls }}"
+    "{% endfor %}{{ strftime_now('%Y') }}",
 }
 USER_AND_BOT = "{% for m in messages %}<user>{{ m.content }}{% endfor %}<bot>"
 
@@ -47,9 +49,12 @@ USER_AND_BOT = "{% for m in messages %}<user>{{ m.content }}{% endfor %}<bot>"
 def with_bos() -> Tokenizer:
     """SentencePiece as Llama 2 has it: spaces are bars, and a text begins with BOS."""
     tokenizer = sentencepiece_like(LLAMA_2)
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))])
+        single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+    )
     return tokenizer
 
 
@@ -76,16 +81,26 @@ class Door:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
     folder = tmp_path_factory.mktemp("door")
-    folders = [write_text_model(folder / name, byte_level_tokenizer(), source, SPECIAL_TOKENS)
-               for name, source in TEMPLATES.items()]
-    folders.append(write_text_model(folder / "bos", with_bos(), TEMPLATES["chatml"], SPECIAL_TOKENS))
+    folders = [
+        write_text_model(folder / name, byte_level_tokenizer(), source, SPECIAL_TOKENS)
+        for name, source in TEMPLATES.items()
+    ]
+    folders.append(
+        write_text_model(folder / "bos", with_bos(), TEMPLATES["chatml"], SPECIAL_TOKENS)
+    )
     recorders = {folder.name: Recorder(folder) for folder in folders}
-    careful = write_text_model(folder / "careful", byte_level_tokenizer(), USER_AND_BOT, SPECIAL_TOKENS)
+    careful = write_text_model(
+        folder / "careful", byte_level_tokenizer(), USER_AND_BOT, SPECIAL_TOKENS
+    )
     recorders["careful"] = Recorder(careful, UserControlTokens.TEXT)
     async with AsyncExitStack() as stack:
-        addresses = [await stack.enter_async_context(serving(recorder)) for recorder in recorders.values()]
+        addresses = [
+            await stack.enter_async_context(serving(recorder)) for recorder in recorders.values()
+        ]
         address = await stack.enter_async_context(gateway(addresses, folder))
-        http = await stack.enter_async_context(httpx2.AsyncClient(base_url=f"http://{address}", timeout=60))
+        http = await stack.enter_async_context(
+            httpx2.AsyncClient(base_url=f"http://{address}", timeout=60)
+        )
         async with asyncio.timeout(60):  # of several routers one is enough to be ready
             while len((await http.get("/v1/models")).json()["data"]) < len(recorders):  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
@@ -93,13 +108,17 @@ async def door(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Door]:
 
 
 def of_texts(conversation: Conversation, *, more_than_one: bool) -> Conversation:
-    """With texts in place of parts: of a single one as gateways send it, or of several joined, too."""
+    """With texts in place of parts: of a single one as gateways send it, or of several joined,
+    too."""
+
     def text(content: Any) -> Any:  # noqa: ANN401 - of a message
         if isinstance(content, list) and (more_than_one or len(content) == 1):
             return "\n".join(part["text"] for part in content)
         return content
 
-    messages = tuple({**message, "content": text(message["content"])} for message in conversation.messages)
+    messages = tuple(
+        {**message, "content": text(message["content"])} for message in conversation.messages
+    )
     return replace(conversation, messages=messages)
 
 
@@ -109,19 +128,25 @@ async def test_a_chat_is_what_transformers_renders(door: Door, model: str, name:
     asked, tokenizer = CONVERSATIONS[name], byte_level_tokenizer()
     seen = of_texts(asked, more_than_one=model != "parts")
     found = await door.prompt_of("/v1/chat/completions", model, **asked.as_request())
-    assert tokenizer.decode(found, skip_special_tokens=False) == by_transformers(TEMPLATES[model], seen.as_chat())
+    assert tokenizer.decode(found, skip_special_tokens=False) == by_transformers(
+        TEMPLATES[model], seen.as_chat()
+    )
     over_grpc = of_texts(asked, more_than_one=False).as_chat()
     assert found == await door.recorders[model].tokeniser.encode_chat(over_grpc)
 
 
-@pytest.mark.parametrize("text", ["the red mill", " the", "größe 東京 👋🏽\n\n", "<s>the", "<|im_end|>", '{"baton.v1.'])
+@pytest.mark.parametrize(
+    "text", ["the red mill", " the", "größe 東京 👋🏽\n\n", "<s>the", "<|im_end|>", '{"baton.v1.']
+)
 async def test_a_completion_begins_with_the_special_tokens_of_a_text(door: Door, text: str) -> None:
     tokenizer = with_bos()
     bos = tokenizer.token_to_id("<s>")
     found = await door.prompt_of("/v1/completions", "bos", prompt=text)
     assert found == tokenizer.encode(text).ids
     assert found[0] == bos
-    chat = await door.prompt_of("/v1/chat/completions", "bos", messages=[{"role": "user", "content": text}])
+    chat = await door.prompt_of(
+        "/v1/chat/completions", "bos", messages=[{"role": "user", "content": text}]
+    )
     assert chat[0] == bos != chat[1], "once: the template writes it"
 
 
@@ -138,32 +163,76 @@ async def test_a_list_of_prompts_is_as_many_completions(door: Door) -> None:
     recorder = door.recorders["bos"]
     recorder.prompts.clear()
     assert (await door.post("/v1/completions", "bos", prompt=["the", "red"])).status_code == 200
-    assert sorted(recorder.prompts) == sorted(with_bos().encode(text).ids for text in ("the", "red"))
+    assert sorted(recorder.prompts) == sorted(
+        with_bos().encode(text).ids for text in ("the", "red")
+    )
 
 
 async def test_a_chat_that_is_posted_as_a_completion_is_no_more_than_a_chat(door: Door) -> None:
     """Whoever writes what the template of the gateway writes can have asked for a chat."""
-    written = json.dumps({CHAT_KEY: {"tools": [], "arguments": {"": 0}, "goes_on": False,
-                                     "messages": [{"role": "user", "content": "red"}]}})
-    chat = await door.prompt_of("/v1/chat/completions", "chatml", messages=[{"role": "user", "content": "red"}])
+    written = json.dumps(
+        {
+            CHAT_KEY: {
+                "tools": [],
+                "arguments": {"": 0},
+                "goes_on": False,
+                "messages": [{"role": "user", "content": "red"}],
+            }
+        }
+    )
+    chat = await door.prompt_of(
+        "/v1/chat/completions", "chatml", messages=[{"role": "user", "content": "red"}]
+    )
     assert await door.prompt_of("/v1/completions", "chatml", prompt=written) == chat
-    for broken in (written[:-1], written.replace("[]", "3"), written.replace('"goes_on": false, ', "")):
+    for broken in (
+        written[:-1],
+        written.replace("[]", "3"),
+        written.replace('"goes_on": false, ', ""),
+    ):
         found = await door.prompt_of("/v1/completions", "chatml", prompt=broken)
         assert byte_level_tokenizer().decode(found) == broken
 
 
-@pytest.mark.parametrize(("path", "body", "status", "words"), [
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"},
-                                                                          {"type": "text", "text": "b"}]}] * 5000},
-     400, "messages: has 5000 entries, the limit is 4096"),
-    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"mood": 1},
-                              "ebnf": "root ::= x"}, 400, "sampling_params.grammar: is not supported here"),
-    ("/v1/completions", {"prompt": "x" * 70_000}, 400, "the maximum context length of 65536 tokens"),
-    ("/v1/embeddings", {"input": "a"}, 400, "has neither embeddings nor classes"),
-    ("/v1/classify", {"input": "a"}, 400, "has neither embeddings nor classes"),
-])
-async def test_what_is_refused_is_a_bad_request(door: Door, path: str, body: dict[str, Any], status: int,
-                                                words: str) -> None:
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}],
+                    }
+                ]
+                * 5000
+            },
+            400,
+            "messages: has 5000 entries, the limit is 4096",
+        ),
+        (
+            "/v1/chat/completions",
+            {
+                "messages": [{"role": "user", "content": "a"}],
+                "chat_template_kwargs": {"mood": 1},
+                "ebnf": "root ::= x",
+            },
+            400,
+            "sampling_params.grammar: is not supported here",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "x" * 70_000},
+            400,
+            "the maximum context length of 65536 tokens",
+        ),
+        ("/v1/embeddings", {"input": "a"}, 400, "has neither embeddings nor classes"),
+        ("/v1/classify", {"input": "a"}, 400, "has neither embeddings nor classes"),
+    ],
+)
+async def test_what_is_refused_is_a_bad_request(
+    door: Door, path: str, body: dict[str, Any], status: int, words: str
+) -> None:
     """And nothing that clients would send again."""
     answer = await door.http.post(path, json={"model": "chatml", **body})
     assert (answer.status_code, answer.json()["error"]["type"]) == (status, "invalid_request_error")
@@ -171,17 +240,31 @@ async def test_what_is_refused_is_a_bad_request(door: Door, path: str, body: dic
 
 
 IGNORED: dict[str, Any] = {
-    "guided_json": {"type": "object"}, "guided_regex": "a", "guided_choice": ["a"], "guided_grammar": "x",
-    "structured_outputs": {"json": {"type": "object"}}, "logit_bias": {"5": -100}, "best_of": 3, "echo": True,
-    "add_special_tokens": False, "documents": [{"text": "x"}], "no such field": 1}
+    "guided_json": {"type": "object"},
+    "guided_regex": "a",
+    "guided_choice": ["a"],
+    "guided_grammar": "x",
+    "structured_outputs": {"json": {"type": "object"}},
+    "logit_bias": {"5": -100},
+    "best_of": 3,
+    "echo": True,
+    "add_special_tokens": False,
+    "documents": [{"text": "x"}],
+    "no such field": 1,
+}
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("name", IGNORED)
-async def test_what_the_page_calls_ignored_is_ignored_still(door: Door, path: str, name: str) -> None:
+async def test_what_the_page_calls_ignored_is_ignored_still(
+    door: Door, path: str, name: str
+) -> None:
     """A gateway that obeys or refuses one of these has another page."""
-    prompt: dict[str, Any] = {"prompt": "red"} if path == "/v1/completions" else {
-        "messages": [{"role": "user", "content": "red"}]}
+    prompt: dict[str, Any] = (
+        {"prompt": "red"}
+        if path == "/v1/completions"
+        else {"messages": [{"role": "user", "content": "red"}]}
+    )
     recorder = door.recorders["chatml"]
     recorder.requests.clear()
     for more in ({}, {name: IGNORED[name]}):
@@ -193,18 +276,31 @@ async def test_what_the_page_calls_ignored_is_ignored_still(door: Door, path: st
 
 async def test_what_the_page_says_of_other_models_and_paths_holds_still(door: Door) -> None:
     unknown = await door.post("/v1/completions", "none", prompt="red")
-    assert (unknown.status_code, unknown.json()["error"]["message"]) == (404, "No worker available for model 'none'")
+    assert (unknown.status_code, unknown.json()["error"]["message"]) == (
+        404,
+        "No worker available for model 'none'",
+    )
     assert (await door.post("/v1/rerank", "chatml", query="a", documents=["b"])).status_code == 501
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": ""}}
-    empty = await door.post("/v1/chat/completions", "chatml", messages=[
-        {"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]}])
+    empty = await door.post(
+        "/v1/chat/completions",
+        "chatml",
+        messages=[
+            {"role": "user", "content": "a"},
+            {"role": "assistant", "content": None, "tool_calls": [call]},
+        ],
+    )
     assert empty.status_code == 400
 
 
 def choices_of(answer: httpx2.Response) -> list[Any]:
     """Of an answer that came whole, or of all parts of a stream."""
-    lines = answer.text.splitlines() if answer.text.startswith("data: ") else [f"data: {answer.text}"]
-    events = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
+    lines = (
+        answer.text.splitlines() if answer.text.startswith("data: ") else [f"data: {answer.text}"]
+    )
+    events = [
+        json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")
+    ]
     return [choice for event in events for choice in event["choices"]]
 
 
@@ -212,14 +308,25 @@ async def test_logprobs_of_a_stream_are_there_for_every_token_with_text(door: Do
     """Also for those inside a character, which wait for its end."""
     recorder, text = door.recorders["chatml"], "a 🦜🫠🦜🫠 größe b"
     recorder.token_ids = tuple(byte_level_tokenizer().encode(text).ids)
-    answer = await door.post("/v1/chat/completions", "chatml", messages=[{"role": "user", "content": "a"}],
-                             logprobs=True, stream=True)
+    answer = await door.post(
+        "/v1/chat/completions",
+        "chatml",
+        messages=[{"role": "user", "content": "a"}],
+        logprobs=True,
+        stream=True,
+    )
     choices = choices_of(answer)
     assert "".join(choice["delta"].get("content") or "" for choice in choices) == text
-    scores = [item["logprob"] for choice in choices for item in (choice.get("logprobs") or {}).get("content") or ()]
+    scores = [
+        item["logprob"]
+        for choice in choices
+        for item in (choice.get("logprobs") or {}).get("content") or ()
+    ]
     assert scores == [-number for number in range(1, len(recorder.token_ids) + 1)]
     assert len(scores) > len(text), "some are inside characters"
-    assert sum(bool(choice["delta"].get("content")) for choice in choices) > 5, "and it still streams"
+    assert sum(bool(choice["delta"].get("content")) for choice in choices) > 5, (
+        "and it still streams"
+    )
 
 
 @pytest.mark.parametrize("stream", [False, True])

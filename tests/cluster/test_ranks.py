@@ -15,18 +15,31 @@ from tests.support.cluster.reference import Reference
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("pools", "data_ranks", "victims"), [
-    (1, 1, ("prefill-0.1", "decode-0.1", "decode-0.2", "decode-0.0")),
-    (2, 2, ("prefill-0.1", "decode-0.1", "decode-0.3", "decode-0.0"))],
-    ids=["one pool", "one of two pools of data ranks"])
-async def test_a_killed_rank_is_survived(checkpoint: Path, reference: Reference, pools: int, data_ranks: int,
-                                         victims: tuple[str, ...]) -> None:
-    """Several ranks in turn, under load: bounded errors, none where there is another pool, and service again with the
-    same bits and processes."""
+@pytest.mark.parametrize(
+    ("pools", "data_ranks", "victims"),
+    [
+        (1, 1, ("prefill-0.1", "decode-0.1", "decode-0.2", "decode-0.0")),
+        (2, 2, ("prefill-0.1", "decode-0.1", "decode-0.3", "decode-0.0")),
+    ],
+    ids=["one pool", "one of two pools of data ranks"],
+)
+async def test_a_killed_rank_is_survived(
+    checkpoint: Path, reference: Reference, pools: int, data_ranks: int, victims: tuple[str, ...]
+) -> None:
+    """Several ranks in turn, under load: bounded errors, none where there is another pool, and
+    service again with the same bits and processes."""
     questions = make_questions(4 * pools, seed=11, max_prompt=250, max_tokens=60 * pools)
     right = on_the_wire(reference.answers(questions))
-    async with running_cluster(checkpoint, prefill=pools, decode=pools, prefill_tp=2, decode_pp=2, decode_tp=2,
-                               prefill_dp_attention=data_ranks, decode_dp_attention=data_ranks) as running:
+    async with running_cluster(
+        checkpoint,
+        prefill=pools,
+        decode=pools,
+        prefill_tp=2,
+        decode_pp=2,
+        decode_tp=2,
+        prefill_dp_attention=data_ranks,
+        decode_dp_attention=data_ranks,
+    ) as running:
         processes = running.cluster.processes
         for victim in victims:
             pids = {name: process.pid for name, process in processes.items() if name != victim}
@@ -34,7 +47,9 @@ async def test_a_killed_rank_is_survived(checkpoint: Path, reference: Reference,
             await asyncio.sleep(0.3)
             killed_s = asyncio.get_running_loop().time()
             processes[victim].kill()
-            for (result, ended_s), answer in zip(await asyncio.gather(*under_way), right, strict=True):
+            for (result, ended_s), answer in zip(
+                await asyncio.gather(*under_way), right, strict=True
+            ):
                 if isinstance(result, BatonError) and pools == 1:
                     assert ended_s - killed_s < STATUS_WITHIN_S, f"{victim}: {result}"
                 else:
@@ -43,6 +58,10 @@ async def test_a_killed_rank_is_survived(checkpoint: Path, reference: Reference,
             await running.cluster.wait_serving(timeout_s=60)
             await running.until_clean(timeout_s=60)
             again = await asyncio.gather(*(timed(running, question) for question in questions))
-            assert [shown(result) if isinstance(result, Completion) else result for result, _ in again] == right
-            assert {name: processes[name].pid for name in pids} == pids, f"{victim}: no survivor was restarted"
+            assert [
+                shown(result) if isinstance(result, Completion) else result for result, _ in again
+            ] == right
+            assert {name: processes[name].pid for name in pids} == pids, (
+                f"{victim}: no survivor was restarted"
+            )
         assert pools == 1 or (await migrations(running))[LOST], "requests went on at the other pool"

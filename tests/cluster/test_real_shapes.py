@@ -1,4 +1,5 @@
-"""Checkpoints in published shapes, served by the command a reader of the quick start types. Weights are random."""
+"""Checkpoints in published shapes, served by the command a reader of the quick start types. Weights
+are random."""
 
 import re
 import subprocess
@@ -16,7 +17,17 @@ MIB = 1 << 20
 
 
 def up(model: Path, *flags: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "baton", "up", "--model", str(model), "--listen", "127.0.0.1:0", *flags]
+    command = [
+        sys.executable,
+        "-m",
+        "baton",
+        "up",
+        "--model",
+        str(model),
+        "--listen",
+        "127.0.0.1:0",
+        *flags,
+    ]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -27,13 +38,17 @@ def test_what_does_not_fit_is_refused_at_once(tmp_path: Path) -> None:
     with up(model, "--decode", str(count)) as child:
         output, error = child.communicate(timeout=120)
     assert (child.returncode, output) == (2, "")
-    assert re.fullmatch(rf"baton up: {count + 1} pools of Llama-3.1-8B take {count + 1} \* 15317 MiB = \d+ MiB for "
-                        r"weights alone, and \d+ of \d+ MiB are free on this machine: .*\n", error)
+    assert re.fullmatch(
+        rf"baton up: {count + 1} pools of Llama-3.1-8B take {count + 1} \* 15317 MiB = \d+ MiB for "
+        r"weights alone, and \d+ of \d+ MiB are free on this machine: .*\n",
+        error,
+    )
 
 
 @pytest.mark.long
 def test_the_smallest_published_shape_is_served_as_it_is(tmp_path: Path) -> None:
-    """Qwen3-0.6B without a flag: its whole context or, with a line that says so, a shorter one; ids in, ids out."""
+    """Qwen3-0.6B without a flag: its whole context or, with a line that says so, a shorter one; ids
+    in, ids out."""
     model = write_published(tmp_path / "Qwen3-0.6B", "Qwen3Config", QWEN3_0_6B, has_weights=True)
     with up(model, "--max-context", "4096") as child:
         assert child.stdout is not None

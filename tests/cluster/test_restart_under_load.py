@@ -1,4 +1,5 @@
-"""One pool of each role, four requests a second: each worker is killed, and nobody is refused meanwhile."""
+"""One pool of each role, four requests a second: each worker is killed, and nobody is refused
+meanwhile."""
 
 import asyncio
 from dataclasses import replace
@@ -12,17 +13,23 @@ from tests.support.cluster.reference import Reference
 
 
 def num_formed(running: RunningCluster) -> int:
-    """How often a pool began to serve, by its leader's log: a status that is asked for may come too late for a loss."""
+    """How often a pool began to serve, by its leader's log: a status that is asked for may come too
+    late for a loss."""
     return sum("serving with" in line for line in running.lines)
 
 
-async def test_a_worker_that_restarts_costs_no_request(checkpoint: Path, reference: Reference) -> None:
-    """Neither those that it held nor those that arrive before it is back. Nothing is tried again by the client."""
+async def test_a_worker_that_restarts_costs_no_request(
+    checkpoint: Path, reference: Reference
+) -> None:
+    """Neither those that it held nor those that arrive before it is back. Nothing is tried again by
+    the client."""
     questions = make_questions(8, seed=41, max_prompt=100, max_tokens=60)
     expected = on_the_wire(reference.answers(questions))
     over = asyncio.Event()
-    async with (running_cluster(checkpoint, decode_pp=2) as running,
-                AsyncBatonClient(running.cluster.address, retry=NO_RETRY) as client):
+    async with (
+        running_cluster(checkpoint, decode_pp=2) as running,
+        AsyncBatonClient(running.cluster.address, retry=NO_RETRY) as client,
+    ):
         answers: list[asyncio.Task[bool]] = []
 
         async def asked(index: int) -> bool:
@@ -43,7 +50,9 @@ async def test_a_worker_that_restarts_costs_no_request(checkpoint: Path, referen
             async with asyncio.timeout(60):
                 while num_formed(running) == before:  # noqa: ASYNC110 (a log has no event)
                     await asyncio.sleep(0.02)
-            await running.until(lambda status: all(worker.serving for worker in status.workers), "all serve again")
+            await running.until(
+                lambda status: all(worker.serving for worker in status.workers), "all serve again"
+            )
         over.set()
         await load
         assert all(await asyncio.gather(*answers))

@@ -1,4 +1,5 @@
-"""Every worker is restarted, one is killed, and clients notice nothing: no error, no gap, no other bit."""
+"""Every worker is restarted, one is killed, and clients notice nothing: no error, no gap, no other
+bit."""
 
 import asyncio
 import urllib.request
@@ -16,7 +17,8 @@ from tests.support.cluster.questions import as_query, make_questions, on_the_wir
 from tests.support.cluster.reference import Reference
 
 DRAIN_S = 0.2  # shorter than a question takes, so that decode pools hand some back
-# A prefill worker and a part of a decode pool at a time: a stage alone, a leader alone, a whole pool.
+# A prefill worker and a part of a decode pool at a time: a stage alone, a leader alone, a whole
+# pool.
 STEPS = (("prefill-0", "decode-0.1"), ("prefill-1", "decode-0.0"), ("decode-1.0", "decode-1.1"))
 RESTART_S = 120.0
 LOST, DRAINED = '{outcome="resumed",type="lost"}', '{outcome="resumed",type="drained"}'
@@ -25,7 +27,10 @@ WITNESSES = 3  # long answers under way at any time
 
 async def steady_load(running: RunningCluster, over: asyncio.Event) -> list[Outcome]:
     """`baton load` until told that it is over."""
-    info, shape = await running.client.model_info(), Shape(Lengths("constant", 40), Lengths("constant", 30))
+    info, shape = (
+        await running.client.model_info(),
+        Shape(Lengths("constant", 40), Lengths("constant", 30)),
+    )
     outcomes: list[Outcome] = []
     while not over.is_set():
         planned = plan(8, Arrivals(rate=4), shape, seed=len(outcomes))
@@ -34,14 +39,21 @@ async def steady_load(running: RunningCluster, over: asyncio.Event) -> list[Outc
     return outcomes
 
 
-async def long_answers(running: RunningCluster, questions: list[Request],
-                       over: asyncio.Event) -> list[tuple[int, object]]:
-    """(question, answer or error) of questions that outlast every drain, asked one after the other."""
+async def long_answers(
+    running: RunningCluster, questions: list[Request], over: asyncio.Event
+) -> list[tuple[int, object]]:
+    """(question, answer or error) of questions that outlast every drain, asked one after the
+    other."""
     answers: list[tuple[int, object]] = []
     while not over.is_set():
         index = len(answers) % len(questions)
         try:
-            answers.append((index, shown(await running.client.complete(as_query(questions[index]), timeout_s=60))))
+            answers.append(
+                (
+                    index,
+                    shown(await running.client.complete(as_query(questions[index]), timeout_s=60)),
+                )
+            )
         except BatonError as error:
             answers.append((index, error))
     return answers
@@ -51,14 +63,20 @@ async def migrations(running: RunningCluster) -> dict[str, float]:
     """By type and outcome, as the router's /metrics say."""
     url = f"http://127.0.0.1:{await running.metrics_port('router')}/metrics"
     text = await asyncio.to_thread(lambda: urllib.request.urlopen(url, timeout=60).read().decode())
-    lines = [line.split(" ") for line in text.splitlines() if line.startswith("baton_migrations_total{")]
+    lines = [
+        line.split(" ") for line in text.splitlines() if line.startswith("baton_migrations_total{")
+    ]
     return {labels.removeprefix("baton_migrations_total"): float(value) for labels, value in lines}
 
 
 async def busy(running: RunningCluster, address: str) -> None:
     """Until the decode pool there runs requests."""
-    await running.until(lambda status: any(worker.address == address and worker.running_requests > 1
-                                           for worker in status.workers), "requests on the pool that is to stop")
+    await running.until(
+        lambda status: any(
+            worker.address == address and worker.running_requests > 1 for worker in status.workers
+        ),
+        "requests on the pool that is to stop",
+    )
 
 
 def address_of(running: RunningCluster, name: str) -> str:
@@ -69,7 +87,8 @@ def address_of(running: RunningCluster, name: str) -> str:
 
 
 async def drain_at_work(running: RunningCluster, leader: str, *others: str) -> None:
-    """Restart a pool until its drain has handed a request back: on a quick machine what runs may end in time."""
+    """Restart a pool until its drain has handed a request back: on a quick machine what runs may
+    end in time."""
     for _ in range(5):
         if (await migrations(running)).get(DRAINED):
             return
@@ -79,8 +98,8 @@ async def drain_at_work(running: RunningCluster, leader: str, *others: str) -> N
 
 
 async def kill_at_work(running: RunningCluster, name: str) -> None:
-    """Kill a pool's leader until it dies with a request in mid-stream: what the router knows of its work is old news,
-    and what it worked on may be done before the signal comes."""
+    """Kill a pool's leader until it dies with a request in mid-stream: what the router knows of its
+    work is old news, and what it worked on may be done before the signal comes."""
     for _ in range(5):
         await busy(running, address_of(running, name))
         running.cluster.processes[name].kill()
@@ -95,21 +114,33 @@ async def kill_at_work(running: RunningCluster, name: str) -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.long
-async def test_a_rolling_restart_and_a_kill_under_load_cost_no_request(checkpoint: Path, reference: Reference) -> None:
-    questions = [question for question in make_questions(12, seed=21, max_prompt=200, max_tokens=300)
-                 if question.max_tokens > 150]
+async def test_a_rolling_restart_and_a_kill_under_load_cost_no_request(
+    checkpoint: Path, reference: Reference
+) -> None:
+    questions = [
+        question
+        for question in make_questions(12, seed=21, max_prompt=200, max_tokens=300)
+        if question.max_tokens > 150
+    ]
     expected = on_the_wire(reference.answers(questions))
-    async with running_cluster(checkpoint, prefill=2, decode=2, decode_pp=2,
-                               worker_flags=("--drain-s", str(DRAIN_S))) as running:
+    async with running_cluster(
+        checkpoint, prefill=2, decode=2, decode_pp=2, worker_flags=("--drain-s", str(DRAIN_S))
+    ) as running:
         over = asyncio.Event()
         load = asyncio.create_task(steady_load(running, over))
-        witnesses = [asyncio.create_task(long_answers(running, questions[i::WITNESSES], over))
-                     for i in range(WITNESSES)]
+        witnesses = [
+            asyncio.create_task(long_answers(running, questions[i::WITNESSES], over))
+            for i in range(WITNESSES)
+        ]
         pids = {name: process.pid for name, process in running.cluster.processes.items()}
         for step in STEPS:
             await running.cluster.restart(*step, timeout_s=RESTART_S)
-        assert "of the pool died" not in running.log_tail(2000), "a stage left without its leader's goodbye"
-        restarted = {name for name, process in running.cluster.processes.items() if process.pid != pids[name]}
+        assert "of the pool died" not in running.log_tail(2000), (
+            "a stage left without its leader's goodbye"
+        )
+        restarted = {
+            name for name, process in running.cluster.processes.items() if process.pid != pids[name]
+        }
         assert restarted == {name for step in STEPS for name in step}
         await drain_at_work(running, "decode-1.0", "decode-1.1")
         await kill_at_work(running, "decode-0.0")

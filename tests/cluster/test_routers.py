@@ -1,5 +1,5 @@
-"""Two routers, each a process, in front of the same pools: one is killed, stopped or drained in the middle of answers,
-and clients get the bits that they would have got."""
+"""Two routers, each a process, in front of the same pools: one is killed, stopped or drained in the
+middle of answers, and clients get the bits that they would have got."""
 
 import asyncio
 import json
@@ -35,18 +35,41 @@ DRAFT = demo_model().parent / "draft"
 ROUTERS = ("router", "router-1")
 NUM_TOKENS = 48
 CHAT = (ChatMessage("user", "Count from 3 by 2."),)
-SCHEMA = json.dumps({"type": "object", "additionalProperties": False, "required": ["name", "sizes"],
-                     "properties": {"name": {"type": "string", "pattern": "^[a-z]{10,14}$"},
-                                    "sizes": {"type": "array", "items": {"enum": [1, 20, 300]}, "minItems": 4,
-                                              "maxItems": 6}},
-                     "x-guidance": {"whitespace_flexible": False}})
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["name", "sizes"],
+        "properties": {
+            "name": {"type": "string", "pattern": "^[a-z]{10,14}$"},
+            "sizes": {
+                "type": "array",
+                "items": {"enum": [1, 20, 300]},
+                "minItems": 4,
+                "maxItems": 6,
+            },
+        },
+        "x-guidance": {"whitespace_flexible": False},
+    }
+)
 LONG = Stop(max_tokens=NUM_TOKENS, ignore_eos=True)
 QUERIES = (
-    Query("Once upon a time", Sampling(temperature=0), LONG, num_top_logprobs=2, num_prompt_logprobs=1),
-    Query("Once upon a time", Sampling(temperature=1.1, top_p=0.95, seed=3, repetition_penalty=1.2,
-                                       presence_penalty=0.3), LONG, num_top_logprobs=0),
+    Query(
+        "Once upon a time", Sampling(temperature=0), LONG, num_top_logprobs=2, num_prompt_logprobs=1
+    ),
+    Query(
+        "Once upon a time",
+        Sampling(temperature=1.1, top_p=0.95, seed=3, repetition_penalty=1.2, presence_penalty=0.3),
+        LONG,
+        num_top_logprobs=0,
+    ),
     Query(CHAT, Sampling(temperature=1.3, seed=11), LONG, num_top_logprobs=0, n=3),
-    Query(CHAT, Sampling(temperature=0.8, seed=4), Stop(max_tokens=120), structured_output=StructuredOutput(SCHEMA)),
+    Query(
+        CHAT,
+        Sampling(temperature=0.8, seed=4),
+        Stop(max_tokens=120),
+        structured_output=StructuredOutput(SCHEMA),
+    ),
     Query("Tell me", Sampling(temperature=0.9, seed=5), LONG, speculate=False),
 )
 
@@ -57,10 +80,12 @@ def patient_connections() -> None:
 
 
 @asynccontextmanager
-async def two_routers(model: Path, *flags: str, decode_pp: int = 1,
-                      router_flags: tuple[str, ...] = ()) -> AsyncIterator[RunningCluster]:
-    async with running_cluster(model, routers=2, decode_pp=decode_pp, worker_flags=flags,
-                               router_flags=router_flags) as running:
+async def two_routers(
+    model: Path, *flags: str, decode_pp: int = 1, router_flags: tuple[str, ...] = ()
+) -> AsyncIterator[RunningCluster]:
+    async with running_cluster(
+        model, routers=2, decode_pp=decode_pp, worker_flags=flags, router_flags=router_flags
+    ) as running:
         yield running
 
 
@@ -72,9 +97,11 @@ def client_beginning_with(running: RunningCluster, router: str) -> AsyncBatonCli
     return client
 
 
-async def events_of(running: RunningCluster, router: str, query: Query,
-                    happens: dict[int, Callable[[], object]]) -> list[Event]:
-    """All that a client gets which begins with this router; `happens` once it has so many tokens or more."""
+async def events_of(
+    running: RunningCluster, router: str, query: Query, happens: dict[int, Callable[[], object]]
+) -> list[Event]:
+    """All that a client gets which begins with this router; `happens` once it has so many tokens or
+    more."""
     events, num_tokens = list[Event](), 0
     async with client_beginning_with(running, router) as client:
         async for event in client.generate(query, timeout_s=60):
@@ -86,9 +113,12 @@ async def events_of(running: RunningCluster, router: str, query: Query,
 
 
 def comparable(events: Sequence[Event]) -> list[Completion]:
-    """Every choice without what differs between two runs. Drafts may cut chunks elsewhere, so they are joined."""
-    return [replace(choice, finish=replace(choice.finish, timings=Timings(), request_id=""))
-            for choice in completions_of(events)]
+    """Every choice without what differs between two runs. Drafts may cut chunks elsewhere, so they
+    are joined."""
+    return [
+        replace(choice, finish=replace(choice.finish, timings=Timings(), request_id=""))
+        for choice in completions_of(events)
+    ]
 
 
 async def until_all_is_given_back(running: RunningCluster, *routers: str) -> None:
@@ -110,26 +140,36 @@ async def _clean(client: AsyncBatonClient) -> bool:
 def stop_string(whole: Completion) -> str:
     """Some characters that first come about the middle of a text."""
     text, middle = whole.text, len(whole.text) // 2
-    return next(text[middle:end] for end in range(middle + 3, len(text)) if text.find(text[middle:end]) == middle)
+    return next(
+        text[middle:end]
+        for end in range(middle + 3, len(text))
+        if text.find(text[middle:end]) == middle
+    )
 
 
 @pytest.mark.long
 async def test_an_answer_has_the_same_bits_wherever_its_router_is_killed() -> None:
-    """Five kinds of answers at once, drafts on: nothing has come of the witness, its first tokens, half, all but the
-    last."""
+    """Five kinds of answers at once, drafts on: nothing has come of the witness, its first tokens,
+    half, all but the last."""
     async with two_routers(demo_model(), "--draft", str(DRAFT), decode_pp=2) as running:
         whole = await running.client.complete(QUERIES[4], timeout_s=60)
         queries = [*QUERIES, replace(QUERIES[4], stop=replace(LONG, strings=(stop_string(whole),)))]
-        right = [comparable([event async for event in running.client.generate(query, timeout_s=60)])
-                 for query in queries]
+        right = [
+            comparable([event async for event in running.client.generate(query, timeout_s=60)])
+            for query in queries
+        ]
         assert right[-1][0].finish.stop_string is not None
         assert len(json.loads(right[3][0].text)["sizes"]) >= 4
         for turn, at in enumerate((0, 2, NUM_TOKENS // 2, NUM_TOKENS - 1)):
             victim = running.cluster.processes[ROUTERS[turn % 2]]
             pid = victim.pid
-            asking = [asyncio.create_task(events_of(running, ROUTERS[turn % 2], query, {})) for query in queries]
-            witness = asyncio.create_task(events_of(running, ROUTERS[turn % 2], QUERIES[4],
-                                                    {at: victim.kill} if at else {}))
+            asking = [
+                asyncio.create_task(events_of(running, ROUTERS[turn % 2], query, {}))
+                for query in queries
+            ]
+            witness = asyncio.create_task(
+                events_of(running, ROUTERS[turn % 2], QUERIES[4], {at: victim.kill} if at else {})
+            )
             if at == 0:
                 await asyncio.sleep(0.02)
                 victim.kill()
@@ -141,10 +181,15 @@ async def test_an_answer_has_the_same_bits_wherever_its_router_is_killed() -> No
             await until_all_is_given_back(running, *ROUTERS)
 
 
-async def test_no_request_is_lost_when_routers_are_killed_under_load(checkpoint: Path, reference: Reference) -> None:
+async def test_no_request_is_lost_when_routers_are_killed_under_load(
+    checkpoint: Path, reference: Reference
+) -> None:
     questions = make_questions(12, seed=31, max_prompt=60, max_tokens=40)
     expected = on_the_wire(reference.answers(questions))
-    async with (two_routers(checkpoint) as running, AsyncBatonClient(*running.cluster.addresses) as client):
+    async with (
+        two_routers(checkpoint) as running,
+        AsyncBatonClient(*running.cluster.addresses) as client,
+    ):
 
         async def asked(index: int) -> bool:
             await asyncio.sleep(index / 50)
@@ -163,16 +208,28 @@ async def test_no_request_is_lost_when_routers_are_killed_under_load(checkpoint:
 
 
 @pytest.mark.long
-async def test_a_router_that_hangs_keeps_nothing_and_doubles_nothing(checkpoint: Path, reference: Reference) -> None:
+async def test_a_router_that_hangs_keeps_nothing_and_doubles_nothing(
+    checkpoint: Path, reference: Reference
+) -> None:
     """Stopped with answers under way, it goes on when others have finished them."""
-    questions = [replace(question, max_tokens=400) for question in make_questions(4, seed=5, max_prompt=60)]
+    questions = [
+        replace(question, max_tokens=400) for question in make_questions(4, seed=5, max_prompt=60)
+    ]
     expected = on_the_wire(reference.answers(questions))
     async with two_routers(checkpoint) as running:
         hanging = running.cluster.processes["router"].pid
         assert hanging is not None
-        asking = [asyncio.create_task(events_of(running, "router", as_query(question),
-                                                {} if index else {5: lambda: os.kill(hanging, signal.SIGSTOP)}))
-                  for index, question in enumerate(questions)]
+        asking = [
+            asyncio.create_task(
+                events_of(
+                    running,
+                    "router",
+                    as_query(question),
+                    {} if index else {5: lambda: os.kill(hanging, signal.SIGSTOP)},
+                )
+            )
+            for index, question in enumerate(questions)
+        ]
         try:
             answers = [shown(completions_of(events)[0]) for events in await asyncio.gather(*asking)]
             await until_all_is_given_back(running, "router-1")
@@ -180,21 +237,37 @@ async def test_a_router_that_hangs_keeps_nothing_and_doubles_nothing(checkpoint:
             os.kill(hanging, signal.SIGCONT)
         assert answers == expected
         await until_all_is_given_back(running, *ROUTERS)
-        assert shown(await running.client.complete(as_query(questions[0]), timeout_s=60)) == expected[0]
+        assert (
+            shown(await running.client.complete(as_query(questions[0]), timeout_s=60))
+            == expected[0]
+        )
         assert running.cluster.processes["router"].pid == hanging
 
 
 @pytest.mark.long
-async def test_a_router_that_is_told_to_stop_hands_its_answers_over(checkpoint: Path, reference: Reference) -> None:
-    """What it cannot finish within `drain_s` goes on at the other one; it leaves with exit code 0."""
-    questions = [replace(question, max_tokens=400) for question in make_questions(4, seed=6, max_prompt=60)]
+async def test_a_router_that_is_told_to_stop_hands_its_answers_over(
+    checkpoint: Path, reference: Reference
+) -> None:
+    """What it cannot finish within `drain_s` goes on at the other one; it leaves with exit code
+    0."""
+    questions = [
+        replace(question, max_tokens=400) for question in make_questions(4, seed=6, max_prompt=60)
+    ]
     expected = on_the_wire(reference.answers(questions))
     async with two_routers(checkpoint, router_flags=("--drain-s", "0.1")) as running:
         leaving = running.cluster.processes["router"].pid
         assert leaving is not None
-        asking = [asyncio.create_task(events_of(running, "router", as_query(question),
-                                                {} if index else {5: lambda: os.kill(leaving, signal.SIGTERM)}))
-                  for index, question in enumerate(questions)]
+        asking = [
+            asyncio.create_task(
+                events_of(
+                    running,
+                    "router",
+                    as_query(question),
+                    {} if index else {5: lambda: os.kill(leaving, signal.SIGTERM)},
+                )
+            )
+            for index, question in enumerate(questions)
+        ]
         answers = [shown(completions_of(events)[0]) for events in await asyncio.gather(*asking)]
         assert answers == expected
         await running.cluster.wait_serving(timeout_s=60)

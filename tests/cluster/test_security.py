@@ -1,4 +1,5 @@
-"""A whole cluster under mutual TLS, with a token for clients: it answers, and refuses everybody else."""
+"""A whole cluster under mutual TLS, with a token for clients: it answers, and refuses everybody
+else."""
 
 import asyncio
 from pathlib import Path
@@ -20,7 +21,12 @@ from tests.support.cluster.reference import Reference
 from tests.support.network.authority import Authority, write
 
 PROMPT, NUM_TOKENS = tuple(range(3, 100)), 12
-QUERY = Query(prompt=PROMPT, sampling=Sampling(temperature=0), stop=Stop(max_tokens=NUM_TOKENS), skip_text=True)
+QUERY = Query(
+    prompt=PROMPT,
+    sampling=Sampling(temperature=0),
+    stop=Stop(max_tokens=NUM_TOKENS),
+    skip_text=True,
+)
 ROLES = ("router", "prefill", "decode")
 
 
@@ -29,7 +35,12 @@ def settings(folder: Path, authority: Authority, tokens: Path) -> Path:
     lines = []
     for role in ROLES:
         files = authority.files(folder / role, role)
-        lines += [f"[{role}]", f'tls_ca = "{files.ca}"', f'tls_cert = "{files.cert}"', f'tls_key = "{files.key}"']
+        lines += [
+            f"[{role}]",
+            f'tls_ca = "{files.ca}"',
+            f'tls_cert = "{files.cert}"',
+            f'tls_key = "{files.key}"',
+        ]
         lines += [f'token_file = "{tokens}"'] if role == "router" else []
     path = folder / "baton.toml"
     path.write_text("\n".join(lines))
@@ -37,14 +48,16 @@ def settings(folder: Path, authority: Authority, tokens: Path) -> Path:
 
 
 async def refusal(call: "grpc.aio.StreamStreamCall") -> Exception:  # type: ignore[type-arg]
-    """What a stream that was opened by somebody without the right ends with. Nothing is sent: gRPC reports a message
-    that comes too late as an error of its own."""
+    """What a stream that was opened by somebody without the right ends with. Nothing is sent: gRPC
+    reports a message that comes too late as an error of its own."""
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await call.read()
     return error_from_rpc(refused.value)
 
 
-async def test_a_cluster_under_mutual_tls_and_tokens(checkpoint: Path, reference: Reference, tmp_path: Path) -> None:
+async def test_a_cluster_under_mutual_tls_and_tokens(
+    checkpoint: Path, reference: Reference, tmp_path: Path
+) -> None:
     old, new = Authority("old"), Authority("new")
     token = tmp_path / "token"
     token.write_text("the-token-of-this-test\n")
@@ -53,20 +66,33 @@ async def test_a_cluster_under_mutual_tls_and_tokens(checkpoint: Path, reference
     client_files = old.store(tmp_path / "client", "client")
     client = ChannelSecurity(client_files, OwnToken(token))
     flags = ("--config", str(config))
-    async with running_cluster(checkpoint, decode_pp=2, worker_flags=flags, router_flags=flags, security=operator,
-                               client_security=client) as running:
-        ((*expected,),) = reference.answers([Request("r", PROMPT, NUM_TOKENS, SamplingParams(temperature=0))])
+    async with running_cluster(
+        checkpoint,
+        decode_pp=2,
+        worker_flags=flags,
+        router_flags=flags,
+        security=operator,
+        client_security=client,
+    ) as running:
+        ((*expected,),) = reference.answers(
+            [Request("r", PROMPT, NUM_TOKENS, SamplingParams(temperature=0))]
+        )
         answer = await running.client.complete(QUERY, timeout_s=60)
         assert list(answer.token_ids) == [token_id for token_id, _ in expected]
 
-        async with AsyncBatonClient(running.cluster.address, security=ChannelSecurity(client_files)) as tokenless:
+        async with AsyncBatonClient(
+            running.cluster.address, security=ChannelSecurity(client_files)
+        ) as tokenless:
             with pytest.raises(UnauthenticatedError):
                 await tokenless.complete(QUERY, timeout_s=60)
         async with AsyncBatonClient(running.cluster.address) as in_the_clear:
             with pytest.raises(UnavailableError):
                 await in_the_clear.complete(QUERY, timeout_s=60)
-        addresses = {name: process.announcement.address for name, process in running.cluster.processes.items()
-                     if process.announcement is not None}
+        addresses = {
+            name: process.announcement.address
+            for name, process in running.cluster.processes.items()
+            if process.announcement is not None
+        }
         prefill = ChannelSecurity(client_files, server_name="prefill")
         async with open_channel(addresses["prefill-0"], security=prefill) as channel:
             run = prefill_pb2_grpc.PrefillStub(channel).Serve(wait_for_ready=True)
@@ -78,13 +104,17 @@ async def test_a_cluster_under_mutual_tls_and_tokens(checkpoint: Path, reference
             join = pipeline_pb2_grpc.PipelineStub(channel).Join(wait_for_ready=True)
             assert isinstance(await refusal(join), PermissionDeniedError)
 
-        await rotate_under_load(running.client, [token_id for token_id, _ in expected], tmp_path, old, new)
+        await rotate_under_load(
+            running.client, [token_id for token_id, _ in expected], tmp_path, old, new
+        )
         await running.until_clean()
 
 
-async def rotate_under_load(client: AsyncBatonClient, expected: list[int], folder: Path, old: Authority,
-                            new: Authority) -> None:
-    """Change every certificate for one of another authority while requests run; all of them are answered."""
+async def rotate_under_load(
+    client: AsyncBatonClient, expected: list[int], folder: Path, old: Authority, new: Authority
+) -> None:
+    """Change every certificate for one of another authority while requests run; all of them are
+    answered."""
     both, people = old.pem + new.pem, ("client", "operator")
     answered, is_over = [0], asyncio.Event()
 

@@ -1,4 +1,5 @@
-"""A whole cluster with a draft on its decode pool: the answers of one process without any, bit for bit."""
+"""A whole cluster with a draft on its decode pool: the answers of one process without any, bit for
+bit."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,31 +19,70 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_draft(tmp_path_factory.mktemp("drafts") / "eagle3", layers=(0, 1, 3))
 
 
-async def assert_declined_drafts_are_not_drafted(running: RunningCluster, expected: Sequence[object]) -> None:
+async def assert_declined_drafts_are_not_drafted(
+    running: RunningCluster, expected: Sequence[object]
+) -> None:
     """The same answers, and no metric of speculation moves."""
     leader = next(name for name in running.cluster.processes if name in ("decode-0", "decode-0.0"))
     port = await running.metrics_port(leader)
     before = await asyncio.to_thread(scrape, port)
-    completions = await asyncio.gather(*(running.client.complete(replace(
-        as_query(question), speculate=False), timeout_s=60) for question in make_questions(6)))
+    completions = await asyncio.gather(
+        *(
+            running.client.complete(replace(as_query(question), speculate=False), timeout_s=60)
+            for question in make_questions(6)
+        )
+    )
     assert [shown(completion) for completion in completions] == expected
     after = await asyncio.to_thread(scrape, port)
     assert before["baton_spec_drafted_tokens"] > 0
-    for name in ("baton_spec_drafted_tokens", "baton_spec_accepted_tokens", "baton_spec_accept_length"):
+    for name in (
+        "baton_spec_drafted_tokens",
+        "baton_spec_accepted_tokens",
+        "baton_spec_accept_length",
+    ):
         assert after[name] == before[name], name
 
 
-@pytest.mark.parametrize(("prefill_pp", "decode_pp", "shape", "more"), [
-    (1, 1, ("4", "3", "8"), ()), (2, 2, ("1", "3", "3"), ()), (1, 3, ("4", "4", "15"), ("--no-spec-prompt",))],
-                         ids=["tree", "chain", "large tree without the prompt"])
-async def test_a_draft_changes_nothing(checkpoint: Path, draft: Path, reference: Reference, prefill_pp: int,
-                                       decode_pp: int, shape: tuple[str, str, str], more: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    ("prefill_pp", "decode_pp", "shape", "more"),
+    [
+        (1, 1, ("4", "3", "8"), ()),
+        (2, 2, ("1", "3", "3"), ()),
+        (1, 3, ("4", "4", "15"), ("--no-spec-prompt",)),
+    ],
+    ids=["tree", "chain", "large tree without the prompt"],
+)
+async def test_a_draft_changes_nothing(
+    checkpoint: Path,
+    draft: Path,
+    reference: Reference,
+    prefill_pp: int,
+    decode_pp: int,
+    shape: tuple[str, str, str],
+    more: tuple[str, ...],
+) -> None:
     topk, steps, tokens = shape
-    flags = ("--draft", str(draft), "--spec-topk", topk, "--spec-steps", steps, "--spec-draft-tokens", tokens, *more)
+    flags = (
+        "--draft",
+        str(draft),
+        "--spec-topk",
+        topk,
+        "--spec-steps",
+        steps,
+        "--spec-draft-tokens",
+        tokens,
+        *more,
+    )
     expected = on_the_wire(reference.answers(make_questions(6)))
-    async with running_cluster(checkpoint, prefill_pp=prefill_pp, decode_pp=decode_pp, worker_flags=flags) as running:
-        completions = await asyncio.gather(*(running.client.complete(as_query(question), timeout_s=60)
-                                             for question in make_questions(6)))
+    async with running_cluster(
+        checkpoint, prefill_pp=prefill_pp, decode_pp=decode_pp, worker_flags=flags
+    ) as running:
+        completions = await asyncio.gather(
+            *(
+                running.client.complete(as_query(question), timeout_s=60)
+                for question in make_questions(6)
+            )
+        )
         assert [shown(completion) for completion in completions] == expected
         await assert_declined_drafts_are_not_drafted(running, expected)
         await running.until_clean()

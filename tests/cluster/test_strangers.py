@@ -1,5 +1,5 @@
-"""A process that found the UCX ports of a cluster floods them: no answer changes, no pool forms anew, all is
-counted."""
+"""A process that found the UCX ports of a cluster floods them: no answer changes, no pool forms
+anew, all is counted."""
 
 import asyncio
 import ipaddress
@@ -26,7 +26,9 @@ class WithTelling(Here):
 
     folder: Path
 
-    def program(self, name: str, module: str, arguments: Sequence[str]) -> tuple[str, Sequence[str]]:
+    def program(
+        self, name: str, module: str, arguments: Sequence[str]
+    ) -> tuple[str, Sequence[str]]:
         if name not in WORKERS:
             return module, arguments
         return "tests.support.pool.telling_worker", (str(self.folder), module, *arguments)
@@ -43,22 +45,35 @@ def told(folder: Path) -> list[str]:
     return [path.read_text() for path in sorted(folder.glob("*-*-*-*")) if not path.suffix]
 
 
-async def test_a_strangers_flood_changes_no_answer_and_forces_no_forming(checkpoint: Path, reference: Reference,
-                                                                         tmp_path: Path) -> None:
+async def test_a_strangers_flood_changes_no_answer_and_forces_no_forming(
+    checkpoint: Path, reference: Reference, tmp_path: Path
+) -> None:
     questions = make_questions(8, seed=11)
     expected = on_the_wire(reference.answers(questions))
     async with running_cluster(checkpoint, decode_pp=2, places=WithTelling(tmp_path)) as running:
         pids = {name: process.pid for name, process in running.cluster.processes.items()}
         addresses = told(tmp_path)
-        assert len(addresses) == 5, "a transfer worker each, and two ends of the channel between stages"
+        assert len(addresses) == 5, (
+            "a transfer worker each, and two ends of the channel between stages"
+        )
         running.lines.clear()
         flood = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.support.transfer.stranger", str(FLOOD_S), *addresses, cwd=ROOT,
-            stdout=asyncio.subprocess.PIPE)
+            sys.executable,
+            "-m",
+            "tests.support.transfer.stranger",
+            str(FLOOD_S),
+            *addresses,
+            cwd=ROOT,
+            stdout=asyncio.subprocess.PIPE,
+        )
         num_rounds = 0
         while flood.returncode is None or num_rounds < 2:
-            answers = await asyncio.gather(*(running.client.complete(as_query(question), timeout_s=60)
-                                             for question in questions))
+            answers = await asyncio.gather(
+                *(
+                    running.client.complete(as_query(question), timeout_s=60)
+                    for question in questions
+                )
+            )
             assert [shown(answer) for answer in answers] == expected
             num_rounds += 1
         assert flood.stdout is not None
@@ -66,8 +81,12 @@ async def test_a_strangers_flood_changes_no_answer_and_forces_no_forming(checkpo
         counts = await refused(running)
         assert all(count > 100 for count in counts.values()), counts
         lines = list(running.lines)
-        assert not [line for line in lines if "not serving" in line or "join" in line or "broke" in line], lines
-        assert any("frames between stages: refused" in line and "(foreign)" in line for line in lines)
+        assert not [
+            line for line in lines if "not serving" in line or "join" in line or "broke" in line
+        ], lines
+        assert any(
+            "frames between stages: refused" in line and "(foreign)" in line for line in lines
+        )
         assert any("items of handoffs: refused" in line and "(foreign)" in line for line in lines)
         await running.until_clean()
         assert {name: process.pid for name, process in running.cluster.processes.items()} == pids
@@ -77,11 +96,18 @@ async def test_a_local_cluster_is_reached_from_this_machine_alone(checkpoint: Pa
     """By gRPC and UCX alike; shared memory still carries what stages exchange."""
     async with running_cluster(checkpoint, decode_pp=2) as running:
         for name, process in running.cluster.processes.items():
-            listening = [connection.laddr.ip.removeprefix("::ffff:")
-                         for connection in psutil.Process(process.pid).net_connections("inet")
-                         if connection.status == psutil.CONN_LISTEN]
+            listening = [
+                connection.laddr.ip.removeprefix("::ffff:")
+                for connection in psutil.Process(process.pid).net_connections("inet")
+                if connection.status == psutil.CONN_LISTEN
+            ]
             assert listening, name
-            assert all(ipaddress.ip_address(host).is_loopback for host in listening), (name, listening)
+            assert all(ipaddress.ip_address(host).is_loopback for host in listening), (
+                name,
+                listening,
+            )
         lines = list(running.lines)
         assert sum("UCX listens on lo (127.0.0.1)" in line for line in lines) == len(WORKERS)
-        assert any("stage channel: UCX transports" in line and "posix/" in line for line in lines), lines
+        assert any(
+            "stage channel: UCX transports" in line and "posix/" in line for line in lines
+        ), lines

@@ -1,6 +1,8 @@
-"""The public gRPC surface as an outside client meets it: only reflection, published stubs and what the protos say.
+"""The public gRPC surface as an outside client meets it: only reflection, published stubs and what
+the protos say.
 
-One cluster with the shipped model; every field of a request does something, and every bad one has its status.
+One cluster with the shipped model; every field of a request does something, and every bad one has
+its status.
 """
 
 import asyncio
@@ -33,8 +35,16 @@ SHORT: Json = {"text": "Mia has a red", "stop": {"maxTokens": 4}, "sampling": {"
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def outsider() -> AsyncIterator[Outsider]:
-    flags = ("--channelz", "--vllm-engine", "--max-message-bytes", str(1 << 20), "--max-connection-age-s", "300",
-             "--priority-limits", "*=-100")
+    flags = (
+        "--channelz",
+        "--vllm-engine",
+        "--max-message-bytes",
+        str(1 << 20),
+        "--max-connection-age-s",
+        "300",
+        "--priority-limits",
+        "*=-100",
+    )
     async with running_cluster(MODEL, decode_pp=2, router_flags=flags) as running:
         client = Outsider(running.cluster.address)
         yield client
@@ -45,10 +55,16 @@ async def outsider() -> AsyncIterator[Outsider]:
 def merged(base: Json, change: Json) -> Json:
     """`change` over `base`, message by message; a prompt replaces the prompt."""
     prompts = {"text", "tokenIds", "chat"}
-    kept = {key: value for key, value in base.items() if not (prompts & change.keys() and key in prompts)}
+    kept = {
+        key: value
+        for key, value in base.items()
+        if not (prompts & change.keys() and key in prompts)
+    }
     for key, value in change.items():
         known = kept.get(key)
-        kept[key] = merged(known, value) if isinstance(value, dict) and isinstance(known, dict) else value
+        kept[key] = (
+            merged(known, value) if isinstance(value, dict) and isinstance(known, dict) else value
+        )
     return kept
 
 
@@ -75,11 +91,20 @@ async def ask(outsider: Outsider, change: Json) -> Answer:
 
 # Every field a request can have -> a value, and what an answer must then be.
 FIELDS: dict[str, tuple[Json, Any]] = {
-    "request_id": ({"requestId": "mine"}, lambda a: {r["requestId"] for r in a.responses} == {"mine"}),
+    "request_id": (
+        {"requestId": "mine"},
+        lambda a: {r["requestId"] for r in a.responses} == {"mine"},
+    ),
     "model": ({"model": "model"}, lambda a: a.finishes),
     "text": ({"text": "Hi"}, lambda a: a.finishes[0]["usage"]["promptTokens"] >= 1),
-    "token_ids": ({"tokenIds": {"ids": [5, 6, 7]}}, lambda a: a.finishes[0]["usage"]["promptTokens"] == 3),
-    "chat": ({"chat": {"messages": [{"role": "user", "content": "Count from 3 by 2."}]}}, lambda a: a.text),
+    "token_ids": (
+        {"tokenIds": {"ids": [5, 6, 7]}},
+        lambda a: a.finishes[0]["usage"]["promptTokens"] == 3,
+    ),
+    "chat": (
+        {"chat": {"messages": [{"role": "user", "content": "Count from 3 by 2."}]}},
+        lambda a: a.text,
+    ),
     "skip_text": ({"skipText": True}, lambda a: a.token_ids and not a.text),
     "priority": ({"priority": -3}, lambda a: a.finishes),
     "speculate": ({"speculate": False}, lambda a: a.finishes),
@@ -87,16 +112,33 @@ FIELDS: dict[str, tuple[Json, Any]] = {
     "cache_salt": ({"cacheSalt": "a tenant's"}, "greedy"),
     "resumed": ({"resumed": [{"ids": []}]}, "greedy"),  # nothing is here yet: the whole answer
     "resumed_from": ({"resumed": [{"ids": []}], "resumedFrom": [""]}, "greedy"),
-    "n": ({"n": 3}, lambda a: sorted(r.get("index", 0) for r in a.responses if "finish" in r) == [0, 1, 2]),
-    "num_top_logprobs": ({"numTopLogprobs": 2}, lambda a: len(a.chunks[0]["logprobs"][0]["top"]) == 2),
-    "num_prompt_logprobs": ({"numPromptLogprobs": 1, "tokenIds": {"ids": [5, 6, 7]}},
-                            lambda a: a.chunks[0]["promptLogprobs"]["tokenIds"] == [6, 7]),
-    "structured_output": ({"structuredOutput": {"regex": "x{2}"}, "stop": {"maxTokens": 9}}, lambda a: a.text == "xx"),
-    "structured_output.regex": ({"structuredOutput": {"regex": "yes|no"}, "stop": {"maxTokens": 9}},
-                                lambda a: a.text in ("yes", "no")),
+    "n": (
+        {"n": 3},
+        lambda a: sorted(r.get("index", 0) for r in a.responses if "finish" in r) == [0, 1, 2],
+    ),
+    "num_top_logprobs": (
+        {"numTopLogprobs": 2},
+        lambda a: len(a.chunks[0]["logprobs"][0]["top"]) == 2,
+    ),
+    "num_prompt_logprobs": (
+        {"numPromptLogprobs": 1, "tokenIds": {"ids": [5, 6, 7]}},
+        lambda a: a.chunks[0]["promptLogprobs"]["tokenIds"] == [6, 7],
+    ),
+    "structured_output": (
+        {"structuredOutput": {"regex": "x{2}"}, "stop": {"maxTokens": 9}},
+        lambda a: a.text == "xx",
+    ),
+    "structured_output.regex": (
+        {"structuredOutput": {"regex": "yes|no"}, "stop": {"maxTokens": 9}},
+        lambda a: a.text in ("yes", "no"),
+    ),
     "structured_output.json_schema": (
-        {"structuredOutput": {"jsonSchema": '{"enum": [[1, "a"], {"b": null}]}'}, "stop": {"maxTokens": 300}},
-        lambda a: json.loads(a.text) in ([1, "a"], {"b": None})),
+        {
+            "structuredOutput": {"jsonSchema": '{"enum": [[1, "a"], {"b": null}]}'},
+            "stop": {"maxTokens": 300},
+        },
+        lambda a: json.loads(a.text) in ([1, "a"], {"b": None}),
+    ),
     "sampling": ({"sampling": {}}, lambda a: a.finishes),
     "sampling.temperature": ({"sampling": {"temperature": 0.5}}, lambda a: a.finishes),
     "sampling.top_k": ({"sampling": {"temperature": 1, "topK": 1}}, "greedy"),
@@ -106,16 +148,25 @@ FIELDS: dict[str, tuple[Json, Any]] = {
     "sampling.presence_penalty": ({"sampling": {"presencePenalty": 2}}, lambda a: a.finishes),
     "sampling.repetition_penalty": ({"sampling": {"repetitionPenalty": 1.0}}, "greedy"),
     "sampling.seed": ({"sampling": {"temperature": 2, "seed": "7"}}, "repeatable"),
-    "sampling.logit_bias": ({"sampling": {"logitBias": {"9": 100}}}, lambda a: a.token_ids == [9] * 4),
+    "sampling.logit_bias": (
+        {"sampling": {"logitBias": {"9": 100}}},
+        lambda a: a.token_ids == [9] * 4,
+    ),
     "stop": ({"stop": {"maxTokens": 2}}, lambda a: len(a.token_ids) <= 2),
     "stop.max_tokens": ({"stop": {"maxTokens": 1}}, lambda a: len(a.token_ids) == 1),
     "stop.min_tokens": ({"stop": {"minTokens": 4}}, lambda a: len(a.token_ids) == 4),
-    "stop.stop_strings": ({"stop": {"stopStrings": ["b"], "maxTokens": 20}, "structuredOutput": {"regex": "aabaa"}},
-                          lambda a: (a.text, a.finishes[0]["stopString"]) == ("aa", "b")),
-    "stop.stop_token_ids": ({"sampling": {"logitBias": {"9": 100}}, "stop": {"stopTokenIds": [9]}},
-                            lambda a: (a.token_ids, a.finishes[0]["stopTokenId"]) == ([9], 9)),
-    "stop.ignore_eos": ({"stop": {"ignoreEos": True}, "sampling": {"logitBias": {"0": 100}}},
-                        lambda a: a.token_ids == [0] * 4),
+    "stop.stop_strings": (
+        {"stop": {"stopStrings": ["b"], "maxTokens": 20}, "structuredOutput": {"regex": "aabaa"}},
+        lambda a: (a.text, a.finishes[0]["stopString"]) == ("aa", "b"),
+    ),
+    "stop.stop_token_ids": (
+        {"sampling": {"logitBias": {"9": 100}}, "stop": {"stopTokenIds": [9]}},
+        lambda a: (a.token_ids, a.finishes[0]["stopTokenId"]) == ([9], 9),
+    ),
+    "stop.ignore_eos": (
+        {"stop": {"ignoreEos": True}, "sampling": {"logitBias": {"0": 100}}},
+        lambda a: a.token_ids == [0] * 4,
+    ),
 }
 
 
@@ -124,7 +175,10 @@ async def test_no_field_is_left_out(outsider: Outsider) -> None:
     expected = set()
     for field in outsider.message("baton.v1.GenerateRequest").fields:
         expected.add(field.name)
-        if field.name in ("sampling", "stop", "structured_output") and field.message_type is not None:
+        if (
+            field.name in ("sampling", "stop", "structured_output")
+            and field.message_type is not None
+        ):
             expected |= {f"{field.name}.{inner.name}" for inner in field.message_type.fields}
     assert set(FIELDS) == expected
 
@@ -133,7 +187,10 @@ async def test_no_field_is_left_out(outsider: Outsider) -> None:
 async def test_every_field_does_what_the_proto_says(outsider: Outsider, field: str) -> None:
     change, holds = FIELDS[field]
     answer = await ask(outsider, change)
-    assert all(finish["reason"] in ("FINISH_REASON_STOP", "FINISH_REASON_LENGTH") for finish in answer.finishes)
+    assert all(
+        finish["reason"] in ("FINISH_REASON_STOP", "FINISH_REASON_LENGTH")
+        for finish in answer.finishes
+    )
     if holds in ("greedy", "repeatable"):
         again = await ask(outsider, {} if holds == "greedy" else change)
         assert answer.token_ids == again.token_ids
@@ -144,9 +201,17 @@ async def test_every_field_does_what_the_proto_says(outsider: Outsider, field: s
 REFUSED: dict[str, tuple[Json, str, str]] = {
     "no prompt": ({"text": ""}, "text", "must not be empty"),
     "no tokens": ({"tokenIds": {}}, "token_ids.ids", "must not be empty"),
-    "foreign token": ({"tokenIds": {"ids": [1, 99999]}}, "token_ids.ids[1]", "not in the vocabulary"),
+    "foreign token": (
+        {"tokenIds": {"ids": [1, 99999]}},
+        "token_ids.ids[1]",
+        "not in the vocabulary",
+    ),
     "no messages": ({"chat": {}}, "chat.messages", "must not be empty"),
-    "no role": ({"chat": {"messages": [{"content": "x"}]}}, "chat.messages[0].role", "must not be empty"),
+    "no role": (
+        {"chat": {"messages": [{"content": "x"}]}},
+        "chat.messages[0].role",
+        "must not be empty",
+    ),
     "long id": ({"requestId": "x" * 129}, "request_id", "the limit is 128"),
     "priority": ({"priority": 101}, "priority", "between -100 and 100"),
     "cache_salt": ({"cacheSalt": "x" * 129}, "cache_salt", "the limit is 128"),
@@ -156,28 +221,76 @@ REFUSED: dict[str, tuple[Json, str, str]] = {
     "temperature": ({"sampling": {"temperature": -1}}, "sampling.temperature", "between 0 and 100"),
     "top_p": ({"sampling": {"topP": 0}}, "sampling.top_p", "above 0"),
     "min_p": ({"sampling": {"minP": 2}}, "sampling.min_p", "between 0 and 1"),
-    "frequency": ({"sampling": {"frequencyPenalty": 3}}, "sampling.frequency_penalty", "between -2 and 2"),
-    "presence": ({"sampling": {"presencePenalty": "NaN"}}, "sampling.presence_penalty", "between -2 and 2"),
-    "repetition": ({"sampling": {"repetitionPenalty": 0}}, "sampling.repetition_penalty", "above 0"),
-    "bias": ({"sampling": {"logitBias": {"5": 101}}}, "sampling.logit_bias[5]", "between -100 and 100"),
+    "frequency": (
+        {"sampling": {"frequencyPenalty": 3}},
+        "sampling.frequency_penalty",
+        "between -2 and 2",
+    ),
+    "presence": (
+        {"sampling": {"presencePenalty": "NaN"}},
+        "sampling.presence_penalty",
+        "between -2 and 2",
+    ),
+    "repetition": (
+        {"sampling": {"repetitionPenalty": 0}},
+        "sampling.repetition_penalty",
+        "above 0",
+    ),
+    "bias": (
+        {"sampling": {"logitBias": {"5": 101}}},
+        "sampling.logit_bias[5]",
+        "between -100 and 100",
+    ),
     "max_tokens": ({"stop": {"maxTokens": 0}}, "stop.max_tokens", "at least 1"),
     "min_tokens": ({"stop": {"minTokens": 5}}, "stop.min_tokens", "at most max_tokens"),
     "stop string": ({"stop": {"stopStrings": [""]}}, "stop.stop_strings[0]", "must not be empty"),
-    "stop token": ({"stop": {"stopTokenIds": [99999]}}, "stop.stop_token_ids[0]", "not in the vocabulary"),
-    "stop without text": ({"stop": {"stopStrings": ["a"]}, "skipText": True}, "stop.stop_strings", "skip_text"),
+    "stop token": (
+        {"stop": {"stopTokenIds": [99999]}},
+        "stop.stop_token_ids[0]",
+        "not in the vocabulary",
+    ),
+    "stop without text": (
+        {"stop": {"stopStrings": ["a"]}, "skipText": True},
+        "stop.stop_strings",
+        "skip_text",
+    ),
     "no grammar": ({"structuredOutput": {}}, "structured_output", "one of json_schema and regex"),
-    "bad regex": ({"structuredOutput": {"regex": "("}}, "structured_output.regex", "unclosed group"),
-    "bad schema": ({"structuredOutput": {"jsonSchema": "{"}}, "structured_output.json_schema", "is not JSON"),
-    "no such keyword": ({"structuredOutput": {"jsonSchema": '{"not": {}}'}}, "structured_output.json_schema", "not"),
-    "large schema": ({"structuredOutput": {"regex": "x" * 65537}}, "structured_output.regex", "the limit is 65536"),
-    "grammar and length": ({"structuredOutput": {"regex": "a"}, "stop": {"minTokens": 2}}, "stop.min_tokens",
-                           "structured_output"),
-    "grammar without end": ({"structuredOutput": {"regex": "a"}, "stop": {"ignoreEos": True}}, "stop.ignore_eos",
-                            "structured_output"),
+    "bad regex": (
+        {"structuredOutput": {"regex": "("}},
+        "structured_output.regex",
+        "unclosed group",
+    ),
+    "bad schema": (
+        {"structuredOutput": {"jsonSchema": "{"}},
+        "structured_output.json_schema",
+        "is not JSON",
+    ),
+    "no such keyword": (
+        {"structuredOutput": {"jsonSchema": '{"not": {}}'}},
+        "structured_output.json_schema",
+        "not",
+    ),
+    "large schema": (
+        {"structuredOutput": {"regex": "x" * 65537}},
+        "structured_output.regex",
+        "the limit is 65536",
+    ),
+    "grammar and length": (
+        {"structuredOutput": {"regex": "a"}, "stop": {"minTokens": 2}},
+        "stop.min_tokens",
+        "structured_output",
+    ),
+    "grammar without end": (
+        {"structuredOutput": {"regex": "a"}, "stop": {"ignoreEos": True}},
+        "stop.ignore_eos",
+        "structured_output",
+    ),
 }
 
 
-async def failure(outsider: Outsider, method: str, request: Json, timeout_s: float = 60) -> grpc.aio.AioRpcError:
+async def failure(
+    outsider: Outsider, method: str, request: Json, timeout_s: float = 60
+) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as failed:
         _ = [response async for response in outsider.ask(method, request, timeout_s=timeout_s)]
     return failed.value
@@ -196,7 +309,10 @@ async def test_bad_input_is_refused_by_field(outsider: Outsider, name: str) -> N
     error = await failure(outsider, GENERATE, merged(SHORT, change))
     details = details_of(error)
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT, error
-    assert (details["ErrorInfo"].reason, details["ErrorInfo"].domain) == ("INVALID_REQUEST", "baton")
+    assert (details["ErrorInfo"].reason, details["ErrorInfo"].domain) == (
+        "INVALID_REQUEST",
+        "baton",
+    )
     (violation,) = details["BadRequest"].field_violations
     assert violation.field == field
     assert text in violation.description
@@ -206,17 +322,26 @@ async def test_other_refusals_have_codes_of_their_own(outsider: Outsider) -> Non
     missing = await failure(outsider, GENERATE, merged(SHORT, {"model": "gpt-42"}))
     assert missing.code() is grpc.StatusCode.NOT_FOUND
     assert details_of(missing)["ErrorInfo"].reason == "UNKNOWN_MODEL"
-    late = await failure(outsider, GENERATE, merged(SHORT, {"stop": {"maxTokens": 100, "ignoreEos": True}}), 0.01)
+    late = await failure(
+        outsider, GENERATE, merged(SHORT, {"stop": {"maxTokens": 100, "ignoreEos": True}}), 0.01
+    )
     assert late.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     long = merged(SHORT, {"requestId": "twice", "stop": {"maxTokens": 1800, "ignoreEos": True}})
     first = asyncio.create_task(ask(outsider, long))
     running: list[Json] = []
     while not running or not running[0].get("runningRequests"):
-        running = [status async for status in outsider.ask("baton.v1.Generation.GetClusterStatus", {})]
+        running = [
+            status async for status in outsider.ask("baton.v1.Generation.GetClusterStatus", {})
+        ]
     twice = await failure(outsider, GENERATE, long)
     assert twice.code() is grpc.StatusCode.ALREADY_EXISTS
     assert details_of(twice)["ErrorInfo"].reason == "DUPLICATE_REQUEST_ID"
-    aborted = [answer async for answer in outsider.ask("baton.v1.Generation.Abort", {"requestIds": ["twice", "no"]})]
+    aborted = [
+        answer
+        async for answer in outsider.ask(
+            "baton.v1.Generation.Abort", {"requestIds": ["twice", "no"]}
+        )
+    ]
     assert aborted == [{"aborted": ["twice"]}]
     assert (await first).finishes[0]["reason"] == "FINISH_REASON_ABORTED"
 
@@ -228,34 +353,56 @@ async def test_each_choice_is_what_its_seed_gives_alone(outsider: Outsider) -> N
     for index in range(3):
         seed = (5 + index * 0x9E3779B97F4A7C15) % 2**64
         alone = await ask(outsider, merged(hot, {"n": 1, "sampling": {"seed": str(seed)}}))
-        chunks = [r["chunk"] for r in together.responses if "chunk" in r and r.get("index", 0) == index]
+        chunks = [
+            r["chunk"] for r in together.responses if "chunk" in r and r.get("index", 0) == index
+        ]
         assert [token for chunk in chunks for token in chunk.get("tokenIds", [])] == alone.token_ids
 
 
 async def test_services_say_what_they_are(outsider: Outsider) -> None:
     assert outsider.services() >= {
-        "baton.v1.Generation", "vllm.grpc.engine.VllmEngine", "xds.service.orca.v3.OpenRcaService",
-        "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"}
+        "baton.v1.Generation",
+        "vllm.grpc.engine.VllmEngine",
+        "xds.service.orca.v3.OpenRcaService",
+        "grpc.health.v1.Health",
+        "grpc.reflection.v1alpha.ServerReflection",
+    }
     (info,) = [i async for i in outsider.ask("baton.v1.Generation.GetModelInfo", {})]
     assert (info["model"], info["hasTokenizer"], info["hasChatTemplate"]) == ("model", True, True)
     assert re.fullmatch("[0-9a-f]+", info["revision"])
     for service in ("", "baton.v1.Generation", "vllm.grpc.engine.VllmEngine"):
-        (health,) = [h async for h in outsider.ask("grpc.health.v1.Health.Check", {"service": service})]
+        (health,) = [
+            h async for h in outsider.ask("grpc.health.v1.Health.Check", {"service": service})
+        ]
         assert health["status"] == "SERVING"
 
 
 async def test_load_is_told_by_call_and_out_of_band(outsider: Outsider) -> None:
     (idle,) = [answer async for answer in outsider.ask("baton.v1.Generation.GetLoad", {})]
-    assert (idle["prefillWorkers"], idle["decodeWorkers"], idle.get("waitingRequests", 0)) == (1, 1, 0)
+    assert (idle["prefillWorkers"], idle["decodeWorkers"], idle.get("waitingRequests", 0)) == (
+        1,
+        1,
+        0,
+    )
     assert int(idle["kvTokensTotal"]) > 1000
 
     async def ask_on() -> None:
         while True:
-            assert len((await ask(outsider, {"stop": {"maxTokens": 120, "ignoreEos": True}, "n": 4})).finishes) == 4
+            assert (
+                len(
+                    (
+                        await ask(outsider, {"stop": {"maxTokens": 120, "ignoreEos": True}, "n": 4})
+                    ).finishes
+                )
+                == 4
+            )
 
     busy, peak, reports = asyncio.create_task(ask_on()), 0.0, 0
-    async for report in outsider.ask("xds.service.orca.v3.OpenRcaService.StreamCoreMetrics",
-                                     {"reportInterval": "0.1s"}, timeout_s=120):
+    async for report in outsider.ask(
+        "xds.service.orca.v3.OpenRcaService.StreamCoreMetrics",
+        {"reportInterval": "0.1s"},
+        timeout_s=120,
+    ):
         peak, reports = max(peak, report.get("applicationUtilization", 0.0)), reports + 1
         assert set(report["utilization"]) == {"kv_cache", "running_requests"}
         if busy.done() or (peak > 0 and reports > 1):
@@ -273,11 +420,15 @@ async def test_channelz_shows_the_server(outsider: Outsider) -> None:
 
 def vllm_request(prompt: list[int], params: Json, *, stream: bool = False) -> vllm.GenerateRequest:
     return vllm.GenerateRequest(
-        tokenized=vllm.TokenizedInput(input_ids=prompt), stream=stream,
-        sampling_params=vllm.SamplingParams(**{"temperature": 0.0, "max_tokens": 4, **params}))
+        tokenized=vllm.TokenizedInput(input_ids=prompt),
+        stream=stream,
+        sampling_params=vllm.SamplingParams(**{"temperature": 0.0, "max_tokens": 4, **params}),
+    )
 
 
-async def ask_vllm(outsider: Outsider, request: vllm.GenerateRequest) -> list[vllm.GenerateResponse]:
+async def ask_vllm(
+    outsider: Outsider, request: vllm.GenerateRequest
+) -> list[vllm.GenerateResponse]:
     stub = vllm_grpc.VllmEngineStub(outsider.channel)
     return [response async for response in stub.Generate(request, timeout=60)]
 
@@ -285,51 +436,95 @@ async def ask_vllm(outsider: Outsider, request: vllm.GenerateRequest) -> list[vl
 async def test_vllm_gateways_get_the_same_answer(outsider: Outsider) -> None:
     """Streamed and whole, with logprobs of prompt and output, against the native service."""
     prompt = [5, 6, 7, 8]
-    native = await ask(outsider, {"tokenIds": {"ids": prompt}, "numTopLogprobs": 2, "numPromptLogprobs": 1,
-                                  "stop": {"maxTokens": 6, "ignoreEos": True}})
+    native = await ask(
+        outsider,
+        {
+            "tokenIds": {"ids": prompt},
+            "numTopLogprobs": 2,
+            "numPromptLogprobs": 1,
+            "stop": {"maxTokens": 6, "ignoreEos": True},
+        },
+    )
     wanted = {"max_tokens": 6, "ignore_eos": True, "logprobs": 2, "prompt_logprobs": 1}
     *chunks, last = await ask_vllm(outsider, vllm_request(prompt, wanted, stream=True))
     (whole,) = await ask_vllm(outsider, vllm_request(prompt, wanted))
     complete = whole.complete
     assert list(complete.output_ids) == list(last.complete.output_ids) == native.token_ids
     assert [token for part in chunks for token in part.chunk.token_ids] == native.token_ids
-    assert (complete.finish_reason, complete.prompt_tokens, complete.completion_tokens) == ("length", 4, 6)
+    assert (complete.finish_reason, complete.prompt_tokens, complete.completion_tokens) == (
+        "length",
+        4,
+        6,
+    )
     logprobs = [item for chunk in native.chunks for item in chunk.get("logprobs", [])]
-    assert list(complete.output_logprobs.token_logprobs) == pytest.approx([item["logprob"] for item in logprobs])
+    assert list(complete.output_logprobs.token_logprobs) == pytest.approx(
+        [item["logprob"] for item in logprobs]
+    )
     assert [list(top.token_ids) for top in complete.output_logprobs.top_logprobs] == [
-        [top["tokenId"] for top in item["top"]] for item in logprobs]
+        [top["tokenId"] for top in item["top"]] for item in logprobs
+    ]
     streamed = [value for part in chunks for value in part.chunk.output_logprobs.token_logprobs]
     assert streamed == list(complete.output_logprobs.token_logprobs)
     for scored in (complete.input_logprobs, chunks[0].chunk.input_logprobs):
         assert list(scored.token_ids) == prompt
-        assert [item.HasField("value") for item in scored.token_logprobs] == [False, True, True, True]
+        assert [item.HasField("value") for item in scored.token_logprobs] == [
+            False,
+            True,
+            True,
+            True,
+        ]
         assert [len(top.values) for top in scored.top_logprobs] == [0, 1, 1, 1]
 
 
 VLLM_ANSWERS: dict[str, tuple[Json, Any]] = {
     "n": ({"n": 3}, lambda found: [answer.index for answer in found] == [0, 1, 2]),
     "top_k": ({"temperature": 1.0, "top_k": 1, "seed": -1}, lambda found: found[0].finish_reason),
-    "stop string": ({"stop": ["b"], "regex": "aabaa", "max_tokens": 9},
-                    lambda found: (found[0].finish_reason, found[0].matched_stop_str) == ("stop", "b")),
-    "stop token": ({"stop_token_ids": [9], "logit_bias": {9: 100.0}},
-                   lambda found: (list(found[0].output_ids), found[0].matched_token_id) == ([9], 9)),
+    "stop string": (
+        {"stop": ["b"], "regex": "aabaa", "max_tokens": 9},
+        lambda found: (found[0].finish_reason, found[0].matched_stop_str) == ("stop", "b"),
+    ),
+    "stop token": (
+        {"stop_token_ids": [9], "logit_bias": {9: 100.0}},
+        lambda found: (list(found[0].output_ids), found[0].matched_token_id) == ([9], 9),
+    ),
     "min_tokens": ({"min_tokens": 4}, lambda found: len(found[0].output_ids) == 4),
-    "penalties": ({"frequency_penalty": 1.0, "presence_penalty": 1.0, "repetition_penalty": 1.2, "min_p": 0.1,
-                   "top_p": 0.9}, lambda found: found[0].finish_reason),
-    "json_schema": ({"json_schema": '{"const": 7}', "max_tokens": 9}, lambda found: found[0].finish_reason == "stop"),
-    "choice": ({"choice": vllm.ChoiceConstraint(choices=["a+b", "a.b/c"]), "max_tokens": 9},
-               lambda found: found[0].finish_reason == "stop"),
+    "penalties": (
+        {
+            "frequency_penalty": 1.0,
+            "presence_penalty": 1.0,
+            "repetition_penalty": 1.2,
+            "min_p": 0.1,
+            "top_p": 0.9,
+        },
+        lambda found: found[0].finish_reason,
+    ),
+    "json_schema": (
+        {"json_schema": '{"const": 7}', "max_tokens": 9},
+        lambda found: found[0].finish_reason == "stop",
+    ),
+    "choice": (
+        {"choice": vllm.ChoiceConstraint(choices=["a+b", "a.b/c"]), "max_tokens": 9},
+        lambda found: found[0].finish_reason == "stop",
+    ),
     "json_object": ({"json_object": True, "max_tokens": 2}, lambda found: found[0].output_ids),
-    "shape of text": ({"skip_special_tokens": True, "spaces_between_special_tokens": True,
-                       "include_stop_str_in_output": True, "grammar_from_first_token": True},
-                      lambda found: found[0].finish_reason),
+    "shape of text": (
+        {
+            "skip_special_tokens": True,
+            "spaces_between_special_tokens": True,
+            "include_stop_str_in_output": True,
+            "grammar_from_first_token": True,
+        },
+        lambda found: found[0].finish_reason,
+    ),
 }
 
 
 @pytest.mark.parametrize("name", VLLM_ANSWERS)
 async def test_vllm_fields_have_their_effect(outsider: Outsider, name: str) -> None:
     params, holds = VLLM_ANSWERS[name]
-    found = [response.complete for response in await ask_vllm(outsider, vllm_request([5, 6, 7], params))]
+    found = [
+        response.complete for response in await ask_vllm(outsider, vllm_request([5, 6, 7], params))
+    ]
     assert holds(sorted(found, key=lambda answer: answer.index)), found
 
 
@@ -337,12 +532,22 @@ BAD = grpc.StatusCode.INVALID_ARGUMENT
 VLLM_REFUSED: dict[str, tuple[Json, Json, grpc.StatusCode, str]] = {
     "kv_transfer_params_json": ({"kv_transfer_params_json": "{}"}, {}, BAD, "not supported here"),
     "mm_inputs": ({"mm_inputs": vllm.MultimodalInputs()}, {}, BAD, "not supported here"),
-    "extra_mm_inputs": ({"extra_mm_inputs": [vllm.MultimodalInputs()]}, {}, BAD, "not supported here"),
+    "extra_mm_inputs": (
+        {"extra_mm_inputs": [vllm.MultimodalInputs()]},
+        {},
+        BAD,
+        "not supported here",
+    ),
     "media_refs": ({"media_refs": vllm.MediaRefs()}, {}, BAD, "not supported here"),
     "data_parallel_rank": ({"data_parallel_rank": 1}, {}, BAD, "not supported here"),
     "sampling_params.grammar": ({}, {"grammar": "root ::= x"}, BAD, "not supported here"),
     "sampling_params.structural_tag": ({}, {"structural_tag": "{}"}, BAD, "not supported here"),
-    "sampling_params.truncate_prompt_tokens": ({}, {"truncate_prompt_tokens": 1}, BAD, "not supported here"),
+    "sampling_params.truncate_prompt_tokens": (
+        {},
+        {"truncate_prompt_tokens": 1},
+        BAD,
+        "not supported here",
+    ),
     "sampling_params.top_p": ({}, {"top_p": 2.0}, BAD, "at most 1"),
     "sampling_params.n": ({}, {"n": 99}, BAD, "between 1 and 16"),
     "sampling_params.logprobs": ({}, {"logprobs": -1}, BAD, "whole vocabulary"),
@@ -352,7 +557,9 @@ VLLM_REFUSED: dict[str, tuple[Json, Json, grpc.StatusCode, str]] = {
 
 
 @pytest.mark.parametrize("field", VLLM_REFUSED)
-async def test_vllm_fields_that_baton_lacks_are_refused_by_name(outsider: Outsider, field: str) -> None:
+async def test_vllm_fields_that_baton_lacks_are_refused_by_name(
+    outsider: Outsider, field: str
+) -> None:
     fields, params, code, text = VLLM_REFUSED[field]
     request = vllm_request([5, 6], params)
     request.MergeFrom(vllm.GenerateRequest(**fields))
@@ -370,12 +577,23 @@ async def test_vllm_control_calls(outsider: Outsider) -> None:
     stub = vllm_grpc.VllmEngineStub(outsider.channel)
     assert (await stub.HealthCheck(vllm.HealthCheckRequest(), timeout=60)).healthy
     info = await stub.GetModelInfo(vllm.GetModelInfoRequest(), timeout=60)
-    assert (info.served_model_name, info.is_generation, list(info.architectures)) == ("model", True,
-                                                                                      ["Qwen3_5ForCausalLM"])
+    assert (info.served_model_name, info.is_generation, list(info.architectures)) == (
+        "model",
+        True,
+        ["Qwen3_5ForCausalLM"],
+    )
     assert (info.model_type, list(info.eos_token_ids)) == ("qwen3_5_text", [0, 3])
-    reading = asyncio.create_task(ask_vllm(outsider, vllm.GenerateRequest(
-        request_id="long", text="Mia", stream=True,
-        sampling_params=vllm.SamplingParams(max_tokens=1800, ignore_eos=True))))
+    reading = asyncio.create_task(
+        ask_vllm(
+            outsider,
+            vllm.GenerateRequest(
+                request_id="long",
+                text="Mia",
+                stream=True,
+                sampling_params=vllm.SamplingParams(max_tokens=1800, ignore_eos=True),
+            ),
+        )
+    )
     active = 0
     while not active:
         active = (await stub.GetServerInfo(vllm.GetServerInfoRequest(), timeout=60)).active_requests
@@ -388,15 +606,25 @@ async def test_vllm_control_calls(outsider: Outsider) -> None:
     data = b"".join(part.data for part in parts)
     assert parts[-1].sha256 == hashlib.sha256(data).hexdigest()
     with zipfile.ZipFile(io.BytesIO(data)) as archive:
-        assert set(archive.namelist()) == {"tokenizer.json", "tokenizer_config.json", "config.json",
-                                           "chat_template.jinja"}
-        ours, theirs = (Tokenizer.from_str(text.decode()) for text in (
-            archive.read("tokenizer.json"), (MODEL / "tokenizer.json").read_bytes()))
+        assert set(archive.namelist()) == {
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "config.json",
+            "chat_template.jinja",
+        }
+        ours, theirs = (
+            Tokenizer.from_str(text.decode())
+            for text in (archive.read("tokenizer.json"), (MODEL / "tokenizer.json").read_bytes())
+        )
     assert ours.get_vocab() == theirs.get_vocab()
     assert info.tokenizer_path != str(MODEL), "gateways take what is there on their own host"
-    for refused, call in ((grpc.StatusCode.INVALID_ARGUMENT, stub.Embed(vllm.EmbedRequest(), timeout=60)),
-                          (grpc.StatusCode.UNIMPLEMENTED,
-                           stub.StartProfile(common_pb2.StartProfileRequest(), timeout=60))):
+    for refused, call in (
+        (grpc.StatusCode.INVALID_ARGUMENT, stub.Embed(vllm.EmbedRequest(), timeout=60)),
+        (
+            grpc.StatusCode.UNIMPLEMENTED,
+            stub.StartProfile(common_pb2.StartProfileRequest(), timeout=60),
+        ),
+    ):
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await call
         assert failed.value.code() is refused
@@ -409,7 +637,9 @@ async def test_vllm_gateways_follow_what_is_cached(outsider: Outsider) -> None:
         batches = aiter(stub.SubscribeKvEvents(common_pb2.SubscribeKvEventsRequest()))
         assert (await anext(batches)).snapshot.count == 1
         await ask(outsider, {"tokenIds": {"ids": prompt}})
-        while not {tuple(prompt[:64]), tuple(prompt[64:128])} <= {tuple(ids) for ids in told.values()}:
+        while not {tuple(prompt[:64]), tuple(prompt[64:128])} <= {
+            tuple(ids) for ids in told.values()
+        }:
             for event in (await anext(batches)).events:
                 told |= {block.block_hash: list(block.token_ids) for block in event.stored.blocks}
         flushed = await stub.FlushCache(common_pb2.FlushCacheRequest())

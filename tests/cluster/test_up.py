@@ -10,16 +10,37 @@ import sys
 import httpx2
 
 NOWHERE, SOCKS = "http://127.0.0.1:9", "socks5://127.0.0.1:9"
-PROXIES = {"http_proxy": NOWHERE, "HTTP_PROXY": NOWHERE, "grpc_proxy": NOWHERE, "all_proxy": SOCKS, "ALL_PROXY": SOCKS,
-           "no_proxy": "", "NO_PROXY": ""}
+PROXIES = {
+    "http_proxy": NOWHERE,
+    "HTTP_PROXY": NOWHERE,
+    "grpc_proxy": NOWHERE,
+    "all_proxy": SOCKS,
+    "ALL_PROXY": SOCKS,
+    "no_proxy": "",
+    "NO_PROXY": "",
+}
 
 
 async def test_behind_a_proxy_it_starts_its_gateway_and_every_line_is_json() -> None:
-    """It waited for three minutes for a gateway that it asked by the proxy, or ended in a traceback."""
+    """It waited for three minutes for a gateway that it asked by the proxy, or ended in a
+    traceback."""
     child = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "baton", "up", "--listen", "127.0.0.1:0", "--http", "127.0.0.1:0", "--log-style", "json",
-        "--log-level", "debug", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-        env={**os.environ, **PROXIES})
+        sys.executable,
+        "-m",
+        "baton",
+        "up",
+        "--listen",
+        "127.0.0.1:0",
+        "--http",
+        "127.0.0.1:0",
+        "--log-style",
+        "json",
+        "--log-level",
+        "debug",
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={**os.environ, **PROXIES},
+    )
     assert child.stdout is not None
     assert child.stderr is not None
     lines: list[bytes] = []

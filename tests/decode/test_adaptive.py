@@ -1,4 +1,5 @@
-"""The draft length that yields most is found, kept while it is best, and left when it no longer is."""
+"""The draft length that yields most is found, kept while it is best, and left when it no longer
+is."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -11,7 +12,9 @@ from decode.speculation import VerifiedStep
 Pool = Callable[[int], tuple[float, float]]  # draft length -> (tokens per step, seconds per step)
 
 
-def run(policy: AdaptiveDraft, pool: Pool, steps: int, *, num_running: int = 1) -> tuple[float, float]:
+def run(
+    policy: AdaptiveDraft, pool: Pool, steps: int, *, num_running: int = 1
+) -> tuple[float, float]:
     """Tokens and seconds of so many steps. A step verifies what the step before it asked for."""
     tokens = seconds = 0.0
     asked = policy.length(num_running) or 0
@@ -20,7 +23,10 @@ def run(policy: AdaptiveDraft, pool: Pool, steps: int, *, num_running: int = 1) 
         per_step, duration = pool(length)
         tokens, seconds = tokens + per_step, seconds + duration
         # A hundred rows, so that fractions of a token count.
-        policy.observe(VerifiedStep(100 * length, (0,) * 99 + (round(100 * per_step) - 100,), duration), num_running)
+        policy.observe(
+            VerifiedStep(100 * length, (0,) * 99 + (round(100 * per_step) - 100,), duration),
+            num_running,
+        )
     return tokens, seconds
 
 

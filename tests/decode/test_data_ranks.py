@@ -1,4 +1,5 @@
-"""Data ranks of a running pool: random traffic in which no rank ever waits for one that does not come (case S3-8)."""
+"""Data ranks of a running pool: random traffic in which no rank ever waits for one that does not
+come (case S3-8)."""
 
 import itertools
 import random
@@ -91,7 +92,9 @@ class Traffic:
     def _give_up(self, request: Request, answer: Answer, key: int) -> None:
         self.given_up.add(request.request_id)
         for scheduler in self.pool.schedulers:
-            self.pool.loop.post(partial(scheduler.release, key))  # keys are of the pool: others do not know it
+            self.pool.loop.post(
+                partial(scheduler.release, key)
+            )  # keys are of the pool: others do not know it
         answer.done.set()
         self.pool.loop.post(self._arrive)
 
@@ -100,10 +103,21 @@ class Traffic:
         return sum(not answer.done.is_set() for _, answer in self.answers[-32:])
 
 
-def fuzzed(num_steps: int, seed: int, monkeypatch: pytest.MonkeyPatch, *, num_stages: int = 1, tp: int = 2) -> Traffic:
+def fuzzed(
+    num_steps: int, seed: int, monkeypatch: pytest.MonkeyPatch, *, num_stages: int = 1, tp: int = 2
+) -> Traffic:
     speculation = Speculation(lambda num_pages: OracleDrafter(CHAIN), CHAIN.nodes)
-    with local_pool(small(), num_stages, tp=tp, dp=2, page_size=4, num_pages=12, max_running=4, chunk_tokens=16,
-                    speculation=speculation) as pool:
+    with local_pool(
+        small(),
+        num_stages,
+        tp=tp,
+        dp=2,
+        page_size=4,
+        num_pages=12,
+        max_running=4,
+        chunk_tokens=16,
+        speculation=speculation,
+    ) as pool:
         traffic = Traffic(pool, random.Random(seed), num_steps)
         monkeypatch.setattr(loop_module, "plan_step", lambda own: traffic.planned(plan_step(own)))
         traffic.run()
@@ -115,7 +129,11 @@ def fuzzed(num_steps: int, seed: int, monkeypatch: pytest.MonkeyPatch, *, num_st
 
 def check(traffic: Traffic) -> None:
     """Those that were not given up have the tokens that they have alone."""
-    whole = [(request, answer) for request, answer in traffic.answers if request.request_id not in traffic.given_up]
+    whole = [
+        (request, answer)
+        for request, answer in traffic.answers
+        if request.request_id not in traffic.given_up
+    ]
     assert all(answer.finished is not None for _, answer in whole)
     with local_pool(small(), page_size=4, num_pages=300, max_running=16) as alone:
         sample = whole[:12]
@@ -131,7 +149,9 @@ def test_s3_8_random_traffic_leaves_no_rank_waiting(monkeypatch: pytest.MonkeyPa
 
 @pytest.mark.long
 @pytest.mark.timeout(900)  # two minutes of a core
-def test_s3_8_ten_thousand_steps_of_random_traffic_leave_no_rank_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s3_8_ten_thousand_steps_of_random_traffic_leave_no_rank_waiting(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     traffic = fuzzed(10_000, 2, monkeypatch)
     assert {"idle", "verify", "prefill"} <= traffic.modes
     assert traffic.preemptions
@@ -139,30 +159,54 @@ def test_s3_8_ten_thousand_steps_of_random_traffic_leave_no_rank_waiting(monkeyp
     check(traffic)
 
 
-def test_s3_8_a_rank_that_waits_names_the_one_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A leader that forgets the idle batch: the way of the field to hang. Of the first part an idle rank has no
-    rows."""
-    monkeypatch.setattr(loop_module, "plan_step", lambda own: tuple(
-        None if each is not None and each.mode == "idle" else each for each in plan_step(own)))
+def test_s3_8_a_rank_that_waits_names_the_one_that_does_not_come(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A leader that forgets the idle batch: the way of the field to hang. Of the first part an idle
+    rank has no rows."""
+    monkeypatch.setattr(
+        loop_module,
+        "plan_step",
+        lambda own: tuple(
+            None if each is not None and each.mode == "idle" else each for each in plan_step(own)
+        ),
+    )
     monkeypatch.setattr(StageRanks, "_wait_s", 0.2)
     with local_pool(small(), tp=2, dp=2) as pool:
         (answer,) = pool.generate([Request("r", (5, 6, 7), 5)])
     assert answer.failed is not None
     assert isinstance(answer.failed.error, PeerLostError | UnavailableError)
-    assert re.search(r"rank 0 of stage 0 has waited 0\.2 s for rank 1 of stage 0: part 2 of batch \d+ did not come",
-                     str(answer.failed.error))
+    assert re.search(
+        r"rank 0 of stage 0 has waited 0\.2 s for rank 1 of stage 0: part 2 of batch \d+ did not come",
+        str(answer.failed.error),
+    )
 
 
 def schedulers(num_pages: int) -> DataRanks[DecodeScheduler]:
     keys = itertools.count(1)
-    limits = DecodeLimits(page_size=4, grid=1, depth=1, max_running=4, max_context_tokens=64, growth_tokens=0)
-    return DataRanks(tuple(DecodeScheduler(pages=PageAllocator(num_pages), slots=SlotAllocator(0), limits=limits,
-                                           clock=ManualClock(), data_rank=rank, keys=keys) for rank in range(2)))
+    limits = DecodeLimits(
+        page_size=4, grid=1, depth=1, max_running=4, max_context_tokens=64, growth_tokens=0
+    )
+    return DataRanks(
+        tuple(
+            DecodeScheduler(
+                pages=PageAllocator(num_pages),
+                slots=SlotAllocator(0),
+                limits=limits,
+                clock=ManualClock(),
+                data_rank=rank,
+                keys=keys,
+            )
+            for rank in range(2)
+        )
+    )
 
 
 def reserve(ranks: DataRanks[DecodeScheduler], num_tokens: int) -> Reservation:
     request = Request("r", (7,) * num_tokens, 1)
-    return ranks.place(request, (), lambda scheduler: scheduler.reserve(request, lambda event: None))
+    return ranks.place(
+        request, (), lambda scheduler: scheduler.reserve(request, lambda event: None)
+    )
 
 
 def test_a_request_lives_where_most_pages_are_free_and_a_full_data_rank_stops_no_other() -> None:

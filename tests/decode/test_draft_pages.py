@@ -1,4 +1,5 @@
-"""Where a draft keeps its part: what is shared with other requests, or kept for later ones, is never written again."""
+"""Where a draft keeps its part: what is shared with other requests, or kept for later ones, is
+never written again."""
 
 import math
 import random
@@ -36,21 +37,39 @@ class Pool:
 
     def __post_init__(self) -> None:
         self.scheduler = DecodeScheduler(
-            pages=PageAllocator(40), slots=SlotAllocator(0), clock=ManualClock(), cache_rule=ResumeRule(PAGE_SIZE),
-            limits=DecodeLimits(page_size=PAGE_SIZE, grid=1, depth=1, max_running=4, max_context_tokens=64,
-                                num_draft_tokens=NODES, local_rest_tokens=8),
-            draft_length=lambda num_running: self.num_draft_tokens)
+            pages=PageAllocator(40),
+            slots=SlotAllocator(0),
+            clock=ManualClock(),
+            cache_rule=ResumeRule(PAGE_SIZE),
+            limits=DecodeLimits(
+                page_size=PAGE_SIZE,
+                grid=1,
+                depth=1,
+                max_running=4,
+                max_context_tokens=64,
+                num_draft_tokens=NODES,
+                local_rest_tokens=8,
+            ),
+            draft_length=lambda num_running: self.num_draft_tokens,
+        )
 
     def join(self, *, with_draft: bool = True) -> int:
         """A prompt that lands."""
-        reservation = self.scheduler.reserve(self._request(), _ignored, blocks=self.blocks, compatibility=DRAFTING)
+        reservation = self.scheduler.reserve(
+            self._request(), _ignored, blocks=self.blocks, compatibility=DRAFTING
+        )
         self.scheduler.join(reservation.key, 100, with_draft=with_draft)
         return reservation.key
 
     def read(self) -> int:
         """A prompt whose rest is computed here."""
-        return self.scheduler.read_rest(self._request(), _ignored, blocks=self.blocks, compatibility=DRAFTING,
-                                        ends_at_s=math.inf).key
+        return self.scheduler.read_rest(
+            self._request(),
+            _ignored,
+            blocks=self.blocks,
+            compatibility=DRAFTING,
+            ends_at_s=math.inf,
+        ).key
 
     @property
     def blocks(self) -> tuple[bytes, ...]:
@@ -65,7 +84,9 @@ class Pool:
         if batch is None:
             return None
         runs, verified = list[Run](), list[Verified]()
-        for row, (length, sampling) in enumerate(zip(batch.query_lens, batch.sampling, strict=True)):
+        for row, (length, sampling) in enumerate(
+            zip(batch.query_lens, batch.sampling, strict=True)
+        ):
             if sampling is not None:
                 count = self.rng.randint(1, length) if batch.mode is ForwardMode.VERIFY else 1
                 runs.append(Run(row, list(range(count)), [DrawnToken(100)] * count))
@@ -77,8 +98,9 @@ class Pool:
         elif followed := followed_rows(batch, runs):
             self.written = _written(extend_batch(batch, followed, PAGE_SIZE))
         assert not self.written & kept
-        self.scheduler.on_result(batch, StepResult(0, [token for run in runs for token in run.tokens],
-                                                   verified=verified))
+        self.scheduler.on_result(
+            batch, StepResult(0, [token for run in runs for token in run.tokens], verified=verified)
+        )
         return batch
 
 
@@ -87,9 +109,13 @@ def _ignored(event: Event) -> None:
 
 
 def _written(extend: ForwardBatch) -> set[int]:
-    places = [(row, slot // PAGE_SIZE) for row, (context, count)
-              in enumerate(zip(extend.context_lens, extend.query_lens, strict=True))
-              for slot in range(context, context + count)]
+    places = [
+        (row, slot // PAGE_SIZE)
+        for row, (context, count) in enumerate(
+            zip(extend.context_lens, extend.query_lens, strict=True)
+        )
+        for slot in range(context, context + count)
+    ]
     pages = {int(extend.page_tables[place]) for place in places}
     assert 0 not in pages, "the null page"
     return pages
@@ -130,7 +156,11 @@ def test_whatever_comes_no_kept_page_is_written(seed: int) -> None:
         pool.num_draft_tokens = rng.choice([None, 0, 1, NODES, NODES])
         if len(keys) < 3 and rng.random() < 0.2:
             cached = len(pool.scheduler.cache.find(pool.blocks, len(PROMPT)).page_ids)
-            keys.append(pool.read() if cached and rng.random() < 0.5 else pool.join(with_draft=rng.random() < 0.8))
+            keys.append(
+                pool.read()
+                if cached and rng.random() < 0.5
+                else pool.join(with_draft=rng.random() < 0.8)
+            )
         if keys and rng.random() < 0.05:
             pool.scheduler.release(keys.pop(rng.randrange(len(keys))))
         pool.step()

@@ -38,7 +38,11 @@ def test_the_first_tree_is_grown_before_the_first_step_and_verified_by_it() -> N
     key, client = joined(scheduler, request(prompt=5, max_tokens=8))
     begun = next_batch(scheduler)
     assert (begun.mode, begun.request_keys, begun.context_lens, begun.num_tokens) == (
-        ForwardMode.PREBUILT, (key,), (5,), 0)
+        ForwardMode.PREBUILT,
+        (key,),
+        (5,),
+        0,
+    )
     assert isinstance(begun.spec_info, SpecInfo)
     assert begun.spec_info.rows[0].num_draft_tokens == 3
     assert scheduler.next_batch() is None, "it is in flight"
@@ -53,9 +57,14 @@ def test_the_first_tree_is_grown_before_the_first_step_and_verified_by_it() -> N
     assert next_batch(scheduler).mode is ForwardMode.DECODE
 
 
-@pytest.mark.parametrize("case", ["no draft came", "declined", "one token left", "drafts do not pay now", "replayed"])
+@pytest.mark.parametrize(
+    "case", ["no draft came", "declined", "one token left", "drafts do not pay now", "replayed"]
+)
 def test_otherwise_the_first_step_has_no_tree(case: str) -> None:
-    scheduler, wanted = drafting(), request(prompt=5, max_tokens=2 if case == "one token left" else 8)
+    scheduler, wanted = (
+        drafting(),
+        request(prompt=5, max_tokens=2 if case == "one token left" else 8),
+    )
     if case == "drafts do not pay now":
         scheduler.draft_length = lambda num_running: 0
     if case == "declined":
@@ -63,7 +72,9 @@ def test_otherwise_the_first_step_has_no_tree(case: str) -> None:
     replayed = (106,) if case == "replayed" else ()
     key = scheduler.reserve(wanted, lambda event: None, replayed=replayed).key
     scheduler.join(key, 105, with_draft=case != "no draft came")
-    assert next_batch(scheduler).mode is (ForwardMode.PREFILL if case == "replayed" else ForwardMode.DECODE)
+    assert next_batch(scheduler).mode is (
+        ForwardMode.PREFILL if case == "replayed" else ForwardMode.DECODE
+    )
 
 
 def test_a_request_that_goes_while_its_first_tree_grows_leaves_nothing() -> None:

@@ -1,4 +1,5 @@
-"""S1-10: padding, rejected nodes and rows of an earlier batch may hold anything; nothing of it is ever read."""
+"""S1-10: padding, rejected nodes and rows of an earlier batch may hold anything; nothing of it is
+ever read."""
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ def _one_thread() -> None:
 
 
 def drafting(plain: list[Answer], shape: Shape, *, poisons_leftovers: bool = True) -> Speculation:
-    truth = {key: [*request.prompt_token_ids, *(token.token_id for token in answer.tokens)]
-             for key, (request, answer) in enumerate(zip(requests(12), plain, strict=True), start=1)}
+    truth = {
+        key: [*request.prompt_token_ids, *(token.token_id for token in answer.tokens)]
+        for key, (request, answer) in enumerate(zip(requests(12), plain, strict=True), start=1)
+    }
     drafter = OracleDrafter(shape, truth, error_rate=0.4)
     return Speculation(always(drafter), shape.nodes, poisons_leftovers=poisons_leftovers)
 
@@ -37,17 +40,22 @@ def plain(description: ModelDescription) -> list[Answer]:
         return pool.generate(requests(12))
 
 
-@pytest.mark.parametrize(("shape", "size"), [(CHAINS["chain 3"], 2), (TREES["tree 4x4/15"], 1)], ids=["chain", "tree"])
-def test_s1_10_padding_and_rejected_nodes_may_be_nan(description: ModelDescription, plain: list[Answer], shape: Shape,
-                                                     size: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "size"), [(CHAINS["chain 3"], 2), (TREES["tree 4x4/15"], 1)], ids=["chain", "tree"]
+)
+def test_s1_10_padding_and_rejected_nodes_may_be_nan(
+    description: ModelDescription, plain: list[Answer], shape: Shape, size: int
+) -> None:
     with local_pool(description, size, speculation=drafting(plain, shape)) as pool:
         assert shown(pool.generate(requests(12))) == shown(plain)
         assert_nothing_leaked(pool)
 
 
-def test_s1_10_rows_of_an_earlier_batch_may_be_nan(description: ModelDescription, plain: list[Answer],
-                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    """A stage's input lies in memory that the next frame overwrites; batches shrink as requests end."""
+def test_s1_10_rows_of_an_earlier_batch_may_be_nan(
+    description: ModelDescription, plain: list[Answer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage's input lies in memory that the next frame overwrites; batches shrink as requests
+    end."""
     receive, last = InProcessChannel.receive, dict[int, memoryview]()
 
     def overwriting(self: InProcessChannel, rank: int, *, timeout_s: float) -> memoryview | None:

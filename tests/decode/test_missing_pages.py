@@ -1,4 +1,5 @@
-"""Only what a decode pool lacks of a prompt crosses: the real service, real transfer agents, and bytes counted."""
+"""Only what a decode pool lacks of a prompt crosses: the real service, real transfer agents, and
+bytes counted."""
 
 from collections.abc import AsyncIterator
 from dataclasses import replace
@@ -6,7 +7,15 @@ from dataclasses import replace
 import pytest
 
 from protos import decode_pb2 as pb
-from tests.support.pool.arrivals import NUM_LAYERS, SOURCE_PAGES, Arrivals, arrivals, cancelled, first_token, specs
+from tests.support.pool.arrivals import (
+    NUM_LAYERS,
+    SOURCE_PAGES,
+    Arrivals,
+    arrivals,
+    cancelled,
+    first_token,
+    specs,
+)
 from transfer.plan import codec
 from transfer.plan.handoff_terms import DestinationTerms
 
@@ -38,9 +47,13 @@ async def test_only_missing_pages_and_one_state_cross(pools: Arrivals) -> None:
     first, whole = await land(pools, 1)
     assert (first.held_tokens, whole) == (0, NUM_PAGES * PAGE_BYTES + STATE_BYTES)
     second, rest = await land(pools, 2)
-    assert (second.held_tokens, rest) == (16, PAGE_BYTES + STATE_BYTES), "four pages of five are there"
+    assert (second.held_tokens, rest) == (16, PAGE_BYTES + STATE_BYTES), (
+        "four pages of five are there"
+    )
     assert second.page_ids[:4] == first.page_ids[:4]
-    moved = sum(pools.metric("baton_kv_transfer_bytes_total", kind=kind) for kind in ("kv", "state"))
+    moved = sum(
+        pools.metric("baton_kv_transfer_bytes_total", kind=kind) for kind in ("kv", "state")
+    )
     assert moved == whole + rest
     assert pools.metric("baton_cache_unsent_bytes_total") == whole - rest
     assert_read_alike(pools, second)
@@ -48,7 +61,10 @@ async def test_only_missing_pages_and_one_state_cross(pools: Arrivals) -> None:
 
 def assert_read_alike(pools: Arrivals, destination: DestinationTerms) -> None:
     """The request's records are those of the source, wherever they came from."""
-    for kind, theirs, ours in (("kv", SOURCE_PAGES, destination.page_ids), ("state", [1], [destination.slot_id])):
+    for kind, theirs, ours in (
+        ("kv", SOURCE_PAGES, destination.page_ids),
+        ("state", [1], [destination.slot_id]),
+    ):
         sent, landed = pools.source.records({kind}, theirs), pools.dest.records({kind}, ours)  # type: ignore[arg-type]
         assert len(sent) == NUM_LAYERS
         assert all((records == landed[key]).all() for key, records in sent.items())

@@ -1,5 +1,5 @@
-"""What a request of a decode pool sends: its tokens in their places, those of a step of all requests in one message,
-and nothing that a slow router makes longer than its answer."""
+"""What a request of a decode pool sends: its tokens in their places, those of a step of all
+requests in one message, and nothing that a slow router makes longer than its answer."""
 
 import pytest
 
@@ -19,12 +19,17 @@ def drawn(token_id: int) -> list[DrawnToken]:
 
 
 def chunk(*token_ids: int) -> types_pb2.TokenChunk:
-    return types_pb2.TokenChunk(token_ids=token_ids, logprobs=[
-        types_pb2.TokenLogprobs(logprob=-float(token_id)) for token_id in token_ids])
+    return types_pb2.TokenChunk(
+        token_ids=token_ids,
+        logprobs=[types_pb2.TokenLogprobs(logprob=-float(token_id)) for token_id in token_ids],
+    )
 
 
-async def test_unread_tokens_of_a_request_join_and_nothing_passes_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a router that reads nothing costs is its tokens. Those of a message under way are not touched any more."""
+async def test_unread_tokens_of_a_request_join_and_nothing_passes_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a router that reads nothing costs is its tokens. Those of a message under way are not
+    touched any more."""
     monkeypatch.setattr("decode.outlet.MAX_JOINED", 4)
     queue = SendQueue[pb.DecodeEvent](MessageLimits(256, 16384))
     outlets = {key: DecodeOutlet(Outlet(queue, key), 1) for key in (1, 2)}
@@ -35,11 +40,22 @@ async def test_unread_tokens_of_a_request_join_and_nothing_passes_another(monkey
     outlets[1].finished(pb.DecodeFinished())
     first = await queue.take()
     assert sorted((event.key, event.position, list(event.tokens.token_ids)) for event in first) == [
-        (1, 1, []), (1, 1, [0, 1, 2, 3]), (1, 5, [4, 5]), (1, 7, []), (2, 1, [0, 1, 2, 3]), (2, 5, [4, 5])]
+        (1, 1, []),
+        (1, 1, [0, 1, 2, 3]),
+        (1, 5, [4, 5]),
+        (1, 7, []),
+        (2, 1, [0, 1, 2, 3]),
+        (2, 5, [4, 5]),
+    ]
     assert [event.WhichOneof("event") for event in first if event.key == 1] == [
-        "committed", "tokens", "tokens", "finished"]
-    assert [entry.logprob for event in first if event.key == 2 for entry in event.tokens.logprobs] == [
-        0, -1, -2, -3, -4, -5]
+        "committed",
+        "tokens",
+        "tokens",
+        "finished",
+    ]
+    assert [
+        entry.logprob for event in first if event.key == 2 for entry in event.tokens.logprobs
+    ] == [0, -1, -2, -3, -4, -5]
     outlets[2].drawn(drawn(6))
     assert await queue.take() == [pb.DecodeEvent(key=2, position=7, tokens=chunk(6))]
 
@@ -54,8 +70,14 @@ async def test_a_message_has_no_more_tokens_than_a_router_takes_however_they_joi
     taken = []
     while len(queue):
         taken.append(await queue.take())
-    assert max(sum(len(event.tokens.token_ids) for event in message) for message in taken) <= limits.max_weight
-    assert sum(len(event.tokens.token_ids) for message in taken for event in message) == 300 * 3 * MAX_JOINED
+    assert (
+        max(sum(len(event.tokens.token_ids) for event in message) for message in taken)
+        <= limits.max_weight
+    )
+    assert (
+        sum(len(event.tokens.token_ids) for message in taken for event in message)
+        == 300 * 3 * MAX_JOINED
+    )
 
 
 async def committed(pools: Arrivals) -> DecodeStream:
@@ -73,7 +95,12 @@ async def test_a_step_of_several_requests_is_one_message() -> None:
         batch = pools.next_batch()
         assert batch is not None
         assert batch.num_rows == len(streams)
-        call(pools.loop, lambda: pools.scheduler.on_result(batch, StepResult(0, [DrawnToken(9)] * batch.num_rows)))
+        call(
+            pools.loop,
+            lambda: pools.scheduler.on_result(
+                batch, StepResult(0, [DrawnToken(9)] * batch.num_rows)
+            ),
+        )
         events = [await stream.next() for stream in streams]
         assert [(item.position, list(item.tokens.token_ids)) for item in events] == [(1, [9])] * 3
         assert pools.router.num_messages == before + 1
@@ -82,7 +109,9 @@ async def test_a_step_of_several_requests_is_one_message() -> None:
         await pools.until(lambda: pools.is_free)
 
 
-async def test_a_request_that_finishes_ends_with_the_same_message_and_holds_nothing_any_more() -> None:
+async def test_a_request_that_finishes_ends_with_the_same_message_and_holds_nothing_any_more() -> (
+    None
+):
     async with arrivals() as pools:
         stream, destination = await pools.open(max_tokens=2)
         pools.deliver(destination)
@@ -92,7 +121,10 @@ async def test_a_request_that_finishes_ends_with_the_same_message_and_holds_noth
         batch = pools.next_batch()
         assert batch is not None
         call(pools.loop, lambda: pools.scheduler.on_result(batch, StepResult(0, [DrawnToken(9)])))
-        assert [(await stream.next()).WhichOneof("event") for _ in range(2)] == ["tokens", "finished"]
+        assert [(await stream.next()).WhichOneof("event") for _ in range(2)] == [
+            "tokens",
+            "finished",
+        ]
         await stream.ended()
         assert pools.router.num_messages == before + 1
         await pools.until(lambda: pools.is_free)
@@ -111,7 +143,10 @@ async def test_a_request_without_a_source_is_acknowledged_before_its_first_token
         call(pools.loop, lambda: pools.scheduler.on_result(batch, StepResult(0, [DrawnToken(9)])))
         events += [await stream.next() for _ in range(2)]
         assert [(event.position, event.WhichOneof("event")) for event in events] == [
-            (0, "local"), (0, "tokens"), (1, "finished")]
+            (0, "local"),
+            (0, "tokens"),
+            (1, "finished"),
+        ]
         assert (events[0].local.cached_tokens, list(events[1].tokens.token_ids)) == (16, [9])
         await stream.ended()
         assert stream.events.empty()

@@ -1,4 +1,5 @@
-"""What one request leaves on a decode pool for the next, on the real scheduler with a memory that remembers tokens."""
+"""What one request leaves on a decode pool for the next, on the real scheduler with a memory that
+remembers tokens."""
 
 import itertools
 from collections.abc import Sequence
@@ -51,13 +52,20 @@ class Asked:
     @property
     def expected(self) -> list[int]:
         """What is to be drawn here, up to a stop token."""
-        answer = self.tokens[len(self.request.prompt_token_ids):]
-        ends = [place + 1 for place, token in enumerate(answer) if token in self.request.stop_token_ids]
-        return answer[self.num_known:min(ends, default=len(answer))]
+        answer = self.tokens[len(self.request.prompt_token_ids) :]
+        ends = [
+            place + 1 for place, token in enumerate(answer) if token in self.request.stop_token_ids
+        ]
+        return answer[self.num_known : min(ends, default=len(answer))]
 
     @property
     def drawn(self) -> list[int]:
-        return [token.token_id for event in self.events if isinstance(event, Drawn) for token in event.tokens]
+        return [
+            token.token_id
+            for event in self.events
+            if isinstance(event, Drawn)
+            for token in event.tokens
+        ]
 
     @property
     def is_finished(self) -> bool:
@@ -65,19 +73,41 @@ class Asked:
 
 
 class Rig(CacheRig[DecodeScheduler]):
-    """A scheduler over pages of four tokens, and what a source and a model do there. With a `grid` the model has
-    recurrent layers, whose states come with the prompts."""
+    """A scheduler over pages of four tokens, and what a source and a model do there. With a `grid`
+    the model has recurrent layers, whose states come with the prompts."""
 
-    def __init__(self, *, num_pages: int = 40, depth: int = 1, grid: int = 1, local_rest_tokens: int = 0,
-                 steps_ahead: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        num_pages: int = 40,
+        depth: int = 1,
+        grid: int = 1,
+        local_rest_tokens: int = 0,
+        steps_ahead: bool = False,
+    ) -> None:
         self.clock = ManualClock()
-        super().__init__(DecodeScheduler(
-            pages=PageAllocator(num_pages), slots=SlotAllocator(0 if grid == 1 else 9), clock=self.clock,
-            cache_rule=ResumeRule(PAGE),
-            limits=DecodeLimits(page_size=PAGE, grid=grid, depth=depth, max_running=4, max_held=8, chunk_tokens=8,
-                                max_context_tokens=(num_pages - 1) * PAGE, growth_tokens=PAGE,
-                                local_rest_tokens=local_rest_tokens, has_states=grid > 1,
-                                steps_ahead=steps_ahead)), PAGE)
+        super().__init__(
+            DecodeScheduler(
+                pages=PageAllocator(num_pages),
+                slots=SlotAllocator(0 if grid == 1 else 9),
+                clock=self.clock,
+                cache_rule=ResumeRule(PAGE),
+                limits=DecodeLimits(
+                    page_size=PAGE,
+                    grid=grid,
+                    depth=depth,
+                    max_running=4,
+                    max_held=8,
+                    chunk_tokens=8,
+                    max_context_tokens=(num_pages - 1) * PAGE,
+                    growth_tokens=PAGE,
+                    local_rest_tokens=local_rest_tokens,
+                    has_states=grid > 1,
+                    steps_ahead=steps_ahead,
+                ),
+            ),
+            PAGE,
+        )
         self.asked: dict[int, Asked] = {}
         self.num_read = 0  # tokens, prompts' and replayed ones
 
@@ -92,18 +122,38 @@ class Rig(CacheRig[DecodeScheduler]):
         for key in self.asked:
             self.scheduler.release(key)
 
-    def reserve(self, prompt: Sequence[int], *, max_tokens: int = 5, salt: str = "", caches: bool = True,
-                compatibility: str = "c", replayed: int = 0, stops: frozenset[int] = frozenset()) -> Asked:
+    def reserve(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int = 5,
+        salt: str = "",
+        caches: bool = True,
+        compatibility: str = "c",
+        replayed: int = 0,
+        stops: frozenset[int] = frozenset(),
+    ) -> Asked:
         """`replayed` tokens after the first were drawn on another pool."""
-        request = Request("r", tuple(prompt), max_tokens, SamplingParams(temperature=0), cache_salt=salt,
-                          stop_token_ids=stops)
+        request = Request(
+            "r",
+            tuple(prompt),
+            max_tokens,
+            SamplingParams(temperature=0),
+            cache_salt=salt,
+            stop_token_ids=stops,
+        )
         asked = Asked(request, Reservation(0, (), 0), 1 + replayed)
         blocks = block_names(prompt, PAGE, compatibility=compatibility, salt=salt) if caches else ()
-        known = asked.tokens[len(prompt) + 1:len(prompt) + 1 + replayed]
-        asked.reservation = self.scheduler.reserve(request, asked.events.append, replayed=known, blocks=blocks,
-                                                   compatibility=compatibility if caches else "")
+        known = asked.tokens[len(prompt) + 1 : len(prompt) + 1 + replayed]
+        asked.reservation = self.scheduler.reserve(
+            request,
+            asked.events.append,
+            replayed=known,
+            blocks=blocks,
+            compatibility=compatibility if caches else "",
+        )
         self.asked[asked.reservation.key] = asked
-        self.memory.read(asked.reservation.prompt_page_ids, prompt[:asked.reservation.held_tokens])
+        self.memory.read(asked.reservation.prompt_page_ids, prompt[: asked.reservation.held_tokens])
         return asked
 
     def read_rest(self, prompt: Sequence[int], *, max_tokens: int = 5) -> Asked:
@@ -111,7 +161,11 @@ class Rig(CacheRig[DecodeScheduler]):
         request = Request("r", tuple(prompt), max_tokens, SamplingParams(temperature=0))
         asked = Asked(request, Reservation(0, (), 0), num_known=0, has_joined=True)
         asked.reservation = self.scheduler.read_rest(
-            request, asked.events.append, blocks=block_names(prompt, PAGE, compatibility="c"), compatibility="c")
+            request,
+            asked.events.append,
+            blocks=block_names(prompt, PAGE, compatibility="c"),
+            compatibility="c",
+        )
         self.asked[asked.reservation.key] = asked
         return asked
 
@@ -123,14 +177,24 @@ class Rig(CacheRig[DecodeScheduler]):
     def join(self, asked: Asked, *, with_draft: bool = False) -> None:
         self.land(asked)
         asked.has_joined = True
-        self.scheduler.join(asked.reservation.key, drawn_after(asked.request.prompt_token_ids), with_draft=with_draft)
+        self.scheduler.join(
+            asked.reservation.key,
+            drawn_after(asked.request.prompt_token_ids),
+            with_draft=with_draft,
+        )
 
     def answer(self, batch: ForwardBatch, error: StepFailed | None = None) -> None:
-        ends = [context + count for context, count in zip(batch.context_lens, batch.query_lens, strict=True)]
+        ends = [
+            context + count
+            for context, count in zip(batch.context_lens, batch.query_lens, strict=True)
+        ]
         if error is not None:
             self.spoil(batch)
-        drawn = [DrawnToken(self.asked[key].tokens[end]) for key, end, sampling in
-                 zip(batch.request_keys, ends, batch.sampling, strict=True) if sampling is not None and error is None]
+        drawn = [
+            DrawnToken(self.asked[key].tokens[end])
+            for key, end, sampling in zip(batch.request_keys, ends, batch.sampling, strict=True)
+            if sampling is not None and error is None
+        ]
         self.scheduler.on_result(batch, StepResult(0, drawn, error))
 
     def run(self) -> None:
@@ -152,7 +216,9 @@ def test_a_prompt_that_landed_stays() -> None:
     first = rig.serve(range(19))
     assert first.reservation.held_tokens == 0
     again = rig.serve(range(19))
-    assert again.reservation.held_tokens == 16, "its last token is always computed, and its page crosses"
+    assert again.reservation.held_tokens == 16, (
+        "its last token is always computed, and its page crosses"
+    )
     assert again.reservation.prompt_page_ids[:4] == first.reservation.prompt_page_ids[:4]
     assert rig.serve([*range(10), *range(50, 60)]).reservation.held_tokens == 8
     counts = [rig.count(name) for name in ("queried_tokens", "matched_tokens", "reused_tokens")]
@@ -276,13 +342,27 @@ def test_a_lost_stage_takes_everything_with_it() -> None:
 def test_what_a_tree_left_where_it_does_not_stay_is_not_kept() -> None:
     """The stages move accepted entries into place with the next step, and the last one has none."""
     scheduler = DecodeScheduler(
-        pages=PageAllocator(40), slots=SlotAllocator(0), clock=ManualClock(), cache_rule=ResumeRule(PAGE),
-        limits=DecodeLimits(page_size=PAGE, grid=1, depth=1, max_running=4, max_context_tokens=64,
-                            num_draft_tokens=3))
+        pages=PageAllocator(40),
+        slots=SlotAllocator(0),
+        clock=ManualClock(),
+        cache_rule=ResumeRule(PAGE),
+        limits=DecodeLimits(
+            page_size=PAGE,
+            grid=1,
+            depth=1,
+            max_running=4,
+            max_context_tokens=64,
+            num_draft_tokens=3,
+        ),
+    )
     events: list[Event] = []
     prompt = tuple(range(1, 8))
-    key = scheduler.reserve(Request("r", prompt, 6, SamplingParams(temperature=0)), events.append, compatibility="m",
-                            blocks=block_names(prompt, PAGE, compatibility="m")).key
+    key = scheduler.reserve(
+        Request("r", prompt, 6, SamplingParams(temperature=0)),
+        events.append,
+        compatibility="m",
+        blocks=block_names(prompt, PAGE, compatibility="m"),
+    ).key
     scheduler.join(key, 100)
     entry = scheduler._entries[key]
     tree = TokenTree((100, 100), (-1, -1))
@@ -298,32 +378,66 @@ def test_what_a_tree_left_where_it_does_not_stay_is_not_kept() -> None:
 
 
 class DecodeHistories(CacheMachine):
-    """Random histories of a small pool: prompts over few tokens and those that go on from answers; they land, or are
-    given up, or their rest is read; pages run out."""
+    """Random histories of a small pool: prompts over few tokens and those that go on from answers;
+    they land, or are given up, or their rest is read; pages run out."""
 
     rig: Rig
     asked = Bundle("asked")
 
-    @initialize(num_pages=st.integers(6, 24), window=st.sampled_from(("one", "two", "ahead")),
-                grid=st.sampled_from((1, 1, 8)))
+    @initialize(
+        num_pages=st.integers(6, 24),
+        window=st.sampled_from(("one", "two", "ahead")),
+        grid=st.sampled_from((1, 1, 8)),
+    )
     def begin(self, num_pages: int, window: str, grid: int) -> None:
         """Steps ahead: two in flight on one stage."""
         self.depth = 1 if window == "one" else 2
-        self.rig = Rig(num_pages=num_pages, depth=2 if window == "two" else 1, grid=grid, local_rest_tokens=9,
-                       steps_ahead=window == "ahead")
+        self.rig = Rig(
+            num_pages=num_pages,
+            depth=2 if window == "two" else 1,
+            grid=grid,
+            local_rest_tokens=9,
+            steps_ahead=window == "ahead",
+        )
 
-    @rule(target=asked, start=st.lists(st.sampled_from((0, 1)), min_size=0, max_size=4), tail=st.integers(1, 5),
-          max_tokens=st.integers(1, 9), replayed=st.sampled_from((0, 0, 3)), caches=st.booleans())
-    def reserve(self, start: list[int], tail: int, max_tokens: int, replayed: int,
-                caches: bool) -> object:  # noqa: FBT001
-        return self.try_reserve([*itertools.chain(*([block] * PAGE for block in start)), *[2] * tail],
-                                max_tokens=max_tokens, replayed=min(replayed, max_tokens - 1), caches=caches)
+    @rule(
+        target=asked,
+        start=st.lists(st.sampled_from((0, 1)), min_size=0, max_size=4),
+        tail=st.integers(1, 5),
+        max_tokens=st.integers(1, 9),
+        replayed=st.sampled_from((0, 0, 3)),
+        caches=st.booleans(),
+    )
+    def reserve(
+        self,
+        start: list[int],
+        tail: int,
+        max_tokens: int,
+        replayed: int,
+        caches: bool,  # noqa: FBT001
+    ) -> object:
+        return self.try_reserve(
+            [*itertools.chain(*([block] * PAGE for block in start)), *[2] * tail],
+            max_tokens=max_tokens,
+            replayed=min(replayed, max_tokens - 1),
+            caches=caches,
+        )
 
-    @rule(target=asked, earlier=asked, cut=st.integers(1, 9), max_tokens=st.integers(1, 9),
-          stops=st.frozensets(st.sampled_from((0, 1, 2)), max_size=1))
-    def go_on(self, earlier: Asked | None, cut: int, max_tokens: int, stops: frozenset[int]) -> object:
-        return None if earlier is None else self.try_reserve(earlier.tokens[:-cut] or [1], max_tokens=max_tokens,
-                                                             stops=stops)
+    @rule(
+        target=asked,
+        earlier=asked,
+        cut=st.integers(1, 9),
+        max_tokens=st.integers(1, 9),
+        stops=st.frozensets(st.sampled_from((0, 1, 2)), max_size=1),
+    )
+    def go_on(
+        self, earlier: Asked | None, cut: int, max_tokens: int, stops: frozenset[int]
+    ) -> object:
+        return (
+            None
+            if earlier is None
+            else self.try_reserve(earlier.tokens[:-cut] or [1], max_tokens=max_tokens, stops=stops)
+        )
 
     @rule(target=asked, earlier=asked, cut=st.integers(1, 9), max_tokens=st.integers(1, 9))
     def go_on_here(self, earlier: Asked | None, cut: int, max_tokens: int) -> object:
@@ -335,12 +449,21 @@ class DecodeHistories(CacheMachine):
         except CapacityError:
             return None
 
-    def try_reserve(self, prompt: list[int], *, max_tokens: int, replayed: int = 0,
-                    caches: bool = True, stops: frozenset[int] = frozenset()) -> Asked | None:
+    def try_reserve(
+        self,
+        prompt: list[int],
+        *,
+        max_tokens: int,
+        replayed: int = 0,
+        caches: bool = True,
+        stops: frozenset[int] = frozenset(),
+    ) -> Asked | None:
         if len(prompt) + max_tokens > self.rig.scheduler.limits.max_context_tokens:
             return None
         try:
-            return self.rig.reserve(prompt, max_tokens=max_tokens, replayed=replayed, caches=caches, stops=stops)
+            return self.rig.reserve(
+                prompt, max_tokens=max_tokens, replayed=replayed, caches=caches, stops=stops
+            )
         except CapacityError:
             return None
 
@@ -366,7 +489,7 @@ class DecodeHistories(CacheMachine):
     @invariant()
     def draws_what_it_is_to_draw(self) -> None:
         for asked in self.rig.asked.values():
-            assert asked.drawn == asked.expected[:len(asked.drawn)]
+            assert asked.drawn == asked.expected[: len(asked.drawn)]
             assert len(asked.drawn) == len(asked.expected) or not asked.is_finished
 
 

@@ -15,7 +15,13 @@ from engine.memory.leases import PageAllocator, SlotAllocator
 from engine.pipeline.stages import StepFailed, StepResult
 from pool.request.entry import Failed
 from runtime.clock import ManualClock
-from runtime.errors import CapacityError, DeadlineError, InternalError, InvalidRequestError, PeerLostError
+from runtime.errors import (
+    CapacityError,
+    DeadlineError,
+    InternalError,
+    InvalidRequestError,
+    PeerLostError,
+)
 
 
 @dataclass
@@ -24,29 +30,64 @@ class Client:
 
     @property
     def tokens(self) -> list[int]:
-        return [token.token_id for event in self.events if isinstance(event, Drawn) for token in event.tokens]
+        return [
+            token.token_id
+            for event in self.events
+            if isinstance(event, Drawn)
+            for token in event.tokens
+        ]
 
     @property
     def last(self) -> Event:
         return self.events[-1]
 
 
-def make(*, num_pages: int = 20, page_size: int = 4, depth: int = 1, max_running: int = 4, num_slots: int = 0,
-         grid: int = 1) -> DecodeScheduler:
+def make(
+    *,
+    num_pages: int = 20,
+    page_size: int = 4,
+    depth: int = 1,
+    max_running: int = 4,
+    num_slots: int = 0,
+    grid: int = 1,
+) -> DecodeScheduler:
     return DecodeScheduler(
-        pages=PageAllocator(num_pages), slots=SlotAllocator(num_slots),
-        limits=DecodeLimits(page_size=page_size, grid=grid, depth=depth, max_running=max_running, max_context_tokens=64,
-                            chunk_tokens=8, growth_tokens=page_size, has_states=grid > 1),
-        clock=ManualClock())
+        pages=PageAllocator(num_pages),
+        slots=SlotAllocator(num_slots),
+        limits=DecodeLimits(
+            page_size=page_size,
+            grid=grid,
+            depth=depth,
+            max_running=max_running,
+            max_context_tokens=64,
+            chunk_tokens=8,
+            growth_tokens=page_size,
+            has_states=grid > 1,
+        ),
+        clock=ManualClock(),
+    )
 
 
-def request(prompt: int = 5, max_tokens: int = 8, *, priority: int = 0, stop: frozenset[int] = frozenset()) -> Request:
-    return Request("r", tuple(range(1, prompt + 1)), max_tokens, SamplingParams(temperature=0), priority=priority,
-                   stop_token_ids=stop)
+def request(
+    prompt: int = 5, max_tokens: int = 8, *, priority: int = 0, stop: frozenset[int] = frozenset()
+) -> Request:
+    return Request(
+        "r",
+        tuple(range(1, prompt + 1)),
+        max_tokens,
+        SamplingParams(temperature=0),
+        priority=priority,
+        stop_token_ids=stop,
+    )
 
 
-def joined(scheduler: DecodeScheduler, wanted: Request, first_token: int = 100, *,
-           ends_at_s: float = math.inf) -> tuple[int, Client]:
+def joined(
+    scheduler: DecodeScheduler,
+    wanted: Request,
+    first_token: int = 100,
+    *,
+    ends_at_s: float = math.inf,
+) -> tuple[int, Client]:
     client = Client()
     key = scheduler.reserve(wanted, client.events.append, ends_at_s=ends_at_s).key
     scheduler.join(key, first_token)
@@ -98,8 +139,8 @@ def test_a_first_token_that_ends_the_request_never_runs() -> None:
 
 @pytest.mark.parametrize("num_replayed", [0, 1, 5, 8])
 def test_what_another_pool_drew_is_computed_again_and_not_told_again(num_replayed: int) -> None:
-    """A request moves here after its first token and `num_replayed` more; the eighth of nine ends it elsewhere, too.
-    Where chunks lie on a grid, the answer is computed as it was drawn."""
+    """A request moves here after its first token and `num_replayed` more; the eighth of nine ends
+    it elsewhere, too. Where chunks lie on a grid, the answer is computed as it was drawn."""
     scheduler, wanted = make(grid=4), request(prompt=5, max_tokens=9)
     client = Client()
     replayed = [106 + i for i in range(num_replayed)]
@@ -111,25 +152,39 @@ def test_what_another_pool_drew_is_computed_again_and_not_told_again(num_replaye
     assert client.last.reason is FinishReason.LENGTH
     draws = [batch.sampling[0] is not None for batch in batches]
     assert draws == [False] * min(num_replayed, len(batches)) + [True] * (8 - num_replayed)
-    assert [batch.token_ids.tolist() for batch in batches if batch.token_ids is not None] \
-        == [[105 + i] for i in range(len(batches))]
+    assert [batch.token_ids.tolist() for batch in batches if batch.token_ids is not None] == [
+        [105 + i] for i in range(len(batches))
+    ]
     scheduler.on_idle()
 
 
-@pytest.mark.parametrize(("num_replayed", "chunks"), [(0, []), (1, [1]), (5, [5]), (8, []), (20, [8, 8, 4])])
-def test_an_answer_that_another_pool_drew_is_read_where_no_grid_forbids_it(num_replayed: int,
-                                                                           chunks: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("num_replayed", "chunks"), [(0, []), (1, [1]), (5, [5]), (8, []), (20, [8, 8, 4])]
+)
+def test_an_answer_that_another_pool_drew_is_read_where_no_grid_forbids_it(
+    num_replayed: int, chunks: list[int]
+) -> None:
     scheduler, client = make(), Client()
     wanted = request(prompt=5, max_tokens=30 if num_replayed == 20 else 9)
-    key = scheduler.reserve(wanted, client.events.append, replayed=[106 + i for i in range(num_replayed)]).key
+    key = scheduler.reserve(
+        wanted, client.events.append, replayed=[106 + i for i in range(num_replayed)]
+    ).key
     scheduler.join(key, 105)
     batches = run(scheduler, 40)
     read = [batch for batch in batches if batch.mode is ForwardMode.PREFILL]
     assert [batch.num_tokens for batch in read] == chunks
-    assert [token for batch in batches if batch.token_ids is not None for token in batch.token_ids.tolist()] \
-        == [105 + i for i in range(wanted.max_tokens - 1)][:sum(batch.num_tokens for batch in batches)]
+    assert [
+        token
+        for batch in batches
+        if batch.token_ids is not None
+        for token in batch.token_ids.tolist()
+    ] == [105 + i for i in range(wanted.max_tokens - 1)][
+        : sum(batch.num_tokens for batch in batches)
+    ]
     assert client.tokens == [106 + i for i in range(num_replayed, wanted.max_tokens - 1)]
-    assert all(sampling is None for batch in read for sampling in batch.sampling), "a replay draws nothing"
+    assert all(sampling is None for batch in read for sampling in batch.sampling), (
+        "a replay draws nothing"
+    )
     scheduler.on_idle()
 
 
@@ -147,7 +202,9 @@ def test_reserving_takes_prompt_and_growth_or_nothing() -> None:
 
 
 def test_a_request_that_could_never_fit_is_refused_by_field() -> None:
-    with pytest.raises(InvalidRequestError, match="max_tokens: prompt of 5 and max_tokens 60 are 65 tokens"):
+    with pytest.raises(
+        InvalidRequestError, match="max_tokens: prompt of 5 and max_tokens 60 are 65 tokens"
+    ):
         make(num_pages=99).reserve(request(prompt=5, max_tokens=60), lambda event: None)
 
 
@@ -182,7 +239,10 @@ def test_out_of_pages_sets_the_youngest_back_and_replays_it_exactly() -> None:
     assert isinstance(second.last, Finished)
     assert (first.last.num_preemptions, second.last.num_preemptions) == (0, 1)
     replayed = [batch for batch in batches if batch.mode is ForwardMode.PREFILL]
-    assert [batch.context_lens for batch in replayed] == [(0,), (8,)]  # of prompt and answer, by chunks of 8
+    assert [batch.context_lens for batch in replayed] == [
+        (0,),
+        (8,),
+    ]  # of prompt and answer, by chunks of 8
     assert [batch.sampling for batch in replayed] == [(None,)] * 2, "a replay draws nothing"
     scheduler.on_idle()
 
@@ -296,7 +356,11 @@ def test_every_request_ends_and_memory_returns_under_pressure() -> None:
     clients = []
     for i in range(40):
         try:
-            clients.append(joined(scheduler, request(prompt=1 + i % 7, max_tokens=1 + i % 11, priority=i % 3))[1])
+            clients.append(
+                joined(scheduler, request(prompt=1 + i % 7, max_tokens=1 + i % 11, priority=i % 3))[
+                    1
+                ]
+            )
         except CapacityError:
             run(scheduler, 5)
     run(scheduler, 2000)
@@ -308,10 +372,18 @@ def test_every_request_ends_and_memory_returns_under_pressure() -> None:
 
 def test_s4_6_more_may_be_held_than_run_and_all_take_their_turns() -> None:
     scheduler = DecodeScheduler(
-        pages=PageAllocator(99), slots=SlotAllocator(0),
-        limits=DecodeLimits(page_size=4, grid=1, depth=1, max_running=2, max_held=decode_requests(2),
-                            max_context_tokens=64),
-        clock=ManualClock())
+        pages=PageAllocator(99),
+        slots=SlotAllocator(0),
+        limits=DecodeLimits(
+            page_size=4,
+            grid=1,
+            depth=1,
+            max_running=2,
+            max_held=decode_requests(2),
+            max_context_tokens=64,
+        ),
+        clock=ManualClock(),
+    )
     clients = [joined(scheduler, request(max_tokens=5))[1] for _ in range(6)]
     with pytest.raises(CapacityError, match="6 requests hold memory, the limit is 6"):
         scheduler.reserve(request(), lambda event: None)
@@ -325,17 +397,35 @@ def test_s4_6_more_may_be_held_than_run_and_all_take_their_turns() -> None:
 def test_who_has_no_room_for_the_states_of_a_tree_takes_plain_steps_until_another_leaves() -> None:
     """Two requests that came from another pool with five tokens, and room for the states of one."""
     scheduler = DecodeScheduler(
-        pages=PageAllocator(20), slots=SlotAllocator(4), scratch=SlotAllocator(2), clock=ManualClock(),
-        limits=DecodeLimits(page_size=4, grid=64, depth=2, max_running=1, max_held=2, max_context_tokens=64,
-                            growth_tokens=4, num_draft_tokens=3, has_states=True))
+        pages=PageAllocator(20),
+        slots=SlotAllocator(4),
+        scratch=SlotAllocator(2),
+        clock=ManualClock(),
+        limits=DecodeLimits(
+            page_size=4,
+            grid=64,
+            depth=2,
+            max_running=1,
+            max_held=2,
+            max_context_tokens=64,
+            growth_tokens=4,
+            num_draft_tokens=3,
+            has_states=True,
+        ),
+    )
     keys = []
     for _ in range(2):
-        keys.append(scheduler.reserve(request(), lambda event: None, replayed=[106, 107, 108, 109]).key)
+        keys.append(
+            scheduler.reserve(request(), lambda event: None, replayed=[106, 107, 108, 109]).key
+        )
         scheduler.join(keys[-1], 105)
     first, second = scheduler.next_batch(), scheduler.next_batch()
     assert first is not None
     assert second is not None
-    assert [shape(first), shape(second)] == [(ForwardMode.VERIFY, 4, 3, 1), (ForwardMode.DECODE, 1, 0, 0)]
+    assert [shape(first), shape(second)] == [
+        (ForwardMode.VERIFY, 4, 3, 1),
+        (ForwardMode.DECODE, 1, 0, 0),
+    ]
     scheduler.on_result(first, StepResult(1, []))
     scheduler.release(keys[0])
     scheduler.on_result(second, StepResult(2, []))

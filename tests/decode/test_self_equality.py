@@ -31,9 +31,16 @@ def requests(max_tokens: int = 24) -> list[Request]:
         SamplingParams(temperature=0, frequency_penalty=0.5, presence_penalty=0.5),
         SamplingParams(temperature=1.0, seed=2**63 + 5, logit_bias=((7, 3.0), (9, -100.0))),
     ]
-    return [Request(f"r{i}", tuple(rng.randrange(3, 256) for _ in range(length)), max_tokens, params,
-                    num_top_logprobs=3)
-            for i, (length, params) in enumerate(zip(PROMPT_LENGTHS, sampling, strict=True))]
+    return [
+        Request(
+            f"r{i}",
+            tuple(rng.randrange(3, 256) for _ in range(length)),
+            max_tokens,
+            params,
+            num_top_logprobs=3,
+        )
+        for i, (length, params) in enumerate(zip(PROMPT_LENGTHS, sampling, strict=True))
+    ]
 
 
 def shown(answers: list[Answer]) -> list[list[object]]:
@@ -41,7 +48,9 @@ def shown(answers: list[Answer]) -> list[list[object]]:
     return [list(answer.tokens) for answer in answers]
 
 
-@pytest.fixture(scope="module", params=["hybrid-float32", "hybrid-bfloat16", "llama-float32", "qwen3-bfloat16"])
+@pytest.fixture(
+    scope="module", params=["hybrid-float32", "hybrid-bfloat16", "llama-float32", "qwen3-bfloat16"]
+)
 def description(request: pytest.FixtureRequest) -> ModelDescription:
     family, dtype = request.param.split("-")
     return tiny({"hybrid": HYBRID, "llama": LLAMA, "qwen3": QWEN3}[family], dtype)
@@ -55,20 +64,25 @@ def reference(description: ModelDescription) -> list[list[object]]:
         return [shown(pool.generate([request]))[0] for request in requests()]
 
 
-@pytest.mark.parametrize(("size", "partition"), [(1, None), (2, None), (3, None), (4, None), (5, None), (3, "1,3,1")])
-def test_batched_and_staged_equals_alone_s0_7(description: ModelDescription, reference: list[list[object]], size: int,
-                                              partition: str | None) -> None:
+@pytest.mark.parametrize(
+    ("size", "partition"), [(1, None), (2, None), (3, None), (4, None), (5, None), (3, "1,3,1")]
+)
+def test_batched_and_staged_equals_alone_s0_7(
+    description: ModelDescription, reference: list[list[object]], size: int, partition: str | None
+) -> None:
     with local_pool(description, size, partition=partition) as pool:
         assert shown(pool.generate(requests())) == reference
 
 
 @pytest.mark.parametrize("chunk_tokens", [64, 128])
 @pytest.mark.parametrize("page_size", [16, 64])
-def test_chunks_and_pages_change_nothing(description: ModelDescription, reference: list[list[object]],
-                                         chunk_tokens: int, page_size: int) -> None:
+def test_chunks_and_pages_change_nothing(
+    description: ModelDescription, reference: list[list[object]], chunk_tokens: int, page_size: int
+) -> None:
     with local_pool(description, 2, chunk_tokens=chunk_tokens, page_size=page_size) as pool:
         answers = shown(pool.generate(list(reversed(requests()))))
-    # Attention accumulates page by page, so another page size is another, equally exact, order of sums.
+    # Attention accumulates page by page, so another page size is another, equally exact, order of
+    # sums.
     if page_size == 16:
         assert answers[::-1] == reference
     else:
@@ -77,13 +91,21 @@ def test_chunks_and_pages_change_nothing(description: ModelDescription, referenc
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_preempted_and_replayed_equals_undisturbed(description: ModelDescription, reference: list[list[object]],
-                                                   size: int) -> None:
+def test_preempted_and_replayed_equals_undisturbed(
+    description: ModelDescription, reference: list[list[object]], size: int
+) -> None:
     # 6 requests want 33 pages in the end; admission alone needs 29.
     with local_pool(description, size, num_pages=31) as pool:
         answers = pool.generate(requests())
     assert shown(answers) == reference
-    assert sum(answer.finished.num_preemptions for answer in answers if isinstance(answer.finished, Finished)) > 0
+    assert (
+        sum(
+            answer.finished.num_preemptions
+            for answer in answers
+            if isinstance(answer.finished, Finished)
+        )
+        > 0
+    )
 
 
 def test_a_seed_is_the_only_source_of_chance(description: ModelDescription) -> None:

@@ -1,5 +1,5 @@
-"""One request on a decode pool of three stages, from reservation to its end: what must be there before it may run, and
-what must be free after it ended, however it did."""
+"""One request on a decode pool of three stages, from reservation to its end: what must be there
+before it may run, and what must be free after it ended, however it did."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -44,7 +44,11 @@ from transfer.plan import codec
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageSessionState
 from transfer.session import ReceiveSession, SessionDeadlines
 
-OPEN, COMPLETE, DRAINED = StageSessionState.OPEN, StageSessionState.COMPLETE, StageSessionState.DRAINED
+OPEN, COMPLETE, DRAINED = (
+    StageSessionState.OPEN,
+    StageSessionState.COMPLETE,
+    StageSessionState.DRAINED,
+)
 
 
 @pytest.fixture
@@ -55,15 +59,22 @@ async def pools() -> AsyncIterator[Arrivals]:
 
 
 async def assert_gone(pools: Arrivals, session_id: str) -> None:
-    """Every page and slot is free, given back when no stage could still write any, and every stage drains."""
+    """Every page and slot is free, given back when no stage could still write any, and every stage
+    drains."""
     await pools.until(lambda: pools.is_free)
-    assert all(stage.log.states(session_id)[-1] in (COMPLETE, DRAINED) for stage in pools.dest.stages)
-    await pools.until(lambda: all(stage.log.states(session_id)[-1] is DRAINED for stage in pools.dest.stages))
+    assert all(
+        stage.log.states(session_id)[-1] in (COMPLETE, DRAINED) for stage in pools.dest.stages
+    )
+    await pools.until(
+        lambda: all(stage.log.states(session_id)[-1] is DRAINED for stage in pools.dest.stages)
+    )
     call(pools.loop, pools.scheduler.on_idle)
 
 
 async def all_landed(pools: Arrivals, session_id: str) -> None:
-    await pools.until(lambda: all(COMPLETE in stage.log.states(session_id) for stage in pools.dest.stages))
+    await pools.until(
+        lambda: all(COMPLETE in stage.log.states(session_id) for stage in pools.dest.stages)
+    )
 
 
 def run_step(pools: Arrivals, error: BatonError | None = None) -> None:
@@ -71,18 +82,24 @@ def run_step(pools: Arrivals, error: BatonError | None = None) -> None:
     batch = pools.next_batch()
     if batch is None:
         return
-    result = StepResult(0, [DrawnToken(9) for row in batch.sampling if row is not None and error is None], error)
+    result = StepResult(
+        0, [DrawnToken(9) for row in batch.sampling if row is not None and error is None], error
+    )
     call(pools.loop, lambda: pools.scheduler.on_result(batch, result))
 
 
 @pytest.mark.parametrize("late", [0, 1, 2])
-async def test_s4_10_a_slot_is_read_only_when_every_stage_has_landed(pools: Arrivals, late: int) -> None:
+async def test_s4_10_a_slot_is_read_only_when_every_stage_has_landed(
+    pools: Arrivals, late: int
+) -> None:
     stream, destination = await pools.open()
     late_layers = pools.dest.stages[late].memory.geometry.layers
     pools.deliver(destination, layers=lambda layer_id: layer_id not in late_layers)
     stream.send(first_token())
     others = [stage for rank, stage in enumerate(pools.dest.stages) if rank != late]
-    await pools.until(lambda: all(COMPLETE in stage.log.states(destination.session_id) for stage in others))
+    await pools.until(
+        lambda: all(COMPLETE in stage.log.states(destination.session_id) for stage in others)
+    )
     await asyncio.sleep(0.05)  # for whoever would commit now
     assert pools.next_batch() is None
     assert stream.events.empty()
@@ -97,8 +114,12 @@ async def test_s4_10_a_slot_is_read_only_when_every_stage_has_landed(pools: Arri
 
 
 @pytest.mark.parametrize("layer_id", range(NUM_LAYERS))
-async def test_s4_10_one_failing_stage_fails_the_request_and_frees_every_stage(pools: Arrivals, layer_id: int) -> None:
-    pools.network.fault = lambda tag, num_bytes: Fault.FLIP if num_bytes == state_bytes(layer_id) else Fault.NONE
+async def test_s4_10_one_failing_stage_fails_the_request_and_frees_every_stage(
+    pools: Arrivals, layer_id: int
+) -> None:
+    pools.network.fault = lambda tag, num_bytes: (
+        Fault.FLIP if num_bytes == state_bytes(layer_id) else Fault.NONE
+    )
     stream, destination = await pools.open()
     stream.send(first_token())
     pools.deliver(destination)
@@ -153,9 +174,12 @@ async def to_decoding(pools: Arrivals) -> tuple[DecodeStream, str]:
     return stream, session_id
 
 
-@pytest.mark.parametrize("reach", [to_destination, to_half_landed, to_landed, to_committed, to_decoding])
+@pytest.mark.parametrize(
+    "reach", [to_destination, to_half_landed, to_landed, to_committed, to_decoding]
+)
 async def test_s4_7_an_abort_frees_at_every_step(
-        pools: Arrivals, reach: Callable[[Arrivals], Awaitable[tuple[DecodeStream, str]]]) -> None:
+    pools: Arrivals, reach: Callable[[Arrivals], Awaitable[tuple[DecodeStream, str]]]
+) -> None:
     stream, session_id = await reach(pools)
     assert not pools.is_free
     stream.send(cancelled())
@@ -171,10 +195,13 @@ async def test_s4_7_a_failed_step_frees(pools: Arrivals) -> None:
 
 
 async def test_requests_that_one_error_ends_end_each_with_its_own(pools: Arrivals) -> None:
-    """The frames of an error are cleared where it becomes a status; those of other requests must not be among them, or
-    their ends would be bugs."""
+    """The frames of an error are cleared where it becomes a status; those of other requests must
+    not be among them, or their ends would be bugs."""
     streams = [await to_committed(pools) for _ in range(2)]
-    call(pools.loop, lambda: pools.scheduler.on_pipeline_lost([], PeerLostError("stage 1 of the pool died")))
+    call(
+        pools.loop,
+        lambda: pools.scheduler.on_pipeline_lost([], PeerLostError("stage 1 of the pool died")),
+    )
     for stream, _ in streams:
         with pytest.raises(PeerLostError, match="stage 1 of the pool died"):
             await stream.ended()
@@ -183,8 +210,12 @@ async def test_requests_that_one_error_ends_end_each_with_its_own(pools: Arrival
 
 
 @pytest.mark.parametrize("how", ["length", "stop token"])
-async def test_s4_7_a_request_that_its_first_token_ends_frees_without_a_step(pools: Arrivals, how: str) -> None:
-    stream, destination = await pools.open(max_tokens=1) if how == "length" else await pools.open(stop_token_ids=[7])
+async def test_s4_7_a_request_that_its_first_token_ends_frees_without_a_step(
+    pools: Arrivals, how: str
+) -> None:
+    stream, destination = (
+        await pools.open(max_tokens=1) if how == "length" else await pools.open(stop_token_ids=[7])
+    )
     pools.deliver(destination)
     stream.send(first_token(7))
     assert (await stream.next()).WhichOneof("event") == "committed"
@@ -195,7 +226,8 @@ async def test_s4_7_a_request_that_its_first_token_ends_frees_without_a_step(poo
 
 
 async def test_s4_7_a_request_set_back_for_lack_of_pages_gives_its_slot_back_and_ends_like_any_other(
-        pools: Arrivals) -> None:
+    pools: Arrivals,
+) -> None:
     stream, destination = await pools.open(max_tokens=16)
     pools.deliver(destination)
     stream.send(first_token())
@@ -224,7 +256,10 @@ async def test_terms_that_do_not_fit_are_a_handshake_that_failed(pools: Arrivals
     pools.terms = replace(pools.terms, compatibility="another")
     with pytest.raises(IncompatiblePeerError):
         await pools.begin().ended()
-    assert pools.metric("baton_handshake_failures_total", reason=IncompatiblePeerError.reason.lower()) == 1
+    assert (
+        pools.metric("baton_handshake_failures_total", reason=IncompatiblePeerError.reason.lower())
+        == 1
+    )
     assert pools.metric("baton_handshake_seconds_count") == 0
     await pools.until(lambda: pools.is_free)
 
@@ -244,8 +279,11 @@ def new_source(terms: SourceTerms) -> pb.DecodeInput:
     return pb.DecodeInput(new_source=codec.source_to_proto(terms))
 
 
-async def test_a_source_lost_with_everything_sent_and_nothing_said_is_replaced(pools: Arrivals) -> None:
-    """It may have died between its last byte and its first token: the next one delivers into the same reservation."""
+async def test_a_source_lost_with_everything_sent_and_nothing_said_is_replaced(
+    pools: Arrivals,
+) -> None:
+    """It may have died between its last byte and its first token: the next one delivers into the
+    same reservation."""
     stream, session_id = await to_landed(pools)
     pools.source.close(session_id)
     for stage in pools.source.stages:
@@ -256,17 +294,25 @@ async def test_a_source_lost_with_everything_sent_and_nothing_said_is_replaced(p
     pools.deliver(destination, request_key=2)
     stream.send(first_token())
     assert (await stream.next()).WhichOneof("event") == "committed"
-    assert_handed_over(pools.source, pools.dest, SOURCE_PAGES, destination.page_ids, 1, destination.slot_id)
-    assert all(stage.log.states(session_id) == [OPEN, COMPLETE, DRAINED] for stage in pools.dest.stages)
+    assert_handed_over(
+        pools.source, pools.dest, SOURCE_PAGES, destination.page_ids, 1, destination.slot_id
+    )
+    assert all(
+        stage.log.states(session_id) == [OPEN, COMPLETE, DRAINED] for stage in pools.dest.stages
+    )
     stream.send(cancelled())
     await pools.until(lambda: pools.is_free)
 
 
-@pytest.mark.parametrize(("reach", "wrong"), [
-    (to_half_landed, {"compatibility": "another"}), (to_landed, {"num_tokens": 3})])
+@pytest.mark.parametrize(
+    ("reach", "wrong"),
+    [(to_half_landed, {"compatibility": "another"}), (to_landed, {"num_tokens": 3})],
+)
 async def test_a_new_source_that_is_refused_leaves_the_old_epoch_to_drain(
-        pools: Arrivals, reach: Callable[[Arrivals], Awaitable[tuple[DecodeStream, str]]],
-        wrong: dict[str, Any]) -> None:
+    pools: Arrivals,
+    reach: Callable[[Arrivals], Awaitable[tuple[DecodeStream, str]]],
+    wrong: dict[str, Any],
+) -> None:
     stream, session_id = await reach(pools)
     stream.send(new_source(replace(pools.terms, **wrong)))
     with pytest.raises((IncompatiblePeerError, InvalidRequestError)):
@@ -277,7 +323,9 @@ async def test_a_new_source_that_is_refused_leaves_the_old_epoch_to_drain(
 async def test_a_first_token_outside_the_vocabulary_is_refused_by_name(pools: Arrivals) -> None:
     stream, session_id = await to_landed(pools)
     stream.send(first_token(tiny(HYBRID).facts.vocab_size))
-    with pytest.raises(InvalidRequestError, match=r"first_token: token id .* is outside the vocabulary"):
+    with pytest.raises(
+        InvalidRequestError, match=r"first_token: token id .* is outside the vocabulary"
+    ):
         await stream.ended()
     assert pools.next_batch() is None
     await assert_gone(pools, session_id)
@@ -285,14 +333,18 @@ async def test_a_first_token_outside_the_vocabulary_is_refused_by_name(pools: Ar
 
 @pytest.mark.parametrize("remaining_s", [1.0, 600.0])
 async def test_a_prompt_may_take_as_long_to_land_as_its_request_has(
-        pools: Arrivals, monkeypatch: pytest.MonkeyPatch, remaining_s: float) -> None:
+    pools: Arrivals, monkeypatch: pytest.MonkeyPatch, remaining_s: float
+) -> None:
     monkeypatch.setattr(arrival, "HANDOFF_TIMEOUT_S", 0.01)  # for a request that does not say
     stream, destination = await pools.open(remaining_s=remaining_s)
     if remaining_s == 1.0:
         with pytest.raises(DeadlineError, match="the prompt to land"):
             await stream.ended()
     else:
-        assert (await pools.loop.submit(pools.scheduler.occupancy)).leases == {"landing": 1, "running": 0}
+        assert (await pools.loop.submit(pools.scheduler.occupancy)).leases == {
+            "landing": 1,
+            "running": 0,
+        }
         await asyncio.sleep(0.3)
         pools.deliver(destination)
         stream.send(first_token())
@@ -307,14 +359,20 @@ async def to_failed(pools: Arrivals) -> tuple[DecodeStream, str]:
     stream, destination = await pools.open()
     pools.deliver(destination)
     failed = StageSessionState.FAILED
-    await pools.until(lambda: all(failed in stage.log.states(destination.session_id) for stage in pools.dest.stages))
+    await pools.until(
+        lambda: all(
+            failed in stage.log.states(destination.session_id) for stage in pools.dest.stages
+        )
+    )
     pools.network.fault = None
     return stream, destination.session_id
 
 
 async def test_a_landing_that_failed_and_whose_source_lives_ends_with_the_reason(
-        pools: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its router knows of no failure and would wait for the commit until the deadline; so it learns of this one."""
+    pools: Arrivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its router knows of no failure and would wait for the commit until the deadline; so it learns
+    of this one."""
     monkeypatch.setattr(arrival, "SessionDeadlines", Impatient)
     stream, session_id = await to_failed(pools)
     with pytest.raises(PeerLostError):
@@ -323,7 +381,8 @@ async def test_a_landing_that_failed_and_whose_source_lives_ends_with_the_reason
 
 
 async def test_a_landing_that_failed_waits_for_another_source_where_its_own_is_lost(
-        pools: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools: Arrivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next one may queue for long on another worker."""
     monkeypatch.setattr(arrival, "SessionDeadlines", Impatient)
     stream, destination = await pools.open()
@@ -331,7 +390,11 @@ async def test_a_landing_that_failed_waits_for_another_source_where_its_own_is_l
     pools.network.fault = lambda tag, num_bytes: Fault.DIE
     pools.deliver(destination)
     failed = StageSessionState.FAILED
-    await pools.until(lambda: all(failed in stage.log.states(destination.session_id) for stage in pools.dest.stages))
+    await pools.until(
+        lambda: all(
+            failed in stage.log.states(destination.session_id) for stage in pools.dest.stages
+        )
+    )
     pools.network.fault = None
     await asyncio.sleep(3 * Impatient.word_s)
     stream.send(new_source(pools.terms))
@@ -341,7 +404,8 @@ async def test_a_landing_that_failed_waits_for_another_source_where_its_own_is_l
 
 
 async def test_a_pool_that_cannot_open_says_so_instead_of_a_landing(
-        pools: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools: Arrivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stage = pools.dest.stages[1]
     monkeypatch.setattr(stage.memory, "view", refuse)
     stream = pools.begin()
@@ -351,7 +415,9 @@ async def test_a_pool_that_cannot_open_says_so_instead_of_a_landing(
     await pools.until(lambda: pools.is_free)
 
 
-async def test_a_handoff_that_takes_too_long_ends_its_lease(pools: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_handoff_that_takes_too_long_ends_its_lease(
+    pools: Arrivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(arrival, "HANDOFF_TIMEOUT_S", 0.5)
     stream, destination = await pools.open()
     with pytest.raises(DeadlineError):
@@ -383,15 +449,21 @@ async def test_a_request_whose_time_is_up_takes_no_step(pools: Arrivals) -> None
 
 
 async def test_stages_that_do_not_post_in_time_are_no_deadline_and_another_pool_may_do_better(
-        pools: Arrivals, monkeypatch: pytest.MonkeyPatch) -> None:
+    pools: Arrivals, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(SessionDeadlines, "within", lambda _: SessionDeadlines(open_s=0.01))
     group = pools.service._parts.leader.group
     open_receive = group.open_receive
 
-    def open_unseen(source: SourceTerms, destination: DestinationTerms, session: ReceiveSession, *_: object) -> None:
+    def open_unseen(
+        source: SourceTerms, destination: DestinationTerms, session: ReceiveSession, *_: object
+    ) -> None:
         take = session.on_stage_event
-        monkeypatch.setattr(session, "on_stage_event",
-                            lambda rank, event: None if event.state is OPEN else take(rank, event))
+        monkeypatch.setattr(
+            session,
+            "on_stage_event",
+            lambda rank, event: None if event.state is OPEN else take(rank, event),
+        )
         open_receive(source, destination, session, lambda: None)
 
     monkeypatch.setattr(group, "open_receive", open_unseen)
@@ -401,7 +473,9 @@ async def test_stages_that_do_not_post_in_time_are_no_deadline_and_another_pool_
     assert pools.metric("baton_handshake_failures_total", reason="handoff_failed") == 1
 
 
-async def test_a_router_may_have_as_many_requests_here_as_the_pool_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_router_may_have_as_many_requests_here_as_the_pool_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(router_call, "SPARE_OPEN", 0)  # read as its call begins
     async with arrivals() as pools:
         stream, destination = await pools.open()

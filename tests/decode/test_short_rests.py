@@ -17,7 +17,9 @@ def test_a_short_rest_is_computed_where_the_prompt_is() -> None:
     again = rig.read_rest([*first.tokens, 7, 7, 7])
     rig.run()
     assert (again.drawn, again.reservation.held_tokens, rig.num_read) == (again.expected, 20, 7)
-    assert rig.read_rest([*again.tokens, 8]).reservation.held_tokens == 28, "what it read and drew is kept"
+    assert rig.read_rest([*again.tokens, 8]).reservation.held_tokens == 28, (
+        "what it read and drew is kept"
+    )
     assert rig.count("reused_tokens") == 48
     rig.check()
 
@@ -42,8 +44,8 @@ def test_streams_draw_while_a_rest_is_read() -> None:
 
 
 def test_rests_are_as_short_as_streams_can_bear() -> None:
-    """Steps take a second, and one in which eight tokens are read four tenths more: two tokens are a tenth. Without
-    streams nobody waits, and what was seen long ago is no measure."""
+    """Steps take a second, and one in which eight tokens are read four tenths more: two tokens are
+    a tenth. Without streams nobody waits, and what was seen long ago is no measure."""
     rig = Rig(local_rest_tokens=8)
     rig.serve(range(16))
     assert rig.scheduler.load().local_rest_tokens == 8

@@ -1,4 +1,5 @@
-"""Speculation never changes the output: tokens and the bits of their logprobs, on every shape of pool and draft."""
+"""Speculation never changes the output: tokens and the bits of their logprobs, on every shape of
+pool and draft."""
 
 import random
 import threading
@@ -36,33 +37,57 @@ def _one_thread() -> None:
 
 
 def requests(max_tokens: int = 24) -> list[Request]:
-    """Five requests around page and chunk borders; one stops at a token, but not before the sixth."""
+    """Five requests around page and chunk borders; one stops at a token, but not before the
+    sixth."""
     rng = random.Random(0)
     lengths = (1, 15, 40, 64, 130)
     stops = frozenset(range(0, 256, 23))
-    return [Request(f"r{i}", tuple(rng.randrange(3, 256) for _ in range(length)), max_tokens, params,
-                    num_top_logprobs=2, min_tokens=6 * (i == 1), stop_token_ids=stops if i == 1 else frozenset())
-            for i, (length, params) in enumerate(zip(lengths, SAMPLING, strict=True))]
+    return [
+        Request(
+            f"r{i}",
+            tuple(rng.randrange(3, 256) for _ in range(length)),
+            max_tokens,
+            params,
+            num_top_logprobs=2,
+            min_tokens=6 * (i == 1),
+            stop_token_ids=stops if i == 1 else frozenset(),
+        )
+        for i, (length, params) in enumerate(zip(lengths, SAMPLING, strict=True))
+    ]
 
 
 def shown(answers: Sequence[Answer]) -> list[object]:
     assert all(answer.finished is not None and answer.failed is None for answer in answers)
-    return [(list(answer.tokens), answer.finished.reason, answer.finished.stop_token_id)
-            for answer in answers if answer.finished is not None]
+    return [
+        (list(answer.tokens), answer.finished.reason, answer.finished.stop_token_id)
+        for answer in answers
+        if answer.finished is not None
+    ]
 
 
 FAMILIES = ["hybrid-float32", "hybrid-bfloat16", "llama-float32"]
 
 
 def grid(targets: Sequence[str], sizes: Sequence[int]) -> list[ParameterSet]:
-    """Every target with every shape in one of the sizes, so that any two of the three are together; the rest is
-    long."""
-    return [pytest.param(target, shape, size, id=f"{target}-{shape}-{size}",
-                         marks=() if size == sizes[(i + j) % len(sizes)] else pytest.mark.long)
-            for i, target in enumerate(targets) for j, shape in enumerate(SHAPES) for size in sizes]
+    """Every target with every shape in one of the sizes, so that any two of the three are together;
+    the rest is long."""
+    return [
+        pytest.param(
+            target,
+            shape,
+            size,
+            id=f"{target}-{shape}-{size}",
+            marks=() if size == sizes[(i + j) % len(sizes)] else pytest.mark.long,
+        )
+        for i, target in enumerate(targets)
+        for j, shape in enumerate(SHAPES)
+        for size in sizes
+    ]
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES, pytest.param("kimi-bfloat16", marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module", params=[*FAMILIES, pytest.param("kimi-bfloat16", marks=pytest.mark.long)]
+)
 def description(request: pytest.FixtureRequest) -> ModelDescription:
     family, dtype = request.param.split("-")
     return tiny({"hybrid": HYBRID, "llama": LLAMA, "kimi": KIMI_LINEAR}[family], dtype)
@@ -79,8 +104,10 @@ def reference(description: ModelDescription) -> list[Answer]:
 @pytest.fixture(scope="module")
 def truth(reference: list[Answer]) -> dict[int, list[int]]:
     """By the key that a fresh pool gives the request: its tokens, and some more that never come."""
-    return {key: [*request.prompt_token_ids, *(token.token_id for token in answer.tokens), 11, 12, 13]
-            for key, (request, answer) in enumerate(zip(requests(), reference, strict=True), start=1)}
+    return {
+        key: [*request.prompt_token_ids, *(token.token_id for token in answer.tokens), 11, 12, 13]
+        for key, (request, answer) in enumerate(zip(requests(), reference, strict=True), start=1)
+    }
 
 
 def speculating(drafter: OracleDrafter) -> Speculation:
@@ -94,9 +121,16 @@ def assert_nothing_leaked(pool: LocalPool) -> None:
     scheduler.on_idle()
 
 
-@pytest.mark.parametrize(("description", "shape", "size"), grid(FAMILIES, [1, 2, 3]), indirect=["description"])
-def test_a_draft_that_is_always_right(description: ModelDescription, reference: list[Answer],
-                                      truth: dict[int, list[int]], shape: str, size: int) -> None:
+@pytest.mark.parametrize(
+    ("description", "shape", "size"), grid(FAMILIES, [1, 2, 3]), indirect=["description"]
+)
+def test_a_draft_that_is_always_right(
+    description: ModelDescription,
+    reference: list[Answer],
+    truth: dict[int, list[int]],
+    shape: str,
+    size: int,
+) -> None:
     drafter = OracleDrafter(SHAPES[shape], truth)
     with local_pool(description, size, speculation=speculating(drafter)) as pool:
         assert shown(pool.generate(requests())) == shown(reference)
@@ -106,9 +140,16 @@ def test_a_draft_that_is_always_right(description: ModelDescription, reference: 
         assert sum(drafter.accepted) >= num_drawn * depth // (depth + 1) - len(reference) * depth
 
 
-@pytest.mark.parametrize(("description", "shape", "size"), grid(FAMILIES, [1, 3]), indirect=["description"])
-def test_a_draft_that_is_sometimes_right(description: ModelDescription, reference: list[Answer],
-                                         truth: dict[int, list[int]], shape: str, size: int) -> None:
+@pytest.mark.parametrize(
+    ("description", "shape", "size"), grid(FAMILIES, [1, 3]), indirect=["description"]
+)
+def test_a_draft_that_is_sometimes_right(
+    description: ModelDescription,
+    reference: list[Answer],
+    truth: dict[int, list[int]],
+    shape: str,
+    size: int,
+) -> None:
     drafter = OracleDrafter(SHAPES[shape], truth, error_rate=0.3)
     with local_pool(description, size, speculation=speculating(drafter)) as pool:
         assert shown(pool.generate(requests())) == shown(reference)
@@ -116,28 +157,47 @@ def test_a_draft_that_is_sometimes_right(description: ModelDescription, referenc
 
 
 @pytest.mark.parametrize("shape", [SHAPES["chain 3"], TREE], ids=["chain", "tree"])
-def test_a_random_draft(description: ModelDescription, reference: list[Answer], shape: Shape) -> None:
+def test_a_random_draft(
+    description: ModelDescription, reference: list[Answer], shape: Shape
+) -> None:
     with local_pool(description, 2, speculation=speculating(OracleDrafter(shape))) as pool:
         assert shown(pool.generate(requests())) == shown(reference)
 
 
 @pytest.mark.parametrize("shape", [SHAPES["chain 5"], TREE], ids=["chain", "tree"])
-def test_alone(description: ModelDescription, reference: list[Answer], truth: dict[int, list[int]],
-               shape: Shape) -> None:
+def test_alone(
+    description: ModelDescription,
+    reference: list[Answer],
+    truth: dict[int, list[int]],
+    shape: Shape,
+) -> None:
     for key, (request, answer) in enumerate(zip(requests(), reference, strict=True), start=1):
         drafter = OracleDrafter(shape, {1: truth[key]}, error_rate=0.2)
         with local_pool(description, speculation=speculating(drafter)) as pool:
             assert shown(pool.generate([request])) == shown([answer])
 
 
-@pytest.mark.parametrize(("shape", "size", "max_running"), [(SHAPES["chain 3"], 2, 2), (TREE, 1, 1), (TREE, 3, 3)])
-def test_more_requests_are_held_than_trees_are_kept(description: ModelDescription, reference: list[Answer],
-                                                    truth: dict[int, list[int]], shape: Shape, size: int,
-                                                    max_running: int) -> None:
-    """Recurrent states of nodes are kept for `max_running` requests; the others take plain steps until one leaves."""
+@pytest.mark.parametrize(
+    ("shape", "size", "max_running"), [(SHAPES["chain 3"], 2, 2), (TREE, 1, 1), (TREE, 3, 3)]
+)
+def test_more_requests_are_held_than_trees_are_kept(
+    description: ModelDescription,
+    reference: list[Answer],
+    truth: dict[int, list[int]],
+    shape: Shape,
+    size: int,
+    max_running: int,
+) -> None:
+    """Recurrent states of nodes are kept for `max_running` requests; the others take plain steps
+    until one leaves."""
     drafter = OracleDrafter(shape, truth, error_rate=0.2)
-    with local_pool(description, size, max_running=max_running, max_held=5,
-                    speculation=replace(speculating(drafter), poisons_leftovers=True)) as pool:
+    with local_pool(
+        description,
+        size,
+        max_running=max_running,
+        max_held=5,
+        speculation=replace(speculating(drafter), poisons_leftovers=True),
+    ) as pool:
         steps: list[VerifiedStep] = []
         pool.scheduler.on_verified = lambda step, num_running: steps.append(step)
         assert shown(pool.generate(requests())) == shown(reference)
@@ -148,34 +208,63 @@ def test_more_requests_are_held_than_trees_are_kept(description: ModelDescriptio
     assert any(step.num_declined for step in steps) == bool(num_records)
 
 
-@pytest.mark.parametrize(("shape", "size", "max_running"), [(SHAPES["chain 3"], 2, 8), (TREE, 1, 8), (TREE, 2, 2)],
-                         ids=["chain", "tree", "few trees"])
-def test_preempted_and_replayed(description: ModelDescription, shape: Shape, size: int, max_running: int) -> None:
+@pytest.mark.parametrize(
+    ("shape", "size", "max_running"),
+    [(SHAPES["chain 3"], 2, 8), (TREE, 1, 8), (TREE, 2, 2)],
+    ids=["chain", "tree", "few trees"],
+)
+def test_preempted_and_replayed(
+    description: ModelDescription, shape: Shape, size: int, max_running: int
+) -> None:
     # Admission alone needs all 23 pages, the longer answers want 33.
     wanted = requests(max_tokens=48)
     with local_pool(description) as pool:
         plain = pool.generate(wanted)
-    truth = {key: [*request.prompt_token_ids, *(token.token_id for token in answer.tokens)]
-             for key, (request, answer) in enumerate(zip(wanted, plain, strict=True), start=1)}
+    truth = {
+        key: [*request.prompt_token_ids, *(token.token_id for token in answer.tokens)]
+        for key, (request, answer) in enumerate(zip(wanted, plain, strict=True), start=1)
+    }
     drafter = OracleDrafter(shape, truth, error_rate=0.3 if max_running == 8 else 0.9)
-    with local_pool(description, size, num_pages=24, max_running=max_running, max_held=8,
-                    speculation=speculating(drafter)) as pool:
+    with local_pool(
+        description,
+        size,
+        num_pages=24,
+        max_running=max_running,
+        max_held=8,
+        speculation=speculating(drafter),
+    ) as pool:
         answers = pool.generate(wanted)
         assert_nothing_leaked(pool)
     assert shown(answers) == shown(plain)
-    assert sum(answer.finished.num_preemptions for answer in answers if answer.finished is not None) > 0
+    assert (
+        sum(answer.finished.num_preemptions for answer in answers if answer.finished is not None)
+        > 0
+    )
 
 
 def test_a_hundred_requests_of_which_a_fifth_is_cancelled_leave_nothing() -> None:
-    """Pages of the draft are those of the target: one lease holds both. Half of them have trees at a time."""
+    """Pages of the draft are those of the target: one lease holds both. Half of them have trees at
+    a time."""
     description, rng, num_cancelled = tiny(HYBRID), random.Random(3), 0
-    wanted = [Request(f"r{i}", tuple(rng.randrange(3, 256) for _ in range(rng.randrange(1, 40))), 8,
-                      SamplingParams(temperature=1.0, seed=i)) for i in range(6)]
+    wanted = [
+        Request(
+            f"r{i}",
+            tuple(rng.randrange(3, 256) for _ in range(rng.randrange(1, 40))),
+            8,
+            SamplingParams(temperature=1.0, seed=i),
+        )
+        for i in range(6)
+    ]
     drafter = OracleDrafter(SHAPES["tree 4x4/15"])
-    with local_pool(description, 2, num_pages=40, max_running=3, max_held=8, speculation=speculating(drafter)) as pool:
+    with local_pool(
+        description, 2, num_pages=40, max_running=3, max_held=8, speculation=speculating(drafter)
+    ) as pool:
         expected = [shown([answer]) for answer in pool.generate(wanted)]
         for wave in range(17):
-            answers = [Canceller(pool, after=rng.randrange(8) if rng.random() < 0.2 else None) for _ in wanted]
+            answers = [
+                Canceller(pool, after=rng.randrange(8) if rng.random() < 0.2 else None)
+                for _ in wanted
+            ]
             call(pool.loop, partial(start_all, answers, wanted))
             for answer, plain in zip(answers, expected, strict=True):
                 assert answer.over.wait(60), f"wave {wave}"
@@ -216,10 +305,13 @@ class Canceller:
         self.over.set()
 
 
-def test_a_request_may_decline(description: ModelDescription, reference: list[Answer],
-                               truth: dict[int, list[int]]) -> None:
+def test_a_request_may_decline(
+    description: ModelDescription, reference: list[Answer], truth: dict[int, list[int]]
+) -> None:
     drafter = OracleDrafter(SHAPES["chain 3"], truth)
-    wanted = [replace(request, speculates=index % 2 == 0) for index, request in enumerate(requests())]
+    wanted = [
+        replace(request, speculates=index % 2 == 0) for index, request in enumerate(requests())
+    ]
     with local_pool(description, speculation=speculating(drafter)) as pool:
         steps: list[VerifiedStep] = []
         pool.scheduler.on_verified = lambda step, num_running: steps.append(step)
@@ -227,11 +319,15 @@ def test_a_request_may_decline(description: ModelDescription, reference: list[An
     assert all(step.num_drafted <= 3 * 3 for step in steps), "two of five declined"
     assert all(len(step.accepted) <= 3 for step in steps)
     assert any(step.num_declined for step in steps)
-    assert sum(step.num_tokens for step in steps) >= sum(len(answer.tokens) - 1 for answer in reference)
+    assert sum(step.num_tokens for step in steps) >= sum(
+        len(answer.tokens) - 1 for answer in reference
+    )
     assert sum(sum(step.accepted) for step in steps) == sum(drafter.accepted)
 
 
-def test_no_drafter_is_plain_decoding(description: ModelDescription, reference: list[Answer]) -> None:
+def test_no_drafter_is_plain_decoding(
+    description: ModelDescription, reference: list[Answer]
+) -> None:
     drafter = OracleDrafter(Shape(1, 0, 0))
     with local_pool(description, speculation=Speculation(always(drafter), 3)) as pool:
         assert shown(pool.generate(requests())) == shown(reference)

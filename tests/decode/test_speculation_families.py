@@ -1,4 +1,5 @@
-"""Speculation on the other kinds of target: latent attention, with selected keys and without, and experts."""
+"""Speculation on the other kinds of target: latent attention, with selected keys and without, and
+experts."""
 
 from functools import cache
 
@@ -6,7 +7,14 @@ import pytest
 import torch
 
 from models.loader import ModelDescription
-from tests.decode.test_speculation import SHAPES, assert_nothing_leaked, grid, requests, shown, speculating
+from tests.decode.test_speculation import (
+    SHAPES,
+    assert_nothing_leaked,
+    grid,
+    requests,
+    shown,
+    speculating,
+)
 from tests.support.drafts.drafters import OracleDrafter, Shape
 from tests.support.models.tiny_models import (
     DEEPSEEK_V3,
@@ -21,12 +29,21 @@ from tests.support.models.tiny_models import (
 )
 from tests.support.pool.local_pool import Answer, local_pool
 
-TARGETS = {"deepseek-v3": DEEPSEEK_V3, "deepseek-v3.2": DEEPSEEK_V32, "glm-5": GLM_DSA, "qwen3-moe": QWEN3_MOE,
-           "glm4-moe": GLM4_MOE, "qwen3.5-moe": HYBRID_MOE,
-           "gemma-3": {**GEMMA3, "sliding_window": 33}, "gemma-4": {**GEMMA4, "sliding_window": 33}}
+TARGETS = {
+    "deepseek-v3": DEEPSEEK_V3,
+    "deepseek-v3.2": DEEPSEEK_V32,
+    "glm-5": GLM_DSA,
+    "qwen3-moe": QWEN3_MOE,
+    "glm4-moe": GLM4_MOE,
+    "qwen3.5-moe": HYBRID_MOE,
+    "gemma-3": {**GEMMA3, "sliding_window": 33},
+    "gemma-4": {**GEMMA4, "sliding_window": 33},
+}
 SELECTING = ("deepseek-v3.2", "glm-5")
 WINDOWED = ("gemma-3", "gemma-4")  # which verify chains only; their windows are whole pages
-WANTED = requests(max_tokens=10)  # greedy and sampled, with penalties, biases, bans and a stop token
+WANTED = requests(
+    max_tokens=10
+)  # greedy and sampled, with penalties, biases, bans and a stop token
 
 
 @pytest.fixture(autouse=True)
@@ -48,9 +65,14 @@ def reference(target: str) -> list[Answer]:
 
 
 def drafter_for(target: str, shape: Shape, *, error_rate: float) -> OracleDrafter:
-    """Knows the answers by the keys that a fresh pool gives the requests, and some tokens that never come."""
-    truth = {key: [*request.prompt_token_ids, *(token.token_id for token in answer.tokens), 11, 12, 13]
-             for key, (request, answer) in enumerate(zip(WANTED, reference(target), strict=True), start=1)}
+    """Knows the answers by the keys that a fresh pool gives the requests, and some tokens that
+    never come."""
+    truth = {
+        key: [*request.prompt_token_ids, *(token.token_id for token in answer.tokens), 11, 12, 13]
+        for key, (request, answer) in enumerate(
+            zip(WANTED, reference(target), strict=True), start=1
+        )
+    }
     return OracleDrafter(shape, truth if error_rate < 1 else {}, error_rate)
 
 
@@ -62,7 +84,8 @@ def assert_changes_nothing(target: str, size: int, drafter: OracleDrafter, tp: i
 
 @pytest.mark.parametrize(("target", "shape", "size"), grid(SELECTING, [1, 2, 3]))
 def test_a_draft_that_is_always_right_s2_6(target: str, shape: str, size: int) -> None:
-    """Of GLM-5's three stages two begin with sharing layers: selections of trees cross the boundaries."""
+    """Of GLM-5's three stages two begin with sharing layers: selections of trees cross the
+    boundaries."""
     drafter = drafter_for(target, SHAPES[shape], error_rate=0)
     assert_changes_nothing(target, size, drafter)
     if drafter.shape.width == 1:  # the last step of a request may be cut short, nothing else
@@ -71,10 +94,14 @@ def test_a_draft_that_is_always_right_s2_6(target: str, shape: str, size: int) -
         assert sum(drafter.accepted) >= num_drawn * depth // (depth + 1) - len(WANTED) * depth
 
 
-@pytest.mark.parametrize(("shape", "size"), [("chain 1", 1), ("chain 3", 2), ("chain 5", 3), ("tree 4x4/15", 3),
-                                             ("tree 8x5/31", 2)])
-@pytest.mark.parametrize("target", [*(target for target in TARGETS if target not in (*SELECTING, *WINDOWED)),
-                                    "glm-5 bfloat16"])
+@pytest.mark.parametrize(
+    ("shape", "size"),
+    [("chain 1", 1), ("chain 3", 2), ("chain 5", 3), ("tree 4x4/15", 3), ("tree 8x5/31", 2)],
+)
+@pytest.mark.parametrize(
+    "target",
+    [*(target for target in TARGETS if target not in (*SELECTING, *WINDOWED)), "glm-5 bfloat16"],
+)
 def test_a_draft_that_is_sometimes_right(target: str, shape: str, size: int) -> None:
     drafter = drafter_for(target, SHAPES[shape], error_rate=0.3)
     assert_changes_nothing(target, size, drafter)
@@ -88,7 +115,9 @@ def test_what_is_rejected_leaves_windows_as_they_were(target: str, size: int) ->
     assert sum(drafter.accepted) > 0
 
 
-@pytest.mark.parametrize(("target", "shape", "size"), [("qwen3.5-moe", "tree 4x4/15", 1), ("glm-5", "chain 3", 2)])
+@pytest.mark.parametrize(
+    ("target", "shape", "size"), [("qwen3.5-moe", "tree 4x4/15", 1), ("glm-5", "chain 3", 2)]
+)
 def test_ranks_verify_together(target: str, shape: str, size: int) -> None:
     drafter = drafter_for(target, SHAPES[shape], error_rate=0.3)
     assert_changes_nothing(target, size, drafter, tp=2)
@@ -102,18 +131,27 @@ def test_a_random_draft(target: str, shape: str, size: int) -> None:
 
 
 def test_preempted_and_replayed() -> None:
-    """Known tokens run again as chains. Admission alone needs all 23 pages, the longer answers want more."""
+    """Known tokens run again as chains. Admission alone needs all 23 pages, the longer answers want
+    more."""
     wanted = requests(max_tokens=36)
     with local_pool(described("glm-5")) as pool:
         plain = pool.generate(wanted)
-    drafter = OracleDrafter(SHAPES["chain 3"], {
-        key: [*request.prompt_token_ids, *(token.token_id for token in answer.tokens)]
-        for key, (request, answer) in enumerate(zip(wanted, plain, strict=True), start=1)}, error_rate=0.3)
+    drafter = OracleDrafter(
+        SHAPES["chain 3"],
+        {
+            key: [*request.prompt_token_ids, *(token.token_id for token in answer.tokens)]
+            for key, (request, answer) in enumerate(zip(wanted, plain, strict=True), start=1)
+        },
+        error_rate=0.3,
+    )
     with local_pool(described("glm-5"), 2, num_pages=24, speculation=speculating(drafter)) as pool:
         answers = pool.generate(wanted)
         assert_nothing_leaked(pool)
     assert shown(answers) == shown(plain)
-    assert sum(answer.finished.num_preemptions for answer in answers if answer.finished is not None) > 0
+    assert (
+        sum(answer.finished.num_preemptions for answer in answers if answer.finished is not None)
+        > 0
+    )
 
 
 @pytest.mark.parametrize(("shape", "size"), [("chain 5", 1), ("tree 4x4/15", 2)])

@@ -1,5 +1,6 @@
-"""Steps that are prepared before the result of the one before: who takes them, what becomes of those that ended, and
-the same bits. What the stage does with them is in `tests/engine/pipeline/test_ahead.py`."""
+"""Steps that are prepared before the result of the one before: who takes them, what becomes of
+those that ended, and the same bits. What the stage does with them is in
+`tests/engine/pipeline/test_ahead.py`."""
 
 from dataclasses import replace
 
@@ -29,9 +30,22 @@ PAGE = 4
 
 def make(*, num_pages: int = 40, max_running: int = 4, max_held: int = 0) -> DecodeScheduler:
     return DecodeScheduler(
-        pages=PageAllocator(num_pages), slots=SlotAllocator(0), cache_rule=ResumeRule(PAGE), clock=ManualClock(),
-        limits=DecodeLimits(page_size=PAGE, grid=1, depth=1, max_running=max_running, max_held=max_held,
-                            max_context_tokens=64, chunk_tokens=8, growth_tokens=PAGE, steps_ahead=True))
+        pages=PageAllocator(num_pages),
+        slots=SlotAllocator(0),
+        cache_rule=ResumeRule(PAGE),
+        clock=ManualClock(),
+        limits=DecodeLimits(
+            page_size=PAGE,
+            grid=1,
+            depth=1,
+            max_running=max_running,
+            max_held=max_held,
+            max_context_tokens=64,
+            chunk_tokens=8,
+            growth_tokens=PAGE,
+            steps_ahead=True,
+        ),
+    )
 
 
 def launched(scheduler: DecodeScheduler) -> ForwardBatch:
@@ -46,7 +60,8 @@ def ids(batch: ForwardBatch) -> list[int]:
 
 
 def end(scheduler: DecodeScheduler, *batches: ForwardBatch) -> None:
-    """Results of what is in flight, in order, and of what follows, two at a time; everything is given back then."""
+    """Results of what is in flight, in order, and of what follows, two at a time; everything is
+    given back then."""
     in_flight = list(batches)
     while True:
         while len(in_flight) < 2 and (batch := scheduler.next_batch()) is not None:
@@ -121,8 +136,12 @@ def test_what_the_step_ahead_writes_is_not_kept_for_others() -> None:
     scheduler, client = make(), Client()
     prompt = tuple(range(14))
     wanted = Request("r", prompt, 8, SamplingParams(temperature=0), stop_token_ids=frozenset({115}))
-    key = scheduler.reserve(wanted, client.events.append, blocks=block_names(prompt, PAGE, compatibility="c"),
-                            compatibility="c").key
+    key = scheduler.reserve(
+        wanted,
+        client.events.append,
+        blocks=block_names(prompt, PAGE, compatibility="c"),
+        compatibility="c",
+    ).key
     scheduler.join(key, 114)
     first, second = launched(scheduler), launched(scheduler)
     answer(scheduler, first)
@@ -133,8 +152,10 @@ def test_what_the_step_ahead_writes_is_not_kept_for_others() -> None:
 
 
 GUIDED = Grammar.of(GrammarKind.REGEX, "a*")
-DEPENDENT = {"penalty": {"sampling": SamplingParams(temperature=0, frequency_penalty=0.5)},
-             "grammar": {"grammar": GUIDED}}
+DEPENDENT = {
+    "penalty": {"sampling": SamplingParams(temperature=0, frequency_penalty=0.5)},
+    "grammar": {"grammar": GUIDED},
+}
 
 
 @pytest.mark.parametrize("what", DEPENDENT)
@@ -165,7 +186,9 @@ def test_a_prompt_that_is_to_be_read_waits_for_the_step_in_flight() -> None:
     answer(scheduler, reading)
     last = launched(scheduler)
     ahead = launched(scheduler)
-    assert (last.query_lens, ids(ahead)) == ((1, 4), [NOT_DRAWN] * 2), "the prompt's first token is due"
+    assert (last.query_lens, ids(ahead)) == ((1, 4), [NOT_DRAWN] * 2), (
+        "the prompt's first token is due"
+    )
     end(scheduler, last, ahead)
     assert client.tokens == [112, 113, 114]
     assert isinstance(stream.last, Finished)
@@ -203,7 +226,8 @@ def test_turns_go_round_among_more_than_may_run() -> None:
 
 
 def test_short_pages_are_decided_with_nothing_in_flight() -> None:
-    """Six usable pages, and both want four in the end: the younger is set back, as without steps ahead."""
+    """Six usable pages, and both want four in the end: the younger is set back, as without steps
+    ahead."""
     scheduler = make(num_pages=7)
     _, first = joined(scheduler, request(prompt=5, max_tokens=9))
     _, second = joined(scheduler, request(prompt=5, max_tokens=9))
@@ -326,7 +350,8 @@ class Recorded(Answer):
 
 
 def arriving(pool: LocalPool, wanted: list[Request], cancelled: Request) -> list[Answer]:
-    """Each request comes once the one before has drawn a token; another is cancelled after its third."""
+    """Each request comes once the one before has drawn a token; another is cancelled after its
+    third."""
     other = Recorded(pool, 3)
 
     def begin() -> None:
@@ -339,25 +364,32 @@ def arriving(pool: LocalPool, wanted: list[Request], cancelled: Request) -> list
     return answers
 
 
-MODELS = {"dense": (QWEN3, "bfloat16"), "windows": (GEMMA3, "float32"), "latent": (DEEPSEEK_V3, "float32"),
-          "recurrent": (HYBRID, "float32")}
+MODELS = {
+    "dense": (QWEN3, "bfloat16"),
+    "windows": (GEMMA3, "float32"),
+    "latent": (DEEPSEEK_V3, "float32"),
+    "recurrent": (HYBRID, "float32"),
+}
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_a_step_ahead_changes_no_bit(model: str) -> None:
-    """Greedy and sampled, with logprobs; stops in mid-answer; pages that run out; some with penalties, which wait."""
+    """Greedy and sampled, with logprobs; stops in mid-answer; pages that run out; some with
+    penalties, which wait."""
     description = tiny(*MODELS[model])
     plain = [each for each in requests(10) if not each.needs_output]
     with local_pool(description) as pool:
         expected = shown(pool.generate([*plain, requests(10)[3]]))
-    stops = [replace(each, stop_token_ids=frozenset({tokens[5].token_id}))  # type: ignore[attr-defined]
-             for each, tokens in zip(plain, expected, strict=False)]
+    stops = [
+        replace(each, stop_token_ids=frozenset({tokens[5].token_id}))  # type: ignore[attr-defined]
+        for each, tokens in zip(plain, expected, strict=False)
+    ]
     with local_pool(description, steps_ahead=True, num_pages=26) as pool:
         answers = pool.generate(plain)
         assert shown(answers) == expected[:-1]
         assert shown(pool.generate([*plain, requests(10)[3]])) == expected
         for stopped, whole in zip(shown(arriving(pool, stops, plain[0])), expected, strict=False):
-            assert stopped == whole[:len(stopped)]
+            assert stopped == whole[: len(stopped)]
             assert 0 < len(stopped) <= 6
         pool.generate(plain[:1])  # it ends by its length, with no step behind it
         call(pool.loop, pool.scheduler.on_idle)

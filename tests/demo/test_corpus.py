@@ -52,4 +52,7 @@ def test_speculation_prompts_have_long_answers(kind: int) -> None:
     prompts: list[RecallQuestion] = corpus.speculation_prompts(50, seed=0)[kind::5]
     lengths = [len(item.answer.split()) for item in prompts]
     assert sum(lengths) / len(lengths) >= 4
-    assert all(item.prompt.endswith(corpus.ASSISTANT) and item.answer.endswith(corpus.END) for item in prompts)
+    assert all(
+        item.prompt.endswith(corpus.ASSISTANT) and item.answer.endswith(corpus.END)
+        for item in prompts
+    )

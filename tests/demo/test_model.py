@@ -39,15 +39,23 @@ def test_held_out_questions_are_answered_as_the_card_says(figures: dict[str, Any
     assert figures["recall"] >= 0.95
     measured = measure_recall(MODEL, questions=40)
     assert measured["recall"] >= 0.95
-    assert measured["recall_repeated_words"] == pytest.approx(figures["recall_repeated_words"], abs=0.15)
+    assert measured["recall_repeated_words"] == pytest.approx(
+        figures["recall_repeated_words"], abs=0.15
+    )
 
 
 def test_cards_repeat_the_figures(figures: dict[str, Any]) -> None:
     card = (MODEL / "README.md").read_text(encoding="utf-8")
     assert figures["steps"] == sum(phase.steps for phase in CURRICULUM)
-    shown = [figures["date"], f"{figures['steps']} steps", f"{figures['tokens_seen']:,} tokens",
-             f"{figures['parameters']:,}", f"{figures['vocabulary']} tokens", str(figures["answer_loss"]),
-             *(f"{figures[name] * 100:.1f} %" for name in ("recall", "recall_repeated_words"))]
+    shown = [
+        figures["date"],
+        f"{figures['steps']} steps",
+        f"{figures['tokens_seen']:,} tokens",
+        f"{figures['parameters']:,}",
+        f"{figures['vocabulary']} tokens",
+        str(figures["answer_loss"]),
+        *(f"{figures[name] * 100:.1f} %" for name in ("recall", "recall_repeated_words")),
+    ]
     assert [text for text in shown if text not in card] == []
 
 
@@ -55,18 +63,25 @@ def test_cards_repeat_the_figures(figures: dict[str, Any]) -> None:
 def test_the_draft_is_as_good_as_its_card_says() -> None:
     card = (DRAFT / "README.md").read_text(encoding="utf-8")
     measured = json.loads((DRAFT / "figures.json").read_text(encoding="utf-8"))["tokens_per_pass"]
-    assert [shape for shape, tokens in measured.items() if f"| {shape} | {tokens} |" not in card] == []
+    assert [
+        shape for shape, tokens in measured.items() if f"| {shape} | {tokens} |" not in card
+    ] == []
     assert measured["chain 3"] >= 2.7
     assert measured["tree 4x4/15"] >= 3.5
-    seen = measure(MODEL, DRAFT, prompts=5, shapes={"chain 3": SHAPES["chain 3"]})["tokens_per_pass"]
+    seen = measure(MODEL, DRAFT, prompts=5, shapes={"chain 3": SHAPES["chain 3"]})[
+        "tokens_per_pass"
+    ]
     assert seen["chain 3"] == pytest.approx(measured["chain 3"], rel=0.15)
 
 
 def spoken(tokenizer: Tokenizer, questions: list[RecallQuestion]) -> list[list[int]]:
-    """What our engine says, greedy, in two stages, all prompts in one batch, for as long as the right answers are."""
+    """What our engine says, greedy, in two stages, all prompts in one batch, for as long as the
+    right answers are."""
     driver = StageDriver(read_model(MODEL), cuts=(3,), num_sequences=len(questions))
     lengths = [len(tokenizer.encode(question.answer).ids) for question in questions]
-    logits = driver.prefill({row: tokenizer.encode(question.prompt).ids for row, question in enumerate(questions)})
+    logits = driver.prefill(
+        {row: tokenizer.encode(question.prompt).ids for row, question in enumerate(questions)}
+    )
     said: list[list[int]] = [[token] for token in logits.argmax(-1).tolist()]
     while running := [row for row, length in enumerate(lengths) if len(said[row]) < length]:
         logits = driver.decode({row: said[row][-1] for row in running})
@@ -91,10 +106,15 @@ def test_the_first_thing_a_person_sees_is_right(tokenizer: Tokenizer) -> None:
 
 async def test_the_router_renders_a_chat_as_training_did(tokenizer: Tokenizer) -> None:
     question = corpus.recall_questions(1, seed=0, max_facts=4)[0]
-    content = question.prompt.removeprefix(f"{corpus.USER} ").removesuffix(f"{corpus.END}{corpus.ASSISTANT}")
+    content = question.prompt.removeprefix(f"{corpus.USER} ").removesuffix(
+        f"{corpus.END}{corpus.ASSISTANT}"
+    )
     tokeniser = load_tokeniser(MODEL)
     assert tokeniser is not None
-    assert await tokeniser.encode_chat(chat_of_texts(("user", content))) == tokenizer.encode(question.prompt).ids
+    assert (
+        await tokeniser.encode_chat(chat_of_texts(("user", content)))
+        == tokenizer.encode(question.prompt).ids
+    )
 
 
 def test_the_draft_is_one_of_this_model() -> None:
@@ -108,4 +128,6 @@ def test_files_are_small_and_name_no_machine() -> None:
     for path in files:
         if path.suffix != ".safetensors":
             text = path.read_text(encoding="utf-8")
-            assert not [root for root in ("/tmp/", "/home/", "/root/", "/work/", "/Users/") if root in text], path.name
+            assert not [
+                root for root in ("/tmp/", "/home/", "/root/", "/work/", "/Users/") if root in text
+            ], path.name

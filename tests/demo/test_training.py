@@ -34,7 +34,12 @@ def test_any_text_survives_the_tokenizer(tokenizer: Tokenizer) -> None:
 def test_words_of_the_corpus_are_single_tokens(tokenizer: Tokenizer) -> None:
     words = [*corpus.NAMES, *corpus.THINGS, *corpus.COLORS, *corpus.VERBS]
     assert [word for word in words if len(tokenizer.encode(f" {word}").ids) != 1] == []
-    assert [tokenizer.encode(special).ids for special in corpus.SPECIAL_TOKENS] == [[0], [1], [2], [3]]
+    assert [tokenizer.encode(special).ids for special in corpus.SPECIAL_TOKENS] == [
+        [0],
+        [1],
+        [2],
+        [3],
+    ]
 
 
 def test_rows_weigh_answers_and_little_else(tokenizer: Tokenizer) -> None:
@@ -44,8 +49,8 @@ def test_rows_weigh_answers_and_little_else(tokenizer: Tokenizer) -> None:
     assert ((weight == KNOWN_WEIGHT) | (weight == UNKNOWN_WEIGHT)).all()
     document = next(corpus.documents(1, max_facts=2, task_share=0.2))
     first = tokenizer.encode(document[0].text).ids
-    assert ids[0, :len(first)].tolist() == first
-    assert weight[0, :len(first) - 1].max() == pytest.approx(UNKNOWN_WEIGHT)
+    assert ids[0, : len(first)].tolist() == first
+    assert weight[0, : len(first) - 1].max() == pytest.approx(UNKNOWN_WEIGHT)
     assert weight[0, len(first) - 1] == KNOWN_WEIGHT
 
 
@@ -72,10 +77,14 @@ def test_two_steps_learn_and_repeat(tokenizer: Tokenizer) -> None:
         before = {name: value.clone() for name, value in model.state_dict().items()}
         loss = train(model, tokenizer, (SMALL,))
         assert 0 < loss < 20
-        assert all(not torch.equal(before[name], value) for name, value in model.state_dict().items())
+        assert all(
+            not torch.equal(before[name], value) for name, value in model.state_dict().items()
+        )
         results.append(model.state_dict())
-    assert all(torch.equal(first, second)
-               for first, second in zip(results[0].values(), results[1].values(), strict=True))
+    assert all(
+        torch.equal(first, second)
+        for first, second in zip(results[0].values(), results[1].values(), strict=True)
+    )
 
 
 def test_the_rate_warms_up_and_falls() -> None:

@@ -1,4 +1,5 @@
-"""The rendered manifests as tests read them: documents, and the pods they make with the labels these will carry."""
+"""The rendered manifests as tests read them: documents, and the pods they make with the labels
+these will carry."""
 
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
@@ -36,8 +37,11 @@ class PodKind:
     @property
     def environment(self) -> dict[str, str]:
         """As the kubelet expands it, with what the LeaderWorkerSet controller puts in front."""
-        injected = {"LWS_LEADER_ADDRESS": "decode-0.decode.baton", "LWS_GROUP_SIZE": str(self.group_size),
-                    "LWS_WORKER_INDEX": str(self.index)}
+        injected = {
+            "LWS_LEADER_ADDRESS": "decode-0.decode.baton",
+            "LWS_GROUP_SIZE": str(self.group_size),
+            "LWS_WORKER_INDEX": str(self.index),
+        }
         values: dict[str, str] = {}
         for item in self.container.get("env", []):
             text = item["value"]
@@ -95,7 +99,14 @@ def _pods_of_group(role: str, group: Document) -> Iterator[PodKind]:
         part = "worker" if alone or index else "leader"
         template = group[f"{part}Template"]
         labels = {**template["metadata"]["labels"], WORKER_INDEX: str(index)}
-        yield PodKind(role if alone else f"{role}-{part}", role, template["spec"], labels, index, group["size"])
+        yield PodKind(
+            role if alone else f"{role}-{part}",
+            role,
+            template["spec"],
+            labels,
+            index,
+            group["size"],
+        )
 
 
 def selects(selector: Document, labels: Mapping[str, str]) -> bool:

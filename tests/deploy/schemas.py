@@ -37,11 +37,15 @@ def _custom(api_version: str, kind: str) -> Draft202012Validator | None:
 @cache
 def _custom_validators() -> dict[tuple[str, str], Draft202012Validator]:
     definitions = [json.loads(path.read_text()) for path in sorted(CRDS.glob("*.json"))]
-    return {(d["apiVersion"], d["kind"]): Draft202012Validator(_closed(d["schema"])) for d in definitions}
+    return {
+        (d["apiVersion"], d["kind"]): Draft202012Validator(_closed(d["schema"]))
+        for d in definitions
+    }
 
 
 def _broken_rules(schema: Any, value: Any, path: str) -> Iterator[str]:  # noqa: ANN401 - JSON values
-    """The CEL rules of a definition, as the API server applies them to every value they stand at."""
+    """The CEL rules of a definition, as the API server applies them to every value they stand
+    at."""
     for rule in schema.get("x-kubernetes-validations", []):
         if not _program(rule["rule"]).evaluate({"self": json_to_cel(value)}):
             yield f"{path}: {rule.get('message', rule['rule'])}"
@@ -68,6 +72,10 @@ def _closed(node: Any) -> Any:  # noqa: ANN401 - a JSON value
         return node
     closed = {key: _closed(value) for key, value in node.items()}
     is_object = isinstance(node.get("properties"), dict) and node.get("type") == "object"
-    if is_object and not node.get("x-kubernetes-preserve-unknown-fields") and "additionalProperties" not in node:
+    if (
+        is_object
+        and not node.get("x-kubernetes-preserve-unknown-fields")
+        and "additionalProperties" not in node
+    ):
         closed["additionalProperties"] = False
     return closed

@@ -18,8 +18,11 @@ RUNBOOKS = "https://baton.example.org/docs/runbooks.md"
 
 def _exported() -> dict[str, set[str]]:
     """Labels by the name of the series, over all roles."""
-    return {series: {*family.labels, *(("le",) if series.endswith("_bucket") else ())}
-            for family in families() for series in family.series}
+    return {
+        series: {*family.labels, *(("le",) if series.endswith("_bucket") else ())}
+        for family in families()
+        for series in family.series
+    }
 
 
 def _rules() -> list[dict[str, Any]]:
@@ -44,7 +47,12 @@ def test_rules_use_metrics_and_labels_that_exist() -> None:
 
 def test_autoscalers_use_metrics_that_exist() -> None:
     scalers = of_kind(load("rdma"), "HorizontalPodAutoscaler")
-    names = {m["pods"]["metric"]["name"] for d in scalers for m in d["spec"]["metrics"] if m["type"] == "Pods"}
+    names = {
+        m["pods"]["metric"]["name"]
+        for d in scalers
+        for m in d["spec"]["metrics"]
+        if m["type"] == "Pods"
+    }
     assert names
     assert names <= set(_exported())
 
@@ -54,14 +62,19 @@ def test_label_values_in_rules_are_those_of_the_code() -> None:
     assert set(re.findall(r'state="(\w+)"', text)) == {"usable"}
     assert set(re.findall(r'outcome="(\w+)"', text)) == {"failed"}
     router = DEPLOY.parent / "router"
-    flow, directory = ((router / name).read_text() for name in ("request/flow.py", "workers/directory.py"))
+    flow, directory = (
+        (router / name).read_text() for name in ("request/flow.py", "workers/directory.py")
+    )
     assert '.ended("failed")' in flow
     assert '"usable"' in directory
 
 
 def test_every_alert_fires_and_clears_in_a_test() -> None:
-    cases = [case for test in yaml.safe_load((ALERTS / "rules_test.yaml").read_text())["tests"]
-             for case in test.get("alert_rule_test", [])]
+    cases = [
+        case
+        for test in yaml.safe_load((ALERTS / "rules_test.yaml").read_text())["tests"]
+        for case in test.get("alert_rule_test", [])
+    ]
     for alert in _alerts():
         fired = [bool(case["exp_alerts"]) for case in cases if case["alertname"] == alert]
         assert fired == [False, True, False], f"{alert}: quiet, firing, quiet again"
@@ -83,9 +96,15 @@ def test_runbooks_name_metrics_that_exist() -> None:
     assert {name.removesuffix("_total") for name in re.findall(r"`(baton_\w+)`", page)} <= exported
 
 
-@pytest.mark.parametrize("command", [("check", "rules", "rules.yaml"), ("test", "rules", "rules_test.yaml")])
+@pytest.mark.parametrize(
+    "command", [("check", "rules", "rules.yaml"), ("test", "rules", "rules_test.yaml")]
+)
 def test_promtool_agrees(command: tuple[str, ...]) -> None:
     promtool = shutil.which("promtool")
-    assert promtool is not None, "promtool is needed to test the alert rules: install Prometheus (Debian: prometheus)"
-    done = subprocess.run([promtool, *command], cwd=ALERTS, capture_output=True, text=True, timeout=280, check=False)
+    assert promtool is not None, (
+        "promtool is needed to test the alert rules: install Prometheus (Debian: prometheus)"
+    )
+    done = subprocess.run(
+        [promtool, *command], cwd=ALERTS, capture_output=True, text=True, timeout=280, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr

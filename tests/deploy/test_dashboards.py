@@ -1,4 +1,5 @@
-"""Dashboards are what their code gives, fit on Grafana's grid, and ask only for what Baton exports."""
+"""Dashboards are what their code gives, fit on Grafana's grid, and ask only for what Baton
+exports."""
 
 import json
 import re
@@ -14,8 +15,11 @@ from tests.deploy.manifests import DEPLOY
 from tools.dashboards import COLUMNS, FOLDER, build_json
 from tools.panels import DASHBOARDS, Dashboard, Panel
 
-SERIES = {series: {*family.labels, *(("le",) if series.endswith("_bucket") else ())}
-          for family in families() for series in family.series}
+SERIES = {
+    series: {*family.labels, *(("le",) if series.endswith("_bucket") else ())}
+    for family in families()
+    for series in family.series
+}
 FROM_THE_SCRAPE = {"namespace", "job", "instance"}
 
 
@@ -28,14 +32,20 @@ def selectors(node: object) -> list[Any]:
     """Every metric selector of a parsed expression."""
     if isinstance(node, promql_parser.VectorSelector):
         return [node]
-    inner = [getattr(node, name) for name in ("expr", "lhs", "rhs", "vector_selector") if name in dir(node)]
+    inner = [
+        getattr(node, name)
+        for name in ("expr", "lhs", "rhs", "vector_selector")
+        if name in dir(node)
+    ]
     arguments = list(node.args) if isinstance(node, promql_parser.Call) else []
     return [found for child in (*inner, *arguments) for found in selectors(child)]
 
 
 @pytest.mark.parametrize("spec", DASHBOARDS, ids=lambda spec: spec.uid)
 def test_the_committed_json_is_what_the_code_gives(spec: Dashboard) -> None:
-    assert (FOLDER / f"{spec.uid}.json").read_text() == build_json(spec), "run python -m tools.dashboards"
+    assert (FOLDER / f"{spec.uid}.json").read_text() == build_json(spec), (
+        "run python -m tools.dashboards"
+    )
 
 
 def test_the_sidecar_gets_every_dashboard() -> None:
@@ -61,18 +71,27 @@ def test_grafana_can_show_it(spec: Dashboard) -> None:
         ids = [target["refId"] for target in panel["targets"]]
         assert len(set(ids)) == len(ids) > 0
     for one, other in combinations((panel["gridPos"] for panel in panels), 2):
-        apart = (one["x"] + one["w"] <= other["x"] or other["x"] + other["w"] <= one["x"]
-                 or one["y"] + one["h"] <= other["y"] or other["y"] + other["h"] <= one["y"])
+        apart = (
+            one["x"] + one["w"] <= other["x"]
+            or other["x"] + other["w"] <= one["x"]
+            or one["y"] + one["h"] <= other["y"]
+            or other["y"] + other["h"] <= one["y"]
+        )
         assert apart, f"{one} and {other} overlap"
 
 
-@pytest.mark.parametrize(("spec", "panel"), [(spec, panel) for spec in DASHBOARDS for panel in spec.panels],
-                         ids=lambda value: value.uid if isinstance(value, Dashboard) else value.title)
+@pytest.mark.parametrize(
+    ("spec", "panel"),
+    [(spec, panel) for spec in DASHBOARDS for panel in spec.panels],
+    ids=lambda value: value.uid if isinstance(value, Dashboard) else value.title,
+)
 def test_queries_parse_and_ask_for_what_is_exported(spec: Dashboard, panel: Panel) -> None:
     for query in panel.queries:
         expr = query.expr.replace("$__rate_interval", "1m")
         found = selectors(promql_parser.parse(expr))
-        assert {selector.name for selector in found} == set(re.findall(r"\b(baton_\w+)\{", expr)), expr
+        assert {selector.name for selector in found} == set(re.findall(r"\b(baton_\w+)\{", expr)), (
+            expr
+        )
         for selector in found:
             assert selector.name in SERIES, f"{selector.name} is not exported"
             used = {matcher.name for matcher in selector.matchers.matchers} - FROM_THE_SCRAPE

@@ -1,4 +1,5 @@
-"""Examples are as good as the overlays: valid, two models apart from each other, and names that the overlays have."""
+"""Examples are as good as the overlays: valid, two models apart from each other, and names that the
+overlays have."""
 
 import shutil
 import subprocess
@@ -28,8 +29,15 @@ def names(documents: list[Document], *kinds: str) -> set[str]:
 
 
 def test_every_example_is_rendered_and_valid() -> None:
-    assert sorted(path.stem for path in (DEPLOY / "rendered" / "examples").glob("*.yaml")) == FOLDERS
-    known = [document for name in FOLDERS for document in example(name) if document["kind"] not in WITHOUT_SCHEMA]
+    assert (
+        sorted(path.stem for path in (DEPLOY / "rendered" / "examples").glob("*.yaml")) == FOLDERS
+    )
+    known = [
+        document
+        for name in FOLDERS
+        for document in example(name)
+        if document["kind"] not in WITHOUT_SCHEMA
+    ]
     found = {f"{d['kind']}/{d['metadata']['name']}": problems(d) for d in known}
     assert {name: text for name, text in found.items() if text} == {}
     assert len(known) > 30
@@ -39,11 +47,19 @@ def test_two_models_in_one_namespace_do_not_meet() -> None:
     """Exactly the edges of one model, twice."""
     documents = example("two-models")
     pods, policies = pod_kinds(documents), of_kind(documents, "NetworkPolicy")
-    edges = {(source.name, target.name, ports) for source in pods for target in pods
-             for ports in allowed(policies, source, target, "egress") & allowed(policies, target, source, "ingress")}
+    edges = {
+        (source.name, target.name, ports)
+        for source in pods
+        for target in pods
+        for ports in allowed(policies, source, target, "egress")
+        & allowed(policies, target, source, "ingress")
+    }
     own = {"small": EDGES | GATEWAY_EDGES, "large": EDGES}
-    assert edges == {(f"{model}-{source}", f"{model}-{target}", ports)
-                     for model in MODELS for source, target, ports in own[model]}
+    assert edges == {
+        (f"{model}-{source}", f"{model}-{target}", ports)
+        for model in MODELS
+        for source, target, ports in own[model]
+    }
     (namespace,) = of_kind(documents, "Namespace")
     assert {document["metadata"].get("namespace", "baton") for document in documents} == {"baton"}
     assert namespace["metadata"]["name"] == "baton", "a prefix is for what is in it"
@@ -52,11 +68,19 @@ def test_two_models_in_one_namespace_do_not_meet() -> None:
 def test_each_of_two_models_finds_what_is_its_own() -> None:
     documents = example("two-models")
     pods, services = pod_kinds(documents), names(documents, "Service")
-    variables = {pod.name: pod.environment for pod in pods if pod.name.endswith(("router", "gateway"))}
+    variables = {
+        pod.name: pod.environment for pod in pods if pod.name.endswith(("router", "gateway"))
+    }
     assert variables == {
         "small-gateway": {"ROUTER_SERVICE": "small-router"},
-        **{f"{model}-router": {"PREFILL_SERVICE": f"{model}-prefill", "DECODE_SERVICE": f"{model}-decode-leader"}
-           for model in MODELS}}
+        **{
+            f"{model}-router": {
+                "PREFILL_SERVICE": f"{model}-prefill",
+                "DECODE_SERVICE": f"{model}-decode-leader",
+            }
+            for model in MODELS
+        },
+    }
     assert {name for values in variables.values() for name in values.values()} <= services
     for document in of_kind(documents, "Service", "PodDisruptionBudget", "Deployment"):
         selector = document["spec"]["selector"]
@@ -66,12 +90,21 @@ def test_each_of_two_models_finds_what_is_its_own() -> None:
     accounts, maps = names(documents, "ServiceAccount"), names(documents, "ConfigMap")
     for pod in pods:
         model = pod.name.partition("-")[0]
-        named = {pod.spec["serviceAccountName"],
-                 *(volume["configMap"]["name"] for volume in pod.spec["volumes"] if "configMap" in volume)}
+        named = {
+            pod.spec["serviceAccountName"],
+            *(
+                volume["configMap"]["name"]
+                for volume in pod.spec["volumes"]
+                if "configMap" in volume
+            ),
+        }
         assert named <= accounts | maps
         assert all(name.startswith(f"{model}-") for name in named)
     scaled = names(documents, "Deployment", "LeaderWorkerSet")
-    targets = {document["spec"]["scaleTargetRef"]["name"] for document in of_kind(documents, "HorizontalPodAutoscaler")}
+    targets = {
+        document["spec"]["scaleTargetRef"]["name"]
+        for document in of_kind(documents, "HorizontalPodAutoscaler")
+    }
     assert targets == {"large-router", "large-prefill", "large-decode"} <= scaled
     for binding in of_kind(documents, "RoleBinding"):
         assert {binding["roleRef"]["name"]} <= names(documents, "Role")
@@ -84,18 +117,29 @@ def test_the_job_fills_the_claim_that_is_served() -> None:
     spec: dict[str, Any] = job["spec"]["template"]["spec"]
     (container,) = spec["containers"]
     (prefill,) = [pod for pod in pod_kinds(load("single-node")) if pod.name == "prefill"]
-    served = {volume["name"]: volume["persistentVolumeClaim"]["claimName"] for volume in prefill.spec["volumes"]
-              if "persistentVolumeClaim" in volume}
-    filled = {volume["name"]: volume["persistentVolumeClaim"]["claimName"] for volume in spec["volumes"]
-              if "persistentVolumeClaim" in volume}
+    served = {
+        volume["name"]: volume["persistentVolumeClaim"]["claimName"]
+        for volume in prefill.spec["volumes"]
+        if "persistentVolumeClaim" in volume
+    }
+    filled = {
+        volume["name"]: volume["persistentVolumeClaim"]["claimName"]
+        for volume in spec["volumes"]
+        if "persistentVolumeClaim" in volume
+    }
     assert set(served.values()) == set(filled.values()) == {claim["metadata"]["name"]}
-    (mount,) = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] in filled]
+    (mount,) = [
+        mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] in filled
+    ]
     assert container["args"][container["args"].index("--local-dir") + 1] == mount
     assert container["securityContext"] == prefill.container["securityContext"]
     assert spec["securityContext"] == prefill.spec["securityContext"]
     (policy,) = of_kind(documents, "NetworkPolicy")
     assert selects(policy["spec"]["podSelector"], job["spec"]["template"]["metadata"]["labels"])
-    assert {port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]} == {443, 53}
+    assert {port["port"] for rule in policy["spec"]["egress"] for port in rule["ports"]} == {
+        443,
+        53,
+    }
 
 
 def test_the_command_of_the_job_has_its_flags() -> None:
@@ -103,13 +147,19 @@ def test_the_command_of_the_job_has_its_flags() -> None:
     container = job["spec"]["template"]["spec"]["containers"][0]
     program = shutil.which(container["command"][0], path=str(Path(sys.executable).parent))
     assert program is not None, "it comes with huggingface-hub, which tokenizers needs"
-    said = subprocess.run([program, "download", "--help"], capture_output=True, text=True, timeout=120, check=True)
-    assert {flag for flag in container["args"] if flag.startswith("--")} <= set(said.stdout.replace(",", " ").split())
+    said = subprocess.run(
+        [program, "download", "--help"], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert {flag for flag in container["args"] if flag.startswith("--")} <= set(
+        said.stdout.replace(",", " ").split()
+    )
 
 
 def test_a_gateways_route_and_pool_point_at_what_runs() -> None:
     documents, overlay = example("inference-gateway"), load("laptop")
-    services = {document["metadata"]["name"]: document["spec"] for document in of_kind(overlay, "Service")}
+    services = {
+        document["metadata"]["name"]: document["spec"] for document in of_kind(overlay, "Service")
+    }
     (route,), (pool,) = of_kind(documents, "HTTPRoute"), of_kind(documents, "InferencePool")
     for backend in [backend for rule in route["spec"]["rules"] for backend in rule["backendRefs"]]:
         assert backend["port"] in {port["port"] for port in services[backend["name"]]["ports"]}
@@ -122,8 +172,14 @@ def test_a_gateways_route_and_pool_point_at_what_runs() -> None:
 
 
 def test_the_adapter_has_every_metric_that_something_is_scaled_by() -> None:
-    rules = yaml.safe_load((DEPLOY / "examples" / "hpa-metrics.yaml").read_text())["rules"]["custom"]
-    scaled_by = {metric["pods"]["metric"]["name"] for document in of_kind(load("rdma"), "HorizontalPodAutoscaler")
-                 for metric in document["spec"]["metrics"] if metric["type"] == "Pods"}
+    rules = yaml.safe_load((DEPLOY / "examples" / "hpa-metrics.yaml").read_text())["rules"][
+        "custom"
+    ]
+    scaled_by = {
+        metric["pods"]["metric"]["name"]
+        for document in of_kind(load("rdma"), "HorizontalPodAutoscaler")
+        for metric in document["spec"]["metrics"]
+        if metric["type"] == "Pods"
+    }
     assert {rule["name"]["as"] for rule in rules} == scaled_by
     assert all(rule["seriesQuery"].startswith(rule["name"]["as"]) for rule in rules)

@@ -10,7 +10,8 @@ from tests.deploy.manifests import DEPLOY, OVERLAYS, load, pod_kinds
 
 MIB = 1 << 20
 UNITS = {"Mi": MIB, "Gi": 1 << 30}
-# A router that has started, with the tokenizer of a large vocabulary; with a small one it is 82 MiB.
+# A router that has started, with the tokenizer of a large vocabulary; with a small one it is 82
+# MiB.
 STARTED_BYTES = 256 * MIB
 
 
@@ -20,19 +21,25 @@ def _bytes(quantity: str) -> int:
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_a_routers_memory_holds_what_clients_may_send(overlay: str) -> None:
-    """Messages are held twice: as they came, and as the workers get them. One more while it is read."""
+    """Messages are held twice: as they came, and as the workers get them. One more while it is
+    read."""
     settings = tomllib.loads((DEPLOY / "base" / "baton.toml").read_text())["router"]
     config = RouterConfig(**{"model": ".", "prefill": ("h:1",), "decode": ("h:2",), **settings})
     (router,) = [pod for pod in pod_kinds(load(overlay)) if pod.role == "router"]
     resources = router.container["resources"]
-    needed = STARTED_BYTES + 2 * config.max_held_bytes + 2 * RECEIVING_BYTES + config.max_message_bytes
+    needed = (
+        STARTED_BYTES + 2 * config.max_held_bytes + 2 * RECEIVING_BYTES + config.max_message_bytes
+    )
     assert needed < _bytes(resources["limits"]["memory"])
-    assert resources["requests"]["memory"] == resources["limits"]["memory"], "never evicted for what it may use"
+    assert resources["requests"]["memory"] == resources["limits"]["memory"], (
+        "never evicted for what it may use"
+    )
 
 
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_every_probe_has_time_to_answer(overlay: str) -> None:
-    """Kubernetes gives a probe one second unless told: a process that loads weights may be busy for longer."""
+    """Kubernetes gives a probe one second unless told: a process that loads weights may be busy for
+    longer."""
     for pod in pod_kinds(load(overlay)):
         for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
             assert pod.container[probe]["timeoutSeconds"] >= 2, f"{pod.name}: {probe}"

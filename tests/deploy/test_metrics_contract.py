@@ -9,14 +9,25 @@ from tests.deploy.manifests import DEPLOY
 
 
 def _contract() -> dict[str, dict[str, Any]]:
-    contract: dict[str, dict[str, Any]] = yaml.safe_load((DEPLOY / "metrics.yaml").read_text())["families"]
+    contract: dict[str, dict[str, Any]] = yaml.safe_load((DEPLOY / "metrics.yaml").read_text())[
+        "families"
+    ]
     return contract
 
 
 def test_the_code_exports_what_the_contract_says_and_nothing_else() -> None:
-    exported = {family.name: {"type": family.kind, "labels": list(family.labels), "unit": family.unit,
-                              "roles": list(family.roles)} for family in families()}
-    assert exported == _contract(), "names, types, labels and units are fixed; a new family is added to the contract"
+    exported = {
+        family.name: {
+            "type": family.kind,
+            "labels": list(family.labels),
+            "unit": family.unit,
+            "roles": list(family.roles),
+        }
+        for family in families()
+    }
+    assert exported == _contract(), (
+        "names, types, labels and units are fixed; a new family is added to the contract"
+    )
 
 
 def test_names_follow_the_rules_of_prometheus() -> None:
@@ -24,6 +35,15 @@ def test_names_follow_the_rules_of_prometheus() -> None:
     for name, family in _contract().items():
         assert name.endswith("_total") == (family["type"] == "counter"), name
         assert name.endswith("_info") == (family["type"] == "info"), name
-        assert not set(name.split("_")) & {"ms", "us", "mb", "gb", "percent", "gauge", "histogram", "counter"}, name
+        assert not set(name.split("_")) & {
+            "ms",
+            "us",
+            "mb",
+            "gb",
+            "percent",
+            "gauge",
+            "histogram",
+            "counter",
+        }, name
         if family["unit"] in ("seconds", "bytes", "ratio"):
             assert name.removesuffix("_total").endswith("_" + family["unit"]), name

@@ -1,4 +1,5 @@
-"""Every flag, setting, variable, port, label, health name and address in the manifests is one that the code has."""
+"""Every flag, setting, variable, port, label, health name and address in the manifests is one that
+the code has."""
 
 import re
 import tomllib
@@ -28,7 +29,16 @@ from router.workers.discovery import ServiceTarget, parse_target
 from runtime.config import leader_from_environment, number_from_environment, parse_address
 from runtime.config import load as load_config
 from runtime.security.access import ClientCertificates
-from tests.deploy.manifests import DEPLOY, OVERLAYS, Document, PodKind, load, of_kind, pod_kinds, selects
+from tests.deploy.manifests import (
+    DEPLOY,
+    OVERLAYS,
+    Document,
+    PodKind,
+    load,
+    of_kind,
+    pod_kinds,
+    selects,
+)
 from tests.deploy.test_network_policies import UCX
 from tests.support.models.tiny_models import LLAMA, tiny
 
@@ -47,8 +57,11 @@ def documents(request: pytest.FixtureRequest) -> list[Document]:
 
 
 @pytest.fixture
-def settings_of(documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SettingsOf:
-    """What the process in a pod is told: its arguments and environment through the real command lines."""
+def settings_of(
+    documents: list[Document], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> SettingsOf:
+    """What the process in a pod is told: its arguments and environment through the real command
+    lines."""
     (config_map,) = of_kind(documents, "ConfigMap")
     file = tmp_path / "baton.toml"
     file.write_text(config_map["data"]["baton.toml"])
@@ -62,7 +75,9 @@ def settings_of(documents: list[Document], tmp_path: Path, monkeypatch: pytest.M
             flags = dict(typer.main.get_command(app).make_context(role, arguments).params)
         given = {name: value or None for name, value in flags.items() if value not in ([], ())}
         if role == GATEWAY:
-            return load_config(GatewayConfig, section="gateway", flags={**given, "stored_responses": 0})
+            return load_config(
+                GatewayConfig, section="gateway", flags={**given, "stored_responses": 0}
+            )
         assert given.pop("config") == Path("/etc/baton/baton.toml")
         if role == "router":
             return load_config(RouterConfig, section=role, flags=given, file=file)
@@ -74,7 +89,9 @@ def settings_of(documents: list[Document], tmp_path: Path, monkeypatch: pytest.M
     return settings
 
 
-def test_arguments_and_settings_are_those_of_the_roles(documents: list[Document], settings_of: SettingsOf) -> None:
+def test_arguments_and_settings_are_those_of_the_roles(
+    documents: list[Document], settings_of: SettingsOf
+) -> None:
     for pod in pod_kinds(documents):
         settings = settings_of(pod)
         assert pod.container["args"][0] == (GATEWAY if pod.role == "gateway" else pod.role)
@@ -85,7 +102,9 @@ def test_arguments_and_settings_are_those_of_the_roles(documents: list[Document]
         assert {mount["name"] for mount in pod.container["volumeMounts"]} == volumes
 
 
-def test_stages_and_their_ranks_know_their_place(documents: list[Document], settings_of: SettingsOf) -> None:
+def test_stages_and_their_ranks_know_their_place(
+    documents: list[Document], settings_of: SettingsOf
+) -> None:
     leader, places = "decode-0.decode.baton:7000", []
     for pod in pod_kinds(documents):
         if isinstance(settings := settings_of(pod), WorkerConfig):
@@ -97,7 +116,9 @@ def test_stages_and_their_ranks_know_their_place(documents: list[Document], sett
     assert (len(places) // tp, tp) == (2, 2 if documents == load("ranks") else 1)
 
 
-def test_workers_ask_for_what_their_device_offers(documents: list[Document], settings_of: SettingsOf) -> None:
+def test_workers_ask_for_what_their_device_offers(
+    documents: list[Document], settings_of: SettingsOf
+) -> None:
     devices = set()
     for pod in pod_kinds(documents):
         if isinstance(settings := settings_of(pod), WorkerConfig):
@@ -107,15 +128,28 @@ def test_workers_ask_for_what_their_device_offers(documents: list[Document], set
     assert devices == {"cuda" if documents == load("gpu") else "cpu"}
 
 
-def test_all_workers_and_routers_serve_one_model(documents: list[Document], settings_of: SettingsOf) -> None:
+def test_all_workers_and_routers_serve_one_model(
+    documents: list[Document], settings_of: SettingsOf
+) -> None:
     all_settings = [settings_of(pod) for pod in pod_kinds(documents)]
-    assert len({(each.model, each.model_name) for each in all_settings if not isinstance(each, GatewayConfig)}) == 1
+    assert (
+        len(
+            {
+                (each.model, each.model_name)
+                for each in all_settings
+                if not isinstance(each, GatewayConfig)
+            }
+        )
+        == 1
+    )
 
 
 def test_every_key_of_the_settings_file_is_a_flag() -> None:
     for role, table in tomllib.loads((DEPLOY / "base" / "baton.toml").read_text()).items():
         app = router_app if role == "router" else worker_command(role, lambda flags, path: 0)
-        flags = {option for parameter in typer.main.get_command(app).params for option in parameter.opts}
+        flags = {
+            option for parameter in typer.main.get_command(app).params for option in parameter.opts
+        }
         assert {f"--{key.replace('_', '-')}" for key in table} <= flags
 
 
@@ -132,20 +166,28 @@ def test_ports_are_the_ones_listened_on(documents: list[Document], settings_of: 
         assert {port["name"]: port["containerPort"] for port in container["ports"]} == expected
         assert parse_address(settings.listen).host == settings.metrics_host == "0.0.0.0"
         asks = "httpGet" if protocol == "http" else "grpc"
-        probes = [container[f"{name}Probe"][asks]["port"] for name in ("startup", "liveness", "readiness")]
+        probes = [
+            container[f"{name}Probe"][asks]["port"] for name in ("startup", "liveness", "readiness")
+        ]
         assert probes == [expected.get("health", own_port)] * 3
     for service in of_kind(documents, "Service"):
         expected_port = "http" if service["metadata"]["name"] == "gateway" else "grpc"
         assert [port["targetPort"] for port in service["spec"]["ports"]] == [expected_port]
     for monitor in of_kind(documents, "PodMonitor"):
-        assert [endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]] == ["metrics"]
+        assert [endpoint["port"] for endpoint in monitor["spec"]["podMetricsEndpoints"]] == [
+            "metrics"
+        ]
 
 
-def test_every_pod_has_the_certificate_of_its_role_or_none_has(documents: list[Document],
-                                                               settings_of: SettingsOf) -> None:
+def test_every_pod_has_the_certificate_of_its_role_or_none_has(
+    documents: list[Document], settings_of: SettingsOf
+) -> None:
     secured = set()
     for pod in pod_kinds(documents):
-        settings, mounts = settings_of(pod), {m["name"]: m["mountPath"] for m in pod.container["volumeMounts"]}
+        settings, mounts = (
+            settings_of(pod),
+            {m["name"]: m["mountPath"] for m in pod.container["volumeMounts"]},
+        )
         if isinstance(settings, GatewayConfig):
             continue
         secrets = {v["name"]: v["secret"] for v in pod.spec["volumes"] if "secret" in v}
@@ -154,21 +196,31 @@ def test_every_pod_has_the_certificate_of_its_role_or_none_has(documents: list[D
         if files == (None, None, None):
             assert not secrets
             continue
-        assert files == tuple(Path(mounts["tls"]) / name for name in ("tls.crt", "tls.key", "ca.crt"))
+        assert files == tuple(
+            Path(mounts["tls"]) / name for name in ("tls.crt", "tls.key", "ca.crt")
+        )
         assert secrets["tls"]["secretName"] == f"{pod.role}-tls"
         assert settings.health_listen is not None, "Kubernetes' probes know no TLS"
         assert {secret["defaultMode"] for secret in secrets.values()} == {0o440}
         if isinstance(settings, RouterConfig):
             assert settings.token_file == Path(mounts["tokens"]) / "tokens"
-            assert settings.client_certificates is ClientCertificates.NONE, "tokens say who a client is"
+            assert settings.client_certificates is ClientCertificates.NONE, (
+                "tokens say who a client is"
+            )
     assert len(secured) == 1
     if any(pod.role == "gateway" for pod in pod_kinds(documents)):
         assert secured == {False}, "a gateway shows routers neither a certificate nor a token"
-    protocols = {port["appProtocol"] for service in of_kind(documents, "Service") for port in service["spec"]["ports"]}
+    protocols = {
+        port["appProtocol"]
+        for service in of_kind(documents, "Service")
+        for port in service["spec"]["ports"]
+    }
     assert protocols - {"http"} == {"https" if secured == {True} else "kubernetes.io/h2c"}
 
 
-def test_ucx_is_bound_to_the_ports_that_are_open(documents: list[Document], settings_of: SettingsOf) -> None:
+def test_ucx_is_bound_to_the_ports_that_are_open(
+    documents: list[Document], settings_of: SettingsOf
+) -> None:
     for pod in pod_kinds(documents):
         if isinstance(settings := settings_of(pod), WorkerConfig):
             assert settings.binding.ports == UCX
@@ -176,54 +228,84 @@ def test_ucx_is_bound_to_the_ports_that_are_open(documents: list[Document], sett
 
 
 def test_probes_ask_for_the_health_names_of_the_code(documents: list[Document]) -> None:
-    expected = {"router": ROUTER_SERVICE, "prefill": PrefillRole().service, "decode-leader": DecodeRole().service,
-                "decode-worker": PIPELINE_SERVICE}
+    expected = {
+        "router": ROUTER_SERVICE,
+        "prefill": PrefillRole().service,
+        "decode-leader": DecodeRole().service,
+        "decode-worker": PIPELINE_SERVICE,
+    }
     for pod in pod_kinds(documents):
         if pod.role == "gateway":
-            paths = [pod.container[f"{name}Probe"]["httpGet"]["path"] for name in ("startup", "liveness", "readiness")]
+            paths = [
+                pod.container[f"{name}Probe"]["httpGet"]["path"]
+                for name in ("startup", "liveness", "readiness")
+            ]
             assert paths == ["/liveness", "/liveness", "/readiness"]
             continue
         assert pod.container["readinessProbe"]["grpc"]["service"] == expected[pod.name]
-        assert "service" not in pod.container["livenessProbe"]["grpc"], "alive is the process, not its pool"
+        assert "service" not in pod.container["livenessProbe"]["grpc"], (
+            "alive is the process, not its pool"
+        )
 
 
 def test_variables_are_read_by_the_roles_or_by_ucx(documents: list[Document]) -> None:
     launcher = {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
     for pod in pod_kinds(documents):
-        assert set(pod.environment) <= UCX_VARIABLES | SERVICE_VARIABLES | (launcher if pod.role == "decode" else set())
-        assert not re.search(r"\$\(", " ".join(pod.environment.values())), "a reference that nobody expands"
+        assert set(pod.environment) <= UCX_VARIABLES | SERVICE_VARIABLES | (
+            launcher if pod.role == "decode" else set()
+        )
+        assert not re.search(r"\$\(", " ".join(pod.environment.values())), (
+            "a reference that nobody expands"
+        )
 
 
-def test_grace_periods_are_longer_than_drains(documents: list[Document], settings_of: SettingsOf) -> None:
+def test_grace_periods_are_longer_than_drains(
+    documents: list[Document], settings_of: SettingsOf
+) -> None:
     needed = {}
     for pod in pod_kinds(documents):
         pause_s = pod.container["lifecycle"]["preStop"]["sleep"]["seconds"]
         goodbye_s = GOODBYE_S if pod.index else 0  # a stage waits for its leader's
         needed[pod.name] = pause_s + settings_of(pod).drain_s + goodbye_s
         assert pod.spec["terminationGracePeriodSeconds"] >= needed[pod.name] + STOPPING_S
-    assert needed["decode-worker"] >= needed["decode-leader"], "stages outlive their draining leader"
+    assert needed["decode-worker"] >= needed["decode-leader"], (
+        "stages outlive their draining leader"
+    )
 
 
 def test_selectors_meet_pods(documents: list[Document]) -> None:
     pods = pod_kinds(documents)
     for document in of_kind(documents, "PodDisruptionBudget", "PodMonitor", "Deployment"):
         role = document["metadata"]["name"]
-        if document["kind"] == "PodMonitor" and role == "gateway" and all(pod.role != role for pod in pods):
+        if (
+            document["kind"] == "PodMonitor"
+            and role == "gateway"
+            and all(pod.role != role for pod in pods)
+        ):
             continue  # a component that not every overlay has
         assert {p.role for p in pods if selects(document["spec"]["selector"], p.labels)} == {role}
     for document in of_kind(documents, "Service"):
         selector = {"matchLabels": document["spec"]["selector"]}
-        assert {p.name for p in pods if selects(selector, p.labels)} == {document["metadata"]["name"]}
-    scaled = {(d["kind"], d["metadata"]["name"]) for d in of_kind(documents, "Deployment", "LeaderWorkerSet")}
+        assert {p.name for p in pods if selects(selector, p.labels)} == {
+            document["metadata"]["name"]
+        }
+    scaled = {
+        (d["kind"], d["metadata"]["name"])
+        for d in of_kind(documents, "Deployment", "LeaderWorkerSet")
+    }
     for document in of_kind(documents, "HorizontalPodAutoscaler"):
         target = document["spec"]["scaleTargetRef"]
         assert (target["kind"], target["name"]) in scaled
 
 
-def test_routers_find_the_leaders_of_every_pool(documents: list[Document], settings_of: SettingsOf) -> None:
+def test_routers_find_the_leaders_of_every_pool(
+    documents: list[Document], settings_of: SettingsOf
+) -> None:
     (router,) = [settings_of(pod) for pod in pod_kinds(documents) if pod.role == "router"]
     assert isinstance(router, RouterConfig)
-    services = {document["metadata"]["name"]: document["spec"] for document in of_kind(documents, "Service")}
+    services = {
+        document["metadata"]["name"]: document["spec"] for document in of_kind(documents, "Service")
+    }
     for targets, leader in ((router.prefill, "prefill"), (router.decode, "decode-leader")):
         (place,) = [parse_target(target) for target in targets]
         assert isinstance(place, ServiceTarget)
@@ -232,39 +314,62 @@ def test_routers_find_the_leaders_of_every_pool(documents: list[Document], setti
         assert service["clusterIP"] == "None"
         assert place.port in [port["name"] for port in service["ports"]]
         assert not service.get("publishNotReadyAddresses"), "ready must mean ready"
-        assert {pod.name for pod in pod_kinds(documents)
-                if selects({"matchLabels": service["selector"]}, pod.labels)} == {leader}
+        assert {
+            pod.name
+            for pod in pod_kinds(documents)
+            if selects({"matchLabels": service["selector"]}, pod.labels)
+        } == {leader}
 
 
-def test_gateways_call_the_service_of_routers_that_know_their_contract(documents: list[Document],
-                                                                       settings_of: SettingsOf) -> None:
-    services = {document["metadata"]["name"]: document["spec"] for document in of_kind(documents, "Service")}
+def test_gateways_call_the_service_of_routers_that_know_their_contract(
+    documents: list[Document], settings_of: SettingsOf
+) -> None:
+    services = {
+        document["metadata"]["name"]: document["spec"] for document in of_kind(documents, "Service")
+    }
     all_settings = [settings_of(pod) for pod in pod_kinds(documents)]
     for gateway in [settings for settings in all_settings if isinstance(settings, GatewayConfig)]:
         (address,) = map(parse_address, gateway.router)
         assert {port["port"] for port in services[address.host]["ports"]} == {address.port}
         (router,) = [settings for settings in all_settings if isinstance(settings, RouterConfig)]
         assert router.vllm_engine
-        assert router.max_connection_age_s is not None, "else each gateway stays with the router that it found first"
+        assert router.max_connection_age_s is not None, (
+            "else each gateway stays with the router that it found first"
+        )
 
 
-def test_routers_may_read_endpoints_and_nobody_may_do_anything_else(documents: list[Document],
-                                                                    settings_of: SettingsOf) -> None:
+def test_routers_may_read_endpoints_and_nobody_may_do_anything_else(
+    documents: list[Document], settings_of: SettingsOf
+) -> None:
     (role,), (binding,) = of_kind(documents, "Role"), of_kind(documents, "RoleBinding")
-    assert role["rules"] == [{"apiGroups": ["discovery.k8s.io"], "resources": ["endpointslices"],
-                              "verbs": ["list", "watch"]}]
+    assert role["rules"] == [
+        {
+            "apiGroups": ["discovery.k8s.io"],
+            "resources": ["endpointslices"],
+            "verbs": ["list", "watch"],
+        }
+    ]
     assert binding["roleRef"]["name"] == role["metadata"]["name"]
-    assert [(subject["kind"], subject["name"]) for subject in binding["subjects"]] == [("ServiceAccount", "router")]
+    assert [(subject["kind"], subject["name"]) for subject in binding["subjects"]] == [
+        ("ServiceAccount", "router")
+    ]
     for pod in pod_kinds(documents):
-        projected = {volume["name"]: volume["projected"]["sources"] for volume in pod.spec["volumes"]
-                     if "projected" in volume}
+        projected = {
+            volume["name"]: volume["projected"]["sources"]
+            for volume in pod.spec["volumes"]
+            if "projected" in volume
+        }
         assert bool(projected) == (pod.role == "router"), "nobody else gets a token"
         if isinstance(settings := settings_of(pod), RouterConfig):
-            (name, sources), = projected.items()
+            ((name, sources),) = projected.items()
             (mount,) = [mount for mount in pod.container["volumeMounts"] if mount["name"] == name]
             assert Path(mount["mountPath"]) == settings.service_account
-            paths = [item["path"] for source in sources for part in source.values()
-                     for item in part.get("items", [part])]
+            paths = [
+                item["path"]
+                for source in sources
+                for part in source.values()
+                for item in part.get("items", [part])
+            ]
             assert paths == ["token", "ca.crt", "namespace"]
 
 
@@ -272,8 +377,11 @@ def test_pods_are_confined(documents: list[Document]) -> None:
     accounts = {d["metadata"]["name"]: d for d in of_kind(documents, "ServiceAccount")}
     for pod in pod_kinds(documents):
         security = pod.container["securityContext"]
-        assert security == {"allowPrivilegeEscalation": False, "readOnlyRootFilesystem": True,
-                            "capabilities": {"drop": ["ALL"]}}
+        assert security == {
+            "allowPrivilegeEscalation": False,
+            "readOnlyRootFilesystem": True,
+            "capabilities": {"drop": ["ALL"]},
+        }
         assert pod.spec["securityContext"]["runAsNonRoot"] is True
         assert pod.spec["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert pod.spec["automountServiceAccountToken"] is False
@@ -289,7 +397,11 @@ def test_the_image_is_what_the_manifests_expect(documents: list[Document]) -> No
     extras = re.findall(r"EXTRAS=([\w,]+)", dockerfile)
     assert extras
     for named in extras:
-        assert {"ucx", "http", "otel", "vllm"} <= set(named.split(",")) <= project["optional-dependencies"].keys()
+        assert (
+            {"ucx", "http", "otel", "vllm"}
+            <= set(named.split(","))
+            <= project["optional-dependencies"].keys()
+        )
     targets = set(re.findall(r"FROM \S+ AS (\S+)", dockerfile))
     assert set(re.findall(r"--target (\S+)", dockerfile)) | {"default"} <= targets
     assert dockerfile.rstrip().endswith("FROM base AS default")
@@ -297,19 +409,26 @@ def test_the_image_is_what_the_manifests_expect(documents: list[Document]) -> No
     for pod in pod_kinds(documents):
         context: dict[str, Any] = pod.spec["securityContext"]
         assert f"USER {context['runAsUser']}:{context['runAsGroup']}" in dockerfile
-        assert pod.container["image"] in {f"baton:{project['version']}{kind}" for kind in ("", "-rdma", "-gpu")}
+        assert pod.container["image"] in {
+            f"baton:{project['version']}{kind}" for kind in ("", "-rdma", "-gpu")
+        }
         if "/models/demo" in pod.container["args"]:
             assert "COPY demo/model /models/demo" in dockerfile
 
 
 def test_compiled_kernels_are_kept_on_a_volume(documents: list[Document]) -> None:
-    """The root file system is read-only; without a place to keep them every start would compile them again."""
+    """The root file system is read-only; without a place to keep them every start would compile
+    them again."""
     dockerfile = (DEPLOY / "images" / "Dockerfile").read_text()
-    places = re.findall(r"(?:NUMBA_CACHE_DIR|TRITON_CACHE_DIR|FLASHINFER_WORKSPACE_BASE)=(\S+)", dockerfile)
+    places = re.findall(
+        r"(?:NUMBA_CACHE_DIR|TRITON_CACHE_DIR|FLASHINFER_WORKSPACE_BASE)=(\S+)", dockerfile
+    )
     assert len(places) == 3
     for pod in pod_kinds(documents):
         if pod.role in ("prefill", "decode"):
-            (mount,) = [mount for mount in pod.container["volumeMounts"] if mount["name"] == "kernels"]
+            (mount,) = [
+                mount for mount in pod.container["volumeMounts"] if mount["name"] == "kernels"
+            ]
             (volume,) = [volume for volume in pod.spec["volumes"] if volume["name"] == "kernels"]
             assert all(Path(place).is_relative_to(mount["mountPath"]) for place in places)
             assert "emptyDir" in volume

@@ -1,14 +1,15 @@
-"""A real Prometheus with the project's rules watches two clusters that get into every trouble an alert knows.
+"""A real Prometheus with the project's rules watches two clusters that get into every trouble an
+alert knows.
 
-"shop" is a cluster of real processes with a draft whose tokens are hardly ever accepted, uneven stages and too few
-pages, under load; its prefill worker is killed, and stage 0 of its decode pool. "lab" runs in this process, so that its
-bytes, pages and workers can be broken on purpose. Every query of every dashboard must give series, every alert must
-fire and clear.
+"shop" is a cluster of real processes with a draft whose tokens are hardly ever accepted, uneven
+stages and too few pages, under load; its prefill worker is killed, and stage 0 of its decode pool.
+"lab" runs in this process, so that its bytes, pages and workers can be broken on purpose. Every
+query of every dashboard must give series, every alert must fire and clear.
 
-Time runs faster: every duration of the rules is divided by SCALE, scrapes and evaluations come four times a second.
-Thresholds that are a user's patience, or a matter of how busy this machine is, are lowered, and a window that this
-machine may leave without a first token is longer: see LOWERED. Of the dashboards one is drawn, or all where somebody
-wants to keep the pictures.
+Time runs faster: every duration of the rules is divided by SCALE, scrapes and evaluations come four
+times a second. Thresholds that are a user's patience, or a matter of how busy this machine is, are
+lowered, and a window that this machine may leave without a first token is longer: see LOWERED. Of
+the dashboards one is drawn, or all where somebody wants to keep the pictures.
 """
 
 import asyncio
@@ -43,9 +44,13 @@ from tools.prometheus import LOCAL, Prometheus, Target, prometheus, scaled
 
 SCALE = 240  # an alert that waits ten minutes waits two and a half seconds
 INTERVAL_S, RATE_INTERVAL = 0.25, "4s"
-LOWERED = {"BatonPreempting": ("[2500ms]) > 0.1", "[30s]) > 0.02"), "BatonQueueOld": ("> 30", "> 2"),
-           "BatonFirstTokenSlow": ("> 5", "> 2"), "BatonPipelineIdle": ("> 0.5", "> 0.2"),
-           "baton:ttft_seconds:p99_5m": ("[1250ms]", "[10s]")}
+LOWERED = {
+    "BatonPreempting": ("[2500ms]) > 0.1", "[30s]) > 0.02"),
+    "BatonQueueOld": ("> 30", "> 2"),
+    "BatonFirstTokenSlow": ("> 5", "> 2"),
+    "BatonPipelineIdle": ("> 0.5", "> 0.2"),
+    "baton:ttft_seconds:p99_5m": ("[1250ms]", "[10s]"),
+}
 WAIT_S = 120.0
 RULES = (DEPLOY / "alerts" / "rules.yaml").read_text()
 
@@ -60,13 +65,20 @@ class Watch:
 
     async def run(self) -> None:
         while True:
-            window = f"{max(1, round(time.monotonic() - self._began_s))}s"  # an alert may be over between two looks
-            for series in await self._server.query(f'count_over_time(ALERTS{{alertstate="firing"}}[{window}])'):
-                self.fired.add((series["metric"]["alertname"], series["metric"].get("namespace", "")))
+            # an alert may be over between two looks
+            window = f"{max(1, round(time.monotonic() - self._began_s))}s"
+            for series in await self._server.query(
+                f'count_over_time(ALERTS{{alertstate="firing"}}[{window}])'
+            ):
+                self.fired.add(
+                    (series["metric"]["alertname"], series["metric"].get("namespace", ""))
+                )
             await asyncio.sleep(0.2)
 
     async def until_fired(self, namespace: str, *alerts: str) -> None:
-        print(f"{time.monotonic() - self._began_s:6.1f} s: {namespace} waits for {', '.join(alerts)}")
+        print(
+            f"{time.monotonic() - self._began_s:6.1f} s: {namespace} waits for {', '.join(alerts)}"
+        )
         try:
             async with asyncio.timeout(WAIT_S):
                 while not {(alert, namespace) for alert in alerts} <= self.fired:  # noqa: ASYNC110
@@ -74,9 +86,15 @@ class Watch:
         except TimeoutError:
             missing = {(alert, namespace) for alert in alerts} - self.fired
             pending = await self._server.query('ALERTS{alertstate="pending"}')
-            seen = {f"{one['metric'].get('namespace')} {one['metric'].get('job', '')}": one["value"][1]
-                    for one in await self._server.query("baton_pp_bubble_ratio or baton_preemptions_total")}
-            raise AssertionError(f"did not fire within {WAIT_S} s: {missing}; pending {pending}; {seen}") from None
+            seen = {
+                f"{one['metric'].get('namespace')} {one['metric'].get('job', '')}": one["value"][1]
+                for one in await self._server.query(
+                    "baton_pp_bubble_ratio or baton_preemptions_total"
+                )
+            }
+            raise AssertionError(
+                f"did not fire within {WAIT_S} s: {missing}; pending {pending}; {seen}"
+            ) from None
 
 
 def _rules() -> dict[str, object]:
@@ -91,21 +109,36 @@ def _rules() -> dict[str, object]:
 
 
 def _named(kind: str) -> set[str]:
-    return {rule[kind] for group in yaml.safe_load(RULES)["groups"] for rule in group["rules"] if kind in rule}
+    return {
+        rule[kind]
+        for group in yaml.safe_load(RULES)["groups"]
+        for rule in group["rules"]
+        if kind in rule
+    }
 
 
 async def _ask(client: AsyncBatonClient, query: Query) -> None:
     with suppress(BatonError):
-        await client.complete(query, timeout_s=600)  # a router refuses what a slow machine cannot end in time
+        await client.complete(
+            query, timeout_s=600
+        )  # a router refuses what a slow machine cannot end in time
 
 
 @asynccontextmanager
-async def load(client: AsyncBatonClient, *, clients: int, prompt: int, tokens: int) -> AsyncIterator[None]:
+async def load(
+    client: AsyncBatonClient, *, clients: int, prompt: int, tokens: int
+) -> AsyncIterator[None]:
     """So many clients, each asking again as soon as it is answered."""
+
     async def ask_on(seed: int) -> None:
         while True:
             for index in range(100):
-                await _ask(client, Query((index + 1,) * prompt, Sampling(seed=seed), Stop(tokens, ignore_eos=True)))
+                await _ask(
+                    client,
+                    Query(
+                        (index + 1,) * prompt, Sampling(seed=seed), Stop(tokens, ignore_eos=True)
+                    ),
+                )
                 await asyncio.sleep(0.05)
 
     tasks = [asyncio.create_task(ask_on(seed)) for seed in range(clients)]
@@ -118,9 +151,12 @@ async def load(client: AsyncBatonClient, *, clients: int, prompt: int, tokens: i
 
 
 async def shop_troubles(shop: RunningCluster, watch: Watch) -> None:
-    # An answer outgrows the two pages that it begins with, and five of them leave one free. It is counted at its end.
+    # An answer outgrows the two pages that it begins with, and five of them leave one free. It is
+    # counted at its end.
     async with load(shop.client, clients=6, prompt=60, tokens=80):
-        await watch.until_fired("shop", "BatonPreempting", "BatonPipelineIdle", "BatonDraftsRejected")
+        await watch.until_fired(
+            "shop", "BatonPreempting", "BatonPipelineIdle", "BatonDraftsRejected"
+        )
         killing = asyncio.create_task(_crash_on(shop))
         await watch.until_fired("shop", "BatonProcessDown", "BatonRoleDown")
         killing.cancel()
@@ -129,14 +165,19 @@ async def shop_troubles(shop: RunningCluster, watch: Watch) -> None:
 
 
 async def _crash_on(shop: RunningCluster) -> None:
-    """A process killed once is back before a scrape has missed it: these two end again whenever they start."""
+    """A process killed once is back before a scrape has missed it: these two end again whenever
+    they start."""
     while True:
         for name in ("prefill-0", "decode-0.0"):
             shop.cluster.processes[name].kill()
-            await asyncio.sleep(0.2)  # so that each interrupts something at first: streams soon end without prefill
+            await asyncio.sleep(
+                0.2
+            )  # so that each interrupts something at first: streams soon end without prefill
 
 
-async def lab_troubles(lab: Laboratory, server: Prometheus, watch: Watch, shop: list[Target]) -> None:
+async def lab_troubles(
+    lab: Laboratory, server: Prometheus, watch: Watch, shop: list[Target]
+) -> None:
     known = [*shop, *_lab_targets(lab)]
     await lab.start_worker("extra", PrefillRole())  # no router was told of it
     server.watch([*shop, *_lab_targets(lab)])
@@ -147,7 +188,9 @@ async def lab_troubles(lab: Laboratory, server: Prometheus, watch: Watch, shop: 
 
     DamagingUcx.armed = True
     async with load(lab.client, clients=2, prompt=70, tokens=4):
-        await watch.until_fired("lab", "BatonBytesDamaged", "BatonHandoffsFail", "BatonRequestsFail")
+        await watch.until_fired(
+            "lab", "BatonBytesDamaged", "BatonHandoffsFail", "BatonRequestsFail"
+        )
     DamagingUcx.armed = False
 
     held = await lab.hold_every_page()
@@ -167,36 +210,61 @@ async def lab_troubles(lab: Laboratory, server: Prometheus, watch: Watch, shop: 
 async def _refused_handshakes(lab: Laboratory, count: int) -> None:
     """A router that mixes up pools offers terms of another model."""
     request = types_pb2.EngineRequest(request_id="stranger", prompt_token_ids=[1], max_tokens=1)
-    opening = decode_pb2.DecodeOpen(request=request, source=transfer_pb2.SourceTerms(
-        compatibility="another", num_tokens=1, page_size=64, chunk_tokens=64, page_ids=[1]))
+    opening = decode_pb2.DecodeOpen(
+        request=request,
+        source=transfer_pb2.SourceTerms(
+            compatibility="another", num_tokens=1, page_size=64, chunk_tokens=64, page_ids=[1]
+        ),
+    )
     async with open_channel(lab.roles["decode"].announcement.address) as channel:
         call = decode_pb2_grpc.DecodeStub(channel).Serve()
         for key in range(1, count + 1):
-            await call.write(decode_pb2.DecodeInputs(inputs=[decode_pb2.DecodeInput(key=key, open=opening)]))
+            await call.write(
+                decode_pb2.DecodeInputs(inputs=[decode_pb2.DecodeInput(key=key, open=opening)])
+            )
             message = await call.read()
             assert isinstance(message, decode_pb2.DecodeEvents)
-            assert [event.ended.code for event in message.events] == [grpc.StatusCode.FAILED_PRECONDITION.value[0]]
+            assert [event.ended.code for event in message.events] == [
+                grpc.StatusCode.FAILED_PRECONDITION.value[0]
+            ]
             await asyncio.sleep(2 * INTERVAL_S)
         call.cancel()
 
 
 def _lab_targets(lab: Laboratory) -> list[Target]:
-    return [Target(name, role.announcement.metrics_port or 0, "lab") for name, role in lab.roles.items()]
+    return [
+        Target(name, role.announcement.metrics_port or 0, "lab") for name, role in lab.roles.items()
+    ]
 
 
-async def _is_quiet(shop: RunningCluster, lab: Laboratory, server: Prometheus, num_targets: int) -> None:
-    """Two healthy clusters with a little to do: every recording rule gives series, nothing that matters fires."""
-    await server.until("baton_build_info", lambda series: len(series) == num_targets, timeout_s=WAIT_S)
-    questions = [as_query(question) for question in make_questions(3, seed=5, max_prompt=40, max_tokens=6)]
+async def _is_quiet(
+    shop: RunningCluster, lab: Laboratory, server: Prometheus, num_targets: int
+) -> None:
+    """Two healthy clusters with a little to do: every recording rule gives series, nothing that
+    matters fires."""
+    await server.until(
+        "baton_build_info", lambda series: len(series) == num_targets, timeout_s=WAIT_S
+    )
+    questions = [
+        as_query(question) for question in make_questions(3, seed=5, max_prompt=40, max_tokens=6)
+    ]
     for _ in range(3):  # a labelled counter's first sample is no increase yet
-        await asyncio.gather(*(client.complete(query, timeout_s=60) for query in questions
-                               for client in (shop.client, lab.client)))
+        await asyncio.gather(
+            *(
+                client.complete(query, timeout_s=60)
+                for query in questions
+                for client in (shop.client, lab.client)
+            )
+        )
         await asyncio.sleep(2 * INTERVAL_S)
     for name in _named("record"):
         await server.until(name, bool, timeout_s=WAIT_S)
     # A target that was held up for half a second is down, with time as fast as this.
-    await server.until('ALERTS{alertstate="firing", severity=~"warning|critical"}', lambda series: not series,
-                       timeout_s=WAIT_S)
+    await server.until(
+        'ALERTS{alertstate="firing", severity=~"warning|critical"}',
+        lambda series: not series,
+        timeout_s=WAIT_S,
+    )
 
 
 @pytest.fixture
@@ -207,15 +275,22 @@ def port() -> Iterator[int]:
 
 @pytest.mark.timeout(900)  # about a minute when the machine has nothing else to do
 async def test_every_panel_shows_something_and_every_alert_fires_and_clears(
-        tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tmp_path: Path, port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", "qwen3_5_text")
     draft = save_draft(tmp_path / "draft", layers=(0, 1, 3))
     flags = ("--draft", str(draft), "--no-spec-adaptive", "--num-pages", "12", "--max-running", "6")
     began = time.time()
-    async with (prometheus(tmp_path, _rules(), port=port, interval_s=INTERVAL_S) as server,
-                running_cluster(checkpoint, decode_pp=2, decode_partition="1,3", worker_flags=flags) as shop,
-                laboratory(checkpoint, tmp_path, monkeypatch) as lab):
-        targets = [Target(name, await shop.metrics_port(name), "shop") for name in shop.cluster.processes]
+    async with (
+        prometheus(tmp_path, _rules(), port=port, interval_s=INTERVAL_S) as server,
+        running_cluster(
+            checkpoint, decode_pp=2, decode_partition="1,3", worker_flags=flags
+        ) as shop,
+        laboratory(checkpoint, tmp_path, monkeypatch) as lab,
+    ):
+        targets = [
+            Target(name, await shop.metrics_port(name), "shop") for name in shop.cluster.processes
+        ]
         server.watch([*targets, *_lab_targets(lab)])
         await _is_quiet(shop, lab, server, len(targets) + len(lab.roles))
         watch = Watch(server)
@@ -225,10 +300,17 @@ async def test_every_panel_shows_something_and_every_alert_fires_and_clears(
             await lab_troubles(lab, server, watch, targets)
             watching.cancel()
         assert {alert for alert, _ in watch.fired} == _named("alert")
-        await server.until('ALERTS{alertstate="firing"}', lambda series: not series, timeout_s=WAIT_S)
+        await server.until(
+            'ALERTS{alertstate="firing"}', lambda series: not series, timeout_s=WAIT_S
+        )
         ended = time.time()
-        dead = [f"{spec.title}, {panel.title}: {query.expr}" for spec in DASHBOARDS for panel in spec.panels
-                for query in panel.queries if not await _has_values(server, query.expr, began, ended)]
+        dead = [
+            f"{spec.title}, {panel.title}: {query.expr}"
+            for spec in DASHBOARDS
+            for panel in spec.panels
+            for query in panel.queries
+            if not await _has_values(server, query.expr, began, ended)
+        ]
         assert dead == [], "queries without any series"
         pictures = os.environ.get("BATON_PICTURES")
         for spec in DASHBOARDS if pictures else DASHBOARDS[:1]:

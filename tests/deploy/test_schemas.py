@@ -23,7 +23,12 @@ def test_every_manifest_fits_its_schema(overlay: str, release: str) -> None:
 @pytest.mark.parametrize("overlay", OVERLAYS)
 def test_pods_inside_custom_resources_fit_the_core_schema(overlay: str) -> None:
     for pod in pod_kinds(load(overlay)):
-        manifest = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": pod.name}, "spec": pod.spec}
+        manifest = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {"name": pod.name},
+            "spec": pod.spec,
+        }
         assert problems(manifest) == [], pod.name
 
 
@@ -41,22 +46,31 @@ def _edited(kind: str, path: str, value: object) -> dict[str, Any]:
     return document
 
 
-@pytest.mark.parametrize(("kind", "path", "value", "said"), [
-    ("LeaderWorkerSet", "spec.leaderWorkerTemplate.szie", 2, "szie"),
-    ("LeaderWorkerSet", "spec.leaderWorkerTemplate.restartPolicy", "Never", "Never"),
-    ("LeaderWorkerSet", "spec.leaderWorkerTemplate.workerTemplate.spec.imagePullPolice", "Always", "imagePullPolice"),
-    ("PodMonitor", "spec.podMetricEndpoints", [], "podMetricEndpoints"),
-    ("PrometheusRule", "spec.groups", [{"name": "x", "rule": []}], "rule"),
-    ("Deployment", "spec.replicas", "two", "two"),
-    ("NetworkPolicy", "spec.policyType", ["Ingress"], "policyType"),
-    ("Service", "kind", "Servise", "servise"),
-])
+@pytest.mark.parametrize(
+    ("kind", "path", "value", "said"),
+    [
+        ("LeaderWorkerSet", "spec.leaderWorkerTemplate.szie", 2, "szie"),
+        ("LeaderWorkerSet", "spec.leaderWorkerTemplate.restartPolicy", "Never", "Never"),
+        (
+            "LeaderWorkerSet",
+            "spec.leaderWorkerTemplate.workerTemplate.spec.imagePullPolice",
+            "Always",
+            "imagePullPolice",
+        ),
+        ("PodMonitor", "spec.podMetricEndpoints", [], "podMetricEndpoints"),
+        ("PrometheusRule", "spec.groups", [{"name": "x", "rule": []}], "rule"),
+        ("Deployment", "spec.replicas", "two", "two"),
+        ("NetworkPolicy", "spec.policyType", ["Ingress"], "policyType"),
+        ("Service", "kind", "Servise", "servise"),
+    ],
+)
 def test_mistakes_are_noticed(kind: str, path: str, value: object, said: str) -> None:
     assert said in " ".join(problems(_edited(kind, path, value))).replace("Servise", "servise")
 
 
 def test_rules_of_a_definition_are_applied() -> None:
-    """A set whose prefill is scaled to nothing and whose decode is not: CEL, not the schema, forbids it."""
+    """A set whose prefill is scaled to nothing and whose decode is not: CEL, not the schema,
+    forbids it."""
     (document,) = of_kind(load("disaggregated"), "DisaggregatedSet")
     assert problems(document) == []
     document["spec"]["roles"][0]["spec"]["replicas"] = 0
@@ -67,11 +81,20 @@ def test_rules_of_a_definition_are_applied() -> None:
 
 def test_a_disaggregated_sets_pods_are_those_of_the_plain_kinds() -> None:
     """All but their resources, which are the overlays' own."""
-    plain, together = ({pod.name: pod for pod in pod_kinds(load(overlay))}
-                       for overlay in ("single-node", "disaggregated"))
+    plain, together = (
+        {pod.name: pod for pod in pod_kinds(load(overlay))}
+        for overlay in ("single-node", "disaggregated")
+    )
     assert plain.keys() == together.keys()
     for name, pod in plain.items():
-        for key in ("env", "ports", "readinessProbe", "lifecycle", "securityContext", "volumeMounts"):
+        for key in (
+            "env",
+            "ports",
+            "readinessProbe",
+            "lifecycle",
+            "securityContext",
+            "volumeMounts",
+        ):
             assert pod.container.get(key) == together[name].container.get(key), f"{name}: {key}"
 
 

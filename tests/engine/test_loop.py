@@ -84,7 +84,9 @@ def running() -> Iterator[list[EngineLoop]]:
         loop.stop()
 
 
-def start(running: list[EngineLoop], scheduler: ScriptedScheduler, observer: LoopObserver | None = None) -> EngineLoop:
+def start(
+    running: list[EngineLoop], scheduler: ScriptedScheduler, observer: LoopObserver | None = None
+) -> EngineLoop:
     loop = EngineLoop(scheduler, observer=observer, idle_check_s=0)
     running.append(loop)
     loop.start()
@@ -101,9 +103,11 @@ def test_the_window_is_the_pipelines_depth(running: list[EngineLoop], depth: int
     assert scheduler.log == [f"result {i} ok" for i in range(1, 10)]
 
 
-def test_a_step_behind_another_counts_from_the_others_result(running: list[EngineLoop],
-                                                             monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where steps compute apart, the loop's waits are no pauses of the stage, and its launches no forwards."""
+def test_a_step_behind_another_counts_from_the_others_result(
+    running: list[EngineLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where steps compute apart, the loop's waits are no pauses of the stage, and its launches no
+    forwards."""
     clock, seen = ManualClock(), list[tuple[str, float]]()
 
     class OneSecondEach(ScriptedPipeline):
@@ -115,10 +119,15 @@ def test_a_step_behind_another_counts_from_the_others_result(running: list[Engin
 
     monkeypatch.setattr(loop_module, "time", SimpleNamespace(monotonic=clock.now))
     scheduler = ScriptedScheduler(work=3)
-    loop = start(running, scheduler, LoopObserver(
-        launched_s=lambda seconds, batch: seen.append(("forward", seconds)),
-        step_s=lambda seconds, batch: seen.append(("step", seconds)),
-        waited_s=lambda seconds: seen.append(("waited", seconds))))
+    loop = start(
+        running,
+        scheduler,
+        LoopObserver(
+            launched_s=lambda seconds, batch: seen.append(("forward", seconds)),
+            step_s=lambda seconds, batch: seen.append(("step", seconds)),
+            waited_s=lambda seconds: seen.append(("waited", seconds)),
+        ),
+    )
     loop.post(lambda: loop.attach(OneSecondEach(2)))
     assert scheduler.idle.wait(30)
     assert seen == [("forward", 1.0), ("step", 1.0)] * 3
@@ -132,7 +141,9 @@ def test_a_failed_step_is_published_and_the_loop_goes_on(running: list[EngineLoo
     assert scheduler.log == ["result 1 ok", "result 2 error", "result 3 ok"]
 
 
-async def test_a_dead_peer_ends_what_is_in_flight_and_a_new_pipeline_serves_again(running: list[EngineLoop]) -> None:
+async def test_a_dead_peer_ends_what_is_in_flight_and_a_new_pipeline_serves_again(
+    running: list[EngineLoop],
+) -> None:
     scheduler = ScriptedScheduler(work=4)
     loop = start(running, scheduler)
     await loop.submit(lambda: loop.attach(ScriptedPipeline(2, dies_at=2)))
@@ -147,19 +158,26 @@ async def test_a_dead_peer_ends_what_is_in_flight_and_a_new_pipeline_serves_agai
 
 
 async def test_a_pipeline_that_breaks_by_itself_is_told_once_and_one_that_is_detached_is_not(
-        running: list[EngineLoop]) -> None:
+    running: list[EngineLoop],
+) -> None:
     lost: list[str] = []
     scheduler = ScriptedScheduler(work=1)
     loop = start(running, scheduler)
-    loop.post(lambda: loop.attach(ScriptedPipeline(1, dies_at=1), lambda error: lost.append(str(error))))
+    loop.post(
+        lambda: loop.attach(ScriptedPipeline(1, dies_at=1), lambda error: lost.append(str(error)))
+    )
     assert await asyncio.to_thread(scheduler.idle.wait, 30)
     assert lost == ["stage 1 died"]
-    await loop.submit(lambda: loop.attach(ScriptedPipeline(1), lambda error: lost.append(str(error))))
+    await loop.submit(
+        lambda: loop.attach(ScriptedPipeline(1), lambda error: lost.append(str(error)))
+    )
     await loop.submit(lambda: loop.detach(PeerLostError("its owner says so")))
     assert lost == ["stage 1 died"]
 
 
-async def test_what_came_after_the_pipeline_broke_ends_when_its_owner_detaches_it(running: list[EngineLoop]) -> None:
+async def test_what_came_after_the_pipeline_broke_ends_when_its_owner_detaches_it(
+    running: list[EngineLoop],
+) -> None:
     scheduler = ScriptedScheduler()
     loop = start(running, scheduler)
     await loop.submit(lambda: loop.detach(PeerLostError("stage 1 left")))
@@ -188,7 +206,9 @@ async def test_submit_returns_and_raises_here(running: list[EngineLoop]) -> None
         await loop.submit(refuse)
 
 
-async def test_an_unknown_error_is_told_and_does_not_end_the_thread(running: list[EngineLoop]) -> None:
+async def test_an_unknown_error_is_told_and_does_not_end_the_thread(
+    running: list[EngineLoop],
+) -> None:
     told: list[str] = []
     loop = start(running, ScriptedScheduler(), LoopObserver(unhealthy=told.append))
 
@@ -240,7 +260,18 @@ def test_only_one_step_that_lasts_is_a_hung_engine() -> None:
     clock = ManualClock()
     watch = HangWatch(clock)
     looks = []
-    for busy_since_s in (1.0, 1.0, None, 2.0, 2.0, 3.0, 3.0, 3.0, 3.0, 3.0):  # a step a second, then one that lasts
+    for busy_since_s in (
+        1.0,
+        1.0,
+        None,
+        2.0,
+        2.0,
+        3.0,
+        3.0,
+        3.0,
+        3.0,
+        3.0,
+    ):  # a step a second, then one that lasts
         clock.advance(1.0)
         looks.append(watch.is_over(busy_since_s, 3.0))
     assert looks == [False] * 9 + [True]
@@ -255,7 +286,8 @@ def test_a_process_that_was_held_up_is_not_a_hung_engine() -> None:
 
 
 async def test_what_gives_memory_back_is_taken_however_many_commands_wait(
-        running: list[EngineLoop], monkeypatch: pytest.MonkeyPatch) -> None:
+    running: list[EngineLoop], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(loop_module, "MAX_COMMANDS", 2)
     loop = start(running, ScriptedScheduler())
     began, gate, released = threading.Event(), threading.Event(), list[str]()
@@ -276,7 +308,9 @@ async def test_what_gives_memory_back_is_taken_however_many_commands_wait(
     assert await loop.submit(lambda: released) == ["a page"]
 
 
-async def test_an_engine_that_has_ended_refuses_instead_of_keeping_its_callers(running: list[EngineLoop]) -> None:
+async def test_an_engine_that_has_ended_refuses_instead_of_keeping_its_callers(
+    running: list[EngineLoop],
+) -> None:
     class Broken(ScriptedScheduler):
         def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
             raise KeyError("lost count")
@@ -288,7 +322,9 @@ async def test_an_engine_that_has_ended_refuses_instead_of_keeping_its_callers(r
         await loop.submit(lambda: None)
 
 
-async def test_what_a_cancelled_caller_would_have_got_is_given_back(running: list[EngineLoop]) -> None:
+async def test_what_a_cancelled_caller_would_have_got_is_given_back(
+    running: list[EngineLoop],
+) -> None:
     loop = start(running, ScriptedScheduler())
     began, gate, undone = threading.Event(), threading.Event(), threading.Event()
     taken: list[str] = []
@@ -312,7 +348,9 @@ async def test_what_a_cancelled_caller_would_have_got_is_given_back(running: lis
     assert taken == ["lease"]
 
 
-async def test_an_error_for_a_caller_that_was_cancelled_is_no_bug_in_the_log(running: list[EngineLoop]) -> None:
+async def test_an_error_for_a_caller_that_was_cancelled_is_no_bug_in_the_log(
+    running: list[EngineLoop],
+) -> None:
     loop, complaints = start(running, ScriptedScheduler()), list[dict[str, object]]()
     began, gate = threading.Event(), threading.Event()
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))

@@ -1,4 +1,5 @@
-"""See `tests/fuzz/__init__.py`. Ends with 1 when anything was found; `--keep` puts it into the corpus."""
+"""See `tests/fuzz/__init__.py`. Ends with 1 when anything was found; `--keep` puts it into the
+corpus."""
 
 import argparse
 import hashlib
@@ -27,9 +28,14 @@ def main() -> int:
             print(finding, flush=True)
             if arguments.keep:
                 (CORPUS / name).mkdir(parents=True, exist_ok=True)
-                (CORPUS / name / f"{hashlib.sha256(finding.data).hexdigest()[:12]}.bin").write_bytes(finding.data)
-        print(f"{name}: {arguments.cases} cases, {len(problems)} kinds of problems, "
-              f"{time.perf_counter() - began_s:.0f} s", flush=True)
+                (
+                    CORPUS / name / f"{hashlib.sha256(finding.data).hexdigest()[:12]}.bin"
+                ).write_bytes(finding.data)
+        print(
+            f"{name}: {arguments.cases} cases, {len(problems)} kinds of problems, "
+            f"{time.perf_counter() - began_s:.0f} s",
+            flush=True,
+        )
     return 1 if num_found else 0
 
 

@@ -10,14 +10,48 @@ from pathlib import Path
 CORPUS = Path(__file__).parent / "corpus"
 SLOW_S = 2.0
 MAX_BYTES = 1 << 16
-_NUMBERS = (0, 1, 0x7F, 0x80, 0xFF, 0x7FFF, 0xFFFF, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF, (1 << 63) - 1, (1 << 64) - 1)
-_TEXTS = (b"-1", b"1e999", b"Infinity", b"NaN", b"9" * 5000, b"[" * 3000, b"{" * 3000, b"\x00", b"\xff", b"\\u0000",
-          b"..", b"null", b'"', b"\n", b":", b"[", b"]", b"", b"0x1", b"18446744073709551616")
+_NUMBERS = (
+    0,
+    1,
+    0x7F,
+    0x80,
+    0xFF,
+    0x7FFF,
+    0xFFFF,
+    0x7FFFFFFF,
+    0x80000000,
+    0xFFFFFFFF,
+    (1 << 63) - 1,
+    (1 << 64) - 1,
+)
+_TEXTS = (
+    b"-1",
+    b"1e999",
+    b"Infinity",
+    b"NaN",
+    b"9" * 5000,
+    b"[" * 3000,
+    b"{" * 3000,
+    b"\x00",
+    b"\xff",
+    b"\\u0000",
+    b"..",
+    b"null",
+    b'"',
+    b"\n",
+    b":",
+    b"[",
+    b"]",
+    b"",
+    b"0x1",
+    b"18446744073709551616",
+)
 
 
 @dataclass(frozen=True)
 class Target:
-    """`valid` makes bytes that `parse` takes; of damaged ones it may raise `allowed` and nothing else."""
+    """`valid` makes bytes that `parse` takes; of damaged ones it may raise `allowed` and nothing
+    else."""
 
     name: str
     valid: Callable[[random.Random], bytes]
@@ -50,11 +84,15 @@ def run(target: Target, *, cases: int, seed: int) -> Iterator[Finding]:
     before = _peak_bytes()
     pool = [target.valid(numbers) for _ in range(32)]
     for data in pool:
-        target.parse(data)  # what is valid must be taken: else nothing behind the first check is ever reached
+        target.parse(
+            data
+        )  # what is valid must be taken: else nothing behind the first check is ever reached
     for case in range(cases):
         if case % 4096 == 4095:
             pool[numbers.randrange(len(pool))] = target.valid(numbers)
-        yield from _tried(target, case, damaged(numbers, numbers.choice(pool), numbers.choice(pool)))
+        yield from _tried(
+            target, case, damaged(numbers, numbers.choice(pool), numbers.choice(pool))
+        )
     grown = _peak_bytes() - before
     if grown > 512 << 20:
         yield Finding(target.name, None, b"", f"memory grew by {grown >> 20} MiB")
@@ -78,15 +116,15 @@ def _damage(numbers: random.Random, data: bytearray, other: bytes) -> None:
         case 2:
             width = numbers.choice((1, 2, 4, 8))
             number = numbers.choice(_NUMBERS) + numbers.choice((-1, 0, 0, 1))
-            data[at:at + width] = (number % (1 << 8 * width)).to_bytes(width, "little")
+            data[at : at + width] = (number % (1 << 8 * width)).to_bytes(width, "little")
         case 3:
-            del data[at:min(end, at + 64)]
+            del data[at : min(end, at + 64)]
         case 4:
             del data[at:]
         case 5:
             data[at:at] = data[at:end][:256]
         case 6:
-            data[at:at + numbers.choice((0, 1, 2))] = numbers.choice(_TEXTS)
+            data[at : at + numbers.choice((0, 1, 2))] = numbers.choice(_TEXTS)
         case _:
             data[at:end] = other[at:end]
 

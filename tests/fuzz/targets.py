@@ -1,4 +1,5 @@
-"""What parses bytes that come from outside: (name, how valid ones are made, the parser, what it may raise)."""
+"""What parses bytes that come from outside: (name, how valid ones are made, the parser, what it may
+raise)."""
 
 import json
 import random
@@ -29,7 +30,14 @@ from protos import generation_pb2, pipeline_pb2, transfer_pb2, types_pb2
 from router.request.validate import admissible
 from router.workers.discovery import parse_target
 from runtime.config import load
-from runtime.errors import BatonError, ConfigError, IntegrityError, InternalError, InvalidRequestError, PeerLostError
+from runtime.errors import (
+    BatonError,
+    ConfigError,
+    IntegrityError,
+    InternalError,
+    InvalidRequestError,
+    PeerLostError,
+)
 from runtime.grammar import Grammar, GrammarKind
 from runtime.rpc.read_limits import MessageBounds, bounded
 from tests.fuzz.engine import Target
@@ -45,7 +53,9 @@ from transfer.plan.handoff_terms import (
 from transfer.transport.authenticator import new_key
 from transfer.ucx.address import frame_address, unframe_address
 
-_FOLDER = Path(tempfile.mkdtemp(prefix="fuzz"))  # one per process; memory-backed where the system's is
+_FOLDER = Path(
+    tempfile.mkdtemp(prefix="fuzz")
+)  # one per process; memory-backed where the system's is
 
 
 # Frames between stages.
@@ -57,8 +67,14 @@ def _batch_packet(numbers: random.Random) -> Packet:
     batch = build_batch(ForwardMode.VERIFY if is_tree else ForwardMode.PREFILL, rows)
     batch.ended_keys = tuple(range(numbers.randrange(3)))
     tensors = torch.zeros(batch.num_tokens, 4, dtype=torch.bfloat16)
-    return records.pack_batch(numbers.getrandbits(32), batch, StageOutput(
-        hidden=tensors if numbers.random() < 0.8 else None, aux_hidden={3: tensors} if numbers.random() < 0.3 else {}))
+    return records.pack_batch(
+        numbers.getrandbits(32),
+        batch,
+        StageOutput(
+            hidden=tensors if numbers.random() < 0.8 else None,
+            aux_hidden={3: tensors} if numbers.random() < 0.3 else {},
+        ),
+    )
 
 
 def _row(numbers: random.Random, key: int, *, is_tree: bool) -> Row:
@@ -66,11 +82,24 @@ def _row(numbers: random.Random, key: int, *, is_tree: bool) -> Row:
     tokens = [numbers.randrange(100) for _ in range(count)]
     grammar = Grammar.of(GrammarKind.REGEX, "[a-z]+") if numbers.random() < 0.3 else None
     opening = OutputOpening((1, 2, 3), grammar) if numbers.random() < 0.5 else None
-    output = OutputRow(key, 2, (4,), opening, numbers.random() < 0.5) if numbers.random() < 0.8 else None
-    params = SamplingParams(seed=numbers.getrandbits(64), logit_bias=((3, 0.5),) * numbers.randrange(3))
+    output = (
+        OutputRow(key, 2, (4,), opening, numbers.random() < 0.5) if numbers.random() < 0.8 else None
+    )
+    params = SamplingParams(
+        seed=numbers.getrandbits(64), logit_bias=((3, 0.5),) * numbers.randrange(3)
+    )
     sampling = SamplingRow(params, 7, 3, (5,), 9, output) if numbers.random() < 0.8 else None
-    spec = SpecRow(tuple(numbers.randrange(-1, node) if node else -1 for node in range(count)),
-                   AcceptedNodes(3, (0, 1)), None, 0, 4) if is_tree else None
+    spec = (
+        SpecRow(
+            tuple(numbers.randrange(-1, node) if node else -1 for node in range(count)),
+            AcceptedNodes(3, (0, 1)),
+            None,
+            0,
+            4,
+        )
+        if is_tree
+        else None
+    )
     scoring = ScoringRow((1, 2), 3) if numbers.random() < 0.2 else None
     states = StateRow(3, (Snapshot(64, 2),)) if numbers.random() < 0.2 else StateRow()
     return Row(key, tokens, numbers.randrange(50), [1, 2, 3], 1, sampling, spec, scoring, states)
@@ -78,10 +107,14 @@ def _row(numbers: random.Random, key: int, *, is_tree: bool) -> Row:
 
 def _result_packet(numbers: random.Random) -> Packet:
     count = numbers.randrange(4)
-    tokens = [DrawnToken(7, TokenLogprobs(-1.0, ((7, -1.0), (8, -2.0))), "no such token" * (place % 2))
-              for place in range(count)]
+    tokens = [
+        DrawnToken(7, TokenLogprobs(-1.0, ((7, -1.0), (8, -2.0))), "no such token" * (place % 2))
+        for place in range(count)
+    ]
     verified = [Verified((0,), TokenTree((5, 6), (-1, 0)))] * count
-    return records.pack_result(numbers.getrandbits(32), tokens, verified, [tuple(tokens)] * numbers.randrange(2))
+    return records.pack_result(
+        numbers.getrandbits(32), tokens, verified, [tuple(tokens)] * numbers.randrange(2)
+    )
 
 
 def _packet(numbers: random.Random) -> Packet:
@@ -102,23 +135,32 @@ def _read_frame(data: bytes) -> object:
     packet = Packet(frame.record, tensors, frame.kind, frame.sequence)
     if packet.kind is PacketKind.BATCH and frame.route is TensorRoute.BESIDE:
         return frame
-    read = {PacketKind.BATCH: records.unpack_batch, PacketKind.RESULT: records.unpack_result,
-            PacketKind.ERROR: records.unpack_error}[packet.kind]
+    read = {
+        PacketKind.BATCH: records.unpack_batch,
+        PacketKind.RESULT: records.unpack_result,
+        PacketKind.ERROR: records.unpack_error,
+    }[packet.kind]
     return read(packet)
 
 
 def _read_genuine(data: bytes) -> object:
     """As if its sender had meant it so: what follows magic and schema is reached."""
-    return _read_frame(bytes(frames.write(TensorRoute.WITHIN, records.pack_error(1, "")))[:5] + data[5:])
+    return _read_frame(
+        bytes(frames.write(TensorRoute.WITHIN, records.pack_error(1, "")))[:5] + data[5:]
+    )
 
 
 # Messages of gRPC.
 
 
-_STAGES = (StageEndpoint(LayerRange(0, 2), b"\x00address\xff", "life-1"),
-           StageEndpoint(LayerRange(2, 4), b"", "life-2"))
+_STAGES = (
+    StageEndpoint(LayerRange(0, 2), b"\x00address\xff", "life-1"),
+    StageEndpoint(LayerRange(2, 4), b"", "life-2"),
+)
 _SOURCE = SourceTerms("digest", "text", 4, 9, 8, (3, 1, 2), 7, _STAGES)
-_DESTINATION = DestinationTerms("session", 2, 0xFFFFFFFF_02000000, (9, 8, 7), 1, _STAGES, "plan", new_key())
+_DESTINATION = DestinationTerms(
+    "session", 2, 0xFFFFFFFF_02000000, (9, 8, 7), 1, _STAGES, "plan", new_key()
+)
 _EVENT = StageSessionEvent("session", 3, StageSessionState.FAILED, "PEER_LOST", "gone", 12345)
 
 
@@ -142,16 +184,25 @@ def _always(message: Message) -> Callable[[random.Random], bytes]:
 def _generate_request(numbers: random.Random) -> bytes:
     ids = [numbers.randrange(50) for _ in range(numbers.randrange(1, 9))]
     request = generation_pb2.GenerateRequest(
-        request_id="r", token_ids=types_pb2.TokenIds(ids=ids),
-        sampling=types_pb2.SamplingParams(temperature=0.5, top_k=4, top_p=0.9, seed=numbers.getrandbits(63)))
+        request_id="r",
+        token_ids=types_pb2.TokenIds(ids=ids),
+        sampling=types_pb2.SamplingParams(
+            temperature=0.5, top_k=4, top_p=0.9, seed=numbers.getrandbits(63)
+        ),
+    )
     request.sampling.logit_bias[3] = 0.5
     return request.SerializeToString()
 
 
 def _read_counted(data: bytes) -> object:
     """What is counted before it is parsed is what the parser makes of it, unless it is refused."""
-    request = bounded(generation_pb2.GenerateRequest.FromString, MessageBounds(1 << 20, uncounted_bytes=0))(data)
-    assert request.SerializeToString() == generation_pb2.GenerateRequest.FromString(data).SerializeToString()
+    request = bounded(
+        generation_pb2.GenerateRequest.FromString, MessageBounds(1 << 20, uncounted_bytes=0)
+    )(data)
+    assert (
+        request.SerializeToString()
+        == generation_pb2.GenerateRequest.FromString(data).SerializeToString()
+    )
     return request
 
 
@@ -179,8 +230,11 @@ def _engine_request(numbers: random.Random) -> bytes:
 
 
 def _read_engine_request(data: bytes) -> object:
-    return request_from_proto(types_pb2.EngineRequest.FromString(data), vocab_size=FACTS.vocab_size,
-                              max_context_tokens=FACTS.max_context_tokens)
+    return request_from_proto(
+        types_pb2.EngineRequest.FromString(data),
+        vocab_size=FACTS.vocab_size,
+        max_context_tokens=FACTS.max_context_tokens,
+    )
 
 
 # Files and texts.
@@ -188,8 +242,14 @@ def _read_engine_request(data: bytes) -> object:
 
 def _safetensors(numbers: random.Random) -> bytes:
     count = numbers.randrange(1, 4)
-    header = {f"model.layers.{place}.weight": {"dtype": "F32", "shape": [2, 2],
-                                               "data_offsets": [16 * place, 16 * place + 16]} for place in range(count)}
+    header = {
+        f"model.layers.{place}.weight": {
+            "dtype": "F32",
+            "shape": [2, 2],
+            "data_offsets": [16 * place, 16 * place + 16],
+        }
+        for place in range(count)
+    }
     text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
     return struct.pack("<Q", len(text)) + text + bytes(16 * count)
 
@@ -205,7 +265,9 @@ def _read_safetensors(data: bytes) -> object:
 
 def _index(numbers: random.Random) -> bytes:
     names = ["model.layers.0.weight"] * numbers.randrange(1, 3)
-    return json.dumps({"metadata": {}, "weight_map": dict.fromkeys(names, "a.safetensors")}).encode()
+    return json.dumps(
+        {"metadata": {}, "weight_map": dict.fromkeys(names, "a.safetensors")}
+    ).encode()
 
 
 def _read_index(data: bytes) -> object:
@@ -218,9 +280,11 @@ def _read_index(data: bytes) -> object:
 
 
 def _toml(numbers: random.Random) -> bytes:
-    return (f'[router]\nmax_waiting = 3\n[prefill]\nmodel = "m"\npage_size = 64\n'
-            f'listen = "[::1]:{numbers.randrange(9999)}"\n'
-            'transport_ports = "7000-7010"\ncuda_graphs = false\ndrain_s = 1.5\n').encode()
+    return (
+        f'[router]\nmax_waiting = 3\n[prefill]\nmodel = "m"\npage_size = 64\n'
+        f'listen = "[::1]:{numbers.randrange(9999)}"\n'
+        'transport_ports = "7000-7010"\ncuda_graphs = false\ndrain_s = 1.5\n'
+    ).encode()
 
 
 def _read_toml(data: bytes) -> object:
@@ -230,28 +294,68 @@ def _read_toml(data: bytes) -> object:
 
 
 def _address(numbers: random.Random) -> bytes:
-    return numbers.choice((b"127.0.0.1:7000", b"[::1]:80", b"dns:///name.example:7000", b"k8s:///name/service:port"))
+    return numbers.choice(
+        (b"127.0.0.1:7000", b"[::1]:80", b"dns:///name.example:7000", b"k8s:///name/service:port")
+    )
 
 
 def _read_stage_address(data: bytes) -> object:
     return StageAddress.unpack(data)
 
 
-TARGETS = {target.name: target for target in (
-    Target("frames", _frame, _read_frame, (IntegrityError, InternalError)),
-    Target("records", _frame, _read_genuine, (IntegrityError, InternalError)),
-    Target("stage_address", lambda numbers: StageAddress(1, b"frames", "nccl", "GPU-1", "", is_demanded=True).pack(),
-           _read_stage_address, (PeerLostError,)),
-    Target("ucx_address", lambda numbers: frame_address(numbers.randbytes(40)), unframe_address, (PeerLostError,)),
-    Target("source_terms", _always(codec.source_to_proto(_SOURCE)), _read_source, (DecodeError, InvalidRequestError)),
-    Target("destination_terms", _always(codec.destination_to_proto(_DESTINATION)), _read_destination,
-           (DecodeError, InvalidRequestError)),
-    Target("session_event", _always(codec.event_to_proto(_EVENT)), _read_event, (DecodeError, InvalidRequestError)),
-    Target("generate_request", _generate_request, _admit, (DecodeError, BatonError)),
-    Target("counted_request", _generate_request, _read_counted, (InvalidRequestError,)),
-    Target("engine_request", _engine_request, _read_engine_request, (DecodeError, InvalidRequestError)),
-    Target("safetensors", _safetensors, _read_safetensors, (ConfigError,)),
-    Target("safetensors_index", _index, _read_index, (ConfigError,)),
-    Target("toml", _toml, _read_toml, (ConfigError,)),
-    Target("service_address", _address, lambda data: parse_target(data.decode(errors="replace")), (ConfigError,)),
-)}
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("frames", _frame, _read_frame, (IntegrityError, InternalError)),
+        Target("records", _frame, _read_genuine, (IntegrityError, InternalError)),
+        Target(
+            "stage_address",
+            lambda numbers: StageAddress(
+                1, b"frames", "nccl", "GPU-1", "", is_demanded=True
+            ).pack(),
+            _read_stage_address,
+            (PeerLostError,),
+        ),
+        Target(
+            "ucx_address",
+            lambda numbers: frame_address(numbers.randbytes(40)),
+            unframe_address,
+            (PeerLostError,),
+        ),
+        Target(
+            "source_terms",
+            _always(codec.source_to_proto(_SOURCE)),
+            _read_source,
+            (DecodeError, InvalidRequestError),
+        ),
+        Target(
+            "destination_terms",
+            _always(codec.destination_to_proto(_DESTINATION)),
+            _read_destination,
+            (DecodeError, InvalidRequestError),
+        ),
+        Target(
+            "session_event",
+            _always(codec.event_to_proto(_EVENT)),
+            _read_event,
+            (DecodeError, InvalidRequestError),
+        ),
+        Target("generate_request", _generate_request, _admit, (DecodeError, BatonError)),
+        Target("counted_request", _generate_request, _read_counted, (InvalidRequestError,)),
+        Target(
+            "engine_request",
+            _engine_request,
+            _read_engine_request,
+            (DecodeError, InvalidRequestError),
+        ),
+        Target("safetensors", _safetensors, _read_safetensors, (ConfigError,)),
+        Target("safetensors_index", _index, _read_index, (ConfigError,)),
+        Target("toml", _toml, _read_toml, (ConfigError,)),
+        Target(
+            "service_address",
+            _address,
+            lambda data: parse_target(data.decode(errors="replace")),
+            (ConfigError,),
+        ),
+    )
+}

@@ -1,4 +1,5 @@
-"""A modest number of cases per target in every run; `python -m tests.fuzz --cases 100000` tries more."""
+"""A modest number of cases per target in every run; `python -m tests.fuzz --cases 100000` tries
+more."""
 
 import pytest
 
@@ -15,7 +16,9 @@ def test_damaged_bytes_are_refused_by_name_and_nothing_else_happens(name: str) -
 
 def test_a_parser_that_breaks_is_found() -> None:
     broken = Target("broken", lambda numbers: b"0123", lambda data: data.decode("ascii"), ())
-    assert any("UnicodeDecodeError" in finding.problem for finding in run(broken, cases=500, seed=1))
+    assert any(
+        "UnicodeDecodeError" in finding.problem for finding in run(broken, cases=500, seed=1)
+    )
 
 
 def test_what_once_broke_is_tried_again() -> None:

@@ -1,4 +1,5 @@
-"""Tests of the device side on a real GPU: `python -m pytest tests/gpu`. Elsewhere each is skipped with its reason."""
+"""Tests of the device side on a real GPU: `python -m pytest tests/gpu`. Elsewhere each is skipped
+with its reason."""
 
 import os
 from importlib.util import find_spec
@@ -53,4 +54,6 @@ def whole_roles() -> None:
 def _skip_without(*names: str) -> None:
     missing = [name for name in names if find_spec(name) is None]
     if missing:
-        pytest.skip(f"needs {' and '.join(missing)}: install Baton with its dependencies and the extra `ucx`")
+        pytest.skip(
+            f"needs {' and '.join(missing)}: install Baton with its dependencies and the extra `ucx`"
+        )

@@ -1,4 +1,5 @@
-"""Real CUDA graphs against eager forwards of the same stages, as `tests/engine/graphs` has it with a stand-in."""
+"""Real CUDA graphs against eager forwards of the same stages, as `tests/engine/graphs` has it with
+a stand-in."""
 
 import pytest
 import torch
@@ -16,7 +17,8 @@ MIXED = {**HYBRID, "head_dim": 64}
 
 @pytest.mark.parametrize("config", [DENSE, MIXED], ids=["attention", "hybrid"])
 def test_s1_3_small_batches_in_big_graphs_and_lengths_that_changed_since_the_capture(
-        config: dict[str, object], device: torch.device) -> None:
+    config: dict[str, object], device: torch.device
+) -> None:
     from tests.support.device.captured_stage import Twins, prefilled
 
     twins = prefilled(Twins(config, device=device), 3, 15, 16)
@@ -26,17 +28,36 @@ def test_s1_3_small_batches_in_big_graphs_and_lengths_that_changed_since_the_cap
 
 
 @pytest.mark.parametrize("is_masked", [False, True], ids=["chains", "trees"])
-def test_s1_10_stale_rows_of_the_stage_before_do_not_leak_into_a_verify(device: torch.device, *,
-                                                                        is_masked: bool) -> None:
+def test_s1_10_stale_rows_of_the_stage_before_do_not_leak_into_a_verify(
+    device: torch.device, *, is_masked: bool
+) -> None:
     from tests.support.device.captured_stage import MAX_ROWS, NODES, Twins, prefilled
 
-    twins = prefilled(Twins(MIXED, cuts=(2,), buckets=verify_buckets(MAX_ROWS, NODES, is_masked=is_masked),
-                            capture_layers=frozenset({0, 3}), device=device), 3, 15, 16)
+    twins = prefilled(
+        Twins(
+            MIXED,
+            cuts=(2,),
+            buckets=verify_buckets(MAX_ROWS, NODES, is_masked=is_masked),
+            capture_layers=frozenset({0, 3}),
+            device=device,
+        ),
+        3,
+        15,
+        16,
+    )
     fork = (-1, 0, 0, 1) if is_masked else (-1, 0, 1, 2)
     steps: list[dict[int, tuple[int, ...]]] = [
-        {0: (-1, 0, 1, 2), 1: fork, 2: fork}, {1: (-1, 0)}, {2: fork, 0: (-1,)}, {0: (-1,), 1: (-1,)}]
+        {0: (-1, 0, 1, 2), 1: fork, 2: fork},
+        {1: (-1, 0)},
+        {2: fork, 0: (-1,)},
+        {0: (-1,), 1: (-1,)},
+    ]
     for shapes in steps:
-        twins.step(ForwardMode.VERIFY, {key: len(parents) for key, parents in shapes.items()}, parents=shapes)
+        twins.step(
+            ForwardMode.VERIFY,
+            {key: len(parents) for key, parents in shapes.items()},
+            parents=shapes,
+        )
     assert twins.num_replays() == 8
 
 
@@ -61,13 +82,20 @@ def test_a_round_reads_committed_keys_in_place(device: torch.device, topk: int) 
 
     geometry = AttentionGeometry(num_heads=6, num_kv_heads=2, head_dim=64, page_size=4, scale=0.1)
     pools = {0: torch.randn(10, 2, 2, 4, 64, device=device, dtype=torch.bfloat16)}
-    in_place = DeviceRounds(kv_pools=pools, geometry=geometry, wrappers=FlashInferWrappers(device), device=device)
-    backends: tuple[RoundAttention, ...] = (in_place, MultiStepAttention(kv_pools=pools, geometry=geometry))
+    in_place = DeviceRounds(
+        kv_pools=pools, geometry=geometry, wrappers=FlashInferWrappers(device), device=device
+    )
+    backends: tuple[RoundAttention, ...] = (
+        in_place,
+        MultiStepAttention(kv_pools=pools, geometry=geometry),
+    )
     batches = [round_of((4, 11, 6), topk) for _ in backends]
     for backend, batch in zip(backends, batches, strict=True):
         backend.plan(batch)
     for _ in range(3):
         q = torch.randn(3 * topk, 6, 64, device=device, dtype=torch.bfloat16)
         k, v = torch.randn(2, 3 * topk, 2, 64, device=device, dtype=torch.bfloat16)
-        actual, expected = (backend.run(0, q, k, v, batch) for backend, batch in zip(backends, batches, strict=True))
+        actual, expected = (
+            backend.run(0, q, k, v, batch) for backend, batch in zip(backends, batches, strict=True)
+        )
         torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)

@@ -40,7 +40,9 @@ def shm() -> Transport:
 
 @pytest.mark.usefixtures("ucx")
 def test_device_to_device_drains_and_lends_nothing(device: torch.device) -> None:
-    source, dest = (DeviceStage(name, shm(), SPECS, device=device) for name in ("prefill", "decode"))
+    source, dest = (
+        DeviceStage(name, shm(), SPECS, device=device) for name in ("prefill", "decode")
+    )
     source.randomize(1)
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
     destination = dest.destination(terms, DEST_PAGES)
@@ -98,7 +100,9 @@ def test_one_flipped_bit_is_caught(device: torch.device) -> None:
 @pytest.mark.usefixtures("ucx")
 def test_the_first_chunk_leaves_while_the_last_one_computes(device: torch.device) -> None:
     """The trace's record of it: bytes left before the device had passed the last chunk."""
-    source, dest = (DeviceStage(name, shm(), SPECS, device=device) for name in ("prefill", "decode"))
+    source, dest = (
+        DeviceStage(name, shm(), SPECS, device=device) for name in ("prefill", "decode")
+    )
     source.randomize(4)
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
     destination = dest.destination(terms, DEST_PAGES)
@@ -134,7 +138,9 @@ def test_between_two_processes(there: str, here: str) -> None:
     core = min(os.sched_getaffinity(0))
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
-    source = context.Process(target=source_process, args=(theirs, TransportProfile.SHM, there, core), daemon=True)
+    source = context.Process(
+        target=source_process, args=(theirs, TransportProfile.SHM, there, core), daemon=True
+    )
     source.start()
     destination = Destination(TransportProfile.SHM, here)
     try:
@@ -149,13 +155,21 @@ def test_between_two_processes(there: str, here: str) -> None:
         source.kill()
 
 
-def agent_with(device: torch.device, hook: Callable[[PinnedStaging], Callable[[], None]]) -> TransferAgent:
+def agent_with(
+    device: torch.device, hook: Callable[[PinnedStaging], Callable[[], None]]
+) -> TransferAgent:
     clock = SystemClock()
     staging = PinnedStaging(CudaCopies(device), num_buffers=2, buffer_bytes=1 << 14)
     pools = StagePools(PoolGeometry(4, 8, 4, LayerRange(0, 4), SPECS))
     transport = DeviceTransport(MemoryNetwork().transport(clock), staging, clock)
-    return TransferAgent(memory=DevicePools(pools), transport=transport, clock=clock, incarnation="a",
-                         on_event=lambda event: None, on_thread_start=hook(staging))
+    return TransferAgent(
+        memory=DevicePools(pools),
+        transport=transport,
+        clock=clock,
+        incarnation="a",
+        on_event=lambda event: None,
+        on_thread_start=hook(staging),
+    )
 
 
 def test_a_thread_without_a_context_is_refused_at_the_start(device: torch.device) -> None:

@@ -1,4 +1,5 @@
-"""Whole models on a GPU: the host's logits and tokens, stage by stage and through a cluster over gRPC and UCX."""
+"""Whole models on a GPU: the host's logits and tokens, stage by stage and through a cluster over
+gRPC and UCX."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -45,7 +46,9 @@ def test_fp32_models_over_our_own_wrappers(backends: Backends, config: dict[str,
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("config", [HYBRID, QWEN3])
-def test_bf16_models_over_flashinfer(backends: Backends, config: dict[str, object], head_dim: int) -> None:
+def test_bf16_models_over_flashinfer(
+    backends: Backends, config: dict[str, object], head_dim: int
+) -> None:
     """Rounding moves each logit a little; the rows must point the same way."""
     description = tiny({**config, "head_dim": head_dim}, "bfloat16")
     host = build_stages(description, CpuBackends(Numerics.EXACT), cuts=())
@@ -69,21 +72,28 @@ def hand_over(source: StagePools, targets: list[StagePools]) -> None:
 
 def stages_over(backends: Backends, *cuts: int) -> list[tuple[StageExecutor, StagePools]]:
     bounds = [0, *cuts, 8]
-    return [build_stage(read_model(DEMO), backends, LayerRange(start, end))
-            for start, end in pairwise(bounds)]
+    return [
+        build_stage(read_model(DEMO), backends, LayerRange(start, end))
+        for start, end in pairwise(bounds)
+    ]
 
 
 def forced_logits(backends: Backends, tokens: list[int] | None) -> tuple[torch.Tensor, list[int]]:
-    """Prefill in one stage, decode in two, fed with `tokens` or what it draws itself. Logits [new, vocab], tokens."""
-    (prefill, source), = stages_over(backends)
+    """Prefill in one stage, decode in two, fed with `tokens` or what it draws itself. Logits [new,
+    vocab], tokens."""
+    ((prefill, source),) = stages_over(backends)
     decode = stages_over(backends, 3)
     rows = [logits_of([prefill], step(ForwardMode.PREFILL, PROMPT, 0)).cpu()]
     hand_over(source, [pools for _, pools in decode])
     fed: list[int] = []
     for index in range(NUM_NEW):
         fed.append(int(rows[-1].argmax()) if tokens is None else tokens[index])
-        rows.append(logits_of([stage for stage, _ in decode],
-                              step(ForwardMode.DECODE, fed[-1:], len(PROMPT) + index)).cpu())
+        rows.append(
+            logits_of(
+                [stage for stage, _ in decode],
+                step(ForwardMode.DECODE, fed[-1:], len(PROMPT) + index),
+            ).cpu()
+        )
     return torch.cat(rows), fed
 
 
@@ -105,7 +115,9 @@ async def test_a_cluster_on_one_device() -> None:
     query = Query(prompt="3 5 7 9", sampling=Sampling(temperature=0.0), stop=Stop(max_tokens=12))
     answers = []
     for settings in ({}, {"device": "cuda", "numerics": "fast"}):
-        async with cluster_in_process(DEMO, decode_pp=2, prefill=settings, decode=settings) as client:
+        async with cluster_in_process(
+            DEMO, decode_pp=2, prefill=settings, decode=settings
+        ) as client:
             answers.append((await client.complete(query, timeout_s=120)).token_ids)
     assert answers[0]
     assert answers[1] == answers[0]

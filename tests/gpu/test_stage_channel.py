@@ -1,4 +1,5 @@
-"""Tensors from stage to stage on real devices: by NCCL where each stage has one, within the frames where they share."""
+"""Tensors from stage to stage on real devices: by NCCL where each stage has one, within the frames
+where they share."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -20,10 +21,14 @@ LEADER = "127.0.0.1:7000"
 
 @contextmanager
 def pool(devices: list[torch.device]) -> Iterator[list[PoolChannel]]:
-    configs = [WorkerConfig.model_validate({"model": ".", "rank": rank, "world_size": 2, "leader": LEADER})
-               for rank in range(2)]
-    channels = [open_pool_channel(config, device, max_bytes=LIMIT, on_sent=lambda num_bytes: None)
-                for config, device in zip(configs, devices, strict=True)]
+    configs = [
+        WorkerConfig.model_validate({"model": ".", "rank": rank, "world_size": 2, "leader": LEADER})
+        for rank in range(2)
+    ]
+    channels = [
+        open_pool_channel(config, device, max_bytes=LIMIT, on_sent=lambda num_bytes: None)
+        for config, device in zip(configs, devices, strict=True)
+    ]
     for channel in channels:
         channel.connect([channel.address for channel in channels], forming_of(1, 2))
     yield channels
@@ -44,8 +49,13 @@ def pass_tensors(devices: list[torch.device]) -> list[torch.device]:
         arriving = thread.submit(lambda: [received(tail) for _ in range(8)])
         for value in range(8):
             hidden.fill_(value)
-            head.send(1, Packet(b"", (hidden, torch.full((3,), value, device=devices[0], dtype=torch.int32))),
-                      timeout_s=60.0)
+            head.send(
+                1,
+                Packet(
+                    b"", (hidden, torch.full((3,), value, device=devices[0], dtype=torch.int32))
+                ),
+                timeout_s=60.0,
+            )
         hidden.fill_(-1)
         arrived = arriving.result()
     for value, (first, second) in enumerate(arrived):
@@ -55,7 +65,9 @@ def pass_tensors(devices: list[torch.device]) -> list[torch.device]:
     return [first.device for first, _ in arrived]
 
 
-def test_tensors_go_by_nccl_to_a_stage_with_a_device_of_its_own(two_devices: list[torch.device]) -> None:
+def test_tensors_go_by_nccl_to_a_stage_with_a_device_of_its_own(
+    two_devices: list[torch.device],
+) -> None:
     assert set(pass_tensors(two_devices)) == {two_devices[1]}
 
 

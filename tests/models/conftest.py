@@ -13,7 +13,8 @@ CheckpointMaker = Callable[..., Path]
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> CheckpointMaker:
-    """`checkpoint("llama")` is the folder of that family's tiny checkpoint; options as in `make_checkpoint`."""
+    """`checkpoint("llama")` is the folder of that family's tiny checkpoint; options as in
+    `make_checkpoint`."""
     folder = tmp_path_factory.mktemp("checkpoints")
     return lambda name, **options: make_checkpoint(folder, name, **options)
 

@@ -1,4 +1,5 @@
-"""End tokens are those that transformers reads of the same files, of the tokenizer and of the generation config."""
+"""End tokens are those that transformers reads of the same files, of the tokenizer and of the
+generation config."""
 
 import json
 from pathlib import Path
@@ -14,17 +15,21 @@ CONFIG: dict[str, Any] = {"model_type": "llama", "eos_token_id": 4, "text_config
 
 
 def save_tokenizer(folder: Path, eos_token: str | AddedToken) -> None:
-    tokenizer = Tokenizer(models.WordLevel({f"w{index}": index for index in range(8)}, unk_token="w0"))
+    tokenizer = Tokenizer(
+        models.WordLevel({f"w{index}": index for index in range(8)}, unk_token="w0")
+    )
     tokenizer.add_special_tokens([AddedToken("<|im_end|>", special=True)])
     made: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer, eos_token=eos_token)
+        tokenizer_object=tokenizer, eos_token=eos_token
+    )
     made.save_pretrained(folder)
 
 
 @pytest.mark.parametrize("eos_token", ["w3", "<|im_end|>", AddedToken("<|im_end|>", special=True)])
 @pytest.mark.parametrize("generation", [None, {}, {"eos_token_id": 5}, {"eos_token_id": [5, 6]}])
-def test_they_are_the_union_of_what_transformers_reads(eos_token: str | AddedToken, generation: dict[str, Any] | None,
-                                                       tmp_path: Path) -> None:
+def test_they_are_the_union_of_what_transformers_reads(
+    eos_token: str | AddedToken, generation: dict[str, Any] | None, tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     save_tokenizer(tmp_path, eos_token)
     if generation is None:
@@ -33,7 +38,10 @@ def test_they_are_the_union_of_what_transformers_reads(eos_token: str | AddedTok
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
         config = GenerationConfig.from_pretrained(tmp_path)
     stated = config.eos_token_id
-    if stated is None:  # here transformers stops: it reads config.json only where there is no generation_config.json
+    if (
+        stated is None
+        # here transformers stops: it reads config.json only where there is no generation_config.json
+    ):
         stated = CONFIG["eos_token_id"]
     tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path)
     expected = {*(stated if isinstance(stated, list) else [stated]), tokenizer.eos_token_id}

@@ -1,4 +1,5 @@
-"""Which layers compute their choice of keys: every way a config can say it, and every way it can be wrong."""
+"""Which layers compute their choice of keys: every way a config can say it, and every way it can be
+wrong."""
 
 import json
 from typing import Any
@@ -16,7 +17,11 @@ from tests.models.conftest import CheckpointMaker
 
 
 def computing(num_layers: int, **fields: object) -> list[int]:
-    return [layer_id for layer_id, own in enumerate(computing_layers(RawConfig(fields), num_layers)) if own]
+    return [
+        layer_id
+        for layer_id, own in enumerate(computing_layers(RawConfig(fields), num_layers))
+        if own
+    ]
 
 
 def test_computing_layers_by_frequency_and_offset_s2_1() -> None:
@@ -28,7 +33,9 @@ def test_computing_layers_by_frequency_and_offset_s2_1() -> None:
 @pytest.mark.parametrize("frequency", range(1, 6))
 @pytest.mark.parametrize("offset", [None, 1, 2, 3, 5])
 def test_computing_layers_follow_the_rule_s2_1_s2_4(frequency: int, offset: int | None) -> None:
-    fields = {"index_topk_freq": frequency} | ({} if offset is None else {"index_skip_topk_offset": offset})
+    fields = {"index_topk_freq": frequency} | (
+        {} if offset is None else {"index_skip_topk_offset": offset}
+    )
     start = 2 if offset is None else offset
     expected = [layer_id for layer_id in range(40) if max(layer_id - start + 1, 0) % frequency == 0]
     assert computing(40, **fields) == expected
@@ -45,20 +52,25 @@ def test_precedence_is_types_then_pattern_then_offset() -> None:
     assert computing(4, **frequency) == [0, 2]
 
 
-@pytest.mark.parametrize(("fields", "field"), [
-    ({"index_skip_topk_offset": 0}, "index_skip_topk_offset"),
-    ({"index_skip_topk_offset": -1}, "index_skip_topk_offset"),
-    ({"index_topk_freq": 0}, "index_topk_freq"),
-    ({"index_topk_pattern": "FSXF"}, "index_topk_pattern"),
-    ({"index_topk_pattern": "SFFF"}, "index_topk_pattern"),
-    ({"index_topk_pattern": "FSS"}, "index_topk_pattern"),
-    ({"index_topk_pattern": "FSSFS"}, "index_topk_pattern"),
-    ({"index_topk_pattern": 4}, "index_topk_pattern"),
-    ({"indexer_types": ["shared", "full", "full", "full"]}, "indexer_types"),
-    ({"indexer_types": ["full"]}, "indexer_types"),
-    ({"indexer_types": ["full", "none", "full", "full"]}, "indexer_types"),
-])
-def test_impossible_sharing_is_refused_at_load_s2_2_s2_3(fields: dict[str, object], field: str) -> None:
+@pytest.mark.parametrize(
+    ("fields", "field"),
+    [
+        ({"index_skip_topk_offset": 0}, "index_skip_topk_offset"),
+        ({"index_skip_topk_offset": -1}, "index_skip_topk_offset"),
+        ({"index_topk_freq": 0}, "index_topk_freq"),
+        ({"index_topk_pattern": "FSXF"}, "index_topk_pattern"),
+        ({"index_topk_pattern": "SFFF"}, "index_topk_pattern"),
+        ({"index_topk_pattern": "FSS"}, "index_topk_pattern"),
+        ({"index_topk_pattern": "FSSFS"}, "index_topk_pattern"),
+        ({"index_topk_pattern": 4}, "index_topk_pattern"),
+        ({"indexer_types": ["shared", "full", "full", "full"]}, "indexer_types"),
+        ({"indexer_types": ["full"]}, "indexer_types"),
+        ({"indexer_types": ["full", "none", "full", "full"]}, "indexer_types"),
+    ],
+)
+def test_impossible_sharing_is_refused_at_load_s2_2_s2_3(
+    fields: dict[str, object], field: str
+) -> None:
     with pytest.raises(ConfigError, match=field) as caught:
         computing(4, **fields)
     assert caught.value.field == field
@@ -80,9 +92,12 @@ def mixers(model: ModelDescription) -> list[MlaSpec]:
 
 
 def test_head_dim_does_not_stand_in_for_the_rope_part(glm_config: dict[str, Any]) -> None:
-    """Published files say head_dim 192 beside qk_rope_head_dim 64; one must not overwrite the other."""
-    model = random_model(glm_config | {"head_dim": 192, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64,
-                                       "index_head_dim": 128})
+    """Published files say head_dim 192 beside qk_rope_head_dim 64; one must not overwrite the
+    other."""
+    model = random_model(
+        glm_config
+        | {"head_dim": 192, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "index_head_dim": 128}
+    )
     mixer = mixers(model)[0]
     assert model.spec.rope is not None
     assert (mixer.rope_dim, mixer.nope_dim, model.spec.rope.dim) == (64, 192, 64)
@@ -98,9 +113,13 @@ def test_only_computing_layers_keep_index_keys_s2_10(glm_config: dict[str, Any])
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 8])
-def test_boundaries_that_hand_selections_on_follow_the_rule_s2_4_s2_5(size: int, glm_config: dict[str, Any]) -> None:
+def test_boundaries_that_hand_selections_on_follow_the_rule_s2_4_s2_5(
+    size: int, glm_config: dict[str, Any]
+) -> None:
     """78 layers, frequency 4, offset 3: a stage takes a selection iff its first layer shares."""
-    model = random_model(glm_config | {"num_hidden_layers": 78, "index_topk_freq": 4, "index_skip_topk_offset": 3})
+    model = random_model(
+        glm_config | {"num_hidden_layers": 78, "index_topk_freq": 4, "index_skip_topk_offset": 3}
+    )
     starts = [get_pp_indices(78, rank, size).start for rank in range(size)]
     takes = [mixers(model)[start].shares_selection for start in starts]
     assert takes == [max(start - 2, 0) % 4 != 0 for start in starts]
@@ -109,29 +128,36 @@ def test_boundaries_that_hand_selections_on_follow_the_rule_s2_4_s2_5(size: int,
         assert (starts[1], takes[1]) == (39, True)
 
 
-@pytest.mark.parametrize(("change", "field"), [
-    ({"index_topk": 0}, "index_topk"),
-    ({"index_topk": None}, "index_topk"),
-    ({"index_head_dim": 4}, "index_head_dim"),
-    ({"q_lora_rank": None}, "q_lora_rank"),
-    ({"kv_lora_rank": None}, "kv_lora_rank"),
-    ({"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
-    ({"mlp_layer_types": ["dense"] * 5 + ["mystery"]}, "mlp_layer_types"),
-])
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        ({"index_topk": 0}, "index_topk"),
+        ({"index_topk": None}, "index_topk"),
+        ({"index_head_dim": 4}, "index_head_dim"),
+        ({"q_lora_rank": None}, "q_lora_rank"),
+        ({"kv_lora_rank": None}, "kv_lora_rank"),
+        ({"mlp_layer_types": ["dense"]}, "mlp_layer_types"),
+        ({"mlp_layer_types": ["dense"] * 5 + ["mystery"]}, "mlp_layer_types"),
+    ],
+)
 def test_bad_field_is_named(change: dict[str, Any], field: str, glm_config: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=field):
         random_model(glm_config | change)
 
 
-@pytest.mark.parametrize(("name", "change"), [
-    ("deepseek_v3", {"rope_interleave": False}),
-    ("deepseek_v32", {"rope_interleave": False}),
-    ("deepseek_v32", {"indexer_rope_interleave": True}),
-    ("glm_moe_dsa", {"rope_interleave": False}),
-    ("glm_moe_dsa", {"indexer_rope_interleave": False}),
-])
-def test_rope_that_turns_other_channels_is_refused(name: str, change: dict[str, bool],
-                                                   checkpoint: CheckpointMaker) -> None:
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("deepseek_v3", {"rope_interleave": False}),
+        ("deepseek_v32", {"rope_interleave": False}),
+        ("deepseek_v32", {"indexer_rope_interleave": True}),
+        ("glm_moe_dsa", {"rope_interleave": False}),
+        ("glm_moe_dsa", {"indexer_rope_interleave": False}),
+    ],
+)
+def test_rope_that_turns_other_channels_is_refused(
+    name: str, change: dict[str, bool], checkpoint: CheckpointMaker
+) -> None:
     config = json.loads((checkpoint(name) / "config.json").read_text())
     random_model(config | {field: not value for field, value in change.items()})
     (field,) = change

@@ -1,4 +1,5 @@
-"""Loading: each stage takes its own tensors and touches no others, and whatever does not fit is named."""
+"""Loading: each stage takes its own tensors and touches no others, and whatever does not fit is
+named."""
 
 import json
 import os
@@ -27,8 +28,13 @@ from tests.support.models.single_stage import StageDriver
 
 
 def edit_tensors(folder: Path, added: dict[str, Tensor], *, drop: str = "") -> None:
-    tensors = load_file(folder / "model.safetensors") | {name: tensor.clone() for name, tensor in added.items()}
-    save_file({name: tensor for name, tensor in tensors.items() if name != drop}, folder / "model.safetensors")
+    tensors = load_file(folder / "model.safetensors") | {
+        name: tensor.clone() for name, tensor in added.items()
+    }
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if name != drop},
+        folder / "model.safetensors",
+    )
 
 
 def load_all(folder: Path) -> None:
@@ -42,7 +48,9 @@ def test_stages_take_every_tensor_once_s4_5(name: str, checkpoint: CheckpointMak
     assert model.checkpoint is not None
     whole = stage_entries(model.checkpoint, model.spec, LayerRange(0, model.facts.num_layers))
     bounds = range(model.facts.num_layers + 1)
-    stages = [stage_entries(model.checkpoint, model.spec, LayerRange(a, b)) for a, b in pairwise(bounds)]
+    stages = [
+        stage_entries(model.checkpoint, model.spec, LayerRange(a, b)) for a, b in pairwise(bounds)
+    ]
     taken = [entry for stage in stages for entry in stage]
     twice = {entry for entry in taken if taken.count(entry) > 1}
     assert set(taken) == set(whole)
@@ -52,12 +60,17 @@ def test_stages_take_every_tensor_once_s4_5(name: str, checkpoint: CheckpointMak
 
 
 @pytest.mark.parametrize("shard_bytes", [0, 60_000])
-def test_a_middle_stage_reads_only_its_own_bytes_s0_9(shard_bytes: int, checkpoint: CheckpointMaker,
-                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_middle_stage_reads_only_its_own_bytes_s0_9(
+    shard_bytes: int, checkpoint: CheckpointMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = checkpoint("qwen3", shard_bytes=shard_bytes)
     model = read_model(path)
     assert model.checkpoint is not None
-    own = {key: entry for key, entry in model.checkpoint.entries.items() if key.startswith("model.layers.2.")}
+    own = {
+        key: entry
+        for key, entry in model.checkpoint.entries.items()
+        if key.startswith("model.layers.2.")
+    }
     reads: list[tuple[str, int, int]] = []
     original = os.preadv
 
@@ -75,12 +88,17 @@ def test_a_middle_stage_reads_only_its_own_bytes_s0_9(shard_bytes: int, checkpoi
 
 
 def test_sharded_and_single_file_load_the_same(checkpoint: CheckpointMaker) -> None:
-    single, sharded = (StageDriver(read_model(checkpoint("qwen3", shard_bytes=size))) for size in (0, 60_000))
+    single, sharded = (
+        StageDriver(read_model(checkpoint("qwen3", shard_bytes=size))) for size in (0, 60_000)
+    )
     assert torch.equal(single.prefill({0: [5, 6, 7]}), sharded.prefill({0: [5, 6, 7]}))
 
 
-def test_a_head_of_its_own_is_used_whatever_the_config_says(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
-    """As transformers does: a copy of the embedding is the embedding, a head that was trained is a head."""
+def test_a_head_of_its_own_is_used_whatever_the_config_says(
+    checkpoint: CheckpointMaker, tmp_path: Path
+) -> None:
+    """As transformers does: a copy of the embedding is the embedding, a head that was trained is a
+    head."""
     folder = Path(shutil.copytree(checkpoint("llama_tied_bias"), tmp_path / "model"))
     tied = StageDriver(read_model(folder)).prefill({0: [5, 6, 7]})
     embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
@@ -94,27 +112,41 @@ def test_a_head_of_its_own_is_used_whatever_the_config_says(checkpoint: Checkpoi
     assert not read_model(folder).spec.tied_head
 
 
-def test_names_of_other_models_in_the_file_are_not_layers_s4_5(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
+def test_names_of_other_models_in_the_file_are_not_layers_s4_5(
+    checkpoint: CheckpointMaker, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(checkpoint("qwen3_5"), tmp_path / "model"))
     stray = torch.full((64, 64), 7.0)
-    edit_tensors(folder, {"mtp.layers.0.mlp.up_proj.weight": stray, "model.visual.layers.0.norm.weight": stray,
-                          "model.language_model.layers.0.self_attn.rotary_emb.inv_freq": stray})
+    edit_tensors(
+        folder,
+        {
+            "mtp.layers.0.mlp.up_proj.weight": stray,
+            "model.visual.layers.0.norm.weight": stray,
+            "model.language_model.layers.0.self_attn.rotary_emb.inv_freq": stray,
+        },
+    )
     expected = StageDriver(read_model(checkpoint("qwen3_5"))).prefill({0: [5, 6, 7]})
     assert torch.equal(StageDriver(read_model(folder)).prefill({0: [5, 6, 7]}), expected)
 
 
-def test_a_wrapper_saved_as_its_text_model_keeps_the_wrapper_keys(checkpoint: CheckpointMaker,
-                                                                  tmp_path: Path) -> None:
+def test_a_wrapper_saved_as_its_text_model_keeps_the_wrapper_keys(
+    checkpoint: CheckpointMaker, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(checkpoint("qwen3_5"), tmp_path / "model"))
-    config = json.loads((folder / "config.json").read_text())["text_config"] | {"architectures": ["Qwen3_5ForCausalLM"]}
+    config = json.loads((folder / "config.json").read_text())["text_config"] | {
+        "architectures": ["Qwen3_5ForCausalLM"]
+    }
     (folder / "config.json").write_text(json.dumps(config))
     expected = StageDriver(read_model(checkpoint("qwen3_5"))).prefill({0: [5, 6, 7]})
     assert torch.equal(StageDriver(read_model(folder)).prefill({0: [5, 6, 7]}), expected)
 
 
 def test_everything_that_does_not_fit_is_named_at_once(broken: Path) -> None:
-    edit_tensors(broken, {"model.layers.2.mlp.extra.weight": torch.zeros(2), "model.norm.weight": torch.zeros(63)},
-                 drop="model.layers.1.mlp.up_proj.weight")
+    edit_tensors(
+        broken,
+        {"model.layers.2.mlp.extra.weight": torch.zeros(2), "model.norm.weight": torch.zeros(63)},
+        drop="model.layers.1.mlp.up_proj.weight",
+    )
     with pytest.raises(ConfigError) as caught:
         load_all(broken)
     message = str(caught.value)
@@ -137,8 +169,10 @@ def test_a_truncated_file_is_refused(broken: Path, kept: float) -> None:
         load_all(broken)
 
 
-@pytest.mark.parametrize("garbage", [b"", b"\x08", b"\x08" + b"\0" * 7 + b'{"a": 1}', b"\xff" * 64,
-                                     b"\x02" + b"\0" * 7 + b"[]"])
+@pytest.mark.parametrize(
+    "garbage",
+    [b"", b"\x08", b"\x08" + b"\0" * 7 + b'{"a": 1}', b"\xff" * 64, b"\x02" + b"\0" * 7 + b"[]"],
+)
 def test_a_file_that_is_not_safetensors_is_refused(broken: Path, garbage: bytes) -> None:
     (broken / "model.safetensors").write_bytes(garbage)
     with pytest.raises(ConfigError, match=r"model\.safetensors"):
@@ -154,49 +188,89 @@ def test_a_missing_shard_is_named(checkpoint: CheckpointMaker, tmp_path: Path) -
 
 
 def test_quantised_weights_are_refused(broken: Path) -> None:
-    edit_tensors(broken, {"model.layers.0.mlp.up_proj.weight": torch.zeros(104, 72, dtype=torch.float8_e4m3fn)})
+    edit_tensors(
+        broken,
+        {"model.layers.0.mlp.up_proj.weight": torch.zeros(104, 72, dtype=torch.float8_e4m3fn)},
+    )
     with pytest.raises(ConfigError, match="F8_E4M3"):
         load_all(broken)
 
 
-def test_revision_follows_config_and_tensors_not_the_folder(checkpoint: CheckpointMaker, broken: Path) -> None:
+def test_revision_follows_config_and_tensors_not_the_folder(
+    checkpoint: CheckpointMaker, broken: Path
+) -> None:
     original = read_model(checkpoint("llama")).facts.revision
     assert read_model(broken).facts.revision == original
     config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps(config | {"transformers_version": "9"}, indent=7))
+    (broken / "config.json").write_text(
+        json.dumps(config | {"transformers_version": "9"}, indent=7)
+    )
     assert read_model(broken).facts.revision == original
     (broken / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
     assert read_model(broken).facts.revision != original
     (broken / "config.json").write_text(json.dumps(config))
     edit_tensors(broken, {"model.norm.weight": torch.ones(72, dtype=torch.bfloat16)})
-    assert read_model(broken).facts.revision != original, "their bytes are digested while they are read"
+    assert read_model(broken).facts.revision != original, (
+        "their bytes are digested while they are read"
+    )
 
 
 def test_facts_and_caches_of_a_hybrid(checkpoint: CheckpointMaker) -> None:
     model = read_model(checkpoint("qwen3_5"))
     facts = model.facts
-    assert (facts.architecture, facts.num_layers, facts.chunk_grid) == ("Qwen3_5ForConditionalGeneration", 4, 64)
-    assert (facts.vocab_size, facts.hidden_size, facts.max_context_tokens, facts.dtype) == (257, 72, 512, "float32")
-    shapes = [(spec.layer_id, spec.kind, spec.record_shape, spec.dtype) for spec in model.cache_specs(16)]
+    assert (facts.architecture, facts.num_layers, facts.chunk_grid) == (
+        "Qwen3_5ForConditionalGeneration",
+        4,
+        64,
+    )
+    assert (facts.vocab_size, facts.hidden_size, facts.max_context_tokens, facts.dtype) == (
+        257,
+        72,
+        512,
+        "float32",
+    )
+    shapes = [
+        (spec.layer_id, spec.kind, spec.record_shape, spec.dtype) for spec in model.cache_specs(16)
+    ]
     recurrent = [(CacheKind.CONV, (3, 160), "float32"), (CacheKind.STATE, (4, 16, 24), "float32")]
     assert shapes == [(layer_id, *spec) for layer_id in range(3) for spec in recurrent] + [
-        (3, CacheKind.KV, (2, 2, 16, 32), "float32")]
+        (3, CacheKind.KV, (2, 2, 16, 32), "float32")
+    ]
 
 
-IM_END = {"added_tokens": [{"id": 9, "content": "<|im_end|>"}], "model": {"type": "BPE", "vocab": {}, "merges": []}}
+IM_END = {
+    "added_tokens": [{"id": 9, "content": "<|im_end|>"}],
+    "model": {"type": "BPE", "vocab": {}, "merges": []},
+}
 
 
-@pytest.mark.parametrize(("files", "expected"), [
-    ({}, (2,)), ({"generation_config": {"eos_token_id": [7, 9, 7]}}, (7, 9)),
-    ({"generation_config": {"temperature": 1}}, (2,)), ({"generation_config": {"eos_token_id": 5}}, (5,)),
-    ({"generation_config": {"eos_token_id": []}}, (2,)),
-    ({"tokenizer": IM_END, "tokenizer_config": {"eos_token": "<|im_end|>"}}, (2, 9)),
-    ({"tokenizer": IM_END, "special_tokens_map": {"eos_token": {"content": "<|im_end|>"}}}, (2, 9)),
-    ({"generation_config": {}, "config": {"eos_token_id": 3, "text_config": {"eos_token_id": 4}}}, (3,)),
-])
-def test_routers_and_workers_have_the_same_eos_ids(broken: Path, files: dict[str, dict[str, Any]],
-                                                   expected: tuple[int, ...]) -> None:
-    """Answers must end where a worker's grammar ends a text, and routers refuse workers that end them elsewhere."""
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, (2,)),
+        ({"generation_config": {"eos_token_id": [7, 9, 7]}}, (7, 9)),
+        ({"generation_config": {"temperature": 1}}, (2,)),
+        ({"generation_config": {"eos_token_id": 5}}, (5,)),
+        ({"generation_config": {"eos_token_id": []}}, (2,)),
+        ({"tokenizer": IM_END, "tokenizer_config": {"eos_token": "<|im_end|>"}}, (2, 9)),
+        (
+            {"tokenizer": IM_END, "special_tokens_map": {"eos_token": {"content": "<|im_end|>"}}},
+            (2, 9),
+        ),
+        (
+            {
+                "generation_config": {},
+                "config": {"eos_token_id": 3, "text_config": {"eos_token_id": 4}},
+            },
+            (3,),
+        ),
+    ],
+)
+def test_routers_and_workers_have_the_same_eos_ids(
+    broken: Path, files: dict[str, dict[str, Any]], expected: tuple[int, ...]
+) -> None:
+    """Answers must end where a worker's grammar ends a text, and routers refuse workers that end
+    them elsewhere."""
     config = json.loads((broken / "config.json").read_text())
     for name, content in files.items():
         if name == "config":
@@ -234,38 +308,56 @@ def test_random_model_needs_no_files_and_repeats(checkpoint: CheckpointMaker) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_a_config_without_a_dtype_runs_in_that_of_its_weights(dtype: torch.dtype, tmp_path: Path) -> None:
+def test_a_config_without_a_dtype_runs_in_that_of_its_weights(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
     """And says so. transformers takes the same."""
     path = make_checkpoint(tmp_path, "llama", dtype=dtype)
     config = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({name: value for name, value in config.items() if name != "dtype"}))
+    (path / "config.json").write_text(
+        json.dumps({name: value for name, value in config.items() if name != "dtype"})
+    )
     model = read_model(path)
-    assert model.facts.dtype == str(oracle(path).dtype).removeprefix("torch.") == str(dtype).removeprefix("torch.")
-    assert model.notices == (f"{path / 'config.json'} states no dtype: the model runs in that of its weights, "
-                             f"{model.facts.dtype}",)
+    assert (
+        model.facts.dtype
+        == str(oracle(path).dtype).removeprefix("torch.")
+        == str(dtype).removeprefix("torch.")
+    )
+    assert model.notices == (
+        f"{path / 'config.json'} states no dtype: the model runs in that of its weights, "
+        f"{model.facts.dtype}",
+    )
 
 
-def test_an_index_that_was_left_over_is_not_followed(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
+def test_an_index_that_was_left_over_is_not_followed(
+    checkpoint: CheckpointMaker, tmp_path: Path
+) -> None:
     """Of a model whose shards were joined; transformers reads the one file then."""
     single, sharded = checkpoint("qwen3"), checkpoint("qwen3", shard_bytes=60_000)
     folder = Path(shutil.copytree(single, tmp_path / "model"))
     shutil.copy(sharded / "model.safetensors.index.json", folder)
     model = read_model(folder)
-    assert torch.equal(StageDriver(model).prefill({0: [5, 6, 7]}),
-                       StageDriver(read_model(single)).prefill({0: [5, 6, 7]}))
+    assert torch.equal(
+        StageDriver(model).prefill({0: [5, 6, 7]}),
+        StageDriver(read_model(single)).prefill({0: [5, 6, 7]}),
+    )
     (notice,) = model.notices
     assert "is left over, and only model.safetensors is read" in notice
     assert loaded_bytes(folder) == loaded_bytes(single)
     assert torch.equal(oracle(folder).lm_head.weight, oracle(single).lm_head.weight)
 
 
-def test_an_index_that_lists_the_single_file_is_followed(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
+def test_an_index_that_lists_the_single_file_is_followed(
+    checkpoint: CheckpointMaker, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(checkpoint("qwen3"), tmp_path / "model"))
     tensors = load_file(folder / "model.safetensors")
     last = {name: tensors.pop(name) for name in [name for name in tensors if ".layers.3." in name]}
     save_file(tensors, folder / "model.safetensors")
     save_file(last, folder / "more.safetensors")
-    weight_map = dict.fromkeys(tensors, "model.safetensors") | dict.fromkeys(last, "more.safetensors")
+    weight_map = dict.fromkeys(tensors, "model.safetensors") | dict.fromkeys(
+        last, "more.safetensors"
+    )
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     load_all(folder)
     assert read_model(folder).notices == ()

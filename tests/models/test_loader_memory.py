@@ -1,5 +1,5 @@
-"""A middle stage of a 2 GB checkpoint needs the memory of that stage, not of the checkpoint, and a rank that of its
-share.
+"""A middle stage of a 2 GB checkpoint needs the memory of that stage, not of the checkpoint, and a
+rank that of its share.
 
 The files are sparse: right headers, right sizes, and zeros that take no disk.
 """
@@ -14,12 +14,24 @@ import pytest
 
 NUM_LAYERS, NUM_SHARDS, HIDDEN, WIDTH = 16, 4, 2048, 8192
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"], "vocab_size": 1000, "hidden_size": HIDDEN, "intermediate_size": WIDTH,
-    "num_hidden_layers": NUM_LAYERS, "num_attention_heads": 16, "num_key_value_heads": 16,
-    "max_position_embeddings": 512, "rms_norm_eps": 1e-6, "dtype": "bfloat16", "eos_token_id": 2,
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": HIDDEN,
+    "intermediate_size": WIDTH,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-6,
+    "dtype": "bfloat16",
+    "eos_token_id": 2,
 }
-MATRICES = {**{f"self_attn.{name}_proj": (HIDDEN, HIDDEN) for name in "qkvo"}, "mlp.gate_proj": (WIDTH, HIDDEN),
-            "mlp.up_proj": (WIDTH, HIDDEN), "mlp.down_proj": (HIDDEN, WIDTH)}
+MATRICES = {
+    **{f"self_attn.{name}_proj": (HIDDEN, HIDDEN) for name in "qkvo"},
+    "mlp.gate_proj": (WIDTH, HIDDEN),
+    "mlp.up_proj": (WIDTH, HIDDEN),
+    "mlp.down_proj": (HIDDEN, WIDTH),
+}
 LAYER_BYTES = 2 * sum(rows * columns for rows, columns in MATRICES.values())
 
 MEASURE = """
@@ -49,14 +61,22 @@ print(memory_kib("VmHWM") - before)
 
 def write_sparse_checkpoint(folder: Path, *, is_quantised: bool) -> int:
     """Its matrices are in bf16, or FP8 in blocks of 128. Returns its size in bytes."""
-    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens": (1000, HIDDEN), "lm_head": (1000, HIDDEN),
-                                          "model.norm": (HIDDEN,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens": (1000, HIDDEN),
+        "lm_head": (1000, HIDDEN),
+        "model.norm": (HIDDEN,),
+    }
     for layer_id in range(NUM_LAYERS):
         shapes |= {f"model.layers.{layer_id}.{name}": shape for name, shape in MATRICES.items()}
-        shapes |= {f"model.layers.{layer_id}.{name}_layernorm": (HIDDEN,) for name in ("input", "post_attention")}
+        shapes |= {
+            f"model.layers.{layer_id}.{name}_layernorm": (HIDDEN,)
+            for name in ("input", "post_attention")
+        }
     dtypes = dict.fromkeys(shapes, ("BF16", 2))
     if is_quantised:
-        for name, (rows, columns) in ((name, shape) for name, shape in [*shapes.items()] if name.endswith("_proj")):
+        for name, (rows, columns) in (
+            (name, shape) for name, shape in [*shapes.items()] if name.endswith("_proj")
+        ):
             dtypes[name], dtypes[f"{name}.weight_scale_inv"] = ("F8_E4M3", 1), ("F32", 4)
             shapes[f"{name}.weight_scale_inv"] = (rows // 128, columns // 128)
     names = sorted(shapes)
@@ -67,7 +87,10 @@ def write_sparse_checkpoint(folder: Path, *, is_quantised: bool) -> int:
         for name in names[shard::NUM_SHARDS]:
             num_bytes = dtypes[name][1] * math.prod(shapes[name])
             header[name if name.endswith("_inv") else f"{name}.weight"] = {
-                "dtype": dtypes[name][0], "shape": shapes[name], "data_offsets": [offset, offset + num_bytes]}
+                "dtype": dtypes[name][0],
+                "shape": shapes[name],
+                "data_offsets": [offset, offset + num_bytes],
+            }
             offset += num_bytes
         encoded = json.dumps(header).encode()
         file = folder / f"model-{shard}.safetensors"
@@ -77,19 +100,38 @@ def write_sparse_checkpoint(folder: Path, *, is_quantised: bool) -> int:
         weight_map |= dict.fromkeys(header, file.name)
         total += offset
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    fp8 = {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}} if is_quantised else {}
+    fp8 = (
+        {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}
+        if is_quantised
+        else {}
+    )
     (folder / "config.json").write_text(json.dumps({**CONFIG, **fp8}))
     return total
 
 
-@pytest.mark.parametrize(("is_quantised", "num_ranks", "kept"), [
-    (False, 1, "model"), (False, 4, "model"), (False, 1, "int8"),
-    pytest.param(True, 1, "model", marks=pytest.mark.long)])
-def test_peak_memory_of_a_middle_stage(tmp_path: Path, num_ranks: int, kept: str, *, is_quantised: bool) -> None:
-    """Of all of it, of one of the ranks that share it, and in eight bits, of which scales take a hundredth more and the
-    matrix that is being read, in the model's type, an eighth."""
-    assert write_sparse_checkpoint(tmp_path, is_quantised=is_quantised) > (1e9 if is_quantised else 2e9)
-    measured = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path), str(num_ranks), kept],
-                              capture_output=True, text=True, check=True, timeout=280)
+@pytest.mark.parametrize(
+    ("is_quantised", "num_ranks", "kept"),
+    [
+        (False, 1, "model"),
+        (False, 4, "model"),
+        (False, 1, "int8"),
+        pytest.param(True, 1, "model", marks=pytest.mark.long),
+    ],
+)
+def test_peak_memory_of_a_middle_stage(
+    tmp_path: Path, num_ranks: int, kept: str, *, is_quantised: bool
+) -> None:
+    """Of all of it, of one of the ranks that share it, and in eight bits, of which scales take a
+    hundredth more and the matrix that is being read, in the model's type, an eighth."""
+    assert write_sparse_checkpoint(tmp_path, is_quantised=is_quantised) > (
+        1e9 if is_quantised else 2e9
+    )
+    measured = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path), str(num_ranks), kept],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=280,
+    )
     share = 4 * LAYER_BYTES // num_ranks // (2 if kept == "int8" else 1)
     assert share < int(measured.stdout) * 1024 < (1.3 if kept == "int8" else 1.2) * share

@@ -1,4 +1,5 @@
-"""Logits against transformers, fp32: prefill and ten cached steps, at the lengths where something changes."""
+"""Logits against transformers, fp32: prefill and ten cached steps, at the lengths where something
+changes."""
 
 import json
 import shutil
@@ -18,13 +19,24 @@ PROMPT_LENGTHS = (1, 2, 3, 4, 5, PAGE_SIZE - 1, PAGE_SIZE, PAGE_SIZE + 1, 63, 64
 NUM_STEPS = 10
 TOLERANCE = 1e-4
 # Kinds in which transformers cannot run a share, or have one; and no rope.
-OTHER_ROPE = ("llama", "llama_yarn", "llama_linear", "llama4", "gemma3", "gemma4", "deepseek_v3", "kimi_linear")
+OTHER_ROPE = (
+    "llama",
+    "llama_yarn",
+    "llama_linear",
+    "llama4",
+    "gemma3",
+    "gemma4",
+    "deepseek_v3",
+    "kimi_linear",
+)
 
 
 @pytest.mark.parametrize("name", FAMILY_NAMES)
 def test_logits_match_transformers(name: str, checkpoint: CheckpointMaker) -> None:
     path = checkpoint(name)
-    tokens = torch.randint(3, 240, (PROMPT_LENGTHS[-1] + NUM_STEPS,), generator=torch.Generator().manual_seed(5))
+    tokens = torch.randint(
+        3, 240, (PROMPT_LENGTHS[-1] + NUM_STEPS,), generator=torch.Generator().manual_seed(5)
+    )
     with torch.no_grad():
         expected = oracle(path)(tokens[None], use_cache=False).logits[0]
     driver = StageDriver(read_model(path), page_size=PAGE_SIZE, num_sequences=len(PROMPT_LENGTHS))
@@ -39,9 +51,11 @@ def test_logits_match_transformers(name: str, checkpoint: CheckpointMaker) -> No
 
 
 @pytest.mark.parametrize("name", [name for name in FAMILY_NAMES if name not in OTHER_ROPE])
-def test_a_part_of_a_head_turns_where_it_does_in_transformers(name: str, checkpoint: CheckpointMaker,
-                                                              tmp_path: Path) -> None:
-    """A config may say `partial_rotary_factor` of any family, and most of them take no notice of it."""
+def test_a_part_of_a_head_turns_where_it_does_in_transformers(
+    name: str, checkpoint: CheckpointMaker, tmp_path: Path
+) -> None:
+    """A config may say `partial_rotary_factor` of any family, and most of them take no notice of
+    it."""
     path = Path(shutil.copytree(checkpoint(name), tmp_path / "model"))
     config = json.loads((path / "config.json").read_text())
     config.get("text_config", config)["rope_parameters"]["partial_rotary_factor"] = 0.75
@@ -54,7 +68,9 @@ def test_a_part_of_a_head_turns_where_it_does_in_transformers(name: str, checkpo
 
 
 @pytest.mark.parametrize("name", ["llama_tied_bias", "qwen3_5_text"])
-def test_bfloat16_is_as_close_to_the_truth_as_transformers(name: str, checkpoint: CheckpointMaker) -> None:
+def test_bfloat16_is_as_close_to_the_truth_as_transformers(
+    name: str, checkpoint: CheckpointMaker
+) -> None:
     path = checkpoint(name, dtype=torch.bfloat16)
     tokens = torch.randint(3, 240, (90,), generator=torch.Generator().manual_seed(5))
     with torch.no_grad():

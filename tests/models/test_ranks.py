@@ -26,11 +26,20 @@ from tests.support.models.tiny_models import tiny
 from tests.support.pool.local_pool import local_pool
 
 SPLITS = [  # stages, ranks, data ranks; 4 ranks have 2 heads of keys and values
-    (models.QWEN3, "bfloat16", 1, 4, 1), (models.HYBRID, "float32", 2, 2, 1), (models.HYBRID_MOE, "bfloat16", 1, 2, 1),
-    (models.GLM_DSA, "float32", 1, 4, 1), (models.QWEN3, "bfloat16", 1, 4, 2), (models.HYBRID_MOE, "float32", 2, 2, 2),
-    (models.GLM_DSA, "float32", 1, 2, 2), (models.QWEN3_NEXT, "float32", 1, 2, 1), (models.GEMMA4, "bfloat16", 2, 2, 1),
-    (models.GEMMA3, "float32", 1, 2, 2), (models.KIMI_LINEAR, "bfloat16", 2, 2, 1),
-    (models.LLAMA4, "bfloat16", 1, 4, 1), (models.LLAMA, "bfloat16", 1, 4, 1), (models.LLAMA, "float32", 1, 2, 1),
+    (models.QWEN3, "bfloat16", 1, 4, 1),
+    (models.HYBRID, "float32", 2, 2, 1),
+    (models.HYBRID_MOE, "bfloat16", 1, 2, 1),
+    (models.GLM_DSA, "float32", 1, 4, 1),
+    (models.QWEN3, "bfloat16", 1, 4, 2),
+    (models.HYBRID_MOE, "float32", 2, 2, 2),
+    (models.GLM_DSA, "float32", 1, 2, 2),
+    (models.QWEN3_NEXT, "float32", 1, 2, 1),
+    (models.GEMMA4, "bfloat16", 2, 2, 1),
+    (models.GEMMA3, "float32", 1, 2, 2),
+    (models.KIMI_LINEAR, "bfloat16", 2, 2, 1),
+    (models.LLAMA4, "bfloat16", 1, 4, 1),
+    (models.LLAMA, "bfloat16", 1, 4, 1),
+    (models.LLAMA, "float32", 1, 2, 1),
     ({**models.LLAMA, "num_attention_heads": 8}, "float32", 1, 8, 1),
 ]
 
@@ -41,29 +50,50 @@ def long_batches_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "SHARED_OUT_BYTES", 8 << 10)
 
 
-def answers(description: ModelDescription, num_stages: int, tp: int, dp: int = 1) -> list[list[DrawnToken]]:
+def answers(
+    description: ModelDescription, num_stages: int, tp: int, dp: int = 1
+) -> list[list[DrawnToken]]:
     """To three prompts at once, in chunks, greedy and sampled."""
     generator = torch.Generator().manual_seed(3)
-    requests = [Request(f"r{length}", tuple(torch.randint(3, 250, (length,), generator=generator).tolist()), 5,
-                        SamplingParams(temperature=temperature, seed=length), num_top_logprobs=3)
-                for length, temperature in ((5, 0.0), (150, 0.8), (33, 0.0))]
+    requests = [
+        Request(
+            f"r{length}",
+            tuple(torch.randint(3, 250, (length,), generator=generator).tolist()),
+            5,
+            SamplingParams(temperature=temperature, seed=length),
+            num_top_logprobs=3,
+        )
+        for length, temperature in ((5, 0.0), (150, 0.8), (33, 0.0))
+    ]
     with local_pool(description, num_stages, tp=tp, dp=dp) as pool:
         return [answer.tokens for answer in pool.generate(requests)]
 
 
-@pytest.mark.parametrize(("config", "dtype", "num_stages", "tp", "dp"), SPLITS,
-                         ids=[f"{each[0]['model_type']}-{each[2]}x{each[3]}-data{each[4]}" for each in SPLITS])
-def test_ranks_and_stages_give_the_bits_of_one_process(config: dict[str, object], dtype: str, num_stages: int,
-                                                       tp: int, dp: int) -> None:
+@pytest.mark.parametrize(
+    ("config", "dtype", "num_stages", "tp", "dp"),
+    SPLITS,
+    ids=[f"{each[0]['model_type']}-{each[2]}x{each[3]}-data{each[4]}" for each in SPLITS],
+)
+def test_ranks_and_stages_give_the_bits_of_one_process(
+    config: dict[str, object], dtype: str, num_stages: int, tp: int, dp: int
+) -> None:
     description = tiny(config, dtype)
     assert answers(description, num_stages, tp, dp) == answers(description, 1, 1)
 
 
-@pytest.mark.parametrize(("config", "num_stages", "tp", "dp"), [
-    (models.HYBRID_MOE, 2, 2, 1), (models.GLM_DSA, 1, 4, 2), (models.QWEN3_NEXT, 1, 2, 1),
-    (models.KIMI_LINEAR, 1, 2, 2),
-], ids=["hybrid-moe", "glm-dsa", "qwen3-next", "kimi-linear"])
-def test_so_do_weights_in_eight_bits(config: dict[str, object], num_stages: int, tp: int, dp: int) -> None:
+@pytest.mark.parametrize(
+    ("config", "num_stages", "tp", "dp"),
+    [
+        (models.HYBRID_MOE, 2, 2, 1),
+        (models.GLM_DSA, 1, 4, 2),
+        (models.QWEN3_NEXT, 1, 2, 1),
+        (models.KIMI_LINEAR, 1, 2, 2),
+    ],
+    ids=["hybrid-moe", "glm-dsa", "qwen3-next", "kimi-linear"],
+)
+def test_so_do_weights_in_eight_bits(
+    config: dict[str, object], num_stages: int, tp: int, dp: int
+) -> None:
     whole = tiny(config, "bfloat16")
     description = replace(whole, in_bytes=True)
     found = answers(description, num_stages, tp, dp)
@@ -71,30 +101,52 @@ def test_so_do_weights_in_eight_bits(config: dict[str, object], num_stages: int,
     assert found != answers(whole, 1, 1), "logprobs are not those of whole weights"
 
 
-@pytest.mark.parametrize(("family", "layout", "dtype"), [
-    ("deepseek_v32", "fp8 blocks", torch.float32), ("llama", "gptq reordered", torch.float32),
-    ("qwen3_5_text", "int8 channels", torch.bfloat16),
-])
-def test_so_do_ranks_of_quantised_weights(checkpoint: CheckpointMaker, tmp_path: Path, family: str, layout: str,
-                                          dtype: torch.dtype) -> None:
-    """Blocks and groups of columns that go across the ranks' parts of a weight, and scales that eight bits keep."""
+@pytest.mark.parametrize(
+    ("family", "layout", "dtype"),
+    [
+        ("deepseek_v32", "fp8 blocks", torch.float32),
+        ("llama", "gptq reordered", torch.float32),
+        ("qwen3_5_text", "int8 channels", torch.bfloat16),
+    ],
+)
+def test_so_do_ranks_of_quantised_weights(
+    checkpoint: CheckpointMaker, tmp_path: Path, family: str, layout: str, dtype: torch.dtype
+) -> None:
+    """Blocks and groups of columns that go across the ranks' parts of a weight, and scales that
+    eight bits keep."""
     folder = write_quantised(checkpoint(family, dtype=dtype), tmp_path / "model", layout)
     description = read_model(folder, in_bytes=layout == "int8 channels")
     assert answers(description, 1, 2) == answers(description, 1, 1)
 
 
 @pytest.mark.parametrize(("num_tokens", "are_alike"), [(1, False), (150, False), (150, True)])
-def test_results_of_experts_go_to_the_homes_of_their_tokens(num_tokens: int, *, are_alike: bool) -> None:
-    """Of few tokens to all ranks. Tokens that are alike choose the same experts: some ranks have no results."""
-    spec = MoeSpec(hidden_size=64, num_experts=8, num_chosen=2, expert_width=32,
-                   routing=SoftmaxRouting(renormalise=True))
+def test_results_of_experts_go_to_the_homes_of_their_tokens(
+    num_tokens: int, *, are_alike: bool
+) -> None:
+    """Of few tokens to all ranks. Tokens that are alike choose the same experts: some ranks have no
+    results."""
+    spec = MoeSpec(
+        hidden_size=64,
+        num_experts=8,
+        num_chosen=2,
+        expert_width=32,
+        routing=SoftmaxRouting(renormalise=True),
+    )
     x = torch.randn(num_tokens, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     x = x[:1].expand(x.shape).contiguous() if are_alike else x
 
     def built(own: TensorRank, ranks: StageRanks | None) -> FeedForward:
         source = RandomWeights(seed=5)
-        return spec.of_rank(own).build(Weights(source, prefix="", dtype=torch.bfloat16, numerics=Numerics.EXACT,
-                                               parts=source, ranks=ranks))
+        return spec.of_rank(own).build(
+            Weights(
+                source,
+                prefix="",
+                dtype=torch.bfloat16,
+                numerics=Numerics.EXACT,
+                parts=source,
+                ranks=ranks,
+            )
+        )
 
     whole, sent = built(ONLY_RANK, None).forward(x), list[int]()
 
@@ -110,47 +162,115 @@ def test_results_of_experts_go_to_the_homes_of_their_tokens(num_tokens: int, *, 
     if num_tokens == 1:
         assert num_bytes == 3 * spec.num_chosen * row_bytes
     else:
-        assert num_bytes <= (spec.num_chosen + 3) * num_tokens * row_bytes, "each result once, each sum to three"
+        assert num_bytes <= (spec.num_chosen + 3) * num_tokens * row_bytes, (
+            "each result once, each sum to three"
+        )
 
 
-@pytest.mark.parametrize("family", ["qwen3_5_moe_text", "qwen3_next", "glm_moe_dsa", "kimi_linear", "llama4"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_5_moe_text", "qwen3_next", "glm_moe_dsa", "kimi_linear", "llama4"]
+)
 def test_every_rank_reads_every_byte_of_its_stage(checkpoint: CheckpointMaker, family: str) -> None:
     """So ranks, and pools of any widths, compare one digest."""
     model, totals = read_model(checkpoint(family)), set()
     for own in (ONLY_RANK, TensorRank(0, 2), TensorRank(1, 2)):
         digest = WeightsDigest()
-        model.of_rank(own).load_stage(LayerRange(0, model.facts.num_layers), numerics=Numerics.EXACT, digest=digest,
-                                      ranks=StageRanks(own) if own.size > 1 else None)
+        model.of_rank(own).load_stage(
+            LayerRange(0, model.facts.num_layers),
+            numerics=Numerics.EXACT,
+            digest=digest,
+            ranks=StageRanks(own) if own.size > 1 else None,
+        )
         totals.add(digest.total())
     assert len(totals) == 1
 
 
-@pytest.mark.parametrize(("config", "size", "says"), [
-    (models.HYBRID, 4, r"--tp 4 does not divide the 2 key heads of GatedDeltaNet \(linear_num_key_heads\)"),
-    ({**models.QWEN3, "num_attention_heads": 6, "num_key_value_heads": 3}, 4,
-     r"does not divide the 6 heads of attention \(num_attention_heads\)"),
-    ({**models.QWEN3, "num_attention_heads": 12, "num_key_value_heads": 3}, 2,
-     r"does not divide the 3 heads of keys and values \(num_key_value_heads\)"),
-    ({**models.QWEN3, "num_attention_heads": 4, "head_dim": 10}, 2,
-     r"sums over 40 values of the heads of attention \(num_attention_heads\) have no equal eighths"),
-    ({**models.QWEN3, "intermediate_size": 18}, 4,
-     r"--tp 4 leaves a rank without any of the 18 inner values of a feed-forward \(intermediate_size\)"),
-    ({**models.LLAMA4, "intermediate_size_mlp": 18}, 4, r"18 inner values of a feed-forward \(intermediate_size_mlp\)"),
-    ({**models.HYBRID_MOE, "linear_num_key_heads": 4, "shared_expert_intermediate_size": 18}, 4,
-     r"18 inner values of a feed-forward \(shared_expert_intermediate_size\)"),
-    ({**models.QWEN3_MOE, "num_experts": 3}, 4, r"--tp 4 leaves a rank without any of the 3 experts \(num_experts\)"),
-    ({**models.GLM_DSA, "n_routed_experts": 3}, 4, r"any of the 3 experts \(n_routed_experts\)"),
-    ({**models.QWEN3, "vocab_size": 3}, 4, r"any of the 3 tokens of the vocabulary \(vocab_size\)"),
-    ({**models.GEMMA4, "num_global_key_value_heads": 3, "num_attention_heads": 12}, 2,
-     r"3 heads of keys and values \(num_global_key_value_heads\)"),
-    ({**models.KIMI_LINEAR, "linear_num_heads": 6}, 4,
-     r"6 key heads of GatedDeltaNet \(num_heads of linear_attn_config\)"),
-    ({**models.QWEN3, "architectures": ["MiniMaxM2ForCausalLM"], "num_local_experts": 8, "num_experts_per_tok": 2}, 2,
-     "a norm over all heads of q"),
-    ({**models.QWEN3, "num_attention_heads": 12, "num_key_value_heads": 6}, 3,
-     r"--tp 3: sums over 384 values of the heads of attention \(num_attention_heads\) have eighths, which 2, 4 or 8"),
-])
-def test_what_ranks_cannot_divide_is_refused_by_name(config: dict[str, object], size: int, says: str) -> None:
+@pytest.mark.parametrize(
+    ("config", "size", "says"),
+    [
+        (
+            models.HYBRID,
+            4,
+            r"--tp 4 does not divide the 2 key heads of GatedDeltaNet \(linear_num_key_heads\)",
+        ),
+        (
+            {**models.QWEN3, "num_attention_heads": 6, "num_key_value_heads": 3},
+            4,
+            r"does not divide the 6 heads of attention \(num_attention_heads\)",
+        ),
+        (
+            {**models.QWEN3, "num_attention_heads": 12, "num_key_value_heads": 3},
+            2,
+            r"does not divide the 3 heads of keys and values \(num_key_value_heads\)",
+        ),
+        (
+            {**models.QWEN3, "num_attention_heads": 4, "head_dim": 10},
+            2,
+            r"sums over 40 values of the heads of attention \(num_attention_heads\) have no equal "
+            r"eighths",
+        ),
+        (
+            {**models.QWEN3, "intermediate_size": 18},
+            4,
+            r"--tp 4 leaves a rank without any of the 18 inner values of a feed-forward "
+            r"\(intermediate_size\)",
+        ),
+        (
+            {**models.LLAMA4, "intermediate_size_mlp": 18},
+            4,
+            r"18 inner values of a feed-forward \(intermediate_size_mlp\)",
+        ),
+        (
+            {**models.HYBRID_MOE, "linear_num_key_heads": 4, "shared_expert_intermediate_size": 18},
+            4,
+            r"18 inner values of a feed-forward \(shared_expert_intermediate_size\)",
+        ),
+        (
+            {**models.QWEN3_MOE, "num_experts": 3},
+            4,
+            r"--tp 4 leaves a rank without any of the 3 experts \(num_experts\)",
+        ),
+        (
+            {**models.GLM_DSA, "n_routed_experts": 3},
+            4,
+            r"any of the 3 experts \(n_routed_experts\)",
+        ),
+        (
+            {**models.QWEN3, "vocab_size": 3},
+            4,
+            r"any of the 3 tokens of the vocabulary \(vocab_size\)",
+        ),
+        (
+            {**models.GEMMA4, "num_global_key_value_heads": 3, "num_attention_heads": 12},
+            2,
+            r"3 heads of keys and values \(num_global_key_value_heads\)",
+        ),
+        (
+            {**models.KIMI_LINEAR, "linear_num_heads": 6},
+            4,
+            r"6 key heads of GatedDeltaNet \(num_heads of linear_attn_config\)",
+        ),
+        (
+            {
+                **models.QWEN3,
+                "architectures": ["MiniMaxM2ForCausalLM"],
+                "num_local_experts": 8,
+                "num_experts_per_tok": 2,
+            },
+            2,
+            "a norm over all heads of q",
+        ),
+        (
+            {**models.QWEN3, "num_attention_heads": 12, "num_key_value_heads": 6},
+            3,
+            r"--tp 3: sums over 384 values of the heads of attention \(num_attention_heads\) have "
+            r"eighths, which 2, 4 or 8",
+        ),
+    ],
+)
+def test_what_ranks_cannot_divide_is_refused_by_name(
+    config: dict[str, object], size: int, says: str
+) -> None:
     description = tiny(config)
     assert description.of_rank(ONLY_RANK) is description
     with pytest.raises(ConfigError, match=says) as refused:

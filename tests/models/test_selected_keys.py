@@ -1,4 +1,5 @@
-"""Selected keys on their way between layers and stages (GLM-5), and what an indexer must get right."""
+"""Selected keys on their way between layers and stages (GLM-5), and what an indexer must get
+right."""
 
 import json
 import shutil
@@ -34,15 +35,29 @@ def model(checkpoint: CheckpointMaker) -> ModelDescription:
     return read_model(checkpoint("glm_moe_dsa_pattern"))
 
 
-@pytest.mark.parametrize("sharing", [
-    {"index_topk_freq": 1}, {"index_topk_freq": 3}, {"index_topk_freq": 2, "index_skip_topk_offset": 3},
-    {"index_topk_freq": 4, "index_skip_topk_offset": 1}, {"index_topk_pattern": "FSSFSS"},
-    {"index_topk_pattern": "FSFFSF"}, {"indexer_types": ["full", "shared", "full", "full", "shared", "shared"]}])
-def test_a_layer_hands_on_what_the_next_one_shares_s2_2(sharing: dict[str, object],
-                                                        checkpoint: CheckpointMaker) -> None:
+@pytest.mark.parametrize(
+    "sharing",
+    [
+        {"index_topk_freq": 1},
+        {"index_topk_freq": 3},
+        {"index_topk_freq": 2, "index_skip_topk_offset": 3},
+        {"index_topk_freq": 4, "index_skip_topk_offset": 1},
+        {"index_topk_pattern": "FSSFSS"},
+        {"index_topk_pattern": "FSFFSF"},
+        {"indexer_types": ["full", "shared", "full", "full", "shared", "shared"]},
+    ],
+)
+def test_a_layer_hands_on_what_the_next_one_shares_s2_2(
+    sharing: dict[str, object], checkpoint: CheckpointMaker
+) -> None:
     """However a config says it; the last layer hands nothing on."""
     config = json.loads((checkpoint("glm_moe_dsa") / "config.json").read_text())
-    for name in ("indexer_types", "index_topk_freq", "index_skip_topk_offset", "index_topk_pattern"):
+    for name in (
+        "indexer_types",
+        "index_topk_freq",
+        "index_skip_topk_offset",
+        "index_topk_pattern",
+    ):
         config.pop(name, None)
     model = random_model(config | sharing)
     driver = StageDriver(model, cuts=range(1, 6))
@@ -55,20 +70,28 @@ def test_a_layer_hands_on_what_the_next_one_shares_s2_2(sharing: dict[str, objec
         driver.plan(index, local)
         output = stage.forward(local, output.hidden, context, selected_keys=output.selected_keys)
         hands_on.append(output.selected_keys is not None)
-    shares = [layer_id not in {spec.layer_id for spec in model.cache_specs(16) if spec.kind is CacheKind.INDEX_KEY}
-              for layer_id in range(6)]
+    shares = [
+        layer_id
+        not in {spec.layer_id for spec in model.cache_specs(16) if spec.kind is CacheKind.INDEX_KEY}
+        for layer_id in range(6)
+    ]
     assert hands_on == [*shares[1:], False]
 
 
-def run_first_stage(driver: StageDriver, batch: ForwardBatch) -> tuple[Tensor | None, Tensor | None]:
+def run_first_stage(
+    driver: StageDriver, batch: ForwardBatch
+) -> tuple[Tensor | None, Tensor | None]:
     driver.plan(0, batch)
     output = driver.stages[0].forward(batch, None, driver.contexts[0])
     return output.hidden, output.selected_keys
 
 
-@pytest.mark.parametrize(("cut", "is_carried"), [(1, True), (2, True), (3, False), (4, True), (5, False)])
-def test_a_boundary_carries_keys_only_before_a_sharing_layer_s2_5(cut: int, *, is_carried: bool,
-                                                                  model: ModelDescription) -> None:
+@pytest.mark.parametrize(
+    ("cut", "is_carried"), [(1, True), (2, True), (3, False), (4, True), (5, False)]
+)
+def test_a_boundary_carries_keys_only_before_a_sharing_layer_s2_5(
+    cut: int, *, is_carried: bool, model: ModelDescription
+) -> None:
     driver = StageDriver(model, cuts=(cut,))
     _, selected = run_first_stage(driver, driver.batch(ForwardMode.PREFILL, {0: PROMPT}, draw=True))
     if not is_carried:
@@ -84,16 +107,21 @@ def test_a_boundary_carries_keys_only_before_a_sharing_layer_s2_5(cut: int, *, i
 
 
 def test_keys_cross_stages_that_only_share_s2_6(model: ModelDescription) -> None:
-    """Layer 2 shares what layer 0 chose two stages before; prefill in chunks, decode, and rows of a batch."""
+    """Layer 2 shares what layer 0 chose two stages before; prefill in chunks, decode, and rows of a
+    batch."""
     whole, cut = StageDriver(model), StageDriver(model, cuts=(1, 2, 3))
     for driver in (whole, cut):
         driver.prefill({0: PROMPT[:17]}, draw=False)
-    assert torch.equal(cut.prefill({0: PROMPT[17:], 1: PROMPT[:5]}), whole.prefill({0: PROMPT[17:], 1: PROMPT[:5]}))
+    assert torch.equal(
+        cut.prefill({0: PROMPT[17:], 1: PROMPT[:5]}), whole.prefill({0: PROMPT[17:], 1: PROMPT[:5]})
+    )
     assert torch.equal(cut.decode({1: 9, 0: 11}), whole.decode({1: 9, 0: 11}))
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (2, 4), (1, 2, 3)])
-def test_selections_of_a_tree_cross_stages_s2_6(cuts: tuple[int, ...], model: ModelDescription) -> None:
+def test_selections_of_a_tree_cross_stages_s2_6(
+    cuts: tuple[int, ...], model: ModelDescription
+) -> None:
     """Verification: every node has the bits of decoding its own path in one process."""
     tokens, parents, depths = [9, 11, 13, 17], (-1, 0, 0, 2), [0, 1, 1, 2]
     tree = StageDriver(model, cuts=cuts)
@@ -120,26 +148,44 @@ def run_tree(driver: StageDriver, batch: ForwardBatch) -> Tensor:
     return output.logits
 
 
-def test_a_sharing_stage_without_keys_fails_and_never_falls_back_s2_5(model: ModelDescription) -> None:
+def test_a_sharing_stage_without_keys_fails_and_never_falls_back_s2_5(
+    model: ModelDescription,
+) -> None:
     driver = StageDriver(model, cuts=(4,))
     batch = driver.batch(ForwardMode.PREFILL, {0: PROMPT}, draw=True)
     hidden, selected = run_first_stage(driver, batch)
     assert selected is not None
     context = driver.contexts[1]
     for keys in (None, selected[:-1]):
-        with pytest.raises(InternalError, match=r"stage 4-6 needs the keys selected for 40 tokens: its layer 4 shares"):
+        with pytest.raises(
+            InternalError,
+            match=r"stage 4-6 needs the keys selected for 40 tokens: its layer 4 shares",
+        ):
             driver.stages[1].forward(batch, hidden, context, selected_keys=keys)
 
 
-@pytest.mark.parametrize(("sharing", "is_refused"), [
-    ({"index_topk_freq": 1}, False), ({"index_topk_freq": 2}, True), ({"index_topk_pattern": "FFFFFF"}, False),
-    ({"index_topk_pattern": "FFFFSF"}, True),
-    ({"indexer_types": ["full", "full", "full", "full", "shared", "full"]}, True)])
-def test_half_a_batch_with_the_keys_of_the_whole_is_refused_s2_8(sharing: dict[str, object], *, is_refused: bool,
-                                                                 checkpoint: CheckpointMaker) -> None:
-    """A batch cut in two between stages: where the next layer shares, each half must bring its own tokens' keys."""
+@pytest.mark.parametrize(
+    ("sharing", "is_refused"),
+    [
+        ({"index_topk_freq": 1}, False),
+        ({"index_topk_freq": 2}, True),
+        ({"index_topk_pattern": "FFFFFF"}, False),
+        ({"index_topk_pattern": "FFFFSF"}, True),
+        ({"indexer_types": ["full", "full", "full", "full", "shared", "full"]}, True),
+    ],
+)
+def test_half_a_batch_with_the_keys_of_the_whole_is_refused_s2_8(
+    sharing: dict[str, object], *, is_refused: bool, checkpoint: CheckpointMaker
+) -> None:
+    """A batch cut in two between stages: where the next layer shares, each half must bring its own
+    tokens' keys."""
     config = json.loads((checkpoint("glm_moe_dsa") / "config.json").read_text())
-    for name in ("indexer_types", "index_topk_freq", "index_skip_topk_offset", "index_topk_pattern"):
+    for name in (
+        "indexer_types",
+        "index_topk_freq",
+        "index_skip_topk_offset",
+        "index_topk_pattern",
+    ):
         config.pop(name, None)
     driver = StageDriver(random_model(config | sharing), cuts=(4,))
     batch = driver.batch(ForwardMode.PREFILL, {0: PROMPT[:20], 1: PROMPT[20:]}, draw=True)
@@ -157,10 +203,14 @@ def test_half_a_batch_with_the_keys_of_the_whole_is_refused_s2_8(sharing: dict[s
     assert torch.equal(torch.cat(found), expected)
 
 
-def run_last_stage(driver: StageDriver, batch: ForwardBatch, hidden: Tensor, selected: Tensor | None) -> Tensor:
+def run_last_stage(
+    driver: StageDriver, batch: ForwardBatch, hidden: Tensor, selected: Tensor | None
+) -> Tensor:
     batch.token_ids = None
     driver.plan(1, batch)
-    logits = driver.stages[1].forward(batch, hidden, driver.contexts[1], selected_keys=selected).logits
+    logits = (
+        driver.stages[1].forward(batch, hidden, driver.contexts[1], selected_keys=selected).logits
+    )
     assert logits is not None
     return logits
 
@@ -173,10 +223,18 @@ def test_a_batch_without_tokens_needs_no_keys_s2_5(model: ModelDescription) -> N
 
 
 def test_an_idle_batch_passes_where_trees_are_verified_s2_5() -> None:
-    speculation = Speculation(lambda num_pages: OracleDrafter(CHAINS["chain 1"]), num_draft_tokens=1)
+    speculation = Speculation(
+        lambda num_pages: OracleDrafter(CHAINS["chain 1"]), num_draft_tokens=1
+    )
     for rank in range(3):
-        stage, _ = build_executor(tiny(GLM_DSA), get_pp_indices(5, rank, 3), page_size=16, num_pages=4, num_slots=0,
-                                  speculation=speculation)
+        stage, _ = build_executor(
+            tiny(GLM_DSA),
+            get_pp_indices(5, rank, 3),
+            page_size=16,
+            num_pages=4,
+            num_slots=0,
+            speculation=speculation,
+        )
         batch = build_batch(ForwardMode.IDLE, [])
         batch.spec_info = SpecInfo(torch.empty(0, dtype=torch.int64), ())
         assert stage.run(batch) == StageOutput()  # the next stage has an idle batch of its own
@@ -184,7 +242,9 @@ def test_an_idle_batch_passes_where_trees_are_verified_s2_5() -> None:
         assert stage.num_plans == 0
 
 
-def test_sharing_layers_have_no_indexer_weights(checkpoint: CheckpointMaker, tmp_path: Path) -> None:
+def test_sharing_layers_have_no_indexer_weights(
+    checkpoint: CheckpointMaker, tmp_path: Path
+) -> None:
     folder = Path(shutil.copytree(checkpoint("glm_moe_dsa_pattern"), tmp_path / "model"))
     tensors = load_file(folder / "model.safetensors")
     assert {int(name.split(".")[2]) for name in tensors if ".indexer." in name} == {0, 3, 5}
@@ -196,10 +256,14 @@ def test_sharing_layers_have_no_indexer_weights(checkpoint: CheckpointMaker, tmp
 
 def test_choosing_every_key_equals_attending_to_all(checkpoint: CheckpointMaker) -> None:
     """With index_topk no smaller than the context, DSA is dense MLA, to the bit."""
-    config = json.loads((checkpoint("deepseek_v32") / "config.json").read_text()) | {"index_topk": 64}
+    config = json.loads((checkpoint("deepseek_v32") / "config.json").read_text()) | {
+        "index_topk": 64
+    }
     dense = config | {"architectures": ["DeepseekV3ForCausalLM"]}
-    assert torch.equal(StageDriver(random_model(config)).prefill({0: PROMPT}),
-                       StageDriver(random_model(dense)).prefill({0: PROMPT}))
+    assert torch.equal(
+        StageDriver(random_model(config)).prefill({0: PROMPT}),
+        StageDriver(random_model(dense)).prefill({0: PROMPT}),
+    )
     narrow = StageDriver(random_model(config | {"index_topk": 8})).prefill({0: PROMPT})
     assert not torch.equal(narrow, StageDriver(random_model(dense)).prefill({0: PROMPT}))
 

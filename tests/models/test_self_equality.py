@@ -1,4 +1,5 @@
-"""In exact numerics every way to run a prompt gives the same bits: whole, chunked, cut at any layer, alone, in a batch.
+"""In exact numerics every way to run a prompt gives the same bits: whole, chunked, cut at any
+layer, alone, in a batch.
 
 Caches are compared too, so a difference that the last logits happen to hide is still found.
 """
@@ -29,7 +30,7 @@ def model(request: pytest.FixtureRequest, checkpoint: CheckpointMaker) -> ModelD
 def run_alone(driver: StageDriver, chunk_tokens: int = len(PROMPT)) -> list[Tensor]:
     """Logits of the prompt's end and of each following step."""
     for start in range(0, len(PROMPT), chunk_tokens):
-        chunk = PROMPT[start:start + chunk_tokens]
+        chunk = PROMPT[start : start + chunk_tokens]
         is_last = start + chunk_tokens >= len(PROMPT)
         logits = driver.prefill({0: chunk}, draw=is_last)
     return [logits, *(driver.decode({0: token}) for token in CONTINUATION)]
@@ -45,7 +46,9 @@ def assert_same_caches(driver: StageDriver, reference: StageDriver) -> None:
         assert torch.equal(bits(driver.pools[key]), bits(pool)), key
 
 
-def assert_same(driver: StageDriver, logits: list[Tensor], reference: StageDriver, expected: list[Tensor]) -> None:
+def assert_same(
+    driver: StageDriver, logits: list[Tensor], reference: StageDriver, expected: list[Tensor]
+) -> None:
     for step, (ours, theirs) in enumerate(zip(logits, expected, strict=True)):
         assert torch.equal(ours, theirs), f"step {step}"
     assert_same_caches(driver, reference)
@@ -81,8 +84,11 @@ def test_row_in_a_batch_equals_row_alone(model: ModelDescription) -> None:
 
 
 @pytest.mark.parametrize("rubbish", [math.nan, 1e9])
-def test_free_records_and_the_rest_of_a_page_change_nothing(model: ModelDescription, rubbish: float) -> None:
-    """Before every step, everything that is not the row's own is overwritten, the null records included."""
+def test_free_records_and_the_rest_of_a_page_change_nothing(
+    model: ModelDescription, rubbish: float
+) -> None:
+    """Before every step, everything that is not the row's own is overwritten, the null records
+    included."""
     reference, driver = StageDriver(model), StageDriver(model)
     expected = run_alone(reference)
     driver.fill_what_nobody_owns(rubbish)
@@ -117,6 +123,8 @@ def test_bfloat16_is_exact_too(checkpoint: CheckpointMaker) -> None:
 def test_kimi_in_float16_is_close_to_float32(num_tokens: int) -> None:
     """Four heads: rates laid out for the wrong axis fit four tokens, and no other number."""
     prompt = {0: list(range(5, 5 + num_tokens))}
-    half, single = (StageDriver(tiny(KIMI_LINEAR, dtype)).prefill(prompt)[0].float()
-                    for dtype in ("float16", "float32"))
+    half, single = (
+        StageDriver(tiny(KIMI_LINEAR, dtype)).prefill(prompt)[0].float()
+        for dtype in ("float16", "float32")
+    )
     assert (half - single).abs().max() < 0.05

@@ -1,4 +1,5 @@
-"""What a stage does around its layers: first-layer work, signals, captures, empty batches, wrong calls."""
+"""What a stage does around its layers: first-layer work, signals, captures, empty batches, wrong
+calls."""
 
 import importlib
 import inspect
@@ -32,8 +33,9 @@ def model(request: pytest.FixtureRequest, checkpoint: CheckpointMaker) -> ModelD
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-def test_one_layer_per_stage_does_first_layer_work_s0_5(model: ModelDescription, num_stages: int,
-                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_layer_per_stage_does_first_layer_work_s0_5(
+    model: ModelDescription, num_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tables: list[Tensor] = []
     original = Rotary.table
 
@@ -56,8 +58,11 @@ def test_one_layer_per_stage_does_first_layer_work_s0_5(model: ModelDescription,
 
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4])
-def test_first_layer_work_is_done_anew_for_every_tree_s0_5(num_stages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Verification: positions go by depth, and each stage makes its table for the tree at hand, once."""
+def test_first_layer_work_is_done_anew_for_every_tree_s0_5(
+    num_stages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verification: positions go by depth, and each stage makes its table for the tree at hand,
+    once."""
     tables: list[list[int]] = []
     original = Rotary.table
 
@@ -65,15 +70,36 @@ def test_first_layer_work_is_done_anew_for_every_tree_s0_5(num_stages: int, monk
         tables.append(positions.tolist())
         return original(self, positions)
 
-    speculation = Speculation(drafter=lambda num_pages: OracleDrafter(CHAINS["chain 3"]), num_draft_tokens=3)
-    stages = [build_executor(tiny(HYBRID), get_pp_indices(5, rank, num_stages), page_size=16, num_pages=4, num_slots=2,
-                             speculation=speculation)[0] for rank in range(num_stages)]
+    speculation = Speculation(
+        drafter=lambda num_pages: OracleDrafter(CHAINS["chain 3"]), num_draft_tokens=3
+    )
+    stages = [
+        build_executor(
+            tiny(HYBRID),
+            get_pp_indices(5, rank, num_stages),
+            page_size=16,
+            num_pages=4,
+            num_slots=2,
+            speculation=speculation,
+        )[0]
+        for rank in range(num_stages)
+    ]
     monkeypatch.setattr(Rotary, "table", counting)
 
-    def run(mode: ForwardMode, num_tokens: int, context_len: int, parents: tuple[int, ...] = ()) -> None:
+    def run(
+        mode: ForwardMode, num_tokens: int, context_len: int, parents: tuple[int, ...] = ()
+    ) -> None:
         output: StageOutput | None = None
         for stage in stages:
-            row = Row(1, list(range(3, 3 + num_tokens)), context_len, [1, 2], 1, None, SpecRow(parents, scratch=1))
+            row = Row(
+                1,
+                list(range(3, 3 + num_tokens)),
+                context_len,
+                [1, 2],
+                1,
+                None,
+                SpecRow(parents, scratch=1),
+            )
             output = stage.run(build_batch(mode, [row]), output)
 
     run(ForwardMode.PREFILL, 7, 0)
@@ -84,16 +110,24 @@ def test_first_layer_work_is_done_anew_for_every_tree_s0_5(num_stages: int, monk
 
 
 @pytest.mark.parametrize("cuts", [(1, 3), (1, 2, 3)])
-def test_start_layer_is_told_at_construction_s0_6(model: ModelDescription, cuts: tuple[int, ...]) -> None:
-    """Nothing a batch or its pools say changes it: stages over pools of the whole model do what they did."""
+def test_start_layer_is_told_at_construction_s0_6(
+    model: ModelDescription, cuts: tuple[int, ...]
+) -> None:
+    """Nothing a batch or its pools say changes it: stages over pools of the whole model do what
+    they did."""
     carried = {field.name for type_ in (ForwardBatch, ForwardContext) for field in fields(type_)}
-    assert not {name for name in carried if "start" in name or "layer_range" in name or "pool" in name}
+    assert not {
+        name for name in carried if "start" in name or "layer_range" in name or "pool" in name
+    }
     driver, other = StageDriver(model, cuts=cuts), StageDriver(model, cuts=cuts)
     expected = driver.prefill({0: [5, 6, 7]})
     whole = StageDriver(model).stages[0]
     other.contexts = [other._context(model, whole, 16) for _ in other.stages]
     assert torch.equal(other.prefill({0: [5, 6, 7]}), expected)
-    assert [{layer.start_layer for layer in stage.layers} for stage in other.stages] == [{0}, *({cut} for cut in cuts)]
+    assert [{layer.start_layer for layer in stage.layers} for stage in other.stages] == [
+        {0},
+        *({cut} for cut in cuts),
+    ]
 
 
 def test_layers_report_in_order_once_their_cache_is_complete(model: ModelDescription) -> None:
@@ -123,7 +157,9 @@ def test_captured_layer_outputs_travel_to_the_last_stage_s0_9(model: ModelDescri
     assert set(expected) == wanted
     for cuts in ((1,), (3,), (1, 2, 3)):
         driver = StageDriver(model, cuts=cuts, capture_layers=wanted)
-        captured = driver.run(driver.batch(ForwardMode.PREFILL, {0: [5, 6, 7]}, draw=True)).aux_hidden
+        captured = driver.run(
+            driver.batch(ForwardMode.PREFILL, {0: [5, 6, 7]}, draw=True)
+        ).aux_hidden
         assert set(captured) == wanted
         assert all(torch.equal(captured[layer_id], expected[layer_id]) for layer_id in wanted)
     # The output of a stage's last layer is what the next stage gets.
@@ -161,15 +197,36 @@ def test_impossible_stage_is_refused(model: ModelDescription, layers: LayerRange
 
 
 def test_constructors_take_names_so_that_no_argument_can_slip_s0_8() -> None:
-    """A parameter added between others shifts whoever passes by position; one alone cannot be confused."""
-    modules = [importlib.import_module(module.name)
-               for module in pkgutil.walk_packages(models.__path__, "models.") if "__main__" not in module.name]
-    built = [(cls, parameters) for module in modules for cls in vars(module).values()
-             if inspect.isclass(cls) and cls.__module__ == module.__name__ and not is_dataclass(cls)
-             and {"weights", "files"} & (parameters := inspect.signature(cls).parameters).keys()]
-    assert {"DecoderStage", "DecoderLayer", "Attention", "GatedDeltaNet", "Mla", "Eagle1", "Eagle3", "Mtp"} <= {
-        cls.__name__ for cls, _ in built}
+    """A parameter added between others shifts whoever passes by position; one alone cannot be
+    confused."""
+    modules = [
+        importlib.import_module(module.name)
+        for module in pkgutil.walk_packages(models.__path__, "models.")
+        if "__main__" not in module.name
+    ]
+    built = [
+        (cls, parameters)
+        for module in modules
+        for cls in vars(module).values()
+        if inspect.isclass(cls)
+        and cls.__module__ == module.__name__
+        and not is_dataclass(cls)
+        and {"weights", "files"} & (parameters := inspect.signature(cls).parameters).keys()
+    ]
+    assert {
+        "DecoderStage",
+        "DecoderLayer",
+        "Attention",
+        "GatedDeltaNet",
+        "Mla",
+        "Eagle1",
+        "Eagle3",
+        "Mtp",
+    } <= {cls.__name__ for cls, _ in built}
     for cls, parameters in built:
-        positional = [name for name, parameter in parameters.items()
-                      if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        positional = [
+            name
+            for name, parameter in parameters.items()
+            if parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+        ]
         assert len(positional) < 2, f"{cls.__name__}: {positional}"

@@ -43,8 +43,11 @@ def tensor_bytes(file: Path) -> dict[str, tuple[int, int]]:
     content = file.read_bytes()
     (length,) = struct.unpack_from("<Q", content)
     header = json.loads(content[8 : 8 + length])
-    return {name: (8 + length + fields["data_offsets"][0], 8 + length + fields["data_offsets"][1])
-            for name, fields in header.items() if name != "__metadata__"}
+    return {
+        name: (8 + length + fields["data_offsets"][0], 8 + length + fields["data_offsets"][1])
+        for name, fields in header.items()
+        if name != "__metadata__"
+    }
 
 
 def flip(file: Path, place: int) -> None:
@@ -64,7 +67,9 @@ def test_one_flipped_bit_of_any_tensor_is_another_revision(broken: Path) -> None
     for name, (start, end) in tensor_bytes(file).items():
         for place in (start, end - 1):
             flip(file, place)
-            assert read_stages(broken, 1).revision(model.facts.revision) != revision, f"{name} at {place}"
+            assert read_stages(broken, 1).revision(model.facts.revision) != revision, (
+                f"{name} at {place}"
+            )
             flip(file, place)
     assert read_stages(broken, 1) == original
 
@@ -80,25 +85,37 @@ def test_a_tensor_of_zeros_is_another_revision(broken: Path) -> None:
 
 
 def test_pools_with_other_weights_do_not_pair(checkpoint: CheckpointMaker, broken: Path) -> None:
-    """All tensors of one layer are zero in the second checkpoint: names, types, shapes and sizes are the same."""
+    """All tensors of one layer are zero in the second checkpoint: names, types, shapes and sizes
+    are the same."""
     with (broken / "model.safetensors").open("r+b") as stream:
         for name, (start, end) in tensor_bytes(broken / "model.safetensors").items():
             if ".layers.2." in name:
                 stream.seek(start)
                 stream.write(bytes(end - start))
-    mine, theirs = (plan_stage(WorkerConfig(model=folder, num_pages=8)).compatibility(read_stages(folder, size))
-                    for folder, size in ((checkpoint("llama"), 2), (broken, 1)))
-    with pytest.raises(IncompatiblePeerError, match=r"differ in weights \([0-9a-f]{12} here, [0-9a-f]{12} there\)"):
+    mine, theirs = (
+        plan_stage(WorkerConfig(model=folder, num_pages=8)).compatibility(read_stages(folder, size))
+        for folder, size in ((checkpoint("llama"), 2), (broken, 1))
+    )
+    with pytest.raises(
+        IncompatiblePeerError, match=r"differ in weights \([0-9a-f]{12} here, [0-9a-f]{12} there\)"
+    ):
         check_compatible(mine, theirs.digest, theirs.text)
 
 
 def test_pools_with_another_config_do_not_pair(checkpoint: CheckpointMaker, broken: Path) -> None:
-    """Somebody has edited a file of settings on one host; the weights are the same, and are not said to differ."""
+    """Somebody has edited a file of settings on one host; the weights are the same, and are not
+    said to differ."""
     config = json.loads((broken / "config.json").read_text())
-    (broken / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 2 * config["rms_norm_eps"]}))
-    mine, theirs = (plan_stage(WorkerConfig(model=folder, num_pages=8)).compatibility(read_stages(folder, 1))
-                    for folder in (checkpoint("llama"), broken))
-    with pytest.raises(IncompatiblePeerError, match=r"differ in config \([0-9a-f]{12} here, [0-9a-f]{12} there\): "):
+    (broken / "config.json").write_text(
+        json.dumps(config | {"rms_norm_eps": 2 * config["rms_norm_eps"]})
+    )
+    mine, theirs = (
+        plan_stage(WorkerConfig(model=folder, num_pages=8)).compatibility(read_stages(folder, 1))
+        for folder in (checkpoint("llama"), broken)
+    )
+    with pytest.raises(
+        IncompatiblePeerError, match=r"differ in config \([0-9a-f]{12} here, [0-9a-f]{12} there\): "
+    ):
         check_compatible(mine, theirs.digest, theirs.text)
 
 

@@ -20,26 +20,43 @@ async def test_the_demo_draft_reaches_its_bar(name: str, monkeypatch: pytest.Mon
     seen: list[VerifiedStep] = []
     monkeypatch.setattr(worker, "observe_verified", lambda metrics, step: seen.append(step))
     topk, steps, tokens = SHAPES[name]
-    drafting = {"draft": demo_model().parent / "draft", "spec_topk": topk, "spec_steps": steps,
-                "spec_draft_tokens": tokens, "spec_adaptive": False}
-    async with cluster_in_process(demo_model(), decode_pp=2, prefill=drafting, decode=drafting) as client:
+    drafting = {
+        "draft": demo_model().parent / "draft",
+        "spec_topk": topk,
+        "spec_steps": steps,
+        "spec_draft_tokens": tokens,
+        "spec_adaptive": False,
+    }
+    async with cluster_in_process(
+        demo_model(), decode_pp=2, prefill=drafting, decode=drafting
+    ) as client:
         await ask_all(client, held_out_queries(12))
     lengths = [1 + count for step in seen for count in step.accepted]
     assert len(lengths) > 60
     assert sum(lengths) / len(lengths) >= BARS[name]
 
 
-async def test_trials_of_other_lengths_cost_no_draft_its_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor what the prefix cache has of prompts: passes of whole chains yield as much as without any trial. They yielded
-    1.8 tokens behind a step without drafts, and 3 from pages that a draft had begun anew in."""
+async def test_trials_of_other_lengths_cost_no_draft_its_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor what the prefix cache has of prompts: passes of whole chains yield as much as without any
+    trial. They yielded 1.8 tokens behind a step without drafts, and 3 from pages that a draft had
+    begun anew in."""
     seen: list[VerifiedStep] = []
     monkeypatch.setattr(worker, "observe_verified", lambda metrics, step: seen.append(step))
-    monkeypatch.setattr(worker, "AdaptiveDraft", partial(AdaptiveDraft, first_interval=8, trial_interval=16))
+    monkeypatch.setattr(
+        worker, "AdaptiveDraft", partial(AdaptiveDraft, first_interval=8, trial_interval=16)
+    )
     drafting = {"draft": demo_model().parent / "draft"}
     async with cluster_in_process(demo_model(), prefill=drafting, decode=drafting) as client:
         for _ in range(6):
             await ask_all(client, held_out_queries(6))
     assert sum(not step.num_drafted for step in seen) > 10, "none was tried"
-    whole = [1 + count for step in seen if step.num_drafted == 5 * len(step.accepted) for count in step.accepted]
+    whole = [
+        1 + count
+        for step in seen
+        if step.num_drafted == 5 * len(step.accepted)
+        for count in step.accepted
+    ]
     assert len(whole) > 100
     assert sum(whole) / len(whole) > 4.5

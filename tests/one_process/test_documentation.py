@@ -1,11 +1,13 @@
-"""What the pages for users tell them to type works: every block is run here, or says beside itself why not.
+"""What the pages for users tell them to type works: every block is run here, or says beside itself
+why not.
 
 A block of commands has no language, or `sh`; one of Python is `python`. A comment before it may say
 
     <!-- not run: WHY -->                        what it needs that a test has not
     <!-- run by tests/FILE.py -->                which other test plays it
 
-Pictures are `text`, transcripts `console` (tests/cluster/test_first_minutes.py), other formats have their own tests.
+Pictures are `text`, transcripts `console` (tests/cluster/test_first_minutes.py), other formats have
+their own tests.
 """
 
 import asyncio
@@ -28,13 +30,19 @@ from sim.plan import app as plan_app
 from tests.support.cluster.one_process import cluster_in_process
 
 ROOT = Path(__file__).parent.parent.parent
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md")),
-         *sorted((ROOT / "deploy").rglob("README.md")))
+PAGES = (
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "deploy").rglob("README.md")),
+)
 ADDRESS = "127.0.0.1:7000"
 COMMANDS = ("", "sh")
 OTHERS = ("text", "console", "toml", "yaml")
-_BLOCK = re.compile(r"(?:^<!-- (?P<note>[^\n]*) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$",
-                    re.MULTILINE | re.DOTALL)
+_BLOCK = re.compile(
+    r"(?:^<!-- (?P<note>[^\n]*) -->\n)?^```(?P<language>\w*)\n(?P<text>.*?)^```$",
+    re.MULTILINE | re.DOTALL,
+)
 
 
 @dataclass(frozen=True)
@@ -48,38 +56,66 @@ class Block:
 
     @property
     def is_run_here(self) -> bool:
-        return self.language in (*COMMANDS, "python") and not self.note.startswith(("not run: ", "run by "))
+        return self.language in (*COMMANDS, "python") and not self.note.startswith(
+            ("not run: ", "run by ")
+        )
 
 
 def blocks() -> list[Block]:
-    return [Block(str(page.relative_to(ROOT)), found["language"], found["text"], found["note"] or "")
-            for page in PAGES for found in _BLOCK.finditer(page.read_text())]
+    return [
+        Block(str(page.relative_to(ROOT)), found["language"], found["text"], found["note"] or "")
+        for page in PAGES
+        for found in _BLOCK.finditer(page.read_text())
+    ]
 
 
 async def run(command: list[str], folder: Path, target: str) -> str:
-    """What it printed. It finds the cluster as the pages' reader would: without a word about where."""
-    environment = {**os.environ, "BATON_TARGET": target, "PYTHONPATH": str(ROOT), "COLUMNS": "80",
-                   "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    """What it printed. It finds the cluster as the pages' reader would: without a word about
+    where."""
+    environment = {
+        **os.environ,
+        "BATON_TARGET": target,
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "80",
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+    }
     process = await asyncio.create_subprocess_exec(
-        *command, cwd=folder, env=environment, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.STDOUT)
+        *command,
+        cwd=folder,
+        env=environment,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+    )
     output, _ = await process.communicate()
     assert process.returncode == 0, f"{command[-1]}\n{output.decode()}"
     return output.decode()
 
 
 async def test_blocks_of_commands_and_code_run(tmp_path: Path) -> None:
-    (tmp_path / "trace.jsonl").write_text('{"at_s": 0, "prompt_tokens": 9, "output_tokens": 4}\n'
-                                          '{"at_s": 1, "prompt_tokens": 30, "output_tokens": 8}\n')
+    (tmp_path / "trace.jsonl").write_text(
+        '{"at_s": 0, "prompt_tokens": 9, "output_tokens": 4}\n'
+        '{"at_s": 1, "prompt_tokens": 30, "output_tokens": 8}\n'
+    )
     (tmp_path / "token").write_text("the-token-of-this-test\n")
     said: dict[str, list[str]] = {}
     mine = [block for block in blocks() if block.is_run_here]
-    assert {block.page for block in mine} >= {"README.md", "docs/quickstart.md", "docs/client.md", "docs/load.md"}
+    assert {block.page for block in mine} >= {
+        "README.md",
+        "docs/quickstart.md",
+        "docs/client.md",
+        "docs/load.md",
+    }
     async with cluster_in_process(demo_model()) as client:
         (target,) = client.targets
-        for block in sorted(mine, key=lambda block: block.language == "python"):  # it reads what commands have made
-            command = ([sys.executable, "-W", "error", "-c", block.text.replace(ADDRESS, target)]
-                       if block.language == "python" else ["bash", "-euc", block.text])
+        for block in sorted(
+            mine, key=lambda block: block.language == "python"
+        ):  # it reads what commands have made
+            command = (
+                [sys.executable, "-W", "error", "-c", block.text.replace(ADDRESS, target)]
+                if block.language == "python"
+                else ["bash", "-euc", block.text]
+            )
             said.setdefault(block.page, []).append(await run(command, tmp_path, target))
     streamed, collected, several, *_ = said["docs/client.md"]
     assert re.search(r"\n (stop|length) \d+ tokens\n$", streamed)
@@ -87,8 +123,9 @@ async def test_blocks_of_commands_and_code_run(tmp_path: Path) -> None:
     assert re.fullmatch(r"\[('.*'(, )?){3}\]\n", several)
     assert any(output.startswith("sampling.temperature") for output in said["docs/client.md"])
     usage = said["docs/client.md"][-1]
-    assert re.fullmatch(r"Usage\(prompt_tokens=\d+, completion_tokens=\d+, cached_tokens=0\)\n", usage), (
-        "one of two routers is not there")
+    assert re.fullmatch(
+        r"Usage\(prompt_tokens=\d+, completion_tokens=\d+, cached_tokens=0\)\n", usage
+    ), "one of two routers is not there"
     assert " 3 5 7 9 11" in said["README.md"][0]
     assert " % met TTFT <= 500 ms and TPOT <= 50 ms" in said["docs/load.md"][0]
     assert (tmp_path / "run.png").stat().st_size
@@ -96,8 +133,14 @@ async def test_blocks_of_commands_and_code_run(tmp_path: Path) -> None:
 
 def test_blocks_that_are_not_run_say_why() -> None:
     for block in blocks():
-        assert block.language in (*COMMANDS, *OTHERS, "python"), f"{block.page}: what is {block.language!r}?"
-        kind, _, rest = block.note.partition(": ") if block.note.startswith("not run") else block.note.rpartition(" ")
+        assert block.language in (*COMMANDS, *OTHERS, "python"), (
+            f"{block.page}: what is {block.language!r}?"
+        )
+        kind, _, rest = (
+            block.note.partition(": ")
+            if block.note.startswith("not run")
+            else block.note.rpartition(" ")
+        )
         if kind == "not run":
             assert len(rest) > 20, f"{block.page}: why is this not run?\n{block.text}"
         elif kind == "run by":
@@ -124,8 +167,12 @@ def test_commands_in_the_pages_have_the_flags_they_are_given(page: str, line: st
     assert isinstance(group, TyperGroup)
     words = shlex.split(line)
     apart = {"gateway": gateway_app, "simulate": simulate_app, "plan": plan_app}
-    command = typer.main.get_command(apart[words[1]]) if words[1] in apart else group.commands[words[1]]
-    known = {opt for option in command.params if isinstance(option, TyperOption) for opt in option.opts}
+    command = (
+        typer.main.get_command(apart[words[1]]) if words[1] in apart else group.commands[words[1]]
+    )
+    known = {
+        opt for option in command.params if isinstance(option, TyperOption) for opt in option.opts
+    }
     assert {word for word in words[2:] if word.startswith("--")} <= known, f"{page}: {line}"
 
 

@@ -16,36 +16,53 @@ QUESTIONS = make_questions(4, seed=31, max_prompt=150, max_tokens=12)
 
 
 @pytest.mark.parametrize("family", FAMILY_NAMES)
-async def test_served_like_one_process(tmp_path_factory: pytest.TempPathFactory, family: str) -> None:
+async def test_served_like_one_process(
+    tmp_path_factory: pytest.TempPathFactory, family: str
+) -> None:
     checkpoint = make_checkpoint(tmp_path_factory.mktemp("families"), family)
     expected = on_the_wire(Reference(checkpoint).answers(QUESTIONS))
     async with cluster_in_process(checkpoint, prefill_pp=2, decode_pp=3) as client:
-        completions = await asyncio.gather(*(client.complete(as_query(question), timeout_s=60)
-                                             for question in QUESTIONS))
+        completions = await asyncio.gather(
+            *(client.complete(as_query(question), timeout_s=60) for question in QUESTIONS)
+        )
         assert [shown(completion) for completion in completions] == expected
 
 
-@pytest.mark.parametrize(("layout", "family"), [("fp8 blocks", "deepseek_v32"), ("gptq reordered", "qwen3_5_text")])
-async def test_quantised_is_served_like_what_it_means(tmp_path: Path, layout: str, family: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "family"), [("fp8 blocks", "deepseek_v32"), ("gptq reordered", "qwen3_5_text")]
+)
+async def test_quantised_is_served_like_what_it_means(
+    tmp_path: Path, layout: str, family: str
+) -> None:
     checkpoint = write_quantised(make_checkpoint(tmp_path, family), tmp_path / "model", layout)
     expected = on_the_wire(Reference(meant_by(checkpoint)).answers(QUESTIONS))
     async with cluster_in_process(checkpoint, prefill_pp=2, decode_pp=3) as client:
-        completions = await asyncio.gather(*(client.complete(as_query(question), timeout_s=60)
-                                             for question in QUESTIONS))
+        completions = await asyncio.gather(
+            *(client.complete(as_query(question), timeout_s=60) for question in QUESTIONS)
+        )
         assert [shown(completion) for completion in completions] == expected
 
 
 @pytest.mark.parametrize(("family", "prefill"), [("qwen3_5_moe_text", (2, 1)), ("llama4", (1, 2))])
-async def test_weights_in_eight_bits_are_served_like_in_one_process(tmp_path: Path, family: str,
-                                                                    prefill: tuple[int, int]) -> None:
-    """By prefill's (stages, ranks of each); asked twice, and the second time found in the caches."""
+async def test_weights_in_eight_bits_are_served_like_in_one_process(
+    tmp_path: Path, family: str, prefill: tuple[int, int]
+) -> None:
+    """By prefill's (stages, ranks of each); asked twice, and the second time found in the
+    caches."""
     checkpoint = make_checkpoint(tmp_path, family, dtype=torch.bfloat16)
     expected = on_the_wire(Reference(checkpoint, in_bytes=True).answers(QUESTIONS))
-    async with cluster_in_process(checkpoint, prefill_pp=prefill[0], prefill_tp=prefill[1], decode_pp=3, decode_tp=2,
-                                  weights="int8") as client:
+    async with cluster_in_process(
+        checkpoint,
+        prefill_pp=prefill[0],
+        prefill_tp=prefill[1],
+        decode_pp=3,
+        decode_tp=2,
+        weights="int8",
+    ) as client:
         for _ in range(2):
-            completions = await asyncio.gather(*(client.complete(as_query(question), timeout_s=60)
-                                                 for question in QUESTIONS))
+            completions = await asyncio.gather(
+                *(client.complete(as_query(question), timeout_s=60) for question in QUESTIONS)
+            )
             assert [shown(completion) for completion in completions] == expected
         assert any(completion.finish.usage.cached_tokens for completion in completions)
         assert expected != on_the_wire(Reference(checkpoint).answers(QUESTIONS))

@@ -1,7 +1,8 @@
-"""One flipped byte between real pools over real UCX: always caught, always named, nothing wrong is emitted.
+"""One flipped byte between real pools over real UCX: always caught, always named, nothing wrong is
+emitted.
 
-The three roles run in this process, so that the transport of the sending pool can be told to flip a byte of one
-message after its digest was taken.
+The three roles run in this process, so that the transport of the sending pool can be told to flip a
+byte of one message after its digest was taken.
 """
 
 from collections.abc import Iterator
@@ -58,7 +59,9 @@ async def outcome(client: AsyncBatonClient, query: Query) -> tuple[list[int], Ba
     return seen, None
 
 
-async def test_a_flipped_byte_is_caught_and_named_wherever_it_is(checkpoint: Path, reference: Reference) -> None:
+async def test_a_flipped_byte_is_caught_and_named_wherever_it_is(
+    checkpoint: Path, reference: Reference
+) -> None:
     question = make_questions(3, seed=21)[2]
     right = on_the_wire(reference.answers([question]))[0]
     async with cluster_in_process(checkpoint, retry=NO_RETRY) as client:
@@ -67,13 +70,19 @@ async def test_a_flipped_byte_is_caught_and_named_wherever_it_is(checkpoint: Pat
         num_messages = FlippingTransport.num_sent
         named = set()
         for position in range(num_messages):
-            FlippingTransport.flip_at, FlippingTransport.num_sent, FlippingTransport.num_flipped = position, 0, 0
+            FlippingTransport.flip_at, FlippingTransport.num_sent, FlippingTransport.num_flipped = (
+                position,
+                0,
+                0,
+            )
             seen, error = await outcome(client, as_query(question))
             if not FlippingTransport.num_flipped:
                 continue  # other pages, other runs: this time fewer messages were needed
             assert isinstance(error, IntegrityError), error
             named.add(str(error))
-            assert seen in ([], [right[0][0]]), "only the first token, which prefill drew, may have been sent"
+            assert seen in ([], [right[0][0]]), (
+                "only the first token, which prefill drew, may have been sent"
+            )
         FlippingTransport.flip_at = None
         assert shown(await client.complete(as_query(question), timeout_s=60)) == right
     assert any("kv" in text and "layer 3" in text for text in named), named

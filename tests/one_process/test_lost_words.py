@@ -1,4 +1,5 @@
-"""A prefill worker dies with every byte sent and its first token untold: the request is answered all the same.
+"""A prefill worker dies with every byte sent and its first token untold: the request is answered
+all the same.
 
 The three roles run in this process, so that the worker can be made to die between the two.
 """
@@ -38,7 +39,8 @@ class DyingOutlet(Outlet[pb.PrefillEvent]):
 
 
 class DyingService(PrefillService):
-    """Once armed, it keeps the first token of the next request to itself and dies when decode has all the rest."""
+    """Once armed, it keeps the first token of the next request to itself and dies when decode has
+    all the rest."""
 
     is_armed = False
     has_died = False
@@ -74,7 +76,8 @@ def hear_and_note(session: ReceiveSession, rank: int, event: StageSessionEvent) 
 
 
 async def test_a_prompt_that_landed_without_a_word_is_computed_and_delivered_again(
-        checkpoint: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (question,) = make_questions(1, seed=31)
     right = on_the_wire(reference.answers([question]))[0]
     monkeypatch.setattr(worker, "PrefillService", DyingService)

@@ -22,7 +22,9 @@ def fine_tuned(checkpoint: Path, folder: Path, **generation: Any) -> Path:  # no
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "eos_token_id": None}))
     (path / "generation_config.json").write_text(json.dumps({"eos_token_id": [], **generation}))
-    (path / "tokenizer_config.json").write_text(json.dumps({"eos_token": {"content": END, "lstrip": False}}))
+    (path / "tokenizer_config.json").write_text(
+        json.dumps({"eos_token": {"content": END, "lstrip": False}})
+    )
     return path
 
 
@@ -31,19 +33,28 @@ async def test_a_grammar_ends_with_the_tokenizers_token(checkpoint: Path, tmp_pa
     (end,) = spelled(END)
     async with cluster_in_process(fine_tuned(checkpoint, tmp_path)) as client:
         assert (await client.model_info()).eos_token_ids == (end,)
-        answer = await client.complete(Query(PROMPT, Sampling(temperature=0), Stop(max_tokens=20),
-                                             structured_output=StructuredOutput(regex="cat|dog")), timeout_s=60)
+        answer = await client.complete(
+            Query(
+                PROMPT,
+                Sampling(temperature=0),
+                Stop(max_tokens=20),
+                structured_output=StructuredOutput(regex="cat|dog"),
+            ),
+            timeout_s=60,
+        )
         assert answer.text in ("cat", "dog")
         assert answer.token_ids[:3] == spelled(answer.text)
         assert (answer.finish.reason, answer.finish.stop_token_id) == (FinishReason.STOP, end)
-        free = await client.complete(Query(PROMPT, Sampling(logit_bias={end: 100.0}), Stop(max_tokens=20)),
-                                     timeout_s=60)
+        free = await client.complete(
+            Query(PROMPT, Sampling(logit_bias={end: 100.0}), Stop(max_tokens=20)), timeout_s=60
+        )
         assert (free.finish.reason, free.finish.stop_token_id) == (FinishReason.STOP, end)
 
 
 @pytest.mark.parametrize(("setting", "temperature"), [("auto", 0.0), ("none", 1.0)])
-async def test_the_models_sampling_counts_unless_the_router_leaves_it_out(setting: str, temperature: float,
-                                                                          checkpoint: Path, tmp_path: Path) -> None:
+async def test_the_models_sampling_counts_unless_the_router_leaves_it_out(
+    setting: str, temperature: float, checkpoint: Path, tmp_path: Path
+) -> None:
     model = fine_tuned(checkpoint, tmp_path, do_sample=False)
     stop = Stop(max_tokens=16, ignore_eos=True)
     async with cluster_in_process(model, router={"generation_config": setting}) as client:

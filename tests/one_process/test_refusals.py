@@ -11,8 +11,11 @@ from tests.support.cluster.one_process import cluster_in_process
 from tests.support.drafts.eagle import save_draft
 
 
-async def test_a_pool_that_is_refused_leaves_no_thread_in_ucx(checkpoint: Path, tmp_path: Path) -> None:
-    """Neither of its own nor of those beside it: one that is left would crash the process when that ends."""
+async def test_a_pool_that_is_refused_leaves_no_thread_in_ucx(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """Neither of its own nor of those beside it: one that is left would crash the process when that
+    ends."""
     draft = save_draft(tmp_path / "eagle3", layers=(0, 1, 3))
     tensors = load_file(draft / "model.safetensors")
     del tensors["fc.weight"]
@@ -21,4 +24,6 @@ async def test_a_pool_that_is_refused_leaves_no_thread_in_ucx(checkpoint: Path, 
     with pytest.raises(ConfigError, match=r"fc\.weight is missing"):
         async with cluster_in_process(checkpoint, prefill_pp=2, decode={"draft": draft}):
             pytest.fail("it serves")
-    assert not [thread for thread in set(threading.enumerate()) - before if thread.name == "transfer-agent"]
+    assert not [
+        thread for thread in set(threading.enumerate()) - before if thread.name == "transfer-agent"
+    ]

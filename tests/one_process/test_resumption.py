@@ -1,5 +1,6 @@
-"""A client that has some tokens of an answer gets the others, with the bits they would have had: drafts, grammars,
-penalties, several choices, stop strings. Routers that die are in test_routers.py."""
+"""A client that has some tokens of an answer gets the others, with the bits they would have had:
+drafts, grammars, penalties, several choices, stop strings. Routers that die are in
+test_routers.py."""
 
 import shutil
 from dataclasses import replace
@@ -14,15 +15,26 @@ from tests.support.cluster.one_process import cluster_in_process
 from tests.support.drafts.eagle import save_draft
 from tests.support.models.guided import write_character_tokenizer
 
-SCHEMA = ('{"type": "array", "items": {"enum": ["red", "green", 7]}, "minItems": 3, "maxItems": 5, '
-          '"x-guidance": {"whitespace_flexible": false}}')
+SCHEMA = (
+    '{"type": "array", "items": {"enum": ["red", "green", 7]}, "minItems": 3, "maxItems": 5, '
+    '"x-guidance": {"whitespace_flexible": false}}'
+)
 LONG = Stop(max_tokens=20, ignore_eos=True)
 QUERIES = (
     Query((5, 6, 7, 8), Sampling(temperature=0), LONG, num_top_logprobs=2, num_prompt_logprobs=1),
-    Query((5, 6, 7, 9), Sampling(temperature=1.2, top_p=0.9, seed=3, repetition_penalty=1.3, frequency_penalty=0.4),
-          LONG, num_top_logprobs=0),
+    Query(
+        (5, 6, 7, 9),
+        Sampling(temperature=1.2, top_p=0.9, seed=3, repetition_penalty=1.3, frequency_penalty=0.4),
+        LONG,
+        num_top_logprobs=0,
+    ),
     Query((5, 6), Sampling(temperature=1.1, seed=2**64 - 1), LONG, num_top_logprobs=0, n=2),
-    Query((9, 8), Sampling(temperature=1.4, seed=4), Stop(max_tokens=80), structured_output=StructuredOutput(SCHEMA)),
+    Query(
+        (9, 8),
+        Sampling(temperature=1.4, seed=4),
+        Stop(max_tokens=80),
+        structured_output=StructuredOutput(SCHEMA),
+    ),
     Query((9, 8), Sampling(temperature=0.9, seed=5), LONG, num_top_logprobs=0, speculate=False),
 )
 
@@ -30,8 +42,14 @@ QUERIES = (
 def expected_of(whole: Completion, count: int, rest: Completion) -> Completion:
     """What should follow the first `count` tokens; the text is for the caller to compare."""
     finish = replace(whole.finish, timings=Timings(), request_id="")
-    return replace(whole, text=rest.text, token_ids=whole.token_ids[count:], logprobs=whole.logprobs[count:],
-                   finish=finish, prompt_logprobs=() if count else whole.prompt_logprobs)
+    return replace(
+        whole,
+        text=rest.text,
+        token_ids=whole.token_ids[count:],
+        logprobs=whole.logprobs[count:],
+        finish=finish,
+        prompt_logprobs=() if count else whole.prompt_logprobs,
+    )
 
 
 async def check(client: AsyncBatonClient, query: Query) -> None:
@@ -39,7 +57,10 @@ async def check(client: AsyncBatonClient, query: Query) -> None:
     whole = await client.choices(query, timeout_s=60)
     length = len(whole[0].token_ids)
     for count in (0, 1, 2, length // 2, length - 1, length):
-        counts = [min((count + 3 * index) % (length + 1), len(choice.token_ids)) for index, choice in enumerate(whole)]
+        counts = [
+            min((count + 3 * index) % (length + 1), len(choice.token_ids))
+            for index, choice in enumerate(whole)
+        ]
         resumed = tuple(choice.token_ids[:each] for choice, each in zip(whole, counts, strict=True))
         rests = await client.choices(replace(query, resumed=resumed), timeout_s=60)
         for choice, each, rest in zip(whole, counts, rests, strict=True):
@@ -48,7 +69,9 @@ async def check(client: AsyncBatonClient, query: Query) -> None:
             assert choice.text.endswith(rest.text)
 
 
-async def test_the_rest_of_an_answer_has_the_bits_of_the_whole(checkpoint: Path, tmp_path: Path) -> None:
+async def test_the_rest_of_an_answer_has_the_bits_of_the_whole(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     model = tmp_path / "model"
     shutil.copytree(checkpoint, model)
     write_character_tokenizer(model)

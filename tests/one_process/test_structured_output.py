@@ -1,4 +1,5 @@
-"""Output under a grammar is the same from every topology, with and without drafts, and always follows it."""
+"""Output under a grammar is the same from every topology, with and without drafts, and always
+follows it."""
 
 import asyncio
 import json
@@ -19,14 +20,28 @@ from tests.support.models.guided import write_character_tokenizer
 from tests.support.models.hostile_grammars import never_compiled
 
 PATTERN = "(cat|dog)-[0-9]{2,6}( [a-f]+)?!"
-SCHEMA = json.dumps({
-    "type": "object", "additionalProperties": False, "required": ["kind", "on"],
-    "properties": {"kind": {"enum": ["red", "green"]}, "on": {"type": "boolean"},
-                   "more": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3}},
-    "x-guidance": {"whitespace_flexible": False}})
-QUERIES = [Query((5, 6, 7, 8, 9 + i), Sampling(temperature=1.2 * (i % 3), seed=i), Stop(max_tokens=120),
-                 structured_output=StructuredOutput(SCHEMA) if i % 2 else StructuredOutput(regex=PATTERN))
-           for i in range(6)]
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "additionalProperties": False,
+        "required": ["kind", "on"],
+        "properties": {
+            "kind": {"enum": ["red", "green"]},
+            "on": {"type": "boolean"},
+            "more": {"type": "array", "items": {"enum": [1, 2]}, "maxItems": 3},
+        },
+        "x-guidance": {"whitespace_flexible": False},
+    }
+)
+QUERIES = [
+    Query(
+        (5, 6, 7, 8, 9 + i),
+        Sampling(temperature=1.2 * (i % 3), seed=i),
+        Stop(max_tokens=120),
+        structured_output=StructuredOutput(SCHEMA) if i % 2 else StructuredOutput(regex=PATTERN),
+    )
+    for i in range(6)
+]
 
 
 @pytest.fixture(scope="module")
@@ -38,20 +53,33 @@ def speller(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-async def answers(model: Path, prefill_pp: int, decode_pp: int, settings: Mapping[str, Any]) -> list[Completion]:
-    async with cluster_in_process(model, prefill_pp=prefill_pp, decode_pp=decode_pp, **settings) as client:
+async def answers(
+    model: Path, prefill_pp: int, decode_pp: int, settings: Mapping[str, Any]
+) -> list[Completion]:
+    async with cluster_in_process(
+        model, prefill_pp=prefill_pp, decode_pp=decode_pp, **settings
+    ) as client:
         with pytest.raises(InvalidRequestError) as refused:
-            await client.complete(Query((5,), structured_output=StructuredOutput(regex="(")), timeout_s=60)
-        assert [violation.field for violation in refused.value.violations] == ["structured_output.regex"]
-        return list(await asyncio.gather(*(client.complete(query, timeout_s=60) for query in QUERIES)))
+            await client.complete(
+                Query((5,), structured_output=StructuredOutput(regex="(")), timeout_s=60
+            )
+        assert [violation.field for violation in refused.value.violations] == [
+            "structured_output.regex"
+        ]
+        return list(
+            await asyncio.gather(*(client.complete(query, timeout_s=60) for query in QUERIES))
+        )
 
 
 async def test_grammars_hold_and_no_topology_or_draft_changes_the_answer(
-        speller: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    speller: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     draft = save_draft(tmp_path_factory.mktemp("drafts") / "eagle3", layers=(0, 1, 3))
     expected = await answers(speller, 1, 1, {})
     for query, answer in zip(QUERIES, expected, strict=True):
-        assert answer.finish.reason is FinishReason.STOP, "end-of-sequence, as nothing else may follow"
+        assert answer.finish.reason is FinishReason.STOP, (
+            "end-of-sequence, as nothing else may follow"
+        )
         if query.structured_output == StructuredOutput(regex=PATTERN):
             assert re.fullmatch(PATTERN, answer.text)
         else:
@@ -60,9 +88,22 @@ async def test_grammars_hold_and_no_topology_or_draft_changes_the_answer(
             assert value["on"] in (True, False)
             assert set(value.get("more", [])) <= {1, 2}
     topologies: list[tuple[int, int, dict[str, Any]]] = [
-        (2, 3, {}), (1, 2, {"draft": draft, "spec_topk": 1, "spec_steps": 3, "spec_draft_tokens": 3}),
-        (2, 1, {"draft": draft, "spec_topk": 4, "spec_steps": 3, "spec_draft_tokens": 12, "prefill_tp": 2,
-                "decode_tp": 2, "dp_attention": 2})]
+        (2, 3, {}),
+        (1, 2, {"draft": draft, "spec_topk": 1, "spec_steps": 3, "spec_draft_tokens": 3}),
+        (
+            2,
+            1,
+            {
+                "draft": draft,
+                "spec_topk": 4,
+                "spec_steps": 3,
+                "spec_draft_tokens": 12,
+                "prefill_tp": 2,
+                "decode_tp": 2,
+                "dp_attention": 2,
+            },
+        ),
+    ]
     for prefill_pp, decode_pp, settings in topologies:
         found = await answers(speller, prefill_pp, decode_pp, settings)
         assert [answer.token_ids for answer in found] == [answer.token_ids for answer in expected]
@@ -70,13 +111,24 @@ async def test_grammars_hold_and_no_topology_or_draft_changes_the_answer(
 
 
 async def test_a_grammar_that_never_compiles_is_refused_while_others_are_served(
-        speller: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    speller: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On a pool whose last stage, which draws, is not the one that is asked."""
-    monkeypatch.setattr(process, "MEMORY_BYTES", 1 << 30)  # time is to be the limit, however fast the core
+    monkeypatch.setattr(
+        process, "MEMORY_BYTES", 1 << 30
+    )  # time is to be the limit, however fast the core
     async with cluster_in_process(speller, prefill_pp=2, decode_pp=2) as client:
-        hostile = [asyncio.create_task(client.complete(
-            Query((5,), structured_output=StructuredOutput(never_compiled(str(number)).text)), timeout_s=60))
-            for number in range(4)]
+        hostile = [
+            asyncio.create_task(
+                client.complete(
+                    Query(
+                        (5,), structured_output=StructuredOutput(never_compiled(str(number)).text)
+                    ),
+                    timeout_s=60,
+                )
+            )
+            for number in range(4)
+        ]
         answers = await asyncio.gather(*(client.complete(query, timeout_s=60) for query in QUERIES))
         assert all(answer.finish.reason is FinishReason.STOP for answer in answers)
         for refused in await asyncio.gather(*hostile, return_exceptions=True):

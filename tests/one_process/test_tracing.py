@@ -1,4 +1,5 @@
-"""A real OTLP collector hears what the roles say of one request: one trace, connected, from the client's span on."""
+"""A real OTLP collector hears what the roles say of one request: one trace, connected, from the
+client's span on."""
 
 import re
 import sys
@@ -42,10 +43,18 @@ class Collector(otlp_grpc.TraceServiceServicer):
     def __init__(self) -> None:
         self.spans: list[tuple[str, Any]] = []
 
-    async def Export(self, request: otlp.ExportTraceServiceRequest, context: object) -> otlp.ExportTraceServiceResponse:
+    async def Export(
+        self, request: otlp.ExportTraceServiceRequest, context: object
+    ) -> otlp.ExportTraceServiceResponse:
         for resource in request.resource_spans:
-            (service,) = [a.value.string_value for a in resource.resource.attributes if a.key == "service.name"]
-            self.spans += [(service, span) for scope in resource.scope_spans for span in scope.spans]
+            (service,) = [
+                a.value.string_value
+                for a in resource.resource.attributes
+                if a.key == "service.name"
+            ]
+            self.spans += [
+                (service, span) for scope in resource.scope_spans for span in scope.spans
+            ]
         return otlp.ExportTraceServiceResponse()
 
 
@@ -65,17 +74,25 @@ def attributes(span: Any) -> dict[str, str]:  # noqa: ANN401 - a message of unty
     return {item.key: item.value.string_value for item in span.attributes}
 
 
-async def test_one_request_is_one_trace_over_all_roles(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_request_is_one_trace_over_all_roles(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(otel, "EXPORT_S", 60)  # the collector is there, and may be busy
-    async with (collector() as (heard, endpoint),
-                cluster_in_process(checkpoint, decode_pp=2, otel_endpoint=endpoint,
-                                   router={"otel_endpoint": endpoint}) as client):
+    async with (
+        collector() as (heard, endpoint),
+        cluster_in_process(
+            checkpoint, decode_pp=2, otel_endpoint=endpoint, router={"otel_endpoint": endpoint}
+        ) as client,
+    ):
         query = Query((5, 6, 7), stop=Stop(max_tokens=4, ignore_eos=True), request_id="traced")
         async for _ in client.generate(query, traceparent=TRACEPARENT):
             pass
     mine = [(service, span) for service, span in heard.spans if span.trace_id.hex() == TRACE]
     names = {span.span_id.hex(): span.name for _, span in mine}
-    tree = {span.name: names.get(span.parent_span_id.hex(), span.parent_span_id.hex()) for _, span in mine}
+    tree = {
+        span.name: names.get(span.parent_span_id.hex(), span.parent_span_id.hex())
+        for _, span in mine
+    }
     assert tree == TREE
     assert len(mine) == len(TREE), "each once"
     assert {service for service, _ in mine} == {"baton-router", "baton-prefill", "baton-decode"}
@@ -95,7 +112,9 @@ def test_the_page_for_users_lists_the_spans() -> None:
 
 def test_without_tracing_the_callers_context_still_travels() -> None:
     context = (("traceparent", TRACEPARENT),)
-    with UNTRACED.call("/a/b", tracing.context_of((("x", "y"), *context, ("tracestate", b"bytes")))):
+    with UNTRACED.call(
+        "/a/b", tracing.context_of((("x", "y"), *context, ("tracestate", b"bytes")))
+    ):
         note(request_id="r")
         begin("part").end()
         assert outgoing() == context

@@ -1,4 +1,5 @@
-"""`baton check` says without reading a weight what a worker would say, and what stages would take."""
+"""`baton check` says without reading a weight what a worker would say, and what stages would
+take."""
 
 import json
 import os
@@ -36,7 +37,9 @@ def said_of(model: Path, **fields: object) -> list[str]:
 def lines_of(model: Path, **fields: object) -> list[list[str]]:
     """Up to what is said of answers."""
     said = said_of(model, **fields)
-    return [line.split() for line in takewhile(lambda line: not line.startswith("end tokens"), said)]
+    return [
+        line.split() for line in takewhile(lambda line: not line.startswith("end tokens"), said)
+    ]
 
 
 def test_stages_and_what_they_take(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,21 +47,33 @@ def test_stages_and_what_they_take(llama: Path, monkeypatch: pytest.MonkeyPatch)
         raise AssertionError("a weight was read")
 
     monkeypatch.setattr(os, "preadv", never)
-    monkeypatch.setattr(pool_size, "host_memory", lambda: HostMemory(1024, 1024))  # given a size, it is for any machine
+    monkeypatch.setattr(
+        pool_size, "host_memory", lambda: HostMemory(1024, 1024)
+    )  # given a size, it is for any machine
     head, _, *stages, size = lines_of(llama, world_size=2, partition="1,3", memory_mb=1)
-    assert " ".join(head) == "llama-float32-0: LlamaForCausalLM, 4 layers, runs in float32, stored as F32"
+    assert (
+        " ".join(head)
+        == "llama-float32-0: LlamaForCausalLM, 4 layers, runs in float32, stored as F32"
+    )
     tensors = load_file(llama / "model.safetensors")
     beside = (("model.embed_tokens.weight",), ("model.norm.weight", "lm_head.weight"))
     for stage, layers, others in zip(stages, ((0,), (1, 2, 3)), beside, strict=True):
-        own = sum(tensor.nbytes for name, tensor in tensors.items()
-                  if name in others or any(f".layers.{layer}." in name for layer in layers))
+        own = sum(
+            tensor.nbytes
+            for name, tensor in tensors.items()
+            if name in others or any(f".layers.{layer}." in name for layer in layers)
+        )
         assert stage[1] == f"{layers[0]}-{layers[-1] + 1}"
         assert stage[2:6] == [f"{own / 1024:.1f}", "KiB", f"{len(layers) * 320 / 1024:.1f}", "KiB"]
-    assert size[:4] == [str(MIB // (3 * 64 * 320) - 1), "pages", "of", "64"], "what the larger stage holds"
+    assert size[:4] == [str(MIB // (3 * 64 * 320) - 1), "pages", "of", "64"], (
+        "what the larger stage holds"
+    )
 
 
 def test_ranks_of_a_stage_and_data_ranks(llama: Path) -> None:
-    """Each has half the weights and heads; as a data rank of its own, all heads of half the requests."""
+    """Each has half the weights and heads; as a data rank of its own, all heads of half the
+    requests."""
+
     def sizes(line: list[str]) -> tuple[float, float]:
         return float(line[2]), float(line[4])
 
@@ -67,7 +82,9 @@ def test_ranks_of_a_stage_and_data_ranks(llama: Path) -> None:
     apart = lines_of(llama, world_size=2, tp=2, dp_attention=2, num_pages=9)
     weights, cache = sizes(alone[2])
     tensors = load_file(llama / "model.safetensors")
-    attention = sum(tensor.nbytes for name, tensor in tensors.items() if ".self_attn." in name) / 1024
+    attention = (
+        sum(tensor.nbytes for name, tensor in tensors.items() if ".self_attn." in name) / 1024
+    )
     assert sizes(shared[2]) == pytest.approx((weights / 2, cache / 2), abs=0.1)
     assert sizes(apart[2]) == pytest.approx((weights / 2 + attention / 2, cache), abs=0.1)
     assert " ".join(shared[3]) == " ".join(apart[3]) == "of each of the 2 ranks of a stage"
@@ -85,7 +102,8 @@ def test_a_quantised_model_and_its_draft(tmp_path: Path) -> None:
 
 
 def test_eight_bits_a_weight(tmp_path: Path) -> None:
-    """Of a matrix a byte for each and 32 for each row; of the embedding, which is also the head, both forms."""
+    """Of a matrix a byte for each and 32 for each row; of the embedding, which is also the head,
+    both forms."""
     model = make_checkpoint(tmp_path, "llama_tied_bias")
     weights = [line[2] for line in lines_of(model, memory_mb=64, weights="int8")[2:-1]]
     kept = 0
@@ -96,31 +114,44 @@ def test_eight_bits_a_weight(tmp_path: Path) -> None:
     assert weights == [f"{kept / 1024:.1f}"]
     with pytest.raises(ConfigError, match="weights int8 are for device cpu, not cuda"):
         lines_of(model, memory_mb=64, weights="int8", device="cuda")
-    with pytest.raises(ConfigError, match="models that run in float16 have no products in eight bits"):
-        lines_of(make_checkpoint(tmp_path, "llama", dtype=torch.float16), memory_mb=64, weights="int8")
+    with pytest.raises(
+        ConfigError, match="models that run in float16 have no products in eight bits"
+    ):
+        lines_of(
+            make_checkpoint(tmp_path, "llama", dtype=torch.float16), memory_mb=64, weights="int8"
+        )
 
 
 def test_where_answers_end_and_how_they_are_drawn(llama: Path) -> None:
     """And what an operator has to know of the files."""
-    assert said_of(llama, memory_mb=64)[-2:] == ["end tokens: 2 (generation_config.json)",
-                                                 "the model's own sampling: none"]
-    (llama / "generation_config.json").write_text(json.dumps({
-        "eos_token_id": [], "temperature": 0.6, "top_k": 20, "typical_p": 0.9}))
+    assert said_of(llama, memory_mb=64)[-2:] == [
+        "end tokens: 2 (generation_config.json)",
+        "the model's own sampling: none",
+    ]
+    (llama / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [], "temperature": 0.6, "top_k": 20, "typical_p": 0.9})
+    )
     config = json.loads((llama / "config.json").read_text())
     del config["dtype"]
     (llama / "config.json").write_text(json.dumps({**config, "eos_token_id": [2, 3]}))
     assert said_of(llama, memory_mb=64)[-4:] == [
-        "end tokens: 2 3 (config.json)", "the model's own sampling: temperature 0.6, top_k 20",
+        "end tokens: 2 3 (config.json)",
+        "the model's own sampling: temperature 0.6, top_k 20",
         "generation_config.json states typical_p, which Baton does not apply",
-        f"{llama / 'config.json'} states no dtype: the model runs in that of its weights, float32"]
+        f"{llama / 'config.json'} states no dtype: the model runs in that of its weights, float32",
+    ]
     (llama / "generation_config.json").write_text(json.dumps({"top_p": 1.5}))
-    with pytest.raises(ConfigError, match=r"generation_config\.json: top_p must be above 0 and at most 1, is 1\.5"):
+    with pytest.raises(
+        ConfigError, match=r"generation_config\.json: top_p must be above 0 and at most 1, is 1\.5"
+    ):
         said_of(llama, memory_mb=64)
 
 
 def test_what_would_be_refused_is_what_a_worker_says(llama: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"--memory-mb \d+ would do"):
-        lines_of(make_checkpoint(tmp_path, "qwen3_5"), memory_mb=1, max_context=512, max_running=4096)
+        lines_of(
+            make_checkpoint(tmp_path, "qwen3_5"), memory_mb=1, max_context=512, max_running=4096
+        )
     with pytest.raises(ConfigError, match="--tp 8 does not divide the 4 heads"):
         lines_of(llama, world_size=8, tp=8, memory_mb=64)
     with pytest.raises(ConfigError, match=r"LlamaForCausalLM has no experts"):
@@ -135,14 +166,23 @@ def test_what_would_be_refused_is_what_a_worker_says(llama: Path, tmp_path: Path
 
 def test_the_command(llama: Path) -> None:
     def baton(*arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([sys.executable, "-m", "baton", "check", str(llama), *arguments], capture_output=True,
-                              text=True, timeout=240, check=False)
+        return subprocess.run(
+            [sys.executable, "-m", "baton", "check", str(llama), *arguments],
+            capture_output=True,
+            text=True,
+            timeout=240,
+            check=False,
+        )
 
     done = baton("--pp", "2", "--tp", "2", "--dp-attention", "2", "--memory-mb", "8")
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[0].startswith("llama-float32-0: LlamaForCausalLM")
     config = json.loads((llama / "config.json").read_text())
-    (llama / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}}))
+    (llama / "config.json").write_text(
+        json.dumps({**config, "quantization_config": {"quant_method": "mxfp4"}})
+    )
     done = baton()
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("baton: config.json: quantization_config: quant_method 'mxfp4' is not supported")
+    assert done.stderr.startswith(
+        "baton: config.json: quantization_config: quant_method 'mxfp4' is not supported"
+    )

@@ -1,4 +1,5 @@
-"""What a stage on a device hands to its transfer agent, shown with a device that is played by hand."""
+"""What a stage on a device hands to its transfer agent, shown with a device that is played by
+hand."""
 
 import pytest
 import torch
@@ -8,7 +9,13 @@ from engine.core.layer_range import LayerRange
 from engine.memory.layout import CacheKind, CacheSpec, PoolGeometry
 from engine.memory.pools import StagePools
 from engine.memory.staging import CudaCopies
-from pool.stage.handoff import MIN_BUFFERS, build_device_agent, layer_mark, layer_observer, max_message_bytes
+from pool.stage.handoff import (
+    MIN_BUFFERS,
+    build_device_agent,
+    layer_mark,
+    layer_observer,
+    max_message_bytes,
+)
 from runtime.clock import SystemClock
 from runtime.errors import ConfigError
 from testing.memory_transport import MemoryNetwork
@@ -63,8 +70,14 @@ def test_on_the_host_nothing_is_marked() -> None:
 def test_an_agent_on_a_device_enters_it_as_it_starts() -> None:
     pools = StagePools(PoolGeometry(4, 8, 4, LayerRange(0, 4), hybrid_specs(4)))
     copies = HandCopies()
-    agent = build_device_agent(pools, copies, MemoryNetwork().transport(SystemClock()), incarnation="a",
-                               on_event=lambda event: None, pinned=False)
+    agent = build_device_agent(
+        pools,
+        copies,
+        MemoryNetwork().transport(SystemClock()),
+        incarnation="a",
+        on_event=lambda event: None,
+        pinned=False,
+    )
     assert copies.num_threads == 0
     agent.start()
     assert copies.num_threads == 1
@@ -76,7 +89,9 @@ def test_a_buffer_holds_the_largest_record() -> None:
     elsewhere = CacheSpec(5, CacheKind.STATE, (320, 128, 128), "float32", 4)
     geometry = PoolGeometry(4, 1, 2, LayerRange(0, 1), (state, elsewhere))
     assert max_message_bytes(geometry) == state.record_bytes == 2 << 20
-    small = PoolGeometry(4, 2, 0, LayerRange(0, 1), (CacheSpec(0, CacheKind.KV, (2, 1, 4, 8), "bfloat16", 2),))
+    small = PoolGeometry(
+        4, 2, 0, LayerRange(0, 1), (CacheSpec(0, CacheKind.KV, (2, 1, 4, 8), "bfloat16", 2),)
+    )
     assert max_message_bytes(small) == MAX_RUN_BYTES
     assert MIN_BUFFERS >= 2
 

@@ -1,4 +1,5 @@
-"""What a draft hands over with a prompt: the first decode step verifies a tree, and pools with and without drafts pair.
+"""What a draft hands over with a prompt: the first decode step verifies a tree, and pools with and
+without drafts pair.
 
 Real roles, real gRPC, real UCX, in one process.
 """
@@ -31,7 +32,9 @@ from tests.support.pool.local_pool import local_pool
 
 CHAIN = {"spec_topk": 1, "spec_steps": 3, "spec_draft_tokens": 3}
 TREE = {"spec_topk": 3, "spec_steps": 4, "spec_draft_tokens": 12}
-ASKED = Request("r", tuple(range(40, 110)), 12, SamplingParams(temperature=0.7, seed=5), num_top_logprobs=0)
+ASKED = Request(
+    "r", tuple(range(40, 110)), 12, SamplingParams(temperature=0.7, seed=5), num_top_logprobs=0
+)
 
 
 @pytest.fixture(scope="module", params=["qwen3_5_text", "llama"])
@@ -58,41 +61,73 @@ def seen(answer: list[int], monkeypatch: pytest.MonkeyPatch) -> list[VerifiedSte
     """Every verification of the decode pool. Its draft is always right."""
     steps: list[VerifiedStep] = []
     load, truth = DraftDescription.load_layers, [*ASKED.prompt_token_ids, *answer]
-    monkeypatch.setattr(DraftDescription, "load_layers", lambda self, **where: [
-        KnowingModel(layer, truth) for layer in load(self, **where)])
+    monkeypatch.setattr(
+        DraftDescription,
+        "load_layers",
+        lambda self, **where: [KnowingModel(layer, truth) for layer in load(self, **where)],
+    )
     monkeypatch.setattr(worker, "observe_verified", lambda metrics, step: steps.append(step))
     return steps
 
 
 async def ask(client: AsyncBatonClient, seen: list[VerifiedStep]) -> list[int]:
-    """Its steps alone are in `seen`: pools and router try themselves out first, and have done so when nothing runs."""
+    """Its steps alone are in `seen`: pools and router try themselves out first, and have done so
+    when nothing runs."""
     await client.complete(as_query(replace(ASKED, max_tokens=6)), timeout_s=60)
     await settled([client], 60)
     seen.clear()
     return list((await client.complete(as_query(ASKED), timeout_s=60)).token_ids)
 
 
-@pytest.mark.parametrize(("prefill_pp", "decode_pp", "data_ranks", "shape"), [(2, 1, 1, CHAIN), (1, 2, 2, TREE)],
-                         ids=["chain", "tree on data ranks"])
-async def test_the_first_decode_step_verifies_a_tree(checkpoint: Path, draft: Path, answer: list[int],
-                                                     seen: list[VerifiedStep], prefill_pp: int, decode_pp: int,
-                                                     data_ranks: int, shape: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    ("prefill_pp", "decode_pp", "data_ranks", "shape"),
+    [(2, 1, 1, CHAIN), (1, 2, 2, TREE)],
+    ids=["chain", "tree on data ranks"],
+)
+async def test_the_first_decode_step_verifies_a_tree(
+    checkpoint: Path,
+    draft: Path,
+    answer: list[int],
+    seen: list[VerifiedStep],
+    prefill_pp: int,
+    decode_pp: int,
+    data_ranks: int,
+    shape: dict[str, int],
+) -> None:
     drafting = {**shape, "draft": draft, "spec_adaptive": False, "dp_attention": data_ranks}
-    async with cluster_in_process(checkpoint, prefill_pp=prefill_pp, decode_pp=decode_pp, prefill_tp=data_ranks,
-                                  decode_tp=data_ranks, prefill=drafting, decode=drafting) as client:
+    async with cluster_in_process(
+        checkpoint,
+        prefill_pp=prefill_pp,
+        decode_pp=decode_pp,
+        prefill_tp=data_ranks,
+        decode_tp=data_ranks,
+        prefill=drafting,
+        decode=drafting,
+    ) as client:
         assert await ask(client, seen) == answer
     assert seen[0].num_drafted == shape["spec_draft_tokens"]
     assert seen[0].accepted == (shape["spec_steps"],)
     assert sum(step.num_tokens for step in seen) == len(answer) - 1
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [({}, CHAIN), (CHAIN, {})], ids=["decode drafts", "prefill drafts"])
-async def test_only_one_side_has_a_draft(checkpoint: Path, draft: Path, answer: list[int], seen: list[VerifiedStep],
-                                         prefill: dict[str, object], decode: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    ("prefill", "decode"), [({}, CHAIN), (CHAIN, {})], ids=["decode drafts", "prefill drafts"]
+)
+async def test_only_one_side_has_a_draft(
+    checkpoint: Path,
+    draft: Path,
+    answer: list[int],
+    seen: list[VerifiedStep],
+    prefill: dict[str, object],
+    decode: dict[str, object],
+) -> None:
     """Lower acceptance at the beginning, or none at all, and the same output."""
     with_draft = {"draft": draft, "spec_adaptive": False}
-    async with cluster_in_process(checkpoint, prefill={**prefill, **with_draft} if prefill else {},
-                                  decode={**decode, **with_draft} if decode else {}) as client:
+    async with cluster_in_process(
+        checkpoint,
+        prefill={**prefill, **with_draft} if prefill else {},
+        decode={**decode, **with_draft} if decode else {},
+    ) as client:
         assert await ask(client, seen) == answer
     if decode:
         assert (seen[0].num_drafted, seen[1].accepted) == (0, (3,))
@@ -101,12 +136,16 @@ async def test_only_one_side_has_a_draft(checkpoint: Path, draft: Path, answer: 
 
 
 def compatibility_of(checkpoint: Path, draft: Path | None, **shape: int) -> Compatibility:
-    return plan_stage(WorkerConfig.model_validate({"model": checkpoint, "draft": draft, **shape})).compatibility(
-        PoolWeights("0" * 32))
+    return plan_stage(
+        WorkerConfig.model_validate({"model": checkpoint, "draft": draft, **shape})
+    ).compatibility(PoolWeights("0" * 32))
 
 
 def test_widths_that_differ_are_refused_naming_both(checkpoint: Path, draft: Path) -> None:
-    chain, tree = compatibility_of(checkpoint, draft, **CHAIN), compatibility_of(checkpoint, draft, **TREE)
+    chain, tree = (
+        compatibility_of(checkpoint, draft, **CHAIN),
+        compatibility_of(checkpoint, draft, **TREE),
+    )
     with pytest.raises(IncompatiblePeerError) as refused:
         check_compatible(chain, tree.digest, tree.text)
     assert "topk_index (1,) int64 + topk_p (1,) float32" in chain.text
@@ -119,9 +158,18 @@ def test_widths_that_differ_are_refused_naming_both(checkpoint: Path, draft: Pat
         check_compatible(plain, drafting.digest, drafting.text)
 
 
-def test_the_hidden_row_is_of_draft_width_and_the_first_level_of_the_trees(checkpoint: Path, draft: Path) -> None:
+def test_the_hidden_row_is_of_draft_width_and_the_first_level_of_the_trees(
+    checkpoint: Path, draft: Path
+) -> None:
     plan = plan_stage(WorkerConfig.model_validate({"model": checkpoint, "draft": draft, **TREE}))
-    own = [replace(spec, layer_id=0) for spec in plan.geometry.specs if spec.of_draft and not spec.kind.is_paged]
+    own = [
+        replace(spec, layer_id=0)
+        for spec in plan.geometry.specs
+        if spec.of_draft and not spec.kind.is_paged
+    ]
     assert plan.geometry.num_slots > 1
     assert [(spec.kind, spec.record_shape) for spec in own] == [
-        (CacheKind.TOPK_P, (3,)), (CacheKind.TOPK_INDEX, (3,)), (CacheKind.DRAFT_HIDDEN, (72,))]
+        (CacheKind.TOPK_P, (3,)),
+        (CacheKind.TOPK_INDEX, (3,)),
+        (CacheKind.DRAFT_HIDDEN, (72,)),
+    ]

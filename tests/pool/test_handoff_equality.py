@@ -1,6 +1,8 @@
-"""S4-9: a prompt computed on one split and continued on another gives the bits of one process that did both.
+"""S4-9: a prompt computed on one split and continued on another gives the bits of one process that
+did both.
 
-Real models, pools and transfer agents. Pools start as NaN, so that anything that was not handed over and is read shows.
+Real models, pools and transfer agents. Pools start as NaN, so that anything that was not handed
+over and is read shows.
 """
 
 import random
@@ -32,7 +34,10 @@ from transfer.transport.authenticator import new_key
 
 PAGE_SIZE, NUM_PAGES, NUM_SLOTS, CHUNK_TOKENS, NUM_STEPS = 16, 14, 4, 64, 4
 PROMPT = [random.Random(1).randrange(3, 256) for _ in range(70)]
-SOURCE_PAGES, DEST_PAGES = [3, 4, 5, 12, 1], [9, 2, 3, 4, 8, 13]  # the destination's last one is growth
+SOURCE_PAGES, DEST_PAGES = (
+    [3, 4, 5, 12, 1],
+    [9, 2, 3, 4, 8, 13],
+)  # the destination's last one is growth
 SOURCE_SLOT, DEST_SLOT = 3, 1
 MODELS = {"plain": LLAMA, "hybrid": HYBRID, "DSA": GLM_DSA, "windows": GEMMA4, "KDA": KIMI_LINEAR}
 
@@ -40,22 +45,42 @@ MODELS = {"plain": LLAMA, "hybrid": HYBRID, "DSA": GLM_DSA, "windows": GEMMA4, "
 class Side:
     """The stages of one pool, called in turn, and their transfer agents."""
 
-    def __init__(self, name: str, description: ModelDescription, partition: Sequence[LayerRange],
-                 network: MemoryNetwork, pages: list[int], slot_id: int) -> None:
-        parts = [build_executor(description, layers, page_size=PAGE_SIZE, num_pages=NUM_PAGES, num_slots=NUM_SLOTS)
-                 for layers in partition]
+    def __init__(
+        self,
+        name: str,
+        description: ModelDescription,
+        partition: Sequence[LayerRange],
+        network: MemoryNetwork,
+        pages: list[int],
+        slot_id: int,
+    ) -> None:
+        parts = [
+            build_executor(
+                description, layers, page_size=PAGE_SIZE, num_pages=NUM_PAGES, num_slots=NUM_SLOTS
+            )
+            for layers in partition
+        ]
         self.stages: list[StageExecutor] = [executor for executor, _ in parts]
         self.log = [EventLog() for _ in parts]
-        self.agents = [TransferAgent(memory=pools, transport=network.transport(SystemClock()), clock=SystemClock(),
-                                     incarnation=f"{name}-{rank}", on_event=log)
-                       for rank, ((_, pools), log) in enumerate(zip(parts, self.log, strict=True))]
+        self.agents = [
+            TransferAgent(
+                memory=pools,
+                transport=network.transport(SystemClock()),
+                clock=SystemClock(),
+                incarnation=f"{name}-{rank}",
+                on_event=log,
+            )
+            for rank, ((_, pools), log) in enumerate(zip(parts, self.log, strict=True))
+        ]
         self._pages, self._slot_id = pages, slot_id
         for agent in self.agents:
             agent.start()
 
     def forward(self, mode: ForwardMode, tokens: list[int], context_len: int) -> Tensor:
         """Logits [1, vocab] after the last of `tokens`."""
-        row = Row(1, tokens, context_len, self._pages, self._slot_id, SamplingRow(SamplingParams(), 0))
+        row = Row(
+            1, tokens, context_len, self._pages, self._slot_id, SamplingRow(SamplingParams(), 0)
+        )
         output: StageOutput | None = None
         for stage in self.stages:
             batch = build_batch(mode, [row])
@@ -68,14 +93,16 @@ class Side:
 
     def prefill(self) -> Tensor:
         for start in range(0, len(PROMPT), CHUNK_TOKENS):
-            logits = self.forward(ForwardMode.PREFILL, PROMPT[start:start + CHUNK_TOKENS], start)
+            logits = self.forward(ForwardMode.PREFILL, PROMPT[start : start + CHUNK_TOKENS], start)
         return logits
 
     def decode(self, logits: Tensor) -> list[Tensor]:
         """Greedy steps from the prompt's logits on."""
         seen = [logits]
         for step in range(NUM_STEPS):
-            seen.append(self.forward(ForwardMode.DECODE, [int(seen[-1].argmax())], len(PROMPT) + step))
+            seen.append(
+                self.forward(ForwardMode.DECODE, [int(seen[-1].argmax())], len(PROMPT) + step)
+            )
         return seen
 
     def wait(self, state: StageSessionState) -> None:
@@ -89,10 +116,19 @@ class Side:
 
 
 @contextmanager
-def side(name: str, model: str, size: int, partition: str | None, network: MemoryNetwork, pages: list[int],
-         slot_id: int) -> Iterator[Side]:
+def side(
+    name: str,
+    model: str,
+    size: int,
+    partition: str | None,
+    network: MemoryNetwork,
+    pages: list[int],
+    slot_id: int,
+) -> Iterator[Side]:
     description = described(model)
-    stages = [get_pp_indices(description.facts.num_layers, rank, size, partition) for rank in range(size)]
+    stages = [
+        get_pp_indices(description.facts.num_layers, rank, size, partition) for rank in range(size)
+    ]
     made = Side(name, description, stages, network, pages, slot_id)
     try:
         yield made
@@ -115,11 +151,27 @@ def reference(model: str) -> list[Tensor]:
 
 def hand_over(model: str, source: Side, dest: Side) -> None:
     specs = described(model).cache_specs(PAGE_SIZE)
-    terms = SourceTerms("c", "text", PAGE_SIZE, len(PROMPT), CHUNK_TOKENS, tuple(SOURCE_PAGES), SOURCE_SLOT,
-                        tuple(agent.endpoint for agent in source.agents))
-    destination = plan_destination(terms, session_id="s", epoch=0, tag_base=1 << 32, key=new_key(),
-                                   page_ids=DEST_PAGES[:len(SOURCE_PAGES)], slot_id=DEST_SLOT,
-                                   stages=[agent.endpoint for agent in dest.agents], specs=specs)
+    terms = SourceTerms(
+        "c",
+        "text",
+        PAGE_SIZE,
+        len(PROMPT),
+        CHUNK_TOKENS,
+        tuple(SOURCE_PAGES),
+        SOURCE_SLOT,
+        tuple(agent.endpoint for agent in source.agents),
+    )
+    destination = plan_destination(
+        terms,
+        session_id="s",
+        epoch=0,
+        tag_base=1 << 32,
+        key=new_key(),
+        page_ids=DEST_PAGES[: len(SOURCE_PAGES)],
+        slot_id=DEST_SLOT,
+        stages=[agent.endpoint for agent in dest.agents],
+        specs=specs,
+    )
     for agent in dest.agents:
         agent.open_receive(terms, destination)
     dest.wait(StageSessionState.OPEN)
@@ -131,17 +183,35 @@ def hand_over(model: str, source: Side, dest: Side) -> None:
     dest.wait(StageSessionState.COMPLETE)
 
 
-@pytest.mark.parametrize(("prefill_pp", "decode_pp", "prefill_partition", "decode_partition"), [
-    *((*sizes, None, None) for sizes in product(range(1, 5), repeat=2)),
-    (2, 3, "4,1", "1,3,1"), (3, 2, "1,3,1", "1,4")])
-@pytest.mark.parametrize("model", [pytest.param(name, marks=[pytest.mark.long] * (name in ("windows", "KDA")))
-                                   for name in MODELS])
-def test_s4_9_every_split_continues_with_the_same_bits(model: str, prefill_pp: int, decode_pp: int,
-                                                       prefill_partition: str | None,
-                                                       decode_partition: str | None) -> None:
+@pytest.mark.parametrize(
+    ("prefill_pp", "decode_pp", "prefill_partition", "decode_partition"),
+    [
+        *((*sizes, None, None) for sizes in product(range(1, 5), repeat=2)),
+        (2, 3, "4,1", "1,3,1"),
+        (3, 2, "1,3,1", "1,4"),
+    ],
+)
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name in ("windows", "KDA")))
+        for name in MODELS
+    ],
+)
+def test_s4_9_every_split_continues_with_the_same_bits(
+    model: str,
+    prefill_pp: int,
+    decode_pp: int,
+    prefill_partition: str | None,
+    decode_partition: str | None,
+) -> None:
     network = MemoryNetwork()
-    with (side("prefill", model, prefill_pp, prefill_partition, network, SOURCE_PAGES, SOURCE_SLOT) as source,
-          side("decode", model, decode_pp, decode_partition, network, DEST_PAGES, DEST_SLOT) as dest):
+    with (
+        side(
+            "prefill", model, prefill_pp, prefill_partition, network, SOURCE_PAGES, SOURCE_SLOT
+        ) as source,
+        side("decode", model, decode_pp, decode_partition, network, DEST_PAGES, DEST_SLOT) as dest,
+    ):
         prompt_end = source.prefill()
         hand_over(model, source, dest)
         for ours, expected in zip(dest.decode(prompt_end), reference(model), strict=True):

@@ -18,9 +18,14 @@ LIMIT_BYTES = 2 << 30  # a process that loads nothing takes half of it
 
 def test_an_allocation_that_fails_while_a_stage_loads_is_named_with_the_sum() -> None:
     config = WorkerConfig(model=DEMO, num_pages=100)
-    with (pytest.raises(CapacityError, match=r"^out of memory while it loads \d+ MiB of weights and makes room for "
-                                             r"layers 0-8, 99 pages of 64 .* MiB are free: a smaller --memory-mb or "),
-          naming_memory(config, plan_stage(config))):
+    with (
+        pytest.raises(
+            CapacityError,
+            match=r"^out of memory while it loads \d+ MiB of weights and makes room for "
+            r"layers 0-8, 99 pages of 64 .* MiB are free: a smaller --memory-mb or ",
+        ),
+        naming_memory(config, plan_stage(config)),
+    ):
         torch.zeros(1 << 62, dtype=torch.uint8)
 
 
@@ -32,10 +37,29 @@ def test_other_errors_stay_what_they_are() -> None:
 
 def test_a_worker_whose_cache_finds_no_memory_ends_with_one_line() -> None:
     """2,258 MiB of cache, in a process that may have 2,048."""
-    command = [sys.executable, "-m", "decode", "--model", str(DEMO), "--memory-mb", "4000", "--max-running", "2048",
-               "--log-level", "warning"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False,
-                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES)))
+    command = [
+        sys.executable,
+        "-m",
+        "decode",
+        "--model",
+        str(DEMO),
+        "--memory-mb",
+        "4000",
+        "--max-running",
+        "2048",
+        "--log-level",
+        "warning",
+    ]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (LIMIT_BYTES, LIMIT_BYTES)),
+    )
     assert done.returncode == 1, done.stderr
-    assert done.stderr.startswith("decode: out of memory while it loads 4 MiB of weights and makes room for ")
+    assert done.stderr.startswith(
+        "decode: out of memory while it loads 4 MiB of weights and makes room for "
+    )
     assert done.stderr.count("\n") == 1

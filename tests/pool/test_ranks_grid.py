@@ -1,9 +1,10 @@
-"""A prompt read by one pool and continued by another gives the bits of one process, however the two are divided.
+"""A prompt read by one pool and continued by another gives the bits of one process, however the two
+are divided.
 
-{dense, MoE, hybrid, DSA} x {prefill layouts} x {decode layouts} x {no draft, chain, tree}, where a layout is stages x
-ranks x data ranks: 120 points, in which any two values of different factors meet. Experts are spread over the ranks of
-a stage wherever there are several (`--ep`): they are all on one rank at `tp` 1, and divided at 2 and 4. What a pool
-refuses is no layout of the grid.
+{dense, MoE, hybrid, DSA} x {prefill layouts} x {decode layouts} x {no draft, chain, tree}, where a
+layout is stages x ranks x data ranks: 120 points, in which any two values of different factors
+meet. Experts are spread over the ranks of a stage wherever there are several (`--ep`): they are all
+on one rank at `tp` 1, and divided at 2 and 4. What a pool refuses is no layout of the grid.
 """
 
 import random
@@ -25,22 +26,38 @@ from tests.support.models.tiny_models import GLM4_MOE, GLM_DSA, HYBRID_MOE, QWEN
 from tests.support.pool.local_pool import Speculation, local_pool
 from tests.support.pool.pool_pair import Layout, pool_pair
 
-MODELS = {"dense": (QWEN3, "bfloat16"), "moe": (GLM4_MOE, "bfloat16"),
-          "hybrid": ({**HYBRID_MOE, "linear_num_key_heads": 4}, "float32"), "dsa": (GLM_DSA, "float32")}
+MODELS = {
+    "dense": (QWEN3, "bfloat16"),
+    "moe": (GLM4_MOE, "bfloat16"),
+    "hybrid": ({**HYBRID_MOE, "linear_num_key_heads": 4}, "float32"),
+    "dsa": (GLM_DSA, "float32"),
+}
 ALL_LAYOUTS = [Layout(pp, tp, dp) for pp, tp, dp in product((1, 2), (1, 2, 4), (1, 2))]
 REFUSED = [layout for layout in ALL_LAYOUTS if layout.dp > layout.tp]
 LAYOUTS = [layout for layout in ALL_LAYOUTS if layout not in REFUSED]
 DRAFTS = {"none": None, "chain": Shape(1, 3, 3), "tree": Shape(3, 3, 7)}
 FACTORS: tuple[Sequence[object], ...] = (list(MODELS), LAYOUTS, LAYOUTS, list(DRAFTS))
 POINTS = covering(FACTORS, at_least=120)
-LENGTHS = ((5, 0.0), (90, 0.8), (33, 0.0), (64, 0.8))  # of prompts, and the temperature of their answers
+LENGTHS = (
+    (5, 0.0),
+    (90, 0.8),
+    (33, 0.0),
+    (64, 0.8),
+)  # of prompts, and the temperature of their answers
 
 
 def requests() -> list[Request]:
     rng = random.Random(3)
-    return [Request(f"r{length}", tuple(rng.randrange(3, 250) for _ in range(length)), 7,
-                    SamplingParams(temperature=temperature, seed=length), num_top_logprobs=3)
-            for length, temperature in LENGTHS]
+    return [
+        Request(
+            f"r{length}",
+            tuple(rng.randrange(3, 250) for _ in range(length)),
+            7,
+            SamplingParams(temperature=temperature, seed=length),
+            num_top_logprobs=3,
+        )
+        for length, temperature in LENGTHS
+    ]
 
 
 @cache
@@ -66,8 +83,12 @@ class Drafting:
 
     def build(self, num_pages: int) -> OracleDrafter:
         """Keys of requests count from 1."""
-        truth = {key: [*request.prompt_token_ids, *(token.token_id for token in tokens)]
-                 for key, (request, tokens) in enumerate(zip(requests(), expected(self.model), strict=True), start=1)}
+        truth = {
+            key: [*request.prompt_token_ids, *(token.token_id for token in tokens)]
+            for key, (request, tokens) in enumerate(
+                zip(requests(), expected(self.model), strict=True), start=1
+            )
+        }
         self.drafters.append(OracleDrafter(self.shape, truth, error_rate=0.2))
         return self.drafters[-1]
 
@@ -79,15 +100,26 @@ def test_the_points_have_every_pair() -> None:
 
 @pytest.mark.parametrize("layout", REFUSED, ids=str)
 def test_layouts_outside_the_grid_are_refused_by_name(layout: Layout) -> None:
-    with pytest.raises(ConfigError, match=r"1 ranks \(--tp\) are no 2 equal groups \(--dp-attention\)"):
+    with pytest.raises(
+        ConfigError, match=r"1 ranks \(--tp\) are no 2 equal groups \(--dp-attention\)"
+    ):
         Placement.of(0, layout.pp * layout.tp, layout.tp, layout.dp)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("model", "prefill", "decode", "draft"), POINTS,
-                         ids=["-".join("x".join(map(str, each)) if isinstance(each, tuple) else str(each)
-                                       for each in point) for point in POINTS])
-def test_every_division_gives_the_bits_of_one_process(model: str, prefill: Layout, decode: Layout, draft: str) -> None:
+@pytest.mark.parametrize(
+    ("model", "prefill", "decode", "draft"),
+    POINTS,
+    ids=[
+        "-".join(
+            "x".join(map(str, each)) if isinstance(each, tuple) else str(each) for each in point
+        )
+        for point in POINTS
+    ],
+)
+def test_every_division_gives_the_bits_of_one_process(
+    model: str, prefill: Layout, decode: Layout, draft: str
+) -> None:
     shape = DRAFTS[draft]
     drafting = None if shape is None else Drafting(model, shape)
     speculation = None if drafting is None else Speculation(drafting.build, drafting.shape.nodes)

@@ -49,8 +49,12 @@ class LongForward:
 
 
 def make_scheduler() -> PrefillScheduler:
-    return PrefillScheduler(pages=PageAllocator(100), slots=SlotAllocator(0), clock=SystemClock(), limits=PrefillLimits(
-        page_size=4, chunk_tokens=8, grid=4, max_running=4, max_queued=4))
+    return PrefillScheduler(
+        pages=PageAllocator(100),
+        slots=SlotAllocator(0),
+        clock=SystemClock(),
+        limits=PrefillLimits(page_size=4, chunk_tokens=8, grid=4, max_running=4, max_queued=4),
+    )
 
 
 async def loads(service: WorkerService) -> AsyncIterator[pb.WorkerLoad]:
@@ -60,13 +64,19 @@ async def loads(service: WorkerService) -> AsyncIterator[pb.WorkerLoad]:
 
 
 async def test_load_reports_wait_for_no_step() -> None:
-    """A router takes a worker that is silent for two seconds for lost; a forward may take longer than that."""
+    """A router takes a worker that is silent for two seconds for lost; a forward may take longer
+    than that."""
     scheduler, forward = make_scheduler(), LongForward()
     board = LoadBoard(scheduler, SystemClock())
     loop = EngineLoop(scheduler, observer=LoopObserver(settled=board.publish))
     meters = LeaderMeters.create(CollectorRegistry(), PoolGeometry(4, 100, 0, LayerRange(0, 1), ()))
-    leader = cast(Leader, SimpleNamespace(loop=loop, serving=True, reason="", group=SimpleNamespace(open_sessions=0)))
-    service = WorkerService(pb.WorkerInfo, lambda: worker_load(leader, board.load, meters), PointJournal(), no_cache)
+    leader = cast(
+        Leader,
+        SimpleNamespace(loop=loop, serving=True, reason="", group=SimpleNamespace(open_sessions=0)),
+    )
+    service = WorkerService(
+        pb.WorkerInfo, lambda: worker_load(leader, board.load, meters), PointJournal(), no_cache
+    )
     loop.start()
     try:
         request = Request("r", tuple(range(20)), 5, SamplingParams(temperature=0))
@@ -119,4 +129,6 @@ def test_who_waits_grows_older_between_two_publications() -> None:
 async def test_an_interval_out_of_bounds_is_refused_by_name(interval_s: float) -> None:
     service = WorkerService(pb.WorkerInfo, pb.WorkerLoad, PointJournal(), no_cache)
     with pytest.raises(InvalidRequestError, match="interval_s: must be from"):
-        await anext(aiter(service.Watch(pb.WatchRequest(interval_s=interval_s), cast(Context, None))))
+        await anext(
+            aiter(service.Watch(pb.WatchRequest(interval_s=interval_s), cast(Context, None)))
+        )

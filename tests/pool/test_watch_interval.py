@@ -11,7 +11,10 @@ from pool.watch import WorkerService
 from protos import worker_pb2 as pb
 from runtime.errors import InvalidRequestError
 
-IDLE, BUSY = pb.WorkerLoad(serving=True, pages_free=9), pb.WorkerLoad(serving=True, pages_free=8, running_requests=1)
+IDLE, BUSY = (
+    pb.WorkerLoad(serving=True, pages_free=9),
+    pb.WorkerLoad(serving=True, pages_free=8, running_requests=1),
+)
 
 
 class Loads:
@@ -36,9 +39,13 @@ def watch(service: WorkerService, interval_s: float) -> AsyncIterator[pb.WatchRe
 
 
 @pytest.mark.parametrize(("load", "looks_per_report"), [(BUSY, 1), (IDLE, 2)], ids=["busy", "idle"])
-async def test_a_pool_that_has_nothing_to_do_reports_half_as_often(load: pb.WorkerLoad, looks_per_report: int) -> None:
+async def test_a_pool_that_has_nothing_to_do_reports_half_as_often(
+    load: pb.WorkerLoad, looks_per_report: int
+) -> None:
     loads = Loads(load)
-    reports = watch(WorkerService(lambda: pb.WorkerInfo(role="decode"), loads, PointJournal(), no_cache), 0.05)
+    reports = watch(
+        WorkerService(lambda: pb.WorkerInfo(role="decode"), loads, PointJournal(), no_cache), 0.05
+    )
     assert (await anext(reports)).info.role == "decode"
     assert (await anext(reports)).load == load
     for count in range(1, 4):
@@ -71,7 +78,9 @@ async def test_readiness_does_not_wait_for_the_interval() -> None:
 
 async def test_an_interval_out_of_range_is_refused() -> None:
     with pytest.raises(InvalidRequestError, match=r"interval_s.*0\.05 to 60"):
-        await anext(watch(WorkerService(pb.WorkerInfo, Loads(IDLE), PointJournal(), no_cache), 0.01))
+        await anext(
+            watch(WorkerService(pb.WorkerInfo, Loads(IDLE), PointJournal(), no_cache), 0.01)
+        )
 
 
 async def test_what_a_prefix_cache_gained_and_lost_goes_before_the_load() -> None:
@@ -85,5 +94,7 @@ async def test_what_a_prefix_cache_gained_and_lost_goes_before_the_load() -> Non
     points ^= {b"a" * 16, b"b" * 16}
     journal.stored([b"b" * 16])
     journal.removed([b"a" * 16])
-    assert (await anext(reports)).cache == pb.CacheReport(number=1, stored=b"b" * 16, removed=b"a" * 16)
+    assert (await anext(reports)).cache == pb.CacheReport(
+        number=1, stored=b"b" * 16, removed=b"a" * 16
+    )
     assert (await anext(reports)).load.cache_reports == 2

@@ -28,7 +28,10 @@ async def taken(queue: SendQueue[pb.PrefillEvent]) -> list[int | str | None]:
     """The positions of scores, and what else came; empty if nothing waits."""
     events = await queue.take() if len(queue) else []
     assert all(event.key == 5 for event in events)
-    return [event.scored.first_position if event.HasField("scored") else event.WhichOneof("event") for event in events]
+    return [
+        event.scored.first_position if event.HasField("scored") else event.WhichOneof("event")
+        for event in events
+    ]
 
 
 async def test_scores_go_as_far_as_they_are_read_and_what_follows_waits_behind_them() -> None:
@@ -84,7 +87,9 @@ async def test_a_prompt_without_scores_is_never_held_up() -> None:
 async def test_more_reads_than_there_were_scores_are_refused(count: int) -> None:
     outlet, _ = outlet_of()
     outlet.scored(scores(0))
-    with pytest.raises(InvalidRequestError, match=f"scores_read.count: {count} are more than the 1 that are unread"):
+    with pytest.raises(
+        InvalidRequestError, match=f"scores_read.count: {count} are more than the 1 that are unread"
+    ):
         outlet.scores_read(read(count))
 
 

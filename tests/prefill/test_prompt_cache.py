@@ -1,4 +1,5 @@
-"""What one prompt leaves for the next, on the real scheduler with a memory that remembers tokens."""
+"""What one prompt leaves for the next, on the real scheduler with a memory that remembers
+tokens."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -44,16 +45,29 @@ class Prompt:
 
 
 class Rig(CacheRig[PrefillScheduler]):
-    """A scheduler over pages of four tokens. With slots the model has recurrent states, and chunks end on a grid of
-    eight; `states` has the tokens that each slot's state has read."""
+    """A scheduler over pages of four tokens. With slots the model has recurrent states, and chunks
+    end on a grid of eight; `states` has the tokens that each slot's state has read."""
 
-    def __init__(self, *, num_pages: int = 40, max_running: int = 4, num_slots: int = 0, page: int = PAGE) -> None:
+    def __init__(
+        self, *, num_pages: int = 40, max_running: int = 4, num_slots: int = 0, page: int = PAGE
+    ) -> None:
         grid, self.page = GRID if num_slots else 1, page
-        super().__init__(PrefillScheduler(
-            pages=PageAllocator(num_pages), slots=SlotAllocator(num_slots), clock=ManualClock(),
-            cache_rule=ResumeRule(page, grid, has_states=bool(num_slots)),
-            limits=PrefillLimits(page_size=page, chunk_tokens=2 * GRID if num_slots else CHUNK, grid=grid,
-                                 max_running=max_running, max_queued=64)), page)
+        super().__init__(
+            PrefillScheduler(
+                pages=PageAllocator(num_pages),
+                slots=SlotAllocator(num_slots),
+                clock=ManualClock(),
+                cache_rule=ResumeRule(page, grid, has_states=bool(num_slots)),
+                limits=PrefillLimits(
+                    page_size=page,
+                    chunk_tokens=2 * GRID if num_slots else CHUNK,
+                    grid=grid,
+                    max_running=max_running,
+                    max_queued=64,
+                ),
+            ),
+            page,
+        )
         self.states: dict[int, tuple[int, ...]] = {}
         self.prompts: dict[int, Prompt] = {}
         self.num_computed = 0
@@ -68,11 +82,23 @@ class Rig(CacheRig[PrefillScheduler]):
         for key in self.prompts:
             self.scheduler.release(key)
 
-    def submit(self, *token_ids: int, priority: int = 0, caches: bool = True, salt: str = "",
-               num_prompt_logprobs: int | None = None) -> Prompt:
+    def submit(
+        self,
+        *token_ids: int,
+        priority: int = 0,
+        caches: bool = True,
+        salt: str = "",
+        num_prompt_logprobs: int | None = None,
+    ) -> Prompt:
         prompt = Prompt(token_ids)
-        request = Request("r", token_ids, 5, SamplingParams(temperature=0), priority=priority,
-                          num_prompt_logprobs=num_prompt_logprobs)
+        request = Request(
+            "r",
+            token_ids,
+            5,
+            SamplingParams(temperature=0),
+            priority=priority,
+            num_prompt_logprobs=num_prompt_logprobs,
+        )
         blocks = block_names(token_ids, self.page, compatibility="c", salt=salt) if caches else ()
         prompt.key = self.scheduler.submit(request, prompt.events.append, blocks=blocks)
         self.prompts[prompt.key] = prompt
@@ -90,16 +116,19 @@ class Rig(CacheRig[PrefillScheduler]):
             return
         kept = self.scheduler.slots.ledger.kept_ids()
         for row, slot in enumerate(batch.slot_ids.tolist()):
-            states, context = batch.states[row] if batch.states else NO_STATES, batch.context_lens[row]
+            states, context = (
+                batch.states[row] if batch.states else NO_STATES,
+                batch.context_lens[row],
+            )
             tokens = self.prompts[batch.request_keys[row]].token_ids
             if states.resumed_slot:
                 self.states[slot] = self.states[states.resumed_slot]
             assert context == 0 or self.states[slot] == tokens[:context], "another prompt's state"
-            self.states[slot] = tokens[:context + batch.query_lens[row]]
+            self.states[slot] = tokens[: context + batch.query_lens[row]]
             for snapshot in states.snapshots:
                 assert snapshot.num_tokens % GRID == 0
                 assert context < snapshot.num_tokens <= context + batch.query_lens[row]
-                self.states[snapshot.slot_id] = tokens[:snapshot.num_tokens]
+                self.states[snapshot.slot_id] = tokens[: snapshot.num_tokens]
             written = {slot, *(snapshot.slot_id for snapshot in states.snapshots)}
             assert not written & kept, "what others go on from is written"
 
@@ -111,7 +140,9 @@ class Rig(CacheRig[PrefillScheduler]):
                     self.states[snapshot.slot_id] = (-1,)
         tokens = [DrawnToken(1) for row in batch.sampling if row is not None]
         scores: list[Scores] = [() for row in batch.scoring if row is not None]
-        self.scheduler.on_result(batch, StepResult(0, [] if error else tokens, error, scores=[] if error else scores))
+        self.scheduler.on_result(
+            batch, StepResult(0, [] if error else tokens, error, scores=[] if error else scores)
+        )
 
     def run(self, *prompts: Prompt) -> None:
         """Until these are computed."""
@@ -173,7 +204,11 @@ def test_counts_are_of_tokens() -> None:
     for _ in range(2):
         rig.compute(*range(19))
     rig.compute(*range(19), caches=False)
-    assert [rig.count(name) for name in ("queried_tokens", "matched_tokens", "reused_tokens")] == [38, 16, 16]
+    assert [rig.count(name) for name in ("queried_tokens", "matched_tokens", "reused_tokens")] == [
+        38,
+        16,
+        16,
+    ]
 
 
 def test_who_takes_no_part_neither_finds_nor_leaves_anything() -> None:
@@ -212,7 +247,10 @@ def test_a_prompt_with_nothing_in_common_is_not_held_up_by_those_that_wait() -> 
     rig = Rig(max_running=8)
     first, waiting, other = rig.submit(*range(9)), rig.submit(*range(9)), rig.submit(*range(50, 54))
     batches = [rig.launch(), rig.launch()]
-    assert [batch and batch.request_keys for batch in batches] == [(first.key,), (first.key, other.key)]
+    assert [batch and batch.request_keys for batch in batches] == [
+        (first.key,),
+        (first.key, other.key),
+    ]
     assert waiting.events == []
 
 
@@ -245,7 +283,8 @@ def test_who_waits_for_a_prompt_that_ends_computes_the_rest_itself(ends: str) ->
 
 
 def test_a_batch_behind_a_failed_one_leaves_nothing() -> None:
-    """With several batches in flight the next chunk was computed from what the failed one did not write."""
+    """With several batches in flight the next chunk was computed from what the failed one did not
+    write."""
     rig = Rig()
     prompt = rig.submit(*range(24))
     first, second = rig.launch(), rig.launch()
@@ -332,9 +371,12 @@ def test_a_state_is_kept_at_the_end_of_a_prompt_and_where_prompts_part() -> None
     rig.check()
 
 
-@pytest.mark.parametrize(("page", "cached"), [(2, 48), (4, 48), (6, 48), (12, 48), (16, 48), (5, 40), (7, 0)])
+@pytest.mark.parametrize(
+    ("page", "cached"), [(2, 48), (4, 48), (6, 48), (12, 48), (16, 48), (5, 40), (7, 0)]
+)
 def test_a_prompt_goes_on_where_pages_and_states_meet(page: int, cached: int) -> None:
-    """At a multiple of the page's tokens and of the eight between states. The last of 50 tokens is always computed."""
+    """At a multiple of the page's tokens and of the eight between states. The last of 50 tokens is
+    always computed."""
     rig = Rig(num_slots=12, page=page)
     rig.compute(*range(50))
     assert rig.compute(*range(50)).started.num_cached == cached
@@ -400,11 +442,19 @@ class PrefillHistories(CacheMachine):
     def begin(self, num_pages: int, num_slots: int) -> None:
         self.rig = Rig(num_pages=num_pages, num_slots=num_slots)
 
-    @rule(target=prompts, start=st.lists(st.sampled_from((0, 1)), min_size=1, max_size=4), tail=st.integers(0, 5),
-          priority=st.integers(-1, 1), caches=st.booleans())
+    @rule(
+        target=prompts,
+        start=st.lists(st.sampled_from((0, 1)), min_size=1, max_size=4),
+        tail=st.integers(0, 5),
+        priority=st.integers(-1, 1),
+        caches=st.booleans(),
+    )
     def submit(self, *, start: list[int], tail: int, priority: int, caches: bool) -> object:
         tokens = [token for block in start for token in (block,) * PAGE] + [9] * tail
-        if len(tokens) > (self.rig.scheduler.pages.num_total) * PAGE or self.rig.scheduler.load().queued_requests > 8:
+        if (
+            len(tokens) > (self.rig.scheduler.pages.num_total) * PAGE
+            or self.rig.scheduler.load().queued_requests > 8
+        ):
             return None
         return self.rig.submit(*tokens, priority=priority, caches=caches)
 

@@ -28,31 +28,54 @@ class Client:
         return [type(event).__name__ for event in self.events]
 
 
-def make(*, num_pages: int = 100, chunk_tokens: int = 8, grid: int = 4, max_running: int = 4, max_queued: int = 4,
-         num_slots: int = 0) -> PrefillScheduler:
+def make(
+    *,
+    num_pages: int = 100,
+    chunk_tokens: int = 8,
+    grid: int = 4,
+    max_running: int = 4,
+    max_queued: int = 4,
+    num_slots: int = 0,
+) -> PrefillScheduler:
     return PrefillScheduler(
-        pages=PageAllocator(num_pages), slots=SlotAllocator(num_slots),
-        limits=PrefillLimits(page_size=4, chunk_tokens=chunk_tokens, grid=grid, max_running=max_running,
-                             max_queued=max_queued),
-        clock=ManualClock())
+        pages=PageAllocator(num_pages),
+        slots=SlotAllocator(num_slots),
+        limits=PrefillLimits(
+            page_size=4,
+            chunk_tokens=chunk_tokens,
+            grid=grid,
+            max_running=max_running,
+            max_queued=max_queued,
+        ),
+        clock=ManualClock(),
+    )
 
 
-def submit(scheduler: PrefillScheduler, prompt: int, *, priority: int = 0,
-           ends_at_s: float = math.inf) -> tuple[int, Client]:
+def submit(
+    scheduler: PrefillScheduler, prompt: int, *, priority: int = 0, ends_at_s: float = math.inf
+) -> tuple[int, Client]:
     client = Client()
     wanted = Request("r", tuple(range(prompt)), 5, SamplingParams(temperature=0), priority=priority)
     return scheduler.submit(wanted, client.events.append, ends_at_s=ends_at_s), client
 
 
 def answer(scheduler: PrefillScheduler, batch: ForwardBatch) -> None:
-    tokens = [DrawnToken(key) for key, row in zip(batch.request_keys, batch.sampling, strict=True) if row is not None]
+    tokens = [
+        DrawnToken(key)
+        for key, row in zip(batch.request_keys, batch.sampling, strict=True)
+        if row is not None
+    ]
     scheduler.on_result(batch, StepResult(0, tokens))
 
 
 def spans(batch: ForwardBatch) -> list[tuple[int, int, int]]:
     """(key, from token, to token) per row."""
-    return [(key, start, start + count) for key, start, count in
-            zip(batch.request_keys, batch.context_lens, batch.query_lens, strict=True)]
+    return [
+        (key, start, start + count)
+        for key, start, count in zip(
+            batch.request_keys, batch.context_lens, batch.query_lens, strict=True
+        )
+    ]
 
 
 def drain(scheduler: PrefillScheduler) -> list[list[tuple[int, int, int]]]:
@@ -72,7 +95,9 @@ def test_chunks_end_on_the_grid_and_only_the_last_one_draws() -> None:
 
 def test_scores_leave_per_chunk_and_before_the_first_token() -> None:
     scheduler, client = make(), Client()
-    wanted = Request("r", tuple(range(100, 119)), 5, SamplingParams(temperature=0), num_prompt_logprobs=0)
+    wanted = Request(
+        "r", tuple(range(100, 119)), 5, SamplingParams(temperature=0), num_prompt_logprobs=0
+    )
     scheduler.submit(wanted, client.events.append)
     while (batch := scheduler.next_batch()) is not None:
         (row,) = batch.scoring
@@ -90,19 +115,25 @@ def test_a_batch_is_packed_over_requests_on_the_grid() -> None:
     scheduler = make()
     a, _ = submit(scheduler, 10)
     b, _ = submit(scheduler, 9)
-    # The first batch is full with a. Then a's last 2 tokens leave room for 6, of which b may take 4.
+    # The first batch is full with a. Then a's last 2 tokens leave room for 6, of which b may take
+    # 4.
     assert drain(scheduler) == [[(a, 0, 8)], [(a, 8, 10), (b, 0, 4)], [(b, 4, 9)]]
 
 
 def test_only_what_runs_has_started() -> None:
-    """Decode reserves for whatever has started: a prompt that no token of the batch is left for stays in the queue."""
+    """Decode reserves for whatever has started: a prompt that no token of the batch is left for
+    stays in the queue."""
     scheduler = make(max_running=8, max_queued=8)
-    clients = [submit(scheduler, prompt)[1] for prompt in (3, 11, 11, 11)]  # 3 and 4 of 8 tokens leave less than a grid
+    clients = [
+        submit(scheduler, prompt)[1] for prompt in (3, 11, 11, 11)
+    ]  # 3 and 4 of 8 tokens leave less than a grid
     batch = scheduler.next_batch()
     assert batch is not None
     assert batch.num_rows == 2
     assert [client.kinds() for client in clients] == [["Started"], ["Started"], [], []]
-    last, _ = submit(scheduler, 1, priority=-1)  # ends within a grid, so one token of budget is enough for it
+    last, _ = submit(
+        scheduler, 1, priority=-1
+    )  # ends within a grid, so one token of budget is enough for it
     batch = scheduler.next_batch()
     assert batch is not None
     assert spans(batch) == [(last, 0, 1), (2, 4, 11)]
@@ -122,7 +153,9 @@ def test_the_most_urgent_starts_first_and_memory_is_leased_then() -> None:
 
 def long_beside(*, grid: int = 64, chunk_tokens: int = 512) -> tuple[PrefillScheduler, int]:
     """A prompt of 100,000 tokens that has begun."""
-    scheduler = make(num_pages=100_000, chunk_tokens=chunk_tokens, grid=grid, max_running=16, max_queued=64)
+    scheduler = make(
+        num_pages=100_000, chunk_tokens=chunk_tokens, grid=grid, max_running=16, max_queued=64
+    )
     key, _ = submit(scheduler, 100_000)
     step(scheduler)
     return scheduler, key
@@ -158,7 +191,9 @@ def test_short_prompts_have_a_share_beside_a_long_one_of_their_priority_and_no_m
     seen = [step(scheduler) for _ in range(8)]
     assert all(client.kinds() == ["Started", "FirstToken"] for client in clients)
     assert waiting.events == []
-    assert sum(tokens.get(long, 0) for tokens in seen) >= 8 * 512 * 3 // 4 - 512  # a chunk of the share was saved
+    assert (
+        sum(tokens.get(long, 0) for tokens in seen) >= 8 * 512 * 3 // 4 - 512
+    )  # a chunk of the share was saved
     assert less_urgent not in {key for tokens in seen for key in tokens}
 
 
@@ -176,9 +211,14 @@ def test_a_stream_of_short_prompts_leaves_a_long_one_its_share() -> None:
 
 
 @pytest.mark.parametrize(("grid", "chunk_tokens"), [(1, 8), (4, 8), (64, 64), (64, 512)])
-def test_every_chunk_ends_on_the_grid_or_with_its_prompt_in_any_order(grid: int, chunk_tokens: int) -> None:
-    """What makes the order free: a chunk's bits depend on where it is cut, and on nothing that is beside it."""
-    scheduler = make(num_pages=10_000, chunk_tokens=chunk_tokens, grid=grid, max_running=8, max_queued=64)
+def test_every_chunk_ends_on_the_grid_or_with_its_prompt_in_any_order(
+    grid: int, chunk_tokens: int
+) -> None:
+    """What makes the order free: a chunk's bits depend on where it is cut, and on nothing that is
+    beside it."""
+    scheduler = make(
+        num_pages=10_000, chunk_tokens=chunk_tokens, grid=grid, max_running=8, max_queued=64
+    )
     rng = Random(3)
     lengths: dict[int, int] = {}
     ends: dict[int, int] = {}
@@ -197,7 +237,10 @@ def test_every_chunk_ends_on_the_grid_or_with_its_prompt_in_any_order(grid: int,
             ends[key] = end
             if end == lengths[key]:
                 scheduler.release(key)
-    assert any(ends.get(key) == length for key, length in lengths.items() if length == 3000) or chunk_tokens == 8
+    assert (
+        any(ends.get(key) == length for key, length in lengths.items() if length == 3000)
+        or chunk_tokens == 8
+    )
     scheduler.on_idle()
 
 
@@ -213,7 +256,11 @@ class CountedEntries(dict[int, PrefillEntry]):
 
 def test_a_step_looks_at_each_waiting_prompt_a_few_times() -> None:
     """Not at all of them once more for each that is short beside the one whose turn it is."""
-    scheduler, entries, count = make(num_pages=5000, chunk_tokens=64, max_queued=1001), CountedEntries(), 1000
+    scheduler, entries, count = (
+        make(num_pages=5000, chunk_tokens=64, max_queued=1001),
+        CountedEntries(),
+        1000,
+    )
     scheduler._entries = entries
     submit(scheduler, 4000)
     for _ in range(count):
@@ -236,7 +283,8 @@ def test_a_short_prompt_takes_no_memory_from_the_one_whose_turn_it_is() -> None:
 
 
 def test_a_released_prompt_runs_no_further_though_a_batch_is_on_its_way() -> None:
-    """With as many batches in flight as there are stages it would be computed to its end for nobody."""
+    """With as many batches in flight as there are stages it would be computed to its end for
+    nobody."""
     scheduler = make()
     key, _ = submit(scheduler, 40)
     batch = scheduler.next_batch()
@@ -311,7 +359,10 @@ def test_a_failed_step_and_a_lost_pipeline_tell_every_owner() -> None:
     b, b_client = submit(scheduler, 4)
     lost = PeerLostError("stage 1 died")
     scheduler.on_pipeline_lost([], lost)
-    assert [event for event in a_client.events if isinstance(event, Failed)] == [Failed(error), Failed(lost)]
+    assert [event for event in a_client.events if isinstance(event, Failed)] == [
+        Failed(error),
+        Failed(lost),
+    ]
     assert b_client.events == [Failed(lost)]
     for key in (a, b):
         scheduler.release(key)
@@ -320,16 +371,25 @@ def test_a_failed_step_and_a_lost_pipeline_tell_every_owner() -> None:
     scheduler.on_idle()
 
 
-def cached(num_slots: int = 0, max_running: int = 4, *, has_states: bool = False) -> PrefillScheduler:
-    return replace(make(num_slots=num_slots, max_running=max_running), cache_rule=ResumeRule(4, 4, has_states))
+def cached(
+    num_slots: int = 0, max_running: int = 4, *, has_states: bool = False
+) -> PrefillScheduler:
+    return replace(
+        make(num_slots=num_slots, max_running=max_running), cache_rule=ResumeRule(4, 4, has_states)
+    )
 
 
-def submit_named(scheduler: PrefillScheduler, prompt: int, first: int = 0, *,
-                 ends_at_s: float = math.inf) -> tuple[int, Client]:
+def submit_named(
+    scheduler: PrefillScheduler, prompt: int, first: int = 0, *, ends_at_s: float = math.inf
+) -> tuple[int, Client]:
     client, tokens = Client(), tuple(range(first, first + prompt))
     wanted = Request("r", tokens, 1, SamplingParams(temperature=0))
-    return scheduler.submit(wanted, client.events.append, blocks=block_names(tokens, 4, compatibility="x"),
-                            ends_at_s=ends_at_s), client
+    return scheduler.submit(
+        wanted,
+        client.events.append,
+        blocks=block_names(tokens, 4, compatibility="x"),
+        ends_at_s=ends_at_s,
+    ), client
 
 
 @pytest.mark.parametrize("is_released", [True, False], ids=["released", "waited for"])
@@ -379,7 +439,8 @@ def test_started_names_the_pages_in_order_and_the_slot() -> None:
 
 @pytest.mark.parametrize("num_steps", range(6))
 def test_s4_7_slots_and_pages_return_from_every_step(num_steps: int) -> None:
-    """Aborted while queued, started, in a batch, between chunks, with its first token: nothing is left behind."""
+    """Aborted while queued, started, in a batch, between chunks, with its first token: nothing is
+    left behind."""
     scheduler = make(num_slots=2, max_running=2)
     key, _ = submit(scheduler, 10)
     batch: ForwardBatch | None = None
@@ -394,7 +455,9 @@ def test_s4_7_slots_and_pages_return_from_every_step(num_steps: int) -> None:
         assert scheduler.slots.num_free < scheduler.slots.num_total, "its batch is still on the way"
         answer(scheduler, batch)
     assert (scheduler.pages.num_free, scheduler.slots.num_free) == (
-        scheduler.pages.num_total, scheduler.slots.num_total)
+        scheduler.pages.num_total,
+        scheduler.slots.num_total,
+    )
     scheduler.on_idle()
 
 
@@ -449,7 +512,9 @@ def test_what_becomes_hopeless_half_way_is_computed_no_further() -> None:
     key, client = submit(scheduler, 800, ends_at_s=scheduler.clock.now() + 9.0)
     first = scheduler.next_batch()
     assert first is not None
-    scheduler.clock.advance(2.0)  # others kept the device busy: 792 tokens and seven seconds are left
+    scheduler.clock.advance(
+        2.0
+    )  # others kept the device busy: 792 tokens and seven seconds are left
     assert scheduler.next_batch() is None
     assert client.kinds() == ["Started", "Failed"]
     answer(scheduler, first)
@@ -470,8 +535,10 @@ def test_a_census_tells_prompts_that_run_from_those_held_for_their_handoff() -> 
     scheduler.clock.advance(3.0)
     occupancy = scheduler.occupancy()
     assert occupancy.leases == {"computing": 1, "handoff": 1}
-    assert (occupancy.num_pages_held, occupancy.oldest_s) == (1,
-                                                              3.0)  # three tokens on pages of four; the third one waits
+    assert (occupancy.num_pages_held, occupancy.oldest_s) == (
+        1,
+        3.0,
+    )  # three tokens on pages of four; the third one waits
     scheduler.release(done)
     assert scheduler.occupancy().leases == {"computing": 1, "handoff": 0}
 

@@ -1,5 +1,5 @@
-"""One prompt on a prefill pool of two stages, whose destination terms meet a pool that is no longer the one it started
-on."""
+"""One prompt on a prefill pool of two stages, whose destination terms meet a pool that is no longer
+the one it started on."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -35,7 +35,13 @@ from protos import prefill_pb2 as pb
 from protos import transfer_pb2, types_pb2
 from runtime.clock import SystemClock
 from runtime.digests import Compatibility
-from runtime.errors import CapacityError, DeadlineError, HandoffError, PeerLostError, UnavailableError
+from runtime.errors import (
+    CapacityError,
+    DeadlineError,
+    HandoffError,
+    PeerLostError,
+    UnavailableError,
+)
 from testing.memory_transport import MemoryNetwork
 from tests.support.models.tiny_models import HYBRID, tiny
 from tests.support.pool.arrivals import NUM_LAYERS, NUM_PAGES, NUM_SLOTS, PAGE_SIZE, PROMPT, specs
@@ -58,7 +64,8 @@ class _Leader:
 
 @dataclass
 class SendingPool:
-    """The service, its pool, a decode pool to land in, and what the reclaimer complained of. Nothing computes."""
+    """The service, its pool, a decode pool to land in, and what the reclaimer complained of.
+    Nothing computes."""
 
     service: PrefillService
     scheduler: PrefillScheduler
@@ -79,26 +86,46 @@ async def sending_pool() -> AsyncIterator[SendingPool]:
 
     reports = SessionReports(event_loop)
 
-    source = Pool("prefill", [network.transport(SystemClock()) for _ in range(2)], specs(), listener=on_report)
+    source = Pool(
+        "prefill", [network.transport(SystemClock()) for _ in range(2)], specs(), listener=on_report
+    )
     dest = Pool("decode", [network.transport(SystemClock())], specs())
     group = StageGroup(source.stages[0].agent, [Placement(rank, 2) for rank in range(2)], reports)
     second = StageLink(1, source.stages[1].agent.endpoint, b"", StageWeights())
     group.pool_formed([second])
     scheduler = PrefillScheduler(
-        pages=PageAllocator(NUM_PAGES), slots=SlotAllocator(NUM_SLOTS), clock=SystemClock(),
-        limits=PrefillLimits(page_size=PAGE_SIZE, chunk_tokens=8, grid=1, max_running=4, max_queued=4))
+        pages=PageAllocator(NUM_PAGES),
+        slots=SlotAllocator(NUM_SLOTS),
+        clock=SystemClock(),
+        limits=PrefillLimits(
+            page_size=PAGE_SIZE, chunk_tokens=8, grid=1, max_running=4, max_queued=4
+        ),
+    )
     post = EventPost(event_loop)
     loop = EngineLoop(scheduler, observer=LoopObserver(settled=post.flush))
     loop.start()
     ranges = [get_pp_indices(NUM_LAYERS, rank, 2) for rank in range(2)]
     geometry = PoolGeometry(PAGE_SIZE, NUM_PAGES, NUM_SLOTS, ranges[0], specs())
     reclaimer = MemoryReclaimer(reports, loop, complaints.append)
-    service = PrefillService(PrefillParts(
-        leader=cast(Leader, _Leader(loop, group)), ranks=DataRanks((scheduler,)),
-        plan=StagePlan(tiny(HYBRID), ranges, geometry, {}, PoolSize(geometry.num_pages, geometry.num_slots, 64),
-                       max_held=8),
-        reclaimer=reclaimer, meters=LeaderMeters.create(CollectorRegistry(), geometry), post=post,
-        chunk_tokens=8), call_ledger())
+    service = PrefillService(
+        PrefillParts(
+            leader=cast(Leader, _Leader(loop, group)),
+            ranks=DataRanks((scheduler,)),
+            plan=StagePlan(
+                tiny(HYBRID),
+                ranges,
+                geometry,
+                {},
+                PoolSize(geometry.num_pages, geometry.num_slots, 64),
+                max_held=8,
+            ),
+            reclaimer=reclaimer,
+            meters=LeaderMeters.create(CollectorRegistry(), geometry),
+            post=post,
+            chunk_tokens=8,
+        ),
+        call_ledger(),
+    )
     try:
         yield SendingPool(service, scheduler, loop, group, second, reclaimer, dest, complaints)
     finally:
@@ -109,8 +136,11 @@ async def sending_pool() -> AsyncIterator[SendingPool]:
 
 def opening(time_left_s: float | None = None) -> pb.PrefillInput:
     request = types_pb2.EngineRequest(request_id="r", prompt_token_ids=PROMPT, max_tokens=4)
-    return pb.PrefillInput(open=pb.PrefillOpen(
-        request=request, context=types_pb2.RequestContext(time_left_s=time_left_s)))
+    return pb.PrefillInput(
+        open=pb.PrefillOpen(
+            request=request, context=types_pb2.RequestContext(time_left_s=time_left_s)
+        )
+    )
 
 
 class Later:
@@ -148,26 +178,37 @@ def lost_and_replaced(pools: SendingPool) -> None:
 
 @pytest.mark.parametrize("change", [lost, lost_and_replaced])
 async def test_destination_terms_that_meet_a_broken_pool_ends_the_request_and_leaves_nothing(
-        change: Callable[[SendingPool], None]) -> None:
+    change: Callable[[SendingPool], None],
+) -> None:
     async with sending_pool() as pools:
         stream = prefill_call(pools.service.Serve).open(opening())
         async with asyncio.timeout(60):
             while stream.events.empty():
-                await pools.loop.submit(pools.scheduler.next_batch)  # and the engine is within its forward from then on
+                await pools.loop.submit(
+                    pools.scheduler.next_batch
+                )  # and the engine is within its forward from then on
             terms = codec.source_from_proto((await stream.next()).started.terms)
             change(pools)
             destination = pools.dest.destination(terms, range(1, len(terms.page_ids) + 1))
             stream.send(pb.PrefillInput(destination=codec.destination_to_proto(destination)))
             with pytest.raises(UnavailableError):
                 await stream.ended()
-            assert (pools.reclaimer.open_tasks, pools.group.open_sessions) == (0, 0), "there is no session to drain"
-        call(pools.loop, lambda: pools.scheduler.on_pipeline_lost([], PeerLostError("stage 1 died")))
+            assert (pools.reclaimer.open_tasks, pools.group.open_sessions) == (0, 0), (
+                "there is no session to drain"
+            )
+        call(
+            pools.loop, lambda: pools.scheduler.on_pipeline_lost([], PeerLostError("stage 1 died"))
+        )
         pages, slots = pools.scheduler.pages, pools.scheduler.slots
         assert (pages.num_free, slots.num_free) == (pages.num_total, slots.num_total)
         assert pools.complaints == []
 
 
-OPEN, COMPLETE, DRAINED = StageSessionState.OPEN, StageSessionState.COMPLETE, StageSessionState.DRAINED
+OPEN, COMPLETE, DRAINED = (
+    StageSessionState.OPEN,
+    StageSessionState.COMPLETE,
+    StageSessionState.DRAINED,
+)
 
 
 PrefillStream = Stream[pb.PrefillInput, pb.PrefillEvent]
@@ -189,7 +230,8 @@ async def to_first_token(pools: SendingPool) -> tuple[PrefillStream, transfer_pb
 
 
 async def test_destination_terms_that_do_not_come_are_named_and_another_worker_may_do_better(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(prefill_service, "DESTINATION_TIMEOUT_S", 0.01)
     async with sending_pool() as pools:
         stream, _ = await to_first_token(pools)
@@ -197,24 +239,44 @@ async def test_destination_terms_that_do_not_come_are_named_and_another_worker_m
             await stream.ended()
 
 
-@pytest.mark.parametrize(("reported", "limit", "waiting_for"), [
-    ((), "open_s", "every stage to be ready to send"), ((OPEN,), "move_s", "every byte to leave"),
-    ((OPEN, COMPLETE), "finish_s", "the router to confirm the handoff")])
+@pytest.mark.parametrize(
+    ("reported", "limit", "waiting_for"),
+    [
+        ((), "open_s", "every stage to be ready to send"),
+        ((OPEN,), "move_s", "every byte to leave"),
+        ((OPEN, COMPLETE), "finish_s", "the router to confirm the handoff"),
+    ],
+)
 async def test_each_state_of_a_handoff_that_lasts_too_long_is_named_and_another_worker_may_do_better(
-        monkeypatch: pytest.MonkeyPatch, reported: Sequence[StageSessionState], limit: str, waiting_for: str) -> None:
-    monkeypatch.setattr(prefill_service, "SendSession",
-                        partial(SendSession, deadlines=replace(SessionDeadlines(), **{limit: 0.01})))
+    monkeypatch: pytest.MonkeyPatch,
+    reported: Sequence[StageSessionState],
+    limit: str,
+    waiting_for: str,
+) -> None:
+    monkeypatch.setattr(
+        prefill_service,
+        "SendSession",
+        partial(SendSession, deadlines=replace(SessionDeadlines(), **{limit: 0.01})),
+    )
     async with sending_pool() as pools:
         sessions: list[SendSession] = []
 
         def report(*states: StageSessionState) -> None:
-            session, = sessions
+            (session,) = sessions
             for rank in range(2):
                 for state in states:
-                    session.on_stage_event(rank, StageSessionEvent(session.session_id, session.epoch, state))
+                    session.on_stage_event(
+                        rank, StageSessionEvent(session.session_id, session.epoch, state)
+                    )
 
-        def open_send(_key: int, _source: object, _destination: object, session: SendSession,
-                      on_change: Callable[[], object], _data_rank: int) -> None:
+        def open_send(
+            _key: int,
+            _source: object,
+            _destination: object,
+            session: SendSession,
+            on_change: Callable[[], object],
+            _data_rank: int,
+        ) -> None:
             sessions.append(session)
             report(*reported)
             on_change()
@@ -228,7 +290,9 @@ async def test_each_state_of_a_handoff_that_lasts_too_long_is_named_and_another_
         assert pools.complaints == []
 
 
-async def test_a_router_may_have_as_many_requests_here_as_run_and_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_router_may_have_as_many_requests_here_as_run_and_queue(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """One more is refused by the queue, whose limit routers know."""
     monkeypatch.setattr(router_call, "SPARE_OPEN", 0)
     async with sending_pool() as pools:

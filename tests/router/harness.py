@@ -40,11 +40,20 @@ from runtime.version import WIRE_VERSION
 from tests.support.router.fake_workers import VOCAB_SIZE, FakeDecode, FakePrefill, FakeWorker
 
 EOS = VOCAB_SIZE - 1
-FACTS = ModelLimits(name="tiny", architecture="Tiny", vocab_size=VOCAB_SIZE, max_context_tokens=256, num_layers=4,
-                   eos_token_ids=(EOS,))
-TEMPLATE = ("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
-            "{% if add_generation_prompt %}<bot>{% endif %}")
-# Patience that a busy machine does not exhaust. Tests of what happens when patience ends bring their own.
+FACTS = ModelLimits(
+    name="tiny",
+    architecture="Tiny",
+    vocab_size=VOCAB_SIZE,
+    max_context_tokens=256,
+    num_layers=4,
+    eos_token_ids=(EOS,),
+)
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<bot>{% endif %}"
+)
+# Patience that a busy machine does not exhaust. Tests of what happens when patience ends bring
+# their own.
 FLOW_LIMITS = FlowLimits(peer_wait_s=30.0, capacity_wait_s=30.0, reserve_s=30.0, commit_s=30.0)
 ADMISSION_LIMITS = AdmissionLimits(max_waiting=1000, max_wait_s=60.0, pairless_grace_s=30.0)
 ADDRESS = re.compile(r"\d+\.\d+\.\d+\.\d+|localhost|ipv[46]:|unix:")
@@ -53,13 +62,22 @@ NO_GRACE = AdmissionLimits(pairless_grace_s=0.2)
 
 @cache
 def byte_level_tokenizer() -> Tokenizer:
-    """Byte-level BPE with some merges, a special token, and no normaliser, so that any text survives a round trip."""
+    """Byte-level BPE with some merges, a special token, and no normaliser, so that any text
+    survives a round trip."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    words = ["the red lantern near the old mill", "größe naïve 東京 привет 👋🏽 مرحبا", "stop stopping stopped"] * 20
-    trainer = trainers.BpeTrainer(vocab_size=VOCAB_SIZE - 2, special_tokens=["<bot>", "<user>"], show_progress=False,
-                                  initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    words = [
+        "the red lantern near the old mill",
+        "größe naïve 東京 привет 👋🏽 مرحبا",
+        "stop stopping stopped",
+    ] * 20
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB_SIZE - 2,
+        special_tokens=["<bot>", "<user>"],
+        show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
     tokenizer.train_from_iterator(words, trainer)
     return tokenizer
 
@@ -72,11 +90,18 @@ def served_model() -> ServedModel:
 def write_model_dir(folder: Path) -> Path:
     """What a router reads of a checkpoint."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {"architectures": ["Tiny"], "vocab_size": VOCAB_SIZE, "max_position_embeddings": 256,
-              "num_hidden_layers": 4, "eos_token_id": EOS}
+    config = {
+        "architectures": ["Tiny"],
+        "vocab_size": VOCAB_SIZE,
+        "max_position_embeddings": 256,
+        "num_hidden_layers": 4,
+        "eos_token_id": EOS,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     byte_level_tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": TEMPLATE, "bos_token": "<bot>"}))
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": TEMPLATE, "bos_token": "<bot>"})
+    )
     return folder
 
 
@@ -96,7 +121,11 @@ class Answer:
         return "".join(chunk.text for chunk in self.chunks)
 
 
-def token_request(prompt: list[int], max_tokens: int = 4, **fields: Any) -> generation_pb2.GenerateRequest:  # noqa: ANN401
+def token_request(
+    prompt: list[int],
+    max_tokens: int = 4,
+    **fields: Any,  # noqa: ANN401
+) -> generation_pb2.GenerateRequest:
     request = generation_pb2.GenerateRequest(**fields)
     request.token_ids.ids.extend(prompt)
     request.stop.max_tokens = max_tokens
@@ -106,18 +135,37 @@ def token_request(prompt: list[int], max_tokens: int = 4, **fields: Any) -> gene
 def worker_info(role: WorkerRole, **changes: object) -> worker_pb2.WorkerInfo:
     """A small worker of the tests' model."""
     facts: dict[str, object] = {
-        "role": role.value, "incarnation": "a", "architecture": "Tiny", "vocab_size": VOCAB_SIZE, "num_layers": 4,
-        "max_context_tokens": 256, "page_size": 16, "pages_total": 10, "slots_total": 4, "max_running_requests": 4,
-        "max_queued_requests": 3, "wire_version": WIRE_VERSION}
+        "role": role.value,
+        "incarnation": "a",
+        "architecture": "Tiny",
+        "vocab_size": VOCAB_SIZE,
+        "num_layers": 4,
+        "max_context_tokens": 256,
+        "page_size": 16,
+        "pages_total": 10,
+        "slots_total": 4,
+        "max_running_requests": 4,
+        "max_queued_requests": 3,
+        "wire_version": WIRE_VERSION,
+    }
     return worker_pb2.WorkerInfo(**(facts | changes))  # type: ignore[arg-type]
 
 
 class RouterHarness:
     """A running router with its workers."""
 
-    def __init__(self, directory: Directory, services: Services, service: GenerationService, server: GrpcServer,
-                 stub: "generation_pb2_grpc.GenerationAsyncStub", channel: grpc.aio.Channel,
-                 workers: tuple[FakeWorker, ...], registry: CollectorRegistry, address: str) -> None:
+    def __init__(
+        self,
+        directory: Directory,
+        services: Services,
+        service: GenerationService,
+        server: GrpcServer,
+        stub: "generation_pb2_grpc.GenerationAsyncStub",
+        channel: grpc.aio.Channel,
+        workers: tuple[FakeWorker, ...],
+        registry: CollectorRegistry,
+        address: str,
+    ) -> None:
         self.address = address
         self.directory = directory
         self.services = services
@@ -143,7 +191,9 @@ class RouterHarness:
         assert answer.finish is not None, "the stream ended without a finish"
         return answer
 
-    async def failure(self, request: generation_pb2.GenerateRequest, timeout_s: float = 60.0) -> BatonError:
+    async def failure(
+        self, request: generation_pb2.GenerateRequest, timeout_s: float = 60.0
+    ) -> BatonError:
         """The error that a request ends with; it names no address of the cluster's inside."""
         try:
             await self.ask(request, timeout_s)
@@ -156,7 +206,10 @@ class RouterHarness:
 
     async def assert_nothing_left(self) -> None:
         """Both worker streams of every request have ended and the router has forgotten them."""
-        await eventually(lambda: not any(worker.open_requests for worker in self.workers), "streams at the workers")
+        await eventually(
+            lambda: not any(worker.open_requests for worker in self.workers),
+            "streams at the workers",
+        )
         await eventually(lambda: not self.service._running, "requests in the router")
         assert self.services.admission.num_waiting == 0
         assert not any(worker.is_in_use for worker in self.directory.workers)
@@ -167,9 +220,16 @@ class RouterHarness:
 
 
 def request_tasks() -> list[str]:
-    """Tasks that exist only while a request does: flows, searches, and gRPC's own request senders."""
+    """Tasks that exist only while a request does: flows, searches, and gRPC's own request
+    senders."""
     names = [getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks()]
-    kinds = ("RequestFlow.", "PrefillStream.", "DecodeStream.", "RouterCall._serve", "_StreamRequestMixin.")
+    kinds = (
+        "RequestFlow.",
+        "PrefillStream.",
+        "DecodeStream.",
+        "RouterCall._serve",
+        "_StreamRequestMixin.",
+    )
     return [name for name in names if name.startswith(kinds)]
 
 
@@ -177,7 +237,9 @@ async def eventually(condition: Callable[[], object], what: str, within_s: float
     """Wait until the condition holds."""
     deadline = asyncio.get_running_loop().time() + within_s
     while not condition():
-        assert asyncio.get_running_loop().time() < deadline, f"still there after {within_s} s: {what}"
+        assert asyncio.get_running_loop().time() < deadline, (
+            f"still there after {within_s} s: {what}"
+        )
         await asyncio.sleep(0.01)
 
 
@@ -191,7 +253,8 @@ class Discovered:
 
 
 class LowestOfEquals(random.Random):
-    """Of equally good workers it draws the one with the lowest address, so that a test knows which."""
+    """Of equally good workers it draws the one with the lowest address, so that a test knows
+    which."""
 
     def choice(self, seq: Any) -> Any:  # noqa: ANN401 (as its parent's)
         return seq[0]
@@ -201,31 +264,57 @@ REQUEST_LIMITS = RequestLimits(60.0, 30.0, PriorityLimits.parse(["*=-100"]))
 
 
 @asynccontextmanager
-async def running_router(*workers: FakeWorker, flow: FlowLimits = FLOW_LIMITS,
-                         admission: AdmissionLimits = ADMISSION_LIMITS, policy: Policy = Policy.LEAST_LOAD,
-                         model: ServedModel | None = None, start_workers: bool = True, warms_up: bool = False,
-                         discovered: Discovered | None = None, security: ServerSecurity = OPEN_SERVER,
-                         limits: RequestLimits = REQUEST_LIMITS,
-                         longest_comeback_s: float = 0.0) -> AsyncIterator[RouterHarness]:
-    """Start the fakes and a router in front of them; it is paired when the block begins, if the workers fit."""
+async def running_router(
+    *workers: FakeWorker,
+    flow: FlowLimits = FLOW_LIMITS,
+    admission: AdmissionLimits = ADMISSION_LIMITS,
+    policy: Policy = Policy.LEAST_LOAD,
+    model: ServedModel | None = None,
+    start_workers: bool = True,
+    warms_up: bool = False,
+    discovered: Discovered | None = None,
+    security: ServerSecurity = OPEN_SERVER,
+    limits: RequestLimits = REQUEST_LIMITS,
+    longest_comeback_s: float = 0.0,
+) -> AsyncIterator[RouterHarness]:
+    """Start the fakes and a router in front of them; it is paired when the block begins, if the
+    workers fit."""
     async with AsyncExitStack() as stack:
         for worker in workers:
             if start_workers:  # else they are somebody else's
                 await worker.start()
                 stack.push_async_callback(worker.die)
         registry = CollectorRegistry()
-        metrics, clock, model = RouterMetrics.create(registry), SystemClock(), model or served_model()
-        options = DirectoryOptions(_addresses(workers, FakePrefill), _addresses(workers, FakeDecode), policy,
-                                   watch_interval_s=0.05,
-                                   longest_comeback_s=longest_comeback_s)
+        metrics, clock, model = (
+            RouterMetrics.create(registry),
+            SystemClock(),
+            model or served_model(),
+        )
+        options = DirectoryOptions(
+            _addresses(workers, FakePrefill),
+            _addresses(workers, FakeDecode),
+            policy,
+            watch_interval_s=0.05,
+            longest_comeback_s=longest_comeback_s,
+        )
         if discovered is not None:
-            options = replace(options, prefill=discovered.prefill, decode=discovered.decode,
-                              discovery=discovered.options)
+            options = replace(
+                options,
+                prefill=discovered.prefill,
+                decode=discovered.decode,
+                discovery=discovered.options,
+            )
         directory = Directory(options, model.facts, metrics, LowestOfEquals(0))
         outlook = Outlook(clock)
-        services = Services(Admission(directory, admission, metrics, outlook), directory, flow, metrics, outlook)
-        server = GrpcServer(ServerOptions(listen="127.0.0.1:0"), services=(SERVICE,),
-                            metrics=RpcMetrics.create(registry), security=security)
+        services = Services(
+            Admission(directory, admission, metrics, outlook), directory, flow, metrics, outlook
+        )
+        server = GrpcServer(
+            ServerOptions(listen="127.0.0.1:0"),
+            services=(SERVICE,),
+            metrics=RpcMetrics.create(registry),
+            security=security,
+        )
         service = GenerationService(model, services, limits, clock, security.caller)
         generation_pb2_grpc.add_GenerationServicer_to_server(service, server.grpc)
         address = await server.start()
@@ -238,11 +327,16 @@ async def running_router(*workers: FakeWorker, flow: FlowLimits = FLOW_LIMITS,
             stack.push_async_callback(_stopped, task)
         channel = await stack.enter_async_context(grpc.aio.insecure_channel(address))
         stub = generation_pb2_grpc.GenerationStub(channel)
-        harness = RouterHarness(directory, services, service, server, stub, channel, workers, registry,
-                                address)
+        harness = RouterHarness(
+            directory, services, service, server, stub, channel, workers, registry, address
+        )
         if start_workers:
-            await eventually(lambda: all(w.info is not None and "report" not in w.problem for w in directory.workers),
-                             "workers that have not reported")
+            await eventually(
+                lambda: all(
+                    w.info is not None and "report" not in w.problem for w in directory.workers
+                ),
+                "workers that have not reported",
+            )
         yield harness
 
 

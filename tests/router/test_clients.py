@@ -19,29 +19,41 @@ from runtime.security.tokens import TokenList
 from tests.router.harness import RouterHarness, eventually, running_router, token_request
 from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point
 
-ALICE, BOB = (("authorization", "Bearer token-of-alice-1234"),), (("authorization", "Bearer token-of-bob-123456"),)
+ALICE, BOB = (
+    (("authorization", "Bearer token-of-alice-1234"),),
+    (("authorization", "Bearer token-of-bob-123456"),),
+)
 TOKENS = "alice token-of-alice-1234\nalice second-token-of-alice\ntoken-of-bob-123456\n"
 PROMPT = [1, 2, 3]
 
 
 @asynccontextmanager
-async def shared_router(folder: Path, *, salts_by_client: bool = False) -> AsyncIterator[RouterHarness]:
+async def shared_router(
+    folder: Path, *, salts_by_client: bool = False
+) -> AsyncIterator[RouterHarness]:
     """One whose pool draws slowly, for two clients."""
     (folder / "tokens").write_text(TOKENS)
     fabric, journal = Fabric(), Journal()
     prefill, decode = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
     decode.token_pause_s = 0.01
     limits = RequestLimits(60.0, 30.0, PriorityLimits.parse(["alice=-100", "*=0"]), salts_by_client)
-    async with running_router(prefill, decode, security=ServerSecurity(tokens=TokenList(folder / "tokens")),
-                              limits=limits) as router:
+    async with running_router(
+        prefill, decode, security=ServerSecurity(tokens=TokenList(folder / "tokens")), limits=limits
+    ) as router:
         yield router
 
 
-async def answered(router: RouterHarness, request: generation_pb2.GenerateRequest,
-                   metadata: tuple[tuple[str, str], ...]) -> types_pb2.FinishReason:
+async def answered(
+    router: RouterHarness,
+    request: generation_pb2.GenerateRequest,
+    metadata: tuple[tuple[str, str], ...],
+) -> types_pb2.FinishReason:
     """How it finished. Raises the BatonError behind the status."""
     try:
-        *_, last = [response async for response in router.stub.Generate(request, metadata=metadata, timeout=60)]
+        *_, last = [
+            response
+            async for response in router.stub.Generate(request, metadata=metadata, timeout=60)
+        ]
     except grpc.aio.AioRpcError as error:
         raise error_from_rpc(error) from None
     return last.finish.reason
@@ -53,13 +65,19 @@ async def test_ids_belong_to_the_client_that_chose_them(tmp_path: Path) -> None:
         running = router.stub.Generate(request, metadata=ALICE).__aiter__()
         await anext(running)
         guessed = generation_pb2.AbortRequest(request_ids=["r1", "r2"])
-        assert list((await router.stub.Abort(guessed, metadata=BOB)).aborted) == [], "another one's is not there"
+        assert list((await router.stub.Abort(guessed, metadata=BOB)).aborted) == [], (
+            "another one's is not there"
+        )
         short = token_request(PROMPT, max_tokens=2, request_id="r1")
-        assert await answered(router, short, BOB) == types_pb2.FINISH_REASON_LENGTH, "and does not squat"
+        assert await answered(router, short, BOB) == types_pb2.FINISH_REASON_LENGTH, (
+            "and does not squat"
+        )
         with pytest.raises(DuplicateRequestError):
             await answered(router, short, ALICE)
         second = (("authorization", "Bearer second-token-of-alice"),)
-        assert list((await router.stub.Abort(guessed, metadata=second)).aborted) == ["r1"], "her name, another token"
+        assert list((await router.stub.Abort(guessed, metadata=second)).aborted) == ["r1"], (
+            "her name, another token"
+        )
         *_, last = [response async for response in running]
         assert last.finish.reason == types_pb2.FINISH_REASON_ABORTED
         await eventually(lambda: not router.service._running, "requests in the router")
@@ -81,7 +99,9 @@ async def test_who_may_push_ahead_is_a_setting(tmp_path: Path) -> None:
         for priority in (-100, 0, 100):
             assert await answered(router, token_request(PROMPT, priority=priority), ALICE)
         assert await answered(router, token_request(PROMPT, priority=5), BOB)
-        with pytest.raises(InvalidRequestError, match="must be between 0 and 100 for this client, got -1"):
+        with pytest.raises(
+            InvalidRequestError, match="must be between 0 and 100 for this client, got -1"
+        ):
             await answered(router, token_request(PROMPT, priority=-1), BOB)
 
 
@@ -97,51 +117,82 @@ async def test_a_client_that_may_not_be_urgent_need_not_say_so(tmp_path: Path) -
 
     prefill.at(Point.QUEUED, note)
     limits = RequestLimits(60.0, 30.0, PriorityLimits.parse(["ops=-100", "batch=10"]))
-    async with running_router(prefill, decode, security=ServerSecurity(tokens=TokenList(tmp_path / "tokens")),
-                              limits=limits) as router:
+    async with running_router(
+        prefill,
+        decode,
+        security=ServerSecurity(tokens=TokenList(tmp_path / "tokens")),
+        limits=limits,
+    ) as router:
         for metadata, priority in ((BOB, 0), (BOB, 10), (BOB, 20), (ALICE, 0), (ALICE, -100)):
             await answered(router, token_request(PROMPT, priority=priority), metadata)
-        with pytest.raises(InvalidRequestError, match="must be between 10 and 100 for this client, got 5"):
+        with pytest.raises(
+            InvalidRequestError, match="must be between 10 and 100 for this client, got 5"
+        ):
             await answered(router, token_request(PROMPT, priority=5), BOB)
     assert seen == [10, 10, 20, 0, -100]
 
 
 async def test_addresses_of_workers_are_for_operators(tmp_path: Path) -> None:
-    async def addresses(router: RouterHarness, metadata: tuple[tuple[str, str], ...] = ()) -> list[str]:
-        status = await router.stub.GetClusterStatus(generation_pb2.GetClusterStatusRequest(), metadata=metadata)
+    async def addresses(
+        router: RouterHarness, metadata: tuple[tuple[str, str], ...] = ()
+    ) -> list[str]:
+        status = await router.stub.GetClusterStatus(
+            generation_pb2.GetClusterStatusRequest(), metadata=metadata
+        )
         return [worker.address for worker in status.workers]
 
     async with shared_router(tmp_path) as router:
         assert await addresses(router, ALICE) == ["prefill-0", "decode-0"]
     fabric, journal = Fabric(), Journal()
-    async with running_router(FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)) as router:
-        assert await addresses(router) == [each.address for each in router.workers], "everybody may flush caches, too"
+    async with running_router(
+        FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
+    ) as router:
+        assert await addresses(router) == [each.address for each in router.workers], (
+            "everybody may flush caches, too"
+        )
 
 
 def test_a_client_reads_what_is_wrong_with_a_worker_and_not_where() -> None:
     def status(role: str, reason: str) -> generation_pb2.WorkerStatus:
         return generation_pb2.WorkerStatus(role=role, address="10.0.0.1:7", reason=reason)
 
-    shown = without_addresses([status("prefill", ""), status("decode", "cannot be reached: ipv4:10.0.0.1:7: refused"),
-                               status("decode", "it is a worker with another address, too: 10.0.0.2:7")])
+    shown = without_addresses(
+        [
+            status("prefill", ""),
+            status("decode", "cannot be reached: ipv4:10.0.0.1:7: refused"),
+            status("decode", "it is a worker with another address, too: 10.0.0.2:7"),
+        ]
+    )
     assert [(each.address, each.reason) for each in shown] == [
-        ("prefill-0", ""), ("decode-0", "cannot be reached"), ("decode-1", "it is a worker with another address, too")]
+        ("prefill-0", ""),
+        ("decode-0", "cannot be reached"),
+        ("decode-1", "it is a worker with another address, too"),
+    ]
 
 
 async def test_nobody_pushes_ahead_unless_a_setting_says_so() -> None:
     fabric, journal = Fabric(), Journal()
-    async with running_router(FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal),
-                              limits=RequestLimits(60.0, 30.0)) as router:
+    async with running_router(
+        FakePrefill("p", fabric, journal),
+        FakeDecode("d", fabric, journal),
+        limits=RequestLimits(60.0, 30.0),
+    ) as router:
         error = await router.failure(token_request(PROMPT, priority=-100))
         assert isinstance(error, InvalidRequestError)
         assert error.violations[0].field == "priority"
 
 
-async def test_a_client_in_a_hurry_passes_its_own_requests_and_no_other_clients(tmp_path: Path) -> None:
-    """A pool for one request at a time: those that wait for it are served in turn, whatever their deadlines are."""
+async def test_a_client_in_a_hurry_passes_its_own_requests_and_no_other_clients(
+    tmp_path: Path,
+) -> None:
+    """A pool for one request at a time: those that wait for it are served in turn, whatever their
+    deadlines are."""
     (tmp_path / "tokens").write_text(TOKENS)
     fabric, journal = Fabric(), Journal()
-    prefill, decode = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal, max_running=1)
+    prefill, decode = (
+        FakePrefill("p", fabric, journal),
+        FakeDecode("d", fabric, journal, max_running=1),
+    )
     order: list[str] = []
     may_go = asyncio.Event()
 
@@ -153,23 +204,38 @@ async def test_a_client_in_a_hurry_passes_its_own_requests_and_no_other_clients(
     security = ServerSecurity(tokens=TokenList(tmp_path / "tokens"))
     async with running_router(prefill, decode, security=security) as router:
         calls = []
-        for number, (name, metadata, timeout_s) in enumerate([
-                ("first", BOB, 600), ("patient", BOB, 600), ("patient", BOB, 600), ("hurry", ALICE, 40),
-                ("hurry", ALICE, 30), ("hurry", ALICE, 20)]):
+        for number, (name, metadata, timeout_s) in enumerate(
+            [
+                ("first", BOB, 600),
+                ("patient", BOB, 600),
+                ("patient", BOB, 600),
+                ("hurry", ALICE, 40),
+                ("hurry", ALICE, 30),
+                ("hurry", ALICE, 20),
+            ]
+        ):
             request = token_request(PROMPT, max_tokens=2, request_id=f"{name} {number}")
             calls.append(router.stub.Generate(request, metadata=metadata, timeout=timeout_s))
-            await eventually(lambda: len(order) + router.services.admission.num_waiting == len(calls), "a call")
+            await eventually(
+                lambda: len(order) + router.services.admission.num_waiting == len(calls), "a call"
+            )
         may_go.set()
         for call in calls:
             assert [response async for response in call]
     assert order == ["first 0", "hurry 5", "patient 1", "hurry 4", "patient 2", "hurry 3"]
 
 
-async def test_prompts_with_logprobs_of_a_client_take_a_part_of_the_prefill_workers(tmp_path: Path) -> None:
-    """Of eight places two; what it sends beyond that waits for its own, and not its other requests."""
+async def test_prompts_with_logprobs_of_a_client_take_a_part_of_the_prefill_workers(
+    tmp_path: Path,
+) -> None:
+    """Of eight places two; what it sends beyond that waits for its own, and not its other
+    requests."""
     (tmp_path / "tokens").write_text(TOKENS)
     fabric, journal = Fabric(), Journal()
-    prefill, decode = FakePrefill("p", fabric, journal, max_running=8), FakeDecode("d", fabric, journal)
+    prefill, decode = (
+        FakePrefill("p", fabric, journal, max_running=8),
+        FakeDecode("d", fabric, journal),
+    )
     there: list[str] = []
     may_go = asyncio.Event()
 
@@ -181,8 +247,13 @@ async def test_prompts_with_logprobs_of_a_client_take_a_part_of_the_prefill_work
     security = ServerSecurity(tokens=TokenList(tmp_path / "tokens"))
     async with running_router(prefill, decode, security=security) as router:
         calls = []
-        for name, metadata, is_scored in (("a1", ALICE, True), ("a2", ALICE, True), ("a3", ALICE, True),
-                                          ("a4", ALICE, False), ("b1", BOB, True)):
+        for name, metadata, is_scored in (
+            ("a1", ALICE, True),
+            ("a2", ALICE, True),
+            ("a3", ALICE, True),
+            ("a4", ALICE, False),
+            ("b1", BOB, True),
+        ):
             request = token_request(PROMPT, max_tokens=2, request_id=name)
             if is_scored:
                 request.num_prompt_logprobs = 0
@@ -207,17 +278,25 @@ async def test_what_is_learnt_of_answers_is_of_their_client(tmp_path: Path) -> N
 
 async def test_clients_that_show_nothing_are_told_apart_by_their_addresses() -> None:
     fabric, journal = Fabric(), Journal()
-    async with running_router(FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)) as router:
+    async with running_router(
+        FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
+    ) as router:
         await router.ask(token_request(PROMPT, max_tokens=9))
         assert list(router.services.outlook.habits._clients) == ["7f000001"]
-    for peer, account in (("ipv4:10.0.0.1:77", "0a000001"), ("ipv6:%5B2001:db8:0:7::1%5D:77", "20010db800000007"),
-                          ("unix:", "unix:"), ("ipv6:[::ffff:10.0.0.1]:5", "0a000001")):
+    for peer, account in (
+        ("ipv4:10.0.0.1:77", "0a000001"),
+        ("ipv6:%5B2001:db8:0:7::1%5D:77", "20010db800000007"),
+        ("unix:", "unix:"),
+        ("ipv6:[::ffff:10.0.0.1]:5", "0a000001"),
+    ):
         assert address_of(peer) == account
 
 
 @pytest.mark.parametrize("salts_by_client", [True, False])
 async def test_clients_share_cached_prompts_only_where_a_setting_lets_them(
-        tmp_path: Path, salts_by_client: bool) -> None:  # noqa: FBT001
+    tmp_path: Path,
+    salts_by_client: bool,  # noqa: FBT001
+) -> None:
     """And whoever gives what another one's prompts are salted with gets no nearer to them."""
     salts: list[str] = []
 

@@ -1,4 +1,5 @@
-"""Workers that die, refuse, stall or lie: every request ends in one state, and nothing is left anywhere."""
+"""Workers that die, refuse, stall or lie: every request ends in one state, and nothing is left
+anywhere."""
 
 import asyncio
 import logging
@@ -19,8 +20,22 @@ from runtime.errors import (
     PeerLostError,
     UnavailableError,
 )
-from tests.router.harness import FLOW_LIMITS, NO_GRACE, eventually, request_tasks, running_router, token_request
-from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+from tests.router.harness import (
+    FLOW_LIMITS,
+    NO_GRACE,
+    eventually,
+    request_tasks,
+    running_router,
+    token_request,
+)
+from tests.support.router.fake_workers import (
+    Fabric,
+    FakeDecode,
+    FakePrefill,
+    Journal,
+    Point,
+    expected_tokens,
+)
 
 PREFILL_POINTS = [Point.QUEUED, Point.STARTED, Point.COMPUTED, Point.SENDING]
 PROMPT = [1, 2, 3]
@@ -40,10 +55,11 @@ def workers() -> Workers:
     return Workers()
 
 
-
 def lost_streams(caplog: pytest.LogCaptureFixture) -> set[str]:
     """The workers that the log says were lost."""
-    return {vars(record)["worker"] for record in caplog.records if record.getMessage() == "stream lost"}
+    return {
+        vars(record)["worker"] for record in caplog.records if record.getMessage() == "stream lost"
+    }
 
 
 @pytest.mark.parametrize("point", PREFILL_POINTS)
@@ -54,12 +70,16 @@ async def test_another_prefill_worker_takes_over(workers: Workers, point: Point)
         answer = await router.ask(token_request(PROMPT, max_tokens=5))
         assert answer.token_ids == expected_tokens(PROMPT, 5)
         assert router.metric("baton_router_retries_total", role="prefill", reason="PEER_LOST") == 1
-        assert workers.d0.sources_lost == (point is not Point.QUEUED), "a pool that waits for it is told"
+        assert workers.d0.sources_lost == (point is not Point.QUEUED), (
+            "a pool that waits for it is told"
+        )
         await router.assert_nothing_left()
 
 
 @pytest.mark.parametrize("point", PREFILL_POINTS)
-async def test_the_only_prefill_worker_serves_again_when_it_is_back(workers: Workers, point: Point) -> None:
+async def test_the_only_prefill_worker_serves_again_when_it_is_back(
+    workers: Workers, point: Point
+) -> None:
     async with running_router(workers.p0, workers.d0) as router:
         workers.p0.die_at(point)
         answer = asyncio.create_task(router.ask(token_request(PROMPT, max_tokens=5)))
@@ -73,10 +93,13 @@ async def test_the_only_prefill_worker_serves_again_when_it_is_back(workers: Wor
 
 
 @pytest.mark.parametrize("point", PREFILL_POINTS)
-async def test_no_prefill_worker_left_is_one_clear_status(workers: Workers, point: Point,
-                                                          caplog: pytest.LogCaptureFixture) -> None:
+async def test_no_prefill_worker_left_is_one_clear_status(
+    workers: Workers, point: Point, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
-    async with running_router(workers.p0, workers.d0, flow=replace(FLOW_LIMITS, peer_wait_s=0.3)) as router:
+    async with running_router(
+        workers.p0, workers.d0, flow=replace(FLOW_LIMITS, peer_wait_s=0.3)
+    ) as router:
         workers.p0.die_at(point)
         error = await router.failure(token_request(PROMPT))
         assert isinstance(error, PeerLostError)
@@ -87,8 +110,11 @@ async def test_no_prefill_worker_left_is_one_clear_status(workers: Workers, poin
 
 @pytest.mark.parametrize("role", list(WorkerRole))
 @pytest.mark.parametrize("is_there", [False, True], ids=["never there", "dies"])
-async def test_errors_for_clients_name_no_address(workers: Workers, role: WorkerRole,
-                                                  is_there: bool) -> None:  # noqa: FBT001
+async def test_errors_for_clients_name_no_address(
+    workers: Workers,
+    role: WorkerRole,
+    is_there: bool,  # noqa: FBT001
+) -> None:
     """`failure` looks. Which worker it is stands in the cluster's status, and in the log."""
     victim = workers.p0 if role is WorkerRole.PREFILL else workers.d0
     flow = replace(FLOW_LIMITS, peer_wait_s=0.2, migrations=0)
@@ -106,7 +132,9 @@ async def test_errors_for_clients_name_no_address(workers: Workers, role: Worker
         assert lost.address == victim.address
 
 
-async def test_a_worker_whose_stream_broke_gets_nothing_until_it_reports_again(workers: Workers) -> None:
+async def test_a_worker_whose_stream_broke_gets_nothing_until_it_reports_again(
+    workers: Workers,
+) -> None:
     async with running_router(workers.p0, workers.d0) as router:
         workers.p0.fail_at(Point.STARTED, PeerLostError("a stage is gone"))
         workers.p0.reports = False
@@ -121,8 +149,13 @@ async def test_a_worker_whose_stream_broke_gets_nothing_until_it_reports_again(w
 async def test_a_failed_transfer_is_tried_again_by_prefill(workers: Workers) -> None:
     async with running_router(workers.p0, workers.d0) as router:
         workers.p0.fail_at(Point.SENDING, HandoffError("no route"))
-        assert (await router.ask(token_request(PROMPT, max_tokens=5))).token_ids == expected_tokens(PROMPT, 5)
-        assert router.metric("baton_router_retries_total", role="prefill", reason="HANDOFF_FAILED") == 1
+        assert (await router.ask(token_request(PROMPT, max_tokens=5))).token_ids == expected_tokens(
+            PROMPT, 5
+        )
+        assert (
+            router.metric("baton_router_retries_total", role="prefill", reason="HANDOFF_FAILED")
+            == 1
+        )
         await router.assert_nothing_left()
 
 
@@ -135,8 +168,12 @@ async def test_retries_of_prefill_are_bounded(workers: Workers) -> None:
         await router.assert_nothing_left()
 
 
-@pytest.mark.parametrize("error", [InvalidRequestError(FieldViolation("prompt", "no")), InternalError("a bug")])
-async def test_what_no_other_worker_can_mend_is_not_retried(workers: Workers, error: Exception) -> None:
+@pytest.mark.parametrize(
+    "error", [InvalidRequestError(FieldViolation("prompt", "no")), InternalError("a bug")]
+)
+async def test_what_no_other_worker_can_mend_is_not_retried(
+    workers: Workers, error: Exception
+) -> None:
     async with running_router(workers.p0, workers.p1, workers.d0) as router:
         for worker in (workers.p0, workers.p1):
             worker.fail_at(Point.STARTED, error, times=100)
@@ -159,7 +196,9 @@ async def test_a_full_pool_refuses_and_the_next_one_takes_it(workers: Workers) -
     async with running_router(workers.p0, workers.d0, workers.d1) as router:
         workers.d0.fail_at(Point.RESERVE, CapacityError("full", resource="pages"))
         workers.d1.fail_at(Point.RESERVE, CapacityError("full", resource="pages"))
-        assert (await router.ask(token_request(PROMPT, max_tokens=5))).token_ids == expected_tokens(PROMPT, 5)
+        assert (await router.ask(token_request(PROMPT, max_tokens=5))).token_ids == expected_tokens(
+            PROMPT, 5
+        )
         await router.assert_nothing_left()
 
 
@@ -169,7 +208,10 @@ async def test_when_all_pools_refuse_the_request_waits_for_one(workers: Workers)
         answer = await router.ask(token_request(PROMPT, max_tokens=5))
         assert answer.token_ids == expected_tokens(PROMPT, 5)
         assert answer.chunks[0].token_ids == [6], "the first token does not wait for a pool"
-        assert router.metric("baton_router_retries_total", role="decode", reason="OUT_OF_CAPACITY") == 4
+        assert (
+            router.metric("baton_router_retries_total", role="decode", reason="OUT_OF_CAPACITY")
+            == 4
+        )
         await router.assert_nothing_left()
 
 
@@ -187,16 +229,21 @@ async def test_a_pool_that_dies_before_it_landed_is_replaced(workers: Workers) -
     async with running_router(workers.p0, workers.d0, workers.d1) as router:
         first_choice = min((workers.d0, workers.d1), key=lambda worker: worker.address)
         first_choice.die_at(Point.RESERVE)
-        assert (await router.ask(token_request(PROMPT, max_tokens=5))).token_ids == expected_tokens(PROMPT, 5)
+        assert (await router.ask(token_request(PROMPT, max_tokens=5))).token_ids == expected_tokens(
+            PROMPT, 5
+        )
         assert not first_choice._hooks, "it was not chosen, so nothing was tested"
         await router.assert_nothing_left()
 
 
 @pytest.mark.parametrize("point", [Point.LANDED, Point.COMMIT, Point.TOKEN, Point.FINISH])
-async def test_the_only_decode_pool_lost_is_one_clear_status(workers: Workers, point: Point,
-                                                             caplog: pytest.LogCaptureFixture) -> None:
+async def test_the_only_decode_pool_lost_is_one_clear_status(
+    workers: Workers, point: Point, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.INFO)
-    async with running_router(workers.p0, workers.d0, flow=replace(FLOW_LIMITS, peer_wait_s=0.3)) as router:
+    async with running_router(
+        workers.p0, workers.d0, flow=replace(FLOW_LIMITS, peer_wait_s=0.3)
+    ) as router:
         workers.d0.die_at(point)
         error = await router.failure(token_request(PROMPT))
         assert isinstance(error, PeerLostError)
@@ -205,7 +252,9 @@ async def test_the_only_decode_pool_lost_is_one_clear_status(workers: Workers, p
         await router.assert_nothing_left()
         await workers.d0.start()
         await eventually(lambda: not router.directory.pair_problem(), "the pool's return")
-        assert (await router.ask(token_request(PROMPT, max_tokens=5))).token_ids == expected_tokens(PROMPT, 5)
+        assert (await router.ask(token_request(PROMPT, max_tokens=5))).token_ids == expected_tokens(
+            PROMPT, 5
+        )
 
 
 async def test_a_pool_that_does_not_answer_a_reservation_is_given_up(workers: Workers) -> None:
@@ -220,17 +269,24 @@ async def test_a_pool_that_does_not_answer_a_reservation_is_given_up(workers: Wo
 
         workers.d0.at(Point.RESERVE, stall)
         workers.d1.at(Point.RESERVE, stall)
-        assert (await router.ask(token_request(PROMPT, max_tokens=5))).token_ids == expected_tokens(PROMPT, 5)
+        assert (await router.ask(token_request(PROMPT, max_tokens=5))).token_ids == expected_tokens(
+            PROMPT, 5
+        )
         await router.assert_nothing_left()
 
 
 async def test_a_router_that_was_held_up_gives_up_no_pool(workers: Workers) -> None:
-    async with running_router(workers.p0, workers.d0, flow=replace(FLOW_LIMITS, reserve_s=0.5)) as router:
+    async with running_router(
+        workers.p0, workers.d0, flow=replace(FLOW_LIMITS, reserve_s=0.5)
+    ) as router:
+
         async def stand_still(_: types_pb2.EngineRequest) -> None:
             time.sleep(1.5)  # noqa: ASYNC251 - the whole process does
 
         workers.d0.at(Point.RESERVE, stand_still)
-        assert (await router.ask(token_request(PROMPT, max_tokens=5))).token_ids == expected_tokens(PROMPT, 5)
+        assert (await router.ask(token_request(PROMPT, max_tokens=5))).token_ids == expected_tokens(
+            PROMPT, 5
+        )
         assert router.metric("baton_router_retries_total", role="decode", reason="PEER_LOST") == 0
         await router.assert_nothing_left()
 
@@ -245,13 +301,17 @@ async def test_a_pool_that_never_commits_is_given_up(workers: Workers) -> None:
         await router.assert_nothing_left()
 
 
-async def test_a_prefill_worker_that_sends_and_never_says_the_first_token_is_given_up(workers: Workers) -> None:
+async def test_a_prefill_worker_that_sends_and_never_says_the_first_token_is_given_up(
+    workers: Workers,
+) -> None:
     """The pool has everything else and cannot be blamed: it keeps its reservation."""
     limits = replace(FLOW_LIMITS, commit_s=1.0, migrations=0)
     async with running_router(workers.p0, workers.p1, workers.d0, flow=limits) as router:
         mute = min((workers.p0, workers.p1), key=lambda worker: worker.address)
         mute.says_first_token = False
-        assert (await router.ask(token_request(PROMPT, max_tokens=5))).token_ids == expected_tokens(PROMPT, 5)
+        assert (await router.ask(token_request(PROMPT, max_tokens=5))).token_ids == expected_tokens(
+            PROMPT, 5
+        )
         assert router.metric("baton_router_retries_total", role="prefill", reason="PEER_LOST") == 1
         assert router.metric("baton_router_retries_total", role="decode", reason="PEER_LOST") == 0
         await router.assert_nothing_left()
@@ -269,14 +329,18 @@ async def test_prefill_dies_while_all_pools_are_full(workers: Workers) -> None:
 
 
 async def test_prefill_dies_between_reservation_and_landing(workers: Workers) -> None:
-    """The destination terms for the dead worker arrive when its successor is already announced, and must reach nobody.
-    """
+    """The destination terms for the dead worker arrive when its successor is already announced, and
+    must reach nobody."""
     async with running_router(workers.p0, workers.p1, workers.d0) as router:
         may_land = asyncio.Event()
         workers.d0.at(Point.RESERVE, lambda _: may_land.wait())
         answer = asyncio.create_task(router.ask(token_request(PROMPT, max_tokens=5)))
-        await eventually(lambda: workers.p0.open_requests or workers.p1.open_requests, "a prefill worker")
-        busy, other = (workers.p0, workers.p1) if workers.p0.open_requests else (workers.p1, workers.p0)
+        await eventually(
+            lambda: workers.p0.open_requests or workers.p1.open_requests, "a prefill worker"
+        )
+        busy, other = (
+            (workers.p0, workers.p1) if workers.p0.open_requests else (workers.p1, workers.p0)
+        )
         await eventually(lambda: Point.COMPUTED in workers.journal.events(), "the first token")
         await busy.die()
         await eventually(lambda: other.open_requests, "the successor")
@@ -288,7 +352,9 @@ async def test_prefill_dies_between_reservation_and_landing(workers: Workers) ->
         await router.assert_nothing_left()
 
 
-async def test_a_landing_for_a_dead_worker_is_not_sent_to_its_successor_in_the_queue(workers: Workers) -> None:
+async def test_a_landing_for_a_dead_worker_is_not_sent_to_its_successor_in_the_queue(
+    workers: Workers,
+) -> None:
     """A prefill worker takes destination terms only after it has started."""
     async with running_router(workers.p0, workers.p1, workers.d0) as router:
         first, successor = sorted((workers.p0, workers.p1), key=lambda worker: worker.address)
@@ -300,7 +366,9 @@ async def test_a_landing_for_a_dead_worker_is_not_sent_to_its_successor_in_the_q
         await eventually(lambda: successor.open_requests, "the successor")
         may_land.set()
         pool = router.directory.workers[-1]
-        await eventually(lambda: any(booking.has_reserved for booking in pool._bookings), "the destination terms")
+        await eventually(
+            lambda: any(booking.has_reserved for booking in pool._bookings), "the destination terms"
+        )
         await asyncio.sleep(0.1)  # in which it would reach the successor
         may_start.set()
         assert (await answer).token_ids == expected_tokens(PROMPT, 5)
@@ -315,7 +383,10 @@ async def test_a_pool_that_heard_of_the_successor_in_time_lands_once_only(worker
         workers.d0.at(Point.POSTING, lambda _: may_land.wait())
         first.die_at(Point.STARTED)
         answer = asyncio.create_task(router.ask(token_request(PROMPT, max_tokens=5)))
-        await eventually(lambda: (successor.name, Point.STARTED) in workers.journal.entries, "the successor's turn")
+        await eventually(
+            lambda: (successor.name, Point.STARTED) in workers.journal.entries,
+            "the successor's turn",
+        )
         await asyncio.sleep(0.1)  # in which the pool hears of it
         may_land.set()
         assert (await answer).token_ids == expected_tokens(PROMPT, 5)
@@ -324,7 +395,8 @@ async def test_a_pool_that_heard_of_the_successor_in_time_lands_once_only(worker
 
 
 async def test_prefill_dies_after_delivery_and_before_the_commit(workers: Workers) -> None:
-    """A successor is on its way when decode commits what the dead worker had delivered: it is not needed any more."""
+    """A successor is on its way when decode commits what the dead worker had delivered: it is not
+    needed any more."""
     async with running_router(workers.p0, workers.p1, workers.d0) as router:
         may_commit = asyncio.Event()
         workers.d0.at(Point.COMMIT, lambda _: may_commit.wait())
@@ -341,8 +413,10 @@ async def test_prefill_dies_after_delivery_and_before_the_commit(workers: Worker
 
 @pytest.mark.parametrize("is_alone", [True, False])
 async def test_a_pool_commits_while_a_successor_of_its_prefill_worker_is_looked_for(
-        workers: Workers, monkeypatch: pytest.MonkeyPatch, *, is_alone: bool) -> None:
-    """Nobody is needed any more: the search ends, and not the request with it, nor the pool for a second offer."""
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, *, is_alone: bool
+) -> None:
+    """Nobody is needed any more: the search ends, and not the request with it, nor the pool for a
+    second offer."""
     monkeypatch.setattr(streams, "RETRY_PAUSE_S", 60.0)  # longer than the test looks
     prefill = (workers.p0,) if is_alone else (workers.p0, workers.p1)
 
@@ -356,7 +430,9 @@ async def test_a_pool_commits_while_a_successor_of_its_prefill_worker_is_looked_
     async with running_router(*prefill, workers.d0) as router:
         min(prefill, key=lambda worker: worker.address).die_at(Point.SENT)
         workers.d0.at(Point.COMMIT, commit)
-        workers.d0.at(Point.FINISH, lambda _: eventually(lambda: not searches(), "the search", within_s=10.0))
+        workers.d0.at(
+            Point.FINISH, lambda _: eventually(lambda: not searches(), "the search", within_s=10.0)
+        )
         answer = await router.ask(token_request(PROMPT, max_tokens=5))
         assert answer.token_ids == expected_tokens(PROMPT, 5)
         assert workers.journal.events().count(Point.QUEUED) == 1

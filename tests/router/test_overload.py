@@ -6,8 +6,21 @@ from dataclasses import replace
 from router.config import RouterConfig
 from router.request.admission import AdmissionLimits
 from runtime.errors import BatonError, CapacityError
-from tests.router.harness import ADMISSION_LIMITS, RouterHarness, eventually, running_router, token_request
-from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+from tests.router.harness import (
+    ADMISSION_LIMITS,
+    RouterHarness,
+    eventually,
+    running_router,
+    token_request,
+)
+from tests.support.router.fake_workers import (
+    Fabric,
+    FakeDecode,
+    FakePrefill,
+    Journal,
+    Point,
+    expected_tokens,
+)
 
 PROMPT, MAX_TOKENS, PLACES = [1] * 100, 10, 2
 PATIENCE_S = 250.0  # more than anything here takes
@@ -16,27 +29,37 @@ PATIENCE_S = 250.0  # more than anything here takes
 def workers() -> tuple[FakePrefill, FakeDecode]:
     """The pool says that tokens come every 50 ms, and they do."""
     fabric, journal = Fabric(), Journal()
-    prefill, decode = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal, max_running=PLACES)
+    prefill, decode = (
+        FakePrefill("p", fabric, journal),
+        FakeDecode("d", fabric, journal, max_running=PLACES),
+    )
     decode.token_pause_s = 0.05
     return prefill, decode
 
 
 async def outcome(router: RouterHarness, limit_s: float, priority: int = 0) -> BatonError | None:
-    """Of a request whose deadline at the router is `limit_s` from its arrival. The client itself waits longer: on a
-    machine that stands still its end of the call would be first to see the deadline, and know no reason."""
+    """Of a request whose deadline at the router is `limit_s` from its arrival. The client itself
+    waits longer: on a machine that stands still its end of the call would be first to see the
+    deadline, and know no reason."""
     router.service._limits = replace(router.service._limits, max_request_s=limit_s)
     request = token_request(PROMPT, max_tokens=MAX_TOKENS, priority=priority)
     try:
-        assert (await router.ask(request, PATIENCE_S)).token_ids == expected_tokens(PROMPT, MAX_TOKENS)
+        assert (await router.ask(request, PATIENCE_S)).token_ids == expected_tokens(
+            PROMPT, MAX_TOKENS
+        )
     except BatonError as error:
         return error
     return None
 
 
 async def measured(router: RouterHarness) -> None:
-    """What serving takes is known from here on. Nobody waits for a turn meanwhile, however long one takes."""
+    """What serving takes is known from here on. Nobody waits for a turn meanwhile, however long one
+    takes."""
     for _ in range(3):
-        assert await asyncio.gather(*(outcome(router, PATIENCE_S) for _ in range(PLACES))) == [None] * PLACES
+        assert (
+            await asyncio.gather(*(outcome(router, PATIENCE_S) for _ in range(PLACES)))
+            == [None] * PLACES
+        )
 
 
 async def test_at_saturation_a_pool_refuses_no_reservation() -> None:
@@ -45,16 +68,23 @@ async def test_at_saturation_a_pool_refuses_no_reservation() -> None:
     async with running_router(prefill, decode) as router:
         assert await asyncio.gather(*(outcome(router, 60.0) for _ in range(40))) == [None] * 40
         assert not decode.refused
-        assert router.metric("baton_router_retries_total", role="decode", reason="OUT_OF_CAPACITY") == 0
+        assert (
+            router.metric("baton_router_retries_total", role="decode", reason="OUT_OF_CAPACITY")
+            == 0
+        )
         await router.assert_nothing_left()
 
 
 async def test_what_cannot_end_in_time_behind_others_is_refused_at_once_with_the_wait() -> None:
     prefill, decode = workers()
-    async with running_router(prefill, decode, admission=replace(ADMISSION_LIMITS, max_wait_s=PATIENCE_S)) as router:
+    async with running_router(
+        prefill, decode, admission=replace(ADMISSION_LIMITS, max_wait_s=PATIENCE_S)
+    ) as router:
         await measured(router)
         held = [asyncio.create_task(outcome(router, PATIENCE_S)) for _ in range(40)]
-        await eventually(lambda: router.service.counts.accepted == 3 * PLACES + len(held), "the queue")
+        await eventually(
+            lambda: router.service.counts.accepted == 3 * PLACES + len(held), "the queue"
+        )
         wait_s = router.services.admission.wait_s()
         refused = await outcome(router, 2.0, priority=1)
         assert isinstance(refused, CapacityError)
@@ -63,7 +93,9 @@ async def test_what_cannot_end_in_time_behind_others_is_refused_at_once_with_the
         assert refused.retry_after_s is not None
         assert wait_s / 2 < refused.retry_after_s < wait_s * 2
         assert router.metric("baton_router_refused_total", cause="deadline") == 1
-        assert await outcome(router, 60.0, priority=-1) is None, "the urgent one is served before those 40"
+        assert await outcome(router, 60.0, priority=-1) is None, (
+            "the urgent one is served before those 40"
+        )
         for call in held:
             call.cancel()
         await asyncio.gather(*held, return_exceptions=True)
@@ -72,8 +104,14 @@ async def test_what_cannot_end_in_time_behind_others_is_refused_at_once_with_the
 
 def test_one_client_may_ask_for_more_than_may_wait_and_run() -> None:
     """Else its own gRPC holds back what the router would refuse at once."""
-    assert RouterConfig.model_fields["max_streams"].default > RouterConfig.model_fields["max_calls"].default
-    assert RouterConfig.model_fields["max_calls"].default > RouterConfig.model_fields["max_waiting"].default
+    assert (
+        RouterConfig.model_fields["max_streams"].default
+        > RouterConfig.model_fields["max_calls"].default
+    )
+    assert (
+        RouterConfig.model_fields["max_calls"].default
+        > RouterConfig.model_fields["max_waiting"].default
+    )
 
 
 async def test_a_queue_that_takes_too_long_is_closed_to_more() -> None:
@@ -84,12 +122,15 @@ async def test_a_queue_that_takes_too_long_is_closed_to_more() -> None:
         assert outcomes.count(None) + len(refused) == 60
         at_once = [error for error in refused if error.resource == "router queue"]
         assert router.metric("baton_router_refused_total", cause="wait") == len(at_once) > 0
-        assert all(error.retry_after_s is not None and error.retry_after_s > 2.0 for error in at_once)
+        assert all(
+            error.retry_after_s is not None and error.retry_after_s > 2.0 for error in at_once
+        )
         await router.assert_nothing_left()
 
 
 async def test_what_has_become_hopeless_is_dropped_before_any_worker_has_it() -> None:
-    """The pool stops, so nobody's turn comes; 4 s is more than serving takes, and the queue is short."""
+    """The pool stops, so nobody's turn comes; 4 s is more than serving takes, and the queue is
+    short."""
     prefill, decode = workers()
     async with running_router(prefill, decode) as router:
         await measured(router)
@@ -100,7 +141,10 @@ async def test_what_has_become_hopeless_is_dropped_before_any_worker_has_it() ->
         before = prefill.journal.events().count(Point.QUEUED)
         error = await outcome(router, 4.0)
         assert isinstance(error, CapacityError)
-        assert (error.resource, str(error)) == ("workers", "no pair of workers had room before its deadline")
+        assert (error.resource, str(error)) == (
+            "workers",
+            "no pair of workers had room before its deadline",
+        )
         assert router.metric("baton_router_dropped_total", cause="deadline") == 1
         assert prefill.journal.events().count(Point.QUEUED) == before
         goes_on.set()
@@ -109,12 +153,17 @@ async def test_what_has_become_hopeless_is_dropped_before_any_worker_has_it() ->
 
 
 async def test_half_of_the_answers_come_in_time_when_twice_as_many_are_asked() -> None:
-    """Served first come first, without a look at deadlines, every one but the first few would be late."""
+    """Served first come first, without a look at deadlines, every one but the first few would be
+    late."""
     prefill, decode = workers()
     async with running_router(prefill, decode) as router:
         await measured(router)
         outcomes = await asyncio.gather(*(outcome(router, 6.0) for _ in range(60)))
         assert outcomes.count(None) > PLACES
-        late = [error for error in outcomes if error is not None and not isinstance(error, CapacityError)]
+        late = [
+            error
+            for error in outcomes
+            if error is not None and not isinstance(error, CapacityError)
+        ]
         assert len(late) <= outcomes.count(None), "who is served is served in time"
         await router.assert_nothing_left()

@@ -1,4 +1,5 @@
-"""What a refused client is told besides the status: when to come back, in the details and in the trailer gRPC obeys."""
+"""What a refused client is told besides the status: when to come back, in the details and in the
+trailer gRPC obeys."""
 
 import asyncio
 from dataclasses import replace
@@ -19,13 +20,22 @@ def pair() -> tuple[FakePrefill, FakeDecode]:
     return FakePrefill("prefill", fabric, journal), FakeDecode("decode", fabric, journal)
 
 
-async def refusal(router: RouterHarness, timeout_s: float = 60) -> tuple[grpc.StatusCode, dict[str, Any], str | None]:
+async def refusal(
+    router: RouterHarness, timeout_s: float = 60
+) -> tuple[grpc.StatusCode, dict[str, Any], str | None]:
     """Code, details and pushback trailer."""
     with pytest.raises(grpc.aio.AioRpcError) as failed:
-        _ = [response async for response in router.stub.Generate(token_request([1]), timeout=timeout_s)]
+        _ = [
+            response
+            async for response in router.stub.Generate(token_request([1]), timeout=timeout_s)
+        ]
     trailers = dict(failed.value.trailing_metadata())
     pushback = trailers.get("grpc-retry-pushback-ms")
-    return failed.value.code(), details_of(failed.value), None if pushback is None else str(pushback)
+    return (
+        failed.value.code(),
+        details_of(failed.value),
+        None if pushback is None else str(pushback),
+    )
 
 
 async def test_a_full_queue_names_its_limit_and_no_time_where_none_is_known() -> None:
@@ -40,7 +50,10 @@ async def test_a_full_queue_names_its_limit_and_no_time_where_none_is_known() ->
 
 async def test_no_workers_is_unavailable_with_a_time_to_come_back() -> None:
     prefill, decode = pair()
-    prefill.address, decode.address = "127.0.0.1:1", "127.0.0.1:2"  # no service of a test listens below 1024
+    prefill.address, decode.address = (
+        "127.0.0.1:1",
+        "127.0.0.1:2",
+    )  # no service of a test listens below 1024
     async with running_router(prefill, decode, admission=NO_GRACE, start_workers=False) as router:
         code, details, pushback = await refusal(router)
     assert code is grpc.StatusCode.UNAVAILABLE
@@ -63,7 +76,9 @@ async def test_workers_that_are_gone_are_expected_when_as_long_as_starts_take_ha
 async def test_a_pool_that_stays_full_is_expected_after_a_service() -> None:
     """The pool says that each answer took half a second, and each was as long as it may be."""
     prefill, decode = pair()
-    async with running_router(prefill, decode, flow=replace(FLOW_LIMITS, capacity_wait_s=0.3)) as router:
+    async with running_router(
+        prefill, decode, flow=replace(FLOW_LIMITS, capacity_wait_s=0.3)
+    ) as router:
         for _ in range(4):
             await router.ask(token_request([1], max_tokens=40))
         decode.fail_at(Point.RESERVE, CapacityError("no pages", resource="pages"), times=1000)
@@ -74,8 +89,12 @@ async def test_a_pool_that_stays_full_is_expected_after_a_service() -> None:
 
 async def test_a_pool_that_stays_full_says_which_resource_is() -> None:
     prefill, decode = pair()
-    decode.fail_at(Point.RESERVE, CapacityError("no pages", resource="pages", retry_after_s=2.5), times=1000)
-    async with running_router(prefill, decode, flow=replace(FLOW_LIMITS, capacity_wait_s=0.3)) as router:
+    decode.fail_at(
+        Point.RESERVE, CapacityError("no pages", resource="pages", retry_after_s=2.5), times=1000
+    )
+    async with running_router(
+        prefill, decode, flow=replace(FLOW_LIMITS, capacity_wait_s=0.3)
+    ) as router:
         code, details, pushback = await refusal(router)
         await router.assert_nothing_left()
     assert code is grpc.StatusCode.RESOURCE_EXHAUSTED

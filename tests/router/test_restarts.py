@@ -10,14 +10,35 @@ from router.request.worker_stream import Ended, Received, WorkerStream
 from router.workers.discovery import StaticSource
 from router.workers.worker import Worker, WorkerRole
 from runtime.errors import UnavailableError
-from tests.router.harness import FACTS, FLOW_LIMITS, NO_GRACE, eventually, running_router, token_request, worker_info
-from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+from tests.router.harness import (
+    FACTS,
+    FLOW_LIMITS,
+    NO_GRACE,
+    eventually,
+    running_router,
+    token_request,
+    worker_info,
+)
+from tests.support.router.fake_workers import (
+    Fabric,
+    FakeDecode,
+    FakePrefill,
+    Journal,
+    Point,
+    expected_tokens,
+)
 
 PROMPT = [1, 2, 3]
 
 
 async def test_a_booking_keeps_the_channel_but_claims_nothing_of_another_incarnation() -> None:
-    worker = Worker(WorkerRole.DECODE, "h:1", grpc.aio.insecure_channel("127.0.0.1:1"), lambda: None, lambda: None)
+    worker = Worker(
+        WorkerRole.DECODE,
+        "h:1",
+        grpc.aio.insecure_channel("127.0.0.1:1"),
+        lambda: None,
+        lambda: None,
+    )
     worker.introduced(worker_info(WorkerRole.DECODE, compatibility="m"), FACTS)
     booking = worker.book(10)
     assert not booking.is_outlived
@@ -39,8 +60,9 @@ async def test_a_worker_whose_channel_is_closed_was_lost() -> None:
     await channel.close()
     delivered: asyncio.Queue[Received | Ended] = asyncio.Queue()
     async with asyncio.timeout(30):
-        stream = WorkerStream.open(worker, worker.prefill_calls.current(), prefill_pb2.PrefillInput(),
-                                   delivered.put_nowait)
+        stream = WorkerStream.open(
+            worker, worker.prefill_calls.current(), prefill_pb2.PrefillInput(), delivered.put_nowait
+        )
         assert worker.is_in_use
         ended = await delivered.get()
         stream.close()
@@ -51,21 +73,30 @@ async def test_a_worker_whose_channel_is_closed_was_lost() -> None:
 
 
 async def test_a_pool_that_restarts_unlisted_while_its_request_queues_is_replaced() -> None:
-    """As a container does that restarts in its pod: not ready, so discovery drops it; then another incarnation."""
+    """As a container does that restarts in its pod: not ready, so discovery drops it; then another
+    incarnation."""
     fabric, journal = Fabric(), Journal()
-    prefill, pools = FakePrefill("p", fabric, journal), [FakeDecode(f"d{i}", fabric, journal) for i in range(2)]
+    prefill, pools = (
+        FakePrefill("p", fabric, journal),
+        [FakeDecode(f"d{i}", fabric, journal) for i in range(2)],
+    )
     async with running_router(prefill, *pools) as router:
         may_start = asyncio.Event()
         prefill.at(Point.QUEUED, lambda _: may_start.wait())
         answer = asyncio.create_task(router.ask(token_request(PROMPT, max_tokens=5)))
         await eventually(lambda: prefill.open_requests, "the request")
-        (booked,) = (w for w in router.directory.workers if w.role is WorkerRole.DECODE and w.is_in_use)
+        (booked,) = (
+            w for w in router.directory.workers if w.role is WorkerRole.DECODE and w.is_in_use
+        )
         (pool,) = (pool for pool in pools if pool.address == booked.address)
         await pool.die()
         await eventually(lambda: booked.problem, "trust in the dead")
         known = router.directory._worker_set
-        (index,) = (at for at, (_, source) in enumerate(known._sources)
-                    if isinstance(source, StaticSource) and source.address == booked.address)
+        (index,) = (
+            at
+            for at, (_, source) in enumerate(known._sources)
+            if isinstance(source, StaticSource) and source.address == booked.address
+        )
         known._found(index, frozenset())  # as discovery does when a name is gone
         pool.serving = False
         await pool.start()
@@ -93,19 +124,27 @@ async def test_the_only_pool_restarts_while_its_request_queues() -> None:
         await eventually(lambda: not router.directory.pair_problem(), "absence of a pair")
         may_start.set()
         assert (await answer).token_ids == expected_tokens(PROMPT, 5)
-        assert not router.directory.pair_problem(), "the new incarnation is not blamed for the old one"
+        assert not router.directory.pair_problem(), (
+            "the new incarnation is not blamed for the old one"
+        )
         await router.assert_nothing_left()
 
 
 async def test_patience_with_a_lost_worker_is_as_long_as_its_start_was() -> None:
-    """Much longer than the setting says: who arrives meanwhile waits, and so does what it worked on."""
+    """Much longer than the setting says: who arrives meanwhile waits, and so does what it worked
+    on."""
     fabric, journal = Fabric(), Journal()
     prefill, pool = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
     pool.token_pause_s = 0.05
     for worker in (prefill, pool):
         worker.start_s = 20.0
-    async with running_router(prefill, pool, flow=replace(FLOW_LIMITS, peer_wait_s=0.1), admission=NO_GRACE,
-                              longest_comeback_s=60.0) as router:
+    async with running_router(
+        prefill,
+        pool,
+        flow=replace(FLOW_LIMITS, peer_wait_s=0.1),
+        admission=NO_GRACE,
+        longest_comeback_s=60.0,
+    ) as router:
         for worker in (prefill, pool):
             held = asyncio.create_task(router.ask(token_request(PROMPT, max_tokens=40)))
             await eventually(lambda: pool.open_requests, "the request")

@@ -1,5 +1,5 @@
-"""Two routers in front of the same workers, one of which goes away: clients get every token once, and nobody's answer
-is lost. Processes that are killed: tests/cluster/test_routers.py."""
+"""Two routers in front of the same workers, one of which goes away: clients get every token once,
+and nobody's answer is lost. Processes that are killed: tests/cluster/test_routers.py."""
 
 import asyncio
 import socket
@@ -14,19 +14,30 @@ from baton.retry import NO_RETRY, Targets
 from baton.values import Chunk, Event, Finish, Query, Sampling, Stop
 from runtime.errors import DeadlineError, DrainingError, PeerLostError, UnavailableError
 from tests.router.harness import RouterHarness, eventually, running_router
-from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+from tests.support.router.fake_workers import (
+    Fabric,
+    FakeDecode,
+    FakePrefill,
+    Journal,
+    Point,
+    expected_tokens,
+)
 
 PROMPT = (1, 2, 3)
 NUM_TOKENS = 9
-QUERY = Query(PROMPT, Sampling(seed=5), Stop(max_tokens=NUM_TOKENS), num_top_logprobs=0, num_prompt_logprobs=0)
+QUERY = Query(
+    PROMPT, Sampling(seed=5), Stop(max_tokens=NUM_TOKENS), num_top_logprobs=0, num_prompt_logprobs=0
+)
 
 
 @asynccontextmanager
 async def two_routers() -> AsyncIterator[tuple[RouterHarness, RouterHarness, FakeDecode]]:
     fabric, journal = Fabric(), Journal()
     prefill, decode = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
-    async with (running_router(prefill, decode) as first,
-                running_router(prefill, decode, start_workers=False) as second):
+    async with (
+        running_router(prefill, decode) as first,
+        running_router(prefill, decode, start_workers=False) as second,
+    ):
         await eventually(lambda: not second.directory.pair_problem(), "a stranger")
         yield first, second, decode
 
@@ -51,7 +62,9 @@ def _held_ports() -> Iterator[None]:
         _HELD.pop().close()
 
 
-_HELD: list[socket.socket] = []  # on ports of routers that ended: no other test's router gets them meanwhile
+_HELD: list[
+    socket.socket
+] = []  # on ports of routers that ended: no other test's router gets them meanwhile
 
 
 async def ended(router: RouterHarness) -> None:
@@ -65,7 +78,9 @@ async def ended(router: RouterHarness) -> None:
     _HELD.append(held)
 
 
-async def told(client: AsyncBatonClient, query: Query, router: RouterHarness, after: int) -> list[Event]:
+async def told(
+    client: AsyncBatonClient, query: Query, router: RouterHarness, after: int
+) -> list[Event]:
     """All events; the router goes away when the client has got so many."""
     events: list[Event] = []
     if after == 0:
@@ -80,9 +95,12 @@ async def told(client: AsyncBatonClient, query: Query, router: RouterHarness, af
 def content(events: list[Event]) -> list[object]:
     """What came with the prompt and with the tokens, however many of these a chunk has."""
     chunks = [event for event in events if isinstance(event, Chunk)]
-    return [[chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None],
-            [token_id for chunk in chunks for token_id in chunk.token_ids],
-            [scored for chunk in chunks for scored in chunk.logprobs], "".join(chunk.text for chunk in chunks)]
+    return [
+        [chunk.prompt_logprobs for chunk in chunks if chunk.prompt_logprobs is not None],
+        [token_id for chunk in chunks for token_id in chunk.token_ids],
+        [scored for chunk in chunks for scored in chunk.logprobs],
+        "".join(chunk.text for chunk in chunks),
+    ]
 
 
 @pytest.mark.parametrize("after", range(NUM_TOKENS + 1))
@@ -116,7 +134,10 @@ async def test_every_choice_goes_on_and_text_and_stop_strings_with_it() -> None:
         for index, whole in enumerate(right):
             mine = [event for event in events if event.index == index]
             assert "".join(event.text for event in mine if isinstance(event, Chunk)) == whole.text
-            assert sum((event.token_ids for event in mine if isinstance(event, Chunk)), ()) == whole.token_ids
+            assert (
+                sum((event.token_ids for event in mine if isinstance(event, Chunk)), ())
+                == whole.token_ids
+            )
             assert [event.stop_string for event in mine if isinstance(event, Finish)] == [text[5:8]]
         await second.assert_nothing_left()
 
@@ -138,7 +159,9 @@ async def test_the_client_of_threads_does_the_same() -> None:
             return events
 
         events = await asyncio.to_thread(ask)
-        token_ids = [token for event in events if isinstance(event, Chunk) for token in event.token_ids]
+        token_ids = [
+            token for event in events if isinstance(event, Chunk) for token in event.token_ids
+        ]
         assert token_ids == expected_tokens(list(PROMPT), NUM_TOKENS)
         await second.assert_nothing_left()
 
@@ -147,7 +170,11 @@ async def test_a_router_that_drains_hands_its_answers_over() -> None:
     """What it cannot finish in time goes on elsewhere, and nothing new begins there."""
     async with two_routers() as (first, second, decode):
         decode.token_pause_s = 0.05
-        async with client_of(first, second) as client, client_of(first) as only, asyncio.TaskGroup() as group:
+        async with (
+            client_of(first, second) as client,
+            client_of(first) as only,
+            asyncio.TaskGroup() as group,
+        ):
             answers = [group.create_task(client.complete(QUERY, timeout_s=60)) for _ in range(4)]
             await eventually(lambda: len(decode.open_requests) == 4, "four answers")
             only._retry = NO_RETRY
@@ -187,7 +214,9 @@ async def test_an_abort_finds_the_router_that_runs_the_request() -> None:
     async with two_routers() as (first, second, decode):
         decode.token_pause_s = 0.05
         async with client_of(first, second, first=1) as client:
-            running = asyncio.create_task(client.complete(replace(QUERY, request_id="mine", stop=Stop(max_tokens=200))))
+            running = asyncio.create_task(
+                client.complete(replace(QUERY, request_id="mine", stop=Stop(max_tokens=200)))
+            )
             await eventually(lambda: decode.open_requests, "the answer")
             assert await client.abort(["mine", "other"]) == ("mine",)
             assert (await running).finish.reason == "aborted"
@@ -195,6 +224,7 @@ async def test_an_abort_finds_the_router_that_runs_the_request() -> None:
 
 async def test_the_deadline_is_one_for_all_attempts() -> None:
     async with two_routers() as (first, second, decode):
+
         async def never(_: object) -> None:
             await asyncio.sleep(60)
 

@@ -1,9 +1,17 @@
-"""The link between a prefill worker and a decode pool fails, though both live: who notices, and how often."""
+"""The link between a prefill worker and a decode pool fails, though both live: who notices, and how
+often."""
 
 from protos import types_pb2
 from runtime.errors import HandoffError
 from tests.router.harness import running_router, token_request
-from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+from tests.support.router.fake_workers import (
+    Fabric,
+    FakeDecode,
+    FakePrefill,
+    Journal,
+    Point,
+    expected_tokens,
+)
 
 PROMPT = [1, 2, 3]
 NUM_REQUESTS = 5
@@ -19,7 +27,6 @@ def cut(source: FakePrefill, pool: FakeDecode) -> None:
     source.at(Point.SENDING, fail)
 
 
-
 async def test_after_one_failure_prompts_go_to_the_source_that_reaches_the_pool() -> None:
     fabric, journal = Fabric(), Journal()
     sources = [FakePrefill(name, fabric, journal) for name in "ab"]
@@ -29,8 +36,13 @@ async def test_after_one_failure_prompts_go_to_the_source_that_reaches_the_pool(
         cut(first, pool)
         for _ in range(NUM_REQUESTS):
             assert (await router.ask(token_request(PROMPT))).token_ids == expected_tokens(PROMPT, 4)
-        assert router.metric("baton_router_retries_total", role="prefill", reason="HANDOFF_FAILED") == 1
-        assert [name for name, what in journal.entries if what is Point.QUEUED].count(first.name) == 1
+        assert (
+            router.metric("baton_router_retries_total", role="prefill", reason="HANDOFF_FAILED")
+            == 1
+        )
+        assert [name for name, what in journal.entries if what is Point.QUEUED].count(
+            first.name
+        ) == 1
         assert all(worker.is_usable for worker in router.directory.workers), "none of them is lost"
         await router.assert_nothing_left()
 
@@ -45,6 +57,10 @@ async def test_a_pool_that_its_only_source_cannot_reach_gives_way_to_another() -
         cut(source, first)
         for _ in range(NUM_REQUESTS):
             assert (await router.ask(token_request(PROMPT))).token_ids == expected_tokens(PROMPT, 4)
-        assert router.metric("baton_router_retries_total", role="decode", reason="HANDOFF_FAILED") == 1
-        assert [name for name, what in journal.entries if what is Point.LANDED].count(first.name) == 1
+        assert (
+            router.metric("baton_router_retries_total", role="decode", reason="HANDOFF_FAILED") == 1
+        )
+        assert [name for name, what in journal.entries if what is Point.LANDED].count(
+            first.name
+        ) == 1
         await router.assert_nothing_left()

@@ -1,4 +1,5 @@
-"""Pools of different sizes behind one router: a request goes where it fits, and waits for nobody else's pool."""
+"""Pools of different sizes behind one router: a request goes where it fits, and waits for nobody
+else's pool."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -11,7 +12,14 @@ from protos import types_pb2
 from router.request.admission import AdmissionLimits
 from runtime.errors import InvalidRequestError, UnavailableError
 from tests.router.harness import RouterHarness, eventually, running_router, token_request
-from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+from tests.support.router.fake_workers import (
+    Fabric,
+    FakeDecode,
+    FakePrefill,
+    Journal,
+    Point,
+    expected_tokens,
+)
 
 PROMPT = list(range(1, 41))
 FITS_SMALL, NEEDS_LARGE = 20, 60  # tokens to draw; the small pool holds 64
@@ -52,14 +60,19 @@ async def test_it_moves_to_a_pool_that_can_hold_it() -> None:
 
 def _usable(router: RouterHarness, cluster: Cluster) -> set[str]:
     names = {worker.address: worker.name for worker in cluster.workers}
-    return {names[worker.address] for worker in router.directory.workers if worker.is_usable and
-            worker.address in names}
+    return {
+        names[worker.address]
+        for worker in router.directory.workers
+        if worker.is_usable and worker.address in names
+    }
 
 
 @asynccontextmanager
 async def large_pool_away(max_wait_s: float) -> AsyncIterator[RouterHarness]:
     cluster = Cluster()
-    async with running_router(*cluster.workers, admission=AdmissionLimits(max_wait_s=max_wait_s)) as router:
+    async with running_router(
+        *cluster.workers, admission=AdmissionLimits(max_wait_s=max_wait_s)
+    ) as router:
         await cluster.large.die()
         await eventually(lambda: "large" not in _usable(router, cluster), "the death")
         yield router
@@ -67,7 +80,9 @@ async def large_pool_away(max_wait_s: float) -> AsyncIterator[RouterHarness]:
 
 async def test_others_do_not_wait_behind_one_whose_pool_is_away() -> None:
     async with large_pool_away(max_wait_s=250.0) as router:
-        long = asyncio.create_task(router.failure(token_request(PROMPT, max_tokens=NEEDS_LARGE), timeout_s=250.0))
+        long = asyncio.create_task(
+            router.failure(token_request(PROMPT, max_tokens=NEEDS_LARGE), timeout_s=250.0)
+        )
         await eventually(lambda: router.services.admission.num_waiting == 1, "a request that waits")
         for _ in range(3):
             answer = await router.ask(token_request(PROMPT, max_tokens=FITS_SMALL))

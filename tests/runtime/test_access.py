@@ -1,4 +1,5 @@
-"""The table of who may call what, against the .proto files and against what is written here by hand."""
+"""The table of who may call what, against the .proto files and against what is written here by
+hand."""
 
 import re
 from pathlib import Path
@@ -6,10 +7,19 @@ from pathlib import Path
 import pytest
 
 from runtime.errors import PermissionDeniedError
-from runtime.security.access import METHODS, SERVICES, Access, PeerRole, access_to, check_role, roles_of
+from runtime.security.access import (
+    METHODS,
+    SERVICES,
+    Access,
+    PeerRole,
+    access_to,
+    check_role,
+    roles_of,
+)
 
 PROTOS = Path(__file__).resolve().parents[2] / "protos"
-# Method -> roles that a server with certificates lets in; on a pool led by prefill, and on one led by decode.
+# Method -> roles that a server with certificates lets in; on a pool led by prefill, and on one led
+# by decode.
 ROLES: dict[str, tuple[set[PeerRole], set[PeerRole]]] = {
     "/baton.v1.Prefill/Serve": ({PeerRole.ROUTER}, {PeerRole.ROUTER}),
     "/baton.v1.Decode/Serve": ({PeerRole.ROUTER}, {PeerRole.ROUTER}),
@@ -27,7 +37,9 @@ def declared_methods() -> set[str]:
         text = re.sub(r"//[^\n]*", "", path.read_text())
         (package,) = re.findall(r"^package\s+([\w.]+);", text, re.MULTILINE)
         for service, body in re.findall(r"service\s+(\w+)\s*\{(.*?)\n\}", text, re.DOTALL):
-            found |= {f"/{package}.{service}/{name}" for name in re.findall(r"rpc\s+(\w+)\s*\(", body)}
+            found |= {
+                f"/{package}.{service}/{name}" for name in re.findall(r"rpc\s+(\w+)\s*\(", body)
+            }
     return found
 
 
@@ -38,8 +50,12 @@ def test_every_method_has_a_row_and_every_row_a_method() -> None:
 
 def test_only_public_services_are_for_clients() -> None:
     for method, access in METHODS.items():
-        is_public = method.startswith(("/baton.v1.Generation/", "/xds.service.orca.v3.OpenRcaService/"))
-        assert (access is Access.CLIENT) == (is_public and method != "/baton.v1.Generation/FlushCaches"), method
+        is_public = method.startswith(
+            ("/baton.v1.Generation/", "/xds.service.orca.v3.OpenRcaService/")
+        )
+        assert (access is Access.CLIENT) == (
+            is_public and method != "/baton.v1.Generation/FlushCaches"
+        ), method
         assert access is Access.CLIENT or method in ROLES
 
 
@@ -55,7 +71,13 @@ def test_role_by_method(method: str, role: PeerRole, pool: PeerRole) -> None:
 
 
 def test_what_nobody_has_thought_of_is_closed() -> None:
-    for method in ("/baton.v1.Prefill/Stop", "/other.Service/Call", "/baton.v1.Generation", "", "/"):
+    for method in (
+        "/baton.v1.Prefill/Stop",
+        "/other.Service/Call",
+        "/baton.v1.Generation",
+        "",
+        "/",
+    ):
         assert access_to(method) is Access.NOBODY
         with pytest.raises(PermissionDeniedError, match="by nobody"):
             check_role(method, frozenset(PeerRole), pool=PeerRole.DECODE)
@@ -68,10 +90,17 @@ def test_the_page_on_security_has_every_row() -> None:
     table = [line for line in page.splitlines() if line.startswith("|")]
     rows = {name: row for row in table for name in re.findall(r"`([\w.]+/[\w*]+)`", row)}
     every = {method.removeprefix("/"): access for method, access in METHODS.items()}
-    every |= {name if "/" in name else f"{name}/*": access for name, access in SERVICES.items()
-              if access is not Access.OPEN}
-    said = {Access.CLIENT: "clients", Access.ROUTER: "| `router` |", Access.WATCHER: "`router`, `operator`",
-            Access.POOL: "`prefill` on a prefill pool, `decode` on a decode pool"}
+    every |= {
+        name if "/" in name else f"{name}/*": access
+        for name, access in SERVICES.items()
+        if access is not Access.OPEN
+    }
+    said = {
+        Access.CLIENT: "clients",
+        Access.ROUTER: "| `router` |",
+        Access.WATCHER: "`router`, `operator`",
+        Access.POOL: "`prefill` on a prefill pool, `decode` on a decode pool",
+    }
     for name, access in every.items():
         row = rows.get(name) or rows.get(f"{name.partition('/')[0]}/*")
         assert row is not None, f"docs/security.md does not say who may call {name}"
@@ -85,12 +114,22 @@ def test_flushing_is_no_clients_business_in_any_service() -> None:
 
 def test_health_and_reflection_are_open() -> None:
     assert access_to("/grpc.health.v1.Health/Watch") is Access.OPEN
-    assert access_to("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo") is Access.OPEN
+    assert (
+        access_to("/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo") is Access.OPEN
+    )
 
 
 def test_roles_are_read_from_verified_names_only() -> None:
-    assert roles_of({"peer_dns": [b"router", b"host-7"], "x509_common_name": [b"decode"]}) == {PeerRole.ROUTER}
+    assert roles_of({"peer_dns": [b"router", b"host-7"], "x509_common_name": [b"decode"]}) == {
+        PeerRole.ROUTER
+    }
     assert roles_of({"peer_uri": [b"spiffe://a.b/baton/decode"]}) == {PeerRole.DECODE}
-    assert roles_of({"peer_uri": [b"https://a.b/baton/decode", b"spiffe://a.b/baton/decode/"]}) == frozenset()
-    assert roles_of({"x509_subject_alternative_name": [b"router"], "peer_email": [b"router"]}) == frozenset()
+    assert (
+        roles_of({"peer_uri": [b"https://a.b/baton/decode", b"spiffe://a.b/baton/decode/"]})
+        == frozenset()
+    )
+    assert (
+        roles_of({"x509_subject_alternative_name": [b"router"], "peer_email": [b"router"]})
+        == frozenset()
+    )
     assert roles_of({}) == frozenset()

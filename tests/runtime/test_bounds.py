@@ -17,7 +17,16 @@ from runtime.rpc.server import MAX_PING_STRIKES, MIN_PING_INTERVAL_S
 from runtime.rpc.status import error_from_rpc
 from tests.router.harness import eventually
 from tests.support.network.ports import taken_port
-from tests.support.network.raw_http2 import END_HEADERS, HEADERS, PING, RST_STREAM, block, call, frame, raw_connection
+from tests.support.network.raw_http2 import (
+    END_HEADERS,
+    HEADERS,
+    PING,
+    RST_STREAM,
+    block,
+    call,
+    frame,
+    raw_connection,
+)
 from tests.support.router.generation import EchoGeneration, serve_echo
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -26,7 +35,9 @@ Context = grpc.aio.ServicerContext[Any, Any]
 class Torrent(EchoGeneration):
     """Says more than any window takes, for as long as somebody reads."""
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
         self.running.add(request.request_id)
         try:
             while True:
@@ -43,7 +54,9 @@ async def test_a_client_that_never_reads_ends_and_holds_up_no_drain() -> None:
     servicer = Torrent()
     server, address = await serve_echo(servicer, write_s=0.3)
     async with open_channel(address) as channel:
-        call = generation_pb2_grpc.GenerationStub(channel).Generate(pb.GenerateRequest(request_id="r", text="x"))
+        call = generation_pb2_grpc.GenerationStub(channel).Generate(
+            pb.GenerateRequest(request_id="r", text="x")
+        )
         await eventually(lambda: servicer.running, "no call")
         await eventually(lambda: not servicer.running, "a handler that never ends")
         await eventually(lambda: server.calls._quiet.is_set(), "a call that counts for ever")
@@ -56,7 +69,9 @@ async def test_its_status_is_there_when_it_reads_after_all() -> None:
     servicer = Torrent()
     server, address = await serve_echo(servicer, write_s=0.3)
     async with open_channel(address) as channel:
-        call = generation_pb2_grpc.GenerationStub(channel).Generate(pb.GenerateRequest(request_id="r", text="x"))
+        call = generation_pb2_grpc.GenerationStub(channel).Generate(
+            pb.GenerateRequest(request_id="r", text="x")
+        )
         await eventually(lambda: servicer.running, "no call")
         await eventually(lambda: not servicer.running, "a handler that never ends")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -72,7 +87,9 @@ async def test_calls_of_a_server_are_bounded_and_one_more_is_refused_with_its_li
     server, address = await serve_echo(servicer, max_calls=3)
     async with open_channel(address) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)
-        running = [stub.Generate(pb.GenerateRequest(request_id=str(i), text="hang")) for i in range(3)]
+        running = [
+            stub.Generate(pb.GenerateRequest(request_id=str(i), text="hang")) for i in range(3)
+        ]
         for call in running:
             await call.read()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -84,8 +101,10 @@ async def test_calls_of_a_server_are_bounded_and_one_more_is_refused_with_its_li
         again = stub.Generate(pb.GenerateRequest(text="hang"))
         assert await again.read() == pb.GenerateResponse(
             request_id="chosen-by-server",
-            chunk=pb.GenerateChunk(token_ids=[0], text="hang ",
-                                   usage=pb.Usage(prompt_tokens=1, completion_tokens=1)))
+            chunk=pb.GenerateChunk(
+                token_ids=[0], text="hang ", usage=pb.Usage(prompt_tokens=1, completion_tokens=1)
+            ),
+        )
     await server.drain(grace_s=0)
 
 
@@ -111,13 +130,17 @@ async def test_questions_are_short() -> None:
     server, address = await serve_echo(EchoGeneration())
     async with open_channel(address) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await generation_pb2_grpc.GenerationStub(channel).Abort(pb.AbortRequest(request_ids=["x" * 128] * 4096))
+            await generation_pb2_grpc.GenerationStub(channel).Abort(
+                pb.AbortRequest(request_ids=["x" * 128] * 4096)
+            )
         assert isinstance(refused(caught), errors.InvalidRequestError)
         assert "at most 262144 bytes" in str(refused(caught))
     await server.drain(grace_s=0)
 
 
-async def test_what_is_no_message_is_the_callers_error_and_no_bug(caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_is_no_message_is_the_callers_error_and_no_bug(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     server, address = await serve_echo(EchoGeneration())
     async with open_channel(address) as channel:
         start: Any = channel.unary_unary("/baton.v1.Generation/Generate")
@@ -134,7 +157,9 @@ async def test_streams_of_a_connection_are_bounded_and_the_next_waits_at_the_cli
     async with open_channel(address) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)
         await stub.GetLoad(pb.GetLoadRequest())  # the settings have arrived
-        calls = [stub.Generate(pb.GenerateRequest(request_id=str(i), text="hang")) for i in range(3)]
+        calls = [
+            stub.Generate(pb.GenerateRequest(request_id=str(i), text="hang")) for i in range(3)
+        ]
         await asyncio.gather(calls[0].read(), calls[1].read())
         assert len(servicer.running) == 2
         calls[0].cancel()
@@ -147,7 +172,11 @@ async def test_streams_of_a_connection_are_bounded_and_the_next_waits_at_the_cli
 async def test_connections_of_a_server_are_bounded() -> None:
     servicer = EchoGeneration()
     server, address = await serve_echo(servicer, max_connections=2)
-    async with open_channel(address) as first, open_channel(address) as second, open_channel(address) as third:
+    async with (
+        open_channel(address) as first,
+        open_channel(address) as second,
+        open_channel(address) as third,
+    ):
         calls = []
         for name, channel in (("1", first), ("2", second), ("3", third)):
             request = pb.GenerateRequest(request_id=name, text="hang")
@@ -178,9 +207,13 @@ async def pinged(address: str, pause_s: float, count: int, *, ends_within_s: flo
 
 
 async def test_a_flood_of_pings_ends_the_connection_and_our_own_pace_does_not() -> None:
-    server, address = await serve_echo(EchoGeneration(), keepalive_s=600.0)  # nobody here answers the server's own
-    flood, pace = await asyncio.gather(pinged(address, 0, 10_000, ends_within_s=60),
-                                       pinged(address, 2 * MIN_PING_INTERVAL_S, MAX_PING_STRIKES + 5, ends_within_s=3))
+    server, address = await serve_echo(
+        EchoGeneration(), keepalive_s=600.0
+    )  # nobody here answers the server's own
+    flood, pace = await asyncio.gather(
+        pinged(address, 0, 10_000, ends_within_s=60),
+        pinged(address, 2 * MIN_PING_INTERVAL_S, MAX_PING_STRIKES + 5, ends_within_s=3),
+    )
     assert not flood
     assert pace
     assert ChannelOptions().keepalive_s > 2 * MIN_PING_INTERVAL_S
@@ -210,7 +243,9 @@ async def sent(address: str, path: bytes) -> None:
 
 
 @pytest.mark.parametrize("path", [b"/\xff\xfe/x", b"/baton.v1.Generation/Generat\xc3("])
-async def test_a_path_that_is_no_text_stops_nothing(path: bytes, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_path_that_is_no_text_stops_nothing(
+    path: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
     """grpc.aio ends its serving loop for it, and nobody is told."""
     servicer = EchoGeneration()
     server, address = await serve_echo(servicer)
@@ -221,8 +256,9 @@ async def test_a_path_that_is_no_text_stops_nothing(path: bytes, caplog: pytest.
         for _ in range(3):
             await sent(address, path)
             async with open_channel(address) as other:
-                await generation_pb2_grpc.GenerationStub(other).GetLoad(pb.GetLoadRequest(), wait_for_ready=True,
-                                                                        timeout=20)
+                await generation_pb2_grpc.GenerationStub(other).GetLoad(
+                    pb.GetLoadRequest(), wait_for_ready=True, timeout=20
+                )
         assert servicer.running == {"r"}, "what was under way goes on"
         await stub.GetLoad(pb.GetLoadRequest(), wait_for_ready=True, timeout=20)
         assert "it is taken again" in caplog.text
@@ -235,14 +271,18 @@ async def test_a_path_that_is_no_text_stops_nothing(path: bytes, caplog: pytest.
             await draining
 
 
-async def test_a_client_that_resets_a_stream_it_does_not_read_is_no_bug(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_client_that_resets_a_stream_it_does_not_read_is_no_bug(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """gRPC fails the response that is being sent, and cancels the handler later or not at all."""
     servicer = Torrent()
     server, address = await serve_echo(servicer)
     async with raw_connection(address) as connection:
         for stream in range(1, 41, 2):
             request = pb.GenerateRequest(request_id=str(stream), text="x").SerializeToString()
-            await connection.send(call(b"/baton.v1.Generation/Generate", message=request, stream=stream))
+            await connection.send(
+                call(b"/baton.v1.Generation/Generate", message=request, stream=stream)
+            )
             await eventually(lambda: servicer.running, "no call")
             await connection.send(frame(RST_STREAM, (8).to_bytes(4, "big"), stream=stream))
             await eventually(lambda: not servicer.running, "a handler that never ends")

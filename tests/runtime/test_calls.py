@@ -19,7 +19,9 @@ async def test_what_is_due_together_goes_into_one_message_in_order_for_each_requ
     assert len(queue) == 0
 
 
-async def test_a_reader_that_waits_gets_what_is_put_in_the_same_turn_and_in_the_answers_to_it() -> None:
+async def test_a_reader_that_waits_gets_what_is_put_in_the_same_turn_and_in_the_answers_to_it() -> (
+    None
+):
     queue = SendQueue[str](WIDE)
     reading = asyncio.create_task(queue.take())
     await asyncio.sleep(0)
@@ -41,11 +43,17 @@ async def test_a_slow_reader_gets_long_messages_within_the_limits() -> None:
     queue = SendQueue[int](MessageLimits(max_items=10, max_weight=1000))
     for item in range(25):
         queue.put(7, item)
-    assert [await queue.take() for _ in range(3)] == [list(range(10)), list(range(10, 20)), list(range(20, 25))]
+    assert [await queue.take() for _ in range(3)] == [
+        list(range(10)),
+        list(range(10, 20)),
+        list(range(20, 25)),
+    ]
 
 
-@pytest.mark.parametrize(("weights", "lengths"), [
-    ([40, 40, 40], [2, 1]), ([100, 1], [1, 1]), ([500, 1], [1, 1]), ([1, 500, 1], [1, 1, 1])])
+@pytest.mark.parametrize(
+    ("weights", "lengths"),
+    [([40, 40, 40], [2, 1]), ([100, 1], [1, 1]), ([500, 1], [1, 1]), ([1, 500, 1], [1, 1, 1])],
+)
 async def test_what_is_heavy_goes_alone(weights: list[int], lengths: list[int]) -> None:
     queue = SendQueue[int](MessageLimits(max_items=100, max_weight=100))
     for number, weight in enumerate(weights):

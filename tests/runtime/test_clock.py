@@ -17,5 +17,9 @@ def test_the_age_of_a_process_counts_from_its_start() -> None:
 
 def test_a_new_process_is_young() -> None:
     code = "import time; time.sleep(0.3); from runtime.clock import process_age_s; print(process_age_s())"
-    age_s = float(subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60).stdout)
+    age_s = float(
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, timeout=60
+        ).stdout
+    )
     assert 0.29 <= age_s < min(60.0, process_age_s())

@@ -2,11 +2,22 @@
 
 import pytest
 
-from runtime.errors import BatonError, CapacityError, ConfigError, FieldViolation, InvalidRequestError, PeerLostError
+from runtime.errors import (
+    BatonError,
+    CapacityError,
+    ConfigError,
+    FieldViolation,
+    InvalidRequestError,
+    PeerLostError,
+)
 
-ERRORS = [PeerLostError("stage 1 of the pool died"), PeerLostError("gone", retry_after_s=3.0),
-          CapacityError("full", resource="pages", retry_after_s=0.5), ConfigError("no", field="listen"),
-          InvalidRequestError(FieldViolation("prompt", "is empty"), FieldViolation("n", "is 0"))]
+ERRORS = [
+    PeerLostError("stage 1 of the pool died"),
+    PeerLostError("gone", retry_after_s=3.0),
+    CapacityError("full", resource="pages", retry_after_s=0.5),
+    ConfigError("no", field="listen"),
+    InvalidRequestError(FieldViolation("prompt", "is empty"), FieldViolation("n", "is 0")),
+]
 
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda error: type(error).__name__)

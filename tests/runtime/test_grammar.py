@@ -1,4 +1,5 @@
-"""One client's grammar costs that client: too large, too slow or too hungry, it is refused by name, and it alone."""
+"""One client's grammar costs that client: too large, too slow or too hungry, it is refused by name,
+and it alone."""
 
 import asyncio
 import os
@@ -38,7 +39,8 @@ def grammars(tmp_path: Path) -> Iterator[Grammars]:
 
 @pytest.fixture(autouse=True)
 def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy core the limits of waiting come before those of computing. Tests of them bring their own."""
+    """On a busy core the limits of waiting come before those of computing. Tests of them bring
+    their own."""
     monkeypatch.setattr(process, "ANSWER_S", LONG_S)
     monkeypatch.setattr(process, "COMPILE_WALL_S", LONG_S)
     monkeypatch.setattr(turns, "WAIT_S", LONG_S)
@@ -46,15 +48,19 @@ def _patience(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def ample_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fast core computes a product of automata beyond the limit of memory before it comes to the limit of time."""
+    """A fast core computes a product of automata beyond the limit of memory before it comes to the
+    limit of time."""
     monkeypatch.setattr(process, "MEMORY_BYTES", 1 << 30)
 
 
 @pytest.mark.usefixtures("ample_memory")
 async def test_a_schema_that_would_compile_for_minutes_is_refused_by_its_limit_and_remembered(
-        grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with asyncio.timeout(LONG_S):
-        with pytest.raises(InvalidRequestError, match="could not be compiled within 1 s of computing, the limit"):
+        with pytest.raises(
+            InvalidRequestError, match="could not be compiled within 1 s of computing, the limit"
+        ):
             await grammars.check(never_compiled())
     monkeypatch.setattr(grammars._nursery, "fork", lambda: pytest.fail("compiled again"))
     with pytest.raises(InvalidRequestError, match="could not be compiled"):
@@ -63,17 +69,22 @@ async def test_a_schema_that_would_compile_for_minutes_is_refused_by_its_limit_a
 
 @pytest.mark.usefixtures("ample_memory")
 async def test_while_many_of_them_come_others_are_compiled(grammars: Grammars) -> None:
-    hostile = [asyncio.create_task(grammars.check(never_compiled(str(number)))) for number in range(12)]
+    hostile = [
+        asyncio.create_task(grammars.check(never_compiled(str(number)))) for number in range(12)
+    ]
     async with asyncio.timeout(4 * LONG_S):
-        await asyncio.gather(*(grammars.check(regex(f"[a-z]{{{number}}}")) for number in range(1, 9)))
+        await asyncio.gather(
+            *(grammars.check(regex(f"[a-z]{{{number}}}")) for number in range(1, 9))
+        )
         assert not all(task.done() for task in hostile), "they were in the way of nobody"
         ends = await asyncio.gather(*hostile, return_exceptions=True)
     assert {type(end) for end in ends} <= {process.TooSlow, CapacityError}, ends
     assert any(isinstance(end, process.TooSlow) for end in ends)
 
 
-async def test_the_same_new_grammar_is_compiled_once_for_all_who_bring_it(grammars: Grammars,
-                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_same_new_grammar_is_compiled_once_for_all_who_bring_it(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forks, fork = list[children.GrammarChild](), grammars._nursery.fork
 
     def counted() -> children.GrammarChild:
@@ -85,9 +96,13 @@ async def test_the_same_new_grammar_is_compiled_once_for_all_who_bring_it(gramma
     assert len(forks) == 1
 
 
-async def test_more_than_may_wait_are_told_so(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_more_than_may_wait_are_told_so(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(grammars._first.turns, "_max_waiting", 3)
-    ends = await asyncio.gather(*(grammars.check(regex(f"a{{{n + 1}}}")) for n in range(12)), return_exceptions=True)
+    ends = await asyncio.gather(
+        *(grammars.check(regex(f"a{{{n + 1}}}")) for n in range(12)), return_exceptions=True
+    )
     refused = [end for end in ends if end is not None]
     assert len(refused) == 12 - 4 - 3
     assert all(isinstance(end, CapacityError) and "3 grammars wait" in str(end) for end in refused)
@@ -101,50 +116,81 @@ TOO_LARGE = [
     (schema({"pattern": "a" * 20_000}), "pattern has 20000 bytes"),
     (schema({"title": "x" * 70_000}), "bytes, the limit is 65536"),
     (schema(NESTED), "nested 71 deep, the limit is 64"),
-    (schema({"properties": {f"p{n}": {} for n in range(2001)}}), "2001 properties, the limit is 2000"),
+    (
+        schema({"properties": {f"p{n}": {} for n in range(2001)}}),
+        "2001 properties, the limit is 2000",
+    ),
     (schema({"enum": [1] * 20_001}), "values, the limit is 20000"),
     (schema({"maxItems": 10**7}), "maxItems must be at most 1000000"),
     (regex("((a{100}b){100}){100}"), "repeats something 1000000 times, the limit is 10000"),
     (regex("a{0,99999}"), "repeats something 99999 times"),
     (regex("a{" + "9" * 5000 + "}"), "repeats something"),
-    (schema({"properties": {"x": {"pattern": "(a{200}){200}"}}}), "pattern repeats something 40000 times"),
-    (schema({"uniqueItems": True, "x-guidance": {"lenient": True}}), "x-guidance may have whitespace_flexible"),
-    (schema({"oneOf": [{}, {}], "x-guidance": {"coerce_one_of": True}}), "true or false, and nothing else"),
-    (schema({"x-guidance": {"whitespace_flexible": False, "item_separator": "x"}}), "true or false, and nothing"),
-    (schema({"x-guidance": {"whitespace_pattern": "((a{100}b){100}){100}"}}), "true or false, and nothing else"),
+    (
+        schema({"properties": {"x": {"pattern": "(a{200}){200}"}}}),
+        "pattern repeats something 40000 times",
+    ),
+    (
+        schema({"uniqueItems": True, "x-guidance": {"lenient": True}}),
+        "x-guidance may have whitespace_flexible",
+    ),
+    (
+        schema({"oneOf": [{}, {}], "x-guidance": {"coerce_one_of": True}}),
+        "true or false, and nothing else",
+    ),
+    (
+        schema({"x-guidance": {"whitespace_flexible": False, "item_separator": "x"}}),
+        "true or false, and nothing",
+    ),
+    (
+        schema({"x-guidance": {"whitespace_pattern": "((a{100}b){100}){100}"}}),
+        "true or false, and nothing else",
+    ),
     (schema({"x-guidance": {"whitespace_flexible": "no"}}), "true or false, and nothing else"),
     (schema({"x-guidance": 5}), "true or false, and nothing else"),
 ]
 
 
-@pytest.mark.parametrize(("grammar", "problem"), TOO_LARGE, ids=[problem for _, problem in TOO_LARGE])
+@pytest.mark.parametrize(
+    ("grammar", "problem"), TOO_LARGE, ids=[problem for _, problem in TOO_LARGE]
+)
 async def test_size_and_shape_are_refused_before_anything_is_compiled(
-        grammars: Grammars, monkeypatch: pytest.MonkeyPatch, grammar: Grammar, problem: str) -> None:
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch, grammar: Grammar, problem: str
+) -> None:
     monkeypatch.setattr(grammars._nursery, "fork", lambda: pytest.fail("compiled"))
     with pytest.raises(InvalidRequestError, match=problem) as refused:
         await grammars.check(grammar)
     assert refused.value.violations[0].field == grammar.field
 
 
-@pytest.mark.parametrize("lenient", [
-    {"uniqueItems": True, "x-guidance": {"lenient": True}},
-    {"oneOf": [{"type": "integer"}, {"type": "number"}], "x-guidance": {"coerce_one_of": True}},
-])
-def test_no_process_of_a_grammar_ignores_what_it_cannot_enforce(tmp_path: Path, lenient: dict[str, object]) -> None:
+@pytest.mark.parametrize(
+    "lenient",
+    [
+        {"uniqueItems": True, "x-guidance": {"lenient": True}},
+        {"oneOf": [{"type": "integer"}, {"type": "number"}], "x-guidance": {"coerce_one_of": True}},
+    ],
+)
+def test_no_process_of_a_grammar_ignores_what_it_cannot_enforce(
+    tmp_path: Path, lenient: dict[str, object]
+) -> None:
     """Also where nothing was looked at before."""
     write_character_tokenizer(tmp_path)
     tokenizer = LLTokenizer(str(tmp_path / "tokenizer.json"), eos_token=[EOS])
-    with pytest.raises(InvalidRequestError, match=r"uniqueItems|oneOf constraints are not supported$"):
+    with pytest.raises(
+        InvalidRequestError, match=r"uniqueItems|oneOf constraints are not supported$"
+    ):
         compiled(tokenizer, schema(lenient))
 
 
-@pytest.mark.parametrize("text", ["a{99}b{99}c{99}", "(a|b{50}){99}", r"\{99999}", "[{99999}]", "(a{10}b){10}x{500}"])
+@pytest.mark.parametrize(
+    "text", ["a{99}b{99}c{99}", "(a|b{50}){99}", r"\{99999}", "[{99999}]", "(a{10}b){10}x{500}"]
+)
 def test_repetitions_that_do_not_nest_do_not_multiply(text: str) -> None:
     check_shape(regex(text))
 
 
-async def test_one_that_needs_too_much_memory_is_refused_alone(grammars: Grammars,
-                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_that_needs_too_much_memory_is_refused_alone(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await grammars.check(regex("a"))
     monkeypatch.setattr(process, "MEMORY_BYTES", 1 << 20)
     huge = schema({"enum": [f"{number:0>24}" for number in range(2000)]})
@@ -155,7 +201,9 @@ async def test_one_that_needs_too_much_memory_is_refused_alone(grammars: Grammar
 
 
 @pytest.mark.parametrize(("cpu_limit_s", "is_slow"), [(0.2, True), (60.0, False)])
-def test_what_ends_just_before_its_time_of_computing_was_too_slow(cpu_limit_s: float, *, is_slow: bool) -> None:
+def test_what_ends_just_before_its_time_of_computing_was_too_slow(
+    cpu_limit_s: float, *, is_slow: bool
+) -> None:
     """It is tried once more with more time; what ends the compiler sooner is refused for good."""
 
     class Dying:
@@ -168,19 +216,31 @@ def test_what_ends_just_before_its_time_of_computing_was_too_slow(cpu_limit_s: f
             raise ConnectionResetError
 
     nursery = cast(children.GrammarNursery, SimpleNamespace(fork=Dying))
-    ended = process.GrammarProcess(nursery, regex("a"), cpu_limit_s, stays=False).compiled.exception(LONG_S)
+    ended = process.GrammarProcess(
+        nursery, regex("a"), cpu_limit_s, stays=False
+    ).compiled.exception(LONG_S)
     assert isinstance(ended, InvalidRequestError)
     assert isinstance(ended, process.TooSlow) is is_slow
 
 
 async def test_no_text_of_a_grammar_reaches_an_error_or_a_log_at_length(
-        grammars: Grammars, caplog: pytest.LogCaptureFixture) -> None:
-    """The library quotes what it does not like; a client could forge log lines with it, or fill them."""
+    grammars: Grammars, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The library quotes what it does not like; a client could forge log lines with it, or fill
+    them."""
     marks = SECRET + "\n\x1b[31mERROR " + "x" * 5000
-    for grammar in (regex(f"[{marks}"), regex(f"{marks}(?=a)"), schema({"type": marks}), schema({marks: {"not": {}}}),
-                    schema({"$ref": f"#/{marks}"}), schema({"pattern": f"({marks}"}),
-                    Grammar.of(GrammarKind.JSON_SCHEMA, marks),
-                    schema({"allOf": [{"type": "string", "pattern": f"^.*a.{{{n}}}x{marks}*$"} for n in range(20)]})):
+    for grammar in (
+        regex(f"[{marks}"),
+        regex(f"{marks}(?=a)"),
+        schema({"type": marks}),
+        schema({marks: {"not": {}}}),
+        schema({"$ref": f"#/{marks}"}),
+        schema({"pattern": f"({marks}"}),
+        Grammar.of(GrammarKind.JSON_SCHEMA, marks),
+        schema(
+            {"allOf": [{"type": "string", "pattern": f"^.*a.{{{n}}}x{marks}*$"} for n in range(20)]}
+        ),
+    ):
         try:
             await grammars.check(grammar)
         except InvalidRequestError as error:
@@ -192,12 +252,18 @@ async def test_no_text_of_a_grammar_reaches_an_error_or_a_log_at_length(
     assert shown("a\nb\x1b" + "c" * 200, 12) == "a\\nb\\x1bcccc…"
 
 
-@pytest.mark.parametrize(("computed_s", "says"), [
-    (0.0, f"too busy to compute the next token of a grammar within {LONG_S:g} s"),
-    (0.9, f"could not be computed within {LONG_S:g} s, the limit")])
+@pytest.mark.parametrize(
+    ("computed_s", "says"),
+    [
+        (0.0, f"too busy to compute the next token of a grammar within {LONG_S:g} s"),
+        (0.9, f"could not be computed within {LONG_S:g} s, the limit"),
+    ],
+)
 async def test_one_that_hangs_fails_alone_and_its_grammar_goes_on(
-        grammars: Grammars, monkeypatch: pytest.MonkeyPatch, computed_s: float, says: str) -> None:
-    """The process is stopped from outside, as a machine does that has too much to do, or a mask never comes."""
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch, computed_s: float, says: str
+) -> None:
+    """The process is stopped from outside, as a machine does that has too much to do, or a mask
+    never comes."""
     grammar = regex("a*b[12]+")
     await grammars.check(grammar)
     hangs, goes_on = grammars.open(grammar), grammars.open(grammar)
@@ -208,7 +274,9 @@ async def test_one_that_hangs_fails_alone_and_its_grammar_goes_on(
 
     def hurried(timeout_s: float) -> bytes:
         monkeypatch.setattr(child, "cpu_s", lambda: before_s + computed_s)
-        monkeypatch.setattr(process, "ANSWER_S", LONG_S)  # not for the next one, which a busy machine may hold up
+        monkeypatch.setattr(
+            process, "ANSWER_S", LONG_S
+        )  # not for the next one, which a busy machine may hold up
         return receive(timeout_s)
 
     monkeypatch.setattr(child, "receive", hurried)
@@ -237,7 +305,8 @@ def test_what_a_process_has_computed_is_read_from_outside() -> None:
 
 
 async def test_a_text_that_takes_too_much_computing_fails_by_its_budget_alone(
-        grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What a mask costs is the process's own time of computing, whatever else the machine does."""
     monkeypatch.setattr(process, "BURST_CPU_S", 0.002)
     monkeypatch.setattr(process, "TOKEN_CPU_S", 0.0002)
@@ -250,7 +319,9 @@ async def test_a_text_that_takes_too_much_computing_fails_by_its_budget_alone(
         for length in range(200):
             allowed_after(text, max(0, length - 1), spelled("[")[:length])
 
-    with pytest.raises(InvalidRequestError, match=r"more computing than the limit of 0\.002 s at once and 0\.2 ms"):
+    with pytest.raises(
+        InvalidRequestError, match=r"more computing than the limit of 0\.002 s at once and 0\.2 ms"
+    ):
         follow_on()
     monkeypatch.undo()
     allowed_after(other, 0, spelled("abc"))
@@ -305,7 +376,9 @@ asyncio.run(main())
 
 def test_an_owner_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
     write_character_tokenizer(tmp_path)
-    with subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE) as owner:
+    with subprocess.Popen(
+        [sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE
+    ) as owner:
         assert owner.stdout is not None
         nursery = int(owner.stdout.readline())
         forked = descendants(nursery)

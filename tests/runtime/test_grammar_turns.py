@@ -48,7 +48,9 @@ async def test_clients_take_turns_however_many_grammars_one_brings() -> None:
 async def test_one_client_has_half_of_the_places() -> None:
     compiler = Compiler(at_once=4)
     await compiler.bring(*"aaa", "b")
-    assert compiler.order == ["a", "a", "b"], "one place is left to others, though a third one waits"
+    assert compiler.order == ["a", "a", "b"], (
+        "one place is left to others, though a third one waits"
+    )
     await compiler.end()
     routers = Compiler(at_once=4)
     await routers.bring("", "", "", "", "")
@@ -84,14 +86,18 @@ async def test_who_leaves_gives_its_turn_back(monkeypatch: pytest.MonkeyPatch) -
     assert compiler.order == ["a", "c", "e"]
 
 
-async def test_a_client_may_bring_a_burst_and_then_so_many_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_may_bring_a_burst_and_then_so_many_a_second(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(turns, "WAIT_S", 0.5)
     allowances = Allowances(per_s=1.0)
     async with asyncio.timeout(0.4):
         for _ in range(BURST):
             await allowances.take("a")
             await allowances.take("b")
-    with pytest.raises(CapacityError, match="32 new grammars at once and 1 more a second") as refused:
+    with pytest.raises(
+        CapacityError, match="32 new grammars at once and 1 more a second"
+    ) as refused:
         await allowances.take("a")
     assert refused.value.retry_after_s == pytest.approx(1.5, abs=0.4)
     for _ in range(3 * BURST):

@@ -45,9 +45,13 @@ async def test_metadata_that_is_not_utf8_costs_one_line_of_log(log: io.StringIO)
 async def test_a_token_with_a_stray_byte_is_in_no_log(log: io.StringIO, tmp_path: Path) -> None:
     path = tmp_path / "tokens"
     path.write_text(SECRET)
-    server, address = await serve_echo(EchoGeneration(), security=ServerSecurity(tokens=TokenList(path)))
+    server, address = await serve_echo(
+        EchoGeneration(), security=ServerSecurity(tokens=TokenList(path))
+    )
     async with raw_connection(address) as connection:
-        await connection.send(call(GET_LOAD, [(b"authorization", f"Bearer {SECRET}".encode() + b"\xff")]))
+        await connection.send(
+            call(GET_LOAD, [(b"authorization", f"Bearer {SECRET}".encode() + b"\xff")])
+        )
         assert await connection.ended() == 1
     assert "UNAUTHENTICATED" in log.getvalue()
     assert SECRET not in log.getvalue()

@@ -36,7 +36,9 @@ async def ready() -> str:
     return "read"
 
 
-async def test_a_message_that_is_there_waits_only_for_the_patience_with_those_that_dribble() -> None:
+async def test_a_message_that_is_there_waits_only_for_the_patience_with_those_that_dribble() -> (
+    None
+):
     intake = Intake(IntakeLimits(places=2, patience_s=0.05, limit_s=60))
     dribbling = [asyncio.create_task(intake.receive(never, at_once)) for _ in range(6)]
     await eventually(lambda: intake.num_reading == 2, "no reads")
@@ -63,8 +65,13 @@ async def test_nobody_is_hurried_while_there_is_room() -> None:
     await asyncio.gather(slow, return_exceptions=True)
 
 
-async def test_a_message_that_never_comes_has_a_limit_and_keeps_its_place_until_its_call_is_over() -> None:
-    intake, over = Intake(IntakeLimits(places=1, patience_s=60, limit_s=0.05)), list[Callable[[], None]]()
+async def test_a_message_that_never_comes_has_a_limit_and_keeps_its_place_until_its_call_is_over() -> (
+    None
+):
+    intake, over = (
+        Intake(IntakeLimits(places=1, patience_s=60, limit_s=0.05)),
+        list[Callable[[], None]](),
+    )
     with pytest.raises(DeadlineError):
         await intake.receive(never, over.append)
     with pytest.raises(CapacityError, match="1 messages are being received"):
@@ -88,7 +95,10 @@ def test_seats_bound_calls_and_bytes_and_are_given_back() -> None:
     with seats.taken(), seats.taken(), seats.holding(60):
         with pytest.raises(CapacityError, match="2 calls are under way"), seats.taken():
             pass
-        with pytest.raises(CapacityError, match="60 bytes and this one 41; the limit is 100"), seats.holding(41):
+        with (
+            pytest.raises(CapacityError, match="60 bytes and this one 41; the limit is 100"),
+            seats.holding(41),
+        ):
             pass
         with seats.holding(40):
             assert seats.num_bytes == 100
@@ -98,17 +108,28 @@ def test_seats_bound_calls_and_bytes_and_are_given_back() -> None:
 
 
 def test_a_client_leaves_something_to_others_however_many_calls_it_makes() -> None:
-    """Of nine places it has eight, of 900 bytes 800; as many clients as there are share the rest likewise."""
+    """Of nine places it has eight, of 900 bytes 800; as many clients as there are share the rest
+    likewise."""
     seats = Seats("calls", 9, 900)
     with ExitStack() as calls:
         for _ in range(8):
             calls.enter_context(seats.taken("a"))
-        with pytest.raises(CapacityError, match=r"8 calls of this client .* and 1 are left"), seats.taken("a"):
+        with (
+            pytest.raises(CapacityError, match=r"8 calls of this client .* and 1 are left"),
+            seats.taken("a"),
+        ):
             pass
-        with seats.taken("b"), pytest.raises(CapacityError, match="9 calls are under way"), seats.taken("c"):
+        with (
+            seats.taken("b"),
+            pytest.raises(CapacityError, match="9 calls are under way"),
+            seats.taken("c"),
+        ):
             pass
         with seats.holding(500, "a"), seats.holding(300, "a"):
-            with pytest.raises(CapacityError, match="have 800 bytes and this one 1, and 99"), seats.holding(1, "a"):
+            with (
+                pytest.raises(CapacityError, match="have 800 bytes and this one 1, and 99"),
+                seats.holding(1, "a"),
+            ):
                 pass
             with seats.holding(90, "b"):
                 pass
@@ -137,7 +158,9 @@ COUNTED = MessageBounds(16 << 20, uncounted_bytes=0)
 
 def chat(num_messages: int) -> bytes:
     """One field, and one for each message: nothing in them."""
-    return pb.GenerateRequest(chat=pb.ChatMessages(messages=[pb.ChatMessage()] * num_messages)).SerializeToString()
+    return pb.GenerateRequest(
+        chat=pb.ChatMessages(messages=[pb.ChatMessage()] * num_messages)
+    ).SerializeToString()
 
 
 def test_parts_are_counted_before_a_message_is_parsed() -> None:
@@ -145,17 +168,24 @@ def test_parts_are_counted_before_a_message_is_parsed() -> None:
     assert len(parse(chat(MAX_PARTS - 1)).chat.messages) == MAX_PARTS - 1
     with pytest.raises(InvalidRequestError, match=f"at most {MAX_PARTS} fields and entries"):
         parse(chat(MAX_PARTS))
-    biases = pb.GenerateRequest(sampling=types_pb2.SamplingParams(logit_bias=dict.fromkeys(range(MAX_PARTS), 1.0)))
+    biases = pb.GenerateRequest(
+        sampling=types_pb2.SamplingParams(logit_bias=dict.fromkeys(range(MAX_PARTS), 1.0))
+    )
     with pytest.raises(InvalidRequestError, match=f"at most {MAX_PARTS} fields and entries"):
         parse(biases.SerializeToString())
-    small = bounded(pb.GenerateRequest.FromString, MessageBounds(16 << 20, uncounted_bytes=len(chat(MAX_PARTS))))
-    assert len(small(chat(MAX_PARTS)).chat.messages) == MAX_PARTS, "what is cheap to parse is not counted"
+    small = bounded(
+        pb.GenerateRequest.FromString, MessageBounds(16 << 20, uncounted_bytes=len(chat(MAX_PARTS)))
+    )
+    assert len(small(chat(MAX_PARTS)).chat.messages) == MAX_PARTS, (
+        "what is cheap to parse is not counted"
+    )
 
 
 def test_numbers_are_counted_before_a_message_is_parsed() -> None:
     def request(*lengths: int) -> bytes:
-        return pb.GenerateRequest(resumed=[types_pb2.TokenIds(ids=[300] * length) for length in lengths],
-                                  ).SerializeToString()
+        return pb.GenerateRequest(
+            resumed=[types_pb2.TokenIds(ids=[300] * length) for length in lengths],
+        ).SerializeToString()
 
     parse = bounded(pb.GenerateRequest.FromString, COUNTED)
     assert len(parse(request(MAX_NUMBERS)).resumed[0].ids) == MAX_NUMBERS
@@ -163,13 +193,16 @@ def test_numbers_are_counted_before_a_message_is_parsed() -> None:
         parse(request(MAX_NUMBERS // 2, MAX_NUMBERS // 2 + 1))
 
 
-@pytest.mark.parametrize("raw", [
-    b"\x2a\x05\x0a",  # a chat of five bytes, of which one is there
-    b"\x08" + b"\xff" * (1 << 20),  # a number without an end
-    b"\x2b\x2c",  # a group
-    b"\x1d\x00",  # four bytes, of which one is there
-    b"\x1f",  # no field is of this type
-])
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"\x2a\x05\x0a",  # a chat of five bytes, of which one is there
+        b"\x08" + b"\xff" * (1 << 20),  # a number without an end
+        b"\x2b\x2c",  # a group
+        b"\x1d\x00",  # four bytes, of which one is there
+        b"\x1f",  # no field is of this type
+    ],
+)
 def test_what_is_no_message_is_refused_where_it_is_counted(raw: bytes) -> None:
     with pytest.raises(InvalidRequestError, match="no message of its type"):
         bounded(pb.GenerateRequest.FromString, COUNTED)(raw)
@@ -181,12 +214,16 @@ def test_compressed_messages_are_inflated_up_to_a_ratio() -> None:
     assert parse(gzip.compress(pb.GenerateRequest(text=text).SerializeToString())).text == text
     zeros = gzip.compress(bytes(16 << 20))
     limit = FREE_INFLATED_BYTES + MAX_INFLATION * len(zeros)
-    with pytest.raises(InvalidRequestError, match=f"of {len(zeros)} bytes may have at most {limit} when"):
+    with pytest.raises(
+        InvalidRequestError, match=f"of {len(zeros)} bytes may have at most {limit} when"
+    ):
         parse(zeros)
     with pytest.raises(InvalidRequestError, match="may have at most 100 when"):
         bounded(pb.GenerateRequest.FromString, MessageBounds(100))(gzip.compress(bytes(101)))
     for damaged in (zeros[:2], zeros[:20] + zeros[30:], gzip.compress(b"\x0a\x01a")[:-1]):
-        with pytest.raises(InvalidRequestError, match=r"no message of its type|when it is inflated"):
+        with pytest.raises(
+            InvalidRequestError, match=r"no message of its type|when it is inflated"
+        ):
             parse(damaged)
 
 
@@ -195,4 +232,7 @@ def test_a_request_is_held_with_what_becomes_of_its_numbers() -> None:
     ids = types_pb2.TokenIds(ids=[5] * 1000)
     request = pb.GenerateRequest(token_ids=ids, resumed=[ids], resumed_from=["a"])
     assert held_bytes(request) == request.ByteSize() + 2000 * 12
-    assert held_bytes(pb.GenerateRequest(text="x" * 1000)) == pb.GenerateRequest(text="x" * 1000).ByteSize()
+    assert (
+        held_bytes(pb.GenerateRequest(text="x" * 1000))
+        == pb.GenerateRequest(text="x" * 1000).ByteSize()
+    )

@@ -49,8 +49,15 @@ def test_json_lines_carry_ids_and_fields() -> None:
     logging.getLogger("x").debug("not shown")
     line = json.loads(stream.getvalue())
     assert line.pop("time").endswith("Z")
-    assert line == {"level": "info", "role": "decode", "logger": "x", "message": "took 3", "request_id": "r1",
-                    "session_id": "s1", "pages": 4}
+    assert line == {
+        "level": "info",
+        "role": "decode",
+        "logger": "x",
+        "message": "took 3",
+        "request_id": "r1",
+        "session_id": "s1",
+        "pages": 4,
+    }
     assert not bound_ids()
 
 
@@ -97,10 +104,16 @@ def logged(style: LogStyle, log: Callable[[logging.Logger], None]) -> str:
 def test_no_value_makes_a_second_line_or_reaches_a_terminal(style: LogStyle) -> None:
     def log(logger: logging.Logger) -> None:
         with bind(request_id=FORGED):
-            logger.info("call of %s refused", FORGED, extra={"reason": FORGED, "several": [FORGED], "last": 1})
+            logger.info(
+                "call of %s refused",
+                FORGED,
+                extra={"reason": FORGED, "several": [FORGED], "last": 1},
+            )
 
     text = logged(style, log)
-    assert len(text.splitlines()) == 1, "splitlines knows every character that any reader takes for the end of a line"
+    assert len(text.splitlines()) == 1, (
+        "splitlines knows every character that any reader takes for the end of a line"
+    )
     assert text.endswith("\n")
     assert text[:-1].isprintable()
     assert text.count("forged") == 4, "shown, but in its place"
@@ -114,7 +127,9 @@ def test_a_megabyte_of_anything_makes_a_short_line(style: LogStyle) -> None:
         rebind(request_id=long)
         logger.info("call of %s refused for %d s: %s", long, 3, "why", extra={"reason": long})
         logger.info(long)
-        assert len(bound_ids()["request_id"]) == MAX_VALUE_CHARACTERS, "what is kept while the request runs"
+        assert len(bound_ids()["request_id"]) == MAX_VALUE_CHARACTERS, (
+            "what is kept while the request runs"
+        )
 
     text = logged(style, log)
     assert len(text) < 3 * (MAX_VALUE_CHARACTERS + 100) + MAX_MESSAGE_CHARACTERS + 1000
@@ -131,8 +146,10 @@ def test_a_traceback_is_bounded_and_indented(style: LogStyle) -> None:
     text = logged(style, log)
     assert len(text) < MAX_TRACEBACK_LINES * (MAX_TRACEBACK_CHARACTERS + 100)
     assert "the end" in text
-    lines = text.splitlines() if style is LogStyle.HUMAN else json.loads(text)["exception"].splitlines()
-    assert all(line.startswith("    ") for line in lines[style is LogStyle.HUMAN:])
+    lines = (
+        text.splitlines() if style is LogStyle.HUMAN else json.loads(text)["exception"].splitlines()
+    )
+    assert all(line.startswith("    ") for line in lines[style is LogStyle.HUMAN :])
 
 
 def test_a_value_cannot_pose_as_another_field() -> None:
@@ -140,7 +157,9 @@ def test_a_value_cannot_pose_as_another_field() -> None:
         logger.info("said", extra={"reason": "none code=OK", "time_s": 1})
 
     assert logged(LogStyle.HUMAN, log).endswith(' said  reason="none code=OK" time_s=1\n')
-    line = json.loads(logged(LogStyle.JSON, lambda logger: logger.info("said", extra={"level": "debug"})))
+    line = json.loads(
+        logged(LogStyle.JSON, lambda logger: logger.info("said", extra={"level": "debug"}))
+    )
     assert line["level"] == "info"
 
 
@@ -152,8 +171,9 @@ def test_shown_is_the_text_itself_where_it_can_be() -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_why_a_process_ends_is_told_in_the_style_of_its_logs(style: LogStyle,
-                                                             capsys: pytest.CaptureFixture[str]) -> None:
+def test_why_a_process_ends_is_told_in_the_style_of_its_logs(
+    style: LogStyle, capsys: pytest.CaptureFixture[str]
+) -> None:
     stream = io.StringIO()
     configure(level="error", style=style, role="router", stream=stream)
     report_end("router: 100% of it is wrong")
@@ -161,17 +181,27 @@ def test_why_a_process_ends_is_told_in_the_style_of_its_logs(style: LogStyle,
         assert (capsys.readouterr().err, stream.getvalue()) == ("router: 100% of it is wrong\n", "")
     else:
         line = json.loads(stream.getvalue())
-        assert (line["level"], line["role"], line["message"]) == ("error", "router", "router: 100% of it is wrong")
+        assert (line["level"], line["role"], line["message"]) == (
+            "error",
+            "router",
+            "router: 100% of it is wrong",
+        )
 
 
 def test_a_line_without_a_logger_is_like_one_with_it() -> None:
     line = json.loads(styled_line(LogStyle.JSON, "starting", role="baton"))
     logged_line = json.loads(logged(LogStyle.JSON, lambda logger: logger.info("starting")))
-    assert {**logged_line, "role": "baton", "time": ""} == {**line, "logger": logged_line["logger"], "time": ""}
+    assert {**logged_line, "role": "baton", "time": ""} == {
+        **line,
+        "logger": logged_line["logger"],
+        "time": "",
+    }
     assert len(line["time"]) == len(logged_line["time"])
     assert message_of(json.dumps(line)) == "starting"
 
 
-@pytest.mark.parametrize("line", ["router: no such folder", "[1]", "{}", '{"message": 1}', "{", "null", "\ud800"])
+@pytest.mark.parametrize(
+    "line", ["router: no such folder", "[1]", "{}", '{"message": 1}', "{", "null", "\ud800"]
+)
 def test_a_line_that_is_no_record_is_its_own_message(line: str) -> None:
     assert message_of(line) == line

@@ -33,7 +33,9 @@ def test_exposition_serves_what_was_counted() -> None:
     transfer.bytes_moved.labels("kv").inc(4096)
     exposition = Exposition.start(registry, port=0)
     try:
-        with urllib.request.urlopen(f"http://127.0.0.1:{exposition.port}/metrics", timeout=60) as answer:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{exposition.port}/metrics", timeout=60
+        ) as answer:
             text = answer.read().decode()
         with pytest.raises(ConfigError, match=str(exposition.port)):
             Exposition.start(registry, port=exposition.port)
@@ -44,21 +46,34 @@ def test_exposition_serves_what_was_counted() -> None:
     assert "process_resident_memory_bytes" in text
 
 
-def test_connections_that_ask_for_nothing_keep_no_scrape_out(capfd: pytest.CaptureFixture[str]) -> None:
+def test_connections_that_ask_for_nothing_keep_no_scrape_out(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
     """Each would have a thread and a descriptor of the worker for as long as it likes."""
     exposition = Exposition.start(new_registry(role="decode", version="1.2.3"), port=0)
     before = threading.active_count()
     try:
-        idle = [socket.create_connection(("127.0.0.1", exposition.port), timeout=60) for _ in range(8 * MAX_SCRAPES)]
+        idle = [
+            socket.create_connection(("127.0.0.1", exposition.port), timeout=60)
+            for _ in range(8 * MAX_SCRAPES)
+        ]
         junk = socket.create_connection(("127.0.0.1", exposition.port), timeout=60)
         junk.sendall(bytes(100_000))
-        junk.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # it leaves by a reset
+        junk.setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0)
+        )  # it leaves by a reset
         junk.close()
-        with urllib.request.urlopen(f"http://127.0.0.1:{exposition.port}/metrics", timeout=60) as answer:
+        with urllib.request.urlopen(
+            f"http://127.0.0.1:{exposition.port}/metrics", timeout=60
+        ) as answer:
             assert b"baton_build_info" in answer.read()
-        assert [connection.recv(1) for connection in idle[:6 * MAX_SCRAPES]] == [b""] * 6 * MAX_SCRAPES
+        assert [connection.recv(1) for connection in idle[: 6 * MAX_SCRAPES]] == [
+            b""
+        ] * 6 * MAX_SCRAPES
         deadline_s = time.monotonic() + 60
-        while threading.active_count() - before > 2 * MAX_SCRAPES:  # those cut off end in their time
+        while (
+            threading.active_count() - before > 2 * MAX_SCRAPES
+        ):  # those cut off end in their time
             assert time.monotonic() < deadline_s
             time.sleep(0.01)
         for connection in idle:
@@ -68,7 +83,9 @@ def test_connections_that_ask_for_nothing_keep_no_scrape_out(capfd: pytest.Captu
     assert capfd.readouterr() == ("", "")
 
 
-def test_without_a_free_descriptor_scrapes_wait_and_nothing_spins(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_free_descriptor_scrapes_wait_and_nothing_spins(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     attempts: list[None] = []
     original = TCPServer.get_request
 
@@ -98,12 +115,18 @@ def test_without_a_free_descriptor_scrapes_wait_and_nothing_spins(monkeypatch: p
 
 
 def test_a_worker_can_hold_all_its_sets_in_one_registry() -> None:
-    for kinds in ((RpcMetrics, RouterMetrics), (RpcMetrics, StageMetrics, LeaderMetrics, PoolMetrics, HandoffMetrics,
-                                                  ArrivalMetrics)):
+    for kinds in (
+        (RpcMetrics, RouterMetrics),
+        (RpcMetrics, StageMetrics, LeaderMetrics, PoolMetrics, HandoffMetrics, ArrivalMetrics),
+    ):
         registry = new_registry(role="x", version="0")
         for kind in kinds:
             kind.create(registry)
-        names = [family.name for family in registry.collect() if not family.name.startswith(("process", "python"))]
+        names = [
+            family.name
+            for family in registry.collect()
+            if not family.name.startswith(("process", "python"))
+        ]
         assert all(name.startswith("baton_") for name in names)
 
 
@@ -115,19 +138,31 @@ def test_failures_stand_at_zero_before_the_first() -> None:
     found: dict[str, set[tuple[str, ...]]] = {}
     for family in registry.collect():
         for sample in family.samples:
-            if family.name.startswith("baton_") and sample.name.endswith("_total") and sample.labels:
+            if (
+                family.name.startswith("baton_")
+                and sample.name.endswith("_total")
+                and sample.labels
+            ):
                 assert sample.value == 0
                 found.setdefault(family.name, set()).add(tuple(sample.labels.values()))
     sessions = {(reason,) for reason in SESSION_FAILURES}
     assert found["baton_kv_transfer_failures"] == sessions | {("source_replaced",)}
     assert found["baton_handshake_failures"] == sessions
-    assert found["baton_router_retries"] == {(role.value, reason) for role in WorkerRole for reason in FAILURES}
-    assert found["baton_migrations"] == {(move.value, end) for move in MoveReason for end in ("resumed", "failed")}
+    assert found["baton_router_retries"] == {
+        (role.value, reason) for role in WorkerRole for reason in FAILURES
+    }
+    assert found["baton_migrations"] == {
+        (move.value, end) for move in MoveReason for end in ("resumed", "failed")
+    }
     assert found["baton_discovery_errors"] == {("dns",), ("kubernetes",)}
     assert found["baton_local_prefill"] == {("preempted",), ("short_rest",)}
     assert registry.get_sample_value("baton_e2e_seconds_count", {"outcome": "failed"}) == 0
 
 
 def test_failures_have_reasons_of_errors() -> None:
-    reasons = {kind.reason for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, BatonError)}
+    reasons = {
+        kind.reason
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, BatonError)
+    }
     assert set(FAILURES) <= reasons

@@ -31,7 +31,9 @@ def test_a_checkpoint_is_one(tmp_path: Path) -> None:
     sharded = folder(tmp_path / "sharded", config__json="{}")
     (sharded / "model-00001-of-00002.safetensors").touch()
     check_model_folder(sharded)
-    merged = folder(tmp_path / "merged", config__json="{}", adapter_config__json="{}", model__safetensors="")
+    merged = folder(
+        tmp_path / "merged", config__json="{}", adapter_config__json="{}", model__safetensors=""
+    )
     check_model_folder(merged)
 
 
@@ -41,25 +43,40 @@ def test_a_router_needs_no_weights(tmp_path: Path) -> None:
     assert refusal(facts) == f"{facts} is not a model directory: it has no *.safetensors"
 
 
-def test_a_name_on_the_hub_is_downloaded_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_on_the_hub_is_downloaded_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
-    assert ("`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`, then --model Qwen3-0.6B"
-            in refusal(Path("Qwen/Qwen3-0.6B")))
+    assert (
+        "`hf download Qwen/Qwen3-0.6B --local-dir Qwen3-0.6B`, then --model Qwen3-0.6B"
+        in refusal(Path("Qwen/Qwen3-0.6B"))
+    )
     assert "then --draft head" in refusal(Path("owner/head"), field="draft")
-    assert refusal(Path("/nowhere/at/all")) == ("/nowhere/at/all does not exist; --model takes the folder of a "
-                                                "checkpoint")
+    assert refusal(Path("/nowhere/at/all")) == (
+        "/nowhere/at/all does not exist; --model takes the folder of a checkpoint"
+    )
 
 
 def test_pointers_of_git_lfs(tmp_path: Path) -> None:
-    cloned = folder(tmp_path / "cloned", config__json="{}", model__safetensors=POINTER, tokenizer__json=POINTER)
-    assert refusal(cloned) == (f"{cloned} has git-LFS pointers where files should be (model.safetensors, "
-                               f"tokenizer.json): run `git lfs pull` in it")
+    cloned = folder(
+        tmp_path / "cloned", config__json="{}", model__safetensors=POINTER, tokenizer__json=POINTER
+    )
+    assert refusal(cloned) == (
+        f"{cloned} has git-LFS pointers where files should be (model.safetensors, "
+        f"tokenizer.json): run `git lfs pull` in it"
+    )
 
 
 def test_an_adapter_is_merged_first(tmp_path: Path) -> None:
-    adapter = folder(tmp_path / "lora", adapter_config__json='{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}',
-                     adapter_model__safetensors="")
-    assert "an adapter (LoRA) of Qwen/Qwen3-0.6B, not a model: merge it into Qwen/Qwen3-0.6B first" in refusal(adapter)
+    adapter = folder(
+        tmp_path / "lora",
+        adapter_config__json='{"base_model_name_or_path": "Qwen/Qwen3-0.6B"}',
+        adapter_model__safetensors="",
+    )
+    assert (
+        "an adapter (LoRA) of Qwen/Qwen3-0.6B, not a model: merge it into Qwen/Qwen3-0.6B first"
+        in refusal(adapter)
+    )
     assert "LoRA) of its base model" in refusal(folder(tmp_path / "odd", adapter_config__json="[]"))
 
 
@@ -68,7 +85,9 @@ def test_other_formats(tmp_path: Path) -> None:
     (gguf / "model-q4.gguf").write_text("GGUF")
     for path in (gguf, gguf / "model-q4.gguf"):
         assert "model-q4.gguf is GGUF, llama.cpp's format" in refusal(path)
-    assert "has its weights as pickles" in refusal(folder(tmp_path / "bin", config__json="{}", pytorch_model__bin="x"))
+    assert "has its weights as pickles" in refusal(
+        folder(tmp_path / "bin", config__json="{}", pytorch_model__bin="x")
+    )
     assert "is a file; --model takes the folder" in refusal(tmp_path / "bin" / "config.json")
 
 

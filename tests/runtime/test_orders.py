@@ -20,7 +20,9 @@ def test_the_user_of_a_connection_is_known(tmp_path: Path) -> None:
             assert not is_from_user(channel, os.getuid() + 1)
 
 
-def test_a_server_of_forks_hangs_up_on_another_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_of_forks_hangs_up_on_another_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     other = os.getuid() + 1
     monkeypatch.setattr(os, "getuid", lambda: other)
     with open_socket() as listener, open_socket() as caller:

@@ -11,7 +11,9 @@ def names(ids: list[int], salt: str = "", compatibility: str = "weights 1") -> t
 
 def test_a_name_is_the_digest_of_the_name_before_and_its_ids() -> None:
     first = blake2b(b"9:weights 1tenant", digest_size=16).digest()
-    second = blake2b(first + b"\x01\0\0\0\x02\0\0\0\x03\0\0\0\xff\xff\x03\0", digest_size=16).digest()
+    second = blake2b(
+        first + b"\x01\0\0\0\x02\0\0\0\x03\0\0\0\xff\xff\x03\0", digest_size=16
+    ).digest()
     assert names([1, 2, 3, 0x3FFFF], salt="tenant") == (second,)
     assert len(second) == NAME_BYTES
 
@@ -26,7 +28,9 @@ def test_prompts_share_names_up_to_the_block_in_which_they_part() -> None:
     assert [a == b for a, b in zip(whole, parted, strict=True)] == [True, True, False, False]
 
 
-@pytest.mark.parametrize("other", [{"salt": "b"}, {"compatibility": "weights 2"},
-                                   {"compatibility": "weights", "salt": " 1"}])
+@pytest.mark.parametrize(
+    "other",
+    [{"salt": "b"}, {"compatibility": "weights 2"}, {"compatibility": "weights", "salt": " 1"}],
+)
 def test_what_must_not_meet_has_other_names(other: dict[str, str]) -> None:
     assert not set(names(list(range(16)))) & set(names(list(range(16)), **other))

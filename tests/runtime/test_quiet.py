@@ -1,4 +1,5 @@
-"""Only Python's logging writes to stderr: a line of gRPC's own among JSON lines breaks whoever reads them."""
+"""Only Python's logging writes to stderr: a line of gRPC's own among JSON lines breaks whoever
+reads them."""
 
 import os
 import subprocess
@@ -37,8 +38,14 @@ runpy.run_module({module!r}, run_name="__main__")
 
 def output(program: str, **environment: str) -> tuple[str, str]:
     inherited = {key: value for key, value in os.environ.items() if key != "GRPC_VERBOSITY"}
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=240, check=True,
-                          env=inherited | environment)
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=True,
+        env=inherited | environment,
+    )
     return done.stdout, done.stderr
 
 

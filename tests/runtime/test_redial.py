@@ -1,6 +1,8 @@
-"""Peers known by a name that return at another address: gRPC's own resolver asks a name server whose answers change.
+"""Peers known by a name that return at another address: gRPC's own resolver asks a name server
+whose answers change.
 
-Both ends of gRPC are real, on loopback addresses. A peer that is away has no address at all, as a pod's name.
+Both ends of gRPC are real, on loopback addresses. A peer that is away has no address at all, as a
+pod's name.
 """
 
 import asyncio
@@ -49,11 +51,13 @@ def target(names: NameServer, port: int) -> str:
 
 @asynccontextmanager
 async def asking(kind: str, names: NameServer, port: int) -> AsyncIterator[Ask]:
-    """What asks the peer over one channel of this kind, as `runtime.rpc.client` makes it for a name."""
+    """What asks the peer over one channel of this kind, as `runtime.rpc.client` makes it for a
+    name."""
     where, options = target(names, port), ChannelOptions().as_grpc()
     if kind == "asyncio":
-        async with RedialingChannel(PLAIN_CHANNEL, lambda _: grpc.aio.insecure_channel(where, options),
-                                    is_named=True) as channel:
+        async with RedialingChannel(
+            PLAIN_CHANNEL, lambda _: grpc.aio.insecure_channel(where, options), is_named=True
+        ) as channel:
             stub = generation_pb2_grpc.GenerationStub(channel)
 
             async def ask() -> str:
@@ -61,14 +65,17 @@ async def asking(kind: str, names: NameServer, port: int) -> AsyncIterator[Ask]:
 
             yield ask
         return
-    with RedialingSyncChannel(PLAIN_CHANNEL, lambda _: grpc.insecure_channel(where, options),
-                              is_named=True) as blocking:
+    with RedialingSyncChannel(
+        PLAIN_CHANNEL, lambda _: grpc.insecure_channel(where, options), is_named=True
+    ) as blocking:
         sync_stub = generation_pb2_grpc.GenerationStub(blocking)
         stream = kind == "threads, streaming"
 
         def ask_now() -> str:
             if stream:
-                return next(sync_stub.Generate(pb.GenerateRequest(text="echo"), timeout=1)).chunk.text.strip()
+                return next(
+                    sync_stub.Generate(pb.GenerateRequest(text="echo"), timeout=1)
+                ).chunk.text.strip()
             return sync_stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=1).model
 
         yield lambda: asyncio.to_thread(ask_now)
@@ -90,7 +97,8 @@ async def seconds_until(ask: Ask, *, answers: bool) -> float:
 @pytest.mark.parametrize("away_s", [0.0, AWAY_S])
 @pytest.mark.parametrize("kind", ["asyncio", "threads", "threads, streaming"])
 async def test_a_peer_that_returns_at_another_address_is_found_within_three_seconds(
-        names: NameServer, kind: str, away_s: float) -> None:
+    names: NameServer, kind: str, away_s: float
+) -> None:
     names.answers[NAME] = ["127.0.0.2"]
     async with echo_at("127.0.0.2") as port:
         pass
@@ -107,12 +115,16 @@ async def test_a_peer_that_returns_at_another_address_is_found_within_three_seco
             assert await seconds_until(ask, answers=True) < FOUND_S
 
 
-async def test_grpc_itself_looks_a_name_up_again_when_its_connection_is_lost(names: NameServer) -> None:
+async def test_grpc_itself_looks_a_name_up_again_when_its_connection_is_lost(
+    names: NameServer,
+) -> None:
     """For calls that wait for a connection: the channel of these is not replaced."""
     names.answers[NAME] = ["127.0.0.2"]
     async with echo_at("127.0.0.2") as port:
         pass
-    async with grpc.aio.insecure_channel(target(names, port), ChannelOptions().as_grpc()) as channel:
+    async with grpc.aio.insecure_channel(
+        target(names, port), ChannelOptions().as_grpc()
+    ) as channel:
         stub = generation_pb2_grpc.GenerationStub(channel)
         async with echo_at("127.0.0.2", port):
             await stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=10)
@@ -121,21 +133,30 @@ async def test_grpc_itself_looks_a_name_up_again_when_its_connection_is_lost(nam
             await stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=FOUND_S, wait_for_ready=True)
 
 
-async def test_a_name_server_that_is_silent_or_talks_nonsense_delays_nothing_once_it_is_back(names: NameServer) -> None:
+async def test_a_name_server_that_is_silent_or_talks_nonsense_delays_nothing_once_it_is_back(
+    names: NameServer,
+) -> None:
     names.answers[NAME] = None
     async with echo_at("127.0.0.3") as port, asking("asyncio", names, port) as ask:
         await seconds_until(ask, answers=False)
         names.garbage = b"\x00" * 7
         await seconds_until(ask, answers=False)
         names.garbage, names.answers[NAME] = b"", ["127.0.0.3"]
-        assert await seconds_until(ask, answers=True) < 6.0  # a question under way is asked again after five seconds
+        assert (
+            await seconds_until(ask, answers=True) < 6.0
+        )  # a question under way is asked again after five seconds
 
 
 @pytest.mark.parametrize("addresses", [["127.0.0.9", "127.0.0.3"], ["::1"], ["127.0.0.9", "::1"]])
-async def test_of_several_addresses_one_that_answers_is_enough(names: NameServer, addresses: list[str]) -> None:
+async def test_of_several_addresses_one_that_answers_is_enough(
+    names: NameServer, addresses: list[str]
+) -> None:
     names.answers[NAME] = addresses
     host = addresses[-1]
-    async with (echo_at(f"[{host}]" if ":" in host else host) as port, asking("asyncio", names, port) as ask):
+    async with (
+        echo_at(f"[{host}]" if ":" in host else host) as port,
+        asking("asyncio", names, port) as ask,
+    ):
         assert await seconds_until(ask, answers=True) < FOUND_S
 
 
@@ -144,8 +165,9 @@ async def test_a_call_under_way_outlives_the_channel_that_is_replaced(names: Nam
     options = ChannelOptions().as_grpc()
     async with echo_at("127.0.0.2") as port:
         where = target(names, port)
-        async with RedialingChannel(PLAIN_CHANNEL, lambda _: grpc.aio.insecure_channel(where, options),
-                                    is_named=True) as channel:
+        async with RedialingChannel(
+            PLAIN_CHANNEL, lambda _: grpc.aio.insecure_channel(where, options), is_named=True
+        ) as channel:
             stub = generation_pb2_grpc.GenerationStub(channel)
             held = stub.Generate(pb.GenerateRequest(text="hang"))
             await held.read()
@@ -169,14 +191,17 @@ async def test_a_name_that_answers_keeps_its_channel(names: NameServer) -> None:
 
         async with RedialingChannel(PLAIN_CHANNEL, dial, is_named=True) as channel:
             stub = generation_pb2_grpc.GenerationStub(channel)
-            await asyncio.gather(*(stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=10) for _ in range(8)))
+            await asyncio.gather(
+                *(stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=10) for _ in range(8))
+            )
             for _ in range(8):
                 await stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=10)
     assert len(dialed) == 1
 
 
 async def test_a_peer_that_shakes_hands_slowly_is_reached(names: NameServer) -> None:
-    """Each try to connect has seconds, whatever the pause between two: a busy peer answers none within 0.4 s."""
+    """Each try to connect has seconds, whatever the pause between two: a busy peer answers none
+    within 0.4 s."""
     server, address = await serve_echo(EchoGeneration())
     host, port = address.split(":")
 
@@ -186,8 +211,13 @@ async def test_a_peer_that_shakes_hands_slowly_is_reached(names: NameServer) -> 
         await asyncio.gather(_pass_on(reader, to_writer), _pass_on(to_reader, writer))
 
     relay = await asyncio.start_server(delayed, "127.0.0.1", 0)
-    async with relay, open_channel(f"127.0.0.1:{relay.sockets[0].getsockname()[1]}",
-                                   ChannelOptions(max_reconnect_backoff_s=0.4)) as channel:
+    async with (
+        relay,
+        open_channel(
+            f"127.0.0.1:{relay.sockets[0].getsockname()[1]}",
+            ChannelOptions(max_reconnect_backoff_s=0.4),
+        ) as channel,
+    ):
         stub = generation_pb2_grpc.GenerationStub(channel)
         assert (await stub.GetModelInfo(pb.GetModelInfoRequest(), timeout=10)).model == "echo"
     await server.drain(grace_s=0)
@@ -200,18 +230,28 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -
 
 
 async def test_channels_to_names_are_dialed_anew_and_those_to_addresses_are_grpc_s_own() -> None:
-    for address, is_named in (("127.0.0.1:1", False), ("[::1]:1", False), ("[fe80::1%lo]:1", False),
-                              ("localhost:1", True), ("decode-0.decode:7000", True)):
+    for address, is_named in (
+        ("127.0.0.1:1", False),
+        ("[::1]:1", False),
+        ("[fe80::1%lo]:1", False),
+        ("localhost:1", True),
+        ("decode-0.decode:7000", True),
+    ):
         async with open_channel(address) as channel:
             assert isinstance(channel, RedialingChannel) is is_named, address
         with open_sync_channel(address) as blocking:
             assert isinstance(blocking, RedialingSyncChannel) is is_named, address
 
 
-async def test_a_name_without_an_address_is_a_peer_that_cannot_be_reached(names: NameServer) -> None:
+async def test_a_name_without_an_address_is_a_peer_that_cannot_be_reached(
+    names: NameServer,
+) -> None:
     options = ChannelOptions().as_grpc()
-    async with RedialingChannel(PLAIN_CHANNEL, lambda _: grpc.aio.insecure_channel(target(names, 1), options),
-                                is_named=True) as channel:
+    async with RedialingChannel(
+        PLAIN_CHANNEL, lambda _: grpc.aio.insecure_channel(target(names, 1), options), is_named=True
+    ) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await generation_pb2_grpc.GenerationStub(channel).GetModelInfo(pb.GetModelInfoRequest(), timeout=10)
+            await generation_pb2_grpc.GenerationStub(channel).GetModelInfo(
+                pb.GetModelInfoRequest(), timeout=10
+            )
     assert is_lost(refused.value)

@@ -21,7 +21,8 @@ from tests.support.network.door import ask, plain_client, serving
 
 
 class Rotation:
-    """Replaces the files of a server and of its client by those of another authority, both trusted for a while."""
+    """Replaces the files of a server and of its client by those of another authority, both trusted
+    for a while."""
 
     def __init__(self, folder: Path) -> None:
         self.old, self.new = Authority("old"), Authority("new")
@@ -34,12 +35,15 @@ class Rotation:
 
     def stores(self) -> tuple[CertificateStore, CertificateStore]:
         """Of server and client."""
-        server, client = (CertificateStore(TlsFiles(folder / "ca.pem", folder / "cert.pem", folder / "key.pem"))
-                          for folder in (self.server, self.client))
+        server, client = (
+            CertificateStore(TlsFiles(folder / "ca.pem", folder / "cert.pem", folder / "key.pem"))
+            for folder in (self.server, self.client)
+        )
         return server, client
 
     def steps(self) -> Iterator[None]:
-        """As the documentation says: trust both, change the certificates, trust the new one only."""
+        """As the documentation says: trust both, change the certificates, trust the new one
+        only."""
         both = self.old.pem + self.new.pem
         (self.server / "ca.pem").write_bytes(both)
         (self.client / "ca.pem").write_bytes(both)
@@ -81,8 +85,11 @@ async def test_rotation_under_load_fails_nothing(tmp_path: Path) -> None:
         while answered[0] < target:  # noqa: ASYNC110 (what the other tasks count)
             await asyncio.sleep(0.005)
 
-    async with (serving(ServerSecurity(server_store)) as address, open_channel(address, security=security) as channel,
-                asyncio.timeout(55)):  # the prompt that hangs does so for a minute
+    async with (
+        serving(ServerSecurity(server_store)) as address,
+        open_channel(address, security=security) as channel,
+        asyncio.timeout(55),
+    ):  # the prompt that hangs does so for a minute
         assert await served_serial(address) == rotation.first.serial_number
         held = generation_pb2_grpc.GenerationStub(channel).Generate(pb.GenerateRequest(text="hang"))
         await held.read()
@@ -90,7 +97,9 @@ async def test_rotation_under_load_fails_nothing(tmp_path: Path) -> None:
         for _ in rotation.steps():
             await answered_more(20)
         assert await served_serial(address) == rotation.second.serial_number
-        shown = await anext(aiter(worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest())))
+        shown = await anext(
+            aiter(worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest()))
+        )
         assert shown.info.incarnation == str(rotation.client_second.serial_number)
         stop.set()
         await asyncio.gather(*tasks)
@@ -107,6 +116,7 @@ async def test_threads_rotate_too(tmp_path: Path) -> None:
     server_store, client_store = rotation.stores()
     security = ChannelSecurity(client_store).to(PeerRole.PREFILL)
     async with serving(ServerSecurity(server_store)) as address:
+
         def run() -> list[str]:
             with open_sync_channel(address, security=security) as channel:
                 stub = generation_pb2_grpc.GenerationStub(channel)
@@ -119,8 +129,15 @@ async def test_threads_rotate_too(tmp_path: Path) -> None:
                 shown = next(worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest()))
                 return [*seen, shown.info.incarnation]
 
-        assert await asyncio.to_thread(run) == ["first ", "echo", "echo", "echo", "echo", "hang ",
-                                                str(rotation.client_second.serial_number)]
+        assert await asyncio.to_thread(run) == [
+            "first ",
+            "echo",
+            "echo",
+            "echo",
+            "echo",
+            "hang ",
+            str(rotation.client_second.serial_number),
+        ]
 
 
 async def test_half_a_pair_is_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -133,7 +150,9 @@ async def test_half_a_pair_is_not_used(tmp_path: Path, caplog: pytest.LogCapture
     files.cert.write_bytes(second.certificate)
     assert store.current() is first
     assert store.current() is first
-    assert [record.levelname for record in caplog.records if record.name.startswith("runtime.")] == ["WARNING"]
+    assert [
+        record.levelname for record in caplog.records if record.name.startswith("runtime.")
+    ] == ["WARNING"]
     files.key.write_bytes(second.key)
     assert (store.current().cert, store.current().key) == (second.certificate, second.key)
 

@@ -11,14 +11,21 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
 from prometheus_client import CollectorRegistry
 
 from pool.stage.config import WorkerConfig
 from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc, worker_pb2, worker_pb2_grpc
 from router.config import RouterConfig
-from runtime.errors import ConfigError, PermissionDeniedError, UnauthenticatedError, UnavailableError
+from runtime.errors import (
+    ConfigError,
+    PermissionDeniedError,
+    UnauthenticatedError,
+    UnavailableError,
+)
 from runtime.observe.metrics import RpcMetrics
 from runtime.rpc.client import open_channel, open_sync_channel
 from runtime.rpc.server import GrpcServer, ServerOptions
@@ -54,7 +61,9 @@ def token_file(tmp_path: Path) -> Path:
     return path
 
 
-async def test_tls_serves_who_trusts_it_and_nobody_else(authority: Authority, tmp_path: Path) -> None:
+async def test_tls_serves_who_trusts_it_and_nobody_else(
+    authority: Authority, tmp_path: Path
+) -> None:
     security = ServerSecurity(authority.store(tmp_path, "router"), ClientCertificates.NONE)
     async with serving(security) as address:
         async with plain_client(address, authority.pem) as channel:
@@ -72,32 +81,46 @@ async def test_bundles_may_have_comments(authority: Authority, tmp_path: Path) -
     files.ca.write_bytes("# Főtanúsítvány\n".encode() + Authority("another").pem + authority.pem)
     async with serving(ServerSecurity(CertificateStore(files))) as address:
         known = authority.issue("client")
-        async with plain_client(address, files.ca.read_bytes(), known.key, known.certificate) as channel:
+        async with plain_client(
+            address, files.ca.read_bytes(), known.key, known.certificate
+        ) as channel:
             assert await ask(channel) == "echo"
 
 
-async def test_mutual_tls_refuses_strangers_expired_and_nameless(authority: Authority, tmp_path: Path) -> None:
+async def test_mutual_tls_refuses_strangers_expired_and_nameless(
+    authority: Authority, tmp_path: Path
+) -> None:
     async with serving(ServerSecurity(authority.store(tmp_path, "router"))) as address:
         known = authority.issue("client")
         async with plain_client(address, authority.pem, known.key, known.certificate) as channel:
             assert await ask(channel) == "echo"
         expired = authority.issue("client", lifetime=(-2 * DAY, -DAY))
         foreign = Authority().issue("router")
-        for key, certificate in ((None, None), (expired.key, expired.certificate), (foreign.key, foreign.certificate)):
+        for key, certificate in (
+            (None, None),
+            (expired.key, expired.certificate),
+            (foreign.key, foreign.certificate),
+        ):
             async with plain_client(address, authority.pem, key, certificate) as channel:
                 with pytest.raises(UnavailableError):
                     await ask(channel)
 
 
-async def test_a_server_whose_certificate_has_expired_is_not_believed(authority: Authority, tmp_path: Path) -> None:
+async def test_a_server_whose_certificate_has_expired_is_not_believed(
+    authority: Authority, tmp_path: Path
+) -> None:
     expired = authority.store(tmp_path, "router", lifetime=(-2 * DAY, timedelta(seconds=-1)))
-    async with (serving(ServerSecurity(expired, ClientCertificates.NONE)) as address,
-                plain_client(address, authority.pem) as channel):
+    async with (
+        serving(ServerSecurity(expired, ClientCertificates.NONE)) as address,
+        plain_client(address, authority.pem) as channel,
+    ):
         with pytest.raises(UnavailableError, match=r"(?i)expired"):
             await ask(channel)
 
 
-async def test_a_channel_to_a_role_accepts_that_role_only(authority: Authority, tmp_path: Path) -> None:
+async def test_a_channel_to_a_role_accepts_that_role_only(
+    authority: Authority, tmp_path: Path
+) -> None:
     own = ChannelSecurity(authority.store(tmp_path / "router", "router"))
     async with serving(ServerSecurity(authority.store(tmp_path / "prefill", "prefill"))) as address:
         async with open_channel(address, security=own.to(PeerRole.PREFILL)) as channel:
@@ -107,18 +130,36 @@ async def test_a_channel_to_a_role_accepts_that_role_only(authority: Authority, 
                 await ask(channel)
 
 
-@pytest.mark.parametrize(("names", "lets_in"), [
-    (("router",), True), (("operator",), True), (("spiffe://example.org/baton/router",), True),
-    (("decode",), False), (("client",), False), (("router.example.org",), False),
-    (("spiffe://example.org/evil/router",), False), (("spiffe://example.org/baton/router/x",), False),
-])
-async def test_the_role_in_the_certificate_decides(authority: Authority, tmp_path: Path, names: tuple[str, ...],
-                                                   lets_in: bool) -> None:  # noqa: FBT001
-    security = ServerSecurity(authority.store(tmp_path / "prefill", "prefill"), pool=PeerRole.PREFILL)
+@pytest.mark.parametrize(
+    ("names", "lets_in"),
+    [
+        (("router",), True),
+        (("operator",), True),
+        (("spiffe://example.org/baton/router",), True),
+        (("decode",), False),
+        (("client",), False),
+        (("router.example.org",), False),
+        (("spiffe://example.org/evil/router",), False),
+        (("spiffe://example.org/baton/router/x",), False),
+    ],
+)
+async def test_the_role_in_the_certificate_decides(
+    authority: Authority,
+    tmp_path: Path,
+    names: tuple[str, ...],
+    lets_in: bool,  # noqa: FBT001
+) -> None:
+    security = ServerSecurity(
+        authority.store(tmp_path / "prefill", "prefill"), pool=PeerRole.PREFILL
+    )
     caller = authority.issue(*names)
-    async with (serving(security) as address,
-                plain_client(address, authority.pem, caller.key, caller.certificate) as channel):
-        call = worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest(interval_s=1), timeout=60)
+    async with (
+        serving(security) as address,
+        plain_client(address, authority.pem, caller.key, caller.certificate) as channel,
+    ):
+        call = worker_pb2_grpc.WorkerStub(channel).Watch(
+            worker_pb2.WatchRequest(interval_s=1), timeout=60
+        )
         if lets_in:
             assert await call.read() is not grpc.aio.EOF
             return
@@ -130,14 +171,21 @@ async def test_the_role_in_the_certificate_decides(authority: Authority, tmp_pat
         assert "/baton.v1.Worker/Watch may be called by router or operator" in str(error)
 
 
-@pytest.mark.parametrize(("name", "is_operator"), [("operator", True), ("router", True), ("client", False)])
-async def test_an_operator_is_known_by_its_certificate(authority: Authority, tmp_path: Path, name: str, *,
-                                                       is_operator: bool) -> None:
+@pytest.mark.parametrize(
+    ("name", "is_operator"), [("operator", True), ("router", True), ("client", False)]
+)
+async def test_an_operator_is_known_by_its_certificate(
+    authority: Authority, tmp_path: Path, name: str, *, is_operator: bool
+) -> None:
     callers: list[Caller] = []
     security = ServerSecurity(authority.store(tmp_path, "router"))
 
     class Noted(EchoGeneration):
-        async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Any) -> pb.GetModelInfoResponse:  # noqa: ANN401
+        async def GetModelInfo(
+            self,
+            request: pb.GetModelInfoRequest,
+            context: Any,  # noqa: ANN401
+        ) -> pb.GetModelInfoResponse:
             callers.append(security.caller(context))
             return pb.GetModelInfoResponse(model="echo")
 
@@ -146,13 +194,17 @@ async def test_an_operator_is_known_by_its_certificate(authority: Authority, tmp
     async with plain_client(address, authority.pem, shown.key, shown.certificate) as channel:
         assert await ask(channel) == "echo"
     await server.drain(grace_s=0)
-    assert [(caller.is_operator, caller.account) for caller in callers] == [(is_operator, f"certificate:{name}")]
+    assert [(caller.is_operator, caller.account) for caller in callers] == [
+        (is_operator, f"certificate:{name}")
+    ]
 
 
 async def test_a_method_that_there_is_not_is_unimplemented(token_file: Path) -> None:
     """For everybody: clients of reflection go on with another version of it when they read that."""
-    async with serving(ServerSecurity(tokens=TokenList(token_file))) as address, \
-            grpc.aio.insecure_channel(address) as channel:
+    async with (
+        serving(ServerSecurity(tokens=TokenList(token_file))) as address,
+        grpc.aio.insecure_channel(address) as channel,
+    ):
         for path in ("/baton.v1.Generation/Stop", "/other.Service/Call"):
             call: Any = channel.unary_unary(path)
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -161,14 +213,21 @@ async def test_a_method_that_there_is_not_is_unimplemented(token_file: Path) -> 
 
 
 async def test_tokens(authority: Authority, tmp_path: Path, token_file: Path) -> None:
-    security = ServerSecurity(authority.store(tmp_path, "router"), ClientCertificates.NONE, TokenList(token_file))
+    security = ServerSecurity(
+        authority.store(tmp_path, "router"), ClientCertificates.NONE, TokenList(token_file)
+    )
     async with serving(security) as address, plain_client(address, authority.pem) as channel:
         for token in (TOKEN, OTHER_TOKEN):
             assert await ask(channel, ("authorization", f"Bearer {token}")) == "echo"
         assert await ask(channel, ("authorization", f"bearer {TOKEN}")) == "echo"
-        wrong = [(), (("authorization", f"Bearer {TOKEN}x"),), (("authorization", TOKEN),),
-                 (("authorization", "Bearer "),), (("authorization", f"Basic {TOKEN}"),),
-                 (("authorization", "Bearer # who: everybody"),)]
+        wrong = [
+            (),
+            (("authorization", f"Bearer {TOKEN}x"),),
+            (("authorization", TOKEN),),
+            (("authorization", "Bearer "),),
+            (("authorization", f"Basic {TOKEN}"),),
+            (("authorization", "Bearer # who: everybody"),),
+        ]
         for metadata in wrong:
             with pytest.raises(UnauthenticatedError) as refused:
                 await ask(channel, *metadata)
@@ -177,12 +236,17 @@ async def test_tokens(authority: Authority, tmp_path: Path, token_file: Path) ->
         assert await call.code() is grpc.StatusCode.UNAUTHENTICATED
 
 
-async def test_health_and_reflection_ask_for_no_token(authority: Authority, tmp_path: Path, token_file: Path) -> None:
-    security = ServerSecurity(authority.store(tmp_path, "router"), ClientCertificates.NONE, TokenList(token_file))
+async def test_health_and_reflection_ask_for_no_token(
+    authority: Authority, tmp_path: Path, token_file: Path
+) -> None:
+    security = ServerSecurity(
+        authority.store(tmp_path, "router"), ClientCertificates.NONE, TokenList(token_file)
+    )
     async with serving(security) as address:
         async with plain_client(address, authority.pem) as channel:
             answer = await health_pb2_grpc.HealthStub(channel).Check(  # type: ignore[attr-defined]  # stubs lack it
-                health_pb2.HealthCheckRequest())
+                health_pb2.HealthCheckRequest()
+            )
             assert answer.status == health_pb2.HealthCheckResponse.SERVING
         with grpc.secure_channel(address, grpc.ssl_channel_credentials(authority.pem)) as channel:
             database = ProtoReflectionDescriptorDatabase(channel)
@@ -195,15 +259,21 @@ def door() -> Iterator[str]:
         yield f"127.0.0.1:{taken + 1}"  # which nobody takes while the one before it is held
 
 
-async def test_the_plain_door_serves_health_and_nothing_else(authority: Authority, tmp_path: Path, door: str) -> None:
-    server = GrpcServer(ServerOptions(listen="127.0.0.1:0", health_listen=door), services=(SERVICE,),
-                        metrics=RpcMetrics.create(CollectorRegistry()),
-                        security=ServerSecurity(authority.store(tmp_path, "router")))
+async def test_the_plain_door_serves_health_and_nothing_else(
+    authority: Authority, tmp_path: Path, door: str
+) -> None:
+    server = GrpcServer(
+        ServerOptions(listen="127.0.0.1:0", health_listen=door),
+        services=(SERVICE,),
+        metrics=RpcMetrics.create(CollectorRegistry()),
+        security=ServerSecurity(authority.store(tmp_path, "router")),
+    )
     generation_pb2_grpc.add_GenerationServicer_to_server(EchoGeneration(), server.grpc)
     await server.start()
     async with grpc.aio.insecure_channel(door) as probe:
         watch = health_pb2_grpc.HealthStub(probe).Watch(  # type: ignore[attr-defined]  # stubs lack it
-            health_pb2.HealthCheckRequest(service=SERVICE))
+            health_pb2.HealthCheckRequest(service=SERVICE)
+        )
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.NOT_SERVING
         await server.health.set_serving(SERVICE)
         assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
@@ -214,26 +284,35 @@ async def test_the_plain_door_serves_health_and_nothing_else(authority: Authorit
     with socket.create_server(("127.0.0.1", 0)) as held:
         door = f"127.0.0.1:{held.getsockname()[1]}"
         with pytest.raises(ConfigError) as refused:
-            await GrpcServer(ServerOptions(listen="127.0.0.1:0", health_listen=door), services=(SERVICE,),
-                             metrics=RpcMetrics.create(CollectorRegistry())).start()
+            await GrpcServer(
+                ServerOptions(listen="127.0.0.1:0", health_listen=door),
+                services=(SERVICE,),
+                metrics=RpcMetrics.create(CollectorRegistry()),
+            ).start()
     assert refused.value.field == "health_listen"
 
 
 async def test_tokens_close_what_is_for_roles_only(token_file: Path) -> None:
     async with serving(ServerSecurity(tokens=TokenList(token_file))) as address:
         async with grpc.aio.insecure_channel(address) as channel:
-            call = worker_pb2_grpc.WorkerStub(channel).Watch(worker_pb2.WatchRequest(interval_s=1),
-                                                             metadata=(("authorization", f"Bearer {TOKEN}"),))
+            call = worker_pb2_grpc.WorkerStub(channel).Watch(
+                worker_pb2.WatchRequest(interval_s=1),
+                metadata=(("authorization", f"Bearer {TOKEN}"),),
+            )
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await call.read()
         assert refused.value.code() is grpc.StatusCode.PERMISSION_DENIED
 
 
 async def test_a_token_is_withdrawn_by_rewriting_the_file(token_file: Path) -> None:
-    async with (serving(ServerSecurity(tokens=TokenList(token_file))) as address,
-                open_channel(address, security=ChannelSecurity(token=OwnToken(token_file))) as ours,
-                grpc.aio.insecure_channel(address) as stubborn):
-        assert await ask(ours) == await ask(stubborn, ("authorization", f"Bearer {TOKEN}")) == "echo"
+    async with (
+        serving(ServerSecurity(tokens=TokenList(token_file))) as address,
+        open_channel(address, security=ChannelSecurity(token=OwnToken(token_file))) as ours,
+        grpc.aio.insecure_channel(address) as stubborn,
+    ):
+        assert (
+            await ask(ours) == await ask(stubborn, ("authorization", f"Bearer {TOKEN}")) == "echo"
+        )
         replace_token(token_file, OTHER_TOKEN)
         assert await ask(ours) == "echo", "our client follows its file"
         with pytest.raises(UnauthenticatedError):
@@ -252,10 +331,16 @@ def test_a_token_never_travels_in_plain_text(token_file: Path) -> None:
         assert refused.value.field == "token_file"
 
 
-@pytest.mark.parametrize(("text", "problem"), [
-    ("", "no token"), ("# nothing\n\n", "no token"), ("short\n", "at least 16"), (f"{TOKEN} {TOKEN}", "without spaces"),
-    ("ключключключключ", "ASCII"),
-])
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "no token"),
+        ("# nothing\n\n", "no token"),
+        ("short\n", "at least 16"),
+        (f"{TOKEN} {TOKEN}", "without spaces"),
+        ("ключключключключ", "ASCII"),
+    ],
+)
 def test_token_files_that_cannot_work(tmp_path: Path, text: str, problem: str) -> None:
     path = tmp_path / "tokens"
     path.write_text(text)
@@ -266,13 +351,19 @@ def test_token_files_that_cannot_work(tmp_path: Path, text: str, problem: str) -
 
 
 def test_certificate_files_that_cannot_work(authority: Authority, tmp_path: Path) -> None:
-    files, other = authority.files(tmp_path / "a", "router"), authority.files(tmp_path / "b", "router")
+    files, other = (
+        authority.files(tmp_path / "a", "router"),
+        authority.files(tmp_path / "b", "router"),
+    )
     garbage = tmp_path / "garbage.pem"
     garbage.write_bytes(b"\xff nothing")
     cases: list[tuple[TlsFiles, str]] = [
-        (TlsFiles(tmp_path / "none.pem", files.cert, files.key), "tls_ca"), (TlsFiles(garbage), "tls_ca"),
-        (TlsFiles(files.ca, garbage, files.key), "tls_cert"), (TlsFiles(files.ca, files.cert, other.key), "tls_key"),
-        (TlsFiles(files.ca, files.cert), "tls_key"), (TlsFiles(files.ca, None, files.key), "tls_cert"),
+        (TlsFiles(tmp_path / "none.pem", files.cert, files.key), "tls_ca"),
+        (TlsFiles(garbage), "tls_ca"),
+        (TlsFiles(files.ca, garbage, files.key), "tls_cert"),
+        (TlsFiles(files.ca, files.cert, other.key), "tls_key"),
+        (TlsFiles(files.ca, files.cert), "tls_key"),
+        (TlsFiles(files.ca, None, files.key), "tls_cert"),
     ]
     for broken, field in cases:
         with pytest.raises(ConfigError, match=field) as refused:
@@ -291,35 +382,56 @@ def test_flags_of_a_client_that_cannot_work(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", [{"tls_cert"}, {"tls_ca", "tls_key"}, {"tls_ca", "tls_cert"}])
 def test_a_role_has_all_three_files_or_none(tmp_path: Path, given: set[str]) -> None:
-    with pytest.raises(ConfigError, match="TLS between roles needs tls_cert, tls_key and tls_ca") as refused:
+    with pytest.raises(
+        ConfigError, match="TLS between roles needs tls_cert, tls_key and tls_ca"
+    ) as refused:
         TlsConfig(**{name: tmp_path / name for name in given}).certificates()  # type: ignore[arg-type]
     assert refused.value.field not in given
     assert TlsConfig().certificates() is None
 
 
-async def test_what_is_weak_beyond_this_machine_is_warned_of(authority: Authority, tmp_path: Path, token_file: Path,
-                                                             caplog: pytest.LogCaptureFixture) -> None:
+async def test_what_is_weak_beyond_this_machine_is_warned_of(
+    authority: Authority, tmp_path: Path, token_file: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     store, tokens = authority.store(tmp_path, "router"), TokenList(token_file)
     expected = {
-        ServerSecurity(): "open to everybody", ServerSecurity(store, ClientCertificates.NONE): "open to everybody",
-        ServerSecurity(tokens=tokens): "asking for tokens in plain text", ServerSecurity(store): "",
+        ServerSecurity(): "open to everybody",
+        ServerSecurity(store, ClientCertificates.NONE): "open to everybody",
+        ServerSecurity(tokens=tokens): "asking for tokens in plain text",
+        ServerSecurity(store): "",
         ServerSecurity(store, ClientCertificates.NONE, tokens): "",
     }
     for security, warning in expected.items():
         for listen in ("127.0.0.1:0", "0.0.0.0:0"):
             caplog.clear()
-            server = GrpcServer(ServerOptions(listen=listen), services=(), security=security,
-                                metrics=RpcMetrics.create(CollectorRegistry()))
+            server = GrpcServer(
+                ServerOptions(listen=listen),
+                services=(),
+                security=security,
+                metrics=RpcMetrics.create(CollectorRegistry()),
+            )
             await server.start()
             await server.drain(grace_s=0)
-            said = [record.getMessage() for record in caplog.records if record.name.startswith("runtime.")]
+            said = [
+                record.getMessage()
+                for record in caplog.records
+                if record.name.startswith("runtime.")
+            ]
             assert len(said) == bool(warning and listen.startswith("0.")), said
             assert all(f"0.0.0.0:0 is {warning}" in line for line in said)
 
 
 @pytest.mark.parametrize("config", [RouterConfig, WorkerConfig])
-def test_secrets_are_settings_that_name_a_file(config: type[RouterConfig] | type[WorkerConfig]) -> None:
-    secret = [name for name in config.model_fields if re.search(r"(key|secret|password)s?$|token_file", name)]
+def test_secrets_are_settings_that_name_a_file(
+    config: type[RouterConfig] | type[WorkerConfig],
+) -> None:
+    secret = [
+        name
+        for name in config.model_fields
+        if re.search(r"(key|secret|password)s?$|token_file", name)
+    ]
     assert "tls_key" in secret
     for name in secret:
-        assert config.model_fields[name].annotation == Path | None, f"{name} would put a secret into flags and logs"
+        assert config.model_fields[name].annotation == Path | None, (
+            f"{name} would put a secret into flags and logs"
+        )

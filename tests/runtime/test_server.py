@@ -7,7 +7,9 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
 from prometheus_client import CollectorRegistry
 
 from protos import generation_pb2 as pb
@@ -24,14 +26,20 @@ from tests.support.network.door import serving
 from tests.support.router.fake_workers import CachelessWorker
 from tests.support.router.generation import SERVICE, EchoGeneration, serve_echo
 
-SERVING, NOT_SERVING = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+SERVING, NOT_SERVING = (
+    health_pb2.HealthCheckResponse.SERVING,
+    health_pb2.HealthCheckResponse.NOT_SERVING,
+)
 
 
 class Ticker(CachelessWorker):
     """An endless stream."""
 
-    async def Watch(self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any],
-                    ) -> AsyncIterator[worker_pb2.WatchResponse]:
+    async def Watch(
+        self,
+        request: worker_pb2.WatchRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[worker_pb2.WatchResponse]:
         while True:
             yield worker_pb2.WatchResponse()
             await asyncio.sleep(0.01)
@@ -54,7 +62,9 @@ async def fail(address: str, *, text: str, request_id: str = "") -> errors.Baton
     return error_from_rpc(caught.value)
 
 
-async def test_errors_of_a_stream_reach_the_client_typed(echo: tuple[EchoGeneration, GrpcServer, str]) -> None:
+async def test_errors_of_a_stream_reach_the_client_typed(
+    echo: tuple[EchoGeneration, GrpcServer, str],
+) -> None:
     full = await fail(echo[2], text="full")
     assert isinstance(full, errors.CapacityError)
     assert (full.resource, full.retry_after_s) == ("queue", 2.5)
@@ -69,10 +79,17 @@ class EndingTogether(EchoGeneration):
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_waiting, self.broke, self.error = 0, asyncio.Event(), errors.PeerLostError("stage 1 died")
+        self.num_waiting, self.broke, self.error = (
+            0,
+            asyncio.Event(),
+            errors.PeerLostError("stage 1 died"),
+        )
 
-    async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any],
-                       ) -> AsyncIterator[pb.GenerateResponse]:
+    async def Generate(
+        self,
+        request: pb.GenerateRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[pb.GenerateResponse]:
         self.num_waiting += 1
         await self.broke.wait()
         raise self.error
@@ -82,8 +99,11 @@ class EndingTogether(EchoGeneration):
 async def test_an_error_that_many_calls_end_with_reaches_all_of_them() -> None:
     """The first to end used to clear the frames of the others, which then ended with UNKNOWN."""
     servicer = EndingTogether()
-    server = GrpcServer(ServerOptions(listen="127.0.0.1:0"), services=(SERVICE,),
-                        metrics=RpcMetrics.create(CollectorRegistry()))
+    server = GrpcServer(
+        ServerOptions(listen="127.0.0.1:0"),
+        services=(SERVICE,),
+        metrics=RpcMetrics.create(CollectorRegistry()),
+    )
     generation_pb2_grpc.add_GenerationServicer_to_server(servicer, server.grpc)
     address = await server.start()
     try:
@@ -96,13 +116,17 @@ async def test_an_error_that_many_calls_end_with_reaches_all_of_them() -> None:
         await server.drain(grace_s=0)
 
 
-async def test_oversize_message_names_the_limit(echo: tuple[EchoGeneration, GrpcServer, str]) -> None:
+async def test_oversize_message_names_the_limit(
+    echo: tuple[EchoGeneration, GrpcServer, str],
+) -> None:
     error = await fail(echo[2], text="x" * 5000)
     assert isinstance(error, errors.InvalidRequestError)
     assert "4096" in error.violations[0].description
 
 
-async def test_cancelled_stream_is_closed_at_once(echo: tuple[EchoGeneration, GrpcServer, str]) -> None:
+async def test_cancelled_stream_is_closed_at_once(
+    echo: tuple[EchoGeneration, GrpcServer, str],
+) -> None:
     servicer, _, address = echo
     async with open_channel(address) as channel:
         call = generation_pb2_grpc.GenerationStub(channel).Generate(pb.GenerateRequest(text="hang"))
@@ -113,17 +137,25 @@ async def test_cancelled_stream_is_closed_at_once(echo: tuple[EchoGeneration, Gr
         assert not servicer.running
 
 
-async def test_dropped_channel_is_a_cancellation(echo: tuple[EchoGeneration, GrpcServer, str]) -> None:
+async def test_dropped_channel_is_a_cancellation(
+    echo: tuple[EchoGeneration, GrpcServer, str],
+) -> None:
     servicer, _, address = echo
     channel = open_channel(address)
-    await generation_pb2_grpc.GenerationStub(channel).Generate(pb.GenerateRequest(text="hang")).read()
+    await (
+        generation_pb2_grpc.GenerationStub(channel).Generate(pb.GenerateRequest(text="hang")).read()
+    )
     await channel.close()
     await eventually(servicer.ended.is_set, "the call")
 
 
 async def test_calls_are_counted() -> None:
     registry = CollectorRegistry()
-    server = GrpcServer(ServerOptions(listen="127.0.0.1:0"), services=(SERVICE,), metrics=RpcMetrics.create(registry))
+    server = GrpcServer(
+        ServerOptions(listen="127.0.0.1:0"),
+        services=(SERVICE,),
+        metrics=RpcMetrics.create(registry),
+    )
     generation_pb2_grpc.add_GenerationServicer_to_server(EchoGeneration(), server.grpc)
     address = await server.start()
     await fail(address, text="full")
@@ -150,7 +182,9 @@ async def test_health_watch_follows_and_drain_says_not_serving_first() -> None:
         assert (await watch.read()).status == NOT_SERVING
         await server.health.set_serving(SERVICE)
         assert (await watch.read()).status == SERVING
-        running = generation_pb2_grpc.GenerationStub(channel).Generate(pb.GenerateRequest(text="hang"))
+        running = generation_pb2_grpc.GenerationStub(channel).Generate(
+            pb.GenerateRequest(text="hang")
+        )
         await running.read()
         draining = asyncio.create_task(server.drain(grace_s=0.3))
         assert (await watch.read()).status == NOT_SERVING
@@ -199,9 +233,12 @@ async def test_emptying_hands_calls_back_and_keeps_the_server() -> None:
 
 
 async def test_drain_lets_calls_finish_and_does_not_wait_for_background_streams() -> None:
-    server = GrpcServer(ServerOptions(listen="127.0.0.1:0"), services=(SERVICE,),
-                        metrics=RpcMetrics.create(CollectorRegistry()),
-                        background_methods=frozenset({"/baton.v1.Worker/Watch"}))
+    server = GrpcServer(
+        ServerOptions(listen="127.0.0.1:0"),
+        services=(SERVICE,),
+        metrics=RpcMetrics.create(CollectorRegistry()),
+        background_methods=frozenset({"/baton.v1.Worker/Watch"}),
+    )
     worker_pb2_grpc.add_WorkerServicer_to_server(Ticker(), server.grpc)
     address = await server.start()
     async with open_channel(address) as channel:
@@ -216,8 +253,11 @@ async def test_a_drain_ends_calls_before_streams_without_an_end() -> None:
     ended: list[str] = []
 
     class Calls(EchoGeneration):
-        async def Generate(self, request: pb.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any],
-                           ) -> AsyncIterator[pb.GenerateResponse]:
+        async def Generate(
+            self,
+            request: pb.GenerateRequest,
+            context: grpc.aio.ServicerContext[Any, Any],
+        ) -> AsyncIterator[pb.GenerateResponse]:
             try:
                 yield pb.GenerateResponse()
                 await asyncio.Event().wait()
@@ -226,17 +266,23 @@ async def test_a_drain_ends_calls_before_streams_without_an_end() -> None:
                 ended.append("call")
 
     class Stream(Ticker):
-        async def Watch(self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any],
-                        ) -> AsyncIterator[worker_pb2.WatchResponse]:
+        async def Watch(
+            self,
+            request: worker_pb2.WatchRequest,
+            context: grpc.aio.ServicerContext[Any, Any],
+        ) -> AsyncIterator[worker_pb2.WatchResponse]:
             try:
                 async for response in super().Watch(request, context):
                     yield response
             finally:
                 ended.append("stream")
 
-    server = GrpcServer(ServerOptions(listen="127.0.0.1:0"), services=(SERVICE,),
-                        metrics=RpcMetrics.create(CollectorRegistry()),
-                        background_methods=frozenset({"/baton.v1.Worker/Watch"}))
+    server = GrpcServer(
+        ServerOptions(listen="127.0.0.1:0"),
+        services=(SERVICE,),
+        metrics=RpcMetrics.create(CollectorRegistry()),
+        background_methods=frozenset({"/baton.v1.Worker/Watch"}),
+    )
     worker_pb2_grpc.add_WorkerServicer_to_server(Stream(), server.grpc)
     generation_pb2_grpc.add_GenerationServicer_to_server(Calls(), server.grpc)
     async with open_channel(await server.start()) as channel:
@@ -255,22 +301,31 @@ async def test_reflection_lists_the_services(echo: tuple[EchoGeneration, GrpcSer
     assert {SERVICE, "grpc.health.v1.Health"} <= await asyncio.to_thread(names)
 
 
-async def test_reflection_is_the_same_under_both_of_its_names(echo: tuple[EchoGeneration, GrpcServer, str]) -> None:
+async def test_reflection_is_the_same_under_both_of_its_names(
+    echo: tuple[EchoGeneration, GrpcServer, str],
+) -> None:
     """Newer clients ask version 1 only; its messages are those of v1alpha."""
-    asked = [reflection_pb2.ServerReflectionRequest(list_services=""),
-             reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE)]
+    asked = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol=SERVICE),
+    ]
     answers = []
     async with open_channel(echo[2]) as channel:
         for version in ("v1", "v1alpha"):
             call: grpc.aio.StreamStreamCall[Any, Any] = channel.stream_stream(
                 f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
                 reflection_pb2.ServerReflectionRequest.SerializeToString,
-                reflection_pb2.ServerReflectionResponse.FromString)(iter(asked))
+                reflection_pb2.ServerReflectionResponse.FromString,
+            )(iter(asked))
             answers.append([answer async for answer in call])
     first, second = answers
     assert first == second
     listed = {service.name for service in first[0].list_services_response.service}
-    assert {SERVICE, "grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection"} <= listed
+    assert {
+        SERVICE,
+        "grpc.reflection.v1.ServerReflection",
+        "grpc.reflection.v1alpha.ServerReflection",
+    } <= listed
     assert first[1].file_descriptor_response.file_descriptor_proto
 
 
@@ -291,12 +346,16 @@ async def test_wait_serving_says_what_it_saw(echo: tuple[EchoGeneration, GrpcSer
 async def test_wait_serving_says_why_there_is_no_connection(tmp_path: Path) -> None:
     security = ServerSecurity(Authority().store(tmp_path, "prefill"))
     async with serving(security) as address, open_channel(address) as channel:
-        with pytest.raises(errors.UnavailableError, match=r"is not serving after 1 s: .* it closes the connection, as"):
+        with pytest.raises(
+            errors.UnavailableError,
+            match=r"is not serving after 1 s: .* it closes the connection, as",
+        ):
             await wait_serving(channel, SERVICE, timeout_s=1)
 
 
 async def test_the_log_has_the_names_of_bad_fields_and_not_what_was_in_them(
-        echo: tuple[EchoGeneration, GrpcServer, str], caplog: pytest.LogCaptureFixture) -> None:
+    echo: tuple[EchoGeneration, GrpcServer, str], caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level("INFO")
     async with open_channel(echo[2]) as channel:
         request = pb.GenerateRequest(text="hi")

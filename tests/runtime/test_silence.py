@@ -28,7 +28,9 @@ async def test_silent_peer_is_given_up_by_both_sides() -> None:
         servicer = EchoGeneration()
         server, relay.target = await serve_echo(servicer)
         async with open_channel(relay.address) as channel:
-            call = generation_pb2_grpc.GenerationStub(channel).Generate(pb.GenerateRequest(text="hang"))
+            call = generation_pb2_grpc.GenerationStub(channel).Generate(
+                pb.GenerateRequest(text="hang")
+            )
             await call.read()
             relay.muted = True
             async with asyncio.timeout(30):  # half of what the call would take
@@ -61,8 +63,10 @@ class Relay:
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         host, _, port = self.target.rpartition(":")
         to_server = await asyncio.open_connection(host, int(port))
-        self._pumps += [asyncio.create_task(self._pump(reader, to_server[1])),
-                        asyncio.create_task(self._pump(to_server[0], writer))]
+        self._pumps += [
+            asyncio.create_task(self._pump(reader, to_server[1])),
+            asyncio.create_task(self._pump(to_server[0], writer)),
+        ]
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:

@@ -55,7 +55,10 @@ EXPECTED = {
 
 def make(kind: type[BatonError]) -> BatonError:
     if issubclass(kind, errors.InvalidRequestError):
-        return kind(FieldViolation("prompt", "is empty"), FieldViolation("stop.max_tokens", "at least 1, got 0"))
+        return kind(
+            FieldViolation("prompt", "is empty"),
+            FieldViolation("stop.max_tokens", "at least 1, got 0"),
+        )
     if kind is errors.CapacityError:
         return errors.CapacityError("no pages", resource="pages", retry_after_s=2.5)
     if kind is errors.ConfigError:
@@ -64,8 +67,12 @@ def make(kind: type[BatonError]) -> BatonError:
 
 
 def as_rpc_error(failure: RpcFailure) -> grpc.aio.AioRpcError:
-    return grpc.aio.AioRpcError(failure.code, grpc.aio.Metadata(),
-                                grpc.aio.Metadata.from_tuple(failure.trailing_metadata), failure.message)
+    return grpc.aio.AioRpcError(
+        failure.code,
+        grpc.aio.Metadata(),
+        grpc.aio.Metadata.from_tuple(failure.trailing_metadata),
+        failure.message,
+    )
 
 
 def unpack(failure: RpcFailure, kind: type[DetailT]) -> list[DetailT]:
@@ -102,7 +109,9 @@ def test_error_survives_the_wire(kind: type[BatonError]) -> None:
 def test_invalid_request_names_each_field() -> None:
     (bad,) = unpack(failure_of(make(errors.InvalidRequestError)), details_pb2.BadRequest)
     assert [(v.field, v.description) for v in bad.field_violations] == [
-        ("prompt", "is empty"), ("stop.max_tokens", "at least 1, got 0")]
+        ("prompt", "is empty"),
+        ("stop.max_tokens", "at least 1, got 0"),
+    ]
 
 
 def test_capacity_tells_when_to_come_back() -> None:
@@ -114,7 +123,9 @@ def test_capacity_tells_when_to_come_back() -> None:
     assert dict(failure.trailing_metadata)[PUSHBACK_KEY] == "2500"
     later = failure_of(errors.UnavailableError("draining", retry_after_s=0.5))
     assert dict(later.trailing_metadata)[PUSHBACK_KEY] == "500"
-    assert PUSHBACK_KEY not in dict(failure_of(errors.UnavailableError("gone", retry_after_s=None)).trailing_metadata)
+    assert PUSHBACK_KEY not in dict(
+        failure_of(errors.UnavailableError("gone", retry_after_s=None)).trailing_metadata
+    )
 
 
 def test_config_error_is_a_failed_precondition() -> None:
@@ -122,7 +133,9 @@ def test_config_error_is_a_failed_precondition() -> None:
     assert (broken.violations[0].type, broken.violations[0].subject) == ("BAD_CONFIG", "model")
 
 
-@pytest.mark.parametrize("error", [errors.StalePlanError("layer 3 secret"), ZeroDivisionError("layer 3 secret")])
+@pytest.mark.parametrize(
+    "error", [errors.StalePlanError("layer 3 secret"), ZeroDivisionError("layer 3 secret")]
+)
 def test_bugs_show_the_request_id_and_not_their_text(error: Exception) -> None:
     failure = failure_of(error, "r1")
     (info,) = unpack(failure, details_pb2.RequestInfo)
@@ -131,39 +144,54 @@ def test_bugs_show_the_request_id_and_not_their_text(error: Exception) -> None:
     assert "secret" not in failure.message + repr(failure.trailing_metadata)
 
 
-@pytest.mark.parametrize(("code", "kind"), [
-    (grpc.StatusCode.UNAVAILABLE, errors.UnavailableError),
-    (grpc.StatusCode.DEADLINE_EXCEEDED, errors.DeadlineError),
-    (grpc.StatusCode.CANCELLED, errors.RequestAborted),
-    (grpc.StatusCode.UNIMPLEMENTED, errors.ConfigError),
-    (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.CapacityError),
-    (grpc.StatusCode.INVALID_ARGUMENT, errors.InvalidRequestError),
-    (grpc.StatusCode.PERMISSION_DENIED, errors.PermissionDeniedError),
-    (grpc.StatusCode.UNAUTHENTICATED, errors.UnauthenticatedError),
-    (grpc.StatusCode.UNKNOWN, errors.InternalError),
-])
-def test_statuses_of_grpc_itself_become_typed_errors(code: grpc.StatusCode, kind: type[BatonError]) -> None:
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        (grpc.StatusCode.UNAVAILABLE, errors.UnavailableError),
+        (grpc.StatusCode.DEADLINE_EXCEEDED, errors.DeadlineError),
+        (grpc.StatusCode.CANCELLED, errors.RequestAborted),
+        (grpc.StatusCode.UNIMPLEMENTED, errors.ConfigError),
+        (grpc.StatusCode.RESOURCE_EXHAUSTED, errors.CapacityError),
+        (grpc.StatusCode.INVALID_ARGUMENT, errors.InvalidRequestError),
+        (grpc.StatusCode.PERMISSION_DENIED, errors.PermissionDeniedError),
+        (grpc.StatusCode.UNAUTHENTICATED, errors.UnauthenticatedError),
+        (grpc.StatusCode.UNKNOWN, errors.InternalError),
+    ],
+)
+def test_statuses_of_grpc_itself_become_typed_errors(
+    code: grpc.StatusCode, kind: type[BatonError]
+) -> None:
     assert type(error_from_rpc(as_rpc_error(RpcFailure(code, "text", ())))) is kind
 
 
 @pytest.mark.parametrize("text", ["a" * 20_000, "\n" * 20_000, "🎐" * 5_000])
 def test_a_status_fits_into_the_metadata_that_every_client_accepts(text: str) -> None:
     violations = [FieldViolation(f"sampling.logit_bias[{2**32 - i}]", text) for i in range(1, 2000)]
-    for error in (errors.UnknownModelError(*violations), errors.CapacityError(text, resource="grammar compiler"),
-                  errors.ConfigError(text, field="model"), errors.IncompatiblePeerError(text), ZeroDivisionError(text)):
+    for error in (
+        errors.UnknownModelError(*violations),
+        errors.CapacityError(text, resource="grammar compiler"),
+        errors.ConfigError(text, field="model"),
+        errors.IncompatiblePeerError(text),
+        ZeroDivisionError(text),
+    ):
         failure = failure_of(error, request_id=text)
         raw = dict(failure.trailing_metadata)[DETAILS_KEY]
         assert isinstance(raw, bytes)
         assert len(quote(failure.message)) + len(b64encode(raw)) < 8000  # and some for gRPC's own
         back = error_from_rpc(as_rpc_error(failure))
-        assert type(back) is (errors.InternalError if isinstance(error, ZeroDivisionError) else type(error))
+        assert type(back) is (
+            errors.InternalError if isinstance(error, ZeroDivisionError) else type(error)
+        )
 
 
 def test_the_first_violations_are_told_and_how_many_more_there_are() -> None:
     given = [FieldViolation(f"field[{i}]", "is bad") for i in range(16 + 104)]
     back = error_from_rpc(as_rpc_error(failure_of(errors.InvalidRequestError(*given))))
     assert isinstance(back, errors.InvalidRequestError)
-    assert list(back.violations) == [*given[:16], FieldViolation("request", "and 104 more violations")]
+    assert list(back.violations) == [
+        *given[:16],
+        FieldViolation("request", "and 104 more violations"),
+    ]
 
 
 def test_garbage_in_the_details_trailer_is_ignored() -> None:
@@ -172,7 +200,9 @@ def test_garbage_in_the_details_trailer_is_ignored() -> None:
 
 
 def test_a_detail_that_cannot_be_parsed_is_ignored() -> None:
-    status = Status.FromString(failure_of(errors.CapacityError("full", resource="slots", retry_after_s=2.0)).status)
+    status = Status.FromString(
+        failure_of(errors.CapacityError("full", resource="slots", retry_after_s=2.0)).status
+    )
     info = next(detail for detail in status.details if detail.type_url.endswith("ErrorInfo"))
     info.value += b"\xff"
     back = error_from_status(status.SerializeToString())

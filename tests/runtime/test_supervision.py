@@ -10,13 +10,22 @@ from runtime.errors import BatonError, ConfigError, InternalError, UnavailableEr
 from runtime.process.supervision import StopSignal, background, interruptible, run_process
 
 
-@pytest.mark.parametrize(("error", "code", "says"), [
-    (None, 0, ""),
-    (ConfigError("no such folder: x", field="model"), 2, "prefill: no such folder: x\n"),
-    (UnavailableError("no worker"), 1, "prefill: no worker\n"),
-    (ExceptionGroup("many", [ExceptionGroup("", [UnavailableError("inner")])]), 1, "prefill: inner\n"),
-])
-def test_exit_codes(error: BatonError | None, code: int, says: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("error", "code", "says"),
+    [
+        (None, 0, ""),
+        (ConfigError("no such folder: x", field="model"), 2, "prefill: no such folder: x\n"),
+        (UnavailableError("no worker"), 1, "prefill: no worker\n"),
+        (
+            ExceptionGroup("many", [ExceptionGroup("", [UnavailableError("inner")])]),
+            1,
+            "prefill: inner\n",
+        ),
+    ],
+)
+def test_exit_codes(
+    error: BatonError | None, code: int, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     async def run(stop: StopSignal) -> None:
         if error is not None:
             raise error
@@ -26,7 +35,9 @@ def test_exit_codes(error: BatonError | None, code: int, says: str, capsys: pyte
 
 
 @pytest.mark.parametrize("error", [ZeroDivisionError("x"), InternalError("x")])
-def test_bugs_exit_70_with_their_traceback(error: Exception, caplog: pytest.LogCaptureFixture) -> None:
+def test_bugs_exit_70_with_their_traceback(
+    error: Exception, caplog: pytest.LogCaptureFixture
+) -> None:
     async def run(stop: StopSignal) -> None:
         raise error
 
@@ -70,7 +81,9 @@ def test_second_signal_does_not_wait() -> None:
         "    await asyncio.sleep(60)\n"
         "sys.exit(run_process('x', run))\n"
     )
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdout is not None
         assert child.stdout.readline() == "up\n"
         child.send_signal(signal.SIGTERM)
@@ -80,7 +93,8 @@ def test_second_signal_does_not_wait() -> None:
 
 
 def test_a_second_signal_interrupts_the_stopping_once() -> None:
-    """A process that is killed in the end has to be waited for, and its pipes closed: a traceback followed."""
+    """A process that is killed in the end has to be waited for, and its pipes closed: a traceback
+    followed."""
     seen: list[str] = []
 
     async def work() -> None:

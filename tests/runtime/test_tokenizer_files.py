@@ -9,7 +9,11 @@ from runtime.model_files import tokenizer_conversion
 from runtime.model_files.tokenizer_conversion import missing_packages
 from runtime.model_files.tokenizer_files import find_tokenizer, make_tokenizer, tokenizer_digest
 
-SAYS: dict[str, object] = {"model": {"vocab": {"a": 0, "b": 1}}, "truncation": None, "added_tokens": []}
+SAYS: dict[str, object] = {
+    "model": {"vocab": {"a": 0, "b": 1}},
+    "truncation": None,
+    "added_tokens": [],
+}
 
 
 def digest(folder: Path, content: object, **options: object) -> str:
@@ -21,7 +25,9 @@ def test_what_it_says_counts_and_not_how_it_is_written(tmp_path: Path) -> None:
     first = digest(tmp_path, SAYS)
     assert len(first) == 16
     assert first == digest(tmp_path, dict(reversed(SAYS.items())), indent=4)
-    assert first == digest(tmp_path, {**SAYS, "truncation": {"max_length": 5}, "padding": {}}), "servers do neither"
+    assert first == digest(tmp_path, {**SAYS, "truncation": {"max_length": 5}, "padding": {}}), (
+        "servers do neither"
+    )
     assert first != digest(tmp_path, {**SAYS, "model": {"vocab": {"a": 1, "b": 0}}})
     assert first != digest(tmp_path, {**SAYS, "added_tokens": [{"id": 2}]})
 
@@ -40,7 +46,10 @@ def test_a_file_that_is_no_tokenizer_is_named(tmp_path: Path, text: str) -> None
 def vocabulary(folder: Path) -> Path:
     """The files of GPT-2's kind of tokenizer: letters, and one merge."""
     folder.mkdir()
-    words = {word: place for place, word in enumerate(["<|endoftext|>", "a", "b", "c", "ab", "\u0120", "\u0120c"])}
+    words = {
+        word: place
+        for place, word in enumerate(["<|endoftext|>", "a", "b", "c", "ab", "\u0120", "\u0120c"])
+    }
     (folder / "vocab.json").write_text(json.dumps(words))
     (folder / "merges.txt").write_text("#version: 0.2\na b\n\u0120 c\n")
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "GPT2Tokenizer"}))
@@ -51,12 +60,16 @@ def test_one_is_made_of_its_files_and_nothing_is_written_beside_them(tmp_path: P
     model, cache = vocabulary(tmp_path / "model"), {"BATON_CACHE_DIR": str(tmp_path / "cache")}
     before = sorted(model.iterdir())
     assert find_tokenizer(model, cache) is None
-    assert make_tokenizer(model, cache).endswith("is used, which transformers made of its other files")
+    assert make_tokenizer(model, cache).endswith(
+        "is used, which transformers made of its other files"
+    )
     made = find_tokenizer(model, cache)
     assert made is not None
     assert made.is_relative_to(tmp_path / "cache")
     assert sorted(model.iterdir()) == before
-    from transformers import AutoTokenizer  # loads torch, which no test of this folder needs to be collected
+    from transformers import (
+        AutoTokenizer,
+    )  # loads torch, which no test of this folder needs to be collected
 
     theirs = AutoTokenizer.from_pretrained(model)
     for text in ("abc", "ab c", "cab"):
@@ -75,9 +88,16 @@ def sentencepiece_vocabulary(folder: Path) -> Path:
     folder.mkdir()
     lines = ["the red lantern near the old mill", "a red mill, an old lantern"] * 20
     with (folder / "tokenizer.model").open("wb") as out:
-        sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(lines), model_writer=out, vocab_size=300,
-                                                 model_type="bpe", byte_fallback=True, minloglevel=2,
-                                                 normalization_rule_name="identity", remove_extra_whitespaces=False)
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(lines),
+            model_writer=out,
+            vocab_size=300,
+            model_type="bpe",
+            byte_fallback=True,
+            minloglevel=2,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+        )
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "LlamaTokenizer"}))
     return folder
 
@@ -85,8 +105,13 @@ def sentencepiece_vocabulary(folder: Path) -> Path:
 def test_one_is_made_of_a_sentencepiece_model(tmp_path: Path) -> None:
     import sentencepiece
 
-    model, cache = sentencepiece_vocabulary(tmp_path / "model"), {"BATON_CACHE_DIR": str(tmp_path / "cache")}
-    assert make_tokenizer(model, cache).endswith("is used, which transformers made of its other files")
+    model, cache = (
+        sentencepiece_vocabulary(tmp_path / "model"),
+        {"BATON_CACHE_DIR": str(tmp_path / "cache")},
+    )
+    assert make_tokenizer(model, cache).endswith(
+        "is used, which transformers made of its other files"
+    )
     made = find_tokenizer(model, cache)
     assert made is not None
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(model / "tokenizer.model"))
@@ -95,22 +120,32 @@ def test_one_is_made_of_a_sentencepiece_model(tmp_path: Path) -> None:
         assert ours.encode(text, add_special_tokens=False).ids == theirs.encode(text)
 
 
-@pytest.mark.parametrize(("file", "package"), [("tokenizer.model", "sentencepiece"), ("qwen.tiktoken", "tiktoken")])
-def test_the_package_that_reads_a_vocabulary_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str,
-                                                     package: str) -> None:
+@pytest.mark.parametrize(
+    ("file", "package"), [("tokenizer.model", "sentencepiece"), ("qwen.tiktoken", "tiktoken")]
+)
+def test_the_package_that_reads_a_vocabulary_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, package: str
+) -> None:
     """transformers asks for tiktoken, whatever is missing."""
     (tmp_path / file).write_bytes(b"")
-    monkeypatch.setattr(tokenizer_conversion, "find_spec", lambda name: None if name == package else object())
+    monkeypatch.setattr(
+        tokenizer_conversion, "find_spec", lambda name: None if name == package else object()
+    )
     assert list(missing_packages(tmp_path)) == [(package, file)]
     monkeypatch.setattr("sys.argv", ["", str(tmp_path), str(tmp_path / "out")])
-    with pytest.raises(SystemExit, match=rf"they need {package} for {file} \(pip install {package}\)"):
+    with pytest.raises(
+        SystemExit, match=rf"they need {package} for {file} \(pip install {package}\)"
+    ):
         tokenizer_conversion.main()
 
 
 def test_mistrals_own_format_is_named(tmp_path: Path) -> None:
     (tmp_path / "tekken.json").write_text("{}")
     notice = make_tokenizer(tmp_path, {"BATON_CACHE_DIR": str(tmp_path)})
-    assert "has no tokenizer.json but tekken.json, a format of Mistral's that is not read: texts and" in notice
+    assert (
+        "has no tokenizer.json but tekken.json, a format of Mistral's that is not read: texts and"
+        in notice
+    )
 
 
 def test_what_cannot_be_made_is_said(tmp_path: Path) -> None:
@@ -118,7 +153,8 @@ def test_what_cannot_be_made_is_said(tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     assert make_tokenizer(tmp_path / "none", cache) == (
         f"{tmp_path / 'none'} has no tokenizer.json: texts and chats are refused, prompts must be token ids "
-        f"(baton generate --ids 1,2,3)")
+        f"(baton generate --ids 1,2,3)"
+    )
     broken = vocabulary(tmp_path / "broken")
     (broken / "vocab.json").write_text("[")
     notice = make_tokenizer(broken, cache)

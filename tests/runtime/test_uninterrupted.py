@@ -1,4 +1,5 @@
-"""Calls that an interrupt leaves whole: the helper by itself, and a client that is interrupted at any moment."""
+"""Calls that an interrupt leaves whole: the helper by itself, and a client that is interrupted at
+any moment."""
 
 import asyncio
 import contextlib
@@ -43,8 +44,9 @@ async def echo() -> AsyncIterator[str]:
 
 async def test_a_client_that_is_interrupted_at_any_moment_goes_on(echo: str) -> None:
     """Of calls in the main thread itself about the 90th ended no more."""
-    child = await asyncio.create_subprocess_exec(sys.executable, "-c", INTERRUPTED, echo, "1",
-                                                 stderr=subprocess.PIPE)
+    child = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", INTERRUPTED, echo, "1", stderr=subprocess.PIPE
+    )
     try:
         async with asyncio.timeout(90):
             _, errors = await child.communicate()

@@ -1,4 +1,5 @@
-"""Why a peer cannot be reached, as real connections fail, in words that name none of gRPC's parts."""
+"""Why a peer cannot be reached, as real connections fail, in words that name none of gRPC's
+parts."""
 
 import asyncio
 import socket
@@ -11,7 +12,13 @@ from protos import generation_pb2 as pb
 from protos import generation_pb2_grpc
 from runtime.rpc.client import ChannelOptions, open_channel
 from runtime.rpc.unreachable import reach_problem
-from runtime.security.access import PLAIN_CHANNEL, ChannelSecurity, PeerRole, ServerSecurity, client_security
+from runtime.security.access import (
+    PLAIN_CHANNEL,
+    ChannelSecurity,
+    PeerRole,
+    ServerSecurity,
+    client_security,
+)
 from tests.support.network.authority import Authority
 from tests.support.network.door import serving
 
@@ -20,7 +27,9 @@ async def problem(address: str, security: ChannelSecurity = PLAIN_CHANNEL) -> st
     """What a call to `address` ends with, without the address."""
     async with open_channel(address, ChannelOptions(connect_s=0.5), security=security) as channel:
         with pytest.raises(grpc.aio.AioRpcError) as refused:
-            await generation_pb2_grpc.GenerationStub(channel).GetModelInfo(pb.GetModelInfoRequest(), timeout=20)
+            await generation_pb2_grpc.GenerationStub(channel).GetModelInfo(
+                pb.GetModelInfoRequest(), timeout=20
+            )
     return reach_problem(refused.value.details()).removeprefix(f"{address}: ")
 
 
@@ -31,14 +40,20 @@ async def test_tls_that_does_not_fit_is_named(tmp_path: Path) -> None:
     stranger = ChannelSecurity(other.store(tmp_path / "stranger", "router")).to(PeerRole.PREFILL)
     nameless = client_security(tls_ca=tmp_path / "ca.pem", server_name="prefill")
     async with serving(ServerSecurity(authority.store(tmp_path / "prefill", "prefill"))) as address:
-        asks_for_tls = "it closes the connection, as one does that asks for TLS or for another certificate"
+        asks_for_tls = (
+            "it closes the connection, as one does that asks for TLS or for another certificate"
+        )
         assert await problem(address) == asks_for_tls
         assert await problem(address, nameless) == asks_for_tls
         assert await problem(address, stranger) == "its certificate is of no authority in tls_ca"
         assert await problem(address, router.to(PeerRole.DECODE)) == (
-            "its certificate has another name than is asked of it")
+            "its certificate has another name than is asked of it"
+        )
     async with serving(ServerSecurity()) as address:
-        assert await problem(address, router.to(PeerRole.PREFILL)) == "it does not speak TLS, and is called with it"
+        assert (
+            await problem(address, router.to(PeerRole.PREFILL))
+            == "it does not speak TLS, and is called with it"
+        )
 
 
 async def test_what_is_no_grpc_server_is_named() -> None:
@@ -69,6 +84,7 @@ async def test_what_is_not_there_is_named() -> None:
 def test_other_details_stay_as_they_are() -> None:
     assert reach_problem("the queue is full") == "the queue is full"
     assert reach_problem(None) == "no details"
-    assert reach_problem("failed to connect to all addresses; last error: UNKNOWN: ipv6:%5B::1%5D:7000: Failed to "
-                         "connect to remote host: No route to host") == (
-        "[::1]:7000: Failed to connect to remote host: No route to host")
+    assert reach_problem(
+        "failed to connect to all addresses; last error: UNKNOWN: ipv6:%5B::1%5D:7000: Failed to "
+        "connect to remote host: No route to host"
+    ) == ("[::1]:7000: Failed to connect to remote host: No route to host")

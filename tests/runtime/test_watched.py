@@ -29,7 +29,9 @@ def test_a_file_that_was_not_touched_gives_the_same_object(path: Path) -> None:
     assert watched.current() is watched.current()
 
 
-def test_a_change_within_a_tick_of_the_file_systems_clock_is_seen(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_change_within_a_tick_of_the_file_systems_clock_is_seen(
+    path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     tick_ns = time.time_ns() + 10**10  # long enough for any machine to be within it
     os.utime(path, ns=(tick_ns, tick_ns))
     watched = Watched({"file": path}, word)
@@ -38,4 +40,6 @@ def test_a_change_within_a_tick_of_the_file_systems_clock_is_seen(path: Path, ca
         os.utime(path, ns=(tick_ns, tick_ns))
         assert (watched.current(), watched.current()) == (expected, expected)
     warnings = [record for record in caplog.records if record.levelno >= logging.WARNING]
-    assert [record.levelno for record in warnings if record.name.startswith("runtime.")] == [logging.WARNING]
+    assert [record.levelno for record in warnings if record.name.startswith("runtime.")] == [
+        logging.WARNING
+    ]

@@ -11,8 +11,10 @@ from typer.testing import CliRunner
 from sim.command import app, parse_slo
 
 PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
-TRACE = ('{"timestamp": 0, "input_length": 900, "output_length": 4, "hash_ids": [1, 2]}\n'
-         '{"timestamp": 4000, "input_length": 1500, "output_length": 8, "hash_ids": [1, 3, 4]}\n')
+TRACE = (
+    '{"timestamp": 0, "input_length": 900, "output_length": 4, "hash_ids": [1, 2]}\n'
+    '{"timestamp": 4000, "input_length": 1500, "output_length": 8, "hash_ids": [1, 3, 4]}\n'
+)
 
 
 def test_the_lines_of_its_page_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,21 +46,33 @@ def test_the_first_thing_to_try_is_a_fleet_that_keeps_up() -> None:
 def test_azures_and_burst_gpts_tables_are_loads(tmp_path: Path) -> None:
     """The demo context of a simulated model is 131,072 tokens."""
     table = tmp_path / "trace.csv"
-    table.write_text("Timestamp,Model,Request tokens,Response tokens\n5,m,900,2\n6,m,200000,3\n7,m,100,0\n8,m,5,3\n")
+    table.write_text(
+        "Timestamp,Model,Request tokens,Response tokens\n5,m,900,2\n6,m,200000,3\n7,m,100,0\n8,m,5,3\n"
+    )
     refused = CliRunner().invoke(app, ["--trace", str(table)])
     assert refused.exit_code == 2
     assert "1 of 3 requests are longer than the context of 131072 tokens" in refused.stderr
     done = CliRunner().invoke(app, ["--trace", str(table), "--too-long", "skip", "--json"])
     assert json.loads(done.stdout)["requests"] == 2
-    assert done.stderr == ("requests left out as longer than the context of 131072 tokens: 1\n"
-                           "requests left out as the trace has no answer to them: 1\n")
+    assert done.stderr == (
+        "requests left out as longer than the context of 131072 tokens: 1\n"
+        "requests left out as the trace has no answer to them: 1\n"
+    )
 
 
-@pytest.mark.parametrize(("arguments", "text"), [
-    (["--slo", "ttft=2"], "--slo must be like ttft=2s,tpot=50ms"), (["--slo", "ttft=2s,tpot=fast"], "--slo must be"),
-    (["--slo", "ttft=nan,tpot=1s"], "--slo must be"), (["--slo", "ttft=1s,tpot=inf"], "--slo must be"),
-    (["--fault", "kill"], "a fault is like"), (["--fault", "kill:decode-9@1"], "there is no decode-9"),
-    (["--trace", "missing.jsonl"], "missing.jsonl"), (["--costs", "missing.json"], "missing.json")])
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["--slo", "ttft=2"], "--slo must be like ttft=2s,tpot=50ms"),
+        (["--slo", "ttft=2s,tpot=fast"], "--slo must be"),
+        (["--slo", "ttft=nan,tpot=1s"], "--slo must be"),
+        (["--slo", "ttft=1s,tpot=inf"], "--slo must be"),
+        (["--fault", "kill"], "a fault is like"),
+        (["--fault", "kill:decode-9@1"], "there is no decode-9"),
+        (["--trace", "missing.jsonl"], "missing.jsonl"),
+        (["--costs", "missing.json"], "missing.json"),
+    ],
+)
 def test_mistakes_are_one_line(arguments: list[str], text: str) -> None:
     done = CliRunner().invoke(app, ["--requests", "1", *arguments])
     assert done.exit_code == 2
@@ -78,9 +92,17 @@ def test_limits_have_units() -> None:
     assert parse_slo("ttft=2s,tpot=50ms") == parse_slo("tpot=0.05,ttft=2000ms")
 
 
-@pytest.mark.parametrize("arguments", [
-    ["--slower", "inf"], ["--slower", "nan"], ["--watch-interval", "inf"], ["--rate", "inf"], ["--rate", "nan"],
-    ["--speed", "inf"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--slower", "inf"],
+        ["--slower", "nan"],
+        ["--watch-interval", "inf"],
+        ["--rate", "inf"],
+        ["--rate", "nan"],
+        ["--speed", "inf"],
+    ],
+)
 def test_numbers_without_end_are_refused(arguments: list[str]) -> None:
     done = CliRunner().invoke(app, ["--requests", "1", *arguments])
     assert done.exit_code == 2

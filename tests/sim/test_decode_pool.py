@@ -12,7 +12,9 @@ from sim.costs import DecodeCosts
 from sim.decode_pool import DecodePool, DrawnRow, Rounds
 
 CLOCK = ManualClock().now  # rows only remember it
-COSTS = DecodeCosts(step_s=0.01, row_s=0.001, context_s=1e-6, num_pages=10_000, max_running=8, max_held=64)
+COSTS = DecodeCosts(
+    step_s=0.01, row_s=0.001, context_s=1e-6, num_pages=10_000, max_running=8, max_held=64
+)
 
 
 @dataclass
@@ -22,9 +24,16 @@ class Coming:
     output: int
 
 
-def drawn_in_spans(costs: DecodeCosts, coming: list[Coming], page_size: int = 16) -> dict[int, float]:
+def drawn_in_spans(
+    costs: DecodeCosts, coming: list[Coming], page_size: int = 16
+) -> dict[int, float]:
     """When each got its last token."""
-    pool, now_s, ended, left = DecodePool(costs, page_size, CLOCK), 0.0, dict[int, float](), list(enumerate(coming))
+    pool, now_s, ended, left = (
+        DecodePool(costs, page_size, CLOCK),
+        0.0,
+        dict[int, float](),
+        list(enumerate(coming)),
+    )
     while left or pool.span is not None:
         due_s = left[0][1].at_s if left else math.inf
         if pool.span is not None and pool.span.ends_s <= due_s:
@@ -41,7 +50,12 @@ def drawn_in_spans(costs: DecodeCosts, coming: list[Coming], page_size: int = 16
 
 def drawn_in_rounds(costs: DecodeCosts, coming: list[Coming]) -> dict[int, float]:
     """The same by the plainest way: who is there when a round begins takes part in it."""
-    rows, now_s, ended, left = dict[int, list[int]](), 0.0, dict[int, float](), list(enumerate(coming))
+    rows, now_s, ended, left = (
+        dict[int, list[int]](),
+        0.0,
+        dict[int, float](),
+        list(enumerate(coming)),
+    )
     while rows or left:
         if not rows:
             now_s = max(now_s, left[0][1].at_s)
@@ -49,7 +63,11 @@ def drawn_in_rounds(costs: DecodeCosts, coming: list[Coming]) -> dict[int, float
             key, item = left.pop(0)
             rows[key] = [item.prompt, item.output]
         turns = max(1.0, len(rows) / costs.max_running)
-        now_s += costs.step_s * turns + costs.row_s * len(rows) + costs.context_s * sum(row[0] for row in rows.values())
+        now_s += (
+            costs.step_s * turns
+            + costs.row_s * len(rows)
+            + costs.context_s * sum(row[0] for row in rows.values())
+        )
         for key, row in list(rows.items()):
             row[0], row[1] = row[0] + 1, row[1] - 1
             if not row[1]:
@@ -77,9 +95,10 @@ def test_rounds_by_is_the_inverse_of_after() -> None:
 
 
 def test_pages_that_run_out_set_the_youngest_back() -> None:
-    """Eight pages of four tokens, rounds of a second. Two rows of 12 tokens hold three pages each; the second joins
-    with the second round. After four seconds they have 16 and 15 tokens in eight pages, and the first needs a ninth:
-    the second is set back, comes back when the first has drawn its last four tokens, and draws the five it lacks."""
+    """Eight pages of four tokens, rounds of a second. Two rows of 12 tokens hold three pages each;
+    the second joins with the second round. After four seconds they have 16 and 15 tokens in eight
+    pages, and the first needs a ninth: the second is set back, comes back when the first has drawn
+    its last four tokens, and draws the five it lacks."""
     costs = DecodeCosts(step_s=1, row_s=0, context_s=0, replay_s=0, num_pages=8, growth_tokens=0)
     pool, now_s = DecodePool(costs, 4, CLOCK), 0.0
     rows = [DrawnRow(key, 12, 8) for key in (1, 2)]
@@ -115,8 +134,9 @@ def test_what_is_released_in_the_middle_is_free_at_the_end_of_the_round() -> Non
 
 
 def test_rows_wait_for_what_else_has_to_be_done() -> None:
-    """Rounds of 0.01 s, one of which is under way at 0.025 s: it ends at 0.03, two other things take 0.004 s each, and
-    the other seven of ten rounds follow. A pool that draws nothing loses nothing, unless it is to be done first."""
+    """Rounds of 0.01 s, one of which is under way at 0.025 s: it ends at 0.03, two other things
+    take 0.004 s each, and the other seven of ten rounds follow. A pool that draws nothing loses
+    nothing, unless it is to be done first."""
     pool = DecodePool(DecodeCosts(step_s=0.01, row_s=0, context_s=0), 16, CLOCK)
     assert not pool.interrupt(0.004, 0.0)
     row = DrawnRow(0, 10, 10)

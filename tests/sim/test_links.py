@@ -12,14 +12,18 @@ class Watched:
     def __init__(self) -> None:
         self.arrived: dict[str, float] = {}
 
-    def transfer(self, name: str, source: Interface, target: Interface, num_bytes: float) -> Sending:
+    def transfer(
+        self, name: str, source: Interface, target: Interface, num_bytes: float
+    ) -> Sending:
         loop = asyncio.get_running_loop()
-        return Sending(source, target, num_bytes, lambda: self.arrived.update({name: round(loop.time(), 6)}))
+        return Sending(
+            source, target, num_bytes, lambda: self.arrived.update({name: round(loop.time(), 6)})
+        )
 
 
 def test_one_sender_shares_what_it_has() -> None:
-    """100 bytes a second: 50 bytes alone, then two halves; the first has 50 left at 0.5 s, which takes until 1.5 s; the
-    second has 50 left then, and the sender to itself."""
+    """100 bytes a second: 50 bytes alone, then two halves; the first has 50 left at 0.5 s, which
+    takes until 1.5 s; the second has 50 left then, and the sender to itself."""
 
     async def play() -> dict[str, float]:
         watched, source = Watched(), Interface(100)

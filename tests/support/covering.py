@@ -14,22 +14,32 @@ def pairs_of(point: Point) -> Iterator[Pair]:
 
 
 def all_pairs(factors: Sequence[Sequence[object]]) -> set[Pair]:
-    return {(i, a, j, b) for (i, first), (j, second) in combinations(enumerate(factors), 2)
-            for a, b in product(first, second)}
+    return {
+        (i, a, j, b)
+        for (i, first), (j, second) in combinations(enumerate(factors), 2)
+        for a, b in product(first, second)
+    }
 
 
 def covering(factors: Sequence[Sequence[object]], *, at_least: int) -> list[Point]:
-    """Points, a value of each factor, in which any two values of different factors are somewhere together, and more if
-    these are too few. Each is, of some random ones, the one that has most pairs which none before it has; always the
-    same."""
-    rng, missing, found = random.Random(1), sorted(all_pairs(factors), key=repr), dict[Point, None]()
+    """Points, a value of each factor, in which any two values of different factors are somewhere
+    together, and more if these are too few. Each is, of some random ones, the one that has most
+    pairs which none before it has; always the same."""
+    rng, missing, found = (
+        random.Random(1),
+        sorted(all_pairs(factors), key=repr),
+        dict[Point, None](),
+    )
     while missing or len(found) < at_least:
         candidates = [[rng.choice(factor) for factor in factors] for _ in range(40)]
         for candidate in candidates if missing else []:
             i, a, j, b = rng.choice(missing)
             candidate[i], candidate[j] = a, b
         still = set(missing)
-        best = max((tuple(each) for each in candidates), key=lambda each: sum(pair in still for pair in pairs_of(each)))
+        best = max(
+            (tuple(each) for each in candidates),
+            key=lambda each: sum(pair in still for pair in pairs_of(each)),
+        )
         found[best] = None
         has = set(pairs_of(best))
         missing = [pair for pair in missing if pair not in has]

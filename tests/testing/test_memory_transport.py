@@ -45,16 +45,20 @@ def test_drop_looks_like_success_to_the_sender(network: MemoryNetwork, pair: Pai
 def test_flip_changes_one_bit(network: MemoryNetwork, pair: Pair) -> None:
     network.fault = faulty(Fault.FLIP)
     target = poisoned(101)
-    pair.finish(pair.right.post_receive(pair.to_left, PREFIX, target),
-                pair.left.send(pair.to_right, PREFIX, pattern(101)))
+    pair.finish(
+        pair.right.post_receive(pair.to_left, PREFIX, target),
+        pair.left.send(pair.to_right, PREFIX, pattern(101)),
+    )
     assert sum((a ^ b).bit_count() for a, b in zip(target, pattern(101), strict=True)) == 1
 
 
 def test_duplicate_arrives_twice(network: MemoryNetwork, pair: Pair) -> None:
     network.fault = faulty(Fault.DUPLICATE)
     targets = [poisoned(10), poisoned(10)]
-    pair.finish(*[pair.right.post_receive(pair.to_left, PREFIX, target) for target in targets],
-                pair.left.send(pair.to_right, PREFIX, pattern(10)))
+    pair.finish(
+        *[pair.right.post_receive(pair.to_left, PREFIX, target) for target in targets],
+        pair.left.send(pair.to_right, PREFIX, pattern(10)),
+    )
     assert targets == [pattern(10), pattern(10)]
 
 
@@ -66,13 +70,19 @@ def test_delay_keeps_both_ends_pending_until_release(network: MemoryNetwork, pai
     pair.settle()
     pair.right.cancel_receive(receive)
     pair.settle()
-    assert (send.state, receive.state, target) == (OperationState.PENDING, OperationState.PENDING, poisoned(10))
+    assert (send.state, receive.state, target) == (
+        OperationState.PENDING,
+        OperationState.PENDING,
+        poisoned(10),
+    )
     network.release()
     pair.finish(send, receive)
     assert target == pattern(10)
 
 
-def test_a_delayed_message_of_a_closed_peer_is_never_written(network: MemoryNetwork, pair: Pair) -> None:
+def test_a_delayed_message_of_a_closed_peer_is_never_written(
+    network: MemoryNetwork, pair: Pair
+) -> None:
     network.fault = faulty(Fault.DELAY)
     target = poisoned(10)
     receive = pair.right.post_receive(pair.to_left, PREFIX, target)

@@ -1,4 +1,5 @@
-"""The distribution `baton-client`, as somebody uses it who has packages of the same names as ours."""
+"""The distribution `baton-client`, as somebody uses it who has packages of the same names as
+ours."""
 
 import ast
 import asyncio
@@ -48,7 +49,13 @@ def test_it_imports_itself_grpc_and_pydantic_alone(distribution: Path) -> None:
     assert tops - set(sys.stdlib_module_names) == NEEDED | {PACKAGE}
     project = tomllib.loads((distribution / "pyproject.toml").read_text())
     names = {need.partition(">")[0] for need in project["project"]["dependencies"]}
-    assert names == {"googleapis-common-protos", "grpcio", "grpcio-health-checking", "protobuf", "pydantic"}
+    assert names == {
+        "googleapis-common-protos",
+        "grpcio",
+        "grpcio-health-checking",
+        "protobuf",
+        "pydantic",
+    }
     assert all(name.split(".")[0] == PACKAGE for name in project["tool"]["setuptools"]["packages"])
     assert [path.name for path in distribution.iterdir() if path.is_dir()] == [PACKAGE]
 
@@ -56,20 +63,39 @@ def test_it_imports_itself_grpc_and_pydantic_alone(distribution: Path) -> None:
 def test_it_has_the_whole_client_and_nothing_of_the_server() -> None:
     modules = needed_modules()
     assert {"baton.client", "baton.wire", "protos.generation_pb2", "runtime.errors"} <= set(modules)
-    assert not {"runtime.rpc.server", "runtime.observe.metrics", "baton.cluster", "protos.decode_pb2"} & set(modules)
+    assert not {
+        "runtime.rpc.server",
+        "runtime.observe.metrics",
+        "baton.cluster",
+        "protos.decode_pb2",
+    } & set(modules)
 
 
-async def test_it_works_beside_packages_of_the_same_names(distribution: Path, tmp_path: Path) -> None:
+async def test_it_works_beside_packages_of_the_same_names(
+    distribution: Path, tmp_path: Path
+) -> None:
     for name in ("protos", "engine", "runtime"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "__init__.py").write_text("WHOSE = 'mine'")
     server, address = await serve_echo(EchoGeneration())
     try:
         child = await asyncio.create_subprocess_exec(
-            sys.executable, "-W", "error", "-P", "-c", PROGRAM, address, cwd=tmp_path, stdout=asyncio.subprocess.PIPE,
-            stderr=asyncio.subprocess.STDOUT, env={"PYTHONPATH": f"{tmp_path}:{distribution}"})
+            sys.executable,
+            "-W",
+            "error",
+            "-P",
+            "-c",
+            PROGRAM,
+            address,
+            cwd=tmp_path,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+            env={"PYTHONPATH": f"{tmp_path}:{distribution}"},
+        )
         async with asyncio.timeout(120):
             output, _ = await child.communicate()
     finally:
         await server.stop()
-    assert output.decode().splitlines() == ["hello there ", "baton_client.runtime.errors"], output.decode()
+    assert output.decode().splitlines() == ["hello there ", "baton_client.runtime.errors"], (
+        output.decode()
+    )

@@ -18,15 +18,23 @@ def test_a_generated_page_is_current(name: str) -> None:
 
 
 def test_every_setting_and_flag_says_what_it_means() -> None:
-    rows = [line.split(" | ") for line in PAGES["docs/configuration.md"]().splitlines() if line.startswith("| `")]
+    rows = [
+        line.split(" | ")
+        for line in PAGES["docs/configuration.md"]().splitlines()
+        if line.startswith("| `")
+    ]
     assert len(rows) > 100
     assert [row[0] for row in rows if not row[-1].removesuffix("|").strip()] == []
 
 
 def test_every_flag_that_a_message_names_is_one() -> None:
     roles = modules("decode", "engine", "models", "pool", "prefill", "router", "transfer").values()
-    texts = [node.value for tree in roles for node in ast.walk(tree)
-             if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    texts = [
+        node.value
+        for tree in roles
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+    ]
     named = {flag for text in texts for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text)}
     assert len(named) > 20
     assert named <= set(re.findall(r"`(--[a-z-]+)`", PAGES["docs/configuration.md"]()))

@@ -33,12 +33,27 @@ def test_a_copy_in_any_folder_is_all_that_a_generator_needs(tmp_path: Path) -> N
     for path in (PROTOS / "baton" / "v1").glob("*.proto"):
         (copied / path.name).write_text(path.read_text())
     described = tmp_path / "all.binpb"
-    subprocess.run([sys.executable, "-m", "grpc_tools.protoc", f"-I{copied.parents[1]}", "--include_imports",
-                    f"--descriptor_set_out={described}", "baton/v1/generation.proto", "baton/v1/worker.proto"],
-                   check=True, cwd=tmp_path, timeout=120)
+    subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "grpc_tools.protoc",
+            f"-I{copied.parents[1]}",
+            "--include_imports",
+            f"--descriptor_set_out={described}",
+            "baton/v1/generation.proto",
+            "baton/v1/worker.proto",
+        ],
+        check=True,
+        cwd=tmp_path,
+        timeout=120,
+    )
     files = FileDescriptorSet.FromString(described.read_bytes()).file
     assert {file.name for file in files} >= {"baton/v1/generation.proto", "baton/v1/types.proto"}
     for file in files:
         options = file.options
         assert (options.go_package, options.java_package, options.csharp_namespace) == (
-            "baton/v1;batonv1", "baton.v1", "Baton.V1")
+            "baton/v1;batonv1",
+            "baton.v1",
+            "Baton.V1",
+        )

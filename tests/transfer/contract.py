@@ -1,4 +1,5 @@
-"""What every transport must do. Each implementation's test file runs this suite over its own pair of transports."""
+"""What every transport must do. Each implementation's test file runs this suite over its own pair
+of transports."""
 
 import gc
 import os
@@ -81,8 +82,14 @@ class TransportContract:
 
     def test_tags_decide_where_bytes_go(self, pair: Pair) -> None:
         targets = [poisoned(20_000) for _ in range(8)]
-        receives = [pair.right.post_receive(pair.to_left, PREFIX + i, target) for i, target in enumerate(targets)]
-        sends = [pair.left.send(pair.to_right, PREFIX + i, pattern(20_000, i)) for i in reversed(range(8))]
+        receives = [
+            pair.right.post_receive(pair.to_left, PREFIX + i, target)
+            for i, target in enumerate(targets)
+        ]
+        sends = [
+            pair.left.send(pair.to_right, PREFIX + i, pattern(20_000, i))
+            for i in reversed(range(8))
+        ]
         pair.finish(*receives, *sends)
         assert all(target == pattern(20_000, i) for i, target in enumerate(targets))
 
@@ -96,16 +103,20 @@ class TransportContract:
 
     def test_both_directions_at_once(self, pair: Pair) -> None:
         here, there = poisoned(1 << 20), poisoned(1 << 20)
-        pair.finish(pair.right.post_receive(pair.to_left, PREFIX, there),
-                    pair.left.post_receive(pair.to_right, PREFIX, here),
-                    pair.left.send(pair.to_right, PREFIX, pattern(1 << 20, 1)),
-                    pair.right.send(pair.to_left, PREFIX, pattern(1 << 20, 2)))
+        pair.finish(
+            pair.right.post_receive(pair.to_left, PREFIX, there),
+            pair.left.post_receive(pair.to_right, PREFIX, here),
+            pair.left.send(pair.to_right, PREFIX, pattern(1 << 20, 1)),
+            pair.right.send(pair.to_left, PREFIX, pattern(1 << 20, 2)),
+        )
         assert there == pattern(1 << 20, 1)
         assert here == pattern(1 << 20, 2)
 
     @pytest.mark.parametrize("num_sent", [10, 9_000, 40_000])
     @pytest.mark.parametrize("num_wanted", [11, 8_999, 39_999])
-    def test_a_message_of_the_wrong_length_writes_nothing(self, pair: Pair, num_sent: int, num_wanted: int) -> None:
+    def test_a_message_of_the_wrong_length_writes_nothing(
+        self, pair: Pair, num_sent: int, num_wanted: int
+    ) -> None:
         target = poisoned(num_wanted)
         receive = pair.right.post_receive(pair.to_left, PREFIX, target)
         send = pair.left.send(pair.to_right, PREFIX, pattern(num_sent))
@@ -119,8 +130,13 @@ class TransportContract:
 
     def test_many_in_flight(self, pair: Pair) -> None:
         targets = [poisoned(20_000) for _ in range(400)]
-        operations = [pair.right.post_receive(pair.to_left, PREFIX + i, target) for i, target in enumerate(targets)]
-        operations += [pair.left.send(pair.to_right, PREFIX + i, pattern(20_000, i)) for i in range(400)]
+        operations = [
+            pair.right.post_receive(pair.to_left, PREFIX + i, target)
+            for i, target in enumerate(targets)
+        ]
+        operations += [
+            pair.left.send(pair.to_right, PREFIX + i, pattern(20_000, i)) for i in range(400)
+        ]
         assert pair.left.num_pending == pair.right.num_pending == 400
         pair.run(lambda: len(pair.ended) == 800)
         assert {operation.state for operation in operations} == {DONE}
@@ -130,8 +146,11 @@ class TransportContract:
         assert len(pair.ended) == 800, "an operation was reported twice"
 
     @pytest.mark.parametrize("num_bytes", [100, 100_000])
-    def test_a_message_without_a_receive_is_refused_and_counted(self, pair: Pair, num_bytes: int) -> None:
-        """Receives are posted before their sender hears of the tags: what comes before is a stranger's."""
+    def test_a_message_without_a_receive_is_refused_and_counted(
+        self, pair: Pair, num_bytes: int
+    ) -> None:
+        """Receives are posted before their sender hears of the tags: what comes before is a
+        stranger's."""
         send = pair.left.send(pair.to_right, PREFIX, pattern(num_bytes))
         pair.finish(send)
         target = poisoned(num_bytes)
@@ -143,12 +162,17 @@ class TransportContract:
 
     @pytest.mark.parametrize("num_bytes", [100, 100_000])
     def test_a_message_that_comes_twice_is_refused_as_repeated_and_after_its_epoch_as_late(
-            self, pair: Pair, num_bytes: int) -> None:
+        self, pair: Pair, num_bytes: int
+    ) -> None:
         target = poisoned(num_bytes)
-        pair.finish(pair.right.post_receive(pair.to_left, PREFIX, target),
-                    pair.left.send(pair.to_right, PREFIX, pattern(num_bytes)))
-        pair.finish(pair.left.send(pair.to_right, PREFIX, pattern(num_bytes, 2)),
-                    pair.left.send(pair.to_right, PREFIX + 1, pattern(num_bytes, 2)))
+        pair.finish(
+            pair.right.post_receive(pair.to_left, PREFIX, target),
+            pair.left.send(pair.to_right, PREFIX, pattern(num_bytes)),
+        )
+        pair.finish(
+            pair.left.send(pair.to_right, PREFIX, pattern(num_bytes, 2)),
+            pair.left.send(pair.to_right, PREFIX + 1, pattern(num_bytes, 2)),
+        )
         pair.run(lambda: pair.right.refused == {RefusalReason.REPEATED: 2})
         pair.right.retire(PREFIX >> TAG_OFFSET_BITS)
         pair.finish(pair.left.send(pair.to_right, PREFIX, pattern(num_bytes, 2)))
@@ -156,7 +180,9 @@ class TransportContract:
         assert target == pattern(num_bytes)
 
     @pytest.mark.parametrize("num_bytes", [100, 100_000])
-    def test_a_cancelled_receive_is_over_at_once_and_late_bytes_write_nothing(self, pair: Pair, num_bytes: int) -> None:
+    def test_a_cancelled_receive_is_over_at_once_and_late_bytes_write_nothing(
+        self, pair: Pair, num_bytes: int
+    ) -> None:
         target = poisoned(num_bytes)
         receive = pair.right.post_receive(pair.to_left, PREFIX, target)
         pair.right.cancel_receive(receive)
@@ -178,20 +204,28 @@ class TransportContract:
         assert pair.ended.count(receive) == 1
 
     @pytest.mark.parametrize("num_bytes", [100, 100_000])
-    def test_retiring_lets_go_of_senders_whose_messages_nobody_took(self, pair: Pair, num_bytes: int) -> None:
+    def test_retiring_lets_go_of_senders_whose_messages_nobody_took(
+        self, pair: Pair, num_bytes: int
+    ) -> None:
         sends = [pair.left.send(pair.to_right, PREFIX + i, pattern(num_bytes)) for i in range(5)]
         pair.settle()
         pair.right.retire(PREFIX >> TAG_OFFSET_BITS)
-        sends += [pair.left.send(pair.to_right, PREFIX + i, pattern(num_bytes)) for i in range(5, 10)]
+        sends += [
+            pair.left.send(pair.to_right, PREFIX + i, pattern(num_bytes)) for i in range(5, 10)
+        ]
         pair.finish(*sends)
         other = (PREFIX >> TAG_OFFSET_BITS) + 1
         target = poisoned(num_bytes)
-        pair.finish(pair.left.send(pair.to_right, other << TAG_OFFSET_BITS, pattern(num_bytes)),
-                    pair.right.post_receive(pair.to_left, other << TAG_OFFSET_BITS, target))
+        pair.finish(
+            pair.left.send(pair.to_right, other << TAG_OFFSET_BITS, pattern(num_bytes)),
+            pair.right.post_receive(pair.to_left, other << TAG_OFFSET_BITS, target),
+        )
         assert target == pattern(num_bytes)
 
     def test_closing_a_peer_ends_everything_with_it(self, pair: Pair) -> None:
-        receives = [pair.right.post_receive(pair.to_left, PREFIX + i, poisoned(50_000)) for i in range(4)]
+        receives = [
+            pair.right.post_receive(pair.to_left, PREFIX + i, poisoned(50_000)) for i in range(4)
+        ]
         sends = [pair.right.send(pair.to_left, PREFIX + i, pattern(50_000)) for i in range(4)]
         pair.settle()
         pair.right.close_peer(pair.to_left)
@@ -203,8 +237,10 @@ class TransportContract:
 
     def test_operations_with_a_closed_peer_fail(self, pair: Pair) -> None:
         pair.right.close_peer(pair.to_left)
-        late = [pair.right.send(pair.to_left, PREFIX, pattern(10)),
-                pair.right.post_receive(pair.to_left, PREFIX, poisoned(10))]
+        late = [
+            pair.right.send(pair.to_left, PREFIX, pattern(10)),
+            pair.right.post_receive(pair.to_left, PREFIX, poisoned(10)),
+        ]
         pair.finish(*late)
         assert {operation.state for operation in late} == {FAILED}
         assert all(isinstance(operation.error, PeerLostError) for operation in late)
@@ -212,22 +248,31 @@ class TransportContract:
     def test_both_sides_may_close_and_connect_again(self, pair: Pair) -> None:
         for attempt in range(3):
             target = poisoned(30_000)
-            pair.finish(pair.right.post_receive(pair.to_left, PREFIX, target),
-                        pair.left.send(pair.to_right, PREFIX, pattern(30_000, attempt)))
+            pair.finish(
+                pair.right.post_receive(pair.to_left, PREFIX, target),
+                pair.left.send(pair.to_right, PREFIX, pattern(30_000, attempt)),
+            )
             assert target == pattern(30_000, attempt)
             pair.left.close_peer(pair.to_right)
             pair.right.close_peer(pair.to_left)
             pair.settle()
-            pair.to_right, pair.to_left = pair.left.connect(pair.right.address), pair.right.connect(pair.left.address)
+            pair.to_right, pair.to_left = (
+                pair.left.connect(pair.right.address),
+                pair.right.connect(pair.left.address),
+            )
 
     def test_a_connection_cut_by_one_side_can_be_made_again(self, pair: Pair) -> None:
-        """The other side may fail for a second until it has noticed, but it never hangs and then it works."""
+        """The other side may fail for a second until it has noticed, but it never hangs and then it
+        works."""
         pair.right.close_peer(pair.to_left)
         deadline = time.monotonic() + 60.0
         tag = PREFIX
         while True:
             tag += 1
-            to_left, to_right = pair.right.connect(pair.left.address), pair.left.connect(pair.right.address)
+            to_left, to_right = (
+                pair.right.connect(pair.left.address),
+                pair.left.connect(pair.right.address),
+            )
             target = poisoned(50_000)
             receive = pair.right.post_receive(to_left, tag, target)
             send = pair.left.send(to_right, tag, pattern(50_000))
@@ -307,6 +352,8 @@ class TransportContract:
         for number in range(200, 1000):
             session(number)
         gc.collect()
-        assert num_fds() < fds + 20  # threads of earlier tests may open some; a leak would be of hundreds
+        assert (
+            num_fds() < fds + 20
+        )  # threads of earlier tests may open some; a leak would be of hundreds
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - kib < 4096
         assert pair.left.num_pending == pair.right.num_pending == 0

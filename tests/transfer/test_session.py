@@ -19,7 +19,11 @@ from transfer.session import (
     SessionInput,
 )
 
-OPEN, COMPLETE, DRAINED = StageSessionState.OPEN, StageSessionState.COMPLETE, StageSessionState.DRAINED
+OPEN, COMPLETE, DRAINED = (
+    StageSessionState.OPEN,
+    StageSessionState.COMPLETE,
+    StageSessionState.DRAINED,
+)
 DEADLINES = SessionDeadlines(open_s=10, move_s=60, finish_s=30, word_s=5, replace_s=20)
 
 
@@ -33,12 +37,15 @@ def session(clock: ManualClock) -> ReceiveSession:
     return ReceiveSession("s", num_stages=2, clock=clock, deadlines=DEADLINES)
 
 
-def report(state: StageSessionState, epoch: int = 0, reason: str = "", text: str = "",
-           num_bytes: int = 0) -> StageSessionEvent:
+def report(
+    state: StageSessionState, epoch: int = 0, reason: str = "", text: str = "", num_bytes: int = 0
+) -> StageSessionEvent:
     return StageSessionEvent("s", epoch, state, reason, text, num_bytes)
 
 
-def all_stages(session: ReceiveSession | SendSession, state: StageSessionState, epoch: int = 0) -> None:
+def all_stages(
+    session: ReceiveSession | SendSession, state: StageSessionState, epoch: int = 0
+) -> None:
     for rank in range(2):
         session.on_stage_event(rank, report(state, epoch, num_bytes=10))
 
@@ -47,8 +54,13 @@ def test_receiving_goes_its_way_when_all_stages_have_s4_10(session: ReceiveSessi
     states = [session.state]
     for state in (OPEN, COMPLETE):
         states += [session.on_stage_event(rank, report(state, num_bytes=5)) for rank in (1, 0)]
-    assert states == [ReceiveState.RESERVED, ReceiveState.RESERVED, ReceiveState.RECEIVING, ReceiveState.RECEIVING,
-                      ReceiveState.COMPLETE]
+    assert states == [
+        ReceiveState.RESERVED,
+        ReceiveState.RESERVED,
+        ReceiveState.RECEIVING,
+        ReceiveState.RECEIVING,
+        ReceiveState.COMPLETE,
+    ]
     assert session.num_bytes == 10
     assert session.commit() is ReceiveState.COMMITTED
     assert not session.drained
@@ -79,13 +91,23 @@ def test_a_stage_may_complete_before_another_has_opened_s4_10(session: ReceiveSe
     assert session.on_stage_event(1, report(COMPLETE)) is ReceiveState.COMPLETE
 
 
-@pytest.mark.parametrize(("reason", "error"), [
-    ("DIGEST_MISMATCH", IntegrityError), ("PEER_LOST", PeerLostError), ("HANDOFF_FAILED", HandoffError),
-    ("INTERNAL", InternalError), ("SOMETHING_NEW", HandoffError)])
-def test_one_failing_stage_fails_all_with_its_reason_s4_10(session: ReceiveSession, reason: str,
-                                                           error: type[Exception]) -> None:
+@pytest.mark.parametrize(
+    ("reason", "error"),
+    [
+        ("DIGEST_MISMATCH", IntegrityError),
+        ("PEER_LOST", PeerLostError),
+        ("HANDOFF_FAILED", HandoffError),
+        ("INTERNAL", InternalError),
+        ("SOMETHING_NEW", HandoffError),
+    ],
+)
+def test_one_failing_stage_fails_all_with_its_reason_s4_10(
+    session: ReceiveSession, reason: str, error: type[Exception]
+) -> None:
     session.on_stage_event(0, report(OPEN))
-    session.on_stage_event(1, report(StageSessionState.FAILED, reason=reason, text="layer 3 kv page 5"))
+    session.on_stage_event(
+        1, report(StageSessionState.FAILED, reason=reason, text="layer 3 kv page 5")
+    )
     assert session.state is ReceiveState.FAILED
     assert type(session.error) is error
     assert str(session.error) == "stage 1: layer 3 kv page 5"
@@ -96,7 +118,9 @@ def test_one_failing_stage_fails_all_with_its_reason_s4_10(session: ReceiveSessi
 def test_a_stage_that_cannot_reach_its_peer_is_not_lost_itself() -> None:
     session = SendSession("s", epoch=0, num_stages=2, clock=ManualClock())
     session.on_stage_event(0, report(OPEN))
-    session.on_stage_event(1, report(StageSessionState.FAILED, reason="PEER_LOST", text="the connection is gone"))
+    session.on_stage_event(
+        1, report(StageSessionState.FAILED, reason="PEER_LOST", text="the connection is gone")
+    )
     assert type(session.error) is HandoffError
     assert str(session.error) == "stage 1: the connection is gone"
 
@@ -117,11 +141,17 @@ def test_the_next_epoch_starts_over_in_the_same_reservation(session: ReceiveSess
     all_stages(session, DRAINED)
     session.on_stage_event(1, report(COMPLETE))
     session.on_stage_event(1, report(StageSessionState.FAILED))
-    assert (session.state, session.num_late_events, session.drained) == (ReceiveState.RESERVED, 4, False)
+    assert (session.state, session.num_late_events, session.drained) == (
+        ReceiveState.RESERVED,
+        4,
+        False,
+    )
     all_stages(session, OPEN, 1)
     all_stages(session, COMPLETE, 1)
     assert (session.state, session.num_bytes) == (ReceiveState.COMPLETE, 20)
-    assert session.next_epoch() == 2, "a source may be lost with everything sent and its first token untold"
+    assert session.next_epoch() == 2, (
+        "a source may be lost with everything sent and its first token untold"
+    )
     assert (session.state, session.num_bytes) == (ReceiveState.RESERVED, 0)
 
 
@@ -168,8 +198,9 @@ def test_a_commit_outlives_a_late_abort(session: ReceiveSession) -> None:
 
 
 @pytest.mark.parametrize(("num_reports", "limit_s"), [(0, 10), (1, 60), (2, 30)])
-def test_every_state_has_a_deadline(session: ReceiveSession, clock: ManualClock, num_reports: int,
-                                    limit_s: float) -> None:
+def test_every_state_has_a_deadline(
+    session: ReceiveSession, clock: ManualClock, num_reports: int, limit_s: float
+) -> None:
     for state in (OPEN, COMPLETE)[:num_reports]:
         clock.advance(9)
         all_stages(session, state)
@@ -183,7 +214,8 @@ def test_every_state_has_a_deadline(session: ReceiveSession, clock: ManualClock,
 
 @pytest.mark.parametrize("is_told_before", [True, False])
 def test_a_failed_session_waits_for_the_word_that_its_source_is_lost_and_then_for_another(
-        session: ReceiveSession, clock: ManualClock, *, is_told_before: bool) -> None:
+    session: ReceiveSession, clock: ManualClock, *, is_told_before: bool
+) -> None:
     if is_told_before:
         session.source_lost()
         assert session.time_left_s() == 10, "changes nothing while nothing has failed"
@@ -212,7 +244,9 @@ def test_a_prompt_that_is_computed_moves_as_long_as_that_takes(clock: ManualCloc
     assert session.time_left_s() == 30
 
 
-def test_a_prompt_that_was_computed_before_its_landing_came_has_its_time_from_then(clock: ManualClock) -> None:
+def test_a_prompt_that_was_computed_before_its_landing_came_has_its_time_from_then(
+    clock: ManualClock,
+) -> None:
     session = SendSession("s", epoch=0, num_stages=2, clock=clock, deadlines=DEADLINES)
     session.computed()
     clock.advance(9)
@@ -261,5 +295,10 @@ def test_tombstones_forget_the_oldest() -> None:
     for name in "abca":
         tombstones.add(name)
     tombstones.add("d")
-    assert ["a" in tombstones, "b" in tombstones, "c" in tombstones, "d" in tombstones] == [True, False, True, True]
+    assert ["a" in tombstones, "b" in tombstones, "c" in tombstones, "d" in tombstones] == [
+        True,
+        False,
+        True,
+        True,
+    ]
     assert len(tombstones) == 3

@@ -1,8 +1,9 @@
-"""One stage's end of every handoff: posts receives into pool pages, sends pool pages, authenticates, proves drains.
+"""One stage's end of every handoff: posts receives into pool pages, sends pool pages,
+authenticates, proves drains.
 
-The agent owns one thread, which alone touches the transport. Everything public may be called from any thread and
-returns at once; what happens is reported through `on_event`, called from the agent's thread (so it must be quick: hand
-the event to an event loop or a queue).
+The agent owns one thread, which alone touches the transport. Everything public may be called from
+any thread and returns at once; what happens is reported through `on_event`, called from the agent's
+thread (so it must be quick: hand the event to an event loop or a queue).
 
 The reports of one epoch of one session, in order:
 
@@ -12,8 +13,8 @@ The reports of one epoch of one session, in order:
     DRAINED     only after `close`, `close_request`, `close_all` or a newer epoch; exactly once, always last: from
                 here on no read or write of that memory can happen any more
 
-A newer epoch of a session that is open here replaces it: the old one is closed by itself, and the new one starts only
-when the old one is DRAINED, so late bytes of the old epoch can land nowhere.
+A newer epoch of a session that is open here replaces it: the old one is closed by itself, and the
+new one starts only when the old one is DRAINED, so late bytes of the old epoch can land nowhere.
 """
 
 import logging
@@ -30,7 +31,12 @@ from transfer.agent.sender import Sender, SendWindow
 from transfer.agent.stage_transfer import PoolMemory, Receiver, RefusedTransfer, StageTransfer
 from transfer.agent.transfer_table import TransferTable
 from transfer.plan.copy_plan import check_plan
-from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageEndpoint, StageSessionEvent
+from transfer.plan.handoff_terms import (
+    DestinationTerms,
+    SourceTerms,
+    StageEndpoint,
+    StageSessionEvent,
+)
 from transfer.transport.protocol import Operation, Transport
 
 logger = logging.getLogger(__name__)
@@ -42,8 +48,9 @@ START_S = 60.0  # a CUDA context may take seconds
 
 @dataclass(frozen=True)
 class AgentLimits:
-    """`window_bytes` under way to one peer; `drain_s` from a close until connections are cut to force the drain.
-    `layer_s` from giving a layer to a device until it must be done; at most `max_waiting_layers` wait for that."""
+    """`window_bytes` under way to one peer; `drain_s` from a close until connections are cut to
+    force the drain. `layer_s` from giving a layer to a device until it must be done; at most
+    `max_waiting_layers` wait for that."""
 
     window_bytes: int = 4 << 20
     drain_s: float = 3.0
@@ -67,15 +74,23 @@ class AgentStats:
 class TransferAgent:
     """Sends and receives for one stage.
 
-    `incarnation` finds this stage in a `SourceTerms` or `DestinationTerms`: terms made for another process (an earlier
-    life of this one) are refused with a FAILED report.
+    `incarnation` finds this stage in a `SourceTerms` or `DestinationTerms`: terms made for another
+    process (an earlier life of this one) are refused with a FAILED report.
     """
 
-    def __init__(self, *, memory: PoolMemory, transport: Transport, clock: Clock, incarnation: str,
-                 on_event: Callable[[StageSessionEvent], None], limits: AgentLimits | None = None,
-                 on_thread_start: Callable[[], None] = lambda: None) -> None:
-        """`on_thread_start` prepares the agent's thread, before it does anything else: where pools are on a device, the
-        thread needs a context of it. What it raises, `start` raises."""
+    def __init__(
+        self,
+        *,
+        memory: PoolMemory,
+        transport: Transport,
+        clock: Clock,
+        incarnation: str,
+        on_event: Callable[[StageSessionEvent], None],
+        limits: AgentLimits | None = None,
+        on_thread_start: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`on_thread_start` prepares the agent's thread, before it does anything else: where pools
+        are on a device, the thread needs a context of it. What it raises, `start` raises."""
         self._memory = memory
         self._transport = transport
         self._clock = clock
@@ -84,7 +99,9 @@ class TransferAgent:
         limits = limits or AgentLimits()
         self._window = SendWindow(limits.window_bytes)
         self._transfers = TransferTable(transport, clock, on_event, drain_s=limits.drain_s)
-        self._prompts = Prompts(self._transfers, clock, max_waiting=limits.max_waiting_layers, layer_s=limits.layer_s)
+        self._prompts = Prompts(
+            self._transfers, clock, max_waiting=limits.max_waiting_layers, layer_s=limits.layer_s
+        )
         self._commands: deque[Callable[[], None]] = deque()
         self._on_thread_start = on_thread_start
         self._has_started = threading.Event()
@@ -105,23 +122,35 @@ class TransferAgent:
     @property
     def endpoint(self) -> StageEndpoint:
         """This stage as it appears in `SourceTerms.stages` and `DestinationTerms.stages`."""
-        return StageEndpoint(self._memory.geometry.layers, self._address, self._incarnation,
-                             self._memory.geometry.tensor)
+        return StageEndpoint(
+            self._memory.geometry.layers,
+            self._address,
+            self._incarnation,
+            self._memory.geometry.tensor,
+        )
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the agent's thread, if it was not `shutdown`: the stage cannot serve any more."""
+        """What ended the agent's thread, if it was not `shutdown`: the stage cannot serve any
+        more."""
         return self._failure
 
     def stats(self) -> AgentStats:
         transfers = self._transfers
-        return AgentStats(transfers.num_bytes_sent, transfers.num_bytes_received, transfers.num_open,
-                          transfers.num_draining,
-                          self._transport.num_pending, self._prompts.num_waiting, self._prompts.num_open)
+        return AgentStats(
+            transfers.num_bytes_sent,
+            transfers.num_bytes_received,
+            transfers.num_open,
+            transfers.num_draining,
+            self._transport.num_pending,
+            self._prompts.num_waiting,
+            self._prompts.num_open,
+        )
 
     def start(self) -> None:
-        """Start the agent's thread. Raises InternalError when it was started before, and whatever keeps it from its
-        first step: `ConfigError` and `InternalError` for a device it cannot use."""
+        """Start the agent's thread. Raises InternalError when it was started before, and whatever
+        keeps it from its first step: `ConfigError` and `InternalError` for a device it cannot
+        use."""
         if self._thread is not None:
             raise InternalError("the transfer agent was started twice")
         self._thread = threading.Thread(target=self._run, name="transfer-agent", daemon=True)
@@ -132,26 +161,33 @@ class TransferAgent:
             raise self._failure
 
     def open_receive(self, source: SourceTerms, destination: DestinationTerms) -> None:
-        """Post the receives of one epoch. The destination terms go to the source after every stage reported OPEN."""
+        """Post the receives of one epoch. The destination terms go to the source after every stage
+        reported OPEN."""
         self._submit(lambda: self._transfers.open(self._receiver(source, destination)))
 
     def expect_send(self, request_key: int, num_tokens: int | None = None) -> None:
         """Keep `layer_done` of this request from now on; call before its first forward.
 
-        `num_tokens` of its prompt is checked against the terms where it is known (a later stage gets a request
-        chunk by chunk and reads its length from the terms).
+        `num_tokens` of its prompt is checked against the terms where it is known (a later stage
+        gets a request chunk by chunk and reads its length from the terms).
         """
         self._submit(lambda: self._expect_send(request_key, num_tokens))
 
-    def layer_done(self, request_key: int, layer_id: int, num_tokens: int, *, after: DeviceEvent | None = None) -> None:
-        """The first `num_tokens` tokens of the request have passed this layer: their cache entries are final, or will
-        be once the device has passed the event `after`.
+    def layer_done(
+        self, request_key: int, layer_id: int, num_tokens: int, *, after: DeviceEvent | None = None
+    ) -> None:
+        """The first `num_tokens` tokens of the request have passed this layer: their cache entries
+        are final, or will be once the device has passed the event `after`.
 
         For the engine thread; costs a few microseconds. Unknown requests are ignored.
         """
-        self._submit(lambda: self._prompts.layer_done(DoneLayer(request_key, layer_id, num_tokens), after))
+        self._submit(
+            lambda: self._prompts.layer_done(DoneLayer(request_key, layer_id, num_tokens), after)
+        )
 
-    def open_send(self, request_key: int, source: SourceTerms, destination: DestinationTerms) -> None:
+    def open_send(
+        self, request_key: int, source: SourceTerms, destination: DestinationTerms
+    ) -> None:
         """Send what `layer_done` releases, starting with what it has released already."""
         self._submit(lambda: self._open_send(request_key, source, destination))
 
@@ -160,22 +196,22 @@ class TransferAgent:
         self._submit(lambda: self._close(session_id))
 
     def close_request(self, request_key: int) -> None:
-        """Close the request's session, if one was opened, and drop its progress. Idempotent. What is reported of it
-        later, by a batch that was on its way, is ignored."""
+        """Close the request's session, if one was opened, and drop its progress. Idempotent. What
+        is reported of it later, by a batch that was on its way, is ignored."""
         self._submit(lambda: self._prompts.close(request_key))
 
     def close_all(self) -> Future[None]:
-        """Close every session and drop every request: the pool has lost its leader, and the next one's request keys
-        begin anew. The future is done when all have drained and nothing was opened meanwhile: from then on nothing of
-        the time before can read or write the pools."""
+        """Close every session and drop every request: the pool has lost its leader, and the next
+        one's request keys begin anew. The future is done when all have drained and nothing was
+        opened meanwhile: from then on nothing of the time before can read or write the pools."""
         drained: Future[None] = Future()
         drained.set_running_or_notify_cancel()  # a waiter cannot cancel it
         self._submit(lambda: self._close_all(drained))
         return drained
 
     def shutdown(self, timeout_s: float) -> bool:
-        """Close everything, wait for the drain, stop the thread. False when the time was not enough: then connections
-        are cut."""
+        """Close everything, wait for the drain, stop the thread. False when the time was not
+        enough: then connections are cut."""
         if self._thread is None:
             self._transport.close()
             return True
@@ -200,10 +236,13 @@ class TransferAgent:
             self._transport.close()
             return
         try:
-            while not self._is_abandoned and (not self._is_stopping or self._commands
-                                              or self._transfers.num_unfinished):
+            while not self._is_abandoned and (
+                not self._is_stopping or self._commands or self._transfers.num_unfinished
+            ):
                 self._turn()
-        except BaseException as error:  # the edge of the thread: report, so that nothing waits for it
+        except (
+            BaseException
+        ) as error:  # the edge of the thread: report, so that nothing waits for it
             self._failure = error
             self._transfers.fail_all(InternalError(f"the transfer agent has failed: {error!r}"))
             raise
@@ -243,7 +282,9 @@ class TransferAgent:
             self._transfers.started(sender, operation)
         wait_s = self._transfers.sweep(IDLE_WAIT_S)
         if not ended and not was_busy:
-            self._transport.wait(min(wait_s, DEVICE_WAIT_S) if self._prompts.num_waiting else wait_s)
+            self._transport.wait(
+                min(wait_s, DEVICE_WAIT_S) if self._prompts.num_waiting else wait_s
+            )
 
     def _ended(self, operation: Operation) -> None:
         self._window.ended(operation)
@@ -257,35 +298,52 @@ class TransferAgent:
             return RefusedTransfer(source, destination, self._transport, error)
         return Receiver(source, destination, lanes, memory=self._memory, transport=self._transport)
 
-    def _sender(self, source: SourceTerms, destination: DestinationTerms, prompt: Prompt) -> StageTransfer:
+    def _sender(
+        self, source: SourceTerms, destination: DestinationTerms, prompt: Prompt
+    ) -> StageTransfer:
         try:
             if prompt.error is not None:
                 raise prompt.error
             if prompt.num_tokens not in (None, source.num_tokens):
-                raise InternalError(f"session {destination.session_id}: expect_send announced {prompt.num_tokens} "
-                                    f"tokens, the terms {source.num_tokens}")
+                raise InternalError(
+                    f"session {destination.session_id}: expect_send announced {prompt.num_tokens} "
+                    f"tokens, the terms {source.num_tokens}"
+                )
             stage = self._stage_of(source.stages)
             lanes = check_plan(source, destination, self._memory.geometry.specs).lanes_from(stage)
         except BatonError as error:
             return RefusedTransfer(source, destination, self._transport, error)
-        return Sender(source, destination, lanes, memory=self._memory, transport=self._transport, window=self._window,
-                      clock=self._clock)
+        return Sender(
+            source,
+            destination,
+            lanes,
+            memory=self._memory,
+            transport=self._transport,
+            window=self._window,
+            clock=self._clock,
+        )
 
     def _stage_of(self, stages: tuple[StageEndpoint, ...]) -> int:
         for index, stage in enumerate(stages):
             if stage.incarnation == self._incarnation:
                 own = self._memory.geometry
                 if (stage.layers, stage.tensor) != (own.layers, own.tensor):
-                    raise IncompatiblePeerError(f"stage {index} has layers {own.layers} of rank {own.tensor.rank} of "
-                                                f"{own.tensor.size}, not {stage.layers} of rank {stage.tensor.rank} of "
-                                                f"{stage.tensor.size}")
+                    raise IncompatiblePeerError(
+                        f"stage {index} has layers {own.layers} of rank {own.tensor.rank} of "
+                        f"{own.tensor.size}, not {stage.layers} of rank {stage.tensor.rank} of "
+                        f"{stage.tensor.size}"
+                    )
                 return index
-        raise IncompatiblePeerError(f"terms for {[stage.incarnation for stage in stages]}; this is {self._incarnation}")
+        raise IncompatiblePeerError(
+            f"terms for {[stage.incarnation for stage in stages]}; this is {self._incarnation}"
+        )
 
     def _expect_send(self, request_key: int, num_tokens: int | None) -> None:
         self._prompts.expect(request_key, num_tokens)
 
-    def _open_send(self, request_key: int, source: SourceTerms, destination: DestinationTerms) -> None:
+    def _open_send(
+        self, request_key: int, source: SourceTerms, destination: DestinationTerms
+    ) -> None:
         prompt = self._prompts.expect(request_key, source.num_tokens)
         transfer = self._sender(source, destination, prompt)
         prompt.transfers.append(transfer)

@@ -1,7 +1,8 @@
-"""Requests whose cache is being computed on this stage: how far each layer is, and which transfers send what is done.
+"""Requests whose cache is being computed on this stage: how far each layer is, and which transfers
+send what is done.
 
-Where the stage runs on a device, a layer that was launched is not done: `LayerGate` holds it until the device has
-passed its event.
+Where the stage runs on a device, a layer that was launched is not done: `LayerGate` holds it until
+the device has passed its event.
 """
 
 from collections import OrderedDict, deque
@@ -22,8 +23,8 @@ LOOK_AHEAD = 8
 
 
 class Tombstones(Generic[IdT]):
-    """Ids of what is over, so that late messages about them are not taken for new ones. Bounded: the oldest ids are
-    dropped."""
+    """Ids of what is over, so that late messages about them are not taken for new ones. Bounded:
+    the oldest ids are dropped."""
 
     def __init__(self, max_entries: int = 65_536) -> None:
         self._max_entries = max_entries
@@ -71,9 +72,10 @@ class _Launched:
 class LayerGate:
     """Holds layers back until their events have passed; for one thread.
 
-    A layer's chunks pass in the order in which they were launched, whatever order their events pass in: a count of n
-    tokens always means all of the first n. At most `limit` layers wait, each at most `timeout_s`. Events are queried
-    every `POLL_S`, a few of the oldest at a time: those of one stream pass in order.
+    A layer's chunks pass in the order in which they were launched, whatever order their events pass
+    in: a count of n tokens always means all of the first n. At most `limit` layers wait, each at
+    most `timeout_s`. Events are queried every `POLL_S`, a few of the oldest at a time: those of one
+    stream pass in order.
     """
 
     def __init__(self, clock: Clock, *, limit: int, timeout_s: float) -> None:
@@ -124,12 +126,15 @@ class LayerGate:
             layer = self._launched[0].layer
             errors[layer.request_key] = HandoffError(
                 f"layer {layer.layer_id} was not done {self._timeout_s} s after it was given to the device "
-                f"(tokens up to {layer.num_tokens})")
+                f"(tokens up to {layer.num_tokens})"
+            )
             self.forget(layer.request_key)
         return errors
 
     def forget(self, request_key: int) -> None:
-        self._launched = deque(each for each in self._launched if each.layer.request_key != request_key)
+        self._launched = deque(
+            each for each in self._launched if each.layer.request_key != request_key
+        )
 
     def clear(self) -> None:
         self._launched.clear()
@@ -137,7 +142,8 @@ class LayerGate:
 
 @dataclass
 class Prompt:
-    """`layer_tokens`: how many of its tokens have passed each layer. `error`: why it can never be sent."""
+    """`layer_tokens`: how many of its tokens have passed each layer. `error`: why it can never be
+    sent."""
 
     num_tokens: int | None
     layer_tokens: dict[int, int] = field(default_factory=dict)
@@ -148,11 +154,14 @@ class Prompt:
 class Prompts:
     """For the agent's thread.
 
-    A cancelled request is closed here while batches with it may still be computed; what these report of it comes too
-    late and must not bring it back. Keys are one leader's own: the next one's begin anew, after `clear`.
+    A cancelled request is closed here while batches with it may still be computed; what these
+    report of it comes too late and must not bring it back. Keys are one leader's own: the next
+    one's begin anew, after `clear`.
     """
 
-    def __init__(self, transfers: TransferTable, clock: Clock, *, max_waiting: int, layer_s: float) -> None:
+    def __init__(
+        self, transfers: TransferTable, clock: Clock, *, max_waiting: int, layer_s: float
+    ) -> None:
         self._transfers = transfers
         self._gate = LayerGate(clock, limit=max_waiting, timeout_s=layer_s)
         self._by_key: dict[int, Prompt] = {}
@@ -169,7 +178,8 @@ class Prompts:
         return self._gate.num_waiting
 
     def expect(self, request_key: int, num_tokens: int | None) -> Prompt:
-        """The request's, made if it is new. Of a closed request: one with an error, which is not kept."""
+        """The request's, made if it is new. Of a closed request: one with an error, which is not
+        kept."""
         if self.is_closed(request_key):
             return Prompt(num_tokens, error=HandoffError(f"request {request_key} is over"))
         return self._by_key.setdefault(request_key, Prompt(num_tokens))
@@ -191,7 +201,8 @@ class Prompts:
             self._fail(layer.request_key, error)
 
     def poll(self) -> bool:
-        """Release what the device has done, fail what it takes too long for. Whether there was anything."""
+        """Release what the device has done, fail what it takes too long for. Whether there was
+        anything."""
         passed, overdue = self._gate.passed(), self._gate.overdue()
         for layer in passed:
             self._release(layer)
@@ -201,7 +212,9 @@ class Prompts:
 
     def forget_session(self, session_id: str) -> None:
         for prompt in self._by_key.values():
-            prompt.transfers = [transfer for transfer in prompt.transfers if transfer.session_id != session_id]
+            prompt.transfers = [
+                transfer for transfer in prompt.transfers if transfer.session_id != session_id
+            ]
 
     def close(self, request_key: int) -> None:
         """Close the request's transfers and drop it, for good."""

@@ -1,4 +1,5 @@
-"""One epoch of a session on a prefill stage: sends items straight from pool pages as their layers are done."""
+"""One epoch of a session on a prefill stage: sends items straight from pool pages as their layers
+are done."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -13,8 +14,9 @@ from transfer.transport.protocol import Operation, Peer, Transport
 
 
 class ChunkTimingLog:
-    """When what was computed left: for traces, which show a handoff beside the computation it should hide behind. One
-    per sender. An item's chunk follows from how many tokens make it ready."""
+    """When what was computed left: for traces, which show a handoff beside the computation it
+    should hide behind. One per sender. An item's chunk follows from how many tokens make it
+    ready."""
 
     def __init__(self, clock: Clock, source: SourceTerms) -> None:
         self._clock = clock
@@ -34,13 +36,20 @@ class ChunkTimingLog:
 
     def chunk_timings(self) -> tuple[ChunkTiming, ...]:
         """By position in the prompt."""
-        return tuple(ChunkTiming(min((chunk + 1) * self._source.chunk_tokens, self._source.num_tokens), num_bytes,
-                                 self._released_s[chunk], left_s)
-                     for chunk, (num_bytes, left_s) in sorted(self._left.items()))
+        return tuple(
+            ChunkTiming(
+                min((chunk + 1) * self._source.chunk_tokens, self._source.num_tokens),
+                num_bytes,
+                self._released_s[chunk],
+                left_s,
+            )
+            for chunk, (num_bytes, left_s) in sorted(self._left.items())
+        )
 
 
 class _LaneDispatch:
-    """What has left of one lane. `views` is the memory of its messages: the items, at last the trailer."""
+    """What has left of one lane. `views` is the memory of its messages: the items, at last the
+    trailer."""
 
     def __init__(self, destination: DestinationTerms, lane: Lane) -> None:
         self.lane = lane
@@ -68,15 +77,25 @@ class _ReadyMessage:
 
 
 class Sender(StageTransfer):
-    """COMPLETE when every byte of every lane has left. `window` decides when a ready message is sent.
+    """COMPLETE when every byte of every lane has left. `window` decides when a ready message is
+    sent.
 
-    An item's authenticator is made when its bytes have just left, not before: the send has pulled them into this core's
-    cache, so memory is read once, and the first byte leaves without waiting for it.
+    An item's authenticator is made when its bytes have just left, not before: the send has pulled
+    them into this core's cache, so memory is read once, and the first byte leaves without waiting
+    for it.
     """
 
-    def __init__(self, source: SourceTerms, destination: DestinationTerms, lanes: tuple[Lane, ...], *,
-                 memory: PoolMemory,
-                 transport: Transport, window: "SendWindow", clock: Clock) -> None:
+    def __init__(
+        self,
+        source: SourceTerms,
+        destination: DestinationTerms,
+        lanes: tuple[Lane, ...],
+        *,
+        memory: PoolMemory,
+        transport: Transport,
+        window: "SendWindow",
+        clock: Clock,
+    ) -> None:
         super().__init__(source, destination, transport)
         self._log = ChunkTimingLog(clock, source)
         self._memory = memory
@@ -89,7 +108,9 @@ class Sender(StageTransfer):
         self._waiting: dict[int, deque[tuple[int, _LaneDispatch, int]]] = {}
         for dispatch in self._dispatches:
             for index, item in enumerate(dispatch.lane.items):
-                self._waiting.setdefault(item.layer_id, deque()).append((item.ready_tokens, dispatch, index))
+                self._waiting.setdefault(item.layer_id, deque()).append(
+                    (item.ready_tokens, dispatch, index)
+                )
         for layer_id, entries in self._waiting.items():
             self._waiting[layer_id] = deque(sorted(entries, key=lambda entry: entry[0]))
 
@@ -109,15 +130,19 @@ class Sender(StageTransfer):
         for dispatch in self._dispatches:
             self.connect(dispatch.lane.dest_stage)
             # A plan that points outside the pools fails here, before anything leaves.
-            dispatch.views = [self._memory.view(item.layer_id, item.kind, item.source_index, item.num_records,
-                                                 item.source_part)
-                              for item in dispatch.lane.items]
+            dispatch.views = [
+                self._memory.view(
+                    item.layer_id, item.kind, item.source_index, item.num_records, item.source_part
+                )
+                for item in dispatch.lane.items
+            ]
         self._is_started = True
         if not self._dispatches:
             self.complete()
 
     def release(self, layer_tokens: Mapping[int, int]) -> None:
-        """Hand over what may leave now that the first `layer_tokens[layer_id]` tokens have passed these layers.
+        """Hand over what may leave now that the first `layer_tokens[layer_id]` tokens have passed
+        these layers.
 
         Nothing, when it never started (a stale epoch) or has stopped.
         """
@@ -155,14 +180,16 @@ class Sender(StageTransfer):
             self.complete()
 
     def _hand_over(self, dispatch: _LaneDispatch, index: int) -> None:
-        self._window.add(_ReadyMessage(self, dispatch, index, self.connect(dispatch.lane.dest_stage)))
+        self._window.add(
+            _ReadyMessage(self, dispatch, index, self.connect(dispatch.lane.dest_stage))
+        )
 
 
 class SendWindow:
     """Ready messages by peer, in order; a peer that does not take its bytes holds up no other.
 
-    At most `window_bytes` (and at least one message) are under way to a peer: enough to keep the connection busy, few
-    enough that an abort drains quickly.
+    At most `window_bytes` (and at least one message) are under way to a peer: enough to keep the
+    connection busy, few enough that an abort drains quickly.
     """
 
     def __init__(self, window_bytes: int) -> None:

@@ -1,5 +1,5 @@
-"""One epoch of one session on this stage: what both sides have in common, and the side that receives (`sender.py` has
-the other one)."""
+"""One epoch of one session on this stage: what both sides have in common, and the side that
+receives (`sender.py` has the other one)."""
 
 from abc import ABC, abstractmethod
 from typing import Protocol
@@ -7,31 +7,47 @@ from typing import Protocol
 from engine.memory.layout import Buffer, CacheKind, PoolGeometry
 from runtime.errors import BatonError, IntegrityError
 from transfer.plan.copy_plan import Lane
-from transfer.plan.handoff_terms import ChunkTiming, DestinationTerms, SourceTerms, StageEndpoint, StageSessionState
+from transfer.plan.handoff_terms import (
+    ChunkTiming,
+    DestinationTerms,
+    SourceTerms,
+    StageEndpoint,
+    StageSessionState,
+)
 from transfer.plan.item_seals import LaneSeals, differing
 from transfer.transport.protocol import Operation, OperationState, Peer, Transport, tag_prefix
 
 
 class PoolMemory(Protocol):
-    """Memory of one stage's pools, on the host or on a device: bytes by layer, kind and index. `engine.memory`
-    satisfies it."""
+    """Memory of one stage's pools, on the host or on a device: bytes by layer, kind and index.
+    `engine.memory` satisfies it."""
 
     @property
     def geometry(self) -> PoolGeometry: ...
 
-    def view(self, layer_id: int, kind: CacheKind, first_index: int, count: int,
-             part: slice | None = None) -> Buffer:
-        """Where `count` consecutive records (pages or slots) are, no copy: a writable memoryview of host pools, else
-        what the stage's transport reaches. Of a single record `part` may choose some bytes. Raises InternalError for
-        a layer, kind or index this stage does not have, naming it and the stage's range."""
+    def view(
+        self,
+        layer_id: int,
+        kind: CacheKind,
+        first_index: int,
+        count: int,
+        part: slice | None = None,
+    ) -> Buffer:
+        """Where `count` consecutive records (pages or slots) are, no copy: a writable memoryview of
+        host pools, else what the stage's transport reaches. Of a single record `part` may choose
+        some bytes. Raises InternalError for a layer, kind or index this stage does not have, naming
+        it and the stage's range."""
         ...
 
 
 class StageTransfer(ABC):
-    """Belongs to the agent's thread. `state` is OPEN, COMPLETE or FAILED (then `error` is the cause); whether it is
-    drained is a separate question: after `stop`, when `num_outstanding` is zero."""
+    """Belongs to the agent's thread. `state` is OPEN, COMPLETE or FAILED (then `error` is the
+    cause); whether it is drained is a separate question: after `stop`, when `num_outstanding` is
+    zero."""
 
-    def __init__(self, source: SourceTerms, destination: DestinationTerms, transport: Transport) -> None:
+    def __init__(
+        self, source: SourceTerms, destination: DestinationTerms, transport: Transport
+    ) -> None:
         self.session_id = destination.session_id
         self.epoch = destination.epoch
         self.tag_prefix = tag_prefix(destination.tag_base)
@@ -53,11 +69,13 @@ class StageTransfer(ABC):
 
     @abstractmethod
     def start(self) -> None:
-        """Connect and post. Raises BatonError when the epoch cannot be served; `stop` is still needed."""
+        """Connect and post. Raises BatonError when the epoch cannot be served; `stop` is still
+        needed."""
 
     @abstractmethod
     def finished(self, operation: Operation) -> None:
-        """An operation of this transfer is DONE, and it is still OPEN. Raises BatonError to fail the transfer."""
+        """An operation of this transfer is DONE, and it is still OPEN. Raises BatonError to fail
+        the transfer."""
 
     @property
     @abstractmethod
@@ -89,7 +107,8 @@ class StageTransfer(ABC):
             self.fail(operation.error)
 
     def fail(self, error: BatonError) -> None:
-        """No way back; stops by itself. A transfer that is COMPLETE, FAILED or stopped stays what it is."""
+        """No way back; stops by itself. A transfer that is COMPLETE, FAILED or stopped stays what
+        it is."""
         if self.state is StageSessionState.OPEN and not self.is_stopped:
             self.state = StageSessionState.FAILED
             self.error = error
@@ -114,8 +133,13 @@ class StageTransfer(ABC):
 class RefusedTransfer(StageTransfer):
     """An epoch this stage cannot serve: fails as it starts, and touches nothing."""
 
-    def __init__(self, source: SourceTerms, destination: DestinationTerms, transport: Transport,
-                 reason: BatonError) -> None:
+    def __init__(
+        self,
+        source: SourceTerms,
+        destination: DestinationTerms,
+        transport: Transport,
+        reason: BatonError,
+    ) -> None:
         super().__init__(source, destination, transport)
         self._reason = reason
 
@@ -146,13 +170,21 @@ class _LaneReceipt:
 
 
 class Receiver(StageTransfer):
-    """On a decode stage: posts its receives straight into pool pages and checks every authenticator.
+    """On a decode stage: posts its receives straight into pool pages and checks every
+    authenticator.
 
     COMPLETE when every item of every lane has landed and matches the authenticator its source made.
     """
 
-    def __init__(self, source: SourceTerms, destination: DestinationTerms, lanes: tuple[Lane, ...], *,
-                 memory: PoolMemory, transport: Transport) -> None:
+    def __init__(
+        self,
+        source: SourceTerms,
+        destination: DestinationTerms,
+        lanes: tuple[Lane, ...],
+        *,
+        memory: PoolMemory,
+        transport: Transport,
+    ) -> None:
         super().__init__(source, destination, transport)
         self._memory = memory
         self._receipts = [_LaneReceipt(destination, lane) for lane in lanes]
@@ -169,8 +201,15 @@ class Receiver(StageTransfer):
 
     def start(self) -> None:
         # Every view first: a plan that points outside the pools fails before anything is posted.
-        views = [[self._memory.view(item.layer_id, item.kind, item.dest_index, item.num_records, item.dest_part)
-                  for item in receipt.lane.items] for receipt in self._receipts]
+        views = [
+            [
+                self._memory.view(
+                    item.layer_id, item.kind, item.dest_index, item.num_records, item.dest_part
+                )
+                for item in receipt.lane.items
+            ]
+            for receipt in self._receipts
+        ]
         for receipt, buffers in zip(self._receipts, views, strict=True):
             peer = self.connect(receipt.lane.source_stage)
             for index, buffer in enumerate([*buffers, memoryview(receipt.trailer)]):
@@ -183,7 +222,8 @@ class Receiver(StageTransfer):
     def finished(self, operation: Operation) -> None:
         receipt, index = self._by_operation.pop(operation)
         if index < len(receipt.lane.items):
-            # The bytes are still in the cache of this core: now is several times cheaper than later.
+            # The bytes are still in the cache of this core: now is several times cheaper than
+            # later.
             receipt.seals[index] = receipt.lane_seals.seal(operation.content, index)
             self.num_bytes += operation.num_bytes
         receipt.num_missing -= 1
@@ -195,7 +235,8 @@ class Receiver(StageTransfer):
 
     def stop(self) -> None:
         super().stop()
-        # What is still on its way is thrown away as it comes, so that its sender's operations end, too.
+        # What is still on its way is thrown away as it comes, so that its sender's operations end,
+        # too.
         self._transport.retire(self.tag_prefix)
 
     def _check(self, receipt: _LaneReceipt) -> None:
@@ -206,5 +247,7 @@ class Receiver(StageTransfer):
             raise IntegrityError(f"the list of authenticators {where} is not what was sent")
         wrong = differing(receipt.seals, expected)
         if wrong:
-            raise IntegrityError(f"{receipt.lane.items[wrong[0]].name} {where}: the bytes that arrived are not the "
-                                 f"bytes that were sent ({len(wrong)} of {len(expected)} items differ)")
+            raise IntegrityError(
+                f"{receipt.lane.items[wrong[0]].name} {where}: the bytes that arrived are not the "
+                f"bytes that were sent ({len(wrong)} of {len(expected)} items differ)"
+            )

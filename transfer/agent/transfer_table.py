@@ -1,4 +1,5 @@
-"""The transfers of one stage by session: opens, replaces, closes and drains them, and reports what becomes of each."""
+"""The transfers of one stage by session: opens, replaces, closes and drains them, and reports what
+becomes of each."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -16,7 +17,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Closing:
-    """A closed transfer whose operations have not all ended. At `cut_at_s` its connections are cut."""
+    """A closed transfer whose operations have not all ended. At `cut_at_s` its connections are
+    cut."""
 
     transfer: StageTransfer
     closed_at_s: float
@@ -26,14 +28,22 @@ class _Closing:
 class TransferTable:
     """Belongs to the agent's thread; the counters may be read by others."""
 
-    def __init__(self, transport: Transport, clock: Clock, on_event: Callable[[StageSessionEvent], None], *,
-                 drain_s: float) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        clock: Clock,
+        on_event: Callable[[StageSessionEvent], None],
+        *,
+        drain_s: float,
+    ) -> None:
         self._transport = transport
         self._clock = clock
         self._on_event = on_event
         self._drain_s = drain_s
         self._open: dict[str, StageTransfer] = {}
-        self._next: dict[str, StageTransfer] = {}  # newer epochs that wait for the older one's drain
+        self._next: dict[
+            str, StageTransfer
+        ] = {}  # newer epochs that wait for the older one's drain
         self._closing: list[_Closing] = []
         self._owners: dict[Operation, StageTransfer] = {}
         self._drains: list[Future[None]] = []  # of `close_all`
@@ -54,15 +64,22 @@ class TransferTable:
         return self.num_open + self.num_draining
 
     def open(self, transfer: StageTransfer) -> None:
-        """Start a transfer. It replaces an older epoch of its session; a stale or repeated epoch is refused."""
+        """Start a transfer. It replaces an older epoch of its session; a stale or repeated epoch is
+        refused."""
         current = self._next.get(transfer.session_id) or self._open.get(transfer.session_id)
         if current is not None and current.epoch >= transfer.epoch:
-            logger.warning("session %s: epoch %d ignored, epoch %d is open", transfer.session_id, transfer.epoch,
-                           current.epoch)
+            logger.warning(
+                "session %s: epoch %d ignored, epoch %d is open",
+                transfer.session_id,
+                transfer.epoch,
+                current.epoch,
+            )
             return
         if current is not None:
             self.close(transfer.session_id)
-        if transfer.writes_memory and any(self._conflicts(closing.transfer, transfer) for closing in self._closing):
+        if transfer.writes_memory and any(
+            self._conflicts(closing.transfer, transfer) for closing in self._closing
+        ):
             self._next[transfer.session_id] = transfer
         else:
             self._start(transfer)
@@ -105,25 +122,35 @@ class TransferTable:
         self._report_change(transfer)
 
     def sweep(self, idle_s: float) -> float:
-        """Report drains, cut overdue connections; how long there is nothing to sweep, at most `idle_s`."""
+        """Report drains, cut overdue connections; how long there is nothing to sweep, at most
+        `idle_s`."""
         if not self._closing:
             self._settle()
             return idle_s
-        drained = [closing.transfer for closing in self._closing if self._is_drained(closing.transfer)]
+        drained = [
+            closing.transfer for closing in self._closing if self._is_drained(closing.transfer)
+        ]
         self._closing = [closing for closing in self._closing if closing.transfer not in drained]
         for transfer in drained:
             self._report(transfer, StageSessionState.DRAINED)
             waiting = self._next.get(transfer.session_id)
-            if waiting is not None and not any(self._conflicts(closing.transfer, waiting) for closing in self._closing):
+            if waiting is not None and not any(
+                self._conflicts(closing.transfer, waiting) for closing in self._closing
+            ):
                 self._start(self._next.pop(transfer.session_id))
         self._settle()
         now = self._clock.now()
         busy = [closing for closing in self._closing if closing.transfer.num_outstanding]
         for closing in busy:
             if now >= closing.cut_at_s:
-                logger.warning("session %s epoch %d: %d operations have not ended %.1f s after the close, cutting "
-                               "their connections", closing.transfer.session_id, closing.transfer.epoch,
-                               closing.transfer.num_outstanding, now - closing.closed_at_s)
+                logger.warning(
+                    "session %s epoch %d: %d operations have not ended %.1f s after the close, cutting "
+                    "their connections",
+                    closing.transfer.session_id,
+                    closing.transfer.epoch,
+                    closing.transfer.num_outstanding,
+                    now - closing.closed_at_s,
+                )
                 self._cut(operation.peer for operation in closing.transfer.outstanding)
                 closing.cut_at_s = now + self._drain_s
         return min([idle_s, *(closing.cut_at_s - now for closing in busy)])
@@ -135,7 +162,11 @@ class TransferTable:
 
     def transport_closed(self) -> None:
         """With the transport gone nothing can be touched any more: what is left is drained."""
-        transfers = [*self._open.values(), *self._next.values(), *(closing.transfer for closing in self._closing)]
+        transfers = [
+            *self._open.values(),
+            *self._next.values(),
+            *(closing.transfer for closing in self._closing),
+        ]
         self._open.clear()
         self._next.clear()
         self._closing.clear()
@@ -164,11 +195,14 @@ class TransferTable:
             self._transport.close_peer(peer)
 
     def _is_drained(self, transfer: StageTransfer) -> bool:
-        """Nor is an older epoch under way, even if this one never started: the last report stands for the session."""
+        """Nor is an older epoch under way, even if this one never started: the last report stands
+        for the session."""
         return transfer.num_outstanding == 0 and not any(
-            closing.transfer.num_outstanding and closing.transfer.epoch < transfer.epoch
+            closing.transfer.num_outstanding
+            and closing.transfer.epoch < transfer.epoch
             and self._conflicts(closing.transfer, transfer)
-            for closing in self._closing)
+            for closing in self._closing
+        )
 
     @staticmethod
     def _conflicts(older: StageTransfer, newer: StageTransfer) -> bool:
@@ -186,9 +220,15 @@ class TransferTable:
 
     def _report(self, transfer: StageTransfer, state: StageSessionState) -> None:
         error = transfer.error if state is StageSessionState.FAILED else None
-        event = StageSessionEvent(transfer.session_id, transfer.epoch, state, error.reason if error else "",
-                                  str(error) if error else "", transfer.num_bytes,
-                                  transfer.chunk_timings if state is StageSessionState.COMPLETE else ())
+        event = StageSessionEvent(
+            transfer.session_id,
+            transfer.epoch,
+            state,
+            error.reason if error else "",
+            str(error) if error else "",
+            transfer.num_bytes,
+            transfer.chunk_timings if state is StageSessionState.COMPLETE else (),
+        )
         try:
             self._on_event(event)
         except Exception:  # the listener's bug must not stop the other sessions of this stage

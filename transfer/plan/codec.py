@@ -1,4 +1,5 @@
-"""Transfer values to and from their protobuf messages. Values a peer got wrong are refused here, by field."""
+"""Transfer values to and from their protobuf messages. Values a peer got wrong are refused here, by
+field."""
 
 from engine.core.layer_range import LayerRange, TensorRank
 from protos import pipeline_pb2, transfer_pb2
@@ -22,22 +23,39 @@ _STATE_FROM_WIRE = {wire: state for state, wire in _STATE_TO_WIRE.items()}
 
 
 def endpoint_to_proto(endpoint: StageEndpoint) -> transfer_pb2.StageEndpoint:
-    return transfer_pb2.StageEndpoint(first_layer=endpoint.layers.start, end_layer=endpoint.layers.end,
-                                      address=endpoint.address, incarnation=endpoint.incarnation,
-                                      tensor_rank=endpoint.tensor.rank, tensor_size=endpoint.tensor.size)
+    return transfer_pb2.StageEndpoint(
+        first_layer=endpoint.layers.start,
+        end_layer=endpoint.layers.end,
+        address=endpoint.address,
+        incarnation=endpoint.incarnation,
+        tensor_rank=endpoint.tensor.rank,
+        tensor_size=endpoint.tensor.size,
+    )
 
 
 def endpoint_from_proto(message: transfer_pb2.StageEndpoint) -> StageEndpoint:
-    """Raises InvalidRequestError when the layer range is reversed, or the rank outside its stage."""
+    """Raises InvalidRequestError when the layer range is reversed, or the rank outside its
+    stage."""
     if message.first_layer > message.end_layer:
-        raise InvalidRequestError(FieldViolation(
-            "stages.end_layer", f"must be at least first_layer {message.first_layer}, got {message.end_layer}"))
+        raise InvalidRequestError(
+            FieldViolation(
+                "stages.end_layer",
+                f"must be at least first_layer {message.first_layer}, got {message.end_layer}",
+            )
+        )
     tensor = TensorRank(message.tensor_rank, message.tensor_size or 1)
     if tensor.rank >= tensor.size:
-        raise InvalidRequestError(FieldViolation(
-            "stages.tensor_rank", f"must be below tensor_size {tensor.size}, got {tensor.rank}"))
-    return StageEndpoint(LayerRange(message.first_layer, message.end_layer), message.address, message.incarnation,
-                         tensor)
+        raise InvalidRequestError(
+            FieldViolation(
+                "stages.tensor_rank", f"must be below tensor_size {tensor.size}, got {tensor.rank}"
+            )
+        )
+    return StageEndpoint(
+        LayerRange(message.first_layer, message.end_layer),
+        message.address,
+        message.incarnation,
+        tensor,
+    )
 
 
 def source_to_proto(source: SourceTerms) -> transfer_pb2.SourceTerms:
@@ -55,16 +73,26 @@ def source_to_proto(source: SourceTerms) -> transfer_pb2.SourceTerms:
 
 
 def source_from_proto(message: transfer_pb2.SourceTerms) -> SourceTerms:
-    """Raises InvalidRequestError naming the field when a size is zero or the pages do not hold the tokens."""
-    for name, value in (("page_size", message.page_size), ("num_tokens", message.num_tokens),
-                        ("chunk_tokens", message.chunk_tokens)):
+    """Raises InvalidRequestError naming the field when a size is zero or the pages do not hold the
+    tokens."""
+    for name, value in (
+        ("page_size", message.page_size),
+        ("num_tokens", message.num_tokens),
+        ("chunk_tokens", message.chunk_tokens),
+    ):
         if value < 1:
-            raise InvalidRequestError(FieldViolation(f"source.{name}", f"must be at least 1, got {value}"))
+            raise InvalidRequestError(
+                FieldViolation(f"source.{name}", f"must be at least 1, got {value}")
+            )
     num_pages = -(-message.num_tokens // message.page_size)
     if len(message.page_ids) != num_pages:
-        raise InvalidRequestError(FieldViolation(
-            "source.page_ids", f"{message.num_tokens} tokens in pages of {message.page_size} need {num_pages} pages, "
-            f"got {len(message.page_ids)}"))
+        raise InvalidRequestError(
+            FieldViolation(
+                "source.page_ids",
+                f"{message.num_tokens} tokens in pages of {message.page_size} need {num_pages} pages, "
+                f"got {len(message.page_ids)}",
+            )
+        )
     return SourceTerms(
         compatibility=message.compatibility,
         compatibility_text=message.compatibility_text,
@@ -98,8 +126,11 @@ def destination_from_proto(message: transfer_pb2.DestinationTerms) -> Destinatio
     if not message.session_id:
         raise InvalidRequestError(FieldViolation("destination.session_id", "must not be empty"))
     if len(message.key) != KEY_BYTES:
-        raise InvalidRequestError(FieldViolation("destination.key",
-                                                 f"must have {KEY_BYTES} bytes, got {len(message.key)}"))
+        raise InvalidRequestError(
+            FieldViolation(
+                "destination.key", f"must have {KEY_BYTES} bytes, got {len(message.key)}"
+            )
+        )
     return DestinationTerms(
         session_id=message.session_id,
         epoch=message.epoch,
@@ -130,5 +161,11 @@ def event_from_proto(message: pipeline_pb2.StageSession) -> StageSessionEvent:
     state = _STATE_FROM_WIRE.get(message.state)
     if state is None:
         raise InvalidRequestError(FieldViolation("session.state", f"unknown state {message.state}"))
-    return StageSessionEvent(message.session_id, message.epoch, state, message.error_reason, message.error_text,
-                             message.num_bytes)
+    return StageSessionEvent(
+        message.session_id,
+        message.epoch,
+        state,
+        message.error_reason,
+        message.error_text,
+        message.num_bytes,
+    )

@@ -1,4 +1,5 @@
-"""What pools must have alike to be paired, as a digest and as text for people; and what the stages of one pool must."""
+"""What pools must have alike to be paired, as a digest and as text for people; and what the stages
+of one pool must."""
 
 import hashlib
 from collections.abc import Iterable, Mapping
@@ -12,33 +13,63 @@ SCHEMA_VERSION = 7
 """Raised whenever the copy plan, the tags, the trailer or the authenticators change."""
 
 
-def compatibility(*, revision: str, specs: Iterable[CacheSpec], page_size: int, numerics: str = "exact",
-                  weights: str = "model", arithmetic: str = "any", max_context: str = "the model's",
-                  draft_revision: str = "", config: str = "", tensors: str = "") -> Compatibility:
-    """What a pool's bytes mean. `revision` is the digest of the model, of which `config` and `tensors` are the two
-    parts, to be shown; `specs` covers the whole model; caches that do not travel are not compared. `weights` says how
-    they are kept (`--weights`); `arithmetic` names the kernels and the class of instructions that bits depend on,
-    where bits are promised; `max_context` the limit that an operator set: a request that one pool of a pair admits
-    must have a place to go on in every other."""
+def compatibility(
+    *,
+    revision: str,
+    specs: Iterable[CacheSpec],
+    page_size: int,
+    numerics: str = "exact",
+    weights: str = "model",
+    arithmetic: str = "any",
+    max_context: str = "the model's",
+    draft_revision: str = "",
+    config: str = "",
+    tensors: str = "",
+) -> Compatibility:
+    """What a pool's bytes mean. `revision` is the digest of the model, of which `config` and
+    `tensors` are the two parts, to be shown; `specs` covers the whole model; caches that do not
+    travel are not compared. `weights` says how they are kept (`--weights`); `arithmetic` names the
+    kernels and the class of instructions that bits depend on, where bits are promised;
+    `max_context` the limit that an operator set: a request that one pool of a pair admits must have
+    a place to go on in every other."""
     ordered = sorted(travelling(specs), key=lambda spec: (spec.layer_id, spec.kind))
     model = [spec for spec in ordered if not spec.of_draft]
     draft = [spec for spec in ordered if spec.of_draft]
-    header = [f"schema={SCHEMA_VERSION}", f"revision={revision}", f"numerics={numerics}", f"arithmetic={arithmetic}",
-              f"page_size={page_size}", f"max_context={max_context}", f"kept={weights}"]
-    digest = pairing_digest(_digest([*header, *_lines(model)]),
-                            _digest([draft_revision, *_lines(draft)]) if draft else "")
-    text = (f"schema {SCHEMA_VERSION}, config {config[:12] or 'unknown'}, weights {(tensors or revision)[:12]}, "
-            f"kept as {weights}, numerics {numerics}, arithmetic {arithmetic}, "
-            f"page size {page_size}, max context {max_context}, {_describe(model)}")
-    return Compatibility(digest, f"{text}, draft {draft_revision[:12]}, {_describe_draft(draft)}" if draft else text)
+    header = [
+        f"schema={SCHEMA_VERSION}",
+        f"revision={revision}",
+        f"numerics={numerics}",
+        f"arithmetic={arithmetic}",
+        f"page_size={page_size}",
+        f"max_context={max_context}",
+        f"kept={weights}",
+    ]
+    digest = pairing_digest(
+        _digest([*header, *_lines(model)]),
+        _digest([draft_revision, *_lines(draft)]) if draft else "",
+    )
+    text = (
+        f"schema {SCHEMA_VERSION}, config {config[:12] or 'unknown'}, weights {(tensors or revision)[:12]}, "
+        f"kept as {weights}, numerics {numerics}, arithmetic {arithmetic}, "
+        f"page size {page_size}, max context {max_context}, {_describe(model)}"
+    )
+    return Compatibility(
+        digest, f"{text}, draft {draft_revision[:12]}, {_describe_draft(draft)}" if draft else text
+    )
 
 
 def check_settings(mine: Mapping[str, str], theirs: Mapping[str, str]) -> None:
-    """Raises IncompatiblePeerError naming each setting in which two stages of one pool differ, and both values. An
-    empty value goes with any."""
-    pairs = [(name, mine.get(name, "not set"), theirs.get(name, "not set")) for name in sorted(mine.keys() | theirs)]
-    differing = [f"{name} is {here} here, {there} there" for name, here, there in pairs
-                 if here != there and here and there]
+    """Raises IncompatiblePeerError naming each setting in which two stages of one pool differ, and
+    both values. An empty value goes with any."""
+    pairs = [
+        (name, mine.get(name, "not set"), theirs.get(name, "not set"))
+        for name in sorted(mine.keys() | theirs)
+    ]
+    differing = [
+        f"{name} is {here} here, {there} there"
+        for name, here, there in pairs
+        if here != there and here and there
+    ]
     if differing:
         raise IncompatiblePeerError(f"the stages differ: {'; '.join(differing)}")
 
@@ -52,17 +83,23 @@ def _digest(lines: Iterable[str]) -> str:
 
 
 def _describe(specs: list[CacheSpec]) -> str:
-    """Layers with equal caches on one entry: "layers 0-2,4-6: conv (3, 256) bfloat16 + state (4, 32, 32) float32"."""
+    """Layers with equal caches on one entry: "layers 0-2,4-6: conv (3, 256) bfloat16 + state (4,
+    32, 32) float32"."""
     layers_by_cache: dict[str, list[int]] = {}
     for layer_id, group in groupby(specs, key=lambda spec: spec.layer_id):
         cache = " + ".join(f"{spec.kind} {spec.record_shape} {spec.dtype}" for spec in group)
         layers_by_cache.setdefault(cache, []).append(layer_id)
-    return "; ".join(f"layers {_ranges(layers)}: {cache}" for cache, layers in layers_by_cache.items())
+    return "; ".join(
+        f"layers {_ranges(layers)}: {cache}" for cache, layers in layers_by_cache.items()
+    )
 
 
 def _describe_draft(specs: list[CacheSpec]) -> str:
     """With the setting that the shape of its first level comes from."""
-    topk = next((f"spec topk {spec.record_shape[0]}, " for spec in specs if spec.kind is CacheKind.TOPK_P), "")
+    topk = next(
+        (f"spec topk {spec.record_shape[0]}, " for spec in specs if spec.kind is CacheKind.TOPK_P),
+        "",
+    )
     return f"{topk}its {_describe(specs)}"
 
 

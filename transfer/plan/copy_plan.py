@@ -1,15 +1,18 @@
-"""What moves from which source stage to which destination stage. Pure: both sides derive the same plan.
+"""What moves from which source stage to which destination stage. Pure: both sides derive the same
+plan.
 
-A *lane* is what one source stage sends to one destination stage: the records of the layers both own; where stages
-have different numbers of ranks, the parts of these records that both have (`engine.memory.layout.stretches`), one
-record's at a time. A "stage" here is one process of a pool: each rank of a stage is one. Pages that are neighbours on
-both sides travel as one item, as long as one chunk computes them all and they stay under `MAX_RUN_BYTES`. Message
-tags are numbered per destination stage: the items of its lanes in order of source stage, each lane followed by its
-trailer. Lanes without items have no trailer. Tags begin at a random number of 64 bits and wrap within its low 24 bits,
-so that a stranger hits none of them.
+A *lane* is what one source stage sends to one destination stage: the records of the layers both
+own; where stages have different numbers of ranks, the parts of these records that both have
+(`engine.memory.layout.stretches`), one record's at a time. A "stage" here is one process of a pool:
+each rank of a stage is one. Pages that are neighbours on both sides travel as one item, as long as
+one chunk computes them all and they stay under `MAX_RUN_BYTES`. Message tags are numbered per
+destination stage: the items of its lanes in order of source stage, each lane followed by its
+trailer. Lanes without items have no trailer. Tags begin at a random number of 64 bits and wrap
+within its low 24 bits, so that a stranger hits none of them.
 
-The destination makes its terms from the source's (`plan_destination`), the source checks that it derives the same plan
-(`check_plan`). That what arrived is what was sent is for `item_seals.py` to prove.
+The destination makes its terms from the source's (`plan_destination`), the source checks that it
+derives the same plan (`check_plan`). That what arrived is what was sent is for `item_seals.py` to
+prove.
 """
 
 import hashlib
@@ -26,12 +29,14 @@ from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageEndp
 from transfer.transport.protocol import TAG_OFFSET_BITS
 
 MAX_RUN_BYTES = 1 << 20
-"""Upper bound of one item, unless a single record is larger. Part of the plan: a change needs a new SCHEMA_VERSION."""
+"""Upper bound of one item, unless a single record is larger. Part of the plan: a change needs a new
+SCHEMA_VERSION."""
 _OFFSETS = (1 << TAG_OFFSET_BITS) - 1
 
 
 class Item(NamedTuple):
-    """`num_records` consecutive records of one layer and kind; the unit of sending, of checking and of naming."""
+    """`num_records` consecutive records of one layer and kind; the unit of sending, of checking and
+    of naming."""
 
     layer_id: int
     kind: CacheKind
@@ -54,20 +59,26 @@ class Item(NamedTuple):
     @property
     def source_part(self) -> slice | None:
         """Which bytes of the source's record; None for all."""
-        return None if self.stretch is None else slice(self.stretch.source_start,
-                                                       self.stretch.source_start + self.num_bytes)
+        return (
+            None
+            if self.stretch is None
+            else slice(self.stretch.source_start, self.stretch.source_start + self.num_bytes)
+        )
 
     @property
     def dest_part(self) -> slice | None:
         """Likewise of the destination's."""
-        return None if self.stretch is None else slice(self.stretch.dest_start,
-                                                       self.stretch.dest_start + self.num_bytes)
+        return (
+            None
+            if self.stretch is None
+            else slice(self.stretch.dest_start, self.stretch.dest_start + self.num_bytes)
+        )
 
 
 @dataclass(frozen=True)
 class Lane:
-    """The items of one pair of stages. Item 0 has the tag at `offset` behind `tag_base`, the trailer's follows the last
-    item's."""
+    """The items of one pair of stages. Item 0 has the tag at `offset` behind `tag_base`, the
+    trailer's follows the last item's."""
 
     source_stage: int
     dest_stage: int
@@ -97,23 +108,32 @@ _LanePart = tuple[CacheSpec, tuple[Stretch, ...] | None]
 class CopyPlan:
     """All lanes of one handoff, each made when it is requested."""
 
-    def __init__(self, source: SourceTerms, destination: DestinationTerms, specs: Sequence[CacheSpec]) -> None:
-        """`specs` covers the whole model; the plan is made for those that travel (see `travelling`).
+    def __init__(
+        self, source: SourceTerms, destination: DestinationTerms, specs: Sequence[CacheSpec]
+    ) -> None:
+        """`specs` covers the whole model; the plan is made for those that travel (see
+        `travelling`).
 
         Raises:
-            IncompatiblePeerError: page lists, layer ranges or numbers of ranks of the two sides do not fit together or
-                the model.
+            IncompatiblePeerError: page lists, layer ranges or numbers of ranks of the two sides do
+                not fit together or the model.
         """
-        specs = sorted(travelling(specs, with_draft=destination.with_draft),
-                       key=lambda spec: (spec.layer_id, spec.kind))
+        specs = sorted(
+            travelling(specs, with_draft=destination.with_draft),
+            key=lambda spec: (spec.layer_id, spec.kind),
+        )
         _check_pages(source, destination)
         _check_held(source, destination)
         _check_slots(source, destination, specs)
-        sizes = [_check_layers(side, stages, specs)
-                 for side, stages in (("source", source.stages), ("destination", destination.stages))]
+        sizes = [
+            _check_layers(side, stages, specs)
+            for side, stages in (("source", source.stages), ("destination", destination.stages))
+        ]
         if max(sizes) % min(sizes):
-            raise IncompatiblePeerError(f"a stage of the source has {sizes[0]} ranks (--tp), one of the destination "
-                                        f"{sizes[1]}; one of the two must divide the other")
+            raise IncompatiblePeerError(
+                f"a stage of the source has {sizes[0]} ranks (--tp), one of the destination "
+                f"{sizes[1]}; one of the two must divide the other"
+            )
         self._source = source
         self._destination = destination
         self._specs = tuple(specs)
@@ -134,13 +154,28 @@ class CopyPlan:
         """Over everything the plan is derived from, and the page runs themselves."""
         source, destination = self._source, self._destination
         parts: list[object] = [
-            SCHEMA_VERSION, destination.session_id, destination.epoch, destination.tag_base, source.compatibility,
-            source.num_tokens, source.page_size, source.chunk_tokens, source.slot_id, destination.slot_id,
-            [(str(stage.layers), stage.tensor.rank, stage.tensor.size, stage.incarnation)
-             for stage in (*source.stages, *destination.stages)],
+            SCHEMA_VERSION,
+            destination.session_id,
+            destination.epoch,
+            destination.tag_base,
+            source.compatibility,
+            source.num_tokens,
+            source.page_size,
+            source.chunk_tokens,
+            source.slot_id,
+            destination.slot_id,
+            [
+                (str(stage.layers), stage.tensor.rank, stage.tensor.size, stage.incarnation)
+                for stage in (*source.stages, *destination.stages)
+            ],
             [(spec.layer_id, str(spec.kind), spec.record_bytes) for spec in self._specs],
-            [tuple(run) for size in sorted({spec.record_bytes for spec in self._specs if spec.kind.is_paged})
-             for run in self._page_runs(size)],
+            [
+                tuple(run)
+                for size in sorted(
+                    {spec.record_bytes for spec in self._specs if spec.kind.is_paged}
+                )
+                for run in self._page_runs(size)
+            ],
         ]
         return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
@@ -149,18 +184,28 @@ class CopyPlan:
         for stage in range(source_stage):
             count = sum(self._num_items(*part) for part in self._lane_parts(stage, dest_stage))
             offset += count + (count > 0)
-        items = tuple(item for part in self._lane_parts(source_stage, dest_stage) for item in self._items(*part))
+        items = tuple(
+            item
+            for part in self._lane_parts(source_stage, dest_stage)
+            for item in self._items(*part)
+        )
         if offset + len(items) >= 1 << TAG_OFFSET_BITS:
-            raise IncompatiblePeerError(f"a handoff of {offset + len(items)} items to one stage; "
-                                        f"the limit is {(1 << TAG_OFFSET_BITS) - 1}")
+            raise IncompatiblePeerError(
+                f"a handoff of {offset + len(items)} items to one stage; "
+                f"the limit is {(1 << TAG_OFFSET_BITS) - 1}"
+            )
         return Lane(source_stage, dest_stage, self._destination.tag_base, offset, items)
 
     def _lane_parts(self, source_stage: int, dest_stage: int) -> list[_LanePart]:
-        """The records of the lane as the source has them, with the stretches that move of each (None: all of it)."""
+        """The records of the lane as the source has them, with the stretches that move of each
+        (None: all of it)."""
         source, dest = self._source.stages[source_stage], self._destination.stages[dest_stage]
         layers = source.layers.intersect(dest.layers)
-        parts = ((spec.of_rank(source.tensor), stretches(spec, source.tensor, dest.tensor))
-                 for spec in self._specs if spec.layer_id in layers)
+        parts = (
+            (spec.of_rank(source.tensor), stretches(spec, source.tensor, dest.tensor))
+            for spec in self._specs
+            if spec.layer_id in layers
+        )
         return [(spec, moved) for spec, moved in parts if moved is None or moved]
 
     def _num_items(self, spec: CacheSpec, moved: tuple[Stretch, ...] | None) -> int:
@@ -168,28 +213,59 @@ class CopyPlan:
 
     def _items(self, spec: CacheSpec, moved: tuple[Stretch, ...] | None) -> list[Item]:
         if moved is None:
-            return [Item(spec.layer_id, spec.kind, run.source_index, run.dest_index, run.num_records,
-                         run.num_records * spec.record_bytes, run.ready_tokens) for run in self._runs_of(spec, moved)]
-        return [Item(spec.layer_id, spec.kind, run.source_index, run.dest_index, 1, stretch.num_bytes, run.ready_tokens,
-                     stretch) for run in self._runs_of(spec, moved) for stretch in moved]
+            return [
+                Item(
+                    spec.layer_id,
+                    spec.kind,
+                    run.source_index,
+                    run.dest_index,
+                    run.num_records,
+                    run.num_records * spec.record_bytes,
+                    run.ready_tokens,
+                )
+                for run in self._runs_of(spec, moved)
+            ]
+        return [
+            Item(
+                spec.layer_id,
+                spec.kind,
+                run.source_index,
+                run.dest_index,
+                1,
+                stretch.num_bytes,
+                run.ready_tokens,
+                stretch,
+            )
+            for run in self._runs_of(spec, moved)
+            for stretch in moved
+        ]
 
     def _runs_of(self, spec: CacheSpec, moved: tuple[Stretch, ...] | None) -> tuple[_Run, ...]:
         """The slot, or the runs of pages: of one page where parts of them move."""
         if not spec.kind.is_paged:
-            return (_Run(self._source.slot_id, self._destination.slot_id, 1, self._source.num_tokens),)
+            return (
+                _Run(self._source.slot_id, self._destination.slot_id, 1, self._source.num_tokens),
+            )
         return self._page_runs(spec.record_bytes if moved is None else MAX_RUN_BYTES)
 
     def _page_runs(self, record_bytes: int) -> tuple[_Run, ...]:
-        """Page runs for records of this size; most models have one size, so this is worked out once."""
+        """Page runs for records of this size; most models have one size, so this is worked out
+        once."""
         if record_bytes not in self._runs:
             max_pages = max(1, MAX_RUN_BYTES // record_bytes)
             self._runs[record_bytes] = tuple(_page_runs(self._source, self._destination, max_pages))
         return self._runs[record_bytes]
 
 
-def plan_lane(source: SourceTerms, destination: DestinationTerms, specs: Sequence[CacheSpec], source_stage: int,
-              dest_stage: int) -> tuple[Item, ...]:
-    """The items of one lane; empty when the two stages share no layer. Raises IncompatiblePeerError."""
+def plan_lane(
+    source: SourceTerms,
+    destination: DestinationTerms,
+    specs: Sequence[CacheSpec],
+    source_stage: int,
+    dest_stage: int,
+) -> tuple[Item, ...]:
+    """The items of one lane; empty when the two stages share no layer. Raises
+    IncompatiblePeerError."""
     lanes = CopyPlan(source, destination, specs).lanes_from(source_stage)
     return next((lane.items for lane in lanes if lane.dest_stage == dest_stage), ())
 
@@ -199,14 +275,22 @@ def _page_runs(source: SourceTerms, destination: DestinationTerms, max_pages: in
     runs: list[_Run] = []
     run_chunks = (-1, -1)
     pages = list(enumerate(zip(source.page_ids, destination.page_ids, strict=True)))
-    for i, (source_page, dest_page) in pages[destination.held_tokens // source.page_size:]:
+    for i, (source_page, dest_page) in pages[destination.held_tokens // source.page_size :]:
         end_token = min((i + 1) * source.page_size, source.num_tokens)
-        # The chunks of a page's first and last token: pages of different chunks never travel together.
-        chunks = (i * source.page_size // source.chunk_tokens, (end_token - 1) // source.chunk_tokens)
+        # The chunks of a page's first and last token: pages of different chunks never travel
+        # together.
+        chunks = (
+            i * source.page_size // source.chunk_tokens,
+            (end_token - 1) // source.chunk_tokens,
+        )
         last = runs[-1] if runs else None
-        if (last is not None and chunks == run_chunks and last.num_records < max_pages
-                and source_page == last.source_index + last.num_records
-                and dest_page == last.dest_index + last.num_records):
+        if (
+            last is not None
+            and chunks == run_chunks
+            and last.num_records < max_pages
+            and source_page == last.source_index + last.num_records
+            and dest_page == last.dest_index + last.num_records
+        ):
             runs[-1] = _Run(last.source_index, last.dest_index, last.num_records + 1, end_token)
         else:
             runs.append(_Run(source_page, dest_page, 1, end_token))
@@ -218,73 +302,118 @@ def _check_pages(source: SourceTerms, destination: DestinationTerms) -> None:
     num_pages = -(-source.num_tokens // source.page_size)
     for side, page_ids in (("source", source.page_ids), ("destination", destination.page_ids)):
         if len(page_ids) != num_pages:
-            raise IncompatiblePeerError(f"{side}.page_ids: {source.num_tokens} tokens in pages of {source.page_size} "
-                                        f"need {num_pages} pages, got {len(page_ids)}")
+            raise IncompatiblePeerError(
+                f"{side}.page_ids: {source.num_tokens} tokens in pages of {source.page_size} "
+                f"need {num_pages} pages, got {len(page_ids)}"
+            )
         if len(set(page_ids)) != len(page_ids):
             raise IncompatiblePeerError(f"{side}.page_ids names a page twice")
         if min(page_ids) < 1:
-            raise IncompatiblePeerError(f"{side}.page_ids names page {min(page_ids)}; pages start at 1")
+            raise IncompatiblePeerError(
+                f"{side}.page_ids names page {min(page_ids)}; pages start at 1"
+            )
 
 
 def _check_held(source: SourceTerms, destination: DestinationTerms) -> None:
     held = destination.held_tokens
     if held % source.page_size or held >= source.num_tokens:
-        raise IncompatiblePeerError(f"destination.held_tokens is {held}; it must be whole pages of {source.page_size} "
-                                    f"tokens and fewer than the {source.num_tokens} of the prompt")
+        raise IncompatiblePeerError(
+            f"destination.held_tokens is {held}; it must be whole pages of {source.page_size} "
+            f"tokens and fewer than the {source.num_tokens} of the prompt"
+        )
     if held and not source.sends_rest:
-        raise IncompatiblePeerError(f"destination.held_tokens is {held}, and the source sends every page")
+        raise IncompatiblePeerError(
+            f"destination.held_tokens is {held}, and the source sends every page"
+        )
 
 
-def _check_slots(source: SourceTerms, destination: DestinationTerms, specs: Sequence[CacheSpec]) -> None:
+def _check_slots(
+    source: SourceTerms, destination: DestinationTerms, specs: Sequence[CacheSpec]
+) -> None:
     if all(spec.kind.is_paged for spec in specs):
         return
     for side, slot_id in (("source", source.slot_id), ("destination", destination.slot_id)):
         if slot_id < 1:
-            raise IncompatiblePeerError(f"{side}.slot_id is {slot_id}; slots of recurrent state start at 1")
+            raise IncompatiblePeerError(
+                f"{side}.slot_id is {slot_id}; slots of recurrent state start at 1"
+            )
 
 
 def _check_layers(side: str, stages: Sequence[StageEndpoint], specs: Sequence[CacheSpec]) -> int:
-    """Every layer that caches something must be on exactly one stage, on each of its ranks. Returns how many those
-    are."""
+    """Every layer that caches something must be on exactly one stage, on each of its ranks. Returns
+    how many those are."""
     sizes = {stage.tensor.size for stage in stages}
     if len(sizes) != 1:
-        raise IncompatiblePeerError(f"{side}.stages have different numbers of ranks (--tp): {sorted(sizes)}")
+        raise IncompatiblePeerError(
+            f"{side}.stages have different numbers of ranks (--tp): {sorted(sizes)}"
+        )
     ranks = range(size := sizes.pop())
     for layer_id in sorted({spec.layer_id for spec in specs}):
         owners = Counter(stage.tensor.rank for stage in stages if layer_id in stage.layers)
         wrong = [rank for rank in ranks if owners[rank] != 1]
         if wrong:
-            found = ", ".join(f"{stage.layers}" + (f" (rank {stage.tensor.rank})" if size > 1 else "")
-                              for stage in stages)
-            raise IncompatiblePeerError(f"{side}.stages {found}: layer {layer_id} is on {owners[wrong[0]]} stages, "
-                                        f"not on one")
+            found = ", ".join(
+                f"{stage.layers}" + (f" (rank {stage.tensor.rank})" if size > 1 else "")
+                for stage in stages
+            )
+            raise IncompatiblePeerError(
+                f"{side}.stages {found}: layer {layer_id} is on {owners[wrong[0]]} stages, "
+                f"not on one"
+            )
     return size
 
 
-def plan_destination(source: SourceTerms, *, session_id: str, epoch: int, tag_base: int, key: bytes,
-                     page_ids: Sequence[int], slot_id: int, stages: Sequence[StageEndpoint],
-                     specs: Sequence[CacheSpec], with_draft: bool = False, held_tokens: int = 0) -> DestinationTerms:
+def plan_destination(
+    source: SourceTerms,
+    *,
+    session_id: str,
+    epoch: int,
+    tag_base: int,
+    key: bytes,
+    page_ids: Sequence[int],
+    slot_id: int,
+    stages: Sequence[StageEndpoint],
+    specs: Sequence[CacheSpec],
+    with_draft: bool = False,
+    held_tokens: int = 0,
+) -> DestinationTerms:
     """Return the destination's answer to `source`.
 
-    `tag_base` (64 bits) and `key` are random, and new for each epoch. `page_ids` are the prompt's pages only (growth is
-    not handed over), those of the first `held_tokens` tokens among them. `specs` covers the whole model.
+    `tag_base` (64 bits) and `key` are random, and new for each epoch. `page_ids` are the prompt's
+    pages only (growth is not handed over), those of the first `held_tokens` tokens among them.
+    `specs` covers the whole model.
 
     Raises:
         IncompatiblePeerError: the two sides do not fit together.
     """
-    destination = DestinationTerms(session_id, epoch, tag_base, tuple(page_ids), slot_id, tuple(stages), plan_digest="",
-                                   key=key, with_draft=with_draft, held_tokens=held_tokens)
+    destination = DestinationTerms(
+        session_id,
+        epoch,
+        tag_base,
+        tuple(page_ids),
+        slot_id,
+        tuple(stages),
+        plan_digest="",
+        key=key,
+        with_draft=with_draft,
+        held_tokens=held_tokens,
+    )
     return replace(destination, plan_digest=CopyPlan(source, destination, specs).digest)
 
 
-def check_plan(source: SourceTerms, destination: DestinationTerms, specs: Sequence[CacheSpec]) -> CopyPlan:
+def check_plan(
+    source: SourceTerms, destination: DestinationTerms, specs: Sequence[CacheSpec]
+) -> CopyPlan:
     """The plan both sides have agreed on.
 
     Raises:
-        IncompatiblePeerError: this side derives another plan than the one the destination terms were made for.
+        IncompatiblePeerError: this side derives another plan than the one the destination terms
+            were made for.
     """
     plan = CopyPlan(source, destination, specs)
     if plan.digest != destination.plan_digest:
-        raise IncompatiblePeerError(f"session {destination.session_id}: this side derives copy plan {plan.digest}, "
-                                    f"the destination terms were made for {destination.plan_digest or 'none'}")
+        raise IncompatiblePeerError(
+            f"session {destination.session_id}: this side derives copy plan {plan.digest}, "
+            f"the destination terms were made for {destination.plan_digest or 'none'}"
+        )
     return plan

@@ -1,10 +1,11 @@
 """The proof that what arrived in a lane is what its source sent for this epoch of this session.
 
-The destination makes a random key for each epoch of a session, which travels in its terms, over gRPC only. From it both
-sides derive a key for each lane. The source makes an authenticator of each item as it sends it and ends the lane with
-the *trailer*: the authenticators in item order, then one of the trailer itself. Each has the tag of its message as its
-number. So an item that landed in another's place, or comes from another lane, session, epoch or pool, does not match,
-although its bytes are intact.
+The destination makes a random key for each epoch of a session, which travels in its terms, over
+gRPC only. From it both sides derive a key for each lane. The source makes an authenticator of each
+item as it sends it and ends the lane with the *trailer*: the authenticators in item order, then one
+of the trailer itself. Each has the tag of its message as its number. So an item that landed in
+another's place, or comes from another lane, session, epoch or pool, does not match, although its
+bytes are intact.
 """
 
 import hmac
@@ -23,9 +24,15 @@ class LaneSeals:
     def __init__(self, destination: DestinationTerms, lane: Lane) -> None:
         place = f"{destination.epoch} {lane.source_stage} {lane.dest_stage}"
         self._lane = lane
-        self._authenticator = Authenticator(derived(
-            destination.key, "baton lane", destination.session_id.encode(), destination.plan_digest.encode(),
-            place.encode()))
+        self._authenticator = Authenticator(
+            derived(
+                destination.key,
+                "baton lane",
+                destination.session_id.encode(),
+                destination.plan_digest.encode(),
+                place.encode(),
+            )
+        )
 
     @property
     def trailer_bytes(self) -> int:
@@ -41,13 +48,21 @@ class LaneSeals:
         return bytearray(body + self._authenticator.seal(self._lane.trailer_tag, body))
 
     def unpack_trailer(self, trailer: bytes | bytearray) -> list[bytes] | None:
-        """Return the authenticators in item order; None when the trailer itself is not what was sent."""
+        """Return the authenticators in item order; None when the trailer itself is not what was
+        sent."""
         body = bytes(trailer[:-SEAL_BYTES])
-        if not self._authenticator.accepts(bytes(trailer[-SEAL_BYTES:]), self._lane.trailer_tag, body):
+        if not self._authenticator.accepts(
+            bytes(trailer[-SEAL_BYTES:]), self._lane.trailer_tag, body
+        ):
             return None
-        return [body[start:start + SEAL_BYTES] for start in range(0, len(body), SEAL_BYTES)]
+        return [body[start : start + SEAL_BYTES] for start in range(0, len(body), SEAL_BYTES)]
 
 
 def differing(ours: Sequence[bytes], theirs: Sequence[bytes]) -> list[int]:
-    """Return which authenticators of two lists are not the same. Takes as long wherever they differ."""
-    return [index for index, pair in enumerate(zip(ours, theirs, strict=True)) if not hmac.compare_digest(*pair)]
+    """Return which authenticators of two lists are not the same. Takes as long wherever they
+    differ."""
+    return [
+        index
+        for index, pair in enumerate(zip(ours, theirs, strict=True))
+        if not hmac.compare_digest(*pair)
+    ]

@@ -1,11 +1,12 @@
-"""Keys that travel over gRPC only, and the authenticators of messages that travel over UCX and shared memory.
+"""Keys that travel over gRPC only, and the authenticators of messages that travel over UCX and
+shared memory.
 
-A key is 32 random bytes. Both ends derive from it a key for each direction of a pool, or for each lane of a handoff, by
-keyed BLAKE2b. What was derived for one place says nothing about another.
+A key is 32 random bytes. Both ends derive from it a key for each direction of a pool, or for each
+lane of a handoff, by keyed BLAKE2b. What was derived for one place says nothing about another.
 
-An authenticator is GMAC: AES-256-GCM that encrypts at most a label, with the message as additional data. Its number
-must not be used twice under one key, unless for the same message. It is the fastest that a maintained library offers
-(docs/measurements.md has the others).
+An authenticator is GMAC: AES-256-GCM that encrypts at most a label, with the message as additional
+data. Its number must not be used twice under one key, unless for the same message. It is the
+fastest that a maintained library offers (docs/measurements.md has the others).
 """
 
 import hashlib
@@ -29,8 +30,8 @@ def new_key() -> bytes:
 
 
 def derived(key: bytes, purpose: str, *context: bytes, num_bytes: int = KEY_BYTES) -> bytes:
-    """Return at most 64 bytes that only holders of `key` can know. Each `purpose` (at most 16 characters of ASCII) and
-    each sequence of `context` gives others."""
+    """Return at most 64 bytes that only holders of `key` can know. Each `purpose` (at most 16
+    characters of ASCII) and each sequence of `context` gives others."""
     hashed = hashlib.blake2b(key=key, digest_size=num_bytes, person=purpose.encode())
     for part in context:
         hashed.update(_LENGTH.pack(len(part)) + part)
@@ -48,6 +49,9 @@ class Authenticator:
         sealed = self._encrypt(number.to_bytes(_NONCE_BYTES, "little"), label, message)
         return sealed[-SEAL_BYTES:] if label else sealed
 
-    def accepts(self, seal: bytes | memoryview, number: int, message: Message, label: bytes = b"") -> bool:
-        """Return whether `seal` is the authenticator of message and label. Takes as long whichever byte differs."""
+    def accepts(
+        self, seal: bytes | memoryview, number: int, message: Message, label: bytes = b""
+    ) -> bool:
+        """Return whether `seal` is the authenticator of message and label. Takes as long whichever
+        byte differs."""
         return hmac.compare_digest(seal, self.seal(number, message, label))

@@ -1,17 +1,21 @@
-"""A transport for pools in a device's memory, over one for host memory: what moves crosses pinned host buffers.
+"""A transport for pools in a device's memory, over one for host memory: what moves crosses pinned
+host buffers.
 
     sending     a buffer is free ─▶ records copied there ─▶ sent ─▶ DONE: digested there ─▶ buffer free
     receiving   message is there and a buffer free ─▶ received ─▶ copied to the records ─▶ DONE: digested ─▶ free
 
-Where the transport below reaches the device (UCX with cuda_copy and cuda_ipc), the records themselves are given to it,
-and what is copied to the host is only for the digest, while they are being sent and after they were received.
+Where the transport below reaches the device (UCX with cuda_copy and cuda_ipc), the records
+themselves are given to it, and what is copied to the host is only for the digest, while they are
+being sent and after they were received.
 
-An operation is PENDING until the last copy that concerns it is over. So what holds of the transport below holds of the
-device's memory, too: an operation that has ended touches nothing any more, and a session whose operations have all
-ended is drained. What is in host memory (trailers) passes through untouched, and the bytes on the wire are those that
-host pools send: either side may have its pools where it likes.
+An operation is PENDING until the last copy that concerns it is over. So what holds of the transport
+below holds of the device's memory, too: an operation that has ended touches nothing any more, and a
+session whose operations have all ended is drained. What is in host memory (trailers) passes through
+untouched, and the bytes on the wire are those that host pools send: either side may have its pools
+where it likes.
 
-Nothing can end a copy that a device does not end. Then the transport fails as a whole, and with it the process.
+Nothing can end a copy that a device does not end. Then the transport fails as a whole, and with it
+the process.
 """
 
 import time
@@ -96,11 +100,18 @@ class _Crossing:
 
 
 class DeviceTransport:
-    """See `Transport`. Sends take at most half of the buffers, so that two pools that send to each other never wait for
-    each other."""
+    """See `Transport`. Sends take at most half of the buffers, so that two pools that send to each
+    other never wait for each other."""
 
-    def __init__(self, inner: Transport, staging: Staging, clock: Clock, *, route: Route = Route.PINNED,
-                 copy_limit_s: float = COPY_LIMIT_S) -> None:
+    def __init__(
+        self,
+        inner: Transport,
+        staging: Staging,
+        clock: Clock,
+        *,
+        route: Route = Route.PINNED,
+        copy_limit_s: float = COPY_LIMIT_S,
+    ) -> None:
         self._inner = inner
         self._staging = staging
         self._clock = clock
@@ -110,13 +121,17 @@ class DeviceTransport:
         self._max_sends = staging.num_buffers // 2
         self._unsent: deque[_Crossing] = deque()  # sends that wait for a buffer
         self._fetching: deque[_Crossing] = deque()
-        self._storing: deque[_Crossing] = deque()  # to the device, or from it what was received there
+        self._storing: deque[_Crossing] = (
+            deque()
+        )  # to the device, or from it what was received there
         self._landed: deque[_Crossing] = deque()  # received on the device, waiting for a buffer
         self._sending: dict[Operation, _Crossing] = {}  # by operation below
         self._receiving: dict[Operation, _Crossing] = {}
         self._below: dict[Operation, Operation] = {}  # receives: ours to the one below
         self._ended: list[Operation] = []
-        self._read: list[Loan] = []  # of operations that were reported: may be read until the next `progress`
+        self._read: list[
+            Loan
+        ] = []  # of operations that were reported: may be read until the next `progress`
         self._num_pending = 0
         self._is_checked = False
 
@@ -126,7 +141,9 @@ class DeviceTransport:
 
     @property
     def num_pending(self) -> int:
-        return self._num_pending + self._inner.num_pending - len(self._sending) - len(self._receiving)
+        return (
+            self._num_pending + self._inner.num_pending - len(self._sending) - len(self._receiving)
+        )
 
     @property
     def refused(self) -> Mapping[RefusalReason, int]:
@@ -155,7 +172,9 @@ class DeviceTransport:
             return None if crossing.loan is None else crossing.loan.content
 
         direct = self._route is Route.DIRECT
-        below = self._inner.post_receive(peer, tag, buffer if direct else Berth(buffer.nbytes, borrow))
+        below = self._inner.post_receive(
+            peer, tag, buffer if direct else Berth(buffer.nbytes, borrow)
+        )
         self._receiving[below] = crossing
         self._below[crossing.operation] = below
         return crossing.operation
@@ -209,14 +228,18 @@ class DeviceTransport:
         self._inner.wake()
 
     def close(self) -> None:
-        """Raises InternalError when copies do not end within the limit: they may still touch the device's memory."""
+        """Raises InternalError when copies do not end within the limit: they may still touch the
+        device's memory."""
         self._inner.close()
         while self._fetching or self._storing:
             for copies in (self._fetching, self._storing):
                 self._read += [crossing.lent for crossing in self._settled(copies)]
             time.sleep(COPY_POLL_S)
         crossings = {*self._sending.values(), *self._receiving.values()}
-        for loan in {*self._read, *(crossing.loan for crossing in crossings if crossing.loan is not None)}:
+        for loan in {
+            *self._read,
+            *(crossing.loan for crossing in crossings if crossing.loan is not None),
+        }:
             loan.release()  # a direct send's is in both
         self._read.clear()
         self._sending.clear()
@@ -262,12 +285,15 @@ class DeviceTransport:
         while copies and copies[0].lent.is_settled():
             settled.append(copies.popleft())
         if copies and self._clock.now() - copies[0].copying_since_s > self._copy_limit_s:
-            raise InternalError(f"the device has not ended a copy of {copies[0].operation.num_bytes} bytes within "
-                                f"{self._copy_limit_s} s")
+            raise InternalError(
+                f"the device has not ended a copy of {copies[0].operation.num_bytes} bytes within "
+                f"{self._copy_limit_s} s"
+            )
         return settled
 
     def _on_below(self, below: Operation) -> None:
-        """An operation of the transport below has ended: one of ours goes on, or it is passed on as it is."""
+        """An operation of the transport below has ended: one of ours goes on, or it is passed on as
+        it is."""
         received = self._receiving.pop(below, None)
         crossing = received or self._sending.pop(below, None)
         if crossing is None:
@@ -290,9 +316,13 @@ class DeviceTransport:
         self._end(crossing, below.state, below.error)
 
     def _lost(self, crossing: _Crossing) -> None:
-        self._end(crossing, OperationState.FAILED, PeerLostError("the connection to the peer is gone"))
+        self._end(
+            crossing, OperationState.FAILED, PeerLostError("the connection to the peer is gone")
+        )
 
-    def _end(self, crossing: _Crossing, state: OperationState, error: BatonError | None = None) -> None:
+    def _end(
+        self, crossing: _Crossing, state: OperationState, error: BatonError | None = None
+    ) -> None:
         operation = crossing.operation
         if crossing.loan is not None:
             operation.content = crossing.loan.content

@@ -1,13 +1,14 @@
 """One forming of a pool as its members know it, and how they recognize each other's frames.
 
-The leader makes a `Forming` and sends it to every member over its Join stream. From its key both ends of each direction
-derive the tag that UCX carries, the first number of the frames, and the key of their authenticators:
+The leader makes a `Forming` and sends it to every member over its Join stream. From its key both
+ends of each direction derive the tag that UCX carries, the first number of the frames, and the key
+of their authenticators:
 
     frame    <16s Q …   authenticator, number, and what is sent; the authenticator covers all that follows it
 
-Numbers count the frames of a direction, from a start that is not known outside the pool. A member accepts the next
-number only. So a frame that was recorded, reordered, left out, sent to another member, or made in another forming or
-pool is told from the one that is due.
+Numbers count the frames of a direction, from a start that is not known outside the pool. A member
+accepts the next number only. So a frame that was recorded, reordered, left out, sent to another
+member, or made in another forming or pool is told from the one that is due.
 """
 
 import struct
@@ -28,8 +29,8 @@ _MAX_EARLIER = 4096  # tags of formings before, kept for the reason of a refusal
 
 @dataclass(frozen=True)
 class Forming:
-    """`members` are the incarnations of the pool's processes by rank, `session` is a random number of 64 bits. `epoch`
-    counts the formings of a pool, also by successive leaders."""
+    """`members` are the incarnations of the pool's processes by rank, `session` is a random number
+    of 64 bits. `epoch` counts the formings of a pool, also by successive leaders."""
 
     epoch: int
     session: int
@@ -43,13 +44,18 @@ class Forming:
 
     def secret(self, purpose: str, sender: int, receiver: int, num_bytes: int) -> bytes:
         """Return bytes that are derived for one direction."""
-        return derived(self.key, purpose, _PLACE.pack(self.session, self.epoch, sender, receiver),
-                       *(member.encode() for member in self.members), num_bytes=num_bytes)
+        return derived(
+            self.key,
+            purpose,
+            _PLACE.pack(self.session, self.epoch, sender, receiver),
+            *(member.encode() for member in self.members),
+            num_bytes=num_bytes,
+        )
 
 
 class Direction:
-    """What one member sends to one other: its tag, and authenticators under its key with the numbers that are next.
-    Each end has its own copy."""
+    """What one member sends to one other: its tag, and authenticators under its key with the
+    numbers that are next. Each end has its own copy."""
 
     def __init__(self, forming: Forming, purpose: str, sender: int, receiver: int) -> None:
         secret = forming.secret(purpose, sender, receiver, _SECRET_BYTES)
@@ -65,13 +71,19 @@ class Direction:
         """The number that is next has been used."""
         self.next = (self.next + 1) & _MASK
 
-    def accept(self, seal: bytes | memoryview, number: int, message: Message,
-               label: bytes = b"") -> RefusalReason | None:
-        """Return why a message of this number is not the one that is due. Of the due one None, once."""
+    def accept(
+        self, seal: bytes | memoryview, number: int, message: Message, label: bytes = b""
+    ) -> RefusalReason | None:
+        """Return why a message of this number is not the one that is due. Of the due one None,
+        once."""
         if not self.authenticator.accepts(seal, number, message, label):
             return RefusalReason.DAMAGED
         if number != self.next:
-            return RefusalReason.REPLAYED if (self.next - number) & _MASK <= _MASK >> 1 else RefusalReason.SKIPPED
+            return (
+                RefusalReason.REPLAYED
+                if (self.next - number) & _MASK <= _MASK >> 1
+                else RefusalReason.SKIPPED
+            )
         self.advance()
         return None
 
@@ -81,10 +93,16 @@ class FrameSeals:
 
     def __init__(self, forming: Forming, rank: int) -> None:
         ranks = range(len(forming.members))
-        self._to = {other: Direction(forming, _FRAMES, rank, other) for other in ranks if other != rank}
-        self._from = {other: Direction(forming, _FRAMES, other, rank) for other in ranks if other != rank}
+        self._to = {
+            other: Direction(forming, _FRAMES, rank, other) for other in ranks if other != rank
+        }
+        self._from = {
+            other: Direction(forming, _FRAMES, other, rank) for other in ranks if other != rank
+        }
         self._sender_by_tag = {direction.tag: other for other, direction in self._from.items()}
-        self.tags = frozenset(_tag(forming.secret(_FRAMES, *pair, _SECRET_BYTES)) for pair in permutations(ranks, 2))
+        self.tags = frozenset(
+            _tag(forming.secret(_FRAMES, *pair, _SECRET_BYTES)) for pair in permutations(ranks, 2)
+        )
         """Of all directions of the forming."""
 
     def sender(self, tag: int) -> int | None:

@@ -1,4 +1,5 @@
-"""Pairs arriving messages with posted receives, for transports that see a message before they take it."""
+"""Pairs arriving messages with posted receives, for transports that see a message before they take
+it."""
 
 from collections import OrderedDict, deque
 from typing import Generic, TypeVar
@@ -12,16 +13,20 @@ MAX_PREFIXES = 65_536  # that are told apart from foreign ones
 
 
 class MessageMatcher(Generic[M]):
-    """Posted receives by tag. A message that no receive waits for is refused: receives are posted before their sender
-    hears of their tags, so none of its messages can come too early. Whatever a method returns as messages is to be
-    discarded by the transport.
+    """Posted receives by tag. A message that no receive waits for is refused: receives are posted
+    before their sender hears of their tags, so none of its messages can come too early. Whatever a
+    method returns as messages is to be discarded by the transport.
     """
 
     def __init__(self, refusals: Refusals) -> None:
         self._refusals = refusals
         self._posted: dict[int, deque[Operation]] = {}
-        self._starved: deque[tuple[Operation, M]] = deque()  # matched, but there is no memory for the message yet
-        self._known: OrderedDict[int, bool] = OrderedDict()  # prefixes of tags: whether they are retired
+        self._starved: deque[tuple[Operation, M]] = (
+            deque()
+        )  # matched, but there is no memory for the message yet
+        self._known: OrderedDict[int, bool] = (
+            OrderedDict()
+        )  # prefixes of tags: whether they are retired
 
     def post(self, operation: Operation) -> None:
         """Wait for a message."""
@@ -47,8 +52,8 @@ class MessageMatcher(Generic[M]):
         return pairs
 
     def cancel(self, operation: Operation) -> tuple[bool, list[M]]:
-        """Drop a receive that still waits, for its message or for memory. Return whether it did, and messages to
-        discard."""
+        """Drop a receive that still waits, for its message or for memory. Return whether it did,
+        and messages to discard."""
         for pair in self._starved:
             if pair[0] is operation:
                 self._starved.remove(pair)

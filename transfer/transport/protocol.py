@@ -1,12 +1,14 @@
-"""What moves bytes between two processes. One protocol, one contract suite (tests/transfer/contract.py).
+"""What moves bytes between two processes. One protocol, one contract suite
+(tests/transfer/contract.py).
 
-A message has a 64-bit tag. Its low `TAG_OFFSET_BITS` number the messages of one session's epoch; the rest, its
-*prefix*, is the epoch's. The receiving side matches a message only after it has seen its length, so a message of the
-wrong size never writes a byte, and a receive that was cancelled before it was matched is over at once: nothing refers
-to its memory any more. A matched receive ends with its message, or when the peer's connection is closed.
+A message has a 64-bit tag. Its low `TAG_OFFSET_BITS` number the messages of one session's epoch;
+the rest, its *prefix*, is the epoch's. The receiving side matches a message only after it has seen
+its length, so a message of the wrong size never writes a byte, and a receive that was cancelled
+before it was matched is over at once: nothing refers to its memory any more. A matched receive ends
+with its message, or when the peer's connection is closed.
 
-Buffers are host bytes; a transport for a device's memory (see `device.py`) takes that as well. `Wakeup` is how another
-thread ends the wait of a transport's owner.
+Buffers are host bytes; a transport for a device's memory (see `device.py`) takes that as well.
+`Wakeup` is how another thread ends the wait of a transport's owner.
 """
 
 import contextlib
@@ -33,7 +35,9 @@ def tag_prefix(tag: int) -> int:
 def host_bytes(buffer: Buffer) -> memoryview:
     """For what reaches nothing else. Raises InternalError for a device's memory."""
     if not isinstance(buffer, memoryview):
-        raise InternalError(f"{type(buffer).__name__} is not host memory, and nothing else is reached here")
+        raise InternalError(
+            f"{type(buffer).__name__} is not host memory, and nothing else is reached here"
+        )
     return buffer
 
 
@@ -54,13 +58,15 @@ class Peer(Protocol):
 
     @property
     def alive(self) -> bool:
-        """False once the connection has failed or was closed; it does not come back, `connect` makes a new one."""
+        """False once the connection has failed or was closed; it does not come back, `connect`
+        makes a new one."""
         ...
 
 
 class Berth:
-    """Memory for one incoming message, borrowed only once the message is there. `borrow` returns None while none is
-    free; the maker of the berth gives the memory back when the receive has ended."""
+    """Memory for one incoming message, borrowed only once the message is there. `borrow` returns
+    None while none is free; the maker of the berth gives the memory back when the receive has
+    ended."""
 
     def __init__(self, num_bytes: int, borrow: Callable[[], memoryview | None]) -> None:
         self.nbytes = num_bytes
@@ -68,10 +74,11 @@ class Berth:
 
 
 class Operation:
-    """One send or one receive. While it is PENDING the transport may read or write `buffer`; afterwards never again.
+    """One send or one receive. While it is PENDING the transport may read or write `buffer`;
+    afterwards never again.
 
-    `content`: the message's bytes on the host, once it is DONE. Those of a device's memory are a copy, which may be
-    read until the next `progress`.
+    `content`: the message's bytes on the host, once it is DONE. Those of a device's memory are a
+    copy, which may be read until the next `progress`.
     """
 
     __slots__ = ("buffer", "content", "error", "peer", "state", "tag")
@@ -106,13 +113,14 @@ class Operation:
 class Transport(Protocol):
     """Tagged messages straight from and into the caller's memory.
 
-    Belongs to one thread, but for `address` and `wake`. Messages of one sender with one tag arrive in the order they
-    were sent; otherwise there is no order.
+    Belongs to one thread, but for `address` and `wake`. Messages of one sender with one tag arrive
+    in the order they were sent; otherwise there is no order.
     """
 
     @property
     def address(self) -> bytes:
-        """What `connect` takes in another process. A bearer capability: it travels only over the gRPC plane."""
+        """What `connect` takes in another process. A bearer capability: it travels only over the
+        gRPC plane."""
         ...
 
     @property
@@ -134,34 +142,38 @@ class Transport(Protocol):
         ...
 
     def send(self, peer: Peer, tag: int, buffer: Buffer) -> Operation:
-        """Send the bytes of `buffer`. A peer that is gone makes the operation FAILED with PeerLostError."""
+        """Send the bytes of `buffer`. A peer that is gone makes the operation FAILED with
+        PeerLostError."""
         ...
 
     def post_receive(self, peer: Peer, tag: int, buffer: Buffer | Berth) -> Operation:
-        """Accept one message with exactly this tag and exactly this length into `buffer`, from now on: a message that
-        no receive waits for is refused, though its sender sees it as sent. While a berth has no memory, its message
-        waits where it is, and other messages pass it.
+        """Accept one message with exactly this tag and exactly this length into `buffer`, from now
+        on: a message that no receive waits for is refused, though its sender sees it as sent. While
+        a berth has no memory, its message waits where it is, and other messages pass it.
 
-        `peer` is who is going to send it. FAILED with HandoffError when the length differs (nothing is written),
-        with PeerLostError when the connection ends before the message.
+        `peer` is who is going to send it. FAILED with HandoffError when the length differs (nothing
+        is written), with PeerLostError when the connection ends before the message.
         """
         ...
 
     def cancel_receive(self, operation: Operation) -> None:
-        """Stop waiting. CANCELLED if no message was matched yet; else it ends as the message does."""
+        """Stop waiting. CANCELLED if no message was matched yet; else it ends as the message
+        does."""
         ...
 
     def retire(self, prefix: int) -> None:
-        """Count messages with this tag prefix as late from now on: its receives are over. Prefixes are kept within a
-        bound."""
+        """Count messages with this tag prefix as late from now on: its receives are over. Prefixes
+        are kept within a bound."""
         ...
 
     def close_peer(self, peer: Peer) -> None:
-        """Cut the connection. Every operation with this peer ends, and nothing can read or write its buffers after."""
+        """Cut the connection. Every operation with this peer ends, and nothing can read or write
+        its buffers after."""
         ...
 
     def progress(self) -> list[Operation]:
-        """Do what can be done without waiting; the operations that ended since the last call, each exactly once."""
+        """Do what can be done without waiting; the operations that ended since the last call, each
+        exactly once."""
         ...
 
     def wait(self, timeout_s: float) -> None:
@@ -173,19 +185,22 @@ class Transport(Protocol):
         ...
 
     def close(self) -> None:
-        """Close every peer and free everything. Pending operations end; they are not reported any more."""
+        """Close every peer and free everything. Pending operations end; they are not reported any
+        more."""
         ...
 
 
 class Wakeup:
-    """A file descriptor that another thread can make readable; calls while the owner is awake count as one. An eventfd
-    for `poll`. `set` may be called from any thread, everything else by the owner."""
+    """A file descriptor that another thread can make readable; calls while the owner is awake count
+    as one. An eventfd for `poll`. `set` may be called from any thread, everything else by the
+    owner."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._is_set = False
-        # The flag and the descriptor change together: were the flag down and the descriptor readable, every `sleep`
-        # would return at once, for ever. And `set` never writes to a descriptor that was closed and reused.
+        # The flag and the descriptor change together: were the flag down and the descriptor
+        # readable, every `sleep` would return at once, for ever. And `set` never writes to a
+        # descriptor that was closed and reused.
         self._lock = threading.Lock()
         self._poll = select.poll()
         self._poll.register(self._fd, select.POLLIN)
@@ -199,8 +214,9 @@ class Wakeup:
         self._poll.register(fd, select.POLLIN)
 
     def set(self) -> None:
-        # Only the first call since the last `clear` pays for a system call. The owner clears first and looks at its
-        # queues after, so no call is lost; at worst one `wait` returns for nothing.
+        # Only the first call since the last `clear` pays for a system call. The owner clears first
+        # and looks at its queues after, so no call is lost; at worst one `wait` returns for
+        # nothing.
         if self._is_set:
             return
         with self._lock:

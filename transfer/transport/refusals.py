@@ -14,7 +14,8 @@ LOG_INTERVAL_S = 10.0
 class RefusalReason(StrEnum):
     """Why a message is not taken. Values are labels of a metric."""
 
-    FOREIGN = "foreign"  # no tag of this process: of a stranger, another pool, or a forming that is still to come
+    # no tag of this process: of a stranger, another pool, or a forming that is still to come
+    FOREIGN = "foreign"
     EARLIER = "earlier"  # of an earlier forming of this pool
     CROSSED = "crossed"  # of this forming, between other members or the other way round
     REPLAYED = "replayed"  # genuine, and received before
@@ -22,14 +23,21 @@ class RefusalReason(StrEnum):
     DAMAGED = "damaged"  # the right tag, and not the right authenticator
     OVERSIZED = "oversized"  # longer than anything that is sent, or one too many
     LATE = "late"  # for an epoch of a handoff that is over
-    REPEATED = "repeated"  # for a receive of an open handoff that has its message already, or is cancelled
+    REPEATED = (
+        "repeated"  # for a receive of an open handoff that has its message already, or is cancelled
+    )
 
 
 class Refusals:
     """Counts refused messages of one channel. Belongs to the channel's thread, but for `counts`."""
 
-    def __init__(self, channel: str, on_refused: Callable[[RefusalReason], object] = lambda reason: None, *,
-                 clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        channel: str,
+        on_refused: Callable[[RefusalReason], object] = lambda reason: None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`on_refused` is called for each one."""
         self._channel = channel
         self._on_refused = on_refused
@@ -42,13 +50,18 @@ class Refusals:
         return dict(self._counts)
 
     def add(self, reason: RefusalReason, what: str) -> None:
-        """Count a message. The first of each reason is logged, later ones at most every ten seconds, with how many
-        there were since."""
+        """Count a message. The first of each reason is logged, later ones at most every ten
+        seconds, with how many there were since."""
         self._counts[reason] += 1
         self._on_refused(reason)
         now, count = self._clock(), self._counts[reason]
         logged_s, logged_count = self._logged.get(reason, (now - LOG_INTERVAL_S, 0))
         if now - logged_s >= LOG_INTERVAL_S:
             self._logged[reason] = now, count
-            logger.warning("%s: refused %d messages (%s), the last: %s", self._channel, count - logged_count, reason,
-                           what)
+            logger.warning(
+                "%s: refused %d messages (%s), the last: %s",
+                self._channel,
+                count - logged_count,
+                reason,
+                what,
+            )

@@ -24,7 +24,8 @@ class UcxRequest(Protocol):
 
 
 class UcxProbe(Protocol):
-    """Result of a probe. `length` and `sender_tag` exist only when `matched`. A matched message must be received."""
+    """Result of a probe. `length` and `sender_tag` exist only when `matched`. A matched message
+    must be received."""
 
     @property
     def matched(self) -> bool: ...
@@ -64,7 +65,8 @@ class UcxWorker(Protocol):
     def init_blocking_progress_mode(self) -> None: ...
 
     def arm(self) -> bool:
-        """True: the descriptor will become readable when there is something to do. False: there is already."""
+        """True: the descriptor will become readable when there is something to do. False: there is
+        already."""
         ...
 
     def progress(self) -> None: ...
@@ -73,8 +75,9 @@ class UcxWorker(Protocol):
         """Whether anything was done."""
         ...
 
-    def create_endpoint_from_worker_address(self, address: UcxAddress, *,
-                                            endpoint_error_handling: bool) -> UcxEndpoint: ...
+    def create_endpoint_from_worker_address(
+        self, address: UcxAddress, *, endpoint_error_handling: bool
+    ) -> UcxEndpoint: ...
 
     def tag_probe(self, tag: UcxTag, tag_mask: object, *, remove: bool) -> UcxProbe: ...
 
@@ -82,11 +85,13 @@ class UcxWorker(Protocol):
 
 
 def load_ucx() -> None:
-    """Load UCX's own library ahead of `UcxLibrary`, the same one. Holds no lock of the interpreter's, so that other
-    threads run meanwhile. What is not there is not loaded."""
+    """Load UCX's own library ahead of `UcxLibrary`, the same one. Holds no lock of the
+    interpreter's, so that other threads run meanwhile. What is not there is not loaded."""
     _prepare_environment()
     package = importlib.util.find_spec("libucx")
-    prefers_system = os.environ.get("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "false").lower() != "false"
+    prefers_system = (
+        os.environ.get("RAPIDS_LIBUCX_PREFER_SYSTEM_LIBRARY", "false").lower() != "false"
+    )
     folders = [] if package is None or prefers_system else package.submodule_search_locations or []
     open_library = ctypes.CDLL(None).dlopen
     open_library.argtypes, open_library.restype = (ctypes.c_char_p, ctypes.c_int), ctypes.c_void_p
@@ -114,7 +119,9 @@ class UcxLibrary:
             import ucxx._lib.libucxx as ucx
             from ucxx._lib.arr import Array
         except ImportError as error:
-            raise ConfigError(f"UCX is not usable: {error}; install the ucx extra", field="transport") from error
+            raise ConfigError(
+                f"UCX is not usable: {error}; install the ucx extra", field="transport"
+            ) from error
         self._ucx = ucx
         self._array = Array
         self.error: type[Exception] = ucx.UCXError
@@ -122,7 +129,9 @@ class UcxLibrary:
 
     def context(self, options: dict[str, str]) -> UcxContext:
         """Options by name without the UCX_ prefix. Raises `error` when nothing usable is left."""
-        context: UcxContext = self._ucx.UCXContext(options, (self._ucx.Feature.TAG, self._ucx.Feature.WAKEUP))
+        context: UcxContext = self._ucx.UCXContext(
+            options, (self._ucx.Feature.TAG, self._ucx.Feature.WAKEUP)
+        )
         return context
 
     def worker(self, context: UcxContext) -> UcxWorker:
@@ -140,7 +149,7 @@ class UcxLibrary:
         return tag
 
     def array(self, buffer: Buffer | bytearray | bytes) -> object:
-        """A view of the buffer as UCXX takes it: host bytes, or a device's memory by `__cuda_array_interface__`. Keeps
-        the buffer alive."""
+        """A view of the buffer as UCXX takes it: host bytes, or a device's memory by
+        `__cuda_array_interface__`. Keeps the buffer alive."""
         array: object = self._array(buffer)
         return array

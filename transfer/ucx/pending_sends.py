@@ -1,7 +1,9 @@
-"""Frames on their way that UCX has not taken as a whole, and the thread that moves them while their sender computes.
+"""Frames on their way that UCX has not taken as a whole, and the thread that moves them while their
+sender computes.
 
-A frame larger than the queues between two processes leaves in pieces, as the receiver makes room. The receiver makes
-room only between its own steps, so a sender that waited would lose a step of its own for every large frame.
+A frame larger than the queues between two processes leaves in pieces, as the receiver makes room.
+The receiver makes room only between its own steps, so a sender that waited would lose a step of its
+own for every large frame.
 """
 
 import threading
@@ -15,9 +17,9 @@ _BESIDE_WAIT_S = 2e-4  # shared memory does not report that a full queue has roo
 
 @dataclass
 class PendingSend:
-    """`request` needs `frame` until it is completed. At `deadline_s` of the monotonic clock the receiver counts as
-    lost, which has then not taken the whole frame for `timeout_s`. The end of a send that `is_abandoned` is not looked
-    at."""
+    """`request` needs `frame` until it is completed. At `deadline_s` of the monotonic clock the
+    receiver counts as lost, which has then not taken the whole frame for `timeout_s`. The end of a
+    send that `is_abandoned` is not looked at."""
 
     rank: int
     request: UcxRequest
@@ -28,8 +30,8 @@ class PendingSend:
 
 
 class PendingSends:
-    """At most `max_bytes` of them, or one. The holder of `using` may use the worker, and has to progress it; everything
-    but `close` is for the holder."""
+    """At most `max_bytes` of them, or one. The holder of `using` may use the worker, and has to
+    progress it; everything but `close` is for the holder."""
 
     def __init__(self, worker: UcxWorker, *, max_bytes: int) -> None:
         self._worker = worker
@@ -64,7 +66,9 @@ class PendingSends:
 
     def overdue(self) -> PendingSend | None:
         now = time.monotonic()
-        return next((send for send in self._sends if now >= send.deadline_s and not send.is_abandoned), None)
+        return next(
+            (send for send in self._sends if now >= send.deadline_s and not send.is_abandoned), None
+        )
 
     def abandon(self, rank: int | None = None) -> None:
         """Those to this stage; None: all."""

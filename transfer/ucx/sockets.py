@@ -1,9 +1,11 @@
 """A limit for how long TCP may try in vain, on the connections of one UCX worker.
 
-UCX has no setting for it, and its connections that a peer opens have no handle that could be closed: a receive whose
-peer cannot be reached any more would hold its memory for the quarter of an hour that the kernel sends again.
+UCX has no setting for it, and its connections that a peer opens have no handle that could be
+closed: a receive whose peer cannot be reached any more would hold its memory for the quarter of an
+hour that the kernel sends again.
 
-For workers only that are progressed at all times: who does not read for longer than the limit is given up, too.
+For workers only that are progressed at all times: who does not read for longer than the limit is
+given up, too.
 """
 
 import os
@@ -17,8 +19,8 @@ _FOLDER = "/proc/self/fd"
 
 
 class SocketLimits:
-    """What is not acknowledged, or not connected, for `UNACKNOWLEDGED_S` has failed (`TCP_USER_TIMEOUT`, see tcp(7)).
-    Linux only.
+    """What is not acknowledged, or not connected, for `UNACKNOWLEDGED_S` has failed
+    (`TCP_USER_TIMEOUT`, see tcp(7)). Linux only.
 
         with limits.listening(): ...     # the worker opens its ports
         with limits.connecting(): ...    # it connects
@@ -41,8 +43,8 @@ class SocketLimits:
 
     @contextmanager
     def connecting(self) -> Iterator[None]:
-        """Connections that are opened in the block get the limit. Another thread's may be among them, which is so
-        seldom that it does no harm. Raises OSError without a free descriptor."""
+        """Connections that are opened in the block get the limit. Another thread's may be among
+        them, which is so seldom that it does no harm. Raises OSError without a free descriptor."""
         before = _sockets()
         yield
         for descriptor in _new(before, _sockets()):
@@ -50,8 +52,8 @@ class SocketLimits:
                 _limit(found)
 
     def apply(self) -> None:
-        """To what has come to the worker's ports since the last call. Without a free descriptor to look with, the next
-        call finds it."""
+        """To what has come to the worker's ports since the last call. Without a free descriptor to
+        look with, the next call finds it."""
         try:
             found = _sockets()
         except OSError:
@@ -64,7 +66,8 @@ class SocketLimits:
 
 
 def _sockets() -> dict[int, str]:
-    """Which sockets this process has open, by descriptor. Raises OSError without a free descriptor to look with."""
+    """Which sockets this process has open, by descriptor. Raises OSError without a free descriptor
+    to look with."""
     found: dict[int, str] = {}
     for name in os.listdir(_FOLDER) if sys.platform == "linux" else ():
         with suppress(OSError):  # closed meanwhile
@@ -80,7 +83,8 @@ def _new(before: dict[int, str], after: dict[int, str]) -> list[int]:
 
 @contextmanager
 def _tcp(descriptor: int) -> Iterator[socket.socket]:
-    """A second handle on it. Raises OSError for what is closed meanwhile, and for what is no TCP socket."""
+    """A second handle on it. Raises OSError for what is closed meanwhile, and for what is no TCP
+    socket."""
     copy = os.dup(descriptor)
     try:
         found = socket.socket(fileno=copy)
@@ -88,7 +92,10 @@ def _tcp(descriptor: int) -> Iterator[socket.socket]:
         os.close(copy)
         raise
     with found:
-        if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
+        if (
+            found.family not in (socket.AF_INET, socket.AF_INET6)
+            or found.type != socket.SOCK_STREAM
+        ):
             raise OSError("not TCP")
         yield found
 

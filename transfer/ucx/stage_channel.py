@@ -1,16 +1,18 @@
 """Frames between the stages of a pool over UCX: the `FrameChannel` between processes.
 
-Frames are sent eagerly, whatever their size: `send` gives the frame to UCX and returns, so a stage that goes on to
-compute (and does not progress UCX meanwhile) does not hold up the one that waits for its frame. What does not fit into
-the queues between the two goes on beside (`pending_sends.py`); only when many large frames wait does `send` wait, too.
+Frames are sent eagerly, whatever their size: `send` gives the frame to UCX and returns, so a stage
+that goes on to compute (and does not progress UCX meanwhile) does not hold up the one that waits
+for its frame. What does not fit into the queues between the two goes on beside
+(`pending_sends.py`); only when many large frames wait does `send` wait, too.
 
-While batches are in flight a frame is waited for awake (`Vigil`): to be woken costs more than most waits between stages
-that are busy. A stage that waits for longer sleeps.
+While batches are in flight a frame is waited for awake (`Vigil`): to be woken costs more than most
+waits between stages that are busy. A stage that waits for longer sleeps.
 
-Only members of the pool's present forming are heard (`transfer/transport/forming.py`). A frame under no tag of this
-forming is thrown away unread and counted. One under the right tag that was received before is thrown away, too. One
-that is damaged, or before which others are missing, loses the stage that sent it. No frame can come before its
-receiver is connected: the leader sends only when all members are.
+Only members of the pool's present forming are heard (`transfer/transport/forming.py`). A frame
+under no tag of this forming is thrown away unread and counted. One under the right tag that was
+received before is thrown away, too. One that is damaged, or before which others are missing, loses
+the stage that sent it. No frame can come before its receiver is connected: the leader sends only
+when all members are.
 """
 
 import os
@@ -27,39 +29,62 @@ from transfer.ucx.address import frame_address, unframe_address
 from transfer.ucx.api import UcxEndpoint, UcxLibrary, UcxProbe, UcxRequest
 from transfer.ucx.binding import ANYWHERE, UcxBinding
 from transfer.ucx.pending_sends import PendingSend, PendingSends
-from transfer.ucx.settings import STAGE_CHANNEL_OPTIONS, TransportProfile, close_endpoint, create_worker
+from transfer.ucx.settings import (
+    STAGE_CHANNEL_OPTIONS,
+    TransportProfile,
+    close_endpoint,
+    create_worker,
+)
 from transfer.ucx.vigil import Vigil
 
 SEND_SPIN_S = 50e-6
 SEND_WAIT_S = 1e-4  # shared memory does not report that a full queue has room again
 RECEIVE_WAIT_S = 0.1  # between looks at the peers' health
-RESTLESS_ROUNDS = 16  # count: so many times in a row UCX says that there is something to do, and there is nothing
+RESTLESS_ROUNDS = (
+    16  # count: so many times in a row UCX says that there is something to do, and there is nothing
+)
 RESTLESS_NAP_S = 2e-3
 MAX_QUEUED_FRAMES = 1024
 PENDING_BYTES = 64 << 20  # of frames on their way, or two of the largest
-_INTEGRITY = {RefusalReason.DAMAGED: "authenticator", RefusalReason.SKIPPED: "others before it are missing"}
-MAX_STEPS = 256  # of UCX's progress between two looks at what has come: a stranger's flood ends no wait of the owner's
+_INTEGRITY = {
+    RefusalReason.DAMAGED: "authenticator",
+    RefusalReason.SKIPPED: "others before it are missing",
+}
+# of UCX's progress between two looks at what has come: a stranger's flood ends no wait of the
+# owner's
+MAX_STEPS = 256
 
 
 class UcxStageChannel:
-    """See `engine.pipeline.channel.FrameChannel`. Belongs to the engine thread, but for `wake`, `fail`, `address`."""
+    """See `engine.pipeline.channel.FrameChannel`. Belongs to the engine thread, but for `wake`,
+    `fail`, `address`."""
 
     head_bytes = HEAD_BYTES
 
-    def __init__(self, *, rank: int, max_frame_bytes: int, profile: TransportProfile,
-                 binding: UcxBinding = ANYWHERE,
-                 on_sent: Callable[[int], object] = lambda num_bytes: None,
-                 on_refused: Callable[[RefusalReason], object] = lambda reason: None) -> None:
-        """`on_sent` is given the bytes of each frame that left, `on_refused` why one that came was not taken. Raises
-        ConfigError when UCX cannot work here."""
+    def __init__(
+        self,
+        *,
+        rank: int,
+        max_frame_bytes: int,
+        profile: TransportProfile,
+        binding: UcxBinding = ANYWHERE,
+        on_sent: Callable[[int], object] = lambda num_bytes: None,
+        on_refused: Callable[[RefusalReason], object] = lambda reason: None,
+    ) -> None:
+        """`on_sent` is given the bytes of each frame that left, `on_refused` why one that came was
+        not taken. Raises ConfigError when UCX cannot work here."""
         self._rank = rank
         self._on_sent = on_sent
         self._max_frame_bytes = max_frame_bytes
         self._refusals = Refusals("frames between stages", on_refused)
         self._vigil = Vigil()
         self._ucx = UcxLibrary()
-        self._context, self._worker = create_worker(self._ucx, profile, "stage channel", STAGE_CHANNEL_OPTIONS, binding)
-        self._pending = PendingSends(self._worker, max_bytes=max(PENDING_BYTES, 2 * max_frame_bytes))
+        self._context, self._worker = create_worker(
+            self._ucx, profile, "stage channel", STAGE_CHANNEL_OPTIONS, binding
+        )
+        self._pending = PendingSends(
+            self._worker, max_bytes=max(PENDING_BYTES, 2 * max_frame_bytes)
+        )
         self.address = frame_address(self._worker.address.tobytes())
         self._any_tag = (self._ucx.tag(0), self._ucx.no_tag_mask)
         self._epoch = 0
@@ -112,11 +137,14 @@ class UcxStageChannel:
                 self._endpoints[rank] = (addresses[rank], self._connect(addresses[rank]))
 
     def send(self, rank: int, frame: bytearray, *, timeout_s: float) -> None:
-        """Takes the frame over: it must not be changed any more. Raises PeerLostError when the peer is gone,
-        InternalError for a frame over the limit; DeadlineError, now or in a later call, when the peer did not take a
-        frame within its `timeout_s` (the connection is cut then, so that the frame is not read any more)."""
+        """Takes the frame over: it must not be changed any more. Raises PeerLostError when the peer
+        is gone, InternalError for a frame over the limit; DeadlineError, now or in a later call,
+        when the peer did not take a frame within its `timeout_s` (the connection is cut then, so
+        that the frame is not read any more)."""
         if len(frame) > self._max_frame_bytes:
-            raise InternalError(f"a frame of {len(frame)} bytes to stage {rank}; the limit is {self._max_frame_bytes}")
+            raise InternalError(
+                f"a frame of {len(frame)} bytes to stage {rank}; the limit is {self._max_frame_bytes}"
+            )
         if self._seals is None:
             raise PeerLostError(f"stage {rank} is not there: the pool has not formed yet")
         with self._pending.using:
@@ -126,14 +154,25 @@ class UcxStageChannel:
                 self._dispatch()
                 self._check(rank)
                 self._pause(deadline_s)
-            self.put(rank, self._seals.seal(rank, frame), frame, deadline_s=deadline_s, timeout_s=timeout_s)
+            self.put(
+                rank,
+                self._seals.seal(rank, frame),
+                frame,
+                deadline_s=deadline_s,
+                timeout_s=timeout_s,
+            )
         self._on_sent(len(frame))
 
-    def put(self, rank: int, tag: int, frame: bytearray, *, deadline_s: float, timeout_s: float) -> None:
-        """Give a sealed frame to UCX. Part of `send`, where tests and storms damage what was sealed."""
+    def put(
+        self, rank: int, tag: int, frame: bytearray, *, deadline_s: float, timeout_s: float
+    ) -> None:
+        """Give a sealed frame to UCX. Part of `send`, where tests and storms damage what was
+        sealed."""
         request = self._endpoints[rank][1].tag_send(self._ucx.array(frame), self._ucx.tag(tag))
         spin_until_s = time.monotonic() + SEND_SPIN_S
-        while not request.completed and (self._worker.progress_once() or time.monotonic() < spin_until_s):
+        while not request.completed and (
+            self._worker.progress_once() or time.monotonic() < spin_until_s
+        ):
             pass
         if request.completed:
             self._check_request(rank, request)
@@ -141,8 +180,8 @@ class UcxStageChannel:
             self._pending.add(PendingSend(rank, request, frame, deadline_s, timeout_s))
 
     def receive(self, rank: int, *, timeout_s: float) -> memoryview | None:
-        """Return the next frame from `rank` without its head, valid until the next call; None when none came in time or
-        `wake` was called.
+        """Return the next frame from `rank` without its head, valid until the next call; None when
+        none came in time or `wake` was called.
 
         Raises:
             PeerLostError: the stage is gone; frames that came before the loss are still handed out.
@@ -170,8 +209,12 @@ class UcxStageChannel:
         self._refusals.add(reason, what)
         if reason is RefusalReason.REPLAYED:
             return False
-        self._lose(rank, f"stage {rank} sent a damaged frame" if reason is RefusalReason.DAMAGED else
-                   f"frames of stage {rank} are missing")
+        self._lose(
+            rank,
+            f"stage {rank} sent a damaged frame"
+            if reason is RefusalReason.DAMAGED
+            else f"frames of stage {rank} are missing",
+        )
         raise IntegrityError(f"{what}: what arrived is not what was sent ({_INTEGRITY[reason]})")
 
     def _wait(self, rank: int, deadline_s: float) -> bool:
@@ -193,9 +236,12 @@ class UcxStageChannel:
             elif self._pending.any:
                 self._wakeup.sleep(min(SEND_WAIT_S, left_s))
             elif num_restless >= RESTLESS_ROUNDS:
-                # Over TCP a connection that its peer does not answer keeps UCX's descriptor readable all the while.
+                # Over TCP a connection that its peer does not answer keeps UCX's descriptor
+                # readable all the while.
                 time.sleep(min(RESTLESS_NAP_S, left_s))
-                num_restless = RESTLESS_ROUNDS - 1  # one look, and again: sixteen take as long as the nap
+                num_restless = (
+                    RESTLESS_ROUNDS - 1
+                )  # one look, and again: sixteen take as long as the nap
             else:
                 num_restless += 1
                 if self._worker.arm():
@@ -207,7 +253,8 @@ class UcxStageChannel:
                 return True
 
     def check(self, rank: int) -> None:
-        """Raises PeerLostError when this stage is known to be gone; what has arrived from it still waits."""
+        """Raises PeerLostError when this stage is known to be gone; what has arrived from it still
+        waits."""
         with self._pending.using:
             self._dispatch()
             self._check(rank)
@@ -217,7 +264,8 @@ class UcxStageChannel:
         self._wakeup.set()
 
     def fail(self, rank: int, reason: str) -> None:
-        """This stage is gone, by the membership: its owner's waits end with PeerLostError. From any thread."""
+        """This stage is gone, by the membership: its owner's waits end with PeerLostError. From any
+        thread."""
         with self._lost_lock:
             self._lost.setdefault(rank, reason)
         self._wakeup.set()
@@ -235,8 +283,9 @@ class UcxStageChannel:
 
     def _connect(self, address: bytes) -> UcxEndpoint:
         try:
-            return self._worker.create_endpoint_from_worker_address(self._ucx.address(unframe_address(address)),
-                                                                    endpoint_error_handling=True)
+            return self._worker.create_endpoint_from_worker_address(
+                self._ucx.address(unframe_address(address)), endpoint_error_handling=True
+            )
         except self._ucx.error as error:
             raise PeerLostError(f"cannot connect to a stage: {error}") from error
 
@@ -261,8 +310,10 @@ class UcxStageChannel:
             self._check_request(send.rank, send.request)
         overdue = self._pending.overdue()
         if overdue is not None:
-            text = f"stage {overdue.rank} did not take a frame of {len(overdue.frame)} bytes within " \
-                   f"{overdue.timeout_s:g} s"
+            text = (
+                f"stage {overdue.rank} did not take a frame of {len(overdue.frame)} bytes within "
+                f"{overdue.timeout_s:g} s"
+            )
             self._lose(overdue.rank, text)
             raise DeadlineError(text)
 
@@ -283,8 +334,11 @@ class UcxStageChannel:
             what = f"a frame of {frame.length} bytes behind {len(inbox)} others"
             self._refusals.add(RefusalReason.OVERSIZED, f"{what} from stage {rank}")
             self._discard([frame])
-            self._lose(rank, f"stage {rank} sent {what}; the limits are {self._max_frame_bytes} bytes and "
-                             f"{MAX_QUEUED_FRAMES} frames")
+            self._lose(
+                rank,
+                f"stage {rank} sent {what}; the limits are {self._max_frame_bytes} bytes and "
+                f"{MAX_QUEUED_FRAMES} frames",
+            )
         else:
             inbox.append(frame)
 
@@ -310,7 +364,9 @@ class UcxStageChannel:
 
     def _discard(self, frames: Sequence[UcxProbe] | deque[UcxProbe]) -> None:
         # Into one byte: UCX drops what does not fit.
-        self._discards += [self._worker.tag_recv_with_handle(self._scratch, frame) for frame in frames]
+        self._discards += [
+            self._worker.tag_recv_with_handle(self._scratch, frame) for frame in frames
+        ]
 
     def _check_request(self, rank: int, request: UcxRequest) -> None:
         try:

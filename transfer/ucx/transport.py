@@ -1,15 +1,18 @@
-"""The transport between processes: UCX tag messages through UCXX's core API, without asyncio and without threads.
+"""The transport between processes: UCX tag messages through UCXX's core API, without asyncio and
+without threads.
 
-Receives are not posted to UCX ahead of time. Every message shows up as unexpected first; it is probed, its length
-compared, and only then received straight into the caller's memory. Messages above 8 KiB are rendezvous, so nothing has
-been copied when the probe sees them. This gives what UCX's posted receives cannot: a receive that is not matched can be
-given up at once, and a late or foreign message is refused with not a byte written while its sender still completes.
+Receives are not posted to UCX ahead of time. Every message shows up as unexpected first; it is
+probed, its length compared, and only then received straight into the caller's memory. Messages
+above 8 KiB are rendezvous, so nothing has been copied when the probe sees them. This gives what
+UCX's posted receives cannot: a receive that is not matched can be given up at once, and a late or
+foreign message is refused with not a byte written while its sender still completes.
 
-Measured (UCX 1.21, host memory, SIGKILL or SIGSTOP of the source in mid-message, shared memory and TCP): closing the
-endpoint with `close_blocking` ends every matched receive within a millisecond, also those that are not tied to the
-endpoint, and no byte is written afterwards even when the stopped source continues. The non-blocking `close` does not
-end them. Without a close, a killed source ends its receives at once over TCP and within about a second over shared
-memory (keepalive; the process must have been reaped by its parent).
+Measured (UCX 1.21, host memory, SIGKILL or SIGSTOP of the source in mid-message, shared memory and
+TCP): closing the endpoint with `close_blocking` ends every matched receive within a millisecond,
+also those that are not tied to the endpoint, and no byte is written afterwards even when the
+stopped source continues. The non-blocking `close` does not end them. Without a close, a killed
+source ends its receives at once over TCP and within about a second over shared memory (keepalive;
+the process must have been reaped by its parent).
 """
 
 import logging
@@ -26,7 +29,13 @@ from transfer.transport.refusals import RefusalReason, Refusals
 from transfer.ucx.address import frame_address, unframe_address
 from transfer.ucx.api import UcxEndpoint, UcxLibrary, UcxProbe, UcxRequest
 from transfer.ucx.binding import ANYWHERE, UcxBinding
-from transfer.ucx.settings import HANDOFF_OPTIONS, RENDEZVOUS_BYTES, TransportProfile, close_endpoint, create_worker
+from transfer.ucx.settings import (
+    HANDOFF_OPTIONS,
+    RENDEZVOUS_BYTES,
+    TransportProfile,
+    close_endpoint,
+    create_worker,
+)
 from transfer.ucx.silence import PEER_SILENCE_S, SilentPeers
 from transfer.ucx.sockets import SocketLimits
 
@@ -61,13 +70,23 @@ class UcxPeer:
 class UcxTransport:
     """See `Transport`."""
 
-    def __init__(self, *, profile: TransportProfile, clock: Clock, binding: UcxBinding = ANYWHERE,
-                 spin_s: float = SPIN_S, on_refused: Callable[[RefusalReason], object] = lambda reason: None) -> None:
-        """`on_refused` is given why a message was not taken. Raises ConfigError when UCX cannot work here."""
+    def __init__(
+        self,
+        *,
+        profile: TransportProfile,
+        clock: Clock,
+        binding: UcxBinding = ANYWHERE,
+        spin_s: float = SPIN_S,
+        on_refused: Callable[[RefusalReason], object] = lambda reason: None,
+    ) -> None:
+        """`on_refused` is given why a message was not taken. Raises ConfigError when UCX cannot
+        work here."""
         self._ucx = UcxLibrary()
         self._sockets = SocketLimits()
         with self._sockets.listening():
-            self._context, self._worker = create_worker(self._ucx, profile, "handoff", HANDOFF_OPTIONS, binding)
+            self._context, self._worker = create_worker(
+                self._ucx, profile, "handoff", HANDOFF_OPTIONS, binding
+            )
         self.address = frame_address(self._worker.address.tobytes())
         self._clock = clock
         self._spin_s = spin_s
@@ -105,8 +124,9 @@ class UcxTransport:
         raw = unframe_address(address)
         try:
             with self._sockets.connecting():
-                endpoint = self._worker.create_endpoint_from_worker_address(self._ucx.address(raw),
-                                                                            endpoint_error_handling=True)
+                endpoint = self._worker.create_endpoint_from_worker_address(
+                    self._ucx.address(raw), endpoint_error_handling=True
+                )
         except (self._ucx.error, OSError) as error:
             raise PeerLostError(f"cannot connect to the peer's transfer worker: {error}") from error
         peer = self._peers[address] = UcxPeer(address, endpoint)
@@ -117,16 +137,26 @@ class UcxTransport:
         operation = Operation(peer, tag, buffer)
         self._num_pending += 1
         if not peer.alive:
-            self._end(operation, OperationState.FAILED, PeerLostError("the connection to the peer is gone"))
+            self._end(
+                operation,
+                OperationState.FAILED,
+                PeerLostError("the connection to the peer is gone"),
+            )
             return operation
-        self._active.append((operation, peer.endpoint.tag_send(self._ucx.array(buffer), self._ucx.tag(tag))))
+        self._active.append(
+            (operation, peer.endpoint.tag_send(self._ucx.array(buffer), self._ucx.tag(tag)))
+        )
         return operation
 
     def post_receive(self, peer: Peer, tag: int, buffer: Buffer | Berth) -> Operation:
         operation = Operation(peer, tag, buffer)
         self._num_pending += 1
         if not peer.alive:
-            self._end(operation, OperationState.FAILED, PeerLostError("the connection to the peer is gone"))
+            self._end(
+                operation,
+                OperationState.FAILED,
+                PeerLostError("the connection to the peer is gone"),
+            )
             return operation
         self._matcher.post(operation)
         return operation
@@ -148,14 +178,20 @@ class UcxTransport:
         lost, discarded = self._matcher.cancel_peer(peer)
         self._discard(discarded)
         for operation in lost:
-            self._end(operation, OperationState.FAILED, PeerLostError("the connection to the peer is gone"))
+            self._end(
+                operation,
+                OperationState.FAILED,
+                PeerLostError("the connection to the peer is gone"),
+            )
 
     def progress(self) -> list[Operation]:
         for _ in range(MAX_PROGRESS_STEPS):
             if not self._worker.progress_once():
                 break
         while (message := self._worker.tag_probe(*self._any_tag, remove=True)).matched:
-            operation, discarded = self._matcher.arrive(message.sender_tag.value, message.length, message)
+            operation, discarded = self._matcher.arrive(
+                message.sender_tag.value, message.length, message
+            )
             if operation is not None:
                 self._take(operation, message)
             self._discard(discarded)
@@ -178,10 +214,13 @@ class UcxTransport:
     def _cut_off_silent_peers(self) -> None:
         """So that what is under way ends, and goes on elsewhere."""
         moved, self._moved = self._moved, set()
-        for peer in self._silent.over_limit({operation.peer for operation, _ in self._active if operation.peer.alive},
-                                            moved):
-            logger.warning("a peer has moved no byte for %g s though messages are under way: it is cut off",
-                           PEER_SILENCE_S)
+        for peer in self._silent.over_limit(
+            {operation.peer for operation, _ in self._active if operation.peer.alive}, moved
+        ):
+            logger.warning(
+                "a peer has moved no byte for %g s though messages are under way: it is cut off",
+                PEER_SILENCE_S,
+            )
             self.close_peer(peer)
 
     def wait(self, timeout_s: float) -> None:
@@ -194,8 +233,8 @@ class UcxTransport:
             self._wakeup.wait(min(timeout_s, ACTIVE_WAIT_S) if self._active else timeout_s)
 
     def _spin(self) -> bool:
-        """Look out for a moment without sleeping: the next message is microseconds away, and going to sleep would cost
-        more than it saves. Whether there is something to do."""
+        """Look out for a moment without sleeping: the next message is microseconds away, and going
+        to sleep would cost more than it saves. Whether there is something to do."""
         now = self._clock.now()
         spin_until_s = now + self._spin_s
         while now < spin_until_s:
@@ -204,8 +243,8 @@ class UcxTransport:
             os.sched_yield()  # the peer may need this very core to go on
             yielded_at_s, now = now, self._clock.now()
             if now - yielded_at_s > SHARED_CORE_S:
-                # Another process works on this core, likely the peer. Schedulers leave two that only yield to each
-                # other where they are, but wake a sleeper on an idle core.
+                # Another process works on this core, likely the peer. Schedulers leave two that
+                # only yield to each other where they are, but wake a sleeper on an idle core.
                 time.sleep(SHARED_CORE_S)
         return False
 
@@ -223,16 +262,24 @@ class UcxTransport:
 
     def _take(self, operation: Operation, message: UcxProbe) -> None:
         if message.length != operation.num_bytes:
-            self._end(operation, OperationState.FAILED, HandoffError(
-                f"a message of {message.length} bytes came for a receive of {operation.num_bytes}"))
+            self._end(
+                operation,
+                OperationState.FAILED,
+                HandoffError(
+                    f"a message of {message.length} bytes came for a receive of {operation.num_bytes}"
+                ),
+            )
             self._discard([message])
             return
         request = self._worker.tag_recv_with_handle(self._ucx.array(operation.buffer), message)
         self._active.append((operation, request))
 
     def _discard(self, messages: list[UcxProbe]) -> None:
-        # Into one byte: UCX drops what does not fit, and reports to a rendezvous sender that it is done.
-        self._discards += [self._worker.tag_recv_with_handle(self._scratch, message) for message in messages]
+        # Into one byte: UCX drops what does not fit, and reports to a rendezvous sender that it is
+        # done.
+        self._discards += [
+            self._worker.tag_recv_with_handle(self._scratch, message) for message in messages
+        ]
 
     def _collect(self) -> None:
         """Sort out the requests that have ended."""
@@ -247,15 +294,23 @@ class UcxTransport:
             self._discards = [request for request in self._discards if not request.completed]
 
     def _finish(self, operation: Operation, request: UcxRequest) -> None:
-        if operation.num_bytes >= RENDEZVOUS_BYTES:  # what is smaller may have got no further than into a queue
+        if (
+            operation.num_bytes >= RENDEZVOUS_BYTES
+        ):  # what is smaller may have got no further than into a queue
             self._moved.add(operation.peer)
         try:
             request.check_error()
         except self._ucx.error as error:
-            self._end(operation, OperationState.FAILED, PeerLostError(f"the connection to the peer failed: {error}"))
+            self._end(
+                operation,
+                OperationState.FAILED,
+                PeerLostError(f"the connection to the peer failed: {error}"),
+            )
         else:
             self._end(operation, OperationState.DONE)
 
-    def _end(self, operation: Operation, state: OperationState, error: BatonError | None = None) -> None:
+    def _end(
+        self, operation: Operation, state: OperationState, error: BatonError | None = None
+    ) -> None:
         operation.finish(state, error)
         self._ended.append(operation)

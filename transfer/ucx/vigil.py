@@ -9,13 +9,17 @@ LONGEST_S = 20e-3  # what a sleeper loses of a longer wait does not count
 NUM_WAITS = 8  # count: the stages of a pool wait for each other in turn, now long, now not at all
 ROOM = 2  # a wait may take so many times the longest of them
 HELD_UP_S = 30e-6  # between two looks: somebody else had the core
-OTHERS_SHARE, OTHERS_S = 0.1, 1e-3  # of a core, and at once: what has more needs it; a kernel or a host takes less
+OTHERS_SHARE, OTHERS_S = (
+    0.1,
+    1e-3,
+)  # of a core, and at once: what has more needs it; a kernel or a host takes less
 SHARED_FOR_S = 0.1  # who shares a core sleeps, and is woken sooner
 
 
 class Vigil:
-    """The waits of one stage for what is not there yet. While batches are in flight waits are short, and a stage stays
-    awake for as long as the last ones took; where none comes any more, or other processes want the core, it sleeps.
+    """The waits of one stage for what is not there yet. While batches are in flight waits are
+    short, and a stage stays awake for as long as the last ones took; where none comes any more, or
+    other processes want the core, it sleeps.
 
         vigil.begin()
         while nothing has come:
@@ -23,8 +27,12 @@ class Vigil:
         vigil.rewarded()                                     # or vigil.in_vain()
     """
 
-    def __init__(self, *, clock: Callable[[], float] = time.monotonic,
-                 cpu_clock: Callable[[], float] = time.process_time) -> None:
+    def __init__(
+        self,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        cpu_clock: Callable[[], float] = time.process_time,
+    ) -> None:
         """`cpu_clock`: seconds of cores that the threads of this process have had, together."""
         self._clock, self._cpu_clock = clock, cpu_clock
         self._waits_s: deque[float] = deque(maxlen=NUM_WAITS)
@@ -50,7 +58,9 @@ class Vigil:
         cpu_s = self._cpu_clock()
         others_s = now - self._counted_s - (cpu_s - self._counted_cpu_s)
         self._counted_s, self._counted_cpu_s = now, cpu_s
-        self._others_s = others_s + max(0.0, self._others_s - OTHERS_SHARE * (now - self._others_at_s))
+        self._others_s = others_s + max(
+            0.0, self._others_s - OTHERS_SHARE * (now - self._others_at_s)
+        )
         self._others_at_s = now
         if self._others_s > OTHERS_S:
             self._shared_until_s = now + SHARED_FOR_S

@@ -1,7 +1,9 @@
-"""Paged attention on the CPU, bit-exact: a token has the same bits read in a chunk of any length, drawn, verified in a
-chain or a tree, or replayed, whatever stands beside it (`engine/kernels/host/attention/paged_attention.py` says why).
+"""Paged attention on the CPU, bit-exact: a token has the same bits read in a chunk of any length,
+drawn, verified in a chain or a tree, or replayed, whatever stands beside it
+(`engine/kernels/host/attention/paged_attention.py` says why).
 
-Keys are read in the pages where they lie, by compiled code or, for types that it does not know, in plain torch.
+Keys are read in the pages where they lie, by compiled code or, for types that it does not know, in
+plain torch.
 """
 
 from collections.abc import Mapping
@@ -23,17 +25,24 @@ from runtime.errors import InternalError, StalePlanError
 
 
 class CpuAttention:
-    """An `AttentionBackend` over KV tensors [num_pages, 2 (k, v), num_kv_heads, page_size, head_dim], one per layer. Of
-    layers that see a window only they are [num_slots, pages, 2 (k, v), num_kv_heads, page_size, head_dim]: the pages of
-    a row's window, which new ones take the place of (`window_parts`).
+    """An `AttentionBackend` over KV tensors [num_pages, 2 (k, v), num_kv_heads, page_size,
+    head_dim], one per layer. Of layers that see a window only they are [num_slots, pages, 2 (k, v),
+    num_kv_heads, page_size, head_dim]: the pages of a row's window, which new ones take the place
+    of (`window_parts`).
 
-    Keys that no token may see are never used, whatever they hold (NaN included): pages that are not in a row's table,
-    the null page, the unwritten tail of a page. Rows a batch gained after planning are not covered by the plan;
-    `run` refuses such a batch instead of answering for some rows only.
+    Keys that no token may see are never used, whatever they hold (NaN included): pages that are not
+    in a row's table, the null page, the unwritten tail of a page. Rows a batch gained after
+    planning are not covered by the plan; `run` refuses such a batch instead of answering for some
+    rows only.
     """
 
-    def __init__(self, *, kv_pools: Mapping[int, Tensor], geometry: AttentionGeometry,
-                 window_pools: Mapping[int, Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        kv_pools: Mapping[int, Tensor],
+        geometry: AttentionGeometry,
+        window_pools: Mapping[int, Tensor] | None = None,
+    ) -> None:
         self._windows = dict(window_pools or {})
         self._rings = {layer_id: pool.flatten(0, 1) for layer_id, pool in self._windows.items()}
         self._windowed = geometry.windowed or geometry
@@ -46,7 +55,8 @@ class CpuAttention:
         self.num_plans = 0
 
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
-        """Prepare what the batch's tokens see and where they go, and mark it; trees once for all their nodes."""
+        """Prepare what the batch's tokens see and where they go, and mark it; trees once for all
+        their nodes."""
         plan = build_plan(batch, self._geometry, self._num_pages)
         if self._windows:
             slots = next(iter(self._windows.values()))
@@ -55,15 +65,23 @@ class CpuAttention:
         self.num_plans += 1
 
     def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
-        """Write k, v of the new tokens to their pages, then attend. Shapes as in `AttentionBackend.run`.
+        """Write k, v of the new tokens to their pages, then attend. Shapes as in
+        `AttentionBackend.run`.
 
         Raises:
-            StalePlanError: the batch was not planned by this backend, or its rows or tokens are not the planned ones.
+            StalePlanError: the batch was not planned by this backend, or its rows or tokens are not
+                the planned ones.
             InternalError: this stage has no KV tensor for the layer.
         """
         plan = self._checked_plan(batch)
-        check_covered(batch, (plan.num_rows, plan.num_tokens),
-                      self._windowed if layer_id in self._windows else self._geometry, q, k, v)
+        check_covered(
+            batch,
+            (plan.num_rows, plan.num_tokens),
+            self._windowed if layer_id in self._windows else self._geometry,
+            q,
+            k,
+            v,
+        )
         if layer_id in self._windows:
             return self._run_window(layer_id, q, k, v, plan)
         pool = self._pool(layer_id)
@@ -84,17 +102,21 @@ class CpuAttention:
         return self._pools[layer_id]
 
     def commit(self, batch: ForwardBatch) -> None:
-        """Move the keys and values of accepted nodes to where plain decoding would have stored them, and give rows that
-        go on from a kept window a copy of it."""
+        """Move the keys and values of accepted nodes to where plain decoding would have stored
+        them, and give rows that go on from a kept window a copy of it."""
         commit_kv(self._pools, batch, self._geometry.page_size)
         resume_states(batch, self._windows.values())
 
-    def _run_window(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan) -> Tensor:
+    def _run_window(
+        self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan
+    ) -> Tensor:
         slots, pages = self._windows[layer_id], self._rings[layer_id]
         out = torch.empty_like(q)
         for part in plan.parts:
             _write(pages, k[part.tokens], v[part.tokens], part.plan, self._team)
-            out[part.tokens] = attend(pages, q[part.tokens], part.plan.rows, self._windowed.scale, self._team)
+            out[part.tokens] = attend(
+                pages, q[part.tokens], part.plan.rows, self._windowed.scale, self._team
+            )
             if part.copy is not None:
                 slots[part.copy.target] = slots[part.copy.slot_id]
         return out
@@ -109,33 +131,42 @@ class CpuAttention:
 def _check_pools(pools: Mapping[int, Tensor], geometry: AttentionGeometry) -> None:
     """Raises InternalError for pages of another shape, or a geometry that cannot be."""
     if geometry.num_heads % geometry.num_kv_heads:
-        raise InternalError(f"{geometry.num_heads} heads cannot share {geometry.num_kv_heads} kv heads evenly")
+        raise InternalError(
+            f"{geometry.num_heads} heads cannot share {geometry.num_kv_heads} kv heads evenly"
+        )
     if geometry.scale <= 0:
         raise InternalError(f"scores are scaled by more than 0, not by {geometry.scale}")
     page_shape = (2, geometry.num_kv_heads, geometry.page_size, geometry.head_dim)
     for layer_id, pool in pools.items():
         if tuple(pool.shape[1:]) != page_shape:
-            raise InternalError(f"layer {layer_id}: pages are {tuple(pool.shape[1:])}, geometry says {page_shape}")
+            raise InternalError(
+                f"layer {layer_id}: pages are {tuple(pool.shape[1:])}, geometry says {page_shape}"
+            )
 
 
 def _write(pool: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, team: Team) -> None:
     if k.dtype == v.dtype == pool.dtype and has_kernels(pool.dtype):
-        write_tokens(dense_tokens(k), dense_tokens(v), pool, plan.write_pages, plan.write_offsets, team)
+        write_tokens(
+            dense_tokens(k), dense_tokens(v), pool, plan.write_pages, plan.write_offsets, team
+        )
     else:
         pool[plan.write_pages, 0, :, plan.write_offsets] = k
         pool[plan.write_pages, 1, :, plan.write_offsets] = v
 
 
 def attend(pages: Tensor, q: Tensor, rows: RowsInPlace, scale: float, team: Team) -> Tensor:
-    """pages: [P, 2 (k, v), num_kv_heads, page_size, D]; q: [T, num_heads, D] of new tokens whose keys are written.
-    Returns the same as q."""
+    """pages: [P, 2 (k, v), num_kv_heads, page_size, D]; q: [T, num_heads, D] of new tokens whose
+    keys are written. Returns the same as q."""
     if has_kernels(pages.dtype):
-        return attend_in_place(pages, dense_tokens(q.to(pages.dtype)), rows, scale, team).to(q.dtype)
+        return attend_in_place(pages, dense_tokens(q.to(pages.dtype)), rows, scale, team).to(
+            q.dtype
+        )
     return attend_by_token(pages, q, rows, scale)
 
 
 def attend_by_token(pages: Tensor, q: Tensor, rows: RowsInPlace, scale: float) -> Tensor:
-    """The same one token after the other: slow, in any type, and a token's bits depend on its own keys only."""
+    """The same one token after the other: slow, in any type, and a token's bits depend on its own
+    keys only."""
     out = torch.empty_like(q)
     for row, first, count in rows.tiles.tolist():
         for token in range(first, first + count):
@@ -150,7 +181,9 @@ def attend_by_token(pages: Tensor, q: Tensor, rows: RowsInPlace, scale: float) -
 def _keys_of(pages: Tensor, rows: RowsInPlace, row: int, token: int) -> Tensor:
     """[kv heads, 2, keys, D]: what the token sees."""
     page_size, num_keys = pages.shape[3], int(rows.positions[token]) + 1
-    positions = torch.arange(max(0, num_keys - 1 - rows.window), min(num_keys, int(rows.num_in_order[row])))
+    positions = torch.arange(
+        max(0, num_keys - 1 - rows.window), min(num_keys, int(rows.num_in_order[row]))
+    )
     slots = rows.tables[row].long()[positions // page_size] * page_size + positions % page_size
     slots = torch.cat([slots, rows.paths[token, : max(0, num_keys - int(rows.num_in_order[row]))]])
     return pages[slots // page_size, :, :, slots % page_size].permute(2, 1, 0, 3)

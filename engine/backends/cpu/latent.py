@@ -1,7 +1,8 @@
-"""MLA and DSA on the CPU, bit-exact under any batching: in code compiled for the machine, where there is any for the
-type, else in plain torch.
+"""MLA and DSA on the CPU, bit-exact under any batching: in code compiled for the machine, where
+there is any for the type, else in plain torch.
 
-A node of a draft tree sees the committed keys, its ancestors and itself side by side: the bits of plain decoding.
+A node of a draft tree sees the committed keys, its ancestors and itself side by side: the bits of
+plain decoding.
 """
 
 from collections.abc import Mapping
@@ -16,7 +17,13 @@ from engine.backends.commit import commit_entries
 from engine.backends.cpu.latent_plain import PlainLatents, plan_plainly
 from engine.backends.plan import storage_positions, tree_visibility
 from engine.backends.selection import true_positions
-from engine.contracts.latent import LatentGeometry, check_covered, check_pages, checked_selection, entries_of
+from engine.contracts.latent import (
+    LatentGeometry,
+    check_covered,
+    check_pages,
+    checked_selection,
+    entries_of,
+)
 from engine.core.batch import ForwardBatch
 from engine.kernels.host.attention.mla import attend_latent
 from engine.kernels.host.attention.sparse_index import select_keys
@@ -48,18 +55,25 @@ class LatentPlan:
 
 
 class CpuLatentAttention:
-    """A `LatentAttentionBackend` over latent pools [num_pages, page_size, entry_dim] and, on layers that choose,
-    index-key pools [num_pages, page_size, index_head_dim], by layer id."""
+    """A `LatentAttentionBackend` over latent pools [num_pages, page_size, entry_dim] and, on layers
+    that choose, index-key pools [num_pages, page_size, index_head_dim], by layer id."""
 
-    def __init__(self, *, latent_pools: Mapping[int, Tensor], index_pools: Mapping[int, Tensor],
-                 geometry: LatentGeometry) -> None:
+    def __init__(
+        self,
+        *,
+        latent_pools: Mapping[int, Tensor],
+        index_pools: Mapping[int, Tensor],
+        geometry: LatentGeometry,
+    ) -> None:
         check_pages(latent_pools, geometry)
         self._latent_pools = dict(latent_pools)
         self._index_pools = dict(index_pools)
         self._geometry = geometry
         pools = (*latent_pools.values(), *index_pools.values())
         self._is_compiled = has_kernels(*(pool.dtype for pool in pools))
-        self._num_pages = min((len(pool) for pool in pools), default=None)  # a stage may have recurrent layers only
+        self._num_pages = min(
+            (len(pool) for pool in pools), default=None
+        )  # a stage may have recurrent layers only
         self._team = Team()
         self.num_plans = 0
 
@@ -73,7 +87,9 @@ class CpuLatentAttention:
         batch.mark_forward_metadata_ready(self, plan=plan, replan_equivalent=replan_equivalent)
         self.num_plans += 1
 
-    def select(self, layer_id: int, q: Tensor, k: Tensor, weights: Tensor, batch: ForwardBatch) -> Tensor:
+    def select(
+        self, layer_id: int, q: Tensor, k: Tensor, weights: Tensor, batch: ForwardBatch
+    ) -> Tensor:
         """See `LatentAttentionBackend.select`."""
         plan = self._checked_plan(q, batch)
         keys = entries_of(self._index_pools, layer_id, "index keys")
@@ -83,10 +99,23 @@ class CpuLatentAttention:
             return plan.plain.select(keys, q, weights, width)
         if plan.rows is None or not plan.num_tokens:
             return torch.empty(plan.num_tokens, width, dtype=torch.int32)
-        return select_keys(self._index_pools[layer_id], q.float().contiguous(), weights.contiguous(), plan.rows,
-                           count=width, team=self._team)
+        return select_keys(
+            self._index_pools[layer_id],
+            q.float().contiguous(),
+            weights.contiguous(),
+            plan.rows,
+            count=width,
+            team=self._team,
+        )
 
-    def run(self, layer_id: int, q: Tensor, entries: Tensor, selected: Tensor | None, batch: ForwardBatch) -> Tensor:
+    def run(
+        self,
+        layer_id: int,
+        q: Tensor,
+        entries: Tensor,
+        selected: Tensor | None,
+        batch: ForwardBatch,
+    ) -> Tensor:
         """See `LatentAttentionBackend.run`.
 
         Raises:
@@ -101,32 +130,58 @@ class CpuLatentAttention:
         if plan.rows is None or not plan.num_tokens:
             return q.new_empty(*q.shape[:2], self._geometry.latent_dim)
         rows = plan.rows if given is None else _seeing(plan, plan.rows, given, layer_id)
-        return attend_latent(self._latent_pools[layer_id], q.contiguous(), rows, latent_dim=self._geometry.latent_dim,
-                             scale=self._geometry.scale, team=self._team)
+        return attend_latent(
+            self._latent_pools[layer_id],
+            q.contiguous(),
+            rows,
+            latent_dim=self._geometry.latent_dim,
+            scale=self._geometry.scale,
+            team=self._team,
+        )
 
     def commit(self, batch: ForwardBatch) -> None:
         """Move the entries of accepted nodes to where plain decoding would have stored them."""
-        commit_entries((*self._latent_pools.values(), *self._index_pools.values()), batch, self._geometry.page_size)
+        commit_entries(
+            (*self._latent_pools.values(), *self._index_pools.values()),
+            batch,
+            self._geometry.page_size,
+        )
 
     def _build_plan(self, batch: ForwardBatch) -> LatentPlan:
         size = self._geometry.page_size
         token_rows, positions = storage_positions(batch)
-        lengths = [context + query for context, query in zip(batch.context_lens, batch.query_lens, strict=True)]
+        lengths = [
+            context + query
+            for context, query in zip(batch.context_lens, batch.query_lens, strict=True)
+        ]
         tables, most_keys = batch.page_tables.int().contiguous(), max(lengths, default=0)
         if most_keys > tables.shape[1] * size:
             raise InternalError(f"a row of {most_keys} keys has {tables.shape[1]} pages of {size}")
         num_pages = self._num_pages
-        if self._is_compiled and num_pages is not None and tables.numel() and not (
-                0 <= tables.min() <= tables.max() < num_pages):
-            raise InternalError(f"the pools have {num_pages} pages, the page tables name {tables.tolist()}")
+        if (
+            self._is_compiled
+            and num_pages is not None
+            and tables.numel()
+            and not (0 <= tables.min() <= tables.max() < num_pages)
+        ):
+            raise InternalError(
+                f"the pools have {num_pages} pages, the page tables name {tables.tolist()}"
+            )
         slots = tables[token_rows, positions // size].long() * size + positions % size
         rows, plain = None, None
         if self._is_compiled:
             rows = _latent_rows(batch, lengths, tables, token_rows, positions)
         else:
             plain = plan_plainly(batch, self._geometry, token_rows, positions, slots)
-        return LatentPlan(num_rows=batch.num_rows, num_tokens=len(positions), own_slots=slots, own_positions=positions,
-                          most_keys=most_keys, rows=rows, plain=plain)
+        return LatentPlan(
+            num_rows=batch.num_rows,
+            num_tokens=len(positions),
+            own_slots=slots,
+            own_positions=positions,
+            most_keys=most_keys,
+            rows=rows,
+            plain=plain,
+        )
 
     def _checked_plan(self, q: Tensor, batch: ForwardBatch) -> LatentPlan:
         plan = batch.forward_metadata_plan
@@ -136,25 +191,40 @@ class CpuLatentAttention:
         return plan
 
 
-def _latent_rows(batch: ForwardBatch, lengths: list[int], tables: Tensor, token_rows: Tensor,
-                 positions: Tensor) -> LatentRows:
+def _latent_rows(
+    batch: ForwardBatch, lengths: list[int], tables: Tensor, token_rows: Tensor, positions: Tensor
+) -> LatentRows:
     num_common, listed = positions + 1, torch.empty(len(positions), 0, dtype=torch.int32)
     visibility = tree_visibility(batch)
     if visibility:
-        firsts = torch.tensor([length - visible.shape[1] for length, visible in zip(lengths, visibility, strict=True)])
+        firsts = torch.tensor(
+            [length - visible.shape[1] for length, visible in zip(lengths, visibility, strict=True)]
+        )
         num_common = firsts[token_rows]
         widest = max(visible.shape[1] for visible in visibility)
         parts = [true_positions(visible, visible.shape[1]) for visible in visibility]
         listed = torch.cat([F.pad(part, (0, widest - part.shape[1]), value=-1) for part in parts])
         listed = torch.where(listed < 0, listed, listed + num_common[:, None].int()).contiguous()
-    return LatentRows(starts=torch.tensor([0, *accumulate(batch.query_lens)]),
-                      contexts=torch.tensor(batch.context_lens, dtype=torch.long), tables=tables,
-                      token_rows=token_rows, num_common=num_common, listed=listed)
+    return LatentRows(
+        starts=torch.tensor([0, *accumulate(batch.query_lens)]),
+        contexts=torch.tensor(batch.context_lens, dtype=torch.long),
+        tables=tables,
+        token_rows=token_rows,
+        num_common=num_common,
+        listed=listed,
+    )
 
 
 def _seeing(plan: LatentPlan, rows: LatentRows, selected: Tensor, layer_id: int) -> LatentRows:
-    """The rows, of which tokens see what was selected. Compiled code would read whatever it is given."""
+    """The rows, of which tokens see what was selected. Compiled code would read whatever it is
+    given."""
     if (selected > plan.own_positions[:, None]).any() or (selected < 0).all(1).any():
         raise InternalError(f"layer {layer_id}: a token was given no key, or one behind its own")
-    return LatentRows(starts=rows.starts, contexts=rows.contexts, tables=rows.tables, token_rows=rows.token_rows,
-                      num_common=torch.zeros_like(rows.num_common), listed=selected.int().contiguous())
+    return LatentRows(
+        starts=rows.starts,
+        contexts=rows.contexts,
+        tables=rows.tables,
+        token_rows=rows.token_rows,
+        num_common=torch.zeros_like(rows.num_common),
+        listed=selected.int().contiguous(),
+    )

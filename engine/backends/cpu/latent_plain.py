@@ -1,8 +1,8 @@
 """MLA and DSA on the CPU in plain torch, for types that compiled code does not know.
 
-Each token gathers its own keys in position order into blocks of a fixed size; products have a fixed inner shape and
-blocks are added in order. So a token's bits depend on its own keys only, as far as the library's products allow, and a
-choice of keys costs what it reads.
+Each token gathers its own keys in position order into blocks of a fixed size; products have a fixed
+inner shape and blocks are added in order. So a token's bits depend on its own keys only, as far as
+the library's products allow, and a choice of keys costs what it reads.
 """
 
 from collections.abc import Iterator
@@ -38,17 +38,24 @@ class PlainLatents:
     hidden: Tensor
 
     def select(self, keys: Tensor, q: Tensor, weights: Tensor, width: int) -> Tensor:
-        """The `width` best of a layer's index keys [slots, dim] for each token, as `LatentAttentionBackend.select`."""
+        """The `width` best of a layer's index keys [slots, dim] for each token, as
+        `LatentAttentionBackend.select`."""
         num_heads, head_dim = q.shape[1:]
         chosen = [torch.empty(0, width, dtype=torch.int32)]
         for row, tokens in self._row_tiles(elements_per_token=num_heads * self.key_slots.shape[1]):
             blocks = keys[self.key_slots[row]].view(-1, _BLOCK, head_dim)
-            scores, hidden = _index_scores(q[tokens].float(), blocks.float(), weights[tokens]), self.hidden[tokens]
+            scores, hidden = (
+                _index_scores(q[tokens].float(), blocks.float(), weights[tokens]),
+                self.hidden[tokens],
+            )
             chosen.append(best_positions(scores.masked_fill(hidden, float("-inf")), hidden, width))
         return torch.cat(chosen)
 
-    def attend(self, cached: Tensor, q: Tensor, selected: Tensor | None, geometry: LatentGeometry) -> Tensor:
-        """q: [T, heads, entry], over a layer's entries [slots, entry]. Returns [T, heads, latent]."""
+    def attend(
+        self, cached: Tensor, q: Tensor, selected: Tensor | None, geometry: LatentGeometry
+    ) -> Tensor:
+        """q: [T, heads, entry], over a layer's entries [slots, entry]. Returns [T, heads,
+        latent]."""
         if selected is None:
             selected = true_positions(~self.hidden, self.hidden.shape[1])
         selected = F.pad(selected, (0, -selected.shape[1] % _BLOCK), value=-1).long()
@@ -67,30 +74,46 @@ class PlainLatents:
         """Runs of tokens of one row, short enough to bound memory."""
         step = max(1, _TILE_ELEMENTS // max(1, elements_per_token))
         start = 0
-        for row, count in enumerate(torch.bincount(self.token_rows, minlength=self.num_rows).tolist()):
+        for row, count in enumerate(
+            torch.bincount(self.token_rows, minlength=self.num_rows).tolist()
+        ):
             for first in range(start, start + count, step):
                 yield row, slice(first, min(first + step, start + count))
             start += count
 
 
-def plan_plainly(batch: ForwardBatch, geometry: LatentGeometry, token_rows: Tensor, positions: Tensor,
-                 own_slots: Tensor) -> PlainLatents:
+def plan_plainly(
+    batch: ForwardBatch,
+    geometry: LatentGeometry,
+    token_rows: Tensor,
+    positions: Tensor,
+    own_slots: Tensor,
+) -> PlainLatents:
     """`positions`: where the tokens' entries are in storage order."""
-    lengths = [context + query for context, query in zip(batch.context_lens, batch.query_lens, strict=True)]
+    lengths = [
+        context + query for context, query in zip(batch.context_lens, batch.query_lens, strict=True)
+    ]
     key_ids = torch.arange(-(-max(lengths, default=0) // _BLOCK) * _BLOCK)
     tables = batch.page_tables.long()
     missing = -(-len(key_ids) // geometry.page_size) - tables.shape[1]
     tables = F.pad(tables, (0, max(0, missing)))
-    slots = tables[:, key_ids // geometry.page_size] * geometry.page_size + key_ids % geometry.page_size
+    slots = (
+        tables[:, key_ids // geometry.page_size] * geometry.page_size + key_ids % geometry.page_size
+    )
     hidden = key_ids[None, :] > positions[:, None]
     start = 0
     for visible, length in zip(tree_visibility(batch), lengths, strict=False):
         num_tokens, width = visible.shape
-        hidden[start:start + num_tokens] = key_ids >= length
-        hidden[start:start + num_tokens, length - width:length] = ~visible
+        hidden[start : start + num_tokens] = key_ids >= length
+        hidden[start : start + num_tokens, length - width : length] = ~visible
         start += num_tokens
-    return PlainLatents(num_rows=batch.num_rows, token_rows=token_rows, own_slots=own_slots, key_slots=slots,
-                        hidden=hidden)
+    return PlainLatents(
+        num_rows=batch.num_rows,
+        token_rows=token_rows,
+        own_slots=own_slots,
+        key_slots=slots,
+        hidden=hidden,
+    )
 
 
 def _attend(q: Tensor, keys: Tensor, hidden: Tensor, geometry: LatentGeometry) -> Tensor:
@@ -98,20 +121,25 @@ def _attend(q: Tensor, keys: Tensor, hidden: Tensor, geometry: LatentGeometry) -
     num_tokens, num_heads = q.shape[:2]
     rows = padded_rows(num_heads, q.dtype)
     blocks = keys.view(num_tokens, -1, _BLOCK, geometry.entry_dim)
-    queries = F.pad(q, (0, 0, 0, rows - num_heads))[:, None].expand(-1, blocks.shape[1], -1, -1).flatten(0, 1)
+    queries = (
+        F.pad(q, (0, 0, 0, rows - num_heads))[:, None]
+        .expand(-1, blocks.shape[1], -1, -1)
+        .flatten(0, 1)
+    )
     blocks = blocks.flatten(0, 1)  # [M * blocks, 64, entry]
     scores = torch.bmm(queries, blocks.transpose(1, 2)).float() * geometry.scale
     scores.masked_fill_(hidden.view(-1, 1, _BLOCK), float("-inf"))
     scores = scores.view(num_tokens, -1, rows, _BLOCK)
     weights = torch.exp(scores - scores.amax((1, 3), keepdim=True))
-    parts = torch.bmm(weights.to(q.dtype).flatten(0, 1), blocks[..., :geometry.latent_dim])
+    parts = torch.bmm(weights.to(q.dtype).flatten(0, 1), blocks[..., : geometry.latent_dim])
     total = _sum_in_order(parts.float().view(num_tokens, -1, rows, geometry.latent_dim))
     total = total / _sum_in_order(weights.sum(-1))[..., None]
     return total[:, :num_heads].to(q.dtype)
 
 
 def _index_scores(q: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
-    """q: [M, heads, dim]; blocks: [B, 64, dim]; weights: [M, heads]; all fp32. Returns [M, B * 64]."""
+    """q: [M, heads, dim]; blocks: [B, 64, dim]; weights: [M, heads]; all fp32. Returns [M, B *
+    64]."""
     num_tokens, num_heads, head_dim = q.shape
     num_rows = num_tokens * num_heads
     rows = F.pad(q.flatten(0, 1), (0, 0, 0, padded_rows(num_rows, q.dtype) - num_rows))
@@ -132,9 +160,10 @@ def _sum_in_order(x: Tensor) -> Tensor:
 def padded_rows(num_rows: int, dtype: torch.dtype) -> int:
     """The row count to give a matrix product on the CPU so that no row's bits depend on the count.
 
-    Measured with MKL and oneDNN on x86, 1 to 8 threads. fp32 products of fewer than 4 rows take another path, and with
-    several threads so do those of fewer than 12 that are not a multiple of 4. A single bf16 row may be summed in
-    parallel pieces. The tests check it on the machine they run on.
+    Measured with MKL and oneDNN on x86, 1 to 8 threads. fp32 products of fewer than 4 rows take
+    another path, and with several threads so do those of fewer than 12 that are not a multiple of
+    4. A single bf16 row may be summed in parallel pieces. The tests check it on the machine they
+       run on.
     """
     if dtype is torch.bfloat16:
         return 4 if num_rows == 1 else num_rows

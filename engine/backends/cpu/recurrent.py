@@ -1,4 +1,5 @@
-"""Recurrent layers on the CPU: state slots, ragged batches and the two forms of the gated delta rule.
+"""Recurrent layers on the CPU: state slots, ragged batches and the two forms of the gated delta
+rule.
 
 In code compiled for the machine, where there is any for the type, else in plain torch.
 """
@@ -49,18 +50,25 @@ class RecurrentPlan:
 
 
 class CpuRecurrent:
-    """A `RecurrentBackend` over conv pools [num_slots, kernel - 1, channels] and state pools [num_slots, Hv, dk, dv]
-    fp32, by layer id.
+    """A `RecurrentBackend` over conv pools [num_slots, kernel - 1, channels] and state pools
+    [num_slots, Hv, dk, dv] fp32, by layer id.
 
-    PREFILL rows must start on the 64-token grid: the chunked form gives the same bits under any cut on that grid and
-    under no other.
+    PREFILL rows must start on the 64-token grid: the chunked form gives the same bits under any cut
+    on that grid and under no other.
     """
 
-    def __init__(self, *, conv_pools: Mapping[int, Tensor], state_pools: Mapping[int, Tensor],
-                 numerics: Numerics) -> None:
+    def __init__(
+        self,
+        *,
+        conv_pools: Mapping[int, Tensor],
+        state_pools: Mapping[int, Tensor],
+        numerics: Numerics,
+    ) -> None:
         for layer_id, pool in state_pools.items():
             if pool.dtype is not torch.float32:
-                raise InternalError(f"layer {layer_id}: recurrent state must be fp32, the pool is {pool.dtype}")
+                raise InternalError(
+                    f"layer {layer_id}: recurrent state must be fp32, the pool is {pool.dtype}"
+                )
         self._conv_pools = dict(conv_pools)
         self._state_pools = dict(state_pools)
         self._numerics = numerics
@@ -74,12 +82,23 @@ class CpuRecurrent:
         if not x.shape[0]:
             return x
         if x.dtype == pool.dtype and has_kernels(x.dtype):
-            return causal_conv(dense_tokens(x), self._taps.of(layer_id, weight), pool, plan.rows, self._team)
+            return causal_conv(
+                dense_tokens(x), self._taps.of(layer_id, weight), pool, plan.rows, self._team
+            )
         return _plain_conv(x, weight, pool, batch)
 
-    def gated_delta_rule(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-                         batch: ForwardBatch) -> Tensor:
-        """See `RecurrentBackend.gated_delta_rule`. q and k are normalised here, not by the caller."""
+    def gated_delta_rule(
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        batch: ForwardBatch,
+    ) -> Tensor:
+        """See `RecurrentBackend.gated_delta_rule`. q and k are normalised here, not by the
+        caller."""
         pool, plan = pool_of(self._state_pools, layer_id, "state"), self.plan(batch)
         if not v.shape[0]:
             return v.float()
@@ -91,7 +110,8 @@ class CpuRecurrent:
         return delta_chunks(inputs, plan.rows, pool, self._team)
 
     def plan(self, batch: ForwardBatch) -> RecurrentPlan:
-        """See `PlansStates.plan`. Made before or at the first recurrent layer of a forward, used by all."""
+        """See `PlansStates.plan`. Made before or at the first recurrent layer of a forward, used by
+        all."""
         if self._planned is None or self._planned[0] is not batch:
             pools = (*self._conv_pools.values(), *self._state_pools.values())
             if pools:
@@ -105,7 +125,8 @@ class CpuRecurrent:
 
 
 def _plain_conv(x: Tensor, weight: Tensor, pool: Tensor, batch: ForwardBatch) -> Tensor:
-    """An explicit sum of kernel-many products in fp32, because library convolutions change bits with the length."""
+    """An explicit sum of kernel-many products in fp32, because library convolutions change bits
+    with the length."""
     history = _load(pool, batch)
     kernel = weight.shape[1]
     taps = weight.float().t()
@@ -123,8 +144,9 @@ def _plain_conv(x: Tensor, weight: Tensor, pool: Tensor, batch: ForwardBatch) ->
     return out[layout.window_at - (kernel - 1)].to(x.dtype)
 
 
-def _plain_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor,
-                      batch: ForwardBatch) -> Tensor:
+def _plain_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, pool: Tensor, batch: ForwardBatch
+) -> Tensor:
     q, k = normalise_heads(q, k, v.shape[1])
     v, g, state = v.float(), decays_of(g), _load(pool, batch)
     if batch.mode is ForwardMode.DECODE:

@@ -1,11 +1,12 @@
 """Paged attention by FlashInfer, one wrapper plan per batch, held to the batch by its marker.
 
-A wrapper keeps the schedule of its last `plan`; a second plan silently replaces it, and running the first batch then
-reads the wrong keys. So every wrapper counts its plans, a batch's plan keeps the count, and `run` compares. Each
-kind of wrapper exists twice, because the next batch is planned while the one before still runs.
+A wrapper keeps the schedule of its last `plan`; a second plan silently replaces it, and running the
+first batch then reads the wrong keys. So every wrapper counts its plans, a batch's plan keeps the
+count, and `run` compares. Each kind of wrapper exists twice, because the next batch is planned
+while the one before still runs.
 
-Captured forwards have a wrapper per bucket. A replay runs on whatever its buffers hold, without asking, so
-`check_current` checks that before it.
+Captured forwards have a wrapper per bucket. A replay runs on whatever its buffers hold, without
+asking, so `check_current` checks that before it.
 """
 
 import itertools
@@ -17,7 +18,14 @@ import torch
 from torch import Tensor
 
 from engine.backends.commit import commit_kv
-from engine.backends.cuda.wrappers import DecodeWrapper, GraphSizes, RaggedWrapper, Slot, WrapperFactory, partial_bytes
+from engine.backends.cuda.wrappers import (
+    DecodeWrapper,
+    GraphSizes,
+    RaggedWrapper,
+    Slot,
+    WrapperFactory,
+    partial_bytes,
+)
 from engine.backends.plan import check_covered, storage_positions, tree_visibility, visible_in_trees
 from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardBatch, ForwardMode, GraphBucket
@@ -54,8 +62,8 @@ class FlashInferPlan:
 
 @dataclass(frozen=True)
 class _Keys:
-    """Where the rows that bring tokens (of a padded batch all rows) have their keys, in FlashInfer's form; indices on
-    the device, the rest int32 on the CPU."""
+    """Where the rows that bring tokens (of a padded batch all rows) have their keys, in
+    FlashInfer's form; indices on the device, the rest int32 on the CPU."""
 
     rows: tuple[int, ...]
     qo_indptr: Tensor
@@ -65,18 +73,29 @@ class _Keys:
 
 
 class FlashInferAttention:
-    """An `AttentionBackend` over KV tensors [num_pages, 2 (k, v), num_kv_heads, page_size, head_dim], one per layer.
+    """An `AttentionBackend` over KV tensors [num_pages, 2 (k, v), num_kv_heads, page_size,
+    head_dim], one per layer.
 
     Trees are verified through the custom mask; `commit` moves what a verification accepted.
     """
 
-    def __init__(self, *, kv_pools: Mapping[int, Tensor], geometry: AttentionGeometry, wrappers: WrapperFactory,
-                 device: torch.device, write_kv: WriteKv, numerics: Numerics = Numerics.FAST) -> None:
-        """`write_kv(pool, k, v, pages, offsets)` puts k, v [T, kv heads, D] at pool[pages[t], :, :, offsets[t]]. In
-        exact numerics no row's keys are shared out, so that its sums do not depend on the batch; long rows alone take
-        longer."""
+    def __init__(
+        self,
+        *,
+        kv_pools: Mapping[int, Tensor],
+        geometry: AttentionGeometry,
+        wrappers: WrapperFactory,
+        device: torch.device,
+        write_kv: WriteKv,
+        numerics: Numerics = Numerics.FAST,
+    ) -> None:
+        """`write_kv(pool, k, v, pages, offsets)` puts k, v [T, kv heads, D] at pool[pages[t], :, :,
+        offsets[t]]. In exact numerics no row's keys are shared out, so that its sums do not depend
+        on the batch; long rows alone take longer."""
         if geometry.num_heads % geometry.num_kv_heads:
-            raise InternalError(f"{geometry.num_heads} heads cannot share {geometry.num_kv_heads} kv heads evenly")
+            raise InternalError(
+                f"{geometry.num_heads} heads cannot share {geometry.num_kv_heads} kv heads evenly"
+            )
         self._pools = dict(kv_pools)
         self._geometry = geometry
         self._device = device
@@ -85,7 +104,9 @@ class FlashInferAttention:
         self._exact = numerics is Numerics.EXACT
         self._wrappers = wrappers
         self._share = geometry.num_heads // geometry.num_kv_heads
-        self._decode = itertools.cycle([self._slot(wrappers.decode(group_size=self._share)) for _ in range(_IN_FLIGHT)])
+        self._decode = itertools.cycle(
+            [self._slot(wrappers.decode(group_size=self._share)) for _ in range(_IN_FLIGHT)]
+        )
         self._causal = itertools.cycle([self._slot(wrappers.ragged()) for _ in range(_IN_FLIGHT)])
         self._masked = itertools.cycle([self._slot(wrappers.ragged()) for _ in range(_IN_FLIGHT)])
         self._graph_decode: dict[GraphBucket, Slot[DecodeWrapper]] = {}
@@ -94,7 +115,8 @@ class FlashInferAttention:
         self.num_plans = 0
 
     def reserve(self, buckets: Sequence[GraphBucket]) -> None:
-        """Make the wrappers of captured forwards; a batch padded to one of these buckets is planned on its bucket's."""
+        """Make the wrappers of captured forwards; a batch padded to one of these buckets is planned
+        on its bucket's."""
         longest = max(bucket.num_tokens for bucket in buckets)
         self._graph_writes = StaticInts({"pages": longest, "offsets": longest}, self._device)
         for bucket in buckets:
@@ -109,28 +131,39 @@ class FlashInferAttention:
         """Give the batch a wrapper's schedule and mark it.
 
         Raises:
-            InternalError: a tree of another size than its row, or a bucket that nothing was reserved for.
+            InternalError: a tree of another size than its row, or a bucket that nothing was
+                reserved for.
         """
         rows, positions = storage_positions(batch)
         page_size = self._geometry.page_size
-        pages, offsets = batch.page_tables.cpu().long()[rows, positions // page_size], positions % page_size
+        pages, offsets = (
+            batch.page_tables.cpu().long()[rows, positions // page_size],
+            positions % page_size,
+        )
         slot = self._schedule(batch) if len(positions) and self._pools else None
         if batch.graph_bucket is None:
             pages, offsets = moved(pages, self._device), moved(offsets, self._device)
         else:
             pages, offsets = self._refill_writes(pages, offsets)
-        plan = FlashInferPlan(num_rows=batch.num_rows, num_tokens=len(positions), write_pages=pages,
-                              write_offsets=offsets, slot=slot, epoch=0 if slot is None else slot.epoch,
-                              bucket=batch.graph_bucket)
+        plan = FlashInferPlan(
+            num_rows=batch.num_rows,
+            num_tokens=len(positions),
+            write_pages=pages,
+            write_offsets=offsets,
+            slot=slot,
+            epoch=0 if slot is None else slot.epoch,
+            bucket=batch.graph_bucket,
+        )
         batch.mark_forward_metadata_ready(self, plan=plan, replan_equivalent=replan_equivalent)
         self.num_plans += 1
 
     def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
-        """Write k, v of the new tokens to their pages, then attend. Shapes as in `AttentionBackend.run`.
+        """Write k, v of the new tokens to their pages, then attend. Shapes as in
+        `AttentionBackend.run`.
 
         Raises:
-            StalePlanError: the batch was not planned by this backend, its rows or tokens are not the planned ones, or
-                the wrapper has been planned for another batch since.
+            StalePlanError: the batch was not planned by this backend, its rows or tokens are not
+                the planned ones, or the wrapper has been planned for another batch since.
             InternalError: this stage has no KV tensor for the layer.
         """
         plan = self._checked_plan(batch, q, k, v)
@@ -143,18 +176,21 @@ class FlashInferAttention:
         return plan.slot.wrapper.run(q.contiguous(), pool)  # q may be a slice of a fused product
 
     def commit(self, batch: ForwardBatch) -> None:
-        """Move the keys and values of accepted nodes to where plain decoding would have stored them."""
+        """Move the keys and values of accepted nodes to where plain decoding would have stored
+        them."""
         commit_kv(self._pools, batch, self._geometry.page_size)
 
     def check_current(self, batch: ForwardBatch) -> FlashInferPlan:
-        """The batch's plan, if what was captured for its bucket would run on it. Raises StalePlanError as `run`
-        does."""
+        """The batch's plan, if what was captured for its bucket would run on it. Raises
+        StalePlanError as `run` does."""
         plan = batch.forward_metadata_plan
         if batch.forward_metadata_planner is not self or not isinstance(plan, FlashInferPlan):
             raise StalePlanError("the batch was not planned by this attention backend")
         if plan.bucket != batch.graph_bucket:
-            raise StalePlanError(f"planned for {plan.bucket or 'an eager forward'}, the batch is padded to "
-                                 f"{batch.graph_bucket or 'nothing'}")
+            raise StalePlanError(
+                f"planned for {plan.bucket or 'an eager forward'}, the batch is padded to "
+                f"{batch.graph_bucket or 'nothing'}"
+            )
         if plan.slot is not None and plan.slot.epoch != plan.epoch:
             raise StalePlanError("the wrapper was planned for another batch since")
         return plan
@@ -175,17 +211,38 @@ class FlashInferAttention:
         if batch.mode is ForwardMode.DECODE and all(length == 1 for length in batch.query_lens):
             decode = _reserved(self._graph_decode, batch) or next(self._decode)
             decode.next_epoch()
-            decode.wrapper.plan(keys.indptr, keys.indices, keys.last_page_len, *heads, sm_scale=geometry.scale,
-                                window_left=window, q_data_type=self._dtype, kv_data_type=self._dtype,
-                                disable_split_kv=self._exact)
+            decode.wrapper.plan(
+                keys.indptr,
+                keys.indices,
+                keys.last_page_len,
+                *heads,
+                sm_scale=geometry.scale,
+                window_left=window,
+                q_data_type=self._dtype,
+                kv_data_type=self._dtype,
+                disable_split_kv=self._exact,
+            )
             decode.planned.set()
             return decode
-        slot = _reserved(self._graph_ragged, batch) or next(self._masked if visible else self._causal)
+        slot = _reserved(self._graph_ragged, batch) or next(
+            self._masked if visible else self._causal
+        )
         slot.next_epoch()
         mask = moved(_flat_mask(visible, keys.rows, batch), self._device) if visible else None
-        slot.wrapper.plan(keys.qo_indptr, keys.indptr, keys.indices, keys.last_page_len, *heads, custom_mask=mask,
-                          causal=mask is None, sm_scale=geometry.scale, window_left=window, q_data_type=self._dtype,
-                          kv_data_type=self._dtype, disable_split_kv=self._exact)
+        slot.wrapper.plan(
+            keys.qo_indptr,
+            keys.indptr,
+            keys.indices,
+            keys.last_page_len,
+            *heads,
+            custom_mask=mask,
+            causal=mask is None,
+            sm_scale=geometry.scale,
+            window_left=window,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+            disable_split_kv=self._exact,
+        )
         slot.planned.set()
         return slot
 
@@ -193,23 +250,31 @@ class FlashInferAttention:
         return Slot(wrapper, Fence(self._device))
 
     def _graph_sizes(self, bucket: GraphBucket) -> GraphSizes:
-        """A page has one owner, so real rows have no more pages than there are; padding has pages of null, and of a
-        mask no more than its own square."""
-        page_size, num_pages = self._geometry.page_size, max((len(pool) for pool in self._pools.values()), default=1)
+        """A page has one owner, so real rows have no more pages than there are; padding has pages
+        of null, and of a mask no more than its own square."""
+        page_size, num_pages = (
+            self._geometry.page_size,
+            max((len(pool) for pool in self._pools.values()), default=1),
+        )
         padding = bucket.num_rows + -(-bucket.num_tokens // page_size)
         bits = bucket.row_tokens * num_pages * page_size + bucket.num_tokens**2
-        return GraphSizes(bucket.num_rows, num_pages + padding,
-                          mask_bytes=-(-bits // 8) + bucket.num_rows if bucket.is_masked else 0,
-                          partial_bytes=partial_bytes(self._geometry, bucket.num_rows, bucket.num_tokens))
+        return GraphSizes(
+            bucket.num_rows,
+            num_pages + padding,
+            mask_bytes=-(-bits // 8) + bucket.num_rows if bucket.is_masked else 0,
+            partial_bytes=partial_bytes(self._geometry, bucket.num_rows, bucket.num_tokens),
+        )
 
     def _refill_writes(self, pages: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         writes = self._graph_writes
         assert writes is not None, "a bucket that was reserved came with them"
         writes.refill({"pages": pages, "offsets": offsets})
-        return writes["pages"][:len(pages)], writes["offsets"][:len(offsets)]
+        return writes["pages"][: len(pages)], writes["offsets"][: len(offsets)]
 
 
-def _reserved(slots: Mapping[GraphBucket, Slot[_Wrapper]], batch: ForwardBatch) -> Slot[_Wrapper] | None:
+def _reserved(
+    slots: Mapping[GraphBucket, Slot[_Wrapper]], batch: ForwardBatch
+) -> Slot[_Wrapper] | None:
     """The slot of the batch's bucket; None where it is in none."""
     bucket = batch.graph_bucket
     if bucket is not None and bucket not in slots:
@@ -219,13 +284,19 @@ def _reserved(slots: Mapping[GraphBucket, Slot[_Wrapper]], batch: ForwardBatch) 
 
 def _keys_of(batch: ForwardBatch, page_size: int, device: torch.device) -> _Keys:
     rows = tuple(row for row, length in enumerate(batch.query_lens) if length or batch.graph_bucket)
-    lengths = torch.tensor([max(1, batch.context_lens[row] + batch.query_lens[row]) for row in rows], dtype=torch.int32)
+    lengths = torch.tensor(
+        [max(1, batch.context_lens[row] + batch.query_lens[row]) for row in rows], dtype=torch.int32
+    )
     num_pages = (lengths + page_size - 1) // page_size
     tables = batch.page_tables.cpu()
-    indices = torch.cat([tables[row, :num] for row, num in zip(rows, num_pages.tolist(), strict=True)])
+    indices = torch.cat(
+        [tables[row, :num] for row, num in zip(rows, num_pages.tolist(), strict=True)]
+    )
     return _Keys(
         rows=rows,
-        qo_indptr=_offsets(torch.tensor([batch.query_lens[row] for row in rows], dtype=torch.int32)),
+        qo_indptr=_offsets(
+            torch.tensor([batch.query_lens[row] for row in rows], dtype=torch.int32)
+        ),
         indptr=_offsets(num_pages),
         indices=moved(indices, device),
         last_page_len=(lengths - 1) % page_size + 1,
@@ -246,7 +317,8 @@ def _visible(batch: ForwardBatch) -> tuple[Tensor, ...]:
 
 
 def _flat_mask(visible: tuple[Tensor, ...], rows: tuple[int, ...], batch: ForwardBatch) -> Tensor:
-    """[sum of queries * keys] bool: keys before those a row's mask covers are committed and seen by all."""
+    """[sum of queries * keys] bool: keys before those a row's mask covers are committed and seen by
+    all."""
     masks = []
     for row in rows:
         num_before = batch.context_lens[row] + batch.query_lens[row] - visible[row].shape[1]

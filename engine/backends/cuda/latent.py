@@ -1,8 +1,10 @@
-"""MLA and DSA on a device: causal order by FlashInfer, trees and chosen keys by a kernel of our own.
+"""MLA and DSA on a device: causal order by FlashInfer, trees and chosen keys by a kernel of our
+own.
 
-FlashInfer's wrapper for compressed keys has no masks and no choice of keys. Where a token sees other keys than all
-before it, its keys are listed and the kernel attends to the list. As with paged attention (`flashinfer.py`) a wrapper
-keeps its last plan only: plans are counted, and each wrapper exists twice.
+FlashInfer's wrapper for compressed keys has no masks and no choice of keys. Where a token sees
+other keys than all before it, its keys are listed and the kernel attends to the list. As with paged
+attention (`flashinfer.py`) a wrapper keeps its last plan only: plans are counted, and each wrapper
+exists twice.
 """
 
 import itertools
@@ -19,7 +21,13 @@ from engine.backends.cuda.latent_wrappers import LatentWrapper, LatentWrapperFac
 from engine.backends.cuda.wrappers import Slot
 from engine.backends.plan import storage_positions, tree_visibility
 from engine.backends.selection import best_positions, true_positions
-from engine.contracts.latent import LatentGeometry, check_covered, check_pages, checked_selection, entries_of
+from engine.contracts.latent import (
+    LatentGeometry,
+    check_covered,
+    check_pages,
+    checked_selection,
+    entries_of,
+)
 from engine.core.batch import ForwardBatch
 from engine.memory.static import Fence
 from runtime.errors import StalePlanError
@@ -40,7 +48,8 @@ class LatentKernels(Protocol):
 
 @dataclass(frozen=True)
 class DeviceLatentPlan:
-    """What `select` and `run` need of a batch of T tokens in R rows, K keys in the longest. Tensors on the device.
+    """What `select` and `run` need of a batch of T tokens in R rows, K keys in the longest. Tensors
+    on the device.
 
     token_rows     [T] int64
     own_slots      [T] int64, where the token's entry is written: page * page_size + offset
@@ -64,13 +73,21 @@ class DeviceLatentPlan:
 
 
 class DeviceLatentAttention:
-    """A `LatentAttentionBackend` over latent pools [num_pages, page_size, entry_dim] and, on layers that choose,
-    index-key pools [num_pages, page_size, index_head_dim], by layer id."""
+    """A `LatentAttentionBackend` over latent pools [num_pages, page_size, entry_dim] and, on layers
+    that choose, index-key pools [num_pages, page_size, index_head_dim], by layer id."""
 
-    def __init__(self, *, latent_pools: Mapping[int, Tensor], index_pools: Mapping[int, Tensor],
-                 geometry: LatentGeometry, wrappers: LatentWrapperFactory | None, device: torch.device,
-                 kernels: LatentKernels) -> None:
-        """Without `wrappers` (FlashInfer has none for this geometry) causal order is listed, too."""
+    def __init__(
+        self,
+        *,
+        latent_pools: Mapping[int, Tensor],
+        index_pools: Mapping[int, Tensor],
+        geometry: LatentGeometry,
+        wrappers: LatentWrapperFactory | None,
+        device: torch.device,
+        kernels: LatentKernels,
+    ) -> None:
+        """Without `wrappers` (FlashInfer has none for this geometry) causal order is listed,
+        too."""
         check_pages(latent_pools, geometry)
         self._latent_pools = dict(latent_pools)
         self._index_pools = dict(index_pools)
@@ -78,12 +95,18 @@ class DeviceLatentAttention:
         self._device = device
         self._kernels = kernels
         self._dtype = next(iter(latent_pools.values())).dtype if latent_pools else torch.bfloat16
-        self._causal = None if wrappers is None else itertools.cycle(
-            [Slot(wrappers.latent(), Fence(device)) for _ in range(_IN_FLIGHT)])
+        self._causal = (
+            None
+            if wrappers is None
+            else itertools.cycle(
+                [Slot(wrappers.latent(), Fence(device)) for _ in range(_IN_FLIGHT)]
+            )
+        )
         self.num_plans = 0
 
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
-        """Lay out where keys are, give the batch a wrapper's schedule or lists of keys, and mark it.
+        """Lay out where keys are, give the batch a wrapper's schedule or lists of keys, and mark
+        it.
 
         Raises:
             InternalError: a tree of another size than its row.
@@ -92,29 +115,49 @@ class DeviceLatentAttention:
         rows, positions = storage_positions(batch)
         tables = batch.page_tables.cpu().long()
         token_rows, tables_there = rows.to(device), tables.to(device)
-        lengths = torch.tensor([context + query for context, query in zip(batch.context_lens, batch.query_lens,
-                                                                          strict=True)], dtype=torch.long)
+        lengths = torch.tensor(
+            [
+                context + query
+                for context, query in zip(batch.context_lens, batch.query_lens, strict=True)
+            ],
+            dtype=torch.long,
+        )
         masks, visible, listed, slot = tree_visibility(batch), None, None, None
         if masks or self._geometry.max_selected or self._causal is None:
-            visible = _visible(batch, masks, positions.to(device), int(lengths.max()) if len(lengths) else 0)
+            visible = _visible(
+                batch, masks, positions.to(device), int(lengths.max()) if len(lengths) else 0
+            )
         elif len(positions):
             slot = self._schedule(next(self._causal), batch, lengths, tables)
         if visible is not None and not self._geometry.max_selected:
-            listed = _slots(tables_there, token_rows, true_positions(visible, visible.shape[1]), size)
+            listed = _slots(
+                tables_there, token_rows, true_positions(visible, visible.shape[1]), size
+            )
         plan = DeviceLatentPlan(
-            num_rows=batch.num_rows, num_tokens=len(positions), token_rows=token_rows, tables=tables_there,
+            num_rows=batch.num_rows,
+            num_tokens=len(positions),
+            token_rows=token_rows,
+            tables=tables_there,
             own_slots=(tables[rows, positions // size] * size + positions % size).to(device),
-            lengths=lengths[rows].to(device), visible=visible, listed=listed, slot=slot,
-            epoch=0 if slot is None else slot.epoch)
+            lengths=lengths[rows].to(device),
+            visible=visible,
+            listed=listed,
+            slot=slot,
+            epoch=0 if slot is None else slot.epoch,
+        )
         batch.mark_forward_metadata_ready(self, plan=plan, replan_equivalent=replan_equivalent)
         self.num_plans += 1
 
-    def select(self, layer_id: int, q: Tensor, k: Tensor, weights: Tensor, batch: ForwardBatch) -> Tensor:
+    def select(
+        self, layer_id: int, q: Tensor, k: Tensor, weights: Tensor, batch: ForwardBatch
+    ) -> Tensor:
         """See `LatentAttentionBackend.select`."""
         plan = self._checked_plan(q, batch)
         keys = entries_of(self._index_pools, layer_id, "index keys")
         keys[plan.own_slots] = k
-        assert plan.visible is not None, "a batch of a model that chooses is planned with what its tokens may see"
+        assert plan.visible is not None, (
+            "a batch of a model that chooses is planned with what its tokens may see"
+        )
         num_keys = plan.visible.shape[1]
         width = min(self._geometry.max_selected, num_keys)
         chosen = [torch.empty(0, width, dtype=torch.int32, device=q.device)]
@@ -123,14 +166,28 @@ class DeviceLatentAttention:
             tokens = slice(start, start + step)
             hidden = ~plan.visible[tokens]
             scores = self._kernels.index_scores(
-                q[tokens].contiguous(), keys, weights[tokens].float().contiguous(), plan.tables,
-                plan.token_rows[tokens], plan.lengths[tokens], num_keys=num_keys, page_size=self._geometry.page_size)
+                q[tokens].contiguous(),
+                keys,
+                weights[tokens].float().contiguous(),
+                plan.tables,
+                plan.token_rows[tokens],
+                plan.lengths[tokens],
+                num_keys=num_keys,
+                page_size=self._geometry.page_size,
+            )
             chosen.append(best_positions(scores.masked_fill_(hidden, float("-inf")), hidden, width))
         return torch.cat(chosen)
 
-    def run(self, layer_id: int, q: Tensor, entries: Tensor, selected: Tensor | None, batch: ForwardBatch) -> Tensor:
-        """See `LatentAttentionBackend.run`. Raises StalePlanError also when the batch's wrapper has been planned for
-        another batch since."""
+    def run(
+        self,
+        layer_id: int,
+        q: Tensor,
+        entries: Tensor,
+        selected: Tensor | None,
+        batch: ForwardBatch,
+    ) -> Tensor:
+        """See `LatentAttentionBackend.run`. Raises StalePlanError also when the batch's wrapper has
+        been planned for another batch since."""
         plan = self._checked_plan(q, batch)
         cached = entries_of(self._latent_pools, layer_id, "latent pages")
         cached[plan.own_slots] = entries
@@ -138,32 +195,53 @@ class DeviceLatentAttention:
         latent_dim, scale = self._geometry.latent_dim, self._geometry.scale
         if selected is not None:
             listed = _slots(plan.tables, plan.token_rows, selected, self._geometry.page_size)
-            return self._kernels.listed_attention(q.contiguous(), cached, listed, latent_dim=latent_dim, scale=scale)
+            return self._kernels.listed_attention(
+                q.contiguous(), cached, listed, latent_dim=latent_dim, scale=scale
+            )
         if plan.listed is not None:
-            return self._kernels.listed_attention(q.contiguous(), cached, plan.listed, latent_dim=latent_dim,
-                                                  scale=scale)
+            return self._kernels.listed_attention(
+                q.contiguous(), cached, plan.listed, latent_dim=latent_dim, scale=scale
+            )
         if plan.slot is None:
             return q.new_empty(*q.shape[:2], latent_dim)
         pool = self._latent_pools[layer_id]
-        return plan.slot.wrapper.run(q[..., :latent_dim], q[..., latent_dim:], pool[..., :latent_dim],
-                                     pool[..., latent_dim:])
+        return plan.slot.wrapper.run(
+            q[..., :latent_dim], q[..., latent_dim:], pool[..., :latent_dim], pool[..., latent_dim:]
+        )
 
     def commit(self, batch: ForwardBatch) -> None:
         """Move the entries of accepted nodes to where plain decoding would have stored them."""
-        commit_entries((*self._latent_pools.values(), *self._index_pools.values()), batch, self._geometry.page_size)
+        commit_entries(
+            (*self._latent_pools.values(), *self._index_pools.values()),
+            batch,
+            self._geometry.page_size,
+        )
 
-    def _schedule(self, slot: Slot[LatentWrapper], batch: ForwardBatch, lengths: Tensor,
-                  tables: Tensor) -> Slot[LatentWrapper]:
+    def _schedule(
+        self, slot: Slot[LatentWrapper], batch: ForwardBatch, lengths: Tensor, tables: Tensor
+    ) -> Slot[LatentWrapper]:
         """Plan the wrapper for the rows that bring tokens."""
         geometry = self._geometry
         rows = [row for row, length in enumerate(batch.query_lens) if length]
         num_pages = -(-lengths[rows] // geometry.page_size)
-        indices = torch.cat([tables[row, :num] for row, num in zip(rows, num_pages.tolist(), strict=True)])
+        indices = torch.cat(
+            [tables[row, :num] for row, num in zip(rows, num_pages.tolist(), strict=True)]
+        )
         slot.next_epoch()
         slot.wrapper.plan(
-            _offsets(torch.tensor([batch.query_lens[row] for row in rows])), _offsets(num_pages),
-            indices.int().to(self._device), lengths[rows].int(), geometry.num_heads, geometry.latent_dim,
-            geometry.rope_dim, geometry.page_size, True, geometry.scale, self._dtype, self._dtype)  # noqa: FBT003
+            _offsets(torch.tensor([batch.query_lens[row] for row in rows])),
+            _offsets(num_pages),
+            indices.int().to(self._device),
+            lengths[rows].int(),
+            geometry.num_heads,
+            geometry.latent_dim,
+            geometry.rope_dim,
+            geometry.page_size,
+            True,  # noqa: FBT003
+            geometry.scale,
+            self._dtype,
+            self._dtype,
+        )
         slot.planned.set()
         return slot
 
@@ -188,9 +266,11 @@ def _slots(tables: Tensor, token_rows: Tensor, positions: Tensor, page_size: int
     return torch.where(positions < 0, -1, pages * page_size + positions % page_size).int()
 
 
-def _visible(batch: ForwardBatch, masks: tuple[Tensor, ...], positions: Tensor, num_keys: int) -> Tensor:
-    """[T, num_keys] bool on the device of `positions` [T], where each token is stored. Only the masks
-    themselves are brought there."""
+def _visible(
+    batch: ForwardBatch, masks: tuple[Tensor, ...], positions: Tensor, num_keys: int
+) -> Tensor:
+    """[T, num_keys] bool on the device of `positions` [T], where each token is stored. Only the
+    masks themselves are brought there."""
     device, key_ids = positions.device, torch.arange(num_keys, device=positions.device)
     if not masks:
         return key_ids <= positions[:, None]

@@ -19,30 +19,54 @@ from runtime.errors import InternalError
 
 
 class DeviceRecurrent:
-    """A `RecurrentBackend` over conv pools [num_slots, kernel - 1, channels] and state pools [num_slots, Hv, dk, dv]
-    fp32, by layer id, all on one device. Also verifies trees of up to `max_nodes` nodes per row and commits them;
-    `num_scratch` records (the null record counts) keep their states."""
+    """A `RecurrentBackend` over conv pools [num_slots, kernel - 1, channels] and state pools
+    [num_slots, Hv, dk, dv] fp32, by layer id, all on one device. Also verifies trees of up to
+    `max_nodes` nodes per row and commits them; `num_scratch` records (the null record counts) keep
+    their states."""
 
-    def __init__(self, *, conv_pools: Mapping[int, Tensor], state_pools: Mapping[int, Tensor],
-                 max_nodes: int = 0, num_scratch: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        conv_pools: Mapping[int, Tensor],
+        state_pools: Mapping[int, Tensor],
+        max_nodes: int = 0,
+        num_scratch: int = 0,
+    ) -> None:
         self._conv_pools, self._state_pools = dict(conv_pools), dict(state_pools)
         self._max_nodes, self._num_scratch = max_nodes, num_scratch
         self._conv_scratch, self._state_scratch = (
-            {layer_id: node_scratch(pool, num_scratch * max_nodes) for layer_id, pool in pools.items()}
-            for pools in (conv_pools, state_pools))
+            {
+                layer_id: node_scratch(pool, num_scratch * max_nodes)
+                for layer_id, pool in pools.items()
+            }
+            for pools in (conv_pools, state_pools)
+        )
         self._prepared: tuple[ForwardBatch, Trees] | None = None
         self._static: StaticInts | None = None
         self._captured: dict[GraphBucket, Trees] = {}
 
     def reserve(self, buckets: Sequence[GraphBucket]) -> None:
         """Make the memory from which captured forwards read which states are theirs."""
-        rows, tokens = (max(counts) for counts in zip(*((b.num_rows, b.num_tokens) for b in buckets), strict=True))
+        rows, tokens = (
+            max(counts)
+            for counts in zip(*((b.num_rows, b.num_tokens) for b in buckets), strict=True)
+        )
         if self._has_layers:
-            self._static = StaticInts({"slots": rows, "fresh": rows, "starts": rows + 1, "rows": tokens,
-                                       "parents": tokens, "targets": tokens}, self._device)
+            self._static = StaticInts(
+                {
+                    "slots": rows,
+                    "fresh": rows,
+                    "starts": rows + 1,
+                    "rows": tokens,
+                    "parents": tokens,
+                    "targets": tokens,
+                },
+                self._device,
+            )
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Prepare what a forward of the batch needs; of a padded one, in the memory that its captured forward reads."""
+        """Prepare what a forward of the batch needs; of a padded one, in the memory that its
+        captured forward reads."""
         if not self._has_layers:
             return
         if batch.graph_bucket is None:
@@ -60,15 +84,25 @@ class DeviceRecurrent:
             return conv_step(x, weight, pool, pool, Moves(trees.slots, trees.slots, trees.fresh))
         return conv_tree(x, weight, pool, self._conv_scratch[layer_id], trees)
 
-    def gated_delta_rule(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor,
-                         batch: ForwardBatch) -> Tensor:
+    def gated_delta_rule(
+        self,
+        layer_id: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        batch: ForwardBatch,
+    ) -> Tensor:
         """See `RecurrentBackend.gated_delta_rule`."""
         pool, trees = pool_of(self._state_pools, layer_id, "state"), self._prepare(batch)
         q, k, v, g, beta = (part.contiguous() for part in (q, k, v, g, beta))
         if batch.mode is ForwardMode.PREFILL:
             return delta_chunks(q, k, v, g, beta, pool, trees.slots, trees.fresh, batch.query_lens)
         if batch.mode is ForwardMode.DECODE:
-            return delta_step(q, k, v, g, beta, pool, pool, Moves(trees.slots, trees.slots, trees.fresh))
+            return delta_step(
+                q, k, v, g, beta, pool, pool, Moves(trees.slots, trees.slots, trees.fresh)
+            )
         return delta_tree(q, k, v, g, beta, pool, self._state_scratch[layer_id], trees)
 
     def commit(self, batch: ForwardBatch) -> None:
@@ -77,7 +111,10 @@ class DeviceRecurrent:
         if not moves:
             return
         sources, slots = torch.tensor(moves).t().to(self._device)
-        for pools, scratch in ((self._conv_pools, self._conv_scratch), (self._state_pools, self._state_scratch)):
+        for pools, scratch in (
+            (self._conv_pools, self._conv_scratch),
+            (self._state_pools, self._state_scratch),
+        ):
             for layer_id, pool in pools.items():
                 pool[slots] = scratch[layer_id][sources]
 
@@ -90,7 +127,8 @@ class DeviceRecurrent:
         return next(iter([*self._conv_pools.values(), *self._state_pools.values()])).device
 
     def _prepare(self, batch: ForwardBatch) -> Trees:
-        """Made at the first recurrent layer of a forward, used by all; of a captured forward, before it."""
+        """Made at the first recurrent layer of a forward, used by all; of a captured forward,
+        before it."""
         if batch.graph_bucket is not None:
             return self._captured[batch.graph_bucket]
         if self._prepared is None or self._prepared[0] is not batch:
@@ -100,7 +138,10 @@ class DeviceRecurrent:
 
     def _rows_of(self, batch: ForwardBatch) -> Trees:
         """Where the batch brings no trees, only its slots and which of them start."""
-        values = {"slots": batch.slot_ids, "fresh": torch.tensor([context == 0 for context in batch.context_lens])}
+        values = {
+            "slots": batch.slot_ids,
+            "fresh": torch.tensor([context == 0 for context in batch.context_lens]),
+        }
         if batch.mode is ForwardMode.VERIFY:
             values |= self._nodes_of(batch)
         else:
@@ -111,14 +152,18 @@ class DeviceRecurrent:
             if self._static is None:
                 raise InternalError("no buckets were reserved")
             self._static.refill(values)
-            values = {name: self._static[name][:len(tensor)] for name, tensor in values.items()}
+            values = {name: self._static[name][: len(tensor)] for name, tensor in values.items()}
         none = torch.empty(0, dtype=torch.int64, device=self._device)
-        return Trees(**{name: values.get(name, none) for name in ("slots", "fresh", "starts", "rows", "parents",
-                                                                  "targets")})
+        return Trees(
+            **{
+                name: values.get(name, none)
+                for name in ("slots", "fresh", "starts", "rows", "parents", "targets")
+            }
+        )
 
     def _nodes_of(self, batch: ForwardBatch) -> dict[str, Tensor]:
-        """A scratch record has `max_nodes` states, by node. Padding writes the null record, however many nodes it
-        brings."""
+        """A scratch record has `max_nodes` states, by node. Padding writes the null record, however
+        many nodes it brings."""
         info = batch.spec_info
         if not self._max_nodes:
             raise InternalError("this pool keeps no states of tree nodes")
@@ -129,12 +174,21 @@ class DeviceRecurrent:
             count, first = len(spec.parents), starts[-1]
             is_padding = batch.graph_bucket is not None and slot == NULL_INDEX
             if count != batch.query_lens[row] or not (is_padding or 0 < count <= self._max_nodes):
-                raise InternalError(f"row {row} brings {batch.query_lens[row]} nodes and a tree of {count}; at most "
-                                    f"{self._max_nodes} are verified at once")
+                raise InternalError(
+                    f"row {row} brings {batch.query_lens[row]} nodes and a tree of {count}; at most "
+                    f"{self._max_nodes} are verified at once"
+                )
             rows += [row] * count
             parents += [first + parent if parent >= 0 else -1 for parent in spec.parents]
             kept_at = first_state(spec, slot, self._max_nodes, self._num_scratch)
             targets += [kept_at + min(node, self._max_nodes - 1) for node in range(count)]
             starts.append(first + count)
-        return {name: torch.tensor(values) for name, values in (
-            ("starts", starts), ("rows", rows), ("parents", parents), ("targets", targets))}
+        return {
+            name: torch.tensor(values)
+            for name, values in (
+                ("starts", starts),
+                ("rows", rows),
+                ("parents", parents),
+                ("targets", targets),
+            )
+        }

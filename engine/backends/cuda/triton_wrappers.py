@@ -1,7 +1,9 @@
-"""Wrappers with FlashInfer's plan and run over a kernel of our own, for heads that FlashInfer does not offer.
+"""Wrappers with FlashInfer's plan and run over a kernel of our own, for heads that FlashInfer does
+not offer.
 
-Its kernels begin at 64 dimensions per head and take bf16 and fp16; the shipped demo model has narrower heads. This is
-for such models to run at all: each token reads its keys by itself, which long prompts of large models would feel.
+Its kernels begin at 64 dimensions per head and take bf16 and fp16; the shipped demo model has
+narrower heads. This is for such models to run at all: each token reads its keys by itself, which
+long prompts of large models would feel.
 """
 
 from dataclasses import dataclass
@@ -45,11 +47,30 @@ class _Wrapper:
         planned = self._schedule
         if planned is None:
             raise InternalError("an attention wrapper was run before it was planned")
-        return paged_attention(q, paged_kv_cache, planned.indices, planned.first_pages, planned.begins, planned.limits,
-                               planned.mask, planned.mask_starts, scale=planned.scale)
+        return paged_attention(
+            q,
+            paged_kv_cache,
+            planned.indices,
+            planned.first_pages,
+            planned.begins,
+            planned.limits,
+            planned.mask,
+            planned.mask_starts,
+            scale=planned.scale,
+        )
 
-    def _store(self, query_lens: Tensor, indptr: Tensor, indices: Tensor, num_keys: Tensor, mask: Tensor | None,
-               scale: float, *, causal: bool, window: int) -> None:
+    def _store(
+        self,
+        query_lens: Tensor,
+        indptr: Tensor,
+        indices: Tensor,
+        num_keys: Tensor,
+        mask: Tensor | None,
+        scale: float,
+        *,
+        causal: bool,
+        window: int,
+    ) -> None:
         """One entry per row; query_lens and num_keys: [R] on the host."""
         rows = torch.repeat_interleave(torch.arange(len(query_lens)), query_lens)
         ends = query_lens.cumsum(0)
@@ -58,7 +79,12 @@ class _Wrapper:
         sizes = (query_lens * num_keys).long()
         mask_starts = (sizes.cumsum(0) - sizes)[rows] + place * num_keys[rows]
         begins = (positions - window).clamp(min=0) if window >= 0 else torch.zeros_like(positions)
-        per_token = (indptr[:-1][rows], begins, positions + 1 if causal else num_keys[rows], mask_starts)
+        per_token = (
+            indptr[:-1][rows],
+            begins,
+            positions + 1 if causal else num_keys[rows],
+            mask_starts,
+        )
         first_pages, begins, limits, mask_starts = (part.to(self._device) for part in per_token)
         self._schedule = _Schedule(indices, first_pages, begins, limits, mask, mask_starts, scale)
 
@@ -66,26 +92,70 @@ class _Wrapper:
 class TritonRagged(_Wrapper):
     """A `RaggedWrapper`."""
 
-    def plan(self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor,
-             paged_kv_last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int, *,
-             custom_mask: Tensor | None, causal: bool, sm_scale: float, window_left: int, q_data_type: torch.dtype,
-             kv_data_type: torch.dtype, disable_split_kv: bool) -> None:
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        *,
+        custom_mask: Tensor | None,
+        causal: bool,
+        sm_scale: float,
+        window_left: int,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+        disable_split_kv: bool,
+    ) -> None:
         """See `RaggedWrapper.plan`."""
         num_keys = _num_keys(paged_kv_indptr, paged_kv_last_page_len, page_size)
-        self._store(qo_indptr.diff(), paged_kv_indptr, paged_kv_indices, num_keys, custom_mask, sm_scale, causal=causal,
-                    window=window_left)
+        self._store(
+            qo_indptr.diff(),
+            paged_kv_indptr,
+            paged_kv_indices,
+            num_keys,
+            custom_mask,
+            sm_scale,
+            causal=causal,
+            window=window_left,
+        )
 
 
 class TritonDecode(_Wrapper):
     """A `DecodeWrapper`."""
 
-    def plan(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int,
-             head_dim: int, page_size: int, *, sm_scale: float, window_left: int, q_data_type: torch.dtype,
-             kv_data_type: torch.dtype, disable_split_kv: bool) -> None:
+    def plan(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        sm_scale: float,
+        window_left: int,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+        disable_split_kv: bool,
+    ) -> None:
         """See `DecodeWrapper.plan`."""
         num_keys = _num_keys(indptr, last_page_len, page_size)
-        self._store(torch.ones_like(num_keys), indptr, indices, num_keys, None, sm_scale, causal=False,
-                    window=window_left)
+        self._store(
+            torch.ones_like(num_keys),
+            indptr,
+            indices,
+            num_keys,
+            None,
+            sm_scale,
+            causal=False,
+            window=window_left,
+        )
 
 
 @dataclass(frozen=True)
@@ -107,7 +177,9 @@ class TritonWrappers:
 
 def _refuse_capture(graph: GraphSizes | None) -> None:
     if graph is not None:
-        raise InternalError("these wrappers make new tensors for every plan, which no graph can follow")
+        raise InternalError(
+            "these wrappers make new tensors for every plan, which no graph can follow"
+        )
 
 
 def _num_keys(indptr: Tensor, last_page_len: Tensor, page_size: int) -> Tensor:

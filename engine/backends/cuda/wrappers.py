@@ -1,7 +1,8 @@
 """The part of FlashInfer that Baton uses, as protocols, and the one place that imports it.
 
-`plan` runs on the host: it reads int32 lengths that lie on the CPU (device tensors would cost a blocking copy each) and
-stores its schedule in the wrapper. `run` is device work only and is called once per layer.
+`plan` runs on the host: it reads int32 lengths that lie on the CPU (device tensors would cost a
+blocking copy each) and stores its schedule in the wrapper. `run` is device work only and is called
+once per layer.
 """
 
 from dataclasses import dataclass
@@ -14,8 +15,9 @@ from engine.contracts.attention import AttentionGeometry
 from engine.memory.static import Fence
 from runtime.errors import ConfigError
 
-# Partial results of rows whose keys are shared out: per kv head a tile of 128 queries (64 where heads are wide), and as
-# many tiles as two per multiprocessor. With 16 query heads per kv head that is 280 MB on 132 multiprocessors.
+# Partial results of rows whose keys are shared out: per kv head a tile of 128 queries (64 where
+# heads are wide), and as many tiles as two per multiprocessor. With 16 query heads per kv head that
+# is 280 MB on 132 multiprocessors.
 WORKSPACE_BYTES = 384 << 20
 _HINT = "install the extra `gpu`, or run with device cpu"
 _AnyWrapper = TypeVar("_AnyWrapper")
@@ -23,8 +25,8 @@ _AnyWrapper = TypeVar("_AnyWrapper")
 
 @dataclass
 class Slot(Generic[_AnyWrapper]):
-    """A wrapper and how often it was planned. `planned` guards the page-locked memory that a plan is copied from: set
-    it behind each plan."""
+    """A wrapper and how often it was planned. `planned` guards the page-locked memory that a plan
+    is copied from: set it behind each plan."""
 
     wrapper: _AnyWrapper
     planned: Fence
@@ -39,13 +41,28 @@ class Slot(Generic[_AnyWrapper]):
 class RaggedWrapper(Protocol):
     """FlashInfer's BatchPrefillWithPagedKVCacheWrapper: rows of any number of queries."""
 
-    def plan(self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor,
-             paged_kv_last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int, *,
-             custom_mask: Tensor | None, causal: bool, sm_scale: float, window_left: int, q_data_type: torch.dtype,
-             kv_data_type: torch.dtype, disable_split_kv: bool) -> None:
-        """qo_indptr, paged_kv_indptr [R + 1], last_page_len [R] int32 on the CPU; indices int32 on the device;
-        custom_mask [sum of queries * keys] bool; window_left -1 for none. Without splits a row's sums do not depend on
-        the other rows."""
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        *,
+        custom_mask: Tensor | None,
+        causal: bool,
+        sm_scale: float,
+        window_left: int,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+        disable_split_kv: bool,
+    ) -> None:
+        """qo_indptr, paged_kv_indptr [R + 1], last_page_len [R] int32 on the CPU; indices int32 on
+        the device; custom_mask [sum of queries * keys] bool; window_left -1 for none. Without
+        splits a row's sums do not depend on the other rows."""
         ...
 
     def run(self, q: Tensor, paged_kv_cache: Tensor) -> Tensor:
@@ -56,9 +73,22 @@ class RaggedWrapper(Protocol):
 class DecodeWrapper(Protocol):
     """FlashInfer's BatchDecodeWithPagedKVCacheWrapper: one query per row."""
 
-    def plan(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int,
-             head_dim: int, page_size: int, *, sm_scale: float, window_left: int, q_data_type: torch.dtype,
-             kv_data_type: torch.dtype, disable_split_kv: bool) -> None:
+    def plan(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        sm_scale: float,
+        window_left: int,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+        disable_split_kv: bool,
+    ) -> None:
         """As `RaggedWrapper.plan`."""
         ...
 
@@ -71,14 +101,16 @@ class LseWrapper(RaggedWrapper, Protocol):
     """The same wrapper, planned without causal order: all queries of a row see all of its keys."""
 
     def run_return_lse(self, q: Tensor, paged_kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Also [T, heads] fp32: the base-2 logarithm of each query's sum of exponentials, to merge with other keys."""
+        """Also [T, heads] fp32: the base-2 logarithm of each query's sum of exponentials, to merge
+        with other keys."""
         ...
 
 
 @dataclass(frozen=True)
 class GraphSizes:
-    """Of the buffers of a wrapper whose runs are captured: rows of every plan, pages and packed mask at most. Without
-    mask bytes its plans are causal. `partial_bytes`: of partial results, as `partial_bytes` counts them."""
+    """Of the buffers of a wrapper whose runs are captured: rows of every plan, pages and packed
+    mask at most. Without mask bytes its plans are causal. `partial_bytes`: of partial results, as
+    `partial_bytes` counts them."""
 
     num_rows: int
     num_pages: int
@@ -87,16 +119,21 @@ class GraphSizes:
 
 
 def partial_bytes(geometry: AttentionGeometry, num_rows: int, num_tokens: int) -> int:
-    """What FlashInfer sets aside in a captured forward for partial results, at most: a graph has room for them whether
-    keys are shared out or not, and for tiles that any split of the tokens among the rows needs."""
+    """What FlashInfer sets aside in a captured forward for partial results, at most: a graph has
+    room for them whether keys are shared out or not, and for tiles that any split of the tokens
+    among the rows needs."""
     tile = 128 if geometry.head_dim < 256 else 64
-    num_tiles = -(-num_tokens * (geometry.num_heads // geometry.num_kv_heads) // tile) + num_rows - 1
-    return geometry.num_heads * num_tiles * tile * (geometry.head_dim + 1) * 4 + 256  # values, sums; their alignment
+    num_tiles = (
+        -(-num_tokens * (geometry.num_heads // geometry.num_kv_heads) // tile) + num_rows - 1
+    )
+    return (
+        geometry.num_heads * num_tiles * tile * (geometry.head_dim + 1) * 4 + 256
+    )  # values, sums; their alignment
 
 
 class WrapperFactory(Protocol):
-    """Makes wrappers for one device; each has a schedule of its own. Those with `graph` keep it in buffers that never
-    move, so that what was captured runs on the latest plan."""
+    """Makes wrappers for one device; each has a schedule of its own. Those with `graph` keep it in
+    buffers that never move, so that what was captured runs on the latest plan."""
 
     def ragged(self, graph: GraphSizes | None = None) -> RaggedWrapper: ...
 
@@ -112,25 +149,56 @@ class LseWrapperFactory(Protocol):
 
 
 class LengthsBesideMask:
-    """FlashInfer's wrapper for rows of any number of queries, given lengths where it looks for them: it packs a mask on
-    the device and reads there where rows begin. Its plan then waits for the device; without a mask it does not."""
+    """FlashInfer's wrapper for rows of any number of queries, given lengths where it looks for
+    them: it packs a mask on the device and reads there where rows begin. Its plan then waits for
+    the device; without a mask it does not."""
 
     def __init__(self, wrapper: RaggedWrapper, device: torch.device) -> None:
         self._wrapper = wrapper
         self._device = device
 
-    def plan(self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor,
-             paged_kv_last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int, *,
-             custom_mask: Tensor | None, causal: bool, sm_scale: float, window_left: int, q_data_type: torch.dtype,
-             kv_data_type: torch.dtype, disable_split_kv: bool) -> None:
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        *,
+        custom_mask: Tensor | None,
+        causal: bool,
+        sm_scale: float,
+        window_left: int,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+        disable_split_kv: bool,
+    ) -> None:
         """See `RaggedWrapper.plan`."""
         if custom_mask is not None:
             qo_indptr, paged_kv_indptr, paged_kv_last_page_len = (
-                lengths.to(self._device) for lengths in (qo_indptr, paged_kv_indptr, paged_kv_last_page_len))
-        self._wrapper.plan(qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads,
-                           num_kv_heads, head_dim_qk, page_size, custom_mask=custom_mask, causal=causal,
-                           sm_scale=sm_scale, window_left=window_left, q_data_type=q_data_type,
-                           kv_data_type=kv_data_type, disable_split_kv=disable_split_kv)
+                lengths.to(self._device)
+                for lengths in (qo_indptr, paged_kv_indptr, paged_kv_last_page_len)
+            )
+        self._wrapper.plan(
+            qo_indptr,
+            paged_kv_indptr,
+            paged_kv_indices,
+            paged_kv_last_page_len,
+            num_qo_heads,
+            num_kv_heads,
+            head_dim_qk,
+            page_size,
+            custom_mask=custom_mask,
+            causal=causal,
+            sm_scale=sm_scale,
+            window_left=window_left,
+            q_data_type=q_data_type,
+            kv_data_type=kv_data_type,
+            disable_split_kv=disable_split_kv,
+        )
 
     def run(self, q: Tensor, paged_kv_cache: Tensor) -> Tensor:
         """See `RaggedWrapper.run`."""
@@ -138,8 +206,8 @@ class LengthsBesideMask:
 
 
 class Workspace:
-    """Memory for partial results: one for all wrappers, since what runs on the same stream runs one after the other.
-    Wrappers that were made before it grew keep what they were made with."""
+    """Memory for partial results: one for all wrappers, since what runs on the same stream runs one
+    after the other. Wrappers that were made before it grew keep what they were made with."""
 
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -153,18 +221,23 @@ class Workspace:
 class FlashInferWrappers:
     """A `WrapperFactory` over the installed FlashInfer."""
 
-    # A tile of the tensor-core kernel is filled by a kv head's query heads; fewer than four leave it too empty. The
-    # CUDA-core kernel knows no group of 5 or 7, and before 0.7 none of 6 or 16.
+    # A tile of the tensor-core kernel is filled by a kv head's query heads; fewer than four leave
+    # it too empty. The CUDA-core kernel knows no group of 5 or 7, and before 0.7 none of 6 or 16.
     _CUDA_CORE_GROUPS = frozenset({1, 2, 3})
 
     def __init__(self, device: torch.device) -> None:
         """Raises ConfigError when there is no CUDA device or FlashInfer cannot be imported."""
         if device.type != "cuda" or not torch.cuda.is_available():
-            raise ConfigError(f"attention by FlashInfer needs a CUDA device, got {device}; {_HINT}", field="device")
+            raise ConfigError(
+                f"attention by FlashInfer needs a CUDA device, got {device}; {_HINT}",
+                field="device",
+            )
         try:
             import flashinfer
         except ImportError as error:
-            raise ConfigError(f"attention on {device} needs FlashInfer ({error}); {_HINT}", field="device") from error
+            raise ConfigError(
+                f"attention on {device} needs FlashInfer ({error}); {_HINT}", field="device"
+            ) from error
         self._library = flashinfer
         self._device = device
         self._workspace = Workspace(device)
@@ -175,25 +248,45 @@ class FlashInferWrappers:
 
     def with_lse(self, graph: GraphSizes | None = None) -> LseWrapper:
         """See `LseWrapperFactory.with_lse`."""
-        buffers = {} if graph is None else {
-            "use_cuda_graph": True, "qo_indptr_buf": self._ints(graph.num_rows + 1),
-            "paged_kv_indptr_buf": self._ints(graph.num_rows + 1), "paged_kv_indices_buf": self._ints(graph.num_pages),
-            "paged_kv_last_page_len_buf": self._ints(graph.num_rows)}
+        buffers = (
+            {}
+            if graph is None
+            else {
+                "use_cuda_graph": True,
+                "qo_indptr_buf": self._ints(graph.num_rows + 1),
+                "paged_kv_indptr_buf": self._ints(graph.num_rows + 1),
+                "paged_kv_indices_buf": self._ints(graph.num_pages),
+                "paged_kv_last_page_len_buf": self._ints(graph.num_rows),
+            }
+        )
         if graph is not None and graph.mask_bytes:
-            buffers["custom_mask_buf"] = torch.zeros(graph.mask_bytes, dtype=torch.uint8, device=self._device)
+            buffers["custom_mask_buf"] = torch.zeros(
+                graph.mask_bytes, dtype=torch.uint8, device=self._device
+            )
             buffers["mask_indptr_buf"] = self._ints(graph.num_rows + 1)
         made: LseWrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(
-            self._room(graph), "HND", backend="fa2", **buffers)  # FA3 refuses custom masks
+            self._room(graph), "HND", backend="fa2", **buffers
+        )  # FA3 refuses custom masks
         return made
 
     def decode(self, *, group_size: int, graph: GraphSizes | None = None) -> DecodeWrapper:
         """See `WrapperFactory.decode`."""
-        buffers = {} if graph is None else {
-            "use_cuda_graph": True, "paged_kv_indptr_buffer": self._ints(graph.num_rows + 1),
-            "paged_kv_indices_buffer": self._ints(graph.num_pages),
-            "paged_kv_last_page_len_buffer": self._ints(graph.num_rows)}
+        buffers = (
+            {}
+            if graph is None
+            else {
+                "use_cuda_graph": True,
+                "paged_kv_indptr_buffer": self._ints(graph.num_rows + 1),
+                "paged_kv_indices_buffer": self._ints(graph.num_pages),
+                "paged_kv_last_page_len_buffer": self._ints(graph.num_rows),
+            }
+        )
         made: DecodeWrapper = self._library.BatchDecodeWithPagedKVCacheWrapper(
-            self._room(graph), "HND", use_tensor_cores=group_size not in self._CUDA_CORE_GROUPS, **buffers)
+            self._room(graph),
+            "HND",
+            use_tensor_cores=group_size not in self._CUDA_CORE_GROUPS,
+            **buffers,
+        )
         return made
 
     def _room(self, graph: GraphSizes | None) -> Tensor:

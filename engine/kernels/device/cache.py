@@ -6,7 +6,9 @@ from torch import Tensor
 
 
 @triton.jit
-def write_kv_kernel(pool, k, v, pages, offsets, num_heads, page_size, head_dim, BLOCK: tl.constexpr):
+def write_kv_kernel(
+    pool, k, v, pages, offsets, num_heads, page_size, head_dim, BLOCK: tl.constexpr
+):
     """One program per (token, part): part 0 stores k, part 1 stores v."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
@@ -25,9 +27,19 @@ def write_kv_kernel(pool, k, v, pages, offsets, num_heads, page_size, head_dim, 
 
 
 def write_kv(pool: Tensor, k: Tensor, v: Tensor, pages: Tensor, offsets: Tensor) -> None:
-    """Store k, v [T, kv heads, D] at pool[pages[t], :, :, offsets[t]]; pool [num_pages, 2, kv heads, page_size, D]."""
+    """Store k, v [T, kv heads, D] at pool[pages[t], :, :, offsets[t]]; pool [num_pages, 2, kv
+    heads, page_size, D]."""
     num_tokens, num_heads, head_dim = k.shape
     if not num_tokens:
         return
-    write_kv_kernel[num_tokens, 2](pool, k.contiguous(), v.contiguous(), pages, offsets, num_heads, pool.shape[3],
-                                   head_dim, BLOCK=triton.next_power_of_2(num_heads * head_dim))
+    write_kv_kernel[num_tokens, 2](
+        pool,
+        k.contiguous(),
+        v.contiguous(),
+        pages,
+        offsets,
+        num_heads,
+        pool.shape[3],
+        head_dim,
+        BLOCK=triton.next_power_of_2(num_heads * head_dim),
+    )

@@ -1,4 +1,5 @@
-"""The causal convolution of whole prompts: outputs of all tokens at once, then each row's new history."""
+"""The causal convolution of whole prompts: outputs of all tokens at once, then each row's new
+history."""
 
 import torch
 import triton
@@ -9,9 +10,20 @@ _CHANNELS = 256
 
 
 @triton.jit
-def conv_prefill_kernel(x, weight, states, slots, fresh, starts, out, num_channels, KERNEL: tl.constexpr,
-                        BLOCK: tl.constexpr):
-    """Outputs only; one program per (token, block of channels). starts [T]: the row's first token."""
+def conv_prefill_kernel(
+    x,
+    weight,
+    states,
+    slots,
+    fresh,
+    starts,
+    out,
+    num_channels,
+    KERNEL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Outputs only; one program per (token, block of channels). starts [T]: the row's first
+    token."""
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < num_channels
@@ -32,8 +44,9 @@ def conv_prefill_kernel(x, weight, states, slots, fresh, starts, out, num_channe
 
 
 @triton.jit
-def conv_history_kernel(x, states, slots, fresh, starts, stops, num_channels, KERNEL: tl.constexpr,
-                        BLOCK: tl.constexpr):
+def conv_history_kernel(
+    x, states, slots, fresh, starts, stops, num_channels, KERNEL: tl.constexpr, BLOCK: tl.constexpr
+):
     """The last inputs of each row become its history; one program per (row, block of channels)."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -41,7 +54,9 @@ def conv_history_kernel(x, states, slots, fresh, starts, stops, num_channels, KE
     start, stop = tl.load(starts + row).to(tl.int64), tl.load(stops + row).to(tl.int64)
     record = tl.load(slots + row).to(tl.int64) * (KERNEL - 1) * num_channels
     old_channels = tl.where(tl.load(fresh + row) == 0, num_channels, 0)
-    for place in tl.static_range(KERNEL - 1):  # ascending: an old input moves down, so its place was read before
+    for place in tl.static_range(
+        KERNEL - 1
+    ):  # ascending: an old input moves down, so its place was read before
         source = stop - (KERNEL - 1) + place
         in_new = channel < tl.where(source >= start, num_channels, 0)
         new = tl.load(x + source * num_channels + channel, mask=in_new, other=0.0)
@@ -51,10 +66,16 @@ def conv_history_kernel(x, states, slots, fresh, starts, stops, num_channels, KE
         tl.store(states + record + place * num_channels + channel, new + old, mask=inside)
 
 
-def conv_prefill(x: Tensor, weight: Tensor, states: Tensor, slots: Tensor, fresh: Tensor,
-                 query_lens: tuple[int, ...]) -> Tensor:
-    """x [T, C], weight [C, K], states [records, K - 1, C]; slots [R] int64, fresh [R] bool as in `delta_chunks`.
-    Returns silu of the convolution [T, C] and writes the new histories."""
+def conv_prefill(
+    x: Tensor,
+    weight: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    fresh: Tensor,
+    query_lens: tuple[int, ...],
+) -> Tensor:
+    """x [T, C], weight [C, K], states [records, K - 1, C]; slots [R] int64, fresh [R] bool as in
+    `delta_chunks`. Returns silu of the convolution [T, C] and writes the new histories."""
     out = torch.empty_like(x)
     rows = [row for row, length in enumerate(query_lens) if length]
     if not rows:
@@ -65,10 +86,22 @@ def conv_prefill(x: Tensor, weight: Tensor, states: Tensor, slots: Tensor, fresh
     starts = stops - lengths
     blocks = triton.cdiv(x.shape[1], _CHANNELS)
     # With the length of the result given, nothing waits for the device to compute it.
-    spread = [torch.repeat_interleave(values, lengths, output_size=len(x))
-              for values in (slots[chosen], fresh[chosen], starts)]
-    conv_prefill_kernel[len(x), blocks](x, weight, states, *spread, out, x.shape[1], KERNEL=weight.shape[1],
-                                        BLOCK=_CHANNELS)
-    conv_history_kernel[len(rows), blocks](x, states, slots[chosen], fresh[chosen], starts, stops, x.shape[1],
-                                           KERNEL=weight.shape[1], BLOCK=_CHANNELS)
+    spread = [
+        torch.repeat_interleave(values, lengths, output_size=len(x))
+        for values in (slots[chosen], fresh[chosen], starts)
+    ]
+    conv_prefill_kernel[len(x), blocks](
+        x, weight, states, *spread, out, x.shape[1], KERNEL=weight.shape[1], BLOCK=_CHANNELS
+    )
+    conv_history_kernel[len(rows), blocks](
+        x,
+        states,
+        slots[chosen],
+        fresh[chosen],
+        starts,
+        stops,
+        x.shape[1],
+        KERNEL=weight.shape[1],
+        BLOCK=_CHANNELS,
+    )
     return out

@@ -1,7 +1,8 @@
-"""Recurrent layers, one token or one tree node per program: causal convolution and the delta rule's step.
+"""Recurrent layers, one token or one tree node per program: causal convolution and the delta rule's
+step.
 
-Formulas as in `engine/backends/gated_delta.py`. A token reads one record and writes one: in decode both are its row's
-slot; in verification it reads its parent's and writes its own.
+Formulas as in `engine/backends/gated_delta.py`. A token reads one record and writes one: in decode
+both are its row's slot; in verification it reads its parent's and writes its own.
 """
 
 from dataclasses import dataclass
@@ -16,8 +17,19 @@ _COLUMNS = 32
 
 
 @triton.jit
-def conv_step_kernel(x, weight, before, sources, after, targets, fresh, out, num_channels, KERNEL: tl.constexpr,
-                     BLOCK: tl.constexpr):
+def conv_step_kernel(
+    x,
+    weight,
+    before,
+    sources,
+    after,
+    targets,
+    fresh,
+    out,
+    num_channels,
+    KERNEL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """before, after [records, KERNEL - 1, C]; one program per (token, block of channels)."""
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -26,10 +38,14 @@ def conv_step_kernel(x, weight, before, sources, after, targets, fresh, out, num
     target = tl.load(targets + token).to(tl.int64) * (KERNEL - 1) * num_channels
     in_old = channel < tl.where(tl.load(fresh + token) == 0, num_channels, 0)
     new = tl.load(x + token * num_channels + channel, mask=inside, other=0.0)
-    total = new.to(tl.float32) * tl.load(weight + channel * KERNEL + KERNEL - 1, mask=inside, other=0.0).to(tl.float32)
+    total = new.to(tl.float32) * tl.load(
+        weight + channel * KERNEL + KERNEL - 1, mask=inside, other=0.0
+    ).to(tl.float32)
     for tap in tl.static_range(KERNEL - 1):
         old = tl.load(before + source + tap * num_channels + channel, mask=in_old, other=0.0)
-        total += old.to(tl.float32) * tl.load(weight + channel * KERNEL + tap, mask=inside, other=0.0).to(tl.float32)
+        total += old.to(tl.float32) * tl.load(
+            weight + channel * KERNEL + tap, mask=inside, other=0.0
+        ).to(tl.float32)
         if tap > 0:
             tl.store(after + target + (tap - 1) * num_channels + channel, old, mask=inside)
     tl.store(after + target + (KERNEL - 2) * num_channels + channel, new, mask=inside)
@@ -37,9 +53,28 @@ def conv_step_kernel(x, weight, before, sources, after, targets, fresh, out, num
 
 
 @triton.jit
-def delta_step_kernel(q, k, v, g, beta, before, sources, after, targets, fresh, out, num_k_heads, num_v_heads, scale,
-                      DK: tl.constexpr, DV: tl.constexpr, DK_BLOCK: tl.constexpr, DV_BLOCK: tl.constexpr):
-    """before, after [records, Hv, DK, DV] fp32; one program per (token, value head, block of DV)."""
+def delta_step_kernel(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    before,
+    sources,
+    after,
+    targets,
+    fresh,
+    out,
+    num_k_heads,
+    num_v_heads,
+    scale,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DK_BLOCK: tl.constexpr,
+    DV_BLOCK: tl.constexpr,
+):
+    """before, after [records, Hv, DK, DV] fp32; one program per (token, value head, block of
+    DV)."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row = tl.arange(0, DK_BLOCK)
@@ -58,17 +93,24 @@ def delta_step_kernel(q, k, v, g, beta, before, sources, after, targets, fresh, 
     in_old = (row < old_rows)[:, None] & in_column[None, :]
     state = tl.load(before + source + cell, mask=in_old, other=0.0)
     state *= tl.exp(tl.load(g + token * num_v_heads + head))
-    value = tl.load(v + (token * num_v_heads + head) * DV + column, mask=in_column, other=0.0).to(tl.float32)
+    value = tl.load(v + (token * num_v_heads + head) * DV + column, mask=in_column, other=0.0).to(
+        tl.float32
+    )
     error = value - tl.sum(state * key[:, None], 0)
     state += key[:, None] * (tl.load(beta + token * num_v_heads + head) * error)[None, :]
     target = (tl.load(targets + token).to(tl.int64) * num_v_heads + head) * DK * DV
     tl.store(after + target + cell, state, mask=inside)
-    tl.store(out + (token * num_v_heads + head) * DV + column, tl.sum(state * query[:, None], 0), mask=in_column)
+    tl.store(
+        out + (token * num_v_heads + head) * DV + column,
+        tl.sum(state * query[:, None], 0),
+        mask=in_column,
+    )
 
 
 @dataclass(frozen=True)
 class Moves:
-    """Which record each token reads and writes. No record is read by one token and written by another in one call.
+    """Which record each token reads and writes. No record is read by one token and written by
+    another in one call.
 
     sources, targets  [T] int64, records of `before` and `after`
     fresh             [T] bool, True where the state is zero whatever the source holds
@@ -80,26 +122,62 @@ class Moves:
 
 
 def conv_step(x: Tensor, weight: Tensor, before: Tensor, after: Tensor, moves: Moves) -> Tensor:
-    """x [T, C], weight [C, K]; before, after [records, K - 1, C] inputs, oldest first. Returns silu of the convolution
-    [T, C] and writes the new histories."""
+    """x [T, C], weight [C, K]; before, after [records, K - 1, C] inputs, oldest first. Returns silu
+    of the convolution [T, C] and writes the new histories."""
     out = torch.empty_like(x)
     if len(x):
         grid = len(x), triton.cdiv(x.shape[1], _CHANNELS)
-        conv_step_kernel[grid](x, weight, before, moves.sources, after, moves.targets, moves.fresh, out, x.shape[1],
-                               KERNEL=weight.shape[1], BLOCK=_CHANNELS)
+        conv_step_kernel[grid](
+            x,
+            weight,
+            before,
+            moves.sources,
+            after,
+            moves.targets,
+            moves.fresh,
+            out,
+            x.shape[1],
+            KERNEL=weight.shape[1],
+            BLOCK=_CHANNELS,
+        )
     return out
 
 
-def delta_step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, before: Tensor, after: Tensor,
-               moves: Moves) -> Tensor:
-    """q, k [T, Hk, dk], v [T, Hv, dv], g, beta [T, Hv] fp32; before, after [records, Hv, dk, dv] fp32. Returns
-    [T, Hv, dv] fp32 and writes the new states."""
+def delta_step(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    before: Tensor,
+    after: Tensor,
+    moves: Moves,
+) -> Tensor:
+    """q, k [T, Hk, dk], v [T, Hv, dv], g, beta [T, Hv] fp32; before, after [records, Hv, dk, dv]
+    fp32. Returns [T, Hv, dv] fp32 and writes the new states."""
     num_tokens, num_v_heads, dv = v.shape
     num_k_heads, dk = q.shape[1:]
     out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
     if num_tokens:
         grid = num_tokens, num_v_heads, triton.cdiv(dv, _COLUMNS)
-        delta_step_kernel[grid](q, k, v, g, beta, before, moves.sources, after, moves.targets, moves.fresh, out,
-                                num_k_heads, num_v_heads, dk ** -0.5, DK=dk, DV=dv,
-                                DK_BLOCK=triton.next_power_of_2(dk), DV_BLOCK=_COLUMNS)
+        delta_step_kernel[grid](
+            q,
+            k,
+            v,
+            g,
+            beta,
+            before,
+            moves.sources,
+            after,
+            moves.targets,
+            moves.fresh,
+            out,
+            num_k_heads,
+            num_v_heads,
+            dk**-0.5,
+            DK=dk,
+            DV=dv,
+            DK_BLOCK=triton.next_power_of_2(dk),
+            DV_BLOCK=_COLUMNS,
+        )
     return out

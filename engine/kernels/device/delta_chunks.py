@@ -1,8 +1,10 @@
-"""The chunked delta rule over rows of any length: 64 tokens at a time, chunks of a row one after the other.
+"""The chunked delta rule over rows of any length: 64 tokens at a time, chunks of a row one after
+the other.
 
-Formulas as in `engine/backends/gated_delta.py`. What needs no state all chunks do at once: inverting their triangular
-system, and its products with keys and values. The scan that follows is four products per chunk; more would not fit into
-registers. All run on tensor cores, whose operands have 11 bits where q has 8 (bf16), else three times as many.
+Formulas as in `engine/backends/gated_delta.py`. What needs no state all chunks do at once:
+inverting their triangular system, and its products with keys and values. The scan that follows is
+four products per chunk; more would not fit into registers. All run on tensor cores, whose operands
+have 11 bits where q has 8 (bf16), else three times as many.
 """
 
 import torch
@@ -13,7 +15,8 @@ from torch import Tensor
 from engine.kernels.delta_rule import CHUNK
 
 _COLUMNS = 32
-# With fewer warps, or with loads in advance, a program's part of the products fits neither registers nor shared memory.
+# With fewer warps, or with loads in advance, a program's part of the products fits neither
+# registers nor shared memory.
 OPTIONS = {"num_warps": 8, "num_stages": 1}
 
 
@@ -38,18 +41,37 @@ def _decays(g, first, count, heads, head, C: tl.constexpr):
     token = tl.arange(0, C)
     total = tl.cumsum(tl.load(g + (first + token) * heads + head, mask=token < count, other=0.0), 0)
     lower = token[:, None] >= token[None, :]
-    return total, tl.where(lower, tl.exp(tl.where(lower, total[:, None] - total[None, :], 0.0)), 0.0)
+    return total, tl.where(
+        lower, tl.exp(tl.where(lower, total[:, None] - total[None, :], 0.0)), 0.0
+    )
 
 
 @triton.jit
-def chunk_inverse_kernel(k, g, beta, firsts, counts, inverses, num_k_heads, num_v_heads, DK: tl.constexpr,
-                         DK_BLOCK: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
-    """[N, Hv, C, C] = (I + strict_lower(diag(beta) K K^T * D))^-1, row by row; one program per (chunk, head)."""
+def chunk_inverse_kernel(
+    k,
+    g,
+    beta,
+    firsts,
+    counts,
+    inverses,
+    num_k_heads,
+    num_v_heads,
+    DK: tl.constexpr,
+    DK_BLOCK: tl.constexpr,
+    C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """[N, Hv, C, C] = (I + strict_lower(diag(beta) K K^T * D))^-1, row by row; one program per
+    (chunk, head)."""
     chunk = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     first, count = tl.load(firsts + chunk).to(tl.int64), tl.load(counts + chunk)
     token = tl.arange(0, C)
-    key = _unit(_heads_of_chunk(k, first, count, num_k_heads, head // (num_v_heads // num_k_heads), DK, C, DK_BLOCK))
+    key = _unit(
+        _heads_of_chunk(
+            k, first, count, num_k_heads, head // (num_v_heads // num_k_heads), DK, C, DK_BLOCK
+        )
+    )
     _, decay = _decays(g, first, count, num_v_heads, head, C)
     rate = tl.load(beta + (first + token) * num_v_heads + head, mask=token < count, other=0.0)
     system = rate[:, None] * tl.dot(key, tl.trans(key), input_precision=PRECISION) * decay
@@ -64,13 +86,36 @@ def chunk_inverse_kernel(k, g, beta, firsts, counts, inverses, num_k_heads, num_
 
 
 @triton.jit
-def chunk_prepare_kernel(q, k, v, g, beta, inverses, firsts, counts, removals, additions, queries, faded, scores, lasts,
-                         num_k_heads, num_v_heads, scale, DK: tl.constexpr, DV: tl.constexpr, DK_BLOCK: tl.constexpr,
-                         DV_BLOCK: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
-    """What the scan reads, per chunk and value head; one program each. In [N, Hv, C, ...]: what a token's update takes
-    from the state by key (`removals`, DK_BLOCK) and what it adds by value (`additions`, DV); queries by decay since the
-    chunk's begin (`queries`, DK_BLOCK), keys by decay until its end (`faded`, DK_BLOCK); `scores` (C) of queries and
-    keys within. lasts [N, Hv]: the chunk's whole decay."""
+def chunk_prepare_kernel(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    inverses,
+    firsts,
+    counts,
+    removals,
+    additions,
+    queries,
+    faded,
+    scores,
+    lasts,
+    num_k_heads,
+    num_v_heads,
+    scale,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DK_BLOCK: tl.constexpr,
+    DV_BLOCK: tl.constexpr,
+    C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """What the scan reads, per chunk and value head; one program each. In [N, Hv, C, ...]: what a
+    token's update takes from the state by key (`removals`, DK_BLOCK) and what it adds by value
+    (`additions`, DV); queries by decay since the chunk's begin (`queries`, DK_BLOCK), keys by decay
+    until its end (`faded`, DK_BLOCK); `scores` (C) of queries and keys within. lasts [N, Hv]: the
+    chunk's whole decay."""
     chunk = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     first, count = tl.load(firsts + chunk).to(tl.int64), tl.load(counts + chunk)
@@ -79,7 +124,9 @@ def chunk_prepare_kernel(q, k, v, g, beta, inverses, firsts, counts, removals, a
     total, decay = _decays(g, first, count, num_v_heads, head, C)
     grown = tl.exp(total)[:, None]
     last = tl.sum(tl.where(token == C - 1, total, 0.0), 0)
-    rate = tl.load(beta + (first + token) * num_v_heads + head, mask=token < count, other=0.0)[:, None]
+    rate = tl.load(beta + (first + token) * num_v_heads + head, mask=token < count, other=0.0)[
+        :, None
+    ]
     place = chunk * num_v_heads + head
     square = (place * C + token)[:, None] * C + token[None, :]
     wide = (place * C + token)[:, None] * DK_BLOCK + channel[None, :]
@@ -93,22 +140,50 @@ def chunk_prepare_kernel(q, k, v, g, beta, inverses, firsts, counts, removals, a
     for start in range(0, DV, DV_BLOCK):
         column = start + tl.arange(0, DV_BLOCK)
         at = ((first + token)[:, None] * num_v_heads + head) * DV + column[None, :]
-        value = tl.load(v + at, mask=(token < count)[:, None] & (column < DV)[None, :], other=0.0).to(tl.float32)
+        value = tl.load(
+            v + at, mask=(token < count)[:, None] & (column < DV)[None, :], other=0.0
+        ).to(tl.float32)
         added = tl.dot(inverse, rate * value, input_precision=PRECISION)
-        tl.store(additions + (place * C + token)[:, None] * DV + column[None, :], added, mask=(column < DV)[None, :])
+        tl.store(
+            additions + (place * C + token)[:, None] * DV + column[None, :],
+            added,
+            mask=(column < DV)[None, :],
+        )
     tl.store(lasts + place, tl.exp(last))
 
 
 @triton.jit
-def chunk_scan_kernel(removals, additions, queries, faded, scores, lasts, firsts, counts, row_chunks, states, slots,
-                      fresh, out, num_v_heads, DK: tl.constexpr, DV: tl.constexpr, DK_BLOCK: tl.constexpr,
-                      DV_BLOCK: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr):
-    """states [records, Hv, DK, DV], updated in place; one program per (row, value head, block of DV)."""
+def chunk_scan_kernel(
+    removals,
+    additions,
+    queries,
+    faded,
+    scores,
+    lasts,
+    firsts,
+    counts,
+    row_chunks,
+    states,
+    slots,
+    fresh,
+    out,
+    num_v_heads,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DK_BLOCK: tl.constexpr,
+    DV_BLOCK: tl.constexpr,
+    C: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """states [records, Hv, DK, DV], updated in place; one program per (row, value head, block of
+    DV)."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     token, channel = tl.arange(0, C), tl.arange(0, DK_BLOCK)
     column = tl.program_id(2) * DV_BLOCK + tl.arange(0, DV_BLOCK)
-    cell = ((tl.load(slots + row).to(tl.int64) * num_v_heads + head) * DK + channel)[:, None] * DV + column[None, :]
+    cell = ((tl.load(slots + row).to(tl.int64) * num_v_heads + head) * DK + channel)[
+        :, None
+    ] * DV + column[None, :]
     inside = (channel < DK)[:, None] & (column < DV)[None, :]
     old_rows = tl.where(tl.load(fresh + row) == 0, DK, 0)
     in_old = (channel < old_rows)[:, None] & (column < DV)[None, :]
@@ -117,26 +192,39 @@ def chunk_scan_kernel(removals, additions, queries, faded, scores, lasts, firsts
         first, count = tl.load(firsts + chunk).to(tl.int64), tl.load(counts + chunk)
         place = tl.cast(chunk, tl.int64) * num_v_heads + head
         wide = (place * C + token)[:, None] * DK_BLOCK + channel[None, :]
-        added = tl.load(additions + (place * C + token)[:, None] * DV + column[None, :], mask=(column < DV)[None, :],
-                        other=0.0)
+        added = tl.load(
+            additions + (place * C + token)[:, None] * DV + column[None, :],
+            mask=(column < DV)[None, :],
+            other=0.0,
+        )
         update = added - tl.dot(tl.load(removals + wide), state, input_precision=PRECISION)
         result = tl.dot(tl.load(queries + wide), state, input_precision=PRECISION)
         inner = tl.load(scores + (place * C + token)[:, None] * C + token[None, :])
         result += tl.dot(inner, update, input_precision=PRECISION)
         at = ((first + token)[:, None] * num_v_heads + head) * DV + column[None, :]
         tl.store(out + at, result, mask=(token < count)[:, None] & (column < DV)[None, :])
-        state = tl.load(lasts + place) * state + tl.dot(tl.trans(tl.load(faded + wide)), update,
-                                                        input_precision=PRECISION)
+        state = tl.load(lasts + place) * state + tl.dot(
+            tl.trans(tl.load(faded + wide)), update, input_precision=PRECISION
+        )
     tl.store(states + cell, state, mask=inside)
 
 
-def delta_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, states: Tensor, slots: Tensor, fresh: Tensor,
-                 query_lens: tuple[int, ...]) -> Tensor:
+def delta_chunks(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    fresh: Tensor,
+    query_lens: tuple[int, ...],
+) -> Tensor:
     """Rows of new tokens one after the other, each starting on the 64-token grid.
 
-    q, k [T, Hk, dk], v [T, Hv, dv], g, beta [T, Hv] fp32; states [records, Hv, dk, dv] fp32; slots [R] int64; fresh [R]
-    bool, True where the state is zero whatever the record holds. Returns [T, Hv, dv] fp32 and writes the new states.
-    Rows without tokens keep their state.
+    q, k [T, Hk, dk], v [T, Hv, dv], g, beta [T, Hv] fp32; states [records, Hv, dk, dv] fp32; slots
+    [R] int64; fresh [R] bool, True where the state is zero whatever the record holds. Returns [T,
+    Hv, dv] fp32 and writes the new states. Rows without tokens keep their state.
     """
     num_v_heads, dv = v.shape[1:]
     num_k_heads, dk = q.shape[1:]
@@ -150,22 +238,79 @@ def delta_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state
         counts += [min(CHUNK, length - done) for done in range(0, length, CHUNK)]
         row_chunks.append(len(firsts))
         start += length
-    first, count, bounds, chosen = (torch.tensor(values, dtype=torch.int32, device=v.device)
-                                    for values in (firsts, counts, row_chunks, rows))
+    first, count, bounds, chosen = (
+        torch.tensor(values, dtype=torch.int32, device=v.device)
+        for values in (firsts, counts, row_chunks, rows)
+    )
     dk_block = max(16, triton.next_power_of_2(dk))
     inverses, scores, removals, queries, faded, additions = (
         torch.empty(len(firsts), num_v_heads, CHUNK, width, dtype=torch.float32, device=v.device)
-        for width in (CHUNK, CHUNK, dk_block, dk_block, dk_block, dv))
+        for width in (CHUNK, CHUNK, dk_block, dk_block, dk_block, dv)
+    )
     lasts = torch.empty(len(firsts), num_v_heads, dtype=torch.float32, device=v.device)
     precision = "tf32" if q.dtype is torch.bfloat16 else "tf32x3"
-    chunk_inverse_kernel[len(firsts), num_v_heads](k, g, beta, first, count, inverses, num_k_heads, num_v_heads, DK=dk,
-                                                   DK_BLOCK=dk_block, C=CHUNK, PRECISION=precision, **OPTIONS)
+    chunk_inverse_kernel[len(firsts), num_v_heads](
+        k,
+        g,
+        beta,
+        first,
+        count,
+        inverses,
+        num_k_heads,
+        num_v_heads,
+        DK=dk,
+        DK_BLOCK=dk_block,
+        C=CHUNK,
+        PRECISION=precision,
+        **OPTIONS,
+    )
     chunk_prepare_kernel[len(firsts), num_v_heads](
-        q, k, v, g, beta, inverses, first, count, removals, additions, queries, faded, scores, lasts, num_k_heads,
-        num_v_heads, dk ** -0.5, DK=dk, DV=dv, DK_BLOCK=dk_block, DV_BLOCK=_COLUMNS, C=CHUNK, PRECISION=precision,
-        **OPTIONS)
+        q,
+        k,
+        v,
+        g,
+        beta,
+        inverses,
+        first,
+        count,
+        removals,
+        additions,
+        queries,
+        faded,
+        scores,
+        lasts,
+        num_k_heads,
+        num_v_heads,
+        dk**-0.5,
+        DK=dk,
+        DV=dv,
+        DK_BLOCK=dk_block,
+        DV_BLOCK=_COLUMNS,
+        C=CHUNK,
+        PRECISION=precision,
+        **OPTIONS,
+    )
     chunk_scan_kernel[len(rows), num_v_heads, triton.cdiv(dv, _COLUMNS)](
-        removals, additions, queries, faded, scores, lasts, first, count, bounds, states, slots[chosen], fresh[chosen],
-        out, num_v_heads, DK=dk, DV=dv, DK_BLOCK=dk_block, DV_BLOCK=_COLUMNS, C=CHUNK, PRECISION=precision,
-        **OPTIONS)
+        removals,
+        additions,
+        queries,
+        faded,
+        scores,
+        lasts,
+        first,
+        count,
+        bounds,
+        states,
+        slots[chosen],
+        fresh[chosen],
+        out,
+        num_v_heads,
+        DK=dk,
+        DV=dv,
+        DK_BLOCK=dk_block,
+        DV_BLOCK=_COLUMNS,
+        C=CHUNK,
+        PRECISION=precision,
+        **OPTIONS,
+    )
     return out

@@ -1,8 +1,9 @@
-"""Attention of each token to a list of cache entries of its own, over compressed keys (MLA), and the scores by which a
-layer chooses them (DSA).
+"""Attention of each token to a list of cache entries of its own, over compressed keys (MLA), and
+the scores by which a layer chooses them (DSA).
 
-FlashInfer's wrapper for compressed keys has neither masks nor choices; this covers both: a node of a draft tree
-lists the committed keys, its ancestors and itself; a layer that chooses lists what it chose.
+FlashInfer's wrapper for compressed keys has neither masks nor choices; this covers both: a node of
+a draft tree lists the committed keys, its ancestors and itself; a layer that chooses lists what it
+chose.
 """
 
 import torch
@@ -14,26 +15,51 @@ _HEADS, _KEYS, _SCORED_KEYS = 16, 32, 128
 
 
 @triton.jit
-def listed_attention_kernel(q, entries, keys, out, num_heads, num_keys, scale, LATENT: tl.constexpr, ROPE: tl.constexpr,
-                            LATENT_BLOCK: tl.constexpr, ROPE_BLOCK: tl.constexpr, H: tl.constexpr, K: tl.constexpr):
+def listed_attention_kernel(
+    q,
+    entries,
+    keys,
+    out,
+    num_heads,
+    num_keys,
+    scale,
+    LATENT: tl.constexpr,
+    ROPE: tl.constexpr,
+    LATENT_BLOCK: tl.constexpr,
+    ROPE_BLOCK: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+):
     """One program per (token, H heads). keys [T, num_keys] int32 slots, -1 for none."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * H + tl.arange(0, H)
     latent, rope = tl.arange(0, LATENT_BLOCK), tl.arange(0, ROPE_BLOCK)
     in_head, in_latent, in_rope = head < num_heads, latent < LATENT, rope < ROPE
     at = (token * num_heads + head)[:, None] * (LATENT + ROPE)
-    q_latent = tl.load(q + at + latent[None, :], mask=in_head[:, None] & in_latent[None, :], other=0.0)
-    q_rope = tl.load(q + at + LATENT + rope[None, :], mask=in_head[:, None] & in_rope[None, :], other=0.0)
+    q_latent = tl.load(
+        q + at + latent[None, :], mask=in_head[:, None] & in_latent[None, :], other=0.0
+    )
+    q_rope = tl.load(
+        q + at + LATENT + rope[None, :], mask=in_head[:, None] & in_rope[None, :], other=0.0
+    )
     highest = tl.full((H,), float("-inf"), tl.float32)
     weight_sum = tl.zeros((H,), tl.float32)
     total = tl.zeros((H, LATENT_BLOCK), tl.float32)
     for start in range(0, num_keys, K):
         place = start + tl.arange(0, K)
-        slot = tl.load(keys + token * num_keys + place, mask=place < num_keys, other=-1).to(tl.int64)
+        slot = tl.load(keys + token * num_keys + place, mask=place < num_keys, other=-1).to(
+            tl.int64
+        )
         there = slot >= 0
         base = tl.where(there, slot, 0)[:, None] * (LATENT + ROPE)
-        c = tl.load(entries + base + latent[None, :], mask=there[:, None] & in_latent[None, :], other=0.0)
-        r = tl.load(entries + base + LATENT + rope[None, :], mask=there[:, None] & in_rope[None, :], other=0.0)
+        c = tl.load(
+            entries + base + latent[None, :], mask=there[:, None] & in_latent[None, :], other=0.0
+        )
+        r = tl.load(
+            entries + base + LATENT + rope[None, :],
+            mask=there[:, None] & in_rope[None, :],
+            other=0.0,
+        )
         scores = tl.dot(q_latent, tl.trans(c), input_precision="ieee")
         scores += tl.dot(q_rope, tl.trans(r), input_precision="ieee")
         scores = tl.where(there[None, :], scores * scale, float("-inf"))
@@ -49,29 +75,59 @@ def listed_attention_kernel(q, entries, keys, out, num_heads, num_keys, scale, L
     tl.store(out + out_at, result, mask=in_head[:, None] & in_latent[None, :])
 
 
-def listed_attention(q: Tensor, entries: Tensor, keys: Tensor, *, latent_dim: int, scale: float) -> Tensor:
-    """q [T, heads, entry_dim]; entries [slots, entry_dim]; keys [T, n] int32, at least one slot per token, -1 for none.
-    Returns [T, heads, latent_dim]."""
+def listed_attention(
+    q: Tensor, entries: Tensor, keys: Tensor, *, latent_dim: int, scale: float
+) -> Tensor:
+    """q [T, heads, entry_dim]; entries [slots, entry_dim]; keys [T, n] int32, at least one slot per
+    token, -1 for none. Returns [T, heads, latent_dim]."""
     num_tokens, num_heads, entry_dim = q.shape
     out = torch.empty(num_tokens, num_heads, latent_dim, dtype=q.dtype, device=q.device)
     if num_tokens:
         rope_dim = entry_dim - latent_dim
         listed_attention_kernel[num_tokens, triton.cdiv(num_heads, _HEADS)](
-            q, entries, keys, out, num_heads, keys.shape[1], scale, LATENT=latent_dim, ROPE=rope_dim,
+            q,
+            entries,
+            keys,
+            out,
+            num_heads,
+            keys.shape[1],
+            scale,
+            LATENT=latent_dim,
+            ROPE=rope_dim,
             LATENT_BLOCK=max(16, triton.next_power_of_2(latent_dim)),
-            ROPE_BLOCK=max(16, triton.next_power_of_2(rope_dim)), H=_HEADS, K=_KEYS)
+            ROPE_BLOCK=max(16, triton.next_power_of_2(rope_dim)),
+            H=_HEADS,
+            K=_KEYS,
+        )
     return out
 
 
 @triton.jit
-def index_scores_kernel(q, index_keys, head_weights, tables, token_rows, lengths, out, num_heads, num_pages, num_keys,
-                        scale, PAGE: tl.constexpr, DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, H: tl.constexpr,
-                        KEYS: tl.constexpr):
+def index_scores_kernel(
+    q,
+    index_keys,
+    head_weights,
+    tables,
+    token_rows,
+    lengths,
+    out,
+    num_heads,
+    num_pages,
+    num_keys,
+    scale,
+    PAGE: tl.constexpr,
+    DIM: tl.constexpr,
+    DIM_BLOCK: tl.constexpr,
+    H: tl.constexpr,
+    KEYS: tl.constexpr,
+):
     """One program per (token, KEYS keys of its row)."""
     token = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
     there = place < tl.load(lengths + token)
-    page = tl.load(tables + tl.load(token_rows + token) * num_pages + place // PAGE, mask=there, other=0)
+    page = tl.load(
+        tables + tl.load(token_rows + token) * num_pages + place // PAGE, mask=there, other=0
+    )
     dim = tl.arange(0, DIM_BLOCK)
     key_at = (page * PAGE + place % PAGE)[:, None] * DIM + dim[None, :]
     key = tl.load(index_keys + key_at, mask=there[:, None] & (dim < DIM)[None, :], other=0.0)
@@ -79,23 +135,50 @@ def index_scores_kernel(q, index_keys, head_weights, tables, token_rows, lengths
     for first in range(0, num_heads, H):
         head = first + tl.arange(0, H)
         q_at = (token * num_heads + head)[:, None] * DIM + dim[None, :]
-        query = tl.load(q + q_at, mask=(head < num_heads)[:, None] & (dim < DIM)[None, :], other=0.0)
+        query = tl.load(
+            q + q_at, mask=(head < num_heads)[:, None] & (dim < DIM)[None, :], other=0.0
+        )
         weight = tl.load(head_weights + token * num_heads + head, mask=head < num_heads, other=0.0)
         products = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         total += tl.sum(tl.maximum(products, 0.0) * weight[:, None], 0)
-    tl.store(out + token * num_keys + place, tl.where(there, total, float("-inf")), mask=place < num_keys)
+    tl.store(
+        out + token * num_keys + place, tl.where(there, total, float("-inf")), mask=place < num_keys
+    )
 
 
-def index_scores(q: Tensor, index_keys: Tensor, head_weights: Tensor, tables: Tensor, token_rows: Tensor,
-                 lengths: Tensor, *, num_keys: int, page_size: int) -> Tensor:
-    """q [T, heads, D]; index_keys [slots, D]; head_weights [T, heads] fp32; tables [R, pages], token_rows [T], lengths
-    [T] (keys of the token's row) int64. Returns [T, num_keys] fp32: sum_h weight_h * relu(q_h . k_s * D^-0.5), -inf
-    from each row's length on."""
+def index_scores(
+    q: Tensor,
+    index_keys: Tensor,
+    head_weights: Tensor,
+    tables: Tensor,
+    token_rows: Tensor,
+    lengths: Tensor,
+    *,
+    num_keys: int,
+    page_size: int,
+) -> Tensor:
+    """q [T, heads, D]; index_keys [slots, D]; head_weights [T, heads] fp32; tables [R, pages],
+    token_rows [T], lengths [T] (keys of the token's row) int64. Returns [T, num_keys] fp32: sum_h
+    weight_h * relu(q_h . k_s * D^-0.5), -inf from each row's length on."""
     num_tokens, num_heads, head_dim = q.shape
     out = torch.empty(num_tokens, num_keys, dtype=torch.float32, device=q.device)
     if num_tokens and num_keys:
         index_scores_kernel[num_tokens, triton.cdiv(num_keys, _SCORED_KEYS)](
-            q, index_keys, head_weights, tables, token_rows, lengths, out, num_heads, tables.shape[1], num_keys,
-            head_dim**-0.5, PAGE=page_size, DIM=head_dim, DIM_BLOCK=max(16, triton.next_power_of_2(head_dim)),
-            H=_HEADS, KEYS=_SCORED_KEYS)
+            q,
+            index_keys,
+            head_weights,
+            tables,
+            token_rows,
+            lengths,
+            out,
+            num_heads,
+            tables.shape[1],
+            num_keys,
+            head_dim**-0.5,
+            PAGE=page_size,
+            DIM=head_dim,
+            DIM_BLOCK=max(16, triton.next_power_of_2(head_dim)),
+            H=_HEADS,
+            KEYS=_SCORED_KEYS,
+        )
     return out

@@ -1,4 +1,5 @@
-"""Attention over paged keys and values for heads that FlashInfer has no kernel for: narrow ones, and fp32."""
+"""Attention over paged keys and values for heads that FlashInfer has no kernel for: narrow ones,
+and fp32."""
 
 import torch
 import triton
@@ -9,10 +10,29 @@ _KEYS = 32
 
 
 @triton.jit
-def paged_attention_kernel(q, cache, indices, first_pages, begins, limits, mask, mask_starts, out, num_heads,
-                           num_kv_heads, page_size, scale, SHARE: tl.constexpr, D: tl.constexpr, D_BLOCK: tl.constexpr,
-                           H: tl.constexpr, K: tl.constexpr, MASKED: tl.constexpr):
-    """One program per (token, kv head), for the SHARE query heads that read it. cache [pages, 2, kv heads, page, D]."""
+def paged_attention_kernel(
+    q,
+    cache,
+    indices,
+    first_pages,
+    begins,
+    limits,
+    mask,
+    mask_starts,
+    out,
+    num_heads,
+    num_kv_heads,
+    page_size,
+    scale,
+    SHARE: tl.constexpr,
+    D: tl.constexpr,
+    D_BLOCK: tl.constexpr,
+    H: tl.constexpr,
+    K: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """One program per (token, kv head), for the SHARE query heads that read it. cache [pages, 2, kv
+    heads, page, D]."""
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     member, channel = tl.arange(0, H), tl.arange(0, D_BLOCK)
@@ -28,9 +48,13 @@ def paged_attention_kernel(q, cache, indices, first_pages, begins, limits, mask,
         place = start + tl.arange(0, K)
         there = (place >= begin) & (place < limit)
         if MASKED:
-            there = there & (tl.load(mask + tl.load(mask_starts + token) + place, mask=there, other=0) != 0)
+            there = there & (
+                tl.load(mask + tl.load(mask_starts + token) + place, mask=there, other=0) != 0
+            )
         page = tl.load(pages + place // page_size, mask=there, other=0).to(tl.int64)
-        record = ((page * 2 * num_kv_heads + kv_head) * page_size + place % page_size)[:, None] * D + channel[None, :]
+        record = ((page * 2 * num_kv_heads + kv_head) * page_size + place % page_size)[
+            :, None
+        ] * D + channel[None, :]
         wanted = there[:, None] & (channel < D)[None, :]
         key = tl.load(cache + record, mask=wanted, other=0.0)
         value = tl.load(cache + record + num_kv_heads * page_size * D, mask=wanted, other=0.0)
@@ -41,25 +65,54 @@ def paged_attention_kernel(q, cache, indices, first_pages, begins, limits, mask,
         weights = tl.exp(scores - base[:, None])
         shrink = tl.exp(highest - base)
         weight_sum = weight_sum * shrink + tl.sum(weights, 1)
-        total = total * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
+        total = total * shrink[:, None] + tl.dot(
+            weights.to(value.dtype), value, input_precision="ieee"
+        )
         highest = above
     tl.store(out + at, total / weight_sum[:, None], mask=inside)
 
 
-def paged_attention(q: Tensor, cache: Tensor, indices: Tensor, first_pages: Tensor, begins: Tensor, limits: Tensor,
-                    mask: Tensor | None, mask_starts: Tensor, *, scale: float) -> Tensor:
-    """q [T, heads, D] contiguous; cache [pages, 2, kv heads, page_size, D]; indices [n] int32 page ids, those of a
-    token's row from first_pages [T] on; begins, limits [T]: it may see the keys from one to before the other, with a
-    mask those of them that are True in mask [...] bool, of which the row's first is at mask_starts [T]; all int32 or
-    int64, at least one key seen by each token. Returns [T, heads, D]."""
+def paged_attention(
+    q: Tensor,
+    cache: Tensor,
+    indices: Tensor,
+    first_pages: Tensor,
+    begins: Tensor,
+    limits: Tensor,
+    mask: Tensor | None,
+    mask_starts: Tensor,
+    *,
+    scale: float,
+) -> Tensor:
+    """q [T, heads, D] contiguous; cache [pages, 2, kv heads, page_size, D]; indices [n] int32 page
+    ids, those of a token's row from first_pages [T] on; begins, limits [T]: it may see the keys
+    from one to before the other, with a mask those of them that are True in mask [...] bool, of
+    which the row's first is at mask_starts [T]; all int32 or int64, at least one key seen by each
+    token. Returns [T, heads, D]."""
     num_tokens, num_heads, dim = q.shape
     num_kv_heads, page_size = cache.shape[2:4]
     share = num_heads // num_kv_heads
     out = torch.empty_like(q)
     if num_tokens:
         paged_attention_kernel[num_tokens, num_kv_heads](
-            q, cache, indices, first_pages, begins, limits, indices if mask is None else mask.view(torch.uint8),
-            mask_starts, out, num_heads, num_kv_heads, page_size, scale, SHARE=share, D=dim,
-            D_BLOCK=max(16, triton.next_power_of_2(dim)), H=max(16, triton.next_power_of_2(share)), K=_KEYS,
-            MASKED=mask is not None)
+            q,
+            cache,
+            indices,
+            first_pages,
+            begins,
+            limits,
+            indices if mask is None else mask.view(torch.uint8),
+            mask_starts,
+            out,
+            num_heads,
+            num_kv_heads,
+            page_size,
+            scale,
+            SHARE=share,
+            D=dim,
+            D_BLOCK=max(16, triton.next_power_of_2(dim)),
+            H=max(16, triton.next_power_of_2(share)),
+            K=_KEYS,
+            MASKED=mask is not None,
+        )
     return out

@@ -1,7 +1,8 @@
-"""Recurrent layers over trees of new tokens: each token continues its parent's state and keeps its own.
+"""Recurrent layers over trees of new tokens: each token continues its parent's state and keeps its
+own.
 
-Formulas as in `engine/backends/gated_delta.py`. The shapes of the trees are data, so a captured call serves all trees
-of as many rows and tokens.
+Formulas as in `engine/backends/gated_delta.py`. The shapes of the trees are data, so a captured
+call serves all trees of as many rows and tokens.
 """
 
 from dataclasses import dataclass
@@ -16,10 +17,23 @@ _COLUMNS = 32
 
 
 @triton.jit
-def conv_tree_kernel(x, weight, before, rows, slots, fresh, parents, after, targets, out, num_channels,
-                     KERNEL: tl.constexpr, BLOCK: tl.constexpr):
-    """before, after [records, KERNEL - 1, C]; one program per (token, block of channels). Inputs are all known, so a
-    token walks up its path and then on into its row's history."""
+def conv_tree_kernel(
+    x,
+    weight,
+    before,
+    rows,
+    slots,
+    fresh,
+    parents,
+    after,
+    targets,
+    out,
+    num_channels,
+    KERNEL: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """before, after [records, KERNEL - 1, C]; one program per (token, block of channels). Inputs
+    are all known, so a token walks up its path and then on into its row's history."""
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < num_channels
@@ -28,7 +42,9 @@ def conv_tree_kernel(x, weight, before, rows, slots, fresh, parents, after, targ
     target = tl.load(targets + token).to(tl.int64) * (KERNEL - 1) * num_channels
     old_channels = tl.where(tl.load(fresh + row) == 0, num_channels, 0)
     new = tl.load(x + token * num_channels + channel, mask=inside, other=0.0)
-    total = new.to(tl.float32) * tl.load(weight + channel * KERNEL + KERNEL - 1, mask=inside, other=0.0).to(tl.float32)
+    total = new.to(tl.float32) * tl.load(
+        weight + channel * KERNEL + KERNEL - 1, mask=inside, other=0.0
+    ).to(tl.float32)
     tl.store(after + target + (KERNEL - 2) * num_channels + channel, new, mask=inside)
     at = token
     num_old = 0
@@ -39,20 +55,50 @@ def conv_tree_kernel(x, weight, before, rows, slots, fresh, parents, after, targ
         in_new = channel < tl.where(at >= 0, num_channels, 0)
         in_old = channel < tl.where(at < 0, old_channels, 0)
         above = tl.load(x + tl.maximum(at, 0) * num_channels + channel, mask=in_new, other=0.0)
-        old = tl.load(before + source + (KERNEL - 1 - num_old) * num_channels + channel, mask=in_old, other=0.0)
-        taps = tl.load(weight + channel * KERNEL + KERNEL - 1 - back, mask=inside, other=0.0).to(tl.float32)
+        old = tl.load(
+            before + source + (KERNEL - 1 - num_old) * num_channels + channel,
+            mask=in_old,
+            other=0.0,
+        )
+        taps = tl.load(weight + channel * KERNEL + KERNEL - 1 - back, mask=inside, other=0.0).to(
+            tl.float32
+        )
         total += (above.to(tl.float32) + old.to(tl.float32)) * taps
         if back < KERNEL - 1:
-            tl.store(after + target + (KERNEL - 2 - back) * num_channels + channel, above + old, mask=inside)
+            tl.store(
+                after + target + (KERNEL - 2 - back) * num_channels + channel,
+                above + old,
+                mask=inside,
+            )
     tl.store(out + token * num_channels + channel, total / (1.0 + tl.exp(-total)), mask=inside)
 
 
 @triton.jit
-def delta_tree_kernel(q, k, v, g, beta, before, slots, fresh, starts, parents, after, targets, out, num_k_heads,
-                      num_v_heads, scale, DK: tl.constexpr, DV: tl.constexpr, DK_BLOCK: tl.constexpr,
-                      DV_BLOCK: tl.constexpr):
-    """before, after [records, Hv, DK, DV] fp32; one program per (row, value head, block of DV), token after token:
-    parents come before their children, and a program reads back what it wrote itself."""
+def delta_tree_kernel(
+    q,
+    k,
+    v,
+    g,
+    beta,
+    before,
+    slots,
+    fresh,
+    starts,
+    parents,
+    after,
+    targets,
+    out,
+    num_k_heads,
+    num_v_heads,
+    scale,
+    DK: tl.constexpr,
+    DV: tl.constexpr,
+    DK_BLOCK: tl.constexpr,
+    DV_BLOCK: tl.constexpr,
+):
+    """before, after [records, Hv, DK, DV] fp32; one program per (row, value head, block of DV),
+    token after token: parents come before their children, and a program reads back what it wrote
+    itself."""
     row = tl.program_id(0)
     head = tl.program_id(1)
     channel = tl.arange(0, DK_BLOCK)
@@ -75,13 +121,21 @@ def delta_tree_kernel(q, k, v, g, beta, before, slots, fresh, starts, parents, a
         of_slot = channel < tl.where((parent < 0) & (is_fresh == 0), DK, 0)
         of_node = channel < tl.where(parent >= 0, DK, 0)
         state = tl.load(before + root + cell, mask=of_slot[:, None] & in_column[None, :], other=0.0)
-        state += tl.load(after + above + cell, mask=of_node[:, None] & in_column[None, :], other=0.0)
+        state += tl.load(
+            after + above + cell, mask=of_node[:, None] & in_column[None, :], other=0.0
+        )
         state *= tl.exp(tl.load(g + token * num_v_heads + head))
-        value = tl.load(v + (token * num_v_heads + head) * DV + column, mask=in_column, other=0.0).to(tl.float32)
+        value = tl.load(
+            v + (token * num_v_heads + head) * DV + column, mask=in_column, other=0.0
+        ).to(tl.float32)
         error = value - tl.sum(state * key[:, None], 0)
         state += key[:, None] * (tl.load(beta + token * num_v_heads + head) * error)[None, :]
         tl.store(after + tl.load(targets + token).to(tl.int64) * size + cell, state, mask=inside)
-        tl.store(out + (token * num_v_heads + head) * DV + column, tl.sum(state * query[:, None], 0), mask=in_column)
+        tl.store(
+            out + (token * num_v_heads + head) * DV + column,
+            tl.sum(state * query[:, None], 0),
+            mask=in_column,
+        )
         tl.debug_barrier()  # what one thread wrote another may read for a child
 
 
@@ -106,26 +160,66 @@ class Trees:
 
 
 def conv_tree(x: Tensor, weight: Tensor, before: Tensor, after: Tensor, trees: Trees) -> Tensor:
-    """x [T, C], weight [C, K]; before, after [records, K - 1, C] inputs, oldest first. Returns silu of the convolution
-    along each token's path [T, C] and writes its history."""
+    """x [T, C], weight [C, K]; before, after [records, K - 1, C] inputs, oldest first. Returns silu
+    of the convolution along each token's path [T, C] and writes its history."""
     out = torch.empty_like(x)
     if len(x):
         grid = len(x), triton.cdiv(x.shape[1], _CHANNELS)
-        conv_tree_kernel[grid](x, weight, before, trees.rows, trees.slots, trees.fresh, trees.parents, after,
-                               trees.targets, out, x.shape[1], KERNEL=weight.shape[1], BLOCK=_CHANNELS)
+        conv_tree_kernel[grid](
+            x,
+            weight,
+            before,
+            trees.rows,
+            trees.slots,
+            trees.fresh,
+            trees.parents,
+            after,
+            trees.targets,
+            out,
+            x.shape[1],
+            KERNEL=weight.shape[1],
+            BLOCK=_CHANNELS,
+        )
     return out
 
 
-def delta_tree(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, before: Tensor, after: Tensor,
-               trees: Trees) -> Tensor:
-    """q, k [T, Hk, dk], v [T, Hv, dv], g, beta [T, Hv] fp32; before, after [records, Hv, dk, dv] fp32. Returns
-    [T, Hv, dv] fp32 and writes each token's state."""
+def delta_tree(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    before: Tensor,
+    after: Tensor,
+    trees: Trees,
+) -> Tensor:
+    """q, k [T, Hk, dk], v [T, Hv, dv], g, beta [T, Hv] fp32; before, after [records, Hv, dk, dv]
+    fp32. Returns [T, Hv, dv] fp32 and writes each token's state."""
     num_tokens, num_v_heads, dv = v.shape
     num_k_heads, dk = q.shape[1:]
     out = torch.empty(v.shape, dtype=torch.float32, device=v.device)
     if num_tokens:
         grid = len(trees.slots), num_v_heads, triton.cdiv(dv, _COLUMNS)
-        delta_tree_kernel[grid](q, k, v, g, beta, before, trees.slots, trees.fresh, trees.starts, trees.parents, after,
-                                trees.targets, out, num_k_heads, num_v_heads, dk ** -0.5, DK=dk, DV=dv,
-                                DK_BLOCK=triton.next_power_of_2(dk), DV_BLOCK=_COLUMNS)
+        delta_tree_kernel[grid](
+            q,
+            k,
+            v,
+            g,
+            beta,
+            before,
+            trees.slots,
+            trees.fresh,
+            trees.starts,
+            trees.parents,
+            after,
+            trees.targets,
+            out,
+            num_k_heads,
+            num_v_heads,
+            dk**-0.5,
+            DK=dk,
+            DV=dv,
+            DK_BLOCK=triton.next_power_of_2(dk),
+            DV_BLOCK=_COLUMNS,
+        )
     return out

@@ -1,4 +1,5 @@
-"""The two attentions of a draft: over its pages, and within a round of steps; each for either kind of cache."""
+"""The two attentions of a draft: over its pages, and within a round of steps; each for either kind
+of cache."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,7 +19,8 @@ from engine.speculative.attention.multistep_paged import PagedRounds
 
 
 class RoundPlanner(BatchPlanner, Protocol):
-    """Plans the steps of a round of drafting, each of which goes on from branches of the one before."""
+    """Plans the steps of a round of drafting, each of which goes on from branches of the one
+    before."""
 
     def reorder(self, batch: ForwardBatch, parents: Tensor) -> None:
         """The next step's branches continue those at `parents` [R, K] of the last."""
@@ -31,10 +33,10 @@ class RoundAttention(AttentionBackend, RoundPlanner, Protocol):
 
 @dataclass(frozen=True)
 class DraftAttention:
-    """Who plans, and what the draft's layers run on then. Both look at the same pools, in pages of `page_size` tokens,
-    as the target's. `capturable` and `capturable_round`: `pages` and `round` as graphs see them; None where they cannot
-    be captured. `recordable_round`: what a round runs on, on the host, where it is recorded; None where it cannot
-    be."""
+    """Who plans, and what the draft's layers run on then. Both look at the same pools, in pages of
+    `page_size` tokens, as the target's. `capturable` and `capturable_round`: `pages` and `round` as
+    graphs see them; None where they cannot be captured. `recordable_round`: what a round runs on,
+    on the host, where it is recorded; None where it cannot be."""
 
     pages: BatchPlanner
     on_pages: ForwardContext
@@ -46,15 +48,28 @@ class DraftAttention:
     recordable_round: PagedRounds | None = None
 
     @classmethod
-    def over_kv(cls, paged: AttentionBackend, multi_step: RoundAttention, page_size: int) -> "DraftAttention":
-        return cls(paged, ForwardContext(paged, no_states()), multi_step, ForwardContext(multi_step, no_states()),
-                   page_size)
+    def over_kv(
+        cls, paged: AttentionBackend, multi_step: RoundAttention, page_size: int
+    ) -> "DraftAttention":
+        return cls(
+            paged,
+            ForwardContext(paged, no_states()),
+            multi_step,
+            ForwardContext(multi_step, no_states()),
+            page_size,
+        )
 
     @classmethod
-    def over_latents(cls, paged: LatentAttentionBackend, multi_step: MultiStepLatentAttention,
-                     page_size: int) -> "DraftAttention":
-        return cls(paged, ForwardContext(None, no_states(), latent_attention=paged),
-                   multi_step, ForwardContext(None, no_states(), latent_attention=multi_step), page_size)
+    def over_latents(
+        cls, paged: LatentAttentionBackend, multi_step: MultiStepLatentAttention, page_size: int
+    ) -> "DraftAttention":
+        return cls(
+            paged,
+            ForwardContext(None, no_states(), latent_attention=paged),
+            multi_step,
+            ForwardContext(None, no_states(), latent_attention=multi_step),
+            page_size,
+        )
 
 
 def no_states() -> CpuRecurrent:

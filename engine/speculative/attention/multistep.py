@@ -1,9 +1,9 @@
 """Attention of the steps in which a draft grows its trees: planned once for all steps of a round.
 
-All branches of a row look at the row's committed slots, which do not change during a round, and each at its own path of
-earlier steps. The committed keys are gathered once per round, and those of every step are put behind them. When the
-frontier is chosen anew no key moves, only what each branch sees changes. Nothing is written to the pool: what was
-drafted leaves no trace in it.
+All branches of a row look at the row's committed slots, which do not change during a round, and
+each at its own path of earlier steps. The committed keys are gathered once per round, and those of
+every step are put behind them. When the frontier is chosen anew no key moves, only what each branch
+sees changes. Nothing is written to the pool: what was drafted leaves no trace in it.
 
 Legend: R rows, K branches per row, L longest committed row (whole pages), S = L + K * `MAX_STEPS`.
 """
@@ -23,7 +23,8 @@ from runtime.errors import InternalError, StalePlanError
 
 @dataclass
 class _RoundKeys:
-    """Keys and values of one layer in a round [R, kv, S, D]: committed, then those of each step done."""
+    """Keys and values of one layer in a round [R, kv, S, D]: committed, then those of each step
+    done."""
 
     keys: Tensor
     values: Tensor
@@ -32,8 +33,8 @@ class _RoundKeys:
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """One round. tables: [R, P] int64 pages of L slots; seen: [R, K, S] bool, what each branch sees: it changes where
-    branches do. `layers` fills as the round goes."""
+    """One round. tables: [R, P] int64 pages of L slots; seen: [R, K, S] bool, what each branch
+    sees: it changes where branches do. `layers` fills as the round goes."""
 
     num_branches: int
     tables: Tensor
@@ -43,7 +44,8 @@ class RoundPlan:
 
 
 class MultiStepAttention:
-    """An `AttentionBackend` for the multi-step batches of a draft: K consecutive tokens per row, one per branch."""
+    """An `AttentionBackend` for the multi-step batches of a draft: K consecutive tokens per row,
+    one per branch."""
 
     def __init__(self, *, kv_pools: Mapping[int, Tensor], geometry: AttentionGeometry) -> None:
         self._pools = dict(kv_pools)
@@ -54,7 +56,8 @@ class MultiStepAttention:
         """Plan all steps of the round that begins with this batch and mark it.
 
         Raises:
-            StalePlanError: the batch has a plan already. Planning again in the middle of a round would lose the paths.
+            StalePlanError: the batch has a plan already. Planning again in the middle of a round
+                would lose the paths.
             InternalError: rows with different numbers of branches.
         """
         branches = num_branches_of(batch, replan_equivalent=replan_equivalent)
@@ -63,63 +66,97 @@ class MultiStepAttention:
         num_committed = tables.shape[1] * self._geometry.page_size
         committed = torch.arange(num_committed) < torch.tensor(batch.context_lens)[:, None]
         own = torch.eye(branches, dtype=torch.bool).repeat(1, MAX_STEPS)
-        seen = torch.cat([committed[:, None].expand(-1, branches, -1), own.expand(batch.num_rows, -1, -1)], -1)
+        seen = torch.cat(
+            [committed[:, None].expand(-1, branches, -1), own.expand(batch.num_rows, -1, -1)], -1
+        )
         plan = RoundPlan(branches, tables.to(device), num_committed, seen.to(device))
         batch.mark_forward_metadata_ready(self, plan=plan)
         self.num_plans += 1
 
     def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
-        """Add k, v to the branches' paths and attend. Shapes as in `AttentionBackend.run`, T = R * K."""
+        """Add k, v to the branches' paths and attend. Shapes as in `AttentionBackend.run`, T = R *
+        K."""
         plan, geometry = self._checked_plan(batch), self._geometry
-        rows, branches, heads, dim = batch.num_rows, plan.num_branches, geometry.num_kv_heads, geometry.head_dim
+        rows, branches, heads, dim = (
+            batch.num_rows,
+            plan.num_branches,
+            geometry.num_kv_heads,
+            geometry.head_dim,
+        )
         group = geometry.num_heads // heads
         shape = rows, branches, heads, dim
         layer, end = self._extended(plan, layer_id, k.view(shape), v.view(shape))
-        queries = q.view(rows, branches, heads, group, dim).transpose(1, 2).flatten(2, 3)  # [R, kv, K * group, D]
+        queries = (
+            q.view(rows, branches, heads, group, dim).transpose(1, 2).flatten(2, 3)
+        )  # [R, kv, K * group, D]
         seen = plan.seen[:, None, :, :end]
         if branches > 1:
             seen = seen.repeat_interleave(group, 2)
-        out = F.scaled_dot_product_attention(queries, layer.keys[:, :, :end], layer.values[:, :, :end], attn_mask=seen,
-                                             scale=geometry.scale)
-        return out.view(rows, heads, branches, group, dim).transpose(1, 2).reshape(-1, geometry.num_heads, dim)
+        out = F.scaled_dot_product_attention(
+            queries,
+            layer.keys[:, :, :end],
+            layer.values[:, :, :end],
+            attn_mask=seen,
+            scale=geometry.scale,
+        )
+        return (
+            out.view(rows, heads, branches, group, dim)
+            .transpose(1, 2)
+            .reshape(-1, geometry.num_heads, dim)
+        )
 
     def reorder(self, batch: ForwardBatch, parents: Tensor) -> None:
         """The next step's branches continue those at `parents` [R, K] of the last."""
         plan = self._checked_plan(batch)
-        end = plan.num_committed + plan.num_branches * max(layer.num_steps for layer in plan.layers.values())
-        done = plan.seen[:, :, plan.num_committed:end]
+        end = plan.num_committed + plan.num_branches * max(
+            layer.num_steps for layer in plan.layers.values()
+        )
+        done = plan.seen[:, :, plan.num_committed : end]
         done.copy_(done.gather(1, parents[:, :, None].expand_as(done)))
 
     def _checked_plan(self, batch: ForwardBatch) -> RoundPlan:
         plan = batch.forward_metadata_plan
         if batch.forward_metadata_planner is not self or not isinstance(plan, RoundPlan):
             raise StalePlanError("the batch was not planned by this multi-step attention")
-        if (batch.num_rows, batch.num_tokens) != (len(plan.tables), len(plan.tables) * plan.num_branches):
-            raise StalePlanError(f"planned for {len(plan.tables)} rows of {plan.num_branches} branches, the batch has "
-                                 f"{batch.num_rows} rows and {batch.num_tokens} tokens")
+        if (batch.num_rows, batch.num_tokens) != (
+            len(plan.tables),
+            len(plan.tables) * plan.num_branches,
+        ):
+            raise StalePlanError(
+                f"planned for {len(plan.tables)} rows of {plan.num_branches} branches, the batch has "
+                f"{batch.num_rows} rows and {batch.num_tokens} tokens"
+            )
         return plan
 
-    def _extended(self, plan: RoundPlan, layer_id: int, k: Tensor, v: Tensor) -> tuple[_RoundKeys, int]:
+    def _extended(
+        self, plan: RoundPlan, layer_id: int, k: Tensor, v: Tensor
+    ) -> tuple[_RoundKeys, int]:
         """Put k, v [R, K, kv, D] behind what the layer has; also how many slots it has then."""
         layer = plan.layers.get(layer_id)
         if layer is None:
             pages = self._pools[layer_id][plan.tables]  # [R, P, 2, kv, page, D]
             committed = pages.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
             # What was never written may be NaN, which no mask hides.
-            hidden = plan.seen[:, 0, :plan.num_committed].logical_not()[:, None, :, None]
-            keys, values = F.pad(committed.masked_fill(hidden, 0.0), (0, 0, 0, plan.num_branches * MAX_STEPS))
+            hidden = plan.seen[:, 0, : plan.num_committed].logical_not()[:, None, :, None]
+            keys, values = F.pad(
+                committed.masked_fill(hidden, 0.0), (0, 0, 0, plan.num_branches * MAX_STEPS)
+            )
             plan.layers[layer_id] = layer = _RoundKeys(keys, values)
         if layer.num_steps == MAX_STEPS:
             raise InternalError(f"a round has at most {MAX_STEPS} steps")
         start = plan.num_committed + layer.num_steps * plan.num_branches
         end = start + plan.num_branches
-        layer.keys[:, :, start:end], layer.values[:, :, start:end] = k.transpose(1, 2), v.transpose(1, 2)
+        layer.keys[:, :, start:end], layer.values[:, :, start:end] = (
+            k.transpose(1, 2),
+            v.transpose(1, 2),
+        )
         layer.num_steps += 1
         return layer, end
 
 
 def num_branches_of(batch: ForwardBatch, *, replan_equivalent: bool) -> int:
-    """Branches per row of a round that is about to be planned. Raises as `MultiStepAttention.plan` does."""
+    """Branches per row of a round that is about to be planned. Raises as `MultiStepAttention.plan`
+    does."""
     if batch.forward_metadata_ready or replan_equivalent:
         raise StalePlanError("the steps of a round are planned once, before the first")
     branches = set(batch.query_lens)
@@ -130,4 +167,4 @@ def num_branches_of(batch: ForwardBatch, *, replan_equivalent: bool) -> int:
 
 def committed_pages(batch: ForwardBatch, page_size: int) -> Tensor:
     """[R, P] int64: the pages of each row's committed slots."""
-    return batch.page_tables[:, :-(-max(batch.context_lens) // page_size)].long()
+    return batch.page_tables[:, : -(-max(batch.context_lens) // page_size)].long()

@@ -1,9 +1,11 @@
-"""Attention of the steps in which a draft grows its trees, on a device: a row's committed slots are read in place.
+"""Attention of the steps in which a draft grows its trees, on a device: a row's committed slots are
+read in place.
 
-As `engine/speculative/attention/multistep.py`, but the committed keys stay in their pages. FlashInfer attends to them and returns
-the logarithm of each query's sum of exponentials; a branch's own path is attended to beside it, and the two are merged
-by these sums (Dao et al. 2022, "FlashAttention", section 3.1). So no shape depends on how long a row is, and a whole
-round can be captured.
+As `engine/speculative/attention/multistep.py`, but the committed keys stay in their pages.
+FlashInfer attends to them and returns the logarithm of each query's sum of exponentials; a branch's
+own path is attended to beside it, and the two are merged by these sums (Dao et al. 2022,
+"FlashAttention", section 3.1). So no shape depends on how long a row is, and a whole round can be
+captured.
 
 Legend: R rows, K branches per row, T = R * K, s steps done.
 """
@@ -16,7 +18,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from engine.backends.cuda.wrappers import GraphSizes, LseWrapper, LseWrapperFactory, Slot, partial_bytes
+from engine.backends.cuda.wrappers import (
+    GraphSizes,
+    LseWrapper,
+    LseWrapperFactory,
+    Slot,
+    partial_bytes,
+)
 from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardBatch, GraphBucket
 from engine.memory.static import Fence, moved
@@ -28,7 +36,8 @@ _IN_FLIGHT = 2  # rounds that may be planned and not yet run
 
 @dataclass(frozen=True)
 class DeviceRoundPlan:
-    """One round. `paths` fills as it goes, by layer: keys and values of the branches' own steps [R, K, kv, s, D]."""
+    """One round. `paths` fills as it goes, by layer: keys and values of the branches' own steps [R,
+    K, kv, s, D]."""
 
     num_rows: int
     num_branches: int
@@ -39,10 +48,17 @@ class DeviceRoundPlan:
 
 
 class DeviceRounds:
-    """An `AttentionBackend` for the multi-step batches of a draft: K consecutive tokens per row, one per branch."""
+    """An `AttentionBackend` for the multi-step batches of a draft: K consecutive tokens per row,
+    one per branch."""
 
-    def __init__(self, *, kv_pools: Mapping[int, Tensor], geometry: AttentionGeometry, wrappers: LseWrapperFactory,
-                 device: torch.device) -> None:
+    def __init__(
+        self,
+        *,
+        kv_pools: Mapping[int, Tensor],
+        geometry: AttentionGeometry,
+        wrappers: LseWrapperFactory,
+        device: torch.device,
+    ) -> None:
         self._pools = dict(kv_pools)
         self._geometry = geometry
         self._wrappers = wrappers
@@ -53,20 +69,26 @@ class DeviceRounds:
         self.num_plans = 0
 
     def reserve(self, buckets: Sequence[GraphBucket]) -> None:
-        """Make the wrappers of captured rounds of `max_rows` rows; a page has one owner, but for that of padding."""
+        """Make the wrappers of captured rounds of `max_rows` rows; a page has one owner, but for
+        that of padding."""
         num_pages = max(len(pool) for pool in self._pools.values())
         for bucket in buckets:
-            self._captured[bucket] = self._slot(GraphSizes(
-                bucket.max_rows, num_pages + bucket.max_rows,
-                partial_bytes=partial_bytes(self._geometry, bucket.max_rows, bucket.num_tokens)))
+            self._captured[bucket] = self._slot(
+                GraphSizes(
+                    bucket.max_rows,
+                    num_pages + bucket.max_rows,
+                    partial_bytes=partial_bytes(self._geometry, bucket.max_rows, bucket.num_tokens),
+                )
+            )
 
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
         """Plan all steps of the round that begins with this batch and mark it.
 
         Raises:
-            StalePlanError: the batch has a plan already. Planning again in the middle of a round would lose the paths.
-            InternalError: rows with different numbers of branches, a row without a committed slot, or a bucket that
-                nothing was reserved for.
+            StalePlanError: the batch has a plan already. Planning again in the middle of a round
+                would lose the paths.
+            InternalError: rows with different numbers of branches, a row without a committed slot,
+                or a bucket that nothing was reserved for.
         """
         branches = num_branches_of(batch, replan_equivalent=replan_equivalent)
         slot = self._schedule(batch, branches)
@@ -77,13 +99,21 @@ class DeviceRounds:
     def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
         """Add k, v to the branches' paths and attend. Shapes as in `AttentionBackend.run`."""
         plan, geometry = self.check_current(batch), self._geometry
-        if (batch.num_rows, batch.num_tokens, len(q)) != (plan.num_rows, plan.num_rows * plan.num_branches, len(k)):
-            raise StalePlanError(f"planned for {plan.num_rows} rows of {plan.num_branches} branches, the batch has "
-                                 f"{batch.num_rows} rows and {batch.num_tokens} tokens, q {len(q)}")
+        if (batch.num_rows, batch.num_tokens, len(q)) != (
+            plan.num_rows,
+            plan.num_rows * plan.num_branches,
+            len(k),
+        ):
+            raise StalePlanError(
+                f"planned for {plan.num_rows} rows of {plan.num_branches} branches, the batch has "
+                f"{batch.num_rows} rows and {batch.num_tokens} tokens, q {len(q)}"
+            )
         shape = (plan.num_rows, plan.num_branches, geometry.num_kv_heads, -1, geometry.head_dim)
         committed, sums = plan.slot.wrapper.run_return_lse(q.contiguous(), self._pools[layer_id])
         keys, values = self._extended(plan, layer_id, k.view(shape), v.view(shape))
-        own = (q.view(shape) * geometry.scale @ keys.transpose(-1, -2)).float()  # [R, K, kv, heads per kv head, s]
+        own = (
+            q.view(shape) * geometry.scale @ keys.transpose(-1, -2)
+        ).float()  # [R, K, kv, heads per kv head, s]
         of_committed, of_own = sums.view(shape[:-1]) * math.log(2), own.logsumexp(-1)
         total = torch.logaddexp(of_committed, of_own)
         seen = committed.view(shape) * (of_committed - total).exp()[..., None]
@@ -103,7 +133,9 @@ class DeviceRounds:
         if batch.forward_metadata_planner is not self or not isinstance(plan, DeviceRoundPlan):
             raise StalePlanError("the batch was not planned by this multi-step attention")
         if plan.bucket != batch.graph_bucket or plan.slot.epoch != plan.epoch:
-            raise StalePlanError("the wrapper was planned for another round since, or for another bucket")
+            raise StalePlanError(
+                "the wrapper was planned for another round since, or for another bucket"
+            )
         return plan
 
     def restart(self, batch: ForwardBatch) -> None:
@@ -111,10 +143,13 @@ class DeviceRounds:
         self.check_current(batch).paths.clear()
 
     def _schedule(self, batch: ForwardBatch, branches: int) -> Slot[LseWrapper]:
-        """Plan the wrapper of the batch's bucket, or the next one of those that are not captured."""
+        """Plan the wrapper of the batch's bucket, or the next one of those that are not
+        captured."""
         geometry, size, bucket = self._geometry, self._geometry.page_size, batch.graph_bucket
         if min(batch.context_lens) < 1 or (bucket is not None and bucket not in self._captured):
-            raise InternalError(f"no round of {batch.num_rows} rows behind {batch.context_lens} slots in {bucket}")
+            raise InternalError(
+                f"no round of {batch.num_rows} rows behind {batch.context_lens} slots in {bucket}"
+            )
         slot = next(self._eager) if bucket is None else self._captured[bucket]
         slot.next_epoch()
         lengths = torch.tensor(batch.context_lens, dtype=torch.int32)
@@ -122,11 +157,26 @@ class DeviceRounds:
         tables = batch.page_tables.cpu()
         pages = torch.cat([tables[row, :count] for row, count in enumerate(counts.tolist())])
         starts = torch.arange(batch.num_rows + 1, dtype=torch.int32) * branches
-        first_pages = torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)])
-        slot.wrapper.plan(starts, first_pages, moved(pages, self._device), (lengths - 1) % size + 1,
-                          geometry.num_heads, geometry.num_kv_heads, geometry.head_dim, size, custom_mask=None,
-                          causal=False, sm_scale=geometry.scale, window_left=-1, q_data_type=self._dtype,
-                          kv_data_type=self._dtype, disable_split_kv=False)
+        first_pages = torch.cat(
+            [torch.zeros(1, dtype=torch.int32), counts.cumsum(0, dtype=torch.int32)]
+        )
+        slot.wrapper.plan(
+            starts,
+            first_pages,
+            moved(pages, self._device),
+            (lengths - 1) % size + 1,
+            geometry.num_heads,
+            geometry.num_kv_heads,
+            geometry.head_dim,
+            size,
+            custom_mask=None,
+            causal=False,
+            sm_scale=geometry.scale,
+            window_left=-1,
+            q_data_type=self._dtype,
+            kv_data_type=self._dtype,
+            disable_split_kv=False,
+        )
         slot.planned.set()
         return slot
 
@@ -134,8 +184,13 @@ class DeviceRounds:
         return Slot(self._wrappers.with_lse(graph), Fence(self._device))
 
     @staticmethod
-    def _extended(plan: DeviceRoundPlan, layer_id: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _extended(
+        plan: DeviceRoundPlan, layer_id: int, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
         earlier = plan.paths.get(layer_id)
-        plan.paths[layer_id] = (k, v) if earlier is None else (
-            torch.cat([earlier[0], k], 3), torch.cat([earlier[1], v], 3))
+        plan.paths[layer_id] = (
+            (k, v)
+            if earlier is None
+            else (torch.cat([earlier[0], k], 3), torch.cat([earlier[1], v], 3))
+        )
         return plan.paths[layer_id]

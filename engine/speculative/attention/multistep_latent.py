@@ -1,10 +1,13 @@
-"""Multi-step attention of drafts with latent attention, with or without a choice of keys: planned once for a round.
+"""Multi-step attention of drafts with latent attention, with or without a choice of keys: planned
+once for a round.
 
-As in `multistep.py`, the committed entries are read where they are, what the branches add is kept beside them, and
-nothing is written to the pool. Key positions count the row's committed slots first, then the steps of the branch's own
-path. A step that is handed the choice of an earlier one also sees the steps its branch took since that choice was made.
+As in `multistep.py`, the committed entries are read where they are, what the branches add is kept
+beside them, and nothing is written to the pool. Key positions count the row's committed slots
+first, then the steps of the branch's own path. A step that is handed the choice of an earlier one
+also sees the steps its branch took since that choice was made.
 
-Legend: R rows, K branches per row, T = R * K tokens, L longest committed row (whole pages), s steps done.
+Legend: R rows, K branches per row, T = R * K tokens, L longest committed row (whole pages), s steps
+done.
 """
 
 from collections.abc import Mapping
@@ -22,8 +25,8 @@ from runtime.errors import InternalError, StalePlanError
 
 @dataclass
 class _Path:
-    """One layer's steps in a round: entries [T, s, D], index keys [T, s, dim] as far as it has chosen anew, and of how
-    many steps it knew at its last choice."""
+    """One layer's steps in a round: entries [T, s, D], index keys [T, s, dim] as far as it has
+    chosen anew, and of how many steps it knew at its last choice."""
 
     entries: Tensor | None = None
     index_keys: Tensor | None = None
@@ -32,8 +35,8 @@ class _Path:
 
 @dataclass(frozen=True)
 class LatentRoundPlan:
-    """One round. slots: [R, L] int64, where committed entries are; num_committed: [T, 1] int64; hidden: [T, L] bool,
-    True past the committed slots.
+    """One round. slots: [R, L] int64, where committed entries are; num_committed: [T, 1] int64;
+    hidden: [T, L] bool, True past the committed slots.
 
     `paths` fills by layer as the round goes; the rest never changes.
     """
@@ -46,15 +49,25 @@ class LatentRoundPlan:
 
 
 class MultiStepLatentAttention:
-    """A `LatentAttentionBackend` for the multi-step batches of a draft: K consecutive tokens per row, one per branch.
+    """A `LatentAttentionBackend` for the multi-step batches of a draft: K consecutive tokens per
+    row, one per branch.
 
     In bits it may differ from the paged backend; no bits are promised of a draft.
     """
 
-    def __init__(self, *, latent_pools: Mapping[int, Tensor], index_pools: Mapping[int, Tensor],
-                 geometry: LatentGeometry) -> None:
-        self._latent_pools = {layer_id: pool.view(-1, pool.shape[-1]) for layer_id, pool in latent_pools.items()}
-        self._index_pools = {layer_id: pool.view(-1, pool.shape[-1]) for layer_id, pool in index_pools.items()}
+    def __init__(
+        self,
+        *,
+        latent_pools: Mapping[int, Tensor],
+        index_pools: Mapping[int, Tensor],
+        geometry: LatentGeometry,
+    ) -> None:
+        self._latent_pools = {
+            layer_id: pool.view(-1, pool.shape[-1]) for layer_id, pool in latent_pools.items()
+        }
+        self._index_pools = {
+            layer_id: pool.view(-1, pool.shape[-1]) for layer_id, pool in index_pools.items()
+        }
         self._geometry = geometry
         self.num_plans = 0
 
@@ -62,7 +75,8 @@ class MultiStepLatentAttention:
         """Plan all steps of the round that begins with this batch and mark it.
 
         Raises:
-            StalePlanError: the batch has a plan already. Planning again in the middle of a round would lose the paths.
+            StalePlanError: the batch has a plan already. Planning again in the middle of a round
+                would lose the paths.
             InternalError: rows with different numbers of branches.
         """
         branches = num_branches_of(batch, replan_equivalent=replan_equivalent)
@@ -76,13 +90,15 @@ class MultiStepLatentAttention:
         batch.mark_forward_metadata_ready(self, plan=plan)
         self.num_plans += 1
 
-    def select(self, layer_id: int, q: Tensor, k: Tensor, weights: Tensor, batch: ForwardBatch) -> Tensor:
+    def select(
+        self, layer_id: int, q: Tensor, k: Tensor, weights: Tensor, batch: ForwardBatch
+    ) -> Tensor:
         """See `LatentAttentionBackend.select`."""
         plan = self._checked_plan(batch)
         path = plan.paths.setdefault(layer_id, _Path())
         path.index_keys = _longer(path.index_keys, k)
         steps = path.num_chosen_from = path.index_keys.shape[1]
-        q, scale = q.float(), q.shape[-1]**-0.5
+        q, scale = q.float(), q.shape[-1] ** -0.5
         committed = self._index_pools[layer_id][plan.slots].float()  # [R, L, dim]
         by_row = q.view(len(committed), -1, q.shape[-1])  # [R, K * heads, dim]
         products = (by_row @ committed.transpose(1, 2)).view(*q.shape[:2], -1)
@@ -93,18 +109,30 @@ class MultiStepLatentAttention:
         found = best_positions(scores.masked_fill(hidden, float("-inf")), hidden, width).long()
         return _numbered(found, plan, steps)
 
-    def run(self, layer_id: int, q: Tensor, entries: Tensor, selected: Tensor | None, batch: ForwardBatch) -> Tensor:
-        """Add `entries` to the branches' paths and attend. Shapes as in `LatentAttentionBackend.run`."""
+    def run(
+        self,
+        layer_id: int,
+        q: Tensor,
+        entries: Tensor,
+        selected: Tensor | None,
+        batch: ForwardBatch,
+    ) -> Tensor:
+        """Add `entries` to the branches' paths and attend. Shapes as in
+        `LatentAttentionBackend.run`."""
         plan = self._checked_plan(batch)
         path = plan.paths.setdefault(layer_id, _Path())
         path.entries = _longer(path.entries, entries)
         if selected is None and self._geometry.max_selected:
-            raise InternalError(f"layer {layer_id} needs the keys selected for {batch.num_tokens} tokens")
-        seen = _with_newer_steps(_all_committed(plan) if selected is None else selected.long(), plan, path)
+            raise InternalError(
+                f"layer {layer_id} needs the keys selected for {batch.num_tokens} tokens"
+            )
+        seen = _with_newer_steps(
+            _all_committed(plan) if selected is None else selected.long(), plan, path
+        )
         keys = self._keys(layer_id, plan, path.entries, seen)
         scores = (q @ keys.transpose(1, 2)).float() * self._geometry.scale
         scores = scores.masked_fill(seen[:, None] < 0, float("-inf"))
-        return scores.softmax(-1).to(q.dtype) @ keys[..., :self._geometry.latent_dim]
+        return scores.softmax(-1).to(q.dtype) @ keys[..., : self._geometry.latent_dim]
 
     def reorder(self, batch: ForwardBatch, parents: Tensor) -> None:
         """The next step's branches continue those at `parents` [R, K] of the last."""
@@ -116,10 +144,13 @@ class MultiStepLatentAttention:
             path.index_keys = None if path.index_keys is None else path.index_keys[places]
 
     def _keys(self, layer_id: int, plan: LatentRoundPlan, steps: Tensor, seen: Tensor) -> Tensor:
-        """[T, n, D]. A place without a key reads the first one, which is always written; it is masked."""
+        """[T, n, D]. A place without a key reads the first one, which is always written; it is
+        masked."""
         positions, tokens = seen.clamp(min=0), torch.arange(len(seen), device=seen.device)[:, None]
         rows = tokens // plan.num_branches
-        committed = self._latent_pools[layer_id][plan.slots[rows, positions.clamp(max=plan.slots.shape[1] - 1)]]
+        committed = self._latent_pools[layer_id][
+            plan.slots[rows, positions.clamp(max=plan.slots.shape[1] - 1)]
+        ]
         own = steps[tokens, (positions - plan.num_committed).clamp(0, steps.shape[1] - 1)]
         return torch.where((positions >= plan.num_committed)[..., None], own, committed)
 
@@ -128,8 +159,10 @@ class MultiStepLatentAttention:
         if batch.forward_metadata_planner is not self or not isinstance(plan, LatentRoundPlan):
             raise StalePlanError("the batch was not planned by this multi-step attention")
         if (batch.num_rows, batch.num_tokens) != (len(plan.slots), len(plan.hidden)):
-            raise StalePlanError(f"planned for {len(plan.slots)} rows of {plan.num_branches} branches, the batch has "
-                                 f"{batch.num_rows} rows and {batch.num_tokens} tokens")
+            raise StalePlanError(
+                f"planned for {len(plan.slots)} rows of {plan.num_branches} branches, the batch has "
+                f"{batch.num_rows} rows and {batch.num_tokens} tokens"
+            )
         return plan
 
 
@@ -139,7 +172,8 @@ def _longer(path: Tensor | None, step: Tensor) -> Tensor:
 
 
 def _numbered(found: Tensor, plan: LatentRoundPlan, steps: int) -> Tensor:
-    """Positions in [L committed places, s steps] as positions of keys: steps follow the last committed slot."""
+    """Positions in [L committed places, s steps] as positions of keys: steps follow the last
+    committed slot."""
     num_places = plan.hidden.shape[1]
     return torch.where(found >= num_places, found - num_places + plan.num_committed, found).int()
 

@@ -1,8 +1,10 @@
-"""Attention of the steps in which a draft grows its trees, on the host, as launches only: committed keys are read in
-their pages, and what is drafted lies on the null page, from where each branch reads its own path.
+"""Attention of the steps in which a draft grows its trees, on the host, as launches only: committed
+keys are read in their pages, and what is drafted lies on the null page, from where each branch
+reads its own path.
 
-As `engine/speculative/attention/multistep.py`, but no shape depends on how long a row is, and no memory is made: a whole round
-can be recorded. The null page is nobody's, and whatever lies there means nothing after the round.
+As `engine/speculative/attention/multistep.py`, but no shape depends on how long a row is, and no
+memory is made: a whole round can be recorded. The null page is nobody's, and whatever lies there
+means nothing after the round.
 
 Legend: R rows, K branches per row, T = R * K, S steps of a round behind its first level.
 """
@@ -27,8 +29,9 @@ from runtime.errors import InternalError, StalePlanError
 
 @dataclass(frozen=True)
 class RoundReads:
-    """What compiled code reads of a round. rows: those of its first step; positions: [S, T] int32 of each step's
-    tokens, as in `RowsInPlace`; pages, offsets: [S, T] int64, where their keys go."""
+    """What compiled code reads of a round. rows: those of its first step; positions: [S, T] int32
+    of each step's tokens, as in `RowsInPlace`; pages, offsets: [S, T] int64, where their keys
+    go."""
 
     rows: RowsInPlace
     positions: Tensor
@@ -55,49 +58,83 @@ class PagedRounds:
         self.num_plans = 0
 
     def has_room(self, num_tokens: int, num_steps: int) -> bool:
-        """Whether a round of that many tokens per step, and of so many steps behind its first level, fits."""
+        """Whether a round of that many tokens per step, and of so many steps behind its first
+        level, fits."""
         return num_tokens * max(1, num_steps) <= self._geometry.page_size
 
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
         """Plan all steps of the round that begins with this batch and mark it.
 
         Raises:
-            StalePlanError: the batch has a plan already. Planning again in the middle of a round would lose the paths.
-            InternalError: rows with different numbers of branches, or more tokens than the null page holds.
+            StalePlanError: the batch has a plan already. Planning again in the middle of a round
+                would lose the paths.
+            InternalError: rows with different numbers of branches, or more tokens than the null
+                page holds.
         """
-        branches, count = num_branches_of(batch, replan_equivalent=replan_equivalent), batch.num_tokens
+        branches, count = (
+            num_branches_of(batch, replan_equivalent=replan_equivalent),
+            batch.num_tokens,
+        )
         num_steps = self._geometry.page_size // count
         if not num_steps:
-            raise InternalError(f"a page of {self._geometry.page_size} tokens has no room for a round of {count}")
+            raise InternalError(
+                f"a page of {self._geometry.page_size} tokens has no room for a round of {count}"
+            )
         contexts = np.array(batch.context_lens, np.int32)
         steps = np.arange(num_steps, dtype=np.int32)[:, None]
         offsets = np.arange(num_steps * count).reshape(num_steps, count)
-        tiles = np.array([(row, row * branches, branches) for row in range(batch.num_rows)], np.int32)
+        tiles = np.array(
+            [(row, row * branches, branches) for row in range(batch.num_rows)], np.int32
+        )
         rows = RowsInPlace(
-            tables=batch.page_tables.int().contiguous(), tiles=torch.from_numpy(tiles),
-            positions=torch.empty(0, dtype=torch.int32), num_in_order=torch.from_numpy(contexts),
-            paths=torch.from_numpy(offsets.T.copy()), longest_tile=branches)
-        reads = RoundReads(rows, torch.from_numpy(steps + contexts.repeat(branches)),
-                           torch.from_numpy(np.full(offsets.shape, NULL_INDEX)), torch.from_numpy(offsets))
-        batch.mark_forward_metadata_ready(self, plan=PagedRoundPlan(batch.num_rows, branches, reads))
+            tables=batch.page_tables.int().contiguous(),
+            tiles=torch.from_numpy(tiles),
+            positions=torch.empty(0, dtype=torch.int32),
+            num_in_order=torch.from_numpy(contexts),
+            paths=torch.from_numpy(offsets.T.copy()),
+            longest_tile=branches,
+        )
+        reads = RoundReads(
+            rows,
+            torch.from_numpy(steps + contexts.repeat(branches)),
+            torch.from_numpy(np.full(offsets.shape, NULL_INDEX)),
+            torch.from_numpy(offsets),
+        )
+        batch.mark_forward_metadata_ready(
+            self, plan=PagedRoundPlan(batch.num_rows, branches, reads)
+        )
         self.num_plans += 1
 
     def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
-        """Add k, v to the branches' paths and attend. Shapes as in `AttentionBackend.run`, T = R * K."""
+        """Add k, v to the branches' paths and attend. Shapes as in `AttentionBackend.run`, T = R *
+        K."""
         plan = self._checked_plan(batch)
         step = plan.num_done.get(layer_id, 0)
         if step == len(plan.reads.positions):
             raise InternalError(f"{step} steps of {batch.num_tokens} tokens fill the null page")
         plan.num_done[layer_id] = step + 1
         reads, pool = plan.reads, self._pools[layer_id]
-        write_tokens(dense_tokens(k), dense_tokens(v), pool, reads.pages[step], reads.offsets[step], self._team)
-        return attend(pool, q, replace(reads.rows, positions=reads.positions[step]), self._geometry.scale, self._team)
+        write_tokens(
+            dense_tokens(k),
+            dense_tokens(v),
+            pool,
+            reads.pages[step],
+            reads.offsets[step],
+            self._team,
+        )
+        return attend(
+            pool,
+            q,
+            replace(reads.rows, positions=reads.positions[step]),
+            self._geometry.scale,
+            self._team,
+        )
 
     def reorder(self, batch: ForwardBatch, parents: Tensor) -> None:
         """The next step's branches continue those at `parents` [R, K] of the last."""
         plan = self._checked_plan(batch)
         paths = plan.reads.rows.paths.view(plan.num_rows, plan.num_branches, -1)
-        done = paths[:, :, :max(plan.num_done.values())]
+        done = paths[:, :, : max(plan.num_done.values())]
         done.copy_(done.gather(1, parents[:, :, None].expand_as(done)))
 
     def _checked_plan(self, batch: ForwardBatch) -> PagedRoundPlan:
@@ -105,6 +142,8 @@ class PagedRounds:
         if batch.forward_metadata_planner is not self or not isinstance(plan, PagedRoundPlan):
             raise StalePlanError("the batch was not planned by this multi-step attention")
         if (batch.num_rows, batch.num_tokens) != (plan.num_rows, plan.num_rows * plan.num_branches):
-            raise StalePlanError(f"planned for {plan.num_rows} rows of {plan.num_branches} branches, the batch has "
-                                 f"{batch.num_rows} rows and {batch.num_tokens} tokens")
+            raise StalePlanError(
+                f"planned for {plan.num_rows} rows of {plan.num_branches} branches, the batch has "
+                f"{batch.num_rows} rows and {batch.num_tokens} tokens"
+            )
         return plan

@@ -1,7 +1,7 @@
 """What the engine needs of a draft model. `models/drafts/` satisfies it.
 
-Slot t of a draft holds the target's features at token t, together with token t + 1, and predicts token t + 2. Later
-steps of a round put the draft's own hidden state in the place of the target's.
+Slot t of a draft holds the target's features at token t, together with token t + 1, and predicts
+token t + 2. Later steps of a round put the draft's own hidden state in the place of the target's.
 """
 
 from collections.abc import Mapping
@@ -38,15 +38,17 @@ class DraftModel(Protocol):
         ...
 
     def features(self, aux_hidden: Mapping[int, Tensor], tokens: Tensor) -> Tensor:
-        """What slots read of the target. aux_hidden: [T, target hidden] by layer id; tokens: [n] int64 into T.
+        """What slots read of the target. aux_hidden: [T, target hidden] by layer id; tokens: [n]
+        int64 into T.
 
         Returns [n, hidden].
         """
         ...
 
     def forward(self, batch: ForwardBatch, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """One step over slots. `batch.token_ids` [n] are the tokens *after* the slots', hidden [n, hidden] features or
-        an earlier step's result; `batch.spec_info` may be `CarriedKeys`. Returns [n, hidden]."""
+        """One step over slots. `batch.token_ids` [n] are the tokens *after* the slots', hidden [n,
+        hidden] features or an earlier step's result; `batch.spec_info` may be `CarriedKeys`.
+        Returns [n, hidden]."""
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:

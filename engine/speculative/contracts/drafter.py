@@ -15,17 +15,21 @@ class Drafter(Protocol):
     Whatever it proposes, the output is the same; only the number of target passes differs.
     """
 
-    def propose(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> list[TokenTree]:
-        """One tree per run, of at most as many nodes as the row's `num_draft_tokens`, after the tokens it drew. A row
-        that has None there is left out; one that has 0 is followed.
+    def propose(
+        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]
+    ) -> list[TokenTree]:
+        """One tree per run, of at most as many nodes as the row's `num_draft_tokens`, after the
+        tokens it drew. A row that has None there is left out; one that has 0 is followed.
 
-        Called once for every batch of the pool, also for those of which no row draws (`runs` is then empty), so that a
-        draft with a cache of its own can follow. `batch.spec_info` is a `SpecInfo`.
+        Called once for every batch of the pool, also for those of which no row draws (`runs` is
+        then empty), so that a draft with a cache of its own can follow. `batch.spec_info` is a
+        `SpecInfo`.
         """
         ...
 
     def begin(self, batch: ForwardBatch) -> list[TokenTree]:
-        """The first tree of each row of a PREBUILT batch, whose prompts were handed over with the draft's state."""
+        """The first tree of each row of a PREBUILT batch, whose prompts were handed over with the
+        draft's state."""
         ...
 
 
@@ -38,6 +42,6 @@ class PoolDrafter(Drafter, Protocol):
         ...
 
     def follow(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> None:
-        """Extend the draft's cache by what stands, and propose nothing: the part of a prefill pool. Where a prompt
-        ends, what is handed over is complete."""
+        """Extend the draft's cache by what stands, and propose nothing: the part of a prefill pool.
+        Where a prompt ends, what is handed over is complete."""
         ...

@@ -1,8 +1,10 @@
-"""Which drafted tokens stand: draw from the target at a node, walk on if the drawn token is a child, else stop.
+"""Which drafted tokens stand: draw from the target at a node, walk on if the drawn token is a
+child, else stop.
 
-The draw at a node is the very call plain decoding would make there: same logits, same penalties, and a random number
-keyed by (seed, position). So what is emitted equals plain decoding token for token, whatever the tree holds; the tree
-only decides how many tokens one target pass yields. Needs no draft probabilities.
+The draw at a node is the very call plain decoding would make there: same logits, same penalties,
+and a random number keyed by (seed, position). So what is emitted equals plain decoding token for
+token, whatever the tree holds; the tree only decides how many tokens one target pass yields. Needs
+no draft probabilities.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,16 +34,26 @@ def sampling_at(row: SamplingRow, path: Sequence[int]) -> SamplingRow:
         return row
     position = row.position + len(path)
     banned = row.banned_token_ids if position < row.banned_before else ()
-    output = None if row.output is None else replace(row.output, token_ids=(*row.output.token_ids, *path))
-    return replace(row, position=position, output=output, banned_token_ids=banned,
-                   banned_before=row.banned_before if banned else 0)
+    output = (
+        None
+        if row.output is None
+        else replace(row.output, token_ids=(*row.output.token_ids, *path))
+    )
+    return replace(
+        row,
+        position=position,
+        output=output,
+        banned_token_ids=banned,
+        banned_before=row.banned_before if banned else 0,
+    )
 
 
 def draw_runs(logits: Tensor | None, batch: ForwardBatch, sampler: Sampler) -> list[Run]:
     """One run per row that draws, in row order.
 
-    logits: [N, vocab] fp32; of a VERIFY batch the rows of every node of the rows that draw, of other batches one row
-    each. Rows that do not accept a node never look at its logits, which may be anything.
+    logits: [N, vocab] fp32; of a VERIFY batch the rows of every node of the rows that draw, of
+    other batches one row each. Rows that do not accept a node never look at its logits, which may
+    be anything.
 
     Raises:
         InternalError: the model gave another number of rows.
@@ -51,7 +63,9 @@ def draw_runs(logits: Tensor | None, batch: ForwardBatch, sampler: Sampler) -> l
     counts = [batch.query_lens[index] if is_verify else 1 for index, _ in drawing]
     found = 0 if logits is None else logits.shape[0]
     if found != sum(counts):
-        raise InternalError(f"{len(drawing)} rows draw from {sum(counts)} rows of logits, the model gave {found}")
+        raise InternalError(
+            f"{len(drawing)} rows draw from {sum(counts)} rows of logits, the model gave {found}"
+        )
     if logits is None or not drawing:
         return []
     if not is_verify:
@@ -59,22 +73,38 @@ def draw_runs(logits: Tensor | None, batch: ForwardBatch, sampler: Sampler) -> l
         return [Run(index, [0], [token]) for (index, _), token in zip(drawing, tokens, strict=True)]
     starts = [sum(counts[:index]) for index in range(len(counts))]
     runs = [Run(index, [0]) for index, _ in drawing]
-    if all(takes_maximum(row) and row.output is None for _, row in drawing):  # whatever the path: one call for all
-        known = sampler(logits, [row for (_, row), count in zip(drawing, counts, strict=True) for _ in range(count)])
-        _walk(runs, _children(batch), lambda walking: [known[starts[at] + runs[at].accepted[-1]] for at in walking])
+    if all(
+        takes_maximum(row) and row.output is None for _, row in drawing
+    ):  # whatever the path: one call for all
+        known = sampler(
+            logits,
+            [row for (_, row), count in zip(drawing, counts, strict=True) for _ in range(count)],
+        )
+        _walk(
+            runs,
+            _children(batch),
+            lambda walking: [known[starts[at] + runs[at].accepted[-1]] for at in walking],
+        )
         return runs
 
     def draw(walking: Sequence[int]) -> list[DrawnToken]:
-        rows = [sampling_at(drawing[at][1], [token.token_id for token in runs[at].tokens]) for at in walking]
+        rows = [
+            sampling_at(drawing[at][1], [token.token_id for token in runs[at].tokens])
+            for at in walking
+        ]
         return sampler(logits[[starts[at] + runs[at].accepted[-1] for at in walking]], rows)
 
     _walk(runs, _children(batch), draw)
     return runs
 
 
-def _walk(runs: Sequence[Run], children: Sequence[Mapping[tuple[int, int], int]],
-          draw: Callable[[Sequence[int]], list[DrawnToken]]) -> None:
-    """All runs at once, to their ends. draw(walking): tokens at the last accepted nodes of the runs in these places."""
+def _walk(
+    runs: Sequence[Run],
+    children: Sequence[Mapping[tuple[int, int], int]],
+    draw: Callable[[Sequence[int]], list[DrawnToken]],
+) -> None:
+    """All runs at once, to their ends. draw(walking): tokens at the last accepted nodes of the runs
+    in these places."""
     walking = list(range(len(runs)))
     while walking:
         for index, token in zip(walking, draw(walking), strict=True):
@@ -83,7 +113,9 @@ def _walk(runs: Sequence[Run], children: Sequence[Mapping[tuple[int, int], int]]
             child = children[run.row].get((run.accepted[-1], token.token_id))
             if child is not None:
                 run.accepted.append(child)
-        walking = [index for index in walking if len(runs[index].accepted) > len(runs[index].tokens)]
+        walking = [
+            index for index in walking if len(runs[index].accepted) > len(runs[index].tokens)
+        ]
 
 
 def _children(batch: ForwardBatch) -> list[dict[tuple[int, int], int]]:

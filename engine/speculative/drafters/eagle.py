@@ -1,8 +1,10 @@
-"""Drafting with a small model that reads the target's hidden states (EAGLE and its relatives, MTP heads).
+"""Drafting with a small model that reads the target's hidden states (EAGLE and its relatives, MTP
+heads).
 
-After every target pass the draft follows with the true features of the tokens that stand (*draft-extend*, one forward
-over its own paged cache), which also gives the first level of the next tree; each further level is one forward over the
-frontier. The draft's pages have the ids of the target's: what a request leases, it leases in both.
+After every target pass the draft follows with the true features of the tokens that stand
+(*draft-extend*, one forward over its own paged cache), which also gives the first level of the next
+tree; each further level is one forward over the frontier. The draft's pages have the ids of the
+target's: what a request leases, it leases in both.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +22,13 @@ from engine.speculative.contracts.verify import Run
 from engine.speculative.replay.draft_graphs import DraftGraphs
 from engine.speculative.replay.recorded_drafts import RecordedDrafts
 from engine.speculative.replay.round_graphs import RoundGraphs
-from engine.speculative.trees.draft_batches import FollowedRow, extend_batch, followed_rows, round_batch, row_ends
+from engine.speculative.trees.draft_batches import (
+    FollowedRow,
+    extend_batch,
+    followed_rows,
+    round_batch,
+    row_ends,
+)
 from engine.speculative.trees.draft_handoff import DraftEnd, HandedEnds
 from engine.speculative.trees.proposal import Proposal
 from engine.speculative.trees.tree_expander import TreeExpander
@@ -28,14 +36,16 @@ from runtime.errors import InternalError
 
 
 class PromptDrafter:
-    """A `Drafter` that proposes nothing: on a prefill pool a draft only reads the prompt. `on_followed(batch)` is
-    called for each batch whose tokens are in the draft's cache."""
+    """A `Drafter` that proposes nothing: on a prefill pool a draft only reads the prompt.
+    `on_followed(batch)` is called for each batch whose tokens are in the draft's cache."""
 
     def __init__(self, drafter: PoolDrafter, on_followed: Callable[[ForwardBatch], None]) -> None:
         self._drafter = drafter
         self._on_followed = on_followed
 
-    def propose(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> list[TokenTree]:
+    def propose(
+        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]
+    ) -> list[TokenTree]:
         """See `Drafter.propose`."""
         self._drafter.follow(batch, output, runs)
         self._on_followed(batch)
@@ -47,15 +57,27 @@ class PromptDrafter:
 
 
 class EagleDrafter:
-    """A `Drafter`. `topk` is 1 for chains. `handed` is what crosses with prompts, where the draft's state does;
-    `graphs` and `rounds` take the batches that they were captured for; `recorded` whole steps, where it can."""
+    """A `Drafter`. `topk` is 1 for chains. `handed` is what crosses with prompts, where the draft's
+    state does; `graphs` and `rounds` take the batches that they were captured for; `recorded` whole
+    steps, where it can."""
 
-    def __init__(self, *, model: DraftModel, attention: DraftAttention, topk: int, steps: int,
-                 handed: HandedEnds | None = None, graphs: DraftGraphs | None = None,
-                 rounds: RoundGraphs | None = None, recorded: RecordedDrafts | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        model: DraftModel,
+        attention: DraftAttention,
+        topk: int,
+        steps: int,
+        handed: HandedEnds | None = None,
+        graphs: DraftGraphs | None = None,
+        rounds: RoundGraphs | None = None,
+        recorded: RecordedDrafts | None = None,
+    ) -> None:
         self._model = model
         self._attention = attention
-        self._expander = TreeExpander(model=model, rounds=attention.round, context=attention.in_round, topk=topk)
+        self._expander = TreeExpander(
+            model=model, rounds=attention.round, context=attention.in_round, topk=topk
+        )
         self._steps = steps
         self._handed = handed
         self._graphs = graphs
@@ -71,7 +93,10 @@ class EagleDrafter:
             hidden = self._extend(extend, followed, output)
             ended = [index for index, row in enumerate(followed) if row.num_nodes]
             if self._handed is not None and ended:
-                self._handed.put(extend.slot_ids[ended].long(), self._end(extend, hidden, row_ends(extend)[ended]))
+                self._handed.put(
+                    extend.slot_ids[ended].long(),
+                    self._end(extend, hidden, row_ends(extend)[ended]),
+                )
 
     @torch.inference_mode()
     def begin(self, batch: ForwardBatch) -> list[TokenTree]:
@@ -79,16 +104,23 @@ class EagleDrafter:
         info = batch.spec_info
         if self._handed is None or not isinstance(info, SpecInfo):
             raise InternalError("no draft's state is handed over to this pool")
-        ends, num_nodes = self._handed.get(batch.slot_ids.long()), [row.num_draft_tokens or 0 for row in info.rows]
+        ends, num_nodes = (
+            self._handed.get(batch.slot_ids.long()),
+            [row.num_draft_tokens or 0 for row in info.rows],
+        )
         if self._recorded is not None:
             candidates = self._recorded.begin(batch, batch.context_lens, ends)
             if candidates is not None:
                 self.num_plans["draft_round"] += 1
                 return candidates.trees(num_nodes)
-        return self._grow(batch, batch.context_lens, torch.tensor(batch.context_lens), ends, num_nodes)
+        return self._grow(
+            batch, batch.context_lens, torch.tensor(batch.context_lens), ends, num_nodes
+        )
 
     @torch.inference_mode()
-    def propose(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> list[TokenTree]:
+    def propose(
+        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]
+    ) -> list[TokenTree]:
         """See `Drafter.propose`."""
         followed = followed_rows(batch, runs)
         if not followed:
@@ -98,7 +130,9 @@ class EagleDrafter:
             if candidates is not None:
                 self.num_plans["draft_extend"] += 1
                 self.num_plans["draft_round"] += any(row.num_nodes for row in followed)
-                return _in_order_of(runs, followed, candidates.trees([row.num_nodes for row in followed]))
+                return _in_order_of(
+                    runs, followed, candidates.trees([row.num_nodes for row in followed])
+                )
         extend = extend_batch(batch, followed, self._attention.page_size)
         hidden = self._extend(extend, followed, output)
         growing = [index for index, row in enumerate(followed) if row.num_nodes]
@@ -106,12 +140,21 @@ class EagleDrafter:
         if growing:
             last = row_ends(extend)[growing]
             continued = extend if len(growing) == extend.num_rows else extend.filter(growing)
-            slots = [a + b for a, b in zip(continued.context_lens, continued.query_lens, strict=True)]
-            trees = self._grow(continued, slots, extend.positions[last] + 1, self._end(extend, hidden, last),
-                               [followed[index].num_nodes for index in growing])
+            slots = [
+                a + b for a, b in zip(continued.context_lens, continued.query_lens, strict=True)
+            ]
+            trees = self._grow(
+                continued,
+                slots,
+                extend.positions[last] + 1,
+                self._end(extend, hidden, last),
+                [followed[index].num_nodes for index in growing],
+            )
         return _in_order_of(runs, [followed[index] for index in growing], trees)
 
-    def _extend(self, extend: ForwardBatch, followed: list[FollowedRow], output: StageOutput) -> Tensor:
+    def _extend(
+        self, extend: ForwardBatch, followed: list[FollowedRow], output: StageOutput
+    ) -> Tensor:
         """Hidden states of all slots, [slots, hidden]."""
         device = next(iter(output.aux_hidden.values())).device
         tokens = torch.tensor([token for row in followed for token in row.features]).to(device)
@@ -124,13 +167,24 @@ class EagleDrafter:
         return self._model.forward(extend, features, self._attention.on_pages)
 
     def _end(self, extend: ForwardBatch, hidden: Tensor, last: Tensor) -> DraftEnd:
-        """hidden: [slots, hidden] of the batch that was followed; last: [R] int64, the rows' last slots."""
+        """hidden: [slots, hidden] of the batch that was followed; last: [R] int64, the rows' last
+        slots."""
         info = extend.spec_info
         chosen = info.selected if isinstance(info, CarriedKeys) else None
-        return DraftEnd(*self._expander.best(hidden[last]), hidden[last], None if chosen is None else chosen[last])
+        return DraftEnd(
+            *self._expander.best(hidden[last]),
+            hidden[last],
+            None if chosen is None else chosen[last],
+        )
 
-    def _grow(self, rows: ForwardBatch, slots: Sequence[int], positions: Tensor, ends: DraftEnd,
-              num_nodes: list[int]) -> list[TokenTree]:
+    def _grow(
+        self,
+        rows: ForwardBatch,
+        slots: Sequence[int],
+        positions: Tensor,
+        ends: DraftEnd,
+        num_nodes: list[int],
+    ) -> list[TokenTree]:
         """Trees behind the `slots` that each of the rows has; positions: [R], of the next one."""
         # A tree of n nodes is at most n deep.
         steps = min(self._steps, max(num_nodes))
@@ -146,7 +200,9 @@ class EagleDrafter:
         return proposal.candidates().trees(num_nodes)
 
 
-def _in_order_of(runs: Sequence[Run], rows: Sequence[FollowedRow], trees: Sequence[TokenTree]) -> list[TokenTree]:
+def _in_order_of(
+    runs: Sequence[Run], rows: Sequence[FollowedRow], trees: Sequence[TokenTree]
+) -> list[TokenTree]:
     """A tree for each run: that of its row, or none."""
     found = {row.row: tree for row, tree in zip(rows, trees, strict=True)}
     return [found.get(run.row, NO_TREE) for run in runs]

@@ -1,8 +1,9 @@
 """Drafting with a small model that reads the target's cache and owns none (frozen keys and values).
 
-A chain begins at the newest token, which is drawn and not cached yet: from its embedding and the target's hidden state
-before it. All steps stand at its position and see the same cached keys, so one plan serves them all, nothing is
-written, and nothing of the draft has to follow the target, be handed over or be taken back.
+A chain begins at the newest token, which is drawn and not cached yet: from its embedding and the
+target's hidden state before it. All steps stand at its position and see the same cached keys, so
+one plan serves them all, nothing is written, and nothing of the draft has to follow the target, be
+handed over or be taken back.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,7 +36,8 @@ class FrozenModel(Protocol):
         ...
 
     def features(self, aux_hidden: Mapping[int, Tensor], tokens: Tensor) -> Tensor:
-        """aux_hidden: [T, target hidden] by layer id; tokens: [n] int64 into T. Returns [n, target hidden]."""
+        """aux_hidden: [T, target hidden] by layer id; tokens: [n] int64 into T. Returns [n, target
+        hidden]."""
         ...
 
     def forward(self, batch: ForwardBatch, hidden: Tensor, context: ForwardContext) -> Tensor:
@@ -69,14 +71,20 @@ class FrozenDrafter:
         raise InternalError("no draft's state is handed over to this pool")
 
     @torch.inference_mode()
-    def propose(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> list[TokenTree]:
+    def propose(
+        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]
+    ) -> list[TokenTree]:
         """See `Drafter.propose`."""
         followed = [row for row in followed_rows(batch, runs) if row.num_nodes]
         if not followed:
             return [NO_TREE] * len(runs)
         num_nodes = [row.num_nodes for row in followed]
-        hidden = self._model.features(output.aux_hidden, torch.tensor([row.features[-1] for row in followed]))
-        grown = self._chains(_newest(batch, followed), hidden, min(self._steps, max(num_nodes))).trees(num_nodes)
+        hidden = self._model.features(
+            output.aux_hidden, torch.tensor([row.features[-1] for row in followed])
+        )
+        grown = self._chains(
+            _newest(batch, followed), hidden, min(self._steps, max(num_nodes))
+        ).trees(num_nodes)
         trees = {row.row: tree for row, tree in zip(followed, grown, strict=True)}
         return [trees.get(run.row, NO_TREE) for run in runs]
 
@@ -91,15 +99,24 @@ class FrozenDrafter:
             tokens.append(batch.token_ids)
             hidden = self._model.onward(own)
         parents = torch.arange(-1, steps - 1).expand(len(hidden), -1)
-        return Candidates(torch.stack(log_p, 1).clamp(max=0.0).cumsum(1), torch.stack(tokens, 1), parents)
+        return Candidates(
+            torch.stack(log_p, 1).clamp(max=0.0).cumsum(1), torch.stack(tokens, 1), parents
+        )
 
 
 def _newest(batch: ForwardBatch, followed: Sequence[FollowedRow]) -> ForwardBatch:
-    """Each row's newest token, at its position. It sees what the token before it sees, the last that is cached."""
+    """Each row's newest token, at its position. It sees what the token before it sees, the last
+    that is cached."""
     rows = torch.tensor([row.row for row in followed])
     cached = [row.position + len(row.features) for row in followed]
     return ForwardBatch(
-        mode=ForwardMode.DRAFT, request_keys=tuple(batch.request_keys[row.row] for row in followed),
-        query_lens=(1,) * len(followed), context_lens=tuple(count - 1 for count in cached),
-        token_ids=torch.tensor([row.next_tokens[-1] for row in followed]), positions=torch.tensor(cached),
-        page_tables=batch.page_tables[rows], slot_ids=batch.slot_ids[rows], sampling=(None,) * len(followed))
+        mode=ForwardMode.DRAFT,
+        request_keys=tuple(batch.request_keys[row.row] for row in followed),
+        query_lens=(1,) * len(followed),
+        context_lens=tuple(count - 1 for count in cached),
+        token_ids=torch.tensor([row.next_tokens[-1] for row in followed]),
+        positions=torch.tensor(cached),
+        page_tables=batch.page_tables[rows],
+        slot_ids=batch.slot_ids[rows],
+        sampling=(None,) * len(followed),
+    )

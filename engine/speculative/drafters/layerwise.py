@@ -1,13 +1,15 @@
-"""Drafting with a layer of its own for each step: several NextN layers (DeepSeek-AI 2024, "DeepSeek-V3 Technical
-Report", section 2.2).
+"""Drafting with a layer of its own for each step: several NextN layers (DeepSeek-AI 2024,
+"DeepSeek-V3 Technical Report", section 2.2).
 
-Layer k reads, at slot t, what layer k - 1 made of that slot (layer 0: the target's features) together with token
-t + k + 1, and predicts token t + k + 2. All have caches of their own over the same pages. Where the draft follows the
-target, the layers run over the new slots one after the other; what one proposes behind a row's last slot is the token
-that the next one reads there. So the chain is complete without a round of steps, and one plan serves all layers.
+Layer k reads, at slot t, what layer k - 1 made of that slot (layer 0: the target's features)
+together with token t + k + 1, and predicts token t + k + 2. All have caches of their own over the
+same pages. Where the draft follows the target, the layers run over the new slots one after the
+other; what one proposes behind a row's last slot is the token that the next one reads there. So the
+chain is complete without a round of steps, and one plan serves all layers.
 
-Beyond the tokens that stand a layer reads what those before it proposed. An entry made with a proposal that was then
-rejected is not made again: of layer k, up to k entries behind a rejection. That costs acceptance, never output.
+Beyond the tokens that stand a layer reads what those before it proposed. An entry made with a
+proposal that was then rejected is not made again: of layer k, up to k entries behind a rejection.
+That costs acceptance, never output.
 
 Legend: R rows, D layers.
 """
@@ -30,10 +32,16 @@ from runtime.errors import InternalError
 
 
 class LayerwiseDrafter:
-    """A `Drafter` of chains of up to D tokens. `handed` is what crosses with prompts, where the draft's state does."""
+    """A `Drafter` of chains of up to D tokens. `handed` is what crosses with prompts, where the
+    draft's state does."""
 
-    def __init__(self, *, layers: Sequence[DraftModel], attention: DraftAttention,
-                 handed: HandedChains | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        layers: Sequence[DraftModel],
+        attention: DraftAttention,
+        handed: HandedChains | None = None,
+    ) -> None:
         """`layers` by step, each with a cache of its own behind `attention`."""
         self._layers = layers
         self._attention = attention
@@ -45,7 +53,9 @@ class LayerwiseDrafter:
         """See `PoolDrafter.follow`."""
         if followed := followed_rows(batch, runs):
             extend = extend_batch(batch, followed, self._attention.page_size)
-            log_p, tokens = self._extend(extend, [token for row in followed for token in row.features], output)
+            log_p, tokens = self._extend(
+                extend, [token for row in followed for token in row.features], output
+            )
             ended = [index for index, row in enumerate(followed) if row.num_nodes]
             if self._handed is not None and ended:
                 self._handed.put(extend.slot_ids[ended].long(), log_p[ended], tokens[ended])
@@ -56,23 +66,32 @@ class LayerwiseDrafter:
         info = batch.spec_info
         if self._handed is None or not isinstance(info, SpecInfo):
             raise InternalError("no draft's state is handed over to this pool")
-        return _chains(*self._handed.get(batch.slot_ids.long()), [row.num_draft_tokens or 0 for row in info.rows])
+        return _chains(
+            *self._handed.get(batch.slot_ids.long()),
+            [row.num_draft_tokens or 0 for row in info.rows],
+        )
 
     @torch.inference_mode()
-    def propose(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> list[TokenTree]:
+    def propose(
+        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]
+    ) -> list[TokenTree]:
         """See `Drafter.propose`."""
         followed = followed_rows(batch, runs)
         if not followed:
             return [NO_TREE] * len(runs)
         extend = extend_batch(batch, followed, self._attention.page_size)
-        log_p, tokens = self._extend(extend, [token for row in followed for token in row.features], output)
+        log_p, tokens = self._extend(
+            extend, [token for row in followed for token in row.features], output
+        )
         grown = _chains(log_p, tokens, [row.num_nodes for row in followed])
         trees = {row.row: tree for row, tree in zip(followed, grown, strict=True)}
         return [trees.get(run.row, NO_TREE) for run in runs]
 
-    def _extend(self, extend: ForwardBatch, tokens: Sequence[int], output: StageOutput) -> tuple[Tensor, Tensor]:
-        """All layers over the batch's slots, which read the features of these tokens. Returns log probabilities and
-        tokens of the rows' chains, [R, D] each."""
+    def _extend(
+        self, extend: ForwardBatch, tokens: Sequence[int], output: StageOutput
+    ) -> tuple[Tensor, Tensor]:
+        """All layers over the batch's slots, which read the features of these tokens. Returns log
+        probabilities and tokens of the rows' chains, [R, D] each."""
         device = next(iter(output.aux_hidden.values())).device
         hidden = self._layers[0].features(output.aux_hidden, torch.tensor(tokens).to(device))
         self.num_plans["draft_extend"] += plan_where_needed(extend, self._attention.pages)
@@ -86,7 +105,9 @@ class LayerwiseDrafter:
             assert extend.token_ids is not None, "a draft reads tokens"
             extend.token_ids = extend.token_ids.roll(-1)
             extend.token_ids[last] = proposed.to(extend.token_ids.device)
-        return torch.stack([log_p for log_p, _ in found], 1), torch.stack([ids for _, ids in found], 1)
+        return torch.stack([log_p for log_p, _ in found], 1), torch.stack(
+            [ids for _, ids in found], 1
+        )
 
 
 def _chains(log_p: Tensor, tokens: Tensor, num_nodes: Sequence[int]) -> list[TokenTree]:

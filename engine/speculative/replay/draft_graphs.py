@@ -1,5 +1,6 @@
-"""The forward by which a draft follows what was accepted, as captured graphs. All as in `engine/graphs/runner.py`, but
-that a draft has pages only. The steps that grow its trees are `engine/speculative/replay/round_graphs.py`'s."""
+"""The forward by which a draft follows what was accepted, as captured graphs. All as in
+`engine/graphs/runner.py`, but that a draft has pages only. The steps that grow its trees are
+`engine/speculative/replay/round_graphs.py`'s."""
 
 from collections.abc import Sequence
 
@@ -19,11 +20,20 @@ from engine.speculative.contracts.draft_model import DraftModel
 class DraftGraphs:
     """The captured forwards of one draft over its pages."""
 
-    def __init__(self, *, model: DraftModel, attention: GraphAttention, context: ForwardContext,
-                 buckets: Sequence[GraphBucket], capture: Capture, width: int, dtype: torch.dtype,
-                 device: torch.device) -> None:
-        """`context` is what the draft runs on over its pages, `width` that of its features. Nothing is captured before
-        `capture_all`."""
+    def __init__(
+        self,
+        *,
+        model: DraftModel,
+        attention: GraphAttention,
+        context: ForwardContext,
+        buckets: Sequence[GraphBucket],
+        capture: Capture,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`context` is what the draft runs on over its pages, `width` that of its features. Nothing
+        is captured before `capture_all`."""
         self._model, self._attention, self._context = model, attention, context
         self._buckets = sorted(buckets, key=lambda bucket: bucket.num_tokens, reverse=True)
         self._capture = capture
@@ -47,23 +57,28 @@ class DraftGraphs:
         return shapes.bucket_for(batch, self._captured)
 
     def run(self, batch: ForwardBatch, bucket: GraphBucket, features: Tensor) -> Tensor:
-        """`DraftModel.forward` of a batch on the host that `bucket_for` found this bucket for; features [n, width] on
-        the device."""
+        """`DraftModel.forward` of a batch on the host that `bucket_for` found this bucket for;
+        features [n, width] on the device."""
         padded, count = shapes.pad_batch(batch, bucket), batch.num_tokens
         self._attention.plan(padded)
         assert batch.token_ids is not None, "a draft reads tokens"
         self._inputs.refill({"token_ids": batch.token_ids, "positions": batch.positions})
         self._features[:count] = features
-        self._features[count:bucket.num_tokens] = float("nan")  # not those of an earlier batch
+        self._features[count : bucket.num_tokens] = float("nan")  # not those of an earlier batch
         self._captured[bucket].replay(padded)
         return self._hidden[:count].clone()
 
     def _captured_forward(self, bucket: GraphBucket) -> CapturedForward:
         count, batch = bucket.num_tokens, shapes.padding_alone(bucket)
-        batch.token_ids, batch.positions = self._inputs["token_ids"][:count], self._inputs["positions"][:count]
+        batch.token_ids, batch.positions = (
+            self._inputs["token_ids"][:count],
+            self._inputs["positions"][:count],
+        )
         self._attention.plan(batch)
 
         def forward() -> None:
             self._hidden[:count] = self._model.forward(batch, self._features[:count], self._context)
 
-        return CapturedForward(self._attention, batch, self._capture.capture(f"the draft's {bucket}", forward))
+        return CapturedForward(
+            self._attention, batch, self._capture.capture(f"the draft's {bucket}", forward)
+        )

@@ -1,8 +1,10 @@
-"""What a draft does behind a step on the host, from the target's features to the next candidates, as recordings: one
-for each number of rows and of tokens in a row, with a round and without one, made when such a step comes again.
+"""What a draft does behind a step on the host, from the target's features to the next candidates,
+as recordings: one for each number of rows and of tokens in a row, with a round and without one,
+made when such a step comes again.
 
-Rows accept different numbers of nodes. So a row that stands shorter than it was verified repeats its last token: those
-slots lie behind what stands, as the target's own keys of nodes that fell do, and no slot that stands sees them.
+Rows accept different numbers of nodes. So a row that stands shorter than it was verified repeats
+its last token: those slots lie behind what stands, as the target's own keys of nodes that fell do,
+and no slot that stands sees them.
 """
 
 import logging
@@ -33,8 +35,9 @@ _Shape = tuple[int, int, bool]  # rows, tokens of each that are followed, whethe
 
 @dataclass(frozen=True)
 class Followed:
-    """What a draft follows before it grows. tokens: [n] int64, whose features the slots read; last: [R] int64, the slot
-    of each row's last token that stands; aux_hidden: [T, H] of the target's tokens, by layer."""
+    """What a draft follows before it grows. tokens: [n] int64, whose features the slots read; last:
+    [R] int64, the slot of each row's last token that stands; aux_hidden: [T, H] of the target's
+    tokens, by layer."""
 
     extend: ForwardBatch
     tokens: Tensor
@@ -44,14 +47,21 @@ class Followed:
     def inputs(self) -> list[object]:
         """What differs from step to step."""
         extend = self.extend
-        return [self.tokens, self.last, dict(self.aux_hidden), extend.token_ids, extend.positions,
-                extend.forward_metadata_plan]
+        return [
+            self.tokens,
+            self.last,
+            dict(self.aux_hidden),
+            extend.token_ids,
+            extend.positions,
+            extend.forward_metadata_plan,
+        ]
 
 
 @dataclass(frozen=True)
 class DraftStep:
-    """What a recording reads. before: what was followed, or where drafts stand that were handed over; round: the batch
-    that grows, None where the draft only follows; positions: [steps - 1, R] int64 of its steps' slots."""
+    """What a recording reads. before: what was followed, or where drafts stand that were handed
+    over; round: the batch that grows, None where the draft only follows; positions: [steps - 1, R]
+    int64 of its steps' slots."""
 
     before: Followed | DraftEnd
     round: ForwardBatch | None = None
@@ -66,8 +76,11 @@ class DraftStep:
     def inputs(self) -> list[object]:
         """What differs from step to step."""
         before = self.before
-        ends: list[object] = [before.log_p, before.tokens, before.hidden] if isinstance(before, DraftEnd) \
+        ends: list[object] = (
+            [before.log_p, before.tokens, before.hidden]
+            if isinstance(before, DraftEnd)
             else before.inputs()
+        )
         if self.round is None:
             return ends
         plan = self.round.forward_metadata_plan
@@ -85,14 +98,27 @@ class RecordedDraft:
 class RecordedDrafts:
     """The recorded steps of one draft. What it returns is valid until the next step."""
 
-    def __init__(self, *, model: DraftModel, attention: DraftAttention, rounds: PagedRounds, topk: int, steps: int,
-                 max_nodes: int, num_eager: int = EAGER_FIRST) -> None:
-        """Steps whose rows have up to `max_nodes` tokens are recorded, of each shape the one after `num_eager`;
-        candidates of `steps` levels, `topk` wide."""
+    def __init__(
+        self,
+        *,
+        model: DraftModel,
+        attention: DraftAttention,
+        rounds: PagedRounds,
+        topk: int,
+        steps: int,
+        max_nodes: int,
+        num_eager: int = EAGER_FIRST,
+    ) -> None:
+        """Steps whose rows have up to `max_nodes` tokens are recorded, of each shape the one after
+        `num_eager`; candidates of `steps` levels, `topk` wide."""
         self._model, self._pages, self._on_pages = model, attention.pages, attention.on_pages
         self._rounds, self._page_size = rounds, attention.page_size
-        self._expander = TreeExpander(model=model, rounds=rounds, topk=topk,
-                                      context=ForwardContext(rounds, attention.on_pages.recurrent))
+        self._expander = TreeExpander(
+            model=model,
+            rounds=rounds,
+            topk=topk,
+            context=ForwardContext(rounds, attention.on_pages.recurrent),
+        )
         self._topk, self._steps, self._max_nodes = min(topk, model.vocab_size), steps, max_nodes
         self._recorded: dict[_Shape, RecordedDraft] = {}
         self._eager_left: dict[_Shape, int] = defaultdict(lambda: num_eager)
@@ -100,21 +126,30 @@ class RecordedDrafts:
         self._is_off = False
         self.num_recorded, self.num_replays = 0, 0
 
-    def begin(self, rows: ForwardBatch, slots: Sequence[int], ends: DraftEnd) -> Candidates | Chains | None:
-        """Candidates behind the `slots` that each row has, whose positions are as many; None where they are too many
-        rows, or share their choice of keys: nothing is done then."""
+    def begin(
+        self, rows: ForwardBatch, slots: Sequence[int], ends: DraftEnd
+    ) -> Candidates | Chains | None:
+        """Candidates behind the `slots` that each row has, whose positions are as many; None where
+        they are too many rows, or share their choice of keys: nothing is done then."""
         if not self._takes(rows.num_rows) or ends.keys is not None:
             return None
-        return self._run((rows.num_rows, 0, True), self._planned(ends, rows, slots, torch.tensor(slots)))
+        return self._run(
+            (rows.num_rows, 0, True), self._planned(ends, rows, slots, torch.tensor(slots))
+        )
 
-    def propose(self, batch: ForwardBatch, followed: Sequence[FollowedRow],
-                aux_hidden: Mapping[int, Tensor]) -> Candidates | Chains | None:
-        """Candidates behind the rows of a batch, in their order, none where no row is to grow; None where some are not
-        followed, their lengths differ, or they are too many: nothing is done then. aux_hidden: [T, H] of the batch's
-        tokens, by layer."""
+    def propose(
+        self, batch: ForwardBatch, followed: Sequence[FollowedRow], aux_hidden: Mapping[int, Tensor]
+    ) -> Candidates | Chains | None:
+        """Candidates behind the rows of a batch, in their order, none where no row is to grow; None
+        where some are not followed, their lengths differ, or they are too many: nothing is done
+        then. aux_hidden: [T, H] of the batch's tokens, by layer."""
         length, num_rows = batch.query_lens[0], len(followed)
-        if (not self._takes(num_rows) or num_rows < batch.num_rows or length > self._max_nodes
-                or len(set(batch.query_lens)) > 1):
+        if (
+            not self._takes(num_rows)
+            or num_rows < batch.num_rows
+            or length > self._max_nodes
+            or len(set(batch.query_lens)) > 1
+        ):
             return None
         rows = [_repeated(row, length) for row in followed]
         extend = extend_batch(batch, rows, self._page_size)
@@ -125,15 +160,22 @@ class RecordedDrafts:
         before = Followed(extend, tokens, last, aux_hidden)
         if not any(row.num_nodes for row in rows):
             return self._run((num_rows, length, False), DraftStep(before))
-        slots = [context + count for context, count in zip(extend.context_lens, standing, strict=True)]
+        slots = [
+            context + count for context, count in zip(extend.context_lens, standing, strict=True)
+        ]
         positions = longs([row.position + count for row, count in zip(rows, standing, strict=True)])
         return self._run((num_rows, length, True), self._planned(before, extend, slots, positions))
 
     def _takes(self, num_rows: int) -> bool:
         return not self._is_off and self._rounds.has_room(num_rows * self._topk, self._steps - 1)
 
-    def _planned(self, before: Followed | DraftEnd, rows: ForwardBatch, slots: Sequence[int],
-                 positions: Tensor) -> DraftStep:
+    def _planned(
+        self,
+        before: Followed | DraftEnd,
+        rows: ForwardBatch,
+        slots: Sequence[int],
+        positions: Tensor,
+    ) -> DraftStep:
         grown = round_batch(rows, slots, positions, self._topk)
         self._rounds.plan(grown)
         return DraftStep(before, grown, positions + torch.arange(self._steps - 1)[:, None])
@@ -166,8 +208,13 @@ class RecordedDrafts:
         """Run the step on tensors of its own, with tables that have room."""
         before = step.before
         if isinstance(before, Followed):
-            before = replace(before, extend=_own(before.extend, self._pages),
-                             aux_hidden={layer_id: hidden.clone() for layer_id, hidden in before.aux_hidden.items()})
+            before = replace(
+                before,
+                extend=_own(before.extend, self._pages),
+                aux_hidden={
+                    layer_id: hidden.clone() for layer_id, hidden in before.aux_hidden.items()
+                },
+            )
         grown = None if step.round is None else _own(step.round, self._rounds)
         own, results = DraftStep(before, grown, step.positions), list[Candidates | Chains]()
         recording = record(lambda: results.append(self._grown(own)), self._arena)
@@ -184,9 +231,17 @@ class RecordedDrafts:
             return Chains(torch.empty(len(hidden), 0, dtype=torch.int64))
         growing = replace(step.round)  # which moves on; a recording begins where it did
         if self._topk == 1:
-            first = self._expander.most_likely(hidden) if isinstance(before, Followed) else before.tokens.flatten()
+            first = (
+                self._expander.most_likely(hidden)
+                if isinstance(before, Followed)
+                else before.tokens.flatten()
+            )
             return self._expander.chains(growing, first, hidden, step.positions)
-        best = self._expander.best(hidden) if isinstance(before, Followed) else (before.log_p, before.tokens)
+        best = (
+            self._expander.best(hidden)
+            if isinstance(before, Followed)
+            else (before.log_p, before.tokens)
+        )
         proposal = Proposal(*best)
         self._expander.expand(proposal, growing, hidden, self._steps)
         return proposal.candidates()
@@ -194,7 +249,12 @@ class RecordedDrafts:
 
 def _own(batch: ForwardBatch, planner: BatchPlanner) -> ForwardBatch:
     """A copy with its own tensors and plan, and tables that have room."""
-    own = replace(batch, plan_mark=None, positions=batch.positions.clone(), page_tables=with_room(batch.page_tables))
+    own = replace(
+        batch,
+        plan_mark=None,
+        positions=batch.positions.clone(),
+        page_tables=with_room(batch.page_tables),
+    )
     planner.plan(own)
     watch_lengths(own)
     return own
@@ -203,5 +263,8 @@ def _own(batch: ForwardBatch, planner: BatchPlanner) -> ForwardBatch:
 def _repeated(row: FollowedRow, length: int) -> FollowedRow:
     """Of so many tokens, the further ones its last."""
     missing = length - len(row.features)
-    return replace(row, features=[*row.features, *row.features[-1:] * missing],
-                   next_tokens=[*row.next_tokens, *row.next_tokens[-1:] * missing])
+    return replace(
+        row,
+        features=[*row.features, *row.features[-1:] * missing],
+        next_tokens=[*row.next_tokens, *row.next_tokens[-1:] * missing],
+    )

@@ -1,5 +1,6 @@
-"""The rounds in which a draft grows its trees, all steps of one as one captured graph per number of rows. All as in
-`engine/graphs/runner.py`; a round that is shorter than those captured runs eagerly."""
+"""The rounds in which a draft grows its trees, all steps of one as one captured graph per number of
+rows. All as in `engine/graphs/runner.py`; a round that is shorter than those captured runs
+eagerly."""
 
 from collections.abc import Sequence
 
@@ -25,22 +26,39 @@ _PADDING_ID = -1
 class RoundGraphs:
     """The captured rounds of one draft, of `topk` branches and `steps` levels each."""
 
-    def __init__(self, *, expander: TreeExpander, rounds: DeviceRounds, max_rows: int, topk: int, steps: int,
-                 capture: Capture,
-                 width: int, dtype: torch.dtype, device: torch.device) -> None:
-        """`width` is that of the draft's hidden states. Nothing is captured before `capture_all`."""
+    def __init__(
+        self,
+        *,
+        expander: TreeExpander,
+        rounds: DeviceRounds,
+        max_rows: int,
+        topk: int,
+        steps: int,
+        capture: Capture,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """`width` is that of the draft's hidden states. Nothing is captured before
+        `capture_all`."""
         self._expander, self._rounds, self._capture = expander, rounds, capture
         self._topk, self.steps = topk, steps
         self._device = device
-        self._buckets = [GraphBucket(ForwardMode.DRAFT, rows, topk) for rows in reversed(row_counts(max_rows))]
+        self._buckets = [
+            GraphBucket(ForwardMode.DRAFT, rows, topk) for rows in reversed(row_counts(max_rows))
+        ]
         self._positions = StaticInts({"positions": max_rows * topk}, device)
         # Rows of padding begin with NaN, so that a leak shows.
-        self._ends = DraftEnd(torch.zeros(max_rows, topk, device=device),
-                              torch.zeros(max_rows, topk, dtype=torch.int64, device=device),
-                              torch.full((max_rows, width), float("nan"), dtype=dtype, device=device))
+        self._ends = DraftEnd(
+            torch.zeros(max_rows, topk, device=device),
+            torch.zeros(max_rows, topk, dtype=torch.int64, device=device),
+            torch.full((max_rows, width), float("nan"), dtype=dtype, device=device),
+        )
         num_candidates = topk + (steps - 1) * topk * topk
         ids = torch.zeros(max_rows, num_candidates, dtype=torch.int64, device=device)
-        self._grown = Candidates(torch.zeros(max_rows, num_candidates, device=device), ids, ids.clone())
+        self._grown = Candidates(
+            torch.zeros(max_rows, num_candidates, device=device), ids, ids.clone()
+        )
         self._captured: dict[GraphBucket, CapturedForward] = {}
         rounds.reserve(self._buckets)
 
@@ -52,53 +70,81 @@ class RoundGraphs:
             self._captured[bucket] = self._captured_round(bucket)
 
     def bucket_for(self, batch: ForwardBatch, steps: int) -> GraphBucket | None:
-        """The captured rows that the batch's fit into; None for larger batches, for shorter rounds, and for what was
-        planned already."""
+        """The captured rows that the batch's fit into; None for larger batches, for shorter rounds,
+        and for what was planned already."""
         if not batch.needs_forward_metadata_init():
             return None
-        fitting = [bucket for bucket in self._captured if batch.num_rows <= bucket.max_rows and steps == self.steps]
+        fitting = [
+            bucket
+            for bucket in self._captured
+            if batch.num_rows <= bucket.max_rows and steps == self.steps
+        ]
         return min(fitting, key=lambda bucket: bucket.max_rows, default=None)
 
     def run(self, batch: ForwardBatch, bucket: GraphBucket, ends: DraftEnd) -> Candidates:
-        """A whole round of a batch on the host that `bucket_for` found this bucket for; `ends` of its rows."""
+        """A whole round of a batch on the host that `bucket_for` found this bucket for; `ends` of
+        its rows."""
         padded, count = self._padded(batch, bucket), batch.num_rows
         self._rounds.plan(padded)
         self._positions.refill({"positions": batch.positions})
         for static, given in zip(_parts(self._ends), _parts(ends), strict=True):
             static[:count] = given
-        self._ends.hidden[count:bucket.max_rows] = float("nan")  # not those of an earlier batch
+        self._ends.hidden[count : bucket.max_rows] = float("nan")  # not those of an earlier batch
         self._captured[bucket].replay(padded)
         return Candidates(*(part[:count].clone() for part in _parts(self._grown)))
 
     def _captured_round(self, bucket: GraphBucket) -> CapturedForward:
         rows, none = bucket.max_rows, torch.empty(0, dtype=torch.int64)
-        batch = self._padded(ForwardBatch(
-            mode=ForwardMode.DRAFT, request_keys=(), query_lens=(), context_lens=(), token_ids=None, positions=none,
-            page_tables=torch.empty(0, 1, dtype=torch.int32), slot_ids=torch.empty(0, dtype=torch.int32),
-            sampling=()), bucket)
+        batch = self._padded(
+            ForwardBatch(
+                mode=ForwardMode.DRAFT,
+                request_keys=(),
+                query_lens=(),
+                context_lens=(),
+                token_ids=None,
+                positions=none,
+                page_tables=torch.empty(0, 1, dtype=torch.int32),
+                slot_ids=torch.empty(0, dtype=torch.int32),
+                sampling=(),
+            ),
+            bucket,
+        )
         self._rounds.plan(batch)
 
         def grow() -> None:
-            batch.positions = self._positions["positions"][:rows * self._topk]
+            batch.positions = self._positions["positions"][: rows * self._topk]
             self._rounds.restart(batch)
             proposal = Proposal(self._ends.log_p[:rows], self._ends.tokens[:rows])
             self._expander.expand(proposal, batch, self._ends.hidden[:rows], self.steps)
-            for static, grown in zip(_parts(self._grown), _parts(proposal.candidates()), strict=True):
+            for static, grown in zip(
+                _parts(self._grown), _parts(proposal.candidates()), strict=True
+            ):
                 static[:rows] = grown
 
-        return CapturedForward(self._rounds, batch, self._capture.capture(f"a round of the draft, {bucket}", grow))
+        return CapturedForward(
+            self._rounds, batch, self._capture.capture(f"a round of the draft, {bucket}", grow)
+        )
 
     def _padded(self, batch: ForwardBatch, bucket: GraphBucket) -> ForwardBatch:
         """The batch's rows, then rows with one slot on the null page; without a marker."""
         rows, missing = bucket.max_rows, bucket.max_rows - batch.num_rows
         return ForwardBatch(
-            mode=batch.mode, request_keys=(*batch.request_keys, *(_PADDING_ID,) * missing),
-            query_lens=(self._topk,) * rows, context_lens=(*batch.context_lens, *(1,) * missing), token_ids=None,
+            mode=batch.mode,
+            request_keys=(*batch.request_keys, *(_PADDING_ID,) * missing),
+            query_lens=(self._topk,) * rows,
+            context_lens=(*batch.context_lens, *(1,) * missing),
+            token_ids=None,
             positions=F.pad(batch.positions, (0, missing * self._topk)),
             page_tables=F.pad(batch.page_tables, (0, 0, 0, missing), value=NULL_INDEX),
-            slot_ids=F.pad(batch.slot_ids, (0, missing), value=NULL_INDEX), sampling=(None,) * rows,
-            graph_bucket=bucket)
+            slot_ids=F.pad(batch.slot_ids, (0, missing), value=NULL_INDEX),
+            sampling=(None,) * rows,
+            graph_bucket=bucket,
+        )
 
 
 def _parts(of: DraftEnd | Candidates) -> Sequence[Tensor]:
-    return (of.log_p, of.tokens, of.hidden) if isinstance(of, DraftEnd) else (of.scores, of.tokens, of.parents)
+    return (
+        (of.log_p, of.tokens, of.hidden)
+        if isinstance(of, DraftEnd)
+        else (of.scores, of.tokens, of.parents)
+    )

@@ -1,4 +1,5 @@
-"""What a draft hands over with a prompt, besides its cache: all it takes to grow the first tree on the other side.
+"""What a draft hands over with a prompt, besides its cache: all it takes to grow the first tree on
+the other side.
 
 Legend: R rows, K most likely tokens.
 """
@@ -27,8 +28,8 @@ class DraftEnd:
 
 @dataclass(frozen=True)
 class HandedEnds:
-    """Ends by state slot, in memory that the handoff moves: topk_p and topk_index [slots, K], hidden [slots, width],
-    keys [slots, n], None where no steps share a choice."""
+    """Ends by state slot, in memory that the handoff moves: topk_p and topk_index [slots, K],
+    hidden [slots, width], keys [slots, n], None where no steps share a choice."""
 
     topk_p: Tensor
     topk_index: Tensor
@@ -43,7 +44,7 @@ class HandedEnds:
         if self.keys is not None:
             self.keys[slot_ids] = -1
             if ends.keys is not None:
-                self.keys[slot_ids, :ends.keys.shape[1]] = ends.keys
+                self.keys[slot_ids, : ends.keys.shape[1]] = ends.keys
 
     def get(self, slot_ids: Tensor) -> DraftEnd:
         """slot_ids: [R] int64, wherever they lie."""
@@ -51,14 +52,16 @@ class HandedEnds:
         keys = None
         if self.keys is not None:
             keys = self.keys[slot_ids]
-            keys = keys[:, :int((keys >= 0).sum(1).max())]
-        return DraftEnd(self.topk_p[slot_ids], self.topk_index[slot_ids], self.hidden[slot_ids], keys)
+            keys = keys[:, : int((keys >= 0).sum(1).max())]
+        return DraftEnd(
+            self.topk_p[slot_ids], self.topk_index[slot_ids], self.hidden[slot_ids], keys
+        )
 
 
 @dataclass(frozen=True)
 class HandedChains:
-    """What a draft with a layer for each step hands over: the chain behind the prompt, whole. topk_p and topk_index
-    [slots, D], as `HandedEnds` has them for a first level."""
+    """What a draft with a layer for each step hands over: the chain behind the prompt, whole.
+    topk_p and topk_index [slots, D], as `HandedEnds` has them for a first level."""
 
     topk_p: Tensor
     topk_index: Tensor

@@ -1,8 +1,10 @@
-"""Growing draft trees: the best continuations of every row, one level at a time, by the draft's own probabilities.
+"""Growing draft trees: the best continuations of every row, one level at a time, by the draft's own
+probabilities.
 
-Each level expands the best nodes of the one before by their most likely tokens; a node's score is the sum of the log
-probabilities on its path (Li et al. 2024, "EAGLE-2"). In the end the best nodes of all levels stay, in the order they
-were created, so that parents precede their children. With one child per node this is a chain.
+Each level expands the best nodes of the one before by their most likely tokens; a node's score is
+the sum of the log probabilities on its path (Li et al. 2024, "EAGLE-2"). In the end the best nodes
+of all levels stay, in the order they were created, so that parents precede their children. With one
+child per node this is a chain.
 
 Legend: R rows, K children per node and nodes per frontier.
 """
@@ -18,8 +20,8 @@ from engine.core.draft_trees import TokenTree
 
 @dataclass(frozen=True)
 class Candidates:
-    """All nodes of all rows, in the order they were created; each [R, n], n of all levels together. parents: places
-    in the row, -1 for those behind its known token."""
+    """All nodes of all rows, in the order they were created; each [R, n], n of all levels together.
+    parents: places in the row, -1 for those behind its known token."""
 
     scores: Tensor
     tokens: Tensor
@@ -27,11 +29,14 @@ class Candidates:
 
     def trees(self, num_nodes: Sequence[int]) -> list[TokenTree]:
         """The best `num_nodes[r]` candidates of each row, in the order they were created."""
-        # Equal scores stay in order of creation, so a parent is kept before a child that scores the same.
+        # Equal scores stay in order of creation, so a parent is kept before a child that scores the
+        # same.
         ranked = self.scores.sort(dim=1, descending=True, stable=True).indices.tolist()
         tokens, parents = self.tokens.tolist(), self.parents.tolist()
-        return [_keep(sorted(ranked[row][:count]), tokens[row], parents[row])
-                for row, count in enumerate(num_nodes)]
+        return [
+            _keep(sorted(ranked[row][:count]), tokens[row], parents[row])
+            for row, count in enumerate(num_nodes)
+        ]
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,10 @@ class Chains:
 
     def trees(self, num_nodes: Sequence[int]) -> list[TokenTree]:
         """The first `num_nodes[r]` tokens of each row."""
-        kept = [tuple(tokens[:count]) for tokens, count in zip(self.tokens.tolist(), num_nodes, strict=True)]
+        kept = [
+            tuple(tokens[:count])
+            for tokens, count in zip(self.tokens.tolist(), num_nodes, strict=True)
+        ]
         return [TokenTree(tokens, tuple(range(-1, len(tokens) - 1))) for tokens in kept]
 
 
@@ -58,16 +66,20 @@ class Proposal:
         self._parents = [torch.full_like(token_ids, -1)]
         self._num_candidates = self._width
         self._frontier_scores = log_p
-        self._frontier_nodes = torch.arange(self._width, device=token_ids.device).expand_as(token_ids)
+        self._frontier_nodes = torch.arange(self._width, device=token_ids.device).expand_as(
+            token_ids
+        )
         self.frontier_tokens = token_ids
 
     def expand(self, log_p: Tensor, token_ids: Tensor) -> Tensor:
         """Children [R, K, K] of the frontier's nodes; the best K of them are the next frontier.
 
-        Returns [R, K] int64: for each node of the new frontier the place of its parent in the old one.
+        Returns [R, K] int64: for each node of the new frontier the place of its parent in the old
+        one.
         """
         rows, width = log_p.shape[0], self._width
-        # A log probability is never positive; rounding must not make a child better than its parent.
+        # A log probability is never positive; rounding must not make a child better than its
+        # parent.
         scores = (self._frontier_scores[..., None] + log_p.clamp(max=0.0)).flatten(1)
         tokens = token_ids.flatten(1)
         self._scores.append(scores)
@@ -87,9 +99,13 @@ class Proposal:
 
     def candidates(self) -> Candidates:
         """Everything so far."""
-        return Candidates(torch.cat(self._scores, 1), torch.cat(self._tokens, 1), torch.cat(self._parents, 1))
+        return Candidates(
+            torch.cat(self._scores, 1), torch.cat(self._tokens, 1), torch.cat(self._parents, 1)
+        )
 
 
 def _keep(nodes: list[int], tokens: list[int], parents: list[int]) -> TokenTree:
     place = {old: new for new, old in enumerate(nodes)} | {-1: -1}
-    return TokenTree(tuple(tokens[node] for node in nodes), tuple(place[parents[node]] for node in nodes))
+    return TokenTree(
+        tuple(tokens[node] for node in nodes), tuple(place[parents[node]] for node in nodes)
+    )

@@ -13,20 +13,26 @@ from engine.speculative.trees.proposal import Chains, Proposal
 class TreeExpander:
     """A draft over the attention of a round. `topk` is 1 for chains."""
 
-    def __init__(self, *, model: DraftModel, rounds: RoundPlanner, context: ForwardContext, topk: int) -> None:
+    def __init__(
+        self, *, model: DraftModel, rounds: RoundPlanner, context: ForwardContext, topk: int
+    ) -> None:
         self._model = model
         self._rounds = rounds
         self._context = context
         self._topk = min(topk, model.vocab_size)
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden: [n, hidden]. Log probabilities and the target's ids [n, topk] of the most likely tokens."""
+        """hidden: [n, hidden]. Log probabilities and the target's ids [n, topk] of the most likely
+        tokens."""
         log_p, ids = self._model.logits(hidden).log_softmax(-1).topk(self._topk)
         return log_p, self._model.target_ids(ids)
 
-    def chains(self, batch: ForwardBatch, first: Tensor, hidden: Tensor, positions: Tensor) -> Chains:
-        """The first tokens [R] and the most likely ones behind them: what `expand` gives with `topk` 1, without scores,
-        which a chain has no use for. `batch` and hidden: as there; positions: [steps - 1, R] of the slots."""
+    def chains(
+        self, batch: ForwardBatch, first: Tensor, hidden: Tensor, positions: Tensor
+    ) -> Chains:
+        """The first tokens [R] and the most likely ones behind them: what `expand` gives with
+        `topk` 1, without scores, which a chain has no use for. `batch` and hidden: as there;
+        positions: [steps - 1, R] of the slots."""
         tokens = [first]
         for batch.positions in positions:
             batch.token_ids = tokens[-1]
@@ -39,8 +45,8 @@ class TreeExpander:
         return self._model.target_ids(self._model.logits(hidden).argmax(-1))
 
     def expand(self, proposal: Proposal, batch: ForwardBatch, hidden: Tensor, steps: int) -> None:
-        """Add `steps` - 1 levels below the first. `batch` is planned, its positions are those of the next slots;
-        hidden: [R, hidden] at each row's last slot."""
+        """Add `steps` - 1 levels below the first. `batch` is planned, its positions are those of
+        the next slots; hidden: [R, hidden] at each row's last slot."""
         rows, width = batch.num_rows, proposal.frontier_tokens.shape[1]
         hidden = hidden[:, None].expand(-1, width, -1).flatten(0, 1)
         for step in range(1, steps):
@@ -52,4 +58,6 @@ class TreeExpander:
                 batch.positions = batch.positions + 1
             if step + 1 < steps and width > 1:
                 self._rounds.reorder(batch, parents)
-                hidden = hidden[(torch.arange(rows, device=parents.device)[:, None] * width + parents).flatten()]
+                hidden = hidden[
+                    (torch.arange(rows, device=parents.device)[:, None] * width + parents).flatten()
+                ]

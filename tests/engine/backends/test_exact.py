@@ -1,5 +1,5 @@
-"""A token's output has the same bits whatever it travels with, and however it came: read in a chunk of any length,
-drawn, or verified in a chain or a tree."""
+"""A token's output has the same bits whatever it travels with, and however it came: read in a chunk
+of any length, drawn, or verified in a chain or a tree."""
 
 import itertools
 from collections.abc import Iterator
@@ -28,26 +28,41 @@ def geometry_of(num_heads: tuple[int, int], page_size: int) -> AttentionGeometry
     return AttentionGeometry(*num_heads, head_dim=16, page_size=page_size, scale=0.25)
 
 
-def backend_of(geometry: AttentionGeometry, dtype: torch.dtype, *, num_pages: int = 400) -> CpuAttention:
+def backend_of(
+    geometry: AttentionGeometry, dtype: torch.dtype, *, num_pages: int = 400
+) -> CpuAttention:
     pool = poisoned_pool(num_pages, geometry, dtype)
     return CpuAttention(kv_pools={LAYER: pool}, geometry=geometry)
 
 
 def prompt_of(
-    geometry: AttentionGeometry, dtype: torch.dtype, *, seed: int = 0, first_page: int = 1, num_tokens: int = NUM_TOKENS
+    geometry: AttentionGeometry,
+    dtype: torch.dtype,
+    *,
+    seed: int = 0,
+    first_page: int = 1,
+    num_tokens: int = NUM_TOKENS,
 ) -> Prompt:
     num_pages = -(-num_tokens // geometry.page_size)
     pages = torch.randperm(num_pages, generator=torch.Generator().manual_seed(seed)) + first_page
     return make_prompt(num_tokens, geometry, pages=pages.tolist(), seed=seed, dtype=dtype)
 
 
-def whole(geometry: AttentionGeometry, dtype: torch.dtype, *, seed: int = 0, num_tokens: int = NUM_TOKENS) -> Tensor:
+def whole(
+    geometry: AttentionGeometry, dtype: torch.dtype, *, seed: int = 0, num_tokens: int = NUM_TOKENS
+) -> Tensor:
     prompt = prompt_of(geometry, dtype, seed=seed, num_tokens=num_tokens)
     return feed(backend_of(geometry, dtype), ForwardMode.PREFILL, (prompt, num_tokens))
 
 
-def stepped(geometry: AttentionGeometry, dtype: torch.dtype, prefill: int, steps: int, *,
-            num_tokens: int = NUM_TOKENS) -> Tensor:
+def stepped(
+    geometry: AttentionGeometry,
+    dtype: torch.dtype,
+    prefill: int,
+    steps: int,
+    *,
+    num_tokens: int = NUM_TOKENS,
+) -> Tensor:
     """The whole prompt's first tokens at once, then some one by one, with nobody beside them."""
     prompt, backend = prompt_of(geometry, dtype, num_tokens=num_tokens), backend_of(geometry, dtype)
     feed(backend, ForwardMode.PREFILL, (prompt, prefill))
@@ -57,8 +72,15 @@ def stepped(geometry: AttentionGeometry, dtype: torch.dtype, prefill: int, steps
 
 
 @QUICK
-@given(dtype=dtypes, page_size=page_sizes, num_heads=heads, cuts=st.sets(st.integers(1, NUM_TOKENS - 1), max_size=6))
-def test_any_chunking(dtype: torch.dtype, page_size: int, num_heads: tuple[int, int], cuts: set[int]) -> None:
+@given(
+    dtype=dtypes,
+    page_size=page_sizes,
+    num_heads=heads,
+    cuts=st.sets(st.integers(1, NUM_TOKENS - 1), max_size=6),
+)
+def test_any_chunking(
+    dtype: torch.dtype, page_size: int, num_heads: tuple[int, int], cuts: set[int]
+) -> None:
     geometry = geometry_of(num_heads, page_size)
     prompt, backend = prompt_of(geometry, dtype), backend_of(geometry, dtype)
     edges = [0, *sorted(cuts), NUM_TOKENS]
@@ -86,7 +108,8 @@ def test_any_company(
     place: int,
     table_width: int,
 ) -> None:
-    """Prefill and decode beside other rows, at any place in the batch, under a page table of any width."""
+    """Prefill and decode beside other rows, at any place in the batch, under a page table of any
+    width."""
     geometry = geometry_of(num_heads, page_size)
     backend = backend_of(geometry, dtype)
     prompt = prompt_of(geometry, dtype)
@@ -99,14 +122,25 @@ def test_any_company(
     parts.insert(place, (prompt, prefill))
     feed(backend, ForwardMode.PREFILL, *parts, table_width=table_width)
     for _ in range(min(steps, 4)):
-        feed(backend, ForwardMode.DECODE, *((other, 1) for other, _ in parts), table_width=table_width)
+        feed(
+            backend,
+            ForwardMode.DECODE,
+            *((other, 1) for other, _ in parts),
+            table_width=table_width,
+        )
     output = prompt.output()
     assert torch.equal(output, stepped(geometry, dtype, prefill, min(steps, 4)))
-    assert torch.equal(output, whole(geometry, dtype)[:len(output)])
+    assert torch.equal(output, whole(geometry, dtype)[: len(output)])
 
 
 @QUICK
-@given(dtype=dtypes, page_size=page_sizes, num_heads=heads, context=st.integers(1, 140), length=st.integers(1, 9))
+@given(
+    dtype=dtypes,
+    page_size=page_sizes,
+    num_heads=heads,
+    context=st.integers(1, 140),
+    length=st.integers(1, 9),
+)
 def test_a_chain_is_verified_with_the_bits_of_plain_decoding(
     dtype: torch.dtype, page_size: int, num_heads: tuple[int, int], context: int, length: int
 ) -> None:
@@ -116,12 +150,17 @@ def test_a_chain_is_verified_with_the_bits_of_plain_decoding(
     feed(backend, ForwardMode.PREFILL, (prompt, context), (other, 3))
     feed(backend, ForwardMode.VERIFY, (prompt, length), (other, 2))
     assert torch.equal(prompt.output(), stepped(geometry, dtype, context, length))
-    assert torch.equal(prompt.output(), whole(geometry, dtype)[:context + length])
+    assert torch.equal(prompt.output(), whole(geometry, dtype)[: context + length])
 
 
 @QUICK
-@given(dtype=dtypes, page_size=page_sizes, num_heads=heads, context=st.integers(0, 140),
-       parents=st.lists(st.integers(-1, 6), min_size=1, max_size=8))
+@given(
+    dtype=dtypes,
+    page_size=page_sizes,
+    num_heads=heads,
+    context=st.integers(0, 140),
+    parents=st.lists(st.integers(-1, 6), min_size=1, max_size=8),
+)
 def test_a_node_of_a_tree_is_verified_with_the_bits_of_its_path_read(
     dtype: torch.dtype, page_size: int, num_heads: tuple[int, int], context: int, parents: list[int]
 ) -> None:
@@ -135,7 +174,13 @@ def test_a_node_of_a_tree_is_verified_with_the_bits_of_its_path_read(
     prompt, backend = prompt_of(geometry, dtype), backend_of(geometry, dtype)
     other = prompt_of(geometry, dtype, seed=9, first_page=200)
     feed(backend, ForwardMode.PREFILL, *([(prompt, context)] if context else []), (other, 70))
-    feed(backend, ForwardMode.VERIFY, (other, 3), (prompt, len(parents)), trees=[(-1,) * 3, tuple(parents)])
+    feed(
+        backend,
+        ForwardMode.VERIFY,
+        (other, 3),
+        (prompt, len(parents)),
+        trees=[(-1,) * 3, tuple(parents)],
+    )
     for node, seen in enumerate(visible):
         path = [*range(context), *(context + seen.nonzero().flatten()).tolist()]
         alone = prompt_of(geometry, dtype)
@@ -149,7 +194,10 @@ def test_a_node_of_a_tree_is_verified_with_the_bits_of_its_path_read(
 def test_page_size_does_not_show(dtype: torch.dtype, num_tokens: int) -> None:
     sizes = (1, 16, 24, 64, 128)
     outputs = [whole(geometry_of((8, 2), size), dtype, num_tokens=num_tokens + 3) for size in sizes]
-    outputs += [stepped(geometry_of((8, 2), size), dtype, num_tokens, 3, num_tokens=num_tokens + 3) for size in sizes]
+    outputs += [
+        stepped(geometry_of((8, 2), size), dtype, num_tokens, 3, num_tokens=num_tokens + 3)
+        for size in sizes
+    ]
     assert all(torch.equal(output, outputs[0]) for output in outputs)
 
 
@@ -196,15 +244,20 @@ def test_large_scores_do_not_overflow(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_very_unlikely_keys_are_weighed_against_each_other_only(dtype: torch.dtype) -> None:
-    """All scores far below zero, in a row shorter than its company: nothing but the row's own maximum may count."""
+    """All scores far below zero, in a row shorter than its company: nothing but the row's own
+    maximum may count."""
     geometry = geometry_of((4, 2), 16)
-    short, long = (prompt_of(geometry, dtype, seed=n, first_page=n, num_tokens=n) for n in (20, 140))
+    short, long = (
+        prompt_of(geometry, dtype, seed=n, first_page=n, num_tokens=n) for n in (20, 140)
+    )
     short.k.fill_(8.0)
     short.q.fill_(-8.0)
     backend = backend_of(geometry, dtype)
     feed(backend, ForwardMode.PREFILL, (short, 19), (long, 139))
     feed(backend, ForwardMode.DECODE, (short, 1), (long, 1))
-    torch.testing.assert_close(short.output().double(), dense(short, geometry), rtol=0.02, atol=0.02)
+    torch.testing.assert_close(
+        short.output().double(), dense(short, geometry), rtol=0.02, atol=0.02
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -229,7 +282,10 @@ def test_many_blocks_beside_many_more(dtype: torch.dtype) -> None:
 def test_chunks_across_the_edge_of_a_block(dtype: torch.dtype, head_dim: int) -> None:
     geometry = AttentionGeometry(2, 1, head_dim=head_dim, page_size=64, scale=0.25)
     for edge in (128, 1024):
-        prompt, backend = prompt_of(geometry, dtype, num_tokens=edge + 70), backend_of(geometry, dtype)
+        prompt, backend = (
+            prompt_of(geometry, dtype, num_tokens=edge + 70),
+            backend_of(geometry, dtype),
+        )
         feed(backend, ForwardMode.PREFILL, (prompt, edge - 50))
         feed(backend, ForwardMode.PREFILL, (prompt, 120))
         assert torch.equal(prompt.output(), whole(geometry, dtype, num_tokens=edge + 70))
@@ -240,7 +296,8 @@ def test_chunks_across_the_edge_of_a_block(dtype: torch.dtype, head_dim: int) ->
 def test_what_a_stranger_left_behind_does_not_show(
     page_size: int, dtype: torch.dtype, context: int, count: int
 ) -> None:
-    """Free pages, the null page and unwritten tails hold NaN, infinities or huge numbers: same bits."""
+    """Free pages, the null page and unwritten tails hold NaN, infinities or huge numbers: same
+    bits."""
     geometry = geometry_of((4, 2), page_size)
     outputs = []
     for junk in (float("nan"), float("inf"), 1e9, 0.0):

@@ -10,14 +10,26 @@ from torch import Tensor
 
 from engine.backends.cuda import wrappers
 from engine.backends.cuda.flashinfer import FlashInferAttention
-from engine.backends.cuda.wrappers import WORKSPACE_BYTES, FlashInferWrappers, LengthsBesideMask, Workspace
+from engine.backends.cuda.wrappers import (
+    WORKSPACE_BYTES,
+    FlashInferWrappers,
+    LengthsBesideMask,
+    Workspace,
+)
 from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.core.draft_trees import SpecInfo, SpecRow
 from engine.graphs.buckets import extend_buckets, padding_alone, verify_buckets
 from runtime.errors import ConfigError, InternalError, StalePlanError
 from tests.support.contracts.attention import GEOMETRY, AttentionContract, TreeContract, close
-from tests.support.kernels.attention import LAYER, dense, feed, make_prompt, poisoned_pool, tree_info
+from tests.support.kernels.attention import (
+    LAYER,
+    dense,
+    feed,
+    make_prompt,
+    poisoned_pool,
+    tree_info,
+)
 from tests.support.kernels.batches import Row, make_batch
 from tests.support.kernels.flashinfer import FakeDecode, FakeWrappers
 
@@ -28,9 +40,16 @@ def scatter(pool: Tensor, k: Tensor, v: Tensor, pages: Tensor, offsets: Tensor) 
     pool[pages, 0, :, offsets], pool[pages, 1, :, offsets] = k, v
 
 
-def make(geometry: AttentionGeometry, pool: Tensor, made_by: FakeWrappers | None = None) -> FlashInferAttention:
-    return FlashInferAttention(kv_pools={LAYER: pool}, geometry=geometry, wrappers=made_by or FakeWrappers(),
-                               device=CPU, write_kv=scatter)
+def make(
+    geometry: AttentionGeometry, pool: Tensor, made_by: FakeWrappers | None = None
+) -> FlashInferAttention:
+    return FlashInferAttention(
+        kv_pools={LAYER: pool},
+        geometry=geometry,
+        wrappers=made_by or FakeWrappers(),
+        device=CPU,
+        write_kv=scatter,
+    )
 
 
 class TestFlashInfer(AttentionContract, TreeContract):
@@ -39,13 +58,17 @@ class TestFlashInfer(AttentionContract, TreeContract):
 
 
 def decode_batch(*contexts: int) -> ForwardBatch:
-    return make_batch(ForwardMode.DECODE, [Row(1, context, (row + 1,)) for row, context in enumerate(contexts)])
+    return make_batch(
+        ForwardMode.DECODE, [Row(1, context, (row + 1,)) for row, context in enumerate(contexts)]
+    )
 
 
 def run(backend: FlashInferAttention, batch: ForwardBatch) -> Tensor:
     count = batch.num_tokens
     kv = torch.ones(count, GEOMETRY.num_kv_heads, GEOMETRY.head_dim)
-    return backend.run(LAYER, torch.ones(count, GEOMETRY.num_heads, GEOMETRY.head_dim), kv, kv, batch)
+    return backend.run(
+        LAYER, torch.ones(count, GEOMETRY.num_heads, GEOMETRY.head_dim), kv, kv, batch
+    )
 
 
 def test_a_batch_may_be_planned_while_the_one_before_it_still_runs() -> None:
@@ -68,7 +91,9 @@ def test_a_wrapper_that_was_planned_for_another_batch_is_never_run() -> None:
 
 
 def test_kinds_do_not_disturb_each_other() -> None:
-    backend = make(GEOMETRY, torch.zeros(9, 2, GEOMETRY.num_kv_heads, GEOMETRY.page_size, GEOMETRY.head_dim))
+    backend = make(
+        GEOMETRY, torch.zeros(9, 2, GEOMETRY.num_kv_heads, GEOMETRY.page_size, GEOMETRY.head_dim)
+    )
     first = decode_batch(3)
     backend.plan(first)
     for _ in range(3):
@@ -78,9 +103,13 @@ def test_kinds_do_not_disturb_each_other() -> None:
 
 def test_decode_takes_the_decode_wrapper_and_layers_share_one_plan() -> None:
     wrappers = FakeWrappers()
-    pools = {layer: torch.zeros(4, 2, GEOMETRY.num_kv_heads, GEOMETRY.page_size, GEOMETRY.head_dim)
-             for layer in range(3)}
-    backend = FlashInferAttention(kv_pools=pools, geometry=GEOMETRY, wrappers=wrappers, device=CPU, write_kv=scatter)
+    pools = {
+        layer: torch.zeros(4, 2, GEOMETRY.num_kv_heads, GEOMETRY.page_size, GEOMETRY.head_dim)
+        for layer in range(3)
+    }
+    backend = FlashInferAttention(
+        kv_pools=pools, geometry=GEOMETRY, wrappers=wrappers, device=CPU, write_kv=scatter
+    )
     batch = decode_batch(3)
     backend.plan(batch)
     kv = torch.ones(1, GEOMETRY.num_kv_heads, GEOMETRY.head_dim)
@@ -128,7 +157,9 @@ def test_rows_without_tokens_are_not_planned() -> None:
 @pytest.mark.parametrize("num_kv_heads", [32, 8, 2])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_there_is_room_for_partial_results(num_kv_heads: int, head_dim: int) -> None:
-    geometry = AttentionGeometry(num_heads=32, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=16, scale=1.0)
+    geometry = AttentionGeometry(
+        num_heads=32, num_kv_heads=num_kv_heads, head_dim=head_dim, page_size=16, scale=1.0
+    )
     pool = torch.empty(2, 2, num_kv_heads, 16, head_dim, dtype=torch.bfloat16)
     backend = make(geometry, pool)
     backend.plan(make_batch(ForwardMode.PREFILL, [Row(16, 0, (1,))]))
@@ -153,33 +184,63 @@ class NotedLengths:
 
     devices: set[str] = field(default_factory=set)
 
-    def plan(self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor, paged_kv_last_page_len: Tensor,
-             *heads: int, **options: object) -> None:
-        self.devices = {lengths.device.type for lengths in (qo_indptr, paged_kv_indptr, paged_kv_last_page_len)}
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        *heads: int,
+        **options: object,
+    ) -> None:
+        self.devices = {
+            lengths.device.type for lengths in (qo_indptr, paged_kv_indptr, paged_kv_last_page_len)
+        }
 
     def run(self, q: Tensor, paged_kv_cache: Tensor) -> Tensor:
         return q
 
 
 @pytest.mark.parametrize(("is_tree", "device"), [(True, "meta"), (False, "cpu")])
-def test_lengths_lie_beside_the_mask_that_flashinfer_packs_and_on_the_host_without(device: str, *,
-                                                                                   is_tree: bool) -> None:
+def test_lengths_lie_beside_the_mask_that_flashinfer_packs_and_on_the_host_without(
+    device: str, *, is_tree: bool
+) -> None:
     made = NotedLengths()
     wrapper = LengthsBesideMask(made, torch.device("meta"))
     lengths = torch.zeros(3, dtype=torch.int32)
-    wrapper.plan(lengths, lengths, lengths, lengths, 4, 2, 16, 16, custom_mask=torch.ones(1) if is_tree else None,
-                 causal=not is_tree, sm_scale=1.0, window_left=-1, q_data_type=torch.half, kv_data_type=torch.half,
-                 disable_split_kv=False)
+    wrapper.plan(
+        lengths,
+        lengths,
+        lengths,
+        lengths,
+        4,
+        2,
+        16,
+        16,
+        custom_mask=torch.ones(1) if is_tree else None,
+        causal=not is_tree,
+        sm_scale=1.0,
+        window_left=-1,
+        q_data_type=torch.half,
+        kv_data_type=torch.half,
+        disable_split_kv=False,
+    )
     assert made.devices == {device}
 
 
-@pytest.mark.parametrize(("group_size", "on_tensor_cores"), [(1, False), (3, False), (4, True), (6, True), (16, True)])
-def test_decode_asks_for_no_kernel_that_flashinfer_lacks(monkeypatch: pytest.MonkeyPatch, group_size: int, *,
-                                                         on_tensor_cores: bool) -> None:
+@pytest.mark.parametrize(
+    ("group_size", "on_tensor_cores"), [(1, False), (3, False), (4, True), (6, True), (16, True)]
+)
+def test_decode_asks_for_no_kernel_that_flashinfer_lacks(
+    monkeypatch: pytest.MonkeyPatch, group_size: int, *, on_tensor_cores: bool
+) -> None:
     """CUDA cores: groups of 1, 2, 3, 4 and 8 in all versions that are allowed."""
     asked = list[bool]()
-    library = SimpleNamespace(BatchDecodeWithPagedKVCacheWrapper=lambda workspace, layout, *, use_tensor_cores:
-                              asked.append(use_tensor_cores))
+    library = SimpleNamespace(
+        BatchDecodeWithPagedKVCacheWrapper=lambda workspace, layout, *, use_tensor_cores: (
+            asked.append(use_tensor_cores)
+        )
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "flashinfer", library)
     monkeypatch.setattr(wrappers, "Workspace", lambda device: Workspace(CPU))

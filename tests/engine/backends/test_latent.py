@@ -9,12 +9,17 @@ from engine.contracts.latent import LatentGeometry
 from tests.support.contracts.latent import LatentContract
 
 
-def make(latent_pools: Mapping[int, Tensor], index_pools: Mapping[int, Tensor],
-         geometry: LatentGeometry) -> CpuLatentAttention:
+def make(
+    latent_pools: Mapping[int, Tensor], index_pools: Mapping[int, Tensor], geometry: LatentGeometry
+) -> CpuLatentAttention:
     return CpuLatentAttention(latent_pools=latent_pools, index_pools=index_pools, geometry=geometry)
 
 
 class TestCpu(LatentContract):
-    def make(self, latent_pools: Mapping[int, Tensor], index_pools: Mapping[int, Tensor],
-             geometry: LatentGeometry) -> CpuLatentAttention:
+    def make(
+        self,
+        latent_pools: Mapping[int, Tensor],
+        index_pools: Mapping[int, Tensor],
+        geometry: LatentGeometry,
+    ) -> CpuLatentAttention:
         return make(latent_pools, index_pools, geometry)

@@ -32,8 +32,11 @@ def build() -> CpuAttention:
 
 def draw(num_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return (torch.randn(num_tokens, 4, 8, generator=generator), torch.randn(num_tokens, 2, 8, generator=generator),
-            torch.randn(num_tokens, 2, 8, generator=generator))
+    return (
+        torch.randn(num_tokens, 4, 8, generator=generator),
+        torch.randn(num_tokens, 2, 8, generator=generator),
+        torch.randn(num_tokens, 2, 8, generator=generator),
+    )
 
 
 def planned(batch: ForwardBatch) -> AttentionPlan:
@@ -43,8 +46,16 @@ def planned(batch: ForwardBatch) -> AttentionPlan:
 def pad(batch: ForwardBatch, *, with_token_ids: bool = True) -> None:
     """Grow the batch by one padding row, in place, as a captured graph of a fixed size would."""
     padded = make_batch(ForwardMode.DECODE, [*ROWS, PADDING])
-    for name in ("request_keys", "query_lens", "context_lens", "token_ids", "positions", "page_tables", "slot_ids",
-                 "sampling"):
+    for name in (
+        "request_keys",
+        "query_lens",
+        "context_lens",
+        "token_ids",
+        "positions",
+        "page_tables",
+        "slot_ids",
+        "sampling",
+    ):
         setattr(batch, name, getattr(padded, name))
     if not with_token_ids:
         batch.token_ids = None
@@ -65,7 +76,11 @@ def content(batch: ForwardBatch) -> list[object]:
     assert isinstance(plan, AttentionPlan)
     values = [getattr(plan, f.name) for f in fields(plan)]
     values += [getattr(plan.rows, f.name) for f in fields(plan.rows)]
-    return [value.tolist() if isinstance(value, Tensor) else value for value in values if value is not plan.rows]
+    return [
+        value.tolist() if isinstance(value, Tensor) else value
+        for value in values
+        if value is not plan.rows
+    ]
 
 
 def test_a_fresh_batch_is_planned_once_for_all_layers_and_forwards() -> None:
@@ -95,7 +110,9 @@ def test_a_replan_equivalent_batch_of_the_same_shape_is_not_planned_again() -> N
     assert backend.num_plans == 1
 
 
-def test_a_replan_equivalent_batch_is_planned_again_after_padding_and_its_rows_keep_their_bits() -> None:
+def test_a_replan_equivalent_batch_is_planned_again_after_padding_and_its_rows_keep_their_bits() -> (
+    None
+):
     backend, batch = build(), make_batch(ForwardMode.DECODE, ROWS)
     backend.plan(batch, replan_equivalent=True)
     alone = forward(backend, batch)
@@ -107,7 +124,8 @@ def test_a_replan_equivalent_batch_is_planned_again_after_padding_and_its_rows_k
 
 @pytest.mark.parametrize("with_token_ids", [True, False])
 def test_a_batch_marked_again_after_padding_records_the_new_shape_and_keeps_the_plan(
-        with_token_ids: bool) -> None:  # noqa: FBT001
+    with_token_ids: bool,  # noqa: FBT001
+) -> None:
     backend, batch = build(), make_batch(ForwardMode.DECODE, ROWS)
     backend.plan(batch)
     before = content(batch)
@@ -131,7 +149,9 @@ def test_a_batch_padded_before_planning_is_covered() -> None:
 
 
 def test_a_chunk_is_cut_into_tiles_of_which_the_longest_come_first() -> None:
-    batch = make_batch(ForwardMode.PREFILL, [Row(3, 0, (1,)), Row(0, 16, (2,)), Row(516, 20, tuple(range(1, 36)))])
+    batch = make_batch(
+        ForwardMode.PREFILL, [Row(3, 0, (1,)), Row(0, 16, (2,)), Row(516, 20, tuple(range(1, 36)))]
+    )
     rows = planned(batch).rows
     assert rows.tiles.tolist() == [[2, 259, 256], [2, 3, 256], [2, 515, 4], [0, 0, 3]]
     assert rows.positions.tolist() == [0, 1, 2, *range(20, 536)]
@@ -141,9 +161,17 @@ def test_a_chunk_is_cut_into_tiles_of_which_the_longest_come_first() -> None:
 
 def test_nodes_of_a_tree_see_their_path_where_plain_decoding_would_have_stored_it() -> None:
     #      0          1 and 2 follow 0, 3 follows 2; the row's pages are 4 and 2, its nodes lie from 14 on
-    rows = planned(build_batch(ForwardMode.VERIFY, [
-        rows_of_batch.Row(0, [9, 9, 9, 9], 14, [4, 2], 0, None, SpecRow(parents=(-1, 0, 0, 2))),
-        rows_of_batch.Row(1, [9], 3, [5], 0, None, SpecRow(parents=(-1,)))])).rows
+    rows = planned(
+        build_batch(
+            ForwardMode.VERIFY,
+            [
+                rows_of_batch.Row(
+                    0, [9, 9, 9, 9], 14, [4, 2], 0, None, SpecRow(parents=(-1, 0, 0, 2))
+                ),
+                rows_of_batch.Row(1, [9], 3, [5], 0, None, SpecRow(parents=(-1,))),
+            ],
+        )
+    ).rows
     assert rows.positions.tolist() == [14, 15, 15, 16, 3]
     assert rows.num_in_order.tolist() == [14, 3]
     first, second, third, fourth = 4 * 16 + 14, 4 * 16 + 15, 2 * 16, 2 * 16 + 1

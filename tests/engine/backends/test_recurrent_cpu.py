@@ -33,18 +33,23 @@ from tests.support.kernels.recurrent import (
 QUICK = settings(max_examples=20, deadline=None, derandomize=True)
 
 
-def backend(*, junk: float = float("nan"),
-            dtype: torch.dtype = torch.float32) -> tuple[CpuRecurrent, Tensor, Tensor]:
+def backend(
+    *, junk: float = float("nan"), dtype: torch.dtype = torch.float32
+) -> tuple[CpuRecurrent, Tensor, Tensor]:
     conv = torch.full((NUM_SLOTS, KERNEL - 1, CHANNELS), junk, dtype=dtype)
     state = torch.full((NUM_SLOTS, V_HEADS, K_DIM, V_DIM), junk)
-    made = CpuRecurrent(conv_pools={LAYER: conv}, state_pools={LAYER: state}, numerics=Numerics.EXACT)
+    made = CpuRecurrent(
+        conv_pools={LAYER: conv}, state_pools={LAYER: state}, numerics=Numerics.EXACT
+    )
     return made, conv, state
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 3, 5, 63, 64, 65, 130])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # with a kernel, without one
 @pytest.mark.parametrize("by_channel", [False, True])
-def test_prefill_then_decode_follows_the_definition(num_tokens: int, dtype: torch.dtype, *, by_channel: bool) -> None:
+def test_prefill_then_decode_follows_the_definition(
+    num_tokens: int, dtype: torch.dtype, *, by_channel: bool
+) -> None:
     recurrent, conv, state = backend(dtype=dtype)
     tokens = Tokens(num_tokens + 5, seed=num_tokens, slot=3, by_channel=by_channel, dtype=dtype)
     feed(recurrent, ForwardMode.PREFILL, (tokens, num_tokens))
@@ -73,8 +78,12 @@ def test_decode_may_start_a_request() -> None:
     tokens = Tokens(3, seed=4, slot=1)
     for _ in range(3):
         feed(recurrent, ForwardMode.DECODE, (tokens, 1))
-    torch.testing.assert_close(torch.cat(tokens.out).double(), delta_rule(tokens, 3)[0], rtol=1e-4, atol=2e-6)
-    torch.testing.assert_close(torch.cat(tokens.conv).double(), convolution(tokens, 3), rtol=1e-4, atol=2e-6)
+    torch.testing.assert_close(
+        torch.cat(tokens.out).double(), delta_rule(tokens, 3)[0], rtol=1e-4, atol=2e-6
+    )
+    torch.testing.assert_close(
+        torch.cat(tokens.conv).double(), convolution(tokens, 3), rtol=1e-4, atol=2e-6
+    )
 
 
 def run_alone(num_tokens: int, steps: int, *, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -88,10 +97,16 @@ def run_alone(num_tokens: int, steps: int, *, seed: int) -> tuple[Tensor, Tensor
 
 
 @QUICK
-@given(num_tokens=st.integers(1, 330), cuts=st.sets(st.integers(1, 5), max_size=4), steps=st.integers(0, 3),
-       others=st.lists(st.integers(1, 140), max_size=4), place=st.integers(0, 4))
-def test_any_cut_on_the_grid_in_any_company(num_tokens: int, cuts: set[int], steps: int, others: list[int],
-                                            place: int) -> None:
+@given(
+    num_tokens=st.integers(1, 330),
+    cuts=st.sets(st.integers(1, 5), max_size=4),
+    steps=st.integers(0, 3),
+    others=st.lists(st.integers(1, 140), max_size=4),
+    place=st.integers(0, 4),
+)
+def test_any_cut_on_the_grid_in_any_company(
+    num_tokens: int, cuts: set[int], steps: int, others: list[int], place: int
+) -> None:
     edges = [0, *(64 * cut for cut in sorted(cuts) if 64 * cut < num_tokens), num_tokens]
     recurrent, conv, state = backend()
     tokens = Tokens(num_tokens + steps, seed=7, slot=5)
@@ -105,7 +120,9 @@ def test_any_cut_on_the_grid_in_any_company(num_tokens: int, cuts: set[int], ste
         parts.insert(place, (tokens, 1))
         feed(recurrent, ForwardMode.DECODE, *parts)
     got = (torch.cat(tokens.out), torch.cat(tokens.conv), state[5], conv[5])
-    assert all(torch.equal(a, b) for a, b in zip(got, run_alone(num_tokens, steps, seed=7), strict=True))
+    assert all(
+        torch.equal(a, b) for a, b in zip(got, run_alone(num_tokens, steps, seed=7), strict=True)
+    )
 
 
 @pytest.mark.parametrize("junk", [float("nan"), float("inf"), 1e30])
@@ -141,7 +158,9 @@ def test_rows_of_a_prefill_without_tokens_keep_their_state() -> None:
     feed(recurrent, ForwardMode.PREFILL, (tokens, 0), (other, 30))
     assert torch.equal(conv[2], before[0])
     assert torch.equal(state[2], before[1])
-    torch.testing.assert_close(torch.cat(other.out).double(), delta_rule(other, 30)[0], rtol=1e-4, atol=2e-6)
+    torch.testing.assert_close(
+        torch.cat(other.out).double(), delta_rule(other, 30)[0], rtol=1e-4, atol=2e-6
+    )
 
 
 def test_bf16_channels_are_summed_in_fp32() -> None:
@@ -149,7 +168,9 @@ def test_bf16_channels_are_summed_in_fp32() -> None:
     recurrent = CpuRecurrent(conv_pools={LAYER: pool}, state_pools={}, numerics=Numerics.EXACT)
     tokens = Tokens(40, seed=5, slot=1)
     tokens.x = tokens.x.bfloat16()
-    out = recurrent.causal_conv(LAYER, tokens.x, WEIGHT.bfloat16(), make_batch(ForwardMode.PREFILL, [Row(40, slot=1)]))
+    out = recurrent.causal_conv(
+        LAYER, tokens.x, WEIGHT.bfloat16(), make_batch(ForwardMode.PREFILL, [Row(40, slot=1)])
+    )
     padded = torch.cat([torch.zeros(KERNEL - 1, CHANNELS), tokens.x.float()])
     total = sum(padded[tap : tap + 40] * WEIGHT.bfloat16().float()[:, tap] for tap in range(KERNEL))
     assert isinstance(total, Tensor)
@@ -157,8 +178,14 @@ def test_bf16_channels_are_summed_in_fp32() -> None:
 
 
 def test_the_chunked_form_changes_none_of_its_inputs() -> None:
-    shapes = {"q": (2, 3, 64, 4), "k": (2, 3, 64, 4), "v": (2, 3, 64, 5), "g": (2, 3, 64, 1), "beta": (2, 3, 64),
-              "state": (1, 3, 4, 5)}
+    shapes = {
+        "q": (2, 3, 64, 4),
+        "k": (2, 3, 64, 4),
+        "v": (2, 3, 64, 5),
+        "g": (2, 3, 64, 1),
+        "beta": (2, 3, 64),
+        "state": (1, 3, 4, 5),
+    }
     inputs = {name: torch.rand(shape) for name, shape in shapes.items()}
     before = {name: x.clone() for name, x in inputs.items()}
     chunked(**inputs, chunk_counts=[2])
@@ -172,9 +199,19 @@ def idle() -> ForwardBatch:
 def test_nothing_to_do() -> None:
     recurrent, _, _ = backend()
     empty = torch.empty(0, V_HEADS)
-    assert recurrent.causal_conv(LAYER, torch.empty(0, CHANNELS), WEIGHT, idle()).shape == (0, CHANNELS)
-    out = recurrent.gated_delta_rule(LAYER, torch.empty(0, K_HEADS, K_DIM), torch.empty(0, K_HEADS, K_DIM),
-                                     torch.empty(0, V_HEADS, V_DIM), empty, empty, idle())
+    assert recurrent.causal_conv(LAYER, torch.empty(0, CHANNELS), WEIGHT, idle()).shape == (
+        0,
+        CHANNELS,
+    )
+    out = recurrent.gated_delta_rule(
+        LAYER,
+        torch.empty(0, K_HEADS, K_DIM),
+        torch.empty(0, K_HEADS, K_DIM),
+        torch.empty(0, V_HEADS, V_DIM),
+        empty,
+        empty,
+        idle(),
+    )
     assert out.shape == (0, V_HEADS, V_DIM)
 
 
@@ -186,10 +223,17 @@ def test_a_chunk_that_starts_off_the_grid_is_refused() -> None:
         feed(recurrent, ForwardMode.PREFILL, (tokens, 30))
 
 
-@pytest.mark.parametrize(("mode", "count", "match"), [
-    (ForwardMode.DECODE, 2, "one token"), (ForwardMode.VERIFY, 1, "verify"), (ForwardMode.DRAFT, 1, "draft"),
-])
-def test_what_recurrent_layers_cannot_do_is_refused(mode: ForwardMode, count: int, match: str) -> None:
+@pytest.mark.parametrize(
+    ("mode", "count", "match"),
+    [
+        (ForwardMode.DECODE, 2, "one token"),
+        (ForwardMode.VERIFY, 1, "verify"),
+        (ForwardMode.DRAFT, 1, "draft"),
+    ],
+)
+def test_what_recurrent_layers_cannot_do_is_refused(
+    mode: ForwardMode, count: int, match: str
+) -> None:
     recurrent, _, _ = backend()
     with pytest.raises(InternalError, match=match):
         feed(recurrent, mode, (Tokens(2, seed=1, slot=1), count))
@@ -202,11 +246,21 @@ def test_a_layer_of_another_stage_is_refused() -> None:
         recurrent.causal_conv(9, torch.zeros(1, CHANNELS), WEIGHT, batch)
     zeros = torch.zeros(1, V_HEADS)
     with pytest.raises(InternalError, match="layer 9 has no state"):
-        recurrent.gated_delta_rule(9, torch.zeros(1, K_HEADS, K_DIM), torch.zeros(1, K_HEADS, K_DIM),
-                                   torch.zeros(1, V_HEADS, V_DIM), zeros, zeros, batch)
+        recurrent.gated_delta_rule(
+            9,
+            torch.zeros(1, K_HEADS, K_DIM),
+            torch.zeros(1, K_HEADS, K_DIM),
+            torch.zeros(1, V_HEADS, V_DIM),
+            zeros,
+            zeros,
+            batch,
+        )
 
 
 def test_state_pools_must_be_fp32() -> None:
     with pytest.raises(InternalError, match="fp32"):
-        CpuRecurrent(conv_pools={}, state_pools={0: torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16)},
-                     numerics=Numerics.EXACT)
+        CpuRecurrent(
+            conv_pools={},
+            state_pools={0: torch.zeros(1, 1, 1, 1, dtype=torch.bfloat16)},
+            numerics=Numerics.EXACT,
+        )

@@ -1,4 +1,5 @@
-"""States that are handed out within a row, and rows that go on from them: the bits of a prompt read in one piece."""
+"""States that are handed out within a row, and rows that go on from them: the bits of a prompt read
+in one piece."""
 
 from dataclasses import replace
 
@@ -37,14 +38,21 @@ class Rig:
         self.recurrent = SnapshotRecurrent(CpuRecurrent(**pools, numerics=Numerics.EXACT), **pools)
 
     def run(self, *parts: tuple[Tokens, int, StateRow]) -> list[tuple[Tensor, Tensor]]:
-        """One prefill batch of so many tokens of each; its convolved channels and its outputs, by row."""
-        batch = make_batch(ForwardMode.PREFILL, [Row(count, each.fed, slot=each.slot) for each, count, _ in parts])
+        """One prefill batch of so many tokens of each; its convolved channels and its outputs, by
+        row."""
+        batch = make_batch(
+            ForwardMode.PREFILL, [Row(count, each.fed, slot=each.slot) for each, count, _ in parts]
+        )
         return self.run_batch(replace(batch, states=tuple(states for *_, states in parts)), *parts)
 
-    def run_batch(self, batch: ForwardBatch, *parts: tuple[Tokens, int, StateRow]) -> list[tuple[Tensor, Tensor]]:
+    def run_batch(
+        self, batch: ForwardBatch, *parts: tuple[Tokens, int, StateRow]
+    ) -> list[tuple[Tensor, Tensor]]:
         cut = [slice(each.fed, each.fed + count) for each, count, _ in parts]
-        q, k, v, g, beta = (torch.cat([each.inputs[i][part] for (each, *_), part in zip(parts, cut, strict=True)])
-                            for i in range(5))
+        q, k, v, g, beta = (
+            torch.cat([each.inputs[i][part] for (each, *_), part in zip(parts, cut, strict=True)])
+            for i in range(5)
+        )
         x = torch.cat([each.x[part] for (each, *_), part in zip(parts, cut, strict=True)])
         self.recurrent.commit(batch)
         conv = self.recurrent.causal_conv(LAYER, x, WEIGHT, batch)
@@ -56,7 +64,8 @@ class Rig:
 
 
 def alone(seed: int, num_tokens: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Convolved channels, outputs, and both states after the first tokens of a prompt, read in one piece."""
+    """Convolved channels, outputs, and both states after the first tokens of a prompt, read in one
+    piece."""
     rig, tokens = Rig(), Tokens(400, seed=seed, slot=1)
     ((conv, out),) = rig.run((tokens, num_tokens, StateRow()))
     return conv, out, rig.conv[1], rig.state[1]
@@ -68,9 +77,16 @@ def states_at(rig: Rig, slot: int) -> tuple[Tensor, Tensor]:
 
 def test_states_within_a_chunk_are_those_of_a_prompt_that_ends_there() -> None:
     rig = Rig()
-    first, second, third = Tokens(400, seed=1, slot=1), Tokens(400, seed=2, slot=2), Tokens(400, seed=3, slot=3)
-    rows = rig.run((first, 330, StateRow(snapshots=(Snapshot(64, 4), Snapshot(256, 5)))),
-                   (second, 130, StateRow()), (third, 128, StateRow(snapshots=(Snapshot(128, 6),))))
+    first, second, third = (
+        Tokens(400, seed=1, slot=1),
+        Tokens(400, seed=2, slot=2),
+        Tokens(400, seed=3, slot=3),
+    )
+    rows = rig.run(
+        (first, 330, StateRow(snapshots=(Snapshot(64, 4), Snapshot(256, 5)))),
+        (second, 130, StateRow()),
+        (third, 128, StateRow(snapshots=(Snapshot(128, 6),))),
+    )
     for (conv, out), seed, count in zip(rows, (1, 2, 3), (330, 130, 128), strict=True):
         expected = alone(seed, count)
         assert torch.equal(conv, expected[0])
@@ -102,7 +118,9 @@ def test_a_row_goes_on_from_a_kept_state_and_leaves_it_as_it_is() -> None:
     assert torch.equal(out, cold[1][192:])
     assert torch.equal(rig.state[2], cold[3])
     assert torch.equal(rig.state[5], alone(1, 256)[3])
-    assert all(torch.equal(now, before) for now, before in zip(states_at(rig, 4), kept, strict=True))
+    assert all(
+        torch.equal(now, before) for now, before in zip(states_at(rig, 4), kept, strict=True)
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [64, 320])

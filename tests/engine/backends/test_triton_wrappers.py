@@ -1,4 +1,5 @@
-"""Our own wrappers give what FlashInfer's would, planned with the same arguments: each is computed by hand in fp64."""
+"""Our own wrappers give what FlashInfer's would, planned with the same arguments: each is computed
+by hand in fp64."""
 
 import pytest
 import torch
@@ -29,7 +30,9 @@ def tensors(num_tokens: int, heads: int, dim: int) -> tuple[Tensor, Tensor]:
     """Queries, and pages whose unwritten places are NaN."""
     generator = torch.Generator().manual_seed(dim)
     cache = torch.randn(NUM_PAGES, 2, KV_HEADS, PAGE, dim, generator=generator)
-    cache[11, :, :, 1:] = float("nan")  # the last page of the first row; of the last row it is a whole one
+    cache[11, :, :, 1:] = float(
+        "nan"
+    )  # the last page of the first row; of the last row it is a whole one
     return torch.randn(num_tokens, heads, dim, generator=generator), cache
 
 
@@ -43,17 +46,33 @@ def test_ragged_rows(heads: int, dim: int, window: int, *, masked: bool) -> None
     indptr, indices, last = paging()
     indices[-3] = 6  # page 11 belongs to the first row alone
     q, cache = tensors(sum(QUERY_LENS), heads, dim)
-    parts = [torch.rand(count, keys, generator=torch.Generator().manual_seed(keys)) < 0.5
-             for count, keys in zip(QUERY_LENS, NUM_KEYS, strict=True)]
+    parts = [
+        torch.rand(count, keys, generator=torch.Generator().manual_seed(keys)) < 0.5
+        for count, keys in zip(QUERY_LENS, NUM_KEYS, strict=True)
+    ]
     for part in parts:
         part[:, 0] = True  # each token sees something
         part[0, 1:] = False
     mask = torch.cat([part.flatten() for part in parts]) if masked else None
     found = []
     for wrapper in (TritonWrappers(HOST).ragged(), FakeWrappers().ragged()):
-        wrapper.plan(int32(0, 3, 4, 10), indptr, indices, last, heads, KV_HEADS, dim, PAGE, custom_mask=mask,
-                     causal=not masked, sm_scale=SCALE, window_left=window, q_data_type=DTYPE, kv_data_type=DTYPE,
-                     disable_split_kv=False)
+        wrapper.plan(
+            int32(0, 3, 4, 10),
+            indptr,
+            indices,
+            last,
+            heads,
+            KV_HEADS,
+            dim,
+            PAGE,
+            custom_mask=mask,
+            causal=not masked,
+            sm_scale=SCALE,
+            window_left=window,
+            q_data_type=DTYPE,
+            kv_data_type=DTYPE,
+            disable_split_kv=False,
+        )
         found.append(wrapper.run(q, cache))
     close(*found)
 
@@ -65,9 +84,24 @@ def test_one_query_per_row(heads: int, dim: int, window: int) -> None:
     indices[-3] = 6
     q, cache = tensors(3, heads, dim)
     found = []
-    for wrapper in (TritonWrappers(HOST).decode(group_size=heads // 2), FakeWrappers().decode(group_size=heads // 2)):
-        wrapper.plan(indptr, indices, last, heads, KV_HEADS, dim, PAGE, sm_scale=SCALE, window_left=window,
-                     q_data_type=DTYPE, kv_data_type=DTYPE, disable_split_kv=False)
+    for wrapper in (
+        TritonWrappers(HOST).decode(group_size=heads // 2),
+        FakeWrappers().decode(group_size=heads // 2),
+    ):
+        wrapper.plan(
+            indptr,
+            indices,
+            last,
+            heads,
+            KV_HEADS,
+            dim,
+            PAGE,
+            sm_scale=SCALE,
+            window_left=window,
+            q_data_type=DTYPE,
+            kv_data_type=DTYPE,
+            disable_split_kv=False,
+        )
         found.append(wrapper.run(q, cache))
     close(*found)
 
@@ -77,9 +111,16 @@ def test_run_needs_a_plan() -> None:
         TritonWrappers(HOST).ragged().run(*tensors(1, 2, 32))
 
 
-@pytest.mark.parametrize(("dim", "dtype", "offered"), [(128, torch.bfloat16, True), (64, torch.float16, True),
-                                                       (256, torch.bfloat16, True), (32, torch.bfloat16, False),
-                                                       (128, torch.float32, False)])
+@pytest.mark.parametrize(
+    ("dim", "dtype", "offered"),
+    [
+        (128, torch.bfloat16, True),
+        (64, torch.float16, True),
+        (256, torch.bfloat16, True),
+        (32, torch.bfloat16, False),
+        (128, torch.float32, False),
+    ],
+)
 def test_whose_heads_they_are(dim: int, dtype: torch.dtype, *, offered: bool) -> None:
     geometry = AttentionGeometry(num_heads=4, num_kv_heads=2, head_dim=dim, page_size=16, scale=1.0)
     assert is_offered_by_flashinfer(geometry, dtype) is offered

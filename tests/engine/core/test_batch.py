@@ -33,7 +33,9 @@ NO_MARK = {  # the names by which a mark is asked for, and what they say without
 }
 
 
-def build(lens: list[int], *, first_id: int = 0, mode: ForwardMode = ForwardMode.PREFILL) -> ForwardBatch:
+def build(
+    lens: list[int], *, first_id: int = 0, mode: ForwardMode = ForwardMode.PREFILL
+) -> ForwardBatch:
     """A batch whose every number tells which row and token it belongs to."""
     rows = [first_id + row for row in range(len(lens))]
     return ForwardBatch(
@@ -41,9 +43,15 @@ def build(lens: list[int], *, first_id: int = 0, mode: ForwardMode = ForwardMode
         request_keys=tuple(100 + row for row in rows),
         query_lens=tuple(lens),
         context_lens=tuple(10 * row for row in rows),
-        token_ids=torch.tensor([1000 * row + i for row, n in zip(rows, lens, strict=True) for i in range(n)]),
-        positions=torch.tensor([10 * row + i for row, n in zip(rows, lens, strict=True) for i in range(n)]),
-        page_tables=torch.tensor([[row * 2 + 1, row * 2 + 2] for row in rows], dtype=torch.int32).reshape(-1, 2),
+        token_ids=torch.tensor(
+            [1000 * row + i for row, n in zip(rows, lens, strict=True) for i in range(n)]
+        ),
+        positions=torch.tensor(
+            [10 * row + i for row, n in zip(rows, lens, strict=True) for i in range(n)]
+        ),
+        page_tables=torch.tensor(
+            [[row * 2 + 1, row * 2 + 2] for row in rows], dtype=torch.int32
+        ).reshape(-1, 2),
         slot_ids=torch.tensor([row + 1 for row in rows], dtype=torch.int32),
         sampling=tuple(SamplingRow(SamplingParams(seed=row), position=row) for row in rows),
         scoring=tuple(ScoringRow((row,), num_top=row) for row in rows),
@@ -156,14 +164,18 @@ def test_s1_6_membership_operations_drop_the_marker(name: str) -> None:
 
 
 def test_s1_6_every_field_is_classified() -> None:
-    unclassified = [f.name for f in fields(ForwardBatch) if not isinstance(f.metadata.get("rule"), FieldRule)]
+    unclassified = [
+        f.name for f in fields(ForwardBatch) if not isinstance(f.metadata.get("rule"), FieldRule)
+    ]
     assert unclassified == []
 
 
 def test_s1_6_the_mark_is_one_value_that_never_changes_and_is_dropped() -> None:
     dropped = {f.name for f in fields(ForwardBatch) if f.metadata["rule"] is FieldRule.DROPPED}
     assert dropped == {"plan_mark", "spec_info", "graph_bucket", "shares"}
-    assert {name for name in vars(ForwardBatch) if name.startswith("forward_metadata")} == set(NO_MARK)
+    assert {name for name in vars(ForwardBatch) if name.startswith("forward_metadata")} == set(
+        NO_MARK
+    )
     mark = marked(decode(2)).plan_mark
     assert mark == PlanMark(PLANNER, PLAN, num_rows=2, num_tokens=2, replan_equivalent=True)
     with pytest.raises(FrozenInstanceError):
@@ -190,7 +202,10 @@ def test_s1_6_fields_follow_their_rule(name: str) -> None:
     """Every field of the parent differs from its default, so a rule that is not followed shows."""
     batch = marked(build([2, 1, 3]))
     for f in fields(ForwardBatch):
-        assert f.metadata["rule"] is not FieldRule.DROPPED or getattr(batch, f.name) not in (None, False), f.name
+        assert f.metadata["rule"] is not FieldRule.DROPPED or getattr(batch, f.name) not in (
+            None,
+            False,
+        ), f.name
     for child in OPERATIONS[name](batch):
         for f in fields(ForwardBatch):
             value = getattr(child, f.name)
@@ -200,7 +215,9 @@ def test_s1_6_fields_follow_their_rule(name: str) -> None:
                 case FieldRule.DROPPED:
                     assert value == f.default, f.name
                 case FieldRule.RECOMPUTED:
-                    per = child.num_tokens if f.name in ("token_ids", "positions") else child.num_rows
+                    per = (
+                        child.num_tokens if f.name in ("token_ids", "positions") else child.num_rows
+                    )
                     assert len(value) == per, f.name
 
 

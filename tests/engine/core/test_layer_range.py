@@ -80,19 +80,26 @@ def test_s0_3_a_pool_of_one_stage_ignores_the_partition(partition: str) -> None:
 
 @pytest.mark.parametrize("partition", [None, "1,1,1"])
 def test_s0_4_more_stages_than_layers_is_refused(partition: str | None) -> None:
-    with pytest.raises(ConfigError, match="3 pipeline stages need at least 3 layers, the model has 2") as caught:
+    with pytest.raises(
+        ConfigError, match="3 pipeline stages need at least 3 layers, the model has 2"
+    ) as caught:
         get_pp_indices(2, 0, 3, partition)
     assert caught.value.field == "pipeline_size"
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.data())
-def test_no_other_partition_has_a_cheaper_dearest_stage(costs: list[int], data: st.DataObject) -> None:
+def test_no_other_partition_has_a_cheaper_dearest_stage(
+    costs: list[int], data: st.DataObject
+) -> None:
     size = data.draw(st.integers(1, len(costs)))
     counts = balanced_counts(costs, size)
     assert len(counts) == size
     assert min(counts) > 0
     assert sum(counts) == len(costs)
-    every = [dearest(costs, (0, *cuts, len(costs))) for cuts in combinations(range(1, len(costs)), size - 1)]
+    every = [
+        dearest(costs, (0, *cuts, len(costs)))
+        for cuts in combinations(range(1, len(costs)), size - 1)
+    ]
     assert dearest(costs, list(accumulate(counts, initial=0))) == min(every)
 
 
@@ -101,7 +108,9 @@ def dearest(costs: Sequence[int], cuts: Sequence[int]) -> int:
 
 
 def test_more_balanced_stages_than_layers_are_refused() -> None:
-    with pytest.raises(ConfigError, match="3 pipeline stages need at least 3 layers, the model has 2"):
+    with pytest.raises(
+        ConfigError, match="3 pipeline stages need at least 3 layers, the model has 2"
+    ):
         balanced_counts([1, 1], 3)
 
 
@@ -114,7 +123,14 @@ def test_rank_outside_the_pool_is_refused(rank: int) -> None:
 
 def test_layer_range_is_half_open() -> None:
     layers = LayerRange(3, 6)
-    assert [layer_id in layers for layer_id in range(2, 8)] == [False, True, True, True, False, False]
+    assert [layer_id in layers for layer_id in range(2, 8)] == [
+        False,
+        True,
+        True,
+        True,
+        False,
+        False,
+    ]
     assert list(layers) == [3, 4, 5]
     assert len(layers) == 3
     assert str(layers) == "3-6"
@@ -134,6 +150,8 @@ def test_intersection_is_the_common_layers(first: list[int], second: list[int]) 
 
 
 def test_placement_knows_the_ends_of_the_pipeline() -> None:
-    ends = [(p.pipeline_rank == 0, p.is_last_stage) for p in (Placement(rank, 3) for rank in range(3))]
+    ends = [
+        (p.pipeline_rank == 0, p.is_last_stage) for p in (Placement(rank, 3) for rank in range(3))
+    ]
     assert ends == [(True, False), (False, False), (False, True)]
     assert Placement().is_last_stage

@@ -1,4 +1,5 @@
-"""The building blocks of exact numerics keep an element's bits wherever it lies; and a thread's device."""
+"""The building blocks of exact numerics keep an element's bits wherever it lies; and a thread's
+device."""
 
 from collections.abc import Iterator
 
@@ -22,19 +23,25 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 def test_silu(dtype: torch.dtype) -> None:
     x = torch.linspace(-30, 30, 1001).to(dtype)
     expected = x.double() / (1 + torch.exp(-x.double()))
-    torch.testing.assert_close(silu(x).double(), expected, rtol=1e-6 if dtype is torch.float32 else 8e-3, atol=1e-6)
+    torch.testing.assert_close(
+        silu(x).double(), expected, rtol=1e-6 if dtype is torch.float32 else 8e-3, atol=1e-6
+    )
     assert silu(x).dtype is dtype
     assert silu(torch.tensor([-200.0, 200.0])).tolist() == [0.0, 200.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("width", [5, 24, 64, 96, 704])
-def test_silu_of_a_row_does_not_depend_on_the_others(threads: int, dtype: torch.dtype, width: int) -> None:
+def test_silu_of_a_row_does_not_depend_on_the_others(
+    threads: int, dtype: torch.dtype, width: int
+) -> None:
     x = (torch.randn(331, width, generator=torch.Generator().manual_seed(width)) * 4).to(dtype)
     whole = silu(x)
     for start, stop in ((0, 1), (1, 2), (3, 10), (7, 200), (100, 331)):
         assert torch.equal(silu(x[start:stop]), whole[start:stop])
-    wide = torch.cat([x, x], -1)[:, :width]  # rows apart in memory, as halves of a fused product are
+    wide = torch.cat([x, x], -1)[
+        :, :width
+    ]  # rows apart in memory, as halves of a fused product are
     assert torch.equal(silu(wide), whole)
 
 
@@ -63,6 +70,8 @@ def test_a_device_without_an_index_is_the_first(made_current: list[int]) -> None
 
 def test_copies_enter_it_too(made_current: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ConfigError, match="cannot be used for handoffs"):  # there is no driver behind it
+    with pytest.raises(
+        ConfigError, match="cannot be used for handoffs"
+    ):  # there is no driver behind it
         CudaCopies(torch.device("cuda")).enter_thread()
     assert made_current == [0]

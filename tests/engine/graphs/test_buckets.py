@@ -1,4 +1,5 @@
-"""Padding to a captured shape: real rows as they were, the rest without a past and owning nothing."""
+"""Padding to a captured shape: real rows as they were, the rest without a past and owning
+nothing."""
 
 import pytest
 import torch
@@ -23,8 +24,10 @@ from engine.memory.static import StaticInts
 MAX_ROWS, NODES = 6, 5
 
 
-@pytest.mark.parametrize(("max_rows", "counts"), [
-    (1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (16, (1, 2, 4, 8, 16)), (17, (1, 2, 4, 8, 16, 17))])
+@pytest.mark.parametrize(
+    ("max_rows", "counts"),
+    [(1, (1,)), (2, (1, 2)), (6, (1, 2, 4, 6)), (16, (1, 2, 4, 8, 16)), (17, (1, 2, 4, 8, 16, 17))],
+)
 def test_rows_double_up_to_the_most(max_rows: int, counts: tuple[int, ...]) -> None:
     assert row_counts(max_rows) == counts
     assert [bucket.num_rows for bucket in decode_buckets(max_rows)] == list(counts)
@@ -35,14 +38,28 @@ def test_rows_double_up_to_the_most(max_rows: int, counts: tuple[int, ...]) -> N
 def test_a_padded_batch_is_its_rows_and_then_rows_that_own_nothing(data: st.DataObject) -> None:
     mode = data.draw(st.sampled_from([ForwardMode.DECODE, ForwardMode.VERIFY, ForwardMode.DRAFT]))
     masked = data.draw(st.booleans())
-    buckets = {ForwardMode.DECODE: decode_buckets(MAX_ROWS), ForwardMode.DRAFT: extend_buckets(MAX_ROWS, NODES),
-               ForwardMode.VERIFY: verify_buckets(MAX_ROWS, NODES, is_masked=masked)}[mode]
+    buckets = {
+        ForwardMode.DECODE: decode_buckets(MAX_ROWS),
+        ForwardMode.DRAFT: extend_buckets(MAX_ROWS, NODES),
+        ForwardMode.VERIFY: verify_buckets(MAX_ROWS, NODES, is_masked=masked),
+    }[mode]
     longest = 1 if mode is ForwardMode.DECODE else NODES
     counts = data.draw(st.lists(st.integers(1, longest), min_size=1, max_size=MAX_ROWS))
-    batch = build_batch(mode, [
-        Row(key, [9] * count, data.draw(st.integers(0, 40)), [3 * key + 1, 3 * key + 2, 3 * key + 3], key + 1, None,
-            SpecRow(tuple(range(-1, count - 1))) if mode is ForwardMode.VERIFY else None)
-        for key, count in enumerate(counts)])
+    batch = build_batch(
+        mode,
+        [
+            Row(
+                key,
+                [9] * count,
+                data.draw(st.integers(0, 40)),
+                [3 * key + 1, 3 * key + 2, 3 * key + 3],
+                key + 1,
+                None,
+                SpecRow(tuple(range(-1, count - 1))) if mode is ForwardMode.VERIFY else None,
+            )
+            for key, count in enumerate(counts)
+        ],
+    )
     bucket = bucket_for(batch, buckets)
     assert bucket is not None
     assert bucket.max_rows == next(rows for rows in row_counts(MAX_ROWS) if rows >= len(counts))
@@ -53,7 +70,7 @@ def test_a_padded_batch_is_its_rows_and_then_rows_that_own_nothing(data: st.Data
     assert padded.needs_forward_metadata_init()
     for name in ("request_keys", "query_lens", "context_lens", "sampling"):
         assert getattr(padded, name)[:num_rows] == getattr(batch, name)
-    assert torch.equal(padded.positions[:batch.num_tokens], batch.positions)
+    assert torch.equal(padded.positions[: batch.num_tokens], batch.positions)
     assert torch.equal(padded.page_tables[:num_rows, :3], batch.page_tables)
     assert set(padded.context_lens[num_rows:]) <= {0}
     assert padded.page_tables.shape[1] >= max([0, *padded.query_lens[num_rows:]]), "a page each"
@@ -69,8 +86,16 @@ def test_what_no_bucket_was_made_for_finds_none() -> None:
     buckets = (*decode_buckets(2), *verify_buckets(2, 3, is_masked=False))
 
     def batch(mode: ForwardMode, *parents: tuple[int, ...]) -> GraphBucket | None:
-        return bucket_for(build_batch(mode, [Row(key, [1] * len(own), 0, [1 + key], 0, None, SpecRow(own))
-                                             for key, own in enumerate(parents)]), buckets)
+        return bucket_for(
+            build_batch(
+                mode,
+                [
+                    Row(key, [1] * len(own), 0, [1 + key], 0, None, SpecRow(own))
+                    for key, own in enumerate(parents)
+                ],
+            ),
+            buckets,
+        )
 
     assert batch(ForwardMode.DECODE, (-1,), (-1,)) == GraphBucket(ForwardMode.DECODE, 2)
     assert batch(ForwardMode.VERIFY, (-1, 0, 1)) == GraphBucket(ForwardMode.VERIFY, 1, 3)

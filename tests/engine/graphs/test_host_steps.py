@@ -23,7 +23,13 @@ from engine.memory.layout import CacheKind
 from engine.pipeline.stages import LayerObserver, StageExecutor
 from models.loader import ModelDescription
 from runtime.errors import InternalError, StalePlanError
-from tests.support.device.captured_stage import MAX_ROWS, NUM_SEQUENCES, PAGE_SIZE, PAGES_EACH, Sequences
+from tests.support.device.captured_stage import (
+    MAX_ROWS,
+    NUM_SEQUENCES,
+    PAGE_SIZE,
+    PAGES_EACH,
+    Sequences,
+)
 from tests.support.models.tiny_models import HYBRID, LLAMA, QWEN3, tiny
 
 MAX_NODES, CHUNK_TOKENS = 10, 9
@@ -32,7 +38,8 @@ CHAIN, FORK, BUSH = (-1, 0, 1, 2), (-1, 0, 0, 1), (-1, 0, 0, 0)
 
 @dataclass
 class HostStage:
-    """One stage with pools of its own, all of NaN at first; its steps are recorded, or all eager."""
+    """One stage with pools of its own, all of NaN at first; its steps are recorded, or all
+    eager."""
 
     description: ModelDescription
     layers: LayerRange
@@ -40,48 +47,98 @@ class HostStage:
     is_recorded: bool = True
     num_eager: int = 0
     observer: LayerObserver | None = None
-    pools: dict[CacheKind, dict[int, Tensor]] = field(default_factory=lambda: {kind: {} for kind in CacheKind})
+    pools: dict[CacheKind, dict[int, Tensor]] = field(
+        default_factory=lambda: {kind: {} for kind in CacheKind}
+    )
 
     def __post_init__(self) -> None:
         for spec in self.description.cache_specs(PAGE_SIZE):
             if spec.layer_id in self.layers:
                 count = NUM_SEQUENCES * PAGES_EACH + 1 if spec.kind.is_paged else NUM_SEQUENCES + 1
                 self.pools[spec.kind][spec.layer_id] = torch.full(
-                    (count, *spec.record_shape), float("nan"), dtype=getattr(torch, spec.dtype))
-        caches = StageCaches(*(self.pools[kind] for kind in (
-            CacheKind.KV, CacheKind.LATENT, CacheKind.INDEX_KEY, CacheKind.CONV, CacheKind.STATE, CacheKind.WINDOW)))
-        backends = CpuBackends(Numerics.EXACT).of_stage(
-            caches, self.description.attention_geometry(PAGE_SIZE), None, max_nodes=MAX_NODES,
-            num_scratch=NUM_SEQUENCES + 1 if caches.conv else 0,
-        ).with_snapshots(caches)
-        self.model = self.description.load_stage(self.layers, numerics=Numerics.EXACT,
-                                                 capture_layers=self.capture_layers)
+                    (count, *spec.record_shape), float("nan"), dtype=getattr(torch, spec.dtype)
+                )
+        caches = StageCaches(
+            *(
+                self.pools[kind]
+                for kind in (
+                    CacheKind.KV,
+                    CacheKind.LATENT,
+                    CacheKind.INDEX_KEY,
+                    CacheKind.CONV,
+                    CacheKind.STATE,
+                    CacheKind.WINDOW,
+                )
+            )
+        )
+        backends = (
+            CpuBackends(Numerics.EXACT)
+            .of_stage(
+                caches,
+                self.description.attention_geometry(PAGE_SIZE),
+                None,
+                max_nodes=MAX_NODES,
+                num_scratch=NUM_SEQUENCES + 1 if caches.conv else 0,
+            )
+            .with_snapshots(caches)
+        )
+        self.model = self.description.load_stage(
+            self.layers, numerics=Numerics.EXACT, capture_layers=self.capture_layers
+        )
         assert backends.attention is not None
         assert backends.states is not None
         self.attention = backends.attention
-        self.steps = HostSteps(model=self.model, attention=backends.attention, recurrent=backends.recurrent,
-                               states=backends.states, max_rows=MAX_ROWS, chunk_tokens=CHUNK_TOKENS,
-                               observer=self.observer, num_eager=self.num_eager)
-        self.executor = StageExecutor(model=self.model, attention=backends.attention, recurrent=backends.recurrent,
-                                      caches=backends.caches, on_layer_done=self.observer,
-                                      graphs=self.steps if self.is_recorded else None)
+        self.steps = HostSteps(
+            model=self.model,
+            attention=backends.attention,
+            recurrent=backends.recurrent,
+            states=backends.states,
+            max_rows=MAX_ROWS,
+            chunk_tokens=CHUNK_TOKENS,
+            observer=self.observer,
+            num_eager=self.num_eager,
+        )
+        self.executor = StageExecutor(
+            model=self.model,
+            attention=backends.attention,
+            recurrent=backends.recurrent,
+            caches=backends.caches,
+            on_layer_done=self.observer,
+            graphs=self.steps if self.is_recorded else None,
+        )
 
 
 class Twins:
     """The same stages twice, recorded and eager, fed the same."""
 
-    def __init__(self, config: dict[str, object], dtype: str = "float32", *, cuts: Sequence[int] = (),
-                 capture_layers: frozenset[int] = frozenset(), num_eager: int = 0) -> None:
+    def __init__(
+        self,
+        config: dict[str, object],
+        dtype: str = "float32",
+        *,
+        cuts: Sequence[int] = (),
+        capture_layers: frozenset[int] = frozenset(),
+        num_eager: int = 0,
+    ) -> None:
         model = tiny(config, dtype)
-        ranges = [LayerRange(start, end) for start, end in pairwise([0, *cuts, model.facts.num_layers])]
+        ranges = [
+            LayerRange(start, end) for start, end in pairwise([0, *cuts, model.facts.num_layers])
+        ]
         self.sequences = Sequences()
         self.num_steps = 0
-        self.recorded, self.eager = ([HostStage(model, layers, capture_layers, is_recorded, num_eager)
-                                      for layers in ranges]
-                                     for is_recorded in (True, False))
+        self.recorded, self.eager = (
+            [HostStage(model, layers, capture_layers, is_recorded, num_eager) for layers in ranges]
+            for is_recorded in (True, False)
+        )
 
-    def step(self, mode: ForwardMode, counts: dict[int, int], *, parents: dict[int, tuple[int, ...]] | None = None,
-             silent: Sequence[int] = ()) -> None:
+    def step(
+        self,
+        mode: ForwardMode,
+        counts: dict[int, int],
+        *,
+        parents: dict[int, tuple[int, ...]] | None = None,
+        silent: Sequence[int] = (),
+    ) -> None:
         """One batch through both, every second one planned ahead; verified nodes do not stay."""
         batch = self.sequences.batch(mode, counts, parents=parents, silent=silent)
         outputs = []
@@ -89,8 +146,11 @@ class Twins:
         for stages in (self.recorded, self.eager):
             output = StageOutput()
             for stage in stages:
-                local = replace(batch.clone(), spec_info=batch.spec_info,
-                                token_ids=batch.token_ids if stage is stages[0] else None)
+                local = replace(
+                    batch.clone(),
+                    spec_info=batch.spec_info,
+                    token_ids=batch.token_ids if stage is stages[0] else None,
+                )
                 if self.num_steps % 2:
                     stage.executor.plan_ahead(local)
                 output = stage.executor.run(local, output)
@@ -100,7 +160,9 @@ class Twins:
         for recorded, eager in zip(self.recorded, self.eager, strict=True):
             for kind, pools in recorded.pools.items():
                 for layer_id, pool in pools.items():
-                    assert pool.nan_to_num(-7.0).equal(eager.pools[kind][layer_id].nan_to_num(-7.0)), (kind, layer_id)
+                    assert pool.nan_to_num(-7.0).equal(
+                        eager.pools[kind][layer_id].nan_to_num(-7.0)
+                    ), (kind, layer_id)
         if mode is not ForwardMode.VERIFY:
             self.sequences.advance(counts)
 
@@ -135,14 +197,20 @@ def _two_threads() -> Iterator[None]:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("config", [LLAMA, QWEN3, HYBRID], ids=["llama", "qwen3", "hybrid"])
 def test_replays_have_the_bits_of_eager_steps(config: dict[str, object], dtype: str) -> None:
-    twins = prefilled(Twins(config, dtype, cuts=(2,), capture_layers=frozenset({1, 3})), 5, 30, 1, 17)
+    twins = prefilled(
+        Twins(config, dtype, cuts=(2,), capture_layers=frozenset({1, 3})), 5, 30, 1, 17
+    )
     for turn in range(40):
         chosen = random.sample(range(4), random.randint(1, MAX_ROWS))
         if turn % 3:
             twins.decode(*chosen)
         else:
             shape = random.choice([CHAIN, CHAIN[:2]])
-            twins.step(ForwardMode.VERIFY, dict.fromkeys(chosen, len(shape)), parents=dict.fromkeys(chosen, shape))
+            twins.step(
+                ForwardMode.VERIFY,
+                dict.fromkeys(chosen, len(shape)),
+                parents=dict.fromkeys(chosen, shape),
+            )
     recorded, replayed = twins.counts()
     assert recorded + replayed == 80
     assert replayed > recorded
@@ -169,7 +237,11 @@ def test_they_do_so_on_several_threads() -> None:
 def test_trees_of_one_size_are_replayed_whatever_their_branches(config: dict[str, object]) -> None:
     twins = prefilled(Twins(config, cuts=(1,)), 3, 20, 16)
     steps: list[dict[int, tuple[int, ...]]] = [
-        {0: FORK, 1: BUSH}, {2: BUSH, 1: FORK}, {0: CHAIN, 2: CHAIN}, {1: FORK, 2: CHAIN}]
+        {0: FORK, 1: BUSH},
+        {2: BUSH, 1: FORK},
+        {0: CHAIN, 2: CHAIN},
+        {1: FORK, 2: CHAIN},
+    ]
     for shapes in steps:
         twins.step(ForwardMode.VERIFY, dict.fromkeys(shapes, 4), parents=shapes)
     assert twins.counts() == (4, 4)  # trees, of which chains may be some; chains alone
@@ -182,10 +254,14 @@ def test_whole_chunks_of_prompts_are_replayed(config: dict[str, object], dtype: 
     twins = Twins(config, dtype, cuts=(2,), capture_layers=frozenset({1, 3}))
     for row, lengths in enumerate([(9, 9, 9, 9), (5, 9, 9), (9, 16, 9), (9, 9, 3, 9)]):
         for place, count in enumerate(lengths):
-            twins.step(ForwardMode.PREFILL, {row: count}, silent=(row,) if place + 1 < len(lengths) else ())
+            twins.step(
+                ForwardMode.PREFILL, {row: count}, silent=(row,) if place + 1 < len(lengths) else ()
+            )
         twins.decode(row)
     recorded, replayed = twins.counts()
-    assert recorded == 2 * 3, "on two stages: chunks behind which tokens are drawn, others, and drawn tokens"
+    assert recorded == 2 * 3, (
+        "on two stages: chunks behind which tokens are drawn, others, and drawn tokens"
+    )
     assert recorded + replayed == 2 * (11 + 4)
 
 
@@ -200,26 +276,39 @@ def test_whole_chunks_of_hybrid_models_are_replayed_too() -> None:
 
 def test_layers_of_replays_are_reported_as_they_complete() -> None:
     seen: list[tuple[ForwardBatch, int]] = []
-    stage = HostStage(tiny(LLAMA), LayerRange(0, 2), observer=lambda batch, layer_id: seen.append((batch, layer_id)))
+    stage = HostStage(
+        tiny(LLAMA),
+        LayerRange(0, 2),
+        observer=lambda batch, layer_id: seen.append((batch, layer_id)),
+    )
     sequences = Sequences()
     for _ in range(3):
         batch = sequences.batch(ForwardMode.PREFILL, {0: CHUNK_TOKENS})
         pools = [pool[batch.page_tables[0].long()] for pool in stage.pools[CacheKind.KV].values()]
         stage.executor.run(batch)
         assert [(id(of), layer_id) for of, layer_id in seen] == [(id(batch), 0), (id(batch), 1)]
-        assert not any(torch.equal(before, pool[batch.page_tables[0].long()])
-                       for before, pool in zip(pools, stage.pools[CacheKind.KV].values(), strict=True))
+        assert not any(
+            torch.equal(before, pool[batch.page_tables[0].long()])
+            for before, pool in zip(pools, stage.pools[CacheKind.KV].values(), strict=True)
+        )
         seen.clear()
     assert stage.steps.num_replays == 2
 
 
-@pytest.mark.parametrize("read", [
-    lambda _, output: output.logits.max().item(), lambda batch, _: sum(batch.context_lens),
-    lambda batch, _: batch.context_lens[0], lambda batch, _: torch.tensor(batch.context_lens),
-    lambda batch, _: np.array(batch.context_lens, np.int32)],
-    ids=["a value", "lengths", "a length", "by torch", "by numpy"])
-def test_a_forward_that_cannot_be_recorded_runs_once(read: Callable[[ForwardBatch, StageOutput], object],
-                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda _, output: output.logits.max().item(),
+        lambda batch, _: sum(batch.context_lens),
+        lambda batch, _: batch.context_lens[0],
+        lambda batch, _: torch.tensor(batch.context_lens),
+        lambda batch, _: np.array(batch.context_lens, np.int32),
+    ],
+    ids=["a value", "lengths", "a length", "by torch", "by numpy"],
+)
+def test_a_forward_that_cannot_be_recorded_runs_once(
+    read: Callable[[ForwardBatch, StageOutput], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Twice, and recurrent states would have gone through its tokens twice."""
     twins = prefilled(Twins(HYBRID), 9, 9)
     (stage,) = twins.recorded
@@ -255,7 +344,10 @@ def test_a_step_is_recorded_again_when_rows_outgrow_its_tables() -> None:
     while twins.sequences.lengths[0] < PAGE_SIZE * PAGES_EACH:
         twins.decode(0)
     recorded, replayed = twins.counts()
-    assert (recorded, recorded + replayed) == (2, PAGE_SIZE * PAGES_EACH - 14)  # for two pages of a row, and for four
+    assert (recorded, recorded + replayed) == (
+        2,
+        PAGE_SIZE * PAGES_EACH - 14,
+    )  # for two pages of a row, and for four
 
 
 def test_a_row_that_starts_anew_in_a_slot_has_no_state_of_the_one_before() -> None:
@@ -266,8 +358,10 @@ def test_a_row_that_starts_anew_in_a_slot_has_no_state_of_the_one_before() -> No
     assert twins.counts() == (1, 2)
 
 
-@pytest.mark.parametrize("change", ["scores", "is silent", "hands out a state", "is too large", "is a prompt",
-                                    "is empty"])
+@pytest.mark.parametrize(
+    "change",
+    ["scores", "is silent", "hands out a state", "is too large", "is a prompt", "is empty"],
+)
 def test_batches_that_do_more_than_draw_are_left_alone(change: str) -> None:
     twins = prefilled(Twins({**LLAMA, "num_hidden_layers": 1}), 3, 4)
     sequences, steps = twins.sequences, twins.recorded[0].steps
@@ -276,8 +370,12 @@ def test_batches_that_do_more_than_draw_are_left_alone(change: str) -> None:
     changed = {
         "scores": lambda: replace(batch, scoring=(ScoringRow((1,), 0), None)),
         "is silent": lambda: sequences.batch(ForwardMode.DECODE, {0: 1, 1: 1}, silent=(1,)),
-        "hands out a state": lambda: replace(batch, states=(StateRow(snapshots=(Snapshot(4, 1),)), StateRow())),
-        "is too large": lambda: sequences.batch(ForwardMode.DECODE, dict.fromkeys(range(MAX_ROWS + 1), 1)),
+        "hands out a state": lambda: replace(
+            batch, states=(StateRow(snapshots=(Snapshot(4, 1),)), StateRow())
+        ),
+        "is too large": lambda: sequences.batch(
+            ForwardMode.DECODE, dict.fromkeys(range(MAX_ROWS + 1), 1)
+        ),
         "is a prompt": lambda: sequences.batch(ForwardMode.PREFILL, {0: 1}),
         "is empty": lambda: sequences.batch(ForwardMode.DECODE, {}),
     }[change]()
@@ -287,11 +385,15 @@ def test_batches_that_do_more_than_draw_are_left_alone(change: str) -> None:
 def test_a_plan_of_another_shape_is_refused() -> None:
     twins = prefilled(Twins({**LLAMA, "num_hidden_layers": 1}), 3, 4)
     twins.decode(0, 1)
-    batch, other = (twins.sequences.batch(ForwardMode.DECODE, rows) for rows in ({0: 1, 1: 1}, {0: 1}))
+    batch, other = (
+        twins.sequences.batch(ForwardMode.DECODE, rows) for rows in ({0: 1, 1: 1}, {0: 1})
+    )
     (stage,) = twins.recorded
     stage.attention.plan(other)
     batch.plan_mark = other.plan_mark
-    with pytest.raises(StalePlanError, match="planned for 1 rows and 1 tokens, the batch has 2 and 2"):
+    with pytest.raises(
+        StalePlanError, match="planned for 1 rows and 1 tokens, the batch has 2 and 2"
+    ):
         stage.executor.run(batch)
 
 
@@ -300,7 +402,9 @@ def test_chains_over_ends_of_pages_are_replayed() -> None:
     twins = prefilled(Twins(LLAMA), 5, 13, 14)
     parents = tuple(range(-1, 9))
     for rows in ((0, 1), (1, 2), (0, 2)):
-        twins.step(ForwardMode.VERIFY, dict.fromkeys(rows, 10), parents=dict.fromkeys(rows, parents))
+        twins.step(
+            ForwardMode.VERIFY, dict.fromkeys(rows, 10), parents=dict.fromkeys(rows, parents)
+        )
     assert twins.counts() == (1, 2)
 
 

@@ -58,10 +58,20 @@ def test_launches_and_operations_are_done_again_in_their_order(dtype: torch.dtyp
     assert torch.equal(replayed(function, first, second), function(second))
 
 
-@pytest.mark.parametrize("function", [
-    lambda x: x * x.max().item(), lambda x: x[x > 0], lambda x: x + torch.tensor([1.0]), lambda x: x * torch.rand(3),
-    lambda x: x[torch.nonzero(x)], lambda x: x if bool(x.any()) else -x, lambda x: x * len(x.tolist()),
-    lambda x: x * x.numpy().max(), lambda x: x * np.asarray(x).max()])
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x * x.max().item(),
+        lambda x: x[x > 0],
+        lambda x: x + torch.tensor([1.0]),
+        lambda x: x * torch.rand(3),
+        lambda x: x[torch.nonzero(x)],
+        lambda x: x if bool(x.any()) else -x,
+        lambda x: x * len(x.tolist()),
+        lambda x: x * x.numpy().max(),
+        lambda x: x * np.asarray(x).max(),
+    ],
+)
 def test_what_depends_on_values_is_refused(function: Callable[[Tensor], Tensor]) -> None:
     results = list[Tensor]()
     with pytest.raises(CannotRecordError, match=r"^aten|^tolist|^numpy|^__array__"):
@@ -102,7 +112,9 @@ def test_a_kernel_that_does_not_end_is_named() -> None:
     does_nothing = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: None)
     address = ctypes.cast(does_nothing, ctypes.c_void_p).value
     assert address is not None
-    launches = [Launch(address, array("q", (5, 5, num_items, 0, 0, 0)).tobytes()) for num_items in (0, 2)]
+    launches = [
+        Launch(address, array("q", (5, 5, num_items, 0, 0, 0)).tobytes()) for num_items in (0, 2)
+    ]
     with pytest.raises(InternalError, match="kernel 1 of a recorded step ended after 0 of 2 parts"):
         Program(launches, torch.empty(0, dtype=torch.uint8), Team()).run()
 

@@ -1,4 +1,5 @@
-"""Captured forwards against eager ones on the device stack: the same bits, whatever was captured or came before."""
+"""Captured forwards against eager ones on the device stack: the same bits, whatever was captured or
+came before."""
 
 import functools
 from collections.abc import Sequence
@@ -17,19 +18,33 @@ from engine.kernels.device.cache import write_kv
 from engine.memory.layout import CacheKind
 from runtime.errors import StalePlanError
 from tests.support.device.capture import CaptureError, RecordingCapture
-from tests.support.device.captured_stage import CPU, MAX_ROWS, NODES, PAGE_SIZE, DeviceStage, Twins, prefilled
+from tests.support.device.captured_stage import (
+    CPU,
+    MAX_ROWS,
+    NODES,
+    PAGE_SIZE,
+    DeviceStage,
+    Twins,
+    prefilled,
+)
 from tests.support.kernels.batches import Row, make_batch
 from tests.support.kernels.flashinfer import FakeWrappers
 from tests.support.models.tiny_models import HYBRID, LLAMA, VOCAB_SIZE
 
-MIXED = {**HYBRID, "num_hidden_layers": 2, "linear_num_value_heads": 2,
-         "layer_types": ["full_attention", "linear_attention"]}
+MIXED = {
+    **HYBRID,
+    "num_hidden_layers": 2,
+    "linear_num_value_heads": 2,
+    "layer_types": ["full_attention", "linear_attention"],
+}
 GEOMETRY = AttentionGeometry(num_heads=4, num_kv_heads=2, head_dim=16, page_size=16, scale=0.25)
 CHAIN, FORK, BUSH = (-1, 0, 1, 2), (-1, 0, 0, 1), (-1, 0, 0, 0)
 
 
 @pytest.mark.parametrize("config", [LLAMA, MIXED], ids=["attention", "hybrid"])
-def test_s1_3_small_batches_in_big_graphs_and_lengths_that_changed_since_the_capture(config: dict[str, object]) -> None:
+def test_s1_3_small_batches_in_big_graphs_and_lengths_that_changed_since_the_capture(
+    config: dict[str, object],
+) -> None:
     twins = prefilled(Twins(config), 3, 15, 16)
     for rows in ((0, 1), (0, 1, 2), (2,), (2, 0), (0, 1, 2)):
         twins.step(ForwardMode.DECODE, dict.fromkeys(rows, 1))
@@ -38,11 +53,21 @@ def test_s1_3_small_batches_in_big_graphs_and_lengths_that_changed_since_the_cap
 
 def test_s1_10_stale_rows_of_the_stage_before_do_not_leak_into_a_verify() -> None:
     buckets = verify_buckets(MAX_ROWS, NODES, is_masked=True)
-    twins = prefilled(Twins(MIXED, cuts=(1,), buckets=buckets, capture_layers=frozenset({0, 1})), 3, 15, 16)
+    twins = prefilled(
+        Twins(MIXED, cuts=(1,), buckets=buckets, capture_layers=frozenset({0, 1})), 3, 15, 16
+    )
     steps: list[dict[int, tuple[int, ...]]] = [
-        {0: CHAIN, 1: FORK, 2: BUSH}, {1: (-1, 0)}, {2: FORK, 0: (-1,)}, {0: (-1,), 1: (-1,)}]
+        {0: CHAIN, 1: FORK, 2: BUSH},
+        {1: (-1, 0)},
+        {2: FORK, 0: (-1,)},
+        {0: (-1,), 1: (-1,)},
+    ]
     for shapes in steps:
-        twins.step(ForwardMode.VERIFY, {key: len(parents) for key, parents in shapes.items()}, parents=shapes)
+        twins.step(
+            ForwardMode.VERIFY,
+            {key: len(parents) for key, parents in shapes.items()},
+            parents=shapes,
+        )
     assert twins.num_replays() == 8
 
 
@@ -93,8 +118,10 @@ def test_s1_3_a_replay_without_a_plan_of_its_own_is_refused() -> None:
     (stage,) = twins.captured
     assert stage.graphs is not None
     captured = {bucket.max_rows: forward for bucket, forward in stage.graphs._captured.items()}
-    padded = {rows: pad_batch(decode_batch(twins, *range(rows)), GraphBucket(ForwardMode.DECODE, rows))
-              for rows in (1, 2)}
+    padded = {
+        rows: pad_batch(decode_batch(twins, *range(rows)), GraphBucket(ForwardMode.DECODE, rows))
+        for rows in (1, 2)
+    }
     with pytest.raises(StalePlanError, match="not planned by"):
         captured[1].replay(padded[1])
     for batch in padded.values():
@@ -125,8 +152,12 @@ def test_s1_3_what_was_planned_for_a_graph_is_not_run_eagerly() -> None:
 
 def test_a_forward_that_plans_or_reads_values_is_not_captured() -> None:
     """The stand-in fails where a real capture would, or would have gone wrong without a word."""
-    planner, values = FlashInferAttention(kv_pools={}, geometry=GEOMETRY, wrappers=FakeWrappers(), device=CPU,
-                                          write_kv=write_kv), torch.arange(4)
+    planner, values = (
+        FlashInferAttention(
+            kv_pools={}, geometry=GEOMETRY, wrappers=FakeWrappers(), device=CPU, write_kv=write_kv
+        ),
+        torch.arange(4),
+    )
     capture = RecordingCapture([planner])
     with pytest.raises((AssertionError, CaptureError)):
         capture.capture("planning", lambda: planner.plan(make_batch(ForwardMode.DECODE, [Row(1)])))
@@ -134,7 +165,7 @@ def test_a_forward_that_plans_or_reads_values_is_not_captured() -> None:
         with pytest.raises(CaptureError, match="to or from the host"):
             capture.capture("reading", read)  # type: ignore[arg-type]
     length = [2]
-    graph = capture.capture("live sizes", lambda: values[:length[0]].add_(1))  # type: ignore[arg-type]
+    graph = capture.capture("live sizes", lambda: values[: length[0]].add_(1))  # type: ignore[arg-type]
     graph.replay()
     length[0] = 3
     with pytest.raises(AssertionError, match="what it was captured with"):
@@ -142,42 +173,63 @@ def test_a_forward_that_plans_or_reads_values_is_not_captured() -> None:
 
 
 class TwoWindows:
-    """An `AttentionBackend` over two: even layers see all, odd ones a window. Each plans for itself."""
+    """An `AttentionBackend` over two: even layers see all, odd ones a window. Each plans for
+    itself."""
 
     def __init__(self, *, buckets: Sequence[GraphBucket]) -> None:
         self.pools = {layer: torch.full((9, 2, 2, 16, 16), float("nan")) for layer in range(4)}
-        self.backends = [FlashInferAttention(
-            kv_pools={layer: pool for layer, pool in self.pools.items() if layer % 2 == odd}, device=CPU,
-            geometry=replace(GEOMETRY, window=3 if odd else None), wrappers=FakeWrappers(),
-            write_kv=write_kv) for odd in (0, 1)]
+        self.backends = [
+            FlashInferAttention(
+                kv_pools={layer: pool for layer, pool in self.pools.items() if layer % 2 == odd},
+                device=CPU,
+                geometry=replace(GEOMETRY, window=3 if odd else None),
+                wrappers=FakeWrappers(),
+                write_kv=write_kv,
+            )
+            for odd in (0, 1)
+        ]
         for backend in self.backends:
             backend.reserve(buckets)
 
     def forward(self, batches: Sequence[ForwardBatch], x: torch.Tensor) -> torch.Tensor:
         for layer in self.pools:
             q = x[:, None].expand(-1, 4, -1).contiguous()
-            x = x + self.backends[layer % 2].run(layer, q, q[:, :2], q[:, :2], batches[layer % 2])[:, 0]
+            x = (
+                x
+                + self.backends[layer % 2].run(layer, q, q[:, :2], q[:, :2], batches[layer % 2])[
+                    :, 0
+                ]
+            )
         return x
 
 
 def test_s1_3_two_windows_are_two_wrappers_and_both_are_planned_before_each_replay() -> None:
-    """The case where other engines planned one of several wrappers: right in row 0 and wrong from row 1 on."""
+    """The case where other engines planned one of several wrappers: right in row 0 and wrong from
+    row 1 on."""
     bucket = GraphBucket(ForwardMode.DECODE, 3)
     captured, eager = TwoWindows(buckets=[bucket]), TwoWindows(buckets=[bucket])
     x, out = torch.zeros(3, 16), torch.zeros(3, 16)
     marked = [padding_alone(bucket) for _ in captured.backends]
     for backend, batch in zip(captured.backends, marked, strict=True):
         backend.plan(batch)
-    graph = RecordingCapture(captured.backends).capture("two windows", lambda: out.copy_(captured.forward(marked, x)))  # type: ignore[arg-type]
+    graph = RecordingCapture(captured.backends).capture(
+        "two windows",
+        lambda: out.copy_(captured.forward(marked, x)),  # type: ignore[arg-type]
+    )
     generator = torch.Generator().manual_seed(0)
     for step in range(20):
         rows = (0, 1) if step % 3 else (1, 0, 2)
-        batch = make_batch(ForwardMode.DECODE, [Row(1, step + row, (2 * row + 1, 2 * row + 2)) for row in rows])
-        for pools in (captured.pools, eager.pools):  # what earlier steps left is the same on both sides
+        batch = make_batch(
+            ForwardMode.DECODE, [Row(1, step + row, (2 * row + 1, 2 * row + 2)) for row in rows]
+        )
+        for pools in (
+            captured.pools,
+            eager.pools,
+        ):  # what earlier steps left is the same on both sides
             for pool in pools.values():
                 pool.nan_to_num_(0.5)
         x.fill_(float("nan"))
-        x[:len(rows)] = torch.randn(len(rows), 16, generator=generator)
+        x[: len(rows)] = torch.randn(len(rows), 16, generator=generator)
         for backend, mark in zip(captured.backends, marked, strict=True):
             padded = pad_batch(batch, bucket)
             backend.plan(padded)
@@ -186,7 +238,7 @@ def test_s1_3_two_windows_are_two_wrappers_and_both_are_planned_before_each_repl
         batches = [batch.clone() for _ in eager.backends]
         for backend, each in zip(eager.backends, batches, strict=True):
             backend.plan(each)
-        assert torch.equal(out[:len(rows)], eager.forward(batches, x[:len(rows)].clone()))
+        assert torch.equal(out[: len(rows)], eager.forward(batches, x[: len(rows)].clone()))
 
 
 @settings(max_examples=12, deadline=None)
@@ -196,10 +248,20 @@ def test_random_batches_are_the_same_captured_and_eager(data: st.DataObject) -> 
     rows = data.draw(st.lists(st.sampled_from(range(4)), min_size=1, max_size=4, unique=True))
     if data.draw(st.booleans()):
         room = {row: 60 - twins.sequences.lengths.get(row, 0) for row in rows}
-        shapes = {row: tuple(data.draw(st.integers(-1 if node == 0 else 0, node - 1)) for node in range(
-            data.draw(st.integers(1, NODES)))) for row in rows if room[row] >= NODES}
+        shapes = {
+            row: tuple(
+                data.draw(st.integers(-1 if node == 0 else 0, node - 1))
+                for node in range(data.draw(st.integers(1, NODES)))
+            )
+            for row in rows
+            if room[row] >= NODES
+        }
         if shapes:
-            twins.step(ForwardMode.VERIFY, {row: len(shape) for row, shape in shapes.items()}, parents=shapes)
+            twins.step(
+                ForwardMode.VERIFY,
+                {row: len(shape) for row, shape in shapes.items()},
+                parents=shapes,
+            )
     elif all(twins.sequences.lengths.get(row, 0) < 60 for row in rows):
         twins.step(ForwardMode.DECODE, dict.fromkeys(rows, 1))
 
@@ -212,8 +274,8 @@ def random_twins() -> Twins:
 
 
 def test_the_number_of_graphs_and_their_memory_are_bounded() -> None:
-    """A graph per doubling of rows and kind; buffers grow with the pool's pages and the largest bucket, not with what
-    any request may hold."""
+    """A graph per doubling of rows and kind; buffers grow with the pool's pages and the largest
+    bucket, not with what any request may hold."""
     max_rows, nodes = 6, 3
     buckets = (*decode_buckets(max_rows), *verify_buckets(max_rows, nodes, is_masked=True))
     assert [bucket.max_rows for bucket in buckets] == [1, 2, 4, 6] * 2
@@ -224,8 +286,15 @@ def test_the_number_of_graphs_and_their_memory_are_bounded() -> None:
     assert isinstance(stage.wrappers, FakeWrappers)
     for wrapper in stage.wrappers.made:
         if wrapper.graph is not None:
-            ints = 5 * (wrapper.graph.num_rows + 1) + len(pool) + max_rows * nodes + wrapper.graph.num_rows
+            ints = (
+                5 * (wrapper.graph.num_rows + 1)
+                + len(pool)
+                + max_rows * nodes
+                + wrapper.graph.num_rows
+            )
             bits = nodes * len(pool) * PAGE_SIZE + (max_rows * nodes) ** 2
             assert 0 < wrapper.num_bytes <= 4 * ints + bits // 8 + wrapper.graph.num_rows + 1
     outputs = stage.graphs._outputs
-    assert {name: tuple(tensor.shape) for name, tensor in outputs.items()} == {"logits": (max_rows * nodes, VOCAB_SIZE)}
+    assert {name: tuple(tensor.shape) for name, tensor in outputs.items()} == {
+        "logits": (max_rows * nodes, VOCAB_SIZE)
+    }

@@ -1,4 +1,5 @@
-"""Kernels are compiled by whoever comes first, one each; nobody waits while there is one that nobody compiles."""
+"""Kernels are compiled by whoever comes first, one each; nobody waits while there is one that
+nobody compiles."""
 
 import fcntl
 import itertools
@@ -61,7 +62,8 @@ def scripted(name: str, calls: list[str], *outcomes: Exception | None) -> Kernel
 
 
 class FakeHelper:
-    """Of `subprocess.Popen` what is called here. `log` has the kernels of each and what was done to it."""
+    """Of `subprocess.Popen` what is called here. `log` has the kernels of each and what was done to
+    it."""
 
     log: list[str]
 
@@ -77,7 +79,9 @@ class FakeHelper:
 
 @pytest.fixture
 def helpers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[Kernel], int, int], list[str]]:
-    """`helpers(all kernels, cores, free bytes)`: what becomes of the helpers, as `FakeHelper` tells."""
+    """`helpers(all kernels, cores, free bytes)`: what becomes of the helpers, as `FakeHelper`
+    tells."""
+
     def prepared(every: Sequence[Kernel], num_cores: int, free: int) -> list[str]:
         FakeHelper.log = []
         monkeypatch.setattr(precompile, "kernels", lambda: iter(every))
@@ -91,33 +95,50 @@ def helpers(monkeypatch: pytest.MonkeyPatch) -> Callable[[Sequence[Kernel], int,
 
 def test_one_that_another_process_compiles_waits_until_nothing_else_is_left() -> None:
     calls: list[str] = []
-    compile_ahead([scripted("a", calls, LOCKED, LOCKED, LOCKED, THERE), scripted("b", calls, LOCKED, THERE),
-                   scripted("c", calls, THERE)])
-    assert "".join(calls) == "abc" "ab" "a" "a", "all that is kept; what is free; again; and then it is waited for"
+    compile_ahead(
+        [
+            scripted("a", calls, LOCKED, LOCKED, LOCKED, THERE),
+            scripted("b", calls, LOCKED, THERE),
+            scripted("c", calls, THERE),
+        ]
+    )
+    assert "".join(calls) == "abcabaa", (
+        "all that is kept; what is free; again; and then it is waited for"
+    )
 
 
 def test_those_that_free_themselves_meanwhile_are_taken_before_another_wait() -> None:
     calls: list[str] = []
-    compile_ahead([scripted("a", calls, LOCKED, LOCKED, THERE), scripted("b", calls, LOCKED, LOCKED, THERE)])
-    assert "".join(calls) == "ab" "ab" "a" "b"
+    compile_ahead(
+        [scripted("a", calls, LOCKED, LOCKED, THERE), scripted("b", calls, LOCKED, LOCKED, THERE)]
+    )
+    assert "".join(calls) == "ababab"
 
 
-@pytest.mark.parametrize(("cores", "room", "begin"), [
-    (1, 99, []), (2, 99, ["1,2,0"]), (8, 99, ["1,2,0", "2,0,1"]), (8, 2, ["1,2,0"]), (8, 0, [])])
+@pytest.mark.parametrize(
+    ("cores", "room", "begin"),
+    [(1, 99, []), (2, 99, ["1,2,0"]), (8, 99, ["1,2,0", "2,0,1"]), (8, 2, ["1,2,0"]), (8, 0, [])],
+)
 def test_helpers_are_as_many_as_cores_kernels_and_memory_allow_and_none_is_left(
-        helpers: Callable[..., list[str]], cores: int, room: int, begin: list[str]) -> None:
+    helpers: Callable[..., list[str]], cores: int, room: int, begin: list[str]
+) -> None:
     every = [scripted(name, [], MISSING, THERE) for name in "abc"]
     log = helpers(every, cores, room * precompile.PROCESS_BYTES)
     compile_ahead(every)
     assert log == [*begin, *["killed"] * len(begin), *["gone"] * len(begin)]
 
 
-def test_how_many_are_there_is_reported_from_the_first_to_the_last(helpers: Callable[..., list[str]],
-                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+def test_how_many_are_there_is_reported_from_the_first_to_the_last(
+    helpers: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of four kernels one is kept, one is compiled elsewhere first, and two are compiled here."""
     monkeypatch.setattr(precompile, "REPORT_S", 0.0)
-    every = [scripted("a", [], THERE), scripted("b", [], MISSING, LOCKED, THERE), scripted("c", [], MISSING, THERE),
-             scripted("d", [], MISSING, THERE)]
+    every = [
+        scripted("a", [], THERE),
+        scripted("b", [], MISSING, LOCKED, THERE),
+        scripted("c", [], MISSING, THERE),
+        scripted("d", [], MISSING, THERE),
+    ]
     helpers(every, 1, 0)
     reports: list[tuple[int, int]] = []
     compile_ahead(every, lambda done, total: reports.append((done, total)))
@@ -128,22 +149,30 @@ def test_how_many_are_there_is_reported_from_the_first_to_the_last(helpers: Call
 
 
 def test_what_is_kept_or_locked_starts_no_helpers(helpers: Callable[..., list[str]]) -> None:
-    every = [scripted("a", [], THERE), scripted("b", [], LOCKED, THERE), scripted("c", [], LOCKED, THERE)]
+    every = [
+        scripted("a", [], THERE),
+        scripted("b", [], LOCKED, THERE),
+        scripted("c", [], LOCKED, THERE),
+    ]
     log = helpers(every, 8, 99 * precompile.PROCESS_BYTES)
     compile_ahead(every)
     assert not log
 
 
 def test_a_failure_leaves_no_helper(helpers: Callable[..., list[str]]) -> None:
-    every = [scripted("a", [], MISSING, ValueError("a fault of the code")), scripted("b", [], MISSING)]
+    every = [
+        scripted("a", [], MISSING, ValueError("a fault of the code")),
+        scripted("b", [], MISSING),
+    ]
     log = helpers(every, 2, 99 * precompile.PROCESS_BYTES)
     with pytest.raises(ValueError, match="fault"):
         compile_ahead(every)
     assert log == ["1,0", "killed", "gone"]
 
 
-def test_attempts_neither_wait_nor_compile_what_they_should_not(tmp_path: Path,
-                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attempts_neither_wait_nor_compile_what_they_should_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path / "kept"))
     monkeypatch.setattr(compiled, "LOCK_FILE", tmp_path / "lock")
 
@@ -168,7 +197,9 @@ def test_attempts_neither_wait_nor_compile_what_they_should_not(tmp_path: Path,
     assert load(Attempt.LOAD).cache_hits == 1  # type: ignore[attr-defined]
 
 
-def test_where_nothing_can_be_kept_a_process_compiles_for_itself_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_can_be_kept_a_process_compiles_for_itself_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     really = numba.cfunc
 
     def keeping_nothing(*, cache: bool = False, **options: object) -> object:
@@ -187,9 +218,14 @@ def test_where_nothing_can_be_kept_a_process_compiles_for_itself_at_once(monkeyp
 
 
 def test_where_nothing_can_be_kept_one_warning_names_the_way_out(
-        helpers: Callable[..., list[str]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    helpers: Callable[..., list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """And no process compiles beside this one what it could not hand over."""
-    monkeypatch.setattr(FunctionCache._impl_class, "_locator_classes", [])  # numba's places for files: none
+    monkeypatch.setattr(
+        FunctionCache._impl_class, "_locator_classes", []
+    )  # numba's places for files: none
     calls: list[str] = []
     every = [scripted("a", calls, MISSING, THERE), scripted("b", calls, MISSING, THERE)]
     log = helpers(every, 8, 99 * precompile.PROCESS_BYTES)
@@ -208,15 +244,27 @@ def test_kernels_are_kept_where_numba_says(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_a_helper_compiles_what_it_is_told_to(tmp_path: Path) -> None:
-    wanted = [Kernel(packing.compiled), Kernel(norm_rope.norm_for, (torch.float32, torch.float32, False))]
+    wanted = [
+        Kernel(packing.compiled),
+        Kernel(norm_rope.norm_for, (torch.float32, torch.float32, False)),
+    ]
     environment = {**os.environ, "NUMBA_CACHE_DIR": str(tmp_path), "TMPDIR": str(tmp_path)}
-    subprocess.run(program(precompile.__name__, str(os.getpid()), precompile._places(wanted)), check=True, env=environment)
-    assert sorted(path.name.partition(".")[0] for path in tmp_path.rglob("*.nbi")) == ["packing", "token_passes"]
+    subprocess.run(
+        program(precompile.__name__, str(os.getpid()), precompile._places(wanted)),
+        check=True,
+        env=environment,
+    )
+    assert sorted(path.name.partition(".")[0] for path in tmp_path.rglob("*.nbi")) == [
+        "packing",
+        "token_passes",
+    ]
 
 
 def test_those_of_a_model_are_among_all() -> None:
     every = list(kernels())
-    for dtype, flags in itertools.product((torch.bfloat16, torch.float32), itertools.product((False, True), repeat=6)):
+    for dtype, flags in itertools.product(
+        (torch.bfloat16, torch.float32), itertools.product((False, True), repeat=6)
+    ):
         assert all(kernel in every for kernel in kernels_of(ModelNeeds(dtype, *flags)))
     assert not list(kernels_of(ModelNeeds(torch.float16, reads_prompts=True, attends=True)))
 
@@ -224,5 +272,7 @@ def test_those_of_a_model_are_among_all() -> None:
 def test_what_one_process_has_compiled_others_find() -> None:
     for kernel in kernels():
         kernel.load()
-    found = subprocess.run([sys.executable, "-c", FINDER], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", FINDER], capture_output=True, text=True, check=True
+    )
     assert (found.stdout, found.stderr) == ("", "")

@@ -1,4 +1,5 @@
-"""One process at a time holds the lock; nobody waits for ever, and nothing fails for want of a file."""
+"""One process at a time holds the lock; nobody waits for ever, and nothing fails for want of a
+file."""
 
 import subprocess
 import sys
@@ -18,16 +19,20 @@ with alone(Path(sys.argv[1]), 2 ** 63 - 1, patience_s=60) as held:
 
 def test_another_process_has_to_wait_and_then_goes_on_without(tmp_path: Path) -> None:
     path = tmp_path / "lock"
-    with subprocess.Popen([sys.executable, "-c", HOLDER, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                          text=True) as holder:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as holder:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "True\n"
-        with alone(path, 2 ** 63 - 1, patience_s=0.2) as held:
+        with alone(path, 2**63 - 1, patience_s=0.2) as held:
             assert not held
         with alone(path, 0, patience_s=0.0) as held:  # of another subject
             assert held
         holder.communicate()
-    with alone(path, 2 ** 63 - 1, patience_s=0.2) as held:
+    with alone(path, 2**63 - 1, patience_s=0.2) as held:
         assert held
 
 

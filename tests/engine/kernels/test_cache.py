@@ -6,7 +6,9 @@ import torch
 from engine.kernels.device.cache import write_kv
 
 
-@pytest.mark.parametrize(("heads", "head_dim", "dtype"), [(3, 6, torch.float32), (2, 16, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("heads", "head_dim", "dtype"), [(3, 6, torch.float32), (2, 16, torch.bfloat16)]
+)
 def test_keys_and_values_go_to_their_pages(heads: int, head_dim: int, dtype: torch.dtype) -> None:
     k, v = torch.randn(2, 5, heads, head_dim).to(dtype)
     pages, offsets = torch.tensor([1, 1, 3, 4, 2]), torch.tensor([0, 3, 2, 1, 0])

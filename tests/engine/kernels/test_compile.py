@@ -1,4 +1,5 @@
-"""Every kernel compiles for the GPU it is meant for, without one: Triton brings its own assembler."""
+"""Every kernel compiles for the GPU it is meant for, without one: Triton brings its own
+assembler."""
 
 import os
 import subprocess
@@ -50,16 +51,26 @@ for found in pkgutil.iter_modules(engine.kernels.device.__path__, "engine.kernel
         print(name, len(compiled.asm["cubin"]), compiled.metadata.shared, re.search("STACK:([0-9]+)", use)[1])
 """
 _SHARED_BYTES = 227 << 10  # of one multiprocessor
-_STACK_BYTES = 2 << 10  # of a thread, for what does not fit into its registers; the caches hold so much
+_STACK_BYTES = (
+    2 << 10
+)  # of a thread, for what does not fit into its registers; the caches hold so much
 
 
 @pytest.mark.timeout(300)  # half a minute of one core
 def test_every_kernel_compiles_for_hopper_within_its_memories() -> None:
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    done = subprocess.run([sys.executable, "-c", _COMPILE], env=environment, capture_output=True, text=True,
-                          timeout=280, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    compiled = {name: tuple(map(int, sizes)) for name, *sizes in map(str.split, done.stdout.splitlines())}
+    compiled = {
+        name: tuple(map(int, sizes)) for name, *sizes in map(str.split, done.stdout.splitlines())
+    }
     assert len(compiled) == 13
     for name, (size, shared, stack) in compiled.items():
         assert size > 0, name

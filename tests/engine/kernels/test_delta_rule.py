@@ -1,4 +1,5 @@
-"""The host's delta rule and convolution: their definitions in double precision, and bits of their own tokens alone."""
+"""The host's delta rule and convolution: their definitions in double precision, and bits of their
+own tokens alone."""
 
 import math
 from collections.abc import Iterator
@@ -16,7 +17,13 @@ from engine.kernels.recurrent_rows import RecurrentRows, StateSteps
 
 TEAM = Team()
 Shape = tuple[int, int, int, int, int]  # Hk, Hv, dk, dv, and of how many decays each head has one
-SHAPES = [(1, 1, 8, 8, 1), (2, 6, 24, 100, 1), (3, 3, 5, 17, 5), (1, 2, 128, 128, 1), (1, 2, 128, 128, 128)]
+SHAPES = [
+    (1, 1, 8, 8, 1),
+    (2, 6, 24, 100, 1),
+    (3, 3, 5, 17, 5),
+    (1, 2, 128, 128, 1),
+    (1, 2, 128, 128, 128),
+]
 TYPES = [torch.bfloat16, torch.float32]
 
 
@@ -44,16 +51,28 @@ def draw(count: int, shape: Shape, dtype: torch.dtype, *, seed: int = 1) -> Delt
 
 
 def part_of(inputs: DeltaInputs, tokens: list[int] | slice) -> DeltaInputs:
-    return DeltaInputs(inputs.q[tokens], inputs.k[tokens], inputs.v[tokens], inputs.g[tokens].contiguous(),
-                       inputs.beta[tokens].contiguous())
+    return DeltaInputs(
+        inputs.q[tokens],
+        inputs.k[tokens],
+        inputs.v[tokens],
+        inputs.g[tokens].contiguous(),
+        inputs.beta[tokens].contiguous(),
+    )
 
 
 def joined(parts: list[DeltaInputs]) -> DeltaInputs:
-    return DeltaInputs(*(torch.cat([getattr(part, name) for part in parts]) for name in ("q", "k", "v", "g", "beta")))
+    return DeltaInputs(
+        *(
+            torch.cat([getattr(part, name) for part in parts])
+            for name in ("q", "k", "v", "g", "beta")
+        )
+    )
 
 
 def rows_of(counts: list[int], slots: list[int], is_new: list[int]) -> RecurrentRows:
-    return RecurrentRows(torch.tensor([0, *counts]).cumsum(0), torch.tensor(slots), torch.tensor(is_new))
+    return RecurrentRows(
+        torch.tensor([0, *counts]).cumsum(0), torch.tensor(slots), torch.tensor(is_new)
+    )
 
 
 def states(shape: Shape, num_slots: int = 4) -> Tensor:
@@ -70,7 +89,9 @@ def definition(inputs: DeltaInputs) -> tuple[Tensor, Tensor]:
     for token in range(len(v)):
         state = state * inputs.g[token].double().exp().view(len(state), -1, 1)
         error = v[token] - torch.einsum("hkv,hk->hv", state, k[token])
-        state = state + k[token][:, :, None] * (inputs.beta[token].double()[:, None] * error)[:, None]
+        state = (
+            state + k[token][:, :, None] * (inputs.beta[token].double()[:, None] * error)[:, None]
+        )
         out.append(torch.einsum("hkv,hk->hv", state, q[token]))
     return torch.stack(out), state
 
@@ -81,7 +102,9 @@ def stepped(inputs: DeltaInputs, pool: Tensor, slot: int, *, is_new: bool) -> Te
     for token in range(len(inputs.v)):
         rows = rows_of([1], [slot], [int(is_new and token == 0)])
         steps = StateSteps(torch.tensor([-1]), torch.tensor([slot]))
-        outs.append(delta_steps(part_of(inputs, slice(token, token + 1)), rows, steps, pool, pool, TEAM))
+        outs.append(
+            delta_steps(part_of(inputs, slice(token, token + 1)), rows, steps, pool, pool, TEAM)
+        )
     return torch.cat(outs)
 
 
@@ -94,29 +117,48 @@ def test_both_forms_are_the_definition(shape: Shape, dtype: torch.dtype, count: 
     pool = states(shape)
     found = delta_chunks(inputs, rows_of([count], [2], [1]), pool, TEAM)
     one_by_one = states(shape)
-    for out, state in ((found, pool[2]), (stepped(inputs, one_by_one, 2, is_new=True), one_by_one[2])):
+    for out, state in (
+        (found, pool[2]),
+        (stepped(inputs, one_by_one, 2, is_new=True), one_by_one[2]),
+    ):
         torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=2e-6)
         torch.testing.assert_close(state.double(), last, rtol=1e-4, atol=4e-6)
     assert pool[[0, 1, 3]].isnan().all()
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
-@given(counts=st.lists(st.integers(0, 200), min_size=1, max_size=4), threads=st.integers(1, 4),
-       shape=st.sampled_from(SHAPES), dtype=st.sampled_from(TYPES), cut=st.integers(0, 2))
-def test_chunks_have_the_bits_they_have_alone(counts: list[int], threads: int, shape: Shape,
-                                              dtype: torch.dtype, cut: int) -> None:
+@given(
+    counts=st.lists(st.integers(0, 200), min_size=1, max_size=4),
+    threads=st.integers(1, 4),
+    shape=st.sampled_from(SHAPES),
+    dtype=st.sampled_from(TYPES),
+    cut=st.integers(0, 2),
+)
+def test_chunks_have_the_bits_they_have_alone(
+    counts: list[int], threads: int, shape: Shape, dtype: torch.dtype, cut: int
+) -> None:
     """Rows in company, on any number of threads, cut at a multiple of 64."""
     torch.set_num_threads(threads)
     inputs = [draw(count, shape, dtype, seed=row) for row, count in enumerate(counts)]
     together, slots = states(shape), list(range(len(counts)))
     firsts = [min(64 * cut, count) for count in counts]
-    out = delta_chunks(joined([part_of(x, slice(0, n)) for x, n in zip(inputs, firsts, strict=True)]),
-                       rows_of(firsts, slots, [1] * len(counts)), together, TEAM)
+    out = delta_chunks(
+        joined([part_of(x, slice(0, n)) for x, n in zip(inputs, firsts, strict=True)]),
+        rows_of(firsts, slots, [1] * len(counts)),
+        together,
+        TEAM,
+    )
     rests = [count - first for count, first in zip(counts, firsts, strict=True)]
-    rest = delta_chunks(joined([part_of(x, slice(n, None)) for x, n in zip(inputs, firsts, strict=True)]),
-                        rows_of(rests, slots, [int(first == 0) for first in firsts]), together, TEAM)
+    rest = delta_chunks(
+        joined([part_of(x, slice(n, None)) for x, n in zip(inputs, firsts, strict=True)]),
+        rows_of(rests, slots, [int(first == 0) for first in firsts]),
+        together,
+        TEAM,
+    )
     torch.set_num_threads(1)
-    for row, parts in enumerate(zip(torch.split(out, firsts), torch.split(rest, rests), strict=True)):
+    for row, parts in enumerate(
+        zip(torch.split(out, firsts), torch.split(rest, rests), strict=True)
+    ):
         alone = states(shape)
         if counts[row]:
             expected = delta_chunks(inputs[row], rows_of([counts[row]], [row], [1]), alone, TEAM)
@@ -133,7 +175,9 @@ def test_later_tokens_change_no_bit_of_earlier_ones(count: int, num_decays: int)
     poisoned.v[count] = math.nan
     outs = []
     for inputs in (whole, poisoned, part_of(whole, slice(0, count))):
-        outs.append(delta_chunks(inputs, rows_of([len(inputs.v)], [0], [1]), states(shape), TEAM)[:count])
+        outs.append(
+            delta_chunks(inputs, rows_of([len(inputs.v)], [0], [1]), states(shape), TEAM)[:count]
+        )
     assert torch.equal(outs[0], outs[2])
     assert torch.equal(outs[1], outs[2])
 
@@ -148,9 +192,13 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path_drawn(threads: int, dtype: to
     pool = states(shape)
     delta_chunks(prompt, rows_of([70], [1], [1]), pool, TEAM)
     scratch, before = states(shape, 20), pool.clone()
-    steps = StateSteps(torch.tensor([-1, 0, 1, *(p + 3 if p >= 0 else -1 for p in parents)]),
-                       torch.tensor([0, 1, 2, *range(8, 15)]))
-    out = delta_steps(joined([other, inputs]), rows_of([3, 7], [3, 1], [1, 0]), steps, pool, scratch, TEAM)
+    steps = StateSteps(
+        torch.tensor([-1, 0, 1, *(p + 3 if p >= 0 else -1 for p in parents)]),
+        torch.tensor([0, 1, 2, *range(8, 15)]),
+    )
+    out = delta_steps(
+        joined([other, inputs]), rows_of([3, 7], [3, 1], [1, 0]), steps, pool, scratch, TEAM
+    )
     assert torch.equal(pool[1], before[1])
     torch.set_num_threads(1)
     for node in range(7):
@@ -166,12 +214,14 @@ def test_a_node_of_a_tree_has_the_bits_of_its_path_drawn(threads: int, dtype: to
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("channels", "kernel"), [(1, 2), (24, 4), (300, 4), (520, 3)])
-def test_convolution_is_the_definition_whatever_the_cut(dtype: torch.dtype, channels: int, kernel: int) -> None:
+def test_convolution_is_the_definition_whatever_the_cut(
+    dtype: torch.dtype, channels: int, kernel: int
+) -> None:
     generator = torch.Generator().manual_seed(channels)
     x = torch.randn(40, channels + 5, generator=generator).to(dtype)[:, 5:]
     taps = torch.randn(kernel, channels, generator=generator)
     padded = torch.cat([torch.zeros(kernel - 1, channels, dtype=torch.float64), x.double()])
-    total = sum(padded[tap:tap + 40] * taps[tap] for tap in range(kernel))
+    total = sum(padded[tap : tap + 40] * taps[tap] for tap in range(kernel))
     assert isinstance(total, Tensor)
     expected = total * total.sigmoid()
     outs = []
@@ -180,10 +230,10 @@ def test_convolution_is_the_definition_whatever_the_cut(dtype: torch.dtype, chan
         pool, start, parts = torch.full((3, kernel - 1, channels), math.nan, dtype=dtype), 0, []
         for count in cuts:
             rows = rows_of([count], [1], [int(start == 0)])
-            parts.append(causal_conv(x[start:start + count], taps, pool, rows, TEAM))
+            parts.append(causal_conv(x[start : start + count], taps, pool, rows, TEAM))
             start += count
         outs.append(torch.cat(parts))
-        assert torch.equal(pool[1], x[-(kernel - 1):])
+        assert torch.equal(pool[1], x[-(kernel - 1) :])
         assert pool[[0, 2]].isnan().all()
     spacing = torch.finfo(dtype).eps
     torch.testing.assert_close(outs[0].double(), expected, rtol=2 * spacing, atol=4e-6)

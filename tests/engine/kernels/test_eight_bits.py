@@ -1,4 +1,5 @@
-"""Products in eight bits: their bits are those of the definition in whole numbers, for any rows, threads and CPU."""
+"""Products in eight bits: their bits are those of the definition in whole numbers, for any rows,
+threads and CPU."""
 
 import os
 import subprocess
@@ -24,11 +25,14 @@ def packed(weight: Tensor, bias: Tensor | None = None) -> PackedWeight:
 
 
 def coded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes and scales of the eighths of each row: [M, 8, terms] fp64, [M, 8] fp32. A product of two fp32 is exact."""
+    """Codes and scales of the eighths of each row: [M, 8, terms] fp64, [M, 8] fp32. A product of
+    two fp32 is exact."""
     own = -(-x.shape[1] // 16) * 2  # pairs of terms
     parts = F.pad(x.float(), (0, 8 * own - x.shape[1])).view(-1, 8, own)
     highest = parts.abs().amax(-1) if own else torch.zeros(parts.shape[:2])
-    factors = torch.where(highest > 0, torch.full_like(highest, 127.0) / highest, 0.0)  # a number / it takes 1 / it
+    factors = torch.where(
+        highest > 0, torch.full_like(highest, 127.0) / highest, 0.0
+    )  # a number / it takes 1 / it
     return torch.round(parts.double() * factors.double()[..., None]), highest / 127.0
 
 
@@ -50,24 +54,35 @@ def test_the_bits_are_the_described_ones(dtype: torch.dtype, shape: tuple[int, i
     weight, x = draw(*shape, dtype=dtype), draw(40, shape[1], dtype=dtype, seed=1)
     product, expected = packed(weight), described(x, weight)
     for count in (1, 2, 7, 16, 17, 33, 40):
-        assert torch.equal(product.multiply(x[:count], out_dtype=torch.float32), expected[:count]), count
+        assert torch.equal(
+            product.multiply(x[:count], out_dtype=torch.float32), expected[:count]
+        ), count
     assert torch.equal(product.multiply(x), expected.to(dtype))
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_what_follows_is_as_for_other_products(dtype: torch.dtype) -> None:
-    weight, up, bias = draw(40, 96, dtype=dtype), draw(40, 96, dtype=dtype, seed=1), draw(40, dtype=dtype, seed=2)
+    weight, up, bias = (
+        draw(40, 96, dtype=dtype),
+        draw(40, 96, dtype=dtype, seed=1),
+        draw(40, dtype=dtype, seed=2),
+    )
     x, residual = draw(9, 96, dtype=dtype, seed=3), draw(9, 40, dtype=dtype, seed=4)
     plain = described(x, weight)
-    assert torch.equal(packed(weight, bias).multiply(x, residual=residual),
-                       (plain + bias.float() + residual.float()).to(dtype))
+    assert torch.equal(
+        packed(weight, bias).multiply(x, residual=residual),
+        (plain + bias.float() + residual.float()).to(dtype),
+    )
     gated = packed(weight, bias).multiply_gated(x, packed(up))
-    torch.testing.assert_close(gated.float(), F.silu(plain + bias.float()) * described(x, up), rtol=2e-2, atol=1e-5)
+    torch.testing.assert_close(
+        gated.float(), F.silu(plain + bias.float()) * described(x, up), rtol=2e-2, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 def test_rows_that_were_codes_keep_them_and_their_scale(dtype: torch.dtype) -> None:
-    """Every code of a byte, in eighths that have high ones and eighths that have not; of every third row none known."""
+    """Every code of a byte, in eighths that have high ones and eighths that have not; of every
+    third row none known."""
     generator = torch.Generator().manual_seed(1)
     codes = torch.randint(-128, 128, (300, 250), generator=generator)
     codes[:, 90:160] //= 16
@@ -84,7 +99,9 @@ def test_rows_that_were_codes_keep_them_and_their_scale(dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("num_threads", [1, 3])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_row_has_the_same_bits_in_any_number_of_rows_and_threads(dtype: torch.dtype, num_threads: int) -> None:
+def test_a_row_has_the_same_bits_in_any_number_of_rows_and_threads(
+    dtype: torch.dtype, num_threads: int
+) -> None:
     weight, up = packed(draw(130, 250, dtype=dtype)), packed(draw(130, 250, dtype=dtype, seed=1))
     x = draw(300, 250, dtype=dtype, seed=2)
     whole, gated, before = weight.multiply(x), weight.multiply_gated(x, up), torch.get_num_threads()
@@ -104,13 +121,25 @@ def test_a_row_has_the_same_bits_in_any_number_of_rows_and_threads(dtype: torch.
 @pytest.mark.parametrize("num_terms", [80, 100])
 @pytest.mark.parametrize("num_parts", [2, 4, 8])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_parts_of_the_terms_add_up_to_the_whole_sum(dtype: torch.dtype, num_parts: int, num_terms: int) -> None:
-    """80 terms: eighths of 10 are no whole words of four codes. 100: the last eighth has 2 of 14."""
+def test_parts_of_the_terms_add_up_to_the_whole_sum(
+    dtype: torch.dtype, num_parts: int, num_terms: int
+) -> None:
+    """80 terms: eighths of 10 are no whole words of four codes. 100: the last eighth has 2 of
+    14."""
     weight, x = draw(33, num_terms, dtype=dtype), draw(40, num_terms, dtype=dtype, seed=1)
     each = eighth(num_terms) * (8 // num_parts)
     pieces = zip(torch.split(x, each, 1), torch.split(weight, each, 1), strict=True)
-    sums = [PackedWeight(columns, None, Team(), num_segments=8 // num_parts, segment_terms=eighth(num_terms),
-                         in_bytes=True).multiply(part, out_dtype=torch.float32) for part, columns in pieces]
+    sums = [
+        PackedWeight(
+            columns,
+            None,
+            Team(),
+            num_segments=8 // num_parts,
+            segment_terms=eighth(num_terms),
+            in_bytes=True,
+        ).multiply(part, out_dtype=torch.float32)
+        for part, columns in pieces
+    ]
     while len(sums) > 1:
         sums = [first + second for first, second in zip(sums[::2], sums[1::2], strict=True)]
     assert torch.equal(sums[0], packed(weight).multiply(x, out_dtype=torch.float32))
@@ -154,17 +183,28 @@ def test_a_weight_takes_a_byte() -> None:
     assert product.blocks.nbytes + product.scales.nbytes == 512 * (1024 + 8 * 4)
 
 
-@pytest.mark.parametrize(("name", "features"), [
-    ("haswell", "+avx2,+fma"), ("icelake-server", "+avx512f,+avx512bw,+avx512vl,+avx512vnni,+avx2,+fma")],
-    ids=["avx2", "avx512-vnni"])
+@pytest.mark.parametrize(
+    ("name", "features"),
+    [
+        ("haswell", "+avx2,+fma"),
+        ("icelake-server", "+avx512f,+avx512bw,+avx512vl,+avx512vnni,+avx2,+fma"),
+    ],
+    ids=["avx2", "avx512-vnni"],
+)
 @pytest.mark.long
 def test_every_cpu_gives_the_same_bits(name: str, features: str) -> None:
     """numba compiles for the CPU that its variables name."""
     if name == "icelake-server" and "avx512_vnni" not in Path("/proc/cpuinfo").read_text():
         return  # this machine has no such instructions
     variables = {"NUMBA_CPU_NAME": name, "NUMBA_CPU_FEATURES": features}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env={**os.environ, **variables}, capture_output=True,
-                          text=True, timeout=280, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["True"] * 2
 

@@ -1,4 +1,5 @@
-"""Gates and gated norms against their formulas in fp64, and each element's bits whatever stands beside it."""
+"""Gates and gated norms against their formulas in fp64, and each element's bits whatever stands
+beside it."""
 
 import pytest
 import torch
@@ -13,26 +14,36 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=[
 def wide_values(*shape: int) -> Tensor:
     """Of all sizes that a product may have."""
     generator = torch.Generator().manual_seed(sum(shape))
-    return torch.randn(shape, generator=generator) * 10.0 ** (torch.rand(shape, generator=generator) * 5 - 3)
+    return torch.randn(shape, generator=generator) * 10.0 ** (
+        torch.rand(shape, generator=generator) * 5 - 3
+    )
 
 
 def close(actual: Tensor, expected: Tensor, *, ulps: float = 8) -> None:
-    torch.testing.assert_close(actual.double(), expected, rtol=ulps * 2.0 ** -23, atol=1e-38)
+    torch.testing.assert_close(actual.double(), expected, rtol=ulps * 2.0**-23, atol=1e-38)
 
 
 @DTYPES
-@pytest.mark.parametrize(("num_tokens", "num_heads", "width"), [(1, 1, 1), (7, 4, 1), (33, 3, 16), (0, 2, 1)])
-def test_decays_and_strengths(dtype: torch.dtype, num_tokens: int, num_heads: int, width: int) -> None:
+@pytest.mark.parametrize(
+    ("num_tokens", "num_heads", "width"), [(1, 1, 1), (7, 4, 1), (33, 3, 16), (0, 2, 1)]
+)
+def test_decays_and_strengths(
+    dtype: torch.dtype, num_tokens: int, num_heads: int, width: int
+) -> None:
     together = wide_values(num_tokens, num_heads * (width + 1) + 3).to(dtype)
-    step, write = together[:, 1:1 + num_heads * width], together[:, -num_heads:]
+    step, write = together[:, 1 : 1 + num_heads * width], together[:, -num_heads:]
     rates, offsets = -wide_values(num_heads).abs(), wide_values(num_heads * width)
     decay, strength = delta_gates(step, write, rates, offsets, Team())
     sums = (step.float() + offsets).double()
     softplus = sums.clamp(min=0) + torch.log1p(torch.exp(-sums.abs()))
     close(decay, rates.double().repeat_interleave(width) * softplus)
-    close(strength, 1 / (1 + torch.exp(-write.double())), ulps=64)  # e^x of an error in x, which is large
+    close(
+        strength, 1 / (1 + torch.exp(-write.double())), ulps=64
+    )  # e^x of an error in x, which is large
     for token in range(num_tokens):
-        alone = delta_gates(step[token:token + 1], write[token:token + 1], rates, offsets, Team())
+        alone = delta_gates(
+            step[token : token + 1], write[token : token + 1], rates, offsets, Team()
+        )
         assert torch.equal(alone[0][0], decay[token])
         assert torch.equal(alone[1][0], strength[token])
 
@@ -50,17 +61,29 @@ def test_the_ends_of_softplus_and_what_is_no_number() -> None:
 @DTYPES
 @pytest.mark.parametrize("is_silu", [True, False])
 @pytest.mark.parametrize(("num_tokens", "num_heads", "width"), [(1, 1, 1), (5, 3, 24), (9, 2, 130)])
-def test_gated_norms(dtype: torch.dtype, num_tokens: int, num_heads: int, width: int, *, is_silu: bool) -> None:
+def test_gated_norms(
+    dtype: torch.dtype, num_tokens: int, num_heads: int, width: int, *, is_silu: bool
+) -> None:
     x, weight = wide_values(num_tokens, num_heads, width), wide_values(width)
-    gate = torch.randn(num_tokens, num_heads * width + 5).to(dtype)[:, 5:].view(num_tokens, num_heads, width)
+    gate = (
+        torch.randn(num_tokens, num_heads * width + 5)
+        .to(dtype)[:, 5:]
+        .view(num_tokens, num_heads, width)
+    )
     out = gated_norm(x, gate, weight, 1e-6, Team(), is_silu=is_silu)
     wide, opened = x.double(), gate.double()
     act = torch.sigmoid(opened) * (opened if is_silu else 1)
     expected = weight * (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-6)) * act
-    torch.testing.assert_close(out.double(), expected, rtol=2.0 ** (-8 if dtype is torch.bfloat16 else -20), atol=1e-38)
+    torch.testing.assert_close(
+        out.double(), expected, rtol=2.0 ** (-8 if dtype is torch.bfloat16 else -20), atol=1e-38
+    )
     for token in range(num_tokens):
-        assert torch.equal(gated_norm(x[token:token + 1], gate[token:token + 1], weight, 1e-6, Team(),
-                                      is_silu=is_silu)[0], out[token])
+        assert torch.equal(
+            gated_norm(
+                x[token : token + 1], gate[token : token + 1], weight, 1e-6, Team(), is_silu=is_silu
+            )[0],
+            out[token],
+        )
 
 
 @DTYPES
@@ -68,4 +91,6 @@ def test_gated_heads_are_rounded_as_torch_rounds_them(dtype: torch.dtype) -> Non
     x, gate = torch.randn(6, 40).to(dtype), torch.randn(6, 90).to(dtype)[:, 50:]
     out = gate_heads(x, gate, Team())
     expected = x.double() * torch.sigmoid(gate.double()).to(dtype).double()
-    torch.testing.assert_close(out.double(), expected, rtol=2.0 ** (-7 if dtype is torch.bfloat16 else -20), atol=0.0)
+    torch.testing.assert_close(
+        out.double(), expected, rtol=2.0 ** (-7 if dtype is torch.bfloat16 else -20), atol=0.0
+    )

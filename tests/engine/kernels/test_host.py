@@ -1,5 +1,5 @@
-"""Norms and rotation on the host: the definitions in double precision, rounded as the types say, row by row alike; and
-keys and values in their pages."""
+"""Norms and rotation on the host: the definitions in double precision, rounded as the types say,
+row by row alike; and keys and values in their pages."""
 
 import os
 import subprocess
@@ -21,7 +21,13 @@ from engine.kernels.host.codegen.compiled import (
     launch_integers,
     record,
 )
-from engine.kernels.host.tokens.norm_rope import add_and_norm, norm_and_rotate, rms_norm, rotate_halves, write_tokens
+from engine.kernels.host.tokens.norm_rope import (
+    add_and_norm,
+    norm_and_rotate,
+    rms_norm,
+    rotate_halves,
+    write_tokens,
+)
 from runtime.errors import InternalError
 
 TYPES = [torch.bfloat16, torch.float32]
@@ -32,7 +38,11 @@ def draw(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """The middle columns of a wider tensor: tokens that are dense, but not next to each other."""
     generator = torch.Generator().manual_seed(len(shape))
     width = torch.Size(shape[1:]).numel()
-    return torch.randn(shape[0], width + 7, generator=generator)[:, 3:3 + width].to(dtype).view(shape)
+    return (
+        torch.randn(shape[0], width + 7, generator=generator)[:, 3 : 3 + width]
+        .to(dtype)
+        .view(shape)
+    )
 
 
 def within_a_step(actual: Tensor, expected: Tensor) -> None:
@@ -44,7 +54,11 @@ def within_a_step(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("rounds_first", [True, False])
-def test_norm_is_the_definition(shape: tuple[int, ...], dtype: torch.dtype, rounds_first: bool) -> None:  # noqa: FBT001
+def test_norm_is_the_definition(
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    rounds_first: bool,  # noqa: FBT001
+) -> None:
     x = draw(*shape, dtype=dtype)
     weight = draw(*shape[1:], 1).view(shape[1:]).to(dtype if rounds_first else torch.float32)
     out = rms_norm(dense_tokens(x), weight.contiguous(), 1e-5, Team(), rounds_first=rounds_first)
@@ -57,8 +71,9 @@ def test_norm_is_the_definition(shape: tuple[int, ...], dtype: torch.dtype, roun
 @pytest.mark.parametrize("shape", [(1, 8), (33, 1000), (0, 16)])
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize("rounds_first", [True, False])
-def test_a_sum_and_its_norm_have_the_bits_of_one_after_the_other(shape: tuple[int, int], dtype: torch.dtype, *,
-                                                                 rounds_first: bool) -> None:
+def test_a_sum_and_its_norm_have_the_bits_of_one_after_the_other(
+    shape: tuple[int, int], dtype: torch.dtype, *, rounds_first: bool
+) -> None:
     x, other = draw(*shape, dtype=dtype), draw(*shape).mul(100).to(dtype)
     weight = torch.randn(shape[1])
     sums, normed = add_and_norm(x, other, weight, 1e-5, Team(), rounds_first=rounds_first)
@@ -72,24 +87,32 @@ def test_rotation_is_the_definition(dtype: torch.dtype, head_dim: int, half: int
     x, angle = draw(35, 3, head_dim, dtype=dtype), draw(35, 1, half)
     cos, sin = (part.contiguous().to(dtype) for part in (angle.cos(), angle.sin()))
     out = rotate_halves(dense_tokens(x), cos, sin, Team())
-    a, b = x[..., :half].double(), x[..., half:2 * half].double()
+    a, b = x[..., :half].double(), x[..., half : 2 * half].double()
     within_a_step(out[..., :half], a * cos - b * sin)
-    within_a_step(out[..., half:2 * half], b * cos + a * sin)
-    assert torch.equal(out[..., 2 * half:], x[..., 2 * half:])
+    within_a_step(out[..., half : 2 * half], b * cos + a * sin)
+    assert torch.equal(out[..., 2 * half :], x[..., 2 * half :])
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("head_dim", "half"), [(128, 64), (72, 20), (8, 1)])
 @pytest.mark.parametrize("rounds_first", [True, False])
-def test_a_norm_that_rotates_has_the_bits_of_one_after_the_other(dtype: torch.dtype, head_dim: int, half: int, *,
-                                                                 rounds_first: bool) -> None:
+def test_a_norm_that_rotates_has_the_bits_of_one_after_the_other(
+    dtype: torch.dtype, head_dim: int, half: int, *, rounds_first: bool
+) -> None:
     x, angle = dense_tokens(draw(35, 3, head_dim, dtype=dtype)), draw(35, 1, half)
     cos, sin = (part.contiguous().to(dtype) for part in (angle.cos(), angle.sin()))
     weight = torch.randn(3, head_dim)
     both = norm_and_rotate(x, weight, 1e-5, cos, sin, Team(), rounds_first=rounds_first)
     normed = rms_norm(x, weight, 1e-5, Team(), rounds_first=rounds_first)
     assert torch.equal(both, rotate_halves(normed, cos, sin, Team()))
-    assert len(norm_and_rotate(x[:0], weight, 1e-5, cos[:0], sin[:0], Team(), rounds_first=rounds_first)) == 0
+    assert (
+        len(
+            norm_and_rotate(
+                x[:0], weight, 1e-5, cos[:0], sin[:0], Team(), rounds_first=rounds_first
+            )
+        )
+        == 0
+    )
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -100,7 +123,10 @@ def test_a_rows_bits_depend_on_the_row_alone(dtype: torch.dtype) -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
-        normed, turned = (rms_norm(x, weight, 1e-6, Team(), rounds_first=True), rotate_halves(x, cos, sin, Team()))
+        normed, turned = (
+            rms_norm(x, weight, 1e-6, Team(), rounds_first=True),
+            rotate_halves(x, cos, sin, Team()),
+        )
     finally:
         torch.set_num_threads(before)
     for row in range(37):
@@ -124,12 +150,18 @@ def test_tokens_of_another_shape_are_refused() -> None:
 
 
 @pytest.mark.parametrize("size", ["small", pytest.param("large", marks=pytest.mark.long)])
-def test_a_process_that_compiles_and_one_that_loads_what_was_compiled_get_the_same_bits(tmp_path: Path,
-                                                                                        size: str) -> None:
+def test_a_process_that_compiles_and_one_that_loads_what_was_compiled_get_the_same_bits(
+    tmp_path: Path, size: str
+) -> None:
     outputs, kept = [], []
     for _ in range(2):
-        run = subprocess.run([sys.executable, "-m", "tests.support.kernels.kernel_bits", size], check=True, text=True,
-                             capture_output=True, env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)})
+        run = subprocess.run(
+            [sys.executable, "-m", "tests.support.kernels.kernel_bits", size],
+            check=True,
+            text=True,
+            capture_output=True,
+            env={**os.environ, "NUMBA_CACHE_DIR": str(tmp_path)},
+        )
         outputs.append(run.stdout)
         kept.append(sorted(path.name for path in tmp_path.rglob("*.nbc")))
     assert kept[0], "what was compiled is kept"
@@ -137,7 +169,9 @@ def test_a_process_that_compiles_and_one_that_loads_what_was_compiled_get_the_sa
     assert outputs[0] == outputs[1]
 
 
-def test_damaged_files_of_an_earlier_process_are_no_obstacle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_files_of_an_earlier_process_are_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(numba.config, "CACHE_DIR", str(tmp_path))
 
     def compile_and_run() -> None:
@@ -157,7 +191,9 @@ def test_damaged_files_of_an_earlier_process_are_no_obstacle(tmp_path: Path, mon
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("num_tokens", "page_size"), [(1, 16), (35, 4)])
-def test_tokens_go_to_their_pages_and_touch_nothing_else(dtype: torch.dtype, num_tokens: int, page_size: int) -> None:
+def test_tokens_go_to_their_pages_and_touch_nothing_else(
+    dtype: torch.dtype, num_tokens: int, page_size: int
+) -> None:
     together = torch.randn(num_tokens, 7, 24).to(dtype)
     k, v = together[:, 1:4], together[:, 4:]
     pages = torch.full((40, 2, 3, page_size, 24), float("nan"), dtype=dtype)
@@ -170,7 +206,9 @@ def test_tokens_go_to_their_pages_and_touch_nothing_else(dtype: torch.dtype, num
 
 
 @pytest.mark.parametrize(("num_heads", "width", "num_places"), [(2, 24, 5), (3, 16, 5), (3, 24, 4)])
-def test_shapes_that_do_not_belong_together_are_refused(num_heads: int, width: int, num_places: int) -> None:
+def test_shapes_that_do_not_belong_together_are_refused(
+    num_heads: int, width: int, num_places: int
+) -> None:
     tokens, places = torch.zeros(5, num_heads, width), torch.zeros(num_places, dtype=torch.long)
     with pytest.raises(InternalError, match=r"for [45] places in pages of \(2, 3, 16, 24\)$"):
         write_tokens(tokens, tokens, torch.zeros(2, 2, 3, 16, 24), places, places, Team())

@@ -1,4 +1,5 @@
-"""The host's attention kernel: what it computes, what changes no bit of it, and what happens when it cannot."""
+"""The host's attention kernel: what it computes, what changes no bit of it, and what happens when
+it cannot."""
 
 import os
 import subprocess
@@ -20,7 +21,11 @@ from engine.kernels.host.codegen.dot import has_pair_products
 from engine.kernels.rows_in_place import NO_WINDOW, RowsInPlace
 from runtime.errors import InternalError
 
-FORMS = ["fp32", "bf16", *(["bf16 without the matrix unit"] if has_tiles() else [])]  # a kernel each
+FORMS = [
+    "fp32",
+    "bf16",
+    *(["bf16 without the matrix unit"] if has_tiles() else []),
+]  # a kernel each
 page_sizes = st.sampled_from([1, 4, 16, 64, 100, 128])
 head_dims = st.sampled_from([4, 24, 33, 64, 80, 128, 200])
 
@@ -65,21 +70,43 @@ def dtype(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> to
     return torch.float32 if request.param == "fp32" else torch.bfloat16
 
 
-def rows_of(contexts: list[int], counts: list[int], page_size: int, *, tile: int = 5,
-            window: int = NO_WINDOW) -> RowsInPlace:
+def rows_of(
+    contexts: list[int],
+    counts: list[int],
+    page_size: int,
+    *,
+    tile: int = 5,
+    window: int = NO_WINDOW,
+) -> RowsInPlace:
     """Rows on pages of their own, in descending order, page 0 left out."""
-    width = max(-(-(context + count) // page_size) for context, count in zip(contexts, counts, strict=True)) or 1
-    tables = torch.arange(len(contexts) * width, 0, -1, dtype=torch.int32).view(len(contexts), width)
+    width = (
+        max(
+            -(-(context + count) // page_size)
+            for context, count in zip(contexts, counts, strict=True)
+        )
+        or 1
+    )
+    tables = torch.arange(len(contexts) * width, 0, -1, dtype=torch.int32).view(
+        len(contexts), width
+    )
     tiles: list[tuple[int, int, int]] = []
     positions: list[int] = []
     for row, (context, count) in enumerate(zip(contexts, counts, strict=True)):
-        tiles += [(row, len(positions) + start, min(tile, count - start)) for start in range(0, count, tile)]
+        tiles += [
+            (row, len(positions) + start, min(tile, count - start))
+            for start in range(0, count, tile)
+        ]
         positions += range(context, context + count)
     ends = [context + count for context, count in zip(contexts, counts, strict=True)]
-    return RowsInPlace(tables, torch.tensor(tiles, dtype=torch.int32).view(-1, 3),
-                       torch.tensor(positions, dtype=torch.int32), torch.tensor(ends, dtype=torch.int32),
-                       torch.empty(len(positions), 0, dtype=torch.long),
-                       longest_tile=max((count for *_, count in tiles), default=0), window=window)
+    return RowsInPlace(
+        tables,
+        torch.tensor(tiles, dtype=torch.int32).view(-1, 3),
+        torch.tensor(positions, dtype=torch.int32),
+        torch.tensor(ends, dtype=torch.int32),
+        torch.empty(len(positions), 0, dtype=torch.long),
+        longest_tile=max((count for *_, count in tiles), default=0),
+        window=window,
+    )
 
 
 def drawn(*shape: int, dtype: torch.dtype, seed: int) -> Tensor:
@@ -92,27 +119,50 @@ def filled(pages: Tensor, table: Tensor, cached: Tensor, begin: int = 0) -> None
         pages[table[key // pages.shape[3]], :, :, key % pages.shape[3]] = cached[:, :, key]
 
 
-def truth(queries: Tensor, cached: Tensor, context: int, scale: float, window: int = NO_WINDOW) -> Tensor:
-    """Softmax attention in fp64. queries: [n, heads, D], of which the first sees context + 1 keys, or window + 1."""
+def truth(
+    queries: Tensor, cached: Tensor, context: int, scale: float, window: int = NO_WINDOW
+) -> Tensor:
+    """Softmax attention in fp64. queries: [n, heads, D], of which the first sees context + 1 keys,
+    or window + 1."""
     keys, values = cached.double().repeat_interleave(queries.shape[1] // cached.shape[1], 1)
     scores = torch.einsum("qhd,hkd->hqk", queries.double(), keys) * scale
     ahead = torch.arange(scores.shape[2]) - context - torch.arange(len(queries))[:, None]
     hidden = (ahead > 0) | (ahead < -window)
-    return torch.einsum("hqk,hkd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values)
+    return torch.einsum(
+        "hqk,hkd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values
+    )
 
 
-@settings(max_examples=30, deadline=None, derandomize=True,
-          suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(page_size=page_sizes, num_kv_heads=st.integers(1, 3), share=st.integers(1, 8), head_dim=head_dims,
-       tile=st.sampled_from([1, 7, 40]), window=st.sampled_from([NO_WINDOW, 0, 7, 63, 64, 100]),
-       rows=st.lists(st.tuples(st.integers(0, 150), st.integers(0, 45)), min_size=1, max_size=4))
+@settings(
+    max_examples=30,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    page_size=page_sizes,
+    num_kv_heads=st.integers(1, 3),
+    share=st.integers(1, 8),
+    head_dim=head_dims,
+    tile=st.sampled_from([1, 7, 40]),
+    window=st.sampled_from([NO_WINDOW, 0, 7, 63, 64, 100]),
+    rows=st.lists(st.tuples(st.integers(0, 150), st.integers(0, 45)), min_size=1, max_size=4),
+)
 def test_it_computes_the_definition_from_what_is_written_alone(
-    dtype: torch.dtype, page_size: int, num_kv_heads: int, share: int, head_dim: int, tile: int, window: int,
-    rows: list[tuple[int, int]]
+    dtype: torch.dtype,
+    page_size: int,
+    num_kv_heads: int,
+    share: int,
+    head_dim: int,
+    tile: int,
+    window: int,
+    rows: list[tuple[int, int]],
 ) -> None:
     contexts, counts = [context for context, _ in rows], [count for _, count in rows]
     plan = rows_of(contexts, counts, page_size, tile=tile, window=window)
-    pages = torch.full((plan.tables.numel() + 1, 2, num_kv_heads, page_size, head_dim), float("nan"), dtype=dtype)
+    pages = torch.full(
+        (plan.tables.numel() + 1, 2, num_kv_heads, page_size, head_dim), float("nan"), dtype=dtype
+    )
     queries = drawn(sum(counts), num_kv_heads * share, head_dim, dtype=dtype, seed=1)
     expected, first = [], 0
     for row, (context, count) in enumerate(rows):
@@ -127,15 +177,20 @@ def test_it_computes_the_definition_from_what_is_written_alone(
         torch.testing.assert_close(out, torch.cat(expected), rtol=2e-2, atol=2e-2)
 
 
-@pytest.mark.parametrize(("page_size", "share", "head_dim", "window"), [
-    (16, 2, 128, NO_WINDOW), (64, 7, 80, 1000), (128, 1, 24, NO_WINDOW), (4, 4, 64, 70)])
+@pytest.mark.parametrize(
+    ("page_size", "share", "head_dim", "window"),
+    [(16, 2, 128, NO_WINDOW), (64, 7, 80, 1000), (128, 1, 24, NO_WINDOW), (4, 4, 64, 70)],
+)
 def test_a_long_row_has_the_same_bits_in_any_tiles_and_the_right_ones(
     dtype: torch.dtype, page_size: int, share: int, head_dim: int, window: int
 ) -> None:
-    """300 tokens behind a context of 4,700, in tiles of many, few and one; and some of them as drawn ones."""
+    """300 tokens behind a context of 4,700, in tiles of many, few and one; and some of them as
+    drawn ones."""
     num_keys, context = 5000, 4700
     plan = rows_of([context], [num_keys - context], page_size, tile=48, window=window)
-    pages = torch.full((plan.tables.numel() + 1, 2, 1, page_size, head_dim), float("nan"), dtype=dtype)
+    pages = torch.full(
+        (plan.tables.numel() + 1, 2, 1, page_size, head_dim), float("nan"), dtype=dtype
+    )
     cached = drawn(2, 1, num_keys, head_dim, dtype=dtype, seed=3)
     filled(pages, plan.tables[0], cached)
     queries, scale = drawn(num_keys - context, share, head_dim, dtype=dtype, seed=4), head_dim**-0.5
@@ -149,21 +204,38 @@ def test_a_long_row_has_the_same_bits_in_any_tiles_and_the_right_ones(
         again = rows_of([context], [num_keys - context], page_size, tile=tile, window=window)
         assert torch.equal(attend_in_place(pages, queries, again, scale, Team()), out)
     for token in (0, 1, 63, 64, 299):
-        alone = replace(rows_of([context + token], [1], page_size, window=window), tables=plan.tables)
-        assert torch.equal(attend_in_place(pages, queries[token : token + 1], alone, scale, Team())[0], out[token])
+        alone = replace(
+            rows_of([context + token], [1], page_size, window=window), tables=plan.tables
+        )
+        assert torch.equal(
+            attend_in_place(pages, queries[token : token + 1], alone, scale, Team())[0], out[token]
+        )
 
 
 @pytest.mark.parametrize("share", [2, 20])
-def test_keys_out_of_order_give_the_bits_of_the_same_keys_in_order(dtype: torch.dtype, share: int) -> None:
-    """16 keys of a path on one page, of which only the first and the last lie where they would lie in order."""
+def test_keys_out_of_order_give_the_bits_of_the_same_keys_in_order(
+    dtype: torch.dtype, share: int
+) -> None:
+    """16 keys of a path on one page, of which only the first and the last lie where they would lie
+    in order."""
     num_keys, offsets = 80, [0, *range(14, 0, -1), 15]
     in_order = rows_of([num_keys - 1], [1], 64)
     pages = torch.full((3, 2, 1, 64, 64), float("nan"), dtype=dtype)
     filled(pages, in_order.tables[0], drawn(2, 1, num_keys, 64, dtype=dtype, seed=1))
-    queries, mixed, second = drawn(1, share, 64, dtype=dtype, seed=2), pages.clone(), int(in_order.tables[0, 1])
+    queries, mixed, second = (
+        drawn(1, share, 64, dtype=dtype, seed=2),
+        pages.clone(),
+        int(in_order.tables[0, 1]),
+    )
     mixed[second][:, :, offsets] = pages[second][:, :, :16]
-    path = RowsInPlace(in_order.tables, in_order.tiles, in_order.positions, torch.tensor([64], dtype=torch.int32),
-                       torch.tensor([offsets]) + second * 64, longest_tile=1)
+    path = RowsInPlace(
+        in_order.tables,
+        in_order.tiles,
+        in_order.positions,
+        torch.tensor([64], dtype=torch.int32),
+        torch.tensor([offsets]) + second * 64,
+        longest_tile=1,
+    )
     expected = attend_in_place(pages, queries, in_order, 0.2, Team())
     assert torch.equal(attend_in_place(mixed, queries, path, 0.2, Team()), expected)
 
@@ -179,28 +251,56 @@ def through_paths(plan: RowsInPlace, contexts: list[int], page_size: int) -> Row
     return replace(plan, num_in_order=torch.tensor(contexts, dtype=torch.int32), paths=paths)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True,
-          suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(share=st.sampled_from([1, 2, 3, 4, 8]), head_dim=st.sampled_from([32, 64, 80, 96, 128, 256]),
-       page_size=st.sampled_from([1, 16, 64, 100, 256]), num_kv_heads=st.sampled_from([1, 3, 4, 8]),
-       count=st.integers(1, 4), contexts=st.lists(st.integers(0, 200), min_size=1, max_size=3),
-       window=st.sampled_from([NO_WINDOW, None, 0, 7, 63, 64, 100]), num_threads=st.sampled_from([1, 2]))
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+@given(
+    share=st.sampled_from([1, 2, 3, 4, 8]),
+    head_dim=st.sampled_from([32, 64, 80, 96, 128, 256]),
+    page_size=st.sampled_from([1, 16, 64, 100, 256]),
+    num_kv_heads=st.sampled_from([1, 3, 4, 8]),
+    count=st.integers(1, 4),
+    contexts=st.lists(st.integers(0, 200), min_size=1, max_size=3),
+    window=st.sampled_from([NO_WINDOW, None, 0, 7, 63, 64, 100]),
+    num_threads=st.sampled_from([1, 2]),
+)
 def test_few_rows_have_the_bits_of_packed_keys(
-    monkeypatch: pytest.MonkeyPatch, share: int, head_dim: int, page_size: int, num_kv_heads: int, count: int,
-    contexts: list[int], window: int | None, num_threads: int
+    monkeypatch: pytest.MonkeyPatch,
+    share: int,
+    head_dim: int,
+    page_size: int,
+    num_kv_heads: int,
+    count: int,
+    contexts: list[int],
+    window: int | None,
+    num_threads: int,
 ) -> None:
     """No window stands for keys by paths."""
-    plan = rows_of(contexts, [count] * len(contexts), page_size, window=NO_WINDOW if window is None else window)
+    plan = rows_of(
+        contexts, [count] * len(contexts), page_size, window=NO_WINDOW if window is None else window
+    )
     if window is None:
         plan = through_paths(plan, contexts, page_size)
-    pages = torch.full((plan.tables.numel() + 1, 2, num_kv_heads, page_size, head_dim), float("nan"),
-                       dtype=torch.bfloat16)
+    pages = torch.full(
+        (plan.tables.numel() + 1, 2, num_kv_heads, page_size, head_dim),
+        float("nan"),
+        dtype=torch.bfloat16,
+    )
     for row, context in enumerate(contexts):
-        cached = drawn(2, num_kv_heads, context + count, head_dim, dtype=torch.bfloat16, seed=1 + row)
+        cached = drawn(
+            2, num_kv_heads, context + count, head_dim, dtype=torch.bfloat16, seed=1 + row
+        )
         filled(pages, plan.tables[row], cached, max(0, context - plan.window))
-    queries = drawn(len(plan.positions), num_kv_heads * share, head_dim, dtype=torch.bfloat16, seed=0)
+    queries = drawn(
+        len(plan.positions), num_kv_heads * share, head_dim, dtype=torch.bfloat16, seed=0
+    )
     with monkeypatch.context() as patch:
-        patch.setattr(paged_attention, "heads_of_item", lambda *sizes: heads_of_item(*sizes[:4], num_threads))
+        patch.setattr(
+            paged_attention, "heads_of_item", lambda *sizes: heads_of_item(*sizes[:4], num_threads)
+        )
         few = attend_in_place(pages, queries, plan, 0.2, Team())
         patch.setattr(paged_attention, "most_rows", lambda dtype, head_dim, *, tiled: 0)
         packed = attend_in_place(pages, queries, plan, 0.2, Team())
@@ -208,7 +308,9 @@ def test_few_rows_have_the_bits_of_packed_keys(
     assert torch.equal(few, packed)
 
 
-def test_values_of_few_rows_are_those_of_packed_ones_where_they_are_infinite(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_of_few_rows_are_those_of_packed_ones_where_they_are_infinite(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """An odd number of keys, of which the last has an infinite value: it counts once."""
     plan = rows_of([36], [1], 64)
     pages = drawn(2, 2, 2, 64, 64, dtype=torch.bfloat16, seed=1)
@@ -220,10 +322,23 @@ def test_values_of_few_rows_are_those_of_packed_ones_where_they_are_infinite(mon
     assert torch.equal(few, attend_in_place(pages, queries, plan, 0.2, Team()))
 
 
-@pytest.mark.parametrize(("num_tiles", "num_kv_heads", "tile_rows", "most", "num_threads", "heads"), [
-    (1, 8, 2, 32, 1, 8), (1, 8, 2, 32, 2, 2), (1, 8, 2, 32, 4, 1), (1, 8, 2, 32, 16, 1), (2, 8, 2, 32, 2, 4),
-    (8, 8, 2, 32, 4, 8), (8, 8, 8, 32, 1, 4), (8, 8, 8, 16, 1, 2), (8, 8, 16, 16, 1, 1), (1, 6, 8, 32, 1, 3),
-    (3, 1, 8, 32, 2, 1), (0, 8, 0, 32, 2, 1)])
+@pytest.mark.parametrize(
+    ("num_tiles", "num_kv_heads", "tile_rows", "most", "num_threads", "heads"),
+    [
+        (1, 8, 2, 32, 1, 8),
+        (1, 8, 2, 32, 2, 2),
+        (1, 8, 2, 32, 4, 1),
+        (1, 8, 2, 32, 16, 1),
+        (2, 8, 2, 32, 2, 4),
+        (8, 8, 2, 32, 4, 8),
+        (8, 8, 8, 32, 1, 4),
+        (8, 8, 8, 16, 1, 2),
+        (8, 8, 16, 16, 1, 1),
+        (1, 6, 8, 32, 1, 3),
+        (3, 1, 8, 32, 2, 1),
+        (0, 8, 0, 32, 2, 1),
+    ],
+)
 def test_an_item_of_few_rows_has_as_many_heads_as_leave_work_for_all_threads(
     num_tiles: int, num_kv_heads: int, tile_rows: int, most: int, num_threads: int, heads: int
 ) -> None:
@@ -255,8 +370,13 @@ def test_what_was_not_computed_is_an_error_and_no_answer() -> None:
 
 
 def test_threads_that_attend_at_the_same_time_write_no_memory_of_each_other() -> None:
-    """As the stages of several pools in one process do. One heap for all threads, so that what one frees too early is
-    another's at once."""
-    child = subprocess.run([sys.executable, "-c", AT_THE_SAME_TIME], env={**os.environ, "MALLOC_ARENA_MAX": "1"},
-                           timeout=200, capture_output=True, text=True)
+    """As the stages of several pools in one process do. One heap for all threads, so that what one
+    frees too early is another's at once."""
+    child = subprocess.run(
+        [sys.executable, "-c", AT_THE_SAME_TIME],
+        env={**os.environ, "MALLOC_ARENA_MAX": "1"},
+        timeout=200,
+        capture_output=True,
+        text=True,
+    )
     assert (child.returncode, child.stdout) == (0, "the same bits\n"), child.stderr

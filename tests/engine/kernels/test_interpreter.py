@@ -1,4 +1,5 @@
-"""Whether kernels are interpreted is decided without torch (`tests/conftest.py`), and as torch would decide it."""
+"""Whether kernels are interpreted is decided without torch (`tests/conftest.py`), and as torch
+would decide it."""
 
 import torch
 

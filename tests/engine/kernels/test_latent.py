@@ -1,5 +1,5 @@
-"""Attention to listed entries, against the definition in fp64. bf16 products are for tests/gpu: the interpreter does
-not know them."""
+"""Attention to listed entries, against the definition in fp64. bf16 products are for tests/gpu: the
+interpreter does not know them."""
 
 import pytest
 import torch
@@ -11,7 +11,9 @@ SCALE = 0.17
 
 @pytest.mark.parametrize(("heads", "latent", "rope"), [(5, 24, 8), (16, 32, 16), (20, 16, 4)])
 @pytest.mark.parametrize("num_keys", [1, 32, 70])
-def test_each_token_attends_to_what_it_lists(heads: int, latent: int, rope: int, num_keys: int) -> None:
+def test_each_token_attends_to_what_it_lists(
+    heads: int, latent: int, rope: int, num_keys: int
+) -> None:
     generator = torch.Generator().manual_seed(num_keys)
     entries = torch.full((128, latent + rope), float("nan"))
     q = torch.randn(4, heads, latent + rope, generator=generator)
@@ -26,4 +28,6 @@ def test_each_token_attends_to_what_it_lists(heads: int, latent: int, rope: int,
     for token in range(4):
         own = entries[keys[token][keys[token] >= 0].long()].double()
         weights = (q[token].double() @ own.T * SCALE).softmax(-1)
-        torch.testing.assert_close(out[token].double(), weights @ own[:, :latent], rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(
+            out[token].double(), weights @ own[:, :latent], rtol=1e-5, atol=2e-6
+        )

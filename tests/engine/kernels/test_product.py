@@ -1,4 +1,5 @@
-"""The product of the host: against double precision and its description in plain torch, and its bits for any rows."""
+"""The product of the host: against double precision and its description in plain torch, and its
+bits for any rows."""
 
 import os
 import subprocess
@@ -22,7 +23,17 @@ from engine.kernels.plain_product import plain_product
 from runtime.errors import InternalError
 
 TYPES = [torch.bfloat16, torch.float32]
-SHAPES = [(1, 1), (7, 3), (16, 16), (33, 17), (64, 8), (100, 1000), (130, 250), (300, 1024), (17, 2051)]  # N, K
+SHAPES = [
+    (1, 1),
+    (7, 3),
+    (16, 16),
+    (33, 17),
+    (64, 8),
+    (100, 1000),
+    (130, 250),
+    (300, 1024),
+    (17, 2051),
+]  # N, K
 COUNTS = [*range(1, 28), 31, 48, 49, 95, 97, 150]
 
 
@@ -57,9 +68,17 @@ def test_it_is_the_product(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     plain = F.linear(x.double(), weight.double())
     near(packed(weight).multiply(x, out_dtype=torch.float32), plain, shape[1])
     near(packed(weight).multiply(x), plain, shape[1])
-    near(packed(weight, bias).multiply(x, residual=residual), plain + bias.double() + residual.double(), shape[1])
+    near(
+        packed(weight, bias).multiply(x, residual=residual),
+        plain + bias.double() + residual.double(),
+        shape[1],
+    )
     gated = packed(weight, bias).multiply_gated(x, packed(up, up_bias))
-    near(gated, F.silu(plain + bias.double()) * F.linear(x.double(), up.double(), up_bias.double()), 20 * shape[1])
+    near(
+        gated,
+        F.silu(plain + bias.double()) * F.linear(x.double(), up.double(), up_bias.double()),
+        20 * shape[1],
+    )
     assert gated.dtype is packed(weight).multiply(x).dtype is dtype
 
 
@@ -77,7 +96,7 @@ def test_what_is_added_behind_each_segment_makes_the_tree() -> None:
     for segment in range(8):
         num_earlier, place = earlier_sums.py_func(segment)
         total = str(segment)
-        for earlier in reversed(places[place:place + num_earlier]):
+        for earlier in reversed(places[place : place + num_earlier]):
             total = f"({earlier}+{total})"
         places[place] = total
         after.append(places[0])
@@ -87,10 +106,14 @@ def test_what_is_added_behind_each_segment_makes_the_tree() -> None:
 
 @pytest.mark.parametrize("shape", [(7, 3), (130, 250), (700, 1024)])
 @pytest.mark.parametrize("dtype", TYPES)
-def test_a_row_has_the_same_bits_in_any_number_of_rows_and_threads(threads: int, dtype: torch.dtype,
-                                                                   shape: tuple[int, int]) -> None:
+def test_a_row_has_the_same_bits_in_any_number_of_rows_and_threads(
+    threads: int, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
     weight, up = packed(draw(*shape, dtype=dtype)), packed(draw(*shape, dtype=dtype, seed=1))
-    x, residual = draw(1000, shape[1], dtype=dtype, seed=2), draw(1000, shape[0], dtype=dtype, seed=3)
+    x, residual = (
+        draw(1000, shape[1], dtype=dtype, seed=2),
+        draw(1000, shape[0], dtype=dtype, seed=3),
+    )
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     whole, gated = weight.multiply(x, residual=residual), weight.multiply_gated(x, up)
@@ -108,18 +131,26 @@ def test_rows_and_residuals_may_be_parts_of_wider_ones(dtype: torch.dtype) -> No
     x, residual = draw(9, 200, dtype=dtype, seed=1), draw(9, 50, dtype=dtype, seed=2)
     expected = weight.multiply(x[:, 31:95].clone(), residual=residual[:, 3:43].clone())
     assert torch.equal(weight.multiply(x[:, 31:95], residual=residual[:, 3:43]), expected)
-    turned, turned_residual = x[:, 31:95].t().contiguous().t(), residual[:, 3:43].t().contiguous().t()
+    turned, turned_residual = (
+        x[:, 31:95].t().contiguous().t(),
+        residual[:, 3:43].t().contiguous().t(),
+    )
     assert torch.equal(weight.multiply(turned, residual=turned_residual), expected)
 
 
 @pytest.mark.parametrize("dtype", TYPES)
 @pytest.mark.parametrize(("num_terms", "num_columns"), [(63, 40), (64, 33)])
-def test_nothing_beside_the_operands_is_read(dtype: torch.dtype, num_terms: int, num_columns: int) -> None:
-    """NaN stands before and behind every row of x and of the weight, and all over where the result goes."""
+def test_nothing_beside_the_operands_is_read(
+    dtype: torch.dtype, num_terms: int, num_columns: int
+) -> None:
+    """NaN stands before and behind every row of x and of the weight, and all over where the result
+    goes."""
+
     def among_nans(inside: Tensor) -> Tensor:
         wider = torch.full((len(inside) + 2, inside.shape[1] + 6), float("nan"), dtype=dtype)
         wider[1:-1, 2:-4] = inside
         return wider[1:-1, 2:-4]
+
     weight, x = draw(num_columns, num_terms, dtype=dtype), draw(13, num_terms, dtype=dtype, seed=1)
     expected = packed(weight).multiply(x)
     assert torch.equal(packed(among_nans(weight)).multiply(among_nans(x)), expected)
@@ -139,9 +170,16 @@ def test_what_is_not_a_number_stays_in_its_row_and_column(dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-@pytest.mark.parametrize(("heads", "num_columns", "num_terms"), [(1, 16, 16), (6, 24, 33), (3, 5, 8)])
-def test_a_matrix_for_each_head(dtype: torch.dtype, heads: int, num_columns: int, num_terms: int) -> None:
-    weight, x = draw(heads, num_columns, num_terms, dtype=dtype), draw(20, heads, num_terms + 3, dtype=dtype, seed=1)
+@pytest.mark.parametrize(
+    ("heads", "num_columns", "num_terms"), [(1, 16, 16), (6, 24, 33), (3, 5, 8)]
+)
+def test_a_matrix_for_each_head(
+    dtype: torch.dtype, heads: int, num_columns: int, num_terms: int
+) -> None:
+    weight, x = (
+        draw(heads, num_columns, num_terms, dtype=dtype),
+        draw(20, heads, num_terms + 3, dtype=dtype, seed=1),
+    )
     x = x[:, :, 1:-2]
     result = packed(weight).multiply(x)
     for head in range(heads):
@@ -149,18 +187,27 @@ def test_a_matrix_for_each_head(dtype: torch.dtype, heads: int, num_columns: int
         assert torch.equal(result.view(20, heads, num_columns)[:, head], alone)
 
 
-@pytest.mark.parametrize(("first", "is_copied"), [(0, False), (1, True), (16, False), (63, False), (65, True)])
+@pytest.mark.parametrize(
+    ("first", "is_copied"), [(0, False), (1, True), (16, False), (63, False), (65, True)]
+)
 def test_rows_that_lie_apart_have_the_bits_of_a_copy(first: int, is_copied: bool) -> None:  # noqa: FBT001
-    """100 of 112 rows. Those behind a slice's last, up to a multiple of 16, are read with it: where the memory ends
-    before them it is copied."""
-    weight, rows = packed(draw(40, 256, dtype=torch.bfloat16)), draw(100, 256, dtype=torch.bfloat16, seed=1)
+    """100 of 112 rows. Those behind a slice's last, up to a multiple of 16, are read with it: where
+    the memory ends before them it is copied."""
+    weight, rows = (
+        packed(draw(40, 256, dtype=torch.bfloat16)),
+        draw(100, 256, dtype=torch.bfloat16, seed=1),
+    )
     lie_apart = rows_apart(100, 256, rows.dtype)
     lie_apart.as_strided((112 * lie_apart.stride(0),), (1,)).fill_(float("nan"))
     lie_apart.copy_(rows)
     part = lie_apart[first:]
     given = apart(part, Team())
     assert (given.data_ptr() != part.data_ptr()) == is_copied
-    assert given.stride(0) * given.itemsize // 64 % 2 == apart(rows, Team()).stride(0) * given.itemsize // 64 % 2 == 1
+    assert (
+        given.stride(0) * given.itemsize // 64 % 2
+        == apart(rows, Team()).stride(0) * given.itemsize // 64 % 2
+        == 1
+    )
     assert torch.equal(given, rows[first:])
     assert torch.equal(weight.multiply(part), weight.multiply(rows[first:].clone()))
 
@@ -169,8 +216,10 @@ def test_rows_that_lie_apart_have_the_bits_of_a_copy(first: int, is_copied: bool
 def test_nothing_to_multiply(dtype: torch.dtype) -> None:
     assert packed(draw(24, 16, dtype=dtype)).multiply(draw(0, 16, dtype=dtype)).shape == (0, 24)
     assert packed(draw(0, 16, dtype=dtype)).multiply(draw(3, 16, dtype=dtype)).shape == (3, 0)
-    assert torch.equal(packed(torch.empty(3, 0, dtype=dtype)).multiply(torch.empty(2, 0, dtype=dtype)),
-                       torch.zeros(2, 3, dtype=dtype))
+    assert torch.equal(
+        packed(torch.empty(3, 0, dtype=dtype)).multiply(torch.empty(2, 0, dtype=dtype)),
+        torch.zeros(2, 3, dtype=dtype),
+    )
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -184,8 +233,16 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 @pytest.mark.parametrize("multiple", [1, 4])
-@pytest.mark.parametrize(("dtype", "num_terms"), [(torch.bfloat16, 7), (torch.bfloat16, 50), (torch.bfloat16, 64),
-                                                  (torch.float32, 7), (torch.float32, 21)])
+@pytest.mark.parametrize(
+    ("dtype", "num_terms"),
+    [
+        (torch.bfloat16, 7),
+        (torch.bfloat16, 50),
+        (torch.bfloat16, 64),
+        (torch.float32, 7),
+        (torch.float32, 21),
+    ],
+)
 def test_packing(dtype: torch.dtype, num_terms: int, multiple: int) -> None:
     """Every value is where the segments' rule puts it, and all else is 0."""
     weight, segments = draw(2, 19, num_terms, dtype=dtype), Segments(num_terms, dtype, multiple)
@@ -214,17 +271,40 @@ def test_plain_product(dtype: torch.dtype, by_tiles: bool) -> None:  # noqa: FBT
     assert plain_product(x[:0], weight, by_tiles=by_tiles).shape == (0, 40)
 
 
-@pytest.mark.parametrize(("variables", "without", "types"), [
-    ({"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"}, "pairs", ["bfloat16", "float32"]),
-    ({"NUMBA_CPU_NAME": "skylake-avx512", "NUMBA_CPU_FEATURES": "+avx512f,+avx512bf16,+fma"}, "widened", ["bfloat16"]),
-], ids=["avx2", "avx512-bf16"])
+@pytest.mark.parametrize(
+    ("variables", "without", "types"),
+    [
+        (
+            {"NUMBA_CPU_NAME": "haswell", "NUMBA_CPU_FEATURES": "+avx2,+fma"},
+            "pairs",
+            ["bfloat16", "float32"],
+        ),
+        (
+            {"NUMBA_CPU_NAME": "skylake-avx512", "NUMBA_CPU_FEATURES": "+avx512f,+avx512bf16,+fma"},
+            "widened",
+            ["bfloat16"],
+        ),
+    ],
+    ids=["avx2", "avx512-bf16"],
+)
 def test_classes_of_arithmetic(variables: dict[str, str], without: str, types: list[str]) -> None:
-    """numba compiles for the CPU that its variables name. By pairs and by widened ones the bits are the same. With
-    AVX-512 the products of fp32 are this machine's own, which the other tests hold."""
-    if "avx512bf16" in variables["NUMBA_CPU_FEATURES"] and not (has_tiles() and has_pair_products()):
-        return  # this machine has no such instructions, or no others, and then all the other tests are of these
-    done = subprocess.run([sys.executable, "-c", PROGRAM, *types], env={**os.environ, **variables}, capture_output=True,
-                          text=True, timeout=280, check=False)
+    """numba compiles for the CPU that its variables name. By pairs and by widened ones the bits are
+    the same. With AVX-512 the products of fp32 are this machine's own, which the other tests
+    hold."""
+    if "avx512bf16" in variables["NUMBA_CPU_FEATURES"] and not (
+        has_tiles() and has_pair_products()
+    ):
+        # this machine has no such instructions, or no others, and then all the other tests are of
+        # these
+        return
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *types],
+        env={**os.environ, **variables},
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     name, equal = done.stdout.split()
     assert name.split("-")[0].isdigit()
@@ -260,16 +340,28 @@ def test_this_machines_class_of_arithmetic() -> None:
 def test_parts_of_the_terms_add_up_to_the_whole_sum(dtype: torch.dtype, num_parts: int) -> None:
     """Processes with a part of K each add subtrees of the tree that one process adds."""
     for num_columns, num_terms in [(33, 64), (20, 768), (33, 100), (20, 777)]:
-        weight, x = draw(num_columns, num_terms, dtype=dtype), draw(40, num_terms, dtype=dtype, seed=1)
+        weight, x = (
+            draw(num_columns, num_terms, dtype=dtype),
+            draw(40, num_terms, dtype=dtype, seed=1),
+        )
         own, count = eighth(num_terms), 8 // num_parts
-        pieces = list(zip(torch.split(x, own * count, 1), torch.split(weight, own * count, 1), strict=True))
+        pieces = list(
+            zip(torch.split(x, own * count, 1), torch.split(weight, own * count, 1), strict=True)
+        )
         if dtype is torch.float16:  # without a kernel
             whole = plain_product(x, weight)
-            sums = [plain_product(part, columns, num_segments=count, segment_terms=own) for part, columns in pieces]
+            sums = [
+                plain_product(part, columns, num_segments=count, segment_terms=own)
+                for part, columns in pieces
+            ]
         else:
             whole = packed(weight).multiply(x, out_dtype=torch.float32)
-            sums = [PackedWeight(columns, None, Team(), num_segments=count, segment_terms=own).multiply(
-                part, out_dtype=torch.float32) for part, columns in pieces]
+            sums = [
+                PackedWeight(columns, None, Team(), num_segments=count, segment_terms=own).multiply(
+                    part, out_dtype=torch.float32
+                )
+                for part, columns in pieces
+            ]
         while len(sums) > 1:
             sums = [first + second for first, second in zip(sums[::2], sums[1::2], strict=True)]
         assert torch.equal(sums[0], whole), (num_columns, num_terms)

@@ -1,4 +1,5 @@
-"""The recurrent kernels behind their contract: against the definition in fp64, and trees against their paths."""
+"""The recurrent kernels behind their contract: against the definition in fp64, and trees against
+their paths."""
 
 import pytest
 import torch
@@ -30,15 +31,22 @@ TREE = (-1, 0, 0, 1, 2, 3)
 def backend(max_nodes: int = 0) -> tuple[DeviceRecurrent, Tensor, Tensor]:
     conv = torch.full((NUM_SLOTS, KERNEL - 1, CHANNELS), float("nan"))
     state = torch.full((NUM_SLOTS, V_HEADS, K_DIM, V_DIM), float("nan"))
-    return DeviceRecurrent(conv_pools={LAYER: conv}, state_pools={LAYER: state}, max_nodes=max_nodes,
-                           num_scratch=2), conv, state
+    return (
+        DeviceRecurrent(
+            conv_pools={LAYER: conv}, state_pools={LAYER: state}, max_nodes=max_nodes, num_scratch=2
+        ),
+        conv,
+        state,
+    )
 
 
 def check(tokens: Tokens, state: Tensor) -> None:
     out, last = delta_rule(tokens, tokens.fed)
     torch.testing.assert_close(torch.cat(tokens.out).double(), out, rtol=1e-4, atol=2e-6)
     torch.testing.assert_close(state[tokens.slot].double(), last, rtol=1e-4, atol=2e-6)
-    torch.testing.assert_close(torch.cat(tokens.conv).double(), convolution(tokens, tokens.fed), rtol=1e-4, atol=2e-6)
+    torch.testing.assert_close(
+        torch.cat(tokens.conv).double(), convolution(tokens, tokens.fed), rtol=1e-4, atol=2e-6
+    )
 
 
 @pytest.mark.parametrize("num_tokens", [1, 2, 63])
@@ -55,7 +63,9 @@ def test_prefill_then_decode_follows_the_definition(num_tokens: int) -> None:
 def test_rows_of_any_length_share_a_batch_and_continue_on_the_grid() -> None:
     """A chunk and one token, two whole ones, and less than the convolution reads."""
     recurrent, _, state = backend()
-    first, second, third = (Tokens(140, seed=seed, slot=slot) for seed, slot in ((1, 2), (2, 5), (3, 7)))
+    first, second, third = (
+        Tokens(140, seed=seed, slot=slot) for seed, slot in ((1, 2), (2, 5), (3, 7))
+    )
     feed(recurrent, ForwardMode.PREFILL, (first, 64), (second, 2))
     feed(recurrent, ForwardMode.PREFILL, (third, 128), (first, 65))
     feed(recurrent, ForwardMode.DECODE, (second, 1), (third, 1), (first, 1))
@@ -72,7 +82,9 @@ def test_slots_of_others_are_left_alone() -> None:
 
 
 @pytest.mark.parametrize("context", [0, 66])
-def test_every_node_of_a_tree_continues_its_parent_and_the_kept_one_is_committed(context: int) -> None:
+def test_every_node_of_a_tree_continues_its_parent_and_the_kept_one_is_committed(
+    context: int,
+) -> None:
     """Each path through the tree is a sequence of its own to the definition."""
     recurrent, conv, state = backend(max_nodes=8)
     prompt, nodes = Tokens(context + 6, seed=1, slot=3), range(len(TREE))
@@ -83,11 +95,19 @@ def test_every_node_of_a_tree_continues_its_parent_and_the_kept_one_is_committed
         path = along(prompt, context, ancestors(TREE, node))
         expected, last = delta_rule(path, path.fed)
         torch.testing.assert_close(outs[node].double(), expected[-1], rtol=1e-4, atol=2e-6)
-        torch.testing.assert_close(convs[node].double(), convolution(path, path.fed)[-1], rtol=1e-4, atol=2e-6)
+        torch.testing.assert_close(
+            convs[node].double(), convolution(path, path.fed)[-1], rtol=1e-4, atol=2e-6
+        )
         if node == 4:
             kept, history = last, path.x[-(KERNEL - 1) :]
-    batch = make_batch(ForwardMode.DECODE, [Row(1, context + 3, slot=3)], spec_info=SpecInfo(
-        torch.zeros(1, dtype=torch.long), (SpecRow(accepted=AcceptedNodes(context, (0, 2, 4)), scratch=1),)))
+    batch = make_batch(
+        ForwardMode.DECODE,
+        [Row(1, context + 3, slot=3)],
+        spec_info=SpecInfo(
+            torch.zeros(1, dtype=torch.long),
+            (SpecRow(accepted=AcceptedNodes(context, (0, 2, 4)), scratch=1),),
+        ),
+    )
     recurrent.commit(batch)
     torch.testing.assert_close(state[3].double(), kept, rtol=1e-4, atol=2e-6)
     assert torch.equal(conv[3, -3:], history)
@@ -95,7 +115,9 @@ def test_every_node_of_a_tree_continues_its_parent_and_the_kept_one_is_committed
 
 def verify(recurrent: DeviceRecurrent, prompt: Tokens, context: int) -> tuple[Tensor, Tensor]:
     info = SpecInfo(torch.zeros(len(TREE), dtype=torch.long), (SpecRow(TREE, scratch=1),))
-    batch = make_batch(ForwardMode.VERIFY, [Row(len(TREE), context, slot=prompt.slot)], spec_info=info)
+    batch = make_batch(
+        ForwardMode.VERIFY, [Row(len(TREE), context, slot=prompt.slot)], spec_info=info
+    )
     q, k, v, g, beta = (part[context:] for part in prompt.inputs)
     convs = recurrent.causal_conv(LAYER, prompt.x[context:], WEIGHT, batch)
     return recurrent.gated_delta_rule(LAYER, q, k, v, g, beta, batch), convs
@@ -114,8 +136,11 @@ def along(prompt: Tokens, context: int, path: tuple[int, ...]) -> Tokens:
 def test_a_tree_of_somebody_needs_a_record_of_its_own(scratch: int) -> None:
     """The null record is for padding; two requests in it would go on from each other's states."""
     recurrent, _, _ = backend(max_nodes=8)
-    batch = make_batch(ForwardMode.VERIFY, [Row(1, 0, slot=3)],
-                       spec_info=SpecInfo(torch.zeros(1, dtype=torch.long), (SpecRow((-1,), scratch=scratch),)))
+    batch = make_batch(
+        ForwardMode.VERIFY,
+        [Row(1, 0, slot=3)],
+        spec_info=SpecInfo(torch.zeros(1, dtype=torch.long), (SpecRow((-1,), scratch=scratch),)),
+    )
     with pytest.raises(InternalError, match=f"scratch record {scratch} of 2 for a tree of slot 3"):
         recurrent.prepare(batch)
 

@@ -30,7 +30,7 @@ def test_sums(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", [(1, 3, 8), (33, 5, 16)])
 def test_copies_of_rows_that_lie_apart(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
     whole = torch.randn(shape[0], shape[1] + 4, shape[2]).to(dtype)
-    rows = whole[:, 2:2 + shape[1]]
+    rows = whole[:, 2 : 2 + shape[1]]
     copy = copy_rows(rows, Team())
     assert copy.is_contiguous()
     assert torch.equal(copy, rows)
@@ -38,19 +38,25 @@ def test_copies_of_rows_that_lie_apart(dtype: torch.dtype, shape: tuple[int, int
 
 @pytest.mark.parametrize("moves", [[(3, 1)], [(0, 4), (8, 0), (3, 2)]])
 def test_records_move_in_every_pair_and_nothing_else_changes(moves: list[tuple[int, int]]) -> None:
-    pairs = [(torch.randn(9, 3, 7).bfloat16(), torch.randn(5, 3, 7).bfloat16()),
-             (torch.randn(9, 11), torch.randn(5, 11))]
+    pairs = [
+        (torch.randn(9, 3, 7).bfloat16(), torch.randn(5, 3, 7).bfloat16()),
+        (torch.randn(9, 11), torch.randn(5, 11)),
+    ]
     expected = [target.clone() for _, target in pairs]
     for (source, _), target in zip(pairs, expected, strict=True):
         for a, b in moves:
             target[b] = source[a]
     RecordMoves(pairs).run(moves)
-    assert all(torch.equal(found, target) for (_, found), target in zip(pairs, expected, strict=True))
+    assert all(
+        torch.equal(found, target) for (_, found), target in zip(pairs, expected, strict=True)
+    )
 
 
 @pytest.mark.parametrize("move", [(9, 0), (-1, 0), (0, 5), (0, -1)])
 def test_records_that_are_not_there_are_refused(move: tuple[int, int]) -> None:
-    moves = RecordMoves([(torch.zeros(9, 2), torch.zeros(5, 2)), (torch.zeros(12, 2), torch.zeros(7, 2))])
+    moves = RecordMoves(
+        [(torch.zeros(9, 2), torch.zeros(5, 2)), (torch.zeros(12, 2), torch.zeros(7, 2))]
+    )
     with pytest.raises(InternalError, match=r"of \(9, 5\)$"):
         moves.run([(0, 0), move])
 
@@ -78,7 +84,7 @@ def test_rows_that_a_table_does_not_have_are_refused(index: int) -> None:
 def test_the_largest_of_a_row_is_what_torch_finds(width: int) -> None:
     rows = torch.randn(20, width)
     rows[1], rows[2] = 3.0, -torch.inf
-    rows[3, width // 2:], rows[4, width // 3] = 9.0, torch.nan
+    rows[3, width // 2 :], rows[4, width // 3] = 9.0, torch.nan
     rows[5, -1], rows[5, width // 2], rows[6, 0] = torch.nan, torch.nan, torch.nan
     rows[7, width // 2], rows[8] = torch.inf, torch.nan
     assert torch.equal(largest_of_rows(rows, Team()), rows.argmax(-1))

@@ -17,44 +17,82 @@ from engine.sampling.sampler import sample
 from engine.sampling.uniform import uniform
 from tests.support.kernels import numpy_draws
 
-RULES = [{"temperature": 0.0}, {}, {"temperature": 0.6}, {"temperature": 1e-30}, {"top_k": 1}, {"top_k": 40},
-         {"top_k": 700}, {"top_p": 0.3}, {"top_p": 0.95}, {"min_p": 0.02}, {"top_p": 0.9, "min_p": 0.05},
-         {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.01}]
+RULES = [
+    {"temperature": 0.0},
+    {},
+    {"temperature": 0.6},
+    {"temperature": 1e-30},
+    {"top_k": 1},
+    {"top_k": 40},
+    {"top_k": 700},
+    {"top_p": 0.3},
+    {"top_p": 0.95},
+    {"min_p": 0.02},
+    {"top_p": 0.9, "min_p": 0.05},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.01},
+]
 
 
 def drawn(logits: Tensor, rules: list[SamplingParams]) -> list[int]:
     """By the kernel, at position 7."""
-    rows = [(params.temperature, float(params.top_k), params.top_p, params.min_p, uniform(params.seed, 7))
-            for params in rules]
+    rows = [
+        (
+            params.temperature,
+            float(params.top_k),
+            params.top_p,
+            params.min_p,
+            uniform(params.seed, 7),
+        )
+        for params in rules
+    ]
     return draw_tokens(logits, rows, Team())
 
 
 def by_numpy(logits: Tensor, rules: list[SamplingParams]) -> list[int]:
-    return [numpy_draws.drawn(row.double().numpy(), params, 7) for row, params in zip(logits, rules, strict=True)]
+    return [
+        numpy_draws.drawn(row.double().numpy(), params, 7)
+        for row, params in zip(logits, rules, strict=True)
+    ]
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: ",".join(f"{name}={value}" for name, value in rule.items()))
-@pytest.mark.parametrize(("vocab_size", "spread"), [(1, 1.0), (63, 2.0), (64, 2.0), (1000, 0.5), (5000, 4.0)])
+@pytest.mark.parametrize(
+    "rule", RULES, ids=lambda rule: ",".join(f"{name}={value}" for name, value in rule.items())
+)
+@pytest.mark.parametrize(
+    ("vocab_size", "spread"), [(1, 1.0), (63, 2.0), (64, 2.0), (1000, 0.5), (5000, 4.0)]
+)
 def test_tokens_are_those_of_numpy(vocab_size: int, spread: float, rule: dict[str, float]) -> None:
-    logits = torch.randn(200, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * spread
+    logits = (
+        torch.randn(200, vocab_size, generator=torch.Generator().manual_seed(vocab_size)) * spread
+    )
     rules = [SamplingParams(seed=seed, **rule) for seed in range(len(logits))]  # type: ignore[arg-type]
     assert drawn(logits, rules) == by_numpy(logits, rules)
     assert drawn(logits.double(), rules) == by_numpy(logits, rules)
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.lists(st.integers(-8, 8).map(lambda number: number / 2), min_size=1, max_size=150), st.integers(0, 12),
-       st.sampled_from([0.05, 0.33, 0.77, 0.951, 1.0]), st.sampled_from([0.0, 0.013, 0.37]),
-       st.sampled_from([0.3, 1.0, 1.7]))
+@given(
+    st.lists(st.integers(-8, 8).map(lambda number: number / 2), min_size=1, max_size=150),
+    st.integers(0, 12),
+    st.sampled_from([0.05, 0.33, 0.77, 0.951, 1.0]),
+    st.sampled_from([0.0, 0.013, 0.37]),
+    st.sampled_from([0.3, 1.0, 1.7]),
+)
 def test_what_passes_the_filters_is_drawn_by_its_share_and_nothing_else(
-        logits: list[float], top_k: int, top_p: float, min_p: float, temperature: float) -> None:
+    logits: list[float], top_k: int, top_p: float, min_p: float, temperature: float
+) -> None:
     """At the middle of each token's share, and at both ends of the interval."""
-    ids, weights = numpy_draws.filtered(np.array(logits), SamplingParams(temperature=temperature, top_k=top_k,
-                                                                         top_p=top_p, min_p=min_p))
+    ids, weights = numpy_draws.filtered(
+        np.array(logits),
+        SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p),
+    )
     middles = (weights.cumsum() - weights / 2) / weights.sum()
     points = [0.0, *middles.tolist(), 1 - 2**-53]
-    found = draw_tokens(torch.tensor([logits] * len(points)),
-                        [(temperature, float(top_k), top_p, min_p, point) for point in points], Team())
+    found = draw_tokens(
+        torch.tensor([logits] * len(points)),
+        [(temperature, float(top_k), top_p, min_p, point) for point in points],
+        Team(),
+    )
     assert found == [ids[0], *ids.tolist(), ids[-1]]
 
 
@@ -74,7 +112,10 @@ def test_of_equal_weights_as_many_pass_as_hold_the_share(top_p: float) -> None:
 def test_what_is_minus_infinity_is_not_drawn() -> None:
     logits = torch.full((500, 300), float("-inf"))
     logits[:, [5, 77, 299]] = torch.tensor([0.0, 1.0, -700.0])
-    rules = [SamplingParams(seed=seed, top_k=top_k) for seed, top_k in zip(range(500), itertools.cycle((0, 2, 200)))]
+    rules = [
+        SamplingParams(seed=seed, top_k=top_k)
+        for seed, top_k in zip(range(500), itertools.cycle((0, 2, 200)))
+    ]
     assert set(drawn(logits, rules)) == {5, 77}
 
 

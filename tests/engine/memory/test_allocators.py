@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
 from engine.memory.integrity import check_integrity, read_books
-from engine.memory.leases import PageAllocator, PageLease, SlotAllocator, SlotLease, pages_for_tokens
+from engine.memory.leases import (
+    PageAllocator,
+    PageLease,
+    SlotAllocator,
+    SlotLease,
+    pages_for_tokens,
+)
 from engine.memory.ledger import FreeRuns
 from runtime.errors import CapacityError, InternalError
 
@@ -43,7 +49,9 @@ class AllocatorMachine(RuleBasedStateMachine):
             with pytest.raises(CapacityError):
                 self.pages.alloc(count, owner="late")
             return None
-        could_be_one_run = any(set(range(first, first + count)) <= self.free for first in range(1, NUM_PAGES))
+        could_be_one_run = any(
+            set(range(first, first + count)) <= self.free for first in range(1, NUM_PAGES)
+        )
         lease = self.pages.alloc(count, owner=f"request {next(self.names)}")
         self._grant(lease, lease.page_ids, count)
         if count and could_be_one_run:
@@ -150,7 +158,9 @@ def test_the_lowest_run_that_fits_is_taken_whole() -> None:
 
 def test_without_a_fitting_run_the_longest_runs_are_taken() -> None:
     pages = PageAllocator(12)
-    held = [pages.alloc(n, owner="x") for n in (1, 1, 2, 1, 3, 1, 2)]  # 1 | 2 | 3-4 | 5 | 6-8 | 9 | 10-11
+    held = [
+        pages.alloc(n, owner="x") for n in (1, 1, 2, 1, 3, 1, 2)
+    ]  # 1 | 2 | 3-4 | 5 | 6-8 | 9 | 10-11
     for lease in held[::2]:
         lease.end()
     lease = pages.alloc(6, owner="y")
@@ -206,8 +216,13 @@ def test_ending_twice_frees_once() -> None:
 
 @pytest.mark.parametrize(
     "use",
-    [lambda lease: lease.page_ids, lambda lease: lease.table, lambda lease: lease.num_pages,
-     lambda lease: lease.extend(1), PageLease.__enter__],
+    [
+        lambda lease: lease.page_ids,
+        lambda lease: lease.table,
+        lambda lease: lease.num_pages,
+        lambda lease: lease.extend(1),
+        PageLease.__enter__,
+    ],
 )
 def test_a_lease_is_not_used_after_its_end(use: Callable[[PageLease], object]) -> None:
     lease = PageAllocator(5).alloc(1, owner="request 7")
@@ -261,7 +276,11 @@ def test_runs_that_touch_become_one() -> None:
     taken = runs.take(9)
     assert (len(runs), list(runs), 4 in runs) == (0, [], False)
     runs.add([4, 6, 5])
-    assert (len(runs), list(runs), [i in runs for i in (3, 4, 6, 7)]) == (3, [4, 5, 6], [False, True, True, False])
+    assert (len(runs), list(runs), [i in runs for i in (3, 4, 6, 7)]) == (
+        3,
+        [4, 5, 6],
+        [False, True, True, False],
+    )
     assert runs.take(3) == [4, 5, 6]
     assert taken == list(range(1, 10))
 
@@ -321,6 +340,8 @@ def test_an_id_outside_the_pool_is_named() -> None:
     assert read_books(pages.ledger).faults == ("not of this pool 0, 6",)
 
 
-@pytest.mark.parametrize(("num_tokens", "pages"), [(0, 0), (1, 1), (63, 1), (64, 1), (65, 2), (128, 2)])
+@pytest.mark.parametrize(
+    ("num_tokens", "pages"), [(0, 0), (1, 1), (63, 1), (64, 1), (65, 2), (128, 2)]
+)
 def test_pages_for_tokens_rounds_up(num_tokens: int, pages: int) -> None:
     assert pages_for_tokens(num_tokens, 64) == pages

@@ -1,4 +1,5 @@
-"""What steps free and take again: pages that the kernel clears anew each time cost as much as a kernel's work."""
+"""What steps free and take again: pages that the kernel clears anew each time cost as much as a
+kernel's work."""
 
 import os
 import subprocess
@@ -30,10 +31,15 @@ thread.join()
 
 
 def faults_of_a_step(*arguments: str) -> int:
-    """With huge pages, as workers run. The median of the last of many steps: the heap takes twenty to come to
-    its size, and where memory goes back, some find what they need where they left it."""
-    child = subprocess.run([sys.executable, "-c", STEPS, *arguments], check=True, capture_output=True, text=True,
-                           env={**os.environ, "THP_MEM_ALLOC_ENABLE": "1"})
+    """With huge pages, as workers run. The median of the last of many steps: the heap takes twenty
+    to come to its size, and where memory goes back, some find what they need where they left it."""
+    child = subprocess.run(
+        [sys.executable, "-c", STEPS, *arguments],
+        check=True,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "THP_MEM_ALLOC_ENABLE": "1"},
+    )
     return int(child.stdout)
 
 

@@ -67,7 +67,10 @@ def test_pools_start_cleared() -> None:
 
 def test_s4_3_a_stage_may_own_no_attention_or_no_recurrent_layer() -> None:
     specs = hybrid_specs(4, 4)
-    stages = [StagePools(PoolGeometry(PAGE_SIZE, NUM_PAGES, NUM_SLOTS, LayerRange(r, r + 1), specs)) for r in range(4)]
+    stages = [
+        StagePools(PoolGeometry(PAGE_SIZE, NUM_PAGES, NUM_SLOTS, LayerRange(r, r + 1), specs))
+        for r in range(4)
+    ]
     assert [list(stage.kv) for stage in stages] == [[], [], [], [3]]
     assert [list(stage.state) for stage in stages] == [[0], [1], [2], []]
     assert [stage.num_bytes > 0 for stage in stages] == [True] * 4
@@ -87,18 +90,26 @@ def test_s4_1_stage_bytes_sum_to_the_whole(size: int) -> None:
 @pytest.mark.parametrize("layer_id", [-1, 0, 1, 5, 7])
 def test_s4_4_a_foreign_layer_is_named_with_the_stage_range(layer_id: int) -> None:
     pools = build(LayerRange(2, 5))
-    with pytest.raises(InternalError, match=f"layer {layer_id} is not on this stage, which has layers 2-5"):
+    with pytest.raises(
+        InternalError, match=f"layer {layer_id} is not on this stage, which has layers 2-5"
+    ):
         _ = pools.kv[layer_id]
-    with pytest.raises(InternalError, match=f"layer {layer_id} is not on this stage, which has layers 2-5"):
+    with pytest.raises(
+        InternalError, match=f"layer {layer_id} is not on this stage, which has layers 2-5"
+    ):
         pools.view(layer_id, CacheKind.KV, 0, 1)
     assert layer_id not in pools.kv
 
 
-@pytest.mark.parametrize(("layer_id", "kind"), [(2, CacheKind.KV), (3, CacheKind.STATE), (3, CacheKind.LATENT)])
+@pytest.mark.parametrize(
+    ("layer_id", "kind"), [(2, CacheKind.KV), (3, CacheKind.STATE), (3, CacheKind.LATENT)]
+)
 def test_s4_4_a_local_layer_without_that_cache_is_named(layer_id: int, kind: CacheKind) -> None:
     pools = build(LayerRange(2, 5))
     for access in (lambda: pools.of_kind(kind)[layer_id], lambda: pools.view(layer_id, kind, 0, 1)):
-        with pytest.raises(InternalError, match=rf"layer {layer_id} keeps no {kind} \(stage has layers 2-5\)"):
+        with pytest.raises(
+            InternalError, match=rf"layer {layer_id} keeps no {kind} \(stage has layers 2-5\)"
+        ):
             access()
 
 
@@ -147,10 +158,14 @@ def test_a_view_outlives_its_pools() -> None:
     pools.kv[3].fill_(1.5)
     view = pools.view(3, CacheKind.KV, 1, 1)
     del pools
-    assert np.frombuffer(view, dtype=np.uint16).tolist() == [0x3FC0] * (len(view) // 2)  # 1.5 in bfloat16
+    assert np.frombuffer(view, dtype=np.uint16).tolist() == [0x3FC0] * (
+        len(view) // 2
+    )  # 1.5 in bfloat16
 
 
-@pytest.mark.parametrize(("first", "count"), [(-1, 1), (0, NUM_PAGES + 1), (NUM_PAGES, 1), (2, -1), (NUM_PAGES - 1, 2)])
+@pytest.mark.parametrize(
+    ("first", "count"), [(-1, 1), (0, NUM_PAGES + 1), (NUM_PAGES, 1), (2, -1), (NUM_PAGES - 1, 2)]
+)
 def test_a_view_outside_the_pool_is_refused(first: int, count: int) -> None:
     with pytest.raises(InternalError, match=rf"kv records .* of layer 3 are outside 0-{NUM_PAGES}"):
         build(LayerRange(2, 5)).view(3, CacheKind.KV, first, count)
@@ -174,13 +189,21 @@ def test_poison_fills_all_but_the_null_records() -> None:
 def test_poison_of_given_records_leaves_the_others() -> None:
     pools = build(LayerRange(0, 8))
     pools.poison(page_ids=[0, 2, 5], slot_ids=[3])
-    assert [bool(page.isnan().all()) for page in pools.kv[7]] == [i in (2, 5) for i in range(NUM_PAGES)]
+    assert [bool(page.isnan().all()) for page in pools.kv[7]] == [
+        i in (2, 5) for i in range(NUM_PAGES)
+    ]
     assert not pools.kv[7][[0, 1, 3, 4, 6]].any()
-    assert [bool(slot.isnan().all()) for slot in pools.state[0]] == [i == 3 for i in range(NUM_SLOTS)]
+    assert [bool(slot.isnan().all()) for slot in pools.state[0]] == [
+        i == 3 for i in range(NUM_SLOTS)
+    ]
 
 
-def one_spec(spec: CacheSpec, *more: CacheSpec, num_pages: int = 2, num_slots: int = 0) -> StagePools:
-    return StagePools(PoolGeometry(PAGE_SIZE, num_pages, num_slots, LayerRange(0, 1), (spec, *more)))
+def one_spec(
+    spec: CacheSpec, *more: CacheSpec, num_pages: int = 2, num_slots: int = 0
+) -> StagePools:
+    return StagePools(
+        PoolGeometry(PAGE_SIZE, num_pages, num_slots, LayerRange(0, 1), (spec, *more))
+    )
 
 
 def test_specs_that_cannot_be_allocated_are_refused() -> None:

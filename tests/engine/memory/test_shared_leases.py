@@ -1,4 +1,5 @@
-"""Pages that a cache keeps and requests share, against a model of who holds what, by random histories and by hand."""
+"""Pages that a cache keeps and requests share, against a model of who holds what, by random
+histories and by hand."""
 
 import itertools
 from collections.abc import Collection
@@ -16,7 +17,8 @@ NUM_PAGES = 12
 
 
 class SharingMachine(RuleBasedStateMachine):
-    """`cache` is the model's cache, the oldest page first; `held` what each lease reads and writes."""
+    """`cache` is the model's cache, the oldest page first; `held` what each lease reads and
+    writes."""
 
     leases = Bundle("leases")
 
@@ -31,7 +33,9 @@ class SharingMachine(RuleBasedStateMachine):
 
     def evict(self, count: int) -> Collection[int]:
         """Whatever the ledger says of who holds what, the model decides."""
-        victims = [page for page in self.cache if page not in self.leased and page not in self.asked][:count]
+        victims = [
+            page for page in self.cache if page not in self.leased and page not in self.asked
+        ][:count]
         assert len(victims) == count, "more was asked for than nobody holds"
         for page in victims:
             del self.cache[page]
@@ -54,8 +58,8 @@ class SharingMachine(RuleBasedStateMachine):
             return None
         before = set(self.cache)
         lease = self.pages.alloc(count, owner=f"request {next(self.names)}", shared=shared)
-        own = lease.page_ids[len(shared):]
-        assert lease.page_ids[:len(shared)] == shared
+        own = lease.page_ids[len(shared) :]
+        assert lease.page_ids[: len(shared)] == shared
         assert len(set(own)) == count
         assert not set(own) & self.leased, "a page has two writers"
         assert not set(own) & set(self.cache), "a page that others read is written"
@@ -85,8 +89,8 @@ class SharingMachine(RuleBasedStateMachine):
             return
         leased, before = self.leased, set(self.cache)
         lease.unshare()
-        new = lease.page_ids[:len(shared)]
-        assert lease.page_ids[len(shared):] == own
+        new = lease.page_ids[: len(shared)]
+        assert lease.page_ids[len(shared) :] == own
         assert not set(new) & (leased | set(self.cache)), "a page that others hold"
         assert before - set(self.cache) <= set(new), "more was evicted than there was need for"
         self.held[lease] = ([], lease.page_ids)
@@ -110,8 +114,13 @@ class SharingMachine(RuleBasedStateMachine):
     def books_balance(self) -> None:
         books = read_books(self.pages.ledger)
         assert not books.faults, str(books)
-        assert books.num_free + books.num_cached + books.num_leased == books.num_total == NUM_PAGES - 1
-        assert (books.num_cached, books.num_leased) == (len(set(self.cache) - self.leased), len(self.leased))
+        assert (
+            books.num_free + books.num_cached + books.num_leased == books.num_total == NUM_PAGES - 1
+        )
+        assert (books.num_cached, books.num_leased) == (
+            len(set(self.cache) - self.leased),
+            len(self.leased),
+        )
         assert self.pages.ledger.num_cached == books.num_cached
         assert self.pages.num_available == len(self.available)
 
@@ -136,7 +145,10 @@ def test_what_is_kept_outlives_its_request_and_counts_as_available() -> None:
     pages = PageAllocator(6)
     kept(pages, 3)
     assert (pages.num_free, pages.num_available) == (2, 5)
-    assert check_integrity([pages.ledger], live_owners=()) == "pages: 2 free + 3 cached + 0 leased, of 5"
+    assert (
+        check_integrity([pages.ledger], live_owners=())
+        == "pages: 2 free + 3 cached + 0 leased, of 5"
+    )
 
 
 def test_cached_pages_are_given_up_for_a_lease_and_no_more_of_them_than_it_needs() -> None:
@@ -160,7 +172,9 @@ def test_a_lease_that_cannot_be_granted_evicts_nothing_and_lets_its_shared_pages
 def test_shared_pages_are_not_evicted_for_the_lease_that_shares_them() -> None:
     pages = PageAllocator(6)
     cached = kept(pages, 3)
-    pages.ledger.serve(lambda count: [page for page in cached if not pages.ledger.is_leased(page)][:count])
+    pages.ledger.serve(
+        lambda count: [page for page in cached if not pages.ledger.is_leased(page)][:count]
+    )
     lease = pages.alloc(3, owner="b", shared=cached[:2])
     assert lease.page_ids == [1, 2, 3, 4, 5]
 

@@ -1,4 +1,5 @@
-"""A stage whose next step is prepared while one computes: the order of events, the plan's mark (S1), what fails."""
+"""A stage whose next step is prepared while one computes: the order of events, the plan's mark
+(S1), what fails."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -30,8 +31,10 @@ WAIT_S = 30.0
 
 def step(*rows: tuple[int, int], draws: bool = True) -> ForwardBatch:
     """Of (key, token)."""
-    return build_batch(ForwardMode.DECODE, [
-        Row(key, [token], 5, [1 + key], 0, DRAWS if draws else None) for key, token in rows])
+    return build_batch(
+        ForwardMode.DECODE,
+        [Row(key, [token], 5, [1 + key], 0, DRAWS if draws else None) for key, token in rows],
+    )
 
 
 def ids(batch: ForwardBatch) -> list[int]:
@@ -41,8 +44,8 @@ def ids(batch: ForwardBatch) -> list[int]:
 
 @dataclass
 class Script:
-    """A stage that draws 100 and on, one token per row that draws, and notes what it ran on. `before`: what happens in
-    the steps of these numbers."""
+    """A stage that draws 100 and on, one token per row that draws, and notes what it ran on.
+    `before`: what happens in the steps of these numbers."""
 
     depth: int = 1
     runs_apart: bool = False
@@ -55,8 +58,14 @@ class Script:
         assert batch is not None
         number = len(self.seen)
         self.seen.append(ids(batch))
-        self.result = StepResult(number, [DrawnToken(100 * (number + 1) + row)
-                                          for row, sampling in enumerate(batch.sampling) if sampling is not None])
+        self.result = StepResult(
+            number,
+            [
+                DrawnToken(100 * (number + 1) + row)
+                for row, sampling in enumerate(batch.sampling)
+                if sampling is not None
+            ],
+        )
         try:
             self.before.get(number, lambda: None)()
         except StepFailed as error:
@@ -101,7 +110,9 @@ def result(stage: AheadStage) -> StepResult:
     return results[0]
 
 
-def test_the_next_step_is_planned_before_the_one_that_computes_ends(stages: list[AheadStage]) -> None:
+def test_the_next_step_is_planned_before_the_one_that_computes_ends(
+    stages: list[AheadStage],
+) -> None:
     """The first forward ends only once the second step was planned."""
     planned, events = threading.Event(), list[str]()
 
@@ -138,7 +149,11 @@ def test_the_loop_prepares_a_step_while_one_computes(stages: list[AheadStage]) -
 def test_rows_get_the_token_that_their_request_has_drawn(stages: list[AheadStage]) -> None:
     script = Script()
     stage = ahead(stages, script)
-    for batch in (step((1, 7), (2, 8), (3, 9)), step((3, NOT_DRAWN), (5, 6), (1, NOT_DRAWN)), step((1, NOT_DRAWN))):
+    for batch in (
+        step((1, 7), (2, 8), (3, 9)),
+        step((3, NOT_DRAWN), (5, 6), (1, NOT_DRAWN)),
+        step((1, NOT_DRAWN)),
+    ):
         stage.launch((batch,))
     for _ in range(3):
         result(stage)
@@ -154,8 +169,11 @@ def test_a_row_that_draws_nothing_gives_no_token() -> None:
     assert ids(follows) == [9, 42]
 
 
-def test_a_failed_step_leaves_its_followers_a_token_of_the_vocabulary(stages: list[AheadStage]) -> None:
+def test_a_failed_step_leaves_its_followers_a_token_of_the_vocabulary(
+    stages: list[AheadStage],
+) -> None:
     """Their requests have failed with it; those that joined must not."""
+
     def fail() -> None:
         raise StepFailed("no")
 
@@ -178,7 +196,9 @@ def test_what_breaks_the_stage_breaks_the_pipeline(stages: list[AheadStage]) -> 
         stage.collect(WAIT_S)
 
 
-def test_a_wait_ends_early_where_it_is_woken_and_in_time_where_not(stages: list[AheadStage]) -> None:
+def test_a_wait_ends_early_where_it_is_woken_and_in_time_where_not(
+    stages: list[AheadStage],
+) -> None:
     stage = ahead(stages, Script())
     assert stage.collect(0.001) is None
     stage.wake()
@@ -213,13 +233,17 @@ class Attending:
 
     layer_range = None
 
-    def forward(self, batch: ForwardBatch, hidden: object, context: SimpleNamespace, *others: object) -> None:
+    def forward(
+        self, batch: ForwardBatch, hidden: object, context: SimpleNamespace, *others: object
+    ) -> None:
         x = torch.ones(batch.num_tokens, 1, 8)
         context.attention.run(0, x.expand(-1, 2, -1).contiguous(), x, x, batch)
 
 
 @pytest.mark.parametrize("change", ["other rows'", "another backend's"])
-def test_s1_7_a_plan_made_ahead_for_another_batch_is_refused(change: str, stages: list[AheadStage]) -> None:
+def test_s1_7_a_plan_made_ahead_for_another_batch_is_refused(
+    change: str, stages: list[AheadStage]
+) -> None:
     """As everywhere: it is not made again in silence, and the step fails with the reason."""
     (runs, _, _), (other, _, _) = executor(), executor()
     runs.model = Attending()  # type: ignore[assignment]
@@ -241,7 +265,9 @@ def test_s1_7_a_plan_made_ahead_for_another_batch_is_refused(change: str, stages
     assert "planned" in str(error)
 
 
-def test_a_batch_that_cannot_be_planned_fails_where_it_runs_and_the_next_goes_on(stages: list[AheadStage]) -> None:
+def test_a_batch_that_cannot_be_planned_fails_where_it_runs_and_the_next_goes_on(
+    stages: list[AheadStage],
+) -> None:
     runs, _, _ = executor()
     stage = AheadStage(SingleStage(runs, GuidedSampler(None)), runs)
     stages.append(stage)
@@ -261,11 +287,24 @@ def test_a_device_plans_behind_the_batch_that_runs() -> None:
     assert attention.num_plans == 0
 
 
-@pytest.mark.parametrize(("role", "settings"), [
-    (PrefillRole(), {}), (DecodeRole(), {"world_size": 2}), (DecodeRole(), {"world_size": 2, "tp": 2}),
-    (DecodeRole(), {"draft": "."})], ids=["prefill", "stages", "ranks", "draft"])
-def test_pools_that_prepare_no_step_ahead_refuse_the_flag(role: PoolRole, settings: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match="a decode pool of one process, without a draft") as refused:
-        check_overlap(WorkerConfig.model_validate({"model": ".", "overlap_steps": True, **settings}), role)
+@pytest.mark.parametrize(
+    ("role", "settings"),
+    [
+        (PrefillRole(), {}),
+        (DecodeRole(), {"world_size": 2}),
+        (DecodeRole(), {"world_size": 2, "tp": 2}),
+        (DecodeRole(), {"draft": "."}),
+    ],
+    ids=["prefill", "stages", "ranks", "draft"],
+)
+def test_pools_that_prepare_no_step_ahead_refuse_the_flag(
+    role: PoolRole, settings: dict[str, object]
+) -> None:
+    with pytest.raises(
+        ConfigError, match="a decode pool of one process, without a draft"
+    ) as refused:
+        check_overlap(
+            WorkerConfig.model_validate({"model": ".", "overlap_steps": True, **settings}), role
+        )
     assert refused.value.field == "overlap_steps"
     check_overlap(WorkerConfig.model_validate({"model": ".", "overlap_steps": True}), DecodeRole())

@@ -1,4 +1,5 @@
-"""What data ranks run in one step (case ids: S3-1 to S3-7), and how rows go between the ranks that divide a layer."""
+"""What data ranks run in one step (case ids: S3-1 to S3-7), and how rows go between the ranks that
+divide a layer."""
 
 import re
 from collections.abc import Sequence
@@ -31,24 +32,47 @@ REQUEST = Request("r", (1, 2, 3), 5)
 def batch(mode: ForwardMode, *lengths: int) -> ForwardBatch:
     """A row of each length, of which all but those of PREBUILT draw."""
     sampling = None if mode is ForwardMode.PREBUILT else sampling_row(REQUEST, ())
-    return build_batch(mode, [Row(key, [7] * length, 0, [key + 1], 0, sampling) for key, length in enumerate(lengths)])
+    return build_batch(
+        mode,
+        [Row(key, [7] * length, 0, [key + 1], 0, sampling) for key, length in enumerate(lengths)],
+    )
 
 
 def own(kind: str) -> ForwardBatch | None:
-    return {"none": None, "decode": batch(ForwardMode.DECODE, 1, 1), "extend": batch(ForwardMode.PREFILL, 5, 2),
-            "verify": batch(ForwardMode.VERIFY, 3, 4), "idle": idle_batch(),
-            "prebuilt": batch(ForwardMode.PREBUILT, 0)}[kind]
+    return {
+        "none": None,
+        "decode": batch(ForwardMode.DECODE, 1, 1),
+        "extend": batch(ForwardMode.PREFILL, 5, 2),
+        "verify": batch(ForwardMode.VERIFY, 3, 4),
+        "idle": idle_batch(),
+        "prebuilt": batch(ForwardMode.PREBUILT, 0),
+    }[kind]
 
 
 def shown(step: Step) -> list[str]:
     """Each rank's mode, with a + where a PREBUILT one has an inner idle batch."""
-    return ["-" if each is None else each.mode + "+" * (each.inner_idle is not None) for each in step]
+    return [
+        "-" if each is None else each.mode + "+" * (each.inner_idle is not None) for each in step
+    ]
 
 
-ALONE = {"none": "-", "decode": "decode", "extend": "prefill", "verify": "verify", "idle": "idle",
-         "prebuilt": "prebuilt"}
+ALONE = {
+    "none": "-",
+    "decode": "decode",
+    "extend": "prefill",
+    "verify": "verify",
+    "idle": "idle",
+    "prebuilt": "prebuilt",
+}
 BESIDE_TOKENS = {**ALONE, "none": "idle", "prebuilt": "prebuilt+"}
-SHARES = {"none": (0, 0), "decode": (2, 2), "extend": (7, 2), "verify": (7, 7), "idle": (0, 0), "prebuilt": (0, 0)}
+SHARES = {
+    "none": (0, 0),
+    "decode": (2, 2),
+    "extend": (7, 2),
+    "verify": (7, 7),
+    "idle": (0, 0),
+    "prebuilt": (0, 0),
+}
 
 
 @pytest.mark.parametrize("kind", ALONE)
@@ -76,14 +100,19 @@ def test_s3_1_beside_a_rank_with_tokens(kind: str, peer: str) -> None:
     step = plan_step([given, own(peer), None])
     assert shown(step) == [BESIDE_TOKENS[kind], ALONE[peer], "idle"]
     assert given is None or step[0] is given, "its own object, with the shares written into it"
-    assert all(each is not None and each.shares == (SHARES[kind], SHARES[peer], (0, 0)) for each in step)
+    assert all(
+        each is not None and each.shares == (SHARES[kind], SHARES[peer], (0, 0)) for each in step
+    )
     assert step[0] is not None
     assert step[0].inner_idle is None or step[0].inner_idle.shares == step[0].shares
 
 
-@pytest.mark.parametrize(("counts", "padded"), [([5, 7], [8, 8]), ([7, 4], [8, 4]), ([0, 5], [0, 8])], ids=str)
-def test_s3_2_rows_are_padded_to_a_multiple_of_the_attention_ranks_and_trimmed(counts: list[int],
-                                                                               padded: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("counts", "padded"), [([5, 7], [8, 8]), ([7, 4], [8, 4]), ([0, 5], [0, 8])], ids=str
+)
+def test_s3_2_rows_are_padded_to_a_multiple_of_the_attention_ranks_and_trimmed(
+    counts: list[int], padded: list[int]
+) -> None:
     assert [rows_per_rank(count, 4) * 4 for count in counts] == padded
     every = torch.arange(sum(counts) * 3, dtype=torch.float32).view(-1, 3)
     of_data_ranks = torch.split(every, counts)
@@ -95,18 +124,24 @@ def test_s3_2_rows_are_padded_to_a_multiple_of_the_attention_ranks_and_trimmed(c
         return torch.equal(gathered, every), noting.num_bytes
 
     found = together(ranks_of(8, 2), [step] * 8)
-    assert found == [(True, 7 * rows // 4 * 12) for rows in padded for _ in range(4)], "its share to seven others"
+    assert found == [(True, 7 * rows // 4 * 12) for rows in padded for _ in range(4)], (
+        "its share to seven others"
+    )
 
 
 def prompts() -> list[Request]:
-    return [Request(f"r{length}", tuple(range(3, 3 + length)), 6, SamplingParams(temperature=0.0))
-            for length in (5, 7, 12)]
+    return [
+        Request(f"r{length}", tuple(range(3, 3 + length)), 6, SamplingParams(temperature=0.0))
+        for length in (5, 7, 12)
+    ]
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(4, 1), (4, 2)])
-def test_s3_2_a_running_pool_pads_rows_where_data_ranks_gather_them(monkeypatch: pytest.MonkeyPatch, tp: int,
-                                                                    dp: int) -> None:
-    """All ranks of one data rank have all rows behind attention: there nothing is gathered, and so nothing padded."""
+def test_s3_2_a_running_pool_pads_rows_where_data_ranks_gather_them(
+    monkeypatch: pytest.MonkeyPatch, tp: int, dp: int
+) -> None:
+    """All ranks of one data rank have all rows behind attention: there nothing is gathered, and so
+    nothing padded."""
     steps, gathered = list[Step](), list[tuple[int, ...]]()
     gather_rows = StageRanks.gather_rows
 
@@ -124,9 +159,14 @@ def test_s3_2_a_running_pool_pads_rows_where_data_ranks_gather_them(monkeypatch:
     monkeypatch.setattr(loop_module, "plan_step", planned)
     with local_pool(tiny(QWEN3), tp=tp, dp=dp) as pool:
         assert [answer.tokens for answer in pool.generate(prompts())] == expected
-    batches = [(place, batch) for step in steps for place, batch in enumerate(step) if batch is not None]
+    batches = [
+        (place, batch) for step in steps for place, batch in enumerate(step) if batch is not None
+    ]
     assert batches
-    assert all(len(batch.shares) == dp and batch.shares[place].tokens == batch.num_tokens for place, batch in batches)
+    assert all(
+        len(batch.shares) == dp and batch.shares[place].tokens == batch.num_tokens
+        for place, batch in batches
+    )
     odd = [counts for counts in gathered if any(count % (tp // dp) for count in counts)]
     assert bool(odd) == bool(gathered) == (dp > 1)
 
@@ -185,7 +225,8 @@ def test_s3_5_a_prebuilt_batch_takes_part_in_each_busy_step_once() -> None:
     assert step[0] is not None
     executor.run(step[0])
     assert [(each.mode, each.num_tokens, each.shares) for each in model.seen] == [
-        (ForwardMode.IDLE, 0, (DataShare(0, 0), DataShare(2, 2)))]
+        (ForwardMode.IDLE, 0, (DataShare(0, 0), DataShare(2, 2)))
+    ]
     assert executor.num_forwards == {"graph": 0, "eager": 0, "halves": 0, "idle": 1}
     for quiet in (plan_step([prebuilt, None]), plan_step([prebuilt])):
         assert quiet[0] is not None
@@ -205,8 +246,10 @@ def test_s3_6_rows_of_a_step_that_was_not_planned_are_refused() -> None:
     ranks = ranks_of(4, 2)[0]
     with ranks.step(1):
         for counts in ([], [2], [3, 1]):
-            with pytest.raises(InternalError, match=re.escape(f"2 rows of data rank 0 of 2, in a step planned for "
-                                                              f"{counts}")):
+            with pytest.raises(
+                InternalError,
+                match=re.escape(f"2 rows of data rank 0 of 2, in a step planned for {counts}"),
+            ):
                 ranks.gather_rows(torch.zeros(2, 3), counts)
 
 
@@ -217,8 +260,11 @@ def test_s3_6_whatever_changes_a_batch_loses_the_shares() -> None:
 
 
 def test_s3_7_graphs_are_refused_where_ranks_share_a_stage() -> None:
-    """So no rank replays a graph while another runs kernel by kernel, and there is nothing to vote on."""
-    config = WorkerConfig.model_validate({"model": ".", "world_size": 2, "tp": 2, "dp_attention": 2, "device": "cuda"})
+    """So no rank replays a graph while another runs kernel by kernel, and there is nothing to vote
+    on."""
+    config = WorkerConfig.model_validate(
+        {"model": ".", "world_size": 2, "tp": 2, "dp_attention": 2, "device": "cuda"}
+    )
     with pytest.raises(ConfigError, match="--tp 2 is for device cpu"):
         check_ranks(config)
 
@@ -242,15 +288,25 @@ def test_rows_go_to_all_ranks_and_come_back(counts: list[int]) -> None:
         with ranks.step(1):
             if len(mine):  # only these have attention to divide
                 assert ranks.attention.gather(torch.full((1,), float(ranks.own.rank))).tolist() == [
-                    2 * ranks.own.data_rank, 2 * ranks.own.data_rank + 1]
+                    2 * ranks.own.data_rank,
+                    2 * ranks.own.data_rank + 1,
+                ]
             gathered = ranks.gather_rows(mine, counts)
             columns = (gathered + ranks.own.rank)[:, :1].repeat(1, 1 + ranks.own.rank)
             collected = ranks.collect(columns, counts, [1, 2, 3, 4])
             own_part = ranks.own_rows(gathered, counts)
-            return (torch.equal(gathered, every), torch.equal(own_part, mine),
-                    None if collected is None else
-                    torch.equal(collected, torch.cat([(mine + rank)[:, :1].repeat(1, 1 + rank)
-                                                      for rank in range(4)], dim=1)))
+            return (
+                torch.equal(gathered, every),
+                torch.equal(own_part, mine),
+                None
+                if collected is None
+                else torch.equal(
+                    collected,
+                    torch.cat(
+                        [(mine + rank)[:, :1].repeat(1, 1 + rank) for rank in range(4)], dim=1
+                    ),
+                ),
+            )
 
     draws = [True, None, True, None]
     assert together(ranks_of(4, 2), [step] * 4) == [(True, True, each) for each in draws]
@@ -259,7 +315,12 @@ def test_rows_go_to_all_ranks_and_come_back(counts: list[int]) -> None:
 def test_a_process_knows_its_data_rank() -> None:
     places = [Placement.of(rank, 8, 4, 2) for rank in range(8)]
     assert [place.tensor.data_rank for place in places] == [0, 0, 1, 1] * 2
-    assert [place.tensor.attention for place in places[:4]] == [TensorRank(0, 2), TensorRank(1, 2)] * 2
+    assert [place.tensor.attention for place in places[:4]] == [
+        TensorRank(0, 2),
+        TensorRank(1, 2),
+    ] * 2
     assert [rank for rank, place in enumerate(places) if place.draws] == [4, 6]
-    with pytest.raises(ConfigError, match=r"4 ranks \(--tp\) are no 3 equal groups \(--dp-attention\)"):
+    with pytest.raises(
+        ConfigError, match=r"4 ranks \(--tp\) are no 3 equal groups \(--dp-attention\)"
+    ):
         Placement.of(0, 4, 4, 3)

@@ -1,4 +1,5 @@
-"""A batch that cannot run ends its own requests, whatever it was that a stage met, and the next ones are served."""
+"""A batch that cannot run ends its own requests, whatever it was that a stage met, and the next
+ones are served."""
 
 from collections.abc import Sequence
 
@@ -19,7 +20,9 @@ def request(*prompt: int) -> Request:
 
 
 @pytest.mark.parametrize(("size", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_a_token_that_the_first_stage_cannot_embed_ends_its_request_alone(size: int, tp: int) -> None:
+def test_a_token_that_the_first_stage_cannot_embed_ends_its_request_alone(
+    size: int, tp: int
+) -> None:
     with pools.local_pool(tiny(QWEN3), size, tp=tp) as pool:
         (answer,) = pool.generate([request(1, 2, tiny(QWEN3).facts.vocab_size)])
         assert answer.failed is not None
@@ -30,8 +33,9 @@ def test_a_token_that_the_first_stage_cannot_embed_ends_its_request_alone(size: 
 
 
 @pytest.mark.parametrize(("size", "tp"), [(1, 1), (2, 1), (1, 2), (2, 2)])
-def test_what_the_last_stage_cannot_finish_ends_its_request_alone(size: int, tp: int,
-                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_last_stage_cannot_finish_ends_its_request_alone(
+    size: int, tp: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     errors = [KeyError("a bug")]
 
     class Sampler(GuidedSampler):

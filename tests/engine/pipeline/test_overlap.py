@@ -24,8 +24,12 @@ from testing.inprocess_channel import InProcessChannel
 from tests.support.models.tiny_models import GLM_DSA, HYBRID_MOE, QWEN3, tiny
 from tests.support.pool.local_pool import local_pool
 
-MODELS = {"dense": (QWEN3, "bfloat16"), "hybrid": (HYBRID_MOE, "float32"), "shared selections": (GLM_DSA, "float32"),
-          "wide selections": ({**GLM_DSA, "index_topk": 100}, "float32")}
+MODELS = {
+    "dense": (QWEN3, "bfloat16"),
+    "hybrid": (HYBRID_MOE, "float32"),
+    "shared selections": (GLM_DSA, "float32"),
+    "wide selections": ({**GLM_DSA, "index_topk": 100}, "float32"),
+}
 
 
 class Counted(Overlap):
@@ -40,18 +44,30 @@ class Counted(Overlap):
 
 def answers(model: str, num_stages: int, overlaps: Sequence[Overlap]) -> list[list[DrawnToken]]:
     rng = random.Random(5)
-    requests = [Request(f"r{length}", tuple(rng.randrange(3, 250) for _ in range(length)), 6,
-                        SamplingParams(temperature=0.7 * (length % 2), seed=length), num_top_logprobs=2)
-                for length in (5, 70, 33, 64, 90)]
-    with local_pool(tiny(*MODELS[model]), num_stages, tp=2 if overlaps else 1, overlaps=overlaps) as pool:
+    requests = [
+        Request(
+            f"r{length}",
+            tuple(rng.randrange(3, 250) for _ in range(length)),
+            6,
+            SamplingParams(temperature=0.7 * (length % 2), seed=length),
+            num_top_logprobs=2,
+        )
+        for length in (5, 70, 33, 64, 90)
+    ]
+    with local_pool(
+        tiny(*MODELS[model]), num_stages, tp=2 if overlaps else 1, overlaps=overlaps
+    ) as pool:
         return [answer.tokens for answer in pool.generate(requests)]
 
 
-@pytest.mark.parametrize(("model", "num_stages"), [("dense", 1), ("hybrid", 1), ("shared selections", 2),
-                                                   ("wide selections", 2)])
+@pytest.mark.parametrize(
+    ("model", "num_stages"),
+    [("dense", 1), ("hybrid", 1), ("shared selections", 2), ("wide selections", 2)],
+)
 def test_s2_8_halves_give_the_bits_of_the_whole(model: str, num_stages: int) -> None:
-    """Each carries the keys that its tokens have selected, also to the next stage: so nothing has to be refused. Of up
-    to 100 keys a half of short rows selects 64, and one with a longer row more."""
+    """Each carries the keys that its tokens have selected, also to the next stage: so nothing has
+    to be refused. Of up to 100 keys a half of short rows selects 64, and one with a longer row
+    more."""
     overlaps = [Counted(2) for _ in range(2 * num_stages)]
     assert answers(model, num_stages, overlaps) == answers(model, 1, [])
     assert all(overlap.num_batches > 5 for overlap in overlaps)
@@ -59,18 +75,34 @@ def test_s2_8_halves_give_the_bits_of_the_whole(model: str, num_stages: int) -> 
 
 def batch(*lengths: int, mode: ForwardMode = ForwardMode.PREFILL) -> ForwardBatch:
     sampling = sampling_row(Request("r", (1, 2, 3), 5), ())
-    return build_batch(mode, [Row(key, [7] * length, 0, [key + 1], 0, sampling) for key, length in enumerate(lengths)])
+    return build_batch(
+        mode,
+        [Row(key, [7] * length, 0, [key + 1], 0, sampling) for key, length in enumerate(lengths)],
+    )
 
 
-@pytest.mark.parametrize(("lengths", "middle"), [((8, 8), 1), ((1, 1, 14), 2), ((12, 1, 1, 2), 1), ((5, 6, 5), 1),
-                                                 ((16,), None), ((7, 8), None)])
-def test_rows_are_divided_by_tokens_from_a_threshold_on(lengths: tuple[int, ...], middle: int | None) -> None:
+@pytest.mark.parametrize(
+    ("lengths", "middle"),
+    [
+        ((8, 8), 1),
+        ((1, 1, 14), 2),
+        ((12, 1, 1, 2), 1),
+        ((5, 6, 5), 1),
+        ((16,), None),
+        ((7, 8), None),
+    ],
+)
+def test_rows_are_divided_by_tokens_from_a_threshold_on(
+    lengths: tuple[int, ...], middle: int | None
+) -> None:
     assert Overlap(16).middle(batch(*lengths)) == middle
 
 
 @pytest.mark.parametrize("ranks", [{}, {"world_size": 4, "tp": 4, "dp_attention": 2}])
 def test_stages_without_ranks_that_share_requests_are_refused(ranks: dict[str, int]) -> None:
-    with pytest.raises(ConfigError, match="--overlap-tokens 64 is for stages of several ranks") as refused:
+    with pytest.raises(
+        ConfigError, match="--overlap-tokens 64 is for stages of several ranks"
+    ) as refused:
         check_ranks(WorkerConfig.model_validate({"model": ".", "overlap_tokens": 64, **ranks}))
     assert refused.value.field == "overlap_tokens"
 
@@ -86,7 +118,9 @@ def test_s1_6_halves_are_planned_by_themselves() -> None:
 
 
 @pytest.mark.parametrize("piece_bytes", [1 << 20, 8])
-def test_an_exchange_may_begin_while_another_is_under_way(monkeypatch: pytest.MonkeyPatch, piece_bytes: int) -> None:
+def test_an_exchange_may_begin_while_another_is_under_way(
+    monkeypatch: pytest.MonkeyPatch, piece_bytes: int
+) -> None:
     """Parts of several pieces, too, of which those of both exchanges come mixed."""
     monkeypatch.setattr(ranks_module._FrameParts, "max_bytes", piece_bytes)
     order: list[tuple[int, str, int]] = []
@@ -104,7 +138,9 @@ def test_an_exchange_may_begin_while_another_is_under_way(monkeypatch: pytest.Mo
         ranks = StageRanks(TensorRank(place, 2), while_under_way=overlaps[place].pass_turn)
         ranks.use(channels[place])
         with ranks.step(1):
-            results[place] = overlaps[place].run(partial(half, ranks, "first", 1), partial(half, ranks, "second", 4))
+            results[place] = overlaps[place].run(
+                partial(half, ranks, "first", 1), partial(half, ranks, "second", 4)
+            )
 
     threads = [threading.Thread(target=rank, args=(place,)) for place in range(2)]
     for thread in threads:
@@ -116,7 +152,8 @@ def test_an_exchange_may_begin_while_another_is_under_way(monkeypatch: pytest.Mo
         assert hidden is not None
         assert hidden[:, 0].tolist() == [20, 21] + [20] * 4 + [21] * 4
         assert [(name, number) for own, name, number in order if own == place] == [
-            (name, number) for number in range(3) for name in ("first", "second")]
+            (name, number) for number in range(3) for name in ("first", "second")
+        ]
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -134,5 +171,10 @@ def test_what_one_half_raises_ends_both(which: int) -> None:
     with pytest.raises(ValueError, match=f"half {which}"):
         overlap.run(partial(half, 0), partial(half, 1))
     assert went_on == []
-    assert overlap.run(lambda: StageOutput(hidden=torch.zeros(1, 1)),
-                       lambda: StageOutput(hidden=torch.ones(1, 1))).hidden is not None, "the next batch runs"
+    assert (
+        overlap.run(
+            lambda: StageOutput(hidden=torch.zeros(1, 1)),
+            lambda: StageOutput(hidden=torch.ones(1, 1)),
+        ).hidden
+        is not None
+    ), "the next batch runs"

@@ -33,14 +33,21 @@ def ranks_of(request: pytest.FixtureRequest) -> Iterator[GroupMaker]:
 
     def make(size: int, *, step_limit_s: float = 0.0) -> list[StageRanks]:
         frames = InProcessChannel.pool(2 * size)[size:]
-        found = [StageRanks(TensorRank(rank, size), stage=1, step_limit_s=step_limit_s) for rank in range(size)]
+        found = [
+            StageRanks(TensorRank(rank, size), stage=1, step_limit_s=step_limit_s)
+            for rank in range(size)
+        ]
         if request.param == "memory":
-            memories.extend(PartMemory(this_host(), rank=size + rank, size=size, check=frames[rank].check)
-                            for rank in range(size))
+            memories.extend(
+                PartMemory(this_host(), rank=size + rank, size=size, check=frames[rank].check)
+                for rank in range(size)
+            )
         for memory in memories:
             memory.connect([each.address for each in memories], forming_of(1, 2 * size))
         for rank, ranks in enumerate(found):
-            ranks.use(TensorChannel(frames[rank], max_bytes=1 << 26), memories[rank] if memories else None)
+            ranks.use(
+                TensorChannel(frames[rank], max_bytes=1 << 26), memories[rank] if memories else None
+            )
         return found
 
     yield make
@@ -50,6 +57,7 @@ def ranks_of(request: pytest.FixtureRequest) -> Iterator[GroupMaker]:
 
 def together(group: list[StageRanks], steps: list[Step]) -> list[object]:
     """What each step returned or raised, run beside each other."""
+
     def outcome(ranks: StageRanks, step: Step) -> object:
         try:
             return step(ranks)
@@ -64,11 +72,18 @@ def test_parts_come_by_rank_and_only_the_first_collects(ranks_of: GroupMaker) ->
     def step(ranks: StageRanks) -> object:
         with ranks.step(1):
             everywhere = ranks.gather(torch.full((2, 1), own := ranks.own.rank))
-            first = ranks.collect(torch.full((1, own + 1), own, dtype=torch.int32), [1], [1, 2, 3, 4])
+            first = ranks.collect(
+                torch.full((1, own + 1), own, dtype=torch.int32), [1], [1, 2, 3, 4]
+            )
             uneven = ranks.gather(torch.full((own,), own), [0, 1, 2, 3])
-            swapped = ranks.swap([torch.full((own * to % 3,), 10 * own + to) for to in range(4)],
-                                 [rank * own % 3 for rank in range(4)])
-            return [None if part is None else part.flatten().tolist() for part in (everywhere, first, uneven, swapped)]
+            swapped = ranks.swap(
+                [torch.full((own * to % 3,), 10 * own + to) for to in range(4)],
+                [rank * own % 3 for rank in range(4)],
+            )
+            return [
+                None if part is None else part.flatten().tolist()
+                for part in (everywhere, first, uneven, swapped)
+            ]
 
     results = together(ranks_of(4), [step] * 4)
     for rank, result in enumerate(results):
@@ -97,8 +112,9 @@ def test_shares_come_each_by_itself_and_the_own_one_is_not_copied(ranks_of: Grou
         return parts[own] is shares[own], [part.flatten().tolist() for part in parts]
 
     rows = [[0, 1], [], [2], [3, 4, 5]]
-    assert together(ranks_of(4), [step] * 4) == [(True, [[10 * other + row for row in share] for other in range(4)])
-                                                 for share in rows]
+    assert together(ranks_of(4), [step] * 4) == [
+        (True, [[10 * other + row for row in share] for other in range(4)]) for share in rows
+    ]
 
 
 def test_rows_are_completed_where_they_lie(ranks_of: GroupMaker) -> None:
@@ -114,7 +130,9 @@ def test_rows_are_completed_where_they_lie(ranks_of: GroupMaker) -> None:
     assert together(ranks_of(4), [step] * 4) == [[0, 0, 2, 3, 3, 3]] * 4
 
 
-def test_a_rank_that_cannot_run_a_batch_fails_it_on_all_and_the_next_one_runs(ranks_of: GroupMaker) -> None:
+def test_a_rank_that_cannot_run_a_batch_fails_it_on_all_and_the_next_one_runs(
+    ranks_of: GroupMaker,
+) -> None:
     group = ranks_of(4)
 
     def works(ranks: StageRanks) -> int:
@@ -127,8 +145,11 @@ def test_a_rank_that_cannot_run_a_batch_fails_it_on_all_and_the_next_one_runs(ra
             raise KeyError("a bug")
 
     results = together(group, [works, works, fails, works])
-    assert all(isinstance(result, InternalError) and "rank 2 of stage 1: 'a bug'" in str(result)
-               for place, result in enumerate(results) if place != 2)
+    assert all(
+        isinstance(result, InternalError) and "rank 2 of stage 1: 'a bug'" in str(result)
+        for place, result in enumerate(results)
+        if place != 2
+    )
     assert isinstance(results[2], KeyError)
 
     def next_one(ranks: StageRanks) -> float:
@@ -138,10 +159,13 @@ def test_a_rank_that_cannot_run_a_batch_fails_it_on_all_and_the_next_one_runs(ra
     assert together(group, [next_one] * 4) == [4, 4, 4, 4]
 
 
-def test_ranks_that_fail_all_at_once_fail_the_next_batches_as_well_as_the_first(ranks_of: GroupMaker) -> None:
+def test_ranks_that_fail_all_at_once_fail_the_next_batches_as_well_as_the_first(
+    ranks_of: GroupMaker,
+) -> None:
     """What nobody reads of a batch that failed does not stand in the way of the next ones."""
     group = ranks_of(4)
     for sequence in range(1, 8):
+
         def fails(ranks: StageRanks, sequence: int = sequence) -> None:
             with ranks.step(sequence):
                 raise KeyError("a bug")
@@ -169,7 +193,9 @@ def test_a_silent_rank_is_named_by_the_one_that_waits(ranks_of: GroupMaker) -> N
     together(group, [warm, warm])
     waiting, _ = together(group, [waits, lambda ranks: None])
     assert isinstance(waiting, PeerLostError)
-    assert "rank 0 of stage 1 has waited 0.15 s for rank 1 of stage 1: part 1 of batch 2" in str(waiting)
+    assert "rank 0 of stage 1 has waited 0.15 s for rank 1 of stage 1: part 1 of batch 2" in str(
+        waiting
+    )
 
 
 def test_a_wait_ends_when_the_pool_is_broken(ranks_of: GroupMaker) -> None:
@@ -195,7 +221,9 @@ def test_a_part_that_is_not_due_breaks_the_pool(ranks_of: GroupMaker) -> None:
             ranks.collect(torch.ones(1, 1), [1], [1, 1])
 
     group = ranks_of(2)
-    together(group[1:], [before])  # the part of batch 1 is left over, that of batch 3 is none of batch 2
+    together(
+        group[1:], [before]
+    )  # the part of batch 1 is left over, that of batch 3 is none of batch 2
     together(group[1:], [ahead])
     (result,) = together(group[:1], [once])
     assert isinstance(result, IntegrityError)
@@ -203,7 +231,9 @@ def test_a_part_that_is_not_due_breaks_the_pool(ranks_of: GroupMaker) -> None:
 
 
 def test_the_leader_sends_a_batch_with_its_tokens() -> None:
-    batch = build_batch(ForwardMode.PREFILL, [Row(5, [11, 12, 13], 0, [1], 0, None), Row(6, [14], 4, [2], 0, None)])
+    batch = build_batch(
+        ForwardMode.PREFILL, [Row(5, [11, 12, 13], 0, [1], 0, None), Row(6, [14], 4, [2], 0, None)]
+    )
     arrived = records.unpack_batch(records.pack_input(3, batch)).batch
     assert batch.token_ids is not None
     assert arrived.token_ids is not None

@@ -1,4 +1,5 @@
-"""Tensors beside their frames, over a link whose messages end when the test says so; and the bytes of a packet."""
+"""Tensors beside their frames, over a link whose messages end when the test says so; and the bytes
+of a packet."""
 
 import time
 from dataclasses import dataclass, field
@@ -83,11 +84,15 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.frames = InProcessChannel.pool(3, max_frame_bytes=LIMIT + 4096)
-        self.channel = TensorChannel(self.frames[1], max_bytes=LIMIT, message_timeout_s=self.message_timeout_s)
+        self.channel = TensorChannel(
+            self.frames[1], max_bytes=LIMIT, message_timeout_s=self.message_timeout_s
+        )
         self.channel.use(cast(P2PLinks, HandLinks(self.link)))
 
     def announce(self, tensor: Tensor) -> None:
-        self.frames[0].send(1, frames.write(TensorRoute.BESIDE, Packet(b"record", (tensor,))), timeout_s=1.0)
+        self.frames[0].send(
+            1, frames.write(TensorRoute.BESIDE, Packet(b"record", (tensor,))), timeout_s=1.0
+        )
 
 
 def test_tensors_go_by_the_lane_and_only_their_description_in_the_frame() -> None:
@@ -171,7 +176,9 @@ def test_a_message_that_fails_is_never_handed_out(monkeypatch: pytest.MonkeyPatc
     stage.announce(torch.zeros(3))
     with pytest.raises(PeerLostError):
         stage.channel.receive(0, timeout_s=0.1)
-    assert reasons == ["the link to or from stage 0 failed"], "clients read it, who are told no address"
+    assert reasons == ["the link to or from stage 0 failed"], (
+        "clients read it, who are told no address"
+    )
     with pytest.raises(PeerLostError):
         stage.channel.receive(0, timeout_s=0.1)
 
@@ -192,20 +199,34 @@ def test_closing_ends_what_is_under_way() -> None:
         stage.frames[2].check(1)
 
 
-TENSORS = st.lists(st.builds(
-    lambda shape, dtype: torch.randn(tuple(shape)).mul(9).to(dtype), st.lists(st.integers(0, 5), max_size=3),
-    st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int32])), max_size=4)
+TENSORS = st.lists(
+    st.builds(
+        lambda shape, dtype: torch.randn(tuple(shape)).mul(9).to(dtype),
+        st.lists(st.integers(0, 5), max_size=3),
+        st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.int32]),
+    ),
+    max_size=4,
+)
 
 
-PACKETS = st.builds(Packet, st.binary(max_size=200), TENSORS.map(tuple), st.sampled_from(PacketKind),
-                    st.integers(0, 2**64 - 1))
+PACKETS = st.builds(
+    Packet,
+    st.binary(max_size=200),
+    TENSORS.map(tuple),
+    st.sampled_from(PacketKind),
+    st.integers(0, 2**64 - 1),
+)
 
 
 @given(PACKETS)
 def test_a_packet_survives_the_wire(packet: Packet) -> None:
     data = frames.write(TensorRoute.WITHIN, packet)
     arrived = frames.read(memoryview(data))
-    assert (bytes(arrived.record), arrived.kind, arrived.sequence) == (packet.record, packet.kind, packet.sequence)
+    assert (bytes(arrived.record), arrived.kind, arrived.sequence) == (
+        packet.record,
+        packet.kind,
+        packet.sequence,
+    )
     cut = frames.cut(torch.tensor(list(arrived.run), dtype=torch.uint8), arrived.specs)
     assert all(map(torch.equal, cut, packet.tensors))
     assert [tensor.dtype for tensor in cut] == [tensor.dtype for tensor in packet.tensors]
@@ -216,7 +237,7 @@ def test_a_packet_cut_short_is_noticed(packet: Packet, share: float) -> None:
     """Though the channel takes it for genuine."""
     data = frames.write(TensorRoute.WITHIN, packet)
     with pytest.raises((IntegrityError, InternalError)):
-        frames.read(memoryview(data)[:int(len(data) * share)])
+        frames.read(memoryview(data)[: int(len(data) * share)])
 
 
 @given(packet=PACKETS, head_bytes=st.integers(0, 70))
@@ -226,9 +247,12 @@ def test_the_head_is_left_to_the_channel(packet: Packet, head_bytes: int) -> Non
 
 
 def test_a_frame_of_another_schema_names_and_loses_its_stage() -> None:
-    """What no member of this version sends, though it is authentic; the channel's own suite has the rest."""
+    """What no member of this version sends, though it is authentic; the channel's own suite has the
+    rest."""
     stage = Stage(HandLink())
-    data = frames.write(TensorRoute.WITHIN, Packet(b"record", (torch.ones(9),), PacketKind.RESULT, 17))
+    data = frames.write(
+        TensorRoute.WITHIN, Packet(b"record", (torch.ones(9),), PacketKind.RESULT, 17)
+    )
     data[4] += 1
     stage.frames[0].send(1, data, timeout_s=1.0)
     with pytest.raises(IntegrityError, match=r"from stage 0: \d+ bytes are not a frame of schema"):

@@ -1,4 +1,5 @@
-"""Drawing under a grammar: what may come next, whatever was drafted, and what cannot be followed."""
+"""Drawing under a grammar: what may come next, whatever was drafted, and what cannot be
+followed."""
 
 import itertools
 import re
@@ -25,7 +26,15 @@ from engine.sampling.guided import GuidedSampler
 from engine.sampling.sampler import sample
 from engine.speculative.contracts.verify import draw_runs, sampling_at
 from runtime.errors import HeldUpError, InternalError, InvalidRequestError
-from runtime.grammar import Grammar, GrammarKind, Grammars, GuidedText, MaskJob, checking, load_grammars
+from runtime.grammar import (
+    Grammar,
+    GrammarKind,
+    Grammars,
+    GuidedText,
+    MaskJob,
+    checking,
+    load_grammars,
+)
 from runtime.grammar.messages import TextCall
 from runtime.grammar.process import GrammarProcess
 from tests.support.models.grammars import LONG_S, allowed_after, fresh_after, wait_long_for_masks
@@ -45,7 +54,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class CheckedGrammars(Grammars):
-    """Every grammar is compiled when its text is opened, as `check` leaves it before a request is begun."""
+    """Every grammar is compiled when its text is opened, as `check` leaves it before a request is
+    begun."""
 
     def open(self, grammar: Grammar) -> GuidedText:
         text = super().open(grammar)
@@ -70,14 +80,20 @@ def after(grammars: Grammars, grammar: Grammar, text: str) -> str:
     return "".join(sorted("$" if token == EOS else chr(token) for token in allowed))
 
 
-@pytest.mark.parametrize(("text", "expected"), [("", "ab"), ("a", "ab"), ("ab", "12"), ("ab1", "$12"), ("b", "12")])
-def test_what_may_follow_is_what_the_expression_says(grammars: Grammars, text: str, expected: str) -> None:
+@pytest.mark.parametrize(
+    ("text", "expected"), [("", "ab"), ("a", "ab"), ("ab", "12"), ("ab1", "$12"), ("b", "12")]
+)
+def test_what_may_follow_is_what_the_expression_says(
+    grammars: Grammars, text: str, expected: str
+) -> None:
     assert after(grammars, regex("a*b[12]+"), text) == expected
 
 
 def test_a_schema_allows_what_completes_it(grammars: Grammars) -> None:
-    schema = Grammar.of(GrammarKind.JSON_SCHEMA,
-                        '{"enum": ["xy", 7, null], "x-guidance": {"whitespace_flexible": false}}')
+    schema = Grammar.of(
+        GrammarKind.JSON_SCHEMA,
+        '{"enum": ["xy", 7, null], "x-guidance": {"whitespace_flexible": false}}',
+    )
     assert after(grammars, schema, "") == '"7n'
     assert after(grammars, schema, '"x') == "y"
     assert after(grammars, schema, "null") == "$"
@@ -96,27 +112,45 @@ def test_whitespace_of_json_has_an_end(grammars: Grammars, folder: Path) -> None
 
 
 def test_a_schema_can_do_without_whitespace(grammars: Grammars) -> None:
-    schema = Grammar.of(GrammarKind.JSON_SCHEMA, '{"const": [1], "x-guidance": {"whitespace_flexible": false}}')
-    assert [after(grammars, schema, text) for text in ("", "[", "[1", "[1]")] == ["[", "1", "]", "$"]
+    schema = Grammar.of(
+        GrammarKind.JSON_SCHEMA, '{"const": [1], "x-guidance": {"whitespace_flexible": false}}'
+    )
+    assert [after(grammars, schema, text) for text in ("", "[", "[1", "[1]")] == [
+        "[",
+        "1",
+        "]",
+        "$",
+    ]
 
 
-@pytest.mark.parametrize("path", [("aab", "ab1", "", "b2"), ("ab12", "ab1", "ab12"), ("b2", "", "b2", "aab1", "aab2")])
-def test_a_text_that_stood_elsewhere_says_the_same(grammars: Grammars, path: tuple[str, ...]) -> None:
+@pytest.mark.parametrize(
+    "path", [("aab", "ab1", "", "b2"), ("ab12", "ab1", "ab12"), ("b2", "", "b2", "aab1", "aab2")]
+)
+def test_a_text_that_stood_elsewhere_says_the_same(
+    grammars: Grammars, path: tuple[str, ...]
+) -> None:
     """Back and forth, as when drafted tokens were not accepted or a request is replayed."""
     grammar = regex("a*b[12]+")
     moved, known = grammars.open(grammar), ""
     for text in path:
-        kept = next((at for at, pair in enumerate(zip(known, text, strict=False)) if pair[0] != pair[1]),
-                    min(len(known), len(text)))
+        kept = next(
+            (at for at, pair in enumerate(zip(known, text, strict=False)) if pair[0] != pair[1]),
+            min(len(known), len(text)),
+        )
         found = allowed_after(moved, kept, spelled(text[kept:]))
         assert np.array_equal(found, fresh_after(grammars, grammar, spelled(text))), text
         known = text
     moved.close()
 
 
-def row(grammar: Grammar, seed: int, text: str = "", *, temperature: float = 1.0, top_p: float = 1.0) -> SamplingRow:
-    return SamplingRow(SamplingParams(temperature=temperature, top_p=top_p, seed=seed), position=len(text),
-                       output=OutputRow(seed, 0, spelled(text), OutputOpening(grammar=grammar)))
+def row(
+    grammar: Grammar, seed: int, text: str = "", *, temperature: float = 1.0, top_p: float = 1.0
+) -> SamplingRow:
+    return SamplingRow(
+        SamplingParams(temperature=temperature, top_p=top_p, seed=seed),
+        position=len(text),
+        output=OutputRow(seed, 0, spelled(text), OutputOpening(grammar=grammar)),
+    )
 
 
 def position_logits(position: int) -> Tensor:
@@ -146,16 +180,22 @@ def test_draws_are_those_of_the_distribution_cut_to_what_is_allowed(grammars: Gr
     logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
     allowed = {ord("x"), ord("y"), ord("z")}
     for seed, temperature in itertools.product(range(10), (0.0, 0.7)):
-        guided = replace(row(regex("[xyz]"), seed, temperature=temperature, top_p=0.9), num_top_logprobs=2)
-        by_hand = replace(guided, output=None,
-                          banned_token_ids=tuple(token for token in range(VOCAB_SIZE) if token not in allowed))
+        guided = replace(
+            row(regex("[xyz]"), seed, temperature=temperature, top_p=0.9), num_top_logprobs=2
+        )
+        by_hand = replace(
+            guided,
+            output=None,
+            banned_token_ids=tuple(token for token in range(VOCAB_SIZE) if token not in allowed),
+        )
         assert GuidedSampler(grammars)(logits, [guided]) == sample(logits, [by_hand])
 
 
 @pytest.mark.parametrize("seed", range(6))
 def test_trees_are_walked_along_the_grammar(grammars: Grammars, seed: int) -> None:
-    """A tree with the right continuation and, at every node, a token the grammar forbids: what is drawn is what plain
-    decoding draws, and the matcher that was left in the tree serves the next step."""
+    """A tree with the right continuation and, at every node, a token the grammar forbids: what is
+    drawn is what plain decoding draws, and the matcher that was left in the tree serves the next
+    step."""
     grammar, sampler = regex("(cat|dog)-[0-9]{2,4}(\\.[a-f]+)?"), GuidedSampler(grammars)
     plain = [*spelled(generate(grammars, grammar, seed)), EOS]
     tokens, parents, known = [0], [-1], 0
@@ -165,7 +205,9 @@ def test_trees_are_walked_along_the_grammar(grammars: Grammars, seed: int) -> No
         known = len(tokens) - 1
     depths = node_depths(tuple(parents))
     at = row(grammar, seed)
-    batch = build_batch(ForwardMode.VERIFY, [Row(1, tokens, 0, [1], 0, at, SpecRow(tuple(parents)))])
+    batch = build_batch(
+        ForwardMode.VERIFY, [Row(1, tokens, 0, [1], 0, at, SpecRow(tuple(parents)))]
+    )
     logits = torch.cat([position_logits(depth) for depth in depths])
     (run,) = draw_runs(logits, batch, sampler)
     assert [token.token_id for token in run.tokens] == plain[:5]
@@ -173,20 +215,32 @@ def test_trees_are_walked_along_the_grammar(grammars: Grammars, seed: int) -> No
     assert after_tree.token_id == plain[2], "back to where fewer tokens were kept"
 
 
-@pytest.mark.parametrize(("grammar", "known", "drafted"), [
-    ("(yes|no|maybe)", "ye", "s$"), ("(yes|no|maybe)", "ye", "s$$"), ("[0-9]{4}-[0-9]{2}", "2024-1", "2$"),
-    ("x{0,3}", "x", "$x"), ("x{0,3}", "x", "xx$x"), ('"[a-z]*"', '"a', '"$')])
-def test_an_end_that_was_only_drafted_changes_nothing(grammars: Grammars, grammar: str, known: str,
-                                                      drafted: str) -> None:
-    """Behind a grammar that is complete nothing but the end may stand, so drafts that are any good have it."""
+@pytest.mark.parametrize(
+    ("grammar", "known", "drafted"),
+    [
+        ("(yes|no|maybe)", "ye", "s$"),
+        ("(yes|no|maybe)", "ye", "s$$"),
+        ("[0-9]{4}-[0-9]{2}", "2024-1", "2$"),
+        ("x{0,3}", "x", "$x"),
+        ("x{0,3}", "x", "xx$x"),
+        ('"[a-z]*"', '"a', '"$'),
+    ],
+)
+def test_an_end_that_was_only_drafted_changes_nothing(
+    grammars: Grammars, grammar: str, known: str, drafted: str
+) -> None:
+    """Behind a grammar that is complete nothing but the end may stand, so drafts that are any good
+    have it."""
     tokens = [EOS if token == ord("$") else token for token in spelled(drafted)]
     text = grammars.open(regex(grammar))
     for count in range(len(known), -1, -1):
         job = text.ask(0, spelled(known), (0, *tokens), range(-1, len(tokens)))
         assert job.wait(time.monotonic() + LONG_S)
         assert job.problem == ""
-        assert np.array_equal(allowed_after(text, count, ()), fresh_after(grammars, regex(grammar),
-                                                                        spelled(known[:count])))
+        assert np.array_equal(
+            allowed_after(text, count, ()),
+            fresh_after(grammars, regex(grammar), spelled(known[:count])),
+        )
     text.close()
 
 
@@ -199,28 +253,39 @@ def test_rows_without_a_grammar_are_drawn_as_ever(grammars: Grammars) -> None:
 
 def test_what_follows_the_end_counts_for_nothing_and_harms_nothing(grammars: Grammars) -> None:
     """A draft may go on behind an end that was drawn in the same step."""
-    ended = replace(row(regex("q"), 0),
-                    output=OutputRow(0, 0, (ord("q"), EOS), OutputOpening(grammar=regex("q"))))
+    ended = replace(
+        row(regex("q"), 0),
+        output=OutputRow(0, 0, (ord("q"), EOS), OutputOpening(grammar=regex("q"))),
+    )
     (token,) = GuidedSampler(grammars)(torch.zeros(1, VOCAB_SIZE), [ended])
     assert token.problem == ""
 
 
 def test_a_text_that_left_its_grammar_fails_alone(grammars: Grammars) -> None:
     logits = torch.zeros(2, VOCAB_SIZE)
-    wrong, right = GuidedSampler(grammars)(logits, [row(regex("ab"), 0, "ax"), row(regex("ab"), 1, "a")])
+    wrong, right = GuidedSampler(grammars)(
+        logits, [row(regex("ab"), 0, "ax"), row(regex("ab"), 1, "a")]
+    )
     assert "cannot be followed beyond 1 tokens" in str(wrong.error)
     assert (right.token_id, right.error) == (ord("b"), None)
 
 
-def test_masks_are_computed_beside_the_forward(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After `prepare` nothing is asked any more: neither at the root nor at the nodes that the grammar can reach."""
+def test_masks_are_computed_beside_the_forward(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After `prepare` nothing is asked any more: neither at the root nor at the nodes that the
+    grammar can reach."""
     grammar, sampler = regex("ab[0-9]+"), GuidedSampler(grammars)
     at = row(grammar, 11)
-    tree = Row(1, [0, ord("a"), ord("b"), ord("7"), ord("~")], 0, [1], 0, at, SpecRow((-1, 0, 1, 2, 0)))
+    tree = Row(
+        1, [0, ord("a"), ord("b"), ord("7"), ord("~")], 0, [1], 0, at, SpecRow((-1, 0, 1, 2, 0))
+    )
     batch = build_batch(ForwardMode.VERIFY, [tree])
     sampler.prepare(batch)
     asked = GuidedText.ask
-    monkeypatch.setattr(GuidedText, "ask", lambda *given, **named: pytest.fail("asked behind the forward"))
+    monkeypatch.setattr(
+        GuidedText, "ask", lambda *given, **named: pytest.fail("asked behind the forward")
+    )
     logits = torch.full((5, VOCAB_SIZE), -9.0)
     logits[0, ord("a")] = logits[1, ord("b")] = logits[2, ord("7")] = logits[3, ord("8")] = 50.0
     (run,) = draw_runs(logits, batch, sampler)
@@ -229,8 +294,9 @@ def test_masks_are_computed_beside_the_forward(grammars: Grammars, monkeypatch: 
     sampler.reset()
 
 
-def test_a_grammar_that_hangs_costs_the_others_of_its_batch_one_limit(grammars: Grammars,
-                                                                      monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_grammar_that_hangs_costs_the_others_of_its_batch_one_limit(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sampler, hung = GuidedSampler(grammars), row(regex("xy"), 21)
     fine = row(regex("zy"), 22)
     sampler(torch.zeros(2, VOCAB_SIZE), [hung, fine])  # both are compiled
@@ -238,19 +304,26 @@ def test_a_grammar_that_hangs_costs_the_others_of_its_batch_one_limit(grammars: 
     child = grammars._processes[regex("xy")]._child
     assert child is not None
     signal.pidfd_send_signal(child._pidfd, signal.SIGSTOP)
-    batch = build_batch(ForwardMode.DECODE, [Row(21, [0], 0, [1], 0, hung), Row(22, [0], 0, [2], 0, fine)])
+    batch = build_batch(
+        ForwardMode.DECODE, [Row(21, [0], 0, [1], 0, hung), Row(22, [0], 0, [2], 0, fine)]
+    )
     sampler.prepare(batch)
     failed, drawn = sampler(torch.zeros(2, VOCAB_SIZE), [hung, fine])
     assert isinstance(failed.error, HeldUpError)
-    assert "too busy to compute the next token of a grammar within 0.3 s of a step" in failed.problem
+    assert (
+        "too busy to compute the next token of a grammar within 0.3 s of a step" in failed.problem
+    )
     assert (drawn.token_id, drawn.problem) == (ord("z"), "")
     sampler.reset()
 
 
 REFUSED = [
-    (GrammarKind.REGEX, "(", "unclosed group"), (GrammarKind.REGEX, "a(?=b)", "look-around"),
-    (GrammarKind.JSON_SCHEMA, "{", "is not JSON"), (GrammarKind.JSON_SCHEMA, "[1]", "must be a JSON object"),
-    (GrammarKind.JSON_SCHEMA, '{"type": "frob"}', "frob"), (GrammarKind.JSON_SCHEMA, '{"not": {}}', "not"),
+    (GrammarKind.REGEX, "(", "unclosed group"),
+    (GrammarKind.REGEX, "a(?=b)", "look-around"),
+    (GrammarKind.JSON_SCHEMA, "{", "is not JSON"),
+    (GrammarKind.JSON_SCHEMA, "[1]", "must be a JSON object"),
+    (GrammarKind.JSON_SCHEMA, '{"type": "frob"}', "frob"),
+    (GrammarKind.JSON_SCHEMA, '{"not": {}}', "not"),
     (GrammarKind.JSON_SCHEMA, '{"$ref": "#/nowhere"}', "nowhere"),
     (GrammarKind.JSON_SCHEMA, '{"type": "string", "pattern": "("}', "unclosed group"),
     (GrammarKind.JSON_SCHEMA, '{"a":' * 60, "is not JSON"),
@@ -262,8 +335,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("kind", "text", "problem"), REFUSED, ids=map(str, range(len(REFUSED))))
-async def test_what_is_no_grammar_is_refused_by_field(grammars: Grammars, kind: GrammarKind, text: str,
-                                                      problem: str) -> None:
+async def test_what_is_no_grammar_is_refused_by_field(
+    grammars: Grammars, kind: GrammarKind, text: str, problem: str
+) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         await grammars.check(Grammar.of(kind, text))
     (violation,) = refused.value.violations
@@ -272,8 +346,11 @@ async def test_what_is_no_grammar_is_refused_by_field(grammars: Grammars, kind: 
     assert "\n" not in violation.description
 
 
-def test_no_step_waits_for_a_grammar_to_compile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its process was dropped since it was checked, or has ended: the request goes on where it is checked again."""
+def test_no_step_waits_for_a_grammar_to_compile(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its process was dropped since it was checked, or has ended: the request goes on where it is
+    checked again."""
     grammars = load_grammars(folder, (EOS,))
     assert grammars is not None
     monkeypatch.setattr(MaskJob, "wait", lambda *given: pytest.fail("the engine's thread waits"))
@@ -290,7 +367,9 @@ def test_no_step_waits_for_a_grammar_to_compile(folder: Path, monkeypatch: pytes
     grammars.close()
 
 
-async def test_what_was_checked_is_kept_until_it_is_used(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_was_checked_is_kept_until_it_is_used(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """However many others come, as far as that is bounded."""
     monkeypatch.setattr(checking, "MAX_PROCESSES", 2)
     monkeypatch.setattr(checking, "MAX_EXPECTED", 6)
@@ -304,7 +383,9 @@ async def test_what_was_checked_is_kept_until_it_is_used(folder: Path, monkeypat
         text.close()
     for number in range(9):
         await grammars.check(regex(f"b{{{number + 1}}}"))
-    assert [grammar.text for grammar in grammars._processes] == [f"b{{{number}}}" for number in range(3, 10)]
+    assert [grammar.text for grammar in grammars._processes] == [
+        f"b{{{number}}}" for number in range(3, 10)
+    ]
     monkeypatch.setattr(checking, "EXPECTED_S", 0.0)
     for number in range(3, 10):
         await grammars.check(regex(f"b{{{number}}}"))
@@ -314,7 +395,9 @@ async def test_what_was_checked_is_kept_until_it_is_used(folder: Path, monkeypat
     grammars.close()
 
 
-async def test_only_so_many_grammars_are_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_only_so_many_grammars_are_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(checking, "MAX_PROCESSES", 4)
     grammars = load_grammars(folder, (EOS,))
     assert grammars is not None
@@ -323,7 +406,9 @@ async def test_only_so_many_grammars_are_kept(folder: Path, monkeypatch: pytest.
         await grammars.check(regex(f"a{{{number + 1}}}"))
         grammars.open(regex(f"a{{{number + 1}}}")).close()
     assert len(grammars._processes) == 4
-    assert np.flatnonzero(allowed_after(used, 0, ())).tolist() == [ord("b")], "one that is in use stays"
+    assert np.flatnonzero(allowed_after(used, 0, ())).tolist() == [ord("b")], (
+        "one that is in use stays"
+    )
     assert after(grammars, regex("a{1}"), "") == "a", "one that was dropped is compiled again"
     grammars.close()
 
@@ -338,7 +423,8 @@ def test_a_model_without_a_tokenizer_offers_none(tmp_path: Path) -> None:
 
 
 class CountedProcess:
-    """Computes each mask in so many seconds, and those of a tree's further nodes for 5 ms at most."""
+    """Computes each mask in so many seconds, and those of a tree's further nodes for 5 ms at
+    most."""
 
     def __init__(self, mask_s: float) -> None:
         self.num_texts, self.mask_s = 0, mask_s
@@ -351,9 +437,11 @@ class CountedProcess:
 
 @pytest.mark.parametrize("share", [1.0, 1 / 16])
 @pytest.mark.parametrize("num_accepted", [0, 2, 5])
-def test_drafts_end_no_text_that_plain_decoding_goes_on_with(num_accepted: int, share: float) -> None:
-    """Masks take nearly what a step earns. Nodes that were drafted in vain took more than was left, after a while; now
-    those that are reached are asked for one by one where little is left."""
+def test_drafts_end_no_text_that_plain_decoding_goes_on_with(
+    num_accepted: int, share: float
+) -> None:
+    """Masks take nearly what a step earns. Nodes that were drafted in vain took more than was left,
+    after a while; now those that are reached are asked for one by one where little is left."""
     process = CountedProcess(0.95 * min(0.005, share * 0.04))
     text = GuidedText(cast(GrammarProcess, process), 1)
     for _ in range(1000):

@@ -1,5 +1,5 @@
-"""What the last stage keeps of requests: drawing from it is drawing from the whole output, wherever a row stands, and a
-step brings what it changes."""
+"""What the last stage keeps of requests: drawing from it is drawing from the whole output, wherever
+a row stands, and a step brings what it changes."""
 
 import random
 from collections import Counter
@@ -24,13 +24,15 @@ from tests.support.pool import local_pool as pools
 
 VOCAB = 50
 TOKENS = st.lists(st.integers(0, VOCAB - 1), max_size=12)
-PENALTIES = SamplingParams(temperature=0.9, seed=7, repetition_penalty=1.3, frequency_penalty=0.4,
-                           presence_penalty=-0.3)
+PENALTIES = SamplingParams(
+    temperature=0.9, seed=7, repetition_penalty=1.3, frequency_penalty=0.4, presence_penalty=-0.3
+)
 
 
 @given(prompt=TOKENS, moves=st.lists(st.tuples(st.integers(0, 20), TOKENS), max_size=12))
-def test_counts_are_those_of_the_output_wherever_it_moves(prompt: list[int],
-                                                          moves: list[tuple[int, list[int]]]) -> None:
+def test_counts_are_those_of_the_output_wherever_it_moves(
+    prompt: list[int], moves: list[tuple[int, list[int]]]
+) -> None:
     counts, output = TokenCounts(prompt, VOCAB), list[int]()
     for kept, new in moves:
         kept = min(kept, len(output))
@@ -51,12 +53,16 @@ def request(name: str, prompt: tuple[int, ...], params: SamplingParams = PENALTI
 
 
 def logits_after(output: Sequence[int]) -> Tensor:
-    return torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(hash(tuple(output)) % 2**31)) * 3
+    return (
+        torch.randn(1, VOCAB, generator=torch.Generator().manual_seed(hash(tuple(output)) % 2**31))
+        * 3
+    )
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_a_step_draws_from_changes_what_it_draws_from_the_whole(seed: int) -> None:
-    """Two requests through trees whose nodes are partly accepted; every draw equals that of a row that brings all."""
+    """Two requests through trees whose nodes are partly accepted; every draw equals that of a row
+    that brings all."""
     rng, sampler = random.Random(seed), GuidedSampler(None)
     asked = [request("a", (1, 2, 3)), request("b", (4,))]
     outputs: list[list[int]] = [[], []]
@@ -70,15 +76,20 @@ def test_a_step_draws_from_changes_what_it_draws_from_the_whole(seed: int) -> No
             known[key - 1] = len(output)
             rows.append((drawing, Row(key, [0, *tree], 0, [1], 0, drawing, SpecRow(parents))))
         batch = build_batch(ForwardMode.VERIFY, [row for _, row in rows])
-        paths = [path for (_, row), output in zip(rows, outputs, strict=True)
-                 for path in paths_of(row, output)]
+        paths = [
+            path
+            for (_, row), output in zip(rows, outputs, strict=True)
+            for path in paths_of(row, output)
+        ]
         sampler.prepare(batch)
         runs = draw_runs(torch.cat([logits_after(path) for path in paths]), batch, sampler)
         for one, output, run in zip(asked, outputs, runs, strict=True):
             for token in run.tokens:
                 assert [token] == sample(logits_after(output), [sampling_row(one, output)])
                 output.append(token.token_id)
-            del output[len(output) - rng.randrange(2) * (len(run.tokens) > 1):]  # as a stop token in between does
+            del output[
+                len(output) - rng.randrange(2) * (len(run.tokens) > 1) :
+            ]  # as a stop token in between does
     assert min(map(len, outputs)) > 12 - 2
 
 
@@ -107,7 +118,8 @@ def test_what_was_kept_for_another_leader_is_void() -> None:
     first, second = request("a", (1, 2)), request("b", (3,))
     sampler(logits, [sampling_row(first, (4, 5), key=1, is_only=False)])
     assert sampler(logits, [sampling_row(second, (6,), key=1, is_only=False)]) == sample(
-        logits, [sampling_row(second, (6,))]), "an opening begins anew"
+        logits, [sampling_row(second, (6,))]
+    ), "an opening begins anew"
     sampler.reset()
     (token,) = sampler(logits, [sampling_row(second, (6, 7), key=1, known=1, is_only=False)])
     assert token.cause is ProblemCause.DEFECT
@@ -125,22 +137,34 @@ class Spy(GuidedSampler):
 
     def prepare(self, batch: ForwardBatch) -> None:
         super().prepare(batch)
-        self.rows += [row.output for row in batch.sampling if row is not None and row.output is not None]
+        self.rows += [
+            row.output for row in batch.sampling if row is not None and row.output is not None
+        ]
 
 
 @pytest.mark.parametrize(("size", "num_pages"), [(1, 64), (2, 64), (1, 14)])
-def test_frames_bring_a_prompt_once_and_each_token_once(size: int, num_pages: int,
-                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_bring_a_prompt_once_and_each_token_once(
+    size: int, num_pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also of requests that were set back for lack of pages. What is over is forgotten."""
     monkeypatch.setattr(pools, "GuidedSampler", Spy)
     torch.set_num_threads(1)
-    asked = [request(name, tuple(range(3, 43)), SamplingParams(temperature=1, seed=seed, frequency_penalty=0.5))
-             for seed, name in enumerate("abc")]
+    asked = [
+        request(
+            name,
+            tuple(range(3, 43)),
+            SamplingParams(temperature=1, seed=seed, frequency_penalty=0.5),
+        )
+        for seed, name in enumerate("abc")
+    ]
     with pools.local_pool(tiny(LLAMA, "bfloat16"), size, num_pages=num_pages) as pool:
         answers = pool.generate(asked)
         assert all(answer.finished is not None for answer in answers)
         if num_pages < 64:
-            assert any(answer.finished is not None and answer.finished.num_preemptions for answer in answers)
+            assert any(
+                answer.finished is not None and answer.finished.num_preemptions
+                for answer in answers
+            )
         spy = Spy.last
         for key in {row.key for row in spy.rows}:
             rows = [row for row in spy.rows if row.key == key]
@@ -152,7 +176,9 @@ def test_frames_bring_a_prompt_once_and_each_token_once(size: int, num_pages: in
         assert not spy._kept, "the next batch has named those that are over"
 
 
-def test_drawing_costs_what_changed_not_what_the_context_is_long(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_drawing_costs_what_changed_not_what_the_context_is_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Counted: a step of a request with 100,000 tokens touches one of them."""
     touched = []
     fromiter = np.fromiter
@@ -168,7 +194,9 @@ def test_drawing_costs_what_changed_not_what_the_context_is_long(monkeypatch: py
     monkeypatch.setattr("engine.sampling.sampler.np.fromiter", counting)
     for step in range(5):
         output.append(step)
-        drawn: list[DrawnToken] = sampler(logits, [sampling_row(long, output, key=1, known=step, is_only=False)])
+        drawn: list[DrawnToken] = sampler(
+            logits, [sampling_row(long, output, key=1, known=step, is_only=False)]
+        )
         assert not drawn[0].problem
     assert max(touched) == 1
 
@@ -177,4 +205,6 @@ def test_a_node_brings_its_path() -> None:
     at = sampling_row(request("a", (1, 2)), (3,), key=1, known=1, is_only=False)
     assert at.output == OutputRow(1, 1, (), None)
     assert sampling_at(at, (4, 5)).output == OutputRow(1, 1, (4, 5), None)
-    assert sampling_row(request("a", (1, 2)), (3,)).output == OutputRow(0, 0, (3,), OutputOpening((1, 2)), is_only=True)
+    assert sampling_row(request("a", (1, 2)), (3,)).output == OutputRow(
+        0, 0, (3,), OutputOpening((1, 2)), is_only=True
+    )

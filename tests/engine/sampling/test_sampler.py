@@ -55,7 +55,9 @@ def test_uniform_numbers_differ_by_seed_and_position_and_fill_the_interval() -> 
     numbers = [uniform(seed, position) for seed in range(50) for position in range(50)]
     assert len(set(numbers)) == len(numbers)
     counts = Counter(int(number * 10) for number in numbers)
-    assert sum((counts[i] - 250) ** 2 / 250 for i in range(10)) < 27.9  # chi square, 9 degrees, 0.1 %
+    assert (
+        sum((counts[i] - 250) ** 2 / 250 for i in range(10)) < 27.9
+    )  # chi square, 9 degrees, 0.1 %
 
 
 def row(position: int = 0, **params: object) -> SamplingRow:
@@ -101,7 +103,8 @@ LN = [math.log(p) for p in (0.1, 0.4, 0.2, 0.3)]  # ids by probability: 1, 3, 2,
         ({"min_p": 0.26}, {1: 4 / 9, 2: 2 / 9, 3: 3 / 9}),
         ({"min_p": 0.76}, {1: 1.0}),
         ({"min_p": 1.0}, {1: 1.0}),
-        # Top-p takes its share of what top-k left: 4/7 of the two is less than 0.6, so both stay; of all four one.
+        # Top-p takes its share of what top-k left: 4/7 of the two is less than 0.6, so both stay;
+        # of all four one.
         ({"top_k": 2, "top_p": 0.56}, {1: 1.0}),
         ({"top_k": 2, "top_p": 0.58}, {1: 4 / 7, 3: 3 / 7}),
         # Temperature comes first: squared shares are 16, 9, 4, 1 of 30.
@@ -176,7 +179,11 @@ def naive_adjusted(
     for token_id, logit in enumerate(logits):
         value = logit
         if token_id in prompt or token_id in output:
-            value = value / params.repetition_penalty if value > 0 else value * params.repetition_penalty
+            value = (
+                value / params.repetition_penalty
+                if value > 0
+                else value * params.repetition_penalty
+            )
         value -= params.frequency_penalty * output.count(token_id)
         value -= params.presence_penalty if token_id in output else 0.0
         value += dict(params.logit_bias).get(token_id, 0.0)
@@ -215,11 +222,17 @@ def test_penalties_equal_naive_counting(
         logit_bias=tuple(bias.items()),
     )
     history = (tuple(prompt), tuple(output)) if params.needs_history else None
-    sampling_row = SamplingRow(params, position=0, output=None if history is None else all_of(*history),
-                               banned_token_ids=tuple(banned))
+    sampling_row = SamplingRow(
+        params,
+        position=0,
+        output=None if history is None else all_of(*history),
+        banned_token_ids=tuple(banned),
+    )
     before = np.array(logits)
     result = adjusted(before, sampling_row).tolist()
-    assert result == pytest.approx(naive_adjusted(logits, params, history, list(banned)), rel=1e-12, abs=1e-12)
+    assert result == pytest.approx(
+        naive_adjusted(logits, params, history, list(banned)), rel=1e-12, abs=1e-12
+    )
     assert before.tolist() == logits
 
 
@@ -261,12 +274,16 @@ def test_logprobs_are_of_the_raw_distribution() -> None:
     assert token.logprobs is not None
     assert token.logprobs.logprob == pytest.approx(math.log(0.1), rel=1e-6)
     assert [i for i, _ in token.logprobs.top] == [1, 3]
-    assert [p for _, p in token.logprobs.top] == pytest.approx([math.log(0.4), math.log(0.3)], rel=1e-6)
+    assert [p for _, p in token.logprobs.top] == pytest.approx(
+        [math.log(0.4), math.log(0.3)], rel=1e-6
+    )
 
 
 def test_logprobs_equal_log_softmax() -> None:
     logits = torch.randn(1, 3000, generator=torch.Generator().manual_seed(0)) * 5
-    token = sample(logits, [SamplingRow(SamplingParams(seed=3, temperature=2.0), 5, num_top_logprobs=20)])[0]
+    token = sample(
+        logits, [SamplingRow(SamplingParams(seed=3, temperature=2.0), 5, num_top_logprobs=20)]
+    )[0]
     expected = torch.log_softmax(logits[0].double(), dim=-1)
     assert token.logprobs is not None
     assert token.logprobs.logprob == pytest.approx(float(expected[token.token_id]), rel=1e-12)
@@ -276,7 +293,9 @@ def test_logprobs_equal_log_softmax() -> None:
 
 
 def test_logprobs_of_equals_come_by_lower_id() -> None:
-    token = draw_one([1.0, 2.0, 2.0, 1.0, 2.0], SamplingRow(SamplingParams(temperature=0), 0, num_top_logprobs=4))
+    token = draw_one(
+        [1.0, 2.0, 2.0, 1.0, 2.0], SamplingRow(SamplingParams(temperature=0), 0, num_top_logprobs=4)
+    )
     assert token.logprobs is not None
     assert [i for i, _ in token.logprobs.top] == [1, 2, 4, 0]
 
@@ -300,7 +319,15 @@ def test_largest_orders_by_value_then_id() -> None:
 
 
 @pytest.mark.parametrize(
-    "params", [{}, {"temperature": 0.6}, {"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.3}, {"top_k": 4, "top_p": 0.9}]
+    "params",
+    [
+        {},
+        {"temperature": 0.6},
+        {"top_k": 3},
+        {"top_p": 0.8},
+        {"min_p": 0.3},
+        {"top_k": 4, "top_p": 0.9},
+    ],
 )
 def test_counts_follow_the_distribution(params: dict[str, object]) -> None:
     """Each share within four standard deviations over 4,000 positions; a token of share 0 never."""
@@ -315,16 +342,23 @@ def test_counts_follow_the_distribution(params: dict[str, object]) -> None:
 
 
 def test_the_draw_inverts_the_cumulative_distribution() -> None:
-    """Shares of 1/4 of ids 1..4 between ids of no weight: the quarter of the random number tells the id."""
+    """Shares of 1/4 of ids 1..4 between ids of no weight: the quarter of the random number tells
+    the id."""
     logits = [-math.inf, 0.0, 0.0, 0.0, 0.0, -math.inf]
     for position in range(200):
         assert draw_one(logits, row(position, seed=7)).token_id == 1 + int(4 * uniform(7, position))
 
 
 @pytest.mark.parametrize("point", [0.0, 1 - 2.0**-53])
-def test_the_ends_of_the_interval_draw_tokens_of_weight(point: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_ends_of_the_interval_draw_tokens_of_weight(
+    point: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("engine.sampling.sampler.uniform", lambda seed, position: point)
-    for weights in ([0.0, 1.0, 2.0, 0.0], [0.0, 0.1, 0.2, 0.7, 0.0, 0.0], [0.0, 1 / 3, 1 / 3, 1 / 3, 0.0]):
+    for weights in (
+        [0.0, 1.0, 2.0, 0.0],
+        [0.0, 0.1, 0.2, 0.7, 0.0, 0.0],
+        [0.0, 1 / 3, 1 / 3, 1 / 3, 0.0],
+    ):
         logits = [math.log(w) if w else -math.inf for w in weights]
         expected = 1 if point == 0 else max(i for i, w in enumerate(weights) if w)
         assert draw_one(logits, row()).token_id == expected
@@ -333,7 +367,9 @@ def test_the_ends_of_the_interval_draw_tokens_of_weight(point: float, monkeypatc
 def random_rows(num_rows: int, vocab_size: int) -> list[SamplingRow]:
     """One of everything a client can ask for, mixed."""
     rng = random.Random(4)
-    choices = itertools.product([0.0, 0.7, 1.0], [0, 5], [1.0, 0.9], [0.0, 0.1], [None, 3], [0.0, 0.5])
+    choices = itertools.product(
+        [0.0, 0.7, 1.0], [0, 5], [1.0, 0.9], [0.0, 0.1], [None, 3], [0.0, 0.5]
+    )
     rows = []
     for seed, (temperature, top_k, top_p, min_p, num_top, penalty) in zip(
         range(num_rows), rng.sample(list(choices), num_rows), strict=True
@@ -347,9 +383,20 @@ def random_rows(num_rows: int, vocab_size: int) -> list[SamplingRow]:
             frequency_penalty=penalty,
             logit_bias=((seed, 1.5),) if seed % 2 else (),
         )
-        history = (tuple(range(20)), tuple(rng.randrange(vocab_size) for _ in range(30))) if penalty else None
-        rows.append(SamplingRow(params, 100 + seed, num_top, (seed + 1,) if seed % 3 == 0 else (),
-                                output=None if history is None else all_of(*history)))
+        history = (
+            (tuple(range(20)), tuple(rng.randrange(vocab_size) for _ in range(30)))
+            if penalty
+            else None
+        )
+        rows.append(
+            SamplingRow(
+                params,
+                100 + seed,
+                num_top,
+                (seed + 1,) if seed % 3 == 0 else (),
+                output=None if history is None else all_of(*history),
+            )
+        )
     return rows
 
 
@@ -383,13 +430,16 @@ def test_drawing_again_draws_the_same_and_changes_nothing() -> None:
 
 def test_seed_and_position_both_matter() -> None:
     logits = torch.zeros(1, 1000)
-    drawn = {(s, p): sample(logits, [row(p, seed=s)])[0].token_id for s in range(10) for p in range(10)}
+    drawn = {
+        (s, p): sample(logits, [row(p, seed=s)])[0].token_id for s in range(10) for p in range(10)
+    }
     assert len(set(drawn.values())) > 80
     assert drawn[3, 4] == int(1000 * uniform(3, 4))
 
 
 def test_walking_a_draft_tree_emits_what_plain_decoding_emits() -> None:
-    """Target logits as a function of the path; a draft tree of two children per node, verified node by node."""
+    """Target logits as a function of the path; a draft tree of two children per node, verified node
+    by node."""
 
     def logits_after(path: tuple[int, ...]) -> torch.Tensor:
         return torch.randn(1, 5, generator=torch.Generator().manual_seed(hash(path) % 2**31))
@@ -403,7 +453,9 @@ def test_walking_a_draft_tree_emits_what_plain_decoding_emits() -> None:
         for _ in range(4):
             plain += (sample(logits_after(plain), [sampling_row(plain, seed)])[0].token_id,)
         nodes = [path for depth in range(4) for path in itertools.product((0, 1), repeat=depth)]
-        verified = sample(torch.cat([logits_after(n) for n in nodes]), [sampling_row(n, seed) for n in nodes])
+        verified = sample(
+            torch.cat([logits_after(n) for n in nodes]), [sampling_row(n, seed) for n in nodes]
+        )
         drawn = {node: token.token_id for node, token in zip(nodes, verified, strict=True)}
         walked: tuple[int, ...] = ()
         while walked in drawn:
@@ -435,7 +487,9 @@ def test_logits_that_went_wrong_are_never_sampled(bad: float, temperature: float
 
 @pytest.mark.parametrize("temperature", [0, 1])
 def test_banning_every_token_is_an_error(temperature: float) -> None:
-    drawn = draw_one([1.0, 2.0], SamplingRow(SamplingParams(temperature=temperature), 0, banned_token_ids=(0, 1)))
+    drawn = draw_one(
+        [1.0, 2.0], SamplingRow(SamplingParams(temperature=temperature), 0, banned_token_ids=(0, 1))
+    )
     assert isinstance(drawn.error, InternalError)
     assert "-inf" in drawn.problem
 

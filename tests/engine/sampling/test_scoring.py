@@ -34,7 +34,9 @@ def test_rows_want_what_they_score_and_then_what_they_draw() -> None:
 
 
 def scored_batch() -> ForwardBatch:
-    return build_batch(ForwardMode.PREFILL, [row(1, 3, draws=True), row(2, 3, scores=2, draws=True)])
+    return build_batch(
+        ForwardMode.PREFILL, [row(1, 3, draws=True), row(2, 3, scores=2, draws=True)]
+    )
 
 
 def test_scores_are_log_probabilities_of_the_token_that_follows() -> None:
@@ -44,7 +46,11 @@ def test_scores_are_log_probabilities_of_the_token_that_follows() -> None:
     assert scored.drawing is not None
     assert scored.drawing.tolist() == [[9.0, 8.0], [7.0, 6.0]]
     (tokens,) = scored.scores
-    values = [(token.token_id, token.logprobs.logprob, token.logprobs.top) for token in tokens if token.logprobs]
+    values = [
+        (token.token_id, token.logprobs.logprob, token.logprobs.top)
+        for token in tokens
+        if token.logprobs
+    ]
     (first, low, top), (second, high, _) = values
     assert (first, second) == (0, 1)
     assert [low, high] == pytest.approx([math.log(1 / 4), math.log(3 / 4)], rel=1e-6)
@@ -62,4 +68,7 @@ def test_batches_that_score_merge_with_those_that_do_not() -> None:
     assert plain.scoring == ()
     assert merge(plain, scoring).scoring == (None, scoring.scoring[0])
     assert merge(plain, scoring).filter([1]).scoring == scoring.scoring
-    assert score(torch.zeros(1, 4), build_batch(ForwardMode.DECODE, [row(1, 1, draws=True)])).scores == []
+    assert (
+        score(torch.zeros(1, 4), build_batch(ForwardMode.DECODE, [row(1, 1, draws=True)])).scores
+        == []
+    )

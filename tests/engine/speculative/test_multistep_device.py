@@ -13,33 +13,49 @@ from runtime.errors import InternalError, StalePlanError
 from tests.support.kernels.flashinfer import FakeWrappers
 
 PAGE_SIZE, DIM, HEADS, KV_HEADS = 4, 8, 6, 2
-GEOMETRY = AttentionGeometry(num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, page_size=PAGE_SIZE, scale=0.4)
+GEOMETRY = AttentionGeometry(
+    num_heads=HEADS, num_kv_heads=KV_HEADS, head_dim=DIM, page_size=PAGE_SIZE, scale=0.4
+)
 TABLES = ((3, 1, 7), (2, 8, 4), (5, 6, 9))
 
 
 def pools() -> dict[int, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return {layer: torch.randn(10, 2, KV_HEADS, PAGE_SIZE, DIM, generator=generator) for layer in range(2)}
+    return {
+        layer: torch.randn(10, 2, KV_HEADS, PAGE_SIZE, DIM, generator=generator)
+        for layer in range(2)
+    }
 
 
 def device_rounds() -> DeviceRounds:
-    return DeviceRounds(kv_pools=pools(), geometry=GEOMETRY, wrappers=FakeWrappers(), device=torch.device("cpu"))
+    return DeviceRounds(
+        kv_pools=pools(), geometry=GEOMETRY, wrappers=FakeWrappers(), device=torch.device("cpu")
+    )
 
 
 def round_of(lengths: tuple[int, ...], branches: int) -> ForwardBatch:
     rows = len(lengths)
     return ForwardBatch(
-        mode=ForwardMode.DRAFT, request_keys=tuple(range(rows)), query_lens=(branches,) * rows, context_lens=lengths,
-        token_ids=None, positions=torch.tensor(lengths).repeat_interleave(branches),
-        page_tables=torch.tensor(TABLES[:rows], dtype=torch.int32), slot_ids=torch.zeros(rows, dtype=torch.int32),
-        sampling=(None,) * rows)
+        mode=ForwardMode.DRAFT,
+        request_keys=tuple(range(rows)),
+        query_lens=(branches,) * rows,
+        context_lens=lengths,
+        token_ids=None,
+        positions=torch.tensor(lengths).repeat_interleave(branches),
+        page_tables=torch.tensor(TABLES[:rows], dtype=torch.int32),
+        slot_ids=torch.zeros(rows, dtype=torch.int32),
+        sampling=(None,) * rows,
+    )
 
 
 @pytest.mark.parametrize("branches", [1, 3])
 @pytest.mark.parametrize("lengths", [(1,), (4, 11, 6), (12, 5)])
 def test_a_round_sees_what_gathered_keys_show(lengths: tuple[int, ...], branches: int) -> None:
     """Three steps of two layers, the branches chosen anew in between."""
-    backends: tuple[RoundAttention, ...] = (device_rounds(), MultiStepAttention(kv_pools=pools(), geometry=GEOMETRY))
+    backends: tuple[RoundAttention, ...] = (
+        device_rounds(),
+        MultiStepAttention(kv_pools=pools(), geometry=GEOMETRY),
+    )
     batches = [round_of(lengths, branches) for _ in backends]
     generator = torch.Generator().manual_seed(2)
     for backend, batch in zip(backends, batches, strict=True):
@@ -48,8 +64,10 @@ def test_a_round_sees_what_gathered_keys_show(lengths: tuple[int, ...], branches
         for layer in range(2):
             q = torch.randn(len(lengths) * branches, HEADS, DIM, generator=generator)
             k, v = torch.randn(2, len(lengths) * branches, KV_HEADS, DIM, generator=generator)
-            actual, expected = (backend.run(layer, q, k, v, batch)
-                                for backend, batch in zip(backends, batches, strict=True))
+            actual, expected = (
+                backend.run(layer, q, k, v, batch)
+                for backend, batch in zip(backends, batches, strict=True)
+            )
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
         parents = torch.randint(branches, (len(lengths), branches), generator=generator)
         for backend, batch in zip(backends, batches, strict=True):

@@ -1,4 +1,5 @@
-"""The plan marker on every path of speculation: one plan per step and path, made before the forward, never twice."""
+"""The plan marker on every path of speculation: one plan per step and path, made before the
+forward, never twice."""
 
 from collections.abc import Mapping, Sequence
 
@@ -23,7 +24,9 @@ from engine.speculative.drafters.frozen import FrozenDrafter
 from runtime.errors import StalePlanError
 
 PAGE_SIZE, HIDDEN, VOCAB = 16, 8, 32
-GEOMETRY = AttentionGeometry(num_heads=2, num_kv_heads=1, head_dim=HIDDEN, page_size=PAGE_SIZE, scale=0.3)
+GEOMETRY = AttentionGeometry(
+    num_heads=2, num_kv_heads=1, head_dim=HIDDEN, page_size=PAGE_SIZE, scale=0.3
+)
 
 
 class ToyDraft:
@@ -73,18 +76,40 @@ class Bench:
         self.paged = CpuAttention(kv_pools=pools, geometry=GEOMETRY)
         self.steps = MultiStepAttention(kv_pools=pools, geometry=GEOMETRY)
         attention = DraftAttention.over_kv(self.paged, self.steps, PAGE_SIZE)
-        self.drafter: Drafter = EagleDrafter(model=self.model, attention=attention, topk=topk, steps=steps)
+        self.drafter: Drafter = EagleDrafter(
+            model=self.model, attention=attention, topk=topk, steps=steps
+        )
 
-    def propose(self, rows: Sequence[tuple[int, int]], *, num_draft_tokens: int | None = 9,
-                drawing: bool = True) -> list[TokenTree]:
+    def propose(
+        self,
+        rows: Sequence[tuple[int, int]],
+        *,
+        num_draft_tokens: int | None = 9,
+        drawing: bool = True,
+    ) -> list[TokenTree]:
         """One call after a prefill of rows (context, tokens)."""
         sampling = SamplingRow(SamplingParams(), 0) if drawing else None
-        batch = build_batch(ForwardMode.PREFILL, [
-            Row(key, [3] * length, context, list(range(1 + 4 * key, 5 + 4 * key)), 0, sampling,
-                SpecRow(next_token_id=None if drawing else 5, num_draft_tokens=num_draft_tokens))
-            for key, (context, length) in enumerate(rows)])
+        batch = build_batch(
+            ForwardMode.PREFILL,
+            [
+                Row(
+                    key,
+                    [3] * length,
+                    context,
+                    list(range(1 + 4 * key, 5 + 4 * key)),
+                    0,
+                    sampling,
+                    SpecRow(
+                        next_token_id=None if drawing else 5, num_draft_tokens=num_draft_tokens
+                    ),
+                )
+                for key, (context, length) in enumerate(rows)
+            ],
+        )
         runs = [Run(row, [0], [DrawnToken(7 + row)]) for row in range(len(rows) if drawing else 0)]
-        return self.drafter.propose(batch, StageOutput(aux_hidden={0: torch.randn(batch.num_tokens, HIDDEN)}), runs)
+        return self.drafter.propose(
+            batch, StageOutput(aux_hidden={0: torch.randn(batch.num_tokens, HIDDEN)}), runs
+        )
 
 
 class FrozenToyDraft(ToyDraft):
@@ -99,7 +124,9 @@ class FrozenToyDraft(ToyDraft):
         assert batch.token_ids is not None
         self.needed_plans.append(batch.needs_forward_metadata_init())
         x = (hidden + self._table[batch.token_ids])[:, None]
-        return hidden + context.cached_attention.read(0, x.expand(-1, 2, -1).contiguous(), batch).mean(1)
+        return hidden + context.cached_attention.read(
+            0, x.expand(-1, 2, -1).contiguous(), batch
+        ).mean(1)
 
     def onward(self, hidden: Tensor) -> Tensor:
         return hidden
@@ -112,7 +139,9 @@ def test_s1_2_one_plan_per_step_and_path_none_inside_the_loop(topk: int, steps: 
     bench.propose([(0, 5), (0, 20)])
     assert (bench.paged.num_plans, bench.steps.num_plans) == (1, 1)
     assert [needs_plan for _, needs_plan, _ in bench.model.forwards] == [False] * steps
-    assert [attention for attention, _, _ in bench.model.forwards] == [bench.paged] + [bench.steps] * (steps - 1)
+    assert [attention for attention, _, _ in bench.model.forwards] == [bench.paged] + [
+        bench.steps
+    ] * (steps - 1)
     assert [count for _, _, count in bench.model.forwards] == [25] + [2 * topk] * (steps - 1)
 
 
@@ -121,7 +150,11 @@ def test_s1_2_a_chain_over_frozen_keys_is_planned_once() -> None:
     bench.drafter = drafter = FrozenDrafter(model=model, attention=bench.paged, steps=3)
     trees = bench.propose([(0, 5), (0, 20)])
     assert [len(tree) for tree in trees] == [3, 3]
-    assert (bench.paged.num_plans, drafter.num_plans["draft_round"], model.needed_plans) == (1, 1, [False] * 3)
+    assert (bench.paged.num_plans, drafter.num_plans["draft_round"], model.needed_plans) == (
+        1,
+        1,
+        [False] * 3,
+    )
 
 
 def test_s1_4_one_step_is_neither_planned_nor_run_as_multi_step() -> None:
@@ -144,8 +177,10 @@ def test_rows_that_do_not_draw_are_followed_and_grow_nothing() -> None:
 
 
 def round_batch(rows: int = 2, branches: int = 3) -> ForwardBatch:
-    batch = build_batch(ForwardMode.DRAFT, [Row(key, [3] * branches, 5 + key, [1 + key], 0, None)
-                                            for key in range(rows)])
+    batch = build_batch(
+        ForwardMode.DRAFT,
+        [Row(key, [3] * branches, 5 + key, [1 + key], 0, None) for key in range(rows)],
+    )
     assert not batch.forward_metadata_ready
     return batch
 
@@ -191,13 +226,16 @@ def test_s1_5_a_padded_round_is_refused_not_answered_in_part() -> None:
     attention, batch = Bench(topk=3, steps=3).steps, round_batch()
     attention.plan(batch)
     batch.request_keys += (9,)
-    assert not batch.needs_forward_metadata_init(), "not declared equivalent, so never planned again"
+    assert not batch.needs_forward_metadata_init(), (
+        "not declared equivalent, so never planned again"
+    )
     with pytest.raises(StalePlanError):
         run_step(attention, batch)
 
 
 def test_what_is_drafted_leaves_no_trace_in_the_pool() -> None:
-    """A second proposal after the same tokens is the same, and reads nothing the first one drafted."""
+    """A second proposal after the same tokens is the same, and reads nothing the first one
+    drafted."""
     bench = Bench(topk=3, steps=4)
     torch.manual_seed(1)
     first = bench.propose([(0, 20)])

@@ -1,7 +1,8 @@
-"""S1-3, S1-5, S1-7 and S1-11: each place that plans, marks, asks or refuses is needed, and none is without a check.
+"""S1-3, S1-5, S1-7 and S1-11: each place that plans, marks, asks or refuses is needed, and none is
+without a check.
 
-The sites are read from the source. Each is taken out in turn, and the check of its file must then fail; a file with a
-site and without a check fails by itself.
+The sites are read from the source. Each is taken out in turn, and the check of its file must then
+fail; a file with a site and without a check fails by itself.
 """
 
 import ast
@@ -53,7 +54,8 @@ PACKAGES = ("engine", "models", "decode", "prefill", "pool")
 GEOMETRY = rounds.GEOMETRY
 
 
-# What is planned: a backend, a batch for it, and how it runs on one (`extra` more tokens than the batch has).
+# What is planned: a backend, a batch for it, and how it runs on one (`extra` more tokens than the
+# batch has).
 
 
 @dataclass(frozen=True)
@@ -76,8 +78,13 @@ def paged(pools: Mapping[int, Tensor] = MappingProxyType({})) -> CpuAttention:
 
 
 def tree_batch() -> ForwardBatch:
-    return build_batch(ForwardMode.VERIFY, [
-        Row(key, [3, 4, 5], 5 + key, [1 + key], 0, None, SpecRow(parents=(-1, 0, 0))) for key in range(2)])
+    return build_batch(
+        ForwardMode.VERIFY,
+        [
+            Row(key, [3, 4, 5], 5 + key, [1 + key], 0, None, SpecRow(parents=(-1, 0, 0)))
+            for key in range(2)
+        ],
+    )
 
 
 def run_kv(backend: CpuAttention, batch: ForwardBatch, extra: int = 0) -> Tensor:
@@ -88,24 +95,36 @@ def run_kv(backend: CpuAttention, batch: ForwardBatch, extra: int = 0) -> Tensor
 def run_flashinfer(backend: CpuAttention, batch: ForwardBatch, extra: int = 0) -> Tensor:
     geometry = FLASHINFER
     kv = torch.ones(batch.num_tokens + extra, geometry.num_kv_heads, geometry.head_dim)
-    return backend.run(LAYER, torch.ones(len(kv), geometry.num_heads, geometry.head_dim), kv, kv, batch)
+    return backend.run(
+        LAYER, torch.ones(len(kv), geometry.num_heads, geometry.head_dim), kv, kv, batch
+    )
 
 
 def flashinfer_backend() -> object:
     geometry = FLASHINFER
-    return flashinfer.make(geometry, torch.zeros(9, 2, geometry.num_kv_heads, geometry.page_size, geometry.head_dim))
+    return flashinfer.make(
+        geometry, torch.zeros(9, 2, geometry.num_kv_heads, geometry.page_size, geometry.head_dim)
+    )
 
 
 def latent_pools() -> dict[str, object]:
     geometry = replace(latent.GEOMETRY, max_selected=0)
-    return {"latent_pools": {latent.LAYER: torch.zeros(100, geometry.page_size, geometry.entry_dim)},
-            "index_pools": {}, "geometry": geometry}
+    return {
+        "latent_pools": {latent.LAYER: torch.zeros(100, geometry.page_size, geometry.entry_dim)},
+        "index_pools": {},
+        "geometry": geometry,
+    }
 
 
 def run_latent(backend: MultiStepLatentAttention, batch: ForwardBatch, extra: int = 0) -> Tensor:
     count = batch.num_tokens + extra
-    return backend.run(latent.LAYER, torch.ones(count, 4, latent.GEOMETRY.entry_dim),
-                       torch.ones(count, latent.GEOMETRY.entry_dim), None, batch)
+    return backend.run(
+        latent.LAYER,
+        torch.ones(count, 4, latent.GEOMETRY.entry_dim),
+        torch.ones(count, latent.GEOMETRY.entry_dim),
+        None,
+        batch,
+    )
 
 
 def in_turn(*checks: Callable[[], None]) -> Callable[[], None]:
@@ -117,29 +136,62 @@ def in_turn(*checks: Callable[[], None]) -> Callable[[], None]:
 
 
 CASES = {
-    "engine/backends/cpu/attention.py": Case(paged, rounds.round_batch, run_kv,
-                                             more=lambda: check_backend(Case(paged, tree_batch, run_kv))),
+    "engine/backends/cpu/attention.py": Case(
+        paged,
+        rounds.round_batch,
+        run_kv,
+        more=lambda: check_backend(Case(paged, tree_batch, run_kv)),
+    ),
     "engine/backends/cuda/flashinfer.py": Case(
-        flashinfer_backend, lambda: flashinfer.decode_batch(3, 4), run_flashinfer,
-        more=in_turn(flashinfer.test_a_wrapper_that_was_planned_for_another_batch_is_never_run,
-                     graphs.test_s1_3_what_was_planned_for_a_graph_is_not_run_eagerly)),
+        flashinfer_backend,
+        lambda: flashinfer.decode_batch(3, 4),
+        run_flashinfer,
+        more=in_turn(
+            flashinfer.test_a_wrapper_that_was_planned_for_another_batch_is_never_run,
+            graphs.test_s1_3_what_was_planned_for_a_graph_is_not_run_eagerly,
+        ),
+    ),
     "engine/backends/cpu/latent.py": Case(
-        lambda: latent.over_poison(cpu_latent), lambda: latent.batch_of({0: (0, 5), 1: (3, 2)}), run_latent),
+        lambda: latent.over_poison(cpu_latent),
+        lambda: latent.batch_of({0: (0, 5), 1: (3, 2)}),
+        run_latent,
+    ),
     "engine/backends/cuda/latent.py": Case(
-        device_latent.dense, lambda: latent.batch_of({0: (0, 5), 1: (3, 2)}), run_latent,
-        more=device_latent.test_a_wrapper_that_was_planned_for_another_batch_is_never_run),
+        device_latent.dense,
+        lambda: latent.batch_of({0: (0, 5), 1: (3, 2)}),
+        run_latent,
+        more=device_latent.test_a_wrapper_that_was_planned_for_another_batch_is_never_run,
+    ),
     "engine/speculative/attention/multistep.py": Case(
-        lambda: MultiStepAttention(kv_pools=kv_pools(), geometry=GEOMETRY), rounds.round_batch, run_kv,
-        plans_again=False),
+        lambda: MultiStepAttention(kv_pools=kv_pools(), geometry=GEOMETRY),
+        rounds.round_batch,
+        run_kv,
+        plans_again=False,
+    ),
     "engine/speculative/attention/multistep_paged.py": Case(
-        lambda: PagedRounds(kv_pools=kv_pools(), geometry=GEOMETRY), rounds.round_batch, run_kv, plans_again=False),
+        lambda: PagedRounds(kv_pools=kv_pools(), geometry=GEOMETRY),
+        rounds.round_batch,
+        run_kv,
+        plans_again=False,
+    ),
     "engine/speculative/attention/multistep_device.py": Case(
-        lambda: DeviceRounds(kv_pools=kv_pools(), geometry=GEOMETRY, wrappers=FakeWrappers(),
-                             device=torch.device("cpu")), rounds.round_batch, run_kv, plans_again=False,
-        more=test_multistep_device.test_a_wrapper_that_was_planned_for_another_round_is_never_run),
+        lambda: DeviceRounds(
+            kv_pools=kv_pools(),
+            geometry=GEOMETRY,
+            wrappers=FakeWrappers(),
+            device=torch.device("cpu"),
+        ),
+        rounds.round_batch,
+        run_kv,
+        plans_again=False,
+        more=test_multistep_device.test_a_wrapper_that_was_planned_for_another_round_is_never_run,
+    ),
     "engine/speculative/attention/multistep_latent.py": Case(
         lambda: MultiStepLatentAttention(**latent_pools()),  # type: ignore[arg-type]
-        lambda: latent.batch_of({0: (4, 2), 1: (3, 2)}, mode=ForwardMode.DRAFT), run_latent, plans_again=False),
+        lambda: latent.batch_of({0: (4, 2), 1: (3, 2)}, mode=ForwardMode.DRAFT),
+        run_latent,
+        plans_again=False,
+    ),
 }
 
 
@@ -190,8 +242,14 @@ class Recorder:
     def __init__(self) -> None:
         self.plans: list[object] = []
 
-    def forward(self, batch: ForwardBatch, hidden: Tensor | None, context: ForwardContext,
-                aux_hidden: Mapping[int, Tensor], selected_keys: Tensor | None) -> StageOutput:
+    def forward(
+        self,
+        batch: ForwardBatch,
+        hidden: Tensor | None,
+        context: ForwardContext,
+        aux_hidden: Mapping[int, Tensor],
+        selected_keys: Tensor | None,
+    ) -> StageOutput:
         assert batch.forward_metadata_ready
         self.plans.append(batch.forward_metadata_plan)
         return StageOutput()
@@ -205,8 +263,10 @@ def executor() -> tuple[StageExecutor, CpuAttention, Recorder]:
 
 def pad(batch: ForwardBatch) -> None:
     """One more row of one more token, as padding to a bucket adds it."""
-    rows = [Row(key, [3], context, [1 + key], 0, None)
-            for key, context in zip(batch.request_keys, batch.context_lens, strict=True)]
+    rows = [
+        Row(key, [3], context, [1 + key], 0, None)
+        for key, context in zip(batch.request_keys, batch.context_lens, strict=True)
+    ]
     padded = build_batch(batch.mode, [*rows, Row(7, [0], 0, [0], 0, None)])
     for f in fields(ForwardBatch):
         if f.metadata["rule"] is FieldRule.RECOMPUTED:
@@ -214,7 +274,9 @@ def pad(batch: ForwardBatch) -> None:
 
 
 def decode_batch() -> ForwardBatch:
-    return build_batch(ForwardMode.DECODE, [Row(key, [3], 5 + key, [1 + key], 0, None) for key in range(2)])
+    return build_batch(
+        ForwardMode.DECODE, [Row(key, [3], 5 + key, [1 + key], 0, None) for key in range(2)]
+    )
 
 
 def check_executor() -> None:
@@ -240,7 +302,9 @@ def test_s1_2_a_forward_plans_what_was_not_planned_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("replan_equivalent", [True, False])
-def test_s1_5_padding_plans_again_only_where_declared_equivalent(*, replan_equivalent: bool) -> None:
+def test_s1_5_padding_plans_again_only_where_declared_equivalent(
+    *, replan_equivalent: bool
+) -> None:
     stage, attention, model = executor()
     batch = decode_batch()
     attention.plan(batch, replan_equivalent=replan_equivalent)
@@ -249,15 +313,20 @@ def test_s1_5_padding_plans_again_only_where_declared_equivalent(*, replan_equiv
     stage.run(batch)
     assert attention.num_plans == 1 + replan_equivalent
     (ran,) = model.plans
-    assert (ran is before) is not replan_equivalent, "what was planned stays, or covers the padded rows"
+    assert (ran is before) is not replan_equivalent, (
+        "what was planned stays, or covers the padded rows"
+    )
     assert batch.forward_metadata_planned_bs == 2 + replan_equivalent
 
 
 @pytest.mark.parametrize("steps", [3, 5])
 def test_s1_3_a_captured_round_is_planned_once_and_each_replay_once_more(steps: int) -> None:
-    """A recording stands in for a graph: the batch of a capture is marked, so its steps plan nothing; a replay is
-    another batch of the same shape and has no plan before it is given one."""
-    attention, captured = MultiStepAttention(kv_pools=kv_pools(), geometry=GEOMETRY), rounds.round_batch()
+    """A recording stands in for a graph: the batch of a capture is marked, so its steps plan
+    nothing; a replay is another batch of the same shape and has no plan before it is given one."""
+    attention, captured = (
+        MultiStepAttention(kv_pools=kv_pools(), geometry=GEOMETRY),
+        rounds.round_batch(),
+    )
     attention.plan(captured)
     recorded = [run_kv(attention, captured) for _ in range(steps - 1)]  # type: ignore[arg-type]
     assert attention.num_plans == 1
@@ -288,8 +357,9 @@ def test_s1_3_a_captured_forward_is_planned_before_it_and_never_by_it() -> None:
 
 def check_layerwise() -> None:
     with tempfile.TemporaryDirectory() as folder:
-        layerwise.test_s1_chains_of_several_layers_are_the_formulas(Path(folder), "deepseek_v32", 2, 2,
-                                                                        shares=False)
+        layerwise.test_s1_chains_of_several_layers_are_the_formulas(
+            Path(folder), "deepseek_v32", 2, 2, shares=False
+        )
 
 
 # S1-11: nothing of it may be missing.
@@ -301,22 +371,31 @@ CHECKS: dict[str, Callable[[], None]] = {
     "engine/contracts/latent.py": lambda: check_backend(CASES["engine/backends/cpu/latent.py"]),
     "engine/core/batch.py": check_executor,
     "engine/pipeline/stages.py": in_turn(
-        check_executor, host_steps.test_a_row_that_starts_anew_in_a_slot_has_no_state_of_the_one_before),
+        check_executor,
+        host_steps.test_a_row_that_starts_anew_in_a_slot_has_no_state_of_the_one_before,
+    ),
     "engine/graphs/host_steps.py": in_turn(
         lambda: host_steps.test_trees_of_one_size_are_replayed_whatever_their_branches(LLAMA),
-        host_steps.test_a_plan_of_another_shape_is_refused),
+        host_steps.test_a_plan_of_another_shape_is_refused,
+    ),
     "engine/graphs/buckets.py": graphs.test_s1_3_each_replay_is_planned_once_and_a_batch_with_a_plan_is_left_alone,
     "engine/speculative/replay/draft_graphs.py": draft_graphs.test_s1_3_a_draft_follows_captured_as_it_does_eagerly,
     "engine/speculative/replay/round_graphs.py": in_turn(
         draft_graphs.test_s1_3_a_draft_follows_captured_as_it_does_eagerly,
-        draft_graphs.test_s1_3_a_round_that_was_planned_outside_is_not_replayed_from_a_graph),
+        draft_graphs.test_s1_3_a_round_that_was_planned_outside_is_not_replayed_from_a_graph,
+    ),
     "engine/graphs/runner.py": in_turn(
         graphs.test_s1_3_a_replay_without_a_plan_of_its_own_is_refused,
-        graphs.test_s1_3_each_replay_is_planned_once_and_a_batch_with_a_plan_is_left_alone),
-    "engine/speculative/replay/recorded_drafts.py": lambda: recorded_drafts.test_trees_are_those_of_eager_steps(1),
+        graphs.test_s1_3_each_replay_is_planned_once_and_a_batch_with_a_plan_is_left_alone,
+    ),
+    "engine/speculative/replay/recorded_drafts.py": lambda: (
+        recorded_drafts.test_trees_are_those_of_eager_steps(1)
+    ),
     "engine/speculative/drafters/layerwise.py": check_layerwise,
     "engine/speculative/drafters/frozen.py": rounds.test_s1_2_a_chain_over_frozen_keys_is_planned_once,
-    "engine/speculative/drafters/eagle.py": lambda: rounds.test_s1_2_one_plan_per_step_and_path_none_inside_the_loop(2, 3),
+    "engine/speculative/drafters/eagle.py": lambda: (
+        rounds.test_s1_2_one_plan_per_step_and_path_none_inside_the_loop(2, 3)
+    ),
 }
 
 
@@ -337,17 +416,26 @@ def kind_of(node: ast.AST) -> str:
     """mark, plan, question or refusal; empty for everything else."""
     if isinstance(node, ast.Raise) and "StalePlanError" in ast.unparse(node):
         return "refusal"
-    if isinstance(node, ast.Expr | ast.AugAssign) and isinstance(node.value, ast.Call) and (
-            ast.unparse(node.value.func) == "plan_where_needed"):
+    if (
+        isinstance(node, ast.Expr | ast.AugAssign)
+        and isinstance(node.value, ast.Call)
+        and (ast.unparse(node.value.func) == "plan_where_needed")
+    ):
         return "plan"
-    if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Attribute):
+    if (
+        isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Call)
+        and isinstance(node.value.func, ast.Attribute)
+    ):
         called = node.value.func
         owner = ast.unparse(called.value)
         if called.attr == "mark_forward_metadata_ready":
             return "mark"
         if called.attr == "plan" and not owner.endswith("wrapper"):
             return "plan"
-    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".needs_forward_metadata_init"):
+    if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+        ".needs_forward_metadata_init"
+    ):
         return "question"
     return ""
 
@@ -357,7 +445,11 @@ def functions(path: Path) -> dict[str, ast.FunctionDef]:
     for node in ast.parse(path.read_text()).body:
         members = node.body if isinstance(node, ast.ClassDef) else [node]
         prefix = f"{node.name}." if isinstance(node, ast.ClassDef) else ""
-        found |= {prefix + member.name: member for member in members if isinstance(member, ast.FunctionDef)}
+        found |= {
+            prefix + member.name: member
+            for member in members
+            if isinstance(member, ast.FunctionDef)
+        }
     return found
 
 
@@ -366,8 +458,10 @@ def sites() -> list[Site]:
     for path in sorted(file for package in PACKAGES for file in (ROOT / package).rglob("*.py")):
         for name, function in functions(path).items():
             kinds = [kind for node in ast.walk(function) if (kind := kind_of(node))]
-            found += [Site(path.relative_to(ROOT).as_posix(), name, kind, kinds[:place].count(kind))
-                      for place, kind in enumerate(kinds)]
+            found += [
+                Site(path.relative_to(ROOT).as_posix(), name, kind, kinds[:place].count(kind))
+                for place, kind in enumerate(kinds)
+            ]
     return found
 
 
@@ -380,13 +474,17 @@ class Without(ast.NodeTransformer):
     def visit(self, node: ast.AST) -> ast.AST:
         if node is not self._target:
             return self.generic_visit(node)
-        return ast.copy_location(ast.Constant(value=True) if isinstance(node, ast.Call) else ast.Pass(), node)
+        return ast.copy_location(
+            ast.Constant(value=True) if isinstance(node, ast.Call) else ast.Pass(), node
+        )
 
 
 def mutated(module: ModuleType, site: Site) -> FunctionType:
     function = functions(ROOT / site.path)[site.function]
     target = [node for node in ast.walk(function) if kind_of(node) == site.kind][site.number]
-    tree = ast.fix_missing_locations(ast.Module([cast(ast.stmt, Without(target).visit(function))], []))
+    tree = ast.fix_missing_locations(
+        ast.Module([cast(ast.stmt, Without(target).visit(function))], [])
+    )
     namespace: dict[str, FunctionType] = {}
     exec(compile(tree, site.path, "exec"), module.__dict__, namespace)
     return namespace[site.function.rpartition(".")[2]]
@@ -404,7 +502,9 @@ def test_s1_11_with_all_sites_in_place_the_checks_pass(path: str) -> None:
 
 
 @pytest.mark.parametrize("site", sites(), ids=str)
-def test_s1_11_a_site_that_is_taken_out_is_missed(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s1_11_a_site_that_is_taken_out_is_missed(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
     module = importlib.import_module(site.path.removesuffix(".py").replace("/", "."))
     owner, _, name = site.function.rpartition(".")
     original = inspect.unwrap(getattr(getattr(module, owner) if owner else module, name))
@@ -414,13 +514,23 @@ def test_s1_11_a_site_that_is_taken_out_is_missed(site: Site, monkeypatch: pytes
         CHECKS[site.path]()
 
 
-OF_NO_ROWS = {"idle_batch", "ForwardBatch.inner_idle"}  # they have no parent whose mark they could keep
-OPERATIONS = [name for name, function in functions(ROOT / "engine/core/batch.py").items() if name not in OF_NO_ROWS
-              and function.returns is not None and "ForwardBatch" in ast.unparse(function.returns)]
+OF_NO_ROWS = {
+    "idle_batch",
+    "ForwardBatch.inner_idle",
+}  # they have no parent whose mark they could keep
+OPERATIONS = [
+    name
+    for name, function in functions(ROOT / "engine/core/batch.py").items()
+    if name not in OF_NO_ROWS
+    and function.returns is not None
+    and "ForwardBatch" in ast.unparse(function.returns)
+]
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_s1_11_a_reset_that_is_left_out_is_missed(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_s1_11_a_reset_that_is_left_out_is_missed(
+    operation: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Children that keep their parent's mark."""
     owner, _, name = operation.rpartition(".")
     place = ForwardBatch if owner else test_batch

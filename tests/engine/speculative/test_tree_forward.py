@@ -1,4 +1,5 @@
-"""A target pass over trees has, at every node, the bits of decoding that node's path one token at a time."""
+"""A target pass over trees has, at every node, the bits of decoding that node's path one token at a
+time."""
 
 import random
 
@@ -33,21 +34,35 @@ class Sequences:
     def __init__(self, description: ModelDescription, *, page_size: int = PAGE_SIZE) -> None:
         torch.set_num_threads(1)
         layers = LayerRange(0, description.facts.num_layers)
-        pools = StagePools(PoolGeometry(page_size, 40, 8, layers, description.cache_specs(page_size)), poison=True)
+        pools = StagePools(
+            PoolGeometry(page_size, 40, 8, layers, description.cache_specs(page_size)), poison=True
+        )
         geometry = description.attention_geometry(page_size)
         assert geometry is not None
         exact = Numerics.EXACT
-        kv, conv, state = (pools.of_kind(kind) for kind in (CacheKind.KV, CacheKind.CONV, CacheKind.STATE))
+        kv, conv, state = (
+            pools.of_kind(kind) for kind in (CacheKind.KV, CacheKind.CONV, CacheKind.STATE)
+        )
         self.attention = CpuAttention(kv_pools=kv, geometry=geometry)
         self.recurrent = TreeRecurrent(
-            slots=CpuRecurrent(conv_pools=conv, state_pools=state, numerics=exact), conv_pools=conv,
-            state_pools=state, max_nodes=MAX_NODES, num_scratch=8,
-            backend_over=lambda convs, states: CpuRecurrent(conv_pools=convs, state_pools=states, numerics=exact))
-        self.executor = StageExecutor(model=description.load_stage(layers, numerics=exact), attention=self.attention,
-                                      recurrent=self.recurrent, caches=(self.attention, self.recurrent))
+            slots=CpuRecurrent(conv_pools=conv, state_pools=state, numerics=exact),
+            conv_pools=conv,
+            state_pools=state,
+            max_nodes=MAX_NODES,
+            num_scratch=8,
+            backend_over=lambda convs, states: CpuRecurrent(
+                conv_pools=convs, state_pools=states, numerics=exact
+            ),
+        )
+        self.executor = StageExecutor(
+            model=description.load_stage(layers, numerics=exact),
+            attention=self.attention,
+            recurrent=self.recurrent,
+            caches=(self.attention, self.recurrent),
+        )
         ids = list(range(1, 37))
         random.Random(1).shuffle(ids)
-        self._pages = [ids[6 * row:6 * row + 6] for row in range(6)]
+        self._pages = [ids[6 * row : 6 * row + 6] for row in range(6)]
         self.lengths = [0] * 6
 
     def prefill(self, row: int, tokens: list[int]) -> None:
@@ -59,12 +74,19 @@ class Sequences:
         self.lengths[row] += 1
         return logits[0]
 
-    def verify(self, trees: dict[int, tuple[int, TokenTree]],
-               accepted: dict[int, AcceptedNodes] | None = None) -> list[Tensor]:
+    def verify(
+        self,
+        trees: dict[int, tuple[int, TokenTree]],
+        accepted: dict[int, AcceptedNodes] | None = None,
+    ) -> list[Tensor]:
         """Logits [nodes, vocab] per row of (root token, tree); nothing is accepted yet."""
         rows = [self._row(row, [root, *tree.token_ids]) for row, (root, tree) in trees.items()]
-        specs = tuple(SpecRow(parents=tree.rooted_parents, accepted=(accepted or {}).get(row), scratch=7 - row)
-                      for row, (_, tree) in trees.items())
+        specs = tuple(
+            SpecRow(
+                parents=tree.rooted_parents, accepted=(accepted or {}).get(row), scratch=7 - row
+            )
+            for row, (_, tree) in trees.items()
+        )
         logits = self._run(ForwardMode.VERIFY, rows, specs)
         return list(torch.split(logits, [len(row.token_ids) for row in rows]))
 
@@ -74,15 +96,27 @@ class Sequences:
         return accepted
 
     def _row(self, row: int, tokens: list[int]) -> Row:
-        return Row(row, tokens, self.lengths[row], self._pages[row], row + 1, SamplingRow(SamplingParams(), 0))
+        return Row(
+            row,
+            tokens,
+            self.lengths[row],
+            self._pages[row],
+            row + 1,
+            SamplingRow(SamplingParams(), 0),
+        )
 
     def _run(self, mode: ForwardMode, rows: list[Row], specs: tuple[SpecRow, ...] = ()) -> Tensor:
         batch = build_batch(mode, rows)
         if specs:
             assert batch.token_ids is not None
             batch.spec_info = SpecInfo(batch.token_ids, specs)
-            batch.positions = torch.tensor([row.context_len + depth for row, depths in zip(
-                rows, batch.spec_info.depths, strict=True) for depth in depths])
+            batch.positions = torch.tensor(
+                [
+                    row.context_len + depth
+                    for row, depths in zip(rows, batch.spec_info.depths, strict=True)
+                    for depth in depths
+                ]
+            )
         logits = self.executor.run(batch).logits
         assert logits is not None
         return logits
@@ -93,7 +127,9 @@ def prompt(length: int) -> list[int]:
     return [rng.randrange(3, 256) for _ in range(length)]
 
 
-@pytest.fixture(scope="module", params=["hybrid-float32", "hybrid-bfloat16", "llama-float32", "qwen3-bfloat16"])
+@pytest.fixture(
+    scope="module", params=["hybrid-float32", "hybrid-bfloat16", "llama-float32", "qwen3-bfloat16"]
+)
 def description(request: pytest.FixtureRequest) -> ModelDescription:
     family, dtype = request.param.split("-")
     return tiny({"hybrid": HYBRID, "llama": LLAMA, "qwen3": QWEN3}[family], dtype)
@@ -108,7 +144,9 @@ def decoded(description: ModelDescription, length: int, tokens: list[int]) -> li
 
 @pytest.mark.parametrize("tree", [ROOT, CHAIN, BUSHY], ids=["root", "chain", "tree"])
 @pytest.mark.parametrize("length", [1, 15, 16, 63])
-def test_every_node_equals_its_path_decoded(description: ModelDescription, length: int, tree: TokenTree) -> None:
+def test_every_node_equals_its_path_decoded(
+    description: ModelDescription, length: int, tree: TokenTree
+) -> None:
     sequences = Sequences(description)
     sequences.prefill(0, prompt(length))
     (found,) = sequences.verify({0: (7, tree)})
@@ -118,23 +156,37 @@ def test_every_node_equals_its_path_decoded(description: ModelDescription, lengt
         assert torch.equal(found[node], decoded(description, length, path)[-1])
 
 
-@pytest.mark.parametrize("others", [{1: (8, CHAIN)}, {1: (8, BUSHY), 2: (9, ROOT)}], ids=["chain", "tree and root"])
-def test_a_row_verifies_the_same_in_any_company(description: ModelDescription,
-                                                others: dict[int, tuple[int, TokenTree]]) -> None:
+@pytest.mark.parametrize(
+    "others", [{1: (8, CHAIN)}, {1: (8, BUSHY), 2: (9, ROOT)}], ids=["chain", "tree and root"]
+)
+def test_a_row_verifies_the_same_in_any_company(
+    description: ModelDescription, others: dict[int, tuple[int, TokenTree]]
+) -> None:
     for tree in (CHAIN, BUSHY):
         alone, together = Sequences(description), Sequences(description)
         for sequences in (alone, together):
             for row, length in enumerate((30, 5, 63)):
                 sequences.prefill(row, prompt(length))
-        assert torch.equal(together.verify({**others, 0: (7, tree)})[-1], alone.verify({0: (7, tree)})[0])
+        assert torch.equal(
+            together.verify({**others, 0: (7, tree)})[-1], alone.verify({0: (7, tree)})[0]
+        )
 
 
-@pytest.mark.parametrize(("tree", "accepted"), [
-    (ROOT, (0,)), (CHAIN, (0, 1, 2)), (CHAIN, (0, 1, 2, 3, 4, 5)), (BUSHY, (0,)), (BUSHY, (0, 2, 5)),
-    (BUSHY, (0, 1, 3, 6, 7))])
+@pytest.mark.parametrize(
+    ("tree", "accepted"),
+    [
+        (ROOT, (0,)),
+        (CHAIN, (0, 1, 2)),
+        (CHAIN, (0, 1, 2, 3, 4, 5)),
+        (BUSHY, (0,)),
+        (BUSHY, (0, 2, 5)),
+        (BUSHY, (0, 1, 3, 6, 7)),
+    ],
+)
 @pytest.mark.parametrize("length", [14, 63])
-def test_what_is_accepted_continues_like_decoding(description: ModelDescription, length: int, tree: TokenTree,
-                                                  accepted: tuple[int, ...]) -> None:
+def test_what_is_accepted_continues_like_decoding(
+    description: ModelDescription, length: int, tree: TokenTree, accepted: tuple[int, ...]
+) -> None:
     sequences = Sequences(description)
     sequences.prefill(0, prompt(length))
     sequences.verify({0: (7, tree)})
@@ -162,5 +214,3 @@ def test_rejected_nodes_leave_nothing(description: ModelDescription) -> None:
     sequences.verify({0: (99, CHAIN)})
     (again,) = sequences.verify({0: (7, BUSHY)})
     assert torch.equal(first, again)
-
-

@@ -11,7 +11,9 @@ POSITIONS = torch.tensor([0, 1, 2, 17, 4095])
 
 
 def heads(num_tokens: int, num_heads: int, head_dim: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(num_tokens, num_heads, head_dim, generator=torch.Generator().manual_seed(0)).to(dtype)
+    return torch.randn(
+        num_tokens, num_heads, head_dim, generator=torch.Generator().manual_seed(0)
+    ).to(dtype)
 
 
 @pytest.mark.parametrize("dim", [8, 12])
@@ -30,11 +32,17 @@ def test_pairs_turn_like_complex_numbers(dim: int) -> None:
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("num_heads", "head_dim"), [(24, 128), (3, 24), (2, 8)])
-def test_a_token_has_the_same_bits_in_any_number_of_tokens(num_heads: int, head_dim: int, dtype: torch.dtype,
-                                                           threads: int) -> None:
+def test_a_token_has_the_same_bits_in_any_number_of_tokens(
+    num_heads: int, head_dim: int, dtype: torch.dtype, threads: int
+) -> None:
     before = torch.get_num_threads()
-    x, rotary = heads(200, num_heads, head_dim, dtype), Rotary(spec=RopeSpec(dim=head_dim, theta=1e4), dtype=dtype)
-    alone = torch.cat([rotary.table(torch.tensor([at])).rotate_halves(x[at : at + 1]) for at in range(200)])
+    x, rotary = (
+        heads(200, num_heads, head_dim, dtype),
+        Rotary(spec=RopeSpec(dim=head_dim, theta=1e4), dtype=dtype),
+    )
+    alone = torch.cat(
+        [rotary.table(torch.tensor([at])).rotate_halves(x[at : at + 1]) for at in range(200)]
+    )
     torch.set_num_threads(threads)
     try:
         for count in (2, 3, 7, 64, 199, 200):
@@ -45,7 +53,8 @@ def test_a_token_has_the_same_bits_in_any_number_of_tokens(num_heads: int, head_
 
 
 def test_tables_are_the_nearest_numbers_to_the_cosines_of_rounded_angles() -> None:
-    """So that no library's cosine matters: also half a million positions in, and whatever stands beside a token."""
+    """So that no library's cosine matters: also half a million positions in, and whatever stands
+    beside a token."""
     spec = RopeSpec(dim=64, theta=1e4)
     further = torch.randint(1 << 20, (5000,), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(5000), further])

@@ -28,8 +28,10 @@ from tests.support.models.checkpoints import add_nextn, make_checkpoint
 from tests.support.models.tiny_models import HIDDEN_SIZE
 
 LAST, STEPS = 5, 5
-PROMPTS = [torch.randint(3, 250, (length,), generator=torch.Generator().manual_seed(length)).tolist()
-           for length in (37, 12)]
+PROMPTS = [
+    torch.randint(3, 250, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+    for length in (37, 12)
+]
 FEATURES = torch.randn(49, HIDDEN_SIZE, generator=torch.Generator().manual_seed(5))
 PAGES = ([3, 5, 2], [7, 1])
 
@@ -37,7 +39,9 @@ PAGES = ([3, 5, 2], [7, 1])
 class Choosing(CpuLatentAttention):
     num_choices = 0
 
-    def select(self, layer_id: int, q: Tensor, k: Tensor, weights: Tensor, batch: ForwardBatch) -> Tensor:
+    def select(
+        self, layer_id: int, q: Tensor, k: Tensor, weights: Tensor, batch: ForwardBatch
+    ) -> Tensor:
         self.num_choices += 1
         return super().select(layer_id, q, k, weights, batch)
 
@@ -45,7 +49,9 @@ class Choosing(CpuLatentAttention):
 class ChoosingSteps(MultiStepLatentAttention):
     num_choices = 0
 
-    def select(self, layer_id: int, q: Tensor, k: Tensor, weights: Tensor, batch: ForwardBatch) -> Tensor:
+    def select(
+        self, layer_id: int, q: Tensor, k: Tensor, weights: Tensor, batch: ForwardBatch
+    ) -> Tensor:
         self.num_choices += 1
         return super().select(layer_id, q, k, weights, batch)
 
@@ -64,20 +70,38 @@ class Bench:
         pools, geometry = nan_pools(model, 16, 10), model.attention_geometry(16)
         assert isinstance(geometry, LatentGeometry)
         latent, index = pools[CacheKind.LATENT], pools[CacheKind.INDEX_KEY]
-        return cls(model, Choosing(latent_pools=latent, index_pools=index, geometry=geometry),
-                   ChoosingSteps(latent_pools=latent, index_pools=index, geometry=geometry))
+        return cls(
+            model,
+            Choosing(latent_pools=latent, index_pools=index, geometry=geometry),
+            ChoosingSteps(latent_pools=latent, index_pools=index, geometry=geometry),
+        )
 
     @property
     def attention(self) -> DraftAttention:
         return DraftAttention.over_latents(self.paged, self.steps, 16)
 
-    def propose(self, *, topk: int, model: DraftModel | None = None,
-                pages: tuple[list[int], ...] = PAGES) -> list[TokenTree]:
+    def propose(
+        self, *, topk: int, model: DraftModel | None = None, pages: tuple[list[int], ...] = PAGES
+    ) -> list[TokenTree]:
         """After both prompts."""
-        drafter = EagleDrafter(model=model or self.model, attention=self.attention, topk=topk, steps=STEPS)
-        batch = build_batch(ForwardMode.PREFILL, [
-            Row(key, prompt, 0, table, 0, SamplingRow(SamplingParams(), 0), SpecRow(num_draft_tokens=STEPS))
-            for key, (prompt, table) in enumerate(zip(PROMPTS, pages, strict=True))])
+        drafter = EagleDrafter(
+            model=model or self.model, attention=self.attention, topk=topk, steps=STEPS
+        )
+        batch = build_batch(
+            ForwardMode.PREFILL,
+            [
+                Row(
+                    key,
+                    prompt,
+                    0,
+                    table,
+                    0,
+                    SamplingRow(SamplingParams(), 0),
+                    SpecRow(num_draft_tokens=STEPS),
+                )
+                for key, (prompt, table) in enumerate(zip(PROMPTS, pages, strict=True))
+            ],
+        )
         runs = [Run(row, [0], [DrawnToken(7 + row)]) for row in range(2)]
         return drafter.propose(batch, StageOutput(aux_hidden={LAST: FEATURES}), runs)
 
@@ -88,7 +112,9 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., DraftDescri
     folder, count = tmp_path_factory.mktemp("nextn"), iter(range(100))
 
     def make(**fields: object) -> DraftDescription:
-        path = add_nextn(make_checkpoint(folder, "glm_moe_dsa"), folder / f"nextn-{next(count)}", **fields)
+        path = add_nextn(
+            make_checkpoint(folder, "glm_moe_dsa"), folder / f"nextn-{next(count)}", **fields
+        )
         return read_draft(path, read_model(path))
 
     return make
@@ -97,25 +123,39 @@ def draft(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., DraftDescri
 Maker = Callable[..., DraftDescription]
 
 
-@pytest.mark.parametrize(("shares", "topk", "num_choices"), [(True, 1, 0), (False, 1, 4), (True, 4, 4), (False, 4, 4)])
-def test_s2_7_only_chains_of_a_model_that_says_so_share(draft: Maker, *, shares: bool, topk: int,
-                                                        num_choices: int) -> None:
-    """A round of five levels takes four steps; the choice it begins with was made where the draft followed."""
+@pytest.mark.parametrize(
+    ("shares", "topk", "num_choices"), [(True, 1, 0), (False, 1, 4), (True, 4, 4), (False, 4, 4)]
+)
+def test_s2_7_only_chains_of_a_model_that_says_so_share(
+    draft: Maker, *, shares: bool, topk: int, num_choices: int
+) -> None:
+    """A round of five levels takes four steps; the choice it begins with was made where the draft
+    followed."""
     bench = Bench.of(draft(index_share_for_mtp_iteration=shares))
     for round_number in (1, 2):
         bench.propose(topk=topk)
-        assert (bench.paged.num_choices, bench.steps.num_choices) == (round_number, round_number * num_choices)
+        assert (bench.paged.num_choices, bench.steps.num_choices) == (
+            round_number,
+            round_number * num_choices,
+        )
 
 
 def round_batch() -> ForwardBatch:
-    batch = build_batch(ForwardMode.DRAFT, [Row(key, [9], len(prompt), table, 0, None)
-                                            for key, (prompt, table) in enumerate(zip(PROMPTS, PAGES, strict=True))])
+    batch = build_batch(
+        ForwardMode.DRAFT,
+        [
+            Row(key, [9], len(prompt), table, 0, None)
+            for key, (prompt, table) in enumerate(zip(PROMPTS, PAGES, strict=True))
+        ],
+    )
     batch.spec_info = CarriedKeys()
     return batch
 
 
 @pytest.mark.parametrize(("shares", "num_choices"), [(True, 1), (False, 3)])
-def test_s2_7_the_first_step_chooses_where_nothing_is_carried(draft: Maker, *, shares: bool, num_choices: int) -> None:
+def test_s2_7_the_first_step_chooses_where_nothing_is_carried(
+    draft: Maker, *, shares: bool, num_choices: int
+) -> None:
     bench = Bench.of(draft(index_share_for_mtp_iteration=shares))
     bench.propose(topk=1)
     before, batch = bench.steps.num_choices, round_batch()
@@ -127,7 +167,10 @@ def test_s2_7_the_first_step_chooses_where_nothing_is_carried(draft: Maker, *, s
 
 
 def test_s2_7_reuse_equals_recompute_while_every_key_is_chosen(draft: Maker) -> None:
-    shared, anew = (Bench.of(draft(index_topk=64, index_share_for_mtp_iteration=shares)) for shares in (True, False))
+    shared, anew = (
+        Bench.of(draft(index_topk=64, index_share_for_mtp_iteration=shares))
+        for shares in (True, False)
+    )
     assert shared.propose(topk=1) == anew.propose(topk=1)
     narrow = Bench.of(draft(index_share_for_mtp_iteration=True))
     assert narrow.propose(topk=1) != shared.propose(topk=1), "here the choice matters"
@@ -162,17 +205,23 @@ def test_s2_7_a_round_that_fails_leaves_nothing_carried(draft: Maker) -> None:
 
 
 def test_s2_10_a_seed_row_may_be_short_and_counts_keys_not_slots(draft: Maker) -> None:
-    """Rows with fewer keys are filled up with -1; the same prompts on other pages begin with the same row."""
+    """Rows with fewer keys are filled up with -1; the same prompts on other pages begin with the
+    same row."""
     description = draft(index_share_for_mtp_iteration=True)
     seeds = torch.tensor([[0, -1, -1], [4, 9, 11]], dtype=torch.int32)
     taken = CarriedKeys.chosen_by(seeds).selected
     assert taken is not None
     assert taken.tolist() == seeds.tolist()
-    assert Bench.of(description).propose(topk=1) == Bench.of(description).propose(topk=1, pages=([9, 4, 6], [8, 2]))
+    assert Bench.of(description).propose(topk=1) == Bench.of(description).propose(
+        topk=1, pages=([9, 4, 6], [8, 2])
+    )
 
 
 def test_s2_10_one_row_without_a_key_and_the_whole_round_chooses_anew(draft: Maker) -> None:
-    assert CarriedKeys.chosen_by(torch.tensor([[4, 9, 11], [-1, -1, -1]], dtype=torch.int32)).selected is None
+    assert (
+        CarriedKeys.chosen_by(torch.tensor([[4, 9, 11], [-1, -1, -1]], dtype=torch.int32)).selected
+        is None
+    )
     assert CarriedKeys.chosen_by(None).selected is None
     bench = Bench.of(draft(index_share_for_mtp_iteration=True))
     bench.propose(topk=1)

@@ -1,4 +1,5 @@
-"""Qwen3.5's MTP layer against one composed of the transformers parts, through the drafter that serves it."""
+"""Qwen3.5's MTP layer against one composed of the transformers parts, through the drafter that
+serves it."""
 
 import json
 from pathlib import Path
@@ -9,7 +10,10 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import Qwen3_5TextConfig
-from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5DecoderLayer, Qwen3_5TextRotaryEmbedding
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    Qwen3_5DecoderLayer,
+    Qwen3_5TextRotaryEmbedding,
+)
 
 from engine.core.numerics import Numerics
 from engine.memory.layout import CacheKind
@@ -29,8 +33,18 @@ class Oracle:
     """The layer with its norms, over whole sequences and without a cache."""
 
     def __init__(self) -> None:
-        kept = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                "num_key_value_heads", "head_dim", "rms_norm_eps", "rope_parameters", "layer_types")
+        kept = (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "head_dim",
+            "rms_norm_eps",
+            "rope_parameters",
+            "layer_types",
+        )
         fields: dict[str, Any] = {name: HYBRID[name] for name in kept}
         config: Any = Qwen3_5TextConfig(**fields)
         config._attn_implementation = "eager"
@@ -38,17 +52,24 @@ class Oracle:
         spread_weights(self.layer)
         self._rotary: Any = Qwen3_5TextRotaryEmbedding(config)
         generator = torch.Generator().manual_seed(8)
-        self.own = {name: torch.randn(HIDDEN, generator=generator) * 0.1
-                    for name in ("norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")}
+        self.own = {
+            name: torch.randn(HIDDEN, generator=generator) * 0.1
+            for name in ("norm.weight", "pre_fc_norm_embedding.weight", "pre_fc_norm_hidden.weight")
+        }
         self.own["fc.weight"] = torch.randn(HIDDEN, 2 * HIDDEN, generator=generator) * 0.1
         self.embedding = torch.empty(VOCAB, HIDDEN)  # the target's, which is its head too
         RandomWeights(seed=0).read("embed_tokens.weight", self.embedding)
 
     def save(self, folder: Path) -> Path:
         folder.mkdir()
-        tensors = {f"mtp.layers.0.{name}": tensor.clone() for name, tensor in self.layer.state_dict().items()}
+        tensors = {
+            f"mtp.layers.0.{name}": tensor.clone()
+            for name, tensor in self.layer.state_dict().items()
+        }
         tensors |= {f"mtp.{name}": tensor for name, tensor in self.own.items()}
-        save_file({**tensors, "model.norm.weight": torch.zeros(HIDDEN)}, folder / "model.safetensors")
+        save_file(
+            {**tensors, "model.norm.weight": torch.zeros(HIDDEN)}, folder / "model.safetensors"
+        )
         (folder / "config.json").write_text(json.dumps({**HYBRID, "torch_dtype": "float32"}))
         return folder
 
@@ -61,11 +82,18 @@ class Oracle:
     def run(self, tokens: list[int], hidden: Tensor) -> Tensor:
         """hidden: [slots, H]. Returns the last slot's result [H]."""
         embedded = self.norm(self.embedding[tokens], "pre_fc_norm_embedding")
-        x = torch.cat([embedded, self.norm(hidden, "pre_fc_norm_hidden")], -1) @ self.own["fc.weight"].t()
+        x = (
+            torch.cat([embedded, self.norm(hidden, "pre_fc_norm_hidden")], -1)
+            @ self.own["fc.weight"].t()
+        )
         positions = torch.arange(len(tokens))[None]
         mask = torch.full((len(tokens), len(tokens)), float("-inf")).triu(1)[None, None]
-        out = self.layer(x[None], position_embeddings=self._rotary(x[None], positions), attention_mask=mask,
-                         position_ids=positions)
+        out = self.layer(
+            x[None],
+            position_embeddings=self._rotary(x[None], positions),
+            attention_mask=mask,
+            position_ids=positions,
+        )
         found: Tensor = out[0] if isinstance(out, tuple) else out
         return self.norm(found.reshape(-1, HIDDEN)[-1], "norm")
 

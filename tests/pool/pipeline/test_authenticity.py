@@ -1,4 +1,5 @@
-"""Frames between stages over real UCX: what is not the pool's is refused by name, counted, and changes nothing."""
+"""Frames between stages over real UCX: what is not the pool's is refused by name, counted, and
+changes nothing."""
 
 import subprocess
 import sys
@@ -33,7 +34,9 @@ class Recorder(UcxStageChannel):
         self.recorded: list[tuple[int, bytes]] = []
         self.holds_back = False
 
-    def put(self, rank: int, tag: int, frame: bytearray, *, deadline_s: float, timeout_s: float) -> None:
+    def put(
+        self, rank: int, tag: int, frame: bytearray, *, deadline_s: float, timeout_s: float
+    ) -> None:
         self.recorded.append((tag, bytes(frame)))
         if not self.holds_back:
             super().put(rank, tag, frame, deadline_s=deadline_s, timeout_s=timeout_s)
@@ -88,7 +91,9 @@ def passed(stages: list[Recorder], sender: int, receiver: int, text: bytes) -> b
     return received(stages[receiver], sender, waiting)
 
 
-def until(condition: Callable[[], bool], stage: UcxStageChannel, rank: int, stranger: Stranger) -> None:
+def until(
+    condition: Callable[[], bool], stage: UcxStageChannel, rank: int, stranger: Stranger
+) -> None:
     """Let the stage look for frames that are not there, until the condition holds."""
     deadline_s = time.monotonic() + TIMEOUT_S
     while not condition():
@@ -97,7 +102,9 @@ def until(condition: Callable[[], bool], stage: UcxStageChannel, rank: int, stra
         assert stage.receive(rank, timeout_s=0.01) is None
 
 
-def test_a_strangers_frames_are_refused_and_force_no_forming(stages: list[Recorder], stranger: Stranger) -> None:
+def test_a_strangers_frames_are_refused_and_force_no_forming(
+    stages: list[Recorder], stranger: Stranger
+) -> None:
     messages = plausible_messages(1)
     for number in range(300):
         stranger.send(stages[1].address, *next(messages))
@@ -111,7 +118,13 @@ def test_a_strangers_frames_are_refused_and_force_no_forming(stages: list[Record
 
 def test_a_flood_keeps_no_stage_from_its_frames(stages: list[Recorder]) -> None:
     """While a process of its own sends as fast as it can."""
-    command = [sys.executable, "-m", "tests.support.transfer.stranger", "2", stages[1].address.hex()]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.transfer.stranger",
+        "2",
+        stages[1].address.hex(),
+    ]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as flood:
         number = 0
         while flood.poll() is None:
@@ -124,7 +137,9 @@ def test_a_flood_keeps_no_stage_from_its_frames(stages: list[Recorder]) -> None:
     stages[1].check(0)
 
 
-def test_recorded_frames_that_come_again_are_refused_in_any_order(stages: list[Recorder], stranger: Stranger) -> None:
+def test_recorded_frames_that_come_again_are_refused_in_any_order(
+    stages: list[Recorder], stranger: Stranger
+) -> None:
     for number in range(4):
         assert passed(stages, 0, 1, b"%d" % number) == b"%d" % number
     for tag, frame in (*stages[0].recorded, *reversed(stages[0].recorded)):
@@ -133,32 +148,43 @@ def test_recorded_frames_that_come_again_are_refused_in_any_order(stages: list[R
     assert passed(stages, 0, 1, b"4") == b"4"
 
 
-def test_a_frame_that_comes_before_its_turn_loses_the_stage(stages: list[Recorder], stranger: Stranger) -> None:
+def test_a_frame_that_comes_before_its_turn_loses_the_stage(
+    stages: list[Recorder], stranger: Stranger
+) -> None:
     stages[0].holds_back = True
     for text in (b"first", b"second"):
         send(stages[0], 1, text)
     tag, second = stages[0].recorded[1]
     stranger.send(stages[1].address, tag, second)
-    with pytest.raises(IntegrityError, match=r"from stage 0: what arrived is not what was sent .others before it are"):
+    with pytest.raises(
+        IntegrityError,
+        match=r"from stage 0: what arrived is not what was sent .others before it are",
+    ):
         until(lambda: False, stages[1], 0, stranger)
     assert stages[1].refused == {RefusalReason.SKIPPED: 1}
     with pytest.raises(PeerLostError, match="frames of stage 0 are missing"):
         stages[1].check(0)
 
 
-def test_a_damaged_frame_loses_the_stage_and_is_named(stages: list[Recorder], stranger: Stranger) -> None:
+def test_a_damaged_frame_loses_the_stage_and_is_named(
+    stages: list[Recorder], stranger: Stranger
+) -> None:
     stages[0].holds_back = True
     send(stages[0], 1, b"text")
-    (tag, frame), = stages[0].recorded
+    ((tag, frame),) = stages[0].recorded
     stranger.send(stages[1].address, tag, frame[:-1] + b"T")
-    with pytest.raises(IntegrityError, match=r"from stage 0: what arrived is not what was sent .authenticator"):
+    with pytest.raises(
+        IntegrityError, match=r"from stage 0: what arrived is not what was sent .authenticator"
+    ):
         until(lambda: False, stages[1], 0, stranger)
     assert stages[1].refused == {RefusalReason.DAMAGED: 1}
     with pytest.raises(PeerLostError, match="stage 0 sent a damaged frame"):
         stages[1].check(0)
 
 
-def test_frames_of_an_earlier_forming_are_refused_by_name(stages: list[Recorder], stranger: Stranger) -> None:
+def test_frames_of_an_earlier_forming_are_refused_by_name(
+    stages: list[Recorder], stranger: Stranger
+) -> None:
     assert passed(stages, 0, 1, b"old") == b"old"
     recorded = list(stages[0].recorded)
     form(stages, forming_of(2, 3, key=new_key()))
@@ -168,18 +194,25 @@ def test_frames_of_an_earlier_forming_are_refused_by_name(stages: list[Recorder]
     assert passed(stages, 0, 1, b"new") == b"new"
 
 
-def test_frames_for_another_member_are_refused_by_name(stages: list[Recorder], stranger: Stranger) -> None:
+def test_frames_for_another_member_are_refused_by_name(
+    stages: list[Recorder], stranger: Stranger
+) -> None:
     """Also those that come back to the stage that sent them."""
     assert passed(stages, 0, 1, b"for 1") == b"for 1"
     for receiver in (0, 2):
         stranger.send(stages[receiver].address, *stages[0].recorded[0])
-        until(lambda receiver=receiver: stages[receiver].refused == {RefusalReason.CROSSED: 1},  # type: ignore[misc]
-              stages[receiver], 1, stranger)
+        until(
+            lambda receiver=receiver: stages[receiver].refused == {RefusalReason.CROSSED: 1},  # type: ignore[misc]
+            stages[receiver],
+            1,
+            stranger,
+        )
     assert passed(stages, 0, 2, b"for 2") == b"for 2"
 
 
 def test_nothing_that_came_before_the_forming_is_ever_taken(stranger: Stranger) -> None:
-    """Though it is what the sender's first frame will be, to the bit: forming 1 has a key that is known here."""
+    """Though it is what the sender's first frame will be, to the bit: forming 1 has a key that is
+    known here."""
     sender, receiver = Recorder(0), Recorder(1)
     with closing(sender), closing(receiver):
         addresses, forming = [sender.address, receiver.address], forming_of(1, 2)
@@ -211,22 +244,34 @@ print(stage.address.hex())
 
 
 def test_a_stage_that_gets_the_port_of_another_pools_refuses_its_leader() -> None:
-    """Pool A's stage is gone and B's has its port, as where manifests pin ports: A's leader connects and sends."""
+    """Pool A's stage is gone and B's has its port, as where manifests pin ports: A's leader
+    connects and sends."""
     with taken_port("127.0.0.1") as taken:
         binding = UcxBinding((loopback_device(),), (taken + 1, taken + 1))
         command = [sys.executable, "-c", SHORT_LIVED, loopback_device(), f"{taken + 1}-{taken + 1}"]
-        gone = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
+        gone = subprocess.run(
+            command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=TIMEOUT_S
+        )
         leader_a, leader_b = Recorder(0), Recorder(0)
-        stage_b = UcxStageChannel(rank=1, max_frame_bytes=MAX_BYTES, profile=TransportProfile.TCP, binding=binding)
+        stage_b = UcxStageChannel(
+            rank=1, max_frame_bytes=MAX_BYTES, profile=TransportProfile.TCP, binding=binding
+        )
     with closing(leader_a), closing(leader_b), closing(stage_b):
         # The same epoch and ranks, and even the same session: only key and members differ.
-        stage_b.connect([leader_b.address, stage_b.address], forming_of(1, 2, pool="b", session=1, key=new_key()))
-        leader_a.connect([leader_a.address, bytes.fromhex(gone.stdout)],
-                         forming_of(1, 2, pool="a", session=1, key=new_key()))
+        stage_b.connect(
+            [leader_b.address, stage_b.address],
+            forming_of(1, 2, pool="b", session=1, key=new_key()),
+        )
+        leader_a.connect(
+            [leader_a.address, bytes.fromhex(gone.stdout)],
+            forming_of(1, 2, pool="a", session=1, key=new_key()),
+        )
         send(leader_a, 1, b"batch 1 of pool A")
         deadline_s = time.monotonic() + TIMEOUT_S
         while not stage_b.refused:
-            assert time.monotonic() < deadline_s, "what A sent has not come: its address leads elsewhere"
+            assert time.monotonic() < deadline_s, (
+                "what A sent has not come: its address leads elsewhere"
+            )
             leader_a.receive(1, timeout_s=0.01)
             assert stage_b.receive(0, timeout_s=0.01) is None
         assert stage_b.refused == {RefusalReason.FOREIGN: 1}

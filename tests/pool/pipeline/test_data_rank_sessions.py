@@ -26,8 +26,12 @@ SOURCE = SourceTerms("", "", 4, 4, 4, (1,), 0, ())
 
 def endpoint(rank: int) -> StageEndpoint:
     place = PLACES[rank]
-    return StageEndpoint(LayerRange(place.pipeline_rank, place.pipeline_rank + 1), b"%d" % rank, f"i{rank}",
-                         place.tensor.attention)
+    return StageEndpoint(
+        LayerRange(place.pipeline_rank, place.pipeline_rank + 1),
+        b"%d" % rank,
+        f"i{rank}",
+        place.tensor.attention,
+    )
 
 
 class NotingAgent:
@@ -56,6 +60,11 @@ async def test_only_the_processes_of_its_data_rank_take_part_in_a_session() -> N
     for rank in range(8):
         reports.deliver(rank, StageSessionEvent("s", 0, StageSessionState.OPEN))
     assert session.state is ReceiveState.RECEIVING
-    group.open_receive(SOURCE, DestinationTerms("t", 0, 0, (1,), 0, group.endpoints(0), "", new_key()),
-                       ReceiveSession("t", num_stages=4, clock=SystemClock()), lambda: None, 0)
+    group.open_receive(
+        SOURCE,
+        DestinationTerms("t", 0, 0, (1,), 0, group.endpoints(0), "", new_key()),
+        ReceiveSession("t", num_stages=4, clock=SystemClock()),
+        lambda: None,
+        0,
+    )
     assert agent.calls == ["t"]

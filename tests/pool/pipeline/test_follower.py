@@ -1,4 +1,5 @@
-"""A stage that loses its leader, or its own footing: over real gRPC, with a real transfer agent and engine thread."""
+"""A stage that loses its leader, or its own footing: over real gRPC, with a real transfer agent and
+engine thread."""
 
 import asyncio
 import socket
@@ -44,7 +45,8 @@ SPECS = hybrid_specs(2)
 
 
 class ScriptedChannel:
-    """The batch channel of a stage. `step` is what its engine does between two looks at its orders."""
+    """The batch channel of a stage. `step` is what its engine does between two looks at its
+    orders."""
 
     parts = None
 
@@ -114,13 +116,25 @@ class Rig:
                 await asyncio.sleep(0.005)
 
 
-def leader_server(leader: WatchingLeader, pool: Pool, listen: str) -> tuple[GrpcServer, PipelineService]:
+def leader_server(
+    leader: WatchingLeader, pool: Pool, listen: str
+) -> tuple[GrpcServer, PipelineService]:
     layers = pool.stages[0].memory.geometry.layers
-    server = GrpcServer(ServerOptions(listen), services=(), metrics=RpcMetrics.create(
-        new_registry(role="test", version="0")), background_methods=frozenset({"/baton.v1.Pipeline/Join"}))
-    service = PipelineService(layers=[layers, layers], settings={}, counted={}, leader_channel=b"0",
-                              incarnation="leader", observer=leader,
-                              check_channels=lambda addresses: None)
+    server = GrpcServer(
+        ServerOptions(listen),
+        services=(),
+        metrics=RpcMetrics.create(new_registry(role="test", version="0")),
+        background_methods=frozenset({"/baton.v1.Pipeline/Join"}),
+    )
+    service = PipelineService(
+        layers=[layers, layers],
+        settings={},
+        counted={},
+        leader_channel=b"0",
+        incarnation="leader",
+        observer=leader,
+        check_channels=lambda addresses: None,
+    )
     pipeline_pb2_grpc.add_PipelineServicer_to_server(service, server.grpc)
     return server, service
 
@@ -136,11 +150,25 @@ async def joined() -> AsyncIterator[Rig]:
     server, service = leader_server(leader, pool, "127.0.0.1:0")
     address = await server.start()
     config = cast(WorkerConfig, SimpleNamespace(leader=address, rank=1))
-    stage = cast(Stage, SimpleNamespace(agent=agent, plan=SimpleNamespace(settings={}), executor=None,
-                                        weights=StageWeights("0" * 32),
-                                        drafter=None, ranks=StageRanks()))
-    engine = FollowerEngine(stage, GuidedSampler(None), cast(PoolChannel, channel), rank=1, size=2,
-                            on_step=lambda seconds, batch: None)
+    stage = cast(
+        Stage,
+        SimpleNamespace(
+            agent=agent,
+            plan=SimpleNamespace(settings={}),
+            executor=None,
+            weights=StageWeights("0" * 32),
+            drafter=None,
+            ranks=StageRanks(),
+        ),
+    )
+    engine = FollowerEngine(
+        stage,
+        GuidedSampler(None),
+        cast(PoolChannel, channel),
+        rank=1,
+        size=2,
+        on_step=lambda seconds, batch: None,
+    )
     engine.start()
     reports = JoinReports(asyncio.get_running_loop())
     follower = Follower(config, stage, engine, b"1", PLAIN_CHANNEL, reports)
@@ -162,7 +190,9 @@ async def joined() -> AsyncIterator[Rig]:
 
 async def test_a_stage_joins_again_only_when_its_old_receives_can_write_no_more() -> None:
     async with joined() as rig:
-        sources = [Pool(name, [rig.network.transport(SystemClock())], SPECS) for name in ("old", "new")]
+        sources = [
+            Pool(name, [rig.network.transport(SystemClock())], SPECS) for name in ("old", "new")
+        ]
         for source, fill in zip(sources, (0xAA, 0x55), strict=True):
             for array in source.stages[0].memory.arrays.values():
                 array[:] = fill
@@ -191,7 +221,9 @@ async def test_a_stage_joins_again_only_when_its_old_receives_can_write_no_more(
             source.shutdown()
 
 
-async def test_what_a_dead_leader_s_step_says_of_layers_is_forgotten_before_the_next_leader_s_keys_begin() -> None:
+async def test_what_a_dead_leader_s_step_says_of_layers_is_forgotten_before_the_next_leader_s_keys_begin() -> (
+    None
+):
     async with joined() as rig:
         running, gate = threading.Event(), threading.Event()
 
@@ -212,7 +244,9 @@ async def test_what_a_dead_leader_s_step_says_of_layers_is_forgotten_before_the_
         assert rig.leader.stats[1].num_prompts == 0
 
 
-async def test_a_stage_that_cannot_let_go_of_its_memory_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_stage_that_cannot_let_go_of_its_memory_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(follower_module, "SETTLE_S", 0.1)
     async with joined() as rig:
         running, gate = threading.Event(), threading.Event()
@@ -231,13 +265,24 @@ async def test_a_stage_that_cannot_let_go_of_its_memory_ends(monkeypatch: pytest
 
 def test_what_was_kept_of_requests_ends_with_their_leader() -> None:
     """Another one counts its requests from 1 again, too."""
-    sampler, stage = GuidedSampler(None), cast(Stage, SimpleNamespace(executor=None, drafter=None, ranks=StageRanks()))
-    engine = FollowerEngine(stage, sampler, cast(PoolChannel, ScriptedChannel()), rank=1, size=2,
-                            on_step=lambda seconds, batch: None)
+    sampler, stage = (
+        GuidedSampler(None),
+        cast(Stage, SimpleNamespace(executor=None, drafter=None, ranks=StageRanks())),
+    )
+    engine = FollowerEngine(
+        stage,
+        sampler,
+        cast(PoolChannel, ScriptedChannel()),
+        rank=1,
+        size=2,
+        on_step=lambda seconds, batch: None,
+    )
     request = Request("r", (1, 2), 4, SamplingParams(frequency_penalty=1))
     sampler(torch.zeros(1, 8), [sampling_row(request, (3,), key=1, is_only=False)])
     engine._connect([], forming_of(1, 2))
-    (token,) = sampler(torch.zeros(1, 8), [sampling_row(request, (3, 4), key=1, known=1, is_only=False)])
+    (token,) = sampler(
+        torch.zeros(1, 8), [sampling_row(request, (3, 4), key=1, known=1, is_only=False)]
+    )
     assert token.cause is ProblemCause.DEFECT
 
 
@@ -255,6 +300,7 @@ async def test_a_stage_reports_ready_when_its_channel_is_connected() -> None:
 
 async def test_an_engine_that_meets_an_error_makes_the_pool_form_anew() -> None:
     async with joined() as rig:
+
         def fail() -> None:
             rig.channel.step = lambda: None
             raise IndexError("index out of range in self")
@@ -281,10 +327,14 @@ async def test_joining_again_leaves_no_task_behind() -> None:
         await rig.until(lambda: len(asyncio.all_tasks()) <= before)
 
 
-@pytest.mark.parametrize("error", [ValueError("no such session"), asyncio.QueueFull(), PeerLostError("gone")])
-async def test_whatever_ends_the_stream_the_stage_joins_again(error: Exception,
-                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "error", [ValueError("no such session"), asyncio.QueueFull(), PeerLostError("gone")]
+)
+async def test_whatever_ends_the_stream_the_stage_joins_again(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with joined() as rig:
+
         def fail(session_id: str) -> None:
             raise error
 
@@ -322,18 +372,25 @@ async def test_a_leader_that_comes_back_is_joined_without_a_pause() -> None:
     assert min(waits_s) < 1.0
 
 
-@pytest.mark.parametrize(("stands_in", "why"), [
-    (False, "connection refused"), (True, "it takes the connection and answers nothing")])
+@pytest.mark.parametrize(
+    ("stands_in", "why"),
+    [(False, "connection refused"), (True, "it takes the connection and answers nothing")],
+)
 async def test_a_leader_that_cannot_be_reached_is_reported_with_the_reason(
-        stands_in: bool, why: str, monkeypatch: pytest.MonkeyPatch,  # noqa: FBT001
-        caplog: pytest.LogCaptureFixture) -> None:
+    stands_in: bool,  # noqa: FBT001
+    why: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """Also where something else listens there; and it is joined as soon as it is back."""
     monkeypatch.setattr("pool.pipeline.follower.REPORT_S", 0.1)
     async with joined() as rig:
         await rig.end_leader()
         with ExitStack() as stack:
             if stands_in:
-                stack.enter_context(socket.create_server(("127.0.0.1", int(rig.address.rpartition(":")[2]))))
+                stack.enter_context(
+                    socket.create_server(("127.0.0.1", int(rig.address.rpartition(":")[2])))
+                )
             said = f"the leader {rig.address} cannot be reached: {rig.address}: {why}"
             await rig.until(lambda: said in caplog.messages)
         await rig.start_leader()

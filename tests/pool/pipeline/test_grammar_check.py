@@ -1,4 +1,5 @@
-"""Grammars of a pool of several stages are compiled by the last one; its leader asks, and hears why not."""
+"""Grammars of a pool of several stages are compiled by the last one; its leader asks, and hears why
+not."""
 
 import asyncio
 from typing import cast
@@ -20,9 +21,14 @@ WORD = Grammar.of(GrammarKind.REGEX, "[a-z]+")
 
 def formed() -> tuple[StageGroup, list[StageLink]]:
     """A pool of three."""
-    group = StageGroup(cast(TransferAgent, None), [Placement(rank, 3) for rank in range(3)],
-                       SessionReports(asyncio.get_running_loop()))
-    links = [StageLink(rank, cast(StageEndpoint, None), b"", StageWeights("0" * 32)) for rank in (1, 2)]
+    group = StageGroup(
+        cast(TransferAgent, None),
+        [Placement(rank, 3) for rank in range(3)],
+        SessionReports(asyncio.get_running_loop()),
+    )
+    links = [
+        StageLink(rank, cast(StageEndpoint, None), b"", StageWeights("0" * 32)) for rank in (1, 2)
+    ]
     group.pool_formed(links)
     return group, links
 

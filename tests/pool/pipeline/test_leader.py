@@ -36,7 +36,8 @@ from transfer.transport.forming import Forming
 
 
 class OneBatch:
-    """A scheduler with one batch to run whenever `give` was called. `on_result` may be made to fail."""
+    """A scheduler with one batch to run whenever `give` was called. `on_result` may be made to
+    fail."""
 
     def __init__(self) -> None:
         self.work = 0
@@ -119,15 +120,25 @@ class Rig:
 
 
 @asynccontextmanager
-async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = nothing, *,
-                  step_limit_s: float = 0.0) -> AsyncIterator[Rig]:
+async def leading(
+    world_size: int, warm_up: Callable[[], Awaitable[None]] = nothing, *, step_limit_s: float = 0.0
+) -> AsyncIterator[Rig]:
     scheduler, reasons, handed_back = OneBatch(), list[str](), list[BatonError]()
-    stage = SimpleNamespace(agent=None, executor=FailingExecutor(), drafter=None, device=None,
-                            ranks=StageRanks(), grammars=None,
-                            plan=SimpleNamespace(ranges=RANGES[:world_size], settings=SETTINGS,
-                                                 compatibility=lambda weights: Compatibility("c", "text")),
-                            counted=COUNTED,
-                            weights=WEIGHTS)
+    stage = SimpleNamespace(
+        agent=None,
+        executor=FailingExecutor(),
+        drafter=None,
+        device=None,
+        ranks=StageRanks(),
+        grammars=None,
+        plan=SimpleNamespace(
+            ranges=RANGES[:world_size],
+            settings=SETTINGS,
+            compatibility=lambda weights: Compatibility("c", "text"),
+        ),
+        counted=COUNTED,
+        weights=WEIGHTS,
+    )
     stage.agent = SimpleNamespace(endpoint=None, incarnation="life-0")
 
     may_let_go = asyncio.Event()
@@ -139,12 +150,29 @@ async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = noth
     async def hand_back(error: BatonError) -> None:
         handed_back.append(error)
 
-    config = cast(WorkerConfig, SimpleNamespace(world_size=world_size, tp=1, dp_attention=1, step_limit_s=step_limit_s,
-                                                frame_timeout_s=10.0, placement=Placement(0, world_size),
-                                                overlap_steps=False))
-    leader = Leader(config, cast(Stage, stage), [scheduler], GuidedSampler(None), warm_up=warm_up, empty=empty,
-                    hand_back=hand_back, reports=SessionReports(asyncio.get_running_loop()),
-                    on_serving=lambda serving, reason: reasons.append(reason))
+    config = cast(
+        WorkerConfig,
+        SimpleNamespace(
+            world_size=world_size,
+            tp=1,
+            dp_attention=1,
+            step_limit_s=step_limit_s,
+            frame_timeout_s=10.0,
+            placement=Placement(0, world_size),
+            overlap_steps=False,
+        ),
+    )
+    leader = Leader(
+        config,
+        cast(Stage, stage),
+        [scheduler],
+        GuidedSampler(None),
+        warm_up=warm_up,
+        empty=empty,
+        hand_back=hand_back,
+        reports=SessionReports(asyncio.get_running_loop()),
+        on_serving=lambda serving, reason: reasons.append(reason),
+    )
     leader.start()
     try:
         yield Rig(leader, scheduler, may_let_go, reasons, handed_back)
@@ -154,8 +182,12 @@ async def leading(world_size: int, warm_up: Callable[[], Awaitable[None]] = noth
 
 @asynccontextmanager
 async def joining(leader: Leader) -> AsyncIterator[pipeline_pb2_grpc.PipelineStub]:
-    server = GrpcServer(ServerOptions("127.0.0.1:0"), services=(), metrics=RpcMetrics.create(
-        new_registry(role="test", version="0")), background_methods=frozenset({"/baton.v1.Pipeline/Join"}))
+    server = GrpcServer(
+        ServerOptions("127.0.0.1:0"),
+        services=(),
+        metrics=RpcMetrics.create(new_registry(role="test", version="0")),
+        background_methods=frozenset({"/baton.v1.Pipeline/Join"}),
+    )
     assert leader.service is not None
     pipeline_pb2_grpc.add_PipelineServicer_to_server(leader.service, server.grpc)
     try:
@@ -167,7 +199,9 @@ async def joining(leader: Leader) -> AsyncIterator[pipeline_pb2_grpc.PipelineStu
 
 @pytest.fixture(autouse=True)
 def broken_channel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leader_module, "open_pool_channel", lambda *given, **named: BreakingChannel())
+    monkeypatch.setattr(
+        leader_module, "open_pool_channel", lambda *given, **named: BreakingChannel()
+    )
     monkeypatch.setattr(leader_module, "check_channels", lambda addresses: None)
     monkeypatch.setattr(leader_module, "max_frame_bytes", lambda *given: 0)
     monkeypatch.setattr(leader_module, "WARM_UP_PAUSE_S", 0.02)
@@ -227,7 +261,8 @@ async def test_a_pipeline_that_only_the_engine_sees_broken_forms_anew() -> None:
 
 
 async def test_a_pool_that_forms_while_a_stage_is_leaving_does_not_serve() -> None:
-    """Another stage was lost and is back: what the pool took now, it would hand back in a moment."""
+    """Another stage was lost and is back: what the pool took now, it would hand back in a
+    moment."""
     async with leading(3) as rig, joining(rig.leader) as stub:
         first, second = FakeStage(stub), FakeStage(stub)
         await first.hello(1)
@@ -263,7 +298,9 @@ async def test_a_worker_of_one_stage_whose_engine_cannot_go_on_ends_with_its_rea
         rig.scheduler.result_error = ZeroDivisionError("boom")
         rig.leader.loop.post(rig.scheduler.give)
         async with asyncio.timeout(60):
-            with pytest.raises(UnavailableError, match="this worker cannot go on: the engine stopped: boom"):
+            with pytest.raises(
+                UnavailableError, match="this worker cannot go on: the engine stopped: boom"
+            ):
                 await process_module._watch_engine(rig.leader)
         assert not rig.leader.serving
 
@@ -284,9 +321,13 @@ async def test_an_unhealthy_pool_hands_its_requests_back_and_ends_whoever_joins(
         await rig.until_warm_again(warmed)
         assert not rig.leader.serving
         async with asyncio.timeout(60):
-            with pytest.raises(UnavailableError, match="cannot go on: the pool is unhealthy: page 3 has two owners"):
+            with pytest.raises(
+                UnavailableError, match="cannot go on: the pool is unhealthy: page 3 has two owners"
+            ):
                 await process_module._watch_engine(rig.leader)
-        assert [type(error) for error in rig.handed_back] == [UnavailableError], "its routers move them elsewhere"
+        assert [type(error) for error in rig.handed_back] == [UnavailableError], (
+            "its routers move them elsewhere"
+        )
 
 
 async def test_a_hung_engine_hands_its_requests_back_and_ends_its_process() -> None:
@@ -297,10 +338,14 @@ async def test_a_hung_engine_hands_its_requests_back_and_ends_its_process() -> N
         rig.leader.loop.post(lambda: gate.wait(240))
         try:
             async with asyncio.timeout(30):
-                with pytest.raises(UnavailableError, match="has been within one step for more than 1 s"):
+                with pytest.raises(
+                    UnavailableError, match="has been within one step for more than 1 s"
+                ):
                     await process_module._watch_engine(rig.leader)
             assert not rig.leader.serving
-            assert [type(error) for error in rig.handed_back] == [UnavailableError], "its routers move them elsewhere"
+            assert [type(error) for error in rig.handed_back] == [UnavailableError], (
+                "its routers move them elsewhere"
+            )
             async with asyncio.timeout(9):  # it would give the thread ten
                 await asyncio.to_thread(rig.leader.stop)  # it does not wait for what never ends
         finally:
@@ -309,7 +354,10 @@ async def test_a_hung_engine_hands_its_requests_back_and_ends_its_process() -> N
 
 
 async def test_a_warm_up_that_fails_is_tried_again() -> None:
-    errors = [CapacityError("8 requests hold memory", resource="held requests"), PeerLostError("gone")]
+    errors = [
+        CapacityError("8 requests hold memory", resource="held requests"),
+        PeerLostError("gone"),
+    ]
 
     async def warm_up() -> None:
         if errors:
@@ -318,4 +366,6 @@ async def test_a_warm_up_that_fails_is_tried_again() -> None:
     async with leading(1, warm_up) as rig:
         await rig.until_serving()
         assert [reason for reason in rig.serving if reason] == [
-            "warm-up failed: 8 requests hold memory", "warm-up failed: gone"]
+            "warm-up failed: 8 requests hold memory",
+            "warm-up failed: gone",
+        ]

@@ -71,13 +71,29 @@ class FakeStage:
         join: Any = stub.Join  # typed for a request iterator, used by writing
         self._call = join()
 
-    async def hello(self, rank: int, *, layers: LayerRange | None = None, numerics: str = "exact",
-                    weights: StageWeights = WEIGHTS, channel: str = "channel", pool_epoch: int = 0) -> None:
+    async def hello(
+        self,
+        rank: int,
+        *,
+        layers: LayerRange | None = None,
+        numerics: str = "exact",
+        weights: StageWeights = WEIGHTS,
+        channel: str = "channel",
+        pool_epoch: int = 0,
+    ) -> None:
         endpoint = StageEndpoint(layers or RANGES[rank], b"ucx", f"life-{rank}")
-        await self.send(pb.JoinRequest(hello=pb.StageHello(
-            rank=rank, endpoint=codec.endpoint_to_proto(endpoint), channel_address=f"{channel}-{rank}".encode(),
-            settings={**SETTINGS, "numerics": numerics}, weights=weights_to_proto(weights),
-            pool_epoch=pool_epoch)))
+        await self.send(
+            pb.JoinRequest(
+                hello=pb.StageHello(
+                    rank=rank,
+                    endpoint=codec.endpoint_to_proto(endpoint),
+                    channel_address=f"{channel}-{rank}".encode(),
+                    settings={**SETTINGS, "numerics": numerics},
+                    weights=weights_to_proto(weights),
+                    pool_epoch=pool_epoch,
+                )
+            )
+        )
 
     async def send(self, request: pb.JoinRequest) -> None:
         await self._call.write(request)
@@ -115,11 +131,21 @@ def check_channels(addresses: Sequence[bytes]) -> None:
 @asynccontextmanager
 async def leader() -> AsyncIterator[tuple[Observer, pipeline_pb2_grpc.PipelineStub]]:
     observer = Observer()
-    server = GrpcServer(ServerOptions("127.0.0.1:0"), services=(), metrics=RpcMetrics.create(
-        new_registry(role="test", version="0")), background_methods=frozenset({"/baton.v1.Pipeline/Join"}))
-    service = PipelineService(layers=RANGES, settings=SETTINGS, counted=COUNTED, leader_channel=b"channel-0",
-                              incarnation="life-0", observer=observer,
-                              check_channels=check_channels)
+    server = GrpcServer(
+        ServerOptions("127.0.0.1:0"),
+        services=(),
+        metrics=RpcMetrics.create(new_registry(role="test", version="0")),
+        background_methods=frozenset({"/baton.v1.Pipeline/Join"}),
+    )
+    service = PipelineService(
+        layers=RANGES,
+        settings=SETTINGS,
+        counted=COUNTED,
+        leader_channel=b"channel-0",
+        incarnation="life-0",
+        observer=observer,
+        check_channels=check_channels,
+    )
     pipeline_pb2_grpc.add_PipelineServicer_to_server(service, server.grpc)
     address = await server.start()
     async with open_channel(address) as channel:
@@ -180,7 +206,9 @@ async def test_a_member_that_is_lost_meanwhile_was_ready_for_nothing() -> None:
         assert "ready 1" not in observer.log
 
 
-async def test_a_member_that_does_not_become_ready_has_to_join_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_member_that_does_not_become_ready_has_to_join_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(membership, "READY_TIMEOUT_S", 0.2)
     async with leader() as (observer, stub):
         first, second = FakeStage(stub), FakeStage(stub)
@@ -209,28 +237,44 @@ async def test_every_forming_has_a_key_and_a_session_of_its_own_and_names_its_me
         assert list(one.members) == ["life-0", "life-1", "life-2"]
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"key": b"k" * 31}, "formed.key"), ({"members": ["a", "b"]}, "formed.members must be as many"),
-    ({"members": ["a", "c", "b"]}, "formed.members must name this process, b, as rank 1")])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"key": b"k" * 31}, "formed.key"),
+        ({"members": ["a", "b"]}, "formed.members must be as many"),
+        ({"members": ["a", "c", "b"]}, "formed.members must name this process, b, as rank 1"),
+    ],
+)
 def test_a_forming_of_other_processes_is_refused(change: dict[str, object], message: str) -> None:
-    formed = {"pool_epoch": 1, "channel_addresses": [b"", b"", b""], "key": b"k" * 32, "session": 5,
-              "members": ["a", "b", "c"]}
+    formed = {
+        "pool_epoch": 1,
+        "channel_addresses": [b"", b"", b""],
+        "key": b"k" * 32,
+        "session": 5,
+        "members": ["a", "b", "c"],
+    }
     assert forming_from_proto(pb.PoolFormed(**formed), rank=1, incarnation="b").session == 5  # type: ignore[arg-type]
     with pytest.raises(InvalidRequestError) as refused:
         forming_from_proto(pb.PoolFormed(**formed | change), rank=1, incarnation="b")  # type: ignore[arg-type]
-    assert message in f"{refused.value.violations[0].field} {refused.value.violations[0].description}"
+    assert (
+        message in f"{refused.value.violations[0].field} {refused.value.violations[0].description}"
+    )
 
 
 async def test_a_leader_that_starts_anew_forms_above_what_its_stages_have_seen_whatever_its_clock_says(
-        monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stages refuse an epoch that is not above the one they have: a clock that is behind would keep the pool away."""
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Stages refuse an epoch that is not above the one they have: a clock that is behind would keep
+    the pool away."""
     monkeypatch.setattr(time, "time", lambda: 1.0)
     async with leader() as (observer, stub):
         first, second = FakeStage(stub), FakeStage(stub)
         seen = 1_800_000_000_000  # as leaders before this one gave them
         await first.hello(1, pool_epoch=seen)
         await second.hello(2, pool_epoch=seen - 7)
-        assert (await first.read()).formed.pool_epoch == (await second.read()).formed.pool_epoch > seen
+        assert (
+            (await first.read()).formed.pool_epoch == (await second.read()).formed.pool_epoch > seen
+        )
         second.die()
         await observer.until("lost 2")
         successor = FakeStage(stub)
@@ -322,7 +366,8 @@ async def test_commands_reach_the_stage_in_order() -> None:
 
 
 async def test_a_stage_that_reads_nothing_is_lost_and_no_command_of_a_stage_that_stays_is(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What gives memory back must reach every stage that keeps its memory."""
     monkeypatch.setattr(membership, "OUTBOX_LIMIT", 8)
     async with leader() as (observer, stub):
@@ -340,16 +385,37 @@ async def test_a_stage_that_reads_nothing_is_lost_and_no_command_of_a_stage_that
         assert "lost 2" not in observer.log
 
 
-@pytest.mark.parametrize(("rank", "layers", "numerics", "weights", "message"), [
-    (1, LayerRange(2, 5), "exact", WEIGHTS, "rank 1 owns layers 2-5, this pool's partition gives it 2-4"),
-    (3, LayerRange(4, 7), "exact", WEIGHTS, "rank 3 is outside 1..2"),
-    (1, None, "fast", WEIGHTS, "numerics is exact here, fast there"),
-    (1, LayerRange(2, 5), "fast", WEIGHTS, "the stages differ: numerics is exact here, fast there"),
-    (1, None, "exact", replace(WEIGHTS, copies={"embed_tokens.weight": "b" * 32}),
-     "stage 1 has read another embed_tokens.weight than stage 0"),
-])
-async def test_a_stage_that_does_not_belong_is_told_why(rank: int, layers: LayerRange | None, numerics: str,
-                                                        weights: StageWeights, message: str) -> None:
+@pytest.mark.parametrize(
+    ("rank", "layers", "numerics", "weights", "message"),
+    [
+        (
+            1,
+            LayerRange(2, 5),
+            "exact",
+            WEIGHTS,
+            "rank 1 owns layers 2-5, this pool's partition gives it 2-4",
+        ),
+        (3, LayerRange(4, 7), "exact", WEIGHTS, "rank 3 is outside 1..2"),
+        (1, None, "fast", WEIGHTS, "numerics is exact here, fast there"),
+        (
+            1,
+            LayerRange(2, 5),
+            "fast",
+            WEIGHTS,
+            "the stages differ: numerics is exact here, fast there",
+        ),
+        (
+            1,
+            None,
+            "exact",
+            replace(WEIGHTS, copies={"embed_tokens.weight": "b" * 32}),
+            "stage 1 has read another embed_tokens.weight than stage 0",
+        ),
+    ],
+)
+async def test_a_stage_that_does_not_belong_is_told_why(
+    rank: int, layers: LayerRange | None, numerics: str, weights: StageWeights, message: str
+) -> None:
     async with leader() as (observer, stub):
         stage = FakeStage(stub)
         await stage.hello(rank, layers=layers, numerics=numerics, weights=weights)

@@ -1,4 +1,5 @@
-"""Memory that the ranks of a stage share: what of a broken past or of another process is in it is noticed."""
+"""Memory that the ranks of a stage share: what of a broken past or of another process is in it is
+noticed."""
 
 import mmap
 import os
@@ -71,7 +72,9 @@ def test_parts_of_an_epoch_or_a_batch_before_are_dropped(pair: list[PartMemory])
 def test_a_rank_that_comes_back_in_another_process_finds_its_place(pair: list[PartMemory]) -> None:
     first, second = pair
     first.send([1], part(1), timeout_s=0.0)
-    again = memory_of(0)  # what the process before has left is in the second one's memory, which lives on
+    again = memory_of(
+        0
+    )  # what the process before has left is in the second one's memory, which lives on
     join([again, second], epoch=2)
     second.begin(1)
     again.send([1], part(2), timeout_s=0.0)
@@ -83,9 +86,13 @@ def test_a_rank_that_comes_back_in_another_process_finds_its_place(pair: list[Pa
 def test_a_changed_byte_is_noticed(pair: list[PartMemory]) -> None:
     first, second = pair
     first.send([1], part(1), timeout_s=0.0)
-    with mmap.mmap(os.open(f"/proc/self/fd/{MemoryAddress.of(second.address).descriptor}", os.O_RDWR), 0) as memory:
+    with mmap.mmap(
+        os.open(f"/proc/self/fd/{MemoryAddress.of(second.address).descriptor}", os.O_RDWR), 0
+    ) as memory:
         memory[memory.find(b"\1" * 100) + 5] ^= 1
-    with pytest.raises(IntegrityError, match=r"from rank 0 of the pool: .*damaged part 1 of batch 1"):
+    with pytest.raises(
+        IntegrityError, match=r"from rank 0 of the pool: .*damaged part 1 of batch 1"
+    ):
         second.receive(0, memoryview(b""), timeout_s=0.0)
 
 
@@ -93,7 +100,9 @@ def test_parts_of_another_pool_are_dropped_and_counted(pair: list[PartMemory]) -
     """Its rank was given this memory before, and still writes there, in the same epoch."""
     first, second = pair
     other = memory_of(0)
-    other.connect([other.address, second.address], forming_of(1, 2, pool="other", session=99, key=new_key()))
+    other.connect(
+        [other.address, second.address], forming_of(1, 2, pool="other", session=99, key=new_key())
+    )
     other.send([1], part(7), timeout_s=0.0)
     assert received(second, 0) is None
     assert second.refused == {RefusalReason.EARLIER: 1}
@@ -120,10 +129,12 @@ def test_a_part_that_is_written_again_is_not_taken_again(pair: list[PartMemory])
     first, second = pair
     first.send([1], part(1), timeout_s=0.0)
     first.send([1], part(2), timeout_s=0.0)
-    with mmap.mmap(os.open(f"/proc/self/fd/{MemoryAddress.of(second.address).descriptor}", os.O_RDWR), 0) as memory:
+    with mmap.mmap(
+        os.open(f"/proc/self/fd/{MemoryAddress.of(second.address).descriptor}", os.O_RDWR), 0
+    ) as memory:
         old, new = (memory.find(bytes([value]) * 100) - HEAD_BYTES for value in (1, 2))
         assert received(second, 0) == 1
-        memory[new:new + HEAD_BYTES + 100] = memory[old:old + HEAD_BYTES + 100]
+        memory[new : new + HEAD_BYTES + 100] = memory[old : old + HEAD_BYTES + 100]
     assert received(second, 0) is None
     assert second.refused == {RefusalReason.REPLAYED: 1}
 
@@ -137,7 +148,9 @@ def test_a_part_before_which_one_is_missing_is_an_error(pair: list[PartMemory]) 
         received(second, 0)
 
 
-def test_only_its_user_may_open_the_memory_and_nobody_may_cut_it_short(pair: list[PartMemory]) -> None:
+def test_only_its_user_may_open_the_memory_and_nobody_may_cut_it_short(
+    pair: list[PartMemory],
+) -> None:
     descriptor = MemoryAddress.of(pair[0].address).descriptor
     assert os.fstat(descriptor).st_mode & 0o777 == 0o600
     for size in (1, 1 << 30):

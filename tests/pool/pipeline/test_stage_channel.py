@@ -1,6 +1,8 @@
-"""What goes from stage to stage: whole, in order, of this epoch only; and a stage that is gone is told within seconds.
+"""What goes from stage to stage: whole, in order, of this epoch only; and a stage that is gone is
+told within seconds.
 
-One suite for every way that tensors can travel: within their frames over UCX, and beside them over links.
+One suite for every way that tensors can travel: within their frames over UCX, and beside them over
+links.
 """
 
 import signal
@@ -36,7 +38,8 @@ def kind(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def channels(kind: str) -> Iterator[list[PoolChannel]]:
-    """Three stages, connected in epoch 1, that have greeted each other: from then on one thread can play them all."""
+    """Three stages, connected in epoch 1, that have greeted each other: from then on one thread can
+    play them all."""
     channels = [channel_of(rank, kind) for rank in range(3)]
     for channel in channels:
         channel.connect([channel.address for channel in channels], forming_of(1, 3))
@@ -54,8 +57,13 @@ def channels(kind: str) -> Iterator[list[PoolChannel]]:
         channel.close()
 
 
-def send(channel: PoolChannel, rank: int, frame: bytes | bytearray, *tensors: torch.Tensor,
-         timeout_s: float = 60.0) -> None:
+def send(
+    channel: PoolChannel,
+    rank: int,
+    frame: bytes | bytearray,
+    *tensors: torch.Tensor,
+    timeout_s: float = 60.0,
+) -> None:
     channel.send(rank, Packet(frame, tensors), timeout_s=timeout_s)
 
 
@@ -82,7 +90,9 @@ def test_frames_keep_their_order_by_sender(channels: list[PoolChannel]) -> None:
         send(channels[0], 2, b"from 0: %d" % i * (1 + 700 * (i % 3)))
         send(channels[1], 2, b"from 1: %d" % i)
     assert [received(channels[2], 1) for i in range(20)] == [b"from 1: %d" % i for i in range(20)]
-    assert [received(channels[2], 0) for i in range(20)] == [b"from 0: %d" % i * (1 + 700 * (i % 3)) for i in range(20)]
+    assert [received(channels[2], 0) for i in range(20)] == [
+        b"from 0: %d" % i * (1 + 700 * (i % 3)) for i in range(20)
+    ]
 
 
 def test_a_sent_record_may_be_reused_at_once(channels: list[PoolChannel]) -> None:
@@ -94,17 +104,24 @@ def test_a_sent_record_may_be_reused_at_once(channels: list[PoolChannel]) -> Non
 
 def test_sending_does_not_wait_for_the_receiver(channels: list[PoolChannel]) -> None:
     for _ in range(4):
-        send(channels[0], 1, bytes(300_000))  # nobody receives meanwhile: waiting would run into the deadline
+        send(
+            channels[0], 1, bytes(300_000)
+        )  # nobody receives meanwhile: waiting would run into the deadline
     assert [received(channels[1], 0) for _ in range(4)] == [bytes(300_000)] * 4
 
 
 def test_a_sender_that_computes_holds_no_large_frame_back(channels: list[PoolChannel]) -> None:
-    """512 tokens of 4,096 in bf16 are 4 MiB, which no queue takes as a whole. Nobody receives while they are sent, and
-    the sender does not come back to its channel while they are received."""
+    """512 tokens of 4,096 in bf16 are 4 MiB, which no queue takes as a whole. Nobody receives while
+    they are sent, and the sender does not come back to its channel while they are received."""
     hidden = [torch.full((512, 4096), value, dtype=torch.bfloat16) for value in range(4)]
     for tensor in hidden:
         send(channels[0], 1, b"", tensor, timeout_s=30.0)
-    assert [set(tensors_from(channels[1], 0)[0].flatten().tolist()) for _ in hidden] == [{0.0}, {1.0}, {2.0}, {3.0}]
+    assert [set(tensors_from(channels[1], 0)[0].flatten().tolist()) for _ in hidden] == [
+        {0.0},
+        {1.0},
+        {2.0},
+        {3.0},
+    ]
 
 
 def test_frames_larger_than_the_queues_go_through(channels: list[PoolChannel]) -> None:
@@ -120,7 +137,9 @@ def test_frames_larger_than_the_queues_go_through(channels: list[PoolChannel]) -
     sender.join()
 
 
-def test_a_frame_over_the_limit_is_refused_before_anything_leaves(channels: list[PoolChannel]) -> None:
+def test_a_frame_over_the_limit_is_refused_before_anything_leaves(
+    channels: list[PoolChannel],
+) -> None:
     with pytest.raises(InternalError, match=f"the limit is {MAX_BYTES}"):
         send(channels[0], 1, bytes(MAX_BYTES + 1))
     send(channels[0], 1, b"next")
@@ -197,7 +216,9 @@ def test_frames_before_a_loss_are_still_handed_out(channels: list[PoolChannel]) 
 
 def test_an_address_that_is_none_is_refused(channels: list[PoolChannel]) -> None:
     with pytest.raises(PeerLostError, match="not the address"):
-        channels[0].connect([channels[0].address, b"nonsense", channels[2].address], forming_of(2, 3))
+        channels[0].connect(
+            [channels[0].address, b"nonsense", channels[2].address], forming_of(2, 3)
+        )
 
 
 def made(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -205,8 +226,14 @@ def made(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def test_tensors_arrive_whole_with_their_frame(channels: list[PoolChannel]) -> None:
-    sent = (made(3, 5, dtype=torch.bfloat16), made(1000), made(2, 0), made(2, 3, 4, dtype=torch.int32),
-            made(7, dtype=torch.float16), made(4, 6).t())
+    sent = (
+        made(3, 5, dtype=torch.bfloat16),
+        made(1000),
+        made(2, 0),
+        made(2, 3, 4, dtype=torch.int32),
+        made(7, dtype=torch.float16),
+        made(4, 6).t(),
+    )
     for sender in (0, 1):
         send(channels[sender], sender + 1, b"frame", *sent)
         packet = channels[sender + 1].receive(sender, timeout_s=60.0)
@@ -216,17 +243,23 @@ def test_tensors_arrive_whole_with_their_frame(channels: list[PoolChannel]) -> N
         assert [tensor.dtype for tensor in packet.tensors] == [tensor.dtype for tensor in sent]
 
 
-def test_sent_tensors_may_be_overwritten_at_once_and_keep_their_order(channels: list[PoolChannel]) -> None:
+def test_sent_tensors_may_be_overwritten_at_once_and_keep_their_order(
+    channels: list[PoolChannel],
+) -> None:
     tensor = torch.zeros(50_000)
     for value in range(8):
         tensor.fill_(value)
         send(channels[0], 1, b"%d" % value, tensor)
     tensor.fill_(-1)
-    arrived = [tensors_from(channels[1], 0)[0] for _ in range(8)]  # the receiver's own: the next does not touch them
+    arrived = [
+        tensors_from(channels[1], 0)[0] for _ in range(8)
+    ]  # the receiver's own: the next does not touch them
     assert [set(tensor.tolist()) for tensor in arrived] == [{float(value)} for value in range(8)]
 
 
-def test_tensors_over_the_limit_are_refused_before_anything_leaves(channels: list[PoolChannel]) -> None:
+def test_tensors_over_the_limit_are_refused_before_anything_leaves(
+    channels: list[PoolChannel],
+) -> None:
     with pytest.raises(InternalError, match=f"the limit is {MAX_BYTES}"):
         send(channels[0], 1, b"", torch.zeros(MAX_BYTES // 4 + 1))
     send(channels[0], 1, b"next", made(5))
@@ -249,7 +282,9 @@ class Child:
 
     def __init__(self, kind: str, rank: int = 1) -> None:
         command = [sys.executable, "-m", "tests.support.pool.channel_child", kind, str(rank)]
-        self.process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         self.address = bytes.fromhex(self.says())
 
     def says(self) -> str:
@@ -292,6 +327,7 @@ def test_a_killed_stage_is_noticed_and_its_successor_takes_over(kind: str) -> No
 
 def check_a_stopped_stage_runs_into_the_deadline(leader: PoolChannel, child: Child) -> None:
     """Nobody notices that it is stopped; the connection is cut."""
+
     def send_on() -> None:
         while True:
             send(leader, 1, b"", torch.zeros(MAX_BYTES // 4), timeout_s=0.5)
@@ -323,19 +359,37 @@ def test_all_stages_hear_of_a_killed_one_and_form_again_with_its_successor() -> 
 OWN = [StageAddress(0, b"a", "nccl", "GPU-1"), StageAddress(1, b"b", "nccl", "GPU-2")]
 
 
-@pytest.mark.parametrize(("stages", "choice"), [
-    (OWN, Choice("nccl", "every stage has a device of its own")),
-    ([*OWN, StageAddress(2, b"c", "nccl", "GPU-1")], Choice("", "stages 0 and 2 share device GPU-1")),
-    ([OWN[0], StageAddress(1, b"b", why="computes on cpu")], Choice("", "stage 1 computes on cpu")),
-    ([OWN[0], StageAddress(1, b"b", "gloo", "1")], Choice("", "stage 1 has gloo, stage 0 nccl")),
-], ids=["a device each", "shared", "one on a host", "two kinds"])
-def test_lanes_are_chosen_when_every_stage_has_a_device(stages: list[StageAddress], choice: Choice) -> None:
+@pytest.mark.parametrize(
+    ("stages", "choice"),
+    [
+        (OWN, Choice("nccl", "every stage has a device of its own")),
+        (
+            [*OWN, StageAddress(2, b"c", "nccl", "GPU-1")],
+            Choice("", "stages 0 and 2 share device GPU-1"),
+        ),
+        (
+            [OWN[0], StageAddress(1, b"b", why="computes on cpu")],
+            Choice("", "stage 1 computes on cpu"),
+        ),
+        (
+            [OWN[0], StageAddress(1, b"b", "gloo", "1")],
+            Choice("", "stage 1 has gloo, stage 0 nccl"),
+        ),
+    ],
+    ids=["a device each", "shared", "one on a host", "two kinds"],
+)
+def test_lanes_are_chosen_when_every_stage_has_a_device(
+    stages: list[StageAddress], choice: Choice
+) -> None:
     assert choose([StageAddress.unpack(stage.pack()) for stage in stages]) == choice
 
 
 def test_lanes_that_are_demanded_and_cannot_be_are_refused() -> None:
     demanding = StageAddress(2, b"c", "nccl", "GPU-1", is_demanded=True)
-    with pytest.raises(ConfigError, match="stage 2 demands stage_channel nccl, but stages 0 and 2 share device GPU-1"):
+    with pytest.raises(
+        ConfigError,
+        match="stage 2 demands stage_channel nccl, but stages 0 and 2 share device GPU-1",
+    ):
         choose([*OWN, demanding])
 
 
@@ -352,6 +406,8 @@ def test_stages_meet_in_the_first_free_port_of_the_range(listen: str) -> None:
 
 def test_nccl_is_refused_where_there_is_none() -> None:
     config = WorkerConfig(model=ROOT, stage_channel="nccl")
-    with pytest.raises(ConfigError, match="needs a CUDA device and NCCL, this stage computes on cpu") as refused:
+    with pytest.raises(
+        ConfigError, match="needs a CUDA device and NCCL, this stage computes on cpu"
+    ) as refused:
         open_pool_channel(config, torch.device("cpu"), max_bytes=1, on_sent=lambda num_bytes: None)
     assert refused.value.field == "stage_channel"

@@ -13,7 +13,7 @@ NAMES = [bytes([number]) * NAME_BYTES for number in range(12)]
 
 
 def split(joined: bytes) -> set[bytes]:
-    return {joined[start:start + NAME_BYTES] for start in range(0, len(joined), NAME_BYTES)}
+    return {joined[start : start + NAME_BYTES] for start in range(0, len(joined), NAME_BYTES)}
 
 
 def applied(known: set[bytes], reports: list[worker_pb2.CacheReport]) -> set[bytes]:
@@ -25,12 +25,21 @@ def applied(known: set[bytes], reports: list[worker_pb2.CacheReport]) -> set[byt
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.lists(st.tuples(st.sampled_from(["store", "remove", "take", "take"]), st.sampled_from(NAMES),
-                          st.integers(0, 1))), st.integers(1, 2))
-def test_reports_amount_to_what_there_is(monkeypatch: pytest.MonkeyPatch, steps: list[tuple[str, bytes, int]],
-                                         num_ranks: int) -> None:
-    """With two names per report, and a whole account in place of more than two changes beyond what there is; of one or
-    two data ranks, which may have the same point."""
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["store", "remove", "take", "take"]),
+            st.sampled_from(NAMES),
+            st.integers(0, 1),
+        )
+    ),
+    st.integers(1, 2),
+)
+def test_reports_amount_to_what_there_is(
+    monkeypatch: pytest.MonkeyPatch, steps: list[tuple[str, bytes, int]], num_ranks: int
+) -> None:
+    """With two names per report, and a whole account in place of more than two changes beyond what
+    there is; of one or two data ranks, which may have the same point."""
     monkeypatch.setattr(module, "MAX_NAMES", 2)
     journal, known = PointJournal(), set[bytes]()
     ranks = [{NAMES[0]} for _ in range(num_ranks)]

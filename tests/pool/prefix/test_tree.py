@@ -1,4 +1,5 @@
-"""The tree against a model of it that knows every prompt by its tokens and looks at everything each time."""
+"""The tree against a model of it that knows every prompt by its tokens and looks at everything each
+time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,7 +16,12 @@ from runtime.digests import NAME_BYTES
 from runtime.errors import InternalError
 
 Prompt = tuple[int, ...]
-RULES = [ResumeRule(1), ResumeRule(2), ResumeRule(1, has_states=True), ResumeRule(1, grid_tokens=2, has_states=True)]
+RULES = [
+    ResumeRule(1),
+    ResumeRule(2),
+    ResumeRule(1, has_states=True),
+    ResumeRule(1, grid_tokens=2, has_states=True),
+]
 PROMPTS = st.lists(st.integers(0, 1), max_size=6).map(tuple)  # one number per block
 
 
@@ -37,7 +43,9 @@ class Block:
 
     def worth(self, *, of_snapshot: bool) -> float:
         """Half as much after each half-life, on a scale of logarithms."""
-        return self.used_s + HALF_LIFE_S * log2((1 + HIT_WEIGHT * self.hits) * (self.saved if of_snapshot else 1))
+        return self.used_s + HALF_LIFE_S * log2(
+            (1 + HIT_WEIGHT * self.hits) * (self.saved if of_snapshot else 1)
+        )
 
 
 @dataclass
@@ -50,27 +58,50 @@ class Naive:
     held: set[int] = field(default_factory=set)
 
     def known(self, prompt: Prompt) -> int:
-        return max(depth for depth in range(len(prompt) + 1) if all(
-            prompt[:end] in self.blocks for end in range(1, depth + 1)))
+        return max(
+            depth
+            for depth in range(len(prompt) + 1)
+            if all(prompt[:end] in self.blocks for end in range(1, depth + 1))
+        )
 
     def find(self, prompt: Prompt, num_tokens: int) -> Found:
         size, grid = self.rule.block_tokens, self.rule.grid_tokens
-        points = [depth for depth in range(len(prompt) + 1) if depth * size < num_tokens and depth * size % grid == 0]
-        usable = [depth for depth in points if depth == 0 or (prompt[:depth] in self.blocks and (
-            not self.rule.has_states or self.blocks[prompt[:depth]].slot is not None))]
+        points = [
+            depth
+            for depth in range(len(prompt) + 1)
+            if depth * size < num_tokens and depth * size % grid == 0
+        ]
+        usable = [
+            depth
+            for depth in points
+            if depth == 0
+            or (
+                prompt[:depth] in self.blocks
+                and (not self.rule.has_states or self.blocks[prompt[:depth]].slot is not None)
+            )
+        ]
         depth, known = usable[-1], self.known(prompt)
-        ends = {points[-1], max(point for point in points if point <= known)} if self.rule.has_states else set()
-        return Found(depth * size, tuple(self.blocks[prompt[:end]].page for end in range(1, depth + 1)),
-                     self.blocks[prompt[:depth]].slot if depth else None,
-                     tuple(sorted(end * size for end in ends if end > depth)))
+        ends = (
+            {points[-1], max(point for point in points if point <= known)}
+            if self.rule.has_states
+            else set()
+        )
+        return Found(
+            depth * size,
+            tuple(self.blocks[prompt[:end]].page for end in range(1, depth + 1)),
+            self.blocks[prompt[:depth]].slot if depth else None,
+            tuple(sorted(end * size for end in ends if end > depth)),
+        )
 
     def resumed(self, prompt: Prompt) -> None:
         if prompt:
             self.blocks[prompt].hits += 1
             self.blocks[prompt].used_s = self.now_s
 
-    def insert(self, prompt: Prompt, pages: Sequence[int], slot: int | None) -> tuple[list[int], list[int]]:
-        taken = list(pages[self.known(prompt):])
+    def insert(
+        self, prompt: Prompt, pages: Sequence[int], slot: int | None
+    ) -> tuple[list[int], list[int]]:
+        taken = list(pages[self.known(prompt) :])
         for end, page in enumerate(pages, 1):
             self.blocks.setdefault(prompt[:end], Block(page, self.now_s))
         if not prompt:
@@ -80,12 +111,17 @@ class Naive:
         if slot is None or end_block.slot is not None:
             return taken, []
         end_block.slot = slot
-        end_block.saved = len(prompt) - max(end for end in range(len(prompt)) if end == 0 or (
-            self.blocks[prompt[:end]].slot is not None))
+        end_block.saved = len(prompt) - max(
+            end
+            for end in range(len(prompt))
+            if end == 0 or (self.blocks[prompt[:end]].slot is not None)
+        )
         return taken, [slot]
 
     def is_leaf(self, prompt: Prompt) -> bool:
-        return not any(len(other) > len(prompt) and other[:len(prompt)] == prompt for other in self.blocks)
+        return not any(
+            len(other) > len(prompt) and other[: len(prompt)] == prompt for other in self.blocks
+        )
 
     def is_held(self, prompt: Prompt) -> bool:
         return self.blocks[prompt].page in self.held or self.blocks[prompt].slot in self.held
@@ -94,10 +130,16 @@ class Naive:
         """(pages, slots)"""
         gone_pages, gone_slots = list[int](), list[int]()
         while sum(item not in self.held for item in (gone_slots if slots else gone_pages)) < num:
-            candidates = [p for p, b in self.blocks.items() if (b.slot is not None if slots else self.is_leaf(p))]
+            candidates = [
+                p
+                for p, b in self.blocks.items()
+                if (b.slot is not None if slots else self.is_leaf(p))
+            ]
             if not candidates:
                 break
-            chosen = min(candidates, key=lambda p: (self.is_held(p), self.blocks[p].worth(of_snapshot=slots)))
+            chosen = min(
+                candidates, key=lambda p: (self.is_held(p), self.blocks[p].worth(of_snapshot=slots))
+            )
             self.give_up(chosen, gone_pages, gone_slots)
         return gone_pages, gone_slots
 
@@ -118,8 +160,12 @@ class Naive:
 @given(data=st.data())
 def test_it_does_what_the_naive_model_does(rule: ResumeRule, data: st.DataObject) -> None:
     clock, ids, naive = ManualClock(), count(1), Naive(rule)
-    tree = PrefixTree(rule, clock, is_page_held=lambda page: page in naive.held,
-                      is_slot_held=lambda slot: slot in naive.held)
+    tree = PrefixTree(
+        rule,
+        clock,
+        is_page_held=lambda page: page in naive.held,
+        is_slot_held=lambda slot: slot in naive.held,
+    )
     for _ in range(data.draw(st.integers(1, 24))):
         clock.advance(data.draw(st.sampled_from([0.5, 7.0, 200.0])))
         naive.now_s = clock.now()
@@ -127,24 +173,40 @@ def test_it_does_what_the_naive_model_does(rule: ResumeRule, data: st.DataObject
         num_tokens = len(prompt) * rule.block_tokens + data.draw(st.integers(1, rule.block_tokens))
         found = tree.find(names(prompt), num_tokens)
         assert found == naive.find(prompt, num_tokens)
-        match data.draw(st.sampled_from(["insert", "insert", "resume", "hold", "evict pages", "evict snapshots"])):
+        match data.draw(
+            st.sampled_from(
+                ["insert", "insert", "resume", "hold", "evict pages", "evict snapshots"]
+            )
+        ):
             case "insert":
                 depth = len(prompt) - (len(prompt) * rule.block_tokens % rule.grid_tokens)
-                pages, slot = [next(ids) for _ in range(depth)], next(ids) if rule.has_states and depth else None
+                pages, slot = (
+                    [next(ids) for _ in range(depth)],
+                    next(ids) if rule.has_states and depth else None,
+                )
                 taken = tree.insert(names(prompt[:depth]), pages, slot)
                 assert (taken.page_ids, taken.slot_ids) == naive.insert(prompt[:depth], pages, slot)
             case "resume":
                 tree.resumed(names(prompt), found.num_tokens)
-                naive.resumed(prompt[:found.num_tokens // rule.block_tokens])
+                naive.resumed(prompt[: found.num_tokens // rule.block_tokens])
             case "hold":
                 naive.held = {*found.page_ids, found.slot_id or 0}
             case "evict pages":
-                compare(tree.evict_pages(num := data.draw(st.integers(1, 4))), naive.evict(num, slots=False))
+                compare(
+                    tree.evict_pages(num := data.draw(st.integers(1, 4))),
+                    naive.evict(num, slots=False),
+                )
             case "evict snapshots":
-                compare(tree.evict_snapshots(num := data.draw(st.integers(1, 3))), naive.evict(num, slots=True))
+                compare(
+                    tree.evict_snapshots(num := data.draw(st.integers(1, 3))),
+                    naive.evict(num, slots=True),
+                )
         assert tree.num_pages == len(naive.blocks)
-        assert points_of(tree) == {name_of(prompt) for prompt, block in naive.blocks.items()
-                                   if block.slot is not None or not rule.has_states}
+        assert points_of(tree) == {
+            name_of(prompt)
+            for prompt, block in naive.blocks.items()
+            if block.slot is not None or not rule.has_states
+        }
     given_up = tree.clear()
     assert sorted(given_up.page_ids) == sorted(block.page for block in naive.blocks.values())
     assert tree.num_pages == 0
@@ -154,7 +216,7 @@ def test_it_does_what_the_naive_model_does(rule: ResumeRule, data: st.DataObject
 def points_of(tree: PrefixTree) -> set[bytes]:
     with tree.journal.watch() as watcher:
         stored = b"".join(report.stored for report in watcher.take())
-    return {stored[start:start + NAME_BYTES] for start in range(0, len(stored), NAME_BYTES)}
+    return {stored[start : start + NAME_BYTES] for start in range(0, len(stored), NAME_BYTES)}
 
 
 def compare(given_up: Changed, expected: tuple[list[int], list[int]]) -> None:

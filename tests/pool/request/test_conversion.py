@@ -11,18 +11,34 @@ from runtime.errors import InvalidRequestError
 VOCAB_SIZE, CONTEXT = 512, 256
 
 
-@pytest.mark.parametrize(("field", "change", "count", "limit"), [
-    ("prompt_token_ids", {"prompt_token_ids": [VOCAB_SIZE] * 100_000}, 100_000, CONTEXT),
-    ("stop_token_ids", {"stop_token_ids": [VOCAB_SIZE] * (MAX_LISTED_TOKENS + 1)}, MAX_LISTED_TOKENS + 1,
-     MAX_LISTED_TOKENS),
-    ("sampling.logit_bias", {"sampling": types_pb2.SamplingParams(logit_bias=dict.fromkeys(range(2000), 1.0))}, 2000,
-     MAX_LISTED_TOKENS),
-])
-def test_lists_are_measured_before_they_are_looked_through(field: str, change: dict[str, Any], count: int,
-                                                           limit: int) -> None:
+@pytest.mark.parametrize(
+    ("field", "change", "count", "limit"),
+    [
+        ("prompt_token_ids", {"prompt_token_ids": [VOCAB_SIZE] * 100_000}, 100_000, CONTEXT),
+        (
+            "stop_token_ids",
+            {"stop_token_ids": [VOCAB_SIZE] * (MAX_LISTED_TOKENS + 1)},
+            MAX_LISTED_TOKENS + 1,
+            MAX_LISTED_TOKENS,
+        ),
+        (
+            "sampling.logit_bias",
+            {"sampling": types_pb2.SamplingParams(logit_bias=dict.fromkeys(range(2000), 1.0))},
+            2000,
+            MAX_LISTED_TOKENS,
+        ),
+    ],
+)
+def test_lists_are_measured_before_they_are_looked_through(
+    field: str, change: dict[str, Any], count: int, limit: int
+) -> None:
     given: dict[str, Any] = {"prompt_token_ids": [1, 2], "max_tokens": 1, **change}
     with pytest.raises(InvalidRequestError) as caught:
-        request_from_proto(types_pb2.EngineRequest(**given), vocab_size=VOCAB_SIZE, max_context_tokens=CONTEXT)
-    found = [violation.description for violation in caught.value.violations if violation.field == field]
+        request_from_proto(
+            types_pb2.EngineRequest(**given), vocab_size=VOCAB_SIZE, max_context_tokens=CONTEXT
+        )
+    found = [
+        violation.description for violation in caught.value.violations if violation.field == field
+    ]
     assert f"has {count} entries, the limit is {limit}" in found
     assert not any("vocabulary" in description for description in found)

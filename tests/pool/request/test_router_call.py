@@ -1,5 +1,5 @@
-"""One router's call on a pool: its requests begin, end and fail one by one, whatever the router does, and all end with
-the call. Requests here wait for what a test does with them."""
+"""One router's call on a pool: its requests begin, end and fail one by one, whatever the router
+does, and all end with the call. Requests here wait for what a test does with them."""
 
 import asyncio
 import logging
@@ -46,7 +46,8 @@ class End:
 
 
 class Pool:
-    """`requests` by their ids, from their beginning to their end; each takes inputs, and ends as it is told."""
+    """`requests` by their ids, from their beginning to their end; each takes inputs, and ends as it
+    is told."""
 
     def __init__(self, num_taken: int = 0) -> None:
         self.num_taken = num_taken  # that it says it takes
@@ -60,14 +61,20 @@ class Pool:
         self.may_take = asyncio.Event()
         self.may_take.set()
         self.kind: RequestKind[pb.DecodeInput, pb.DecodeEvent] = RequestKind(
-            METHOD, self._serve, lambda item: item.open.context,
-            lambda key, ended: pb.DecodeEvent(key=key, ended=ended))
+            METHOD,
+            self._serve,
+            lambda item: item.open.context,
+            lambda key, ended: pb.DecodeEvent(key=key, ended=ended),
+        )
 
-    async def Serve(self, request_iterator: AsyncIterator[pb.DecodeInputs],
-                    context: object) -> AsyncIterator[pb.DecodeEvents]:
+    async def Serve(
+        self, request_iterator: AsyncIterator[pb.DecodeInputs], context: object
+    ) -> AsyncIterator[pb.DecodeEvents]:
         expired = Counter("expired", "Waits.", registry=CollectorRegistry())
         call = RouterCall(self.kind, self.calls, expired, self.num_taken)
-        async with aclosing(call.events(message.inputs async for message in request_iterator)) as batches:
+        async with aclosing(
+            call.events(message.inputs async for message in request_iterator)
+        ) as batches:
             async for events in batches:
                 yield pb.DecodeEvents(events=events)
 
@@ -97,8 +104,12 @@ class Pool:
 
 
 def opening(name: str, **context: Any) -> pb.DecodeInput:  # noqa: ANN401 - fields of a message
-    return pb.DecodeInput(open=pb.DecodeOpen(
-        request=types_pb2.EngineRequest(request_id=name), context=types_pb2.RequestContext(**context)))
+    return pb.DecodeInput(
+        open=pb.DecodeOpen(
+            request=types_pb2.EngineRequest(request_id=name),
+            context=types_pb2.RequestContext(**context),
+        )
+    )
 
 
 def with_key(key: int, message: pb.DecodeInput) -> pb.DecodeInput:
@@ -120,7 +131,9 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(0.001)
 
 
-async def begun(pool: Pool, *names: str) -> tuple[SharedCall[pb.DecodeInput, pb.DecodeEvent], list[Any]]:
+async def begun(
+    pool: Pool, *names: str
+) -> tuple[SharedCall[pb.DecodeInput, pb.DecodeEvent], list[Any]]:
     call = decode_call(pool.Serve)
     streams = [call.open(opening(name)) for name in names]
     await until(lambda: len(pool.began) == len(names))
@@ -153,7 +166,8 @@ async def test_requests_end_one_by_one_each_with_its_own_status() -> None:
 
 
 async def test_each_request_has_its_own_trace_ids_and_log_lines(
-        caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     caplog.set_level(logging.INFO)
     pool, seen = Pool(), list[tuple[str, object]]()
 
@@ -164,7 +178,10 @@ async def test_each_request_has_its_own_trace_ids_and_log_lines(
     monkeypatch.setattr(logging.getLogger("runtime.rpc.calls"), "filter", note)
     call = decode_call(pool.Serve)
     parents = {name: f"00-{'a' * 31}{number}-{'b' * 16}-01" for number, name in enumerate("ab")}
-    streams = [call.open(opening(name, traceparent=parent, tracestate=f"x={name}")) for name, parent in parents.items()]
+    streams = [
+        call.open(opening(name, traceparent=parent, tracestate=f"x={name}"))
+        for name, parent in parents.items()
+    ]
     await until(lambda: len(pool.began) == 2)
     for name, parent in parents.items():
         assert pool.traces[name] == (("traceparent", parent), ("tracestate", f"x={name}"))
@@ -173,7 +190,10 @@ async def test_each_request_has_its_own_trace_ids_and_log_lines(
     for stream in streams:
         with pytest.raises(HandoffError):
             await stream.ended()
-    assert sorted(seen) == [("call refused or failed: of a", "a"), ("call refused or failed: of b", "b")]
+    assert sorted(seen) == [
+        ("call refused or failed: of a", "a"),
+        ("call refused or failed: of b", "b"),
+    ]
     await call.drop()
 
 
@@ -183,7 +203,9 @@ async def test_what_happens_together_is_one_message() -> None:
     before = call.num_messages
     for position in range(3):
         for name, stream in zip("abc", streams, strict=True):
-            pool.requests[name].outlet.send(pb.DecodeEvent(key=stream.key, position=position, tokens=token(position)))
+            pool.requests[name].outlet.send(
+                pb.DecodeEvent(key=stream.key, position=position, tokens=token(position))
+            )
     pool.end("b")
     for stream in streams:
         assert [(await stream.next()).position for _ in range(3)] == [0, 1, 2]
@@ -198,7 +220,9 @@ async def test_a_request_that_its_router_gives_up_is_cancelled_and_gets_no_end()
     outlet = pool.requests["a"].outlet
     first.send(cancelled(first.key))
     await until(lambda: pool.ended == ["a"])
-    outlet.send(pb.DecodeEvent(key=first.key, tokens=token(1)))  # as the engine does that does not know yet
+    outlet.send(
+        pb.DecodeEvent(key=first.key, tokens=token(1))
+    )  # as the engine does that does not know yet
     await goes_on(pool, second, "b")
     assert first.events.empty()
     assert not first.end.done()
@@ -220,7 +244,9 @@ async def test_a_request_that_is_opened_and_given_up_in_one_message_leaves_nothi
 
 async def test_an_end_that_crosses_its_router_giving_up_is_not_waited_for() -> None:
     pool = Pool()
-    call = RouterCall(pool.kind, pool.calls, Counter("expired", "Waits.", registry=CollectorRegistry()))
+    call = RouterCall(
+        pool.kind, pool.calls, Counter("expired", "Waits.", registry=CollectorRegistry())
+    )
     inputs: asyncio.Queue[list[pb.DecodeInput]] = asyncio.Queue()
 
     async def messages() -> AsyncIterator[list[pb.DecodeInput]]:
@@ -243,7 +269,9 @@ async def test_an_end_that_crosses_its_router_giving_up_is_not_waited_for() -> N
 
 
 @pytest.mark.parametrize("bad", [pb.DecodeInput(), pb.DecodeInput.FromString(b"\x9a\x06\x00")])
-async def test_an_input_that_is_missing_or_unknown_ends_its_request_alone(bad: pb.DecodeInput) -> None:
+async def test_an_input_that_is_missing_or_unknown_ends_its_request_alone(
+    bad: pb.DecodeInput,
+) -> None:
     pool = Pool()
     call, (first, second) = await begun(pool, "a", "b")
     first.send(bad)
@@ -304,7 +332,9 @@ async def test_a_message_with_too_many_inputs_ends_the_call() -> None:
     call, _ = await begun(pool, "a")
     call.send(*[cancelled(9)] * MAX_INPUTS)
     call.send(*[cancelled(9)] * (MAX_INPUTS + 1))
-    with pytest.raises(InvalidRequestError, match=f"at most {MAX_INPUTS}, this one has {MAX_INPUTS + 1}"):
+    with pytest.raises(
+        InvalidRequestError, match=f"at most {MAX_INPUTS}, this one has {MAX_INPUTS + 1}"
+    ):
         await call.handler
     assert pool.ended == ["a"]
 
@@ -320,12 +350,16 @@ async def test_a_deadline_that_is_no_time_is_refused_by_name(bad: float) -> None
     await call.drop()
 
 
-async def test_a_request_ends_with_its_deadline_and_others_do_not(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_request_ends_with_its_deadline_and_others_do_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(router_call, "LATE_S", 0.0)
     pool = Pool()
     call = decode_call(pool.Serve)
-    short, none, long = (call.open(opening(name, **left)) for name, left in (
-        ("a", {"time_left_s": 0.05}), ("b", {}), ("c", {"time_left_s": 1e18})))
+    short, none, long = (
+        call.open(opening(name, **left))
+        for name, left in (("a", {"time_left_s": 0.05}), ("b", {}), ("c", {"time_left_s": 1e18}))
+    )
     with pytest.raises(DeadlineError, match=r"within the 0\.05 s"):
         await short.ended()
     assert math.isinf(pool.requests["b"].ends_in_s)
@@ -334,7 +368,9 @@ async def test_a_request_ends_with_its_deadline_and_others_do_not(monkeypatch: p
     await call.drop()
 
 
-async def test_requests_beyond_the_limit_are_refused_and_those_under_way_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_requests_beyond_the_limit_are_refused_and_those_under_way_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(router_call, "SPARE_OPEN", 2)
     pool = Pool()
     call, (first, second) = await begun(pool, "a", "b")
@@ -350,7 +386,8 @@ async def test_requests_beyond_the_limit_are_refused_and_those_under_way_go_on(m
 
 
 async def test_the_limit_grows_with_the_pool_and_the_first_of_a_message_are_let_in(
-        monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(router_call, "SPARE_OPEN", 2)
     pool = Pool(num_taken=6)
     call, _ = await begun(pool, *(f"old{number}" for number in range(6)))
@@ -368,11 +405,15 @@ async def test_the_limit_grows_with_the_pool_and_the_first_of_a_message_are_let_
     await call.drop()
 
 
-async def test_a_router_that_opens_and_never_reads_is_read_no_further(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_router_that_opens_and_never_reads_is_read_no_further(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Every end waits until it is taken: their number is bounded."""
     monkeypatch.setattr(router_call, "SPARE_OPEN", 4)
     pool = Pool()
-    call = RouterCall(pool.kind, pool.calls, Counter("expired", "Waits.", registry=CollectorRegistry()))
+    call = RouterCall(
+        pool.kind, pool.calls, Counter("expired", "Waits.", registry=CollectorRegistry())
+    )
 
     async def messages() -> AsyncIterator[list[pb.DecodeInput]]:
         yield [with_key(key, opening(f"{key}", time_left_s=-1)) for key in range(1, 1000)]
@@ -388,7 +429,9 @@ async def test_a_router_that_opens_and_never_reads_is_read_no_further(monkeypatc
     assert await pool.calls.wait_quiet(timeout_s=5)
 
 
-async def test_a_drain_refuses_new_requests_and_hands_back_those_under_way_before_the_call_ends() -> None:
+async def test_a_drain_refuses_new_requests_and_hands_back_those_under_way_before_the_call_ends() -> (
+    None
+):
     pool = Pool()
     call, (first,) = await begun(pool, "a")
     pool.calls.refuse_new("the server is draining")
@@ -442,24 +485,30 @@ class Served(decode_pb2_grpc.DecodeServicer):
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
-    async def Serve(self, request_iterator: AsyncIterator[pb.DecodeInputs],
-                    context: "grpc.aio.ServicerContext[pb.DecodeInputs, pb.DecodeEvents]",
-                    ) -> AsyncIterator[pb.DecodeEvents]:
+    async def Serve(
+        self,
+        request_iterator: AsyncIterator[pb.DecodeInputs],
+        context: "grpc.aio.ServicerContext[pb.DecodeInputs, pb.DecodeEvents]",
+    ) -> AsyncIterator[pb.DecodeEvents]:
         async for message in self._pool.Serve(request_iterator, context):
             yield message
 
 
 async def served(pool: Pool, write_s: float = 60.0) -> tuple[GrpcServer, str]:
-    server = GrpcServer(ServerOptions("127.0.0.1:0", write_s=write_s), services=(),
-                        background_methods=frozenset({"/baton.v1.Decode/Serve"}),
-                        metrics=RpcMetrics.create(CollectorRegistry()))
+    server = GrpcServer(
+        ServerOptions("127.0.0.1:0", write_s=write_s),
+        services=(),
+        background_methods=frozenset({"/baton.v1.Decode/Serve"}),
+        metrics=RpcMetrics.create(CollectorRegistry()),
+    )
     pool.calls = server.calls
     decode_pb2_grpc.add_DecodeServicer_to_server(Served(pool), server.grpc)
     return server, await server.start()
 
 
 async def test_a_router_that_reads_nothing_is_given_up_and_its_requests_with_it() -> None:
-    """Its connection lives, so nothing else would end the call. When it reads again it finds that it has ended."""
+    """Its connection lives, so nothing else would end the call. When it reads again it finds that
+    it has ended."""
     pool = Pool()
     server, address = await served(pool, write_s=0.3)
     async with open_channel(address) as channel:
@@ -468,8 +517,9 @@ async def test_a_router_that_reads_nothing_is_given_up_and_its_requests_with_it(
         await until(lambda: pool.began)
         async with asyncio.timeout(60):
             while not pool.ended:
-                pool.requests["a"].outlet.send(pb.DecodeEvent(key=1, tokens=types_pb2.TokenChunk(
-                    token_ids=range(8000))), 8000)
+                pool.requests["a"].outlet.send(
+                    pb.DecodeEvent(key=1, tokens=types_pb2.TokenChunk(token_ids=range(8000))), 8000
+                )
                 await asyncio.sleep(0.001)
         with pytest.raises(grpc.aio.AioRpcError) as ended:
             async for _ in unread:
@@ -488,8 +538,12 @@ async def test_a_router_that_reads_slowly_is_not_given_up() -> None:
         await slow.write(pb.DecodeInputs(inputs=[with_key(1, opening("a"))]))
         await until(lambda: pool.began)
         for position in range(40):
-            pool.requests["a"].outlet.send(pb.DecodeEvent(
-                key=1, position=position, tokens=types_pb2.TokenChunk(token_ids=range(16384))), 16384)
+            pool.requests["a"].outlet.send(
+                pb.DecodeEvent(
+                    key=1, position=position, tokens=types_pb2.TokenChunk(token_ids=range(16384))
+                ),
+                16384,
+            )
         for position in range(40):
             await asyncio.sleep(write_s / 10)
             message = await slow.read()
@@ -505,7 +559,9 @@ async def test_what_cannot_be_parsed_ends_the_call_by_name() -> None:
     pool = Pool()
     server, address = await served(pool)
     async with open_channel(address) as channel:
-        call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream("/baton.v1.Decode/Serve")()
+        call: grpc.aio.StreamStreamCall[bytes, bytes] = channel.stream_stream(
+            "/baton.v1.Decode/Serve"
+        )()
         await call.write(pb.DecodeInputs(inputs=[with_key(1, opening("a"))]).SerializeToString())
         await until(lambda: pool.began)
         await call.write(b"\xff\xff\xff")
@@ -521,7 +577,9 @@ async def test_a_drain_sends_every_end_before_the_call_ends() -> None:
     server, address = await served(pool)
     async with open_channel(address) as channel:
         call = decode_pb2_grpc.DecodeStub(channel).Serve()
-        await call.write(pb.DecodeInputs(inputs=[with_key(key, opening(f"{key}")) for key in range(1, 101)]))
+        await call.write(
+            pb.DecodeInputs(inputs=[with_key(key, opening(f"{key}")) for key in range(1, 101)])
+        )
         await until(lambda: len(pool.began) == 100)
         draining = asyncio.create_task(server.drain(grace_s=0.05))
         ends: list[int] = []

@@ -1,5 +1,5 @@
-"""Who frees the memory of a request, and when: two lifetimes, request and transfer; and how the engine's events reach
-it."""
+"""Who frees the memory of a request, and when: two lifetimes, request and transfer; and how the
+engine's events reach it."""
 
 import asyncio
 import time
@@ -13,7 +13,12 @@ from pool.pipeline.group import SessionReports, StageGroup
 from pool.request import stay as module
 from pool.request.stay import EventPost, MemoryReclaimer
 from runtime.clock import SystemClock
-from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageSessionEvent, StageSessionState
+from transfer.plan.handoff_terms import (
+    DestinationTerms,
+    SourceTerms,
+    StageSessionEvent,
+    StageSessionState,
+)
 from transfer.session import ReceiveSession, SendSession
 from transfer.transport.authenticator import new_key
 
@@ -50,7 +55,9 @@ async def test_memory_is_released_only_when_every_stage_has_drained_s4_7_s4_10()
     reclaimer, reports, told = make_reclaimer()
     done: list[str] = []
     session = watched(reports, num_stages=2)
-    reclaimer.end(lambda: done.append("released"), close=lambda: done.append("closed"), session=session)
+    reclaimer.end(
+        lambda: done.append("released"), close=lambda: done.append("closed"), session=session
+    )
     assert done == ["closed"]
     reports.deliver(0, drained_event())
     await asyncio.sleep(0)
@@ -69,7 +76,9 @@ async def test_without_a_session_memory_is_released_at_once() -> None:
     assert done == ["released"]
 
 
-async def test_a_session_that_does_not_drain_keeps_its_memory_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_session_that_does_not_drain_keeps_its_memory_and_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "DRAIN_TIMEOUT_S", 0.01)
     reclaimer, reports, told = make_reclaimer()
     done: list[str] = []
@@ -80,8 +89,10 @@ async def test_a_session_that_does_not_drain_keeps_its_memory_and_is_told(monkey
 
 
 async def test_a_process_that_was_held_up_reads_what_was_reported_before_it_despairs(
-        monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after SIGSTOP: the time is over before anybody could listen, and nothing would make the pool serve again."""
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As after SIGSTOP: the time is over before anybody could listen, and nothing would make the
+    pool serve again."""
     monkeypatch.setattr(module, "DRAIN_TIMEOUT_S", 1.0)
     reclaimer, reports, told = make_reclaimer()
     done: list[str] = []
@@ -103,7 +114,9 @@ async def test_a_process_that_was_held_up_reads_what_was_reported_before_it_desp
 class FakeAgent:
     """Leaves everything to the test."""
 
-    def open_send(self, request_key: int, source: SourceTerms, destination: DestinationTerms) -> None:
+    def open_send(
+        self, request_key: int, source: SourceTerms, destination: DestinationTerms
+    ) -> None:
         pass
 
 
@@ -112,11 +125,18 @@ async def test_a_request_that_comes_back_to_its_source_lets_the_older_epoch_drai
     group = StageGroup(FakeAgent(), [Placement()], reports)  # type: ignore[arg-type]
     source = SourceTerms("", "", 4, 4, 4, (1,), 0, ())
     released: list[int] = []
-    sessions = [SendSession("s", epoch=epoch, num_stages=1, clock=SystemClock()) for epoch in range(2)]
+    sessions = [
+        SendSession("s", epoch=epoch, num_stages=1, clock=SystemClock()) for epoch in range(2)
+    ]
 
     def begin(epoch: int) -> None:
-        group.open_send(epoch + 1, source, DestinationTerms("s", epoch, 0, (1,), 0, (), "", new_key()),
-                        sessions[epoch], lambda: None)
+        group.open_send(
+            epoch + 1,
+            source,
+            DestinationTerms("s", epoch, 0, (1,), 0, (), "", new_key()),
+            sessions[epoch],
+            lambda: None,
+        )
 
     def end(epoch: int) -> None:
         sessions[epoch].abort("its stream ended")
@@ -150,7 +170,9 @@ async def test_what_a_step_posted_arrives_at_once_and_an_error_holds_nothing_up(
     assert (seen, errors) == ([1, 3, "the loop's next callback"], [failure])
 
 
-async def test_the_loop_is_let_in_at_once_but_not_behind_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_loop_is_let_in_at_once_but_not_behind_every_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     taken: list[str] = []
     monkeypatch.setattr(module, "_give_way", lambda: taken.append("way"))
     monkeypatch.setattr(module, "LET_IN_S", 60.0)
@@ -169,7 +191,9 @@ async def test_the_loop_is_let_in_at_once_but_not_behind_every_step(monkeypatch:
     assert taken == ["way", "first", "second", "way", "third"]
 
 
-async def test_what_can_wait_wakes_the_loop_once_and_is_found_by_its_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_can_wait_wakes_the_loop_once_and_is_found_by_its_timer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     loop, seen, calls = asyncio.get_running_loop(), list[object](), list[object]()
     post, wake = EventPost(loop), loop.call_soon_threadsafe
 
@@ -195,7 +219,9 @@ async def test_what_can_wait_wakes_the_loop_once_and_is_found_by_its_timer(monke
     step("fourth")
     step("last", can_wait=False)
     await asyncio.sleep(0)
-    assert (seen[3:], len(calls)) == (["fourth", "last"], 2), "what must not wait takes along what came before"
+    assert (seen[3:], len(calls)) == (["fourth", "last"], 2), (
+        "what must not wait takes along what came before"
+    )
     await asyncio.sleep(3 * module.PACE_S)
     step("after a pause")
     assert len(calls) == 3
@@ -203,7 +229,9 @@ async def test_what_can_wait_wakes_the_loop_once_and_is_found_by_its_timer(monke
     assert seen[5:] == ["after a pause"]
 
 
-async def test_nothing_is_lost_between_a_thread_that_posts_and_the_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_nothing_is_lost_between_a_thread_that_posts_and_the_timer(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(module, "PACE_S", 0.0001)
     seen, post = list[object](), EventPost(asyncio.get_running_loop())
 

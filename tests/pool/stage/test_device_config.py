@@ -1,4 +1,5 @@
-"""`--device`: what a machine or a device does not offer is refused in one line, before anything is loaded."""
+"""`--device`: what a machine or a device does not offer is refused in one line, before anything is
+loaded."""
 
 import os
 import subprocess
@@ -20,7 +21,15 @@ from runtime.errors import ConfigError
 from runtime.process.supervision import EXIT_CONFIG
 from tests.support.device.device_stack import MAX_NODES, build_stage, device_backends
 from tests.support.models.checkpoints import make_checkpoint
-from tests.support.models.tiny_models import GEMMA3, GLM_DSA, HYBRID, KIMI_LINEAR, LLAMA, QWEN3_MOE, tiny
+from tests.support.models.tiny_models import (
+    GEMMA3,
+    GLM_DSA,
+    HYBRID,
+    KIMI_LINEAR,
+    LLAMA,
+    QWEN3_MOE,
+    tiny,
+)
 
 CUDA = torch.device("cuda")
 
@@ -29,12 +38,30 @@ CUDA = torch.device("cuda")
 def test_a_worker_without_the_device_says_so_in_one_line(tmp_path: Path, role: str) -> None:
     """Through the real command."""
     model = make_checkpoint(tmp_path, "llama")
-    done = subprocess.run([sys.executable, "-m", role, "--model", os.fspath(model), "--device", "cuda", "--numerics",
-                           "fast", "--log-level", "error"], capture_output=True, text=True, timeout=280, check=False,
-                          env={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+    done = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            role,
+            "--model",
+            os.fspath(model),
+            "--device",
+            "cuda",
+            "--numerics",
+            "fast",
+            "--log-level",
+            "error",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+    )
     assert done.returncode == EXIT_CONFIG
     assert done.stderr.splitlines() == [
-        f"{role}: device cuda needs a CUDA device and a CUDA build of torch; torch {torch.__version__} finds none here"]
+        f"{role}: device cuda needs a CUDA device and a CUDA build of torch; torch {torch.__version__} finds none here"
+    ]
 
 
 @pytest.mark.parametrize("name", ["gpu", "cuda:", "cuda:x", "cuda:1,2", "CUDA", "cpu:0", ""])
@@ -46,12 +73,25 @@ def test_a_name_that_is_no_device(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["cpu", "cuda", "cuda:0", "cuda:12"])
 def test_names_of_devices(name: str) -> None:
-    assert load(WorkerConfig, section="decode", flags={"model": Path("x"), "device": name}, file=None).device == name
+    assert (
+        load(
+            WorkerConfig, section="decode", flags={"model": Path("x"), "device": name}, file=None
+        ).device
+        == name
+    )
 
 
-@pytest.mark.parametrize(("config", "numerics", "field"), [
-    (LLAMA, Numerics.EXACT, "numerics"), (GEMMA3, Numerics.FAST, "device"), (KIMI_LINEAR, Numerics.FAST, "device")])
-def test_what_a_device_does_not_offer(config: dict[str, object], numerics: Numerics, field: str) -> None:
+@pytest.mark.parametrize(
+    ("config", "numerics", "field"),
+    [
+        (LLAMA, Numerics.EXACT, "numerics"),
+        (GEMMA3, Numerics.FAST, "device"),
+        (KIMI_LINEAR, Numerics.FAST, "device"),
+    ],
+)
+def test_what_a_device_does_not_offer(
+    config: dict[str, object], numerics: Numerics, field: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         check_offered(CUDA, numerics, tiny(config))
     assert refused.value.field == field

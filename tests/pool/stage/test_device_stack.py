@@ -1,4 +1,5 @@
-"""Whole models on the device's backends give what the host's give; and nothing on the way mixes devices."""
+"""Whole models on the device's backends give what the host's give; and nothing on the way mixes
+devices."""
 
 from pathlib import Path
 
@@ -42,9 +43,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("device")
 
 
-@pytest.mark.parametrize(("family", "cuts"), [("qwen3_5_text", (1, 3)), ("qwen3", ()), ("llama", (2,)),
-                                              ("qwen3_moe", ()), ("deepseek_v3", (2,))])
-def test_the_device_stack_gives_the_hosts_logits(folder: Path, family: str, cuts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    ("family", "cuts"),
+    [
+        ("qwen3_5_text", (1, 3)),
+        ("qwen3", ()),
+        ("llama", (2,)),
+        ("qwen3_moe", ()),
+        ("deepseek_v3", (2,)),
+    ],
+)
+def test_the_device_stack_gives_the_hosts_logits(
+    folder: Path, family: str, cuts: tuple[int, ...]
+) -> None:
     """Chunks of prompts, decoding, trees and what they leave to be committed."""
     description = read_model(make_checkpoint(folder, family))
     host = build_stages(description, CpuBackends(Numerics.EXACT), cuts=())
@@ -55,13 +66,20 @@ def test_the_device_stack_gives_the_hosts_logits(folder: Path, family: str, cuts
         assert torch.allclose(actual, expected, rtol=0, atol=ATOL), f"step {number}"
 
 
-KERNELS = {cache: ("write_kv_kernel",), conv: ("conv_prefill_kernel", "conv_history_kernel"),
-           delta: ("conv_step_kernel", "delta_step_kernel"),
-           delta_chunks: ("chunk_inverse_kernel", "chunk_prepare_kernel", "chunk_scan_kernel"),
-           tree: ("conv_tree_kernel", "delta_tree_kernel"),
-           latent: ("listed_attention_kernel", "index_scores_kernel")}
-LAUNCHED = {"qwen3_5_text": {name for module, names in KERNELS.items() if module is not latent for name in names},
-            "deepseek_v32": set(KERNELS[latent])}
+KERNELS = {
+    cache: ("write_kv_kernel",),
+    conv: ("conv_prefill_kernel", "conv_history_kernel"),
+    delta: ("conv_step_kernel", "delta_step_kernel"),
+    delta_chunks: ("chunk_inverse_kernel", "chunk_prepare_kernel", "chunk_scan_kernel"),
+    tree: ("conv_tree_kernel", "delta_tree_kernel"),
+    latent: ("listed_attention_kernel", "index_scores_kernel"),
+}
+LAUNCHED = {
+    "qwen3_5_text": {
+        name for module, names in KERNELS.items() if module is not latent for name in names
+    },
+    "deepseek_v32": set(KERNELS[latent]),
+}
 
 
 @pytest.fixture
@@ -74,20 +92,26 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> dict[str, KernelStandIn]:
 
 
 def watched_backends() -> DeviceBackends:
-    return DeviceBackends(DEVICE, lambda geometry, pools: WrapperStandIns(), lambda geometry, pools: None)
+    return DeviceBackends(
+        DEVICE, lambda geometry, pools: WrapperStandIns(), lambda geometry, pools: None
+    )
 
 
 def received(output: StageOutput) -> StageOutput:
     """As the next stage gets it from a frame: on the host."""
+
     def there(tensor: Tensor) -> Tensor:
         return torch.zeros(tensor.shape, dtype=tensor.dtype)
 
-    return StageOutput(hidden=None if output.hidden is None else there(output.hidden),
-                       aux_hidden={layer_id: there(tensor) for layer_id, tensor in output.aux_hidden.items()})
+    return StageOutput(
+        hidden=None if output.hidden is None else there(output.hidden),
+        aux_hidden={layer_id: there(tensor) for layer_id, tensor in output.aux_hidden.items()},
+    )
 
 
-def last_outputs(description: ModelDescription, *, cuts: tuple[int, ...],
-                 capture_layers: frozenset[int]) -> list[tuple[ForwardBatch, StageOutput]]:
+def last_outputs(
+    description: ModelDescription, *, cuts: tuple[int, ...], capture_layers: frozenset[int]
+) -> list[tuple[ForwardBatch, StageOutput]]:
     """Every step through stages on the watched device."""
     stages = build_stages(description, watched_backends(), cuts=cuts, capture_layers=capture_layers)
     found = []
@@ -99,18 +123,30 @@ def last_outputs(description: ModelDescription, *, cuts: tuple[int, ...],
                 if rank:
                     batch.token_ids = None
                 output = stage.run(batch, received(output))
-                assert {tensor.device for tensor in (*output.aux_hidden.values(), output.hidden, output.logits)
-                        if tensor is not None} == {DEVICE}
+                assert {
+                    tensor.device
+                    for tensor in (*output.aux_hidden.values(), output.hidden, output.logits)
+                    if tensor is not None
+                } == {DEVICE}
         assert watched.num_on_device > 50
         found.append((step.batch(), output))
     return found
 
 
-@pytest.mark.parametrize(("family", "cuts"), [("qwen3_5_text", (1, 3)), ("qwen3_moe", (1, 3)), ("llama_tied_bias", ()),
-                                              ("deepseek_v32", (1, 3))])
-def test_no_stage_mixes_devices(folder: Path, kernels: dict[str, KernelStandIn], family: str,
-                                cuts: tuple[int, ...]) -> None:
-    """First, middle and last stages. Reading back which expert got how many tokens is the one wait there is."""
+@pytest.mark.parametrize(
+    ("family", "cuts"),
+    [
+        ("qwen3_5_text", (1, 3)),
+        ("qwen3_moe", (1, 3)),
+        ("llama_tied_bias", ()),
+        ("deepseek_v32", (1, 3)),
+    ],
+)
+def test_no_stage_mixes_devices(
+    folder: Path, kernels: dict[str, KernelStandIn], family: str, cuts: tuple[int, ...]
+) -> None:
+    """First, middle and last stages. Reading back which expert got how many tokens is the one wait
+    there is."""
     description = read_model(make_checkpoint(folder, family))
     outputs = last_outputs(description, cuts=cuts, capture_layers=frozenset({0, 1, 3}))
     assert all(output.logits is not None and output.logits.shape[0] for _, output in outputs[1:])
@@ -119,8 +155,9 @@ def test_no_stage_mixes_devices(folder: Path, kernels: dict[str, KernelStandIn],
 
 
 @pytest.mark.parametrize("topk", [1, 2])
-def test_no_draft_mixes_devices(folder: Path, kernels: dict[str, KernelStandIn], monkeypatch: pytest.MonkeyPatch,
-                                topk: int) -> None:
+def test_no_draft_mixes_devices(
+    folder: Path, kernels: dict[str, KernelStandIn], monkeypatch: pytest.MonkeyPatch, topk: int
+) -> None:
     """Following prompts and trees, growing trees, and beginning from what was handed over."""
     target = read_model(make_checkpoint(folder, "llama"))
     draft = read_draft(save_draft(folder / f"eagle3-{topk}", layers=(0, 1, 3)), target)
@@ -128,8 +165,16 @@ def test_no_draft_mixes_devices(folder: Path, kernels: dict[str, KernelStandIn],
     model = draft.load(numerics=Numerics.FAST, device=DEVICE)
     (spec,) = draft.cache_specs(PAGE)
     pools = {CacheKind.KV: {0: torch.zeros(NUM_PAGES, *spec.record_shape, device=DEVICE)}}
-    ends = HandedEnds(*(torch.zeros(NUM_SLOTS, width, dtype=dtype, device=DEVICE) for width, dtype in (
-        (topk, torch.float32), (topk, torch.long), (draft.hidden_size, torch.float32))))
+    ends = HandedEnds(
+        *(
+            torch.zeros(NUM_SLOTS, width, dtype=dtype, device=DEVICE)
+            for width, dtype in (
+                (topk, torch.float32),
+                (topk, torch.long),
+                (draft.hidden_size, torch.float32),
+            )
+        )
+    )
     attention = watched_backends().of_draft(model.attention_geometry(PAGE), pools)
     drafter = EagleDrafter(model=model, attention=attention, topk=topk, steps=3, handed=ends)
     grown: list[int] = []
@@ -141,7 +186,11 @@ def test_no_draft_mixes_devices(folder: Path, kernels: dict[str, KernelStandIn],
     monkeypatch.setattr(Candidates, "trees", trees)
     with OneDevice():
         for batch, output in outputs:
-            runs = [] if batch.sampling[0] is None else [Run(row, [0], [DrawnToken(5)]) for row in range(2)]
+            runs = (
+                []
+                if batch.sampling[0] is None
+                else [Run(row, [0], [DrawnToken(5)]) for row in range(2)]
+            )
             drafter.follow(batch, output, runs)
             drafter.propose(batch, output, runs)
         batch = outputs[-1][0]

@@ -19,8 +19,9 @@ from tests.support.device.captured_stage import CPU, NODES, DeviceStage
 from tests.support.models.tiny_models import LLAMA, QWEN3_MOE, tiny
 
 
-def built(model: dict[str, object], *, topk: int = 0, capturable: bool = True,
-          cuda_graphs: bool = True) -> tuple[StageGraphs | None, RecordingCapture]:
+def built(
+    model: dict[str, object], *, topk: int = 0, capturable: bool = True, cuda_graphs: bool = True
+) -> tuple[StageGraphs | None, RecordingCapture]:
     """What a stage of one layer captures; `topk` 0 does not speculate."""
     description = tiny({**model, "num_hidden_layers": 1})
     stage = DeviceStage(description, LayerRange(0, 1), max_nodes=NODES)
@@ -35,7 +36,9 @@ def built(model: dict[str, object], *, topk: int = 0, capturable: bool = True,
 def test_decode_is_captured_for_each_doubling_up_to_max_running() -> None:
     graphs, capture = built(LLAMA)
     assert graphs is not None
-    assert [graph.name for graph in capture.graphs] == [f"decode of {rows} x 1 tokens" for rows in (5, 4, 2, 1)]
+    assert [graph.name for graph in capture.graphs] == [
+        f"decode of {rows} x 1 tokens" for rows in (5, 4, 2, 1)
+    ]
 
 
 @pytest.mark.parametrize(("topk", "kind"), [(1, ""), (2, " in trees")])
@@ -47,8 +50,14 @@ def test_a_pool_that_speculates_captures_verification_too(topk: int, kind: str) 
     assert len(capture.graphs) == 8
 
 
-def test_nothing_is_captured_on_the_host_when_told_so_or_where_experts_are_counted_on_the_host() -> None:
-    for graphs, capture in (built(LLAMA, capturable=False), built(LLAMA, cuda_graphs=False), built(QWEN3_MOE)):
+def test_nothing_is_captured_on_the_host_when_told_so_or_where_experts_are_counted_on_the_host() -> (
+    None
+):
+    for graphs, capture in (
+        built(LLAMA, capturable=False),
+        built(LLAMA, cuda_graphs=False),
+        built(QWEN3_MOE),
+    ):
         assert graphs is None
         assert capture.graphs == []
 
@@ -56,6 +65,7 @@ def test_nothing_is_captured_on_the_host_when_told_so_or_where_experts_are_count
 def test_backends_of_the_host_offer_nothing_to_capture() -> None:
     geometry = tiny(LLAMA).attention_geometry(16)
     kv = {0: torch.zeros(3, 2, 2, 16, 32)}
-    backends = CpuBackends(Numerics.EXACT).of_stage(StageCaches(kv, {}, {}, {}, {}, {}), geometry, None, max_nodes=0,
-                                                       num_scratch=0)
+    backends = CpuBackends(Numerics.EXACT).of_stage(
+        StageCaches(kv, {}, {}, {}, {}, {}), geometry, None, max_nodes=0, num_scratch=0
+    )
     assert backends.capturable is None

@@ -26,14 +26,32 @@ ATTENDS = {paged_attention.compiled_for, norm_rope.tables_for, norm_rope.writes_
 STEPS = {program.load_runner, row_ops.sum_for, row_ops.copies_for, row_ops.gathers_for}
 
 
-@pytest.mark.parametrize(("family", "role", "called"), [
-    ("llama", PrefillRole(), ATTENDS),
-    ("qwen3_5", PrefillRole(), {*ATTENDS, delta_rule.chunks_for, *RECURRENT}),
-    ("qwen3_5", DecodeRole(), {*ATTENDS, delta_rule.steps_for, *RECURRENT, *STEPS}),
-    ("deepseek_v32", DecodeRole(), {
-        mla.compiled_for, sparse_index.scores_for, sparse_index.choice, norm_rope.tables_for, *STEPS})])
-def test_what_a_stage_will_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, role: PoolRole,
-                                called: set[object]) -> None:
+@pytest.mark.parametrize(
+    ("family", "role", "called"),
+    [
+        ("llama", PrefillRole(), ATTENDS),
+        ("qwen3_5", PrefillRole(), {*ATTENDS, delta_rule.chunks_for, *RECURRENT}),
+        ("qwen3_5", DecodeRole(), {*ATTENDS, delta_rule.steps_for, *RECURRENT, *STEPS}),
+        (
+            "deepseek_v32",
+            DecodeRole(),
+            {
+                mla.compiled_for,
+                sparse_index.scores_for,
+                sparse_index.choice,
+                norm_rope.tables_for,
+                *STEPS,
+            },
+        ),
+    ],
+)
+def test_what_a_stage_will_call(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    role: PoolRole,
+    called: set[object],
+) -> None:
     asked: list[Kernel] = []
     monkeypatch.setattr(stage_kernels, "compile_ahead", asked.extend)
     config = WorkerConfig(model=make_checkpoint(tmp_path, family), num_pages=8)
@@ -42,10 +60,13 @@ def test_what_a_stage_will_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     assert {kernel.arguments for kernel in asked} <= {(), (torch.float32,), (torch.float32,) * 2}
 
 
-def test_a_stage_of_recurrent_layers_does_not_wait_for_attention(tmp_path: Path,
-                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_of_recurrent_layers_does_not_wait_for_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[Kernel] = []
     monkeypatch.setattr(stage_kernels, "compile_ahead", asked.extend)
-    config = WorkerConfig(model=make_checkpoint(tmp_path, "qwen3_5"), world_size=4, partition="1,1,1,1", num_pages=8)
+    config = WorkerConfig(
+        model=make_checkpoint(tmp_path, "qwen3_5"), world_size=4, partition="1,1,1,1", num_pages=8
+    )
     compile_kernels(config, plan_stage(config), reads_prompts=True)
     assert {kernel.function for kernel in asked} == ALWAYS | RECURRENT | {delta_rule.chunks_for}

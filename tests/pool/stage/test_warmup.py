@@ -40,8 +40,12 @@ class Dead(Mute):
 
 @pytest.fixture
 def scheduler() -> DecodeScheduler:
-    limits = DecodeLimits(page_size=4, grid=1, depth=1, max_running=1, max_context_tokens=32, growth_tokens=4)
-    return DecodeScheduler(pages=PageAllocator(9), slots=SlotAllocator(3), limits=limits, clock=SystemClock())
+    limits = DecodeLimits(
+        page_size=4, grid=1, depth=1, max_running=1, max_context_tokens=32, growth_tokens=4
+    )
+    return DecodeScheduler(
+        pages=PageAllocator(9), slots=SlotAllocator(3), limits=limits, clock=SystemClock()
+    )
 
 
 @pytest.fixture
@@ -54,8 +58,12 @@ def loop(scheduler: DecodeScheduler) -> Iterator[EngineLoop]:
 
 async def warm_up(loop: EngineLoop, scheduler: DecodeScheduler) -> None:
     request = Request("warm-up", (0,), 2, SamplingParams(temperature=0))
-    await run_inside(loop, lambda emit: scheduler.submit_local(request, emit), _outcome,
-                     lambda key: loop.post(lambda: scheduler.release(key)))
+    await run_inside(
+        loop,
+        lambda emit: scheduler.submit_local(request, emit),
+        _outcome,
+        lambda key: loop.post(lambda: scheduler.release(key)),
+    )
 
 
 async def until_nothing_is_held(loop: EngineLoop, scheduler: DecodeScheduler) -> None:
@@ -63,12 +71,18 @@ async def until_nothing_is_held(loop: EngineLoop, scheduler: DecodeScheduler) ->
     async with asyncio.timeout(60):
         while True:
             load = await loop.submit(scheduler.load)
-            if (load.running_requests, load.pages_free, load.slots_free) == (0, scheduler.pages.num_total, 2):
+            if (load.running_requests, load.pages_free, load.slots_free) == (
+                0,
+                scheduler.pages.num_total,
+                2,
+            ):
                 return
             await asyncio.sleep(0.01)
 
 
-async def test_a_warm_up_that_fails_holds_nothing(loop: EngineLoop, scheduler: DecodeScheduler) -> None:
+async def test_a_warm_up_that_fails_holds_nothing(
+    loop: EngineLoop, scheduler: DecodeScheduler
+) -> None:
     for _ in range(2):
         loop.post(lambda: loop.attach(Dead()))
         with pytest.raises(PeerLostError):
@@ -77,7 +91,8 @@ async def test_a_warm_up_that_fails_holds_nothing(loop: EngineLoop, scheduler: D
 
 
 async def test_a_warm_up_that_takes_too_long_or_is_cancelled_holds_nothing_once_the_pipeline_is_gone(
-        loop: EngineLoop, scheduler: DecodeScheduler, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop: EngineLoop, scheduler: DecodeScheduler, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(warmup_module, "WARM_UP_TIMEOUT_S", 0.05)
     loop.post(lambda: loop.attach(Mute()))
     with pytest.raises(DeadlineError):

@@ -9,7 +9,14 @@ from protos import generation_pb2, types_pb2
 from router.api.generation import SEED_STRIDE
 from runtime.errors import InternalError
 from tests.router.harness import RouterHarness, eventually, running_router, token_request
-from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+from tests.support.router.fake_workers import (
+    Fabric,
+    FakeDecode,
+    FakePrefill,
+    Journal,
+    Point,
+    expected_tokens,
+)
 
 
 def pair() -> tuple[FakePrefill, FakeDecode]:
@@ -17,8 +24,10 @@ def pair() -> tuple[FakePrefill, FakeDecode]:
     return FakePrefill("prefill", fabric, journal), FakeDecode("decode", fabric, journal)
 
 
-async def by_index(router: RouterHarness, request: generation_pb2.GenerateRequest,
-                   ) -> dict[int, list[generation_pb2.GenerateResponse]]:
+async def by_index(
+    router: RouterHarness,
+    request: generation_pb2.GenerateRequest,
+) -> dict[int, list[generation_pb2.GenerateResponse]]:
     seen: dict[int, list[generation_pb2.GenerateResponse]] = {}
     async for response in router.stub.Generate(request, timeout=60):
         seen.setdefault(response.index, []).append(response)
@@ -35,18 +44,34 @@ async def test_every_choice_is_whole_and_draws_with_its_own_seed() -> None:
     prefill.at(Point.QUEUED, note)
     async with running_router(prefill, decode) as router:
         sampling = types_pb2.SamplingParams(seed=2**64 - 1)
-        seen = await by_index(router, token_request([1, 2, 3], max_tokens=3, n=3, request_id="r", sampling=sampling,
-                                                    num_prompt_logprobs=2))
+        seen = await by_index(
+            router,
+            token_request(
+                [1, 2, 3],
+                max_tokens=3,
+                n=3,
+                request_id="r",
+                sampling=sampling,
+                num_prompt_logprobs=2,
+            ),
+        )
         await router.assert_nothing_left()
     assert sorted(seen) == [0, 1, 2]
     for responses in seen.values():
         assert {response.request_id for response in responses} == {"r"}
-        assert [token for response in responses for token in response.chunk.token_ids] == expected_tokens([1, 2, 3], 3)
-        assert [response.HasField("finish") for response in responses] == [False] * (len(responses) - 1) + [True]
+        assert [
+            token for response in responses for token in response.chunk.token_ids
+        ] == expected_tokens([1, 2, 3], 3)
+        assert [response.HasField("finish") for response in responses] == [False] * (
+            len(responses) - 1
+        ) + [True]
         assert responses[-1].finish.usage.completion_tokens == 3
     asked.sort(key=lambda request: request.request_id)
     assert [request.sampling.seed for request in asked] == [
-        2**64 - 1, (SEED_STRIDE - 1) % 2**64, (2 * SEED_STRIDE - 1) % 2**64]
+        2**64 - 1,
+        (SEED_STRIDE - 1) % 2**64,
+        (2 * SEED_STRIDE - 1) % 2**64,
+    ]
     assert [request.HasField("num_prompt_logprobs") for request in asked] == [True, False, False]
 
 
@@ -65,7 +90,9 @@ async def test_abort_finishes_every_choice() -> None:
     prefill, decode = pair()
     decode.token_pause_s = 0.05
     async with running_router(prefill, decode) as router:
-        reading = asyncio.create_task(by_index(router, token_request([1], max_tokens=200, n=3, request_id="r")))
+        reading = asyncio.create_task(
+            by_index(router, token_request([1], max_tokens=200, n=3, request_id="r"))
+        )
         await eventually(lambda: len(decode.open_requests) == 3, "three choices decoding")
         with pytest.raises(grpc.aio.AioRpcError):
             await by_index(router, token_request([1], request_id="r"))
@@ -87,7 +114,9 @@ async def test_the_first_error_ends_all_choices() -> None:
 
 
 @pytest.mark.parametrize("of_the_second", [(1000,), (1, 1, 1, 2), (3, 2), (4, 1)])
-async def test_scores_come_once_and_in_order_when_the_worker_is_replaced(of_the_second: tuple[int, ...]) -> None:
+async def test_scores_come_once_and_in_order_when_the_worker_is_replaced(
+    of_the_second: tuple[int, ...],
+) -> None:
     """The first worker says positions 1 to 3 of 1 to 5 and dies."""
     fabric, journal = Fabric(), Journal()
     workers = FakePrefill("a", fabric, journal), FakePrefill("b", fabric, journal)

@@ -1,4 +1,5 @@
-"""What a subscriber knows after any events is what workers have of the prompts that this router placed."""
+"""What a subscriber knows after any events is what workers have of the prompts that this router
+placed."""
 
 from itertools import pairwise
 
@@ -17,7 +18,8 @@ PAGE = 2
 
 
 class Gateway:
-    """A subscriber: the tokens of whole prompts, from their first block on, by the hash of the last one."""
+    """A subscriber: the tokens of whole prompts, from their first block on, by the hash of the last
+    one."""
 
     def __init__(self, subscription: Subscription) -> None:
         self._subscription = subscription
@@ -37,7 +39,11 @@ class Gateway:
             self.prompts.clear()
         for key in event.removed.block_hashes:
             del self.prompts[key]
-        before = self.prompts[event.stored.parent_block_hash] if event.stored.HasField("parent_block_hash") else ()
+        before = (
+            self.prompts[event.stored.parent_block_hash]
+            if event.stored.HasField("parent_block_hash")
+            else ()
+        )
         for block in event.stored.blocks:
             assert block.block_size == len(block.token_ids) == PAGE
             before = (*before, *block.token_ids)
@@ -56,11 +62,17 @@ class Cluster:
     def place(self, *token_ids: int, salt: str = "") -> None:
         self.events.placed(RoutedPrompt(token_ids, salt), PAGE, "m")
 
-    def report(self, worker: str, stored: tuple[bytes, ...] = (), removed: tuple[bytes, ...] = ()) -> None:
+    def report(
+        self, worker: str, stored: tuple[bytes, ...] = (), removed: tuple[bytes, ...] = ()
+    ) -> None:
         number = self._num_reports.get(worker, 0)
         self._num_reports[worker] = number + 1
-        assert self.index.report(worker, worker_pb2.CacheReport(
-            number=number, whole=not number, stored=b"".join(stored), removed=b"".join(removed)))
+        assert self.index.report(
+            worker,
+            worker_pb2.CacheReport(
+                number=number, whole=not number, stored=b"".join(stored), removed=b"".join(removed)
+            ),
+        )
 
 
 def names(*token_ids: int) -> tuple[bytes, ...]:
@@ -85,7 +97,9 @@ async def test_a_point_is_told_with_all_tokens_before_it_and_goes_with_them() ->
         assert gateway.numbers == [8, 9, 10]
 
 
-async def test_what_workers_had_before_is_told_once_its_tokens_are_known_and_what_is_salted_never() -> None:
+async def test_what_workers_had_before_is_told_once_its_tokens_are_known_and_what_is_salted_never() -> (
+    None
+):
     cluster = Cluster()
     cluster.report("h:1", stored=names(1, 2, 3, 4))
     with cluster.events.subscribe() as subscription:
@@ -102,14 +116,20 @@ async def test_what_workers_had_before_is_told_once_its_tokens_are_known_and_wha
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(data=st.data())
 async def test_any_order(max_blocks: int, data: st.DataObject) -> None:
-    """Placing, storing and removing in any order, with subscribers that come late and fall behind."""
+    """Placing, storing and removing in any order, with subscribers that come late and fall
+    behind."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kv_events, "MAX_BLOCKS", max_blocks)
         patch.setattr(kv_events, "MAX_EVENTS", 3)
         patch.setattr(kv_events, "CHUNK_BLOCKS", 2)
         cluster, held = Cluster(), set[bytes]()
-        every = {names(*prompt)[-1]: prompt for a in (1, 2) for b in (3, 4) for c in (5, 6)
-                 for prompt in ((a, a), (a, a, b, b), (a, a, b, b, c, c))}
+        every = {
+            names(*prompt)[-1]: prompt
+            for a in (1, 2)
+            for b in (3, 4)
+            for c in (5, 6)
+            for prompt in ((a, a), (a, a, b, b), (a, a, b, b, c, c))
+        }
         placed = set[tuple[int, ...]]()
         with cluster.events.subscribe() as first, cluster.events.subscribe() as second:
             gateways = [Gateway(first), Gateway(second)]
@@ -118,7 +138,9 @@ async def test_any_order(max_blocks: int, data: st.DataObject) -> None:
                 match data.draw(st.sampled_from(["place", "store", "remove", "read"])):
                     case "place":
                         cluster.place(*every[name], 0)
-                        placed |= {every[name][:end] for end in range(PAGE, len(every[name]) + 1, PAGE)}
+                        placed |= {
+                            every[name][:end] for end in range(PAGE, len(every[name]) + 1, PAGE)
+                        }
                     case "store":
                         cluster.report("h:1", stored=(name,))
                         held.add(name)
@@ -131,7 +153,9 @@ async def test_any_order(max_blocks: int, data: st.DataObject) -> None:
                 await gateway.read()
                 assert all(after == before + 1 for before, after in pairwise(gateway.numbers))
             points = {every[name] for name in held} & placed
-            expected = {point[:end] for point in points for end in range(PAGE, len(point) + 1, PAGE)}
+            expected = {
+                point[:end] for point in points for end in range(PAGE, len(point) + 1, PAGE)
+            }
             seen = [set(gateway.prompts.values()) for gateway in gateways]
             assert seen[0] == seen[1]
             assert seen[0] == expected if max_blocks > len(every) else seen[0] <= expected

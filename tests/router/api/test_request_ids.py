@@ -28,7 +28,9 @@ async def test_a_refused_request_has_an_id_in_the_log(caplog: pytest.LogCaptureF
     logging.getLogger().addHandler(handler)
     try:
         fabric, journal = Fabric(), Journal()
-        async with running_router(FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)) as router:
+        async with running_router(
+            FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
+        ) as router:
             for request_id in ("", "", "mine"):
                 with pytest.raises(InvalidRequestError, match="max_tokens"):
                     await router.ask(token_request([1, 2], max_tokens=0, request_id=request_id))

@@ -1,4 +1,5 @@
-"""Requests whose time cannot suffice are refused before any worker gets them; the others are tried."""
+"""Requests whose time cannot suffice are refused before any worker gets them; the others are
+tried."""
 
 import asyncio
 
@@ -12,7 +13,14 @@ from runtime.digests import block_names
 from runtime.errors import DeadlineError
 from runtime.pace import MEMORY_S, MIN_PROMPTS, MIN_TOKENS, PrefillRateEstimate
 from tests.router.harness import RouterHarness, eventually, running_router, token_request
-from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+from tests.support.router.fake_workers import (
+    Fabric,
+    FakeDecode,
+    FakePrefill,
+    Journal,
+    Point,
+    expected_tokens,
+)
 
 PROMPT = [1] * 100
 
@@ -58,7 +66,9 @@ def workers() -> tuple[FakePrefill, FakeDecode]:
 
 
 async def answered(router: RouterHarness, prompt: list[int], timeout_s: float = 20.0) -> None:
-    assert (await router.ask(token_request(prompt), timeout_s)).token_ids == expected_tokens(prompt, 4)
+    assert (await router.ask(token_request(prompt), timeout_s)).token_ids == expected_tokens(
+        prompt, 4
+    )
 
 
 async def test_a_deadline_that_cannot_be_met_is_refused_before_prefill() -> None:
@@ -76,7 +86,8 @@ async def test_a_deadline_that_cannot_be_met_is_refused_before_prefill() -> None
 
 
 async def test_one_slow_prompt_and_a_long_queue_refuse_nobody() -> None:
-    """The first prompt met a cold start; what queues at the worker may have to wait for this one."""
+    """The first prompt met a cold start; what queues at the worker may have to wait for this
+    one."""
     prefill, decode = workers()
     prefill.prefill_s, prefill.queued_tokens = 60.0, 10_000_000
     async with running_router(prefill, decode) as router:
@@ -94,7 +105,8 @@ async def keeps(router: RouterHarness, prefill: FakePrefill, num_tokens: int) ->
 
 
 async def test_what_a_prefix_cache_has_of_a_prompt_counts_as_no_time() -> None:
-    """A token takes 0.45 s: 200 of them are more than a minute allows, the 72 that are missing are not."""
+    """A token takes 0.45 s: 200 of them are more than a minute allows, the 72 that are missing are
+    not."""
     prefill, decode = workers()
     prefill.prefill_s = 45.0
     prompt = [1] * 200
@@ -118,12 +130,17 @@ async def test_who_waits_counts_with_the_tokens_that_are_missing() -> None:
         decode.at(Point.TOKEN, lambda _: goes_on.wait())
         calls = [asyncio.create_task(router.ask(request)) for _ in range(4)]
         await eventually(lambda: router.services.admission.num_waiting, "the queue")
-        assert router.services.admission._line.work.prompt_tokens == 70 * router.services.admission.num_waiting
+        assert (
+            router.services.admission._line.work.prompt_tokens
+            == 70 * router.services.admission.num_waiting
+        )
         goes_on.set()
         assert [answer.token_ids for answer in await asyncio.gather(*calls)] == [tokens[2:]] * 4
 
 
-@pytest.mark.parametrize(("policy", "order"), [(Policy.PREFIX_CACHE, [1, 2]), (Policy.LEAST_LOAD, [2, 1])])
+@pytest.mark.parametrize(
+    ("policy", "order"), [(Policy.PREFIX_CACHE, [1, 2]), (Policy.LEAST_LOAD, [2, 1])]
+)
 async def test_room_goes_to_who_finds_its_prompt_there(policy: Policy, order: list[int]) -> None:
     """Prompts of ones are there, in part; one of twos came first. Those of nines fill the pool."""
     prefill, decode = workers()
@@ -140,10 +157,16 @@ async def test_room_goes_to_who_finds_its_prompt_there(policy: Policy, order: li
         decode.at(Point.TOKEN, lambda _: goes_on.wait())
         while not router.services.admission.num_waiting:
             calls.append(asyncio.create_task(router.ask(token_request([9] * 16))))
-            await eventually(lambda: router.services.admission.num_let_in == len(calls), "a request that was let in")
+            await eventually(
+                lambda: router.services.admission.num_let_in == len(calls),
+                "a request that was let in",
+            )
         for num_waiting, first in enumerate((2, 1), 2):
             calls.append(asyncio.create_task(router.ask(token_request([first] * 200))))
-            await eventually(lambda: router.services.admission.num_waiting == num_waiting, "the queue")  # noqa: B023
+            await eventually(
+                lambda: router.services.admission.num_waiting == num_waiting,  # noqa: B023
+                "the queue",
+            )
         goes_on.set()
         await asyncio.gather(*calls)
     assert [first for first in began if first != 9] == order

@@ -1,5 +1,5 @@
-"""Tokens to what the client gets: stop strings, stop tokens, minimum lengths; and the queue between a request and its
-client: everything in order, a bound, and an end."""
+"""Tokens to what the client gets: stop strings, stop tokens, minimum lengths; and the queue between
+a request and its client: everything in order, a bound, and an end."""
 
 import asyncio
 
@@ -17,17 +17,21 @@ FINISH = generation_pb2.GenerateResponse(finish=generation_pb2.GenerateFinish())
 
 def ids(text: str) -> list[int]:
     """One token per character."""
-    return [token_id for character in text for token_id in byte_level_tokenizer().encode(character).ids]
+    return [
+        token_id for character in text for token_id in byte_level_tokenizer().encode(character).ids
+    ]
 
 
-def run(text: str, *, stops: tuple[str, ...] = (), chunk: int = 1, **engine: object) -> tuple[str, list[int], Output]:
+def run(
+    text: str, *, stops: tuple[str, ...] = (), chunk: int = 1, **engine: object
+) -> tuple[str, list[int], Output]:
     """(text given out, ids given out, the output) for these tokens in chunks."""
     request = types_pb2.EngineRequest(prompt_token_ids=[1, 2], **engine)  # type: ignore[arg-type]
     output = Output(request, stops, DETOKENISERS.new((1, 2)))
     given_text, tokens = "", ids(text)
     given_ids: list[int] = []
     for start in range(0, len(tokens), chunk):
-        part = output.add(types_pb2.TokenChunk(token_ids=tokens[start:start + chunk])).chunk
+        part = output.add(types_pb2.TokenChunk(token_ids=tokens[start : start + chunk])).chunk
         given_text += part.text
         given_ids += part.token_ids
         if output.stop_string is not None:
@@ -43,8 +47,12 @@ def test_a_stop_string_cuts_text_and_ids_whatever_the_chunks(chunk: int) -> None
     assert output.usage() == generation_pb2.Usage(prompt_tokens=2, completion_tokens=7)
 
 
-@pytest.mark.parametrize(("min_tokens", "expected"), [(0, "a"), (2, "a"), (3, "abca"), (5, "abca"), (6, "abcabc")])
-def test_stop_strings_count_from_the_shortest_allowed_length(min_tokens: int, expected: str) -> None:
+@pytest.mark.parametrize(
+    ("min_tokens", "expected"), [(0, "a"), (2, "a"), (3, "abca"), (5, "abca"), (6, "abcabc")]
+)
+def test_stop_strings_count_from_the_shortest_allowed_length(
+    min_tokens: int, expected: str
+) -> None:
     assert run("abcabc", stops=("b",), min_tokens=min_tokens)[0] == expected
 
 
@@ -64,9 +72,15 @@ def test_a_stop_string_can_end_in_a_broken_character() -> None:
 
 def chunk(*token_ids: int, index: int = 0) -> generation_pb2.GenerateResponse:
     usage = generation_pb2.Usage(completion_tokens=token_ids[-1] + 1)
-    return generation_pb2.GenerateResponse(index=index, chunk=generation_pb2.GenerateChunk(
-        token_ids=token_ids, text="".join(f"<{i}>" for i in token_ids), usage=usage,
-        logprobs=[types_pb2.TokenLogprobs(logprob=-i) for i in token_ids]))
+    return generation_pb2.GenerateResponse(
+        index=index,
+        chunk=generation_pb2.GenerateChunk(
+            token_ids=token_ids,
+            text="".join(f"<{i}>" for i in token_ids),
+            usage=usage,
+            logprobs=[types_pb2.TokenLogprobs(logprob=-i) for i in token_ids],
+        ),
+    )
 
 
 async def test_a_client_that_keeps_up_gets_a_message_for_each_chunk_in_order() -> None:
@@ -87,7 +101,8 @@ async def test_a_client_that_keeps_up_gets_a_message_for_each_chunk_in_order() -
 
 
 async def test_tokens_that_come_while_others_are_unread_join_them() -> None:
-    """Each choice by itself; text without tokens, which comes right before a finish, stays by itself, too."""
+    """Each choice by itself; text without tokens, which comes right before a finish, stays by
+    itself, too."""
     responses = ResponseQueue(stall_limit_s=5)
     text = generation_pb2.GenerateResponse(chunk=generation_pb2.GenerateChunk(text="rest"))
     for i in range(3):
@@ -141,7 +156,8 @@ async def test_what_may_wait_waits_for_a_client_that_does_not_read_and_no_longer
 
 
 async def test_waits_for_a_client_that_reads_a_little_are_one_wait() -> None:
-    """It reads a message well within the limit each time: what waits for it holds a worker's memory all the same."""
+    """It reads a message well within the limit each time: what waits for it holds a worker's memory
+    all the same."""
     responses, num_read = ResponseQueue(stall_limit_s=1.0), 0
     scores = generation_pb2.GenerateResponse(chunk=generation_pb2.GenerateChunk(text="scores"))
     for _ in range(MAX_UNREAD):

@@ -17,7 +17,14 @@ from tests.router.harness import (
     running_router,
     token_request,
 )
-from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+from tests.support.router.fake_workers import (
+    Fabric,
+    FakeDecode,
+    FakePrefill,
+    Journal,
+    Point,
+    expected_tokens,
+)
 
 
 def pair(journal: Journal | None = None) -> tuple[FakePrefill, FakeDecode]:
@@ -38,14 +45,31 @@ async def test_events_come_in_the_order_of_a_life() -> None:
         await router.assert_nothing_left()
     of_prefill = [what for worker, what in journal.entries if worker == "prefill"]
     of_decode = [what for worker, what in journal.entries if worker == "decode"]
-    assert of_prefill == [Point.QUEUED, Point.STARTED, Point.COMPUTED, Point.SENDING, Point.SENT,
-                          Point.RELEASED]
-    assert of_decode == [Point.RESERVE, Point.POSTING, Point.LANDED, Point.COMMIT, Point.TOKEN, Point.TOKEN,
-                         Point.FINISH]
+    assert of_prefill == [
+        Point.QUEUED,
+        Point.STARTED,
+        Point.COMPUTED,
+        Point.SENDING,
+        Point.SENT,
+        Point.RELEASED,
+    ]
+    assert of_decode == [
+        Point.RESERVE,
+        Point.POSTING,
+        Point.LANDED,
+        Point.COMMIT,
+        Point.TOKEN,
+        Point.TOKEN,
+        Point.FINISH,
+    ]
     order = journal.events().index
-    assert order(Point.QUEUED) < order(Point.RESERVE), "decode must not reserve while the prompt queues"
+    assert order(Point.QUEUED) < order(Point.RESERVE), (
+        "decode must not reserve while the prompt queues"
+    )
     assert order(Point.LANDED) < order(Point.SENDING)
-    assert order(Point.COMMIT) < order(Point.RELEASED), "prefill must hold its pages until the commit"
+    assert order(Point.COMMIT) < order(Point.RELEASED), (
+        "prefill must hold its pages until the commit"
+    )
 
 
 async def test_finish_says_why_how_much_and_how_long() -> None:
@@ -56,7 +80,11 @@ async def test_finish_says_why_how_much_and_how_long() -> None:
     assert answer.finish.WhichOneof("matched") is None
     assert (answer.finish.usage.prompt_tokens, answer.finish.usage.completion_tokens) == (3, 4)
     timings = answer.finish.timings
-    assert (timings.prefill_queue_s, timings.prefill_s, timings.transfer_exposed_s) == (0.25, 0.125, 0.0625)
+    assert (timings.prefill_queue_s, timings.prefill_s, timings.transfer_exposed_s) == (
+        0.25,
+        0.125,
+        0.0625,
+    )
     assert (timings.decode_queue_s, timings.decode_s) == (0.03125, 0.5)
     assert timings.HasField("router_queue_s")
     assert 0 < timings.reserve_s <= timings.total_s
@@ -66,7 +94,8 @@ async def test_usage_counts_up_over_the_chunks() -> None:
     async with running_router(*pair()) as router:
         answer = await router.ask(token_request([5], max_tokens=3))
     assert [chunk.usage.completion_tokens for chunk in answer.chunks] == list(
-        accumulate(len(chunk.token_ids) for chunk in answer.chunks))
+        accumulate(len(chunk.token_ids) for chunk in answer.chunks)
+    )
 
 
 async def test_first_token_reaches_the_client_before_decode_has_reserved() -> None:
@@ -101,7 +130,9 @@ async def test_a_request_of_one_token_ends_by_decodes_word() -> None:
         await router.assert_nothing_left()
 
 
-@pytest.mark.parametrize(("prompt", "expected"), [([EOS], [EOS]), ([EOS - 2], [EOS - 2, EOS - 1, EOS])])
+@pytest.mark.parametrize(
+    ("prompt", "expected"), [([EOS], [EOS]), ([EOS - 2], [EOS - 2, EOS - 1, EOS])]
+)
 async def test_end_of_sequence_ends_and_is_named(prompt: list[int], expected: list[int]) -> None:
     async with running_router(*pair()) as router:
         answer = await router.ask(token_request(prompt, max_tokens=10))
@@ -122,8 +153,12 @@ async def test_ignored_end_of_sequence_does_not_end() -> None:
 async def test_text_is_what_decoding_all_ids_gives() -> None:
     tokenizer = byte_level_tokenizer()
     async with running_router(*pair()) as router:
-        answer = await router.ask(generation_pb2.GenerateRequest(
-            text="the red lantern", stop=types_pb2.StopConditions(max_tokens=200, ignore_eos=True)))
+        answer = await router.ask(
+            generation_pb2.GenerateRequest(
+                text="the red lantern",
+                stop=types_pb2.StopConditions(max_tokens=200, ignore_eos=True),
+            )
+        )
     assert answer.token_ids == expected_tokens(tokenizer.encode("the red lantern").ids, 200)
     assert answer.text == tokenizer.decode(answer.token_ids)
 
@@ -131,9 +166,15 @@ async def test_text_is_what_decoding_all_ids_gives() -> None:
 async def test_chat_is_rendered_with_the_template() -> None:
     messages = [generation_pb2.ChatMessage(role="user", content="red")]
     async with running_router(*pair()) as router:
-        answer = await router.ask(generation_pb2.GenerateRequest(
-            chat=generation_pb2.ChatMessages(messages=messages), stop=types_pb2.StopConditions(max_tokens=2)))
-    assert answer.token_ids == expected_tokens(byte_level_tokenizer().encode("<user>red<bot>").ids, 2)
+        answer = await router.ask(
+            generation_pb2.GenerateRequest(
+                chat=generation_pb2.ChatMessages(messages=messages),
+                stop=types_pb2.StopConditions(max_tokens=2),
+            )
+        )
+    assert answer.token_ids == expected_tokens(
+        byte_level_tokenizer().encode("<user>red<bot>").ids, 2
+    )
 
 
 async def test_skip_text_gives_ids_only() -> None:
@@ -145,7 +186,8 @@ async def test_skip_text_gives_ids_only() -> None:
 
 async def test_a_stop_string_ends_and_frees_both_workers() -> None:
     journal = Journal()
-    # Token ids from 2 on are the byte alphabet in order, so the fakes count through "!", '"', "#", ...
+    # Token ids from 2 on are the byte alphabet in order, so the fakes count through "!", '"', "#",
+    # ...
     request = token_request(prompt_for("A"), max_tokens=100)
     request.stop.stop_strings.append("DE")
     prefill, decode = pair(journal)
@@ -221,16 +263,31 @@ async def test_a_running_request_id_is_refused_a_second_time() -> None:
     prefill, decode = pair()
     decode.token_pause_s = 0.05
     async with running_router(prefill, decode) as router:
-        first = asyncio.create_task(router.ask(token_request([1], max_tokens=20, request_id="mine")))
+        first = asyncio.create_task(
+            router.ask(token_request([1], max_tokens=20, request_id="mine"))
+        )
         await eventually(lambda: decode.open_requests, "the first one")
-        assert isinstance(await router.failure(token_request([1], request_id="mine")), DuplicateRequestError)
+        assert isinstance(
+            await router.failure(token_request([1], request_id="mine")), DuplicateRequestError
+        )
         assert len((await first).token_ids) == 20
         await router.ask(token_request([1], request_id="mine"))
 
 
-
-@pytest.mark.parametrize("point", [Point.QUEUED, Point.STARTED, Point.RESERVE, Point.LANDED, Point.COMPUTED,
-                                   Point.SENDING, Point.COMMIT, Point.TOKEN, Point.FINISH])
+@pytest.mark.parametrize(
+    "point",
+    [
+        Point.QUEUED,
+        Point.STARTED,
+        Point.RESERVE,
+        Point.LANDED,
+        Point.COMPUTED,
+        Point.SENDING,
+        Point.COMMIT,
+        Point.TOKEN,
+        Point.FINISH,
+    ],
+)
 @pytest.mark.parametrize("how", ["cancel", "abort", "deadline"])
 async def test_cancelling_at_any_point_ends_both_streams(point: Point, how: str) -> None:
     prefill, decode = pair()
@@ -255,7 +312,9 @@ async def test_cancelling_at_any_point_ends_both_streams(point: Point, how: str)
                 call.cancel()
                 await asyncio.gather(responses, return_exceptions=True)
             else:
-                answer = await router.stub.Abort(generation_pb2.AbortRequest(request_ids=["r", "unknown"]))
+                answer = await router.stub.Abort(
+                    generation_pb2.AbortRequest(request_ids=["r", "unknown"])
+                )
                 assert list(answer.aborted) == ["r"]
                 last = (await responses)[-1]
                 assert last.finish.reason == types_pb2.FINISH_REASON_ABORTED
@@ -266,10 +325,16 @@ async def test_cancelling_at_any_point_ends_both_streams(point: Point, how: str)
 async def test_cancelling_what_is_held_back_takes_it_out_of_the_queue(how: str) -> None:
     prefill, decode = pair()
     decode.serving = False
-    async with running_router(prefill, decode, admission=AdmissionLimits(pairless_grace_s=30)) as router:
-        call = router.stub.Generate(token_request([3], request_id="r"), timeout=1.0 if how == "deadline" else None)
+    async with running_router(
+        prefill, decode, admission=AdmissionLimits(pairless_grace_s=30)
+    ) as router:
+        call = router.stub.Generate(
+            token_request([3], request_id="r"), timeout=1.0 if how == "deadline" else None
+        )
         responses = asyncio.create_task(_collect(call))
-        await eventually(lambda: router.services.admission.num_waiting or responses.done(), "the queue")
+        await eventually(
+            lambda: router.services.admission.num_waiting or responses.done(), "the queue"
+        )
         if how == "abort":
             await router.stub.Abort(generation_pb2.AbortRequest(request_ids=["r"]))
             assert (await responses)[-1].finish.reason == types_pb2.FINISH_REASON_ABORTED
@@ -281,8 +346,9 @@ async def test_cancelling_what_is_held_back_takes_it_out_of_the_queue(how: str) 
     assert not prefill.journal.entries
 
 
-async def _collect(call: "grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]",
-                   ) -> list[generation_pb2.GenerateResponse]:
+async def _collect(
+    call: "grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]",
+) -> list[generation_pb2.GenerateResponse]:
     return [response async for response in call]
 
 
@@ -305,20 +371,41 @@ async def test_metrics_move() -> None:
         assert router.metric("baton_e2e_seconds_count", outcome="length") == 1
         assert router.metric("baton_prompt_tokens_total") == 3
         assert router.metric("baton_completion_tokens_total") == 4
-        assert router.metric("baton_router_decisions_total", policy="least_load", result="chosen") == 2
+        assert (
+            router.metric("baton_router_decisions_total", policy="least_load", result="chosen") == 2
+        )
         assert router.metric("baton_router_workers", role="decode", state="usable") == 1
-        assert router.metric("baton_requests_total", method="/baton.v1.Generation/Generate", grpc_code="OK") == 1
-        for stage in ("admit", "prefill_queue", "prefill_exec", "handoff_wait", "transfer", "decode_queue", "decode"):
+        assert (
+            router.metric(
+                "baton_requests_total", method="/baton.v1.Generation/Generate", grpc_code="OK"
+            )
+            == 1
+        )
+        for stage in (
+            "admit",
+            "prefill_queue",
+            "prefill_exec",
+            "handoff_wait",
+            "transfer",
+            "decode_queue",
+            "decode",
+        ):
             assert router.metric("baton_stage_seconds_count", stage=stage) == 1
 
 
 @pytest.mark.parametrize("policy", list(Policy))
 async def test_every_policy_serves(policy: Policy) -> None:
     fabric, journal = Fabric(), Journal()
-    workers = [FakePrefill("p0", fabric, journal), FakePrefill("p1", fabric, journal),
-               FakeDecode("d0", fabric, journal), FakeDecode("d1", fabric, journal)]
+    workers = [
+        FakePrefill("p0", fabric, journal),
+        FakePrefill("p1", fabric, journal),
+        FakeDecode("d0", fabric, journal),
+        FakeDecode("d1", fabric, journal),
+    ]
     async with running_router(*workers, policy=policy) as router:
-        answers = await asyncio.gather(*(router.ask(token_request([i, i + 1], max_tokens=3)) for i in range(20)))
+        answers = await asyncio.gather(
+            *(router.ask(token_request([i, i + 1], max_tokens=3)) for i in range(20))
+        )
         assert [a.token_ids for a in answers] == [expected_tokens([i, i + 1], 3) for i in range(20)]
         await router.assert_nothing_left()
 
@@ -328,9 +415,12 @@ async def test_load_spreads_over_equal_workers() -> None:
     workers = [FakePrefill(f"p{i}", fabric, journal) for i in range(2)]
     pools = [FakeDecode(f"d{i}", fabric, journal) for i in range(2)]
     async with running_router(*workers, *pools) as router:
-        await asyncio.gather(*(router.ask(token_request([1] * 20, max_tokens=3)) for _ in range(40)))
+        await asyncio.gather(
+            *(router.ask(token_request([1] * 20, max_tokens=3)) for _ in range(40))
+        )
     for name in ("p0", "p1", "d0", "d1"):
-        share = sum(worker == name and what in (Point.QUEUED, Point.RESERVE) for worker, what in journal.entries)
+        share = sum(
+            worker == name and what in (Point.QUEUED, Point.RESERVE)
+            for worker, what in journal.entries
+        )
         assert 10 <= share <= 30, f"{name} got {share} of 40 requests"
-
-

@@ -55,13 +55,16 @@ def test_habits_weigh_less_with_time_and_are_forgotten() -> None:
     habits.answered("a", 100, 100)
     clock.advance(HALF_LIFE_S)
     habits.answered("a", 100, 0)
-    assert habits.expected_tokens("a", 100) == pytest.approx(100 * 0.45 / 1.45), "half of what it weighed, less a tenth"
+    assert habits.expected_tokens("a", 100) == pytest.approx(100 * 0.45 / 1.45), (
+        "half of what it weighed, less a tenth"
+    )
     clock.advance(FORGET_S)
     assert habits.expected_tokens("a", 100) == 0
 
 
 def test_errors_of_estimates_make_the_next_ones_cautious_and_are_forgotten() -> None:
-    """Nine of ten took at most three times as long; of other lengths and other clients nothing is known."""
+    """Nine of ten took at most three times as long; of other lengths and other clients nothing is
+    known."""
     clock = ManualClock()
     habits = ClientHabits(clock)
     for factor in range(1, 11):

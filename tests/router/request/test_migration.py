@@ -1,4 +1,5 @@
-"""A decode pool that dies or drains in mid-stream: the client's stream goes on, without a gap and without a repeat."""
+"""A decode pool that dies or drains in mid-stream: the client's stream goes on, without a gap and
+without a repeat."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -19,8 +20,21 @@ from runtime.errors import (
     PeerLostError,
     UnavailableError,
 )
-from tests.router.harness import FLOW_LIMITS, RouterHarness, eventually, running_router, token_request
-from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+from tests.router.harness import (
+    FLOW_LIMITS,
+    RouterHarness,
+    eventually,
+    running_router,
+    token_request,
+)
+from tests.support.router.fake_workers import (
+    Fabric,
+    FakeDecode,
+    FakePrefill,
+    Journal,
+    Point,
+    expected_tokens,
+)
 
 PROMPT = [1, 2, 3]
 NUM_TOKENS = 9
@@ -28,11 +42,14 @@ NUM_TOKENS = 9
 
 def cluster(num_decode: int = 2) -> tuple[FakePrefill, list[FakeDecode]]:
     fabric, journal = Fabric(), Journal()
-    return FakePrefill("p", fabric, journal), [FakeDecode(f"d{i}", fabric, journal) for i in range(num_decode)]
+    return FakePrefill("p", fabric, journal), [
+        FakeDecode(f"d{i}", fabric, journal) for i in range(num_decode)
+    ]
 
 
 def gives_up_at_token(number: int, error: BatonError) -> Callable[[object], Awaitable[None]]:
-    """A hook for any number of pools: when the `number`th token in all is about to be sent, its pool gives up."""
+    """A hook for any number of pools: when the `number`th token in all is about to be sent, its
+    pool gives up."""
     seen = 0
 
     async def hook(_: object) -> None:
@@ -52,11 +69,17 @@ async def answered_as_if_nothing_happened(router: RouterHarness) -> None:
     answer = await router.ask(a_question())
     assert answer.token_ids == expected_tokens(PROMPT, NUM_TOKENS)
     logprobs = [entry.logprob for chunk in answer.chunks for entry in chunk.logprobs]
-    assert logprobs == [-float(token) for token in answer.token_ids[1:]], "one per token that the pools drew"
+    assert logprobs == [-float(token) for token in answer.token_ids[1:]], (
+        "one per token that the pools drew"
+    )
     assert [chunk.usage.completion_tokens for chunk in answer.chunks] == list(
-        accumulate(len(chunk.token_ids) for chunk in answer.chunks))
+        accumulate(len(chunk.token_ids) for chunk in answer.chunks)
+    )
     assert answer.finish is not None
-    assert (answer.finish.usage.prompt_tokens, answer.finish.usage.completion_tokens) == (len(PROMPT), NUM_TOKENS)
+    assert (answer.finish.usage.prompt_tokens, answer.finish.usage.completion_tokens) == (
+        len(PROMPT),
+        NUM_TOKENS,
+    )
     assert answer.finish.reason == types_pb2.FINISH_REASON_LENGTH
     await router.assert_nothing_left()
 
@@ -88,8 +111,9 @@ async def test_a_pool_that_drains_hands_its_requests_back(number: int) -> None:
 
 
 @pytest.mark.parametrize("num_pools", [1, 2])
-async def test_a_pool_that_is_late_for_a_request_serves_the_others(num_pools: int,
-                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_pool_that_is_late_for_a_request_serves_the_others(
+    num_pools: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prefill, pools = cluster(num_pools)
     async with running_router(prefill, *pools) as router:
         late = gives_up_at_token(3, HeldUpError("the machine was too busy"))
@@ -107,7 +131,9 @@ async def test_text_and_a_stop_string_cross_the_border() -> None:
     async with running_router(prefill, *pools) as router:
         request = a_question()
         whole = await router.ask(request)
-        request.stop.stop_strings.append(whole.text[4:7])  # begins before the move and ends behind it
+        request.stop.stop_strings.append(
+            whole.text[4:7]
+        )  # begins before the move and ends behind it
         undisturbed = await router.ask(request)
         assert undisturbed.text == whole.text[:4]
         leaves = gives_up_at_token(5, DrainingError("leaving"))
@@ -149,7 +175,10 @@ async def test_losses_are_bounded_because_the_request_may_be_what_kills() -> Non
         assert isinstance(error, PeerLostError)
         assert "the pool crashed" in str(error)
         assert prefill.journal.events().count(Point.COMMIT) == FLOW_LIMITS.migrations + 1
-        assert router.metric("baton_migrations_total", type="lost", outcome="resumed") == FLOW_LIMITS.migrations
+        assert (
+            router.metric("baton_migrations_total", type="lost", outcome="resumed")
+            == FLOW_LIMITS.migrations
+        )
         assert router.metric("baton_migrations_total", type="lost", outcome="failed") == 1
         await router.assert_nothing_left()
 
@@ -166,13 +195,17 @@ async def test_a_request_stays_with_its_weights() -> None:
     """A pool of another revision is no substitute, however idle."""
     fabric, journal = Fabric(), Journal()
     old = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
-    new = (FakePrefill("p2", fabric, journal, compatibility="new"),
-           FakeDecode("d2", fabric, journal, compatibility="new"))
+    new = (
+        FakePrefill("p2", fabric, journal, compatibility="new"),
+        FakeDecode("d2", fabric, journal, compatibility="new"),
+    )
     async with running_router(*old, *new, flow=replace(FLOW_LIMITS, peer_wait_s=0.3)) as router:
         for pool in (old[1], new[1]):
             pool.die_at(Point.TOKEN)
         assert isinstance(await router.failure(a_question()), PeerLostError)
-        assert sorted(event for _, event in journal.entries if event == Point.COMMIT) == [Point.COMMIT]
+        assert sorted(event for _, event in journal.entries if event == Point.COMMIT) == [
+            Point.COMMIT
+        ]
         await router.assert_nothing_left()
 
 

@@ -7,18 +7,29 @@ from runtime.security.access import ANYBODY, Caller, certified
 LIMITS = PriorityLimits.parse(["batch=10", "ops=-100", "spiffe://here/client/a=-5", "*=1"])
 
 
-@pytest.mark.parametrize(("caller", "lowest"), [
-    (ANYBODY, 1), (Caller("token:batch", frozenset({"batch"})), 10), (Caller("token:ops", frozenset({"ops"})), -100),
-    (Caller("x", frozenset({"other"})), 1), (Caller("x", frozenset({"batch", "ops", "other"})), -100),
-    (certified({"peer_uri": [b"spiffe://here/client/a"], "x509_common_name": [b"ops"]}), -5),
-    (certified({"x509_common_name": [b"ops"]}), -100), (certified({}), 1),
-])
+@pytest.mark.parametrize(
+    ("caller", "lowest"),
+    [
+        (ANYBODY, 1),
+        (Caller("token:batch", frozenset({"batch"})), 10),
+        (Caller("token:ops", frozenset({"ops"})), -100),
+        (Caller("x", frozenset({"other"})), 1),
+        (Caller("x", frozenset({"batch", "ops", "other"})), -100),
+        (certified({"peer_uri": [b"spiffe://here/client/a"], "x509_common_name": [b"ops"]}), -5),
+        (certified({"x509_common_name": [b"ops"]}), -100),
+        (certified({}), 1),
+    ],
+)
 def test_the_name_decides(caller: Caller, lowest: int) -> None:
     assert LIMITS.most_urgent(caller) == lowest
 
 
 def test_everybody_else_is_at_zero_by_default() -> None:
-    assert PriorityLimits().most_urgent(ANYBODY) == PriorityLimits.parse(["ops=-3"]).most_urgent(ANYBODY) == 0
+    assert (
+        PriorityLimits().most_urgent(ANYBODY)
+        == PriorityLimits.parse(["ops=-3"]).most_urgent(ANYBODY)
+        == 0
+    )
 
 
 @pytest.mark.parametrize("entry", ["ops", "=1", "ops=", "ops=x", "ops=-101", "ops=101"])

@@ -1,4 +1,5 @@
-"""An answer that another router began goes on here, wherever it was cut, as if nothing had happened."""
+"""An answer that another router began goes on here, wherever it was cut, as if nothing had
+happened."""
 
 import asyncio
 import itertools
@@ -32,8 +33,13 @@ def pair() -> tuple[FakePrefill, FakeDecode]:
 
 
 def a_question(*resumed: list[int], **fields: object) -> generation_pb2.GenerateRequest:
-    return token_request(PROMPT, max_tokens=NUM_TOKENS, num_top_logprobs=0,
-                         resumed=[types_pb2.TokenIds(ids=ids) for ids in resumed], **fields)
+    return token_request(
+        PROMPT,
+        max_tokens=NUM_TOKENS,
+        num_top_logprobs=0,
+        resumed=[types_pb2.TokenIds(ids=ids) for ids in resumed],
+        **fields,
+    )
 
 
 @dataclass(frozen=True)
@@ -56,11 +62,18 @@ async def said(router: RouterHarness, request: generation_pb2.GenerateRequest) -
         end = so_far.end
         if response.HasField("finish"):
             matched = finish.WhichOneof("matched")
-            end = (types_pb2.FinishReason.Name(finish.reason), matched and getattr(finish, matched),
-                   finish.usage.prompt_tokens, finish.usage.completion_tokens)
-        told[response.index] = Said(so_far.token_ids + list(chunk.token_ids),
-                                    so_far.logprobs + [item.logprob for item in chunk.logprobs],
-                                    so_far.text + chunk.text, end)
+            end = (
+                types_pb2.FinishReason.Name(finish.reason),
+                matched and getattr(finish, matched),
+                finish.usage.prompt_tokens,
+                finish.usage.completion_tokens,
+            )
+        told[response.index] = Said(
+            so_far.token_ids + list(chunk.token_ids),
+            so_far.logprobs + [item.logprob for item in chunk.logprobs],
+            so_far.text + chunk.text,
+            end,
+        )
     return told
 
 
@@ -69,7 +82,9 @@ def texts_of(token_ids: list[int], stop_strings: Sequence[str]) -> list[str]:
     tokeniser = served_model().tokeniser
     assert tokeniser is not None
     output = Output(types_pb2.EngineRequest(), stop_strings, tokeniser.detokenisers.new(()))
-    return [output.add(types_pb2.TokenChunk(token_ids=[token_id])).chunk.text for token_id in token_ids]
+    return [
+        output.add(types_pb2.TokenChunk(token_ids=[token_id])).chunk.text for token_id in token_ids
+    ]
 
 
 @pytest.mark.parametrize("stops", ["", "in the middle", "at the end", "never"])
@@ -79,8 +94,14 @@ async def test_what_follows_is_what_would_have_followed(stops: str) -> None:
         request = a_question()
         text = (await said(router, request))[0].text
         assert len(text) >= NUM_TOKENS
-        # The last token of the string ends it; that it might still come is why text is held back before.
-        string = {"": "", "in the middle": text[3:6], "at the end": text[-3:], "never": text[-2:] + "never"}[stops]
+        # The last token of the string ends it; that it might still come is why text is held back
+        # before.
+        string = {
+            "": "",
+            "in the middle": text[3:6],
+            "at the end": text[-3:],
+            "never": text[-2:] + "never",
+        }[stops]
         request.stop.stop_strings.extend(filter(None, [string]))
         whole = (await said(router, request))[0]
         texts = texts_of(whole.token_ids, request.stop.stop_strings)
@@ -90,17 +111,23 @@ async def test_what_follows_is_what_would_have_followed(stops: str) -> None:
             request.resumed.append(types_pb2.TokenIds(ids=whole.token_ids[:count]))
             rest = (await said(router, request))[0]
             assert rest.token_ids == whole.token_ids[count:]
-            assert rest.logprobs == [-float(token_id) for token_id in whole.token_ids[max(count, 1):]]
+            assert rest.logprobs == [
+                -float(token_id) for token_id in whole.token_ids[max(count, 1) :]
+            ]
             assert "".join(texts[:count]) + rest.text == whole.text
             assert rest.end == whole.end
         await router.assert_nothing_left()
 
 
-@pytest.mark.parametrize(("prompt", "texts"), [([2, 510], [" the", " red", " mill"]),
-                                               ([300, 300, 424], ["the", " red", " mill"])])
-async def test_the_first_space_is_dropped_only_after_a_prompt_without_text(prompt: list[int], texts: list[str]) -> None:
-    """However much of the answer came before, and stop strings see the space. The fakes answer 0, 1, 2; ids above 265
-    are none of the tokenizer's."""
+@pytest.mark.parametrize(
+    ("prompt", "texts"),
+    [([2, 510], [" the", " red", " mill"]), ([300, 300, 424], ["the", " red", " mill"])],
+)
+async def test_the_first_space_is_dropped_only_after_a_prompt_without_text(
+    prompt: list[int], texts: list[str]
+) -> None:
+    """However much of the answer came before, and stop strings see the space. The fakes answer 0,
+    1, 2; ids above 265 are none of the tokenizer's."""
     model = replace(served_model(), tokeniser=Tokeniser(sentencepiece_like(LLAMA_2), None))
     async with running_router(*pair(), model=model) as router:
         request = token_request(prompt, max_tokens=3)
@@ -141,7 +168,11 @@ async def test_what_had_ended_needs_no_workers() -> None:
         rest = await router.ask(a_question(list(whole.token_ids)))
         assert rest.finish is not None
         assert whole.finish is not None
-        assert (rest.chunks, rest.finish.usage, rest.finish.reason) == ([], whole.finish.usage, whole.finish.reason)
+        assert (rest.chunks, rest.finish.usage, rest.finish.reason) == (
+            [],
+            whole.finish.usage,
+            whole.finish.reason,
+        )
         assert len(prefill.journal.entries) == journal
         await router.assert_nothing_left()
 
@@ -152,24 +183,38 @@ async def test_choices_go_on_each_from_where_it_was() -> None:
     async with running_router(prefill, decode) as router:
         rest = await said(router, a_question(tokens[:4], tokens, [], n=4))
         assert {index: choice.token_ids for index, choice in rest.items()} == {
-            0: tokens[4:], 1: [], 2: tokens, 3: tokens}
-        assert {choice.end for choice in rest.values()} == {("FINISH_REASON_LENGTH", None, len(PROMPT), NUM_TOKENS)}
+            0: tokens[4:],
+            1: [],
+            2: tokens,
+            3: tokens,
+        }
+        assert {choice.end for choice in rest.values()} == {
+            ("FINISH_REASON_LENGTH", None, len(PROMPT), NUM_TOKENS)
+        }
         assert router.metric("baton_resumptions_total") == 2
         await router.assert_nothing_left()
 
 
 @pytest.mark.parametrize(("resumed", "scores"), [([], [1, 2]), ([6], [])])
-async def test_prompt_logprobs_come_until_the_first_token_has(resumed: list[int], scores: list[int]) -> None:
+async def test_prompt_logprobs_come_until_the_first_token_has(
+    resumed: list[int], scores: list[int]
+) -> None:
     prefill, decode = pair()
     async with running_router(prefill, decode) as router:
         answer = await router.ask(a_question(resumed, num_prompt_logprobs=0))
-        assert [chunk.prompt_logprobs.first_position + place for chunk in answer.chunks
-                for place in range(len(chunk.prompt_logprobs.token_ids))] == scores
+        assert [
+            chunk.prompt_logprobs.first_position + place
+            for chunk in answer.chunks
+            for place in range(len(chunk.prompt_logprobs.token_ids))
+        ] == scores
 
 
 async def test_a_pool_may_die_under_an_answer_that_came_from_elsewhere() -> None:
     fabric, journal = Fabric(), Journal()
-    prefill, pools = FakePrefill("p", fabric, journal), [FakeDecode(f"d{i}", fabric, journal) for i in range(2)]
+    prefill, pools = (
+        FakePrefill("p", fabric, journal),
+        [FakeDecode(f"d{i}", fabric, journal) for i in range(2)],
+    )
     tokens = expected_tokens(PROMPT, NUM_TOKENS)
     async with running_router(prefill, *pools) as router:
         seen = 0
@@ -188,10 +233,16 @@ async def test_a_pool_may_die_under_an_answer_that_came_from_elsewhere() -> None
 
 
 async def test_an_answer_goes_on_where_it_began_or_nowhere() -> None:
-    """In the middle of an upgrade there are pools of old and new weights; then the old ones are gone."""
+    """In the middle of an upgrade there are pools of old and new weights; then the old ones are
+    gone."""
     fabric, journal = Fabric(), Journal()
-    old, new = ((FakePrefill(f"p-{name}", fabric, journal, compatibility=name),
-                 FakeDecode(f"d-{name}", fabric, journal, compatibility=name)) for name in ("old", "new"))
+    old, new = (
+        (
+            FakePrefill(f"p-{name}", fabric, journal, compatibility=name),
+            FakeDecode(f"d-{name}", fabric, journal, compatibility=name),
+        )
+        for name in ("old", "new")
+    )
     tokens = expected_tokens(PROMPT, NUM_TOKENS)
     async with running_router(*old, *new) as router:
         for name in ("old", "new", "old", "new"):
@@ -199,27 +250,43 @@ async def test_an_answer_goes_on_where_it_began_or_nowhere() -> None:
             assert answer.token_ids == tokens[4:]
             workers, *others = [chunk.compatibility.partition("@")[0] for chunk in answer.chunks]
             assert (workers, set(others)) == (name, {""})
-        both = await said(router, a_question(tokens[:4], tokens[:2], n=2, resumed_from=["old", "new"]))
-        assert {index: choice.token_ids for index, choice in both.items()} == {0: tokens[4:], 1: tokens[2:]}
+        both = await said(
+            router, a_question(tokens[:4], tokens[:2], n=2, resumed_from=["old", "new"])
+        )
+        assert {index: choice.token_ids for index, choice in both.items()} == {
+            0: tokens[4:],
+            1: tokens[2:],
+        }
         for worker in old:
             await worker.die()
-        with pytest.raises(UnavailableError, match="no workers of the weights and numerics that began this answer"):
+        with pytest.raises(
+            UnavailableError, match="no workers of the weights and numerics that began this answer"
+        ):
             await router.ask(a_question(tokens[:4], resumed_from=["old"]))
-        assert (await router.ask(a_question(tokens[:4], resumed_from=["new"]))).token_ids == tokens[4:]
+        assert (await router.ask(a_question(tokens[:4], resumed_from=["new"]))).token_ids == tokens[
+            4:
+        ]
         await router.assert_nothing_left()
 
 
 async def test_an_answer_goes_on_for_the_prompt_that_it_began_for() -> None:
-    """A client sends its chat again to a router with another template: the tokens that it has would follow another
-    prompt, and the first of them may well be the same."""
+    """A client sends its chat again to a router with another template: the tokens that it has would
+    follow another prompt, and the first of them may well be the same."""
     fabric, journal = Fabric(), Journal()
     tokens = expected_tokens(PROMPT, NUM_TOKENS)
-    async with running_router(FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)) as router:
+    async with running_router(
+        FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
+    ) as router:
         drawn_by = (await router.ask(a_question([]))).chunks[0].compatibility
-        assert (await router.ask(a_question(tokens[:4], resumed_from=[drawn_by]))).token_ids == tokens[4:]
+        assert (
+            await router.ask(a_question(tokens[:4], resumed_from=[drawn_by]))
+        ).token_ids == tokens[4:]
         other = a_question(tokens[:4], resumed_from=[drawn_by])
         other.token_ids.ids.append(1)
-        with pytest.raises(UnavailableError, match=r"resumed_from\[0\]: the answer began for a prompt with the digest"):
+        with pytest.raises(
+            UnavailableError,
+            match=r"resumed_from\[0\]: the answer began for a prompt with the digest",
+        ):
             await router.ask(other)
         await router.assert_nothing_left()
 
@@ -227,17 +294,41 @@ async def test_an_answer_goes_on_for_the_prompt_that_it_began_for() -> None:
 TOKENS = expected_tokens(PROMPT, NUM_TOKENS)
 
 
-@pytest.mark.parametrize(("request_", "field", "says"), [
-    (a_question([], []), "resumed", "has 2 entries, the limit is one per choice: 1"),
-    (a_question([6], resumed_from=["", ""]), "resumed_from", "has 2 entries, the limit is one per entry of resumed: 1"),
-    (a_question([6], resumed_from=["x" * 257]), "resumed_from[0]", "has 257 characters, the limit is 256"),
-    (a_question([6, FACTS.vocab_size]), "resumed[0].ids[1]", "512 is not in the vocabulary of 512 tokens"),
-    (a_question([], [*TOKENS, 0], n=2), "resumed[1].ids", "has 10 tokens, more than the 9 that the answer may have"),
-    (a_question([6, FACTS.eos_token_ids[0], 7]), "resumed[0].ids[2]", "follows the end of the answer"),
-    (a_question([7]), "resumed", r"begins with \[7\], the answer to this request with \[6\]"),
-])
-async def test_tokens_that_cannot_be_are_refused_by_name(request_: generation_pb2.GenerateRequest, field: str,
-                                                         says: str) -> None:
+@pytest.mark.parametrize(
+    ("request_", "field", "says"),
+    [
+        (a_question([], []), "resumed", "has 2 entries, the limit is one per choice: 1"),
+        (
+            a_question([6], resumed_from=["", ""]),
+            "resumed_from",
+            "has 2 entries, the limit is one per entry of resumed: 1",
+        ),
+        (
+            a_question([6], resumed_from=["x" * 257]),
+            "resumed_from[0]",
+            "has 257 characters, the limit is 256",
+        ),
+        (
+            a_question([6, FACTS.vocab_size]),
+            "resumed[0].ids[1]",
+            "512 is not in the vocabulary of 512 tokens",
+        ),
+        (
+            a_question([], [*TOKENS, 0], n=2),
+            "resumed[1].ids",
+            "has 10 tokens, more than the 9 that the answer may have",
+        ),
+        (
+            a_question([6, FACTS.eos_token_ids[0], 7]),
+            "resumed[0].ids[2]",
+            "follows the end of the answer",
+        ),
+        (a_question([7]), "resumed", r"begins with \[7\], the answer to this request with \[6\]"),
+    ],
+)
+async def test_tokens_that_cannot_be_are_refused_by_name(
+    request_: generation_pb2.GenerateRequest, field: str, says: str
+) -> None:
     prefill, decode = pair()
     async with running_router(prefill, decode) as router:
         with pytest.raises(InvalidRequestError, match=says) as refused:
@@ -280,4 +371,4 @@ async def test_an_answer_that_is_aborted_has_the_text_of_its_tokens() -> None:
         told = (await answer)[0]
         assert told.end[0] == "FINISH_REASON_ABORTED"
         assert told.text
-        assert told.text == "".join(texts_of(told.token_ids, []))[:len(told.text)]
+        assert told.text == "".join(texts_of(told.token_ids, []))[: len(told.text)]

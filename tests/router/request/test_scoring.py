@@ -27,7 +27,9 @@ class Held:
 async def test_each_client_has_its_part_and_its_requests_wait_in_order() -> None:
     held = Held(2 * SHARE)
     async with asyncio.timeout(30), asyncio.TaskGroup() as group:
-        tasks = {name: group.create_task(held.hold(name)) for name in ("a1", "a2", "a3", "a4", "b1")}
+        tasks = {
+            name: group.create_task(held.hold(name)) for name in ("a1", "a2", "a3", "a4", "b1")
+        }
         await asyncio.sleep(0)
         assert held.order == ["a1", "a2", "b1"]
         tasks["a3"].cancel()
@@ -49,7 +51,9 @@ async def test_there_is_one_place_at_least_and_fewer_when_workers_are_gone() -> 
         held.num_places = 0
         held.may_go["a1"].set()
         await asyncio.wait({first})
-        with pytest.raises(CapacityError, match="1 prompts with logprobs of this client are under way"):
+        with pytest.raises(
+            CapacityError, match="1 prompts with logprobs of this client are under way"
+        ):
             await held.hold("a3")
         held.may_go["a2"].set()
         await asyncio.wait({second})

@@ -1,5 +1,5 @@
-"""All requests to a worker share one call: each gets its own, in order and whole, or goes on elsewhere with the same
-tokens; none holds up or ends another."""
+"""All requests to a worker share one call: each gets its own, in order and whole, or goes on
+elsewhere with the same tokens; none holds up or ends another."""
 
 import asyncio
 
@@ -24,7 +24,9 @@ NUM_TOKENS = 40
 
 def cluster(num_decode: int = 1) -> tuple[FakePrefill, list[FakeDecode]]:
     fabric, journal = Fabric(), Journal()
-    return FakePrefill("p", fabric, journal), [FakeDecode(f"d{i}", fabric, journal) for i in range(num_decode)]
+    return FakePrefill("p", fabric, journal), [
+        FakeDecode(f"d{i}", fabric, journal) for i in range(num_decode)
+    ]
 
 
 async def answered(router: RouterHarness, prompt: int) -> None:
@@ -45,8 +47,9 @@ async def test_requests_share_a_call_and_each_gets_its_own_tokens_in_order() -> 
 
 @pytest.mark.parametrize("times", [0, 2])
 @pytest.mark.parametrize("position", [1, 7, NUM_TOKENS - 1])
-async def test_tokens_that_are_lost_or_come_twice_cost_another_try_and_change_nothing(position: int,
-                                                                                      times: int) -> None:
+async def test_tokens_that_are_lost_or_come_twice_cost_another_try_and_change_nothing(
+    position: int, times: int
+) -> None:
     prefill, (pool,) = cluster()
     tries = 0
 
@@ -87,7 +90,9 @@ async def test_a_client_that_does_not_read_holds_up_no_other_one() -> None:
         first = await anext(stream)
         await asyncio.gather(*(answered(router, prompt) for prompt in (1, 2, 3)))
         token_ids = list(first.chunk.token_ids)
-        token_ids += [token_id async for response in stream for token_id in response.chunk.token_ids]
+        token_ids += [
+            token_id async for response in stream for token_id in response.chunk.token_ids
+        ]
         assert token_ids == expected_tokens([0], 200)
         await router.assert_nothing_left()
 
@@ -114,7 +119,9 @@ async def test_what_still_comes_for_a_request_that_is_over_reaches_nobody(how: s
         await router.assert_nothing_left()
 
 
-async def test_scores_that_a_client_has_no_room_for_stay_at_the_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_scores_that_a_client_has_no_room_for_stay_at_the_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     prefill, (pool,) = cluster()
     prefill.scored_chunks = (1,) * 100
     may_go, passed = asyncio.Event(), list[int]()
@@ -126,15 +133,20 @@ async def test_scores_that_a_client_has_no_room_for_stay_at_the_worker(monkeypat
     monkeypatch.setattr(ResponseQueue, "room", room)
     async with running_router(prefill, pool) as router:
         prompt = list(range(101))
-        asked = asyncio.create_task(router.ask(token_request(
-            prompt, max_tokens=2, num_prompt_logprobs=0, request_id="scored")))
+        asked = asyncio.create_task(
+            router.ask(
+                token_request(prompt, max_tokens=2, num_prompt_logprobs=0, request_id="scored")
+            )
+        )
         await eventually(lambda: prefill.num_scored["scored"] == MAX_UNREAD_SCORES, "scores")
         await asyncio.gather(*(answered(router, other) for other in (1, 2, 3)))
         assert prefill.num_scored["scored"] == MAX_UNREAD_SCORES
         may_go.set()
         answer = await asked
         assert answer.token_ids == expected_tokens(prompt, 2)
-        scored = [token_id for chunk in answer.chunks for token_id in chunk.prompt_logprobs.token_ids]
+        scored = [
+            token_id for chunk in answer.chunks for token_id in chunk.prompt_logprobs.token_ids
+        ]
         assert (scored, len(passed)) == (prompt[1:], 100)
         await router.assert_nothing_left()
 

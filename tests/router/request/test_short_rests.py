@@ -1,16 +1,26 @@
-"""A decode pool that has nearly all of a prompt computes the rest, and whoever cannot is replaced by a handoff."""
+"""A decode pool that has nearly all of a prompt computes the rest, and whoever cannot is replaced
+by a handoff."""
 
 import pytest
 
 from runtime.digests import block_names
 from runtime.errors import CapacityError
 from tests.router.harness import RouterHarness, running_router, token_request
-from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+from tests.support.router.fake_workers import (
+    Fabric,
+    FakeDecode,
+    FakePrefill,
+    Journal,
+    Point,
+    expected_tokens,
+)
 
 PROMPT = list(range(40))
 
 
-def cluster(num_decode: int = 1, *, local_rest_tokens: int = 8) -> tuple[FakePrefill, list[FakeDecode]]:
+def cluster(
+    num_decode: int = 1, *, local_rest_tokens: int = 8
+) -> tuple[FakePrefill, list[FakeDecode]]:
     """The first pool has 32 tokens of the prompt."""
     fabric, journal = Fabric(), Journal()
     pools = [FakeDecode(f"d{i}", fabric, journal) for i in range(num_decode)]

@@ -1,4 +1,5 @@
-"""Who waits, who goes first and who waits in vain: by hand, and as properties of any sequence of happenings."""
+"""Who waits, who goes first and who waits in vain: by hand, and as properties of any sequence of
+happenings."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -7,7 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.request.service_times import MIN_ERRORS, START_CAUTION, TRIAL_S, Outlook, Rates, TokenWork
+from router.request.service_times import (
+    MIN_ERRORS,
+    START_CAUTION,
+    TRIAL_S,
+    Outlook,
+    Rates,
+    TokenWork,
+)
 from router.request.waiting_line import (
     LEAST_SLACK_S,
     LOOK_AHEAD,
@@ -24,7 +32,8 @@ from router.workers.pace import PromptsAhead
 from runtime.clock import ManualClock
 from runtime.pace import MIN_TOKENS
 
-# A hundred prompt tokens and twenty output tokens per second; alone, a prompt token takes 10 ms and an output token 50.
+# A hundred prompt tokens and twenty output tokens per second; alone, a prompt token takes 10 ms and
+# an output token 50.
 RATES = Rates(100.0, 20.0, 0.01, 0.05, ahead=PromptsAhead.of([50.0]), is_idle=False)
 WORK = TokenWork(100.0, 10.0)
 
@@ -35,7 +44,9 @@ class Line:
     def __init__(self, *, max_waiting: int = 100, max_wait_s: float = 60.0) -> None:
         self.clock = ManualClock(1000.0)
         self.outlook = Outlook(self.clock)
-        self.line: WaitingLine[str] = WaitingLine(WaitingLimits(max_waiting, max_wait_s), self.outlook)
+        self.line: WaitingLine[str] = WaitingLine(
+            WaitingLimits(max_waiting, max_wait_s), self.outlook
+        )
 
     def exact(self, *services_s: float) -> "Line":
         """No caution for services of about so many seconds."""
@@ -44,10 +55,20 @@ class Line:
                 self.outlook.habits.served("", service_s, service_s)
         return self
 
-    def enter(self, name: str, within_s: float = math.inf, *, work: TokenWork = WORK, priority: int = 0,
-              rates: Rates = RATES, client: str = "") -> Waiter[str] | Refusal:
+    def enter(
+        self,
+        name: str,
+        within_s: float = math.inf,
+        *,
+        work: TokenWork = WORK,
+        priority: int = 0,
+        rates: Rates = RATES,
+        client: str = "",
+    ) -> Waiter[str] | Refusal:
         now = self.clock.now()
-        return self.line.enter(Demand(work, now + within_s, priority, client=client), name, rates, now)
+        return self.line.enter(
+            Demand(work, now + within_s, priority, client=client), name, rates, now
+        )
 
     def serve(self) -> str:
         """The first one gets its workers."""
@@ -61,7 +82,8 @@ class Line:
 
 
 def test_a_service_is_the_queue_at_workers_its_prompt_and_its_tokens() -> None:
-    """(50 + 100) x 0.01 + 10 x 0.05 = 2 s, and a quarter more while nobody knows how wrong that is."""
+    """(50 + 100) x 0.01 + 10 x 0.05 = 2 s, and a quarter more while nobody knows how wrong that
+    is."""
     assert RATES.service_s(WORK) == pytest.approx(2.0)
     line = Line()
     assert line.outlook.cautious_s(RATES, "", WORK) == pytest.approx(2.0 * START_CAUTION)
@@ -72,19 +94,33 @@ def test_a_service_is_the_queue_at_workers_its_prompt_and_its_tokens() -> None:
     assert line.outlook.cautious_s(RATES, "", WORK) == pytest.approx(8.0)
 
 
-def test_a_prompt_waits_for_those_of_its_length_and_for_its_part_of_the_tokens_beside_longer_ones() -> None:
-    """Of 100 tokens: two of 100 and 300 are before it, as is all of one of 400, but of longer ones three tokens for
-    each of the short ones' and its own."""
+def test_a_prompt_waits_for_those_of_its_length_and_for_its_part_of_the_tokens_beside_longer_ones() -> (
+    None
+):
+    """Of 100 tokens: two of 100 and 300 are before it, as is all of one of 400, but of longer ones
+    three tokens for each of the short ones' and its own."""
     assert PromptsAhead.of([]).before(100) == 0
     assert PromptsAhead.of([300, 100, 400]).before(100) == 800
     assert PromptsAhead.of([60_000]).before(100) == 300
-    assert PromptsAhead.of([60_000] * 4).before(100) == 300, "they share three of four tokens, however many they are"
+    assert PromptsAhead.of([60_000] * 4).before(100) == 300, (
+        "they share three of four tokens, however many they are"
+    )
     assert PromptsAhead.of([60_000, 300]).before(100) == 300 + 3 * 400
     assert PromptsAhead.of([401]).before(100) == 300
-    assert PromptsAhead.of([60_000, 300], num_workers=2).before(100) == (300 + 3 * 400) / 2, "either of them"
+    assert PromptsAhead.of([60_000, 300], num_workers=2).before(100) == (300 + 3 * 400) / 2, (
+        "either of them"
+    )
     assert PromptsAhead.of([60_000]).before(20_000) == 60_000
-    assert Rates(prompt_token_s=0.01, ahead=PromptsAhead.of([100, 300])).placed_service_s(TokenWork(100)) == 4.0
-    assert Rates(prompt_token_s=0.01, ahead=PromptsAhead.of([100])).placed_service_s(TokenWork(100)) == 1.0
+    assert (
+        Rates(prompt_token_s=0.01, ahead=PromptsAhead.of([100, 300])).placed_service_s(
+            TokenWork(100)
+        )
+        == 4.0
+    )
+    assert (
+        Rates(prompt_token_s=0.01, ahead=PromptsAhead.of([100])).placed_service_s(TokenWork(100))
+        == 1.0
+    )
 
 
 def test_an_answer_that_was_begun_is_read_up_to_there_and_only_the_rest_is_drawn() -> None:
@@ -101,7 +137,8 @@ def test_a_wait_is_as_long_as_the_slower_half_takes() -> None:
 
 
 def test_who_could_not_end_in_time_behind_the_others_is_refused_on_arrival() -> None:
-    """Each takes 2 s and makes the next one wait for 1 s: the fourth would end after 5 s, at its deadline."""
+    """Each takes 2 s and makes the next one wait for 1 s: the fourth would end after 5 s, at its
+    deadline."""
     line = Line().exact(2.0)
     assert [isinstance(line.enter(str(i), 5.0), Waiter) for i in range(4)] == [True] * 4
     late = line.enter("late", 5.0)
@@ -135,8 +172,12 @@ def test_nothing_is_refused_on_a_guess() -> None:
     line = Line()
     assert isinstance(line.enter("unmeasured", 1e-3, rates=Rates(is_idle=False)), Waiter)
     line = Line()
-    assert isinstance(line.enter("idle", 1e-3, rates=Rates(100.0, 20.0, 0.01, 0.05, is_idle=True)), Waiter)
-    assert isinstance(line.enter("second", 1e-3, rates=Rates(100.0, 20.0, 0.01, 0.05, is_idle=True)), Refusal)
+    assert isinstance(
+        line.enter("idle", 1e-3, rates=Rates(100.0, 20.0, 0.01, 0.05, is_idle=True)), Waiter
+    )
+    assert isinstance(
+        line.enter("second", 1e-3, rates=Rates(100.0, 20.0, 0.01, 0.05, is_idle=True)), Refusal
+    )
 
 
 def test_order_is_priority_then_slack_then_arrival() -> None:
@@ -144,7 +185,9 @@ def test_order_is_priority_then_slack_then_arrival() -> None:
     for name in "ab":
         line.enter(name)
     line.enter("hurry", 20.0)
-    line.enter("long", 22.0, work=TokenWork(100, 130))  # 8 s of service: it has to begin before "hurry"
+    line.enter(
+        "long", 22.0, work=TokenWork(100, 130)
+    )  # 8 s of service: it has to begin before "hurry"
     line.enter("unimportant", 20.0, priority=1)
     line.enter("urgent", priority=-1)
     assert line.names == ["urgent", "long", "hurry", "a", "b", "unimportant"]
@@ -166,7 +209,7 @@ def test_who_waits_in_vain_is_dropped_before_it_costs_anything() -> None:
     line.clock.advance(1.9)
     assert not line.line.drop_hopeless(RATES, line.clock.now())
     line.clock.advance(0.2)
-    (waiter, refusal), = line.line.drop_hopeless(RATES, line.clock.now())
+    ((waiter, refusal),) = line.line.drop_hopeless(RATES, line.clock.now())
     assert (waiter.item, refusal.cause) == ("short", Cause.DEADLINE)
     assert refusal.wait_s == pytest.approx(1.0)
     assert line.names == ["long"]
@@ -176,7 +219,7 @@ def test_nobody_waits_for_longer_than_the_limit() -> None:
     line = Line(max_wait_s=10.0)
     line.enter("a")
     line.clock.advance(10.0)
-    (waiter, refusal), = line.line.drop_hopeless(Rates(), line.clock.now())
+    ((waiter, refusal),) = line.line.drop_hopeless(Rates(), line.clock.now())
     assert (waiter.item, refusal.cause) == ("a", Cause.WAIT)
 
 
@@ -218,15 +261,23 @@ def test_nobody_is_passed_for_ever() -> None:
         assert best.item == ("patient" if turn == LOOK_AHEAD else "known")
 
 
-DEMANDS = st.tuples(st.floats(0.1, 100.0) | st.just(math.inf), st.integers(-1, 1), st.integers(1, 300),
-                    st.integers(0, 50))
-HAPPENINGS = st.lists(st.tuples(st.floats(0.0, 5.0), st.lists(DEMANDS, max_size=5), st.integers(0, 3)), max_size=30)
+DEMANDS = st.tuples(
+    st.floats(0.1, 100.0) | st.just(math.inf),
+    st.integers(-1, 1),
+    st.integers(1, 300),
+    st.integers(0, 50),
+)
+HAPPENINGS = st.lists(
+    st.tuples(st.floats(0.0, 5.0), st.lists(DEMANDS, max_size=5), st.integers(0, 3)), max_size=30
+)
 
 
 @given(HAPPENINGS, st.integers(1, 8), st.floats(0.5, 30.0))
 def test_who_was_let_in_leaves_when_placed_or_hopeless_and_in_order(
-        happenings: Sequence[tuple[float, list[tuple[float, int, int, int]], int]], max_waiting: int,
-        max_wait_s: float) -> None:
+    happenings: Sequence[tuple[float, list[tuple[float, int, int, int]], int]],
+    max_waiting: int,
+    max_wait_s: float,
+) -> None:
     line = Line(max_waiting=max_waiting, max_wait_s=max_wait_s)
     inside: set[int] = set()
     for passed_s, demands, num_places in happenings:
@@ -237,20 +288,34 @@ def test_who_was_let_in_leaves_when_placed_or_hopeless_and_in_order(
             waiter = line.line.enter(demand, "", RATES, now)
             if isinstance(waiter, Waiter):
                 inside.add(waiter.arrival)
-                ahead = [other for other in line.line
-                         if (other.demand.priority, other) < (priority, waiter)]
-                wait_s = RATES.wait_s(TokenWork(sum(other.demand.work.prompt_tokens for other in ahead),
-                                           sum(other.demand.work.output_tokens for other in ahead)))
+                ahead = [
+                    other
+                    for other in line.line
+                    if (other.demand.priority, other) < (priority, waiter)
+                ]
+                wait_s = RATES.wait_s(
+                    TokenWork(
+                        sum(other.demand.work.prompt_tokens for other in ahead),
+                        sum(other.demand.work.output_tokens for other in ahead),
+                    )
+                )
                 assert wait_s <= max_wait_s
-                service_s = line.outlook.cautious_s(RATES, "", waiter.demand.work)  # of a trial less than was asked
+                service_s = line.outlook.cautious_s(
+                    RATES, "", waiter.demand.work
+                )  # of a trial less than was asked
                 assert now + wait_s + service_s <= demand.ends_at_s
         assert len(line.line) <= max_waiting
         order = list(line.line)
-        assert order == sorted(order, key=lambda each: (each.demand.priority, each.begin_by_s, each.arrival))
+        assert order == sorted(
+            order, key=lambda each: (each.demand.priority, each.begin_by_s, each.arrival)
+        )
         for waiter, refusal in line.line.drop_hopeless(RATES, now):
             inside.remove(waiter.arrival)
             waited_out = now - waiter.since_s >= max_wait_s
-            too_late = now + line.outlook.cautious_s(RATES, "", waiter.demand.work) > waiter.demand.ends_at_s
+            too_late = (
+                now + line.outlook.cautious_s(RATES, "", waiter.demand.work)
+                > waiter.demand.ends_at_s
+            )
             assert waited_out if refusal.cause is Cause.WAIT else too_late
         for waiter in list(line.line)[:num_places]:
             assert line.line.leave(waiter)
@@ -268,9 +333,18 @@ def test_short_deadlines_buy_no_urgency_from_other_clients() -> None:
         line.enter(f"patient {number}", client="a")
     for number in range(6):
         line.enter(f"hurry {number}", 30.0 - number, client="b")
-    assert line.names[:6] == ["hurry 5", "patient 0", "hurry 4", "patient 1", "hurry 3", "patient 2"]
+    assert line.names[:6] == [
+        "hurry 5",
+        "patient 0",
+        "hurry 4",
+        "patient 1",
+        "hurry 3",
+        "patient 2",
+    ]
     served = []
-    for number in range(6, 12):  # "b" sends one for each that is served, more urgent than those before
+    for number in range(
+        6, 12
+    ):  # "b" sends one for each that is served, more urgent than those before
         served.append(line.serve())
         line.enter(f"hurry {number}", 30.0 - number, client="b")
     assert served == ["hurry 5", "patient 0", "hurry 7", "patient 1", "hurry 9", "patient 2"]
@@ -282,9 +356,18 @@ def test_turns_count_tokens_and_who_has_waited_for_nobody_owes_none() -> None:
     for number in range(4):
         line.enter(f"long {number}", client="a", work=TokenWork(100, 100))
         line.enter(f"short {number}", client="b", work=TokenWork(100, 0))
-    assert [line.serve() for _ in range(6)] == ["long 0", "short 0", "short 1", "long 1", "short 2", "short 3"]
+    assert [line.serve() for _ in range(6)] == [
+        "long 0",
+        "short 0",
+        "short 1",
+        "long 1",
+        "short 2",
+        "short 3",
+    ]
     line.enter("late", client="c")
-    assert [line.serve() for _ in range(2)] == ["late", "long 2"], "its turn begins with that of those being placed"
+    assert [line.serve() for _ in range(2)] == ["late", "long 2"], (
+        "its turn begins with that of those being placed"
+    )
     line.serve()
     line.enter("long again", client="a", work=TokenWork(100, 100))
     line.enter("new", client="d")
@@ -299,7 +382,8 @@ def test_priorities_go_before_turns() -> None:
 
 
 def test_the_wait_behind_other_clients_is_that_of_their_turns() -> None:
-    """Behind a hundred requests of another client, of a second each, the first of a client waits for one."""
+    """Behind a hundred requests of another client, of a second each, the first of a client waits
+    for one."""
     line = Line(max_waiting=1000, max_wait_s=600.0)
     for number in range(100):
         line.outlook.habits.served("b", 2.0, 2.0)
@@ -308,13 +392,21 @@ def test_the_wait_behind_other_clients_is_that_of_their_turns() -> None:
         assert isinstance(line.enter(name, 4.0, client="b"), Waiter)
     refused = line.enter("third", 4.0, client="b")
     assert isinstance(refused, Refusal)
-    assert refused.wait_s == pytest.approx(4.0), "two of its own are before it, and two of the other one's"
+    assert refused.wait_s == pytest.approx(4.0), (
+        "two of its own are before it, and two of the other one's"
+    )
     assert line.names[:4] == ["first", "0", "second", "1"]
 
 
 def test_a_full_line_makes_room_for_a_client_that_has_fewer_in_it() -> None:
     line = Line(max_waiting=5, max_wait_s=600.0)
-    for name, client, priority in (("urgent", "a", -1), ("a", "a", 0), ("b", "a", 0), ("last", "a", 0), ("c", "b", 0)):
+    for name, client, priority in (
+        ("urgent", "a", -1),
+        ("a", "a", 0),
+        ("b", "a", 0),
+        ("last", "a", 0),
+        ("c", "b", 0),
+    ):
         line.enter(name, client=client, priority=priority)
     entered = line.enter("d", client="b")
     assert isinstance(entered, Waiter)
@@ -351,7 +443,8 @@ def test_the_time_to_come_back_is_bounded() -> None:
 
 @given(st.lists(st.floats(0.0, 3.0), min_size=1, max_size=60))
 def test_those_without_a_deadline_are_not_starved(gaps: Sequence[float]) -> None:
-    """However many come in a hurry, one is placed per second and "patient" goes within the limit of waiting."""
+    """However many come in a hurry, one is placed per second and "patient" goes within the limit of
+    waiting."""
     line = Line(max_wait_s=20.0, max_waiting=1000)
     line.enter("patient", rates=Rates())
     began = line.clock.now()
@@ -368,15 +461,30 @@ def test_those_without_a_deadline_are_not_starved(gaps: Sequence[float]) -> None
     assert line.clock.now() - began <= 20.0 + 3.0
 
 
-@given(st.lists(st.tuples(st.sampled_from(["enter", "enter", "leave", "serve", "clear"]), st.integers(0, 9),
-                          st.integers(1, 40))))
-def test_the_work_and_the_shortest_prompt_are_of_those_who_wait(steps: list[tuple[str, int, int]]) -> None:
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["enter", "enter", "leave", "serve", "clear"]),
+            st.integers(0, 9),
+            st.integers(1, 40),
+        )
+    )
+)
+def test_the_work_and_the_shortest_prompt_are_of_those_who_wait(
+    steps: list[tuple[str, int, int]],
+) -> None:
     line = Line()
     there: list[Waiter[str]] = []
     for step, place, num_tokens in steps:
         now = line.clock.now()
         if step == "enter":
-            demand = Demand(TokenWork(num_tokens, num_tokens / 8), math.inf, place, num_tokens, f"{num_tokens % 3}")
+            demand = Demand(
+                TokenWork(num_tokens, num_tokens / 8),
+                math.inf,
+                place,
+                num_tokens,
+                f"{num_tokens % 3}",
+            )
             waiter = line.line.enter(demand, "", RATES, now)
             assert isinstance(waiter, Waiter)
             there.append(waiter)
@@ -387,6 +495,12 @@ def test_the_work_and_the_shortest_prompt_are_of_those_who_wait(steps: list[tupl
         elif step == "clear":
             assert len(line.line.clear()) == len(there)
             there.clear()
-        assert line.line.work.prompt_tokens == sum(waiter.demand.work.prompt_tokens for waiter in there)
-        assert line.line.work.output_tokens == pytest.approx(sum(waiter.demand.work.output_tokens for waiter in there))
-        assert line.line.shortest == min((waiter.demand.num_tokens for waiter in there), default=math.inf)
+        assert line.line.work.prompt_tokens == sum(
+            waiter.demand.work.prompt_tokens for waiter in there
+        )
+        assert line.line.work.output_tokens == pytest.approx(
+            sum(waiter.demand.work.output_tokens for waiter in there)
+        )
+        assert line.line.shortest == min(
+            (waiter.demand.num_tokens for waiter in there), default=math.inf
+        )

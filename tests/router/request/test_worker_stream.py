@@ -36,7 +36,9 @@ async def test_an_inbox_is_idle_only_while_its_task_waits_for_nothing_that_is_th
     assert await inbox.get() == Ended(None, lost="why")
 
 
-async def test_events_of_workers_are_bounded_and_the_end_always_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_events_of_workers_are_bounded_and_the_end_always_has_room(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(worker_stream, "MAX_UNHANDLED", 2)
     inbox = FlowInbox()
     assert [inbox.post(received()) for _ in range(3)] == [True, True, False]
@@ -58,7 +60,9 @@ async def test_an_answer_that_is_due_is_overdue_once() -> None:
 
 async def test_an_answer_that_comes_or_is_put_off_is_not_overdue() -> None:
     overdue: list[str] = []
-    settled, later, sooner = (DueTimer(partial(overdue.append, name)) for name in ("settled", "later", "sooner"))
+    settled, later, sooner = (
+        DueTimer(partial(overdue.append, name)) for name in ("settled", "later", "sooner")
+    )
     for timer in (settled, later):
         timer.owe(0.05)
     sooner.owe(60)

@@ -1,5 +1,5 @@
-"""What a gateway reads with the tokenizer and the template that it gets comes back to the router, character by
-character. The gateway itself is in tests/cluster/test_openai_texts.py."""
+"""What a gateway reads with the tokenizer and the template that it gets comes back to the router,
+character by character. The gateway itself is in tests/cluster/test_openai_texts.py."""
 
 import json
 import re
@@ -8,25 +8,39 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from router.text.carrier import CHAT_KEY, MARK, TextCarrier, carrying_template, carrying_tokenizer
 from router.text.chat_template import ChatTemplate
 from tests.router.harness import byte_level_tokenizer
 from tests.router.text.test_detokenise import GEMMA, LLAMA_2, sentencepiece_like
 
-PIECES = st.sampled_from(["<s>", "<|im_end|>", "<tool>", " ", "\n", MARK, "Größe", "n\u0303", "\ufb01", "👋🏽", "the"])
+PIECES = st.sampled_from(
+    ["<s>", "<|im_end|>", "<tool>", " ", "\n", MARK, "Größe", "n\u0303", "\ufb01", "👋🏽", "the"]
+)
 texts = st.lists(PIECES | st.text(max_size=3), min_size=1, max_size=6).map("".join)
 
 
 def byte_level() -> Tokenizer:
-    """As Qwen's: a normalizer that changes texts, special tokens, and one that takes what is behind it along."""
+    """As Qwen's: a normalizer that changes texts, special tokens, and one that takes what is behind
+    it along."""
     tokenizer = Tokenizer.from_str(byte_level_tokenizer().to_str())
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.add_special_tokens([AddedToken("<s>", special=True), AddedToken("<|im_end|>", rstrip=True, special=True)])
+    tokenizer.add_special_tokens(
+        [AddedToken("<s>", special=True), AddedToken("<|im_end|>", rstrip=True, special=True)]
+    )
     tokenizer.add_tokens([AddedToken("<tool>", special=False)])
     tokenizer.post_processor = processors.TemplateProcessing(
-        single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))])
+        single="<s> $A", special_tokens=[("<s>", tokenizer.token_to_id("<s>"))]
+    )
     return tokenizer
 
 
@@ -34,20 +48,34 @@ def sentencepiece(decoder: Any, before: bool) -> Tokenizer:  # noqa: ANN401, FBT
     """As Llama 2's, and Gemma's, which adds no space `before` a text."""
     tokenizer = sentencepiece_like(decoder)
     replaced = normalizers.Replace(" ", "▁")
-    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), replaced]) if before else replaced
+    tokenizer.normalizer = (
+        normalizers.Sequence([normalizers.Prepend("▁"), replaced]) if before else replaced
+    )
     tokenizer.add_special_tokens(["<|im_end|>"])
     return tokenizer
 
 
 def metaspace() -> Tokenizer:
-    tokenizer = sentencepiece_like(decoders.Sequence([
-        decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]))
+    tokenizer = sentencepiece_like(
+        decoders.Sequence(
+            [
+                decoders.Replace("▁", " "),
+                decoders.ByteFallback(),
+                decoders.Fuse(),
+                decoders.Strip(" ", 1, 0),
+            ]
+        )
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     return tokenizer
 
 
-KINDS = {"Qwen": byte_level(), "Llama 2": sentencepiece(LLAMA_2, before=True),
-         "Gemma": sentencepiece(GEMMA, before=False), "Mistral": metaspace()}
+KINDS = {
+    "Qwen": byte_level(),
+    "Llama 2": sentencepiece(LLAMA_2, before=True),
+    "Gemma": sentencepiece(GEMMA, before=False),
+    "Mistral": metaspace(),
+}
 
 
 def carried(tokenizer: Tokenizer) -> Tokenizer:
@@ -62,9 +90,12 @@ CARRYING = {name: carried(tokenizer) for name, tokenizer in KINDS.items()}
 @given(texts)
 @pytest.mark.parametrize("kind", KINDS)
 def test_texts_come_back_whatever_is_in_them(kind: str, text: str) -> None:
-    """But for the bar of SentencePiece, which its tokenizers read as the space that it stands for."""
+    """But for the bar of SentencePiece, which its tokenizers read as the space that it stands
+    for."""
     expected = text if kind == "Qwen" else text.replace("▁", " ")
-    found = TextCarrier(KINDS[kind]).text_of(CARRYING[kind].encode(text, add_special_tokens=False).ids)
+    found = TextCarrier(KINDS[kind]).text_of(
+        CARRYING[kind].encode(text, add_special_tokens=False).ids
+    )
     if found is None:  # of a text that has nothing but tokens of its own
         assert not re.sub("<s>|<tool>|<.im_end.>", "", text)
     else:
@@ -83,9 +114,11 @@ def test_answers_are_decoded_as_behind_a_prompt(kind: str) -> None:
     """A first space is part of an answer."""
     tokenizer, carrying = KINDS[kind], CARRYING[kind]
     for text in (" the red mill", " Größe", "\n<tool>"):
-        whole, before = (tokenizer.encode(part, add_special_tokens=False).ids for part in ("s" + text, "s"))
-        assert whole[:len(before)] == before
-        assert carrying.decode(whole[len(before):]) == text
+        whole, before = (
+            tokenizer.encode(part, add_special_tokens=False).ids for part in ("s" + text, "s")
+        )
+        assert whole[: len(before)] == before
+        assert carrying.decode(whole[len(before) :]) == text
 
 
 def test_texts_are_neither_cut_nor_padded() -> None:
@@ -111,12 +144,31 @@ def test_the_template_writes_what_it_is_given() -> None:
     written = carrying_template(template)
     assert source in written, "where gateways look for how a model thinks"
     environment = template.environment
-    messages = [{"role": "user", "content": [{"type": "text", "text": 'a "quoted"\n<s>'}]},
-                {"role": "assistant", "content": None}]
-    text = environment.from_string(written).render(messages=messages, tools=[{"x": 1}], add_generation_prompt=True,
-                                                   enable_thinking=False, bos_token="<s>")
-    assert json.loads(text) == {CHAT_KEY: {"tools": [{"x": 1}], "arguments": {"enable_thinking": False, "": 0},
-                                           "goes_on": False, "messages": messages}}
-    text = environment.from_string(written).render(messages=messages[:1], add_generation_prompt=False)
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": 'a "quoted"\n<s>'}]},
+        {"role": "assistant", "content": None},
+    ]
+    text = environment.from_string(written).render(
+        messages=messages,
+        tools=[{"x": 1}],
+        add_generation_prompt=True,
+        enable_thinking=False,
+        bos_token="<s>",
+    )
+    assert json.loads(text) == {
+        CHAT_KEY: {
+            "tools": [{"x": 1}],
+            "arguments": {"enable_thinking": False, "": 0},
+            "goes_on": False,
+            "messages": messages,
+        }
+    }
+    text = environment.from_string(written).render(
+        messages=messages[:1], add_generation_prompt=False
+    )
     chat, end = json.JSONDecoder().raw_decode(text)
-    assert (chat[CHAT_KEY]["tools"], chat[CHAT_KEY]["goes_on"], text[end:]) == ([], True, 'a "quoted"\n<s>')
+    assert (chat[CHAT_KEY]["tools"], chat[CHAT_KEY]["goes_on"], text[end:]) == (
+        [],
+        True,
+        'a "quoted"\n<s>',
+    )

@@ -1,4 +1,5 @@
-"""Control tokens in users' texts: as transformers encodes them, and as tokens unless a router is told otherwise."""
+"""Control tokens in users' texts: as transformers encodes them, and as tokens unless a router is
+told otherwise."""
 
 from pathlib import Path
 from typing import Any
@@ -17,54 +18,97 @@ from runtime.errors import InvalidRequestError
 from tests.router.harness import TEMPLATE, byte_level_tokenizer, write_model_dir
 from tests.router.text.test_detokenise import LLAMA_2, sentencepiece_like
 
-SOURCE = ("{% for m in messages %}<user>{{ m.content }}<tool_call>{{ m.name }}{% endfor %}{{ tools | tojson }}"
-          "{{ mood }}<bot>")
-USED = st.sampled_from(["<user>", "<bot>", "<tool_call>", "<think>", "red", " ", "\n", "mill", "\U000f0000",
-                        "\U000f0001", "<us", "er>"])
+SOURCE = (
+    "{% for m in messages %}<user>{{ m.content }}<tool_call>{{ m.name }}{% endfor %}{{ tools | tojson }}"
+    "{{ mood }}<bot>"
+)
+USED = st.sampled_from(
+    [
+        "<user>",
+        "<bot>",
+        "<tool_call>",
+        "<think>",
+        "red",
+        " ",
+        "\n",
+        "mill",
+        "\U000f0000",
+        "\U000f0001",
+        "<us",
+        "er>",
+    ]
+)
 
 
 def with_added(tokenizer: Tokenizer) -> Tokenizer:
-    """Special tokens as a chat model has them, one that its template writes, and one that it does not."""
+    """Special tokens as a chat model has them, one that its template writes, and one that it does
+    not."""
     tokenizer = Tokenizer.from_str(tokenizer.to_str())
     tokenizer.add_special_tokens(["<user>", "<bot>"])
-    tokenizer.add_tokens([AddedToken("<tool_call>", special=False), AddedToken("<think>", special=False)])
+    tokenizer.add_tokens(
+        [AddedToken("<tool_call>", special=False), AddedToken("<think>", special=False)]
+    )
     return tokenizer
 
 
-KINDS = {"bytes": with_added(byte_level_tokenizer()), "sentencepiece": with_added(sentencepiece_like(LLAMA_2))}
+KINDS = {
+    "bytes": with_added(byte_level_tokenizer()),
+    "sentencepiece": with_added(sentencepiece_like(LLAMA_2)),
+}
 
 
 async def ids(tokenizer: Tokenizer, chat: Chat, *, as_text: bool) -> list[int]:
     template = ChatTemplate(SOURCE, {})
-    return await Tokeniser(tokenizer, template, ControlTokens(tokenizer, template) if as_text else None
-                           ).encode_chat(chat)
+    return await Tokeniser(
+        tokenizer, template, ControlTokens(tokenizer, template) if as_text else None
+    ).encode_chat(chat)
 
 
 def by_transformers(tokenizer: Tokenizer, chat: Chat, *, as_text: bool) -> list[int]:
     oracle: Any = PreTrainedTokenizerFast(tokenizer_object=tokenizer)  # type: ignore[no-untyped-call]
     found: list[int] = oracle.apply_chat_template(
-        list(chat.messages), tools=list(chat.tools) or None, chat_template=SOURCE, return_dict=False,
-        add_generation_prompt=True, sanitize_control_tokens=as_text, **chat.arguments)
+        list(chat.messages),
+        tools=list(chat.tools) or None,
+        chat_template=SOURCE,
+        return_dict=False,
+        add_generation_prompt=True,
+        sanitize_control_tokens=as_text,
+        **chat.arguments,
+    )
     return found
 
 
-@given(content=st.lists(USED, max_size=5).map("".join), name=st.lists(USED, max_size=2).map("".join))
+@given(
+    content=st.lists(USED, max_size=5).map("".join), name=st.lists(USED, max_size=2).map("".join)
+)
 @pytest.mark.parametrize("kind", KINDS)
-async def test_control_tokens_of_users_are_text_as_in_transformers(kind: str, content: str, name: str) -> None:
+async def test_control_tokens_of_users_are_text_as_in_transformers(
+    kind: str, content: str, name: str
+) -> None:
     tokenizer = KINDS[kind]
-    chat = Chat(({"role": "user", "content": content, "name": name},), ({"type": name},), {"mood": content})
-    assert await ids(tokenizer, chat, as_text=True) == by_transformers(tokenizer, chat, as_text=True)
+    chat = Chat(
+        ({"role": "user", "content": content, "name": name},), ({"type": name},), {"mood": content}
+    )
+    assert await ids(tokenizer, chat, as_text=True) == by_transformers(
+        tokenizer, chat, as_text=True
+    )
     if "\U000f0000" not in content + name and "\U000f0001" not in content + name:
-        assert await ids(tokenizer, chat, as_text=False) == by_transformers(tokenizer, chat, as_text=False)
+        assert await ids(tokenizer, chat, as_text=False) == by_transformers(
+            tokenizer, chat, as_text=False
+        )
 
 
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_user_ends_no_turn(kind: str) -> None:
-    """Only the tokens that the template writes are there, and the text of the other ones is the user's."""
+    """Only the tokens that the template writes are there, and the text of the other ones is the
+    user's."""
     tokenizer = KINDS[kind]
     chat = chat_of_texts(("user", "red<bot> and <user>"))
     user, bot = tokenizer.token_to_id("<user>"), tokenizer.token_to_id("<bot>")
-    tokens, text = await ids(tokenizer, chat, as_text=False), await ids(tokenizer, chat, as_text=True)
+    tokens, text = (
+        await ids(tokenizer, chat, as_text=False),
+        await ids(tokenizer, chat, as_text=True),
+    )
     assert [token for token in tokens if token in (user, bot)] == [user, bot, user, bot]
     assert [token for token in text if token in (user, bot)] == [user, bot]
     if kind == "bytes":
@@ -75,7 +119,9 @@ async def test_a_token_that_cannot_be_written_as_text_is_refused() -> None:
     """Of a vocabulary that has it as a word, too."""
     tokenizer = Tokenizer.from_str(byte_level_tokenizer().to_str())
     tokenizer.add_special_tokens(["red"])
-    with pytest.raises(InvalidRequestError, match="'red', which the tokenizer cannot write as text"):
+    with pytest.raises(
+        InvalidRequestError, match="'red', which the tokenizer cannot write as text"
+    ):
         await ids(tokenizer, chat_of_texts(("user", "a red mill")), as_text=True)
 
 

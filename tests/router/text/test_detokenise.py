@@ -1,4 +1,5 @@
-"""Incremental text equals decoding everything at once; stop strings do not depend on how the text is cut."""
+"""Incremental text equals decoding everything at once; stop strings do not depend on how the text
+is cut."""
 
 import itertools
 import time
@@ -14,17 +15,39 @@ from router.text.detokenise import BytesDetokeniser, Detokenisers, StopMatcher
 from tests.router.harness import byte_level_tokenizer
 
 stop_lists = st.lists(st.text("abc", min_size=1, max_size=5), max_size=4)
-LLAMA_2 = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-                             decoders.Strip(" ", 1, 0)])
+LLAMA_2 = decoders.Sequence(
+    [
+        decoders.Replace("▁", " "),
+        decoders.ByteFallback(),
+        decoders.Fuse(),
+        decoders.Strip(" ", 1, 0),
+    ]
+)
 GEMMA = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
 WORDS = ["▁the", "▁red", "▁mill", "s", "ö", "<unk>", "▁", "▁▁two", "<s>", "</s>"]
 FIRST_BYTE = len(WORDS)
 SPECIAL = (WORDS.index("<s>"), WORDS.index("</s>"))
 RED, BOS = WORDS.index("▁red"), SPECIAL[0]
-BORDERS = [0x20, 0x41, 0x80, 0x82, 0x9F, 0xA1, 0xAC, 0xC3, 0xE2, 0xED, 0xF0, 0xF4, 0xFF]  # of UTF-8's ranges
+BORDERS = [
+    0x20,
+    0x41,
+    0x80,
+    0x82,
+    0x9F,
+    0xA1,
+    0xAC,
+    0xC3,
+    0xE2,
+    0xED,
+    0xF0,
+    0xF4,
+    0xFF,
+]  # of UTF-8's ranges
 word_ids = st.lists(st.integers(0, FIRST_BYTE - 1), max_size=8)
-mixed_ids = st.lists(st.integers(0, FIRST_BYTE - 1) | st.sampled_from([FIRST_BYTE + byte for byte in BORDERS]),
-                     max_size=12)
+mixed_ids = st.lists(
+    st.integers(0, FIRST_BYTE - 1) | st.sampled_from([FIRST_BYTE + byte for byte in BORDERS]),
+    max_size=12,
+)
 
 
 def text_of(tokenizer: Tokenizer, token_ids: Sequence[int], prompt: Sequence[int] = ()) -> str:
@@ -35,8 +58,14 @@ def text_of(tokenizer: Tokenizer, token_ids: Sequence[int], prompt: Sequence[int
 def sentencepiece_like(decoder: Any) -> Tokenizer:  # noqa: ANN401
     """Words with a leading bar, special tokens, and bytes for the rest."""
     words = [*WORDS, *(f"<0x{byte:02X}>" for byte in range(256))]
-    tokenizer = Tokenizer(models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="<unk>",
-                                     byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab={word: i for i, word in enumerate(words)},
+            merges=[],
+            unk_token="<unk>",
+            byte_fallback=True,
+        )
+    )
     tokenizer.decoder = decoder
     tokenizer.add_special_tokens(["<s>", "</s>"])
     return tokenizer
@@ -44,8 +73,13 @@ def sentencepiece_like(decoder: Any) -> Tokenizer:  # noqa: ANN401
 
 def spelled(token_ids: Sequence[int]) -> bytes:
     """What these tokens of `sentencepiece_like` spell, by hand."""
-    return b"".join(bytes([token_id - FIRST_BYTE]) if token_id >= FIRST_BYTE else
-                    WORDS[token_id].replace("▁", " ").encode() for token_id in token_ids if token_id not in SPECIAL)
+    return b"".join(
+        bytes([token_id - FIRST_BYTE])
+        if token_id >= FIRST_BYTE
+        else WORDS[token_id].replace("▁", " ").encode()
+        for token_id in token_ids
+        if token_id not in SPECIAL
+    )
 
 
 def byte_ids(data: bytes) -> list[int]:
@@ -94,42 +128,90 @@ def test_added_tokens_speak_for_themselves_and_special_ones_are_silent() -> None
 
 @given(mixed_ids)
 def test_byte_fallback_gives_one_replacement_per_maximal_part(token_ids: list[int]) -> None:
-    """Python's decoder has them as Unicode recommends; tokenizers gives one for each byte of the run."""
+    """Python's decoder has them as Unicode recommends; tokenizers gives one for each byte of the
+    run."""
     text = spelled(token_ids).decode(errors="replace")
     assert text_of(sentencepiece_like(GEMMA), token_ids) == text
     assert text_of(sentencepiece_like(LLAMA_2), token_ids) == text.removeprefix(" ")
 
 
-@pytest.mark.parametrize(("data", "text"), [
-    (b"\xf0\x9f\x92", "\ufffd"), (b"\xf0\x9f\x92\xf0\x9f\x92\xa1", "\ufffd\U0001f4a1"), (b"\xe2\x82A", "\ufffdA"),
-    (b"\xff\xff", "\ufffd\ufffd"), (b"\xed\xa0\x80", "\ufffd\ufffd\ufffd"), (b"\xc3\xb6\xc3", "ö\ufffd")])
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (b"\xf0\x9f\x92", "\ufffd"),
+        (b"\xf0\x9f\x92\xf0\x9f\x92\xa1", "\ufffd\U0001f4a1"),
+        (b"\xe2\x82A", "\ufffdA"),
+        (b"\xff\xff", "\ufffd\ufffd"),
+        (b"\xed\xa0\x80", "\ufffd\ufffd\ufffd"),
+        (b"\xc3\xb6\xc3", "ö\ufffd"),
+    ],
+)
 def test_a_cut_character_is_one_replacement(data: bytes, text: str) -> None:
-    """The examples are those of the Unicode standard's tables 3-8 to 3-11 in kind: cut, cut again, surrogates."""
+    """The examples are those of the Unicode standard's tables 3-8 to 3-11 in kind: cut, cut again,
+    surrogates."""
     assert text_of(sentencepiece_like(LLAMA_2), byte_ids(data)) == text
 
 
 @given(word_ids)
-@pytest.mark.parametrize("decoder", [LLAMA_2, GEMMA, decoders.Metaspace(), decoders.Metaspace(prepend_scheme="first"),
-                                     decoders.Metaspace(prepend_scheme="never")], ids=str)
-def test_words_of_sentencepiece_give_what_the_tokenizer_gives(decoder: Any, token_ids: list[int]) -> None:  # noqa: ANN401
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        LLAMA_2,
+        GEMMA,
+        decoders.Metaspace(),
+        decoders.Metaspace(prepend_scheme="first"),
+        decoders.Metaspace(prepend_scheme="never"),
+    ],
+    ids=str,
+)
+def test_words_of_sentencepiece_give_what_the_tokenizer_gives(
+    decoder: Any,  # noqa: ANN401
+    token_ids: list[int],
+) -> None:
     tokenizer = sentencepiece_like(decoder)
     assert isinstance(Detokenisers(tokenizer).new(()), BytesDetokeniser)
     assert text_of(tokenizer, token_ids) == tokenizer.decode(token_ids)
 
 
 @given(word_ids, word_ids)
-@pytest.mark.parametrize("decoder", [LLAMA_2, GEMMA, decoders.Metaspace(), decoders.WordPiece(cleanup=False),
-                                     decoders.BPEDecoder(), None], ids=str)
-def test_a_text_goes_on_where_its_prompt_ended(decoder: Any, prompt: list[int], token_ids: list[int]) -> None:  # noqa: ANN401
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        LLAMA_2,
+        GEMMA,
+        decoders.Metaspace(),
+        decoders.WordPiece(cleanup=False),
+        decoders.BPEDecoder(),
+        None,
+    ],
+    ids=str,
+)
+def test_a_text_goes_on_where_its_prompt_ended(
+    decoder: Any,  # noqa: ANN401
+    prompt: list[int],
+    token_ids: list[int],
+) -> None:
     tokenizer = sentencepiece_like(decoder or LLAMA_2)
     if decoder is None:
         tokenizer.decoder = None
-    assert tokenizer.decode(prompt) + text_of(tokenizer, token_ids, prompt) == tokenizer.decode(prompt + token_ids)
+    assert tokenizer.decode(prompt) + text_of(tokenizer, token_ids, prompt) == tokenizer.decode(
+        prompt + token_ids
+    )
 
 
-@pytest.mark.parametrize(("prompt", "text"), [((WORDS.index("s"),), " red"), ((BOS, RED), " red"), ((BOS,), "red"),
-                                              ((), "red"), ((BOS, WORDS.index("▁")), " red")])
-def test_the_first_space_of_an_answer_is_dropped_only_where_a_text_begins(prompt: tuple[int, ...], text: str) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "text"),
+    [
+        ((WORDS.index("s"),), " red"),
+        ((BOS, RED), " red"),
+        ((BOS,), "red"),
+        ((), "red"),
+        ((BOS, WORDS.index("▁")), " red"),
+    ],
+)
+def test_the_first_space_of_an_answer_is_dropped_only_where_a_text_begins(
+    prompt: tuple[int, ...], text: str
+) -> None:
     assert text_of(sentencepiece_like(LLAMA_2), [RED], prompt) == text
 
 
@@ -146,19 +228,36 @@ def test_many_special_tokens_in_a_row_lose_no_space(decoder: Any) -> None:  # no
 def test_an_answer_completes_the_character_that_its_prompt_ended_in(text: str, cut: int) -> None:
     data = text.encode()
     whole_before = data[:cut].decode(errors="ignore")
-    assert text_of(sentencepiece_like(GEMMA), byte_ids(data[cut:]), byte_ids(data[:cut])) == text[len(whole_before):]
+    assert (
+        text_of(sentencepiece_like(GEMMA), byte_ids(data[cut:]), byte_ids(data[:cut]))
+        == text[len(whole_before) :]
+    )
 
 
-@pytest.mark.parametrize(("prompt", "answer", "text"), [
-    (b"\xe2\x82", b"\xac", "€"), (b"\xef\xbf", b"\xbd", "\ufffd"), (b"\xe2\x82", b"A", "A"), (b"\xe2\x82", b"", ""),
-    (b"\xe2\x82", b"\xff", "\ufffd"), (b"\xf0\x9f", b"\x92", "\ufffd"), (b"\xf0\x9f", b"\x92A", "\ufffdA"),
-    (b"A\xe2\x82\xac", b"\x82", "\ufffd")])
-def test_a_broken_character_of_the_prompt_is_none_of_the_answer(prompt: bytes, answer: bytes, text: str) -> None:
+@pytest.mark.parametrize(
+    ("prompt", "answer", "text"),
+    [
+        (b"\xe2\x82", b"\xac", "€"),
+        (b"\xef\xbf", b"\xbd", "\ufffd"),
+        (b"\xe2\x82", b"A", "A"),
+        (b"\xe2\x82", b"", ""),
+        (b"\xe2\x82", b"\xff", "\ufffd"),
+        (b"\xf0\x9f", b"\x92", "\ufffd"),
+        (b"\xf0\x9f", b"\x92A", "\ufffdA"),
+        (b"A\xe2\x82\xac", b"\x82", "\ufffd"),
+    ],
+)
+def test_a_broken_character_of_the_prompt_is_none_of_the_answer(
+    prompt: bytes, answer: bytes, text: str
+) -> None:
     assert text_of(sentencepiece_like(GEMMA), byte_ids(answer), byte_ids(prompt)) == text
 
 
-@pytest.mark.parametrize("tokenizer", [byte_level_tokenizer(), sentencepiece_like(LLAMA_2),
-                                       sentencepiece_like(decoders.WordPiece())], ids=["bytes", "fallback", "window"])
+@pytest.mark.parametrize(
+    "tokenizer",
+    [byte_level_tokenizer(), sentencepiece_like(LLAMA_2), sentencepiece_like(decoders.WordPiece())],
+    ids=["bytes", "fallback", "window"],
+)
 def test_cost_is_linear(tokenizer: Tokenizer) -> None:
     def seconds(count: int) -> float:
         detokeniser, began = Detokenisers(tokenizer).new(()), time.thread_time()
@@ -171,17 +270,20 @@ def test_cost_is_linear(tokenizer: Tokenizer) -> None:
 
 
 def reference(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """One character at a time, by definition: the match that ends first, the longest among those."""
+    """One character at a time, by definition: the match that ends first, the longest among
+    those."""
     for end in range(1, len(text) + 1):
         matches = [stop for stop in stops if text[:end].endswith(stop)]
         if matches:
             longest = max(matches, key=len)
-            return text[:end - len(longest)], longest
+            return text[: end - len(longest)], longest
     return text, None
 
 
 @given(st.text("abc", max_size=40), stop_lists, st.lists(st.integers(0, 40), max_size=10))
-def test_stop_strings_are_found_wherever_the_text_is_cut(text: str, stops: list[str], cuts: list[int]) -> None:
+def test_stop_strings_are_found_wherever_the_text_is_cut(
+    text: str, stops: list[str], cuts: list[int]
+) -> None:
     borders = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     matcher, given_out, matched = StopMatcher(stops), "", None
     for start, end in itertools.pairwise(borders):

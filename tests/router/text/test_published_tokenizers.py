@@ -1,5 +1,5 @@
-"""Tokenizers of published models: what streams is what decoding everything at once gives, and gateways carry texts by
-them."""
+"""Tokenizers of published models: what streams is what decoding everything at once gives, and
+gateways carry texts by them."""
 
 import random
 
@@ -16,13 +16,24 @@ ROUNDS = 3000
 
 
 def at_once(tokenizer: Tokenizer, token_ids: list[int]) -> str:
-    """By the tokenizer itself, but for bytes that are no UTF-8: SentencePiece's byte tokens are joined by hand."""
+    """By the tokenizer itself, but for bytes that are no UTF-8: SentencePiece's byte tokens are
+    joined by hand."""
     if isinstance(tokenizer.decoder, decoders.ByteLevel):
         return tokenizer.decode(token_ids)
-    special = {token_id for token_id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    words = [tokenizer.id_to_token(token_id) or "" for token_id in token_ids if token_id not in special]
-    data = b"".join(bytes([int(word[3:5], 16)]) if len(word) == 6 and word.startswith("<0x") else
-                    word.replace("▁", " ").encode() for word in words)
+    special = {
+        token_id
+        for token_id, token in tokenizer.get_added_tokens_decoder().items()
+        if token.special
+    }
+    words = [
+        tokenizer.id_to_token(token_id) or "" for token_id in token_ids if token_id not in special
+    ]
+    data = b"".join(
+        bytes([int(word[3:5], 16)])
+        if len(word) == 6 and word.startswith("<0x")
+        else word.replace("▁", " ").encode()
+        for word in words
+    )
     text = data.decode(errors="replace").removeprefix(" ")
     assert "\ufffd" in text or text == tokenizer.decode(token_ids)
     return text
@@ -33,12 +44,21 @@ def test_a_stream_is_what_decoding_at_once_gives_whatever_its_prompt() -> None:
     for name, tokenizer in published_tokenizers().items():
         detokenisers, num_tokens = Detokenisers(tokenizer), tokenizer.get_vocab_size()
         assert isinstance(detokenisers.new(()), BytesDetokeniser)
-        first_bytes = [token_id for token_id in range(512) if (tokenizer.id_to_token(token_id) or "")[:3] == "<0x"]
+        first_bytes = [
+            token_id
+            for token_id in range(512)
+            if (tokenizer.id_to_token(token_id) or "")[:3] == "<0x"
+        ]
         rare = first_bytes or list(range(300))
         special = list(tokenizer.get_added_tokens_decoder())
         for _ in range(ROUNDS):
-            token_ids = [draw.choice(draw.choice((rare, special, range(num_tokens)))) for _ in range(draw.randrange(9))]
-            token_ids += tokenizer.encode(draw.choice(TEXTS), add_special_tokens=False).ids[:draw.randrange(9)]
+            token_ids = [
+                draw.choice(draw.choice((rare, special, range(num_tokens))))
+                for _ in range(draw.randrange(9))
+            ]
+            token_ids += tokenizer.encode(draw.choice(TEXTS), add_special_tokens=False).ids[
+                : draw.randrange(9)
+            ]
             cut = draw.randrange(len(token_ids) + 1)
             before, whole = at_once(tokenizer, token_ids[:cut]), at_once(tokenizer, token_ids)
             detokeniser = detokenisers.new(token_ids[:cut])

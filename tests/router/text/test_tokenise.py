@@ -31,7 +31,8 @@ async def test_long_texts_give_the_same_ids_as_short_ones() -> None:
 
 
 class Watched:
-    """A tokenizer that keeps the threads it worked on. It has no `encode`, which keeps all threads waiting."""
+    """A tokenizer that keeps the threads it worked on. It has no `encode`, which keeps all threads
+    waiting."""
 
     decoder = None
 
@@ -49,10 +50,17 @@ class Watched:
 LONG = "mill " * INLINE_CHARACTERS
 
 
-@pytest.mark.parametrize(("chat", "inline"), [
-    (chat_of_texts(("user", "red")), True), (chat_of_texts(("user", LONG)), False),
-    (chat_of_texts((LONG, "red")), False), (chat_of_texts(*[("user", "")] * INLINE_CHARACTERS), False),
-    (Chat((), ({"type": LONG},)), False), (Chat((), arguments={"x": [{"y": LONG}]}), False)])
+@pytest.mark.parametrize(
+    ("chat", "inline"),
+    [
+        (chat_of_texts(("user", "red")), True),
+        (chat_of_texts(("user", LONG)), False),
+        (chat_of_texts((LONG, "red")), False),
+        (chat_of_texts(*[("user", "")] * INLINE_CHARACTERS), False),
+        (Chat((), ({"type": LONG},)), False),
+        (Chat((), arguments={"x": [{"y": LONG}]}), False),
+    ],
+)
 async def test_long_chats_leave_the_event_loop_alone(chat: Chat, inline: bool) -> None:  # noqa: FBT001
     watched: Any = Watched()
     await Tokeniser(watched, ChatTemplate("{{ messages | length }}", {})).encode_chat(chat)
@@ -85,7 +93,12 @@ def test_a_template_file_beats_the_config_and_named_ones_have_a_default(tmp_path
 
 def test_facts_come_from_the_config_files(tmp_path: Path) -> None:
     facts = load_served_model(write_model_dir(tmp_path), "mine").facts
-    assert (facts.name, facts.vocab_size, facts.max_context_tokens, facts.num_layers) == ("mine", VOCAB_SIZE, 256, 4)
+    assert (facts.name, facts.vocab_size, facts.max_context_tokens, facts.num_layers) == (
+        "mine",
+        VOCAB_SIZE,
+        256,
+        4,
+    )
     assert facts.eos_token_ids == (EOS,)
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
     assert load_served_model(tmp_path).facts.eos_token_ids == (3, 4)
@@ -93,7 +106,9 @@ def test_facts_come_from_the_config_files(tmp_path: Path) -> None:
 
 def test_the_models_own_sampling_is_read_unless_the_router_is_told_not_to(tmp_path: Path) -> None:
     write_model_dir(tmp_path)
-    (tmp_path / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "num_beams": 4}))
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"temperature": 0.6, "num_beams": 4})
+    )
     model = load_served_model(tmp_path)
     assert (model.facts.sampling, len(model.notices)) == ({"temperature": 0.6}, 1)
     model = load_served_model(tmp_path, own_sampling=False)
@@ -114,38 +129,69 @@ def test_a_model_without_an_end_is_told_of_once(tmp_path: Path) -> None:
 
 
 def test_facts_of_a_nested_language_model(tmp_path: Path) -> None:
-    text = {"vocab_size": 9, "max_position_embeddings": 8, "num_hidden_layers": 7, "eos_token_id": 0}
-    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["Multi"], "text_config": text}))
+    text = {
+        "vocab_size": 9,
+        "max_position_embeddings": 8,
+        "num_hidden_layers": 7,
+        "eos_token_id": 0,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({"architectures": ["Multi"], "text_config": text})
+    )
     facts = load_served_model(tmp_path).facts
-    assert (facts.vocab_size, facts.max_context_tokens, facts.num_layers, facts.eos_token_ids) == (9, 8, 7, (0,))
+    assert (facts.vocab_size, facts.max_context_tokens, facts.num_layers, facts.eos_token_ids) == (
+        9,
+        8,
+        7,
+        (0,),
+    )
 
 
-@pytest.mark.parametrize(("name", "content"), [
-    ("config.json", "{"), ("config.json", "[]"), ("config.json", '{"vocab_size": 0}'),
-    ("config.json", "[" * 100_000), ("config.json", '{"text_config": 5}'), ("tokenizer.json", "{}"),
-    ("tokenizer.json", "[" * 100_000), ("tokenizer_config.json", '{"chat_template": 3}'),
-    ("chat_template.jinja", "\udcff")])
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", "{"),
+        ("config.json", "[]"),
+        ("config.json", '{"vocab_size": 0}'),
+        ("config.json", "[" * 100_000),
+        ("config.json", '{"text_config": 5}'),
+        ("tokenizer.json", "{}"),
+        ("tokenizer.json", "[" * 100_000),
+        ("tokenizer_config.json", '{"chat_template": 3}'),
+        ("chat_template.jinja", "\udcff"),
+    ],
+)
 def test_broken_files_are_named(tmp_path: Path, name: str, content: str) -> None:
     (write_model_dir(tmp_path) / name).write_text(content, errors="surrogateescape")
     with pytest.raises(ConfigError, match=name.split(".")[0]):
         load_served_model(tmp_path)
 
 
-@pytest.mark.parametrize(("name", "most"), [("vocab_size", 1 << 24), ("max_position_embeddings", 1 << 24),
-                                            ("num_hidden_layers", 10_000)])
-@pytest.mark.parametrize("excess", [1, 10 ** 15])
-def test_numbers_that_no_model_has_are_refused(tmp_path: Path, name: str, most: int, excess: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("vocab_size", 1 << 24), ("max_position_embeddings", 1 << 24), ("num_hidden_layers", 10_000)],
+)
+@pytest.mark.parametrize("excess", [1, 10**15])
+def test_numbers_that_no_model_has_are_refused(
+    tmp_path: Path, name: str, most: int, excess: int
+) -> None:
     """A router said that it was ready, and answered nothing: no message carries such a context."""
     path = write_model_dir(tmp_path) / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: most + excess}))
-    with pytest.raises(ConfigError, match=f"{name} must be an integer from 1 to {most}, is {most + excess}"):
+    with pytest.raises(
+        ConfigError, match=f"{name} must be an integer from 1 to {most}, is {most + excess}"
+    ):
         load_served_model(tmp_path)
 
 
 @pytest.mark.parametrize("eos", ["x", -3, [2, -3], 1e9, [VOCAB_SIZE], True])
 def test_end_of_sequence_ids_that_no_token_has_are_refused(tmp_path: Path, eos: object) -> None:
-    (write_model_dir(tmp_path) / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
-    with pytest.raises(ConfigError, match=f"eos_token_id must be ids from 0 to {VOCAB_SIZE - 1}, got"):
+    (write_model_dir(tmp_path) / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": eos})
+    )
+    with pytest.raises(
+        ConfigError, match=f"eos_token_id must be ids from 0 to {VOCAB_SIZE - 1}, got"
+    ):
         load_served_model(tmp_path)
 
 

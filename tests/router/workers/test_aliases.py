@@ -12,7 +12,13 @@ from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Worker, WorkerRole
 from runtime.observe.metrics import RouterMetrics
 from tests.router.harness import FACTS, eventually, running_router, token_request, worker_info
-from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, expected_tokens
+from tests.support.router.fake_workers import (
+    Fabric,
+    FakeDecode,
+    FakePrefill,
+    Journal,
+    expected_tokens,
+)
 
 PROMPT = RoutedPrompt(tuple(range(3, 23)))
 
@@ -22,31 +28,44 @@ class Known:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        self.directory = Directory(DirectoryOptions(("10.0.0.1:7000",), ("10.0.0.2:7000", "[fd00::2]:7000")), FACTS,
-                                   RouterMetrics.create(self.registry), random.Random(0))
+        self.directory = Directory(
+            DirectoryOptions(("10.0.0.1:7000",), ("10.0.0.2:7000", "[fd00::2]:7000")),
+            FACTS,
+            RouterMetrics.create(self.registry),
+            random.Random(0),
+        )
         self.prefill, self.four, self.six = self.directory.workers
         serves(self.prefill, "of the prefill worker")
 
     @property
     def counted(self) -> tuple[float | None, float | None]:
         """Decode pools that can be used, and others, as metrics have them."""
-        usable, unusable = (self.registry.get_sample_value("baton_router_workers", {"role": "decode", "state": state})
-                            for state in ("usable", "unusable"))
+        usable, unusable = (
+            self.registry.get_sample_value(
+                "baton_router_workers", {"role": "decode", "state": state}
+            )
+            for state in ("usable", "unusable")
+        )
         return usable, unusable
 
     @property
     def shown(self) -> list[str]:
         """Addresses of decode pools in the status."""
-        return [status.address for status in self.directory.status() if status.role == WorkerRole.DECODE]
+        return [
+            status.address for status in self.directory.status() if status.role == WorkerRole.DECODE
+        ]
 
 
 def serves(worker: Worker, incarnation: str) -> None:
-    worker.introduced(worker_info(worker.role, incarnation=incarnation, max_queued_requests=100), FACTS)
+    worker.introduced(
+        worker_info(worker.role, incarnation=incarnation, max_queued_requests=100), FACTS
+    )
     worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=10, slots_free=4))
 
 
 async def test_two_addresses_of_one_worker_count_once_with_one_line_of_warning(
-        caplog: pytest.LogCaptureFixture) -> None:
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     known = Known()
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
@@ -55,7 +74,9 @@ async def test_two_addresses_of_one_worker_count_once_with_one_line_of_warning(
     assert known.shown == ["10.0.0.2:7000"]
     assert known.counted == (1, 0)
     lines = [record.getMessage() for record in caplog.records]
-    assert lines == ["two addresses are one decode worker, which counts once: 10.0.0.2:7000 and [fd00::2]:7000"]
+    assert lines == [
+        "two addresses are one decode worker, which counts once: 10.0.0.2:7000 and [fd00::2]:7000"
+    ]
 
 
 async def test_what_one_worker_can_take_is_given_to_it_once() -> None:
@@ -64,8 +85,10 @@ async def test_what_one_worker_can_take_is_given_to_it_once() -> None:
     serves(known.six, "one")
     with_one_address = Known()
     serves(with_one_address.four, "one")
-    expected, pairs = ([directory.place(PROMPT) for _ in range(8)]
-                       for directory in (with_one_address.directory, known.directory))
+    expected, pairs = (
+        [directory.place(PROMPT) for _ in range(8)]
+        for directory in (with_one_address.directory, known.directory)
+    )
     assert [pair is not None for pair in pairs] == [pair is not None for pair in expected]
     assert {pair.decode.worker.address for pair in pairs if pair is not None} == {"10.0.0.2:7000"}
 
@@ -104,8 +127,13 @@ async def test_a_router_of_a_worker_that_is_named_twice_answers_and_shows_it_onc
         twice.address = f"localhost:{port}"
         async with running_router(prefill, decode, twice, start_workers=False) as router:
             workers = router.directory.workers
-            await eventually(lambda: len(router.directory.workers) == 2 and all(
-                worker.is_usable for worker in router.directory.workers), f"not two that serve: {workers}")
+            await eventually(
+                lambda: (
+                    len(router.directory.workers) == 2
+                    and all(worker.is_usable for worker in router.directory.workers)
+                ),
+                f"not two that serve: {workers}",
+            )
             answer = await router.ask(token_request([3, 4, 5]))
             assert answer.token_ids == expected_tokens([3, 4, 5], 4)
             status = await router.stub.GetClusterStatus(generation_pb2.GetClusterStatusRequest())

@@ -30,13 +30,18 @@ from tests.router.harness import FACTS, worker_info
 
 
 class Known:
-    """A directory of one prefill worker and some decode workers, none of which has said anything."""
+    """A directory of one prefill worker and some decode workers, none of which has said
+    anything."""
 
     def __init__(self, num_decode: int = 1) -> None:
         self.registry = CollectorRegistry()
         decode = tuple(f"127.0.0.1:{port}" for port in range(2, 2 + num_decode))
-        self.directory = Directory(DirectoryOptions(("127.0.0.1:1",), decode), FACTS,
-                                   RouterMetrics.create(self.registry), random.Random(0))
+        self.directory = Directory(
+            DirectoryOptions(("127.0.0.1:1",), decode),
+            FACTS,
+            RouterMetrics.create(self.registry),
+            random.Random(0),
+        )
 
     @property
     def prefill(self) -> Worker:
@@ -47,22 +52,34 @@ class Known:
         return self.directory.workers[1:]
 
     def workers(self, role: WorkerRole, state: str) -> float | None:
-        return self.registry.get_sample_value("baton_router_workers", {"role": role.value, "state": state})
+        return self.registry.get_sample_value(
+            "baton_router_workers", {"role": role.value, "state": state}
+        )
 
     def chosen(self) -> float:
-        return sum(self.registry.get_sample_value("baton_router_decisions_total",
-                                                  {"policy": policy, "result": "chosen"}) or 0.0
-                   for policy in ("prefix_cache", "least_load"))
+        return sum(
+            self.registry.get_sample_value(
+                "baton_router_decisions_total", {"policy": policy, "result": "chosen"}
+            )
+            or 0.0
+            for policy in ("prefix_cache", "least_load")
+        )
 
 
-def keeps(worker: Worker, prompt: Sequence[int], *, salt: str = "", compatibility: str = "") -> None:
+def keeps(
+    worker: Worker, prompt: Sequence[int], *, salt: str = "", compatibility: str = ""
+) -> None:
     """It reports that it has the whole pages of this prompt."""
     names = block_names(prompt, 16, compatibility=compatibility or worker.compatibility, salt=salt)
-    assert worker.index.report(worker.address, worker_pb2.CacheReport(whole=True, stored=b"".join(names)))
+    assert worker.index.report(
+        worker.address, worker_pb2.CacheReport(whole=True, stored=b"".join(names))
+    )
 
 
 def serves(worker: Worker, **changes: object) -> None:
-    worker.introduced(worker_info(worker.role, **{"incarnation": f"of {worker.address}", **changes}), FACTS)
+    worker.introduced(
+        worker_info(worker.role, **{"incarnation": f"of {worker.address}", **changes}), FACTS
+    )
     worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=10, slots_free=4))
 
 
@@ -70,17 +87,30 @@ def serves(worker: Worker, **changes: object) -> None:
 async def test_no_worker_found_is_a_number(role: WorkerRole) -> None:
     """The alert on a role without workers compares a series with 0: it must be there."""
     registry = CollectorRegistry()
-    Directory(DirectoryOptions(("dns:///nobody:1",), ("dns:///nobody:2",)), FACTS, RouterMetrics.create(registry),
-              random.Random(0))
+    Directory(
+        DirectoryOptions(("dns:///nobody:1",), ("dns:///nobody:2",)),
+        FACTS,
+        RouterMetrics.create(registry),
+        random.Random(0),
+    )
     for state in ("usable", "unusable"):
-        assert registry.get_sample_value("baton_router_workers", {"role": role.value, "state": state}) == 0
+        assert (
+            registry.get_sample_value("baton_router_workers", {"role": role.value, "state": state})
+            == 0
+        )
 
 
 async def test_workers_are_counted_by_state() -> None:
     known = Known(num_decode=2)
-    assert (known.workers(WorkerRole.DECODE, "usable"), known.workers(WorkerRole.DECODE, "unusable")) == (0, 2)
+    assert (
+        known.workers(WorkerRole.DECODE, "usable"),
+        known.workers(WorkerRole.DECODE, "unusable"),
+    ) == (0, 2)
     serves(known.decode[0])
-    assert (known.workers(WorkerRole.DECODE, "usable"), known.workers(WorkerRole.DECODE, "unusable")) == (1, 1)
+    assert (
+        known.workers(WorkerRole.DECODE, "usable"),
+        known.workers(WorkerRole.DECODE, "unusable"),
+    ) == (1, 1)
 
 
 def num_lines(work: Callable[[], object]) -> int:
@@ -104,21 +134,25 @@ def num_lines(work: Callable[[], object]) -> int:
 
 
 async def test_a_report_takes_as_much_of_a_router_however_many_workers_there_are() -> None:
-    """And so does the question that follows each: whether there is a pair. With four reports of each worker a second,
-    what grows with the fleet grows with its square."""
+    """And so does the question that follows each: whether there is a pair. With four reports of
+    each worker a second, what grows with the fleet grows with its square."""
 
     def steps(num_decode: int) -> int:
         known = Known(num_decode)
         for worker in known.directory.workers:
             serves(worker)
-        report = partial(known.decode[-1].reported, worker_pb2.WorkerLoad(serving=True, pages_free=9, slots_free=4))
+        report = partial(
+            known.decode[-1].reported,
+            worker_pb2.WorkerLoad(serving=True, pages_free=9, slots_free=4),
+        )
         return num_lines(lambda: (report(), known.directory.pair_problem()))
 
     assert steps(100) == steps(2)
 
 
 async def test_a_report_takes_as_much_while_no_pair_is_there() -> None:
-    """A router that starts gets one of each worker before it has a pair, and reckons after each how long to wait."""
+    """A router that starts gets one of each worker before it has a pair, and reckons after each how
+    long to wait."""
 
     def steps(num_decode: int) -> int:
         known = Known(num_decode)
@@ -142,12 +176,21 @@ async def test_a_worker_more_takes_an_index_as_much_however_many_there_are() -> 
 
 async def test_who_is_lost_is_awaited_as_long_as_the_slowest_of_the_last_starts_took() -> None:
     registry = CollectorRegistry()
-    directory = Directory(DirectoryOptions(("h:1",), ("h:2", "h:3"), longest_comeback_s=100.0), FACTS,
-                          RouterMetrics.create(registry), random.Random(0))
+    directory = Directory(
+        DirectoryOptions(("h:1",), ("h:2", "h:3"), longest_comeback_s=100.0),
+        FACTS,
+        RouterMetrics.create(registry),
+        random.Random(0),
+    )
     assert directory.comeback_s == 0.0
     _, first, second = directory.workers
-    for worker, start_s, slowest_s in ((first, 8.0, 8.0), (second, 20.0, 20.0), (second, 4.0, 8.0), (first, 0.0, 8.0),
-                                       (first, 2.0, 4.0)):
+    for worker, start_s, slowest_s in (
+        (first, 8.0, 8.0),
+        (second, 20.0, 20.0),
+        (second, 4.0, 8.0),
+        (first, 0.0, 8.0),
+        (first, 2.0, 4.0),
+    ):
         serves(worker)
         worker.reported(worker_pb2.WorkerLoad(serving=True, start_s=start_s))
         assert directory.comeback_s == START_MARGIN * slowest_s
@@ -158,7 +201,8 @@ async def test_a_start_takes_as_much_for_each_worker_however_many_there_are() ->
 
 
 async def test_estimates_take_as_much_of_a_router_however_many_workers_there_are() -> None:
-    """They are made several times for every request. In a fleet of workers that are alike some stand for all."""
+    """They are made several times for every request. In a fleet of workers that are alike some
+    stand for all."""
     clock = ManualClock()
 
     def fleet(num_decode: int) -> tuple[Sequence[Worker], Sequence[Worker]]:
@@ -172,12 +216,14 @@ async def test_estimates_take_as_much_of_a_router_however_many_workers_there_are
 
     small, large = fleet(MOST_ASKED), fleet(10 * MOST_ASKED)
     assert num_lines(lambda: Rates.of(*large, 1)) < 1.5 * num_lines(lambda: Rates.of(*small, 1))
-    assert Rates.of(*large, 1).output_tokens_per_s == pytest.approx(10 * Rates.of(*small, 1).output_tokens_per_s)
+    assert Rates.of(*large, 1).output_tokens_per_s == pytest.approx(
+        10 * Rates.of(*small, 1).output_tokens_per_s
+    )
 
 
 async def test_a_choice_takes_as_much_of_a_router_however_many_workers_there_are() -> None:
-    """Those that it looks at are some of many. The worker that has the prompt is among them, and so is the only one
-    that has room."""
+    """Those that it looks at are some of many. The worker that has the prompt is among them, and so
+    is the only one that has room."""
 
     def fleet(num_decode: int) -> Known:
         known = Known(num_decode)
@@ -201,11 +247,15 @@ async def test_a_choice_takes_as_much_of_a_router_however_many_workers_there_are
     assert pair.decode.worker is large.decode[-2]
 
 
-async def test_reports_are_nothing_to_admission_while_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_reports_are_nothing_to_admission_while_nobody_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     known, looks = Known(), []
     monkeypatch.setattr(Admission, "_pump", lambda admission: looks.append(admission))
     outlook = Outlook(ManualClock())
-    admission = Admission(known.directory, AdmissionLimits(), RouterMetrics.create(CollectorRegistry()), outlook)
+    admission = Admission(
+        known.directory, AdmissionLimits(), RouterMetrics.create(CollectorRegistry()), outlook
+    )
     task = asyncio.create_task(admission.run())
     for worker in known.directory.workers:
         serves(worker)
@@ -237,8 +287,15 @@ async def test_a_request_goes_to_workers_that_can_hold_it() -> None:
     serves(known.decode[1], compatibility="m")
     serves(known.prefill, compatibility="m")
     small, large = known.decode[0].address, known.decode[1].address
-    for context_tokens, fitting in ((8, {small, large}), (9, {large}), (160, {large}), (161, set())):
-        book = partial(known.directory.book_decode, RoutedPrompt([1, 2]), "m", context_tokens=context_tokens)
+    for context_tokens, fitting in (
+        (8, {small, large}),
+        (9, {large}),
+        (160, {large}),
+        (161, set()),
+    ):
+        book = partial(
+            known.directory.book_decode, RoutedPrompt([1, 2]), "m", context_tokens=context_tokens
+        )
         found: set[str] = set()
         while (booking := book(tried=frozenset(found))) is not None:
             found.add(booking.worker.address)
@@ -251,7 +308,9 @@ async def test_a_request_goes_to_workers_that_can_hold_it() -> None:
         assert ({pair.decode.worker.address} <= fitting) if pair is not None else not fitting
         if pair is not None:
             pair.release()
-    assert known.directory.place_again(RoutedPrompt([1]), "m", large, 9) is not None, "the same one, if no other can"
+    assert known.directory.place_again(RoutedPrompt([1]), "m", large, 9) is not None, (
+        "the same one, if no other can"
+    )
     known.decode[1].lost("gone")
     assert not known.directory.can_hold(9)
     assert known.directory.place_again(RoutedPrompt([1]), "m", large, 9) is None
@@ -265,18 +324,22 @@ async def test_the_largest_pair_counts_and_not_the_largest_workers() -> None:
     assert known.directory.max_context_tokens == 64
 
 
-@pytest.mark.parametrize(("theirs", "ours", "accepted"), [("a", "a", True), ("a", "b", False), ("", "b", True),
-                                                          ("a", "", True)])
-async def test_a_worker_with_another_tokenizer_is_refused_by_both_digests(theirs: str, ours: str, *,
-                                                                          accepted: bool) -> None:
+@pytest.mark.parametrize(
+    ("theirs", "ours", "accepted"),
+    [("a", "a", True), ("a", "b", False), ("", "b", True), ("a", "", True)],
+)
+async def test_a_worker_with_another_tokenizer_is_refused_by_both_digests(
+    theirs: str, ours: str, *, accepted: bool
+) -> None:
     known = Known()
     facts = replace(FACTS, tokenizer_digest=ours)
     known.prefill.introduced(worker_info(WorkerRole.PREFILL, tokenizer_digest=theirs), facts)
     known.prefill.reported(worker_pb2.WorkerLoad(serving=True))
     assert known.prefill.is_usable == accepted
     if not accepted:
-        assert known.prefill.problem == ("it has another tokenizer: the digest of its tokenizer.json is a, "
-                                         "the router's b")
+        assert known.prefill.problem == (
+            "it has another tokenizer: the digest of its tokenizer.json is a, the router's b"
+        )
 
 
 async def test_who_waits_for_a_pair_is_woken_when_there_is_one_and_when_there_is_none() -> None:
@@ -296,22 +359,30 @@ async def test_who_waits_for_a_pair_is_woken_when_there_is_one_and_when_there_is
     await known.directory.until_paired(is_paired=False)
 
 
-@pytest.mark.parametrize(("version", "accepted"), [(0, False), (WIRE_VERSION, True), (WIRE_VERSION + 1, False)])
-async def test_a_worker_that_takes_requests_in_another_way_is_refused_by_both_versions(version: int, *,
-                                                                                      accepted: bool) -> None:
+@pytest.mark.parametrize(
+    ("version", "accepted"), [(0, False), (WIRE_VERSION, True), (WIRE_VERSION + 1, False)]
+)
+async def test_a_worker_that_takes_requests_in_another_way_is_refused_by_both_versions(
+    version: int, *, accepted: bool
+) -> None:
     known = Known()
     known.prefill.introduced(worker_info(WorkerRole.PREFILL, wire_version=version), FACTS)
     known.prefill.reported(worker_pb2.WorkerLoad(serving=True))
     assert known.prefill.is_usable == accepted
     if not accepted:
-        assert known.prefill.problem == ("it takes requests in another way than this router gives them: its wire "
-                                         f"version is {version}, the router's {WIRE_VERSION}")
+        assert known.prefill.problem == (
+            "it takes requests in another way than this router gives them: its wire "
+            f"version is {version}, the router's {WIRE_VERSION}"
+        )
 
 
-@pytest.mark.parametrize(("theirs", "ours", "accepted"), [((1, 2), (2, 1), True), ((), (1,), True), ((1,), (), False),
-                                                          ((1, 2), (1,), False)])
-async def test_a_worker_that_ends_answers_elsewhere_is_refused(theirs: tuple[int, ...], ours: tuple[int, ...], *,
-                                                               accepted: bool) -> None:
+@pytest.mark.parametrize(
+    ("theirs", "ours", "accepted"),
+    [((1, 2), (2, 1), True), ((), (1,), True), ((1,), (), False), ((1, 2), (1,), False)],
+)
+async def test_a_worker_that_ends_answers_elsewhere_is_refused(
+    theirs: tuple[int, ...], ours: tuple[int, ...], *, accepted: bool
+) -> None:
     """Of two routers before the same workers, one would let answers run on."""
     known = Known()
     facts = replace(FACTS, eos_token_ids=ours)
@@ -319,13 +390,16 @@ async def test_a_worker_that_ends_answers_elsewhere_is_refused(theirs: tuple[int
     known.prefill.reported(worker_pb2.WorkerLoad(serving=True))
     assert known.prefill.is_usable == accepted
     if not accepted:
-        assert known.prefill.problem == (f"it ends answers elsewhere: its eos_token_id are {list(theirs)}, the "
-                                         f"router's {list(ours)}")
+        assert known.prefill.problem == (
+            f"it ends answers elsewhere: its eos_token_id are {list(theirs)}, the "
+            f"router's {list(ours)}"
+        )
 
 
 @pytest.mark.parametrize(("theirs", "accepted"), [((1,), True), ((1, 3), False)])
-async def test_a_worker_without_a_tokenizer_need_not_know_the_tokenizers_end(theirs: tuple[int, ...], *,
-                                                                             accepted: bool) -> None:
+async def test_a_worker_without_a_tokenizer_need_not_know_the_tokenizers_end(
+    theirs: tuple[int, ...], *, accepted: bool
+) -> None:
     known = Known()
     facts = replace(FACTS, eos_token_ids=(1, 2), tokenizer_digest="abc")
     known.prefill.introduced(worker_info(WorkerRole.PREFILL, eos_token_ids=theirs), facts)
@@ -335,11 +409,21 @@ async def test_a_worker_without_a_tokenizer_need_not_know_the_tokenizers_end(the
 
 async def test_a_worker_without_a_partner_reports_what_differs_and_no_more() -> None:
     known = Known(num_decode=2)
-    described = {"p": "schema 6, page size 32, layers 0-7: kv", "d": "schema 6, page size 64, layers 0-7: kv"}
+    described = {
+        "p": "schema 6, page size 32, layers 0-7: kv",
+        "d": "schema 6, page size 64, layers 0-7: kv",
+    }
 
     def introduce(worker: Worker, text: str, *, serving: bool = True) -> None:
-        worker.introduced(worker_info(worker.role, incarnation=worker.address, compatibility=text,
-                                      compatibility_text=described[text]), FACTS)
+        worker.introduced(
+            worker_info(
+                worker.role,
+                incarnation=worker.address,
+                compatibility=text,
+                compatibility_text=described[text],
+            ),
+            FACTS,
+        )
         worker.reported(worker_pb2.WorkerLoad(serving=serving))
 
     introduce(known.prefill, "p")
@@ -347,13 +431,19 @@ async def test_a_worker_without_a_partner_reports_what_differs_and_no_more() -> 
     assert statuses([known.prefill, *known.decode])[0].reason == "no decode worker is usable"
     introduce(known.decode[0], "d")
     reasons = [status.reason for status in statuses([known.prefill, *known.decode])[:2]]
-    assert reasons == ["no usable decode worker fits it: they differ in page size (32 here, 64 there)",
-                       "no usable prefill worker fits it: they differ in page size (64 here, 32 there)"]
+    assert reasons == [
+        "no usable decode worker fits it: they differ in page size (32 here, 64 there)",
+        "no usable prefill worker fits it: they differ in page size (64 here, 32 there)",
+    ]
 
 
-async def test_a_worker_of_the_other_role_is_refused_in_the_log(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_worker_of_the_other_role_is_refused_in_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     known = Known()
-    apply_report(known.prefill, FACTS, worker_pb2.WatchResponse(info=worker_info(WorkerRole.DECODE)))
+    apply_report(
+        known.prefill, FACTS, worker_pb2.WatchResponse(info=worker_info(WorkerRole.DECODE))
+    )
     (record,) = (record for record in caplog.records if record.name.startswith("router."))
     assert (record.levelname, record.message) == ("WARNING", "worker refused")
     assert vars(record)["reason"] == "it is a decode worker, configured as prefill"
@@ -395,8 +485,12 @@ async def test_the_pool_that_gave_a_request_up_gets_it_only_if_there_is_no_other
 async def test_a_source_is_chosen_for_which_there_is_a_pool() -> None:
     """The idle prefill worker has a draft that no pool takes."""
     registry = CollectorRegistry()
-    directory = Directory(DirectoryOptions(("h:1", "h:2"), ("h:3",)), FACTS, RouterMetrics.create(registry),
-                          random.Random(0))
+    directory = Directory(
+        DirectoryOptions(("h:1", "h:2"), ("h:3",)),
+        FACTS,
+        RouterMetrics.create(registry),
+        random.Random(0),
+    )
     serves(directory.workers[0], compatibility="m+e")
     serves(directory.workers[1], compatibility="m+d")
     serves(directory.workers[2], compatibility="m+d")
@@ -406,7 +500,9 @@ async def test_a_source_is_chosen_for_which_there_is_a_pool() -> None:
     assert pair.prefill.worker is directory.workers[1]
 
 
-async def test_the_limit_of_a_request_takes_one_look_at_each_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_the_limit_of_a_request_takes_one_look_at_each_worker(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Every request asks for it, refused ones too."""
     known, looks = Known(30), []
 
@@ -423,21 +519,32 @@ async def test_the_limit_of_a_request_takes_one_look_at_each_worker(monkeypatch:
 
 async def test_a_prompt_goes_where_most_of_it_is_and_only_the_rest_counts_as_load() -> None:
     """40 tokens, of which two pages of 16 are there; the last token is always computed."""
-    directory = Directory(DirectoryOptions(("h:1", "h:2"), ("h:3",)), FACTS, RouterMetrics.create(CollectorRegistry()),
-                          random.Random(0))
+    directory = Directory(
+        DirectoryOptions(("h:1", "h:2"), ("h:3",)),
+        FACTS,
+        RouterMetrics.create(CollectorRegistry()),
+        random.Random(0),
+    )
     for worker in directory.workers:
         serves(worker, compatibility="m")
     _, second, _ = directory.workers
     keeps(second, range(40))
     for token_ids, salt, uses_cache, num_held in (
-            (range(40), "", True, 32), (range(32), "", True, 16), (range(1, 41), "", True, 0),
-            (range(40), "other", True, 0), (range(40), "", False, 0)):
+        (range(40), "", True, 32),
+        (range(32), "", True, 16),
+        (range(1, 41), "", True, 0),
+        (range(40), "other", True, 0),
+        (range(40), "", False, 0),
+    ):
         pair = directory.place(RoutedPrompt(list(token_ids), salt, uses_cache), 50)
         assert pair is not None
         assert pair.prefill.worker is second or not num_held
         assert pair.prefill.num_held == num_held
         assert pair.prefill.num_tokens == len(token_ids) - num_held
-        assert directory.num_missing(RoutedPrompt(list(token_ids), salt, uses_cache)) == pair.prefill.num_tokens
+        assert (
+            directory.num_missing(RoutedPrompt(list(token_ids), salt, uses_cache))
+            == pair.prefill.num_tokens
+        )
         assert pair.decode.num_tokens == len(token_ids)
         pair.release()
     serves(second, compatibility="m", incarnation="after a restart")
@@ -446,14 +553,26 @@ async def test_a_prompt_goes_where_most_of_it_is_and_only_the_rest_counts_as_loa
     assert pair.prefill.num_held == 0
 
 
-@pytest.mark.parametrize(("source", "pool", "kept_as", "num_held"), [
-    ("m", "m", "m", 32), ("m", "m+d", "m", 32), ("m+d", "m+d", "m+d", 32), ("m+d", "m+d", "m", 0),
-    ("m", "m+d", "m+d", 0)])
+@pytest.mark.parametrize(
+    ("source", "pool", "kept_as", "num_held"),
+    [
+        ("m", "m", "m", 32),
+        ("m", "m+d", "m", 32),
+        ("m+d", "m+d", "m+d", 32),
+        ("m+d", "m+d", "m", 0),
+        ("m", "m+d", "m+d", 0),
+    ],
+)
 async def test_of_equally_loaded_pools_the_one_that_holds_the_prompt_is_sent_the_rest(
-        source: str, pool: str, kept_as: str, num_held: int) -> None:
+    source: str, pool: str, kept_as: str, num_held: int
+) -> None:
     """As it would have landed: with the draft only where both have it."""
-    directory = Directory(DirectoryOptions(("h:1",), ("h:2", "h:3")), FACTS, RouterMetrics.create(CollectorRegistry()),
-                          random.Random(0))
+    directory = Directory(
+        DirectoryOptions(("h:1",), ("h:2", "h:3")),
+        FACTS,
+        RouterMetrics.create(CollectorRegistry()),
+        random.Random(0),
+    )
     prefill, *pools = directory.workers
     serves(prefill, compatibility=source)
     for worker in pools:
@@ -476,4 +595,6 @@ async def test_of_equally_loaded_pools_the_one_that_holds_the_prompt_is_sent_the
         lately.release()
     slow = directory.place(RoutedPrompt(list(range(40))), 50)
     assert slow is not None
-    assert slow.decode.worker is pools[1] or not num_held, "bytes on a slow link count more than load"
+    assert slow.decode.worker is pools[1] or not num_held, (
+        "bytes on a slow link count more than load"
+    )

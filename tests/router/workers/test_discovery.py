@@ -1,4 +1,5 @@
-"""Workers found by DNS and by Kubernetes: they appear, drain, vanish and come back, and no stream is cut."""
+"""Workers found by DNS and by Kubernetes: they appear, drain, vanish and come back, and no stream
+is cut."""
 
 import asyncio
 import random
@@ -14,7 +15,14 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from router.config import RouterConfig
-from router.workers.discovery import DiscoveryOptions, DnsSource, ServiceTarget, Source, StaticSource, parse_target
+from router.workers.discovery import (
+    DiscoveryOptions,
+    DnsSource,
+    ServiceTarget,
+    Source,
+    StaticSource,
+    parse_target,
+)
 from router.workers.endpoints import EndpointSource
 from router.workers.worker_set import open_source
 from runtime.config import Address
@@ -23,28 +31,54 @@ from runtime.observe.metrics import RouterMetrics
 from runtime.process.announce import Announcement, write_announcement
 from tests.router.harness import Discovered, eventually, running_router, token_request
 from tests.support.network.authority import Authority
-from tests.support.router.fake_workers import Fabric, FakeDecode, FakePrefill, Journal, Point, expected_tokens
+from tests.support.router.fake_workers import (
+    Fabric,
+    FakeDecode,
+    FakePrefill,
+    Journal,
+    Point,
+    expected_tokens,
+)
 from tests.support.router.kube import READY, FakeApi, endpoint_slice, fake_api
 
-TERMINATING = {"ready": True, "serving": True, "terminating": True}  # as with publishNotReadyAddresses
+TERMINATING = {
+    "ready": True,
+    "serving": True,
+    "terminating": True,
+}  # as with publishNotReadyAddresses
 NOT_READY = {"ready": False, "serving": False, "terminating": False}
 
 
-@pytest.mark.parametrize(("text", "place"), [
-    ("10.0.0.7:7000", Address("10.0.0.7", 7000)),
-    ("[fd00::1]:7000", Address("fd00::1", 7000)),
-    ("dns:///prefill.baton.svc:7000", Address("prefill.baton.svc", 7000)),
-    ("k8s:///baton/prefill:grpc", ServiceTarget("baton", "prefill", "grpc")),
-    ("k8s:///prefill:7000", ServiceTarget("", "prefill", "7000")),
-    ("file:///run/prefill-0.json", Path("/run/prefill-0.json")),
-])
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ("10.0.0.7:7000", Address("10.0.0.7", 7000)),
+        ("[fd00::1]:7000", Address("fd00::1", 7000)),
+        ("dns:///prefill.baton.svc:7000", Address("prefill.baton.svc", 7000)),
+        ("k8s:///baton/prefill:grpc", ServiceTarget("baton", "prefill", "grpc")),
+        ("k8s:///prefill:7000", ServiceTarget("", "prefill", "7000")),
+        ("file:///run/prefill-0.json", Path("/run/prefill-0.json")),
+    ],
+)
 def test_targets_name_places(text: str, place: object) -> None:
     assert parse_target(text) == place
 
 
-@pytest.mark.parametrize("text", ["prefill", "dns:///prefill", "dns://8.8.8.8/prefill:7000", "k8s:///prefill",
-                                  "k8s:///a/b/c:grpc", "k8s:///:grpc", "etcd:///prefill:1", "dns:///pre..fill:1",
-                                  f"dns:///{'p' * 64}:1", "dns:///pre fill:1"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "prefill",
+        "dns:///prefill",
+        "dns://8.8.8.8/prefill:7000",
+        "k8s:///prefill",
+        "k8s:///a/b/c:grpc",
+        "k8s:///:grpc",
+        "etcd:///prefill:1",
+        "dns:///pre..fill:1",
+        f"dns:///{'p' * 64}:1",
+        "dns:///pre fill:1",
+    ],
+)
 def test_what_is_no_target_is_refused_by_name(text: str) -> None:
     with pytest.raises(ConfigError) as refused:
         parse_target(text, field="prefill")
@@ -54,7 +88,9 @@ def test_what_is_no_target_is_refused_by_name(text: str) -> None:
 
 async def test_a_file_names_its_worker_once_it_announces_itself(tmp_path: Path) -> None:
     seen, file = Seen(), tmp_path / "prefill-0.json"
-    source = open_source(f"file://{file}", DiscoveryOptions(), seen.metrics.discovery_errors, random.Random())
+    source = open_source(
+        f"file://{file}", DiscoveryOptions(), seen.metrics.discovery_errors, random.Random()
+    )
     running = asyncio.create_task(source.run(seen.found.append))
     await asyncio.sleep(0.1)
     assert not seen.found
@@ -69,13 +105,17 @@ class Seen:
     """What a source found, newest last."""
 
     found: list[frozenset[str]] = field(default_factory=list)
-    metrics: RouterMetrics = field(default_factory=lambda: RouterMetrics.create(CollectorRegistry()))
+    metrics: RouterMetrics = field(
+        default_factory=lambda: RouterMetrics.create(CollectorRegistry())
+    )
 
     def errors(self, kind: str) -> float:
         return float(self.metrics.discovery_errors.labels(kind)._value.get())
 
     async def until(self, *addresses: str) -> None:
-        await eventually(lambda: self.found and self.found[-1] == frozenset(addresses), f"other than {addresses}")
+        await eventually(
+            lambda: self.found and self.found[-1] == frozenset(addresses), f"other than {addresses}"
+        )
 
 
 @asynccontextmanager
@@ -107,7 +147,9 @@ async def test_dns_follows_a_name_and_takes_silence_for_no_news() -> None:
     resolver = Resolver()
     resolver.answer = ["10.0.0.1"]
     name = Address("prefill.baton", 7000)
-    async with running(lambda seen: DnsSource(name, 0.01, seen.metrics.discovery_errors, resolver, 0.1)) as seen:
+    async with running(
+        lambda seen: DnsSource(name, 0.01, seen.metrics.discovery_errors, resolver, 0.1)
+    ) as seen:
         await seen.until("10.0.0.1:7000")
         resolver.answer = ["10.0.0.2", "10.0.0.1"]
         await seen.until("10.0.0.1:7000", "10.0.0.2:7000")
@@ -120,10 +162,14 @@ async def test_dns_follows_a_name_and_takes_silence_for_no_news() -> None:
         await seen.until("10.0.0.3:7000")
 
 
-async def test_a_name_server_that_has_just_started_and_knows_no_names_takes_no_worker_away() -> None:
+async def test_a_name_server_that_has_just_started_and_knows_no_names_takes_no_worker_away() -> (
+    None
+):
     resolver, name = Resolver(), Address("prefill.baton", 7000)
     resolver.answer = ["10.0.0.1"]
-    async with running(lambda seen: DnsSource(name, 0.01, seen.metrics.discovery_errors, resolver)) as seen:
+    async with running(
+        lambda seen: DnsSource(name, 0.01, seen.metrics.discovery_errors, resolver)
+    ) as seen:
         await seen.until("10.0.0.1:7000")
         resolver.answer, asked = [], resolver.num_asked
         await eventually(lambda: resolver.num_asked > asked + 5, "no further look")
@@ -132,16 +178,28 @@ async def test_a_name_server_that_has_just_started_and_knows_no_names_takes_no_w
         await seen.until("10.0.0.2:7000")
 
 
-def test_a_name_is_looked_up_often_enough_to_find_a_worker_that_moved_within_three_seconds() -> None:
-    assert DiscoveryOptions().interval_s == RouterConfig.model_fields["discovery_interval_s"].default == 2.0
+def test_a_name_is_looked_up_often_enough_to_find_a_worker_that_moved_within_three_seconds() -> (
+    None
+):
+    assert (
+        DiscoveryOptions().interval_s
+        == RouterConfig.model_fields["discovery_interval_s"].default
+        == 2.0
+    )
 
 
 async def test_dns_asks_the_systems_resolver() -> None:
     metrics = RouterMetrics.create(CollectorRegistry())
-    source = open_source("dns:///localhost:7000", DiscoveryOptions(), metrics.discovery_errors, random.Random(0))
+    source = open_source(
+        "dns:///localhost:7000", DiscoveryOptions(), metrics.discovery_errors, random.Random(0)
+    )
     async with running(lambda _: source) as seen:
-        await eventually(lambda: seen.found and "127.0.0.1:7000" in seen.found[0], "an answer without loopback")
-    assert open_source("h:1", DiscoveryOptions(), metrics.discovery_errors, random.Random(0)) == StaticSource("h:1")
+        await eventually(
+            lambda: seen.found and "127.0.0.1:7000" in seen.found[0], "an answer without loopback"
+        )
+    assert open_source(
+        "h:1", DiscoveryOptions(), metrics.discovery_errors, random.Random(0)
+    ) == StaticSource("h:1")
 
 
 def account(folder: Path, token: str = "secret-1", ca: bytes = b"") -> Path:
@@ -152,17 +210,27 @@ def account(folder: Path, token: str = "secret-1", ca: bytes = b"") -> Path:
 
 
 def options(api: FakeApi, folder: Path, scheme: str = "http") -> DiscoveryOptions:
-    return DiscoveryOptions(kubernetes_api=f"{scheme}://127.0.0.1:{api.port}", service_account=account(folder))
+    return DiscoveryOptions(
+        kubernetes_api=f"{scheme}://127.0.0.1:{api.port}", service_account=account(folder)
+    )
 
 
-def endpoints(api: FakeApi, folder: Path, target: str = "k8s:///prefill:grpc") -> Callable[[Seen], Source]:
-    return lambda seen: open_source(target, options(api, folder), seen.metrics.discovery_errors, random.Random(0))
+def endpoints(
+    api: FakeApi, folder: Path, target: str = "k8s:///prefill:grpc"
+) -> Callable[[Seen], Source]:
+    return lambda seen: open_source(
+        target, options(api, folder), seen.metrics.discovery_errors, random.Random(0)
+    )
 
 
 async def test_endpoints_appear_turn_unready_terminate_and_vanish(tmp_path: Path) -> None:
     async with fake_api() as api, running(endpoints(api, tmp_path)) as seen:
         await seen.until()
-        api.put(endpoint_slice("a", "prefill", ("10.0.0.1", READY), ("10.0.0.2", NOT_READY), ("10.0.0.3", {})))
+        api.put(
+            endpoint_slice(
+                "a", "prefill", ("10.0.0.1", READY), ("10.0.0.2", NOT_READY), ("10.0.0.3", {})
+            )
+        )
         await seen.until("10.0.0.1:7000", "10.0.0.3:7000")
         api.put(endpoint_slice("other", "decode", ("10.0.9.9", READY)))
         api.put(endpoint_slice("b", "prefill", ("10.0.0.4", READY), port=7001))
@@ -178,7 +246,10 @@ async def test_endpoints_appear_turn_unready_terminate_and_vanish(tmp_path: Path
 
 
 async def test_a_port_by_number_and_a_namespace_by_name(tmp_path: Path) -> None:
-    async with fake_api() as api, running(endpoints(api, tmp_path, "k8s:///baton/prefill:9090")) as seen:
+    async with (
+        fake_api() as api,
+        running(endpoints(api, tmp_path, "k8s:///baton/prefill:9090")) as seen,
+    ):
         api.put(endpoint_slice("a", "prefill", ("10.0.0.1", READY)))
         await seen.until("10.0.0.1:9090")
 
@@ -187,7 +258,9 @@ async def test_a_version_too_old_is_listed_anew_without_losing_anybody(tmp_path:
     async with fake_api() as api, running(endpoints(api, tmp_path)) as seen:
         api.put(endpoint_slice("a", "prefill", ("10.0.0.1", READY)))
         await seen.until("10.0.0.1:7000")
-        api.slices["a"] = endpoint_slice("a", "prefill", ("10.0.0.2", READY))  # changed while nobody watched
+        api.slices["a"] = endpoint_slice(
+            "a", "prefill", ("10.0.0.2", READY)
+        )  # changed while nobody watched
         api.forget_history()
         await seen.until("10.0.0.2:7000")
         api.put(endpoint_slice("b", "prefill", ("10.0.0.3", READY)))
@@ -213,12 +286,16 @@ async def test_pauses_between_attempts_grow(tmp_path: Path) -> None:
         api.refusal = 503
         async with running(endpoints(api, tmp_path)) as seen:
             await eventually(lambda: len(api.requests) == 4, "too few attempts")
-            for (before, after), pause_s in zip(pairwise(api.asked_at_s), (0.2, 0.4, 0.8), strict=True):
+            for (before, after), pause_s in zip(
+                pairwise(api.asked_at_s), (0.2, 0.4, 0.8), strict=True
+            ):
                 assert after - before > 0.8 * pause_s, "a pause varies by a fifth"
             assert not seen.found
 
 
-async def test_a_token_that_was_replaced_is_used_from_the_next_connection_on(tmp_path: Path) -> None:
+async def test_a_token_that_was_replaced_is_used_from_the_next_connection_on(
+    tmp_path: Path,
+) -> None:
     async with fake_api() as api, running(endpoints(api, tmp_path)) as seen:
         await seen.until()
         api.token = "secret-2"
@@ -241,8 +318,12 @@ async def test_the_server_is_checked_against_the_service_accounts_authority(tmp_
         account(tmp_path / "account", ca=stranger.pem)
 
         def source(seen: Seen) -> Source:
-            return EndpointSource(ServiceTarget("", "prefill", "grpc"), told, seen.metrics.discovery_errors,
-                                  random.Random(0))
+            return EndpointSource(
+                ServiceTarget("", "prefill", "grpc"),
+                told,
+                seen.metrics.discovery_errors,
+                random.Random(0),
+            )
 
         async with running(source) as seen:
             await eventually(lambda: seen.errors("kubernetes") >= 1, "trust in a stranger")
@@ -259,7 +340,9 @@ class Cluster:
         self.prefill = FakePrefill("p", fabric, self.journal)
         self.pools = [FakeDecode(f"d{i}", fabric, self.journal) for i in range(2)]
         self.api = api
-        self.discovered = Discovered(("k8s:///prefill:grpc",), ("k8s:///decode:grpc",), options(api, folder))
+        self.discovered = Discovered(
+            ("k8s:///prefill:grpc",), ("k8s:///decode:grpc",), options(api, folder)
+        )
 
     async def add(self, pool: FakeDecode) -> None:
         """Start it, and let the API server know."""
@@ -275,47 +358,71 @@ async def test_workers_come_and_go_under_a_running_router(tmp_path: Path) -> Non
             api.put_worker("p", "prefill", cluster.prefill.address)
             await cluster.add(first)
             await eventually(lambda: not router.directory.pair_problem(), "absence of a pair")
-            assert (await router.ask(token_request([1], max_tokens=3))).token_ids == expected_tokens([1], 3)
+            assert (
+                await router.ask(token_request([1], max_tokens=3))
+            ).token_ids == expected_tokens([1], 3)
 
             # One more; the first one drains. What streams there goes on.
             await cluster.add(second)
             go_on = asyncio.Event()
             first.at(Point.TOKEN, lambda _: go_on.wait())
             second.serving = False
-            await eventually(lambda: any(w.address == second.address and w.problem == "draining"
-                                         for w in router.directory.workers), "a report of the second")
+            await eventually(
+                lambda: any(
+                    w.address == second.address and w.problem == "draining"
+                    for w in router.directory.workers
+                ),
+                "a report of the second",
+            )
             streaming = asyncio.create_task(router.ask(token_request([2], max_tokens=5)))
             await eventually(lambda: first.open_requests, "the stream")
             second.serving = True
             api.put_worker("d0", "decode", first.address, TERMINATING)
-            await eventually(lambda: any(w.unlisted for w in router.directory.workers), "trust in what terminates")
+            await eventually(
+                lambda: any(w.unlisted for w in router.directory.workers),
+                "trust in what terminates",
+            )
             for _ in range(4):
                 await router.ask(token_request([3], max_tokens=1))
             assert len(first.open_requests) == 1, "it got nothing new"
 
-            # It vanishes from discovery altogether: still not cut. Then nobody needs it, and it is forgotten.
+            # It vanishes from discovery altogether: still not cut. Then nobody needs it, and it is
+            # forgotten.
             api.delete("d0")
             await asyncio.sleep(0.1)
             assert first.address in {worker.address for worker in router.directory.workers}
             go_on.set()
             assert (await streaming).token_ids == expected_tokens([2], 5)
-            await eventually(lambda: first.address not in {w.address for w in router.directory.workers}, "memory of it")
+            await eventually(
+                lambda: first.address not in {w.address for w in router.directory.workers},
+                "memory of it",
+            )
             await first.die()
 
             # Back under the same address: another life.
             before = first.incarnation
             await cluster.add(first)
-            await eventually(lambda: any(w.incarnation == first.incarnation for w in router.directory.workers), "it")
+            await eventually(
+                lambda: any(w.incarnation == first.incarnation for w in router.directory.workers),
+                "it",
+            )
             assert first.incarnation != before
             api.delete("d1")
-            await eventually(lambda: second.address not in {w.address for w in router.directory.workers}, "the second")
-            assert (await router.ask(token_request([4], max_tokens=3))).token_ids == expected_tokens([4], 3)
+            await eventually(
+                lambda: second.address not in {w.address for w in router.directory.workers},
+                "the second",
+            )
+            assert (
+                await router.ask(token_request([4], max_tokens=3))
+            ).token_ids == expected_tokens([4], 3)
             await router.assert_nothing_left()
             await first.die()
             await second.die()
 
 
-async def test_a_worker_named_again_before_it_was_forgotten_is_the_one_it_was(tmp_path: Path) -> None:
+async def test_a_worker_named_again_before_it_was_forgotten_is_the_one_it_was(
+    tmp_path: Path,
+) -> None:
     async with fake_api() as api:
         cluster = Cluster(api, tmp_path)
         pool, _ = cluster.pools

@@ -2,7 +2,14 @@
 
 import pytest
 
-from router.workers.pace import HALF_LIFE_S, MEMORY_S, MIN_DRAWN, MIN_PROMPTS, DecodePace, PrefillPace
+from router.workers.pace import (
+    HALF_LIFE_S,
+    MEMORY_S,
+    MIN_DRAWN,
+    MIN_PROMPTS,
+    DecodePace,
+    PrefillPace,
+)
 from runtime.clock import ManualClock
 
 
@@ -19,7 +26,8 @@ def test_prefill_is_as_fast_as_it_is_while_it_has_prompts() -> None:
 
 
 def test_prompts_side_by_side_share_the_time() -> None:
-    """Ten prompts of a hundred tokens within a second are 1,000 tokens per second, though each took longer."""
+    """Ten prompts of a hundred tokens within a second are 1,000 tokens per second, though each took
+    longer."""
     clock = ManualClock()
     pace = PrefillPace(clock)
     for _ in range(20):
@@ -32,7 +40,8 @@ def test_prompts_side_by_side_share_the_time() -> None:
 
 
 def test_prompts_that_caches_have_most_of_do_not_make_others_endless() -> None:
-    """Four tokens each, in 0.1 s that are not theirs: at 40 tokens per second 200 others would seem to take five."""
+    """Four tokens each, in 0.1 s that are not theirs: at 40 tokens per second 200 others would seem
+    to take five."""
     clock = ManualClock()
     pace = PrefillPace(clock)
     for _ in range(20):
@@ -43,8 +52,8 @@ def test_prompts_that_caches_have_most_of_do_not_make_others_endless() -> None:
 
 
 def test_what_was_slow_is_forgotten_by_half_every_half_life() -> None:
-    """A hundred tokens per second, then, for one half-life, three hundred: (100 + 300) / 2, but for the tokens of the
-    newest second, which weigh a little more."""
+    """A hundred tokens per second, then, for one half-life, three hundred: (100 + 300) / 2, but for
+    the tokens of the newest second, which weigh a little more."""
     clock = ManualClock()
     pace = PrefillPace(clock)
     for _ in range(100):
@@ -72,12 +81,14 @@ def test_a_pool_that_stands_still_gets_slower_while_nothing_is_said() -> None:
     assert slow < 60
     pace.restarted()
     clock.advance(1000)
-    assert pace.tokens_per_s == pytest.approx(slow), "nothing was lost with a pool that started anew"
+    assert pace.tokens_per_s == pytest.approx(slow), (
+        "nothing was lost with a pool that started anew"
+    )
 
 
 class Pool:
-    """Reports of a pool that this router has for itself. Its first hundred prompts have a hundred tokens each, which
-    take a tenth of a second."""
+    """Reports of a pool that this router has for itself. Its first hundred prompts have a hundred
+    tokens each, which take a tenth of a second."""
 
     def __init__(self) -> None:
         self.clock = ManualClock()
@@ -96,7 +107,8 @@ class Pool:
 
 
 def test_a_long_prompt_counts_by_its_chunks() -> None:
-    """A minute without the end of any prompt: 1,000 tokens per second all the time, and not a thousandth of it."""
+    """A minute without the end of any prompt: 1,000 tokens per second all the time, and not a
+    thousandth of it."""
     pool = Pool()
     pool.pace.began()
     pool.reports(5_000)  # what was computed before
@@ -157,9 +169,13 @@ def test_tokens_come_as_fast_as_at_this_load_or_the_nearest_lower_one() -> None:
     pace = DecodePace(clock)
     assert pace.token_s(1) is None
     pace.observe(8, 100, 10.0)
-    assert [pace.token_s(load) for load in (1, 8, 15, 64)] == pytest.approx([0.1] * 4), "the only one that is known"
+    assert [pace.token_s(load) for load in (1, 8, 15, 64)] == pytest.approx([0.1] * 4), (
+        "the only one that is known"
+    )
     pace.observe(1, 100, 1.0)
-    assert [pace.token_s(load) for load in (0, 1, 7, 8, 100)] == pytest.approx([0.01, 0.01, 0.01, 0.1, 0.1])
+    assert [pace.token_s(load) for load in (0, 1, 7, 8, 100)] == pytest.approx(
+        [0.01, 0.01, 0.01, 0.1, 0.1]
+    )
     pace.observe(20, 0, 1.0)
     pace.observe(20, 50, 0.0)
     assert pace.token_s(20) == pytest.approx(0.1), "what says nothing counts for nothing"
@@ -187,7 +203,8 @@ def test_newer_answers_weigh_more() -> None:
 
 
 def test_one_token_of_a_pool_that_has_just_started_says_nothing() -> None:
-    """It took 0.7 s; an answer of 175 tokens seemed to take two minutes, and was refused for its deadline."""
+    """It took 0.7 s; an answer of 175 tokens seemed to take two minutes, and was refused for its
+    deadline."""
     pace = DecodePace(ManualClock())
     pace.observe(1, 1, 0.7)
     assert pace.token_s(1) is None

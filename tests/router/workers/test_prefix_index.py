@@ -1,5 +1,5 @@
-"""The index against sets of names; and what it predicts against what caches do, over a line that loses, repeats and
-reorders."""
+"""The index against sets of names; and what it predicts against what caches do, over a line that
+loses, repeats and reorders."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -21,26 +21,49 @@ NAMES = [bytes([number]) * NAME_BYTES for number in range(6)]
 sets_of_names = st.sets(st.sampled_from(NAMES)).map(sorted)
 
 
-def report(number: int, stored: Sequence[bytes] = (), removed: Sequence[bytes] = (), *,
-           whole: bool = False) -> worker_pb2.CacheReport:
-    return worker_pb2.CacheReport(number=number, whole=whole, stored=b"".join(stored), removed=b"".join(removed))
+def report(
+    number: int, stored: Sequence[bytes] = (), removed: Sequence[bytes] = (), *, whole: bool = False
+) -> worker_pb2.CacheReport:
+    return worker_pb2.CacheReport(
+        number=number, whole=whole, stored=b"".join(stored), removed=b"".join(removed)
+    )
 
 
-@given(st.lists(st.tuples(st.sampled_from("abc"), sets_of_names, sets_of_names, st.sampled_from([0, 0, 0, 1, 2]))),
-       st.permutations(NAMES))
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from("abc"), sets_of_names, sets_of_names, st.sampled_from([0, 0, 0, 1, 2])
+        )
+    ),
+    st.permutations(NAMES),
+)
 def test_a_prompt_goes_on_from_the_deepest_name_that_a_worker_has(
-        steps: list[tuple[str, list[bytes], list[bytes], int]], names: list[bytes]) -> None:
-    index, held, numbers = PrefixIndex(), {worker: set[bytes]() for worker in "abc"}, dict.fromkeys("abc", 0)
+    steps: list[tuple[str, list[bytes], list[bytes], int]], names: list[bytes]
+) -> None:
+    index, held, numbers = (
+        PrefixIndex(),
+        {worker: set[bytes]() for worker in "abc"},
+        dict.fromkeys("abc", 0),
+    )
     for worker, stored, removed, kind in steps:
         if kind == 1:
             index.forget(worker)
             held[worker], numbers[worker] = set(), 0
-        assert index.report(worker, report(numbers[worker], stored, [name for name in removed if name not in stored],
-                                           whole=kind == 2))
+        assert index.report(
+            worker,
+            report(
+                numbers[worker],
+                stored,
+                [name for name in removed if name not in stored],
+                whole=kind == 2,
+            ),
+        )
         held[worker] = (set() if kind == 2 else held[worker]) - set(removed) | set(stored)
         numbers[worker] += 1
-    deepest = {worker: max((depth for depth, name in enumerate(names, 1) if name in known), default=0)
-               for worker, known in held.items()}
+    deepest = {
+        worker: max((depth for depth, name in enumerate(names, 1) if name in known), default=0)
+        for worker, known in held.items()
+    }
     assert index.depths(names) == {worker: depth for worker, depth in deepest.items() if depth}
 
 
@@ -84,7 +107,8 @@ PAGE = 4
 
 
 class ReplayedWorker:
-    """A prefill worker that runs the real tree; its reports reach an index over a bad line, its loads at once."""
+    """A prefill worker that runs the real tree; its reports reach an index over a bad line, its
+    loads at once."""
 
     def __init__(self, address: str, rule: ResumeRule, rng: random.Random) -> None:
         self.address = address
@@ -102,12 +126,15 @@ class ReplayedWorker:
         self._late: list[worker_pb2.CacheReport] = []
 
     def compute(self, at_s: float, token_ids: Sequence[int]) -> int:
-        return self._pool.compute(TracedPrompt(at_s, len(token_ids), block_names(token_ids, PAGE, compatibility="m")))
+        return self._pool.compute(
+            TracedPrompt(at_s, len(token_ids), block_names(token_ids, PAGE, compatibility="m"))
+        )
 
     def update(self, index: PrefixIndex) -> bool:
         """Whether the index needs no new account."""
-        return (all(index.report(self.address, each) for each in self._arriving())
-                and index.has_all(self.address, self._watcher.num_reports))
+        return all(index.report(self.address, each) for each in self._arriving()) and index.has_all(
+            self.address, self._watcher.num_reports
+        )
 
     def _arriving(self) -> Iterator[worker_pb2.CacheReport]:
         late, self._late = self._late, []
@@ -134,8 +161,9 @@ def prompts(rng: random.Random) -> Iterator[list[int]]:
         known.append(prompt if len(prompt) < 90 else [0] * 9)
 
 
-@pytest.mark.parametrize("rule", [ResumeRule(PAGE), ResumeRule(PAGE, 2 * PAGE, has_states=True)],
-                         ids=["pages", "states"])
+@pytest.mark.parametrize(
+    "rule", [ResumeRule(PAGE), ResumeRule(PAGE, 2 * PAGE, has_states=True)], ids=["pages", "states"]
+)
 def test_predicted_is_reused_for_10000_of_10000(rule: ResumeRule) -> None:
     """Over lost, repeated and reordered reports, and restarts of workers and of the router."""
     rng = random.Random(rule.grid_tokens)
@@ -158,7 +186,9 @@ def test_predicted_is_reused_for_10000_of_10000(rule: ResumeRule) -> None:
         candidates = [Candidate(address, load=rng.randrange(40)) for address in workers]
         chosen = choose(Policy.PREFIX_CACHE, candidates, Draw(number, rng, token_ids, held))
         assert chosen is not None
-        assert workers[chosen.address].compute(number * 0.3, token_ids) == held.get(chosen.address, 0)
+        assert workers[chosen.address].compute(number * 0.3, token_ids) == held.get(
+            chosen.address, 0
+        )
         num_hits += chosen.address in held
     assert num_hits > 4_000
     assert num_anew > 500

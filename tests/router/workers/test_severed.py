@@ -1,4 +1,5 @@
-"""Pairs that could not hand over: who is left out, for how long, and what is tried where nothing else is left."""
+"""Pairs that could not hand over: who is left out, for how long, and what is tried where nothing
+else is left."""
 
 import random
 
@@ -21,8 +22,12 @@ PROMPT = RoutedPrompt([1, 2, 3])
 def directory(num_prefill: int, num_decode: int) -> Directory:
     """Workers that serve and have room."""
     addresses = [f"127.0.0.1:{port}" for port in range(1, 1 + num_prefill + num_decode)]
-    made = Directory(DirectoryOptions(tuple(addresses[:num_prefill]), tuple(addresses[num_prefill:])), FACTS,
-                     RouterMetrics.create(CollectorRegistry()), random.Random(0))
+    made = Directory(
+        DirectoryOptions(tuple(addresses[:num_prefill]), tuple(addresses[num_prefill:])),
+        FACTS,
+        RouterMetrics.create(CollectorRegistry()),
+        random.Random(0),
+    )
     for worker in made.workers:
         serves(worker, incarnation=worker.address)
     return made
@@ -31,7 +36,11 @@ def directory(num_prefill: int, num_decode: int) -> Directory:
 def placed(of: Directory, num_requests: int = 1) -> set[tuple[str, str]]:
     """The pairs that requests get; they keep their places."""
     pairs = [of.place(PROMPT) for _ in range(num_requests)]
-    return {(pair.prefill.worker.address, pair.decode.worker.address) for pair in pairs if pair is not None}
+    return {
+        (pair.prefill.worker.address, pair.decode.worker.address)
+        for pair in pairs
+        if pair is not None
+    }
 
 
 def sever(of: Directory, source: Worker, pool: Worker) -> None:
@@ -86,7 +95,9 @@ async def test_another_source_is_sought_among_those_that_reach_the_pool() -> Non
     assert booked.worker is p2
 
 
-async def test_memory_ends_with_time_and_with_an_incarnation_and_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_ends_with_time_and_with_an_incarnation_and_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     clock = ManualClock(100.0)
     pairs = SeveredPairs(clock)
     source, first, second = directory(1, 2).workers

@@ -1,6 +1,5 @@
 """What a worker can take: what it reported last, and what was booked since."""
 
-
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
@@ -19,8 +18,14 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 async def a_worker(role: WorkerRole, clock: Clock | None = None, **load: int) -> Worker:
-    worker = Worker(role, "h:1", grpc.aio.insecure_channel("127.0.0.1:1"), lambda: None, lambda: None,
-                    clock or SystemClock())
+    worker = Worker(
+        role,
+        "h:1",
+        grpc.aio.insecure_channel("127.0.0.1:1"),
+        lambda: None,
+        lambda: None,
+        clock or SystemClock(),
+    )
     worker.introduced(worker_info(role), FACTS)
     worker.reported(worker_pb2.WorkerLoad(serving=True, **load))  # type: ignore[arg-type]
     return worker
@@ -65,7 +70,9 @@ async def test_decode_room_counts_pages_that_no_report_shows_yet() -> None:
     assert worker.standing.has_room(49, context_tokens=64), "it can come to no more than four pages"
     for booking in booked:
         booking.reserved()
-    worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=4, slots_free=2, running_requests=2))
+    worker.reported(
+        worker_pb2.WorkerLoad(serving=True, pages_free=4, slots_free=2, running_requests=2)
+    )
     for _ in range(2):
         worker.book(0)
     assert not worker.standing.has_room(0), "both slots are promised"
@@ -76,12 +83,16 @@ async def test_a_full_pool_gets_nothing_until_a_request_has_ended_there() -> Non
     worker = await a_worker(WorkerRole.DECODE, pages_free=4, slots_free=1, running_requests=3)
     booked = worker.book(32)
     booked.reserved()
-    worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=1, slots_free=0, running_requests=4))
+    worker.reported(
+        worker_pb2.WorkerLoad(serving=True, pages_free=1, slots_free=0, running_requests=4)
+    )
     assert not worker.standing.has_room(16)
     booked.finished()
     assert not worker.standing.has_room(16), "it counts as running until its streams have ended"
     booked.release()
-    assert worker.standing.has_room(32), "its three pages and its slot are free before a report says so"
+    assert worker.standing.has_room(32), (
+        "its three pages and its slot are free before a report says so"
+    )
     assert not worker.standing.has_room(64)
 
 
@@ -89,7 +100,9 @@ async def test_what_ended_badly_frees_nothing_before_a_report_says_so() -> None:
     worker = await a_worker(WorkerRole.DECODE, pages_free=4, slots_free=4)
     booked = worker.book(32)
     booked.reserved()
-    worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=1, slots_free=3, running_requests=1))
+    worker.reported(
+        worker_pb2.WorkerLoad(serving=True, pages_free=1, slots_free=3, running_requests=1)
+    )
     booked.release()
     assert not worker.standing.has_room(16), "bytes may still be landing"
     worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=4, slots_free=4))
@@ -113,12 +126,17 @@ async def test_prompts_queue_at_a_worker_for_half_a_second_at_its_speed() -> Non
         assert worker.standing.has_room(10), "so many, however long they are"
         worker.book(20)
     assert not worker.standing.has_room(20), "sixty tokens take more than half a second"
-    assert worker.standing.has_room(4), "a short one does not wait for all of three that are long beside it"
-    assert worker.has_queue_place, "who has been placed before and lost its worker goes there all the same"
+    assert worker.standing.has_room(4), (
+        "a short one does not wait for all of three that are long beside it"
+    )
+    assert worker.has_queue_place, (
+        "who has been placed before and lost its worker goes there all the same"
+    )
 
 
 async def test_a_short_prompt_has_room_beside_any_number_of_long_ones() -> None:
-    """Short prompts get one token in four, however many long ones there are: what is ahead are other short ones."""
+    """Short prompts get one token in four, however many long ones there are: what is ahead are
+    other short ones."""
     clock = ManualClock()
     worker = await a_worker(WorkerRole.PREFILL, clock=clock)
     worker.introduced(worker_info(WorkerRole.PREFILL, max_queued_requests=100), FACTS)
@@ -134,7 +152,9 @@ async def test_a_short_prompt_has_room_beside_any_number_of_long_ones() -> None:
     assert not worker.standing.has_room(5_000), "as long as the others"
 
 
-async def test_chunks_of_prompts_are_counted_by_reports_and_those_of_other_routers_are_not() -> None:
+async def test_chunks_of_prompts_are_counted_by_reports_and_those_of_other_routers_are_not() -> (
+    None
+):
     clock = ManualClock()
     worker = await a_worker(WorkerRole.PREFILL, clock=clock, prompt_tokens=7_000)
     for _ in range(3):  # a hundred tokens per second
@@ -145,16 +165,26 @@ async def test_chunks_of_prompts_are_counted_by_reports_and_those_of_other_route
 
     def reports(prompt_tokens: int, queued_tokens: int) -> None:
         clock.advance(1.0)
-        worker.reported(worker_pb2.WorkerLoad(serving=True, prompt_tokens=prompt_tokens, queued_tokens=queued_tokens))
+        worker.reported(
+            worker_pb2.WorkerLoad(
+                serving=True, prompt_tokens=prompt_tokens, queued_tokens=queued_tokens
+            )
+        )
 
     reports(7_350, 1_950)  # the first is left out: it tells of prompts from before
-    reports(7_550, 1_800)  # of 2,000 that there were, 1,000 are this router's, and so is half of these 200
+    reports(
+        7_550, 1_800
+    )  # of 2,000 that there were, 1,000 are this router's, and so is half of these 200
     assert worker.prefill_pace.tokens_under_way == 100
     assert worker.prompts_ahead == [900]
     kept = 0.5 ** (1.0 / HALF_LIFE_S)
-    before = (1 + kept + kept**2) * kept**2  # of three seconds with a hundred tokens each, two seconds ago
+    before = (
+        1 + kept + kept**2
+    ) * kept**2  # of three seconds with a hundred tokens each, two seconds ago
     assert worker.prefill_pace.tokens_per_s == pytest.approx((before * 100 + 100) / (before + 2))
-    worker.introduced(worker_info(WorkerRole.PREFILL), FACTS)  # the stream of its reports begins anew
+    worker.introduced(
+        worker_info(WorkerRole.PREFILL), FACTS
+    )  # the stream of its reports begins anew
     reports(9_000, 0)
     assert worker.prefill_pace.tokens_under_way == 100
 

@@ -1,4 +1,5 @@
-"""The call that all requests to a worker share, over real gRPC, before a worker that does whatever a test wants."""
+"""The call that all requests to a worker share, over real gRPC, before a worker that does whatever
+a test wants."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -38,7 +39,8 @@ Call = WorkerCall[pb.DecodeInput, pb.DecodeEvent]
 
 
 class Scripted(decode_pb2_grpc.DecodeServicer):
-    """`received` are the messages of all calls; what is put into `answers` is sent on the present call, or ends it."""
+    """`received` are the messages of all calls; what is put into `answers` is sent on the present
+    call, or ends it."""
 
     def __init__(self) -> None:
         self.received: list[pb.DecodeInputs] = []
@@ -47,8 +49,11 @@ class Scripted(decode_pb2_grpc.DecodeServicer):
         self.has_half_closed = asyncio.Event()
         self.reads = True
 
-    async def Serve(self, request_iterator: AsyncIterator[pb.DecodeInputs],
-                    context: "grpc.aio.ServicerContext[Any, Any]") -> AsyncIterator[pb.DecodeEvents]:
+    async def Serve(
+        self,
+        request_iterator: AsyncIterator[pb.DecodeInputs],
+        context: "grpc.aio.ServicerContext[Any, Any]",
+    ) -> AsyncIterator[pb.DecodeEvents]:
         self.num_calls += 1
         reader = asyncio.create_task(self._read(request_iterator))
         try:
@@ -73,8 +78,10 @@ class Scripted(decode_pb2_grpc.DecodeServicer):
         self.answers.put_nowait(pb.DecodeEvents(events=events))
 
     async def got(self, *kinds: str) -> None:
-        await eventually(lambda: [item.WhichOneof("input") for item in self.inputs] == list(kinds),
-                         f"wait for {kinds}, got {self.inputs}")
+        await eventually(
+            lambda: [item.WhichOneof("input") for item in self.inputs] == list(kinds),
+            f"wait for {kinds}, got {self.inputs}",
+        )
 
 
 @dataclass
@@ -100,7 +107,9 @@ class Receiver:
 @asynccontextmanager
 async def scripted() -> AsyncIterator[tuple[Scripted, GrpcServer, grpc.aio.Channel]]:
     worker = Scripted()
-    server = GrpcServer(ServerOptions("127.0.0.1:0"), services=(), metrics=RpcMetrics.create(CollectorRegistry()))
+    server = GrpcServer(
+        ServerOptions("127.0.0.1:0"), services=(), metrics=RpcMetrics.create(CollectorRegistry())
+    )
     decode_pb2_grpc.add_DecodeServicer_to_server(worker, server.grpc)
     try:
         async with open_channel(await server.start()) as channel:
@@ -115,7 +124,9 @@ def opening(name: str = "r") -> pb.DecodeInput:
 
 
 def token(key: int, position: int = 0) -> pb.DecodeEvent:
-    return pb.DecodeEvent(key=key, position=position, tokens=types_pb2.TokenChunk(token_ids=[position]))
+    return pb.DecodeEvent(
+        key=key, position=position, tokens=types_pb2.TokenChunk(token_ids=[position])
+    )
 
 
 def ended(key: int, error: BatonError | None = None) -> pb.DecodeEvent:
@@ -126,16 +137,24 @@ def ended(key: int, error: BatonError | None = None) -> pb.DecodeEvent:
 async def test_what_is_sent_together_is_one_message_and_each_request_gets_its_own() -> None:
     async with scripted() as (worker, _, channel):
         call, receivers = Call(DECODE_CALL, channel), [Receiver() for _ in range(3)]
-        keys = [call.open(receiver, opening(f"{index}")) for index, receiver in enumerate(receivers)]
+        keys = [
+            call.open(receiver, opening(f"{index}")) for index, receiver in enumerate(receivers)
+        ]
         for key in keys:
             call.send(key, pb.DecodeInput(first_token=types_pb2.TokenChunk(token_ids=[key])))
         await worker.got(*["open", "first_token"] * 3)
         assert len(worker.received) == 1
         assert [item.key for item in worker.inputs] == [key for key in keys for _ in range(2)]
-        worker.says(*(token(key, position) for position in range(3) for key in keys), ended(keys[1]))
+        worker.says(
+            *(token(key, position) for position in range(3) for key in keys), ended(keys[1])
+        )
         await eventually(lambda: receivers[1].ends, "an end")
         for key, receiver in zip(keys, receivers, strict=True):
-            assert [(event.key, event.position) for event in receiver.events] == [(key, 0), (key, 1), (key, 2)]
+            assert [(event.key, event.position) for event in receiver.events] == [
+                (key, 0),
+                (key, 1),
+                (key, 2),
+            ]
         assert [receiver.ends for receiver in receivers] == [[], [None], []]
         call.task.cancel()
 
@@ -144,7 +163,10 @@ async def test_an_error_of_one_request_reaches_it_typed_and_no_other() -> None:
     async with scripted() as (worker, _, channel):
         call, first, second = Call(DECODE_CALL, channel), Receiver(), Receiver()
         keys = [call.open(first, opening()), call.open(second, opening())]
-        worker.says(ended(keys[0], CapacityError("no slots", resource="slots", retry_after_s=2.5)), token(keys[1]))
+        worker.says(
+            ended(keys[0], CapacityError("no slots", resource="slots", retry_after_s=2.5)),
+            token(keys[1]),
+        )
         await eventually(lambda: second.events, "a token")
         (error,) = first.ends
         assert isinstance(error, CapacityError)
@@ -169,7 +191,9 @@ async def test_details_that_cannot_be_parsed_cost_no_request_its_call() -> None:
         call.task.cancel()
 
 
-async def test_a_call_whose_reader_fails_ends_at_the_worker_too(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_call_whose_reader_fails_ends_at_the_worker_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What it holds for the requests would be held for ever."""
     async with scripted() as (worker, server, channel):
         call, receiver = Call(DECODE_CALL, channel), Receiver()
@@ -201,7 +225,9 @@ async def test_what_comes_for_unknown_keys_or_behind_an_end_reaches_nobody() -> 
         call.task.cancel()
 
 
-async def test_a_request_that_is_left_is_cancelled_unless_it_ends_by_itself_or_was_never_sent() -> None:
+async def test_a_request_that_is_left_is_cancelled_unless_it_ends_by_itself_or_was_never_sent() -> (
+    None
+):
     async with scripted() as (worker, _, channel):
         call = Call(DECODE_CALL, channel)
         keys = [call.open(Receiver(), opening()) for _ in range(2)]
@@ -230,12 +256,19 @@ async def test_what_is_left_of_an_unsent_request_is_not_sent_before_its_cancella
         call.task.cancel()
 
 
-@pytest.mark.parametrize(("said", "kind"), [
-    (DrainingError("the server is stopping"), DrainingError), (UnavailableError("unhealthy"), UnavailableError),
-    (PermissionDeniedError("not you"), PermissionDeniedError), (ConfigError("no"), ConfigError),
-    (CapacityError("256 calls are under way", resource="calls"), CapacityError)])
-async def test_what_a_worker_says_of_the_call_is_said_of_each_of_its_requests(said: BatonError,
-                                                                              kind: type[BatonError]) -> None:
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        (DrainingError("the server is stopping"), DrainingError),
+        (UnavailableError("unhealthy"), UnavailableError),
+        (PermissionDeniedError("not you"), PermissionDeniedError),
+        (ConfigError("no"), ConfigError),
+        (CapacityError("256 calls are under way", resource="calls"), CapacityError),
+    ],
+)
+async def test_what_a_worker_says_of_the_call_is_said_of_each_of_its_requests(
+    said: BatonError, kind: type[BatonError]
+) -> None:
     async with scripted() as (worker, _, channel):
         call, receivers = Call(DECODE_CALL, channel), [Receiver() for _ in range(2)]
         for receiver in receivers:
@@ -258,9 +291,14 @@ async def test_a_call_that_ends_otherwise_has_lost_its_requests(how: str) -> Non
         if how == "dies":
             await server.grpc.stop(None)
         else:
-            worker.answers.put_nowait({
-                "ok": None, "aborted": RequestAborted("the client has read nothing for 120 s"),
-                "invalid": InvalidRequestError(), "bug": BatonError("a bug")}[how])
+            worker.answers.put_nowait(
+                {
+                    "ok": None,
+                    "aborted": RequestAborted("the client has read nothing for 120 s"),
+                    "invalid": InvalidRequestError(),
+                    "bug": BatonError("a bug"),
+                }[how]
+            )
         await eventually(lambda: receiver.losses, "the loss")
         assert receiver.ends == []
         assert call.has_ended
@@ -268,8 +306,11 @@ async def test_a_call_that_ends_otherwise_has_lost_its_requests(how: str) -> Non
 
 async def test_a_worker_that_offers_no_such_call_says_so() -> None:
     """One of before, where each request had calls of its own."""
-    server = GrpcServer(ServerOptions("127.0.0.1:0"), services=(), metrics=RpcMetrics.create(CollectorRegistry()))
+    server = GrpcServer(
+        ServerOptions("127.0.0.1:0"), services=(), metrics=RpcMetrics.create(CollectorRegistry())
+    )
     async with open_channel(await server.start()) as channel:
+
         async def turn() -> Receiver:
             receiver = Receiver()
             Call(DECODE_CALL, channel).open(receiver, opening())
@@ -277,7 +318,9 @@ async def test_a_worker_that_offers_no_such_call_says_so() -> None:
             return receiver
 
         receiver = await turn()
-        while receiver.losses:  # gRPC loses the status of a call that ends while its first message is sent (`is_lost`)
+        while (
+            receiver.losses
+        ):  # gRPC loses the status of a call that ends while its first message is sent (`is_lost`)
             receiver = await turn()
         (error,) = receiver.ends
         assert isinstance(error, ConfigError)
@@ -298,8 +341,13 @@ async def test_a_message_that_cannot_be_parsed_loses_the_requests() -> None:
         await asyncio.Event().wait()
 
     server = grpc.aio.server()
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(
-        "baton.v1.Decode", {"Serve": grpc.stream_stream_rpc_method_handler(serve)}),))
+    server.add_generic_rpc_handlers(
+        (
+            grpc.method_handlers_generic_handler(
+                "baton.v1.Decode", {"Serve": grpc.stream_stream_rpc_method_handler(serve)}
+            ),
+        )
+    )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with open_channel(f"127.0.0.1:{port}") as channel:
@@ -311,14 +359,18 @@ async def test_a_message_that_cannot_be_parsed_loses_the_requests() -> None:
     await server.stop(None)
 
 
-async def test_an_input_over_the_limit_ends_its_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_input_over_the_limit_ends_its_request_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(worker_call, "MAX_INPUT_BYTES", 1000)
     async with scripted() as (worker, _, channel):
         call, long, later, other = Call(DECODE_CALL, channel), Receiver(), Receiver(), Receiver()
         call.open(long, opening("x" * 2000))
         keys = [call.open(later, opening()), call.open(other, opening())]
         await worker.got("open", "open")
-        call.send(keys[0], pb.DecodeInput(first_token=types_pb2.TokenChunk(token_ids=range(300, 2000))))
+        call.send(
+            keys[0], pb.DecodeInput(first_token=types_pb2.TokenChunk(token_ids=range(300, 2000)))
+        )
         await worker.got("open", "open", "cancelled")
         worker.says(token(keys[1]))
         await eventually(lambda: other.events, "a token")
@@ -367,7 +419,9 @@ async def test_a_call_is_made_by_the_first_request_and_again_after_its_end() -> 
 async def test_requests_after_a_rotation_go_on_another_call_and_those_before_it_on_theirs() -> None:
     shown: list[object] = ["old"]
     async with scripted() as (worker, _, channel):
-        slot: CallSlot[pb.DecodeInput, pb.DecodeEvent] = CallSlot(DECODE_CALL, channel, lambda: shown[0])
+        slot: CallSlot[pb.DecodeInput, pb.DecodeEvent] = CallSlot(
+            DECODE_CALL, channel, lambda: shown[0]
+        )
         before, receiver = slot.current(), Receiver()
         key = before.open(receiver, opening())
         await worker.got("open")
@@ -389,7 +443,9 @@ async def test_requests_after_a_rotation_go_on_another_call_and_those_before_it_
         after.task.cancel()
 
 
-async def test_a_retired_call_that_its_worker_keeps_is_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_retired_call_that_its_worker_keeps_is_cancelled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(worker_call, "RETIRED_S", 0.1)
     async with scripted() as (worker, _, channel):
         call = Call(DECODE_CALL, channel)
@@ -401,7 +457,9 @@ async def test_a_retired_call_that_its_worker_keeps_is_cancelled(monkeypatch: py
         assert [item.WhichOneof("input") for item in worker.inputs] == ["open", "cancelled"]
 
 
-async def test_those_who_watch_a_worker_take_no_place_of_a_router(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_those_who_watch_a_worker_take_no_place_of_a_router(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(interceptor, "_MAX_BACKGROUND_CALLS", 2)
     worker = FakeDecode("d", Fabric(), Journal())
     await worker.start()

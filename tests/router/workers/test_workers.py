@@ -75,13 +75,15 @@ async def test_incompatible_workers_are_refused_with_both_texts() -> None:
         assert "text of digest" in str(error)
         assert "text of other" in str(error)
         status = await router.stub.GetClusterStatus(generation_pb2.GetClusterStatusRequest())
-        assert {worker.reason for worker in status.workers} \
-            == {"no usable decode worker fits it: it has text of digest; there text of other",
-                "no usable prefill worker fits it: it has text of other; there text of digest"}
+        assert {worker.reason for worker in status.workers} == {
+            "no usable decode worker fits it: it has text of digest; there text of other",
+            "no usable prefill worker fits it: it has text of other; there text of digest",
+        }
 
 
 async def test_a_router_before_workers_that_will_never_do_says_so_in_its_log(
-        caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It said that it had found them, and no more, however long it waited."""
     monkeypatch.setattr("router.api.readiness.NOTICE_S", 0.02)
     prefill, decode = pair()
@@ -95,7 +97,8 @@ async def test_a_router_before_workers_that_will_never_do_says_so_in_its_log(
 
 
 async def test_workers_that_still_start_are_waited_for_without_a_warning(
-        caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Every start of more than 20 s logged a warning that there were none."""
     caplog.set_level(logging.INFO)
     monkeypatch.setattr("router.api.readiness.NOTICE_S", 0.02)
@@ -120,7 +123,9 @@ async def test_only_compatible_pairs_are_made() -> None:
     workers = [FakePrefill(f"p{c}", fabric, journal, compatibility=c) for c in "abc"]
     pools = [FakeDecode(f"d{c}", fabric, journal, compatibility=c) for c in "ab"]
     async with running_router(*workers, *pools) as router:
-        answers = await asyncio.gather(*(router.ask(token_request([i], max_tokens=2)) for i in range(30)))
+        answers = await asyncio.gather(
+            *(router.ask(token_request([i], max_tokens=2)) for i in range(30))
+        )
     assert [answer.token_ids for answer in answers] == [expected_tokens([i], 2) for i in range(30)]
     assert not any(worker == "pc" for worker, _ in journal.entries)
     assert {worker for worker, _ in journal.entries} == {"pa", "da", "pb", "db"}
@@ -129,12 +134,17 @@ async def test_only_compatible_pairs_are_made() -> None:
 async def test_a_draft_pairs_with_itself_and_with_none_but_not_with_another() -> None:
     fabric, journal = Fabric(), Journal()
     source = FakePrefill("p", fabric, journal, compatibility="m+d")
-    pools = [FakeDecode(f"d {c}", fabric, journal, compatibility=c, max_running=1) for c in ("m+d", "m", "m+e")]
+    pools = [
+        FakeDecode(f"d {c}", fabric, journal, compatibility=c, max_running=1)
+        for c in ("m+d", "m", "m+e")
+    ]
     pools[1].fail_at(Point.RESERVE, CapacityError("full", resource="slots"), times=3)
     async with running_router(source, *pools) as router:
         await asyncio.gather(*(router.ask(token_request([i], max_tokens=2)) for i in range(30)))
         assert router.directory.has_decode("m+e")
-        refused = router.metric("baton_router_retries_total", role="decode", reason="OUT_OF_CAPACITY")
+        refused = router.metric(
+            "baton_router_retries_total", role="decode", reason="OUT_OF_CAPACITY"
+        )
         assert refused >= 3, "what a pool that takes both refused found another"
     assert {worker for worker, _ in journal.entries} == {"p", "d m+d", "d m"}
 
@@ -144,11 +154,19 @@ async def test_no_worker_at_all_is_unavailable_after_the_grace_and_then_at_once(
     prefill.address, decode.address = "127.0.0.1:1", "127.0.0.1:2"
     limits = AdmissionLimits(pairless_grace_s=1.0)
     async with running_router(prefill, decode, admission=limits, start_workers=False) as router:
-        await eventually(lambda: all("cannot be reached" in w.problem for w in router.directory.workers), "two tries")
+        await eventually(
+            lambda: all("cannot be reached" in w.problem for w in router.directory.workers),
+            "two tries",
+        )
         error = await router.failure(token_request([1]))
         assert isinstance(error, UnavailableError)
-        assert str(error) == "no prefill worker is usable (cannot be reached)", "no address of the inside"
-        assert "no prefill worker is usable (127.0.0.1:1: cannot be reached" in router.directory.pair_problem()
+        assert str(error) == "no prefill worker is usable (cannot be reached)", (
+            "no address of the inside"
+        )
+        assert (
+            "no prefill worker is usable (127.0.0.1:1: cannot be reached"
+            in router.directory.pair_problem()
+        )
         queued = router.services.admission.num_let_in
         assert isinstance(await router.failure(token_request([1])), UnavailableError)
         assert router.services.admission.num_let_in == queued, "it waited for nothing"
@@ -177,8 +195,9 @@ async def test_a_draining_worker_gets_nothing_and_says_why() -> None:
         await router.ask(token_request([1]))
 
 
-async def test_a_router_that_was_held_up_loses_nobody(monkeypatch: pytest.MonkeyPatch,
-                                                      caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_router_that_was_held_up_loses_nobody(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr("router.workers.watch.MIN_SILENCE_S", 0.5)
     prefill, decode = pair()
     async with running_router(prefill, decode) as router:
@@ -193,7 +212,9 @@ async def test_a_worker_that_falls_silent_is_lost() -> None:
     prefill, decode = pair()
     async with running_router(prefill, decode) as router:
         decode.reports = False
-        await eventually(lambda: "no report for 2 s" in router.directory.pair_problem(), "usable decode")
+        await eventually(
+            lambda: "no report for 2 s" in router.directory.pair_problem(), "usable decode"
+        )
         decode.reports = True
         await eventually(lambda: not router.directory.pair_problem(), "the problem")
 
@@ -202,13 +223,17 @@ async def test_nothing_is_dispatched_that_no_pool_could_take_soon() -> None:
     prefill, decode = pair(max_running=2)
     decode.token_pause_s = 0.02
     async with running_router(prefill, decode) as router:
-        answers = [asyncio.create_task(router.ask(token_request([i], max_tokens=10))) for i in range(12)]
+        answers = [
+            asyncio.create_task(router.ask(token_request([i], max_tokens=10))) for i in range(12)
+        ]
         seen = 0
         while not all(answer.done() for answer in answers):
             seen = max(seen, len(set(prefill.open_requests) | set(decode.open_requests)))
             await asyncio.sleep(0.005)
         assert seen <= 2, "two run"
-        assert [(await answer).token_ids for answer in answers] == [expected_tokens([i], 10) for i in range(12)]
+        assert [(await answer).token_ids for answer in answers] == [
+            expected_tokens([i], 10) for i in range(12)
+        ]
         await router.assert_nothing_left()
 
 
@@ -222,7 +247,9 @@ async def test_a_pair_is_given_back_when_its_block_ends() -> None:
 async def test_a_request_that_gives_up_in_the_moment_it_is_placed_keeps_nothing() -> None:
     prefill, decode = pair()
     decode.serving = False
-    async with running_router(prefill, decode, admission=AdmissionLimits(pairless_grace_s=30)) as router:
+    async with running_router(
+        prefill, decode, admission=AdmissionLimits(pairless_grace_s=30)
+    ) as router:
         admission = router.services.admission
         waiting = asyncio.create_task(admission._wait(admissible_request(), math.inf))
         await eventually(lambda: admission.num_waiting, "the queue")
@@ -257,7 +284,9 @@ async def test_a_full_queue_refuses_at_once() -> None:
         await eventually(lambda: router.metric("baton_queue_depth") == 2, "the queue")
         error = await router.failure(token_request([1]))
         assert isinstance(error, CapacityError)
-        assert (error.resource, error.retry_after_s) == ("router queue", None), "nothing was measured"
+        assert (error.resource, error.retry_after_s) == ("router queue", None), (
+            "nothing was measured"
+        )
         for call in held:
             call.cancel()
         await asyncio.gather(*held, return_exceptions=True)
@@ -285,7 +314,9 @@ async def test_the_queue_is_ordered_by_priority_then_arrival() -> None:
         for name, priority in (("first", 0), ("b", 0), ("c", 0), ("low", 5), ("high", -5)):
             request = token_request([1], max_tokens=1, request_id=name, priority=priority)
             calls.append(asyncio.create_task(router.ask(request)))
-            await eventually(partial(router.service._running.__contains__, RequestKey("", name)), "arrival")
+            await eventually(
+                partial(router.service._running.__contains__, RequestKey("", name)), "arrival"
+            )
         may_go.set()
         await asyncio.gather(*calls)
     assert order == ["first", "high", "b", "c", "low"]
@@ -336,13 +367,20 @@ async def test_model_info_and_status_tell_what_is_there() -> None:
     prefill, decode = pair()
     async with running_router(prefill, decode) as router:
         model = await router.stub.GetModelInfo(generation_pb2.GetModelInfoRequest())
-        assert (model.model, model.architecture, model.vocab_size, model.max_context_tokens, model.revision) \
-            == ("tiny", "Tiny", VOCAB_SIZE, 256, "r1")
+        assert (
+            model.model,
+            model.architecture,
+            model.vocab_size,
+            model.max_context_tokens,
+            model.revision,
+        ) == ("tiny", "Tiny", VOCAB_SIZE, 256, "r1")
         assert model.has_tokenizer
         assert model.has_chat_template
         status = await router.stub.GetClusterStatus(generation_pb2.GetClusterStatusRequest())
-        assert [(w.role, w.address, w.serving, w.reason) for w in status.workers] \
-            == [("prefill", prefill.address, True, ""), ("decode", decode.address, True, "")]
+        assert [(w.role, w.address, w.serving, w.reason) for w in status.workers] == [
+            ("prefill", prefill.address, True, ""),
+            ("decode", decode.address, True, ""),
+        ]
         assert list(status.workers[0].stages) == ["0-2", "2-4"]
         assert status.workers[0].incarnation == prefill.incarnation
 

@@ -26,7 +26,8 @@ READY_TIMEOUT_S = 120.0
 
 @cache
 def shared_nursery() -> Nursery:
-    """Of all clusters that this process starts, until it ends: torch is loaded once for all of them."""
+    """Of all clusters that this process starts, until it ends: torch is loaded once for all of
+    them."""
     nursery = Nursery()
     atexit.register(nursery.close)
     return nursery
@@ -41,9 +42,13 @@ class RunningCluster:
     lines: deque[str] = field(default_factory=lambda: deque(maxlen=2000))
 
     async def workers(self, role: str) -> list[WorkerStatus]:
-        return [worker for worker in (await self.client.cluster_status()).workers if worker.role == role]
+        return [
+            worker for worker in (await self.client.cluster_status()).workers if worker.role == role
+        ]
 
-    async def until(self, holds: Callable[[ClusterStatus], bool], what: str, timeout_s: float = 60) -> ClusterStatus:
+    async def until(
+        self, holds: Callable[[ClusterStatus], bool], what: str, timeout_s: float = 60
+    ) -> ClusterStatus:
         """The first status for which `holds` is true."""
         status: ClusterStatus | None = None
         try:
@@ -54,7 +59,9 @@ class RunningCluster:
                         return status
                     await asyncio.sleep(0.1)
         except TimeoutError:
-            raise AssertionError(f"not within {timeout_s} s: {what}; last {status}\n{self.log_tail()}") from None
+            raise AssertionError(
+                f"not within {timeout_s} s: {what}; last {status}\n{self.log_tail()}"
+            ) from None
 
     async def until_clean(self, timeout_s: float = 60) -> ClusterStatus:
         """All pages and slots free, nothing open, nothing running, all workers serving."""
@@ -71,37 +78,84 @@ class RunningCluster:
     def resident_bytes(self) -> dict[str, int]:
         """Unshared memory of every process."""
         pids = {name: process.pid for name, process in self.cluster.processes.items()}
-        return {name: psutil.Process(pid).memory_full_info().uss for name, pid in pids.items() if pid is not None}
+        return {
+            name: psutil.Process(pid).memory_full_info().uss
+            for name, pid in pids.items()
+            if pid is not None
+        }
 
 
 def is_clean(status: ClusterStatus) -> bool:
-    return not status.running_requests and not status.waiting_requests and all(
-        worker.serving and worker.pages_free == worker.pages_total and worker.slots_free == worker.slots_total
-        and not worker.open_sessions and not worker.running_requests and not worker.queued_requests
-        for worker in status.workers)
+    return (
+        not status.running_requests
+        and not status.waiting_requests
+        and all(
+            worker.serving
+            and worker.pages_free == worker.pages_total
+            and worker.slots_free == worker.slots_total
+            and not worker.open_sessions
+            and not worker.running_requests
+            and not worker.queued_requests
+            for worker in status.workers
+        )
+    )
 
 
 @asynccontextmanager
-async def running_cluster(model: Path, *, prefill: int = 1, decode: int = 1, prefill_pp: int = 1, decode_pp: int = 1,
-                          prefill_tp: int = 1, decode_tp: int = 1, prefill_dp_attention: int = 1,
-                          decode_dp_attention: int = 1, prefill_partition: str = "",
-                          decode_partition: str = "", worker_flags: tuple[str, ...] = (),
-                          router_flags: tuple[str, ...] = (), http: str = "", places: ProcessPlaces = HERE,
-                          security: ChannelSecurity = PLAIN_CHANNEL,
-                          client_security: ChannelSecurity = PLAIN_CHANNEL, routers: int = 1,
-                          ready_timeout_s: float = READY_TIMEOUT_S) -> AsyncIterator[RunningCluster]:
+async def running_cluster(
+    model: Path,
+    *,
+    prefill: int = 1,
+    decode: int = 1,
+    prefill_pp: int = 1,
+    decode_pp: int = 1,
+    prefill_tp: int = 1,
+    decode_tp: int = 1,
+    prefill_dp_attention: int = 1,
+    decode_dp_attention: int = 1,
+    prefill_partition: str = "",
+    decode_partition: str = "",
+    worker_flags: tuple[str, ...] = (),
+    router_flags: tuple[str, ...] = (),
+    http: str = "",
+    places: ProcessPlaces = HERE,
+    security: ChannelSecurity = PLAIN_CHANNEL,
+    client_security: ChannelSecurity = PLAIN_CHANNEL,
+    routers: int = 1,
+    ready_timeout_s: float = READY_TIMEOUT_S,
+) -> AsyncIterator[RunningCluster]:
     """Up and ready inside the block, gone after it. The client is that of the first router."""
     lines: deque[str] = deque(maxlen=2000)
     config = ClusterConfig(
-        model=model, prefill=prefill, decode=decode, prefill_pp=prefill_pp, decode_pp=decode_pp,
-        prefill_tp=prefill_tp, decode_tp=decode_tp, prefill_dp_attention=prefill_dp_attention,
-        decode_dp_attention=decode_dp_attention, prefill_partition=prefill_partition,
-        decode_partition=decode_partition, listen="127.0.0.1:0", routers=routers,
-        worker_flags=worker_flags, router_flags=router_flags, http=http, ready_timeout_s=ready_timeout_s,
-        stop_grace_s=5, security=security, nursery=shared_nursery(), places=places)
+        model=model,
+        prefill=prefill,
+        decode=decode,
+        prefill_pp=prefill_pp,
+        decode_pp=decode_pp,
+        prefill_tp=prefill_tp,
+        decode_tp=decode_tp,
+        prefill_dp_attention=prefill_dp_attention,
+        decode_dp_attention=decode_dp_attention,
+        prefill_partition=prefill_partition,
+        decode_partition=decode_partition,
+        listen="127.0.0.1:0",
+        routers=routers,
+        worker_flags=worker_flags,
+        router_flags=router_flags,
+        http=http,
+        ready_timeout_s=ready_timeout_s,
+        stop_grace_s=5,
+        security=security,
+        nursery=shared_nursery(),
+        places=places,
+    )
     try:
-        async with (LocalCluster(config, sink=lambda name, line: lines.append(f"{name:12} {line}")) as cluster,
-                    AsyncBatonClient(cluster.address, security=client_security) as client):
+        async with (
+            LocalCluster(
+                config, sink=lambda name, line: lines.append(f"{name:12} {line}")
+            ) as cluster,
+            AsyncBatonClient(cluster.address, security=client_security) as client,
+        ):
             yield RunningCluster(cluster, client, lines)
     except BaseException:
         print("\n".join(lines))

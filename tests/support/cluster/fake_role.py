@@ -1,8 +1,9 @@
-"""A role process without an engine: it takes a role's flags, serves health (and an echo, as router), and announces.
+"""A role process without an engine: it takes a role's flags, serves health (and an echo, as
+router), and announces.
 
-Its behaviour is chosen by the name of the "model": "broken" exits at once with an error, "refused" as a role does that
-refuses its settings, "slow" never serves, and neither does one with a file of that name. Where there is a file
-"kernels", prefill compiles until it is gone.
+Its behaviour is chosen by the name of the "model": "broken" exits at once with an error, "refused"
+as a role does that refuses its settings, "slow" never serves, and neither does one with a file of
+that name. Where there is a file "kernels", prefill compiles until it is gone.
 """
 
 import argparse
@@ -22,7 +23,11 @@ from runtime.process.supervision import EXIT_CONFIG, StopSignal, run_process
 from runtime.rpc.server import GrpcServer, ServerOptions
 from tests.support.router.generation import EchoGeneration
 
-SERVICES = {"router": "baton.v1.Generation", "prefill": "baton.v1.Prefill", "decode": "baton.v1.Decode"}
+SERVICES = {
+    "router": "baton.v1.Generation",
+    "prefill": "baton.v1.Prefill",
+    "decode": "baton.v1.Decode",
+}
 
 
 def main(role: str) -> None:
@@ -47,14 +52,19 @@ def main(role: str) -> None:
         sys.exit(EXIT_CONFIG)
 
     async def run(stop: StopSignal) -> None:
-        server = GrpcServer(ServerOptions(listen=flags.listen), services=(SERVICES[role],),
-                            metrics=RpcMetrics.create(CollectorRegistry()))
+        server = GrpcServer(
+            ServerOptions(listen=flags.listen),
+            services=(SERVICES[role],),
+            metrics=RpcMetrics.create(CollectorRegistry()),
+        )
         if role == "router":
             generation_pb2_grpc.add_GenerationServicer_to_server(EchoGeneration(), server.grpc)
         address = await server.start()
         if flags.model.name != "slow" and not (flags.model / "slow").exists():
             await server.health.set_serving(SERVICES[role])
-        write_announcement(flags.announce, Announcement(address, None, os.getpid(), str(os.getpid())))
+        write_announcement(
+            flags.announce, Announcement(address, None, os.getpid(), str(os.getpid()))
+        )
         await stop.wait()
         await server.drain(grace_s=1)
 

@@ -1,5 +1,6 @@
-"""A small cluster in the test's own process whose parts can be broken on purpose: bytes damaged on their way, pages
-held or lost, workers stopped and started under their old addresses, workers that no router knows."""
+"""A small cluster in the test's own process whose parts can be broken on purpose: bytes damaged on
+their way, pages held or lost, workers stopped and started under their old addresses, workers that
+no router knows."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -74,23 +75,38 @@ class Laboratory:
         announce = self.folder / f"{name}.json"
         announce.unlink(missing_ok=True)
         before = self.roles.get(name)
-        known = {} if before is None else {"listen": before.announcement.address,
-                                           "metrics_port": before.announcement.metrics_port}
+        known = (
+            {}
+            if before is None
+            else {
+                "listen": before.announcement.address,
+                "metrics_port": before.announcement.metrics_port,
+            }
+        )
         config, stop = self.base.model_copy(update={"announce": announce, **known}), StopSignal()
         task = asyncio.create_task(run_worker(config, role, stop))
         self.roles[name] = Running(await _announced(announce, task), stop, task)
 
     async def start_router(self) -> None:
         announce, stop = self.folder / "router.json", StopSignal()
-        config = RouterConfig(model=self.base.model, prefill=(self.roles["prefill"].announcement.address,),
-                              decode=(self.roles["decode"].announcement.address,), listen="127.0.0.1:0", metrics_port=0,
-                              announce=announce, drain_s=0.5, peer_wait_s=0.5)
+        config = RouterConfig(
+            model=self.base.model,
+            prefill=(self.roles["prefill"].announcement.address,),
+            decode=(self.roles["decode"].announcement.address,),
+            listen="127.0.0.1:0",
+            metrics_port=0,
+            announce=announce,
+            drain_s=0.5,
+            peer_wait_s=0.5,
+        )
         task = asyncio.create_task(serve(config, stop))
         self.roles["router"] = Running(await _announced(announce, task), stop, task)
 
     async def until_serving(self) -> None:
         async with asyncio.timeout(60):
-            while not all(worker.serving for worker in (await self.client.cluster_status()).workers):  # noqa: ASYNC110
+            while not all(  # noqa: ASYNC110
+                worker.serving for worker in (await self.client.cluster_status()).workers
+            ):
                 await asyncio.sleep(0.05)
 
     async def hold_every_page(self) -> Reservation:
@@ -101,7 +117,9 @@ class Laboratory:
         async with asyncio.timeout(60):
             while True:
                 try:
-                    return await self.leaders[-1].loop.submit(lambda: scheduler.reserve(request, lambda event: None))
+                    return await self.leaders[-1].loop.submit(
+                        lambda: scheduler.reserve(request, lambda event: None)
+                    )
                 except CapacityError:
                     await asyncio.sleep(0.05)
 
@@ -116,10 +134,16 @@ class Laboratory:
 
 
 @asynccontextmanager
-async def laboratory(checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Laboratory]:
+async def laboratory(
+    checkpoint: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Laboratory]:
     """One prefill and one decode worker of one stage each, and a router."""
-    made = Laboratory(folder, WorkerConfig(model=checkpoint, drain_s=0.5, num_pages=NUM_PAGES, page_size=PAGE_SIZE,
-                                           max_running=1))
+    made = Laboratory(
+        folder,
+        WorkerConfig(
+            model=checkpoint, drain_s=0.5, num_pages=NUM_PAGES, page_size=PAGE_SIZE, max_running=1
+        ),
+    )
 
     class SeenLeader(Leader):
         def start(self) -> None:

@@ -1,5 +1,6 @@
-"""A whole cluster in the test's own process: the real roles over real gRPC and real UCX, without the seconds that
-starting processes takes. Processes of their own, and their deaths, are in `tests/support/cluster/clusters.py`."""
+"""A whole cluster in the test's own process: the real roles over real gRPC and real UCX, without
+the seconds that starting processes takes. Processes of their own, and their deaths, are in
+`tests/support/cluster/clusters.py`."""
 
 import asyncio
 import tempfile
@@ -28,15 +29,26 @@ START_TIMEOUT_S = 60.0
 
 
 @asynccontextmanager
-async def cluster_in_process(checkpoint: Path, *, prefill_pp: int = 1, decode_pp: int = 1, prefill_tp: int = 1,
-                             decode_tp: int = 1, prefill_partition: str = "", decode_partition: str = "",
-                             prefill: Mapping[str, object] = MappingProxyType({}),
-                             decode: Mapping[str, object] = MappingProxyType({}),
-                             router: Mapping[str, object] = MappingProxyType({}), retry: Retry = DEFAULT_RETRY,
-                             announced: Path | None = None, **settings: object) -> AsyncIterator[AsyncBatonClient]:
-    """A client of a serving cluster; `settings` are `WorkerConfig` fields for every stage, `prefill`, `decode` and
-    `router` those of one role only. `announced` is a folder where all announce themselves, as `decode-0.json` (role and
-    rank). On leaving, whatever was asked must have been given back."""
+async def cluster_in_process(
+    checkpoint: Path,
+    *,
+    prefill_pp: int = 1,
+    decode_pp: int = 1,
+    prefill_tp: int = 1,
+    decode_tp: int = 1,
+    prefill_partition: str = "",
+    decode_partition: str = "",
+    prefill: Mapping[str, object] = MappingProxyType({}),
+    decode: Mapping[str, object] = MappingProxyType({}),
+    router: Mapping[str, object] = MappingProxyType({}),
+    retry: Retry = DEFAULT_RETRY,
+    announced: Path | None = None,
+    **settings: object,
+) -> AsyncIterator[AsyncBatonClient]:
+    """A client of a serving cluster; `settings` are `WorkerConfig` fields for every stage,
+    `prefill`, `decode` and `router` those of one role only. `announced` is a folder where all
+    announce themselves, as `decode-0.json` (role and rank). On leaving, whatever was asked must
+    have been given back."""
     torch.set_num_threads(1)
     stop = StopSignal()
     tasks: list[asyncio.Task[None]] = []
@@ -45,32 +57,57 @@ async def cluster_in_process(checkpoint: Path, *, prefill_pp: int = 1, decode_pp
         try:
             leaders = {}
             for role, size, tp, partition, own in (
-                    (PrefillRole(), prefill_pp * prefill_tp, prefill_tp, prefill_partition, prefill),
-                    (DecodeRole(), decode_pp * decode_tp, decode_tp, decode_partition, decode)):
-                pool = WorkerConfig.model_validate({"model": checkpoint, "drain_s": 0.5, **settings, **own,
-                                                    "world_size": size, "tp": tp, "partition": partition})
+                (PrefillRole(), prefill_pp * prefill_tp, prefill_tp, prefill_partition, prefill),
+                (DecodeRole(), decode_pp * decode_tp, decode_tp, decode_partition, decode),
+            ):
+                pool = WorkerConfig.model_validate(
+                    {
+                        "model": checkpoint,
+                        "drain_s": 0.5,
+                        **settings,
+                        **own,
+                        "world_size": size,
+                        "tp": tp,
+                        "partition": partition,
+                    }
+                )
                 leaders[role.name] = await _start_pool(role, pool, folder, tasks, stop)
-            config = RouterConfig.model_validate({
-                "model": checkpoint, "prefill": (leaders["prefill"],), "decode": (leaders["decode"],),
-                "listen": "127.0.0.1:0", "announce": folder / "router.json", "drain_s": 0.5, **router})
+            config = RouterConfig.model_validate(
+                {
+                    "model": checkpoint,
+                    "prefill": (leaders["prefill"],),
+                    "decode": (leaders["decode"],),
+                    "listen": "127.0.0.1:0",
+                    "announce": folder / "router.json",
+                    "drain_s": 0.5,
+                    **router,
+                }
+            )
             tasks.append(asyncio.create_task(serve(config, stop)))
             address = await _announced(folder / "router.json", tasks)
             async with open_channel(address) as channel:
-                await wait_serving(channel, SERVICE, timeout_s=START_TIMEOUT_S)  # and its warm-up out of the way
+                await wait_serving(
+                    channel, SERVICE, timeout_s=START_TIMEOUT_S
+                )  # and its warm-up out of the way
             async with AsyncBatonClient(address, retry=retry) as client:
                 yield client
                 await _until_clean(client)
         finally:
             stop.set("the test is over")
-            # All of them, also where one has failed: a loop that closes under the others leaves their threads in UCX,
-            # and what they use is taken from under them.
+            # All of them, also where one has failed: a loop that closes under the others leaves
+            # their threads in UCX, and what they use is taken from under them.
             await asyncio.gather(*tasks, return_exceptions=True)
             for task in tasks:
                 task.result()
 
 
-async def _start_pool(role: PoolRole, config: WorkerConfig, folder: Path, tasks: list[asyncio.Task[None]],
-                      stop: StopSignal) -> str:
+async def _start_pool(
+    role: PoolRole,
+    config: WorkerConfig,
+    folder: Path,
+    tasks: list[asyncio.Task[None]],
+    stop: StopSignal,
+) -> str:
     """The address of the pool's leader."""
     leader = ""
     for rank in range(config.world_size):

@@ -1,4 +1,5 @@
-"""The same request as a client says it and as the engine hears it, for comparing clusters with one process."""
+"""The same request as a client says it and as the engine hears it, for comparing clusters with one
+process."""
 
 import random
 
@@ -10,8 +11,9 @@ from engine.core.request import Request, SamplingParams
 Shown = list[tuple[int, float | None]]
 
 
-def make_questions(count: int, *, seed: int = 0, max_prompt: int = 200, max_tokens: int = 24,
-                   vocab_size: int = 256) -> list[Request]:
+def make_questions(
+    count: int, *, seed: int = 0, max_prompt: int = 200, max_tokens: int = 24, vocab_size: int = 256
+) -> list[Request]:
     """Mixed lengths; every other one sampled with penalties, the rest greedy. Logprobs always."""
     rng = random.Random(seed)
     questions = []
@@ -19,30 +21,57 @@ def make_questions(count: int, *, seed: int = 0, max_prompt: int = 200, max_toke
         prompt = tuple(rng.randrange(3, vocab_size) for _ in range(rng.randint(1, max_prompt)))
         params = SamplingParams(temperature=0.0)
         if i % 2:
-            params = SamplingParams(temperature=0.9, top_p=0.95, top_k=50, repetition_penalty=1.1,
-                                    presence_penalty=0.2, seed=rng.randrange(2**63))
-        questions.append(Request(f"q{seed}-{i}", prompt, rng.randint(1, max_tokens), params, num_top_logprobs=0))
+            params = SamplingParams(
+                temperature=0.9,
+                top_p=0.95,
+                top_k=50,
+                repetition_penalty=1.1,
+                presence_penalty=0.2,
+                seed=rng.randrange(2**63),
+            )
+        questions.append(
+            Request(f"q{seed}-{i}", prompt, rng.randint(1, max_tokens), params, num_top_logprobs=0)
+        )
     return questions
 
 
 def as_query(request: Request) -> Query:
-    """Without end-of-sequence ids: tiny random models draw them at random, and lengths should be known."""
+    """Without end-of-sequence ids: tiny random models draw them at random, and lengths should be
+    known."""
     params = request.sampling
     return Query(
-        prompt=tuple(request.prompt_token_ids), request_id=request.request_id, skip_text=True,
-        num_top_logprobs=request.num_top_logprobs, stop=Stop(max_tokens=request.max_tokens, ignore_eos=True),
-        sampling=Sampling(temperature=params.temperature, top_k=params.top_k, top_p=params.top_p, min_p=params.min_p,
-                          frequency_penalty=params.frequency_penalty, presence_penalty=params.presence_penalty,
-                          repetition_penalty=params.repetition_penalty, seed=params.seed))
+        prompt=tuple(request.prompt_token_ids),
+        request_id=request.request_id,
+        skip_text=True,
+        num_top_logprobs=request.num_top_logprobs,
+        stop=Stop(max_tokens=request.max_tokens, ignore_eos=True),
+        sampling=Sampling(
+            temperature=params.temperature,
+            top_k=params.top_k,
+            top_p=params.top_p,
+            min_p=params.min_p,
+            frequency_penalty=params.frequency_penalty,
+            presence_penalty=params.presence_penalty,
+            repetition_penalty=params.repetition_penalty,
+            seed=params.seed,
+        ),
+    )
 
 
 def shown(completion: Completion) -> Shown:
     """As `Reference.answers` shows it. Logprobs cross the client's wire as 32-bit floats."""
-    return [(token_id, logprobs.logprob)
-            for token_id, logprobs in zip(completion.token_ids, completion.logprobs, strict=True)]
+    return [
+        (token_id, logprobs.logprob)
+        for token_id, logprobs in zip(completion.token_ids, completion.logprobs, strict=True)
+    ]
 
 
 def on_the_wire(answers: list[Shown]) -> list[Shown]:
     """Logprobs rounded to the 32 bits they have in the API."""
-    return [[(token, None if logprob is None else float(np.float32(logprob))) for token, logprob in answer]
-            for answer in answers]
+    return [
+        [
+            (token, None if logprob is None else float(np.float32(logprob)))
+            for token, logprob in answer
+        ]
+        for answer in answers
+    ]

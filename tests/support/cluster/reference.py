@@ -1,4 +1,5 @@
-"""One tiny hybrid checkpoint on disk for all tests of clusters, and what a single process answers with it."""
+"""One tiny hybrid checkpoint on disk for all tests of clusters, and what a single process answers
+with it."""
 
 from pathlib import Path
 
@@ -26,9 +27,16 @@ class Reference:
 
     def answers(self, requests: list[Request]) -> list[list[tuple[int, float | None]]]:
         """(token id, logprob) per request; the page size is the clusters' default."""
-        with local_pool(self._description, page_size=64, num_pages=200, max_running=len(requests)) as pool:
-            return [[(token.token_id, None if token.logprobs is None else token.logprobs.logprob)
-                     for token in pool.generate([request])[0].tokens] for request in requests]
+        with local_pool(
+            self._description, page_size=64, num_pages=200, max_running=len(requests)
+        ) as pool:
+            return [
+                [
+                    (token.token_id, None if token.logprobs is None else token.logprobs.logprob)
+                    for token in pool.generate([request])[0].tokens
+                ]
+                for request in requests
+            ]
 
 
 @pytest.fixture(scope="session")

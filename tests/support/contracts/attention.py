@@ -1,4 +1,5 @@
-"""What every attention backend must do. A test class per backend inherits this and says how to build it."""
+"""What every attention backend must do. A test class per backend inherits this and says how to
+build it."""
 
 from abc import ABC, abstractmethod
 
@@ -25,19 +26,25 @@ class AttentionContract(ABC):
     @abstractmethod
     def make(self, geometry: AttentionGeometry, pool: Tensor) -> AttentionBackend: ...
 
-    def build(self, geometry: AttentionGeometry = GEOMETRY, num_pages: int = 64) -> AttentionBackend:
+    def build(
+        self, geometry: AttentionGeometry = GEOMETRY, num_pages: int = 64
+    ) -> AttentionBackend:
         return self.make(geometry, poisoned_pool(num_pages, geometry))
 
     @pytest.mark.parametrize("num_tokens", [1, 2, 15, 16, 17, 63, 64, 65, 130, 300])
     def test_whole_prompt(self, num_tokens: int) -> None:
         prompt = make_prompt(num_tokens, GEOMETRY, pages=range(7, 7 + 19), seed=num_tokens)
-        close(feed(self.build(), ForwardMode.PREFILL, (prompt, num_tokens)), dense(prompt, GEOMETRY))
+        close(
+            feed(self.build(), ForwardMode.PREFILL, (prompt, num_tokens)), dense(prompt, GEOMETRY)
+        )
 
     @pytest.mark.parametrize("page_size", [4, 16, 64, 128])
     @pytest.mark.parametrize("heads", [(4, 4), (8, 2), (5, 1)])
     def test_page_sizes_and_head_groups(self, page_size: int, heads: tuple[int, int]) -> None:
         geometry = AttentionGeometry(*heads, head_dim=8, page_size=page_size, scale=0.35)
-        prompt = make_prompt(150, geometry, pages=range(1, 1 + -(-150 // page_size)), seed=page_size)
+        prompt = make_prompt(
+            150, geometry, pages=range(1, 1 + -(-150 // page_size)), seed=page_size
+        )
         backend = self.build(geometry)
         feed(backend, ForwardMode.PREFILL, (prompt, 133))
         for _ in range(17):
@@ -50,7 +57,10 @@ class AttentionContract(ABC):
 
     def test_prompts_of_any_length_share_a_batch(self) -> None:
         lengths = (1, 40, 7, 129, 40, 16)
-        prompts = [make_prompt(n, GEOMETRY, pages=range(1 + 9 * i, 10 + 9 * i), seed=i) for i, n in enumerate(lengths)]
+        prompts = [
+            make_prompt(n, GEOMETRY, pages=range(1 + 9 * i, 10 + 9 * i), seed=i)
+            for i, n in enumerate(lengths)
+        ]
         feed(self.build(), ForwardMode.PREFILL, *zip(prompts, lengths, strict=True))
         for prompt in prompts:
             close(prompt.output(), dense(prompt, GEOMETRY))
@@ -67,8 +77,10 @@ class AttentionContract(ABC):
 
     @pytest.mark.parametrize("lengths", [(5, 64, 100, 1, 63), (3, 40), (90, 70, 80)])
     def test_decode_of_rows_of_different_length(self, lengths: tuple[int, ...]) -> None:
-        prompts = [make_prompt(n + 4, GEOMETRY, pages=range(1 + 7 * i, 8 + 7 * i), seed=i)
-                   for i, n in enumerate(lengths)]
+        prompts = [
+            make_prompt(n + 4, GEOMETRY, pages=range(1 + 7 * i, 8 + 7 * i), seed=i)
+            for i, n in enumerate(lengths)
+        ]
         backend = self.build()
         feed(backend, ForwardMode.PREFILL, *zip(prompts, lengths, strict=True))
         for _ in range(4):
@@ -92,7 +104,11 @@ class AttentionContract(ABC):
             batch = make_batch(mode, rows)
             backend.plan(batch)
             empty = torch.empty(0, 2, 16)
-            assert backend.run(LAYER, torch.empty(0, 6, 16), empty, empty, batch).shape == (0, 6, 16)
+            assert backend.run(LAYER, torch.empty(0, 6, 16), empty, empty, batch).shape == (
+                0,
+                6,
+                16,
+            )
 
     def test_planning_marks_the_batch(self) -> None:
         batch = make_batch(ForwardMode.DECODE, [Row(1, 3, (1,)), Row(1, 5, (2,))])
@@ -101,7 +117,10 @@ class AttentionContract(ABC):
         backend.plan(batch)
         assert not batch.needs_forward_metadata_init()
         assert batch.forward_metadata_planner is backend
-        assert (batch.forward_metadata_planned_bs, batch.forward_metadata_planned_num_tokens) == (2, 2)
+        assert (batch.forward_metadata_planned_bs, batch.forward_metadata_planned_num_tokens) == (
+            2,
+            2,
+        )
         assert not batch.forward_metadata_replan_equivalent
         backend.plan(batch, replan_equivalent=True)
         assert batch.forward_metadata_replan_equivalent
@@ -139,8 +158,16 @@ class AttentionContract(ABC):
         backend = self.build()
         backend.plan(batch)
         other = make_batch(ForwardMode.DECODE, [*rows, Row(1)][:num_tokens])
-        for name in ("request_keys", "query_lens", "context_lens", "token_ids", "positions", "page_tables", "slot_ids",
-                     "sampling"):
+        for name in (
+            "request_keys",
+            "query_lens",
+            "context_lens",
+            "token_ids",
+            "positions",
+            "page_tables",
+            "slot_ids",
+            "sampling",
+        ):
             setattr(batch, name, getattr(other, name))
         assert not batch.needs_forward_metadata_init()
         with pytest.raises(StalePlanError):
@@ -159,9 +186,13 @@ class AttentionContract(ABC):
         backend = self.build()
         backend.plan(batch)
         with pytest.raises(StalePlanError):
-            backend.run(LAYER, torch.zeros(1, 3, 16), torch.zeros(1, 2, 16), torch.zeros(1, 2, 16), batch)
+            backend.run(
+                LAYER, torch.zeros(1, 3, 16), torch.zeros(1, 2, 16), torch.zeros(1, 2, 16), batch
+            )
         with pytest.raises(StalePlanError):
-            backend.run(LAYER, torch.zeros(1, 6, 16), torch.zeros(1, 1, 16), torch.zeros(1, 1, 16), batch)
+            backend.run(
+                LAYER, torch.zeros(1, 6, 16), torch.zeros(1, 1, 16), torch.zeros(1, 1, 16), batch
+            )
 
     def test_a_layer_of_another_stage_is_refused(self) -> None:
         batch = make_batch(ForwardMode.DECODE, [Row(1, 0, (1,))])
@@ -188,10 +219,22 @@ class TreeContract(ABC):
         #    1   2
         #   3   4
         trees = [(-1, 0, 0, 1, 2), (-1, 0, 1)]
-        seen = [torch.tensor([[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 0, 1, 0, 0], [1, 1, 0, 1, 0], [1, 0, 1, 0, 1]]),
-                torch.ones(3, 3).tril()]
-        prompts = [make_prompt(66, GEOMETRY, pages=range(1, 6), seed=1),
-                   make_prompt(20, GEOMETRY, pages=(7, 8), seed=2)]
+        seen = [
+            torch.tensor(
+                [
+                    [1, 0, 0, 0, 0],
+                    [1, 1, 0, 0, 0],
+                    [1, 0, 1, 0, 0],
+                    [1, 1, 0, 1, 0],
+                    [1, 0, 1, 0, 1],
+                ]
+            ),
+            torch.ones(3, 3).tril(),
+        ]
+        prompts = [
+            make_prompt(66, GEOMETRY, pages=range(1, 6), seed=1),
+            make_prompt(20, GEOMETRY, pages=(7, 8), seed=2),
+        ]
         backend = self.make(GEOMETRY, poisoned_pool(80, GEOMETRY))
         feed(backend, ForwardMode.PREFILL, (prompts[0], 61), (prompts[1], 17))
         feed(backend, ForwardMode.VERIFY, (prompts[0], 5), (prompts[1], 3), trees=trees)
@@ -200,7 +243,9 @@ class TreeContract(ABC):
 
     def test_trees_of_one_size_behind_prefixes_of_different_length(self) -> None:
         tree = (-1,) * 4  # nobody's ancestors: four guesses at the same token
-        prompts = [make_prompt(n, GEOMETRY, pages=range(9 * n, 9 * n + 5), seed=n) for n in (5, 6, 7)]
+        prompts = [
+            make_prompt(n, GEOMETRY, pages=range(9 * n, 9 * n + 5), seed=n) for n in (5, 6, 7)
+        ]
         backend = self.make(GEOMETRY, poisoned_pool(80, GEOMETRY))
         feed(backend, ForwardMode.PREFILL, *((prompt, len(prompt.q) - 4) for prompt in prompts))
         feed(backend, ForwardMode.VERIFY, *((prompt, 4) for prompt in prompts), trees=[tree] * 3)
@@ -211,5 +256,5 @@ class TreeContract(ABC):
     def _check(prompt: Prompt, own: Tensor) -> None:
         """`own` [N, N]: who of the last N tokens sees whom of them."""
         visible = torch.ones(len(prompt.q), len(prompt.q), dtype=torch.bool).tril()
-        visible[-len(own):, -len(own):] = own
+        visible[-len(own) :, -len(own) :] = own
         close(prompt.output(), dense(prompt, GEOMETRY, visible=visible))

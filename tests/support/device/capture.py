@@ -1,7 +1,8 @@
-"""A stand-in for CUDA graphs: it runs the captured function again, and fails where a graph would go wrong in silence.
+"""A stand-in for CUDA graphs: it runs the captured function again, and fails where a graph would go
+wrong in silence.
 
-What is captured may not read values on the host, make tensors of host values or plan; and when it is replayed it must
-start exactly what it started then, on the same memory, with the same numbers.
+What is captured may not read values on the host, make tensors of host values or plan; and when it
+is replayed it must start exactly what it started then, on the same memory, with the same numbers.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,7 +15,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from triton.runtime.interpreter import GridExecutor
 
-_READ_ON_THE_HOST = ("_local_scalar_dense", "lift_fresh", "nonzero", "masked_select", "repeat_interleave", "unique")
+_READ_ON_THE_HOST = (
+    "_local_scalar_dense",
+    "lift_fresh",
+    "nonzero",
+    "masked_select",
+    "repeat_interleave",
+    "unique",
+)
 
 
 class Plans(Protocol):
@@ -36,7 +44,8 @@ class Trace:
         self.steps.append((name, self._describe(arguments)))
 
     def made(self, result: object, arguments: object) -> None:
-        """Memory that was made meanwhile goes by its number, because the next time it may lie elsewhere."""
+        """Memory that was made meanwhile goes by its number, because the next time it may lie
+        elsewhere."""
         known = {tensor.untyped_storage().data_ptr() for tensor in _tensors(arguments)}
         for tensor in _tensors(result):
             place = tensor.untyped_storage().data_ptr()
@@ -47,7 +56,13 @@ class Trace:
         if isinstance(value, Tensor):
             place = value.untyped_storage().data_ptr()
             memory = ("made", self._made[place]) if place in self._made else ("at", place)
-            return (*memory, value.storage_offset(), tuple(value.shape), value.stride(), value.dtype)
+            return (
+                *memory,
+                value.storage_offset(),
+                tuple(value.shape),
+                value.stride(),
+                value.dtype,
+            )
         if isinstance(value, list | tuple):
             return tuple(self._describe(part) for part in value)
         if isinstance(value, dict):
@@ -60,8 +75,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._trace = trace
 
-    def __torch_dispatch__(self, func: Callable[..., object], types: object, args: tuple[object, ...] = (),
-                           kwargs: Mapping[str, object] | None = None) -> object:
+    def __torch_dispatch__(
+        self,
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = dict(kwargs or {})
         name = str(func)
         if any(word in name for word in _READ_ON_THE_HOST):
@@ -78,7 +98,10 @@ def _watched(trace: Trace) -> Iterator[None]:
     run = GridExecutor.__call__
 
     def launch(self: GridExecutor, *args: object, **kwargs: object) -> None:
-        trace.add(self.fn.__name__, (args, kwargs, tuple(self.grid) if isinstance(self.grid, tuple) else self.grid))
+        trace.add(
+            self.fn.__name__,
+            (args, kwargs, tuple(self.grid) if isinstance(self.grid, tuple) else self.grid),
+        )
         with _disable_current_modes():
             run(self, *args, **kwargs)
 
@@ -102,7 +125,9 @@ class Recorded:
         trace = Trace()
         with _watched(trace):
             self.forward()
-        assert before == [planner.num_plans for planner in self.planners], "nothing is planned inside of a graph"
+        assert before == [planner.num_plans for planner in self.planners], (
+            "nothing is planned inside of a graph"
+        )
         self.first = self.first or trace
         for then, now in zip(self.first.steps, trace.steps, strict=True):
             assert then == now, "a graph starts what it was captured with"
@@ -132,4 +157,8 @@ def _tensors(value: object) -> list[Tensor]:
         return [value]
     if isinstance(value, list | tuple):
         return [tensor for part in value for tensor in _tensors(part)]
-    return [tensor for part in value.values() for tensor in _tensors(part)] if isinstance(value, dict) else []
+    return (
+        [tensor for part in value.values() for tensor in _tensors(part)]
+        if isinstance(value, dict)
+        else []
+    )

@@ -1,5 +1,5 @@
-"""A stage as a GPU runs it, captured and eager. On CPU tensors FlashInfer's wrappers are computed by hand and kernels
-run in Triton's interpreter; on a GPU everything is real."""
+"""A stage as a GPU runs it, captured and eager. On CPU tensors FlashInfer's wrappers are computed
+by hand and kernels run in Triton's interpreter; on a GPU everything is real."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -37,7 +37,8 @@ DRAWS = SamplingRow(SamplingParams(), position=0)
 
 @dataclass
 class DeviceStage:
-    """One stage with pools of its own, all of NaN at first, null records too. With `buckets` forwards are captured."""
+    """One stage with pools of its own, all of NaN at first, null records too. With `buckets`
+    forwards are captured."""
 
     model: ModelDescription
     layers: LayerRange
@@ -47,32 +48,68 @@ class DeviceStage:
     device: torch.device = CPU
 
     def __post_init__(self) -> None:
-        model = self.model.load_stage(self.layers, numerics=Numerics.EXACT, capture_layers=self.capture_layers,
-                                      device=self.device)
-        self.wrappers: WrapperFactory = FakeWrappers() if self.device == CPU else FlashInferWrappers(self.device)
+        model = self.model.load_stage(
+            self.layers,
+            numerics=Numerics.EXACT,
+            capture_layers=self.capture_layers,
+            device=self.device,
+        )
+        self.wrappers: WrapperFactory = (
+            FakeWrappers() if self.device == CPU else FlashInferWrappers(self.device)
+        )
         self.pools: dict[tuple[int, CacheKind], Tensor] = {}
         for spec in self.model.cache_specs(PAGE_SIZE):
             if spec.layer_id in self.layers:
                 count = NUM_SEQUENCES * PAGES_EACH + 1 if spec.kind.is_paged else NUM_SEQUENCES + 1
                 self.pools[spec.layer_id, spec.kind] = torch.full(
-                    (count, *spec.record_shape), float("nan"), dtype=getattr(torch, spec.dtype), device=self.device)
+                    (count, *spec.record_shape),
+                    float("nan"),
+                    dtype=getattr(torch, spec.dtype),
+                    device=self.device,
+                )
         geometry = self.model.attention_geometry(PAGE_SIZE)
         assert geometry is not None
-        self.attention = FlashInferAttention(kv_pools=self.of(CacheKind.KV), geometry=geometry, wrappers=self.wrappers,
-                                             device=self.device, write_kv=write_kv, numerics=Numerics.EXACT)
-        self.recurrent = DeviceRecurrent(conv_pools=self.of(CacheKind.CONV), state_pools=self.of(CacheKind.STATE),
-                                         max_nodes=self.max_nodes, num_scratch=NUM_SEQUENCES + 1)
-        self.capture: Capture = RecordingCapture([self.attention]) if self.device == CPU else CudaCapture(self.device)
+        self.attention = FlashInferAttention(
+            kv_pools=self.of(CacheKind.KV),
+            geometry=geometry,
+            wrappers=self.wrappers,
+            device=self.device,
+            write_kv=write_kv,
+            numerics=Numerics.EXACT,
+        )
+        self.recurrent = DeviceRecurrent(
+            conv_pools=self.of(CacheKind.CONV),
+            state_pools=self.of(CacheKind.STATE),
+            max_nodes=self.max_nodes,
+            num_scratch=NUM_SEQUENCES + 1,
+        )
+        self.capture: Capture = (
+            RecordingCapture([self.attention]) if self.device == CPU else CudaCapture(self.device)
+        )
         self.graphs: StageGraphs | None = None
         if self.buckets:
-            self.graphs = StageGraphs(model=model, attention=self.attention, recurrent=self.recurrent,
-                                      buckets=self.buckets, capture=self.capture, device=self.device)
+            self.graphs = StageGraphs(
+                model=model,
+                attention=self.attention,
+                recurrent=self.recurrent,
+                buckets=self.buckets,
+                capture=self.capture,
+                device=self.device,
+            )
             self.graphs.capture_all()
-        self.executor = StageExecutor(model=model, attention=self.attention, recurrent=self.recurrent,
-                                      caches=[self.recurrent], device=self.device, graphs=self.graphs)
+        self.executor = StageExecutor(
+            model=model,
+            attention=self.attention,
+            recurrent=self.recurrent,
+            caches=[self.recurrent],
+            device=self.device,
+            graphs=self.graphs,
+        )
 
     def of(self, kind: CacheKind) -> dict[int, Tensor]:
-        return {layer_id: pool for (layer_id, of_kind), pool in self.pools.items() if of_kind is kind}
+        return {
+            layer_id: pool for (layer_id, of_kind), pool in self.pools.items() if of_kind is kind
+        }
 
     def owned(self) -> list[Tensor]:
         """Everything but the null records, which padding may write."""
@@ -90,16 +127,24 @@ class Sequences:
         shuffled = torch.randperm(NUM_SEQUENCES * PAGES_EACH, generator=self.generator) + 1
         self._pages = shuffled.view(NUM_SEQUENCES, PAGES_EACH).tolist()
 
-    def batch(self, mode: ForwardMode, counts: dict[int, int], *, parents: dict[int, tuple[int, ...]] | None = None,
-              silent: Sequence[int] = ()) -> ForwardBatch:
+    def batch(
+        self,
+        mode: ForwardMode,
+        counts: dict[int, int],
+        *,
+        parents: dict[int, tuple[int, ...]] | None = None,
+        silent: Sequence[int] = (),
+    ) -> ForwardBatch:
         """New tokens per request; with `parents` as trees. Requests of `silent` draw nothing."""
         rows = []
         for key, count in counts.items():
             spec = None if parents is None else SpecRow(parents[key], scratch=NUM_SEQUENCES - key)
             context = self.lengths.get(key, 0)
             tokens = torch.randint(256, (count,), generator=self.generator).tolist()
-            pages = self._pages[key][:-(-(context + count) // PAGE_SIZE)]
-            rows.append(Row(key, tokens, context, pages, key + 1, None if key in silent else DRAWS, spec))
+            pages = self._pages[key][: -(-(context + count) // PAGE_SIZE)]
+            rows.append(
+                Row(key, tokens, context, pages, key + 1, None if key in silent else DRAWS, spec)
+            )
         return build_batch(mode, rows)
 
     def advance(self, counts: dict[int, int]) -> None:
@@ -123,20 +168,39 @@ def run(stages: Sequence[DeviceStage], batch: ForwardBatch) -> StageOutput:
 class Twins:
     """The same stages twice, captured and eager, fed the same."""
 
-    def __init__(self, config: dict[str, object], *, cuts: Sequence[int] = (), buckets: Sequence[GraphBucket] = (),
-                 capture_layers: frozenset[int] = frozenset(), device: torch.device = CPU) -> None:
+    def __init__(
+        self,
+        config: dict[str, object],
+        *,
+        cuts: Sequence[int] = (),
+        buckets: Sequence[GraphBucket] = (),
+        capture_layers: frozenset[int] = frozenset(),
+        device: torch.device = CPU,
+    ) -> None:
         model = tiny(config, "float32" if device == CPU else "bfloat16")
         bounds = [0, *cuts, model.facts.num_layers]
         ranges = [LayerRange(start, end) for start, end in pairwise(bounds)]
         self.sequences = Sequences()
-        self.eager = [DeviceStage(model, layers, (), NODES, capture_layers, device) for layers in ranges]
-        self.captured = [DeviceStage(model, layers, buckets or decode_buckets(MAX_ROWS), NODES, capture_layers, device)
-                         for layers in ranges]
+        self.eager = [
+            DeviceStage(model, layers, (), NODES, capture_layers, device) for layers in ranges
+        ]
+        self.captured = [
+            DeviceStage(
+                model, layers, buckets or decode_buckets(MAX_ROWS), NODES, capture_layers, device
+            )
+            for layers in ranges
+        ]
         # Products of another number of rows may be summed in another order there.
         self._tolerance = 0.0 if device == CPU else 0.06
 
-    def step(self, mode: ForwardMode, counts: dict[int, int], *, parents: dict[int, tuple[int, ...]] | None = None,
-             silent: Sequence[int] = ()) -> None:
+    def step(
+        self,
+        mode: ForwardMode,
+        counts: dict[int, int],
+        *,
+        parents: dict[int, tuple[int, ...]] | None = None,
+        silent: Sequence[int] = (),
+    ) -> None:
         """One batch through both; verified nodes do not stay."""
         batch = self.sequences.batch(mode, counts, parents=parents, silent=silent)
         expected, actual = run(self.eager, batch), run(self.captured, batch)

@@ -1,7 +1,9 @@
-"""A device without one: pools whose bytes only copies reach, copies and events that end when the test says so.
+"""A device without one: pools whose bytes only copies reach, copies and events that end when the
+test says so.
 
-Its pools are CPU tensors, but every transport refuses a tensor: a byte that moved has crossed a staging buffer. What is
-to be copied is poisoned until it was, so that whoever reads too early sends nonsense.
+Its pools are CPU tensors, but every transport refuses a tensor: a byte that moved has crossed a
+staging buffer. What is to be copied is poisoned until it was, so that whoever reads too early sends
+nonsense.
 """
 
 from collections import deque
@@ -41,8 +43,8 @@ class HandEvent:
 
 
 class HandCopies:
-    """A `CopyQueue` whose copies run when the test lets them; with `free` by themselves, each after it was asked about
-    once, as on a device nobody waits for."""
+    """A `CopyQueue` whose copies run when the test lets them; with `free` by themselves, each after
+    it was asked about once, as on a device nobody waits for."""
 
     def __init__(self, *, free: bool = True) -> None:
         self.free = free
@@ -91,39 +93,77 @@ class Disguised(Tensor):
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
-        return {"shape": tuple(self.shape), "typestr": "|u1", "data": (self.data_ptr(), False), "version": 3,
-                "strides": None}
+        return {
+            "shape": tuple(self.shape),
+            "typestr": "|u1",
+            "data": (self.data_ptr(), False),
+            "version": 3,
+            "strides": None,
+        }
 
 
 class DisguisedPools(DevicePools):
-    def view(self, layer_id: int, kind: CacheKind, first_index: int, count: int,
-             part: slice | None = None) -> Tensor:
+    def view(
+        self,
+        layer_id: int,
+        kind: CacheKind,
+        first_index: int,
+        count: int,
+        part: slice | None = None,
+    ) -> Tensor:
         return super().view(layer_id, kind, first_index, count, part).as_subclass(Disguised)
 
 
 class DeviceStage:
     """One stage whose pools are on the device: pools, staging, agent, and what it reported."""
 
-    def __init__(self, name: str, transport: Transport, specs: tuple[CacheSpec, ...], *, num_buffers: int = 4,
-                 copies: HandCopies | None = None, page_size: int = 4, num_pages: int = 32, num_slots: int = 8,
-                 buffer_bytes: int = 1 << 14, limits: AgentLimits | None = None, copy_limit_s: float = 10.0,
-                 device: torch.device = HOST, route: Route = Route.PINNED) -> None:
-        """`device`: a real one, whose copies are then its own. With a direct route and no device, the transport is
-        given addresses of host memory as if they were a device's."""
+    def __init__(
+        self,
+        name: str,
+        transport: Transport,
+        specs: tuple[CacheSpec, ...],
+        *,
+        num_buffers: int = 4,
+        copies: HandCopies | None = None,
+        page_size: int = 4,
+        num_pages: int = 32,
+        num_slots: int = 8,
+        buffer_bytes: int = 1 << 14,
+        limits: AgentLimits | None = None,
+        copy_limit_s: float = 10.0,
+        device: torch.device = HOST,
+        route: Route = Route.PINNED,
+    ) -> None:
+        """`device`: a real one, whose copies are then its own. With a direct route and no device,
+        the transport is given addresses of host memory as if they were a device's."""
         num_layers = max(spec.layer_id for spec in specs) + 1
         clock = SystemClock()
         self.specs, self.page_size, self.log = specs, page_size, EventLog()
         self.copies = copies or HandCopies()
-        self.pools = StagePools(PoolGeometry(page_size, num_pages, num_slots, LayerRange(0, num_layers), specs),
-                                device=str(device))
-        self.staging = PinnedStaging(self.copies if device == HOST else CudaCopies(device), num_buffers=num_buffers,
-                                     buffer_bytes=buffer_bytes, pinned=device != HOST)
-        self.transport = DeviceTransport(transport, self.staging, clock, route=route, copy_limit_s=copy_limit_s)
+        self.pools = StagePools(
+            PoolGeometry(page_size, num_pages, num_slots, LayerRange(0, num_layers), specs),
+            device=str(device),
+        )
+        self.staging = PinnedStaging(
+            self.copies if device == HOST else CudaCopies(device),
+            num_buffers=num_buffers,
+            buffer_bytes=buffer_bytes,
+            pinned=device != HOST,
+        )
+        self.transport = DeviceTransport(
+            transport, self.staging, clock, route=route, copy_limit_s=copy_limit_s
+        )
         disguised = route is Route.DIRECT and device == HOST
         memory = DisguisedPools(self.pools) if disguised else DevicePools(self.pools)
-        self.agent = TransferAgent(memory=memory, transport=self.transport, clock=clock,
-                                   incarnation=f"{name}-0", on_event=self.log, limits=limits,
-                                   on_thread_start=self.staging.enter_thread)
+        self.agent = TransferAgent(
+            memory=memory,
+            transport=self.transport,
+            clock=clock,
+            incarnation=f"{name}-0",
+            on_event=self.log,
+            limits=limits,
+            on_thread_start=self.staging.enter_thread,
+        )
         self._nonces = count(1000)
         self.agent.start()
 
@@ -131,25 +171,55 @@ class DeviceStage:
         generator = torch.Generator().manual_seed(seed)
         for spec in self.specs:
             tensor = self.pools.of_kind(spec.kind)[spec.layer_id]
-            data = torch.randint(0, 256, (tensor.numel() * tensor.element_size(),), dtype=torch.uint8,
-                                 generator=generator)
+            data = torch.randint(
+                0,
+                256,
+                (tensor.numel() * tensor.element_size(),),
+                dtype=torch.uint8,
+                generator=generator,
+            )
             tensor.view(-1).view(torch.uint8).copy_(data)
 
     def bytes_of(self, pages: Sequence[int], slot: int = 1) -> list[bytes]:
         """What the records of a request hold, by layer and kind."""
-        return [self.pools.records(spec.layer_id, spec.kind, index, 1).cpu().numpy().tobytes() for spec in self.specs
-                for index in (pages if spec.kind.is_paged else [slot])]
+        return [
+            self.pools.records(spec.layer_id, spec.kind, index, 1).cpu().numpy().tobytes()
+            for spec in self.specs
+            for index in (pages if spec.kind.is_paged else [slot])
+        ]
 
-    def terms(self, page_ids: Sequence[int], num_tokens: int, *, chunk_tokens: int = 8) -> SourceTerms:
-        return SourceTerms("c", "text", self.page_size, num_tokens, chunk_tokens, tuple(page_ids), 1,
-                           (self.agent.endpoint,))
+    def terms(
+        self, page_ids: Sequence[int], num_tokens: int, *, chunk_tokens: int = 8
+    ) -> SourceTerms:
+        return SourceTerms(
+            "c",
+            "text",
+            self.page_size,
+            num_tokens,
+            chunk_tokens,
+            tuple(page_ids),
+            1,
+            (self.agent.endpoint,),
+        )
 
-    def destination(self, source: SourceTerms, page_ids: Sequence[int], *, session_id: str = "s") -> DestinationTerms:
-        return plan_destination(source, session_id=session_id, epoch=0, tag_base=next(self._nonces) << 32,
-                                key=new_key(), page_ids=page_ids, slot_id=1, stages=[self.agent.endpoint],
-                                specs=self.specs)
+    def destination(
+        self, source: SourceTerms, page_ids: Sequence[int], *, session_id: str = "s"
+    ) -> DestinationTerms:
+        return plan_destination(
+            source,
+            session_id=session_id,
+            epoch=0,
+            tag_base=next(self._nonces) << 32,
+            key=new_key(),
+            page_ids=page_ids,
+            slot_id=1,
+            stages=[self.agent.endpoint],
+            specs=self.specs,
+        )
 
-    def open_send(self, source: SourceTerms, destination: DestinationTerms, *, request_key: int = 1) -> None:
+    def open_send(
+        self, source: SourceTerms, destination: DestinationTerms, *, request_key: int = 1
+    ) -> None:
         self.agent.expect_send(request_key, source.num_tokens)
         self.agent.open_send(request_key, source, destination)
 

@@ -1,6 +1,8 @@
-"""A model's stages over one set of backends, and a few steps through them: prompts in chunks, decoding, trees, commits.
+"""A model's stages over one set of backends, and a few steps through them: prompts in chunks,
+decoding, trees, commits.
 
-With the device's backends on CPU tensors (wrappers computed by hand, kernels interpreted) the steps are those of a GPU.
+With the device's backends on CPU tensors (wrappers computed by hand, kernels interpreted) the steps
+are those of a GPU.
 """
 
 from collections.abc import Sequence
@@ -34,7 +36,9 @@ _PAGES = ((3, 1, 7, 5, 9, 11), (2, 8, 4, 6, 10, 12))
 
 
 def device_backends(device: torch.device = HOST) -> DeviceBackends:
-    return DeviceBackends(device, lambda geometry, pools: FakeWrappers(), lambda geometry, pools: FakeLatentWrappers())
+    return DeviceBackends(
+        device, lambda geometry, pools: FakeWrappers(), lambda geometry, pools: FakeLatentWrappers()
+    )
 
 
 @dataclass(frozen=True)
@@ -46,43 +50,95 @@ class Step:
         return build_batch(self.mode, self.rows)
 
 
-def _row(number: int, start: int, count: int, *, draws: bool, parents: tuple[int, ...] = (),
-         accepted: AcceptedNodes | None = None) -> Row:
-    spec = SpecRow(parents, accepted, _TOKENS[number][start + count], num_draft_tokens=MAX_NODES - 1,
-                   scratch=2 - number)
-    return Row(number + 1, _TOKENS[number][start:start + count], start, _PAGES[number], number + 1,
-               _DRAW if draws else None, spec)
+def _row(
+    number: int,
+    start: int,
+    count: int,
+    *,
+    draws: bool,
+    parents: tuple[int, ...] = (),
+    accepted: AcceptedNodes | None = None,
+) -> Row:
+    spec = SpecRow(
+        parents,
+        accepted,
+        _TOKENS[number][start + count],
+        num_draft_tokens=MAX_NODES - 1,
+        scratch=2 - number,
+    )
+    return Row(
+        number + 1,
+        _TOKENS[number][start : start + count],
+        start,
+        _PAGES[number],
+        number + 1,
+        _DRAW if draws else None,
+        spec,
+    )
 
 
 STEPS = (
     Step(ForwardMode.PREFILL, (_row(0, 0, 64, draws=False),)),
     Step(ForwardMode.PREFILL, (_row(0, 64, 17, draws=True), _row(1, 0, 13, draws=True))),
     Step(ForwardMode.DECODE, (_row(0, 81, 1, draws=True), _row(1, 13, 1, draws=True))),
-    Step(ForwardMode.VERIFY, (_row(0, 82, 5, draws=True, parents=(-1, 0, 0, 1, 2)),
-                              _row(1, 14, 3, draws=True, parents=(-1, 0, 1)))),
-    Step(ForwardMode.VERIFY, (_row(0, 85, 3, draws=True, parents=(-1, 0, 0), accepted=AcceptedNodes(82, (0, 2, 4))),
-                              _row(1, 16, 2, draws=True, parents=(-1, 0), accepted=AcceptedNodes(14, (0, 1))))),
-    Step(ForwardMode.VERIFY, (_row(0, 87, 1, draws=True, parents=(-1,), accepted=AcceptedNodes(85, (0, 2))),
-                              _row(1, 17, 1, draws=True, parents=(-1,), accepted=AcceptedNodes(16, (0,))))),
+    Step(
+        ForwardMode.VERIFY,
+        (
+            _row(0, 82, 5, draws=True, parents=(-1, 0, 0, 1, 2)),
+            _row(1, 14, 3, draws=True, parents=(-1, 0, 1)),
+        ),
+    ),
+    Step(
+        ForwardMode.VERIFY,
+        (
+            _row(0, 85, 3, draws=True, parents=(-1, 0, 0), accepted=AcceptedNodes(82, (0, 2, 4))),
+            _row(1, 16, 2, draws=True, parents=(-1, 0), accepted=AcceptedNodes(14, (0, 1))),
+        ),
+    ),
+    Step(
+        ForwardMode.VERIFY,
+        (
+            _row(0, 87, 1, draws=True, parents=(-1,), accepted=AcceptedNodes(85, (0, 2))),
+            _row(1, 17, 1, draws=True, parents=(-1,), accepted=AcceptedNodes(16, (0,))),
+        ),
+    ),
 )
 
 
-def build_stages(description: ModelDescription, backends: Backends, *, cuts: Sequence[int],
-                 capture_layers: frozenset[int] = frozenset()) -> list[StageExecutor]:
+def build_stages(
+    description: ModelDescription,
+    backends: Backends,
+    *,
+    cuts: Sequence[int],
+    capture_layers: frozenset[int] = frozenset(),
+) -> list[StageExecutor]:
     """A model cut before each layer of `cuts`."""
-    return [build_stage(description, backends, LayerRange(start, end), capture_layers=capture_layers)[0]
-            for start, end in pairwise([0, *cuts, description.facts.num_layers])]
+    return [
+        build_stage(description, backends, LayerRange(start, end), capture_layers=capture_layers)[0]
+        for start, end in pairwise([0, *cuts, description.facts.num_layers])
+    ]
 
 
-def build_stage(description: ModelDescription, backends: Backends, layers: LayerRange, *,
-                capture_layers: frozenset[int] = frozenset()) -> tuple[StageExecutor, StagePools]:
+def build_stage(
+    description: ModelDescription,
+    backends: Backends,
+    layers: LayerRange,
+    *,
+    capture_layers: frozenset[int] = frozenset(),
+) -> tuple[StageExecutor, StagePools]:
     """Caches hold NaN, so that a read of what was never written shows."""
     geometry = PoolGeometry(PAGE, NUM_PAGES, NUM_SLOTS, layers, description.cache_specs(PAGE))
     pools = StagePools(geometry, device=str(backends.device), poison=True)
-    runs_on = backends.of_stage(StageCaches.of_layers(pools, layers), description.attention_geometry(PAGE),
-                                description.latent_geometry(PAGE), max_nodes=MAX_NODES, num_scratch=NUM_SCRATCH)
-    model = description.load_stage(layers, numerics=backends.numerics, device=backends.device,
-                                   capture_layers=capture_layers)
+    runs_on = backends.of_stage(
+        StageCaches.of_layers(pools, layers),
+        description.attention_geometry(PAGE),
+        description.latent_geometry(PAGE),
+        max_nodes=MAX_NODES,
+        num_scratch=NUM_SCRATCH,
+    )
+    model = description.load_stage(
+        layers, numerics=backends.numerics, device=backends.device, capture_layers=capture_layers
+    )
     return build_executor(model, runs_on, backends.device, None), pools
 
 
@@ -92,7 +148,9 @@ def logits_of(stages: Sequence[StageExecutor], step: Step) -> Tensor:
     for rank, stage in enumerate(stages):
         if rank:
             packet = pack_batch(1, batch, output)
-            received = unpack_batch(replace(packet, tensors=tuple(tensor.to(HOST) for tensor in packet.tensors)))
+            received = unpack_batch(
+                replace(packet, tensors=tuple(tensor.to(HOST) for tensor in packet.tensors))
+            )
             batch, output = received.batch, received.incoming
         output = stage.run(batch, output)
     assert output.logits is not None

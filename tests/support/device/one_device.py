@@ -1,7 +1,8 @@
-"""A device that computes nothing, to see that nothing mixes devices: torch's `meta`, watched as CUDA would.
+"""A device that computes nothing, to see that nothing mixes devices: torch's `meta`, watched as
+CUDA would.
 
-Reading a meta tensor's values fails, so host code that would wait for the device shows as well. Kernels cannot run
-there; stand-ins look at what they are given.
+Reading a meta tensor's values fails, so host code that would wait for the device shows as well.
+Kernels cannot run there; stand-ins look at what they are given.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,19 +22,29 @@ _INDEXING = ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index
 
 
 class OneDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """CUDA's rule: an operation's tensors are on one device. Copies cross, host scalars go anywhere, and indices may
-    lie on the host. How many tokens each expert got is the one thing that is read back: all went to the first."""
+    """CUDA's rule: an operation's tensors are on one device. Copies cross, host scalars go
+    anywhere, and indices may lie on the host. How many tokens each expert got is the one thing that
+    is read back: all went to the first."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.num_on_device = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (),  # noqa: ANN401
-                           kwargs: Mapping[str, Any] | None = None) -> Any:  # noqa: ANN401
+    def __torch_dispatch__(
+        self,
+        func: Any,  # noqa: ANN401
+        types: Any,  # noqa: ANN401
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401
         name, given = func.name().split(".")[0], (*args, *(kwargs or {}).values())
         if name in _INDEXING:
             given = (given[0], *given[2:])
-        devices = {leaf.device.type for leaf in tree_leaves(given) if isinstance(leaf, Tensor) and leaf.dim()}
+        devices = {
+            leaf.device.type
+            for leaf in tree_leaves(given)
+            if isinstance(leaf, Tensor) and leaf.dim()
+        }
         if name not in _COPIES:
             assert len(devices) < 2, f"{name} mixes {sorted(devices)}"
         self.num_on_device += DEVICE.type in devices

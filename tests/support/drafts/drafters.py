@@ -1,4 +1,5 @@
-"""Drafters that know everything or nothing, to make verification accept or reject what a test wants."""
+"""Drafters that know everything or nothing, to make verification accept or reject what a test
+wants."""
 
 import random
 from collections.abc import Callable, Mapping, Sequence
@@ -40,8 +41,9 @@ TREES = {"tree 4x4/15": Shape(4, 4, 15), "tree 8x5/31": Shape(8, 5, 31)}
 class OracleDrafter:
     """Puts a request's true continuation into every tree, among siblings that are wrong.
 
-    `truth` maps a batch key to the tokens of prompt and answer. With `error_rate` it lets go of the truth at some
-    levels; without truth (`truth` empty) it only guesses. `accepted` notes how many drafted tokens each step accepted.
+    `truth` maps a batch key to the tokens of prompt and answer. With `error_rate` it lets go of the
+    truth at some levels; without truth (`truth` empty) it only guesses. `accepted` notes how many
+    drafted tokens each step accepted.
     """
 
     shape: Shape
@@ -52,7 +54,9 @@ class OracleDrafter:
     accepted: list[int] = field(default_factory=list)
     num_calls: int = 0
 
-    def propose(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> list[TokenTree]:
+    def propose(
+        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]
+    ) -> list[TokenTree]:
         assert isinstance(batch.spec_info, SpecInfo)
         self.num_calls += 1
         trees = []
@@ -61,21 +65,29 @@ class OracleDrafter:
             sampling = batch.sampling[run.row]
             assert sampling is not None
             after = sampling.position + len(run.tokens)
-            truth = list(self.truth.get(batch.request_keys[run.row], ()))[after:after + self.shape.depth]
-            trees.append(self._tree(truth).first(batch.spec_info.rows[run.row].num_draft_tokens or 0))
+            truth = list(self.truth.get(batch.request_keys[run.row], ()))[
+                after : after + self.shape.depth
+            ]
+            trees.append(
+                self._tree(truth).first(batch.spec_info.rows[run.row].num_draft_tokens or 0)
+            )
         return trees
 
     def begin(self, batch: ForwardBatch) -> list[TokenTree]:
         return [TokenTree()] * batch.num_rows
 
     def _tree(self, truth: list[int]) -> TokenTree:
-        """Level by level; the path to follow is a random node of each level, so that siblings precede it."""
+        """Level by level; the path to follow is a random node of each level, so that siblings
+        precede it."""
         tokens: list[int] = []
         parents: list[int] = []
         level, path = [-1], -1
         for depth in range(self.shape.depth):
-            children = [(parent, self.rng.randrange(self.vocab_size)) for parent in level
-                        for _ in range(self.shape.width)][:self.shape.width]
+            children = [
+                (parent, self.rng.randrange(self.vocab_size))
+                for parent in level
+                for _ in range(self.shape.width)
+            ][: self.shape.width]
             place = self.rng.randrange(len(children))
             children[place] = (path, children[place][1])
             if depth < len(truth) and self.rng.random() >= self.error_rate:
@@ -89,7 +101,8 @@ class OracleDrafter:
 
 
 class KnowingModel:
-    """A `DraftModel` with the cache of a real one that knows how one request goes on: `truth` is its prompt and answer.
+    """A `DraftModel` with the cache of a real one that knows how one request goes on: `truth` is
+    its prompt and answer.
 
     Its hidden state is the position of the slot, so that a wrong one predicts a wrong token.
     """
@@ -105,7 +118,9 @@ class KnowingModel:
 
     def forward(self, batch: ForwardBatch, hidden: Tensor, context: ForwardContext) -> Tensor:
         self._model.forward(batch, hidden, context)
-        return torch.zeros_like(hidden).index_fill(1, torch.tensor([0]), 1) * batch.positions[:, None]
+        return (
+            torch.zeros_like(hidden).index_fill(1, torch.tensor([0]), 1) * batch.positions[:, None]
+        )
 
     def logits(self, hidden: Tensor) -> Tensor:
         known = torch.tensor([self._truth[int(position) + 2] for position in hidden[:, 0]])
@@ -115,19 +130,40 @@ class KnowingModel:
         return token_ids
 
 
-def chain_behind(model: DraftModel, specs: Sequence[CacheSpec], prompt: Sequence[int], drawn: int,
-                 hidden: Mapping[int, Tensor]) -> TokenTree:
-    """Four tokens that an `EagleDrafter` proposes behind a prompt and its first token. hidden: [T, H] of the target's
-    layers that the draft reads."""
+def chain_behind(
+    model: DraftModel,
+    specs: Sequence[CacheSpec],
+    prompt: Sequence[int],
+    drawn: int,
+    hidden: Mapping[int, Tensor],
+) -> TokenTree:
+    """Four tokens that an `EagleDrafter` proposes behind a prompt and its first token. hidden: [T,
+    H] of the target's layers that the draft reads."""
     geometry = model.attention_geometry(16)
     assert isinstance(geometry, AttentionGeometry)
     pools = {spec.layer_id: torch.full((8, *spec.record_shape), float("nan")) for spec in specs}
-    attention = DraftAttention.over_kv(CpuAttention(kv_pools=pools, geometry=geometry),
-                                       MultiStepAttention(kv_pools=pools, geometry=geometry), geometry.page_size)
-    batch = build_batch(ForwardMode.PREFILL, [Row(1, prompt, 0, [3, 5], 0, SamplingRow(SamplingParams(), 0),
-                                                  SpecRow(num_draft_tokens=4))])
+    attention = DraftAttention.over_kv(
+        CpuAttention(kv_pools=pools, geometry=geometry),
+        MultiStepAttention(kv_pools=pools, geometry=geometry),
+        geometry.page_size,
+    )
+    batch = build_batch(
+        ForwardMode.PREFILL,
+        [
+            Row(
+                1,
+                prompt,
+                0,
+                [3, 5],
+                0,
+                SamplingRow(SamplingParams(), 0),
+                SpecRow(num_draft_tokens=4),
+            )
+        ],
+    )
     (tree,) = EagleDrafter(model=model, topk=1, steps=4, attention=attention).propose(
-        batch, StageOutput(aux_hidden=dict(hidden)), [Run(0, [0], [DrawnToken(drawn)])])
+        batch, StageOutput(aux_hidden=dict(hidden)), [Run(0, [0], [DrawnToken(drawn)])]
+    )
     return tree
 
 

@@ -1,4 +1,5 @@
-"""Draft trees by hand: grown slot by slot without pages, plans or batches, and held against those of a drafter."""
+"""Draft trees by hand: grown slot by slot without pages, plans or batches, and held against those
+of a drafter."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +21,8 @@ Slot = tuple[int, Tensor, int]  # position, feature, next token
 
 
 class TreeOracle:
-    """A draft by its formulas; `layers` are the target's whose outputs, side by side, are a slot's feature."""
+    """A draft by its formulas; `layers` are the target's whose outputs, side by side, are a slot's
+    feature."""
 
     layers: tuple[int, ...]
 
@@ -28,7 +30,9 @@ class TreeOracle:
         """What a slot reads in the place of an earlier step's hidden state."""
         raise NotImplementedError
 
-    def step(self, token: int, hidden: Tensor, position: int, cached: Cached) -> tuple[Tensor, Cached]:
+    def step(
+        self, token: int, hidden: Tensor, position: int, cached: Cached
+    ) -> tuple[Tensor, Cached]:
         """One slot after those in `cached`; returns its hidden state and the longer cache."""
         raise NotImplementedError
 
@@ -36,7 +40,9 @@ class TreeOracle:
         """[vocab] of the token after the next."""
         raise NotImplementedError
 
-    def tree(self, features: Sequence[Tensor], tokens: Sequence[int], start: int, shape: Shape) -> TokenTree:
+    def tree(
+        self, features: Sequence[Tensor], tokens: Sequence[int], start: int, shape: Shape
+    ) -> TokenTree:
         """The tree after slots of these features and next tokens, at positions from `start` on."""
         cached: Cached = []
         hidden = torch.empty(0)
@@ -45,7 +51,8 @@ class TreeOracle:
         return self.tree_behind(hidden, cached, start + len(tokens), shape)
 
     def tree_behind(self, hidden: Tensor, cached: Cached, position: int, shape: Shape) -> TokenTree:
-        """The tree at that position, after a slot of this hidden state, whose own part is the last of `cached`."""
+        """The tree at that position, after a slot of this hidden state, whose own part is the last
+        of `cached`."""
         # (score, created, token, parent, hidden it was predicted from, cache before it)
         found: list[tuple[float, int, int, int, Tensor, Cached]] = []
         frontier = self._children(found, -1, 0.0, hidden, cached, shape.width)
@@ -56,13 +63,24 @@ class TreeOracle:
                 depth = len(cache) - len(cached)
                 after, longer = self.step(token, before, position + depth, cache)
                 grown += self._children(found, node, score, after, longer, shape.width)
-            frontier = sorted(grown, key=lambda node: (-found[node][0], node))[:shape.width]
-        best = sorted(sorted(range(len(found)), key=lambda node: (-found[node][0], node))[:shape.nodes])
+            frontier = sorted(grown, key=lambda node: (-found[node][0], node))[: shape.width]
+        best = sorted(
+            sorted(range(len(found)), key=lambda node: (-found[node][0], node))[: shape.nodes]
+        )
         place = {old: new for new, old in enumerate(best)} | {-1: -1}
-        return TokenTree(tuple(found[node][2] for node in best), tuple(place[found[node][3]] for node in best))
+        return TokenTree(
+            tuple(found[node][2] for node in best), tuple(place[found[node][3]] for node in best)
+        )
 
-    def _children(self, found: list[tuple[float, int, int, int, Tensor, Cached]], parent: int,
-                  score: float, hidden: Tensor, cached: Cached, width: int) -> list[int]:
+    def _children(
+        self,
+        found: list[tuple[float, int, int, int, Tensor, Cached]],
+        parent: int,
+        score: float,
+        hidden: Tensor,
+        cached: Cached,
+        width: int,
+    ) -> list[int]:
         values, tokens = self.log_p(hidden).topk(width)
         first = len(found)
         for value, token in zip(values.tolist(), tokens.tolist(), strict=True):
@@ -72,21 +90,27 @@ class TreeOracle:
 
 @dataclass
 class CheckedDrafter:
-    """A drafter of which every fourth tree is compared with the oracle's, grown from all the slots of the request.
+    """A drafter of which every fourth tree is compared with the oracle's, grown from all the slots
+    of the request.
 
-    Trees may differ where two candidates score alike but for rounding; `num_equal` of `num_trees` were the same.
+    Trees may differ where two candidates score alike but for rounding; `num_equal` of `num_trees`
+    were the same.
     """
 
     drafter: Drafter
     oracle: TreeOracle
     shape: Shape
     slots: dict[int, list[Slot]] = field(default_factory=dict)
-    known: dict[int, list[tuple[Slot, Tensor, Kept]]] = field(default_factory=dict)  # hidden states of slots so far
+    known: dict[int, list[tuple[Slot, Tensor, Kept]]] = field(
+        default_factory=dict
+    )  # hidden states of slots so far
     num_calls: int = 0
     num_trees: int = 0
     num_equal: int = 0
 
-    def propose(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> list[TokenTree]:
+    def propose(
+        self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]
+    ) -> list[TokenTree]:
         trees = self.drafter.propose(batch, output, runs)
         assert isinstance(batch.spec_info, SpecInfo)
         self._follow(batch, output, {run.row: run for run in runs})
@@ -104,11 +128,18 @@ class CheckedDrafter:
     def _expected(self, key: int) -> TokenTree:
         """The oracle goes on behind the slots that it knows of the request's last tree."""
         slots, known = self.slots[key], self.known.get(key, [])
-        known = [each for slot, each in takewhile(lambda pair: pair[0] is pair[1][0], zip(slots, known, strict=False))]
+        known = [
+            each
+            for slot, each in takewhile(
+                lambda pair: pair[0] is pair[1][0], zip(slots, known, strict=False)
+            )
+        ]
         cached = [kept for *_, kept in known]
-        for slot in slots[len(known):]:
+        for slot in slots[len(known) :]:
             position, feature, token = slot
-            hidden, cached = self.oracle.step(token, self.oracle.first_hidden(feature), position, cached)
+            hidden, cached = self.oracle.step(
+                token, self.oracle.first_hidden(feature), position, cached
+            )
             known.append((slot, hidden, cached[-1]))
         self.known[key] = known
         (position, _, _), hidden, _ = known[-1]
@@ -121,17 +152,24 @@ class CheckedDrafter:
         assert isinstance(batch.spec_info, SpecInfo)
         features = torch.cat([output.aux_hidden[layer_id] for layer_id in self.oracle.layers], -1)
         tokens, first = batch.spec_info.token_ids.tolist(), 0
-        for row, (key, length, start) in enumerate(zip(batch.request_keys, batch.query_lens, batch.context_lens,
-                                                       strict=True)):
+        for row, (key, length, start) in enumerate(
+            zip(batch.request_keys, batch.query_lens, batch.context_lens, strict=True)
+        ):
             run, spec = runs.get(row), batch.spec_info.rows[row]
             verified = run is not None and batch.mode is ForwardMode.VERIFY
             nodes = list(run.accepted) if run is not None and verified else list(range(length))
             following = [tokens[first + node] for node in nodes[1:]]
-            following.append(run.tokens[-1].token_id if run is not None else spec.next_token_id or 0)
-            kept = [slot for slot in self.slots.get(key, []) if slot[0] < start]  # a replay begins again
+            following.append(
+                run.tokens[-1].token_id if run is not None else spec.next_token_id or 0
+            )
+            kept = [
+                slot for slot in self.slots.get(key, []) if slot[0] < start
+            ]  # a replay begins again
             if start < spec.draft_start or spec.num_draft_tokens is None:
                 kept, nodes, following = [], [], []
             kept = [slot for slot in kept if slot[0] >= spec.draft_start]
-            self.slots[key] = kept + [(start + depth, features[first + node], token)
-                                      for depth, (node, token) in enumerate(zip(nodes, following, strict=True))]
+            self.slots[key] = kept + [
+                (start + depth, features[first + node], token)
+                for depth, (node, token) in enumerate(zip(nodes, following, strict=True))
+            ]
             first += length

@@ -16,7 +16,8 @@ LAYER = 3
 
 @dataclass
 class Prompt:
-    """One request's projected tokens, ready to be fed in any cut. q [n, heads, D]; k, v [n, kv heads, D]."""
+    """One request's projected tokens, ready to be fed in any cut. q [n, heads, D]; k, v [n, kv
+    heads, D]."""
 
     q: Tensor
     k: Tensor
@@ -29,28 +30,50 @@ class Prompt:
         return torch.cat(self.out)
 
 
-def make_prompt(num_tokens: int, geometry: AttentionGeometry, *, pages: Sequence[int], seed: int,
-                dtype: torch.dtype = torch.float32) -> Prompt:
+def make_prompt(
+    num_tokens: int,
+    geometry: AttentionGeometry,
+    *,
+    pages: Sequence[int],
+    seed: int,
+    dtype: torch.dtype = torch.float32,
+) -> Prompt:
     generator = torch.Generator().manual_seed(seed)
 
     def draw(heads: int) -> Tensor:
         return torch.randn(num_tokens, heads, geometry.head_dim, generator=generator).to(dtype)
 
-    return Prompt(draw(geometry.num_heads), draw(geometry.num_kv_heads), draw(geometry.num_kv_heads), tuple(pages))
+    return Prompt(
+        draw(geometry.num_heads),
+        draw(geometry.num_kv_heads),
+        draw(geometry.num_kv_heads),
+        tuple(pages),
+    )
 
 
-def feed(backend: AttentionBackend, mode: ForwardMode, *parts: tuple[Prompt, int], table_width: int = 0,
-         trees: Sequence[tuple[int, ...]] | None = None) -> Tensor:
-    """One forward: the next tokens of each prompt, as many as stated; `trees`: their parents. Outputs are also kept on
-    the prompts."""
+def feed(
+    backend: AttentionBackend,
+    mode: ForwardMode,
+    *parts: tuple[Prompt, int],
+    table_width: int = 0,
+    trees: Sequence[tuple[int, ...]] | None = None,
+) -> Tensor:
+    """One forward: the next tokens of each prompt, as many as stated; `trees`: their parents.
+    Outputs are also kept on the prompts."""
     rows = [Row(count, prompt.fed, prompt.pages) for prompt, count in parts]
     spec_info = None if trees is None else tree_info(*trees)
     batch = make_batch(mode, rows, table_width=table_width, spec_info=spec_info)
     backend.plan(batch)
-    q, k, v = (torch.cat([getattr(prompt, name)[prompt.fed : prompt.fed + count] for prompt, count in parts])
-               for name in ("q", "k", "v"))
+    q, k, v = (
+        torch.cat(
+            [getattr(prompt, name)[prompt.fed : prompt.fed + count] for prompt, count in parts]
+        )
+        for name in ("q", "k", "v")
+    )
     out = backend.run(LAYER, q, k, v, batch)
-    for (prompt, count), piece in zip(parts, torch.split(out, [count for _, count in parts]), strict=True):
+    for (prompt, count), piece in zip(
+        parts, torch.split(out, [count for _, count in parts]), strict=True
+    ):
         prompt.fed += count
         prompt.out.append(piece)
     return out
@@ -58,7 +81,10 @@ def feed(backend: AttentionBackend, mode: ForwardMode, *parts: tuple[Prompt, int
 
 def tree_info(*trees: tuple[int, ...]) -> SpecInfo:
     """A batch's trees, by the parents of each row's nodes."""
-    return SpecInfo(torch.zeros(sum(map(len, trees)), dtype=torch.long), tuple(SpecRow(parents) for parents in trees))
+    return SpecInfo(
+        torch.zeros(sum(map(len, trees)), dtype=torch.long),
+        tuple(SpecRow(parents) for parents in trees),
+    )
 
 
 def dense(prompt: Prompt, geometry: AttentionGeometry, *, visible: Tensor | None = None) -> Tensor:
@@ -71,7 +97,9 @@ def dense(prompt: Prompt, geometry: AttentionGeometry, *, visible: Tensor | None
     return (scores.masked_fill(~mask, float("-inf")).softmax(-1) @ v).transpose(0, 1)
 
 
-def poisoned_pool(num_pages: int, geometry: AttentionGeometry, dtype: torch.dtype = torch.float32) -> Tensor:
+def poisoned_pool(
+    num_pages: int, geometry: AttentionGeometry, dtype: torch.dtype = torch.float32
+) -> Tensor:
     """A KV tensor in which every byte that was never written is NaN."""
     shape = (num_pages, 2, geometry.num_kv_heads, geometry.page_size, geometry.head_dim)
     return torch.full(shape, float("nan"), dtype=dtype)

@@ -1,4 +1,5 @@
-"""The simplest attention backend that keeps the contract: one token, one head at a time, straight from the pool."""
+"""The simplest attention backend that keeps the contract: one token, one head at a time, straight
+from the pool."""
 
 from dataclasses import dataclass
 
@@ -29,12 +30,20 @@ class DenseAttention:
 
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
         own, seen = [], []
-        for row, (query_len, context_len) in enumerate(zip(batch.query_lens, batch.context_lens, strict=True)):
-            places = [divmod(key, self._geometry.page_size) for key in range(context_len + query_len)]
+        for row, (query_len, context_len) in enumerate(
+            zip(batch.query_lens, batch.context_lens, strict=True)
+        ):
+            places = [
+                divmod(key, self._geometry.page_size) for key in range(context_len + query_len)
+            ]
             cells = [(int(batch.page_tables[row, page]), offset) for page, offset in places]
             for token in range(query_len):
                 own.append(cells[context_len + token])
-                seen.append(tuple(cell for key, cell in enumerate(cells) if self._sees(batch, row, token, key)))
+                seen.append(
+                    tuple(
+                        cell for key, cell in enumerate(cells) if self._sees(batch, row, token, key)
+                    )
+                )
         plan = _Rows(batch.num_rows, tuple(own), tuple(seen))
         batch.mark_forward_metadata_ready(self, plan=plan, replan_equivalent=replan_equivalent)
 
@@ -57,7 +66,9 @@ class DenseAttention:
             keys, values = pool[pages, 0, :, offsets].double(), pool[pages, 1, :, offsets].double()
             for head in range(geometry.num_heads):
                 kv_head = head // (geometry.num_heads // geometry.num_kv_heads)
-                weights = torch.softmax(keys[:, kv_head] @ q[token, head].double() * geometry.scale, 0)
+                weights = torch.softmax(
+                    keys[:, kv_head] @ q[token, head].double() * geometry.scale, 0
+                )
                 out[token, head] = weights @ values[:, kv_head]
         return out
 

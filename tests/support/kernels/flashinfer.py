@@ -1,8 +1,8 @@
 """FlashInfer's wrappers by their documentation, computed row by row in fp64.
 
-Like the real ones they keep the schedule of the last plan only and are silent about it; and they insist on lengths that
-lie on the host. Those made for graphs keep it in buffers of a fixed size, and a run reads nothing else: so a run that
-is started again behaves as a replay does.
+Like the real ones they keep the schedule of the last plan only and are silent about it; and they
+insist on lengths that lie on the host. Those made for graphs keep it in buffers of a fixed size,
+and a run reads nothing else: so a run that is started again behaves as a replay does.
 """
 
 import math
@@ -33,12 +33,15 @@ class _Frozen:
 
 def _host(*tensors: Tensor) -> list[list[int]]:
     for tensor in tensors:
-        assert (tensor.dtype, tensor.device.type) == (torch.int32, "cpu"), "lengths are int32 on the CPU"
+        assert (tensor.dtype, tensor.device.type) == (torch.int32, "cpu"), (
+            "lengths are int32 on the CPU"
+        )
     return [tensor.tolist() for tensor in tensors]
 
 
 class _Paged:
-    """`buffers` of a wrapper without graphs are replaced by every plan, those of one with graphs never."""
+    """`buffers` of a wrapper without graphs are replaced by every plan, those of one with graphs
+    never."""
 
     def __init__(self, graph: GraphSizes | None) -> None:
         self.graph = graph
@@ -47,9 +50,16 @@ class _Paged:
         self.num_rows_planned: int | None = None
         self.buffers: dict[str, Tensor] = {}
         if graph is not None:
-            counts = {"qo_indptr": graph.num_rows + 1, "indptr": graph.num_rows + 1, "indices": graph.num_pages,
-                      "last_page_len": graph.num_rows, "mask_indptr": graph.num_rows + 1}
-            self.buffers = {name: torch.zeros(count, dtype=torch.int32) for name, count in counts.items()}
+            counts = {
+                "qo_indptr": graph.num_rows + 1,
+                "indptr": graph.num_rows + 1,
+                "indices": graph.num_pages,
+                "last_page_len": graph.num_rows,
+                "mask_indptr": graph.num_rows + 1,
+            }
+            self.buffers = {
+                name: torch.zeros(count, dtype=torch.int32) for name, count in counts.items()
+            }
             self.buffers["mask"] = torch.zeros(graph.mask_bytes, dtype=torch.uint8)
 
     @property
@@ -62,16 +72,20 @@ class _Paged:
         if self.graph is None:
             self.frozen, self.buffers = frozen, values
         else:
-            assert len(queries) == self.graph.num_rows + 1, "the rows of a captured wrapper are fixed"
+            assert len(queries) == self.graph.num_rows + 1, (
+                "the rows of a captured wrapper are fixed"
+            )
             assert self.frozen in (None, frozen), "a captured run keeps what it was captured with"
             self.num_rows_planned = self.num_rows_planned or queries[-1]
             assert queries[-1] <= self.num_rows_planned, "no more queries than at the first plan"
             assert len(values["indices"]) <= self.graph.num_pages
             assert len(mask) <= self.graph.mask_bytes
-            assert bool(self.graph.mask_bytes) is not (frozen.causal or frozen.sees_all), "a mask needs its buffers"
+            assert bool(self.graph.mask_bytes) is not (frozen.causal or frozen.sees_all), (
+                "a mask needs its buffers"
+            )
             self.frozen = frozen
             for name, value in values.items():
-                self.buffers[name][:len(value)] = value
+                self.buffers[name][: len(value)] = value
         self.num_plans += 1
 
     def run(self, q: Tensor, paged_kv_cache: Tensor) -> Tensor:
@@ -88,7 +102,10 @@ class _Paged:
         return out, sums
 
     def _attend(self, q: Tensor, cache: Tensor, out: Tensor, sums: Tensor | None = None) -> None:
-        frozen, held = self.frozen, {name: value.tolist() for name, value in self.buffers.items() if name != "mask"}
+        frozen, held = (
+            self.frozen,
+            {name: value.tolist() for name, value in self.buffers.items() if name != "mask"},
+        )
         assert frozen is not None
         assert self.graph is not None or len(q) == held["qo_indptr"][-1]
         share = q.shape[1] // cache.shape[2]
@@ -100,8 +117,9 @@ class _Paged:
                 keys, values = entries.repeat_interleave(share, 1)
                 visible = self._visible(row, stop - first, length)
                 # Values that nobody sees are not read at all.
-                scores = (q[first:stop].double().transpose(0, 1) @ keys.transpose(1, 2) * frozen.scale).masked_fill(
-                    ~visible, float("-inf"))
+                scores = (
+                    q[first:stop].double().transpose(0, 1) @ keys.transpose(1, 2) * frozen.scale
+                ).masked_fill(~visible, float("-inf"))
                 weights = scores.softmax(-1)
                 if sums is not None:
                     sums[first:stop] = (scores.logsumexp(-1) / math.log(2)).t().float()
@@ -118,15 +136,24 @@ class _Paged:
         else:
             start = self.buffers["mask_indptr"][row]
             packed = self.buffers["mask"][start : start + -(-count * length // 8)].numpy()
-            bits = np.unpackbits(packed, bitorder="little")[:count * length]
+            bits = np.unpackbits(packed, bitorder="little")[: count * length]
             visible = torch.from_numpy(bits.astype(bool)).view(count, length)
         if frozen.window >= 0:
-            visible = visible & torch.ones(count, length, dtype=torch.bool).triu(length - count - frozen.window)
+            visible = visible & torch.ones(count, length, dtype=torch.bool).triu(
+                length - count - frozen.window
+            )
         return visible
 
 
-def partial_results(num_heads: int, num_kv_heads: int, head_dim: int, *, num_rows: int, num_tokens: int,
-                    is_captured: bool) -> int:
+def partial_results(
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    num_rows: int,
+    num_tokens: int,
+    is_captured: bool,
+) -> int:
     """Bytes that FlashInfer's scheduler for ragged rows sets aside where it may share out keys."""
     share, places = num_heads // num_kv_heads, _CTAS // num_kv_heads
     if not is_captured:
@@ -139,40 +166,96 @@ def partial_results(num_heads: int, num_kv_heads: int, head_dim: int, *, num_row
 
 
 class FakeDecode(_Paged):
-    def plan(self, indptr: Tensor, indices: Tensor, last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int,
-             head_dim: int, page_size: int, *, sm_scale: float, window_left: int, q_data_type: torch.dtype,
-             kv_data_type: torch.dtype, disable_split_kv: bool) -> None:
+    def plan(
+        self,
+        indptr: Tensor,
+        indices: Tensor,
+        last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        *,
+        sm_scale: float,
+        window_left: int,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+        disable_split_kv: bool,
+    ) -> None:
         _host(last_page_len)
         frozen = _Frozen(page_size, sm_scale, window_left, causal=True, splits=not disable_split_kv)
-        self._store(frozen, qo_indptr=torch.arange(len(indptr), dtype=torch.int32), indptr=indptr, indices=indices,
-                    last_page_len=last_page_len, mask=torch.empty(0, dtype=torch.uint8))
+        self._store(
+            frozen,
+            qo_indptr=torch.arange(len(indptr), dtype=torch.int32),
+            indptr=indptr,
+            indices=indices,
+            last_page_len=last_page_len,
+            mask=torch.empty(0, dtype=torch.uint8),
+        )
 
 
 class FakeRagged(_Paged):
-    def plan(self, qo_indptr: Tensor, paged_kv_indptr: Tensor, paged_kv_indices: Tensor,
-             paged_kv_last_page_len: Tensor, num_qo_heads: int, num_kv_heads: int, head_dim_qk: int, page_size: int, *,
-             custom_mask: Tensor | None, causal: bool, sm_scale: float, window_left: int, q_data_type: torch.dtype,
-             kv_data_type: torch.dtype, disable_split_kv: bool) -> None:
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        paged_kv_indptr: Tensor,
+        paged_kv_indices: Tensor,
+        paged_kv_last_page_len: Tensor,
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim_qk: int,
+        page_size: int,
+        *,
+        custom_mask: Tensor | None,
+        causal: bool,
+        sm_scale: float,
+        window_left: int,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+        disable_split_kv: bool,
+    ) -> None:
         assert not (causal and custom_mask is not None)
         starts, last = _host(paged_kv_indptr, paged_kv_last_page_len)
         counts = [stop - start for start, stop in pairwise(qo_indptr.tolist())]
-        sizes = [count * ((stop - start - 1) * page_size + tail)
-                 for count, (start, stop), tail in zip(counts, pairwise(starts), last, strict=True)]
+        sizes = [
+            count * ((stop - start - 1) * page_size + tail)
+            for count, (start, stop), tail in zip(counts, pairwise(starts), last, strict=True)
+        ]
         packed, mask_indptr = [np.empty(0, np.uint8)], [0]
         if custom_mask is not None:
             assert len(custom_mask) == sum(sizes)
-            packed += [np.packbits(part.numpy(), bitorder="little") for part in torch.split(custom_mask, sizes)]
+            packed += [
+                np.packbits(part.numpy(), bitorder="little")
+                for part in torch.split(custom_mask, sizes)
+            ]
             mask_indptr = np.cumsum([len(part) for part in packed]).tolist()
-        self._store(_Frozen(page_size, sm_scale, window_left, causal=causal, splits=not disable_split_kv,
-                            sees_all=not causal and custom_mask is None),
-                    qo_indptr=qo_indptr, indptr=paged_kv_indptr, indices=paged_kv_indices,
-                    last_page_len=paged_kv_last_page_len, mask=torch.from_numpy(np.concatenate(packed)),
-                    mask_indptr=torch.tensor(mask_indptr, dtype=torch.int32))
+        self._store(
+            _Frozen(
+                page_size,
+                sm_scale,
+                window_left,
+                causal=causal,
+                splits=not disable_split_kv,
+                sees_all=not causal and custom_mask is None,
+            ),
+            qo_indptr=qo_indptr,
+            indptr=paged_kv_indptr,
+            indices=paged_kv_indices,
+            last_page_len=paged_kv_last_page_len,
+            mask=torch.from_numpy(np.concatenate(packed)),
+            mask_indptr=torch.tensor(mask_indptr, dtype=torch.int32),
+        )
         if not disable_split_kv:
             captured = self.graph is not None
             num_tokens = (self.num_rows_planned or 0) if captured else sum(counts)
-            needed = partial_results(num_qo_heads, num_kv_heads, head_dim_qk, num_rows=len(counts),
-                                     num_tokens=num_tokens, is_captured=captured)
+            needed = partial_results(
+                num_qo_heads,
+                num_kv_heads,
+                head_dim_qk,
+                num_rows=len(counts),
+                num_tokens=num_tokens,
+                is_captured=captured,
+            )
             room = max(WORKSPACE_BYTES, 0 if self.graph is None else self.graph.partial_bytes)
             assert needed <= room, f"no room for {needed} bytes of partial results in {room}"
 

@@ -1,7 +1,7 @@
 """FlashInfer's wrapper for compressed keys by its documentation, computed row by row in fp64.
 
-Like the real one it keeps the schedule of its last plan only, is silent about it, and insists on lengths that lie on
-the host.
+Like the real one it keeps the schedule of its last plan only, is silent about it, and insists on
+lengths that lie on the host.
 """
 
 from dataclasses import dataclass, field
@@ -15,15 +15,31 @@ from torch import Tensor
 class FakeLatent:
     num_plans: int = 0
 
-    def plan(self, qo_indptr: Tensor, kv_indptr: Tensor, kv_indices: Tensor, kv_len_arr: Tensor, num_heads: int,
-             head_dim_ckv: int, head_dim_kpe: int, page_size: int, causal: bool, sm_scale: float,  # noqa: FBT001
-             q_data_type: torch.dtype, kv_data_type: torch.dtype) -> None:
+    def plan(
+        self,
+        qo_indptr: Tensor,
+        kv_indptr: Tensor,
+        kv_indices: Tensor,
+        kv_len_arr: Tensor,
+        num_heads: int,
+        head_dim_ckv: int,
+        head_dim_kpe: int,
+        page_size: int,
+        causal: bool,  # noqa: FBT001
+        sm_scale: float,
+        q_data_type: torch.dtype,
+        kv_data_type: torch.dtype,
+    ) -> None:
         for tensor in (qo_indptr, kv_indptr, kv_len_arr):
-            assert (tensor.dtype, tensor.device.type) == (torch.int32, "cpu"), "lengths are int32 on the CPU"
+            assert (tensor.dtype, tensor.device.type) == (torch.int32, "cpu"), (
+                "lengths are int32 on the CPU"
+            )
         assert kv_indices.dtype == torch.int32
         assert causal
         self.queries = list(pairwise(qo_indptr.tolist()))
-        self.pages = [kv_indices[start:stop].tolist() for start, stop in pairwise(kv_indptr.tolist())]
+        self.pages = [
+            kv_indices[start:stop].tolist() for start, stop in pairwise(kv_indptr.tolist())
+        ]
         self.lengths, self.scale = kv_len_arr.tolist(), sm_scale
         self.shape = (num_heads, head_dim_ckv, head_dim_kpe, page_size)
         self.dtypes = (q_data_type, kv_data_type)
@@ -35,8 +51,12 @@ class FakeLatent:
         assert all(tensor.stride(-1) == 1 for tensor in (q_nope, q_pe, ckv_cache, kpe_cache))
         assert self.queries[-1][1] == len(q_nope)
         out = torch.full_like(q_nope, float("nan"))
-        for (first, stop), pages, length in zip(self.queries, self.pages, self.lengths, strict=True):
-            latents, ropes = (cache[pages].flatten(0, 1)[:length].double() for cache in (ckv_cache, kpe_cache))
+        for (first, stop), pages, length in zip(
+            self.queries, self.pages, self.lengths, strict=True
+        ):
+            latents, ropes = (
+                cache[pages].flatten(0, 1)[:length].double() for cache in (ckv_cache, kpe_cache)
+            )
             assert 0 < length <= len(pages) * ckv_cache.shape[1]
             scores = q_nope[first:stop].double() @ latents.T + q_pe[first:stop].double() @ ropes.T
             seen = torch.ones(stop - first, length, dtype=torch.bool).tril(length - (stop - first))

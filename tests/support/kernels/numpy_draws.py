@@ -1,4 +1,5 @@
-"""Draws from one row of logits by numpy: what the kernel of `engine.kernels.host.tokens.sampling` is held against."""
+"""Draws from one row of logits by numpy: what the kernel of `engine.kernels.host.tokens.sampling`
+is held against."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,12 +21,16 @@ def drawn(logits: Floats, params: SamplingParams, position: int) -> int:
 
 
 def filtered(logits: Floats, params: SamplingParams) -> tuple[Ids, Floats]:
-    """Ids [n], ascending, and weights [n] of the tokens that may be drawn; the weights need not sum to 1.
+    """Ids [n], ascending, and weights [n] of the tokens that may be drawn; the weights need not sum
+    to 1.
 
-    Temperature, then top-k, then top-p of what top-k left, then min-p; equal weights stay in the order of their ids,
-    so exactly k tokens pass top-k. `params.temperature` is above 0 and the largest of `logits` finite.
+    Temperature, then top-k, then top-p of what top-k left, then min-p; equal weights stay in the
+    order of their ids, so exactly k tokens pass top-k. `params.temperature` is above 0 and the
+    largest of `logits` finite.
     """
-    with np.errstate(over="ignore"):  # a tiny temperature sends everything but the best to minus infinity
+    with np.errstate(
+        over="ignore"
+    ):  # a tiny temperature sends everything but the best to minus infinity
         weights = np.exp((logits - logits.max()) / params.temperature)
     ids = np.arange(len(weights), dtype=np.int64)
     if 0 < params.top_k < len(weights):
@@ -43,15 +48,16 @@ def _highest(values: Floats, count: int) -> Ids:
 
 
 def _nucleus_size(weights: Floats, top_p: float) -> int:
-    """How many of the largest weights it takes to hold a share of at least `top_p`; at least one."""
+    """How many of the largest weights it takes to hold a share of at least `top_p`; at least
+    one."""
     return int(np.searchsorted(np.cumsum(np.sort(weights)[::-1]), top_p * float(weights.sum()))) + 1
 
 
 def _inverse(weights: Floats, point: float) -> int:
     """The first index whose cumulative share exceeds `point`.
 
-    The largest weight is 1 and `point` at most 1 - 2**-53, so the product below stays under the total when rounded,
-    and the index found has weight.
+    The largest weight is 1 and `point` at most 1 - 2**-53, so the product below stays under the
+    total when rounded, and the index found has weight.
     """
     sums = weights.cumsum()
     return int(sums.searchsorted(point * sums[-1], side="right"))

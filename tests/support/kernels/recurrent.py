@@ -17,15 +17,27 @@ NUM_SLOTS = 8
 class Tokens:
     """One request's inputs to both operations, with what came out so far."""
 
-    def __init__(self, num_tokens: int, *, seed: int, slot: int, by_channel: bool = False,
-                 dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self,
+        num_tokens: int,
+        *,
+        seed: int,
+        slot: int,
+        by_channel: bool = False,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         generator = torch.Generator().manual_seed(seed)
 
         def draw(*shape: int) -> Tensor:
             return torch.randn(num_tokens, *shape, generator=generator)
 
-        self.inputs = (draw(K_HEADS, K_DIM).to(dtype), draw(K_HEADS, K_DIM).to(dtype), draw(V_HEADS, V_DIM).to(dtype),
-                       -draw(V_HEADS, *[K_DIM] * by_channel).abs() * 0.3, draw(V_HEADS).sigmoid())
+        self.inputs = (
+            draw(K_HEADS, K_DIM).to(dtype),
+            draw(K_HEADS, K_DIM).to(dtype),
+            draw(V_HEADS, V_DIM).to(dtype),
+            -draw(V_HEADS, *[K_DIM] * by_channel).abs() * 0.3,
+            draw(V_HEADS).sigmoid(),
+        )
         self.x = draw(CHANNELS).to(dtype)
         self.slot, self.fed = slot, 0
         self.conv: list[Tensor] = []
@@ -38,8 +50,10 @@ WEIGHT = torch.randn(CHANNELS, KERNEL, generator=torch.Generator().manual_seed(9
 def feed(recurrent: RecurrentBackend, mode: ForwardMode, *parts: tuple[Tokens, int]) -> None:
     batch = make_batch(mode, [Row(count, tokens.fed, slot=tokens.slot) for tokens, count in parts])
     x = torch.cat([tokens.x[tokens.fed : tokens.fed + count] for tokens, count in parts])
-    q, k, v, g, beta = (torch.cat([tokens.inputs[i][tokens.fed : tokens.fed + count] for tokens, count in parts])
-                        for i in range(5))
+    q, k, v, g, beta = (
+        torch.cat([tokens.inputs[i][tokens.fed : tokens.fed + count] for tokens, count in parts])
+        for i in range(5)
+    )
     conv = recurrent.causal_conv(LAYER, x, WEIGHT, batch)
     out = recurrent.gated_delta_rule(LAYER, q, k, v, g, beta, batch)
     counts = [count for _, count in parts]

@@ -15,7 +15,8 @@ LONG_S = 60.0  # nothing here is about time
 
 
 def wait_long_for_masks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A machine that stands still for a second makes no grammar too slow. Tests of that limit bring their own."""
+    """A machine that stands still for a second makes no grammar too slow. Tests of that limit bring
+    their own."""
     monkeypatch.setattr(process, "ANSWER_S", LONG_S)
     monkeypatch.setattr(process, "COMPILE_WALL_S", LONG_S)
     monkeypatch.setattr("engine.sampling.guided.STEP_WAIT_S", LONG_S)
@@ -29,7 +30,9 @@ def allowed_after(text: GuidedText, kept: int, token_ids: Sequence[int]) -> NDAr
     return unpacked(job.masks[()], VOCAB_SIZE)
 
 
-def fresh_after(grammars: Grammars, grammar: Grammar, token_ids: Sequence[int]) -> NDArray[np.bool_]:
+def fresh_after(
+    grammars: Grammars, grammar: Grammar, token_ids: Sequence[int]
+) -> NDArray[np.bool_]:
     """Of a text of its own."""
     text = grammars.open(grammar)
     try:

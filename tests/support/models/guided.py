@@ -1,4 +1,5 @@
-"""A tokenizer of 256 tokens for the tiny checkpoints: a printable character's id is its code point."""
+"""A tokenizer of 256 tokens for the tiny checkpoints: a printable character's id is its code
+point."""
 
 from pathlib import Path
 
@@ -12,7 +13,9 @@ def write_character_tokenizer(folder: Path) -> None:
     """`tokenizer.json` of a byte-level BPE without merges."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
-    vocabulary = {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
+    vocabulary = {chr(byte): byte for byte in printable} | {
+        chr(256 + i): byte for i, byte in enumerate(others)
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

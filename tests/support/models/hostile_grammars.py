@@ -15,13 +15,25 @@ def regex(text: str) -> Grammar:
 
 def never_compiled(name: str = "") -> Grammar:
     """250 bytes whose product of automata has millions of states."""
-    return schema({"title": name, "allOf": [{"type": "integer", "multipleOf": prime}
-                                            for prime in (7, 11, 13, 17, 19, 23)]})
+    return schema(
+        {
+            "title": name,
+            "allOf": [
+                {"type": "integer", "multipleOf": prime} for prime in (7, 11, 13, 17, 19, 23)
+            ],
+        }
+    )
 
 
 def slow_to_follow() -> Grammar:
-    """18 KB in which every bracket may begin any of hundreds of lists: compiles at once, but each mask is slow."""
+    """18 KB in which every bracket may begin any of hundreds of lists: compiles at once, but each
+    mask is slow."""
     names = [f"d{number}" for number in range(60)]
-    lists = {name: {"type": "array", "items": {"anyOf": [
-        {"$ref": f"#/$defs/{other}"} for other in names[at % 7::7]]}} for at, name in enumerate(names)}
+    lists = {
+        name: {
+            "type": "array",
+            "items": {"anyOf": [{"$ref": f"#/$defs/{other}"} for other in names[at % 7 :: 7]]},
+        }
+        for at, name in enumerate(names)
+    }
     return schema({"$defs": lists, "anyOf": [{"$ref": f"#/$defs/{name}"} for name in names]})

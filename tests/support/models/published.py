@@ -1,4 +1,5 @@
-"""Checkpoints in the shapes that are published, with random weights, or with none at all behind whole headers.
+"""Checkpoints in the shapes that are published, with random weights, or with none at all behind
+whole headers.
 
 Names and shapes of the tensors are transformers' own (built without memory).
 """
@@ -14,31 +15,75 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 QWEN3_0_6B: dict[str, Any] = {
-    "vocab_size": 151936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-    "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40960,
-    "tie_word_embeddings": True, "rms_norm_eps": 1e-6, "bos_token_id": 151643, "eos_token_id": 151645,
+    "vocab_size": 151936,
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1000000.0},
 }
 LLAMA_3_1_8B: dict[str, Any] = {
-    "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
-    "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 131072,
-    "tie_word_embeddings": False, "rms_norm_eps": 1e-5, "bos_token_id": 128000, "eos_token_id": 128001,
-    "rope_parameters": {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
-                        "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 131072,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 128000,
+    "eos_token_id": 128001,
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 500000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    },
 }
 QWEN3_5_9B: dict[str, Any] = {
-    "vocab_size": 248320, "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 32,
-    "num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 262144,
-    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4, "tie_word_embeddings": False, "rms_norm_eps": 1e-6, "eos_token_id": 248044,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000.0, "partial_rotary_factor": 0.25,
-                        "mrope_section": [11, 11, 10], "mrope_interleaved": True},
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "max_position_embeddings": 262144,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "tie_word_embeddings": False,
+    "rms_norm_eps": 1e-6,
+    "eos_token_id": 248044,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000.0,
+        "partial_rotary_factor": 0.25,
+        "mrope_section": [11, 11, 10],
+        "mrope_interleaved": True,
+    },
 }
 _BLOCK = 1 << 22  # numbers that are drawn once and written again and again
 
 
-def write_published(folder: Path, config_class: str, fields: dict[str, Any], *, has_weights: bool = False) -> Path:
-    """A checkpoint in bf16. Without weights its file has the full size, and no disk behind it: all zeros."""
+def write_published(
+    folder: Path, config_class: str, fields: dict[str, Any], *, has_weights: bool = False
+) -> Path:
+    """A checkpoint in bf16. Without weights its file has the full size, and no disk behind it: all
+    zeros."""
     config = getattr(transformers, config_class)(**fields, dtype="bfloat16")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
@@ -46,7 +91,9 @@ def write_published(folder: Path, config_class: str, fields: dict[str, Any], *, 
     config.architectures = [type(model).__name__]
     config.save_pretrained(folder)
     tied = {"lm_head.weight"} if fields["tie_word_embeddings"] else set()
-    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied}
+    shapes = {
+        name: tuple(tensor.shape) for name, tensor in model.state_dict().items() if name not in tied
+    }
     with (folder / "model.safetensors").open("wb") as file:
         header, size = _header(shapes)
         file.write(struct.pack("<Q", len(header)) + header)
@@ -79,4 +126,4 @@ def _write(file: Any, block: bytes, count: int, *, is_norm: bool) -> None:  # no
         return
     for _ in range(2 * count // len(block)):
         file.write(block)
-    file.write(block[:2 * count % len(block)])
+    file.write(block[: 2 * count % len(block)])

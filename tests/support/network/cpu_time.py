@@ -5,8 +5,9 @@ from collections.abc import Callable
 
 
 def least_cpu_s(wait: Callable[[], object], turns: int = 3) -> float:
-    """Seconds in the cheapest of `turns`. What polls pays in every one; a collection of garbage, in whichever turn it
-    falls, takes tenths of a second in a process that has run thousands of tests, and is no wait's doing."""
+    """Seconds in the cheapest of `turns`. What polls pays in every one; a collection of garbage, in
+    whichever turn it falls, takes tenths of a second in a process that has run thousands of tests,
+    and is no wait's doing."""
     least_s = float("inf")
     for _ in range(turns):
         began_s = time.thread_time()

@@ -21,8 +21,11 @@ from tests.support.router.generation import SERVICE, EchoGeneration
 class Watched(CachelessWorker):
     """Says which certificate its caller shows."""
 
-    async def Watch(self, request: worker_pb2.WatchRequest, context: grpc.aio.ServicerContext[Any, Any],
-                    ) -> AsyncIterator[worker_pb2.WatchResponse]:
+    async def Watch(
+        self,
+        request: worker_pb2.WatchRequest,
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[worker_pb2.WatchResponse]:
         (pem,) = context.auth_context().get("x509_pem_cert", [b""])
         serial_number = x509.load_pem_x509_certificate(bytes(pem)).serial_number if pem else 0
         yield worker_pb2.WatchResponse(info=worker_pb2.WorkerInfo(incarnation=str(serial_number)))
@@ -31,8 +34,12 @@ class Watched(CachelessWorker):
 @asynccontextmanager
 async def serving(security: ServerSecurity) -> AsyncIterator[str]:
     """An echo server behind `security`; its address."""
-    server = GrpcServer(ServerOptions(listen="127.0.0.1:0"), services=(SERVICE,), security=security,
-                        metrics=RpcMetrics.create(CollectorRegistry()))
+    server = GrpcServer(
+        ServerOptions(listen="127.0.0.1:0"),
+        services=(SERVICE,),
+        security=security,
+        metrics=RpcMetrics.create(CollectorRegistry()),
+    )
     generation_pb2_grpc.add_GenerationServicer_to_server(EchoGeneration(), server.grpc)
     worker_pb2_grpc.add_WorkerServicer_to_server(Watched(), server.grpc)
     yield await server.start()
@@ -43,14 +50,20 @@ async def ask(channel: grpc.aio.Channel, *metadata: tuple[str, str]) -> str:
     """The model's name, or the typed error behind the status."""
     stub = generation_pb2_grpc.GenerationStub(channel)
     try:
-        info: pb.GetModelInfoResponse = await stub.GetModelInfo(pb.GetModelInfoRequest(), metadata=metadata, timeout=60)
+        info: pb.GetModelInfoResponse = await stub.GetModelInfo(
+            pb.GetModelInfoRequest(), metadata=metadata, timeout=60
+        )
     except grpc.aio.AioRpcError as error:
         raise error_from_rpc(error) from None
     return info.model
 
 
-def plain_client(address: str, ca: bytes, key: bytes | None = None,
-                 certificate: bytes | None = None) -> grpc.aio.Channel:
+def plain_client(
+    address: str, ca: bytes, key: bytes | None = None, certificate: bytes | None = None
+) -> grpc.aio.Channel:
     """A channel as an outside client makes it."""
-    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(ca, key, certificate),
-                                   [("grpc.use_local_subchannel_pool", 1)])
+    return grpc.aio.secure_channel(
+        address,
+        grpc.ssl_channel_credentials(ca, key, certificate),
+        [("grpc.use_local_subchannel_pool", 1)],
+    )

@@ -6,8 +6,9 @@
         network.cut("router", "prefill-0")         # packets that way are lost, without an error at either end
         network.mend()
 
-What is lost goes, as the neighbour table of the sending host then says, to an Ethernet address that nobody has. Only
-`ip` (iproute2) and `unshare` (util-linux) are needed, and neither root nor a firewall.
+What is lost goes, as the neighbour table of the sending host then says, to an Ethernet address that
+nobody has. Only `ip` (iproute2) and `unshare` (util-linux) are needed, and neither root nor a
+firewall.
 """
 
 import ctypes
@@ -37,14 +38,21 @@ def is_private() -> bool:
 
 
 def become_private(module: str) -> None:
-    """Run `module` of the same command line again in namespaces of its own, from which nothing is left when it ends.
-    Does not return.
+    """Run `module` of the same command line again in namespaces of its own, from which nothing is
+    left when it ends. Does not return.
 
     Raises:
         ConfigError: this machine does not allow it; the message says what is missing.
     """
     _try([*_UNSHARE, "ip", "link", "add", BRIDGE, "type", "bridge"])
-    _try([*_UNSHARE, "sh", "-c", "mount -t tmpfs none /run && ip netns add try && ip netns exec try true"])
+    _try(
+        [
+            *_UNSHARE,
+            "sh",
+            "-c",
+            "mount -t tmpfs none /run && ip netns add try && ip netns exec try true",
+        ]
+    )
     rerun_private(module)
 
 
@@ -56,7 +64,8 @@ def rerun_private(module: str) -> NoReturn:
 
 
 def enter(name: str) -> None:
-    """Become a process of this host: its interfaces, also as /sys shows them. Before the first thread starts."""
+    """Become a process of this host: its interfaces, also as /sys shows them. Before the first
+    thread starts."""
     libc = ctypes.CDLL(None, use_errno=True)
     handle = os.open(NAMESPACES / name, os.O_RDONLY)
     _checked(libc.setns(handle, _CLONE_NEWNET), "setns")
@@ -89,17 +98,33 @@ class Network:
                 _ip("-n", name, "link", "set", device, "up")
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         """Namespaces end with the last process in them."""
 
     def host(self, name: str) -> str:
         return self._hosts[name]
 
     def cut(self, source: str, destination: str) -> None:
-        """From now on nothing that `source` sends reaches `destination`. The other way is another cut."""
-        _ip("-n", source, "neigh", "replace", self._hosts[destination], "lladdr", NOBODY, "dev", "eth0",
-            "nud", "permanent")
+        """From now on nothing that `source` sends reaches `destination`. The other way is another
+        cut."""
+        _ip(
+            "-n",
+            source,
+            "neigh",
+            "replace",
+            self._hosts[destination],
+            "lladdr",
+            NOBODY,
+            "dev",
+            "eth0",
+            "nud",
+            "permanent",
+        )
         self._cuts.append((source, destination))
 
     def mend(self) -> None:
@@ -115,11 +140,15 @@ def _ip(*arguments: str) -> None:
 
 def _try(command: Sequence[str]) -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_COMMAND_S, check=False)
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=_COMMAND_S, check=False
+        )
     except FileNotFoundError as error:
         raise ConfigError(f"{error.filename} is not installed") from None
     if done.returncode != 0:
-        raise ConfigError(f"no network of its own: {' '.join((done.stderr or done.stdout).split())}")
+        raise ConfigError(
+            f"no network of its own: {' '.join((done.stderr or done.stdout).split())}"
+        )
 
 
 def _checked(code: int, what: str) -> None:

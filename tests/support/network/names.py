@@ -1,8 +1,8 @@
 """A DNS server whose answers change.
 
-    with NameServer() as names:                                 # on a free port of 127.0.0.1
-        names.answers["worker.test"] = ["127.0.0.2"]            # [] or absent: no such name; None: silence
-        target = f"dns://{names.address}/worker.test:7000"      # for gRPC's own resolver
+with NameServer() as names:                                 # on a free port of 127.0.0.1
+    names.answers["worker.test"] = ["127.0.0.2"]            # [] or absent: no such name; None: silence
+    target = f"dns://{names.address}/worker.test:7000"      # for gRPC's own resolver
 """
 
 import socket
@@ -42,8 +42,12 @@ class NameServer:
         self._thread.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
-                 trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         address = self._socket.getsockname()
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as last:
             last.sendto(b"", address)  # ends the wait for a question
@@ -61,29 +65,39 @@ class NameServer:
 
     def _answer(self, question: bytes) -> bytes | None:
         name, end = _name_in(question)
-        kind = struct.unpack(">H", question[end:end + 2])[0]
+        kind = struct.unpack(">H", question[end : end + 2])[0]
         addresses = self.answers.get(name, [])
         if addresses is None:
             return None
         family = socket.AF_INET6 if kind == AAAA else socket.AF_INET
-        shown = [socket.inet_pton(family, each) for each in addresses if (":" in each) == (kind == AAAA)]
+        shown = [
+            socket.inet_pton(family, each) for each in addresses if (":" in each) == (kind == AAAA)
+        ]
         flags = _FLAGS | (0 if addresses else _NO_SUCH_NAME)
-        records = b"".join(_POINTER_TO_QUESTION + struct.pack(">HHIH", kind, 1, 0, len(each)) + each for each in shown)
-        return question[:2] + struct.pack(">HHHHH", flags, 1, len(shown), 0, 0) + question[12:end + 4] + records
+        records = b"".join(
+            _POINTER_TO_QUESTION + struct.pack(">HHIH", kind, 1, 0, len(each)) + each
+            for each in shown
+        )
+        return (
+            question[:2]
+            + struct.pack(">HHHHH", flags, 1, len(shown), 0, 0)
+            + question[12 : end + 4]
+            + records
+        )
 
 
 def _name_in(question: bytes) -> tuple[str, int]:
     """Return the name asked for, and where its type begins."""
     labels, at = [], 12
-    while (length := question[at]):
-        labels.append(question[at + 1:at + 1 + length].decode())
+    while length := question[at]:
+        labels.append(question[at + 1 : at + 1 + length].decode())
         at += 1 + length
     return ".".join(labels).lower(), at + 1
 
 
 def become_named(module: str) -> None:
-    """Run `module` of the same command line again in a network of its own, in which NAME_SERVER is asked for all names;
-    return there.
+    """Run `module` of the same command line again in a network of its own, in which NAME_SERVER is
+    asked for all names; return there.
 
     Raises:
         ConfigError: this machine does not allow it; the message says what is missing.
@@ -93,5 +107,8 @@ def become_named(module: str) -> None:
     with tempfile.TemporaryDirectory(prefix="baton-resolv-") as folder:
         settings = Path(folder) / "resolv.conf"
         settings.write_text(f"nameserver {NAME_SERVER[0]}\noptions timeout:1 attempts:2\n")
-        for command in (["ip", "link", "set", "lo", "up"], ["mount", "--bind", str(settings), "/etc/resolv.conf"]):
+        for command in (
+            ["ip", "link", "set", "lo", "up"],
+            ["mount", "--bind", str(settings), "/etc/resolv.conf"],
+        ):
             subprocess.run(command, check=True, timeout=30)

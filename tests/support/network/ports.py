@@ -4,7 +4,10 @@ import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
-_LOW, _HIGH = 23000, 24000  # below those the kernel hands out, which anybody may be given at any moment
+_LOW, _HIGH = (
+    23000,
+    24000,
+)  # below those the kernel hands out, which anybody may be given at any moment
 
 
 @contextmanager
@@ -12,8 +15,12 @@ def taken_port(host: str) -> Iterator[int]:
     """A port of the host that somebody listens on; the ones before and after it are free."""
     for port in range(_LOW + 1, _HIGH, 3):
         with ExitStack() as sockets:
-            try:  # the middle one first: it is held to the end, so that another test passes over all three
-                taken, *others = (sockets.enter_context(_bound(host, each)) for each in (port, port - 1, port + 1))
+            # the middle one first: it is held to the end, so that another test passes over all
+            # three
+            try:
+                taken, *others = (
+                    sockets.enter_context(_bound(host, each)) for each in (port, port - 1, port + 1)
+                )
             except OSError:
                 continue
             for other in others:

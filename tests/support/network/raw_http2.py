@@ -14,19 +14,28 @@ Fields = Iterable[tuple[bytes, bytes]]
 
 def frame(kind: int, payload: bytes = b"", flags: int = 0, stream: int = 0) -> bytes:
     """One frame."""
-    return len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+    return (
+        len(payload).to_bytes(3, "big") + bytes([kind, flags]) + stream.to_bytes(4, "big") + payload
+    )
 
 
 def block(path: bytes, fields: Fields = ()) -> bytes:
     """The header block of a gRPC call to `path`, in HPACK literals that are not indexed."""
-    required = ((b":path", path), (b":authority", b"x"), (b"te", b"trailers"), (b"content-type", b"application/grpc"))
+    required = (
+        (b":path", path),
+        (b":authority", b"x"),
+        (b"te", b"trailers"),
+        (b"content-type", b"application/grpc"),
+    )
     return b"\x83\x86" + b"".join(_literal(name, value) for name, value in (*required, *fields))
 
 
-def call(path: bytes, fields: Fields = (), message: bytes = b"", *, stream: int = 1, compressed: int = 0) -> bytes:
+def call(
+    path: bytes, fields: Fields = (), message: bytes = b"", *, stream: int = 1, compressed: int = 0
+) -> bytes:
     """A whole call of one message, of which `compressed` is gRPC's flag."""
     content = bytes([compressed]) + len(message).to_bytes(4, "big") + message
-    parts = [content[at:at + _PART_BYTES] for at in range(0, len(content), _PART_BYTES)]
+    parts = [content[at : at + _PART_BYTES] for at in range(0, len(content), _PART_BYTES)]
     frames = [frame(DATA, part, END_STREAM * (part is parts[-1]), stream) for part in parts]
     return frame(HEADERS, block(path, fields), END_HEADERS, stream) + b"".join(frames)
 
@@ -55,7 +64,8 @@ class RawConnection:
         await self._writer.drain()
 
     async def ended(self) -> int:
-        """Read frames until one ends a stream, and return the stream. Raises IncompleteReadError at the end."""
+        """Read frames until one ends a stream, and return the stream. Raises IncompleteReadError at
+        the end."""
         while True:
             head = await self._reader.readexactly(9)
             await self._reader.readexactly(int.from_bytes(head[:3], "big"))
@@ -73,11 +83,15 @@ class RawConnection:
 
 
 @asynccontextmanager
-async def raw_connection(address: str, *, greets: bool = True,
-                         source: str | None = None) -> AsyncIterator[RawConnection]:
-    """Connect to HOST:PORT, from the address `source`; with `greets` the preface and empty settings are sent."""
+async def raw_connection(
+    address: str, *, greets: bool = True, source: str | None = None
+) -> AsyncIterator[RawConnection]:
+    """Connect to HOST:PORT, from the address `source`; with `greets` the preface and empty settings
+    are sent."""
     host, _, port = address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port), local_addr=None if source is None else (source, 0))
+    reader, writer = await asyncio.open_connection(
+        host, int(port), local_addr=None if source is None else (source, 0)
+    )
     connection = RawConnection(reader, writer)
     try:
         if greets:

@@ -1,4 +1,5 @@
-"""A decode service over real transfer agents and a real scheduler, without gRPC and without a model.
+"""A decode service over real transfer agents and a real scheduler, without gRPC and without a
+model.
 
 Nothing computes: tests look at what the scheduler would run, and at whose memory is free.
 """
@@ -38,7 +39,12 @@ from tests.support.pool.local_pool import call
 from tests.support.pool.streams import SharedCall, Stream, call_ledger, decode_call
 from tests.support.transfer.handoff import Pool
 from transfer.plan import codec
-from transfer.plan.handoff_terms import DestinationTerms, SourceTerms, StageEndpoint, StageSessionEvent
+from transfer.plan.handoff_terms import (
+    DestinationTerms,
+    SourceTerms,
+    StageEndpoint,
+    StageSessionEvent,
+)
 from transfer.session import ReceiveSession
 
 PAGE_SIZE, NUM_PAGES, NUM_SLOTS, NUM_LAYERS = 4, 32, 8, 6
@@ -47,18 +53,29 @@ SOURCE_PAGES = (3, 4, 5, 9, 10)
 
 
 def specs() -> tuple[CacheSpec, ...]:
-    """Pages and a slot on every layer; no two layers have states of the same size, so a message tells its layer."""
-    return tuple(spec for layer_id in range(NUM_LAYERS) for spec in (
-        CacheSpec(layer_id, CacheKind.KV, (2, 2, PAGE_SIZE, 8), "bfloat16", 2),
-        CacheSpec(layer_id, CacheKind.STATE, (3, 7, 8 + layer_id), "float32", 4)))
+    """Pages and a slot on every layer; no two layers have states of the same size, so a message
+    tells its layer."""
+    return tuple(
+        spec
+        for layer_id in range(NUM_LAYERS)
+        for spec in (
+            CacheSpec(layer_id, CacheKind.KV, (2, 2, PAGE_SIZE, 8), "bfloat16", 2),
+            CacheSpec(layer_id, CacheKind.STATE, (3, 7, 8 + layer_id), "float32", 4),
+        )
+    )
 
 
 def state_bytes(layer_id: int) -> int:
-    return next(spec.record_bytes for spec in specs() if (spec.layer_id, spec.kind) == (layer_id, CacheKind.STATE))
+    return next(
+        spec.record_bytes
+        for spec in specs()
+        if (spec.layer_id, spec.kind) == (layer_id, CacheKind.STATE)
+    )
 
 
 class _Group:
-    """What a service needs of `pool.pipeline.group.StageGroup`, with every stage in this process."""
+    """What a service needs of `pool.pipeline.group.StageGroup`, with every stage in this
+    process."""
 
     def __init__(self) -> None:
         self.pool: Pool | None = None
@@ -77,8 +94,14 @@ class _Group:
         assert self.pool is not None
         return tuple(stage.agent.endpoint for stage in self.pool.stages)
 
-    def open_receive(self, source: SourceTerms, destination: DestinationTerms, session: ReceiveSession,
-                     on_change: Callable[[], object], data_rank: int = 0) -> None:
+    def open_receive(
+        self,
+        source: SourceTerms,
+        destination: DestinationTerms,
+        session: ReceiveSession,
+        on_change: Callable[[], object],
+        data_rank: int = 0,
+    ) -> None:
         assert self.pool is not None
         self.reports.watch(session, on_change)
         for stage in self.pool.stages:
@@ -124,24 +147,54 @@ class Arrivals:
         """A sample; 0 for one that never moved."""
         return self.registry.get_sample_value(name, labels) or 0.0
 
-    async def open(self, *, max_tokens: int = 8, stop_token_ids: Sequence[int] = (),
-                   remaining_s: float | None = None) -> tuple[DecodeStream, DestinationTerms]:
+    async def open(
+        self,
+        *,
+        max_tokens: int = 8,
+        stop_token_ids: Sequence[int] = (),
+        remaining_s: float | None = None,
+    ) -> tuple[DecodeStream, DestinationTerms]:
         """A request up to its destination terms."""
-        stream = self.begin(max_tokens=max_tokens, stop_token_ids=stop_token_ids, remaining_s=remaining_s)
+        stream = self.begin(
+            max_tokens=max_tokens, stop_token_ids=stop_token_ids, remaining_s=remaining_s
+        )
         event = await stream.next()
         return stream, codec.destination_from_proto(event.destination)
 
-    def begin(self, *, max_tokens: int = 8, stop_token_ids: Sequence[int] = (), remaining_s: float | None = None,
-              has_source: bool = True) -> DecodeStream:
-        """A request whose reservation is asked for; without a source the pool is to compute the rest itself."""
-        request = types_pb2.EngineRequest(request_id="r", prompt_token_ids=PROMPT, max_tokens=max_tokens,
-                                          stop_token_ids=stop_token_ids)
+    def begin(
+        self,
+        *,
+        max_tokens: int = 8,
+        stop_token_ids: Sequence[int] = (),
+        remaining_s: float | None = None,
+        has_source: bool = True,
+    ) -> DecodeStream:
+        """A request whose reservation is asked for; without a source the pool is to compute the
+        rest itself."""
+        request = types_pb2.EngineRequest(
+            request_id="r",
+            prompt_token_ids=PROMPT,
+            max_tokens=max_tokens,
+            stop_token_ids=stop_token_ids,
+        )
         source = codec.source_to_proto(self.terms) if has_source else None
-        return self.router.open(pb.DecodeInput(open=pb.DecodeOpen(
-            request=request, source=source, context=types_pb2.RequestContext(time_left_s=remaining_s))))
+        return self.router.open(
+            pb.DecodeInput(
+                open=pb.DecodeOpen(
+                    request=request,
+                    source=source,
+                    context=types_pb2.RequestContext(time_left_s=remaining_s),
+                )
+            )
+        )
 
-    def deliver(self, destination: DestinationTerms, *, layers: Callable[[int], bool] = lambda layer_id: True,
-                request_key: int = 1) -> None:
+    def deliver(
+        self,
+        destination: DestinationTerms,
+        *,
+        layers: Callable[[int], bool] = lambda layer_id: True,
+        request_key: int = 1,
+    ) -> None:
         """The source has computed these layers."""
         self.source.open_send(self.terms, destination, request_key=request_key)
         self.finish_layers(layers, request_key=request_key)
@@ -182,29 +235,66 @@ async def arrivals(*, caches: bool = False) -> AsyncIterator[Arrivals]:
     """`caches`: what has landed is kept."""
     network, group, complaints = MemoryNetwork(), _Group(), list[str]()
     source = Pool("prefill", [network.transport(SystemClock()) for _ in range(2)], specs())
-    dest = Pool("decode", [network.transport(SystemClock()) for _ in range(3)], specs(), listener=group.on_report)
+    dest = Pool(
+        "decode",
+        [network.transport(SystemClock()) for _ in range(3)],
+        specs(),
+        listener=group.on_report,
+    )
     group.pool = dest
     for rank, stage in enumerate(source.stages):
         stage.memory.randomize(rank)
     scheduler = DecodeScheduler(
-        pages=PageAllocator(NUM_PAGES), slots=SlotAllocator(NUM_SLOTS),
-        limits=DecodeLimits(page_size=PAGE_SIZE, grid=1, depth=1, max_running=4, max_context_tokens=64,
-                            growth_tokens=PAGE_SIZE, local_rest_tokens=PAGE_SIZE),
-        clock=SystemClock(), cache_rule=ResumeRule(PAGE_SIZE) if caches else None)
+        pages=PageAllocator(NUM_PAGES),
+        slots=SlotAllocator(NUM_SLOTS),
+        limits=DecodeLimits(
+            page_size=PAGE_SIZE,
+            grid=1,
+            depth=1,
+            max_running=4,
+            max_context_tokens=64,
+            growth_tokens=PAGE_SIZE,
+            local_rest_tokens=PAGE_SIZE,
+        ),
+        clock=SystemClock(),
+        cache_rule=ResumeRule(PAGE_SIZE) if caches else None,
+    )
     post = EventPost(asyncio.get_running_loop())
     loop = EngineLoop(scheduler, observer=LoopObserver(settled=post.flush))
     loop.start()
-    registry, ranges = CollectorRegistry(), [get_pp_indices(NUM_LAYERS, rank, 3) for rank in range(3)]
+    registry, ranges = (
+        CollectorRegistry(),
+        [get_pp_indices(NUM_LAYERS, rank, 3) for rank in range(3)],
+    )
     geometry = PoolGeometry(PAGE_SIZE, NUM_PAGES, NUM_SLOTS, LayerRange(0, 2), specs())
     parts = DecodeParts(
-        leader=cast(Leader, _Leader(loop, group)), ranks=DataRanks((scheduler,)),
-        plan=StagePlan(tiny(HYBRID), ranges, geometry, {}, PoolSize(geometry.num_pages, geometry.num_slots, 64),
-                       max_held=8),
+        leader=cast(Leader, _Leader(loop, group)),
+        ranks=DataRanks((scheduler,)),
+        plan=StagePlan(
+            tiny(HYBRID),
+            ranges,
+            geometry,
+            {},
+            PoolSize(geometry.num_pages, geometry.num_slots, 64),
+            max_held=8,
+        ),
         reclaimer=MemoryReclaimer(group.reports, loop, complaints.append),
-        meters=LeaderMeters.create(registry, geometry), post=post, arrivals=ArrivalMetrics.create(registry),
-        caches=caches)
+        meters=LeaderMeters.create(registry, geometry),
+        post=post,
+        arrivals=ArrivalMetrics.create(registry),
+        caches=caches,
+    )
     scheduler.cache.metrics = CacheMetrics.create(registry)
-    made = Arrivals(source, dest, network, scheduler, DecodeService(parts, call_ledger()), loop, complaints, registry)
+    made = Arrivals(
+        source,
+        dest,
+        network,
+        scheduler,
+        DecodeService(parts, call_ledger()),
+        loop,
+        complaints,
+        registry,
+    )
     try:
         yield made
     finally:

@@ -1,4 +1,5 @@
-"""A scheduler with a prefix cache over a memory that remembers tokens, and random histories of it."""
+"""A scheduler with a prefix cache over a memory that remembers tokens, and random histories of
+it."""
 
 from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
@@ -19,8 +20,8 @@ SchedulerT = TypeVar("SchedulerT", PrefillScheduler, DecodeScheduler)
 
 
 class CacheRig(Generic[SchedulerT]):
-    """`memory` has the tokens whose entries each page holds: a batch reads and writes there as a model does, and what
-    it reads must be its own request's."""
+    """`memory` has the tokens whose entries each page holds: a batch reads and writes there as a
+    model does, and what it reads must be its own request's."""
 
     def __init__(self, scheduler: SchedulerT, page_size: int) -> None:
         self.scheduler: SchedulerT = scheduler
@@ -57,17 +58,20 @@ class CacheRig(Generic[SchedulerT]):
         batch = self.scheduler.next_batch()
         if batch is None:
             return None
-        for row, (key, context, count) in enumerate(zip(batch.request_keys, batch.context_lens, batch.query_lens,
-                                                        strict=True)):
+        for row, (key, context, count) in enumerate(
+            zip(batch.request_keys, batch.context_lens, batch.query_lens, strict=True)
+        ):
             pages, tokens = batch.page_tables[row].tolist(), self.tokens_of(key)
             self.memory.read(pages, tokens[:context])
-            self.memory.write(pages, context, tokens[context:context + count], kept=self.kept)
+            self.memory.write(pages, context, tokens[context : context + count], kept=self.kept)
             self.on_row(key, context, count, draws=batch.sampling[row] is not None)
         return batch
 
     def spoil(self, batch: ForwardBatch) -> None:
         """Whatever the batch wrote is worth nothing."""
-        for row, (context, count) in enumerate(zip(batch.context_lens, batch.query_lens, strict=True)):
+        for row, (context, count) in enumerate(
+            zip(batch.context_lens, batch.query_lens, strict=True)
+        ):
             self.memory.spoil(batch.page_tables[row].tolist(), context, context + count)
 
     def check(self) -> None:
@@ -80,8 +84,8 @@ class CacheRig(Generic[SchedulerT]):
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """What happens to any scheduler: batches are launched, `depth` at a time, and fail; the cache is emptied. Whoever
-    begins sets `rig`."""
+    """What happens to any scheduler: batches are launched, `depth` at a time, and fail; the cache
+    is emptied. Whoever begins sets `rig`."""
 
     rig: CacheRig[Any]
     depth = 2

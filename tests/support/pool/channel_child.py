@@ -1,8 +1,9 @@
-"""A stage in a process of its own: sends every packet on to the next stage, or from the last back to stage 0.
+"""A stage in a process of its own: sends every packet on to the next stage, or from the last back
+to stage 0.
 
-`python -m tests.support.pool.channel_child KIND RANK` prints its address as hex, then reads epochs with the addresses of
-all stages from its input. It prints "formed" when it takes frames of an epoch, and "lost" when a neighbour is lost. It
-ends with its input.
+`python -m tests.support.pool.channel_child KIND RANK` prints its address as hex, then reads epochs
+with the addresses of all stages from its input. It prints "formed" when it takes frames of an
+epoch, and "lost" when a neighbour is lost. It ends with its input.
 """
 
 import sys
@@ -26,8 +27,13 @@ def channel_of(rank: int, kind: str) -> PoolChannel:
     """`kind`: a UCX profile, tensors within the frames; or lanes beside them, by gloo."""
     profile = TransportProfile.SHM if kind == "lanes" else TransportProfile(kind)
     frames = UcxStageChannel(rank=rank, max_frame_bytes=MAX_BYTES + 4096, profile=profile)
-    return PoolChannel(frames, rank=rank, max_bytes=MAX_BYTES, why="was told so",
-                       backend=GlooBackend(LOCALHOST) if kind == "lanes" else None)
+    return PoolChannel(
+        frames,
+        rank=rank,
+        max_bytes=MAX_BYTES,
+        why="was told so",
+        backend=GlooBackend(LOCALHOST) if kind == "lanes" else None,
+    )
 
 
 def main() -> None:
@@ -37,8 +43,10 @@ def main() -> None:
     print(channel.address.hex(), flush=True)
     for line in sys.stdin:
         epoch, *addresses = line.split()
-        channel.connect([bytes.fromhex(address) for address in addresses],
-                        forming_of(int(epoch), len(addresses)))
+        channel.connect(
+            [bytes.fromhex(address) for address in addresses],
+            forming_of(int(epoch), len(addresses)),
+        )
         print("formed", flush=True)
         try:
             while True:
@@ -53,7 +61,11 @@ def main() -> None:
 def pass_on(channel: PoolChannel, packet: Packet, rank: int) -> None:
     """Tensors have no way back to stage 0: their sums go in the frame."""
     sums = b"".join(b" %d" % int(tensor.sum()) for tensor in packet.tensors)
-    sent = Packet(bytes(packet.record) + sums) if rank == 0 else Packet(bytes(packet.record), packet.tensors)
+    sent = (
+        Packet(bytes(packet.record) + sums)
+        if rank == 0
+        else Packet(bytes(packet.record), packet.tensors)
+    )
     channel.send(rank, sent, timeout_s=60.0)
 
 

@@ -1,4 +1,5 @@
-"""A decode worker that flips one bit of one of the frames that it sends to another stage: FRAME BIT, then its flags."""
+"""A decode worker that flips one bit of one of the frames that it sends to another stage: FRAME
+BIT, then its flags."""
 
 import sys
 from itertools import count
@@ -10,8 +11,15 @@ frame_number, bit = int(sys.argv.pop(1)), int(sys.argv.pop(1))
 put, numbers = UcxStageChannel.put, count()
 
 
-def flip(channel: UcxStageChannel, rank: int, tag: int, frame: bytearray, *, deadline_s: float,
-         timeout_s: float) -> None:
+def flip(
+    channel: UcxStageChannel,
+    rank: int,
+    tag: int,
+    frame: bytearray,
+    *,
+    deadline_s: float,
+    timeout_s: float,
+) -> None:
     """After the frame was sealed, as a faulty network card would."""
     if next(numbers) == frame_number:
         frame = bytearray(frame)

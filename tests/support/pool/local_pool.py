@@ -1,4 +1,5 @@
-"""A whole decode or prefill pool in this process: real models, pools, loop and stages over in-process channels."""
+"""A whole decode or prefill pool in this process: real models, pools, loop and stages over
+in-process channels."""
 
 import math
 import threading
@@ -42,8 +43,8 @@ from testing.inprocess_channel import InProcessChannel
 
 @dataclass(frozen=True)
 class Speculation:
-    """How a pool speculates: `drafter` is built for the last stage, given its number of pages, or `over_pools`, given
-    the target's."""
+    """How a pool speculates: `drafter` is built for the last stage, given its number of pages, or
+    `over_pools`, given the target's."""
 
     drafter: Callable[[int], Drafter]
     num_draft_tokens: int
@@ -53,48 +54,97 @@ class Speculation:
     over_pools: Callable[[StagePools], Drafter] | None = None
 
 
-def build_executor(description: ModelDescription, layers: LayerRange, *, page_size: int, num_pages: int,
-                   num_slots: int, num_scratch: int = 2, speculation: Speculation | None = None,
-                   ranks: StageRanks | None = None,
-                   overlap: Overlap | None = None) -> tuple[StageExecutor, StagePools]:
-    """One stage, or a rank of it; its pools hold NaN, so that a read of what was never written shows."""
+def build_executor(
+    description: ModelDescription,
+    layers: LayerRange,
+    *,
+    page_size: int,
+    num_pages: int,
+    num_slots: int,
+    num_scratch: int = 2,
+    speculation: Speculation | None = None,
+    ranks: StageRanks | None = None,
+    overlap: Overlap | None = None,
+) -> tuple[StageExecutor, StagePools]:
+    """One stage, or a rank of it; its pools hold NaN, so that a read of what was never written
+    shows."""
     own = ONLY_RANK if ranks is None else ranks.own
     description = description.of_rank(own)
     ranks = ranks if own.size > 1 else None
-    pools = StagePools(PoolGeometry(page_size, num_pages, num_slots, layers, description.cache_specs(page_size),
-                                    own.attention), poison=True)
+    pools = StagePools(
+        PoolGeometry(
+            page_size,
+            num_pages,
+            num_slots,
+            layers,
+            description.cache_specs(page_size),
+            own.attention,
+        ),
+        poison=True,
+    )
     geometry, exact = description.attention_geometry(page_size), Numerics.EXACT
-    kv, conv, state = (pools.of_kind(kind) for kind in (CacheKind.KV, CacheKind.CONV, CacheKind.STATE))
+    kv, conv, state = (
+        pools.of_kind(kind) for kind in (CacheKind.KV, CacheKind.CONV, CacheKind.STATE)
+    )
     latent_geometry = description.latent_geometry(page_size)
-    latent = None if latent_geometry is None else CpuLatentAttention(
-        latent_pools=pools.of_kind(CacheKind.LATENT), index_pools=pools.of_kind(CacheKind.INDEX_KEY),
-        geometry=latent_geometry)
-    attention = None if geometry is None else CpuAttention(
-        kv_pools=kv, window_pools=pools.of_kind(CacheKind.WINDOW), geometry=geometry)
+    latent = (
+        None
+        if latent_geometry is None
+        else CpuLatentAttention(
+            latent_pools=pools.of_kind(CacheKind.LATENT),
+            index_pools=pools.of_kind(CacheKind.INDEX_KEY),
+            geometry=latent_geometry,
+        )
+    )
+    attention = (
+        None
+        if geometry is None
+        else CpuAttention(
+            kv_pools=kv, window_pools=pools.of_kind(CacheKind.WINDOW), geometry=geometry
+        )
+    )
     recurrent = CpuRecurrent(conv_pools=conv, state_pools=state, numerics=exact)
     if speculation is None:
         model = description.load_stage(layers, numerics=exact, ranks=ranks)
-        return StageExecutor(model=model, attention=attention, latent_attention=latent, recurrent=recurrent,
-                             overlap=overlap), pools
-    model = description.load_stage(layers, numerics=exact, capture_layers=speculation.capture_layers, ranks=ranks)
+        return StageExecutor(
+            model=model,
+            attention=attention,
+            latent_attention=latent,
+            recurrent=recurrent,
+            overlap=overlap,
+        ), pools
+    model = description.load_stage(
+        layers, numerics=exact, capture_layers=speculation.capture_layers, ranks=ranks
+    )
     leftovers = Leftovers(pools, speculation.num_draft_tokens + 1)
 
     def over_nodes(convs: Mapping[int, Tensor], states: Mapping[int, Tensor]) -> CpuRecurrent:
         leftovers.nodes += [*convs.values(), *states.values()]
         return CpuRecurrent(conv_pools=convs, state_pools=states, numerics=exact)
 
-    states = TreeRecurrent(slots=recurrent, conv_pools=conv, state_pools=state,
-                           max_nodes=speculation.num_draft_tokens + 1, num_scratch=num_scratch,
-                           backend_over=over_nodes)
+    states = TreeRecurrent(
+        slots=recurrent,
+        conv_pools=conv,
+        state_pools=state,
+        max_nodes=speculation.num_draft_tokens + 1,
+        num_scratch=num_scratch,
+        backend_over=over_nodes,
+    )
     found = (attention, latent, states, leftovers if speculation.poisons_leftovers else None)
-    return StageExecutor(model=model, attention=attention, latent_attention=latent, recurrent=states, overlap=overlap,
-                         caches=[cache for cache in found if cache is not None]), pools
+    return StageExecutor(
+        model=model,
+        attention=attention,
+        latent_attention=latent,
+        recurrent=states,
+        overlap=overlap,
+        caches=[cache for cache in found if cache is not None],
+    ), pools
 
 
 @dataclass
 class Leftovers:
-    """Once a batch's rows have committed what they accepted, what they did not accept becomes NaN: entries behind their
-    tokens, states of nodes. So does everything that padding reads."""
+    """Once a batch's rows have committed what they accepted, what they did not accept becomes NaN:
+    entries behind their tokens, states of nodes. So does everything that padding reads."""
 
     pools: StagePools
     max_nodes: int
@@ -112,7 +162,7 @@ class Leftovers:
                         pool[pages[place]].narrow(-2, kept, size - kept).fill_(math.nan)
             for scratch in self.nodes:
                 first = self._scratch_of(batch, row) * self.max_nodes
-                scratch[first:first + self.max_nodes] = math.nan
+                scratch[first : first + self.max_nodes] = math.nan
         for kind in (CacheKind.CONV, CacheKind.STATE):
             for pool in self.pools.of_kind(kind).values():
                 pool[0] = math.nan
@@ -122,25 +172,63 @@ class Leftovers:
 
 
 @contextmanager
-def pipeline(description: ModelDescription, size: int, *, page_size: int, num_pages: int, num_slots: int,
-             num_scratch: int = 2, partition: str | None = None, speculation: Speculation | None = None,
-             connected: Callable[[int], Sequence[FrameChannel]] = InProcessChannel.pool,
-             tp: int = 1, dp: int = 1, overlaps: Sequence[Overlap] = (),
-             steps_ahead: bool = False) -> Iterator[tuple[Pipeline, tuple[StagePools, ...]]]:
-    """A pipeline of `size` stages of `tp` ranks, and what each has in its memory; those behind the head run in threads
-    of their own. `overlaps`: one of each process, where batches run in halves."""
-    ranges = [get_pp_indices(description.facts.num_layers, rank, size, partition) for rank in range(size)]
+def pipeline(
+    description: ModelDescription,
+    size: int,
+    *,
+    page_size: int,
+    num_pages: int,
+    num_slots: int,
+    num_scratch: int = 2,
+    partition: str | None = None,
+    speculation: Speculation | None = None,
+    connected: Callable[[int], Sequence[FrameChannel]] = InProcessChannel.pool,
+    tp: int = 1,
+    dp: int = 1,
+    overlaps: Sequence[Overlap] = (),
+    steps_ahead: bool = False,
+) -> Iterator[tuple[Pipeline, tuple[StagePools, ...]]]:
+    """A pipeline of `size` stages of `tp` ranks, and what each has in its memory; those behind the
+    head run in threads of their own. `overlaps`: one of each process, where batches run in
+    halves."""
+    ranges = [
+        get_pp_indices(description.facts.num_layers, rank, size, partition) for rank in range(size)
+    ]
     num_processes = size * tp
-    ranks = [StageRanks(TensorRank(rank % tp, tp, dp), stage=rank // tp,
-                        while_under_way=overlaps[rank].pass_turn if overlaps else lambda: None)
-             for rank in range(num_processes)]
-    executors, memory = zip(*(build_executor(
-        description, ranges[rank // tp], page_size=page_size, num_pages=num_pages, num_slots=num_slots,
-        num_scratch=num_scratch, speculation=speculation, ranks=ranks[rank],
-        overlap=overlaps[rank] if overlaps else None) for rank in range(num_processes)), strict=True)
-    drafters = {rank: None if speculation is None else speculation.over_pools(memory[rank])
-                if speculation.over_pools is not None else speculation.drafter(num_pages)
-                for rank in range(num_processes - tp, num_processes) if ranks[rank].own.attention.rank == 0}
+    ranks = [
+        StageRanks(
+            TensorRank(rank % tp, tp, dp),
+            stage=rank // tp,
+            while_under_way=overlaps[rank].pass_turn if overlaps else lambda: None,
+        )
+        for rank in range(num_processes)
+    ]
+    executors, memory = zip(
+        *(
+            build_executor(
+                description,
+                ranges[rank // tp],
+                page_size=page_size,
+                num_pages=num_pages,
+                num_slots=num_slots,
+                num_scratch=num_scratch,
+                speculation=speculation,
+                ranks=ranks[rank],
+                overlap=overlaps[rank] if overlaps else None,
+            )
+            for rank in range(num_processes)
+        ),
+        strict=True,
+    )
+    drafters = {
+        rank: None
+        if speculation is None
+        else speculation.over_pools(memory[rank])
+        if speculation.over_pools is not None
+        else speculation.drafter(num_pages)
+        for rank in range(num_processes - tp, num_processes)
+        if ranks[rank].own.attention.rank == 0
+    }
     if num_processes == 1:
         single = SingleStage(executors[0], GuidedSampler(None), drafters[0])
         ahead = AheadStage(single, executors[0]) if steps_ahead else None
@@ -153,16 +241,35 @@ def pipeline(description: ModelDescription, size: int, *, page_size: int, num_pa
     channels = [TensorChannel(frames, max_bytes=1 << 27) for frames in connected(num_processes)]
     for each, channel in zip(ranks, channels, strict=True):
         each.use(channel)
-    followers = [FollowerStage(executors[rank], GuidedSampler(None), channels[rank], rank=rank, size=num_processes,
-                               drafter=drafters.get(rank), ranks=ranks[rank])
-                 for rank in range(1, num_processes)]
-    threads = [threading.Thread(target=_serve, args=(follower, channel), daemon=True)
-               for follower, channel in zip(followers, channels[1:], strict=True)]
+    followers = [
+        FollowerStage(
+            executors[rank],
+            GuidedSampler(None),
+            channels[rank],
+            rank=rank,
+            size=num_processes,
+            drafter=drafters.get(rank),
+            ranks=ranks[rank],
+        )
+        for rank in range(1, num_processes)
+    ]
+    threads = [
+        threading.Thread(target=_serve, args=(follower, channel), daemon=True)
+        for follower, channel in zip(followers, channels[1:], strict=True)
+    ]
     for thread in threads:
         thread.start()
     try:
-        yield (HeadStage(executors[0], channels[0], size=size, ranks=ranks[0]) if size > 1 else
-               SingleStage(executors[0], GuidedSampler(None), drafters[0], ranks[0], channels[0])), memory
+        yield (
+            (
+                HeadStage(executors[0], channels[0], size=size, ranks=ranks[0])
+                if size > 1
+                else SingleStage(
+                    executors[0], GuidedSampler(None), drafters[0], ranks[0], channels[0]
+                )
+            ),
+            memory,
+        )
     finally:
         for channel in channels:
             channel.close()
@@ -200,6 +307,7 @@ class Answer:
 def call(loop: EngineLoop, command: Callable[[], None]) -> None:
     """Run `command` on the loop's thread and wait for it."""
     done = threading.Event()
+
     def run() -> None:
         command()
         done.set()
@@ -224,7 +332,9 @@ class LocalPool:
         answers = [Answer() for _ in requests]
 
         def submit() -> None:
-            for scheduler, request, answer in zip(cycle(self.schedulers), requests, answers, strict=False):
+            for scheduler, request, answer in zip(
+                cycle(self.schedulers), requests, answers, strict=False
+            ):
                 scheduler.submit_local(request, answer.emit)
 
         call(self.loop, submit)
@@ -234,32 +344,76 @@ class LocalPool:
 
 
 @contextmanager
-def local_pool(description: ModelDescription, size: int = 1, *, page_size: int = 16, num_pages: int = 64,
-               max_running: int = 8, max_held: int = 0, chunk_tokens: int = 128, partition: str | None = None,
-               speculation: Speculation | None = None,
-               connected: Callable[[int], Sequence[FrameChannel]] = InProcessChannel.pool,
-               tp: int = 1, dp: int = 1, overlaps: Sequence[Overlap] = (),
-               steps_ahead: bool = False) -> Iterator[LocalPool]:
+def local_pool(
+    description: ModelDescription,
+    size: int = 1,
+    *,
+    page_size: int = 16,
+    num_pages: int = 64,
+    max_running: int = 8,
+    max_held: int = 0,
+    chunk_tokens: int = 128,
+    partition: str | None = None,
+    speculation: Speculation | None = None,
+    connected: Callable[[int], Sequence[FrameChannel]] = InProcessChannel.pool,
+    tp: int = 1,
+    dp: int = 1,
+    overlaps: Sequence[Overlap] = (),
+    steps_ahead: bool = False,
+) -> Iterator[LocalPool]:
     """Generates without a handoff: the reference of every topology."""
     facts = description.facts
     needs_slots = any(not spec.kind.is_paged for spec in description.cache_specs(page_size))
     num_slots = (max_held or max_running) + 1 if needs_slots else 0
     num_scratch = max_running + 1 if needs_slots and speculation is not None else 0
-    limits = DecodeLimits(page_size=page_size, grid=facts.chunk_grid, depth=size, max_running=max_running,
-                          max_held=max_held, chunk_tokens=chunk_tokens,
-                          max_context_tokens=min(facts.max_context_tokens, (num_pages - 1) * page_size),
-                          growth_tokens=page_size, has_states=needs_slots, steps_ahead=steps_ahead,
-                          num_draft_tokens=0 if speculation is None else speculation.num_draft_tokens)
+    limits = DecodeLimits(
+        page_size=page_size,
+        grid=facts.chunk_grid,
+        depth=size,
+        max_running=max_running,
+        max_held=max_held,
+        chunk_tokens=chunk_tokens,
+        max_context_tokens=min(facts.max_context_tokens, (num_pages - 1) * page_size),
+        growth_tokens=page_size,
+        has_states=needs_slots,
+        steps_ahead=steps_ahead,
+        num_draft_tokens=0 if speculation is None else speculation.num_draft_tokens,
+    )
     keys = count(1)
-    schedulers = tuple(DecodeScheduler(
-        pages=PageAllocator(num_pages), slots=SlotAllocator(num_slots), limits=limits, clock=SystemClock(),
-        scratch=SlotAllocator(num_scratch, name="states of trees"), data_rank=rank, keys=keys) for rank in range(dp))
+    schedulers = tuple(
+        DecodeScheduler(
+            pages=PageAllocator(num_pages),
+            slots=SlotAllocator(num_slots),
+            limits=limits,
+            clock=SystemClock(),
+            scratch=SlotAllocator(num_scratch, name="states of trees"),
+            data_rank=rank,
+            keys=keys,
+        )
+        for rank in range(dp)
+    )
     for scheduler in schedulers:
-        scheduler.draft_length = scheduler.draft_length if speculation is None else speculation.draft_length
-    with pipeline(description, size, page_size=page_size, num_pages=num_pages, num_slots=num_slots,
-                  num_scratch=num_scratch, partition=partition, speculation=speculation, connected=connected,
-                  tp=tp, dp=dp, overlaps=overlaps, steps_ahead=steps_ahead) as (stages, memory), \
-            running(stages, *schedulers) as loop:
+        scheduler.draft_length = (
+            scheduler.draft_length if speculation is None else speculation.draft_length
+        )
+    with (
+        pipeline(
+            description,
+            size,
+            page_size=page_size,
+            num_pages=num_pages,
+            num_slots=num_slots,
+            num_scratch=num_scratch,
+            partition=partition,
+            speculation=speculation,
+            connected=connected,
+            tp=tp,
+            dp=dp,
+            overlaps=overlaps,
+            steps_ahead=steps_ahead,
+        ) as (stages, memory),
+        running(stages, *schedulers) as loop,
+    ):
         yield LocalPool(loop, schedulers, memory)
 
 

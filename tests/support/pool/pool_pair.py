@@ -1,5 +1,6 @@
-"""A prefill and a decode pool in this process, of any stages and ranks, and handoffs between them: real models,
-schedulers, loops, stages and transfer agents; their channels and transport are in memory."""
+"""A prefill and a decode pool in this process, of any stages and ranks, and handoffs between them:
+real models, schedulers, loops, stages and transfer agents; their channels and transport are in
+memory."""
 
 import threading
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,15 @@ from prefill.prompts import Event, FirstToken, PrefillLimits, Started
 from prefill.scheduler import PrefillScheduler
 from runtime.clock import SystemClock
 from testing.memory_transport import MemoryNetwork
-from tests.support.pool.local_pool import Answer, LocalPool, Speculation, call, local_pool, pipeline, running
+from tests.support.pool.local_pool import (
+    Answer,
+    LocalPool,
+    Speculation,
+    call,
+    local_pool,
+    pipeline,
+    running,
+)
 from tests.support.transfer.handoff import EventLog
 from transfer.agent.agent import TransferAgent
 from transfer.plan.copy_plan import plan_destination
@@ -62,18 +71,32 @@ class Prompt:
 class _Agents:
     """The transfer agents of a pool's processes."""
 
-    def __init__(self, name: str, memory: Sequence[StagePools], layout: Layout, network: MemoryNetwork) -> None:
+    def __init__(
+        self, name: str, memory: Sequence[StagePools], layout: Layout, network: MemoryNetwork
+    ) -> None:
         self._layout = layout
-        self._all = [(log := EventLog(), TransferAgent(
-            memory=pools, transport=network.transport(SystemClock()), clock=SystemClock(),
-            incarnation=f"{name}-{rank}", on_event=log)) for rank, pools in enumerate(memory)]
+        self._all = [
+            (
+                log := EventLog(),
+                TransferAgent(
+                    memory=pools,
+                    transport=network.transport(SystemClock()),
+                    clock=SystemClock(),
+                    incarnation=f"{name}-{rank}",
+                    on_event=log,
+                ),
+            )
+            for rank, pools in enumerate(memory)
+        ]
         for _, agent in self._all:
             agent.start()
 
     def of(self, data_rank: int) -> list[tuple[EventLog, TransferAgent]]:
         """Those of a data rank's processes, stage by stage."""
         _, tp, dp = self._layout
-        return [each for process, each in enumerate(self._all) if process % tp * dp // tp == data_rank]
+        return [
+            each for process, each in enumerate(self._all) if process % tp * dp // tp == data_rank
+        ]
 
     def shutdown(self) -> None:
         for _, agent in self._all:
@@ -91,15 +114,23 @@ class PoolPair:
 
     def generate(self, requests: Sequence[Request]) -> list[list[DrawnToken]]:
         """All at once, each side's by its data ranks in turn; keys on both sides count from 1."""
-        prompts = [self._read(scheduler, request)
-                   for scheduler, request in zip(cycle(self.prompts), requests, strict=False)]
+        prompts = [
+            self._read(scheduler, request)
+            for scheduler, request in zip(cycle(self.prompts), requests, strict=False)
+        ]
         answers, reserved = [Answer() for _ in requests], list[Reservation]()
         for prompt in prompts:
             assert prompt.done.wait(TIMEOUT_S), "a prompt was not read"
             assert prompt.first is not None, prompt.failed
-        call(self.decode.loop, lambda: reserved.extend(
-            scheduler.reserve(request, answer.emit)
-            for scheduler, request, answer in zip(cycle(self.decode.schedulers), requests, answers, strict=False)))
+        call(
+            self.decode.loop,
+            lambda: reserved.extend(
+                scheduler.reserve(request, answer.emit)
+                for scheduler, request, answer in zip(
+                    cycle(self.decode.schedulers), requests, answers, strict=False
+                )
+            ),
+        )
         for request, prompt, reservation in zip(requests, prompts, reserved, strict=True):
             self._hand_over(len(request.prompt_token_ids), prompt, reservation)
         first = [prompt.first.token for prompt in prompts if prompt.first is not None]
@@ -129,11 +160,27 @@ class PoolPair:
         started, session_id = prompt.started, f"s{reservation.key}"
         assert started is not None
         sources, dests = self.sources.of(started.data_rank), self.dests.of(reservation.data_rank)
-        terms = SourceTerms("c", "text", PAGE_SIZE, num_tokens, CHUNK_TOKENS, started.page_ids, started.slot_id,
-                            tuple(agent.endpoint for _, agent in sources))
-        destination = plan_destination(terms, session_id=session_id, epoch=0, tag_base=reservation.key << 32,
-                                       key=new_key(), page_ids=reservation.prompt_page_ids, slot_id=reservation.slot_id,
-                                       stages=[agent.endpoint for _, agent in dests], specs=self.specs)
+        terms = SourceTerms(
+            "c",
+            "text",
+            PAGE_SIZE,
+            num_tokens,
+            CHUNK_TOKENS,
+            started.page_ids,
+            started.slot_id,
+            tuple(agent.endpoint for _, agent in sources),
+        )
+        destination = plan_destination(
+            terms,
+            session_id=session_id,
+            epoch=0,
+            tag_base=reservation.key << 32,
+            key=new_key(),
+            page_ids=reservation.prompt_page_ids,
+            slot_id=reservation.slot_id,
+            stages=[agent.endpoint for _, agent in dests],
+            specs=self.specs,
+        )
         for _, agent in dests:
             agent.open_receive(terms, destination)
         for log, _ in dests:
@@ -150,7 +197,10 @@ class PoolPair:
 
     def _check_empty(self) -> None:
         """Nothing is left of the requests."""
-        for loop, schedulers in ((self.prefill, self.prompts), (self.decode.loop, self.decode.schedulers)):
+        for loop, schedulers in (
+            (self.prefill, self.prompts),
+            (self.decode.loop, self.decode.schedulers),
+        ):
             for scheduler in schedulers:
                 call(loop, scheduler.on_idle)
                 assert scheduler.pages.num_free == scheduler.pages.num_total
@@ -158,20 +208,54 @@ class PoolPair:
 
 
 @contextmanager
-def pool_pair(description: ModelDescription, prefill: Layout, decode: Layout,
-              speculation: Speculation | None = None) -> Iterator[PoolPair]:
+def pool_pair(
+    description: ModelDescription,
+    prefill: Layout,
+    decode: Layout,
+    speculation: Speculation | None = None,
+) -> Iterator[PoolPair]:
     """Two serving pools of one model."""
     specs, facts = description.cache_specs(PAGE_SIZE), description.facts
     num_slots = MAX_RUNNING + 1 if any(not spec.kind.is_paged for spec in specs) else 0
     limits = PrefillLimits(PAGE_SIZE, CHUNK_TOKENS, facts.chunk_grid, MAX_RUNNING, MAX_RUNNING)
     keys, network = count(1), MemoryNetwork()
-    prompts = tuple(PrefillScheduler(pages=PageAllocator(NUM_PAGES), slots=SlotAllocator(num_slots), limits=limits,
-                                     clock=SystemClock(), data_rank=rank, keys=keys) for rank in range(prefill.dp))
-    with (pipeline(description, prefill.pp, page_size=PAGE_SIZE, num_pages=NUM_PAGES, num_slots=num_slots,
-                   tp=prefill.tp, dp=prefill.dp) as (stages, memory), running(stages, *prompts) as loop,
-          local_pool(description, decode.pp, page_size=PAGE_SIZE, num_pages=NUM_PAGES, max_running=MAX_RUNNING,
-                     speculation=speculation, tp=decode.tp, dp=decode.dp) as pool):
-        sides = [_Agents("prefill", memory, prefill, network), _Agents("decode", pool.memory, decode, network)]
+    prompts = tuple(
+        PrefillScheduler(
+            pages=PageAllocator(NUM_PAGES),
+            slots=SlotAllocator(num_slots),
+            limits=limits,
+            clock=SystemClock(),
+            data_rank=rank,
+            keys=keys,
+        )
+        for rank in range(prefill.dp)
+    )
+    with (
+        pipeline(
+            description,
+            prefill.pp,
+            page_size=PAGE_SIZE,
+            num_pages=NUM_PAGES,
+            num_slots=num_slots,
+            tp=prefill.tp,
+            dp=prefill.dp,
+        ) as (stages, memory),
+        running(stages, *prompts) as loop,
+        local_pool(
+            description,
+            decode.pp,
+            page_size=PAGE_SIZE,
+            num_pages=NUM_PAGES,
+            max_running=MAX_RUNNING,
+            speculation=speculation,
+            tp=decode.tp,
+            dp=decode.dp,
+        ) as pool,
+    ):
+        sides = [
+            _Agents("prefill", memory, prefill, network),
+            _Agents("decode", pool.memory, decode, network),
+        ]
         try:
             yield PoolPair(specs, loop, prompts, pool, *sides)
         finally:

@@ -20,7 +20,9 @@ Serve = Callable[[AsyncIterator[Any], Any], AsyncIterator[Any]]
 
 def call_ledger(registry: CollectorRegistry | None = None) -> CallLedger:
     """That of a server."""
-    return CallLedger(Seats("calls", 2048, 1 << 20), RpcMetrics.create(registry or CollectorRegistry()))
+    return CallLedger(
+        Seats("calls", 2048, 1 << 20), RpcMetrics.create(registry or CollectorRegistry())
+    )
 
 
 class Stream(Generic[InputT, EventT]):
@@ -30,7 +32,9 @@ class Stream(Generic[InputT, EventT]):
         self._call: SharedCall[InputT, EventT] = call
         self.key = key
         self.events: asyncio.Queue[EventT] = asyncio.Queue()
-        self.end: asyncio.Future[types_pb2.RequestEnded] = asyncio.get_running_loop().create_future()
+        self.end: asyncio.Future[types_pb2.RequestEnded] = (
+            asyncio.get_running_loop().create_future()
+        )
 
     def send(self, message: InputT) -> None:
         message.key = self.key
@@ -83,7 +87,9 @@ class SharedCall(Generic[InputT, EventT]):
         await asyncio.wait([self.handler])
 
     async def _run(self, serve: Serve) -> None:
-        async with aclosing(cast("AsyncGenerator[Any, None]", serve(self._read(), None))) as messages:
+        async with aclosing(
+            cast("AsyncGenerator[Any, None]", serve(self._read(), None))
+        ) as messages:
             async for message in messages:
                 self.num_messages += 1
                 for event in message.events:

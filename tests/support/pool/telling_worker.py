@@ -1,4 +1,5 @@
-"""A worker that writes its UCX addresses into a folder, as a scan would find them: FOLDER ROLE, then its flags."""
+"""A worker that writes its UCX addresses into a folder, as a scan would find them: FOLDER ROLE,
+then its flags."""
 
 import runpy
 import sys

@@ -1,4 +1,5 @@
-"""Pages that remember which tokens their entries are of: what a scheduler plans is checked as a model would use it."""
+"""Pages that remember which tokens their entries are of: what a scheduler plans is checked as a
+model would use it."""
 
 from collections.abc import Collection, Sequence
 
@@ -16,7 +17,9 @@ class TokenMemory:
             entry = self._pages[page_ids[place // self._page_size]][place % self._page_size]
             assert entry == token, "another request's entry"
 
-    def write(self, page_ids: Sequence[int], start: int, tokens: Sequence[int], *, kept: Collection[int]) -> None:
+    def write(
+        self, page_ids: Sequence[int], start: int, tokens: Sequence[int], *, kept: Collection[int]
+    ) -> None:
         """Those of the tokens from `start` on; `kept` pages are others' to read."""
         for place, token in enumerate(tokens, start):
             page_id = page_ids[place // self._page_size]

@@ -1,9 +1,10 @@
 """Prefill and decode workers that compute by hand, speaking the real protos over real gRPC.
 
-Output token `i` of a prompt is `(sum(prompt) + i) % vocab_size`. A `Fabric` stands for the data plane between them. A
-test hooks into named points of a request's life (`worker.at(Point.COMMIT, action)`) to delay, refuse, fail or kill, and
-reads the shared journal to see what happened in which order. Session, epoch and stream accounting is real, so that a
-test can ask whether anything is left.
+Output token `i` of a prompt is `(sum(prompt) + i) % vocab_size`. A `Fabric` stands for the data
+plane between them. A test hooks into named points of a request's life (`worker.at(Point.COMMIT,
+action)`) to delay, refuse, fail or kill, and reads the shared journal to see what happened in which
+order. Session, epoch and stream accounting is real, so that a test can ask whether anything is
+left.
 """
 
 import asyncio
@@ -32,7 +33,13 @@ from protos import (
     worker_pb2,
     worker_pb2_grpc,
 )
-from runtime.errors import BatonError, CapacityError, ConfigError, FieldViolation, InvalidRequestError
+from runtime.errors import (
+    BatonError,
+    CapacityError,
+    ConfigError,
+    FieldViolation,
+    InvalidRequestError,
+)
 from runtime.observe.metrics import RpcMetrics
 from runtime.rpc.calls import CallLedger
 from runtime.rpc.server import GrpcServer, ServerOptions
@@ -40,7 +47,9 @@ from runtime.version import WIRE_VERSION
 
 VOCAB_SIZE = 512
 MAX_UNREAD_SCORES = 16  # as prefill.proto says
-ENDLESS_METHODS = frozenset({"/baton.v1.Worker/Watch", "/baton.v1.Prefill/Serve", "/baton.v1.Decode/Serve"})
+ENDLESS_METHODS = frozenset(
+    {"/baton.v1.Worker/Watch", "/baton.v1.Prefill/Serve", "/baton.v1.Decode/Serve"}
+)
 Context = grpc.aio.ServicerContext[Any, Any]
 Hook = Callable[[types_pb2.EngineRequest], Awaitable[object]]
 
@@ -96,8 +105,9 @@ class Journal:
 class CachelessWorker(worker_pb2_grpc.WorkerServicer):
     """One that keeps nothing of prompts."""
 
-    async def FlushCache(self, request: worker_pb2.FlushCacheRequest,
-                         context: grpc.aio.ServicerContext[Any, Any]) -> worker_pb2.FlushCacheResponse:
+    async def FlushCache(
+        self, request: worker_pb2.FlushCacheRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> worker_pb2.FlushCacheResponse:
         return worker_pb2.FlushCacheResponse()
 
 
@@ -107,8 +117,16 @@ class FakeWorker(CachelessWorker):
     role = ""
     service = ""
 
-    def __init__(self, name: str, fabric: Fabric, journal: Journal, *, compatibility: str = "digest",
-                 max_running: int = 64, num_pages: int = 1024) -> None:
+    def __init__(
+        self,
+        name: str,
+        fabric: Fabric,
+        journal: Journal,
+        *,
+        compatibility: str = "digest",
+        max_running: int = 64,
+        num_pages: int = 1024,
+    ) -> None:
         self.name = name
         self.fabric = fabric
         self.journal = journal
@@ -129,16 +147,20 @@ class FakeWorker(CachelessWorker):
         self.refused: dict[str, int] = defaultdict(int)
         self.wire_version = WIRE_VERSION
         self.num_calls = 0  # that routers have open
-        self._expired = Counter("expired", "Waits that took too long.", registry=CollectorRegistry())
+        self._expired = Counter(
+            "expired", "Waits that took too long.", registry=CollectorRegistry()
+        )
         self._hooks: dict[Point, Hook] = {}
         self._server: GrpcServer | None = None
 
     def at(self, point: Point, hook: Hook) -> None:
-        """Run `hook` whenever a request reaches `point`; what it raises ends that request's stream."""
+        """Run `hook` whenever a request reaches `point`; what it raises ends that request's
+        stream."""
         self._hooks[point] = hook
 
     def die_at(self, point: Point) -> None:
         """Die when the next request reaches `point`; after a restart the worker is sound."""
+
         async def dies(_: types_pb2.EngineRequest) -> None:
             self._hooks.clear()
             self._dying = asyncio.create_task(self.die())
@@ -167,8 +189,12 @@ class FakeWorker(CachelessWorker):
                     await asyncio.sleep(0.1)
 
     async def _listen(self) -> None:
-        server = GrpcServer(ServerOptions(listen=self.address), services=(self.service,),
-                            metrics=RpcMetrics.create(CollectorRegistry()), background_methods=ENDLESS_METHODS)
+        server = GrpcServer(
+            ServerOptions(listen=self.address),
+            services=(self.service,),
+            metrics=RpcMetrics.create(CollectorRegistry()),
+            background_methods=ENDLESS_METHODS,
+        )
         worker_pb2_grpc.add_WorkerServicer_to_server(self, server.grpc)
         self.register(server.grpc)
         self.address = await server.start()
@@ -201,8 +227,12 @@ class FakeWorker(CachelessWorker):
         """As pool.request.conversion does."""
         num_tokens = len(request.prompt_token_ids) + request.max_tokens
         if num_tokens > self.max_context_tokens:
-            raise InvalidRequestError(FieldViolation("prompt_token_ids", f"{num_tokens} tokens are over the context "
-                                                                         f"limit of {self.max_context_tokens}"))
+            raise InvalidRequestError(
+                FieldViolation(
+                    "prompt_token_ids",
+                    f"{num_tokens} tokens are over the context limit of {self.max_context_tokens}",
+                )
+            )
 
     async def reached(self, point: Point, request: types_pb2.EngineRequest) -> None:
         if point in self._hooks:
@@ -217,32 +247,58 @@ class FakeWorker(CachelessWorker):
         finally:
             self.open_requests.remove(request_id)
 
-    async def Watch(self, request: worker_pb2.WatchRequest,
-                    context: Context) -> AsyncIterator[worker_pb2.WatchResponse]:
-        yield worker_pb2.WatchResponse(info=worker_pb2.WorkerInfo(
-            role=self.role, incarnation=self.incarnation, model="tiny", architecture="Tiny", revision="r1",
-            compatibility=self.compatibility, compatibility_text=f"text of {self.compatibility}",
-            vocab_size=VOCAB_SIZE, max_context_tokens=self.max_context_tokens, num_layers=4,
-            tokenizer_digest=self.tokenizer_digest, wire_version=self.wire_version,
-            page_size=16, pages_total=self.num_pages,
-            max_running_requests=self.max_running, max_queued_requests=1000, stages=["0-2", "2-4"]))
+    async def Watch(
+        self, request: worker_pb2.WatchRequest, context: Context
+    ) -> AsyncIterator[worker_pb2.WatchResponse]:
+        yield worker_pb2.WatchResponse(
+            info=worker_pb2.WorkerInfo(
+                role=self.role,
+                incarnation=self.incarnation,
+                model="tiny",
+                architecture="Tiny",
+                revision="r1",
+                compatibility=self.compatibility,
+                compatibility_text=f"text of {self.compatibility}",
+                vocab_size=VOCAB_SIZE,
+                max_context_tokens=self.max_context_tokens,
+                num_layers=4,
+                tokenizer_digest=self.tokenizer_digest,
+                wire_version=self.wire_version,
+                page_size=16,
+                pages_total=self.num_pages,
+                max_running_requests=self.max_running,
+                max_queued_requests=1000,
+                stages=["0-2", "2-4"],
+            )
+        )
         said: list[tuple[bytes, ...]] = []
         while True:
             if self.kept and self.kept not in said:
-                yield worker_pb2.WatchResponse(cache=worker_pb2.CacheReport(
-                    number=len(said), whole=True, stored=b"".join(self.kept)))
+                yield worker_pb2.WatchResponse(
+                    cache=worker_pb2.CacheReport(
+                        number=len(said), whole=True, stored=b"".join(self.kept)
+                    )
+                )
                 said.append(self.kept)
             if self.reports:
-                yield worker_pb2.WatchResponse(load=worker_pb2.WorkerLoad(
-                    cache_reports=len(said),
-                    serving=self.serving, reason="" if self.serving else "draining",
-                    queued_tokens=self.queued_tokens, running_requests=len(self.open_requests),
-                    pages_free=self.num_pages, start_s=self.start_s, local_rest_tokens=self.local_rest_tokens))
+                yield worker_pb2.WatchResponse(
+                    load=worker_pb2.WorkerLoad(
+                        cache_reports=len(said),
+                        serving=self.serving,
+                        reason="" if self.serving else "draining",
+                        queued_tokens=self.queued_tokens,
+                        running_requests=len(self.open_requests),
+                        pages_free=self.num_pages,
+                        start_s=self.start_s,
+                        local_rest_tokens=self.local_rest_tokens,
+                    )
+                )
             await asyncio.sleep(request.interval_s)
 
 
 class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
-    """Computes the first token, 'sends' to the destination terms it is given, waits for the half-close."""
+    """Computes the first token, 'sends' to the destination terms it is given, waits for the
+    half-close."""
 
     role = "prefill"
     service = "baton.v1.Prefill"
@@ -253,23 +309,33 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
 
     def __init__(self, name: str, fabric: Fabric, journal: Journal, **options: Any) -> None:  # noqa: ANN401
         super().__init__(name, fabric, journal, **options)
-        self.num_scored: defaultdict[str, int] = defaultdict(int)  # messages of scores that were sent, by request
+        self.num_scored: defaultdict[str, int] = defaultdict(
+            int
+        )  # messages of scores that were sent, by request
 
     def register(self, server: grpc.aio.Server) -> None:
         prefill_pb2_grpc.add_PrefillServicer_to_server(self, server)
 
-    async def Serve(self, request_iterator: AsyncIterator[prefill_pb2.PrefillInputs],
-                    context: Context) -> AsyncIterator[prefill_pb2.PrefillEvents]:
+    async def Serve(
+        self, request_iterator: AsyncIterator[prefill_pb2.PrefillInputs], context: Context
+    ) -> AsyncIterator[prefill_pb2.PrefillEvents]:
         kind: RequestKind[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent] = RequestKind(
-            "/baton.v1.Prefill/Run", self._run, lambda item: item.open.context,
-            lambda key, ended: prefill_pb2.PrefillEvent(key=key, ended=ended))
+            "/baton.v1.Prefill/Run",
+            self._run,
+            lambda item: item.open.context,
+            lambda key, ended: prefill_pb2.PrefillEvent(key=key, ended=ended),
+        )
         call = RouterCall(kind, self.calls, self._expired)
         with self.called():
-            async with contextlib.aclosing(call.events(item.inputs async for item in request_iterator)) as batches:
+            async with contextlib.aclosing(
+                call.events(item.inputs async for item in request_iterator)
+            ) as batches:
                 async for events in batches:
                     yield prefill_pb2.PrefillEvents(events=events)
 
-    async def _run(self, opening: Opening[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent]) -> None:
+    async def _run(
+        self, opening: Opening[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent]
+    ) -> None:
         request = opening.input.open.request
 
         def says(**event: Any) -> None:  # noqa: ANN401 - fields of a message
@@ -278,7 +344,9 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         with self.holding(request.request_id), _reading(opening.inbox) as inputs:
             await self.reached(Point.QUEUED, request)
             if inputs.destination.done():
-                raise InvalidRequestError(FieldViolation("input", "expected one destination, after started"))
+                raise InvalidRequestError(
+                    FieldViolation("input", "expected one destination, after started")
+                )
             says(started=prefill_pb2.PrefillStarted(queue_s=0.25, terms=self._terms(request)))
             await self.reached(Point.STARTED, request)
             for scored in self._scores(request):
@@ -286,10 +354,15 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
                 self.num_scored[request.request_id] += 1
                 says(scored=scored)
             await self.reached(Point.COMPUTED, request)
-            token = (expected_tokens(list(request.prompt_token_ids), 1)[0] + self.first_token_offset) % VOCAB_SIZE
+            token = (
+                expected_tokens(list(request.prompt_token_ids), 1)[0] + self.first_token_offset
+            ) % VOCAB_SIZE
             if self.says_first_token:
-                says(first_token=prefill_pb2.PrefillFirstToken(
-                    token=types_pb2.TokenChunk(token_ids=[token]), prefill_s=self.prefill_s))
+                says(
+                    first_token=prefill_pb2.PrefillFirstToken(
+                        token=types_pb2.TokenChunk(token_ids=[token]), prefill_s=self.prefill_s
+                    )
+                )
             terms = await inputs.destination
             await self.reached(Point.SENDING, request)
             self.fabric.deliver(terms)
@@ -301,19 +374,29 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
     def _scores(self, request: types_pb2.EngineRequest) -> Iterator[types_pb2.PromptLogprobs]:
         prompt, start = request.prompt_token_ids, 1
         for count in self.scored_chunks if request.HasField("num_prompt_logprobs") else ():
-            token_ids = prompt[start:start + count]
+            token_ids = prompt[start : start + count]
             yield types_pb2.PromptLogprobs(
-                first_position=start, token_ids=token_ids,
-                logprobs=[types_pb2.TokenLogprobs(logprob=-float(start + i)) for i in range(len(token_ids))])
+                first_position=start,
+                token_ids=token_ids,
+                logprobs=[
+                    types_pb2.TokenLogprobs(logprob=-float(start + i))
+                    for i in range(len(token_ids))
+                ],
+            )
             start += count
 
     def _terms(self, request: types_pb2.EngineRequest) -> transfer_pb2.SourceTerms:
-        return transfer_pb2.SourceTerms(compatibility=self.compatibility, page_size=16,
-                                        num_tokens=len(request.prompt_token_ids), chunk_tokens=64)
+        return transfer_pb2.SourceTerms(
+            compatibility=self.compatibility,
+            page_size=16,
+            num_tokens=len(request.prompt_token_ids),
+            chunk_tokens=64,
+        )
 
 
 class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
-    """Reserves, waits for the delivery and the first token, counts on. Without a source it draws the first one, too."""
+    """Reserves, waits for the delivery and the first token, counts on. Without a source it draws
+    the first one, too."""
 
     role = "decode"
     service = "baton.v1.Decode"
@@ -323,28 +406,46 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
 
     def __init__(self, name: str, fabric: Fabric, journal: Journal, **options: Any) -> None:  # noqa: ANN401
         super().__init__(name, fabric, journal, **options)
-        self.call_errors: list[BatonError] = []  # what the next message with tokens is lost by, and the call with it
-        self.times_sent: Callable[[int], int] = lambda position: 1  # the tokens at a position; 0: they are lost
+        self.call_errors: list[
+            BatonError
+        ] = []  # what the next message with tokens is lost by, and the call with it
+        self.times_sent: Callable[[int], int] = lambda position: (
+            1
+        )  # the tokens at a position; 0: they are lost
 
     def register(self, server: grpc.aio.Server) -> None:
         decode_pb2_grpc.add_DecodeServicer_to_server(self, server)
 
-    async def Serve(self, request_iterator: AsyncIterator[decode_pb2.DecodeInputs],
-                    context: Context) -> AsyncIterator[decode_pb2.DecodeEvents]:
+    async def Serve(
+        self, request_iterator: AsyncIterator[decode_pb2.DecodeInputs], context: Context
+    ) -> AsyncIterator[decode_pb2.DecodeEvents]:
         kind: RequestKind[decode_pb2.DecodeInput, decode_pb2.DecodeEvent] = RequestKind(
-            "/baton.v1.Decode/Generate", self._generate, lambda item: item.open.context,
-            lambda key, ended: decode_pb2.DecodeEvent(key=key, ended=ended))
+            "/baton.v1.Decode/Generate",
+            self._generate,
+            lambda item: item.open.context,
+            lambda key, ended: decode_pb2.DecodeEvent(key=key, ended=ended),
+        )
         call = RouterCall(kind, self.calls, self._expired)
         with self.called():
-            async with contextlib.aclosing(call.events(item.inputs async for item in request_iterator)) as batches:
+            async with contextlib.aclosing(
+                call.events(item.inputs async for item in request_iterator)
+            ) as batches:
                 async for events in batches:
                     if self.call_errors and any(event.HasField("tokens") for event in events):
                         raise self.call_errors.pop()
-                    yield decode_pb2.DecodeEvents(events=[
-                        event for event in events
-                        for _ in range(self.times_sent(event.position) if event.HasField("tokens") else 1)])
+                    yield decode_pb2.DecodeEvents(
+                        events=[
+                            event
+                            for event in events
+                            for _ in range(
+                                self.times_sent(event.position) if event.HasField("tokens") else 1
+                            )
+                        ]
+                    )
 
-    async def _generate(self, opening: Opening[decode_pb2.DecodeInput, decode_pb2.DecodeEvent]) -> None:
+    async def _generate(
+        self, opening: Opening[decode_pb2.DecodeInput, decode_pb2.DecodeEvent]
+    ) -> None:
         pending = opening.input.open
         request, known = pending.request, list[int]()
         self.check_length(request)
@@ -364,8 +465,11 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             finally:
                 reader.cancel()
 
-    async def _read_into(self, inbox: Inbox[decode_pb2.DecodeInput, Any],
-                         inputs: "asyncio.Queue[decode_pb2.DecodeInput]") -> None:
+    async def _read_into(
+        self,
+        inbox: Inbox[decode_pb2.DecodeInput, Any],
+        inputs: "asyncio.Queue[decode_pb2.DecodeInput]",
+    ) -> None:
         while True:
             message = await inbox.get(None, "")
             assert isinstance(message, decode_pb2.DecodeInput)
@@ -374,8 +478,13 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             else:
                 await inputs.put(message)
 
-    async def _receive(self, pending: decode_pb2.DecodeOpen, inputs: "asyncio.Queue[decode_pb2.DecodeInput]",
-                       known: list[int], outlet: DecodeOutlet) -> None:
+    async def _receive(
+        self,
+        pending: decode_pb2.DecodeOpen,
+        inputs: "asyncio.Queue[decode_pb2.DecodeInput]",
+        known: list[int],
+        outlet: DecodeOutlet,
+    ) -> None:
         """Puts the tokens it gets into `known`."""
         session_id, first_token, request = uuid.uuid4().hex, None, pending.request
         for epoch in itertools.count():
@@ -394,8 +503,13 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         assert first_token is not None
         known += [first_token, *pending.replayed_token_ids]
 
-    async def _decode(self, pending: decode_pb2.DecodeOpen, outlet: DecodeOutlet, tokens: list[int],
-                      is_sent: Callable[[], bool]) -> None:
+    async def _decode(
+        self,
+        pending: decode_pb2.DecodeOpen,
+        outlet: DecodeOutlet,
+        tokens: list[int],
+        is_sent: Callable[[], bool],
+    ) -> None:
         request = pending.request
         if pending.HasField("source"):
             await self.reached(Point.COMMIT, request)
@@ -405,7 +519,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             await self.reached(Point.COMPUTED, request)
             tokens += expected_tokens(list(request.prompt_token_ids), 1)
             outlet.drawn([DrawnToken(token_id) for token_id in tokens])
-        assert tokens == expected_tokens(list(request.prompt_token_ids), len(tokens)), "what it gets is what was drawn"
+        assert tokens == expected_tokens(list(request.prompt_token_ids), len(tokens)), (
+            "what it gets is what was drawn"
+        )
         while (reason := _finish_reason(request, tokens)) is None:
             if self.token_pause_s:
                 await asyncio.sleep(self.token_pause_s)
@@ -415,19 +531,27 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 chunk.append((tokens[-1] + 1) % VOCAB_SIZE)
                 tokens.append(chunk[-1])
             shows = request.HasField("num_top_logprobs")
-            outlet.drawn([DrawnToken(t, TokenLogprobs(-float(t)) if shows else None) for t in chunk])
+            outlet.drawn(
+                [DrawnToken(t, TokenLogprobs(-float(t)) if shows else None) for t in chunk]
+            )
             while not is_sent():  # noqa: ASYNC110 - none joins another: routers read in time, or end the call
                 await asyncio.sleep(0)
         await self.reached(Point.FINISH, request)
         stopped = tokens[-1] if reason == types_pb2.FINISH_REASON_STOP else None
-        outlet.finished(decode_pb2.DecodeFinished(reason=reason, stop_token_id=stopped, queue_s=0.03125, decode_s=0.5))
+        outlet.finished(
+            decode_pb2.DecodeFinished(
+                reason=reason, stop_token_id=stopped, queue_s=0.03125, decode_s=0.5
+            )
+        )
 
 
 class _PrefillInputs:
     """What a router has sent for one prompt."""
 
     def __init__(self) -> None:
-        self.destination: asyncio.Future[transfer_pb2.DestinationTerms] = asyncio.get_running_loop().create_future()
+        self.destination: asyncio.Future[transfer_pb2.DestinationTerms] = (
+            asyncio.get_running_loop().create_future()
+        )
         self.may_score = asyncio.Semaphore(MAX_UNREAD_SCORES)
         self.released = asyncio.Event()
 
@@ -457,20 +581,27 @@ def _reading(inbox: Inbox[prefill_pb2.PrefillInput, Any]) -> Iterator[_PrefillIn
         task.cancel()
 
 
-def _finish_reason(request: types_pb2.EngineRequest, tokens: list[int]) -> types_pb2.FinishReason | None:
+def _finish_reason(
+    request: types_pb2.EngineRequest, tokens: list[int]
+) -> types_pb2.FinishReason | None:
     if tokens[-1] in request.stop_token_ids and len(tokens) >= request.min_tokens:
         return types_pb2.FINISH_REASON_STOP
     return types_pb2.FINISH_REASON_LENGTH if len(tokens) >= request.max_tokens else None
 
 
-async def _first_token_and_delivery(inputs: "asyncio.Queue[decode_pb2.DecodeInput]", delivered: asyncio.Event,
-                                    first_token: int | None) -> int | None:
+async def _first_token_and_delivery(
+    inputs: "asyncio.Queue[decode_pb2.DecodeInput]",
+    delivered: asyncio.Event,
+    first_token: int | None,
+) -> int | None:
     """Wait until both are there; the token alone if another source takes over first."""
     destination, message = asyncio.create_task(delivered.wait()), asyncio.create_task(inputs.get())
     try:
         while first_token is None or not delivered.is_set():
-            await asyncio.wait({message} if delivered.is_set() else {message, destination},
-                               return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(
+                {message} if delivered.is_set() else {message, destination},
+                return_when=asyncio.FIRST_COMPLETED,
+            )
             if message.done():
                 if message.result().HasField("new_source"):
                     return first_token
@@ -480,4 +611,3 @@ async def _first_token_and_delivery(inputs: "asyncio.Queue[decode_pb2.DecodeInpu
     finally:
         destination.cancel()
         message.cancel()
-

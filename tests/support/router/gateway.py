@@ -18,8 +18,16 @@ async def gateway(routers: str | Sequence[str], folder: Path, *flags: str) -> As
     """Its address; it is before these routers."""
     announce = folder / "gateway.json"
     routers = [routers] if isinstance(routers, str) else routers
-    arguments = (*(part for router in routers for part in ("--router", router)), "--listen", "127.0.0.1:0",
-                 "--announce", str(announce), "--drain-s", "1", *flags)
+    arguments = (
+        *(part for router in routers for part in ("--router", router)),
+        "--listen",
+        "127.0.0.1:0",
+        "--announce",
+        str(announce),
+        "--drain-s",
+        "1",
+        *flags,
+    )
     child = await spawn("baton.gateway", arguments, core=ALL_CORES, environment=os.environ)
     try:
         async with asyncio.timeout(60):

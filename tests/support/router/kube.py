@@ -1,4 +1,5 @@
-"""A Kubernetes API server that knows EndpointSlices only: real HTTP and TLS, lists and watches as the real one."""
+"""A Kubernetes API server that knows EndpointSlices only: real HTTP and TLS, lists and watches as
+the real one."""
 
 import asyncio
 import json
@@ -16,19 +17,33 @@ Conditions = dict[str, bool]
 READY: Conditions = {"ready": True, "serving": True, "terminating": False}
 
 
-def endpoint_slice(name: str, service: str, *endpoints: tuple[str, Conditions], port: int = 7000) -> dict[str, Any]:
+def endpoint_slice(
+    name: str, service: str, *endpoints: tuple[str, Conditions], port: int = 7000
+) -> dict[str, Any]:
     """As the API shows one; `endpoints` are addresses with their conditions."""
-    return {"apiVersion": "discovery.k8s.io/v1", "kind": "EndpointSlice", "addressType": "IPv4",
-            "metadata": {"name": name, "namespace": "baton", "labels": {"kubernetes.io/service-name": service}},
-            "ports": [{"name": "metrics", "port": 9090, "protocol": "TCP"},
-                      {"name": "grpc", "port": port, "protocol": "TCP"}],
-            "endpoints": [{"addresses": [address], "conditions": conditions} for address, conditions in endpoints]}
+    return {
+        "apiVersion": "discovery.k8s.io/v1",
+        "kind": "EndpointSlice",
+        "addressType": "IPv4",
+        "metadata": {
+            "name": name,
+            "namespace": "baton",
+            "labels": {"kubernetes.io/service-name": service},
+        },
+        "ports": [
+            {"name": "metrics", "port": 9090, "protocol": "TCP"},
+            {"name": "grpc", "port": port, "protocol": "TCP"},
+        ],
+        "endpoints": [
+            {"addresses": [address], "conditions": conditions} for address, conditions in endpoints
+        ],
+    }
 
 
 @dataclass(eq=False)
 class FakeApi:
-    """`put` and `delete` change what is there; watches hear of it. `requests` are the queries so far, `asked_at_s` when
-    they came."""
+    """`put` and `delete` change what is there; watches hear of it. `requests` are the queries so
+    far, `asked_at_s` when they came."""
 
     token: str = "secret-1"
     slices: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -56,7 +71,9 @@ class FakeApi:
         self._note("MODIFIED" if name in self.slices else "ADDED", item)
         self.slices[name] = item
 
-    def put_worker(self, name: str, service: str, address: str, conditions: Conditions = READY) -> None:
+    def put_worker(
+        self, name: str, service: str, address: str, conditions: Conditions = READY
+    ) -> None:
         """A slice of its own for a worker of a test, which has a port of its own."""
         place = parse_address(address)
         self.put(endpoint_slice(name, service, (place.host, conditions), port=place.port))
@@ -118,19 +135,36 @@ class FakeApi:
             await self._watch(query, writer)
         else:
             items = [item for item in self.slices.values() if _selected(item, query)]
-            await _send(writer, 200, {"kind": "EndpointSliceList", "metadata": {"resourceVersion": str(self._version)},
-                                      "items": items})
+            await _send(
+                writer,
+                200,
+                {
+                    "kind": "EndpointSliceList",
+                    "metadata": {"resourceVersion": str(self._version)},
+                    "items": items,
+                },
+            )
 
     async def _watch(self, query: dict[str, str], writer: asyncio.StreamWriter) -> None:
-        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+        )
         seen = int(query["resourceVersion"])
         while True:
             changed = self._changed
             if seen < self._oldest:
-                await _chunk(writer, {"type": "ERROR", "object": {"kind": "Status", "code": 410, "reason": "Expired"}})
+                await _chunk(
+                    writer,
+                    {
+                        "type": "ERROR",
+                        "object": {"kind": "Status", "code": 410, "reason": "Expired"},
+                    },
+                )
                 break
             for version, event in self._events:
-                if version > seen and (event["type"] == "BOOKMARK" or _selected(event["object"], query)):
+                if version > seen and (
+                    event["type"] == "BOOKMARK" or _selected(event["object"], query)
+                ):
                     await _chunk(writer, event)
                     seen = version
             await changed.wait()
@@ -144,8 +178,10 @@ def _selected(item: dict[str, Any], query: dict[str, str]) -> bool:
 
 async def _send(writer: asyncio.StreamWriter, status: int, body: dict[str, Any]) -> None:
     payload = json.dumps(body).encode()
-    writer.write(f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n"
-                 .encode() + payload)
+    writer.write(
+        f"HTTP/1.1 {status} X\r\nContent-Type: application/json\r\nContent-Length: {len(payload)}\r\n\r\n".encode()
+        + payload
+    )
     await writer.drain()
 
 

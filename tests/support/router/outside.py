@@ -1,4 +1,5 @@
-"""A client that knows nothing of this repository: it asks the server what its services look like, and speaks JSON."""
+"""A client that knows nothing of this repository: it asks the server what its services look like,
+and speaks JSON."""
 
 from collections.abc import AsyncIterator
 from typing import Any
@@ -11,12 +12,22 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 from google.rpc import error_details_pb2 as details_pb2
 from google.rpc.status_pb2 import Status
-from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
+    ProtoReflectionDescriptorDatabase,
+)
 
 Json = dict[str, Any]
-DETAILS = {kind.DESCRIPTOR.full_name: kind for kind in (
-    details_pb2.ErrorInfo, details_pb2.BadRequest, details_pb2.RetryInfo, details_pb2.QuotaFailure,
-    details_pb2.PreconditionFailure, details_pb2.RequestInfo)}
+DETAILS = {
+    kind.DESCRIPTOR.full_name: kind
+    for kind in (
+        details_pb2.ErrorInfo,
+        details_pb2.BadRequest,
+        details_pb2.RetryInfo,
+        details_pb2.QuotaFailure,
+        details_pb2.PreconditionFailure,
+        details_pb2.RequestInfo,
+    )
+}
 
 
 class Outsider:
@@ -39,16 +50,23 @@ class Outsider:
         found: Descriptor = self._pool.FindMessageTypeByName(full_name)
         return found
 
-    async def ask(self, method: str, request: Json, *, timeout_s: float = 60) -> AsyncIterator[Json]:
-        """Every response of a method, "baton.v1.Generation.Generate", with default values left out."""
+    async def ask(
+        self, method: str, request: Json, *, timeout_s: float = 60
+    ) -> AsyncIterator[Json]:
+        """Every response of a method, "baton.v1.Generation.Generate", with default values left
+        out."""
         service, _, name = method.rpartition(".")
         found = self._pool.FindServiceByName(service).methods_by_name[name]
         path = f"/{found.containing_service.full_name}/{found.name}"
         message = json_format.ParseDict(request, GetMessageClass(found.input_type)())
-        kinds: Json = {"request_serializer": _as_bytes,
-                       "response_deserializer": GetMessageClass(found.output_type).FromString}
+        kinds: Json = {
+            "request_serializer": _as_bytes,
+            "response_deserializer": GetMessageClass(found.output_type).FromString,
+        }
         if not found.server_streaming:
-            yield json_format.MessageToDict(await self.channel.unary_unary(path, **kinds)(message, timeout=timeout_s))
+            yield json_format.MessageToDict(
+                await self.channel.unary_unary(path, **kinds)(message, timeout=timeout_s)
+            )
             return
         async for response in self.channel.unary_stream(path, **kinds)(message, timeout=timeout_s):
             yield json_format.MessageToDict(response)
@@ -61,7 +79,9 @@ def _as_bytes(message: Message) -> bytes:
 def details_of(error: grpc.aio.AioRpcError) -> dict[str, Any]:
     """The google.rpc details of a failed call by their short names."""
     status = Status()
-    raw = next((value for key, value in error.trailing_metadata() if key == "grpc-status-details-bin"), b"")
+    raw = next(
+        (value for key, value in error.trailing_metadata() if key == "grpc-status-details-bin"), b""
+    )
     status.ParseFromString(raw if isinstance(raw, bytes) else raw.encode())
     found = {}
     for packed in status.details:

@@ -29,11 +29,18 @@ CONTEXT_TOKENS = 1 << 16
 Context = grpc.aio.ServicerContext[Any, Any]
 
 
-def write_text_model(folder: Path, tokenizer: Tokenizer, template: str, special_tokens: Mapping[str, str]) -> Path:
+def write_text_model(
+    folder: Path, tokenizer: Tokenizer, template: str, special_tokens: Mapping[str, str]
+) -> Path:
     """What a router reads of a checkpoint with this tokenizer and this chat template."""
     folder.mkdir(parents=True)
-    config = {"architectures": ["Tiny"], "vocab_size": tokenizer.get_vocab_size(), "num_hidden_layers": 4,
-              "max_position_embeddings": CONTEXT_TOKENS, "eos_token_id": 0}
+    config = {
+        "architectures": ["Tiny"],
+        "vocab_size": tokenizer.get_vocab_size(),
+        "num_hidden_layers": 4,
+        "max_position_embeddings": CONTEXT_TOKENS,
+        "eos_token_id": 0,
+    }
     (folder / "config.json").write_text(json.dumps(config))
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(special_tokens))
@@ -42,10 +49,12 @@ def write_text_model(folder: Path, tokenizer: Tokenizer, template: str, special_
 
 
 class Recorder:
-    """Stands for `GenerationService`: it checks and reads requests as that does, keeps their prompts, and answers with
-    `token_ids`, one in a message."""
+    """Stands for `GenerationService`: it checks and reads requests as that does, keeps their
+    prompts, and answers with `token_ids`, one in a message."""
 
-    def __init__(self, folder: Path, user_control_tokens: UserControlTokens = UserControlTokens.TOKENS) -> None:
+    def __init__(
+        self, folder: Path, user_control_tokens: UserControlTokens = UserControlTokens.TOKENS
+    ) -> None:
         """For the model in this folder, under the folder's name."""
         self.folder = folder
         self.model = load_served_model(folder, user_control_tokens=user_control_tokens)
@@ -63,10 +72,17 @@ class Recorder:
     def problem(self) -> str:
         return ""
 
-    async def GetModelInfo(self, request: pb.GetModelInfoRequest, context: Context) -> pb.GetModelInfoResponse:
+    async def GetModelInfo(
+        self, request: pb.GetModelInfoRequest, context: Context
+    ) -> pb.GetModelInfoResponse:
         facts = self.model.facts
-        return pb.GetModelInfoResponse(model=facts.name, architecture=facts.architecture, vocab_size=facts.vocab_size,
-                                       max_context_tokens=facts.max_context_tokens, has_tokenizer=True)
+        return pb.GetModelInfoResponse(
+            model=facts.name,
+            architecture=facts.architecture,
+            vocab_size=facts.vocab_size,
+            max_context_tokens=facts.max_context_tokens,
+            has_tokenizer=True,
+        )
 
     async def GetLoad(self, request: pb.GetLoadRequest, context: Context) -> pb.GetLoadResponse:
         return pb.GetLoadResponse()
@@ -74,7 +90,9 @@ class Recorder:
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         return pb.AbortResponse()
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+    async def Generate(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
         self.requests.append(request)
         checked = await admissible(request, self.model.facts, self.tokeniser, lambda: 0)
         prompt = list(checked.engine.prompt_token_ids)
@@ -83,21 +101,38 @@ class Recorder:
         usage = pb.Usage(prompt_tokens=len(prompt))
         for number, token_id in enumerate(self.token_ids, 1):
             usage.completion_tokens = number
-            scores = [types_pb2.TokenLogprobs(logprob=-number)] if request.HasField("num_top_logprobs") else []
-            yield pb.GenerateResponse(chunk=pb.GenerateChunk(
-                token_ids=[token_id], usage=usage, logprobs=scores,
-                text=detokeniser.add(token_id) if checked.wants_text else ""))
-        yield pb.GenerateResponse(finish=pb.GenerateFinish(reason=types_pb2.FINISH_REASON_LENGTH, usage=usage))
+            scores = (
+                [types_pb2.TokenLogprobs(logprob=-number)]
+                if request.HasField("num_top_logprobs")
+                else []
+            )
+            yield pb.GenerateResponse(
+                chunk=pb.GenerateChunk(
+                    token_ids=[token_id],
+                    usage=usage,
+                    logprobs=scores,
+                    text=detokeniser.add(token_id) if checked.wants_text else "",
+                )
+            )
+        yield pb.GenerateResponse(
+            finish=pb.GenerateFinish(reason=types_pb2.FINISH_REASON_LENGTH, usage=usage)
+        )
 
 
 @asynccontextmanager
 async def serving(recorder: Recorder) -> AsyncIterator[str]:
     """The address of a recorder that speaks VllmEngine."""
-    server = GrpcServer(ServerOptions(listen="127.0.0.1:0"), services=(VLLM_SERVICE,),
-                        metrics=RpcMetrics.create(CollectorRegistry()))
-    service = VllmEngineService(cast(GenerationService, recorder), recorder.folder,
-                                gateway_tokenizer(recorder.folder, recorder.model, recorder.folder / "gateways"),
-                                CacheEvents(lambda name: False))
+    server = GrpcServer(
+        ServerOptions(listen="127.0.0.1:0"),
+        services=(VLLM_SERVICE,),
+        metrics=RpcMetrics.create(CollectorRegistry()),
+    )
+    service = VllmEngineService(
+        cast(GenerationService, recorder),
+        recorder.folder,
+        gateway_tokenizer(recorder.folder, recorder.model, recorder.folder / "gateways"),
+        CacheEvents(lambda name: False),
+    )
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(service, server.grpc)
     address = await server.start()
     try:

@@ -9,10 +9,12 @@ from transfer.transport.refusals import RefusalReason
 
 def flip(bit: int) -> Callable[[memoryview], memoryview]:
     """Damage: a copy with one bit changed."""
+
     def damage(buffer: memoryview) -> memoryview:
         copy = bytearray(buffer)
         copy[bit // 8 % len(copy)] ^= 1 << bit % 8
         return memoryview(copy)
+
     return damage
 
 
@@ -20,8 +22,13 @@ def flip_in_the_middle(buffer: memoryview) -> memoryview:
     return flip(8 * (len(buffer) // 2) + 4)(buffer)
 
 
-def send_damaged(send: Callable[[Peer, int, Buffer], Operation], peer: Peer, tag: int, buffer: Buffer,
-                 damage: Callable[[memoryview], memoryview] = flip_in_the_middle) -> Operation:
+def send_damaged(
+    send: Callable[[Peer, int, Buffer], Operation],
+    peer: Peer,
+    tag: int,
+    buffer: Buffer,
+    damage: Callable[[memoryview], memoryview] = flip_in_the_middle,
+) -> Operation:
     """The sender digests what it gave away, not what became of it."""
     assert isinstance(buffer, memoryview)
     operation = send(peer, tag, damage(buffer))

@@ -1,7 +1,9 @@
-"""A process that found UCX ports: it sends whatever messages it likes, and knows nothing that travels over gRPC.
+"""A process that found UCX ports: it sends whatever messages it likes, and knows nothing that
+travels over gRPC.
 
-`python -m tests.support.transfer.stranger SECONDS ADDRESS...` (hex, as processes exchange them) floods each address
-with messages that fit the tags and frames of pools without a key, prints how many it has sent to each, and ends.
+`python -m tests.support.transfer.stranger SECONDS ADDRESS...` (hex, as processes exchange them)
+floods each address with messages that fit the tags and frames of pools without a key, prints how
+many it has sent to each, and ends.
 """
 
 import random
@@ -42,7 +44,8 @@ class Stranger:
         endpoint = self._endpoints.get(address)
         if endpoint is None:
             endpoint = self._endpoints[address] = self._worker.create_endpoint_from_worker_address(
-                self._ucx.address(unframe_address(address)), endpoint_error_handling=True)
+                self._ucx.address(unframe_address(address)), endpoint_error_handling=True
+            )
         kept = bytes(data)
         self._requests.append((endpoint.tag_send(self._ucx.array(kept), self._ucx.tag(tag)), kept))
         self._worker.progress_once()
@@ -61,8 +64,8 @@ class Stranger:
 
 
 def plausible_messages(seed: int) -> Iterator[tuple[int, bytes]]:
-    """Yield tags and messages for ever: frames with magic and schema under tags of small epochs and ranks; items under
-    tags of small sessions; and random tags."""
+    """Yield tags and messages for ever: frames with magic and schema under tags of small epochs and
+    ranks; items under tags of small sessions; and random tags."""
     numbers = random.Random(seed)
     while True:
         kind, sequence = numbers.choice((1, 2, 3, 4, 5)), numbers.randrange(1, 200)
@@ -71,9 +74,15 @@ def plausible_messages(seed: int) -> Iterator[tuple[int, bytes]]:
         frame = struct.pack("<4sBBBxHxxIQ", b"BATN", schema, kind, 1, 0, len(body), sequence) + body
         frame = numbers.choice((b"", bytes(24), numbers.randbytes(24))) + frame
         epoch, rank = numbers.randrange(1, 6), numbers.randrange(3)
-        yield numbers.choice(((epoch << 16 | rank, frame), (epoch << 24 | rank, numbers.randbytes(4096)),
-                              (numbers.getrandbits(64), frame), (rank, frame),
-                              (numbers.getrandbits(64), numbers.randbytes(20_000))))
+        yield numbers.choice(
+            (
+                (epoch << 16 | rank, frame),
+                (epoch << 24 | rank, numbers.randbytes(4096)),
+                (numbers.getrandbits(64), frame),
+                (rank, frame),
+                (numbers.getrandbits(64), numbers.randbytes(20_000)),
+            )
+        )
 
 
 def main() -> None:

@@ -1,7 +1,8 @@
 """A process of its own that sends over UCX until it is killed.
 
-`python -m tests.support.transfer.transfer_child PROFILE NUM_BYTES NUM_MESSAGES`: prints its address as hex, reads the
-peer's and the first tag from its input, posts all its sends, prints "posted" and keeps the transport going.
+`python -m tests.support.transfer.transfer_child PROFILE NUM_BYTES NUM_MESSAGES`: prints its address
+as hex, reads the peer's and the first tag from its input, posts all its sends, prints "posted" and
+keeps the transport going.
 """
 
 import subprocess
@@ -21,8 +22,19 @@ class SendingChild:
 
     def __init__(self, profile: TransportProfile, num_bytes: int, num_messages: int) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.transfer.transfer_child", profile, str(num_bytes), str(num_messages)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT)
+            [
+                sys.executable,
+                "-m",
+                "tests.support.transfer.transfer_child",
+                profile,
+                str(num_bytes),
+                str(num_messages),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=_ROOT,
+        )
         self.address = bytes.fromhex(self._read())
 
     def send_to(self, address: bytes, first_tag: int) -> None:
@@ -42,7 +54,11 @@ class SendingChild:
 
 
 def main() -> None:
-    profile, num_bytes, num_messages = TransportProfile(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    profile, num_bytes, num_messages = (
+        TransportProfile(sys.argv[1]),
+        int(sys.argv[2]),
+        int(sys.argv[3]),
+    )
     transport = UcxTransport(profile=profile, clock=SystemClock())
     print(transport.address.hex(), flush=True)
     address, first_tag = sys.stdin.readline().split()

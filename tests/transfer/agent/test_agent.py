@@ -1,4 +1,5 @@
-"""Agents hand over what the plan says, layer by layer, over every transport; and whatever goes wrong, they drain."""
+"""Agents hand over what the plan says, layer by layer, over every transport; and whatever goes
+wrong, they drain."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -40,7 +41,9 @@ class Pools:
         self._pools: list[Pool] = []
 
     def __call__(self, name: str, num_stages: int, num_layers: int = 6) -> Pool:
-        pool = Pool(name, [self._make_transport() for _ in range(num_stages)], hybrid_specs(num_layers))
+        pool = Pool(
+            name, [self._make_transport() for _ in range(num_stages)], hybrid_specs(num_layers)
+        )
         self._pools.append(pool)
         return pool
 
@@ -63,8 +66,12 @@ def source_and_dest(pools: Pools, num_source: int = 1, num_dest: int = 1) -> tup
     return source, dest
 
 
-@pytest.mark.parametrize(("num_source", "num_dest"), [(1, 1), (1, 3), (3, 1), (2, 3), (3, 2), (6, 6)])
-def test_any_split_hands_over_to_any_split_s4_9(pools: Pools, num_source: int, num_dest: int) -> None:
+@pytest.mark.parametrize(
+    ("num_source", "num_dest"), [(1, 1), (1, 3), (3, 1), (2, 3), (3, 2), (6, 6)]
+)
+def test_any_split_hands_over_to_any_split_s4_9(
+    pools: Pools, num_source: int, num_dest: int
+) -> None:
     source, dest = source_and_dest(pools, num_source, num_dest)
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
     destination = dest.destination(terms, DEST_PAGES)
@@ -76,7 +83,9 @@ def test_any_split_hands_over_to_any_split_s4_9(pools: Pools, num_source: int, n
     assert sum(event.num_bytes for event in sent) == sum(event.num_bytes for event in landed) > 0
     assert_handed_over(source, dest, SOURCE_PAGES, DEST_PAGES)
     for pool in (source, dest):
-        assert not any(DRAINED in stage.log.states("s") for stage in pool.stages), "drained before it was closed"
+        assert not any(DRAINED in stage.log.states("s") for stage in pool.stages), (
+            "drained before it was closed"
+        )
         pool.close("s")
         pool.wait("s", DRAINED)
         assert all(stage.log.states("s") == [OPEN, COMPLETE, DRAINED] for stage in pool.stages)
@@ -97,7 +106,11 @@ def test_a_layer_leaves_only_when_it_is_done(pools: Pools) -> None:
     assert not landed[1, CacheKind.KV][DEST_PAGES[2:]].any()
     assert not landed[3, CacheKind.KV][DEST_PAGES[4]].any()
     assert not landed[5, CacheKind.KV].any()
-    assert not any(landed[layer_id, kind].any() for layer_id in (0, 2, 4) for kind in (CacheKind.CONV, CacheKind.STATE))
+    assert not any(
+        landed[layer_id, kind].any()
+        for layer_id in (0, 2, 4)
+        for kind in (CacheKind.CONV, CacheKind.STATE)
+    )
     source.layers_done(NUM_TOKENS)
     dest.wait("s", COMPLETE)
     assert_handed_over(source, dest, SOURCE_PAGES, DEST_PAGES)
@@ -119,10 +132,16 @@ def test_layers_done_before_the_landing_are_remembered(pools: Pools) -> None:
 
 def test_sessions_cross_each_other(pools: Pools) -> None:
     source, dest = source_and_dest(pools, 2, 2)
-    sessions = {f"s{i}": ([2 * i + 1, 2 * i + 2], [20 - 2 * i, 21 - 2 * i], i + 1) for i in range(6)}
-    terms = {name: source.terms(theirs, 8, slot_id=slot) for name, (theirs, _, slot) in sessions.items()}
-    destinations = {name: dest.destination(terms[name], ours, session_id=name, nonce=i, slot_id=slot)
-                for i, (name, (_, ours, slot)) in enumerate(sessions.items())}
+    sessions = {
+        f"s{i}": ([2 * i + 1, 2 * i + 2], [20 - 2 * i, 21 - 2 * i], i + 1) for i in range(6)
+    }
+    terms = {
+        name: source.terms(theirs, 8, slot_id=slot) for name, (theirs, _, slot) in sessions.items()
+    }
+    destinations = {
+        name: dest.destination(terms[name], ours, session_id=name, nonce=i, slot_id=slot)
+        for i, (name, (_, ours, slot)) in enumerate(sessions.items())
+    }
     for name in sessions:
         dest.open_receive(terms[name], destinations[name])
     for i, name in enumerate(reversed(sessions)):
@@ -157,7 +176,9 @@ def test_closing_is_idempotent_and_drains_exactly_once(pools: Pools) -> None:
     source.layers_done(NUM_TOKENS)
     assert all(stage.log.states("s") == [OPEN, DRAINED] for stage in (*source.stages, *dest.stages))
     assert all(stage.agent.stats().num_open == 0 for stage in (*source.stages, *dest.stages))
-    wait_until(lambda: all(stage.agent.stats().num_pending_operations == 0 for stage in dest.stages))
+    wait_until(
+        lambda: all(stage.agent.stats().num_pending_operations == 0 for stage in dest.stages)
+    )
 
 
 def test_a_newer_epoch_replaces_the_older_one(pools: Pools) -> None:
@@ -203,7 +224,9 @@ def test_terms_for_another_life_of_this_process_are_refused(pools: Pools) -> Non
     source, dest = source_and_dest(pools)
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
     destination = dest.destination(terms, DEST_PAGES)
-    stale = replace(destination, stages=(replace(destination.stages[0], incarnation="decode-0-earlier"),))
+    stale = replace(
+        destination, stages=(replace(destination.stages[0], incarnation="decode-0-earlier"),)
+    )
     dest.stages[0].agent.open_receive(terms, stale)
     event = dest.wait("s", FAILED)[0]
     assert event.error_reason == "INCOMPATIBLE_PEER"
@@ -217,10 +240,22 @@ def test_terms_with_other_layers_than_this_stage_has_are_refused(pools: Pools) -
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
     first, second = (stage.agent.endpoint for stage in dest.stages)
     stages = [replace(first, layers=LayerRange(0, 2)), replace(second, layers=LayerRange(2, 6))]
-    destination = plan_destination(terms, session_id="s", epoch=0, tag_base=1 << 32, key=new_key(),
-                                   page_ids=DEST_PAGES, slot_id=1, stages=stages, specs=dest.specs)
+    destination = plan_destination(
+        terms,
+        session_id="s",
+        epoch=0,
+        tag_base=1 << 32,
+        key=new_key(),
+        page_ids=DEST_PAGES,
+        slot_id=1,
+        stages=stages,
+        specs=dest.specs,
+    )
     dest.open_receive(terms, destination)
-    assert dest.wait("s", FAILED)[0].error_text == "stage 0 has layers 0-3 of rank 0 of 1, not 0-2 of rank 0 of 1"
+    assert (
+        dest.wait("s", FAILED)[0].error_text
+        == "stage 0 has layers 0-3 of rank 0 of 1, not 0-2 of rank 0 of 1"
+    )
 
 
 def test_a_plan_the_sides_disagree_on_is_refused_by_both(pools: Pools) -> None:
@@ -236,7 +271,9 @@ def test_a_plan_the_sides_disagree_on_is_refused_by_both(pools: Pools) -> None:
 
 
 @pytest.mark.parametrize("pages", [[7, 8, 9, 2, 32], [7, 8, 9, 2, 4_000_000_000]])
-def test_pages_outside_the_pool_are_refused_before_anything_is_posted(pools: Pools, pages: list[int]) -> None:
+def test_pages_outside_the_pool_are_refused_before_anything_is_posted(
+    pools: Pools, pages: list[int]
+) -> None:
     source, dest = source_and_dest(pools)
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
     dest.open_receive(terms, dest.destination(terms, pages))
@@ -261,7 +298,9 @@ def test_shutdown_drains_what_is_open(pools: Pools) -> None:
     assert dest.stages[0].agent.failure is None
 
 
-def test_a_request_that_is_over_does_not_come_back_with_a_batch_that_was_on_its_way(pools: Pools) -> None:
+def test_a_request_that_is_over_does_not_come_back_with_a_batch_that_was_on_its_way(
+    pools: Pools,
+) -> None:
     source, dest = source_and_dest(pools)
     agent = source.stages[0].agent
     agent.close_request(50)  # cancelled: this overtakes its first batch

@@ -1,4 +1,5 @@
-"""Handoff between pools on a device, and between those and host pools: nothing early, nothing wrong, all drained."""
+"""Handoff between pools on a device, and between those and host pools: nothing early, nothing
+wrong, all drained."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -48,12 +49,30 @@ class Stages:
         self.network = MemoryNetwork()
         self.made: list[DeviceStage] = []
 
-    def __call__(self, name: str, *, transport: Transport | None = None, copies: HandCopies | None = None,
-                 num_buffers: int = 4, limits: AgentLimits | None = None, copy_limit_s: float = 10.0,
-                 route: Route = Route.PINNED) -> DeviceStage:
+    def __call__(
+        self,
+        name: str,
+        *,
+        transport: Transport | None = None,
+        copies: HandCopies | None = None,
+        num_buffers: int = 4,
+        limits: AgentLimits | None = None,
+        copy_limit_s: float = 10.0,
+        route: Route = Route.PINNED,
+    ) -> DeviceStage:
         transport = transport or self.network.transport(SystemClock())
-        self.made.append(DeviceStage(name, transport, SPECS, copies=copies, num_buffers=num_buffers, limits=limits,
-                                     copy_limit_s=copy_limit_s, route=route))
+        self.made.append(
+            DeviceStage(
+                name,
+                transport,
+                SPECS,
+                copies=copies,
+                num_buffers=num_buffers,
+                limits=limits,
+                copy_limit_s=copy_limit_s,
+                route=route,
+            )
+        )
         return self.made[-1]
 
 
@@ -81,15 +100,24 @@ def hand_over(source: DeviceStage, dest: DeviceStage) -> None:
 def assert_landed(source: DeviceStage, dest: DeviceStage) -> None:
     assert source.bytes_of(SOURCE_PAGES) == dest.bytes_of(DEST_PAGES)
     others = [page for page in range(32) if page not in DEST_PAGES]
-    assert not any(any(record) for record in dest.bytes_of(others, slot=2)), "bytes outside the destination changed"
+    assert not any(any(record) for record in dest.bytes_of(others, slot=2)), (
+        "bytes outside the destination changed"
+    )
 
 
 def test_device_to_device(stages: Stages, make_transport: Callable[[], Transport]) -> None:
-    source, dest = stages("prefill", transport=make_transport()), stages("decode", transport=make_transport())
+    source, dest = (
+        stages("prefill", transport=make_transport()),
+        stages("decode", transport=make_transport()),
+    )
     source.randomize(1)
     hand_over(source, dest)
     source.layers_done(NUM_TOKENS)
-    assert source.log.wait("s", COMPLETE, FAILED).num_bytes == dest.log.wait("s", COMPLETE, FAILED).num_bytes > 0
+    assert (
+        source.log.wait("s", COMPLETE, FAILED).num_bytes
+        == dest.log.wait("s", COMPLETE, FAILED).num_bytes
+        > 0
+    )
     assert_landed(source, dest)
     for stage in (source, dest):
         stage.agent.close("s")
@@ -99,8 +127,13 @@ def test_device_to_device(stages: Stages, make_transport: Callable[[], Transport
         assert stage.agent.stats().num_pending_operations == 0
 
 
-def test_device_to_host_and_host_to_device(stages: Stages, make_transport: Callable[[], Transport]) -> None:
-    device, host = stages("device", transport=make_transport()), Pool("host", [make_transport()], SPECS)
+def test_device_to_host_and_host_to_device(
+    stages: Stages, make_transport: Callable[[], Transport]
+) -> None:
+    device, host = (
+        stages("device", transport=make_transport()),
+        Pool("host", [make_transport()], SPECS),
+    )
     device.randomize(2)
     terms = device.terms(SOURCE_PAGES, NUM_TOKENS)
     destination = host.destination(terms, DEST_PAGES)
@@ -110,8 +143,11 @@ def test_device_to_host_and_host_to_device(stages: Stages, make_transport: Calla
     assert host.wait("s", COMPLETE, FAILED)[0].state is COMPLETE
     memory = host.stages[0].memory
     sent = device.bytes_of(SOURCE_PAGES)
-    assert sent == [bytes(memory.view(spec.layer_id, spec.kind, index, 1)) for spec in SPECS
-                    for index in (DEST_PAGES if spec.kind.is_paged else [1])]
+    assert sent == [
+        bytes(memory.view(spec.layer_id, spec.kind, index, 1))
+        for spec in SPECS
+        for index in (DEST_PAGES if spec.kind.is_paged else [1])
+    ]
     back = host.terms(DEST_PAGES, NUM_TOKENS)
     pages = [20, 21, 25, 26, 30]
     destination = device.destination(back, pages, session_id="back")
@@ -138,8 +174,9 @@ def test_two_buffers_are_enough_for_many_sessions_at_once(stages: Stages) -> Non
         assert dest.log.wait(name, COMPLETE, FAILED).state is COMPLETE
         kv = [spec for spec in SPECS if spec.kind is CacheKind.KV]
         for spec in kv:
-            assert (source.pools.view(spec.layer_id, spec.kind, 2 * i + 1, 2)
-                    == dest.pools.view(spec.layer_id, spec.kind, 20 - 2 * i, 2))
+            assert source.pools.view(spec.layer_id, spec.kind, 2 * i + 1, 2) == dest.pools.view(
+                spec.layer_id, spec.kind, 20 - 2 * i, 2
+            )
 
 
 def test_sends_leave_half_of_the_buffers_to_receives(stages: Stages) -> None:
@@ -169,8 +206,11 @@ def test_one_flipped_bit_is_caught_and_named(stages: Stages) -> None:
     assert event.error_text.startswith(item.name)
 
 
-def test_a_layer_leaves_when_its_event_has_passed_while_the_next_chunk_computes(stages: Stages) -> None:
-    """Overlap, seen from both ends: bytes of the first chunk have landed before the last chunk's events pass."""
+def test_a_layer_leaves_when_its_event_has_passed_while_the_next_chunk_computes(
+    stages: Stages,
+) -> None:
+    """Overlap, seen from both ends: bytes of the first chunk have landed before the last chunk's
+    events pass."""
     source, dest = stages("prefill"), stages("decode")
     source.randomize(5)
     hand_over(source, dest)
@@ -183,7 +223,9 @@ def test_a_layer_leaves_when_its_event_has_passed_while_the_next_chunk_computes(
     first.passed = True
     early, late = DEST_PAGES[:2], DEST_PAGES[2:]
     kv = dest.pools.of_kind(CacheKind.KV)
-    wait_until(lambda: all(bool(kv[layer_id].view(torch.uint8)[early].any()) for layer_id in (1, 3)))
+    wait_until(
+        lambda: all(bool(kv[layer_id].view(torch.uint8)[early].any()) for layer_id in (1, 3))
+    )
     assert not any(bool(kv[layer_id].view(torch.uint8)[late].any()) for layer_id in (1, 3))
     assert source.agent.stats().num_waiting_layers == 4
     last.passed = True
@@ -206,7 +248,9 @@ def test_an_event_that_never_passes_fails_the_session_with_the_layer_s_name(stag
     source.agent.layer_done(7, 1, 8, after=HandEvent())
     wait_until(lambda: source.agent.stats().num_waiting_layers == 0)
     source.agent.open_send(7, terms, destination)
-    assert "layer 1" in source.log.wait("later", FAILED).error_text, "a request that failed before it was opened"
+    assert "layer 1" in source.log.wait("later", FAILED).error_text, (
+        "a request that failed before it was opened"
+    )
 
 
 def test_closing_while_events_are_pending_leaves_nothing_behind(stages: Stages) -> None:
@@ -243,15 +287,23 @@ def test_a_sender_is_drained_only_when_no_copy_reads_its_pages_any_more(stages: 
     source.log.wait("s", DRAINED)
 
 
-def test_a_receiver_is_complete_and_drained_only_when_every_copy_has_arrived(stages: Stages) -> None:
+def test_a_receiver_is_complete_and_drained_only_when_every_copy_has_arrived(
+    stages: Stages,
+) -> None:
     copies = HandCopies(free=False)
     source, dest = stages("prefill"), stages("decode", copies=copies)
     source.randomize(6)
     hand_over(source, dest)
     source.layers_done(NUM_TOKENS)
-    num_items = len(check_plan(source.terms(SOURCE_PAGES, NUM_TOKENS),
-                               dest.destination(source.terms(SOURCE_PAGES, NUM_TOKENS), DEST_PAGES), SPECS)
-                    .lanes_to(0)[0].items)
+    num_items = len(
+        check_plan(
+            source.terms(SOURCE_PAGES, NUM_TOKENS),
+            dest.destination(source.terms(SOURCE_PAGES, NUM_TOKENS), DEST_PAGES),
+            SPECS,
+        )
+        .lanes_to(0)[0]
+        .items
+    )
     for _ in range(num_items - 1):
         wait_until(lambda: bool(copies.waiting))
         copies.run(1)
@@ -259,7 +311,9 @@ def test_a_receiver_is_complete_and_drained_only_when_every_copy_has_arrived(sta
     assert dest.log.states("s") == [OPEN]
     dest.agent.close("s")
     wait_until(lambda: dest.agent.stats().num_draining == 1)
-    assert dest.log.states("s") == [OPEN], "a copy still writes to pages that the drain would give away"
+    assert dest.log.states("s") == [OPEN], (
+        "a copy still writes to pages that the drain would give away"
+    )
     copies.run()
     dest.log.wait("s", DRAINED)
 
@@ -300,7 +354,8 @@ def reaching(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Transport]:
 
 
 def test_where_ucx_reaches_the_device_nothing_that_moves_crosses_the_host(
-        stages: Stages, reaching: Callable[[], Transport]) -> None:
+    stages: Stages, reaching: Callable[[], Transport]
+) -> None:
     source = stages("prefill", transport=reaching(), route=Route.DIRECT, num_buffers=2)
     dest = stages("decode", transport=reaching(), route=Route.DIRECT, num_buffers=2)
     source.randomize(7)
@@ -315,7 +370,8 @@ def test_where_ucx_reaches_the_device_nothing_that_moves_crosses_the_host(
 
 
 def test_a_direct_receive_is_complete_only_when_its_bytes_were_read_back_and_match(
-        stages: Stages, reaching: Callable[[], Transport]) -> None:
+    stages: Stages, reaching: Callable[[], Transport]
+) -> None:
     copies = HandCopies(free=False)
     source = stages("prefill", transport=reaching(), route=Route.DIRECT)
     dest = stages("decode", transport=reaching(), route=Route.DIRECT, copies=copies)
@@ -330,10 +386,14 @@ def test_a_direct_receive_is_complete_only_when_its_bytes_were_read_back_and_mat
     assert dest.log.wait("s", COMPLETE, FAILED).error_reason == "DIGEST_MISMATCH"
 
 
-def test_a_direct_route_meets_a_pinned_one_and_the_host(stages: Stages, reaching: Callable[[], Transport]) -> None:
+def test_a_direct_route_meets_a_pinned_one_and_the_host(
+    stages: Stages, reaching: Callable[[], Transport]
+) -> None:
     """Which way a side's bytes go is its own affair."""
     direct = stages("direct", transport=reaching(), route=Route.DIRECT)
-    pinned = stages("pinned", transport=UcxTransport(profile=TransportProfile.SHM, clock=SystemClock()))
+    pinned = stages(
+        "pinned", transport=UcxTransport(profile=TransportProfile.SHM, clock=SystemClock())
+    )
     direct.randomize(9)
     hand_over(direct, pinned)
     direct.layers_done(NUM_TOKENS)
@@ -342,22 +402,39 @@ def test_a_direct_route_meets_a_pinned_one_and_the_host(stages: Stages, reaching
 
 
 def test_a_profile_for_devices_is_refused_where_ucx_reaches_none() -> None:
-    with pytest.raises(ConfigError, match="does not reach CUDA devices here: of cuda_copy, cuda_ipc it has neither"):
+    with pytest.raises(
+        ConfigError, match="does not reach CUDA devices here: of cuda_copy, cuda_ipc it has neither"
+    ):
         UcxTransport(profile=TransportProfile.CUDA, clock=SystemClock())
 
 
-def make_agent(on_thread_start: Callable[[], None]) -> tuple[TransferAgent, PinnedStaging, HandCopies]:
+def make_agent(
+    on_thread_start: Callable[[], None],
+) -> tuple[TransferAgent, PinnedStaging, HandCopies]:
     copies, clock = HandCopies(), SystemClock()
     pools = StagePools(PoolGeometry(4, 8, 4, LayerRange(0, 4), SPECS))
     staging = PinnedStaging(copies, num_buffers=2, buffer_bytes=1 << 14, pinned=False)
     transport = DeviceTransport(MemoryNetwork().transport(clock), staging, clock)
-    return TransferAgent(memory=DevicePools(pools), transport=transport, clock=clock, incarnation="a",
-                         on_event=lambda event: None, on_thread_start=on_thread_start), staging, copies
+    return (
+        TransferAgent(
+            memory=DevicePools(pools),
+            transport=transport,
+            clock=clock,
+            incarnation="a",
+            on_event=lambda event: None,
+            on_thread_start=on_thread_start,
+        ),
+        staging,
+        copies,
+    )
 
 
 def test_a_thread_without_a_context_is_refused_at_the_start() -> None:
     agent, _, _ = make_agent(lambda: None)
-    with pytest.raises(InternalError, match=r"no context of the device: give `enter_thread` .* as `on_thread_start`"):
+    with pytest.raises(
+        InternalError,
+        match=r"no context of the device: give `enter_thread` .* as `on_thread_start`",
+    ):
         agent.start()
     assert agent.shutdown(60.0)
 

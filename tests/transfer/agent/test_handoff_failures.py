@@ -1,4 +1,5 @@
-"""What must never happen in a handoff, provoked: wrong bytes called right, memory given back too early, leaks."""
+"""What must never happen in a handoff, provoked: wrong bytes called right, memory given back too
+early, leaks."""
 
 import random
 import signal
@@ -37,7 +38,9 @@ def network() -> MemoryNetwork:
 
 
 @pytest.fixture(params=["memory", "shm", "tcp"])
-def make_transport(request: pytest.FixtureRequest, network: MemoryNetwork) -> Callable[[], Transport]:
+def make_transport(
+    request: pytest.FixtureRequest, network: MemoryNetwork
+) -> Callable[[], Transport]:
     if request.param == "memory":
         return lambda: network.transport(SystemClock())
     return lambda: UcxTransport(profile=TransportProfile(request.param), clock=SystemClock())
@@ -46,8 +49,10 @@ def make_transport(request: pytest.FixtureRequest, network: MemoryNetwork) -> Ca
 @pytest.fixture
 def in_memory(network: MemoryNetwork) -> Iterator[tuple[Pool, Pool]]:
     """Source and destination of one stage each, over the network with faults."""
-    source, dest = (Pool(name, [network.transport(SystemClock())], hybrid_specs(4), limits=QUICK)
-                    for name in ("prefill", "decode"))
+    source, dest = (
+        Pool(name, [network.transport(SystemClock())], hybrid_specs(4), limits=QUICK)
+        for name in ("prefill", "decode")
+    )
     source.stages[0].memory.randomize(1)
     yield source, dest
     network.release()
@@ -60,7 +65,9 @@ def has_taken_a_message(pool: Pool) -> bool:
     return bool(cast(MemoryTransport, pool.stages[0].agent._transport)._delayed)
 
 
-def test_one_flipped_bit_in_any_item_is_caught_and_named(make_transport: Callable[[], Transport]) -> None:
+def test_one_flipped_bit_in_any_item_is_caught_and_named(
+    make_transport: Callable[[], Transport],
+) -> None:
     damaging = DamagingTransport(make_transport())
     source = Pool("prefill", [damaging], hybrid_specs(4))
     dest = Pool("decode", [make_transport(), make_transport()], hybrid_specs(4))
@@ -68,17 +75,25 @@ def test_one_flipped_bit_in_any_item_is_caught_and_named(make_transport: Callabl
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
     rng = random.Random(5)
     for dest_stage in range(2):
-        items = check_plan(terms, dest.destination(terms, DEST_PAGES), source.specs).lanes_to(dest_stage)[0].items
+        items = (
+            check_plan(terms, dest.destination(terms, DEST_PAGES), source.specs)
+            .lanes_to(dest_stage)[0]
+            .items
+        )
         for index, item in enumerate(items):
             name = f"{dest_stage}-{index}"
-            destination = dest.destination(terms, DEST_PAGES, session_id=name, nonce=1000 * dest_stage + index)
-            damaging.damage = {destination.tag_base + index: flip(rng.randrange(8 * item.num_bytes))}
+            destination = dest.destination(
+                terms, DEST_PAGES, session_id=name, nonce=1000 * dest_stage + index
+            )
+            damaging.damage = {
+                destination.tag_base + index: flip(rng.randrange(8 * item.num_bytes))
+            }
             dest.open_receive(terms, destination)
             source.send(terms, destination, request_key=1000 * dest_stage + index)
             damaged, other = dest.stages[dest_stage].log, dest.stages[1 - dest_stage].log
             event = damaged.wait(name, COMPLETE, FAILED)
-            # Both stages number their items from the same tag, so the other stage's item is damaged as well, if it
-            # has one; nobody else's is.
+            # Both stages number their items from the same tag, so the other stage's item is damaged
+            # as well, if it has one; nobody else's is.
             assert event.error_reason == "DIGEST_MISMATCH"
             assert event.error_text.startswith(item.name + " from source stage 0"), event.error_text
             assert "(1 of " in event.error_text
@@ -90,13 +105,17 @@ def test_one_flipped_bit_in_any_item_is_caught_and_named(make_transport: Callabl
     dest.shutdown()
 
 
-def test_a_damaged_list_of_authenticators_is_told_from_damaged_items(make_transport: Callable[[], Transport]) -> None:
+def test_a_damaged_list_of_authenticators_is_told_from_damaged_items(
+    make_transport: Callable[[], Transport],
+) -> None:
     damaging = DamagingTransport(make_transport())
     source = Pool("prefill", [damaging], hybrid_specs(4))
     dest = Pool("decode", [make_transport()], hybrid_specs(4))
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
     destination = dest.destination(terms, DEST_PAGES)
-    damaging.damage = {check_plan(terms, destination, source.specs).lanes_to(0)[0].trailer_tag: flip(77)}
+    damaging.damage = {
+        check_plan(terms, destination, source.specs).lanes_to(0)[0].trailer_tag: flip(77)
+    }
     dest.open_receive(terms, destination)
     source.send(terms, destination)
     event = dest.wait("s", COMPLETE, FAILED)[0]
@@ -117,7 +136,9 @@ def test_swapped_items_are_caught(make_transport: Callable[[], Transport]) -> No
     items = check_plan(terms, destination, source.specs).lanes_to(0)[0].items
     first, second = [index for index, item in enumerate(items) if item.layer_id == 1][:2]
     for here, there in ((first, items[second]), (second, items[first])):
-        other = source.stages[0].memory.view(there.layer_id, there.kind, there.source_index, there.num_records)
+        other = source.stages[0].memory.view(
+            there.layer_id, there.kind, there.source_index, there.num_records
+        )
         damaging.damage[destination.tag_base + here] = lambda buffer, other=other: other  # type: ignore[misc]
     dest.open_receive(terms, destination)
     source.send(terms, destination)
@@ -129,11 +150,18 @@ def test_swapped_items_are_caught(make_transport: Callable[[], Transport]) -> No
     dest.shutdown()
 
 
-def test_pages_are_not_drained_while_a_write_can_still_arrive(network: MemoryNetwork,
-                                                              in_memory: tuple[Pool, Pool]) -> None:
-    """The race of all races: the receiver aborts while a message it has taken is still being written."""
+def test_pages_are_not_drained_while_a_write_can_still_arrive(
+    network: MemoryNetwork, in_memory: tuple[Pool, Pool]
+) -> None:
+    """The race of all races: the receiver aborts while a message it has taken is still being
+    written."""
     source, _ = in_memory
-    patient = Pool("patient", [network.transport(SystemClock())], hybrid_specs(4), limits=AgentLimits(drain_s=60))
+    patient = Pool(
+        "patient",
+        [network.transport(SystemClock())],
+        hybrid_specs(4),
+        limits=AgentLimits(drain_s=60),
+    )
     network.fault = lambda tag, num_bytes: Fault.DELAY
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
     destination = patient.destination(terms, DEST_PAGES)
@@ -142,7 +170,9 @@ def test_pages_are_not_drained_while_a_write_can_still_arrive(network: MemoryNet
     wait_until(lambda: has_taken_a_message(patient))
     patient.close("s")
     time.sleep(0.2)
-    assert patient.stages[0].log.states("s") == [OPEN], "reported drained while messages were on their way"
+    assert patient.stages[0].log.states("s") == [OPEN], (
+        "reported drained while messages were on their way"
+    )
     network.release()
     patient.wait("s", DRAINED)
     for array in patient.stages[0].memory.arrays.values():
@@ -152,7 +182,9 @@ def test_pages_are_not_drained_while_a_write_can_still_arrive(network: MemoryNet
     patient.shutdown()
 
 
-def test_an_overdue_drain_cuts_the_connection(network: MemoryNetwork, in_memory: tuple[Pool, Pool]) -> None:
+def test_an_overdue_drain_cuts_the_connection(
+    network: MemoryNetwork, in_memory: tuple[Pool, Pool]
+) -> None:
     source, dest = in_memory
     network.fault = lambda tag, num_bytes: Fault.DELAY
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
@@ -167,15 +199,27 @@ def test_an_overdue_drain_cuts_the_connection(network: MemoryNetwork, in_memory:
     assert not any(array.any() for array in dest.stages[0].memory.arrays.values())
 
 
-def test_a_newer_epoch_starts_only_when_the_older_is_drained(network: MemoryNetwork,
-                                                             in_memory: tuple[Pool, Pool]) -> None:
+def test_a_newer_epoch_starts_only_when_the_older_is_drained(
+    network: MemoryNetwork, in_memory: tuple[Pool, Pool]
+) -> None:
     source, _ = in_memory
-    dest = Pool("decode-patient", [network.transport(SystemClock())], hybrid_specs(4), limits=AgentLimits(drain_s=60))
+    dest = Pool(
+        "decode-patient",
+        [network.transport(SystemClock())],
+        hybrid_specs(4),
+        limits=AgentLimits(drain_s=60),
+    )
     other = Pool("other", [network.transport(SystemClock())], hybrid_specs(4), limits=QUICK)
     other.stages[0].memory.randomize(2)
     network.fault = lambda tag, num_bytes: Fault.DELAY if tag >> 24 & 0xFF == 0 else Fault.NONE
-    old_terms, new_terms = other.terms(SOURCE_PAGES, NUM_TOKENS), source.terms(SOURCE_PAGES, NUM_TOKENS)
-    old, new = dest.destination(old_terms, DEST_PAGES), dest.destination(new_terms, DEST_PAGES, epoch=1)
+    old_terms, new_terms = (
+        other.terms(SOURCE_PAGES, NUM_TOKENS),
+        source.terms(SOURCE_PAGES, NUM_TOKENS),
+    )
+    old, new = (
+        dest.destination(old_terms, DEST_PAGES),
+        dest.destination(new_terms, DEST_PAGES, epoch=1),
+    )
     dest.open_receive(old_terms, old)
     other.send(old_terms, old)
     wait_until(lambda: has_taken_a_message(dest))
@@ -187,7 +231,12 @@ def test_a_newer_epoch_starts_only_when_the_older_is_drained(network: MemoryNetw
     log.wait("s", OPEN, epoch=1)  # then its terms travel
     source.send(new_terms, new)
     log.wait("s", COMPLETE, epoch=1)
-    assert [(event.epoch, event.state) for event in log.events] == [(0, OPEN), (0, DRAINED), (1, OPEN), (1, COMPLETE)]
+    assert [(event.epoch, event.state) for event in log.events] == [
+        (0, OPEN),
+        (0, DRAINED),
+        (1, OPEN),
+        (1, COMPLETE),
+    ]
     assert_handed_over(source, dest, SOURCE_PAGES, DEST_PAGES)
     dest.shutdown()
     other.shutdown()
@@ -195,10 +244,16 @@ def test_a_newer_epoch_starts_only_when_the_older_is_drained(network: MemoryNetw
 
 @pytest.mark.parametrize("is_refused", [False, True])
 def test_an_epoch_that_never_started_is_not_drained_before_the_older_one(
-        network: MemoryNetwork, in_memory: tuple[Pool, Pool], *, is_refused: bool) -> None:
+    network: MemoryNetwork, in_memory: tuple[Pool, Pool], *, is_refused: bool
+) -> None:
     """The last epoch's report speaks for the session: on its word memory is given back."""
     source, _ = in_memory
-    dest = Pool("decode-patient", [network.transport(SystemClock())], hybrid_specs(4), limits=AgentLimits(drain_s=60))
+    dest = Pool(
+        "decode-patient",
+        [network.transport(SystemClock())],
+        hybrid_specs(4),
+        limits=AgentLimits(drain_s=60),
+    )
     network.fault = lambda tag, num_bytes: Fault.DELAY
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
     old, new = (dest.destination(terms, DEST_PAGES, epoch=epoch) for epoch in range(2))
@@ -209,7 +264,9 @@ def test_an_epoch_that_never_started_is_not_drained_before_the_older_one(
     agent.open_receive(terms, replace(new, stages=terms.stages) if is_refused else new)
     agent.close("s")
     time.sleep(0.2)
-    assert [(event.epoch, event.state) for event in log.events if event.state is not FAILED] == [(0, OPEN)]
+    assert [(event.epoch, event.state) for event in log.events if event.state is not FAILED] == [
+        (0, OPEN)
+    ]
     network.release()
     log.wait("s", DRAINED, epoch=1)
     assert [event.epoch for event in log.events if event.state is DRAINED] == [0, 1]
@@ -219,8 +276,9 @@ def test_an_epoch_that_never_started_is_not_drained_before_the_older_one(
 
 @pytest.mark.parametrize("fault", [Fault.DROP, Fault.DIE, Fault.DUPLICATE])
 @pytest.mark.parametrize("at", [0, 3, 8])
-def test_lost_and_doubled_messages_never_pass_as_complete(network: MemoryNetwork, in_memory: tuple[Pool, Pool],
-                                                          fault: Fault, at: int) -> None:
+def test_lost_and_doubled_messages_never_pass_as_complete(
+    network: MemoryNetwork, in_memory: tuple[Pool, Pool], fault: Fault, at: int
+) -> None:
     source, dest = in_memory
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
     destination = dest.destination(terms, DEST_PAGES)
@@ -243,8 +301,9 @@ def test_lost_and_doubled_messages_never_pass_as_complete(network: MemoryNetwork
 
 @pytest.mark.parametrize("moment", ["before", "half", "complete"])
 @pytest.mark.parametrize("side", ["source", "dest"])
-def test_an_abort_in_any_state_drains_both_sides(make_transport: Callable[[], Transport], moment: str,
-                                                 side: str) -> None:
+def test_an_abort_in_any_state_drains_both_sides(
+    make_transport: Callable[[], Transport], moment: str, side: str
+) -> None:
     source = Pool("prefill", [make_transport()], hybrid_specs(4))
     dest = Pool("decode", [make_transport()], hybrid_specs(4))
     terms = source.terms(SOURCE_PAGES, NUM_TOKENS)
@@ -268,8 +327,9 @@ def test_an_abort_in_any_state_drains_both_sides(make_transport: Callable[[], Tr
 
 
 @pytest.mark.parametrize("seed", [1, 2])
-def test_two_hundred_sessions_with_random_aborts_leave_nothing(make_transport: Callable[[], Transport],
-                                                               seed: int) -> None:
+def test_two_hundred_sessions_with_random_aborts_leave_nothing(
+    make_transport: Callable[[], Transport], seed: int
+) -> None:
     rng = random.Random(seed)
     source = Pool("prefill", [make_transport(), make_transport()], hybrid_specs(4))
     dest = Pool("decode", [make_transport(), make_transport()], hybrid_specs(4))
@@ -278,7 +338,9 @@ def test_two_hundred_sessions_with_random_aborts_leave_nothing(make_transport: C
         name, slot = f"s{number}", number % 7 + 1
         pages = rng.sample(range(1, 32), 3)
         terms = source.terms(pages, 10, slot_id=slot)
-        destination = dest.destination(terms, rng.sample(range(1, 32), 3), session_id=name, nonce=number, slot_id=slot)
+        destination = dest.destination(
+            terms, rng.sample(range(1, 32), 3), session_id=name, nonce=number, slot_id=slot
+        )
         for stage in dest.stages:
             stage.agent.open_receive(terms, destination)
         source.open_send(terms, destination, request_key=number)
@@ -305,13 +367,26 @@ def test_two_hundred_sessions_with_random_aborts_leave_nothing(make_transport: C
 
 
 @pytest.mark.parametrize("profile", [TransportProfile.SHM, TransportProfile.TCP])
-def test_a_source_that_hangs_in_mid_item_cannot_write_after_the_drain(profile: TransportProfile) -> None:
-    """Over real UCX: abort, forced drain, pages reused, and only then the hanging process goes on."""
+def test_a_source_that_hangs_in_mid_item_cannot_write_after_the_drain(
+    profile: TransportProfile,
+) -> None:
+    """Over real UCX: abort, forced drain, pages reused, and only then the hanging process goes
+    on."""
     num_bytes = 8 << 20
-    specs = tuple(CacheSpec(layer_id, CacheKind.KV, (num_bytes,), "uint8", 1) for layer_id in range(4))
+    specs = tuple(
+        CacheSpec(layer_id, CacheKind.KV, (num_bytes,), "uint8", 1) for layer_id in range(4)
+    )
     child = SendingChild(profile, num_bytes, 4)
-    dest = Pool("decode", [UcxTransport(profile=profile, clock=SystemClock())], specs, num_pages=2, limits=QUICK)
-    terms = SourceTerms("c", "text", 4, 4, 4, (1,), 1, (StageEndpoint(LayerRange(0, 4), child.address, "child"),))
+    dest = Pool(
+        "decode",
+        [UcxTransport(profile=profile, clock=SystemClock())],
+        specs,
+        num_pages=2,
+        limits=QUICK,
+    )
+    terms = SourceTerms(
+        "c", "text", 4, 4, 4, (1,), 1, (StageEndpoint(LayerRange(0, 4), child.address, "child"),)
+    )
     destination = dest.destination(terms, [1])
     dest.open_receive(terms, destination)
     child.send_to(dest.stages[0].agent.address, destination.tag_base)
@@ -332,10 +407,14 @@ def test_a_source_that_hangs_in_mid_item_cannot_write_after_the_drain(profile: T
 @pytest.mark.parametrize("profile", [TransportProfile.SHM, TransportProfile.TCP])
 def test_a_killed_source_fails_the_receive_within_seconds(profile: TransportProfile) -> None:
     num_bytes = 8 << 20
-    specs = tuple(CacheSpec(layer_id, CacheKind.KV, (num_bytes,), "uint8", 1) for layer_id in range(4))
+    specs = tuple(
+        CacheSpec(layer_id, CacheKind.KV, (num_bytes,), "uint8", 1) for layer_id in range(4)
+    )
     child = SendingChild(profile, num_bytes, 2)  # and never the rest
     dest = Pool("decode", [UcxTransport(profile=profile, clock=SystemClock())], specs, num_pages=2)
-    terms = SourceTerms("c", "text", 4, 4, 4, (1,), 1, (StageEndpoint(LayerRange(0, 4), child.address, "child"),))
+    terms = SourceTerms(
+        "c", "text", 4, 4, 4, (1,), 1, (StageEndpoint(LayerRange(0, 4), child.address, "child"),)
+    )
     destination = dest.destination(terms, [1])
     dest.open_receive(terms, destination)
     child.send_to(dest.stages[0].agent.address, destination.tag_base)

@@ -1,4 +1,5 @@
-"""Items of handoffs over real UCX: a stranger's, a recorded one and another session's are refused, and land nowhere."""
+"""Items of handoffs over real UCX: a stranger's, a recorded one and another session's are refused,
+and land nowhere."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -18,7 +19,11 @@ from transfer.transport.refusals import RefusalReason
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.transport import UcxTransport
 
-COMPLETE, FAILED, DRAINED = StageSessionState.COMPLETE, StageSessionState.FAILED, StageSessionState.DRAINED
+COMPLETE, FAILED, DRAINED = (
+    StageSessionState.COMPLETE,
+    StageSessionState.FAILED,
+    StageSessionState.DRAINED,
+)
 SOURCE_PAGES, DEST_PAGES, NUM_TOKENS = (3, 4, 9), (5, 6, 2), 11
 
 
@@ -42,13 +47,19 @@ class Rig:
     receiver: UcxTransport
     stranger: Stranger
 
-    def open(self, session_id: str, *, epoch: int = 0, nonce: int = 7) -> tuple[SourceTerms, DestinationTerms]:
+    def open(
+        self, session_id: str, *, epoch: int = 0, nonce: int = 7
+    ) -> tuple[SourceTerms, DestinationTerms]:
         terms = self.source.terms(SOURCE_PAGES, NUM_TOKENS)
-        destination = self.dest.destination(terms, DEST_PAGES, session_id=session_id, epoch=epoch, nonce=nonce)
+        destination = self.dest.destination(
+            terms, DEST_PAGES, session_id=session_id, epoch=epoch, nonce=nonce
+        )
         self.dest.open_receive(terms, destination)
         return terms, destination
 
-    def hand_over(self, terms: SourceTerms, destination: DestinationTerms) -> list[tuple[int, bytes]]:
+    def hand_over(
+        self, terms: SourceTerms, destination: DestinationTerms
+    ) -> list[tuple[int, bytes]]:
         """All that is sent for it."""
         self.sender.recorded.clear()
         self.source.send(terms, destination)
@@ -80,7 +91,10 @@ class Rig:
 def rig() -> Iterator[Rig]:
     specs, limits = hybrid_specs(4), AgentLimits(drain_s=1)
     sender, receiver = Recorder(), UcxTransport(profile=TransportProfile.TCP, clock=SystemClock())
-    source, dest = Pool("prefill", [sender], specs, limits=limits), Pool("decode", [receiver], specs, limits=limits)
+    source, dest = (
+        Pool("prefill", [sender], specs, limits=limits),
+        Pool("decode", [receiver], specs, limits=limits),
+    )
     source.stages[0].memory.randomize(1)
     with Stranger() as stranger:
         yield Rig(source, dest, sender, receiver, stranger)
@@ -124,8 +138,9 @@ def test_items_of_an_earlier_epoch_do_not_land_in_the_next(rig: Rig) -> None:
 
 @pytest.mark.parametrize("at", [0, -1], ids=["item", "trailer"])
 @pytest.mark.parametrize("same_key", [True, False], ids=["same key", "own key"])
-def test_items_of_another_handoff_under_the_tags_of_this_one_fail_it(rig: Rig, at: int, *,
-                                                                     same_key: bool) -> None:
+def test_items_of_another_handoff_under_the_tags_of_this_one_fail_it(
+    rig: Rig, at: int, *, same_key: bool
+) -> None:
     """As by a process that reads the network: with all the tags and recordings, but not the key."""
     terms, destination = rig.open("other")
     foreign = rig.hand_over(terms, destination)
@@ -141,5 +156,9 @@ def test_items_of_another_handoff_under_the_tags_of_this_one_fail_it(rig: Rig, a
     rig.source.send(terms, own)
     (event,) = rig.dest.wait("s", FAILED)
     assert event.error_reason == "DIGEST_MISMATCH"
-    expected = "the list of authenticators" if at else "the bytes that arrived are not the bytes that were sent"
+    expected = (
+        "the list of authenticators"
+        if at
+        else "the bytes that arrived are not the bytes that were sent"
+    )
     assert expected in event.error_text

@@ -40,7 +40,9 @@ def test_events_that_pass_out_of_order_release_other_layers_but_no_later_chunk()
     gate.add(DoneLayer(1, 0, 16), second)
     gate.add(DoneLayer(1, 1, 8), other)
     gate.add(DoneLayer(2, 0, 8), other)
-    assert gate.passed() == [DoneLayer(1, 1, 8), DoneLayer(2, 0, 8)], "16 tokens are not done while the first 8 are not"
+    assert gate.passed() == [DoneLayer(1, 1, 8), DoneLayer(2, 0, 8)], (
+        "16 tokens are not done while the first 8 are not"
+    )
     first.passed = True
     assert gate.passed() == [DoneLayer(1, 0, 8), DoneLayer(1, 0, 16)]
 

@@ -15,17 +15,24 @@ from transfer.plan.handoff_terms import (
 )
 from transfer.transport.authenticator import new_key
 
-STAGES = (StageEndpoint(LayerRange(0, 2), b"\x00address\xff", "life-1"), StageEndpoint(LayerRange(2, 4), b"", "life-2"))
+STAGES = (
+    StageEndpoint(LayerRange(0, 2), b"\x00address\xff", "life-1"),
+    StageEndpoint(LayerRange(2, 4), b"", "life-2"),
+)
 SOURCE = SourceTerms("digest", "text", 4, 9, 8, (3, 1, 2), 7, STAGES, sends_rest=True)
-DESTINATION = DestinationTerms("session", 2, 0xFFFFFFFF_02000000, (9, 8, 7), 1, STAGES, "plan", new_key(),
-                               held_tokens=4)
+DESTINATION = DestinationTerms(
+    "session", 2, 0xFFFFFFFF_02000000, (9, 8, 7), 1, STAGES, "plan", new_key(), held_tokens=4
+)
 
 
 def test_terms_survive_the_wire() -> None:
     source = codec.source_to_proto(SOURCE).SerializeToString()
     assert codec.source_from_proto(transfer_pb2.SourceTerms.FromString(source)) == SOURCE
     destination = codec.destination_to_proto(DESTINATION).SerializeToString()
-    assert codec.destination_from_proto(transfer_pb2.DestinationTerms.FromString(destination)) == DESTINATION
+    assert (
+        codec.destination_from_proto(transfer_pb2.DestinationTerms.FromString(destination))
+        == DESTINATION
+    )
 
 
 @pytest.mark.parametrize("state", list(StageSessionState))
@@ -35,7 +42,9 @@ def test_reports_survive_the_wire(state: StageSessionState) -> None:
     assert codec.event_from_proto(pipeline_pb2.StageSession.FromString(wire)) == event
 
 
-@pytest.mark.parametrize(("field", "value"), [("page_size", 0), ("num_tokens", 0), ("chunk_tokens", 0)])
+@pytest.mark.parametrize(
+    ("field", "value"), [("page_size", 0), ("num_tokens", 0), ("chunk_tokens", 0)]
+)
 def test_zero_sizes_are_refused(field: str, value: int) -> None:
     message = codec.source_to_proto(SOURCE)
     setattr(message, field, value)
@@ -46,12 +55,16 @@ def test_zero_sizes_are_refused(field: str, value: int) -> None:
 def test_pages_that_do_not_hold_the_tokens_are_refused() -> None:
     message = codec.source_to_proto(SOURCE)
     message.page_ids.append(5)
-    with pytest.raises(InvalidRequestError, match=r"source\.page_ids: 9 tokens in pages of 4 need 3 pages, got 4"):
+    with pytest.raises(
+        InvalidRequestError, match=r"source\.page_ids: 9 tokens in pages of 4 need 3 pages, got 4"
+    ):
         codec.source_from_proto(message)
 
 
 def test_a_reversed_layer_range_is_refused() -> None:
-    with pytest.raises(InvalidRequestError, match=r"stages\.end_layer: must be at least first_layer 5, got 4"):
+    with pytest.raises(
+        InvalidRequestError, match=r"stages\.end_layer: must be at least first_layer 5, got 4"
+    ):
         codec.endpoint_from_proto(transfer_pb2.StageEndpoint(first_layer=5, end_layer=4))
 
 

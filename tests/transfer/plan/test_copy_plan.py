@@ -1,4 +1,5 @@
-"""Any split meets any split: every record of every layer moves exactly once, and both sides agree on how."""
+"""Any split meets any split: every record of every layer moves exactly once, and both sides agree
+on how."""
 
 from collections import Counter
 from dataclasses import replace
@@ -28,21 +29,48 @@ TAG_BASE = 0xABCDEF0123_FFFFFD  # three below the end of its prefix
 
 def stages_of(num_layers: int, cuts: set[int]) -> tuple[StageEndpoint, ...]:
     bounds = [0, *sorted(cuts), num_layers]
-    return tuple(StageEndpoint(LayerRange(start, end), b"address", f"process-{start}")
-                 for start, end in pairwise(bounds))
+    return tuple(
+        StageEndpoint(LayerRange(start, end), b"address", f"process-{start}")
+        for start, end in pairwise(bounds)
+    )
 
 
-def terms(page_ids: tuple[int, ...], num_tokens: int, *, num_layers: int = 4, cuts: set[int] | None = None,
-          chunk_tokens: int = 8) -> SourceTerms:
+def terms(
+    page_ids: tuple[int, ...],
+    num_tokens: int,
+    *,
+    num_layers: int = 4,
+    cuts: set[int] | None = None,
+    chunk_tokens: int = 8,
+) -> SourceTerms:
     stages = stages_of(num_layers, cuts or set())
-    return SourceTerms("c", "text", PAGE_SIZE, num_tokens, chunk_tokens, page_ids, 3, stages, sends_rest=True)
+    return SourceTerms(
+        "c", "text", PAGE_SIZE, num_tokens, chunk_tokens, page_ids, 3, stages, sends_rest=True
+    )
 
 
-def destination_of(source: SourceTerms, page_ids: tuple[int, ...], specs: tuple[CacheSpec, ...], *, num_layers: int = 4,
-                   cuts: set[int] | None = None, epoch: int = 0, held_tokens: int = 0) -> DestinationTerms:
-    return plan_destination(source, session_id="s", epoch=epoch, tag_base=TAG_BASE, key=new_key(), page_ids=page_ids,
-                            slot_id=5, stages=stages_of(num_layers, cuts or set()), specs=specs,
-                            held_tokens=held_tokens)
+def destination_of(
+    source: SourceTerms,
+    page_ids: tuple[int, ...],
+    specs: tuple[CacheSpec, ...],
+    *,
+    num_layers: int = 4,
+    cuts: set[int] | None = None,
+    epoch: int = 0,
+    held_tokens: int = 0,
+) -> DestinationTerms:
+    return plan_destination(
+        source,
+        session_id="s",
+        epoch=epoch,
+        tag_base=TAG_BASE,
+        key=new_key(),
+        page_ids=page_ids,
+        slot_id=5,
+        stages=stages_of(num_layers, cuts or set()),
+        specs=specs,
+        held_tokens=held_tokens,
+    )
 
 
 @st.composite
@@ -51,20 +79,38 @@ def handoffs(draw: st.DrawFn) -> tuple[SourceTerms, DestinationTerms, tuple[Cach
     specs = hybrid_specs(num_layers, page_size=PAGE_SIZE)
     num_tokens = draw(st.integers(1, 60))
     num_pages = -(-num_tokens // PAGE_SIZE)
-    pages = st.lists(st.integers(1, 40), min_size=num_pages, max_size=num_pages, unique=True).map(tuple)
+    pages = st.lists(st.integers(1, 40), min_size=num_pages, max_size=num_pages, unique=True).map(
+        tuple
+    )
     runs = st.integers(1, 20).map(lambda first: tuple(range(first, first + num_pages)))
     cuts = st.sets(st.integers(1, max(1, num_layers - 1)), max_size=num_layers - 1)
-    source = terms(draw(st.one_of(pages, runs)), num_tokens, num_layers=num_layers, cuts=draw(cuts),
-                   chunk_tokens=draw(st.sampled_from([1, 3, 4, 6, 8, 12, 16, 100])))
+    source = terms(
+        draw(st.one_of(pages, runs)),
+        num_tokens,
+        num_layers=num_layers,
+        cuts=draw(cuts),
+        chunk_tokens=draw(st.sampled_from([1, 3, 4, 6, 8, 12, 16, 100])),
+    )
     dest_pages = draw(st.one_of(pages, runs))
     held_tokens = draw(st.integers(0, num_pages - 1)) * PAGE_SIZE
-    return source, destination_of(source, dest_pages, specs, num_layers=num_layers, cuts=draw(cuts),
-                                  held_tokens=held_tokens), specs
+    return (
+        source,
+        destination_of(
+            source,
+            dest_pages,
+            specs,
+            num_layers=num_layers,
+            cuts=draw(cuts),
+            held_tokens=held_tokens,
+        ),
+        specs,
+    )
 
 
 @given(handoffs())
 def test_every_record_moves_once_and_none_that_is_held(
-        handoff: tuple[SourceTerms, DestinationTerms, tuple[CacheSpec, ...]]) -> None:
+    handoff: tuple[SourceTerms, DestinationTerms, tuple[CacheSpec, ...]],
+) -> None:
     source, destination, specs = handoff
     moved: Counter[tuple[int, CacheKind, int, int]] = Counter()
     for source_stage, sender in enumerate(source.stages):
@@ -72,11 +118,15 @@ def test_every_record_moves_once_and_none_that_is_held(
             for item in plan_lane(source, destination, specs, source_stage, dest_stage):
                 assert item.layer_id in sender.layers
                 assert item.layer_id in receiver.layers
-                moved.update((item.layer_id, item.kind, item.source_index + i, item.dest_index + i)
-                             for i in range(item.num_records))
+                moved.update(
+                    (item.layer_id, item.kind, item.source_index + i, item.dest_index + i)
+                    for i in range(item.num_records)
+                )
     wanted: Counter[tuple[int, CacheKind, int, int]] = Counter()
     for spec in specs:
-        pages = list(zip(source.page_ids, destination.page_ids, strict=True))[destination.held_tokens // PAGE_SIZE:]
+        pages = list(zip(source.page_ids, destination.page_ids, strict=True))[
+            destination.held_tokens // PAGE_SIZE :
+        ]
         pairs = pages if spec.kind.is_paged else [(source.slot_id, destination.slot_id)]
         wanted.update((spec.layer_id, spec.kind, theirs, ours) for theirs, ours in pairs)
     assert moved == wanted
@@ -84,7 +134,8 @@ def test_every_record_moves_once_and_none_that_is_held(
 
 @given(handoffs())
 def test_items_wait_for_their_last_token_and_never_span_a_chunk_border(
-        handoff: tuple[SourceTerms, DestinationTerms, tuple[CacheSpec, ...]]) -> None:
+    handoff: tuple[SourceTerms, DestinationTerms, tuple[CacheSpec, ...]],
+) -> None:
     source, destination, specs = handoff
     position = {page_id: i for i, page_id in enumerate(source.page_ids)}
     for stage in range(len(source.stages)):
@@ -102,11 +153,15 @@ def test_items_wait_for_their_last_token_and_never_span_a_chunk_border(
 
 @given(handoffs())
 def test_both_sides_number_messages_alike_and_no_tag_is_used_twice(
-        handoff: tuple[SourceTerms, DestinationTerms, tuple[CacheSpec, ...]]) -> None:
+    handoff: tuple[SourceTerms, DestinationTerms, tuple[CacheSpec, ...]],
+) -> None:
     source, destination, specs = handoff
     plan = check_plan(source, destination, specs)
-    sent = {(lane.source_stage, lane.dest_stage): lane
-            for stage in range(len(source.stages)) for lane in plan.lanes_from(stage)}
+    sent = {
+        (lane.source_stage, lane.dest_stage): lane
+        for stage in range(len(source.stages))
+        for lane in plan.lanes_from(stage)
+    }
     for dest_stage in range(len(destination.stages)):
         lanes = plan.lanes_to(dest_stage)
         assert all(sent.pop((lane.source_stage, lane.dest_stage)) == lane for lane in lanes)
@@ -114,7 +169,12 @@ def test_both_sides_number_messages_alike_and_no_tag_is_used_twice(
         assert [lane.trailer_tag for lane in lanes] == [lane.tag(len(lane.items)) for lane in lanes]
         # From the base on, and after the end of its prefix from the prefix's first one on.
         prefix = TAG_BASE - 0xFFFFFD
-        assert tags == [TAG_BASE, TAG_BASE + 1, TAG_BASE + 2, *range(prefix, prefix + len(tags))][:len(tags)]
+        assert (
+            tags
+            == [TAG_BASE, TAG_BASE + 1, TAG_BASE + 2, *range(prefix, prefix + len(tags))][
+                : len(tags)
+            ]
+        )
     assert not sent
 
 
@@ -123,13 +183,16 @@ def test_neighbours_on_both_sides_travel_together() -> None:
     source = terms((1, 2, 3, 7, 8), 18, num_layers=1, chunk_tokens=100)
     destination = destination_of(source, (11, 12, 14, 15, 16), specs, num_layers=1)
     items = plan_lane(source, destination, specs, 0, 0)
-    assert [(item.source_index, item.dest_index, item.num_records, item.ready_tokens) for item in items] == [
-        (1, 11, 2, 8), (3, 14, 1, 12), (7, 15, 2, 18)]
+    assert [
+        (item.source_index, item.dest_index, item.num_records, item.ready_tokens) for item in items
+    ] == [(1, 11, 2, 8), (3, 14, 1, 12), (7, 15, 2, 18)]
 
 
 def test_runs_are_bounded() -> None:
-    specs = (CacheSpec(0, CacheKind.KV, (MAX_RUN_BYTES // 4,), "uint8", 1),
-             CacheSpec(1, CacheKind.KV, (MAX_RUN_BYTES + 1,), "uint8", 1))
+    specs = (
+        CacheSpec(0, CacheKind.KV, (MAX_RUN_BYTES // 4,), "uint8", 1),
+        CacheSpec(1, CacheKind.KV, (MAX_RUN_BYTES + 1,), "uint8", 1),
+    )
     source = terms(tuple(range(1, 11)), 40, num_layers=2, chunk_tokens=1000)
     destination = destination_of(source, tuple(range(1, 11)), specs, num_layers=2)
     items = plan_lane(source, destination, specs, 0, 0)
@@ -144,14 +207,17 @@ def test_a_lane_without_common_layers_is_empty() -> None:
     assert [lane.source_stage for lane in CopyPlan(source, destination, specs).lanes_to(1)] == [1]
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"page_ids": (1, 2)}, "source.page_ids: 9 tokens in pages of 4 need 3 pages, got 2"),
-    ({"page_ids": (1, 2, 1)}, "source.page_ids names a page twice"),
-    ({"page_ids": (1, 0, 2)}, "page 0; pages start at 1"),
-    ({"slot_id": 0}, "source.slot_id is 0"),
-    ({"stages": stages_of(3, set())}, "source.stages 0-3: layer 3 is on 0 stages"),
-    ({"stages": (*stages_of(4, set()), *stages_of(4, {1})[1:])}, "layer 1 is on 2 stages"),
-])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"page_ids": (1, 2)}, "source.page_ids: 9 tokens in pages of 4 need 3 pages, got 2"),
+        ({"page_ids": (1, 2, 1)}, "source.page_ids names a page twice"),
+        ({"page_ids": (1, 0, 2)}, "page 0; pages start at 1"),
+        ({"slot_id": 0}, "source.slot_id is 0"),
+        ({"stages": stages_of(3, set())}, "source.stages 0-3: layer 3 is on 0 stages"),
+        ({"stages": (*stages_of(4, set()), *stages_of(4, {1})[1:])}, "layer 1 is on 2 stages"),
+    ],
+)
 def test_a_source_that_does_not_fit_is_refused(change: dict[str, object], message: str) -> None:
     specs = hybrid_specs(4)
     source = replace(terms((1, 2, 3), 9), **change)  # type: ignore[arg-type]
@@ -159,9 +225,19 @@ def test_a_source_that_does_not_fit_is_refused(change: dict[str, object], messag
         destination_of(source, (4, 5, 6), specs)
 
 
-@pytest.mark.parametrize("change", [
-    {"page_ids": (4, 5, 7)}, {"held_tokens": 4}, {"slot_id": 6}, {"epoch": 1}, {"session_id": "t"},
-    {"tag_base": 1 << 32}, {"stages": stages_of(4, {1})}, {"plan_digest": ""}])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"page_ids": (4, 5, 7)},
+        {"held_tokens": 4},
+        {"slot_id": 6},
+        {"epoch": 1},
+        {"session_id": "t"},
+        {"tag_base": 1 << 32},
+        {"stages": stages_of(4, {1})},
+        {"plan_digest": ""},
+    ],
+)
 def test_sides_that_derive_different_plans_refuse_each_other(change: dict[str, object]) -> None:
     specs = hybrid_specs(4)
     source = terms((1, 2, 3), 9)
@@ -171,11 +247,19 @@ def test_sides_that_derive_different_plans_refuse_each_other(change: dict[str, o
         check_plan(source, replace(destination, **change), specs)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("held_tokens", "sends_rest", "message"), [
-    (3, True, "held_tokens is 3; it must be whole pages of 4 tokens"), (12, True, "fewer than the 9 of the prompt"),
-    (8, False, "held_tokens is 8, and the source sends every page")])
-def test_only_whole_pages_are_held_and_only_from_a_source_that_knows(held_tokens: int, sends_rest: bool,  # noqa: FBT001
-                                                                     message: str) -> None:
+@pytest.mark.parametrize(
+    ("held_tokens", "sends_rest", "message"),
+    [
+        (3, True, "held_tokens is 3; it must be whole pages of 4 tokens"),
+        (12, True, "fewer than the 9 of the prompt"),
+        (8, False, "held_tokens is 8, and the source sends every page"),
+    ],
+)
+def test_only_whole_pages_are_held_and_only_from_a_source_that_knows(
+    held_tokens: int,
+    sends_rest: bool,  # noqa: FBT001
+    message: str,
+) -> None:
     source = replace(terms((1, 2, 3), 9), sends_rest=sends_rest)
     with pytest.raises(IncompatiblePeerError, match=message):
         destination_of(source, (4, 5, 6), hybrid_specs(4), held_tokens=held_tokens)
@@ -185,4 +269,8 @@ def test_names_say_what_and_where() -> None:
     specs = hybrid_specs(2)
     source = terms((1, 2, 3), 9, num_layers=2, chunk_tokens=100)
     items = plan_lane(source, destination_of(source, (4, 5, 6), specs, num_layers=2), specs, 0, 0)
-    assert [item.name for item in items] == ["layer 0 conv slot 5", "layer 0 state slot 5", "layer 1 kv pages 4-6"]
+    assert [item.name for item in items] == [
+        "layer 0 conv slot 5",
+        "layer 0 state slot 5",
+        "layer 1 kv pages 4-6",
+    ]

@@ -1,4 +1,5 @@
-"""Any changed byte, any swapped item and any damaged trailer is found, whatever lane, epoch or session it is from."""
+"""Any changed byte, any swapped item and any damaged trailer is found, whatever lane, epoch or
+session it is from."""
 
 from dataclasses import replace
 
@@ -17,7 +18,9 @@ DATA = bytes(range(64))
 
 
 def test_both_sides_make_the_same() -> None:
-    assert LaneSeals(TERMS, LANE).seal(memoryview(DATA), 1) == LaneSeals(TERMS, LANE).seal(memoryview(DATA), 1)
+    assert LaneSeals(TERMS, LANE).seal(memoryview(DATA), 1) == LaneSeals(TERMS, LANE).seal(
+        memoryview(DATA), 1
+    )
 
 
 def test_every_flipped_bit_changes_the_authenticator() -> None:
@@ -30,14 +33,27 @@ def test_every_flipped_bit_changes_the_authenticator() -> None:
     assert len(made) == 64 * 8 + 1
 
 
-@pytest.mark.parametrize(("terms", "lane", "index"), [
-    (TERMS, LANE, 1), (replace(TERMS, session_id="t"), LANE, 0), (replace(TERMS, epoch=2), LANE, 0),
-    (replace(TERMS, plan_digest="other"), LANE, 0), (replace(TERMS, key=new_key()), LANE, 0),
-    (TERMS, replace(LANE, source_stage=1), 0), (TERMS, replace(LANE, dest_stage=0), 0),
-    (TERMS, replace(LANE, tag_base=6 << 24), 0), (TERMS, replace(LANE, offset=3), 0)],
-    ids=["item", "session", "epoch", "plan", "key", "source", "destination", "base", "offset"])
-def test_the_same_bytes_elsewhere_have_another_one(terms: DestinationTerms, lane: Lane, index: int) -> None:
-    assert LaneSeals(terms, lane).seal(memoryview(DATA), index) != LaneSeals(TERMS, LANE).seal(memoryview(DATA), 0)
+@pytest.mark.parametrize(
+    ("terms", "lane", "index"),
+    [
+        (TERMS, LANE, 1),
+        (replace(TERMS, session_id="t"), LANE, 0),
+        (replace(TERMS, epoch=2), LANE, 0),
+        (replace(TERMS, plan_digest="other"), LANE, 0),
+        (replace(TERMS, key=new_key()), LANE, 0),
+        (TERMS, replace(LANE, source_stage=1), 0),
+        (TERMS, replace(LANE, dest_stage=0), 0),
+        (TERMS, replace(LANE, tag_base=6 << 24), 0),
+        (TERMS, replace(LANE, offset=3), 0),
+    ],
+    ids=["item", "session", "epoch", "plan", "key", "source", "destination", "base", "offset"],
+)
+def test_the_same_bytes_elsewhere_have_another_one(
+    terms: DestinationTerms, lane: Lane, index: int
+) -> None:
+    assert LaneSeals(terms, lane).seal(memoryview(DATA), index) != LaneSeals(TERMS, LANE).seal(
+        memoryview(DATA), 0
+    )
 
 
 def test_a_trailer_gives_its_authenticators_back_and_every_damage_is_found() -> None:

@@ -12,7 +12,9 @@ def test_it_is_gmac() -> None:
     key = bytes.fromhex("78dc4e0aaf52d935c3c01eea57428f00ca1fd475f5da86a49c8dd73d68c8e223")
     number = int.from_bytes(bytes.fromhex("d79cf22d504cc793c3fb6c8a"), "little")
     data = bytes.fromhex("b96baa8c1c75a671bfb2d08d06be5f36")
-    assert Authenticator(key).seal(number, data) == bytes.fromhex("3e5d486aa2e30b22e040b85723a06e76")
+    assert Authenticator(key).seal(number, data) == bytes.fromhex(
+        "3e5d486aa2e30b22e040b85723a06e76"
+    )
 
 
 def test_no_flipped_bit_of_message_label_or_number_passes() -> None:
@@ -30,11 +32,21 @@ def test_no_flipped_bit_of_message_label_or_number_passes() -> None:
 
 
 def test_another_key_makes_another_authenticator() -> None:
-    assert not Authenticator(new_key()).accepts(Authenticator(new_key()).seal(1, MESSAGE), 1, MESSAGE)
+    assert not Authenticator(new_key()).accepts(
+        Authenticator(new_key()).seal(1, MESSAGE), 1, MESSAGE
+    )
 
 
-@pytest.mark.parametrize("other", [
-    ("lane", b"ab", b"c"), ("lane", b"a", b"b", b"c"), ("lane", b"abc"), ("frame", b"a", b"bc"), ("lane", b"a", b"bd")])
+@pytest.mark.parametrize(
+    "other",
+    [
+        ("lane", b"ab", b"c"),
+        ("lane", b"a", b"b", b"c"),
+        ("lane", b"abc"),
+        ("frame", b"a", b"bc"),
+        ("lane", b"a", b"bd"),
+    ],
+)
 def test_each_purpose_and_context_has_a_key_of_its_own(other: tuple[str, bytes]) -> None:
     key = new_key()
     purpose, *context = other

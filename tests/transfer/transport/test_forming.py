@@ -1,4 +1,5 @@
-"""Which frame is the one that is due: of the right forming, between the right members, genuine, and the next."""
+"""Which frame is the one that is due: of the right forming, between the right members, genuine, and
+the next."""
 
 from dataclasses import replace
 
@@ -49,13 +50,19 @@ def test_no_flipped_bit_passes() -> None:
         frame[bit // 8] ^= 1 << bit % 8
         assert receiver.open(0, frame) is RefusalReason.DAMAGED
         frame[bit // 8] ^= 1 << bit % 8
-    assert receiver.open(0, frame[:HEAD_BYTES - 1]) is RefusalReason.DAMAGED
+    assert receiver.open(0, frame[: HEAD_BYTES - 1]) is RefusalReason.DAMAGED
     assert receiver.open(0, frame) is None
 
 
-@pytest.mark.parametrize("other", [
-    replace(FORMING, epoch=2), replace(FORMING, session=2), replace(FORMING, members=("pool-0", "another", "pool-2")),
-    Forming(FORMING.epoch, FORMING.session, FORMING.members, KEY[::-1])])
+@pytest.mark.parametrize(
+    "other",
+    [
+        replace(FORMING, epoch=2),
+        replace(FORMING, session=2),
+        replace(FORMING, members=("pool-0", "another", "pool-2")),
+        Forming(FORMING.epoch, FORMING.session, FORMING.members, KEY[::-1]),
+    ],
+)
 def test_another_forming_has_other_tags_and_other_authenticators(other: Forming) -> None:
     """Epoch, session, a member's incarnation or the key: each alone is enough."""
     ours = FrameSeals(FORMING, 1)
@@ -66,19 +73,28 @@ def test_another_forming_has_other_tags_and_other_authenticators(other: Forming)
 
 def test_each_direction_has_a_tag_and_authenticators_of_its_own() -> None:
     members = [FrameSeals(FORMING, rank) for rank in range(3)]
-    tags = {(sender, receiver): members[sender].tag_to(receiver)
-            for sender in range(3) for receiver in range(3) if sender != receiver}
+    tags = {
+        (sender, receiver): members[sender].tag_to(receiver)
+        for sender in range(3)
+        for receiver in range(3)
+        if sender != receiver
+    }
     assert len(set(tags.values())) == 6
     assert {frozenset(tags.values())} == {member.tags for member in members}
     for (sender, receiver), tag in tags.items():
-        assert [member.sender(tag) for member in members] == [sender if rank == receiver else None
-                                                              for rank in range(3)]
+        assert [member.sender(tag) for member in members] == [
+            sender if rank == receiver else None for rank in range(3)
+        ]
     for sender, receiver in ((0, 2), (1, 0), (2, 1)):  # as if it were from 0 to 1
         assert members[1].open(0, sealed(members[sender], receiver)) is RefusalReason.DAMAGED
 
 
 def test_where_numbers_begin_does_not_show_what_is_next_elsewhere() -> None:
-    starts = {Direction(forming_of(epoch, 2), "test", *pair).next for epoch in (1, 2) for pair in ((0, 1), (1, 0))}
+    starts = {
+        Direction(forming_of(epoch, 2), "test", *pair).next
+        for epoch in (1, 2)
+        for pair in ((0, 1), (1, 0))
+    }
     assert len(starts) == 4
     assert all(start > 1 << 32 for start in starts)
 

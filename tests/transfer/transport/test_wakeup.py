@@ -10,7 +10,9 @@ import pytest
 
 from transfer.transport.protocol import Wakeup
 
-BESIDE_S = 0.2  # for a call that is free to end to do so; one that has to wait for the other waits as long
+BESIDE_S = (
+    0.2  # for a call that is free to end to do so; one that has to wait for the other waits as long
+)
 
 
 @pytest.fixture
@@ -27,7 +29,8 @@ def is_readable(wakeup: Wakeup) -> bool:
 
 
 class Beside:
-    """Runs `call` in a thread of its own, once, when it is called; goes on when that has ended or has to wait."""
+    """Runs `call` in a thread of its own, once, when it is called; goes on when that has ended or
+    has to wait."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         self._thread = threading.Thread(target=call)
@@ -55,7 +58,9 @@ def test_set_ends_a_sleep_and_clear_ends_that(wakeup: Wakeup) -> None:
     assert not is_readable(wakeup)
 
 
-def test_a_clear_between_the_two_halves_of_set_leaves_nothing(wakeup: Wakeup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_clear_between_the_two_halves_of_set_leaves_nothing(
+    wakeup: Wakeup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The flag is up, nothing is written yet, and the owner clears."""
     write, clear = os.eventfd_write, Beside(wakeup.clear)
 
@@ -69,7 +74,9 @@ def test_a_clear_between_the_two_halves_of_set_leaves_nothing(wakeup: Wakeup, mo
     assert is_readable(wakeup) == wakeup.is_set
 
 
-def test_a_set_between_the_two_halves_of_clear_leaves_nothing(wakeup: Wakeup, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_set_between_the_two_halves_of_clear_leaves_nothing(
+    wakeup: Wakeup, monkeypatch: pytest.MonkeyPatch
+) -> None:
     read, set_again = os.eventfd_read, Beside(wakeup.set)
 
     def read_between(fd: int) -> int:

@@ -31,8 +31,11 @@ def listening() -> set[tuple[str, int]]:
         with suppress(FileNotFoundError):  # threads that other tests have left may close theirs
             own.add(os.readlink(entry))
     rows = [row.split() for row in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    return {(row[1].split(":")[0], int(row[1].split(":")[1], 16)) for row in rows
-            if row[3] == "0A" and f"socket:[{row[9]}]" in own}
+    return {
+        (row[1].split(":")[0], int(row[1].split(":")[1], 16))
+        for row in rows
+        if row[3] == "0A" and f"socket:[{row[9]}]" in own
+    }
 
 
 @pytest.fixture
@@ -56,8 +59,11 @@ def test_ucx_listens_on_the_interface_and_in_the_ports_alone(profile: TransportP
 
 def test_a_taken_port_of_the_range_is_passed_over(taken: int) -> None:
     before = listening()
-    transport = UcxTransport(profile=TransportProfile.TCP, clock=SystemClock(),
-                             binding=UcxBinding.parse("lo", f"{taken}-{taken + 1}"))
+    transport = UcxTransport(
+        profile=TransportProfile.TCP,
+        clock=SystemClock(),
+        binding=UcxBinding.parse("lo", f"{taken}-{taken + 1}"),
+    )
     opened = listening() - before
     transport.close()
     assert opened == {(LOOPBACK, taken + 1)}
@@ -65,42 +71,69 @@ def test_a_taken_port_of_the_range_is_passed_over(taken: int) -> None:
 
 def test_a_range_without_a_free_port_is_refused_at_once(taken: int) -> None:
     with pytest.raises(ConfigError, match=f"no port of {taken}-{taken} is free") as refused:
-        UcxTransport(profile=TransportProfile.TCP, clock=SystemClock(),
-                     binding=UcxBinding.parse("", f"{taken}-{taken}"))
+        UcxTransport(
+            profile=TransportProfile.TCP,
+            clock=SystemClock(),
+            binding=UcxBinding.parse("", f"{taken}-{taken}"),
+        )
     assert refused.value.field == "transport_ports"
 
 
 def test_a_port_that_remembers_its_connections_is_taken() -> None:
     """UCX does not reuse it and would search for ever."""
-    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_connection(server.getsockname()) as client:
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as client,
+    ):
         port: int = server.getsockname()[1]
         server.accept()[0].close()  # who closes first remembers
         assert client.recv(1) == b""
-    wait_until(lambda: ("06", f"{port:04X}") in {(row.split()[3], row.split()[1].partition(":")[2]) for row in
-                                                 Path("/proc/net/tcp").read_text().splitlines()})
+    wait_until(
+        lambda: (
+            ("06", f"{port:04X}")
+            in {
+                (row.split()[3], row.split()[1].partition(":")[2])
+                for row in Path("/proc/net/tcp").read_text().splitlines()
+            }
+        )
+    )
     with pytest.raises(ConfigError, match=f"no port of {port}-{port} is free"):
         UcxBinding.parse("", f"{port}-{port}").check()
 
 
-@pytest.mark.parametrize("neighbours", [0, 1])  # of one port UCX says that it is taken, for several it searches
+@pytest.mark.parametrize(
+    "neighbours", [0, 1]
+)  # of one port UCX says that it is taken, for several it searches
 def test_a_port_that_is_taken_after_the_check_is_refused_in_time(
-        taken: int, monkeypatch: pytest.MonkeyPatch, neighbours: int) -> None:
+    taken: int, monkeypatch: pytest.MonkeyPatch, neighbours: int
+) -> None:
     monkeypatch.setattr(ucx_settings, "OPEN_WORKER_S", 0.5)
     monkeypatch.setattr(UcxBinding, "check", lambda binding: None)
     with socket.socket() as other:
         other.bind(("0.0.0.0", taken + 1))
         other.listen()
-        with pytest.raises(ConfigError, match=f"no port of {taken}-{taken + neighbours} is free") as refused:
-            UcxTransport(profile=TransportProfile.TCP, clock=SystemClock(),
-                         binding=UcxBinding.parse("lo", f"{taken}-{taken + neighbours}"))
+        with pytest.raises(
+            ConfigError, match=f"no port of {taken}-{taken + neighbours} is free"
+        ) as refused:
+            UcxTransport(
+                profile=TransportProfile.TCP,
+                clock=SystemClock(),
+                binding=UcxBinding.parse("lo", f"{taken}-{taken + neighbours}"),
+            )
     assert refused.value.field == "transport_ports"
-    wait_until(lambda: "ucx-worker" not in {thread.name for thread in threading.enumerate()})  # it found one after all
+    wait_until(
+        lambda: "ucx-worker" not in {thread.name for thread in threading.enumerate()}
+    )  # it found one after all
 
 
 @pytest.mark.parametrize("interface", ["nope0", "lo,nope0", "mlx5_99:1"])
 def test_an_interface_that_does_not_exist_is_refused(interface: str) -> None:
     with pytest.raises(ConfigError, match=r"no network device .* here, only .*\blo\b") as refused:
-        UcxTransport(profile=TransportProfile.TCP, clock=SystemClock(), binding=UcxBinding.parse(interface, ""))
+        UcxTransport(
+            profile=TransportProfile.TCP,
+            clock=SystemClock(),
+            binding=UcxBinding.parse(interface, ""),
+        )
     assert refused.value.field == "transport_interface"
 
 

@@ -1,4 +1,5 @@
-"""Peers that live and move nothing: the rule by hand. Over real connections it is in test_transport.py."""
+"""Peers that live and move nothing: the rule by hand. Over real connections it is in
+test_transport.py."""
 
 from runtime.clock import ManualClock
 from transfer.ucx.silence import SilentPeers

@@ -1,4 +1,5 @@
-"""UCX keeps the contract over shared memory and TCP, between real processes that are really killed."""
+"""UCX keeps the contract over shared memory and TCP, between real processes that are really
+killed."""
 
 import contextlib
 import logging
@@ -56,12 +57,16 @@ def child(profile: TransportProfile) -> Iterator[SendingChild]:
     child.stop()
 
 
-def start_receiving(receiver: UcxTransport, child: SendingChild) -> tuple[list[Operation], list[memoryview]]:
-    """Post a receive for each of the child's messages and progress until bytes of the first are here."""
+def start_receiving(
+    receiver: UcxTransport, child: SendingChild
+) -> tuple[list[Operation], list[memoryview]]:
+    """Post a receive for each of the child's messages and progress until bytes of the first are
+    here."""
     peer = receiver.connect(child.address)
     targets = [memoryview(bytearray(NUM_BYTES)) for _ in range(NUM_MESSAGES)]
-    operations = [receiver.post_receive(peer, PREFIX + i, target)
-                  for i, target in enumerate(targets)]
+    operations = [
+        receiver.post_receive(peer, PREFIX + i, target) for i, target in enumerate(targets)
+    ]
     child.send_to(receiver.address, PREFIX)
     deadline = time.monotonic() + 60
     while not any(target[0] for target in targets):
@@ -82,7 +87,9 @@ def progress_until_ended(receiver: UcxTransport, operations: list[Operation]) ->
     return num_turns
 
 
-def test_a_killed_source_ends_its_receives_by_itself(receiver: UcxTransport, child: SendingChild) -> None:
+def test_a_killed_source_ends_its_receives_by_itself(
+    receiver: UcxTransport, child: SendingChild
+) -> None:
     operations, _ = start_receiving(receiver, child)
     child.process.kill()
     child.process.wait()
@@ -93,7 +100,9 @@ def test_a_killed_source_ends_its_receives_by_itself(receiver: UcxTransport, chi
     assert receiver.num_pending == 0 or len(receiver.progress()) == receiver.num_pending
 
 
-def test_closing_ends_the_receives_of_a_killed_source_at_once(receiver: UcxTransport, child: SendingChild) -> None:
+def test_closing_ends_the_receives_of_a_killed_source_at_once(
+    receiver: UcxTransport, child: SendingChild
+) -> None:
     operations, _ = start_receiving(receiver, child)
     child.process.kill()
     receiver.close_peer(operations[0].peer)
@@ -102,7 +111,8 @@ def test_closing_ends_the_receives_of_a_killed_source_at_once(receiver: UcxTrans
 
 @pytest.mark.parametrize("num_turns", [0, 3, 30])
 def test_no_byte_of_a_stopped_source_lands_after_its_receives_have_ended(
-        receiver: UcxTransport, child: SendingChild, num_turns: int) -> None:
+    receiver: UcxTransport, child: SendingChild, num_turns: int
+) -> None:
     """The drain proof: a source that hangs in mid-message, is cut off, and continues much later."""
     operations, targets = start_receiving(receiver, child)
     child.process.send_signal(signal.SIGSTOP)
@@ -119,9 +129,11 @@ def test_no_byte_of_a_stopped_source_lands_after_its_receives_have_ended(
     assert all(target == b"\xee" * NUM_BYTES for target in targets)
 
 
-def test_a_source_that_hangs_in_mid_message_is_cut_off(profile: TransportProfile, receiver: UcxTransport) -> None:
-    """As one behind a network that loses every packet: no error ever comes of it. On a busy machine everything may have
-    been sent when the signal comes; then another one hangs."""
+def test_a_source_that_hangs_in_mid_message_is_cut_off(
+    profile: TransportProfile, receiver: UcxTransport
+) -> None:
+    """As one behind a network that loses every packet: no error ever comes of it. On a busy machine
+    everything may have been sent when the signal comes; then another one hangs."""
     lost: list[Operation] = []
     for _ in range(5):
         child = SendingChild(profile, NUM_BYTES, NUM_MESSAGES)
@@ -147,7 +159,8 @@ def test_a_live_source_delivers_everything(receiver: UcxTransport, child: Sendin
 
 
 def open_files() -> dict[str, str]:
-    """What this process's descriptors stand for. Other tests may have left threads that close some meanwhile."""
+    """What this process's descriptors stand for. Other tests may have left threads that close some
+    meanwhile."""
     files = {}
     for name in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):
@@ -182,10 +195,13 @@ def unacknowledged_limits_ms() -> dict[str, int]:
 
 
 def test_tcp_does_not_try_for_longer_than_its_limit() -> None:
-    """On both ends of a handoff's connections, also those that the other side has opened, which nobody here has a
-    handle for; on no other connection: who computes reads nothing for a while."""
+    """On both ends of a handoff's connections, also those that the other side has opened, which
+    nobody here has a handle for; on no other connection: who computes reads nothing for a while."""
     earlier = set(unacknowledged_limits_ms())  # connections that other tests have left
-    stages = [UcxStageChannel(rank=rank, max_frame_bytes=4096, profile=TransportProfile.TCP) for rank in range(2)]
+    stages = [
+        UcxStageChannel(rank=rank, max_frame_bytes=4096, profile=TransportProfile.TCP)
+        for rank in range(2)
+    ]
     for stage in stages:
         stage.connect([stage.address for stage in stages], forming_of(1, 2))
     stages[0].send(1, bytearray(100), timeout_s=60)
@@ -196,11 +212,20 @@ def test_tcp_does_not_try_for_longer_than_its_limit() -> None:
         assert time.monotonic() < deadline
     others = set(unacknowledged_limits_ms()) - earlier
     assert others
-    pair = Pair(*(UcxTransport(profile=TransportProfile.TCP, clock=SystemClock()) for _ in range(2)))
-    pair.finish(pair.right.post_receive(pair.to_left, PREFIX, poisoned(100_000)),
-                pair.left.send(pair.to_right, PREFIX, pattern(100_000)))
-    while 0 in (limits := [limit for name, limit in unacknowledged_limits_ms().items()
-                           if name not in earlier | others]):
+    pair = Pair(
+        *(UcxTransport(profile=TransportProfile.TCP, clock=SystemClock()) for _ in range(2))
+    )
+    pair.finish(
+        pair.right.post_receive(pair.to_left, PREFIX, poisoned(100_000)),
+        pair.left.send(pair.to_right, PREFIX, pattern(100_000)),
+    )
+    while 0 in (
+        limits := [
+            limit
+            for name, limit in unacknowledged_limits_ms().items()
+            if name not in earlier | others
+        ]
+    ):
         pair.settle(0.1)
         assert time.monotonic() < deadline, limits
     assert set(limits) == {round(UNACKNOWLEDGED_S * 1e3)}
@@ -212,10 +237,14 @@ def test_tcp_does_not_try_for_longer_than_its_limit() -> None:
         stage.close()
 
 
-@pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 4096, bytes(range(256)) * 1024, b""])
+@pytest.mark.parametrize(
+    "garbage", [b"GET / HTTP/1.1\r\n\r\n", b"\x00" * 4096, bytes(range(256)) * 1024, b""]
+)
 def test_garbage_on_the_tcp_port_neither_crashes_nor_hangs(garbage: bytes) -> None:
     before = listening_addresses()
-    left, right = (UcxTransport(profile=TransportProfile.TCP, clock=SystemClock()) for _ in range(2))
+    left, right = (
+        UcxTransport(profile=TransportProfile.TCP, clock=SystemClock()) for _ in range(2)
+    )
     pair = Pair(left, right)
     with contextlib.ExitStack() as clients:
         addresses = listening_addresses() - before
@@ -227,8 +256,10 @@ def test_garbage_on_the_tcp_port_neither_crashes_nor_hangs(garbage: bytes) -> No
                 client.sendall(garbage)
         pair.settle(0.2)
         target = poisoned(100_000)
-        pair.finish(right.post_receive(pair.to_left, PREFIX, target),
-                    left.send(pair.to_right, PREFIX, pattern(100_000)))
+        pair.finish(
+            right.post_receive(pair.to_left, PREFIX, target),
+            left.send(pair.to_right, PREFIX, pattern(100_000)),
+        )
         assert target == pattern(100_000)
     pair.settle(0.1)
     left.close()
@@ -249,7 +280,8 @@ def no_descriptor_left() -> Iterator[None]:
 
 
 def test_without_a_free_descriptor_what_is_connected_goes_on() -> None:
-    """Connections to other ports of a process may take all there are; the handoff's thread survives it."""
+    """Connections to other ports of a process may take all there are; the handoff's thread survives
+    it."""
     clock = ManualClock()
     pair = Pair(*(UcxTransport(profile=TransportProfile.TCP, clock=clock) for _ in range(2)))
     other = UcxTransport(profile=TransportProfile.TCP, clock=clock)
@@ -257,8 +289,10 @@ def test_without_a_free_descriptor_what_is_connected_goes_on() -> None:
         target = poisoned(100_000)
         with no_descriptor_left() if seed == 2 else contextlib.nullcontext():
             clock.advance(2 * SOCKET_CHECK_S)
-            pair.finish(pair.right.post_receive(pair.to_left, PREFIX + seed, target),
-                        pair.left.send(pair.to_right, PREFIX + seed, pattern(100_000, seed)))
+            pair.finish(
+                pair.right.post_receive(pair.to_left, PREFIX + seed, target),
+                pair.left.send(pair.to_right, PREFIX + seed, pattern(100_000, seed)),
+            )
             if seed == 2:
                 with pytest.raises(PeerLostError, match="open files"):
                     pair.left.connect(other.address)
@@ -277,7 +311,9 @@ def test_only_slow_transports_are_worth_a_warning(caplog: pytest.LogCaptureFixtu
     assert "tcp/" in records[1].getMessage()
 
 
-def test_auto_takes_shared_memory_unless_the_operator_chose(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_takes_shared_memory_unless_the_operator_chose(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.delenv("UCX_TLS", raising=False)
     assert ucx_options(TransportProfile.AUTO)["TLS"] == "posix,tcp"
     monkeypatch.setenv("UCX_TLS", "rc,posix")
@@ -296,11 +332,16 @@ def test_live_devices_are_read_from_the_description() -> None:
     assert live_devices(info) == [("tcp", "eth0"), ("posix", "memory")]
 
 
-def test_transports_that_cannot_be_opened_are_a_config_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_transports_that_cannot_be_opened_are_a_config_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A /dev/shm that cannot be written is found out here."""
+
     def fail(ucx: UcxLibrary, context: object, binding: object) -> None:
         raise ucx.error("Shared memory error")
 
     monkeypatch.setattr("transfer.ucx.settings._open_worker", fail)
-    with pytest.raises(ConfigError, match=r"UCX cannot open its transports \(.*\): Shared memory error"):
+    with pytest.raises(
+        ConfigError, match=r"UCX cannot open its transports \(.*\): Shared memory error"
+    ):
         UcxTransport(profile=TransportProfile.SHM, clock=SystemClock())

@@ -1,7 +1,8 @@
 """A block of keys and values on its way from pages to the products of attention (`in_place.py`).
 
-Pages come from memory, and a thread that has few queries for each key waits for little else. So the next block is
-fetched meanwhile: with few queries while this one is read, with many while this one is multiplied.
+Pages come from memory, and a thread that has few queries for each key waits for little else. So the
+next block is fetched meanwhile: with few queries while this one is read, with many while this one
+is multiplied.
 """
 
 import numpy as np
@@ -35,8 +36,8 @@ def first_block(a, position):
 
 @njit(**STRICT_PART)
 def find(a, found, nothing, row, token, kv_head, start, num_keys):
-    """The addresses of the block's keys start .. start + num_keys - 1 as `token` sees them; the last one's in place of
-    those behind them, `nothing` where there are none."""
+    """The addresses of the block's keys start .. start + num_keys - 1 as `token` sees them; the
+    last one's in place of those behind them, `nothing` where there are none."""
     num_keys = max(0, min(BLOCK_KEYS, num_keys))
     found = carray(pointer_to(found, np.int64), BLOCK_KEYS)
     table = carray(pointer_to(a.tables, np.int32), (a.num_rows, a.table_width))[row]
@@ -61,7 +62,8 @@ def find(a, found, nothing, row, token, kv_head, start, num_keys):
     while key < BLOCK_KEYS:
         found[key] = found[key - 1] if key else nothing
         key += 1
-    # What lies before the window may be anything; with a weight of 0 a key that is seen does as well.
+    # What lies before the window may be anything; with a weight of 0 a key that is seen does as
+    # well.
     hidden = first_seen(a, carray(pointer_to(a.positions, np.int32), a.num_tokens)[token]) - start
     for key in range(hidden):
         found[key] = found[hidden]
@@ -79,14 +81,20 @@ def fill_keys(a, room, found, num_keys):
             turn(at, offset, room.keys + group * room.key_block + offset * LANES, VECTOR_BYTES)
         if whole < key_bytes:
             _copy_halves(at, whole, (key_bytes - whole) // 2, room.tails, VECTOR_BYTES)
-            turn(room.found_tails, 0, room.keys + group * room.key_block + whole * LANES, VECTOR_BYTES)
+            turn(
+                room.found_tails,
+                0,
+                room.keys + group * room.key_block + whole * LANES,
+                VECTOR_BYTES,
+            )
 
 
 @njit(**STRICT_PART)
 def score_by_key(a, room, found, offset, ahead, then, num_keys):
-    """A block's scores with queries that are turned instead of the keys, 16 at most: keys are multiplied where they
-    lie, `offset` bytes behind the addresses. Each score is the sum that `fill_keys` and a product of the queries lead
-    to. What lies `then` bytes behind the addresses at `ahead` is fetched."""
+    """A block's scores with queries that are turned instead of the keys, 16 at most: keys are
+    multiplied where they lie, `offset` bytes behind the addresses. Each score is the sum that
+    `fill_keys` and a product of the queries lead to. What lies `then` bytes behind the addresses at
+    `ahead` is fetched."""
     key_bytes, words = a.head_dim * a.itemsize, room.query_bytes // 4
     copied, num_groups = room.keys + room.key_block, -(-num_keys // LANES)
     for group in range(num_groups):
@@ -97,12 +105,26 @@ def score_by_key(a, room, found, offset, ahead, then, num_keys):
             _clear_ends(copied, key_bytes, room.query_bytes)
             keys, distance = copied, room.query_bytes
         by_key = group * LANES * VECTOR_BYTES
-        # Fetched are lines one behind the other, half of a group's keys in each part: they lie on one page, unless
-        # pages are smaller.
-        _KEYS_BY_QUERIES(keys, distance, room.keys, room.key_block, room.by_key + by_key, VECTOR_BYTES, words,
-                         integers(ahead)[group * LANES] + then)
-        turn_and_fetch(room.lines, by_key, room.scores + group * VECTOR_BYTES, SCORE_ROW,
-                       integers(ahead)[group * LANES + LANES // 2] + then, words)
+        # Fetched are lines one behind the other, half of a group's keys in each part: they lie on
+        # one page, unless pages are smaller.
+        _KEYS_BY_QUERIES(
+            keys,
+            distance,
+            room.keys,
+            room.key_block,
+            room.by_key + by_key,
+            VECTOR_BYTES,
+            words,
+            integers(ahead)[group * LANES] + then,
+        )
+        turn_and_fetch(
+            room.lines,
+            by_key,
+            room.scores + group * VECTOR_BYTES,
+            SCORE_ROW,
+            integers(ahead)[group * LANES + LANES // 2] + then,
+            words,
+        )
     fetch_keys(a, ahead, num_groups * LANES, BLOCK_KEYS, then)
 
 
@@ -137,21 +159,27 @@ def _copy_halves(found, offset, num_halves, out, out_row):
 @njit(**STRICT_PART)
 def _clear_ends(rows, begin, row_bytes):
     for row in range(LANES):
-        ends = carray(pointer_to(rows + row * row_bytes + begin, np.uint16), (row_bytes - begin) // 2)
+        ends = carray(
+            pointer_to(rows + row * row_bytes + begin, np.uint16), (row_bytes - begin) // 2
+        )
         ends[:] = 0
 
 
 @njit(**STRICT_PART)
 def pair_values(a, room, values, found, num_keys):
-    """A block's values in bf16, [channels / 16][pairs][16][2], with zeros up to a multiple of 16 pairs."""
+    """A block's values in bf16, [channels / 16][pairs][16][2], with zeros up to a multiple of 16
+    pairs."""
     pair_values_at(a, room, values, found, behind_keys(a), found, 0, num_keys, 0)
 
 
 @njit(**STRICT_PART)
 def pair_values_at(a, room, values, found, offset, ahead, then, num_keys, fetched):
-    """Likewise of values that lie `offset` bytes behind the addresses. For each pair of them `fetched` of those at
-    `ahead` are fetched, `then` bytes behind the addresses."""
-    found, whole = carray(pointer_to(found, np.int64), BLOCK_KEYS), a.head_dim // (2 * LANES) * 2 * LANES
+    """Likewise of values that lie `offset` bytes behind the addresses. For each pair of them
+    `fetched` of those at `ahead` are fetched, `then` bytes behind the addresses."""
+    found, whole = (
+        carray(pointer_to(found, np.int64), BLOCK_KEYS),
+        a.head_dim // (2 * LANES) * 2 * LANES,
+    )
     num_pairs = -(-num_keys // (2 * LANES)) * LANES
     for pair in range(num_pairs):
         first, second = room.nothing, room.nothing
@@ -161,10 +189,19 @@ def pair_values_at(a, room, values, found, offset, ahead, then, num_keys, fetche
             second = found[2 * pair + 1] + offset
         fetch_keys(a, ahead, fetched * pair, fetched * (pair + 1), then)
         for channel in range(0, whole, 2 * LANES):
-            put_in_pairs(first + channel * 2, second + channel * 2,
-                         values + channel // LANES * room.value_block + pair * VECTOR_BYTES, room.value_block)
+            put_in_pairs(
+                first + channel * 2,
+                second + channel * 2,
+                values + channel // LANES * room.value_block + pair * VECTOR_BYTES,
+                room.value_block,
+            )
         for channel in range(whole, a.head_dim):
-            place = values + channel // LANES * room.value_block + pair * VECTOR_BYTES + channel % LANES * 4
+            place = (
+                values
+                + channel // LANES * room.value_block
+                + pair * VECTOR_BYTES
+                + channel % LANES * 4
+            )
             words = carray(pointer_to(place, np.uint16), 2)
             words[0] = carray(pointer_to(first + channel * 2, np.uint16), 1)[0]
             words[1] = carray(pointer_to(second + channel * 2, np.uint16), 1)[0]
@@ -192,8 +229,9 @@ def behind_keys(a):
 
 @njit(**STRICT_PART)
 def fetch_keys(a, found, begin, end, offset):
-    """Bring what lies `offset` bytes behind some of the addresses into the cache, line after line: what fetches lines
-    ahead by itself follows such a way. A few at a time: more than are under way at once would have to wait."""
+    """Bring what lies `offset` bytes behind some of the addresses into the cache, line after line:
+    what fetches lines ahead by itself follows such a way. A few at a time: more than are under way
+    at once would have to wait."""
     addresses = carray(pointer_to(found, np.int64), BLOCK_KEYS)
     for key in range(begin, end):
         for line in range(0, a.head_dim * a.itemsize, VECTOR_BYTES):

@@ -1,9 +1,10 @@
 """Attention over compressed keys (MLA, absorbed) on the host, over pages where they lie.
 
-A token's keys are taken in the order of the list of what it sees, 64 at a time, through an online softmax (Milakov and
-Gimelshein, 2018). A score is summed over channels in order, an output over keys in order, each head by itself. So a
-token's bits depend on its own keys only: not on what it was computed with, nor on whether it was read, drawn or
-verified. Of a page nothing is read but the keys that the token sees.
+A token's keys are taken in the order of the list of what it sees, 64 at a time, through an online
+softmax (Milakov and Gimelshein, 2018). A score is summed over channels in order, an output over
+keys in order, each head by itself. So a token's bits depend on its own keys only: not on what it
+was computed with, nor on whether it was read, drawn or verified. Of a page nothing is read but the
+keys that the token sees.
 """
 
 from functools import cache
@@ -43,25 +44,59 @@ from engine.kernels.host.codegen.strided_loops import (
 )
 from engine.kernels.latent_rows import LatentRows
 
-_ARGUMENTS = record("num_heads", "group", "entry_dim", "latent_dim", "page_size", "table_width", "num_listed", "q",
-                    "pages", "tables", "token_rows", "num_common", "listed", "out", scale=np.float32)
+_ARGUMENTS = record(
+    "num_heads",
+    "group",
+    "entry_dim",
+    "latent_dim",
+    "page_size",
+    "table_width",
+    "num_listed",
+    "q",
+    "pages",
+    "tables",
+    "token_rows",
+    "num_common",
+    "listed",
+    "out",
+    scale=np.float32,
+)
 _BLOCK = 64  # keys of one step of the online softmax
 _GROUP = 64  # heads of an item, or few where there are not enough items for all threads
 
 
-def attend_latent(pages: Tensor, q: Tensor, rows: LatentRows, *, latent_dim: int, scale: float, team: Team) -> Tensor:
-    """pages: [P, page_size, entry]; q: [T, heads, entry], contiguous; each bf16 or fp32. Each token sees at least one
-    key. Returns [T, heads, latent_dim] in q's type."""
+def attend_latent(
+    pages: Tensor, q: Tensor, rows: LatentRows, *, latent_dim: int, scale: float, team: Team
+) -> Tensor:
+    """pages: [P, page_size, entry]; q: [T, heads, entry], contiguous; each bf16 or fp32. Each token
+    sees at least one key. Returns [T, heads, latent_dim] in q's type."""
     num_tokens, num_heads, entry_dim = q.shape
     out = q.new_empty(num_tokens, num_heads, latent_dim)
     group = _GROUP if num_tokens * num_heads >= 4 * _GROUP * torch.get_num_threads() else LANES
     width = min(group, -(-num_heads // LANES) * LANES)
     scratch_floats = (entry_dim + _BLOCK + 3) * width + _BLOCK * entry_dim + width * latent_dim
-    launch(compiled_for(q.dtype, pages.dtype), _ARGUMENTS, team, num_items=num_tokens * -(-num_heads // width),
-           scratch_bytes=4 * scratch_floats, num_heads=num_heads, group=width, entry_dim=entry_dim,
-           latent_dim=latent_dim, page_size=pages.shape[1], table_width=rows.tables.shape[1],
-           num_listed=rows.listed.shape[1], scale=scale, q=q, pages=pages, out=out, tables=rows.tables,
-           token_rows=rows.token_rows, num_common=rows.num_common, listed=rows.listed)
+    launch(
+        compiled_for(q.dtype, pages.dtype),
+        _ARGUMENTS,
+        team,
+        num_items=num_tokens * -(-num_heads // width),
+        scratch_bytes=4 * scratch_floats,
+        num_heads=num_heads,
+        group=width,
+        entry_dim=entry_dim,
+        latent_dim=latent_dim,
+        page_size=pages.shape[1],
+        table_width=rows.tables.shape[1],
+        num_listed=rows.listed.shape[1],
+        scale=scale,
+        q=q,
+        pages=pages,
+        out=out,
+        tables=rows.tables,
+        token_rows=rows.token_rows,
+        num_common=rows.num_common,
+        listed=rows.listed,
+    )
     return out
 
 
@@ -72,8 +107,15 @@ def compiled_for(dtype: torch.dtype, page_dtype: torch.dtype):
     def work(pointer):
         _take_tokens(pointer, stored, cached)
 
-    return compile_kernel(work, _ARGUMENTS, f"attend_latent_{stored.__name__}_{cached.__name__}", __file__,
-                          functions.__file__, strided_loops.__file__, numbers=STRICT)
+    return compile_kernel(
+        work,
+        _ARGUMENTS,
+        f"attend_latent_{stored.__name__}_{cached.__name__}",
+        __file__,
+        functions.__file__,
+        strided_loops.__file__,
+        numbers=STRICT,
+    )
 
 
 @njit(**STRICT_PART)
@@ -93,8 +135,8 @@ def _take_tokens(pointer, stored, cached):
 
 @njit(**STRICT_PART)
 def _attend(a, token, first, num_heads, seat, stored, cached):
-    """Heads first .. first + num_heads - 1 of a token. Work is done for whole vectors of heads; those that are none
-    have queries of 0."""
+    """Heads first .. first + num_heads - 1 of a token. Work is done for whole vectors of heads;
+    those that are none have queries of 0."""
     width = (num_heads + LANES - 1) // LANES * LANES
     entry_dim, latent_dim, line = a.entry_dim, a.latent_dim, width * 4
     queries_at = seat
@@ -108,26 +150,59 @@ def _attend(a, token, first, num_heads, seat, stored, cached):
 
     clear(queries_at, entry_dim * width)
     own = (token * a.num_heads + first) * size_of(stored)
-    _turn_queries(pointer_to(a.q + own * entry_dim, stored), floats(queries_at), num_heads, width, entry_dim, a.scale)
+    _turn_queries(
+        pointer_to(a.q + own * entry_dim, stored),
+        floats(queries_at),
+        num_heads,
+        width,
+        entry_dim,
+        a.scale,
+    )
     clear(total_at, num_heads * latent_dim)
     clear(sums_at, width)
     for head in range(width):
         highest[head] = -np.inf
-    place, end = np.int64(0), integers(a.num_common)[token] + a.num_listed  # in the list of all that the token sees
+    place, end = (
+        np.int64(0),
+        integers(a.num_common)[token] + a.num_listed,
+    )  # in the list of all that the token sees
     while place < end:
         count, place = _gather(a, token, place, end, floats(keys_at), cached)
         if count > 0:
             clear(scores_at, count * width)
-            add_product(keys_at, entry_dim * 4, 4, queries_at, line, scores_at, line, count, width, entry_dim)
+            add_product(
+                keys_at,
+                entry_dim * 4,
+                4,
+                queries_at,
+                line,
+                scores_at,
+                line,
+                count,
+                width,
+                entry_dim,
+            )
             _soften(floats(scores_at), highest, sums, factors, count, width)
             for head in range(num_heads):
                 scale(total_at + head * latent_dim * 4, latent_dim, factors[head])
-            add_product(scores_at, 4, line, keys_at, entry_dim * 4, total_at, latent_dim * 4, num_heads, latent_dim,
-                        count)
+            add_product(
+                scores_at,
+                4,
+                line,
+                keys_at,
+                entry_dim * 4,
+                total_at,
+                latent_dim * 4,
+                num_heads,
+                latent_dim,
+                count,
+            )
     total, out = floats(total_at), pointer_to(a.out + own * latent_dim, stored)
     for head in range(num_heads):
         for channel in range(latent_dim):
-            out[head * latent_dim + channel] = rounded(total[head * latent_dim + channel] / sums[head], stored)
+            out[head * latent_dim + channel] = rounded(
+                total[head * latent_dim + channel] / sums[head], stored
+            )
 
 
 @njit(**STRICT_PART)
@@ -140,8 +215,15 @@ def _turn_queries(q, queries, num_heads, width, entry_dim, factor):
 @njit(**STRICT_PART)
 def _gather(a, token, place, end, keys, cached):
     """Up to 64 entries from `place` on. Returns how many, and the place after them."""
-    pages, table = pointer_to(a.pages, cached), shorts(a.tables + integers(a.token_rows)[token] * a.table_width * 4)
-    listed, num_common, count = shorts(a.listed + token * a.num_listed * 4), integers(a.num_common)[token], np.int64(0)
+    pages, table = (
+        pointer_to(a.pages, cached),
+        shorts(a.tables + integers(a.token_rows)[token] * a.table_width * 4),
+    )
+    listed, num_common, count = (
+        shorts(a.listed + token * a.num_listed * 4),
+        integers(a.num_common)[token],
+        np.int64(0),
+    )
     while count < _BLOCK and place < end:
         position = place if place < num_common else np.int64(listed[place - num_common])
         place += 1
@@ -156,8 +238,8 @@ def _gather(a, token, place, end, keys, cached):
 
 @njit(**STRICT_PART)
 def _soften(scores, highest, sums, factors, count, width):
-    """One step of the online softmax over scores [count, width], which become weights. `factors`: what all that was
-    added up before must be multiplied by."""
+    """One step of the online softmax over scores [count, width], which become weights. `factors`:
+    what all that was added up before must be multiplied by."""
     for head in range(width):
         factors[head] = highest[head]
     for key in range(count):

@@ -1,11 +1,12 @@
 """Attention on the host, over pages where they lie. Compiled by numba, kept for the next process.
 
-Keys are taken in blocks of 64 at absolute positions, whatever the page size. A block is packed for the products of
-`dot.py` or the matrix unit (`key_blocks.py`), or for few queries taken as it comes (`few_rows.py`); multiplied with the
-queries of a tile (of a few tokens the heads that share a kv head), weighed by one step of an online softmax
-(`blocks.py`) and added up. Every sum has one order: a score's is that of the channels, a token's output takes its keys
-by position. So a token's bits depend on its own keys and on nothing else: not on what it was computed with, not on
-whether it was read, drawn or verified, not on the number of threads.
+Keys are taken in blocks of 64 at absolute positions, whatever the page size. A block is packed for
+the products of `dot.py` or the matrix unit (`key_blocks.py`), or for few queries taken as it comes
+(`few_rows.py`); multiplied with the queries of a tile (of a few tokens the heads that share a kv
+head), weighed by one step of an online softmax (`blocks.py`) and added up. Every sum has one order:
+a score's is that of the channels, a token's output takes its keys by position. So a token's bits
+depend on its own keys and on nothing else: not on what it was computed with, not on whether it was
+read, drawn or verified, not on the number of threads.
 """
 
 from functools import cache
@@ -59,29 +60,63 @@ from engine.kernels.host.codegen.compiled import (
     take_seat,
 )
 from engine.kernels.host.codegen.dot import LANES, Form
-from engine.kernels.host.codegen.softmax_blocks import BLOCK_KEYS, SCORE_ROW, STATE_BYTES, VECTOR_BYTES, turn
+from engine.kernels.host.codegen.softmax_blocks import (
+    BLOCK_KEYS,
+    SCORE_ROW,
+    STATE_BYTES,
+    VECTOR_BYTES,
+    turn,
+)
 from engine.kernels.host.tokens.row_ops import rows_for_product
 from engine.kernels.rows_in_place import RowsInPlace
 
-_ARGUMENTS = record("num_rows", "num_tokens", "num_tiles", "tile_rows", "num_kv_heads", "share", "head_dim", "itemsize",
-                    "page_size", "table_width", "path_width", "window", "heads", "rows_by_key", "unit_bits", "pages",
-                    "queries", "query_stride", "tables", "tiles", "positions", "num_in_order", "paths", "out",
-                    "out_stride")
+_ARGUMENTS = record(
+    "num_rows",
+    "num_tokens",
+    "num_tiles",
+    "tile_rows",
+    "num_kv_heads",
+    "share",
+    "head_dim",
+    "itemsize",
+    "page_size",
+    "table_width",
+    "path_width",
+    "window",
+    "heads",
+    "rows_by_key",
+    "unit_bits",
+    "pages",
+    "queries",
+    "query_stride",
+    "tables",
+    "tiles",
+    "positions",
+    "num_in_order",
+    "paths",
+    "out",
+    "out_stride",
+)
 _STATE_FLOATS = STATE_BYTES // 4
 _LOG2_E = 1.4426950408889634
 
 
-def attend_in_place(pages: Tensor, queries: Tensor, rows: RowsInPlace, scale: float, team: Team) -> Tensor:
+def attend_in_place(
+    pages: Tensor, queries: Tensor, rows: RowsInPlace, scale: float, team: Team
+) -> Tensor:
     """Softmax attention of new tokens whose keys are written.
 
-    pages: [P, 2 (k, v), num_kv_heads, page_size, D] bf16 or fp32, contiguous; queries: [T, num_heads, D] of the same
-    type, dense within a token; scale: more than 0. Returns [T, num_heads, D] of that type, likewise.
+    pages: [P, 2 (k, v), num_kv_heads, page_size, D] bf16 or fp32, contiguous; queries: [T,
+    num_heads, D] of the same type, dense within a token; scale: more than 0. Returns [T, num_heads,
+    D] of that type, likewise.
 
     Raises:
         InternalError: not all of it was computed.
     """
     num_heads, head_dim = queries.shape[1:]
-    out = rows_for_product(len(queries), num_heads * head_dim, queries.dtype).view(len(queries), num_heads, head_dim)
+    out = rows_for_product(len(queries), num_heads * head_dim, queries.dtype).view(
+        len(queries), num_heads, head_dim
+    )
     num_rows, table_width = rows.tables.shape
     num_kv_heads, page_size = pages.shape[2:4]
     num_tiles, share = rows.tiles.shape[0], num_heads // num_kv_heads
@@ -91,30 +126,71 @@ def attend_in_place(pages: Tensor, queries: Tensor, rows: RowsInPlace, scale: fl
     few = 0 < tile_rows <= most
     heads = 1
     if few:
-        heads = heads_of_item(num_tiles, num_kv_heads, tile_rows, TILE_ROWS if tiled else CHUNK_ROWS,
-                              torch.get_num_threads())
+        heads = heads_of_item(
+            num_tiles,
+            num_kv_heads,
+            tile_rows,
+            TILE_ROWS if tiled else CHUNK_ROWS,
+            torch.get_num_threads(),
+        )
     launch_integers(
-        compiled_for(pages.dtype, tiled=tiled, few=few), num_tiles * num_kv_heads // heads,
-        (num_rows, queries.shape[0], num_tiles, tile_rows, num_kv_heads, share, head_dim, pages.itemsize, page_size,
-         table_width, rows.paths.shape[1], rows.window, heads, TILE_ROWS if tiled else 0, bits_of(scale * _LOG2_E),
-         pages.data_ptr(), queries.data_ptr(), queries.stride(0) * queries.itemsize, rows.tables.data_ptr(),
-         rows.tiles.data_ptr(), rows.positions.data_ptr(), rows.num_in_order.data_ptr(), rows.paths.data_ptr(),
-         out.data_ptr(), out.stride(0)),
-        team, scratch_bytes=scratch_bytes_of(head_dim, pages.itemsize, heads * tile_rows))
+        compiled_for(pages.dtype, tiled=tiled, few=few),
+        num_tiles * num_kv_heads // heads,
+        (
+            num_rows,
+            queries.shape[0],
+            num_tiles,
+            tile_rows,
+            num_kv_heads,
+            share,
+            head_dim,
+            pages.itemsize,
+            page_size,
+            table_width,
+            rows.paths.shape[1],
+            rows.window,
+            heads,
+            TILE_ROWS if tiled else 0,
+            bits_of(scale * _LOG2_E),
+            pages.data_ptr(),
+            queries.data_ptr(),
+            queries.stride(0) * queries.itemsize,
+            rows.tables.data_ptr(),
+            rows.tiles.data_ptr(),
+            rows.positions.data_ptr(),
+            rows.num_in_order.data_ptr(),
+            rows.paths.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+        ),
+        team,
+        scratch_bytes=scratch_bytes_of(head_dim, pages.itemsize, heads * tile_rows),
+    )
     return out
 
 
 @cache
 def compiled_for(dtype: torch.dtype, *, tiled: bool, few: bool = False):
-    """The kernel for pages of this type, with bf16's products by the matrix unit if `tiled`; `few`: for tiles of
-    `few_rows.most_rows`."""
+    """The kernel for pages of this type, with bf16's products by the matrix unit if `tiled`; `few`:
+    for tiles of `few_rows.most_rows`."""
     if few:
         work = _attend_few_tiled if tiled else _attend_few
     else:
         work = _attend_tiled if tiled else _attend_fp32 if dtype is torch.float32 else _attend_bf16
-    name = f"attend_{STORED_AS[dtype].__name__}{'_few' if few else ''}_{'tiled' if tiled else 'plain'}"
-    parts = (__file__, row_tiling.__file__, softmax_blocks.__file__, dot.__file__, amx.__file__, strided_loops.__file__,
-             kv_blocks.__file__, small_batch.__file__, workspace.__file__)
+    name = (
+        f"attend_{STORED_AS[dtype].__name__}{'_few' if few else ''}_{'tiled' if tiled else 'plain'}"
+    )
+    parts = (
+        __file__,
+        row_tiling.__file__,
+        softmax_blocks.__file__,
+        dot.__file__,
+        amx.__file__,
+        strided_loops.__file__,
+        kv_blocks.__file__,
+        small_batch.__file__,
+        workspace.__file__,
+    )
     return compile_kernel(work, _ARGUMENTS, name, *parts, numbers=STRICT)
 
 
@@ -140,26 +216,74 @@ def _take_tiles(pointer, stored, add_block, shape, by_key, score, soften, fill_v
         if a.path_width:
             num_shared, num_passes = in_order[row] // BLOCK_KEYS * BLOCK_KEYS, 1 + count
         for own in range(num_passes):
-            begin, end, low, high = first_block(a, positions[first]), num_shared, first, first + count
+            begin, end, low, high = (
+                first_block(a, positions[first]),
+                num_shared,
+                first,
+                first + count,
+            )
             if own:
-                begin, end, low, high = num_shared, positions[first + own - 1] + 1, first + own - 1, first + own
+                begin, end, low, high = (
+                    num_shared,
+                    positions[first + own - 1] + 1,
+                    first + own - 1,
+                    first + own,
+                )
             for start in range(begin, end, BLOCK_KEYS):
                 found, ahead = ahead, found
-                _find_both(a, pointer, workspace.nothing, found, ahead, row, low, kv_head, start, begin, end)
+                _find_both(
+                    a,
+                    pointer,
+                    workspace.nothing,
+                    found,
+                    ahead,
+                    row,
+                    low,
+                    kv_head,
+                    start,
+                    begin,
+                    end,
+                )
                 while positions[low] < start:  # never where each has its own
                     low += 1
-                add_block(a, workspace, found, ahead, positions, first, count, (low - first) * a.share,
-                          (_last_seeing(a, positions, high, start) - first) * a.share, start,
-                          min(BLOCK_KEYS, end - start), shape, by_key, score, soften, fill_values, add_up)
+                add_block(
+                    a,
+                    workspace,
+                    found,
+                    ahead,
+                    positions,
+                    first,
+                    count,
+                    (low - first) * a.share,
+                    (_last_seeing(a, positions, high, start) - first) * a.share,
+                    start,
+                    min(BLOCK_KEYS, end - start),
+                    shape,
+                    by_key,
+                    score,
+                    soften,
+                    fill_values,
+                    add_up,
+                )
         _finish(a, workspace, stored, kv_head, first, count)
         count_up(pointer, DONE)
 
 
 @njit(**STRICT_PART)
 def _find_both(a, pointer, nothing, found, ahead, row, token, kv_head, start, begin, end):
-    """The addresses of the block at `start`, which are there already unless it is the first, and of the one after."""
-    for is_next in range(0 if start == begin else 1, 2):  # every place that calls `find` takes half a second to compile
-        place, of_row, of_token, head, first_key, num_keys = found, row, token, kv_head, start, end - start
+    """The addresses of the block at `start`, which are there already unless it is the first, and of
+    the one after."""
+    for is_next in range(
+        0 if start == begin else 1, 2
+    ):  # every place that calls `find` takes half a second to compile
+        place, of_row, of_token, head, first_key, num_keys = (
+            found,
+            row,
+            token,
+            kv_head,
+            start,
+            end - start,
+        )
         if is_next:
             place, first_key, num_keys = ahead, start + BLOCK_KEYS, num_keys - BLOCK_KEYS
         if num_keys <= 0:
@@ -169,19 +293,38 @@ def _find_both(a, pointer, nothing, found, ahead, row, token, kv_head, start, be
 
 @njit(**STRICT_PART)
 def _last_seeing(a, positions, high, start):
-    """`high` without the tokens before it whose windows begin behind the block of keys at `start`."""
+    """`high` without the tokens before it whose windows begin behind the block of keys at
+    `start`."""
     while first_seen(a, positions[high - 1]) >= start + BLOCK_KEYS:
         high -= 1
     return high
 
 
 @njit(**STRICT_PART)
-def _add_block(a, workspace, found, ahead, positions, first, count, begin, end, start, num_keys, shape, by_key, score,
-               soften, fill_values, add_up):
-    """The block of keys at `start` for rows begin..end-1 of a tile of `count` tokens from `first` on."""
+def _add_block(
+    a,
+    workspace,
+    found,
+    ahead,
+    positions,
+    first,
+    count,
+    begin,
+    end,
+    start,
+    num_keys,
+    shape,
+    by_key,
+    score,
+    soften,
+    fill_values,
+    add_up,
+):
+    """The block of keys at `start` for rows begin..end-1 of a tile of `count` tokens from `first`
+    on."""
     is_scored = count * a.share <= a.rows_by_key
-    # Where no other rows need the keys, values take their place: with room for both, and what comes from the pages, a
-    # core's nearest cache would give up each before it is needed again.
+    # Where no other rows need the keys, values take their place: with room for both, and what comes
+    # from the pages, a core's nearest cache would give up each before it is needed again.
     values = workspace.values if is_scored or end - begin > CHUNK_ROWS else workspace.keys
     if is_scored:
         shape(workspace.layout, end - begin)
@@ -197,43 +340,102 @@ def _add_block(a, workspace, found, ahead, positions, first, count, begin, end, 
             scores += row * SCORE_ROW
         else:
             fetch_keys(a, ahead, fetched, fetched_then, 0)
-            score(workspace.queries + row * workspace.query_bytes, workspace.query_bytes, workspace.keys, workspace.key_block, scores, SCORE_ROW,
-                  -(-a.head_dim * a.itemsize // 4), num_rows,
-                  -(-_num_seen(a, positions, first, row + num_rows, start, num_keys) // LANES))
-        _weigh(a, workspace, positions, scores, workspace.weights, first, row, row, num_rows, start, num_keys, soften)
+            score(
+                workspace.queries + row * workspace.query_bytes,
+                workspace.query_bytes,
+                workspace.keys,
+                workspace.key_block,
+                scores,
+                SCORE_ROW,
+                -(-a.head_dim * a.itemsize // 4),
+                num_rows,
+                -(-_num_seen(a, positions, first, row + num_rows, start, num_keys) // LANES),
+            )
+        _weigh(
+            a,
+            workspace,
+            positions,
+            scores,
+            workspace.weights,
+            first,
+            row,
+            row,
+            num_rows,
+            start,
+            num_keys,
+            soften,
+        )
         if row == begin:
             fill_values(a, workspace, values, found, num_keys)
         fetch_keys(a, ahead, fetched, fetched_then, behind_keys(a))
         fetched = fetched_then
-        add_up(workspace.weights, workspace.weight_bytes, values, workspace.value_block, workspace.sums + row * workspace.sum_bytes,
-               workspace.sum_bytes, -(-_num_seen(a, positions, first, row + num_rows, start, num_keys) * a.itemsize // 4),
-               num_rows, workspace.value_blocks)
+        add_up(
+            workspace.weights,
+            workspace.weight_bytes,
+            values,
+            workspace.value_block,
+            workspace.sums + row * workspace.sum_bytes,
+            workspace.sum_bytes,
+            -(-_num_seen(a, positions, first, row + num_rows, start, num_keys) * a.itemsize // 4),
+            num_rows,
+            workspace.value_blocks,
+        )
 
 
 @njit(**STRICT_PART)
 def _num_seen(a, positions, first, end, start, num_keys):
-    """How many of the block's keys the tile's rows before `end` see: those of the last of them, the block's at most."""
+    """How many of the block's keys the tile's rows before `end` see: those of the last of them, the
+    block's at most."""
     return min(num_keys, positions[first + (end - 1) // a.share] + 1 - start)
 
 
 @njit(**STRICT_PART)
-def _add_to_few(a, workspace, found, ahead, positions, first, count, begin, end, start, num_keys, shape, by_key, score,
-                soften, fill_values, add_up):
+def _add_to_few(
+    a,
+    workspace,
+    found,
+    ahead,
+    positions,
+    first,
+    count,
+    begin,
+    end,
+    start,
+    num_keys,
+    shape,
+    by_key,
+    score,
+    soften,
+    fill_values,
+    add_up,
+):
     """Likewise for each of the item's heads, whose keys and values are multiplied as they come."""
     num_rows, of_head = end - begin, count * a.share
     for head in range(a.heads):
         row = head * of_head + begin
         score(a, workspace, found, head, row, num_rows, num_keys)
-        _weigh(a, workspace, positions, workspace.scores + row * SCORE_ROW, workspace.weights + row * workspace.weight_bytes, first, begin,
-               row, num_rows, start, num_keys, soften)
+        _weigh(
+            a,
+            workspace,
+            positions,
+            workspace.scores + row * SCORE_ROW,
+            workspace.weights + row * workspace.weight_bytes,
+            first,
+            begin,
+            row,
+            num_rows,
+            start,
+            num_keys,
+            soften,
+        )
     for head in range(a.heads):
         add_up(a, workspace, found, ahead, head, head * of_head + begin, num_rows, num_keys)
 
 
 @njit(**STRICT_PART)
 def _first_of_next(a, pointer):
-    """Row, token, kv head, position and number of keys of the first block of the item that this thread takes next if no
-    other does before; no keys if there is none."""
+    """Row, token, kv head, position and number of keys of the first block of the item that this
+    thread takes next if no other does before; no keys if there is none."""
     item, num_parts = counted_so_far(pointer, NEXT), a.num_kv_heads // a.heads
     tiles = carray(pointer_to(a.tiles, np.int32), (a.num_tiles, 3))
     row, first, _ = tiles[item // num_parts if item < a.num_items else 0]
@@ -247,7 +449,9 @@ def _begin(a, workspace, stored, kv_head, first, count):
     """The tile's queries side by side; nothing is added up yet."""
     of_head = count * a.share
     num_rows = a.heads * of_head
-    queries = carray(pointer_to(workspace.queries, stored), (num_rows, workspace.query_bytes // a.itemsize))
+    queries = carray(
+        pointer_to(workspace.queries, stored), (num_rows, workspace.query_bytes // a.itemsize)
+    )
     for row in range(num_rows):
         given = a.queries + (first + row % of_head // a.share) * a.query_stride
         head = (kv_head + row // of_head) * a.share + row % a.share
@@ -262,29 +466,64 @@ def _begin(a, workspace, stored, kv_head, first, count):
     state = carray(pointer_to(workspace.state, np.float32), (num_rows, _STATE_FLOATS))
     state[:] = 0
     state[:, LANES] = -np.inf
-    carray(pointer_to(workspace.sums, np.float32), (num_rows, workspace.value_blocks * LANES))[:] = 0
+    carray(pointer_to(workspace.sums, np.float32), (num_rows, workspace.value_blocks * LANES))[
+        :
+    ] = 0
 
 
 @njit(**STRICT_PART)
-def _weigh(a, workspace, positions, scores, weights, first, tile_row, row, num_rows, start, num_keys, soften):
-    """Scores of the item's rows from `row` on, of a tile from `tile_row` on, with the block of keys at `start` become
-    weights; what the rows have added up is brought to the same scale."""
+def _weigh(
+    a,
+    workspace,
+    positions,
+    scores,
+    weights,
+    first,
+    tile_row,
+    row,
+    num_rows,
+    start,
+    num_keys,
+    soften,
+):
+    """Scores of the item's rows from `row` on, of a tile from `tile_row` on, with the block of keys
+    at `start` become weights; what the rows have added up is brought to the same scale."""
     num_seen = workspace.seen
-    if _all_see(a, positions, first + tile_row // a.share, first + (tile_row + num_rows - 1) // a.share, start,
-                num_keys):
+    if _all_see(
+        a,
+        positions,
+        first + tile_row // a.share,
+        first + (tile_row + num_rows - 1) // a.share,
+        start,
+        num_keys,
+    ):
         num_seen = 0
     else:
         _hide(a, workspace, positions, scores, first, tile_row, num_rows, start, num_keys)
-    soften(scores, weights, workspace.state + row * STATE_BYTES, num_seen, number_of(a.unit_bits),
-           workspace.sums + row * workspace.sum_bytes, workspace.sum_bytes, workspace.value_blocks, num_rows)
+    soften(
+        scores,
+        weights,
+        workspace.state + row * STATE_BYTES,
+        num_seen,
+        number_of(a.unit_bits),
+        workspace.sums + row * workspace.sum_bytes,
+        workspace.sum_bytes,
+        workspace.value_blocks,
+        num_rows,
+    )
 
 
 @njit(**STRICT_PART)
 def _all_see(a, positions, first, last, start, num_keys):
-    """Whether tokens first..last see a whole block of keys; no where that would have to be looked up for each."""
+    """Whether tokens first..last see a whole block of keys; no where that would have to be looked
+    up for each."""
     is_in_order = a.path_width == 0
-    return (is_in_order and num_keys == BLOCK_KEYS and positions[first] + 1 >= start + BLOCK_KEYS
-            and first_seen(a, positions[last]) <= start)
+    return (
+        is_in_order
+        and num_keys == BLOCK_KEYS
+        and positions[first] + 1 >= start + BLOCK_KEYS
+        and first_seen(a, positions[last]) <= start
+    )
 
 
 @njit(**STRICT_PART)
@@ -296,7 +535,9 @@ def _hide(a, workspace, positions, scores, first, tile_row, num_rows, start, num
         seen[place] = max(0, min(num_keys, position + 1 - start))
         hidden = first_seen(a, position) - start
         if hidden > 0:
-            carray(pointer_to(scores + place * SCORE_ROW, np.float32), BLOCK_KEYS)[:hidden] = -np.inf
+            carray(pointer_to(scores + place * SCORE_ROW, np.float32), BLOCK_KEYS)[
+                :hidden
+            ] = -np.inf
 
 
 @njit(**STRICT_PART)
@@ -304,49 +545,103 @@ def _finish(a, workspace, stored, kv_head, first, count):
     out = carray(pointer_to(a.out, stored), (a.num_tokens, a.out_stride))
     of_head = count * a.share
     state = carray(pointer_to(workspace.state, np.float32), (a.heads * of_head, _STATE_FLOATS))
-    sums = carray(pointer_to(workspace.sums, np.float32), (a.heads * of_head, workspace.value_blocks * LANES))
+    sums = carray(
+        pointer_to(workspace.sums, np.float32), (a.heads * of_head, workspace.value_blocks * LANES)
+    )
     for row in range(a.heads * of_head):
         total = np.float32(0)
         for lane in range(LANES):
             total += state[row, lane]
         source = sums[row]
         head = (kv_head + row // of_head) * a.share + row % a.share
-        target = out[first + row % of_head // a.share, head * a.head_dim:][:a.head_dim]
+        target = out[first + row % of_head // a.share, head * a.head_dim :][: a.head_dim]
         for channel in range(a.head_dim):
-            # A sum that came to nothing may be -0, or not if keys followed that the token does not see.
+            # A sum that came to nothing may be -0, or not if keys followed that the token does not
+            # see.
             target[channel] = rounded(source[channel] / total + np.float32(0), stored)
 
 
-# What the kernels are made of has names of the module: a function in a closure would be part of the name that
-# numba keeps code under, and no two processes spell it alike.
+# What the kernels are made of has names of the module: a function in a closure would be part of the
+# name that numba keeps code under, and no two processes spell it alike.
 _TILED_SCORE, _TILED_ADD = row_tiling.tiled_product(adds=False), row_tiling.tiled_product(adds=True)
-_BF16_SCORE, _BF16_ADD = row_tiling.plain_product(Form.BF16, adds=False), row_tiling.plain_product(Form.BF16, adds=True)
-_FP32_SCORE, _FP32_ADD = row_tiling.plain_product(Form.FP32, adds=False), row_tiling.plain_product(Form.FP32, adds=True)
+_BF16_SCORE, _BF16_ADD = (
+    row_tiling.plain_product(Form.BF16, adds=False),
+    row_tiling.plain_product(Form.BF16, adds=True),
+)
+_FP32_SCORE, _FP32_ADD = (
+    row_tiling.plain_product(Form.FP32, adds=False),
+    row_tiling.plain_product(Form.FP32, adds=True),
+)
 _SOFTEN_ROUNDED, _SOFTEN = row_tiling.softening(rounds=True), row_tiling.softening(rounds=False)
 
 
 def _attend_tiled(pointer):
-    _take_tiles(pointer, np.uint16, _add_block, shape_tiles, score_by_key, _TILED_SCORE, _SOFTEN_ROUNDED, pair_values,
-                _TILED_ADD)
+    _take_tiles(
+        pointer,
+        np.uint16,
+        _add_block,
+        shape_tiles,
+        score_by_key,
+        _TILED_SCORE,
+        _SOFTEN_ROUNDED,
+        pair_values,
+        _TILED_ADD,
+    )
     release_tiles()
 
 
 def _attend_bf16(pointer):
-    _take_tiles(pointer, np.uint16, _add_block, no_tiles, score_nothing, _BF16_SCORE, _SOFTEN_ROUNDED, pair_values,
-                _BF16_ADD)
+    _take_tiles(
+        pointer,
+        np.uint16,
+        _add_block,
+        no_tiles,
+        score_nothing,
+        _BF16_SCORE,
+        _SOFTEN_ROUNDED,
+        pair_values,
+        _BF16_ADD,
+    )
 
 
 def _attend_few(pointer):
-    _take_tiles(pointer, np.uint16, _add_to_few, no_tiles, score_nothing, score_head, _SOFTEN_ROUNDED, pair_values,
-                add_head)
+    _take_tiles(
+        pointer,
+        np.uint16,
+        _add_to_few,
+        no_tiles,
+        score_nothing,
+        score_head,
+        _SOFTEN_ROUNDED,
+        pair_values,
+        add_head,
+    )
 
 
 def _attend_few_tiled(pointer):
-    _take_tiles(pointer, np.uint16, _add_to_few, no_tiles, score_nothing, score_head_in_tiles, _SOFTEN_ROUNDED,
-                pair_values, add_head_in_tiles)
+    _take_tiles(
+        pointer,
+        np.uint16,
+        _add_to_few,
+        no_tiles,
+        score_nothing,
+        score_head_in_tiles,
+        _SOFTEN_ROUNDED,
+        pair_values,
+        add_head_in_tiles,
+    )
     release_tiles()
 
 
 def _attend_fp32(pointer):
-    _take_tiles(pointer, np.float32, _add_block, no_tiles, score_nothing, _FP32_SCORE, _SOFTEN, copy_values,
-                _FP32_ADD)
+    _take_tiles(
+        pointer,
+        np.float32,
+        _add_block,
+        no_tiles,
+        score_nothing,
+        _FP32_SCORE,
+        _SOFTEN,
+        copy_values,
+        _FP32_ADD,
+    )

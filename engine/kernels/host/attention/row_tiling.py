@@ -1,8 +1,9 @@
-"""Products of any number of rows and blocks, put together from those of `dot.py` or of the matrix unit (`amx.py`), and
-steps of the online softmax.
+"""Products of any number of rows and blocks, put together from those of `dot.py` or of the matrix
+unit (`amx.py`), and steps of the online softmax.
 
-A product is f(x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, words, rows, blocks) for compiled code: y [rows, 16 *
-blocks] fp32 = x [rows, words of 32 bits] times the packed blocks at w; with `adds` the sums start from what y holds.
+A product is f(x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, words, rows, blocks) for compiled
+code: y [rows, 16 * blocks] fp32 = x [rows, words of 32 bits] times the packed blocks at w; with
+`adds` the sums start from what y holds.
 """
 
 from numba import njit
@@ -10,14 +11,19 @@ from numba import njit
 from engine.kernels.host.codegen.amx import STEPS, TILE_ROWS, lay_out_tiles, take_tiles, tile_block
 from engine.kernels.host.codegen.compiled import STRICT_PART
 from engine.kernels.host.codegen.dot import BLOCK_STEP_BYTES, dot_block
-from engine.kernels.host.codegen.softmax_blocks import BLOCK_KEYS, SCORE_ROW, STATE_BYTES, soften_for
+from engine.kernels.host.codegen.softmax_blocks import (
+    BLOCK_KEYS,
+    SCORE_ROW,
+    STATE_BYTES,
+    soften_for,
+)
 
 _WIDTH = 4  # blocks whose sums stay in registers
 
 
 def tiled_product(*, adds):
-    """By the matrix unit, after `shape_tiles` for these rows, `amx.MAX_ROWS` at most. Rows of x and columns of w are
-    padded with zeros to multiples of 16 words."""
+    """By the matrix unit, after `shape_tiles` for these rows, `amx.MAX_ROWS` at most. Rows of x and
+    columns of w are padded with zeros to multiples of 16 words."""
     two_pair, two_one = (tile_block(2, count, adds=adds) for count in (2, 1))
     one_pair, one_one = (tile_block(1, count, adds=adds) for count in (2, 1))
 
@@ -41,8 +47,11 @@ def tiled_product(*, adds):
 
 @njit(**STRICT_PART)
 def shape_tiles(layout, rows):
-    """Tiles for products of so many rows, and the second ones for whole tiles where those rows leave them."""
-    if lay_out_tiles(layout, min(rows, TILE_ROWS), rows - TILE_ROWS if rows > TILE_ROWS else TILE_ROWS):
+    """Tiles for products of so many rows, and the second ones for whole tiles where those rows
+    leave them."""
+    if lay_out_tiles(
+        layout, min(rows, TILE_ROWS), rows - TILE_ROWS if rows > TILE_ROWS else TILE_ROWS
+    ):
         take_tiles(layout)
 
 
@@ -53,17 +62,39 @@ def no_tiles(layout, rows):
 
 def plain_product(form, *, adds):
     """One term or pair after the other."""
-    wide, narrow = (_of_any_rows(*(dot_block(rows, count, form, adds=adds, ahead_bytes=0) for rows in (6, 4, 2, 1)))
-                    for count in (_WIDTH, 1))
+    wide, narrow = (
+        _of_any_rows(
+            *(dot_block(rows, count, form, adds=adds, ahead_bytes=0) for rows in (6, 4, 2, 1))
+        )
+        for count in (_WIDTH, 1)
+    )
 
     @njit(**STRICT_PART)
     def multiply(x, x_row, w, w_block, y, y_row, steps, rows, blocks):
         block = 0
         while block + _WIDTH <= blocks:
-            wide(x, x_row, w + block * w_block, w_block, y + block * BLOCK_STEP_BYTES, y_row, steps, rows)
+            wide(
+                x,
+                x_row,
+                w + block * w_block,
+                w_block,
+                y + block * BLOCK_STEP_BYTES,
+                y_row,
+                steps,
+                rows,
+            )
             block += _WIDTH
         while block < blocks:
-            narrow(x, x_row, w + block * w_block, w_block, y + block * BLOCK_STEP_BYTES, y_row, steps, rows)
+            narrow(
+                x,
+                x_row,
+                w + block * w_block,
+                w_block,
+                y + block * BLOCK_STEP_BYTES,
+                y_row,
+                steps,
+                rows,
+            )
             block += 1
 
     return multiply
@@ -89,8 +120,8 @@ def _of_any_rows(six, four, two, one):
 
 
 def softening(*, rounds):
-    """f(scores, weights, states, num_seen, unit, sums, sum_row, sum_vectors, rows): `blocks.soften_for` for any number
-    of rows."""
+    """f(scores, weights, states, num_seen, unit, sums, sum_row, sum_vectors, rows):
+    `blocks.soften_for` for any number of rows."""
     four, one = soften_for(4, rounds=rounds), soften_for(1, rounds=rounds)
     weight_row = BLOCK_KEYS * (2 if rounds else 4)
 
@@ -98,12 +129,28 @@ def softening(*, rounds):
     def soften(scores, weights, states, num_seen, unit, sums, sum_row, sum_vectors, rows):
         row, seen_row = 0, 8 if num_seen else 0
         while row + 4 <= rows:
-            four(scores + row * SCORE_ROW, weights + row * weight_row, states + row * STATE_BYTES,
-                 num_seen + row * seen_row, unit, sums + row * sum_row, sum_row, sum_vectors)
+            four(
+                scores + row * SCORE_ROW,
+                weights + row * weight_row,
+                states + row * STATE_BYTES,
+                num_seen + row * seen_row,
+                unit,
+                sums + row * sum_row,
+                sum_row,
+                sum_vectors,
+            )
             row += 4
         while row < rows:
-            one(scores + row * SCORE_ROW, weights + row * weight_row, states + row * STATE_BYTES,
-                num_seen + row * seen_row, unit, sums + row * sum_row, sum_row, sum_vectors)
+            one(
+                scores + row * SCORE_ROW,
+                weights + row * weight_row,
+                states + row * STATE_BYTES,
+                num_seen + row * seen_row,
+                unit,
+                sums + row * sum_row,
+                sum_row,
+                sum_vectors,
+            )
             row += 1
 
     return soften

@@ -1,13 +1,16 @@
-"""The products of attention for few rows, which would read a packed block hardly more often than it is written.
+"""The products of attention for few rows, which would read a packed block hardly more often than it
+is written.
 
-Keys are turned in registers, 16 keys by 8 words at a time, and multiplied at once; so are values, of which two keys'
-become pairs there. A sum has the same terms in the same order as from a packed block (`dot.py`), and so the same bits.
-The matrix unit multiplies keys where they lie, by queries that are turned instead.
+Keys are turned in registers, 16 keys by 8 words at a time, and multiplied at once; so are values,
+of which two keys' become pairs there. A sum has the same terms in the same order as from a packed
+block (`dot.py`), and so the same bits. The matrix unit multiplies keys where they lie, by queries
+that are turned instead.
 
-On a page the keys of the kv heads lie one behind the other, and then their values. So the kv heads of an item take
-turns at each block, its keys from the first head's to the last one's and then its values, and while one head's are
-multiplied the next one's are fetched. Heads one after the other over all blocks would read 16 KB here and there, which
-takes half as long again: what the CPU itself fetches ahead follows long ways only.
+On a page the keys of the kv heads lie one behind the other, and then their values. So the kv heads
+of an item take turns at each block, its keys from the first head's to the last one's and then its
+values, and while one head's are multiplied the next one's are fetched. Heads one after the other
+over all blocks would read 16 KB here and there, which takes half as long again: what the CPU itself
+fetches ahead follows long ways only.
 """
 
 import itertools
@@ -52,22 +55,33 @@ def most_rows(dtype: torch.dtype, head_dim: int, *, tiled: bool) -> int:
 
 
 @cache
-def heads_of_item(num_tiles: int, num_kv_heads: int, tile_rows: int, most: int, num_threads: int) -> int:
-    """How many kv heads of a tile of few rows one thread takes at a time: as many as have `most` rows together, but so
-    that there are two items for each of several threads."""
+def heads_of_item(
+    num_tiles: int, num_kv_heads: int, tile_rows: int, most: int, num_threads: int
+) -> int:
+    """How many kv heads of a tile of few rows one thread takes at a time: as many as have `most`
+    rows together, but so that there are two items for each of several threads."""
     num_items = 2 * num_threads if num_threads > 1 else 1
-    return max((heads for heads in range(1, num_kv_heads + 1)
-                if num_kv_heads % heads == 0 and heads * tile_rows <= most
-                and num_tiles * num_kv_heads // heads >= num_items), default=1)
+    return max(
+        (
+            heads
+            for heads in range(1, num_kv_heads + 1)
+            if num_kv_heads % heads == 0
+            and heads * tile_rows <= most
+            and num_tiles * num_kv_heads // heads >= num_items
+        ),
+        default=1,
+    )
 
 
 @cache
 def score_block(rows: int):
-    """A function for compiled code: f(found, offset, queries, query_row, scores, score_row, pieces, then), all int64.
+    """A function for compiled code: f(found, offset, queries, query_row, scores, score_row, pieces,
+    then), all int64.
 
-    scores [rows, _KEYS], fp32, `score_row` bytes apart, of queries `query_row` bytes apart with the keys that lie
-    `offset` bytes behind each of _KEYS addresses at `found`; a key has `pieces` times _PIECE_BYTES. As many bytes that
-    lie `then` bytes behind the addresses are fetched into the cache.
+    scores [rows, _KEYS], fp32, `score_row` bytes apart, of queries `query_row` bytes apart with the
+    keys that lie `offset` bytes behind each of _KEYS addresses at `found`; a key has `pieces` times
+    _PIECE_BYTES. As many bytes that lie `then` bytes behind the addresses are fetched into the
+    cache.
     """
 
     @intrinsic
@@ -83,23 +97,32 @@ def score_block(rows: int):
 
 def _write_scores(b, rows, found, offset, queries, query_row, scores, score_row, pieces, then):
     groups = range(_KEYS // LANES)
-    # Fetched are lines one behind the other, 16 keys at a time, which lie on one page unless pages are smaller.
+    # Fetched are lines one behind the other, 16 keys at a time, which lie on one page unless pages
+    # are smaller.
     of_group = b.sdiv(pieces, _I64(len(groups)))
     first, second = (b.add(_address(b, found, _I64(8 * LANES * group)), then) for group in groups)
     second = b.sub(second, b.mul(of_group, _I64(_PIECE_LINES * VECTOR_BYTES)))
 
     def step(piece, sums):
-        # Spread over the step: more at once than can be under way would hold up the loads behind them.
-        lines = b.add(b.select(b.icmp_signed("<", piece, of_group), first, second),
-                      b.mul(piece, _I64(_PIECE_LINES * VECTOR_BYTES)))
+        # Spread over the step: more at once than can be under way would hold up the loads behind
+        # them.
+        lines = b.add(
+            b.select(b.icmp_signed("<", piece, of_group), first, second),
+            b.mul(piece, _I64(_PIECE_LINES * VECTOR_BYTES)),
+        )
         byte, results = b.mul(piece, _I64(_PIECE_BYTES)), list(sums)
         key_offset = b.add(offset, byte)
         for group in groups:
-            keys = [b.add(_address(b, found, _I64(8 * (group * LANES + key))), key_offset) for key in range(LANES)]
+            keys = [
+                b.add(_address(b, found, _I64(8 * (group * LANES + key))), key_offset)
+                for key in range(LANES)
+            ]
             for word, vector in enumerate(words_of(b, keys)):
                 write_fetch(b, b.add(lines, _I64(VECTOR_BYTES * (8 * group + word))))
                 for row in range(rows):
-                    query = b.add(b.add(queries, b.mul(query_row, _I64(row))), b.add(byte, _I64(4 * word)))
+                    query = b.add(
+                        b.add(queries, b.mul(query_row, _I64(row))), b.add(byte, _I64(4 * word))
+                    )
                     place = group * rows + row
                     results[place] = add_pairs(b, results[place], vector, _word(b, query))
         return results
@@ -113,11 +136,13 @@ def _write_scores(b, rows, found, offset, queries, query_row, scores, score_row,
 
 @cache
 def add_block(rows: int, vectors: int):
-    """A function for compiled code: f(found, offset, weights, weight_row, sums, sum_row, pairs, ahead, ahead_offset).
+    """A function for compiled code: f(found, offset, weights, weight_row, sums, sum_row, pairs,
+    ahead, ahead_offset).
 
-    sums [rows, CHANNELS * vectors], fp32, `sum_row` bytes apart += weights [rows, 2 * pairs], bf16, `weight_row` bytes
-    apart, times the values that lie `offset` bytes behind each of 2 * `pairs` addresses at `found`. What lies
-    `ahead_offset` bytes behind those at `ahead` is fetched into the cache.
+    sums [rows, CHANNELS * vectors], fp32, `sum_row` bytes apart += weights [rows, 2 * pairs], bf16,
+    `weight_row` bytes apart, times the values that lie `offset` bytes behind each of 2 * `pairs`
+    addresses at `found`. What lies `ahead_offset` bytes behind those at `ahead` is fetched into the
+    cache.
     """
 
     @intrinsic
@@ -131,29 +156,43 @@ def add_block(rows: int, vectors: int):
     return add
 
 
-def _write_sums(b, rows, vectors, found, offset, weights, weight_row, sums, sum_row, pairs, ahead, ahead_offset):
+def _write_sums(
+    b, rows, vectors, found, offset, weights, weight_row, sums, sum_row, pairs, ahead, ahead_offset
+):
     def at(row, half):
-        return _pointer(b, b.add(b.add(sums, b.mul(sum_row, _I64(row))), _I64(VECTOR_BYTES * half)), _FLOATS)
+        return _pointer(
+            b, b.add(b.add(sums, b.mul(sum_row, _I64(row))), _I64(VECTOR_BYTES * half)), _FLOATS
+        )
 
     def step(pair, totals):
         both = b.mul(pair, _I64(16))
-        keys, next_keys = ([b.add(_address(b, listed, b.add(both, _I64(8 * key))), behind) for key in (0, 1)]
-                           for listed, behind in ((found, offset), (ahead, ahead_offset)))
+        keys, next_keys = (
+            [b.add(_address(b, listed, b.add(both, _I64(8 * key))), behind) for key in (0, 1)]
+            for listed, behind in ((found, offset), (ahead, ahead_offset))
+        )
         for key, vector in itertools.product(next_keys, range(vectors)):
             write_fetch(b, b.add(key, _I64(VECTOR_BYTES * vector)))
-        factors = [_word(b, b.add(b.add(weights, b.mul(weight_row, _I64(row))), b.mul(pair, _I64(4))))
-                   for row in range(rows)]
+        factors = [
+            _word(b, b.add(b.add(weights, b.mul(weight_row, _I64(row))), b.mul(pair, _I64(4))))
+            for row in range(rows)
+        ]
         results = []
         for vector in range(vectors):
-            for half, values in enumerate(pairs_of(b, *(b.add(key, _I64(VECTOR_BYTES * vector)) for key in keys))):
+            for half, values in enumerate(
+                pairs_of(b, *(b.add(key, _I64(VECTOR_BYTES * vector)) for key in keys))
+            ):
                 first = (2 * vector + half) * rows
-                results += [add_pairs(b, totals[first + row], values, factors[row]) for row in range(rows)]
+                results += [
+                    add_pairs(b, totals[first + row], values, factors[row]) for row in range(rows)
+                ]
         return results
 
     places = list(itertools.product(range(vectors), range(rows)))
     first = [None] * (2 * len(places))
     for vector, row in places:
-        halves = mixed_quarters(b, *(b.load(at(row, 2 * vector + half), align=4) for half in (0, 1)))
+        halves = mixed_quarters(
+            b, *(b.load(at(row, 2 * vector + half), align=4) for half in (0, 1))
+        )
         first[2 * vector * rows + row], first[(2 * vector + 1) * rows + row] = halves
     totals = counted(b, pairs, first, step)
     for vector, row in places:
@@ -177,15 +216,37 @@ def _pointer(b, address, kind):
 
 def _of_any_width(wide, width, narrow):
     @njit(**STRICT_PART)
-    def add(found, offset, weights, weight_row, sums, sum_row, pairs, ahead, ahead_offset, num_vectors):
+    def add(
+        found, offset, weights, weight_row, sums, sum_row, pairs, ahead, ahead_offset, num_vectors
+    ):
         vector = 0
         while vector + width <= num_vectors:
             at = vector * VECTOR_BYTES
-            wide(found, offset + at, weights, weight_row, sums + 2 * at, sum_row, pairs, ahead, ahead_offset + at)
+            wide(
+                found,
+                offset + at,
+                weights,
+                weight_row,
+                sums + 2 * at,
+                sum_row,
+                pairs,
+                ahead,
+                ahead_offset + at,
+            )
             vector += width
         while vector < num_vectors:
             at = vector * VECTOR_BYTES
-            narrow(found, offset + at, weights, weight_row, sums + 2 * at, sum_row, pairs, ahead, ahead_offset + at)
+            narrow(
+                found,
+                offset + at,
+                weights,
+                weight_row,
+                sums + 2 * at,
+                sum_row,
+                pairs,
+                ahead,
+                ahead_offset + at,
+            )
             vector += 1
 
     return add
@@ -193,24 +254,42 @@ def _of_any_width(wide, width, narrow):
 
 # As many sums as registers hold beside what they are made of.
 _SCORE_4, _SCORE_2 = (score_block(rows) for rows in (4, 2))
-_ADD_4, _ADD_2 = (_of_any_width(add_block(rows, width), width, add_block(rows, 1)) for rows, width in ((4, 2), (2, 4)))
+_ADD_4, _ADD_2 = (
+    _of_any_width(add_block(rows, width), width, add_block(rows, 1))
+    for rows, width in ((4, 2), (2, 4))
+)
 
 
 @njit(**STRICT_PART)
 def score_head(a, room, found, head, begin, num_rows, num_keys):
-    """Scores of the item's rows from `begin` on, which are of that head, with a block of `num_keys` keys."""
+    """Scores of the item's rows from `begin` on, which are of that head, with a block of `num_keys`
+    keys."""
     num_pieces, last = a.head_dim * a.itemsize // _PIECE_BYTES, begin + num_rows
     offset, then = _keys_and_next(a, head)
     for key in range(0, num_keys, _KEYS):
         row, at = begin, found + 8 * key
         while row < last:
-            queries, scores = room.queries + row * room.query_bytes, room.scores + row * SCORE_ROW + 4 * key
+            queries, scores = (
+                room.queries + row * room.query_bytes,
+                room.scores + row * SCORE_ROW + 4 * key,
+            )
             if row + 4 <= last:
                 _SCORE_4(at, offset, queries, room.query_bytes, scores, SCORE_ROW, num_pieces, then)
                 row += 4
             else:
-                others = min(1, last - row - 1)  # one row alone goes through it as two that lie at one place
-                _SCORE_2(at, offset, queries, others * room.query_bytes, scores, others * SCORE_ROW, num_pieces, then)
+                others = min(
+                    1, last - row - 1
+                )  # one row alone goes through it as two that lie at one place
+                _SCORE_2(
+                    at,
+                    offset,
+                    queries,
+                    others * room.query_bytes,
+                    scores,
+                    others * SCORE_ROW,
+                    num_pieces,
+                    then,
+                )
                 row += 2
 
 
@@ -225,20 +304,40 @@ def add_head(a, room, found, ahead, head, begin, num_rows, num_keys):
     while row < last:
         weights, sums = room.weights + row * room.weight_bytes, room.sums + row * room.sum_bytes
         if row + 4 <= last:
-            _ADD_4(found, offset, weights, room.weight_bytes, sums, room.sum_bytes, num_pairs, next_found, then,
-                   num_vectors)
+            _ADD_4(
+                found,
+                offset,
+                weights,
+                room.weight_bytes,
+                sums,
+                room.sum_bytes,
+                num_pairs,
+                next_found,
+                then,
+                num_vectors,
+            )
             row += 4
         else:
             others = min(1, last - row - 1)
-            _ADD_2(found, offset, weights, others * room.weight_bytes, sums, others * room.sum_bytes, num_pairs,
-                   next_found, then, num_vectors)
+            _ADD_2(
+                found,
+                offset,
+                weights,
+                others * room.weight_bytes,
+                sums,
+                others * room.sum_bytes,
+                num_pairs,
+                next_found,
+                then,
+                num_vectors,
+            )
             row += 2
 
 
 @njit(**STRICT_PART)
 def score_head_in_tiles(a, room, found, head, begin, num_rows, num_keys):
-    """`score_head` by the matrix unit. The rows of other heads are scored with these keys, too, for which it takes no
-    longer: what they had before is lost."""
+    """`score_head` by the matrix unit. The rows of other heads are scored with these keys, too, for
+    which it takes no longer: what they had before is lost."""
     shape_tiles(room.layout, num_rows)
     offset, then = _keys_and_next(a, head)
     score_by_key(a, room, found, offset, found, then, num_keys)
@@ -251,19 +350,31 @@ def add_head_in_tiles(a, room, found, ahead, head, begin, num_rows, num_keys):
     pair_values_at(a, room, room.values, found, offset, next_found, then, num_keys, 1)
     sums, steps = room.sums + begin * room.sum_bytes, -(-num_keys // (2 * STEPS)) * STEPS
     for block in range(0, room.value_blocks, 2):
-        lines = integers(next_found)[BLOCK_KEYS // 2 + BLOCK_KEYS // 2 * block // room.value_blocks] + then
-        _ADD_TILES(room.weights + begin * room.weight_bytes, room.weight_bytes,
-                   room.values + block * room.value_block, room.value_block, sums + block * VECTOR_BYTES,
-                   room.sum_bytes, steps, lines)
+        lines = (
+            integers(next_found)[BLOCK_KEYS // 2 + BLOCK_KEYS // 2 * block // room.value_blocks]
+            + then
+        )
+        _ADD_TILES(
+            room.weights + begin * room.weight_bytes,
+            room.weight_bytes,
+            room.values + block * room.value_block,
+            room.value_block,
+            sums + block * VECTOR_BYTES,
+            room.sum_bytes,
+            steps,
+            lines,
+        )
 
 
-_ADD_TILES = tile_block(1, 2, adds=True, fetched=LANES)  # those of the other half of a whole block's keys
+_ADD_TILES = tile_block(
+    1, 2, adds=True, fetched=LANES
+)  # those of the other half of a whole block's keys
 
 
 @njit(**STRICT_PART)
 def _keys_and_next(a, head):
-    """How far behind the first head's keys those of `head` lie, and what is read after them: the next head's keys, or
-    the first one's values."""
+    """How far behind the first head's keys those of `head` lie, and what is read after them: the
+    next head's keys, or the first one's values."""
     head_bytes = a.page_size * a.head_dim * a.itemsize
     offset = head * head_bytes
     return offset, offset + head_bytes if head + 1 < a.heads else behind_keys(a)
@@ -271,8 +382,8 @@ def _keys_and_next(a, head):
 
 @njit(**STRICT_PART)
 def _values_and_next(a, found, ahead, head):
-    """How far behind the first head's keys the values of `head` lie, and what is read after them: from which addresses
-    and how far behind, the next head's values or the next block's keys."""
+    """How far behind the first head's keys the values of `head` lie, and what is read after them:
+    from which addresses and how far behind, the next head's values or the next block's keys."""
     head_bytes = a.page_size * a.head_dim * a.itemsize
     offset = behind_keys(a) + head * head_bytes
     if head + 1 < a.heads:

@@ -1,7 +1,7 @@
 """Choosing keys (DSA) on the host: index scores over pages where they lie, and the best of them.
 
-A score is sum_h w_h * relu(q_h . k * dim^-0.5): a product is summed over channels in order, a score over heads in
-order. The rule of the choice is that of `engine/backends/selection.py`.
+A score is sum_h w_h * relu(q_h . k * dim^-0.5): a product is summed over channels in order, a score
+over heads in order. The rule of the choice is that of `engine/backends/selection.py`.
 """
 
 from functools import cache
@@ -30,18 +30,39 @@ from engine.kernels.host.codegen.compiled import (
 from engine.kernels.host.codegen.strided_loops import add_product, clear, floats, integers, shorts
 from engine.kernels.latent_rows import LatentRows
 
-_SCORED = record("num_blocks", "num_heads", "dim", "page_size", "table_width", "score_width", "first_token",
-                 "end_token", "q", "weights", "pages", "tables", "starts", "contexts", "scores", scale=np.float32)
-_CHOSEN = record("first_token", "score_width", "num_listed", "count", "scores", "num_common", "listed", "chosen")
+_SCORED = record(
+    "num_blocks",
+    "num_heads",
+    "dim",
+    "page_size",
+    "table_width",
+    "score_width",
+    "first_token",
+    "end_token",
+    "q",
+    "weights",
+    "pages",
+    "tables",
+    "starts",
+    "contexts",
+    "scores",
+    scale=np.float32,
+)
+_CHOSEN = record(
+    "first_token", "score_width", "num_listed", "count", "scores", "num_common", "listed", "chosen"
+)
 _BLOCK = 64  # keys of an item
 _LINE = _BLOCK * 4
 _TILE_SCORES = 1 << 24  # bounds the memory of one step: tokens are taken a few at a time
 _BIN_BITS = 11
 
 
-def select_keys(pages: Tensor, q: Tensor, weights: Tensor, rows: LatentRows, *, count: int, team: Team) -> Tensor:
-    """pages: [P, page_size, dim] bf16 or fp32; q: [T, heads, dim] fp32; weights: [T, heads] fp32; contiguous. Returns
-    the `count` best keys of each token: [T, count] int32, ascending, then -1."""
+def select_keys(
+    pages: Tensor, q: Tensor, weights: Tensor, rows: LatentRows, *, count: int, team: Team
+) -> Tensor:
+    """pages: [P, page_size, dim] bf16 or fp32; q: [T, heads, dim] fp32; weights: [T, heads] fp32;
+    contiguous. Returns the `count` best keys of each token: [T, count] int32, ascending, then
+    -1."""
     num_tokens, num_heads, dim = q.shape
     chosen = torch.empty(num_tokens, count, dtype=torch.int32)
     longest = int((rows.contexts + rows.starts.diff()).max())
@@ -49,22 +70,51 @@ def select_keys(pages: Tensor, q: Tensor, weights: Tensor, rows: LatentRows, *, 
     step = max(1, _TILE_SCORES // (num_blocks * _BLOCK))
     scores = torch.empty(min(step, num_tokens), num_blocks * _BLOCK)
     for first in range(0, num_tokens, step):
-        launch(scores_for(pages.dtype), _SCORED, team, num_items=len(rows.contexts) * num_blocks,
-               scratch_bytes=(dim + num_heads) * _LINE, num_blocks=num_blocks, num_heads=num_heads, dim=dim,
-               scale=dim**-0.5, page_size=pages.shape[1], table_width=rows.tables.shape[1],
-               score_width=scores.shape[1], first_token=first, end_token=min(first + step, num_tokens), q=q,
-               weights=weights, pages=pages, tables=rows.tables, starts=rows.starts, contexts=rows.contexts,
-               scores=scores)
-        _choose(scores, rows, chosen[first:first + step], first, team)
+        launch(
+            scores_for(pages.dtype),
+            _SCORED,
+            team,
+            num_items=len(rows.contexts) * num_blocks,
+            scratch_bytes=(dim + num_heads) * _LINE,
+            num_blocks=num_blocks,
+            num_heads=num_heads,
+            dim=dim,
+            scale=dim**-0.5,
+            page_size=pages.shape[1],
+            table_width=rows.tables.shape[1],
+            score_width=scores.shape[1],
+            first_token=first,
+            end_token=min(first + step, num_tokens),
+            q=q,
+            weights=weights,
+            pages=pages,
+            tables=rows.tables,
+            starts=rows.starts,
+            contexts=rows.contexts,
+            scores=scores,
+        )
+        _choose(scores, rows, chosen[first : first + step], first, team)
     return chosen
 
 
 def _choose(scores: Tensor, rows: LatentRows, chosen: Tensor, first: int, team: Team) -> None:
     """Fills `chosen`, for the tokens from `first` on."""
     num_items, count = chosen.shape
-    launch(choice(), _CHOSEN, team, num_items=num_items, scratch_bytes=8 << _BIN_BITS, count=count, first_token=first,
-           score_width=scores.shape[1], num_listed=rows.listed.shape[1], scores=scores, num_common=rows.num_common,
-           listed=rows.listed, chosen=chosen)
+    launch(
+        choice(),
+        _CHOSEN,
+        team,
+        num_items=num_items,
+        scratch_bytes=8 << _BIN_BITS,
+        count=count,
+        first_token=first,
+        score_width=scores.shape[1],
+        num_listed=rows.listed.shape[1],
+        scores=scores,
+        num_common=rows.num_common,
+        listed=rows.listed,
+        chosen=chosen,
+    )
 
 
 @cache
@@ -74,7 +124,14 @@ def scores_for(dtype: torch.dtype):
     def work(pointer):
         _take_blocks(pointer, stored)
 
-    return compile_kernel(work, _SCORED, f"index_scores_{stored.__name__}", __file__, strided_loops.__file__, numbers=STRICT)
+    return compile_kernel(
+        work,
+        _SCORED,
+        f"index_scores_{stored.__name__}",
+        __file__,
+        strided_loops.__file__,
+        numbers=STRICT,
+    )
 
 
 @cache
@@ -82,12 +139,15 @@ def choice():
     def work(pointer):
         _take_choices(pointer)
 
-    return compile_kernel(work, _CHOSEN, "choose_keys", __file__, strided_loops.__file__, numbers=STRICT)
+    return compile_kernel(
+        work, _CHOSEN, "choose_keys", __file__, strided_loops.__file__, numbers=STRICT
+    )
 
 
 @njit(**STRICT_PART)
 def _take_blocks(pointer, stored):
-    """One thread's part: 64 keys of a row at a time, with all tokens that see them, until none is left."""
+    """One thread's part: 64 keys of a row at a time, with all tokens that see them, until none is
+    left."""
     a = carray(pointer, 1)[0]
     starts, contexts = integers(a.starts), integers(a.contexts)
     turned_at = take_seat(pointer)
@@ -107,14 +167,27 @@ def _take_blocks(pointer, stored):
             count = min(_BLOCK, own + end - first)
             clear(turned_at, a.dim * _BLOCK)
             for key in range(count):
-                page, offset = np.int64(table[(first + key) // a.page_size]), (first + key) % a.page_size
+                page, offset = (
+                    np.int64(table[(first + key) // a.page_size]),
+                    (first + key) % a.page_size,
+                )
                 entry = (page * a.page_size + offset) * a.dim
                 for channel in range(a.dim):
                     turned[channel * _BLOCK + key] = wide(pages[entry + channel])
             for token in range(start, end):
                 clear(products_at, a.num_heads * _BLOCK)
-                add_product(a.q + token * a.num_heads * a.dim * 4, a.dim * 4, 4, turned_at, _LINE, products_at, _LINE,
-                            a.num_heads, _BLOCK, a.dim)
+                add_product(
+                    a.q + token * a.num_heads * a.dim * 4,
+                    a.dim * 4,
+                    4,
+                    turned_at,
+                    _LINE,
+                    products_at,
+                    _LINE,
+                    a.num_heads,
+                    _BLOCK,
+                    a.dim,
+                )
                 at = a.scores + ((token - a.first_token) * a.score_width + first) * 4
                 scores, weights = floats(at), floats(a.weights + token * a.num_heads * 4)
                 clear(at, _BLOCK)
@@ -135,11 +208,17 @@ def _take_choices(pointer):
         if item >= a.num_items:
             return
         token = a.first_token + item
-        num_common, listed = integers(a.num_common)[token], shorts(a.listed + token * a.num_listed * 4)
+        num_common, listed = (
+            integers(a.num_common)[token],
+            shorts(a.listed + token * a.num_listed * 4),
+        )
         num_seen = num_common
         while num_seen < num_common + a.num_listed and listed[num_seen - num_common] >= 0:
             num_seen += 1
-        scores, chosen = floats(a.scores + item * a.score_width * 4), shorts(a.chosen + item * a.count * 4)
+        scores, chosen = (
+            floats(a.scores + item * a.score_width * 4),
+            shorts(a.chosen + item * a.count * 4),
+        )
         lowest, num_lowest = np.int64(-1), np.int64(0)
         if num_seen > a.count:
             lowest, num_lowest = _threshold(scores, num_seen, num_common, listed, a.count, bins)
@@ -170,8 +249,9 @@ def _rank(score):
 
 @njit(**STRICT_PART)
 def _threshold(scores, num_seen, num_common, listed, count, bins):
-    """The rank of the `count`-th best score, and how many of that rank are among the best. By its highest bits first:
-    each round counts how many have which, among those whose bits before are the threshold's."""
+    """The rank of the `count`-th best score, and how many of that rank are among the best. By its
+    highest bits first: each round counts how many have which, among those whose bits before are the
+    threshold's."""
     found, shift, remaining = np.int64(0), np.int64(33), np.int64(count)
     for _ in range(3):
         shift -= _BIN_BITS

@@ -9,15 +9,22 @@ from numba import carray, njit
 from engine.kernels.host.codegen.amx import LAYOUT_BYTES, MAX_ROWS
 from engine.kernels.host.codegen.compiled import STRICT_PART, pointer_to
 from engine.kernels.host.codegen.dot import LANES
-from engine.kernels.host.codegen.softmax_blocks import BLOCK_KEYS, SCORE_ROW, STATE_BYTES, VECTOR_BYTES
+from engine.kernels.host.codegen.softmax_blocks import (
+    BLOCK_KEYS,
+    SCORE_ROW,
+    STATE_BYTES,
+    VECTOR_BYTES,
+)
 from engine.kernels.host.codegen.strided_loops import clear
 
-CHUNK_ROWS = MAX_ROWS  # rows of a tile that go through a block's two products before the next ones do
+CHUNK_ROWS = (
+    MAX_ROWS  # rows of a tile that go through a block's two products before the next ones do
+)
 
 
 class Room(NamedTuple):
-    """Addresses of what a thread keeps, and how many bytes apart rows or blocks of it lie. Rows of queries, keys and
-    values are padded to whole vectors."""
+    """Addresses of what a thread keeps, and how many bytes apart rows or blocks of it lie. Rows of
+    queries, keys and values are padded to whole vectors."""
 
     queries: int  # [tile rows, words], as they are stored; 16 rows at least
     query_bytes: int
@@ -49,8 +56,15 @@ def scratch_bytes_of(head_dim: int, itemsize: int, num_rows: int) -> int:
     sum_bytes = -(-head_dim // LANES) * VECTOR_BYTES
     of_row = key_bytes + sum_bytes + STATE_BYTES
     of_key = key_bytes + sum_bytes * itemsize // 4 + VECTOR_BYTES + 2 * 8
-    return (max(num_rows, LANES) * of_row + CHUNK_ROWS * BLOCK_KEYS * (4 + itemsize) + BLOCK_KEYS * of_key
-            + LANES * (VECTOR_BYTES + 2 * 8) + key_bytes + CHUNK_ROWS * 8 + LAYOUT_BYTES)
+    return (
+        max(num_rows, LANES) * of_row
+        + CHUNK_ROWS * BLOCK_KEYS * (4 + itemsize)
+        + BLOCK_KEYS * of_key
+        + LANES * (VECTOR_BYTES + 2 * 8)
+        + key_bytes
+        + CHUNK_ROWS * 8
+        + LAYOUT_BYTES
+    )
 
 
 @njit(**STRICT_PART)
@@ -59,7 +73,11 @@ def room_at(a, memory):
     clear(memory, a.scratch_bytes // 4)
     query_bytes = -(-a.head_dim * a.itemsize // VECTOR_BYTES) * VECTOR_BYTES
     weight_bytes, value_blocks = BLOCK_KEYS * a.itemsize, -(-a.head_dim // LANES)
-    sum_bytes, key_block, value_block = value_blocks * VECTOR_BYTES, query_bytes * LANES, weight_bytes * LANES
+    sum_bytes, key_block, value_block = (
+        value_blocks * VECTOR_BYTES,
+        query_bytes * LANES,
+        weight_bytes * LANES,
+    )
     num_rows = max(a.heads * a.tile_rows, LANES)
     sums = memory + num_rows * query_bytes
     state = sums + num_rows * sum_bytes
@@ -77,8 +95,29 @@ def room_at(a, memory):
     lines = found_tails + LANES * 8
     list_rows(found_tails, tails, VECTOR_BYTES)
     list_rows(lines, by_key, VECTOR_BYTES)
-    return Room(memory, query_bytes, sums, sum_bytes, state, scores, weights, weight_bytes, keys, key_block, values,
-                value_block, value_blocks, by_key, lines, found, tails, found_tails, nothing, seen, layout)
+    return Room(
+        memory,
+        query_bytes,
+        sums,
+        sum_bytes,
+        state,
+        scores,
+        weights,
+        weight_bytes,
+        keys,
+        key_block,
+        values,
+        value_block,
+        value_blocks,
+        by_key,
+        lines,
+        found,
+        tails,
+        found_tails,
+        nothing,
+        seen,
+        layout,
+    )
 
 
 @njit(**STRICT_PART)

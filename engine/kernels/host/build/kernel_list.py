@@ -31,8 +31,8 @@ class Kernel:
 
 @dataclass(frozen=True)
 class ModelNeeds:
-    """What of a model decides which kernels it calls. `reads_prompts`: several tokens of a request at a time;
-    `in_bytes`: weights are kept in eight bits."""
+    """What of a model decides which kernels it calls. `reads_prompts`: several tokens of a request
+    at a time; `in_bytes`: weights are kept in eight bits."""
 
     dtype: torch.dtype
     reads_prompts: bool
@@ -65,8 +65,8 @@ def kernels() -> Iterator[Kernel]:
 
 
 def kernels_of(needs: ModelNeeds) -> Iterator[Kernel]:
-    """Those that such a model calls, a part of `kernels()`, but for some that compile within half a second; those that
-    take longest come first."""
+    """Those that such a model calls, a part of `kernels()`, but for some that compile within half a
+    second; those that take longest come first."""
     dtype = needs.dtype
     if not has_kernels(dtype):
         return

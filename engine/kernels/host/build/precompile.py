@@ -1,8 +1,8 @@
 """Compile kernels before they are called, side by side with whoever else compiles on this machine.
 
-A process goes through the kernels that it will call. One that another process compiles is left for later, so that those
-who start together share the work. A process with several cores starts others beside it: numba compiles one kernel at a
-time in a process, whatever its threads.
+A process goes through the kernels that it will call. One that another process compiles is left for
+later, so that those who start together share the work. A process with several cores starts others
+beside it: numba compiles one kernel at a time in a process, whatever its threads.
 
     python -m engine.kernels.host.build.precompile PARENT_PID 0,7,3     # such another: of all kernels, these
 """
@@ -35,9 +35,11 @@ def _log(done: int, total: int) -> None:
 
 
 def compile_ahead(wanted: Sequence[Kernel], report: Callable[[int, int], None] = _log) -> None:
-    """Return when all are there. Call it from the thread that the process ends with: what is started ends with it, too.
+    """Return when all are there. Call it from the thread that the process ends with: what is
+    started ends with it, too.
 
-    `report` is told how many of those that were never compiled on this machine are there, and how many these are.
+    `report` is told how many of those that were never compiled on this machine are there, and how
+    many these are.
     """
     begin_s = time.monotonic()
     missing, left = _not_kept(wanted)
@@ -59,8 +61,8 @@ def compile_ahead(wanted: Sequence[Kernel], report: Callable[[int, int], None] =
 
 
 class _Progress:
-    """Reports of how many kernels are there, the first at once and the others `REPORT_S` apart; none where all were
-    kept."""
+    """Reports of how many kernels are there, the first at once and the others `REPORT_S` apart;
+    none where all were kept."""
 
     def __init__(self, total: int, report: Callable[[int, int], None]) -> None:
         self._total = total
@@ -77,7 +79,8 @@ class _Progress:
 
 
 def _not_kept(wanted: Sequence[Kernel]) -> tuple[list[Kernel], list[Kernel]]:
-    """Load what is kept. Returns what is missing, and that with what others have locked, to load or to compile it."""
+    """Load what is kept. Returns what is missing, and that with what others have locked, to load or
+    to compile it."""
     missing, left = [], []
     for kernel in wanted:
         try:
@@ -113,7 +116,8 @@ def _took(kernel: Kernel) -> bool:
 
 @contextmanager
 def _helpers(missing: list[Kernel], count: int) -> Iterator[None]:
-    """Others that take of the same kernels while the block runs. Each begins with another one; none outlives it."""
+    """Others that take of the same kernels while the block runs. Each begins with another one; none
+    outlives it."""
     helpers: list[subprocess.Popen[bytes]] = []
     try:
         for first in range(1, count + 1):

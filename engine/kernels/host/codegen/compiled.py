@@ -1,12 +1,12 @@
 """What kernels that numba compiles for the host share: how they are kept, called and fed.
 
-A kernel is a C function of one argument, the address of a record of sizes and addresses. Every thread of a team calls
-it, and they share the work by counting items up. It cannot raise, so it also counts what is done. The threads are
-torch's own.
+A kernel is a C function of one argument, the address of a record of sizes and addresses. Every
+thread of a team calls it, and they share the work by counting items up. It cannot raise, so it also
+counts what is done. The threads are torch's own.
 
-A kernel allocates nothing: what a thread needs beside its registers is its seat, a part of the memory that the launch
-holds until all threads are done. numba frees an array of its own behind the last use of the variable, and that its
-address was taken is no use to it.
+A kernel allocates nothing: what a thread needs beside its registers is its seat, a part of the
+memory that the launch holds until all threads are done. numba frees an array of its own behind the
+last use of the variable, and that its address was taken is no use to it.
 """
 
 import ctypes
@@ -40,17 +40,20 @@ _FORM = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class Team:
-    """Runs a function on as many threads as torch's products have, and on the same ones: OpenMP's threads wait for work
-    by spinning, so threads of another pool would have to share their cores with them."""
+    """Runs a function on as many threads as torch's products have, and on the same ones: OpenMP's
+    threads wait for work by spinning, so threads of another pool would have to share their cores
+    with them."""
 
     def __init__(self) -> None:
-        # GOMP_parallel(function, data, num_threads, flags) is how gcc's code starts a parallel region; torch brings the
-        # library that has it, and another OpenMP than gcc's answers to this name, too.
+        # GOMP_parallel(function, data, num_threads, flags) is how gcc's code starts a parallel
+        # region; torch brings the library that has it, and another OpenMP than gcc's answers to
+        # this name, too.
         self._parallel = _gomp_parallel()
 
     def run(self, function: int, argument: int, *, num_parts: int) -> None:
-        """Call the C function `void (*)(void *)` at that address with the argument, on every thread, but not on more
-        than there are parts; returns when all have. They must agree among themselves who does what."""
+        """Call the C function `void (*)(void *)` at that address with the argument, on every
+        thread, but not on more than there are parts; returns when all have. They must agree among
+        themselves who does what."""
         num_threads = min(torch.get_num_threads(), num_parts)
         if num_threads <= 1 or self._parallel is None:
             _callable(function)(argument)
@@ -79,24 +82,33 @@ def parallel_address() -> int:
     return 0 if parallel is None else ctypes.cast(parallel, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
 
 
-STORED_AS = {torch.bfloat16: np.uint16, torch.float32: np.float32}  # numba has no bf16, only its bits
-NUMBERS = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy"}  # NaN stays NaN
-# Functions that kernels call become part of them. A called one would be a symbol that a process which has just compiled
-# it, and one that has loaded the kernel, resolve to code of different bits.
+STORED_AS = {
+    torch.bfloat16: np.uint16,
+    torch.float32: np.float32,
+}  # numba has no bf16, only its bits
+NUMBERS = {
+    "fastmath": {"reassoc", "contract", "nsz", "arcp"},
+    "error_model": "numpy",
+}  # NaN stays NaN
+# Functions that kernels call become part of them. A called one would be a symbol that a process
+# which has just compiled it, and one that has loaded the kernel, resolve to code of different bits.
 PART = {**NUMBERS, "inline": "always"}
-# Operations in the order in which they are written, one rounding each: for kernels whose sums have an order (`dot.py`).
+# Operations in the order in which they are written, one rounding each: for kernels whose sums have
+# an order (`dot.py`).
 STRICT = {"error_model": "numpy"}
 STRICT_PART = {**STRICT, "inline": "always"}
 NEXT, DONE, NUM_ITEMS, SEATS, SCRATCH = 0, 1, 2, 3, 4  # the places of these fields in every record
 _LINE_BYTES = 64  # of a cache: seats share none
-# The processes of a host that start together would all compile the same kernels; so one does, and the others load them.
-# Each kernel of each installation is locked by itself: whoever compiles one and stands still holds up no other.
+# The processes of a host that start together would all compile the same kernels; so one does, and
+# the others load them. Each kernel of each installation is locked by itself: whoever compiles one
+# and stands still holds up no other.
 LOCK_FILE = Path(tempfile.gettempdir()) / f"baton-kernels-{os.getuid()}.lock"
 PATIENCE_S = 60.0  # the slowest kernel takes 13 s of a core of its own, and there may be none
 
 
 class Attempt(Enum):
-    """What `compile_kernel` does about a kernel that is not kept, or that another process has locked."""
+    """What `compile_kernel` does about a kernel that is not kept, or that another process has
+    locked."""
 
     WAIT = "wait for the other, or compile"
     UNLOCKED = "compile, but where another has it raise KernelLockedError"
@@ -115,11 +127,14 @@ class LaunchRecorder(Protocol):
     """Notes what kernels were called with, to call them so again."""
 
     def add_launch(self, function: int, arguments: bytes, seat_bytes: int) -> None:
-        """The C function at that address has been called with this record, on seats of so many bytes together."""
+        """The C function at that address has been called with this record, on seats of so many
+        bytes together."""
         ...
 
 
-recorders: ContextVar[LaunchRecorder | None] = ContextVar("recorders", default=None)  # of this thread's launches
+recorders: ContextVar[LaunchRecorder | None] = ContextVar(
+    "recorders", default=None
+)  # of this thread's launches
 _attempt: ContextVar[Attempt] = ContextVar("attempt", default=Attempt.WAIT)
 
 
@@ -139,29 +154,38 @@ def has_kernels(*dtypes: torch.dtype) -> bool:
 
 
 def dense_tokens(x: torch.Tensor) -> torch.Tensor:
-    """x [T, D] or [T, heads, D] with each token's values side by side; a view of wider tokens stays one."""
+    """x [T, D] or [T, heads, D] with each token's values side by side; a view of wider tokens stays
+    one."""
     if x.dim() not in (2, 3):
-        raise InternalError(f"tokens of shape {tuple(x.shape)} are neither [T, D] nor [T, heads, D]")
-    return x if x.stride(-1) == 1 and (x.dim() == 2 or x.stride(1) == x.shape[2]) else x.contiguous()
+        raise InternalError(
+            f"tokens of shape {tuple(x.shape)} are neither [T, D] nor [T, heads, D]"
+        )
+    return (
+        x if x.stride(-1) == 1 and (x.dim() == 2 or x.stride(1) == x.shape[2]) else x.contiguous()
+    )
 
 
 def record(*integers: str, **others: type) -> np.dtype:
-    """The arguments of a kernel: `next`, the first item that no thread has taken; `done`, how many are finished;
-    `num_items`; `seats`, how many threads have a seat, where the first lies and how long one is; then the kernel's own,
-    of which these are integers."""
+    """The arguments of a kernel: `next`, the first item that no thread has taken; `done`, how many
+    are finished; `num_items`; `seats`, how many threads have a seat, where the first lies and how
+    long one is; then the kernel's own, of which these are integers."""
     shared = ("next", "done", "num_items", "seats", "scratch", "scratch_bytes")
     return np.dtype([*((name, np.int64) for name in (*shared, *integers)), *others.items()])
 
 
 def load_numba() -> None:
-    """What numba loads before its first kernel: a third of a second, and no request has to wait for it."""
+    """What numba loads before its first kernel: a third of a second, and no request has to wait for
+    it."""
     cfunc(types.int64(types.int64))(lambda number: number)
 
 
-def compile_kernel(work, arguments: np.dtype, name: str, *sources: str, numbers: Mapping[str, object] = NUMBERS):
-    """The C function that `work`, a function made for this call, compiles to. Its code is kept for later processes by
-    the name and a digest of the files `sources` (its own, and those whose functions are part of it) and this one:
-    nothing finds another version's. `numbers`: NUMBERS or STRICT.
+def compile_kernel(
+    work, arguments: np.dtype, name: str, *sources: str, numbers: Mapping[str, object] = NUMBERS
+):
+    """The C function that `work`, a function made for this call, compiles to. Its code is kept for
+    later processes by the name and a digest of the files `sources` (its own, and those whose
+    functions are part of it) and this one: nothing finds another version's. `numbers`: NUMBERS or
+    STRICT.
 
     Raises:
         KernelLockedError, KernelMissingError: within `trying`, see `Attempt`.
@@ -173,7 +197,9 @@ def compile_kernel(work, arguments: np.dtype, name: str, *sources: str, numbers:
     attempt = _attempt.get()
     if_missing = {"pipeline_class": _refuse} if attempt is Attempt.LOAD else {}
     try:
-        with alone(LOCK_FILE, subject, patience_s=PATIENCE_S if attempt is Attempt.WAIT else 0.0) as is_held:
+        with alone(
+            LOCK_FILE, subject, patience_s=PATIENCE_S if attempt is Attempt.WAIT else 0.0
+        ) as is_held:
             if not is_held and attempt is not Attempt.WAIT:
                 raise KernelLockedError(name)
             return cfunc(**options, **if_missing, cache=True)(work)
@@ -182,13 +208,16 @@ def compile_kernel(work, arguments: np.dtype, name: str, *sources: str, numbers:
     except Exception as error:
         if attempt is Attempt.LOAD:
             raise KernelMissingError(name) from error
-        level = logging.DEBUG if kept_in() is None else logging.INFO  # `ahead` has said so, for all of them
+        level = (
+            logging.DEBUG if kept_in() is None else logging.INFO
+        )  # `ahead` has said so, for all of them
         logger.log(level, "kernel %s is not kept, each process compiles it: %r", name, error)
         return cfunc(**options)(work)
 
 
 def kept_in() -> Path | None:
-    """Return the folder that compiled kernels are kept in; None where numba finds none that it may write to."""
+    """Return the folder that compiled kernels are kept in; None where numba finds none that it may
+    write to."""
     try:
         return Path(FunctionCache(load_numba).cache_path)
     except RuntimeError:
@@ -200,11 +229,19 @@ def _refuse(*context: object) -> object:
     raise KernelMissingError
 
 
-def launch(kernel, kind: np.dtype, team: Team, /, *, num_items: int, scratch_bytes: int = 0,
-           **values: torch.Tensor | float) -> None:
-    """Run the kernel on a record of that kind with these numbers, the addresses of these tensors, which are kept until
-    it is done, and 0 for what is not given. Each thread has a seat of `scratch_bytes`, on a cache line's boundary, with
-    anything in it.
+def launch(
+    kernel,
+    kind: np.dtype,
+    team: Team,
+    /,
+    *,
+    num_items: int,
+    scratch_bytes: int = 0,
+    **values: torch.Tensor | float,
+) -> None:
+    """Run the kernel on a record of that kind with these numbers, the addresses of these tensors,
+    which are kept until it is done, and 0 for what is not given. Each thread has a seat of
+    `scratch_bytes`, on a cache line's boundary, with anything in it.
 
     Raises:
         InternalError: not all items were done.
@@ -221,9 +258,11 @@ def launch(kernel, kind: np.dtype, team: Team, /, *, num_items: int, scratch_byt
         recorder.add_launch(kernel.address, arguments.tobytes(), seats.numel())
 
 
-def launch_integers(kernel, num_items: int, integers: Sequence[int], team: Team, *, scratch_bytes: int = 0) -> None:
-    """`launch` for a record that has nothing but integers, of which these are the kernel's own: much less work to
-    fill. The caller keeps what lies at the addresses among them."""
+def launch_integers(
+    kernel, num_items: int, integers: Sequence[int], team: Team, *, scratch_bytes: int = 0
+) -> None:
+    """`launch` for a record that has nothing but integers, of which these are the kernel's own:
+    much less work to fill. The caller keeps what lies at the addresses among them."""
     if not num_items:
         return
     seats = _seats(num_items, scratch_bytes) if scratch_bytes else _NO_SEATS
@@ -245,7 +284,8 @@ def _seats(num_items: int, scratch_bytes: int) -> torch.Tensor:
 
 @cache
 def bits_of(number: float) -> int:
-    """The bits of a number in fp32, for a record of integers; a kernel has it back by `number_of`."""
+    """The bits of a number in fp32, for a record of integers; a kernel has it back by
+    `number_of`."""
     return int(np.float32(number).view(np.uint32))
 
 
@@ -274,10 +314,16 @@ def rounded(x, stored):
 @overload(rounded)
 def _rounded(x, stored):
     if stored.dtype == types.uint16:
+
         def to_bf16(x, stored):
             bits = np.float32(x).view(np.uint32)
-            nearest = np.uint32(bits + np.uint32(0x7FFF) + np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1)))
+            nearest = np.uint32(
+                bits
+                + np.uint32(0x7FFF)
+                + np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+            )
             return np.uint16(np.uint32(nearest >> np.uint32(16)) if x == x else np.uint32(0x7FC0))
+
         return to_bf16
     return lambda x, stored: np.float32(x)
 
@@ -295,7 +341,8 @@ def pointer_to(typing, address, element):
 
 @intrinsic
 def count_up(typing, pointer, field):
-    """One more in this field of the arguments, whichever thread counts. Returns what was there before."""
+    """One more in this field of the arguments, whichever thread counts. Returns what was there
+    before."""
 
     def generate(context, builder, signature, arguments):
         address = builder.bitcast(arguments[0], context.get_value_type(types.CPointer(types.int64)))

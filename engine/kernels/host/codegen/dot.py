@@ -1,14 +1,16 @@
-"""The innermost loop of every product on the host: a few rows times a few blocks of 16 columns, summed over k in order.
+"""The innermost loop of every product on the host: a few rows times a few blocks of 16 columns,
+summed over k in order.
 
-An operand is packed so that one load is 16 columns: bf16 as [N/16][K/2][16][2], two terms of k side by side, fp32 as
-[N/16][K][16], bytes as [N/16][K/4][16][4]. Every output element is one sum; nothing but its row of x and its column of
-w enters it. That of bytes is a whole number. To one in fp32 terms 0, 1, ... K-1 are added by fused multiply-add one
-after the other (of a bf16 pair the second one first). So its bits are the same for any number of rows and blocks, and
-the same from `vdpbf16ps` as from widened multiply-adds, as long as no term or sum is subnormal (`vdpbf16ps` takes those
-for 0).
+An operand is packed so that one load is 16 columns: bf16 as [N/16][K/2][16][2], two terms of k side
+by side, fp32 as [N/16][K][16], bytes as [N/16][K/4][16][4]. Every output element is one sum;
+nothing but its row of x and its column of w enters it. That of bytes is a whole number. To one in
+fp32 terms 0, 1, ... K-1 are added by fused multiply-add one after the other (of a bf16 pair the
+second one first). So its bits are the same for any number of rows and blocks, and the same from
+`vdpbf16ps` as from widened multiply-adds, as long as no term or sum is subnormal (`vdpbf16ps` takes
+those for 0).
 
-`dot_block` gives LLVM code that becomes part of the kernel that uses it: no call, no symbol. Such a kernel is compiled
-with STRICT numbers (`compiled.py`), or LLVM may regroup its sums.
+`dot_block` gives LLVM code that becomes part of the kernel that uses it: no call, no symbol. Such a
+kernel is compiled with STRICT numbers (`compiled.py`), or LLVM may regroup its sums.
 """
 
 from enum import StrEnum
@@ -25,12 +27,19 @@ from engine.kernels.host.codegen.strided_loops import Routine
 LANES = 16  # columns of a block
 BLOCK_STEP_BYTES = 64  # what one step of the loop reads of a block: 16 columns x 2 bf16 or 1 fp32
 
-_I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_I8, _I16, _I32, _I64, _F32 = (
+    ir.IntType(8),
+    ir.IntType(16),
+    ir.IntType(32),
+    ir.IntType(64),
+    ir.FloatType(),
+)
 _FLOATS, _INTEGERS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 
 
 class Form(StrEnum):
-    """What is multiplied. `steps` of a loop are words of 32 bits of w: one term of fp32, two of bf16, four bytes."""
+    """What is multiplied. `steps` of a loop are words of 32 bits of w: one term of fp32, two of
+    bf16, four bytes."""
 
     BF16 = "bf16"  # x bf16, w bf16 pairs
     MIXED = "mixed"  # x fp32, w bf16 pairs, widened
@@ -61,7 +70,8 @@ _PAIRS = ir.VectorType(BFLOAT, 2 * LANES)
 
 
 def has_pair_products() -> bool:
-    """Whether kernels multiply bf16 pairs (AVX512-BF16: Zen 4, Cooper Lake, Sapphire Rapids and later)."""
+    """Whether kernels multiply bf16 pairs (AVX512-BF16: Zen 4, Cooper Lake, Sapphire Rapids and
+    later)."""
     return "+avx512bf16" in cpu_features()
 
 
@@ -72,22 +82,32 @@ def has_wide_vectors() -> bool:
 
 @cache
 def cpu_features() -> frozenset[str]:
-    """What numba compiles for: this CPU, unless its variables NUMBA_CPU_NAME and NUMBA_CPU_FEATURES say otherwise."""
+    """What numba compiles for: this CPU, unless its variables NUMBA_CPU_NAME and NUMBA_CPU_FEATURES
+    say otherwise."""
     _triple, _name, features = cpu_target.target_context.codegen().magic_tuple()
     return frozenset(features.split(","))
 
 
 @cache
-def dot_block(rows: int, blocks: int, form: Form, *, adds: bool = False, ahead_bytes: int = 1024,
-              widened: bool | None = None):
-    """A function for compiled code: f(x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps), all int64.
+def dot_block(
+    rows: int,
+    blocks: int,
+    form: Form,
+    *,
+    adds: bool = False,
+    ahead_bytes: int = 1024,
+    widened: bool | None = None,
+):
+    """A function for compiled code: f(x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps), all
+    int64.
 
-    y [rows, 16 * blocks], fp32, or int32 of bytes, = x [rows, K] times the blocks at w; with `adds` sums start from
-    what y holds. x, w, y are addresses of any alignment. Rows of x and y lie `x_row_bytes` and `y_row_bytes` apart,
-    blocks of w `w_block_bytes`, terms of a row of x and columns of a row of y side by side. `steps` may be 0. Of w,
-    what lies `ahead_bytes` further on is fetched into the cache (0: nothing is). rows * blocks of up to 24 keep all
-    sums in registers on AVX-512. `widened`: bf16 pairs by widened multiply-adds; by default where the CPU has no other
-    way.
+    y [rows, 16 * blocks], fp32, or int32 of bytes, = x [rows, K] times the blocks at w; with `adds`
+    sums start from what y holds. x, w, y are addresses of any alignment. Rows of x and y lie
+    `x_row_bytes` and `y_row_bytes` apart, blocks of w `w_block_bytes`, terms of a row of x and
+    columns of a row of y side by side. `steps` may be 0. Of w, what lies `ahead_bytes` further on
+    is fetched into the cache (0: nothing is). rows * blocks of up to 24 keep all sums in registers
+    on AVX-512. `widened`: bf16 pairs by widened multiply-adds; by default where the CPU has no
+    other way.
     """
     widened = not has_pair_products() if widened is None else widened
 
@@ -103,11 +123,14 @@ def dot_block(rows: int, blocks: int, form: Form, *, adds: bool = False, ahead_b
     return multiply
 
 
-def write_rows(builder, arguments, max_rows: int, blocks: int, form: Form, *, first_rows: int = 1) -> None:
-    """Writes, where the builder stands, `dot_block` for `first_rows` to `max_rows` rows. Another number of rows does
-    nothing. arguments: the number of rows; those of `dot_block`; how far behind the first of a block's weights fetching
-    into the cache begins, and how far it goes with each step; of `sums.join` how many earlier sums are added (to bytes
-    none), and where the second and the third of them are."""
+def write_rows(
+    builder, arguments, max_rows: int, blocks: int, form: Form, *, first_rows: int = 1
+) -> None:
+    """Writes, where the builder stands, `dot_block` for `first_rows` to `max_rows` rows. Another
+    number of rows does nothing. arguments: the number of rows; those of `dot_block`; how far behind
+    the first of a block's weights fetching into the cache begins, and how far it goes with each
+    step; of `sums.join` how many earlier sums are added (to bytes none), and where the second and
+    the third of them are."""
     end = builder.append_basic_block("end")
     choice = builder.switch(arguments[0], end)
     for count in range(first_rows, max_rows + 1):
@@ -123,8 +146,17 @@ def write_rows(builder, arguments, max_rows: int, blocks: int, form: Form, *, fi
 def _rows(rows: int, blocks: int, form: Form) -> Routine:
     def write(builder, *arguments) -> None:
         earlier = None if form is Form.BYTES else arguments[9:]
-        _Loop(builder, arguments[:7], arguments[7:9], earlier, rows, blocks, form, False,  # noqa: FBT003
-              not has_pair_products()).build()
+        _Loop(
+            builder,
+            arguments[:7],
+            arguments[7:9],
+            earlier,
+            rows,
+            blocks,
+            form,
+            False,  # noqa: FBT003
+            not has_pair_products(),
+        ).build()
 
     return Routine(f"{form}_{rows}_rows_{blocks}_blocks", 12, write, apart=True)
 
@@ -132,7 +164,9 @@ def _rows(rows: int, blocks: int, form: Form) -> Routine:
 class _Loop:
     """Writes the loop of one `dot_block` where the builder stands."""
 
-    def __init__(self, builder, arguments, ahead, earlier, rows, blocks, form, adds, widened) -> None:
+    def __init__(
+        self, builder, arguments, ahead, earlier, rows, blocks, form, adds, widened
+    ) -> None:
         self._b, self._ahead, self._earlier = builder, ahead, earlier
         self._x, self._x_row, self._w, self._w_block, self._y, self._y_row, self._steps = arguments
         self._rows, self._blocks, self._form = range(rows), range(blocks), form
@@ -172,11 +206,19 @@ class _Loop:
         b, (num_earlier, second, third) = self._b, self._earlier
         for place, at in ((3, third), (2, second), (1, self._y)):
             before = b.block
-            adding, after = b.append_basic_block(f"add_{place}"), b.append_basic_block(f"added_{place}")
+            adding, after = (
+                b.append_basic_block(f"add_{place}"),
+                b.append_basic_block(f"added_{place}"),
+            )
             b.cbranch(b.icmp_signed(">=", num_earlier, _I64(place)), adding, after)
             b.position_at_end(adding)
-            added = [[b.fadd(b.load(self._sum_address(m, n, at), align=4), sums[m][n]) for n in self._blocks]
-                     for m in self._rows]
+            added = [
+                [
+                    b.fadd(b.load(self._sum_address(m, n, at), align=4), sums[m][n])
+                    for n in self._blocks
+                ]
+                for m in self._rows
+            ]
             b.branch(after)
             b.position_at_end(after)
             joined = [[b.phi(self._sums) for _ in self._blocks] for _ in self._rows]
@@ -205,7 +247,10 @@ class _Loop:
         address = b.add(block, b.mul(k, _I64(BLOCK_STEP_BYTES)))
         if self._ahead is not None:
             fetch = cgutils.get_or_insert_function(
-                b.module, ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32]), "llvm.prefetch.p0")
+                b.module,
+                ir.FunctionType(ir.VoidType(), [_I8.as_pointer(), _I32, _I32, _I32]),
+                "llvm.prefetch.p0",
+            )
             distance, step = self._ahead
             ahead = b.inttoptr(b.add(b.add(block, distance), b.mul(k, step)), _I8.as_pointer())
             b.call(fetch, [ahead, _I32(0), _I32(3), _I32(1)])
@@ -235,7 +280,9 @@ class _Loop:
             return _add_bytes(b, total, weights, values)
         if self._widens() or self._form is Form.FP32:
             name, operand = "llvm.fma.v16f32", _FLOATS
-            fma = cgutils.get_or_insert_function(b.module, ir.FunctionType(_FLOATS, [operand] * 3), name)
+            fma = cgutils.get_or_insert_function(
+                b.module, ir.FunctionType(_FLOATS, [operand] * 3), name
+            )
             return b.call(fma, [weights, values, total])
         return add_pairs(b, total, weights, values)
 
@@ -272,9 +319,13 @@ class _Loop:
 
 
 def add_pairs(b, total, weights, values):
-    """The sums and, in each lane, the products of two pairs of bf16, given as vectors of any type of 64 bytes."""
-    dot = cgutils.get_or_insert_function(b.module, ir.FunctionType(_FLOATS, [_FLOATS, _PAIRS, _PAIRS]),
-                                         "llvm.x86.avx512bf16.dpbf16ps.512")
+    """The sums and, in each lane, the products of two pairs of bf16, given as vectors of any type
+    of 64 bytes."""
+    dot = cgutils.get_or_insert_function(
+        b.module,
+        ir.FunctionType(_FLOATS, [_FLOATS, _PAIRS, _PAIRS]),
+        "llvm.x86.avx512bf16.dpbf16ps.512",
+    )
     return b.call(dot, [total, b.bitcast(weights, _PAIRS), b.bitcast(values, _PAIRS)])
 
 
@@ -282,15 +333,20 @@ def in_all_lanes(b, value):
     """A vector of a block's columns."""
     vector = ir.VectorType(value.type, LANES)
     nothing = ir.Constant(vector, ir.Undefined)
-    return b.shuffle_vector(b.insert_element(nothing, value, _I32(0)), nothing, ir.Constant(_INTEGERS, [0] * LANES))
+    return b.shuffle_vector(
+        b.insert_element(nothing, value, _I32(0)), nothing, ir.Constant(_INTEGERS, [0] * LANES)
+    )
 
 
 def _add_bytes(b, total, weights, values):
     """The sums and, in each lane, four unsigned bytes times four signed ones."""
     if {"+avx512vnni", "+avx512f"} <= cpu_features():
         kind = ir.VectorType(_I8, 4 * LANES)
-        dot = cgutils.get_or_insert_function(b.module, ir.FunctionType(_INTEGERS, [_INTEGERS, kind, kind]),
-                                             "llvm.x86.avx512.vpdpbusd.512")
+        dot = cgutils.get_or_insert_function(
+            b.module,
+            ir.FunctionType(_INTEGERS, [_INTEGERS, kind, kind]),
+            "llvm.x86.avx512.vpdpbusd.512",
+        )
         return b.call(dot, [total, b.bitcast(weights, kind), b.bitcast(values, kind)])
     for place in range(4):
         weight = b.and_(b.lshr(weights, _lanes(8 * place)), _lanes(255))

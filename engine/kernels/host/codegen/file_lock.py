@@ -9,14 +9,16 @@ from contextlib import contextmanager
 from pathlib import Path
 
 POLL_S = 0.02
-_FLOCK = "hhqqi0q"  # struct flock: type, whence, start, length, process (0 for a lock of the open file)
+_FLOCK = (
+    "hhqqi0q"  # struct flock: type, whence, start, length, process (0 for a lock of the open file)
+)
 
 
 @contextmanager
 def alone(path: Path, subject: int, *, patience_s: float) -> Iterator[bool]:
-    """Hold the lock of that subject, 0 to 2^63 - 1, on the file while the block runs; whether it is held. Without it
-    the block runs all the same: after `patience_s`, and where the file cannot be opened, which is never followed if it
-    is a link."""
+    """Hold the lock of that subject, 0 to 2^63 - 1, on the file while the block runs; whether it is
+    held. Without it the block runs all the same: after `patience_s`, and where the file cannot be
+    opened, which is never followed if it is a link."""
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError:

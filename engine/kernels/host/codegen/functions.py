@@ -1,5 +1,6 @@
-"""Functions of one fp32 number for kernels with STRICT numbers: written out, so that every element of a tensor takes
-the same operations, in a vector or alone, on every CPU and with every C library."""
+"""Functions of one fp32 number for kernels with STRICT numbers: written out, so that every element
+of a tensor takes the same operations, in a vector or alone, on every CPU and with every C
+library."""
 
 import numpy as np
 from numba import njit, types
@@ -9,17 +10,36 @@ from engine.kernels.host.codegen.compiled import STRICT_PART
 
 _LOWEST, _HIGHEST = np.float32(-104.0), np.float32(89.0)  # e^x is 0 below, infinite above
 _LOG2_E = np.float32(1.44269504088896341)
-_ROUNDER = np.float32(12582912.0)  # 1.5 * 2^23: adding it rounds to an integer, which then stands in the lowest bits
+_ROUNDER = np.float32(
+    12582912.0
+)  # 1.5 * 2^23: adding it rounds to an integer, which then stands in the lowest bits
 _ROUNDER_BITS = np.int32(0x4B400000)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
 # e^r - 1 - r over r^2 for |r| <= ln(2) / 2: the polynomial of Cephes' expf
-_P0, _P1, _P2 = np.float32(1.9875691500e-4), np.float32(1.3981999507e-3), np.float32(8.3334519073e-3)
-_P3, _P4, _P5 = np.float32(4.1665795894e-2), np.float32(1.6666665459e-1), np.float32(5.0000001201e-1)
+_P0, _P1, _P2 = (
+    np.float32(1.9875691500e-4),
+    np.float32(1.3981999507e-3),
+    np.float32(8.3334519073e-3),
+)
+_P3, _P4, _P5 = (
+    np.float32(4.1665795894e-2),
+    np.float32(1.6666665459e-1),
+    np.float32(5.0000001201e-1),
+)
 _PI_HALVES = 2 / np.pi
-_HALF_PI_HIGH = 1.57079632673412561417  # its first 33 bits: times a whole number of 20 bits it is exact
+_HALF_PI_HIGH = (
+    1.57079632673412561417  # its first 33 bits: times a whole number of 20 bits it is exact
+)
 _HALF_PI_LOW = 6.07710050650619224932e-11
 # Taylor's terms, in double precision: for |r| <= pi / 4 the first ones left out are below 2e-14.
-_S3, _S5, _S7, _S9, _S11, _S13 = -1 / 6, 1 / 120, -1 / 5040, 1 / 362880, -1 / 39916800, 1 / 6227020800
+_S3, _S5, _S7, _S9, _S11, _S13 = (
+    -1 / 6,
+    1 / 120,
+    -1 / 5040,
+    1 / 362880,
+    -1 / 39916800,
+    1 / 6227020800,
+)
 _C2, _C4, _C6, _C8, _C10, _C12 = -1 / 2, 1 / 24, -1 / 720, 1 / 40320, -1 / 3628800, 1 / 479001600
 _C14 = -1 / 87178291200
 _ONE, _TWO = np.float32(1.0), np.float32(2.0)

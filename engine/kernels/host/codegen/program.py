@@ -1,6 +1,6 @@
-"""Launches of kernels as one call: recorded with their arguments, and run again in the same order without Python
-between them. A step of few rows takes hundreds, and what Python does for each of them has left the caches by then, as
-the weights have gone through.
+"""Launches of kernels as one call: recorded with their arguments, and run again in the same order
+without Python between them. A step of few rows takes hundreds, and what Python does for each of
+them has left the caches by then, as the weights have gone through.
 """
 
 from array import array
@@ -39,8 +39,8 @@ class Launch(NamedTuple):
 
 
 class Program:
-    """Launches in their order. What lies at the addresses in their records is the caller's to keep; the records' own
-    counts begin anew each time."""
+    """Launches in their order. What lies at the addresses in their records is the caller's to keep;
+    the records' own counts begin anew each time."""
 
     def __init__(self, launches: Sequence[Launch], seats: torch.Tensor, team: Team) -> None:
         """`seats`: memory for the seats of any of the launches, which take turns with it."""
@@ -49,21 +49,33 @@ class Program:
         num_threads = torch.get_num_threads()
         table = array("q")
         for launch in launches:
-            arguments = array("q", launch.arguments.ljust(-(-len(launch.arguments) // 8) * 8, b"\0"))
+            arguments = array(
+                "q", launch.arguments.ljust(-(-len(launch.arguments) // 8) * 8, b"\0")
+            )
             arguments[SCRATCH] = seats.data_ptr()
             self._records.append(arguments)
-            table.extend((launch.function, arguments.buffer_info()[0], min(num_threads, arguments[NUM_ITEMS])))
+            table.extend(
+                (
+                    launch.function,
+                    arguments.buffer_info()[0],
+                    min(num_threads, arguments[NUM_ITEMS]),
+                )
+            )
         self._table, self._num_launches = table, len(launches)
         self._parallel = parallel_address() if num_threads > 1 else 0
 
     def run(self) -> None:
         """Raises InternalError: a kernel did not do all of its items."""
-        arguments = array("q", (0, 0, self._num_launches, 0, 0, 0, self._table.buffer_info()[0], self._parallel))
+        arguments = array(
+            "q", (0, 0, self._num_launches, 0, 0, 0, self._table.buffer_info()[0], self._parallel)
+        )
         self._team.run(_runner().address, arguments.buffer_info()[0], num_parts=1)
         if arguments[DONE] != self._num_launches:
             failed = self._records[arguments[DONE]]
-            raise InternalError(f"kernel {arguments[DONE]} of a recorded step ended after {failed[DONE]} of "
-                                f"{failed[NUM_ITEMS]} parts")
+            raise InternalError(
+                f"kernel {arguments[DONE]} of a recorded step ended after {failed[DONE]} of "
+                f"{failed[NUM_ITEMS]} parts"
+            )
 
 
 @cache
@@ -121,8 +133,10 @@ def _call_parallel(typing, parallel, function, address, num_threads):
     def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(ir.VoidType(), [_I64, _I64, _I32, _I32])
         at, function_at, data, threads = arguments
-        builder.call(builder.inttoptr(at, kind.as_pointer()),
-                     [function_at, data, builder.trunc(threads, _I32), _I32(0)])
+        builder.call(
+            builder.inttoptr(at, kind.as_pointer()),
+            [function_at, data, builder.trunc(threads, _I32), _I32(0)],
+        )
         return context.get_dummy_value()
 
     return types.none(types.int64, types.int64, types.int64, types.int64), generate

@@ -1,7 +1,7 @@
 """What norms, rotations and gates do with a row, in vectors of 16 lanes.
 
-LLVM makes vectors of such loops, too, but rounds to bf16 in seven instructions where some CPUs have one for it. The
-last vector of a row may have fewer numbers.
+LLVM makes vectors of such loops, too, but rounds to bf16 in seven instructions where some CPUs have
+one for it. The last vector of a row may have fewer numbers.
 """
 
 from llvmlite import ir
@@ -13,7 +13,13 @@ from engine.kernels.host.codegen.dot import LANES, in_all_lanes
 from engine.kernels.host.codegen.softmax_blocks import constant, exp2_to_bf16, to_bf16
 from engine.kernels.host.codegen.strided_loops import Lines, counted
 
-_I1, _I16, _I32, _I64, _F32 = ir.IntType(1), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_I1, _I16, _I32, _I64, _F32 = (
+    ir.IntType(1),
+    ir.IntType(16),
+    ir.IntType(32),
+    ir.IntType(64),
+    ir.FloatType(),
+)
 _FLOATS, _INTEGERS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _SHORTS, _MASK = ir.VectorType(_I16, LANES), ir.VectorType(_I1, LANES)
 _LOG2_E = 1.4426950408889634
@@ -24,8 +30,8 @@ _SUMS = 4  # side by side, each of every fourth vector
 
 @intrinsic
 def norm_row(typing, x, weight, eps, out, width, stored, weighed):
-    """out = weight * x / sqrt(mean(x^2) + eps) of `width` numbers at addresses, rounded once. x and out lie as
-    `stored`, the weight as `weighed` does (`STORED_AS`)."""
+    """out = weight * x / sqrt(mean(x^2) + eps) of `width` numbers at addresses, rounded once. x and
+    out lie as `stored`, the weight as `weighed` does (`STORED_AS`)."""
     return _norm(stored, weighed, rounds_first=False)
 
 
@@ -52,7 +58,9 @@ def _norm(stored, weighed, *, rounds_first: bool):
         _for_each(b, _I64(0), width, scale)
         return context.get_dummy_value()
 
-    return types.void(types.int64, types.int64, types.float32, types.int64, types.int64, stored, weighed), generate
+    return types.void(
+        types.int64, types.int64, types.float32, types.int64, types.int64, stored, weighed
+    ), generate
 
 
 @intrinsic
@@ -61,7 +69,9 @@ def turn_row(typing, x, cos, sin, out, half, width, stored):
 
     def generate(context, b, signature, arguments):
         x, cos, sin, out, half, width, _ = arguments
-        row, along, across, result = (_RowNumbers(b, stored.dtype, address) for address in (x, cos, sin, out))
+        row, along, across, result = (
+            _RowNumbers(b, stored.dtype, address) for address in (x, cos, sin, out)
+        )
         lines = Lines(b, LANES)
 
         def turn(place, mask):
@@ -87,7 +97,9 @@ def add_row(typing, x, other, out, width, stored):
 
     def generate(context, b, signature, arguments):
         x, other, out, width, _ = arguments
-        first, second, result = (_RowNumbers(b, stored.dtype, address) for address in (x, other, out))
+        first, second, result = (
+            _RowNumbers(b, stored.dtype, address) for address in (x, other, out)
+        )
 
         def add(place, mask):
             result.store(b.fadd(first.load(place, mask), second.load(place, mask)), place, mask)
@@ -100,7 +112,8 @@ def add_row(typing, x, other, out, width, stored):
 
 @intrinsic
 def open_row(typing, x, other, count):
-    """x = silu(x) * other of `count` fp32 numbers each, for what is rounded to bf16: relative error 1e-5."""
+    """x = silu(x) * other of `count` fp32 numbers each, for what is rounded to bf16: relative error
+    1e-5."""
 
     def generate(context, b, signature, arguments):
         x, other, count = arguments
@@ -131,7 +144,9 @@ class _RowNumbers:
             read = b.load(at, align=self._bytes)
         else:
             kind = ir.FunctionType(self._kind, [at.type, _I32, _MASK, self._kind])
-            called = cgutils.get_or_insert_function(b.module, kind, f"llvm.masked.load.{self._suffix()}.p0")
+            called = cgutils.get_or_insert_function(
+                b.module, kind, f"llvm.masked.load.{self._suffix()}.p0"
+            )
             read = b.call(called, [at, _I32(self._bytes), mask, ir.Constant(self._kind, None)])
         if not self._is_short:
             return read
@@ -145,7 +160,9 @@ class _RowNumbers:
             b.store(value, at, align=self._bytes)
         else:
             kind = ir.FunctionType(ir.VoidType(), [self._kind, at.type, _I32, _MASK])
-            called = cgutils.get_or_insert_function(b.module, kind, f"llvm.masked.store.{self._suffix()}.p0")
+            called = cgutils.get_or_insert_function(
+                b.module, kind, f"llvm.masked.store.{self._suffix()}.p0"
+            )
             b.call(called, [value, at, _I32(self._bytes), mask])
 
     def rounded(self, value):
@@ -154,7 +171,9 @@ class _RowNumbers:
 
     def _at(self, place):
         b = self._b
-        return b.inttoptr(b.add(self._address, b.mul(place, _I64(self._bytes))), self._kind.as_pointer())
+        return b.inttoptr(
+            b.add(self._address, b.mul(place, _I64(self._bytes))), self._kind.as_pointer()
+        )
 
     def _suffix(self) -> str:
         return f"v{LANES}{'i16' if self._is_short else 'f32'}"
@@ -162,7 +181,9 @@ class _RowNumbers:
 
 def _widened(b, shorts):
     """bf16 as fp32."""
-    return b.bitcast(b.shl(b.zext(shorts, _INTEGERS), ir.Constant(_INTEGERS, [16] * LANES)), _FLOATS)
+    return b.bitcast(
+        b.shl(b.zext(shorts, _INTEGERS), ir.Constant(_INTEGERS, [16] * LANES)), _FLOATS
+    )
 
 
 def _for_each(b, start, count, write):
@@ -176,16 +197,24 @@ def _for_each(b, start, count, write):
 
 
 def _over(b, start, count, values, step):
-    """`step(place, values, mask)` for vectors of `count` numbers from number `start` on, the last one with a mask where
-    it is none of a whole vector. Returns the values after all."""
+    """`step(place, values, mask)` for vectors of `count` numbers from number `start` on, the last
+    one with a mask where it is none of a whole vector. Returns the values after all."""
     whole, rest = b.ashr(count, _I64(4)), b.and_(count, _I64(LANES - 1))
-    values = counted(b, whole, list(values),
-                     lambda index, now: step(b.add(start, b.mul(index, _I64(LANES))), now, None))
+    values = counted(
+        b,
+        whole,
+        list(values),
+        lambda index, now: step(b.add(start, b.mul(index, _I64(LANES))), now, None),
+    )
     lanes = ir.Constant(_INTEGERS, list(range(LANES)))
     mask = b.icmp_signed("<", lanes, in_all_lanes(b, b.trunc(rest, _I32)))
     behind = b.add(start, b.mul(whole, _I64(LANES)))
-    return counted(b, b.zext(b.icmp_signed(">", rest, _I64(0)), _I64), values,
-                   lambda index, now: step(behind, now, mask))
+    return counted(
+        b,
+        b.zext(b.icmp_signed(">", rest, _I64(0)), _I64),
+        values,
+        lambda index, now: step(behind, now, mask),
+    )
 
 
 def _sum_of_squares(b, row: _RowNumbers, width):
@@ -197,12 +226,21 @@ def _sum_of_squares(b, row: _RowNumbers, width):
         return lines.fma(read, read, total)
 
     wide = b.ashr(width, _I64(6))
-    sums = counted(b, wide, [lines.zero()] * _SUMS, lambda index, now: [
-        add(b.add(b.mul(index, _I64(_SUMS * LANES)), _I64(LANES * part)), total) for part, total in enumerate(now)])
+    sums = counted(
+        b,
+        wide,
+        [lines.zero()] * _SUMS,
+        lambda index, now: [
+            add(b.add(b.mul(index, _I64(_SUMS * LANES)), _I64(LANES * part)), total)
+            for part, total in enumerate(now)
+        ],
+    )
     start = b.mul(wide, _I64(_SUMS * LANES))
-    sums[:1] = _over(b, start, b.sub(width, start), sums[:1], lambda place, now, mask: [add(place, now[0], mask)])
+    sums[:1] = _over(
+        b, start, b.sub(width, start), sums[:1], lambda place, now, mask: [add(place, now[0], mask)]
+    )
     while len(sums) > 1:
-        sums = [b.fadd(*sums[place:place + 2]) for place in range(0, len(sums), 2)]
+        sums = [b.fadd(*sums[place : place + 2]) for place in range(0, len(sums), 2)]
     total = sums[0]
     for distance in (8, 4, 2, 1):
         places = ir.Constant(_INTEGERS, [lane ^ distance for lane in range(LANES)])
@@ -211,17 +249,21 @@ def _sum_of_squares(b, row: _RowNumbers, width):
 
 
 def _root(b, number):
-    called = cgutils.get_or_insert_function(b.module, ir.FunctionType(_F32, [_F32]), "llvm.sqrt.f32")
+    called = cgutils.get_or_insert_function(
+        b.module, ir.FunctionType(_F32, [_F32]), "llvm.sqrt.f32"
+    )
     return b.call(called, [number])
 
 
 def _silu(b, x):
-    """x / (1 + e^-x). The quotient by steps of multiplication: a division would take longer than all else, and the
-    CPU's own guesses of one differ between makers."""
+    """x / (1 + e^-x). The quotient by steps of multiplication: a division would take longer than
+    all else, and the CPU's own guesses of one differ between makers."""
     lines = Lines(b, LANES)
     x = b.select(b.fcmp_ordered("<", x, constant(_LOWEST)), constant(_LOWEST), x)  # NaN stays NaN
     below = b.fadd(exp2_to_bf16(b, b.fmul(x, constant(-_LOG2_E))), constant(1.0))
-    guess = b.bitcast(b.sub(ir.Constant(_INTEGERS, [_GUESS] * LANES), b.bitcast(below, _INTEGERS)), _FLOATS)
+    guess = b.bitcast(
+        b.sub(ir.Constant(_INTEGERS, [_GUESS] * LANES), b.bitcast(below, _INTEGERS)), _FLOATS
+    )
     for _ in range(2):  # off by 0.13 at most, then by the third power of that, and of that again
         off = lines.fma(b.fneg(below), guess, constant(1.0))
         guess = lines.fma(guess, lines.fma(off, off, off), guess)

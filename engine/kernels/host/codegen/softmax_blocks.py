@@ -1,7 +1,9 @@
-"""What stands between the two products of attention: keys turned, values put in pairs, one row's online softmax.
+"""What stands between the two products of attention: keys turned, values put in pairs, one row's
+online softmax.
 
-Written in LLVM's vectors of 16 lanes, so that every element goes through the same operations whatever stands beside it.
-Kernels that contain these are compiled with STRICT numbers (`compiled.py`), or LLVM may simplify the exponential away.
+Written in LLVM's vectors of 16 lanes, so that every element goes through the same operations
+whatever stands beside it. Kernels that contain these are compiled with STRICT numbers
+(`compiled.py`), or LLVM may simplify the exponential away.
 """
 
 from functools import cache
@@ -11,23 +13,48 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from engine.kernels.host.codegen.dot import BFLOAT, LANES, cpu_features, has_pair_products, in_all_lanes
+from engine.kernels.host.codegen.dot import (
+    BFLOAT,
+    LANES,
+    cpu_features,
+    has_pair_products,
+    in_all_lanes,
+)
 from engine.kernels.host.codegen.strided_loops import write_fetch
 
 BLOCK_KEYS = 64  # keys of one step of the online softmax, on a grid of absolute positions
 VECTOR_BYTES = 64
 SCORE_ROW, STATE_BYTES = 4 * BLOCK_KEYS, 2 * VECTOR_BYTES  # of a row, see `soften_for`
 
-_I8, _I16, _I32, _I64, _F32 = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.FloatType()
+_I8, _I16, _I32, _I64, _F32 = (
+    ir.IntType(8),
+    ir.IntType(16),
+    ir.IntType(32),
+    ir.IntType(64),
+    ir.FloatType(),
+)
 _FLOATS, _INTEGERS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
-_QUARTER, _HALF, _SHORTS = ir.VectorType(_I32, 4), ir.VectorType(_I32, 8), ir.VectorType(_I16, 2 * LANES)
+_QUARTER, _HALF, _SHORTS = (
+    ir.VectorType(_I32, 4),
+    ir.VectorType(_I32, 8),
+    ir.VectorType(_I16, 2 * LANES),
+)
 
-# 2^r = 1 + r * (c0 + c1 r + ...) for r in [-1/2, 1/2]: interpolated at Chebyshev's points, relative error 5e-9.
-_EXP2 = (0.6931471880262288, 0.24022650760568237, 0.05550357114219167, 0.009618082557265605, 0.0013390863364649932,
-         0.00015453162949152332)
+# 2^r = 1 + r * (c0 + c1 r + ...) for r in [-1/2, 1/2]: interpolated at Chebyshev's points, relative
+# error 5e-9.
+_EXP2 = (
+    0.6931471880262288,
+    0.24022650760568237,
+    0.05550357114219167,
+    0.009618082557265605,
+    0.0013390863364649932,
+    0.00015453162949152332,
+)
 # The same for r in [0, 1), relative error 8e-6, a 260th of what rounding to bf16 may add.
 _EXP2_TO_BF16 = (0.6931339926201513, 0.240647048121149, 0.05344102927073067, 0.012763113885720448)
-_MAGIC = 12582912.0  # 1.5 * 2^23: x + this has x, rounded to the nearest integer, in its lowest bits
+_MAGIC = (
+    12582912.0  # 1.5 * 2^23: x + this has x, rounded to the nearest integer, in its lowest bits
+)
 _LOWEST = -120.0  # 2^x counts as 0 below this
 
 
@@ -35,8 +62,8 @@ _LOWEST = -120.0  # 2^x counts as 0 below this
 def turn(typing, addresses, offset, out, out_row):
     """16 rows of 16 words of 32 bits become 16 vectors, of which the i-th has word i of every row.
 
-    addresses: where 16 int64 lie, the rows' addresses, to each of which `offset` bytes are added; out: where the
-    vectors go, `out_row` bytes from one to the next.
+    addresses: where 16 int64 lie, the rows' addresses, to each of which `offset` bytes are added;
+    out: where the vectors go, `out_row` bytes from one to the next.
     """
 
     def generate(context, builder, signature, arguments):
@@ -48,7 +75,8 @@ def turn(typing, addresses, offset, out, out_row):
 
 @intrinsic
 def turn_and_fetch(typing, addresses, offset, out, out_row, ahead, distance):
-    """Likewise, and 32 lines from `ahead` on, so many bytes apart, are fetched into the cache meanwhile."""
+    """Likewise, and 32 lines from `ahead` on, so many bytes apart, are fetched into the cache
+    meanwhile."""
 
     def generate(context, builder, signature, arguments):
         _turn(builder, *arguments)
@@ -58,35 +86,63 @@ def turn_and_fetch(typing, addresses, offset, out, out_row, ahead, distance):
 
 
 def _turn(b, addresses, offset, out, out_row, ahead=None, distance=None):
-    rows = [b.add(b.load(_pointer(b, addresses, _I64, 8 * row), align=8), offset) for row in range(LANES)]
+    rows = [
+        b.add(b.load(_pointer(b, addresses, _I64, 8 * row), align=8), offset)
+        for row in range(LANES)
+    ]
     for group in range(4):
         # Vector q: of rows q, q + 4, q + 8, q + 12 these four words.
-        quarters = [[b.load(_pointer(b, row, _QUARTER, 16 * group), align=4) for row in rows[start::4]]
-                    for start in range(4)]
+        quarters = [
+            [b.load(_pointer(b, row, _QUARTER, 16 * group), align=4) for row in rows[start::4]]
+            for start in range(4)
+        ]
         for word, vector in enumerate(_turned(b, [_joined(b, quarter) for quarter in quarters])):
             at = b.add(out, b.mul(out_row, _I64(4 * group + word)))
             b.store(vector, _pointer(b, at, _INTEGERS, 0), align=4)
             for line in () if ahead is None else (0, 1):
-                write_fetch(b, b.add(ahead, b.mul(distance, _I64(2 * (4 * group + word) + line))), locality=2)
+                write_fetch(
+                    b,
+                    b.add(ahead, b.mul(distance, _I64(2 * (4 * group + word) + line))),
+                    locality=2,
+                )
 
 
 def words_of(b, rows):
-    """Eight words of 32 bits at each of 16 addresses as eight vectors, of which the i-th has word i of every row."""
+    """Eight words of 32 bits at each of 16 addresses as eight vectors, of which the i-th has word i
+    of every row."""
     halves = [b.load(_pointer(b, row, _HALF, 0), align=4) for row in rows]
-    # Vector q: of rows q and q + 4 these words. So quarters 0 and 2 of what is turned have words 0..3, the others 4..7.
-    low, high = (_turned(b, [b.shuffle_vector(halves[row], halves[row + 4], _places(range(LANES)))
-                             for row in range(first, first + 4)]) for first in (0, 8))
-    return [b.shuffle_vector(low[word], high[word],
-                             _places(4 * quarter + lane for quarter in range(part, 8, 2) for lane in range(4)))
-            for part in (0, 1) for word in range(4)]
+    # Vector q: of rows q and q + 4 these words. So quarters 0 and 2 of what is turned have words
+    # 0..3, the others 4..7.
+    low, high = (
+        _turned(
+            b,
+            [
+                b.shuffle_vector(halves[row], halves[row + 4], _places(range(LANES)))
+                for row in range(first, first + 4)
+            ],
+        )
+        for first in (0, 8)
+    )
+    return [
+        b.shuffle_vector(
+            low[word],
+            high[word],
+            _places(4 * quarter + lane for quarter in range(part, 8, 2) for lane in range(4)),
+        )
+        for part in (0, 1)
+        for word in range(4)
+    ]
 
 
 def _turned(b, vectors):
     """Four turns of 4 x 4 words side by side."""
     low = [_mixed(b, vectors[i], vectors[j], (0, 16, 1, 17)) for i, j in ((0, 1), (2, 3))]
     high = [_mixed(b, vectors[i], vectors[j], (2, 18, 3, 19)) for i, j in ((0, 1), (2, 3))]
-    return [_mixed(b, first, second, places) for first, second in (low, high)
-            for places in ((0, 1, 16, 17), (2, 3, 18, 19))]
+    return [
+        _mixed(b, first, second, places)
+        for first, second in (low, high)
+        for places in ((0, 1, 16, 17), (2, 3, 18, 19))
+    ]
 
 
 def _joined(b, quarters):
@@ -96,20 +152,25 @@ def _joined(b, quarters):
 
 def _mixed(b, first, second, places):
     """The same four places of each quarter of two vectors."""
-    return b.shuffle_vector(first, second, _places(place + 4 * quarter for quarter in range(4) for place in places))
+    return b.shuffle_vector(
+        first, second, _places(place + 4 * quarter for quarter in range(4) for place in places)
+    )
 
 
 @intrinsic
 def put_in_pairs(typing, first, second, out, out_stride):
-    """Two rows of 32 bf16 become two vectors of pairs (first's, second's): channels 0..15 at `out`, the others
-    `out_stride` bytes further on."""
+    """Two rows of 32 bf16 become two vectors of pairs (first's, second's): channels 0..15 at `out`,
+    the others `out_stride` bytes further on."""
 
     def generate(context, b, signature, arguments):
         first, second, out, stride = arguments
         rows = [b.load(_pointer(b, row, _SHORTS, 0), align=2) for row in (first, second)]
         for half, at in enumerate((out, b.add(out, stride))):
-            places = _places(place for channel in range(LANES) for place in
-                             (channel + LANES * half, channel + LANES * half + 2 * LANES))
+            places = _places(
+                place
+                for channel in range(LANES)
+                for place in (channel + LANES * half, channel + LANES * half + 2 * LANES)
+            )
             b.store(b.shuffle_vector(*rows, places), _pointer(b, at, _SHORTS, 0), align=4)
         return context.get_dummy_value()
 
@@ -117,37 +178,65 @@ def put_in_pairs(typing, first, second, out, out_stride):
 
 
 def pairs_of(b, first, second):
-    """Likewise two vectors, which stay in registers, of channels as one instruction picks them: 0..3, 8..11, 16..19 and
-    24..27 in the first, the others in the second."""
+    """Likewise two vectors, which stay in registers, of channels as one instruction picks them:
+    0..3, 8..11, 16..19 and 24..27 in the first, the others in the second."""
     rows = [b.load(_pointer(b, row, _SHORTS, 0), align=2) for row in (first, second)]
-    return [b.shuffle_vector(*rows, _places(place + 8 * quarter for quarter in range(4) for channel in range(4)
-                                            for place in (channel + 4 * half, channel + 4 * half + 2 * LANES)))
-            for half in (0, 1)]
+    return [
+        b.shuffle_vector(
+            *rows,
+            _places(
+                place + 8 * quarter
+                for quarter in range(4)
+                for channel in range(4)
+                for place in (channel + 4 * half, channel + 4 * half + 2 * LANES)
+            ),
+        )
+        for half in (0, 1)
+    ]
 
 
 def mixed_quarters(b, first, second):
     """32 channels of fp32 in two vectors, in order, as `pairs_of` has them."""
-    return [b.shuffle_vector(first, second, _places(4 * half + 8 * quarter + lane for quarter in range(4)
-                                                    for lane in range(4))) for half in (0, 1)]
+    return [
+        b.shuffle_vector(
+            first,
+            second,
+            _places(4 * half + 8 * quarter + lane for quarter in range(4) for lane in range(4)),
+        )
+        for half in (0, 1)
+    ]
 
 
 def mixed_halves(b, first, second):
     """The reverse of `mixed_quarters`."""
-    return [b.shuffle_vector(first, second, _places(8 * half + 4 * quarter + 16 * which + lane for quarter in range(2)
-                                                    for which in (0, 1) for lane in range(4))) for half in (0, 1)]
+    return [
+        b.shuffle_vector(
+            first,
+            second,
+            _places(
+                8 * half + 4 * quarter + 16 * which + lane
+                for quarter in range(2)
+                for which in (0, 1)
+                for lane in range(4)
+            ),
+        )
+        for half in (0, 1)
+    ]
 
 
 @cache
 def soften_for(rows: int, *, rounds: bool):
-    """A function for compiled code: f(scores, weights, states, num_seen, unit, sums, sum_row, sum_vectors). A step of
-    the online softmax of `rows` rows, each for itself: while one waits for its highest score, others are computed.
+    """A function for compiled code: f(scores, weights, states, num_seen, unit, sums, sum_row,
+    sum_vectors). A step of the online softmax of `rows` rows, each for itself: while one waits for
+    its highest score, others are computed.
 
-    Of each row, one behind the other: scores: [BLOCK_KEYS] fp32, of which those from its `num_seen`, int64, on count as
-    minus infinity, whatever they hold (an address of 0: all rows see all); weights: where exp(unit * ln 2 * (score -
-    highest so far)) goes, [BLOCK_KEYS] fp32, or bf16 with `rounds`; state: STATE_BYTES, fp32: 16 partial sums of all
-    weights so far and the highest score so far; sums: what the row has added up, so many vectors, `sum_row` bytes from
-    one row to the next. Where a score is higher than all before, they and the partial sums are brought to its scale. A
-    block of which nothing is seen changes no bit: its weights are 0.
+    Of each row, one behind the other: scores: [BLOCK_KEYS] fp32, of which those from its
+    `num_seen`, int64, on count as minus infinity, whatever they hold (an address of 0: all rows see
+    all); weights: where exp(unit * ln 2 * (score - highest so far)) goes, [BLOCK_KEYS] fp32, or
+    bf16 with `rounds`; state: STATE_BYTES, fp32: 16 partial sums of all weights so far and the
+    highest score so far; sums: what the row has added up, so many vectors, `sum_row` bytes from one
+    row to the next. Where a score is higher than all before, they and the partial sums are brought
+    to its scale. A block of which nothing is seen changes no bit: its weights are 0.
 
     Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
     """
@@ -166,7 +255,9 @@ def soften_for(rows: int, *, rounds: bool):
 class _Softmax:
     """Writes one `soften_for` where the builder stands."""
 
-    def __init__(self, builder, rows, scores, weights, states, num_seen, unit, sums, sum_row, sum_vectors) -> None:
+    def __init__(
+        self, builder, rows, scores, weights, states, num_seen, unit, sums, sum_row, sum_vectors
+    ) -> None:
         self._b, self._rows = builder, range(rows)
         self._scores, self._weights, self._num_seen = scores, weights, num_seen
         self._states = [builder.add(states, _I64(row * STATE_BYTES)) for row in self._rows]
@@ -176,53 +267,101 @@ class _Softmax:
     def write(self, *, rounds) -> None:
         b = self._b
         found = self._found()
-        before = [in_all_lanes(b, b.load(_pointer(b, state, _F32, VECTOR_BYTES), align=4)) for state in self._states]
+        before = [
+            in_all_lanes(b, b.load(_pointer(b, state, _F32, VECTOR_BYTES), align=4))
+            for state in self._states
+        ]
         highest = _highest(b, found, before)
         self._rescale(before, highest)
         for row in self._rows:
             weights = b.add(self._weights, _I64(row * BLOCK_KEYS * (2 if rounds else 4)))
-            _weigh(b, found[row], weights, self._states[row], b.fmul(highest[row], self._unit), self._unit, rounds)
+            _weigh(
+                b,
+                found[row],
+                weights,
+                self._states[row],
+                b.fmul(highest[row], self._unit),
+                self._unit,
+                rounds,
+            )
 
     def _found(self):
         """Each row's scores, without those that it does not see."""
-        b, (all_seen, some_hidden) = self._b, (self._b.append_basic_block(name) for name in ("all", "some"))
+        b, (all_seen, some_hidden) = (
+            self._b,
+            (self._b.append_basic_block(name) for name in ("all", "some")),
+        )
         places = range(BLOCK_KEYS // LANES)
-        found = [[b.load(_pointer(b, self._scores, _FLOATS, row * SCORE_ROW + VECTOR_BYTES * place), align=4)
-                  for place in places] for row in self._rows]
+        found = [
+            [
+                b.load(
+                    _pointer(b, self._scores, _FLOATS, row * SCORE_ROW + VECTOR_BYTES * place),
+                    align=4,
+                )
+                for place in places
+            ]
+            for row in self._rows
+        ]
         entry = b.block
         b.cbranch(b.icmp_signed("==", self._num_seen, _I64(0)), all_seen, some_hidden)
         b.position_at_end(some_hidden)
         counts = [b.load(_pointer(b, self._num_seen, _I64, 8 * row), align=8) for row in self._rows]
-        left = [[_seen(b, found[row][place], counts[row], LANES * place) for place in places] for row in self._rows]
+        left = [
+            [_seen(b, found[row][place], counts[row], LANES * place) for place in places]
+            for row in self._rows
+        ]
         b.branch(all_seen)
         b.position_at_end(all_seen)
-        return [[_either(b, found[row][place], entry, left[row][place], some_hidden) for place in places]
-                for row in self._rows]
+        return [
+            [
+                _either(b, found[row][place], entry, left[row][place], some_hidden)
+                for place in places
+            ]
+            for row in self._rows
+        ]
 
     def _rescale(self, before, highest) -> None:
         """Brings rows with a new highest score to its scale."""
         b = self._b
         lane = _I32(0)
-        is_higher = [b.fcmp_ordered(">", *(b.extract_element(vectors[row], lane) for vectors in (highest, before)))
-                     for row in self._rows]
+        is_higher = [
+            b.fcmp_ordered(
+                ">", *(b.extract_element(vectors[row], lane) for vectors in (highest, before))
+            )
+            for row in self._rows
+        ]
         any_higher = is_higher[0]
         for other in is_higher[1:]:
             any_higher = b.or_(any_higher, other)
         some, done = b.append_basic_block("higher"), b.append_basic_block("on_scale")
         b.cbranch(any_higher, some, done)
         b.position_at_end(some)
-        lows, highs = (b.fmul(_side_by_side(b, vectors), self._unit) for vectors in (before, highest))
+        lows, highs = (
+            b.fmul(_side_by_side(b, vectors), self._unit) for vectors in (before, highest)
+        )
         factors = _exp2(b, b.fsub(lows, highs))
         for row in self._rows:
-            scaled, after = b.append_basic_block(f"scale_{row}"), b.append_basic_block(f"scaled_{row}")
+            scaled, after = (
+                b.append_basic_block(f"scale_{row}"),
+                b.append_basic_block(f"scaled_{row}"),
+            )
             b.cbranch(is_higher[row], scaled, after)
             b.position_at_end(scaled)
             factor = in_all_lanes(b, b.extract_element(factors, _I32(row)))
-            for address, count in ((self._states[row], _I64(1)), (self._sums[row], self._sum_vectors)):
+            for address, count in (
+                (self._states[row], _I64(1)),
+                (self._sums[row], self._sum_vectors),
+            ):
                 with cgutils.for_range(b, count) as loop:
-                    at = b.inttoptr(b.add(address, b.mul(loop.index, _I64(VECTOR_BYTES))), _FLOATS.as_pointer())
+                    at = b.inttoptr(
+                        b.add(address, b.mul(loop.index, _I64(VECTOR_BYTES))), _FLOATS.as_pointer()
+                    )
                     b.store(b.fmul(b.load(at, align=4), factor), at, align=4)
-            b.store(b.extract_element(highest[row], lane), _pointer(b, self._states[row], _F32, VECTOR_BYTES), align=4)
+            b.store(
+                b.extract_element(highest[row], lane),
+                _pointer(b, self._states[row], _F32, VECTOR_BYTES),
+                align=4,
+            )
             b.branch(after)
             b.position_at_end(after)
         b.branch(done)
@@ -231,7 +370,8 @@ class _Softmax:
 
 def _weigh(b, found, weights, state, origin, unit, rounds):
     """What follows when a row's highest score is known, the origin in units of the exponential."""
-    # One rounding: scores far from 0 keep their distances. All of a row's weights share the origin's error.
+    # One rounding: scores far from 0 keep their distances. All of a row's weights share the
+    # origin's error.
     exp2 = exp2_to_bf16 if rounds else _exp2
     parts = [exp2(b, _fma(b, score, unit, b.fneg(origin))) for score in found]
     for place, part in enumerate(parts):
@@ -241,7 +381,7 @@ def _weigh(b, found, weights, state, origin, unit, rounds):
         else:
             b.store(part, _pointer(b, weights, _FLOATS, VECTOR_BYTES * place), align=4)
     while len(parts) > 1:
-        parts = [b.fadd(*parts[i:i + 2]) for i in range(0, len(parts), 2)]
+        parts = [b.fadd(*parts[i : i + 2]) for i in range(0, len(parts), 2)]
     sums = _pointer(b, state, _FLOATS, 0)
     b.store(b.fadd(b.load(sums, align=4), parts[0]), sums, align=4)
 
@@ -257,20 +397,23 @@ def _side_by_side(b, vectors):
     """A vector that has lane i of the i-th."""
     joined = vectors[0]
     for place, vector in enumerate(vectors[1:], start=1):
-        joined = b.shuffle_vector(joined, vector, _places(lane + LANES * (lane == place) for lane in range(LANES)))
+        joined = b.shuffle_vector(
+            joined, vector, _places(lane + LANES * (lane == place) for lane in range(LANES))
+        )
     return joined
 
 
 def _seen(b, scores, num_seen, first):
-    """Minus infinity in place of the scores from `num_seen` on, the first of which is number `first`."""
+    """Minus infinity in place of the scores from `num_seen` on, the first of which is number
+    `first`."""
     count = in_all_lanes(b, b.trunc(b.sub(num_seen, _I64(first)), _I32))
     hidden = b.icmp_signed(">=", ir.Constant(_INTEGERS, list(range(LANES))), count)
     return b.select(hidden, constant(float("-inf")), scores)
 
 
 def _highest(b, rows, others):
-    """Of each row the highest of all lanes of its vectors and its other one, in all lanes. What is NaN shows in the
-    weights."""
+    """Of each row the highest of all lanes of its vectors and its other one, in all lanes. What is
+    NaN shows in the weights."""
     for vectors in zip(*rows, strict=True):
         others = [_larger(b, vector, other) for vector, other in zip(vectors, others, strict=True)]
     for distance in (8, 4, 2, 1):
@@ -290,16 +433,30 @@ def _exp2(b, x):
 
 
 def exp2_to_bf16(b, x):
-    """2^x for what is rounded to bf16: with half of the instructions where the CPU has the two for it (AVX512-DQ). They
-    let small results fade out where others become 0, of which nothing is left in a sum that has a 1."""
+    """2^x for what is rounded to bf16: with half of the instructions where the CPU has the two for
+    it (AVX512-DQ). They let small results fade out where others become 0, of which nothing is left
+    in a sum that has a 1."""
     if "+avx512dq" not in cpu_features():
         whole = _call(b, "llvm.floor.v16f32", x)
         value = _one_and_more(b, b.fsub(x, whole), _EXP2_TO_BF16)
         return _times_power(b, value, b.fptosi(whole, _INTEGERS), x)
-    nothing, all_lanes, as_set = ir.Constant(_FLOATS, None), ir.Constant(ir.IntType(16), -1), _I32(4)
-    rest = _call(b, "llvm.x86.avx512.mask.reduce.ps.512", x, _I32(0b1001), nothing, all_lanes, as_set)  # x - floor(x)
-    return _call(b, "llvm.x86.avx512.mask.scalef.ps.512", _one_and_more(b, rest, _EXP2_TO_BF16), x, nothing, all_lanes,
-                 as_set)
+    nothing, all_lanes, as_set = (
+        ir.Constant(_FLOATS, None),
+        ir.Constant(ir.IntType(16), -1),
+        _I32(4),
+    )
+    rest = _call(
+        b, "llvm.x86.avx512.mask.reduce.ps.512", x, _I32(0b1001), nothing, all_lanes, as_set
+    )  # x - floor(x)
+    return _call(
+        b,
+        "llvm.x86.avx512.mask.scalef.ps.512",
+        _one_and_more(b, rest, _EXP2_TO_BF16),
+        x,
+        nothing,
+        all_lanes,
+        as_set,
+    )
 
 
 def _one_and_more(b, x, coefficients):
@@ -322,15 +479,22 @@ def _call(b, name, *arguments):
 
 
 def to_bf16(b, x):
-    """The bits of x, 0 or far from subnormal, rounded to the nearest bf16, of two to the even one. NaN stays NaN."""
+    """The bits of x, 0 or far from subnormal, rounded to the nearest bf16, of two to the even one.
+    NaN stays NaN."""
     if has_pair_products():
         kind = ir.FunctionType(ir.VectorType(BFLOAT, LANES), [_FLOATS])
-        round_ = cgutils.get_or_insert_function(b.module, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512")
+        round_ = cgutils.get_or_insert_function(
+            b.module, kind, "llvm.x86.avx512bf16.cvtneps2bf16.512"
+        )
         return b.bitcast(b.call(round_, [x]), ir.VectorType(_I16, LANES))
     bits = b.bitcast(x, _INTEGERS)
-    odd = b.and_(b.lshr(bits, ir.Constant(_INTEGERS, [16] * LANES)), ir.Constant(_INTEGERS, [1] * LANES))
+    odd = b.and_(
+        b.lshr(bits, ir.Constant(_INTEGERS, [16] * LANES)), ir.Constant(_INTEGERS, [1] * LANES)
+    )
     nearest = b.add(b.add(bits, ir.Constant(_INTEGERS, [0x7FFF] * LANES)), odd)
-    kept = b.select(b.fcmp_unordered("uno", x, x), ir.Constant(_INTEGERS, [0x7FC00000] * LANES), nearest)
+    kept = b.select(
+        b.fcmp_unordered("uno", x, x), ir.Constant(_INTEGERS, [0x7FC00000] * LANES), nearest
+    )
     return b.trunc(b.lshr(kept, ir.Constant(_INTEGERS, [16] * LANES)), ir.VectorType(_I16, LANES))
 
 

@@ -1,9 +1,9 @@
-"""fp32 products of matrices where they lie: any distance between rows, for operands that are used once and so are not
-worth packing (`dot.py` has those that are).
+"""fp32 products of matrices where they lie: any distance between rows, for operands that are used
+once and so are not worth packing (`dot.py` has those that are).
 
-Every output element is one sum, to which terms 0, 1, ... K-1 are added by fused multiply-add one after the other. So
-its bits are the same in any tile, for any number of rows and columns. Kernels that contain this are compiled with
-STRICT numbers (`compiled.py`), or LLVM may regroup the sums.
+Every output element is one sum, to which terms 0, 1, ... K-1 are added by fused multiply-add one
+after the other. So its bits are the same in any tile, for any number of rows and columns. Kernels
+that contain this are compiled with STRICT numbers (`compiled.py`), or LLVM may regroup the sums.
 """
 
 from collections.abc import Callable
@@ -46,20 +46,26 @@ class Lines:
             return value
         nothing = ir.Constant(self.kind, ir.Undefined)
         places = ir.Constant(ir.VectorType(_I32, self.lanes), [0] * self.lanes)
-        return self._b.shuffle_vector(self._b.insert_element(nothing, value, _I32(0)), nothing, places)
+        return self._b.shuffle_vector(
+            self._b.insert_element(nothing, value, _I32(0)), nothing, places
+        )
 
     def fma(self, a, b, c):
         name = f"llvm.fma.v{self.lanes}f32" if self.lanes > 1 else "llvm.fma.f32"
-        called = cgutils.get_or_insert_function(self._b.module, ir.FunctionType(self.kind, [self.kind] * 3), name)
+        called = cgutils.get_or_insert_function(
+            self._b.module, ir.FunctionType(self.kind, [self.kind] * 3), name
+        )
         return self._b.call(called, [a, b, c])
 
     def _pointer(self, address, group: int):
-        return self._b.inttoptr(self._b.add(address, _I64(4 * self.lanes * group)), self.kind.as_pointer())
+        return self._b.inttoptr(
+            self._b.add(address, _I64(4 * self.lanes * group)), self.kind.as_pointer()
+        )
 
 
 def counted(builder, count, first, step):
-    """A loop of `count` rounds over values that go through it: `step(index, values)` returns them after one more round.
-    Returns them after the last; `first` where there is none."""
+    """A loop of `count` rounds over values that go through it: `step(index, values)` returns them
+    after one more round. Returns them after the last; `first` where there is none."""
     b, entry = builder, builder.block
     loop, done = b.append_basic_block("round"), b.append_basic_block("done")
     b.cbranch(b.icmp_signed(">", count, _I64(0)), loop, done)
@@ -85,12 +91,20 @@ def counted(builder, count, first, step):
 
 
 class Routine:
-    """A function f(int64, ...) -> None whose body `write(builder, *arguments)` stands once in every kernel that calls
-    it. It is the kernel's own: no other library's code can take its place. `apart`: it stays a function where a single
-    call would be replaced by its body; among much other code LLVM finds fewer values a register."""
+    """A function f(int64, ...) -> None whose body `write(builder, *arguments)` stands once in every
+    kernel that calls it. It is the kernel's own: no other library's code can take its place.
+    `apart`: it stays a function where a single call would be replaced by its body; among much other
+    code LLVM finds fewer values a register."""
 
-    def __init__(self, name: str, num_arguments: int, write: Callable[..., None], *, apart: bool = False) -> None:
-        self._name, self._num_arguments, self._write, self._apart = name, num_arguments, write, apart
+    def __init__(
+        self, name: str, num_arguments: int, write: Callable[..., None], *, apart: bool = False
+    ) -> None:
+        self._name, self._num_arguments, self._write, self._apart = (
+            name,
+            num_arguments,
+            write,
+            apart,
+        )
 
     def call(self, builder, *arguments) -> None:
         """Write a call where the builder stands."""
@@ -117,7 +131,8 @@ class Routine:
 
 
 def _tile(rows: int, groups: int, lanes: int) -> Routine:
-    """f(a, a_row, a_step, b, b_step, c, c_row, count): c [rows, groups * lanes] += a [rows, count] b [count, ...]."""
+    """f(a, a_row, a_step, b, b_step, c, c_row, count): c [rows, groups * lanes] += a [rows, count]
+    b [count, ...]."""
 
     def write(builder, a, a_row, a_step, b, b_step, c, c_row, count) -> None:
         lines = Lines(builder, lanes)
@@ -125,10 +140,18 @@ def _tile(rows: int, groups: int, lanes: int) -> Routine:
         outs = [builder.add(c, builder.mul(c_row, _I64(m))) for m in range(rows)]
 
         def step(k, sums):
-            line, term = builder.add(b, builder.mul(b_step, k)), builder.add(a, builder.mul(a_step, k))
+            line, term = (
+                builder.add(b, builder.mul(b_step, k)),
+                builder.add(a, builder.mul(a_step, k)),
+            )
             columns = [lines.load(line, n) for n in range(groups)]
-            factors = [lines.number(builder.add(term, builder.mul(a_row, _I64(m)))) for m in range(rows)]
-            return [lines.fma(factors[m], columns[n], total) for (m, n), total in zip(places, sums, strict=True)]
+            factors = [
+                lines.number(builder.add(term, builder.mul(a_row, _I64(m)))) for m in range(rows)
+            ]
+            return [
+                lines.fma(factors[m], columns[n], total)
+                for (m, n), total in zip(places, sums, strict=True)
+            ]
 
         sums = counted(builder, count, [lines.load(outs[m], n) for m, n in places], step)
         for (m, n), total in zip(places, sums, strict=True):
@@ -138,12 +161,16 @@ def _tile(rows: int, groups: int, lanes: int) -> Routine:
 
 
 # Tiles by width: of a few rows, of one; together the sums of the first fill the registers.
-_TILES = ((4 * LANES, 4, _tile(4, 4, LANES), _tile(1, 4, LANES)), (LANES, 8, _tile(8, 1, LANES), _tile(1, 1, LANES)),
-          (1, 1, _tile(1, 1, 1), _tile(1, 1, 1)))
+_TILES = (
+    (4 * LANES, 4, _tile(4, 4, LANES), _tile(1, 4, LANES)),
+    (LANES, 8, _tile(8, 1, LANES), _tile(1, 1, LANES)),
+    (1, 1, _tile(1, 1, 1), _tile(1, 1, 1)),
+)
 
 
 def stride_by(builder, start, end, size: int, write):
-    """`write(index)` for start, start + size, ... as long as a whole step fits before `end`. Returns where it ended."""
+    """`write(index)` for start, start + size, ... as long as a whole step fits before `end`.
+    Returns where it ended."""
     b, entry = builder, builder.block
     head, body, done = (b.append_basic_block(name) for name in ("head", "body", "done"))
     b.branch(head)
@@ -169,7 +196,10 @@ def _write_product(builder, a, a_row, a_step, b, b_step, c, c_row, num_rows, wid
             b_at, c_at = builder.add(b, offset), builder.add(c, offset)
 
             def call(routine, row):
-                a_from, c_to = (builder.add(at, builder.mul(row, size)) for at, size in ((a, a_row), (c_at, c_row)))
+                a_from, c_to = (
+                    builder.add(at, builder.mul(row, size))
+                    for at, size in ((a, a_row), (c_at, c_row))
+                )
                 routine.call(builder, a_from, a_row, a_step, b_at, b_step, c_to, c_row, count)
 
             row = stride_by(builder, _I64(0), num_rows, tile_rows, lambda row: call(tile, row))
@@ -187,13 +217,34 @@ def _write_lower_product(builder, a, a_row, b, b_step, c, c_row, num_rows, width
 
     def line(row, first):
         """The terms of a row from `first` on."""
-        PRODUCT.call(builder, builder.add(at(a, row, a_row), builder.mul(first, _I64(4))), a_row, _I64(4),
-                     at(b, first, b_step), b_step, at(c, row, c_row), c_row, _I64(1), width,
-                     builder.add(builder.sub(row, first), ahead))
+        PRODUCT.call(
+            builder,
+            builder.add(at(a, row, a_row), builder.mul(first, _I64(4))),
+            a_row,
+            _I64(4),
+            at(b, first, b_step),
+            b_step,
+            at(c, row, c_row),
+            c_row,
+            _I64(1),
+            width,
+            builder.add(builder.sub(row, first), ahead),
+        )
 
     def rows(first):
-        PRODUCT.call(builder, at(a, first, a_row), a_row, _I64(4), b, b_step, at(c, first, c_row), c_row, _I64(4),
-                     width, first)
+        PRODUCT.call(
+            builder,
+            at(a, first, a_row),
+            a_row,
+            _I64(4),
+            b,
+            b_step,
+            at(c, first, c_row),
+            c_row,
+            _I64(4),
+            width,
+            first,
+        )
         for offset in range(4):
             line(builder.add(first, _I64(offset)), first)
 
@@ -208,16 +259,16 @@ LOWER_PRODUCT = Routine("add_lower_product", 9, _write_lower_product)
 def add_product(typing, a, a_row, a_step, b, b_step, c, c_row, num_rows, width, count):
     """c [num_rows, width] += a [num_rows, count] times b [count, width], fp32; none overlaps c.
 
-    a, b, c: addresses. Rows of a lie `a_row` bytes apart and the terms of one `a_step`; rows of b `b_step`, rows of c
-    `c_row`; columns of b and c lie side by side.
+    a, b, c: addresses. Rows of a lie `a_row` bytes apart and the terms of one `a_step`; rows of b
+    `b_step`, rows of c `c_row`; columns of b and c lie side by side.
     """
     return PRODUCT.typed()
 
 
 @intrinsic
 def add_lower_product(typing, a, a_row, b, b_step, c, c_row, num_rows, width, ahead):
-    """c [num_rows, width] += a times b where a is lower triangular: row i has the terms 0 .. i-1+ahead. The rows of b
-    may be those of c if `ahead` is 0: a row is final when it is used."""
+    """c [num_rows, width] += a times b where a is lower triangular: row i has the terms 0 ..
+    i-1+ahead. The rows of b may be those of c if `ahead` is 0: a row is final when it is used."""
     return LOWER_PRODUCT.typed()
 
 
@@ -243,7 +294,9 @@ def shorts(typing, address):
 def size_of(typing, stored):
     """Bytes of a number of that type."""
     size = stored.dtype.bitwidth // 8
-    return types.int64(stored), lambda context, builder, signature, arguments: context.get_constant(types.int64, size)
+    return types.int64(stored), lambda context, builder, signature, arguments: context.get_constant(
+        types.int64, size
+    )
 
 
 @njit(**STRICT_PART)

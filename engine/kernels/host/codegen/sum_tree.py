@@ -1,8 +1,8 @@
-"""The tree in which a product adds its eight sums, ((0+1)+(2+3))+((4+5)+(6+7)), while they are computed: what is kept
-of them stays in a core's nearest cache.
+"""The tree in which a product adds its eight sums, ((0+1)+(2+3))+((4+5)+(6+7)), while they are
+computed: what is kept of them stays in a core's nearest cache.
 
-It goes as a binary counter does. Behind segment s as many earlier sums are added as s ends in ones, the latest first;
-the result takes the place of the earliest of them, one of three places.
+It goes as a binary counter does. Behind segment s as many earlier sums are added as s ends in ones,
+the latest first; the result takes the place of the earliest of them, one of three places.
 """
 
 from llvmlite import ir
@@ -18,7 +18,8 @@ _UNROLLED = 4
 
 @njit(**STRICT_PART)
 def earlier_sums(segment):
-    """How many earlier sums are added behind this segment, and the number of the place where the result is kept."""
+    """How many earlier sums are added behind this segment, and the number of the place where the
+    result is kept."""
     count = 0
     while segment >> count & 1:
         count += 1
@@ -27,8 +28,8 @@ def earlier_sums(segment):
 
 @njit(**STRICT_PART)
 def join(num_earlier, out, second, third, sums, count):
-    """out = out + (second + (third + sums)), of which `num_earlier` are added, 1 to 3: the first ones. Each but the
-    counts: the address of `count` * 16 fp32."""
+    """out = out + (second + (third + sums)), of which `num_earlier` are added, 1 to 3: the first
+    ones. Each but the counts: the address of `count` * 16 fp32."""
     if num_earlier == 1:
         _add_two(out, out, sums, count)
     elif num_earlier == 2:
@@ -46,15 +47,23 @@ def _added(num_sums: int):
 
         def write(index, number: int) -> None:
             for place in range(number):
-                at = builder.mul(builder.add(index, ir.Constant(index.type, place)),
-                                 ir.Constant(index.type, BLOCK_STEP_BYTES))
+                at = builder.mul(
+                    builder.add(index, ir.Constant(index.type, place)),
+                    ir.Constant(index.type, BLOCK_STEP_BYTES),
+                )
                 values = [lines.load(builder.add(address, at)) for address in sums]
                 value = values.pop()
                 while values:
                     value = builder.fadd(values.pop(), value)
                 lines.store(value, builder.add(out, at))
 
-        rest = stride_by(builder, ir.Constant(count.type, 0), count, _UNROLLED, lambda index: write(index, _UNROLLED))
+        rest = stride_by(
+            builder,
+            ir.Constant(count.type, 0),
+            count,
+            _UNROLLED,
+            lambda index: write(index, _UNROLLED),
+        )
         stride_by(builder, rest, count, 1, lambda index: write(index, 1))
         return context.get_dummy_value()
 

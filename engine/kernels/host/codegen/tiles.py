@@ -1,7 +1,8 @@
 """Products of bf16 and of bytes by the CPU's matrix tiles (AMX: Sapphire Rapids and later).
 
-A tile is 16 rows of 64 bytes. Rows of x that lie a power of two apart share few sets of the nearest cache, and each is
-read again for every few columns; so many rows lie an odd number of lines apart (`rows.rows_apart`).
+A tile is 16 rows of 64 bytes. Rows of x that lie a power of two apart share few sets of the nearest
+cache, and each is read again for every few columns; so many rows lie an odd number of lines apart
+(`rows.rows_apart`).
 """
 
 from functools import cache
@@ -24,20 +25,37 @@ from engine.kernels.host.codegen.dot import BLOCK_STEP_BYTES, Form, write_rows
 
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
 _POINTER = _I8.as_pointer()
-_FEW_ROWS = 8  # of bytes, whose sums are the same: tiles begin and end slowly, and a segment of bytes is soon over
+# of bytes, whose sums are the same: tiles begin and end slowly, and a segment of bytes is soon over
+_FEW_ROWS = 8
 _FORMS = {types.uint16: Form.BF16, types.float32: Form.FP32, types.int8: Form.BYTES}
 
 
 @cache
 def rows_times_blocks(max_rows: int, blocks: int):
-    """f(stored, rows, x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps, ahead, ahead_step, num_earlier, second,
-    third): `dot.write_rows`, or the same by tiles for bf16 and bytes where the CPU has them (`is_tiled`). There `rows`
-    are those that tiles were made for last, `blocks` are 1, 2 or 4, `steps` is a multiple of STEPS, no earlier sums are
-    added, and nothing is fetched where `ahead` is 0."""
+    """f(stored, rows, x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps, ahead, ahead_step,
+    num_earlier, second, third): `dot.write_rows`, or the same by tiles for bf16 and bytes where the
+    CPU has them (`is_tiled`). There `rows` are those that tiles were made for last, `blocks` are 1,
+    2 or 4, `steps` is a multiple of STEPS, no earlier sums are added, and nothing is fetched where
+    `ahead` is 0."""
 
     @intrinsic
-    def multiply(typing, stored, rows, x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps, ahead, ahead_step,
-                 num_earlier, second, third):
+    def multiply(
+        typing,
+        stored,
+        rows,
+        x,
+        x_row_bytes,
+        w,
+        w_block_bytes,
+        y,
+        y_row_bytes,
+        steps,
+        ahead,
+        ahead_step,
+        num_earlier,
+        second,
+        third,
+    ):
         def generate(context, builder, signature, arguments):
             form, by_rows = _FORMS[stored.dtype], arguments[1:]
             if not _is_tiled(stored):
@@ -51,7 +69,9 @@ def rows_times_blocks(max_rows: int, blocks: int):
                         whole = min(max_rows, _FEW_ROWS)
                         write_rows(builder, by_rows, whole, blocks, form)
                         if whole < _FEW_ROWS:
-                            _write_halves(builder, by_rows, range(whole + 1, _FEW_ROWS + 1), blocks, form)
+                            _write_halves(
+                                builder, by_rows, range(whole + 1, _FEW_ROWS + 1), blocks, form
+                            )
                     with otherwise:
                         _write_tiles(builder, blocks, "tdpbsud", *arguments[1:10])
             return context.get_dummy_value()
@@ -66,14 +86,17 @@ def joins_sums(typing, stored):
     """Whether `rows_times_blocks` adds the earlier sums."""
 
     def generate(context, builder, signature, arguments):
-        return ir.Constant(ir.IntType(1), not _is_tiled(stored) and _FORMS[stored.dtype] is not Form.BYTES)
+        return ir.Constant(
+            ir.IntType(1), not _is_tiled(stored) and _FORMS[stored.dtype] is not Form.BYTES
+        )
 
     return types.boolean(stored), generate
 
 
 @njit(**STRICT_PART)
 def make_tiles(stored, rows, layout):
-    """Tiles for that many rows, 1 to MAX_ROWS. layout: the address of LAYOUT_BYTES, as `amx.lay_out_tiles` wants it."""
+    """Tiles for that many rows, 1 to MAX_ROWS. layout: the address of LAYOUT_BYTES, as
+    `amx.lay_out_tiles` wants it."""
     lay_out_tiles(layout, min(rows, TILE_ROWS), rows - TILE_ROWS if rows > TILE_ROWS else rows)
     _take_layout(stored, layout)
 
@@ -114,25 +137,43 @@ def _write_halves(b, arguments, rows, blocks, form) -> None:
     count, x, x_row, w, w_block, y, y_row, steps, *others = arguments
     for first in range(0, blocks, 2):
         at_w, at_y = b.add(w, b.mul(w_block, _I64(first))), b.add(y, _I64(first * BLOCK_STEP_BYTES))
-        write_rows(b, [count, x, x_row, at_w, w_block, at_y, y_row, steps, *others], rows[-1], min(2, blocks), form,
-                   first_rows=rows[0])
+        write_rows(
+            b,
+            [count, x, x_row, at_w, w_block, at_y, y_row, steps, *others],
+            rows[-1],
+            min(2, blocks),
+            form,
+            first_rows=rows[0],
+        )
 
 
 def _write_tiles(b, blocks, product, rows, x, x_row, w, w_block, y, y_row, steps, ahead) -> None:
-    """One tile of rows times all blocks at once, or two times two blocks. Where few rows are all, weights come from
-    memory: those that lie `ahead` bytes behind the ones that are multiplied are fetched."""
-    one, two, few, many, end = (b.append_basic_block(name) for name in ("one", "two", "few", "many", "end"))
+    """One tile of rows times all blocks at once, or two times two blocks. Where few rows are all,
+    weights come from memory: those that lie `ahead` bytes behind the ones that are multiplied are
+    fetched."""
+    one, two, few, many, end = (
+        b.append_basic_block(name) for name in ("one", "two", "few", "many", "end")
+    )
     b.cbranch(b.icmp_signed("<=", rows, _I64(TILE_ROWS)), one, two)
     for start, row_tiles, width in ((one, 1, blocks), (few, 2, 2), (many, 2, 2)):
         b.position_at_end(start)
         for first in range(0, blocks, width):
-            at_w, at_y = b.add(w, b.mul(w_block, _I64(first))), b.add(y, _I64(first * BLOCK_STEP_BYTES))
+            at_w, at_y = (
+                b.add(w, b.mul(w_block, _I64(first))),
+                b.add(y, _I64(first * BLOCK_STEP_BYTES)),
+            )
             count, later = min(width, blocks), b.add(at_w, ahead)
-            fetches = [(b.add(later, b.mul(w_block, _I64(block))), TILE_ROWS) for block in range(count)]
+            fetches = [
+                (b.add(later, b.mul(w_block, _I64(block))), TILE_ROWS) for block in range(count)
+            ]
             TileLoop(b, x, x_row, at_w, w_block, at_y, y_row, steps).write(
-                row_tiles, count, product=product, fetches=() if start is many else fetches,
+                row_tiles,
+                count,
+                product=product,
+                fetches=() if start is many else fetches,
                 # Of two tiles of rows the sums fill the nearest cache.
-                locality=3 if row_tiles == 1 else 2)
+                locality=3 if row_tiles == 1 else 2,
+            )
         b.branch(end)
     b.position_at_end(two)
     b.cbranch(b.icmp_signed("==", ahead, _I64(0)), many, few)

@@ -1,17 +1,19 @@
-"""Products in eight bits: rows of weights, and of x when it comes, are codes of a byte, with a scale for each segment.
+"""Products in eight bits: rows of weights, and of x when it comes, are codes of a byte, with a
+scale for each segment.
 
-A segment (`packing.Segments`; eighths, as ranks divide sums) of a row has the scale s = highest / 127, highest being
-the largest of its magnitudes, and a value's code is the nearest integer to value * (127 / highest), of two the even
-one; of a segment whose highest is below 2^-100 all codes are 0. What is not a number, or not finite, makes the scale
-NaN. A row of weights that was read from codes of a byte or less, times one scale, keeps both: s is that scale and a
-code the nearest integer to value / s, which is the one that was read, since bf16 moves 128 s by a quarter of s at most.
-A segment's part of an output is
+A segment (`packing.Segments`; eighths, as ranks divide sums) of a row has the scale s = highest /
+127, highest being the largest of its magnitudes, and a value's code is the nearest integer to value
+* (127 / highest), of two the even one; of a segment whose highest is below 2^-100 all codes are 0.
+  What is not a number, or not finite, makes the scale
+NaN. A row of weights that was read from codes of a byte or less, times one scale, keeps both: s is
+that scale and a code the nearest integer to value / s, which is the one that was read, since bf16
+moves 128 s by a quarter of s at most. A segment's part of an output is
 
     ((sum over k of x_code * w_code) * s_w) * s_x,
 
-of whole numbers, so exact, and then two roundings in fp32: the same bits from every instruction that multiplies bytes.
-Such instructions take one factor without a sign: weights are kept as code + 128, and from a sum is taken 128 times the
-sum of x's codes, its offset.
+of whole numbers, so exact, and then two roundings in fp32: the same bits from every instruction
+that multiplies bytes. Such instructions take one factor without a sign: weights are kept as code +
+128, and from a sum is taken 128 times the sum of x's codes, its offset.
 """
 
 from functools import cache
@@ -47,18 +49,32 @@ from engine.kernels.host.linear.packing import SEGMENTS, Segments, pack
 
 SCALE_BYTES = 4 * SEGMENTS  # of a row
 _HIGHEST_CODE = np.float32(127.0)
-_LEAST_BITS, _NO_NUMBER_BITS = 27 << 23, 255 << 23  # of 2^-100; of infinity, above which are the NaNs
+_LEAST_BITS, _NO_NUMBER_BITS = (
+    27 << 23,
+    255 << 23,
+)  # of 2^-100; of infinity, above which are the NaNs
 _SIGN_BIT = 0x80  # of a code: with it changed it is code + 128
 _MAGNITUDE = np.uint32(0x7FFFFFFF)
 _ROUNDER, _ROUNDER_BITS = np.float32(12582912.0), np.int32(0x4B400000)  # see `functions.py`
 _ROWS_AT_ONCE = 256  # of a weight: what lies beside its final form is small
 
-_ARGUMENTS = record("num_terms", "num_segments", "own_terms", "filled_terms", "x", "x_row_bytes", "row_scales", "codes",
-                    "scales", "offsets")
+_ARGUMENTS = record(
+    "num_terms",
+    "num_segments",
+    "own_terms",
+    "filled_terms",
+    "x",
+    "x_row_bytes",
+    "row_scales",
+    "codes",
+    "scales",
+    "offsets",
+)
 
 
 class CodedRows(NamedTuple):
-    """codes: [M, segments * filled terms of one] int8; scales: [M, segments] fp32; offsets: [M, segments] int32."""
+    """codes: [M, segments * filled terms of one] int8; scales: [M, segments] fp32; offsets: [M,
+    segments] int32."""
 
     codes: Tensor
     scales: Tensor
@@ -66,34 +82,56 @@ class CodedRows(NamedTuple):
 
 
 class CodedBlocks(NamedTuple):
-    """blocks: as `packing.pack` has them, of code + 128; scales: [ceil(N/16), segments, 16] fp32."""
+    """blocks: as `packing.pack` has them, of code + 128; scales: [ceil(N/16), segments, 16]
+    fp32."""
 
     blocks: Tensor
     scales: Tensor
 
 
 def coded(x: Tensor, segments: Segments, team: Team, row_scales: Tensor | None = None) -> CodedRows:
-    """x: [M, K] bf16 or fp32, with K the segments' terms. row_scales: [M] fp32, of rows that keep theirs; 0 of others.
-    """
+    """x: [M, K] bf16 or fp32, with K the segments' terms. row_scales: [M] fp32, of rows that keep
+    theirs; 0 of others."""
     x = x if x.stride(1) == 1 else x.contiguous()
     num_rows, filled = len(x), segments.steps * segments.step_terms
-    rows = CodedRows(torch.empty(num_rows, segments.count * filled, dtype=torch.int8),
-                     torch.empty(num_rows, segments.count), torch.empty(num_rows, segments.count, dtype=torch.int32))
-    launch_integers(compiled_for(x.dtype), num_rows, (
-        segments.num_terms, segments.count, segments.own_terms, filled, x.data_ptr(), x.stride(0) * x.itemsize,
-        0 if row_scales is None else row_scales.data_ptr(), *(part.data_ptr() for part in rows)), team)
+    rows = CodedRows(
+        torch.empty(num_rows, segments.count * filled, dtype=torch.int8),
+        torch.empty(num_rows, segments.count),
+        torch.empty(num_rows, segments.count, dtype=torch.int32),
+    )
+    launch_integers(
+        compiled_for(x.dtype),
+        num_rows,
+        (
+            segments.num_terms,
+            segments.count,
+            segments.own_terms,
+            filled,
+            x.data_ptr(),
+            x.stride(0) * x.itemsize,
+            0 if row_scales is None else row_scales.data_ptr(),
+            *(part.data_ptr() for part in rows),
+        ),
+        team,
+    )
     return rows
 
 
-def coded_blocks(weight: Tensor, segments: Segments, team: Team, row_scales: Tensor | None = None) -> CodedBlocks:
+def coded_blocks(
+    weight: Tensor, segments: Segments, team: Team, row_scales: Tensor | None = None
+) -> CodedBlocks:
     """weight: [N, K] bf16 or fp32, with K the segments' terms. row_scales: [N], see `coded`."""
     num_blocks, num_steps = -(-len(weight) // LANES), segments.count * segments.steps
-    packed = CodedBlocks(torch.empty(1, num_blocks, num_steps, LANES), torch.empty(num_blocks, segments.count, LANES))
+    packed = CodedBlocks(
+        torch.empty(1, num_blocks, num_steps, LANES), torch.empty(num_blocks, segments.count, LANES)
+    )
     # Four codes are moved as one number of 32 bits.
     words = Segments(num_steps, torch.float32, 1, segments.count, segment_terms=segments.steps)
     for first in range(0, len(weight), _ROWS_AT_ONCE):
         rows = slice(first, first + _ROWS_AT_ONCE)
-        codes, scales, _ = coded(weight[rows], segments, team, None if row_scales is None else row_scales[rows])
+        codes, scales, _ = coded(
+            weight[rows], segments, team, None if row_scales is None else row_scales[rows]
+        )
         codes.view(torch.uint8).bitwise_xor_(_SIGN_BIT)
         blocks = slice(first // LANES, -(-(first + len(codes)) // LANES))
         packed.blocks[:, blocks] = pack(codes.view(torch.float32)[None], words, team)
@@ -109,8 +147,14 @@ def compiled_for(dtype: torch.dtype):
     def work(pointer):
         _take_rows(pointer, stored)
 
-    return compile_kernel(work, _ARGUMENTS, f"eight_bits_{stored.__name__}", __file__, functions.__file__,
-                          numbers=STRICT)
+    return compile_kernel(
+        work,
+        _ARGUMENTS,
+        f"eight_bits_{stored.__name__}",
+        __file__,
+        functions.__file__,
+        numbers=STRICT,
+    )
 
 
 @njit(**STRICT_PART)
@@ -161,8 +205,8 @@ def _scale_and_factor(highest, kept):
 
 
 def restore(terms, a, first_row, rows, segment, scales, num_blocks, sums):
-    """For a product's kernel: a segment's sums of `rows` rows and `num_blocks` blocks become fp32, where its terms are
-    bytes. scales: the address of the first block's."""
+    """For a product's kernel: a segment's sums of `rows` rows and `num_blocks` blocks become fp32,
+    where its terms are bytes. scales: the address of the first block's."""
     raise NotImplementedError("for compiled code only")
 
 
@@ -173,9 +217,12 @@ def _restore(terms, a, first_row, rows, segment, scales, num_blocks, sums):
         x_offsets = carray(pointer_to(a.x_offsets, np.int32), (first_row + rows, a.num_segments))
         for row in range(rows):
             for block in range(num_blocks):
-                _restore_block(sums + (row * a.group_blocks + block) * BLOCK_STEP_BYTES,
-                               x_offsets[first_row + row, segment], x_scales[first_row + row, segment],
-                               scales + (block * a.num_segments + segment) * BLOCK_STEP_BYTES)
+                _restore_block(
+                    sums + (row * a.group_blocks + block) * BLOCK_STEP_BYTES,
+                    x_offsets[first_row + row, segment],
+                    x_scales[first_row + row, segment],
+                    scales + (block * a.num_segments + segment) * BLOCK_STEP_BYTES,
+                )
 
     def of_others(terms, a, first_row, rows, segment, scales, num_blocks, sums):
         pass
@@ -192,10 +239,11 @@ def _restore_block(typing, sums, offset, scale, scales):
         at = b.inttoptr(sums, ir.VectorType(ir.IntType(32), LANES).as_pointer())
         whole = b.sub(b.load(at, align=4), in_all_lanes(b, offset))
         floats = ir.VectorType(ir.FloatType(), LANES)
-        parts = b.fmul(b.sitofp(whole, floats), b.load(b.inttoptr(scales, floats.as_pointer()), align=4))
+        parts = b.fmul(
+            b.sitofp(whole, floats), b.load(b.inttoptr(scales, floats.as_pointer()), align=4)
+        )
         parts = b.fmul(parts, in_all_lanes(b, scale))
         b.store(parts, b.inttoptr(sums, floats.as_pointer()), align=4)
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int32, types.float32, types.int64), generate
-

@@ -1,15 +1,18 @@
-"""Products with packed weights on the host: one kernel for every number of rows, with an order of sums of its own.
+"""Products with packed weights on the host: one kernel for every number of rows, with an order of
+sums of its own.
 
-Every output element is eight sums over eighths of K, added in a binary tree, ((0+1)+(2+3))+((4+5)+(6+7)), in fp32. An
-eighth is ceil(P/8) of the P pairs of terms of K, and what is left of them at the end. Processes that hold 4, 2 or 1 of
-the eighths each keep the order by adding their parts as the tree does. In what order a sum goes through its terms is
-the CPU's class of arithmetic: one after the other (`dot.py`), or for bf16 in 32s where it has tiles (`tiles.py`).
+Every output element is eight sums over eighths of K, added in a binary tree,
+((0+1)+(2+3))+((4+5)+(6+7)), in fp32. An eighth is ceil(P/8) of the P pairs of terms of K, and what
+is left of them at the end. Processes that hold 4, 2 or 1 of the eighths each keep the order by
+adding their parts as the tree does. In what order a sum goes through its terms is the CPU's class
+of arithmetic: one after the other (`dot.py`), or for bf16 in 32s where it has tiles (`tiles.py`).
 
-What follows the product is done before it is rounded, once: bias, silu(gate) * up of two products, a residual.
-An element's bits depend on its row of x and of the residual and on its column of the weights, on nothing else.
+What follows the product is done before it is rounded, once: bias, silu(gate) * up of two products,
+a residual. An element's bits depend on its row of x and of the residual and on its column of the
+weights, on nothing else.
 
-Weights kept in eight bits multiply rows of x of which each eighth has been made codes of eight bits, too; the rest is
-the same (`eight_bits.py`).
+Weights kept in eight bits multiply rows of x of which each eighth has been made codes of eight
+bits, too; the rest is the same (`eight_bits.py`).
 """
 
 from array import array
@@ -42,7 +45,9 @@ from runtime.errors import InternalError
 REVISION = 6  # of sums and roundings: another number, other bits
 
 _GROUP_BLOCKS = 4
-_CHUNK_ROWS = 48  # rows that share a pass over a segment of the weights while that is in the nearest cache
+_CHUNK_ROWS = (
+    48  # rows that share a pass over a segment of the weights while that is in the nearest cache
+)
 _CHUNK_TILE_ROWS = 256  # the same for tiles, whose sums then stay in a core's own cache
 _ITEMS_PER_THREAD = 4
 _STEP_BYTES = 4  # of a row of x
@@ -55,19 +60,31 @@ def arithmetic_class() -> str:
 
 
 class PackedWeight:
-    """`weight` [N, K] or [H, N, K], bf16 or fp32 on the host, is copied into `blocks` (`packing.pack`). `bias`: one
-    value for each of the N or H * N outputs, or None. With a part of the terms of a longer sum, `num_segments` of its
-    eighths (4, 2 or 1), which have `segment_terms` terms each, the result is the subtree over these eighths.
-    `in_bytes`: keep a single matrix as codes of eight bits, with the rows' own scales where `row_scales` [N] has them
-    (0: it has not)."""
+    """`weight` [N, K] or [H, N, K], bf16 or fp32 on the host, is copied into `blocks`
+    (`packing.pack`). `bias`: one value for each of the N or H * N outputs, or None. With a part of
+    the terms of a longer sum, `num_segments` of its eighths (4, 2 or 1), which have `segment_terms`
+    terms each, the result is the subtree over these eighths. `in_bytes`: keep a single matrix as
+    codes of eight bits, with the rows' own scales where `row_scales` [N] has them (0: it has
+    not)."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, team: Team, *, num_segments: int = SEGMENTS,
-                 segment_terms: int | None = None, in_bytes: bool = False, row_scales: Tensor | None = None) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        team: Team,
+        *,
+        num_segments: int = SEGMENTS,
+        segment_terms: int | None = None,
+        in_bytes: bool = False,
+        row_scales: Tensor | None = None,
+    ) -> None:
         matrices = weight if weight.dim() == 3 else weight[None]
         self.shape = tuple(matrices.shape)
         self.dtype = weight.dtype
         multiple = amx.STEPS if is_tiled(np.int8 if in_bytes else STORED_AS[weight.dtype]) else 1
-        self.segments = Segments(matrices.shape[2], weight.dtype, multiple, num_segments, in_bytes, segment_terms)
+        self.segments = Segments(
+            matrices.shape[2], weight.dtype, multiple, num_segments, in_bytes, segment_terms
+        )
         self.scales: Tensor | None = None
         if in_bytes:
             self.blocks, self.scales = coded_blocks(weight, self.segments, team, row_scales)
@@ -77,14 +94,17 @@ class PackedWeight:
         self.addresses = _address(self.blocks), _address(self.bias), _address(self.scales)
         self._tiled, self._team = multiple > 1, team
 
-    def multiply(self, x: Tensor, *, residual: Tensor | None = None, out_dtype: torch.dtype | None = None) -> Tensor:
-        """x W^T + bias + residual. x: [M, K] in the weight's dtype; residual: [M, N] likewise. Returns [M, N] in
-        `out_dtype`: the weight's, unless it is fp32. With H matrices x is [M, H, K], of which matrix h multiplies
-        x[:, h], and residual and result are [M, H * N]."""
+    def multiply(
+        self, x: Tensor, *, residual: Tensor | None = None, out_dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """x W^T + bias + residual. x: [M, K] in the weight's dtype; residual: [M, N] likewise.
+        Returns [M, N] in `out_dtype`: the weight's, unless it is fp32. With H matrices x is [M, H,
+        K], of which matrix h multiplies x[:, h], and residual and result are [M, H * N]."""
         return self._launch(x, None, residual, out_dtype or self.dtype)
 
     def multiply_gated(self, x: Tensor, up: "PackedWeight") -> Tensor:
-        """silu(x W^T + bias) * (x U^T + bias of U), for U of the same shape. Returns [M, N] in the weight's dtype."""
+        """silu(x W^T + bias) * (x U^T + bias of U), for U of the same shape. Returns [M, N] in the
+        weight's dtype."""
         if (up.shape, up.segments) != (self.shape, self.segments):
             raise InternalError(f"gate {self.shape} {self.dtype} beside up {up.shape} {up.dtype}")
         return self._launch(x, up, None, self.dtype)
@@ -100,16 +120,25 @@ class PackedWeight:
         taken = self.blocks[0][indices // LANES, :, indices % LANES]
         return self.segments.restored(taken.flatten(1))
 
-    def _launch(self, x: Tensor, up: "PackedWeight | None", residual: Tensor | None, out_dtype: torch.dtype) -> Tensor:
+    def _launch(
+        self, x: Tensor, up: "PackedWeight | None", residual: Tensor | None, out_dtype: torch.dtype
+    ) -> Tensor:
         count, columns, terms = self.shape
         num_rows, headwise = x.shape[0], x.dim() == 3
-        if x.dtype is not self.dtype or x.shape[1:] != ((terms,) if count == 1 and not headwise else (count, terms)):
-            raise InternalError(f"x {tuple(x.shape)} {x.dtype} for weights {self.shape} {self.dtype}")
+        if x.dtype is not self.dtype or x.shape[1:] != (
+            (terms,) if count == 1 and not headwise else (count, terms)
+        ):
+            raise InternalError(
+                f"x {tuple(x.shape)} {x.dtype} for weights {self.shape} {self.dtype}"
+            )
         if out_dtype not in (self.dtype, torch.float32):
             raise InternalError(f"results in {out_dtype} of weights in {self.dtype}")
         # What is gated goes on to a product.
-        out = torch.empty(num_rows, count * columns, dtype=out_dtype) if up is None else rows_for_product(
-            num_rows, count * columns, out_dtype)
+        out = (
+            torch.empty(num_rows, count * columns, dtype=out_dtype)
+            if up is None
+            else rows_for_product(num_rows, count * columns, out_dtype)
+        )
         if not out.numel():
             return out
         x, codes = _operand(x, self.segments, self._team)
@@ -122,26 +151,59 @@ class PackedWeight:
         num_panels, num_threads = 1 if up is None else 2, torch.get_num_threads()
         if self._tiled and num_rows > amx.MAX_ROWS and not headwise:
             x = apart(x, self._team)
-            work = _share_out_tiles(num_rows, num_blocks, num_panels, x.stride(0) * x.itemsize, num_threads)
+            work = _share_out_tiles(
+                num_rows, num_blocks, num_panels, x.stride(0) * x.itemsize, num_threads
+            )
         else:
             work = _share_out(num_rows, count, num_blocks, num_panels, num_threads, self.segments)
-        launch_integers(compiled_for(self.dtype, in_bytes=self.segments.in_bytes), work.num_items, (
-            *work.fields, num_rows, out.stride(0), columns, num_blocks, count, self.segments.count,
-            self.segments.steps, x.data_ptr(), x.stride(0) * x.itemsize, x.stride(1) * x.itemsize if headwise else 0, 0,
-            self.addresses[0], w_up, self.segments.block_bytes, self.addresses[1], bias_up,
-            residual_at, residual_stride, out.data_ptr(), out.itemsize, self.addresses[2], scales_up,
-            *_scales_of(codes)), self._team, scratch_bytes=work.scratch_bytes)
+        launch_integers(
+            compiled_for(self.dtype, in_bytes=self.segments.in_bytes),
+            work.num_items,
+            (
+                *work.fields,
+                num_rows,
+                out.stride(0),
+                columns,
+                num_blocks,
+                count,
+                self.segments.count,
+                self.segments.steps,
+                x.data_ptr(),
+                x.stride(0) * x.itemsize,
+                x.stride(1) * x.itemsize if headwise else 0,
+                0,
+                self.addresses[0],
+                w_up,
+                self.segments.block_bytes,
+                self.addresses[1],
+                bias_up,
+                residual_at,
+                residual_stride,
+                out.data_ptr(),
+                out.itemsize,
+                self.addresses[2],
+                scales_up,
+                *_scales_of(codes),
+            ),
+            self._team,
+            scratch_bytes=work.scratch_bytes,
+        )
         return out
 
 
 class PackedGroup:
-    """Matrices of one shape without biases, of which each multiplies rows of its own (experts), in one launch."""
+    """Matrices of one shape without biases, of which each multiplies rows of its own (experts), in
+    one launch."""
 
-    def __init__(self, weights: Sequence[PackedWeight], ups: Sequence[PackedWeight], team: Team) -> None:
-        """`ups`: for each of the weights W one U of its shape, for silu(x W^T) * (x U^T); or none."""
+    def __init__(
+        self, weights: Sequence[PackedWeight], ups: Sequence[PackedWeight], team: Team
+    ) -> None:
+        """`ups`: for each of the weights W one U of its shape, for silu(x W^T) * (x U^T); or
+        none."""
         self._first = weights[0]
-        if {(weight.shape, weight.segments) for weight in (*weights, *ups)} != {(self._first.shape,
-                                                                                 self._first.segments)}:
+        if {(weight.shape, weight.segments) for weight in (*weights, *ups)} != {
+            (self._first.shape, self._first.segments)
+        }:
             raise InternalError("the matrices of a group have one shape and type")
         if any(weight.bias is not None for weight in (*weights, *ups)):
             raise InternalError("the matrices of a group have no biases")
@@ -151,35 +213,74 @@ class PackedGroup:
         self._ups = [(up.addresses[0], up.addresses[2]) for up in ups] or [(0, 0)] * len(weights)
 
     def multiply(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """x: [M, K]; counts[i] of its rows, which follow those of i - 1, are the i-th matrix's. Returns [M, N] in the
-        weights' dtype, each row with the bits that its matrix alone would give it."""
+        """x: [M, K]; counts[i] of its rows, which follow those of i - 1, are the i-th matrix's.
+        Returns [M, N] in the weights' dtype, each row with the bits that its matrix alone would
+        give it."""
         first, num_rows = self._first, len(x)
         _, columns, terms = first.shape
         if x.dtype is not first.dtype or x.shape[1] != terms or sum(counts) != num_rows:
-            raise InternalError(f"x {tuple(x.shape)} {x.dtype} for {sum(counts)} rows of weights {first.shape}")
+            raise InternalError(
+                f"x {tuple(x.shape)} {x.dtype} for {sum(counts)} rows of weights {first.shape}"
+            )
         out = torch.empty(num_rows, columns, dtype=first.dtype)
         if not num_rows:
             return out
         table, start = array("q"), 0
-        for (address, scales), (up, scales_up), count in zip(self._addresses, self._ups, counts, strict=True):
+        for (address, scales), (up, scales_up), count in zip(
+            self._addresses, self._ups, counts, strict=True
+        ):
             if count:
                 table.extend((address, up, start, count, scales, scales_up))
                 start += count
         x, codes = _operand(x, first.segments, self._team)
         num_blocks, is_gated = first.blocks.shape[1], self._ups[0][0]
         num_matrices = len(table) // SHARE_FIELDS
-        work = _share_out(max(counts), num_matrices, num_blocks, 2 if is_gated else 1, torch.get_num_threads(),
-                          first.segments)
-        launch_integers(compiled_for(first.dtype, in_bytes=first.segments.in_bytes), work.num_items, (
-            *work.fields, num_rows, columns, columns, num_blocks, num_matrices, first.segments.count,
-            first.segments.steps, x.data_ptr(), x.stride(0) * x.itemsize, 0,
-            table.buffer_info()[0], 0, is_gated, first.segments.block_bytes, 0, 0, 0, 0,
-            out.data_ptr(), out.itemsize, 0, 0, *_scales_of(codes)), self._team, scratch_bytes=work.scratch_bytes)
+        work = _share_out(
+            max(counts),
+            num_matrices,
+            num_blocks,
+            2 if is_gated else 1,
+            torch.get_num_threads(),
+            first.segments,
+        )
+        launch_integers(
+            compiled_for(first.dtype, in_bytes=first.segments.in_bytes),
+            work.num_items,
+            (
+                *work.fields,
+                num_rows,
+                columns,
+                columns,
+                num_blocks,
+                num_matrices,
+                first.segments.count,
+                first.segments.steps,
+                x.data_ptr(),
+                x.stride(0) * x.itemsize,
+                0,
+                table.buffer_info()[0],
+                0,
+                is_gated,
+                first.segments.block_bytes,
+                0,
+                0,
+                0,
+                0,
+                out.data_ptr(),
+                out.itemsize,
+                0,
+                0,
+                *_scales_of(codes),
+            ),
+            self._team,
+            scratch_bytes=work.scratch_bytes,
+        )
         return out
 
 
 def _operand(x: Tensor, segments: Segments, team: Team) -> tuple[Tensor, CodedRows | None]:
-    """x as weights in these segments multiply it; where that is as codes, with what belongs to them."""
+    """x as weights in these segments multiply it; where that is as codes, with what belongs to
+    them."""
     if not segments.in_bytes:
         lies_so = segments.are_whole and x.stride(-1) == 1
         return x if lies_so else arranged(x, segments, team), None
@@ -204,14 +305,26 @@ class _Work(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def _share_out(num_rows: int, num_matrices: int, num_blocks: int, num_panels: int, num_threads: int,
-               segments: Segments) -> _Work:
-    """Items are groups of blocks, for all rows where that gives every thread some, else for shares of them."""
+def _share_out(
+    num_rows: int,
+    num_matrices: int,
+    num_blocks: int,
+    num_panels: int,
+    num_threads: int,
+    segments: Segments,
+) -> _Work:
+    """Items are groups of blocks, for all rows where that gives every thread some, else for shares
+    of them."""
     tile_rows, tile_blocks, chunk_rows, copy_row_bytes = TILE_ROWS, _GROUP_BLOCKS, _CHUNK_ROWS, 0
     if segments.multiple > 1:
         tile_rows = chunk_rows = amx.MAX_ROWS
     elif num_rows <= STREAM_ROWS and streams(segments.dtype):
-        tile_rows, tile_blocks, chunk_rows, copy_row_bytes = STREAM_ROWS, 1, STREAM_ROWS, _copy_row_bytes(segments)
+        tile_rows, tile_blocks, chunk_rows, copy_row_bytes = (
+            STREAM_ROWS,
+            1,
+            STREAM_ROWS,
+            _copy_row_bytes(segments),
+        )
     has_many = num_blocks * num_matrices >= _GROUP_BLOCKS * num_threads
     group = _GROUP_BLOCKS if has_many or num_rows > tile_rows else 1
     num_groups, num_chunks = -(-num_blocks // group), -(-num_rows // chunk_rows)
@@ -219,27 +332,60 @@ def _share_out(num_rows: int, num_matrices: int, num_blocks: int, num_panels: in
     chunk_rows = min(chunk_rows, num_rows) if segments.multiple > 1 else -(-num_rows // num_chunks)
     wanted = 1 if num_threads == 1 else max(1, -(-_ITEMS_PER_THREAD * num_threads // num_items))
     share_chunks = -(-num_chunks // min(wanted, num_chunks))
-    scratch_bytes = _scratch_bytes(tile_rows, chunk_rows, group, num_panels) + chunk_rows * copy_row_bytes
-    return _Work(num_items * -(-num_chunks // share_chunks), scratch_bytes,
-                 (tile_rows, tile_blocks, 1, chunk_rows, copy_row_bytes, share_chunks, group, num_groups, num_threads))
+    scratch_bytes = (
+        _scratch_bytes(tile_rows, chunk_rows, group, num_panels) + chunk_rows * copy_row_bytes
+    )
+    return _Work(
+        num_items * -(-num_chunks // share_chunks),
+        scratch_bytes,
+        (
+            tile_rows,
+            tile_blocks,
+            1,
+            chunk_rows,
+            copy_row_bytes,
+            share_chunks,
+            group,
+            num_groups,
+            num_threads,
+        ),
+    )
 
 
 def _copy_row_bytes(segments: Segments) -> int:
-    """Of rows that are copied: an odd number of lines, so that all rows' numbers of one step fit into a cache."""
-    return (-(-segments.count * segments.steps * _STEP_BYTES // BLOCK_STEP_BYTES) | 1) * BLOCK_STEP_BYTES
+    """Of rows that are copied: an odd number of lines, so that all rows' numbers of one step fit
+    into a cache."""
+    return (
+        -(-segments.count * segments.steps * _STEP_BYTES // BLOCK_STEP_BYTES) | 1
+    ) * BLOCK_STEP_BYTES
 
 
 @lru_cache(maxsize=4096)
-def _share_out_tiles(num_rows: int, num_blocks: int, num_panels: int, row_bytes: int, num_threads: int) -> _Work:
-    """The same for many rows and tiles: a share of x stays in a core's own cache while all groups go by."""
+def _share_out_tiles(
+    num_rows: int, num_blocks: int, num_panels: int, row_bytes: int, num_threads: int
+) -> _Work:
+    """The same for many rows and tiles: a share of x stays in a core's own cache while all groups
+    go by."""
     num_groups, num_chunks = -(-num_blocks // _GROUP_BLOCKS), -(-num_rows // _CHUNK_TILE_ROWS)
-    wanted = max(-(-_ITEMS_PER_THREAD * num_threads // num_groups),
-                 -(-num_rows * row_bytes // _SHARE_BYTES))
+    wanted = max(
+        -(-_ITEMS_PER_THREAD * num_threads // num_groups), -(-num_rows * row_bytes // _SHARE_BYTES)
+    )
     share_chunks = -(-num_chunks // min(wanted, num_chunks))
-    return _Work(num_groups * -(-num_chunks // share_chunks),
-                 _scratch_bytes(amx.MAX_ROWS, _CHUNK_TILE_ROWS, _GROUP_BLOCKS, num_panels),
-                 (amx.MAX_ROWS, _GROUP_BLOCKS, amx.TILE_ROWS, _CHUNK_TILE_ROWS, 0, share_chunks, _GROUP_BLOCKS,
-                  num_groups, num_threads))
+    return _Work(
+        num_groups * -(-num_chunks // share_chunks),
+        _scratch_bytes(amx.MAX_ROWS, _CHUNK_TILE_ROWS, _GROUP_BLOCKS, num_panels),
+        (
+            amx.MAX_ROWS,
+            _GROUP_BLOCKS,
+            amx.TILE_ROWS,
+            _CHUNK_TILE_ROWS,
+            0,
+            share_chunks,
+            _GROUP_BLOCKS,
+            num_groups,
+            num_threads,
+        ),
+    )
 
 
 def _scratch_bytes(tile_rows: int, chunk_rows: int, blocks: int, num_panels: int) -> int:

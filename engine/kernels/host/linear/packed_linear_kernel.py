@@ -1,4 +1,5 @@
-"""The compiled part of a product with packed weights (`product.py` says what it computes and in which order)."""
+"""The compiled part of a product with packed weights (`product.py` says what it computes and in
+which order)."""
 
 from functools import cache
 
@@ -6,7 +7,16 @@ import numpy as np
 import torch
 from numba import carray, njit
 
-from engine.kernels.host.codegen import amx, dot, functions, row_vectors, softmax_blocks, strided_loops, sum_tree, tiles
+from engine.kernels.host.codegen import (
+    amx,
+    dot,
+    functions,
+    row_vectors,
+    softmax_blocks,
+    strided_loops,
+    sum_tree,
+    tiles,
+)
 from engine.kernels.host.codegen.amx import LAYOUT_BYTES, has_tiles
 from engine.kernels.host.codegen.compiled import (
     DONE,
@@ -22,28 +32,70 @@ from engine.kernels.host.codegen.compiled import (
     take_seat,
     wide,
 )
-from engine.kernels.host.codegen.dot import BLOCK_STEP_BYTES, LANES, has_pair_products, has_wide_vectors
+from engine.kernels.host.codegen.dot import (
+    BLOCK_STEP_BYTES,
+    LANES,
+    has_pair_products,
+    has_wide_vectors,
+)
 from engine.kernels.host.codegen.functions import silu
 from engine.kernels.host.codegen.row_vectors import open_row
 from engine.kernels.host.codegen.strided_loops import fetch_for_writing, floats, size_of
 from engine.kernels.host.codegen.sum_tree import earlier_sums, join
-from engine.kernels.host.codegen.tiles import joins_sums, make_tiles, release_tiles, rows_times_blocks
+from engine.kernels.host.codegen.tiles import (
+    joins_sums,
+    make_tiles,
+    release_tiles,
+    rows_times_blocks,
+)
 from engine.kernels.host.linear import int8
 from engine.kernels.host.linear.int8 import restore
 
-# Of a matrix that has rows of its own: its address, the second's, the first row, their number, both matrices' scales.
+# Of a matrix that has rows of its own: its address, the second's, the first row, their number, both
+# matrices' scales.
 SHARE_FIELDS = 6
 TILE_ROWS, _TILE_BLOCKS = (6, 4) if has_wide_vectors() else (4, 1)  # all sums in registers
-# A few rows take one block after the other, so that the weights are one stream: it comes faster than four do.
+# A few rows take one block after the other, so that the weights are one stream: it comes faster
+# than four do.
 STREAM_ROWS = 16 if has_wide_vectors() else TILE_ROWS
 _STEP_BYTES = 4  # of a row of x
 _STREAM_AHEAD_BYTES = 8192  # at least; whole segments
 
-_ARGUMENTS = record("tile_rows", "tile_blocks", "unit_rows", "chunk_rows", "copy_row_bytes", "share_chunks",
-                    "group_blocks", "num_groups", "num_threads", "num_rows", "out_stride", "num_columns", "num_blocks",
-                    "num_matrices", "num_segments", "segment_steps", "x", "x_row_bytes", "x_matrix_bytes",
-                     "shares", "w", "w_up", "w_block_bytes", "bias", "bias_up", "residual",
-                    "residual_stride", "out", "out_itemsize", "scales", "scales_up", "x_scales", "x_offsets")
+_ARGUMENTS = record(
+    "tile_rows",
+    "tile_blocks",
+    "unit_rows",
+    "chunk_rows",
+    "copy_row_bytes",
+    "share_chunks",
+    "group_blocks",
+    "num_groups",
+    "num_threads",
+    "num_rows",
+    "out_stride",
+    "num_columns",
+    "num_blocks",
+    "num_matrices",
+    "num_segments",
+    "segment_steps",
+    "x",
+    "x_row_bytes",
+    "x_matrix_bytes",
+    "shares",
+    "w",
+    "w_up",
+    "w_block_bytes",
+    "bias",
+    "bias_up",
+    "residual",
+    "residual_stride",
+    "out",
+    "out_itemsize",
+    "scales",
+    "scales_up",
+    "x_scales",
+    "x_offsets",
+)
 
 
 def instructions() -> str:
@@ -54,13 +106,15 @@ def instructions() -> str:
 
 
 def streams(dtype: torch.dtype) -> bool:
-    """Whether products of a few rows take one block at a time: not where it widens what is read of x."""
+    """Whether products of a few rows take one block at a time: not where it widens what is read of
+    x."""
     return has_wide_vectors() and (dtype is torch.float32 or has_pair_products())
 
 
 @cache
 def compiled_for(dtype: torch.dtype, *, in_bytes: bool = False):
-    """The kernel for weights and x of this type, or both `in_bytes`. Results are of this type or fp32."""
+    """The kernel for weights and x of this type, or both `in_bytes`. Results are of this type or
+    fp32."""
     stored = STORED_AS[dtype]
     terms = np.int8 if in_bytes else stored
 
@@ -68,8 +122,18 @@ def compiled_for(dtype: torch.dtype, *, in_bytes: bool = False):
         _take_items(pointer, stored, terms)
 
     name = f"product_{instructions()}_{stored.__name__}_{terms.__name__}"
-    parts = (__file__, dot.__file__, amx.__file__, tiles.__file__, sum_tree.__file__, strided_loops.__file__, functions.__file__,
-             int8.__file__, row_vectors.__file__, softmax_blocks.__file__)
+    parts = (
+        __file__,
+        dot.__file__,
+        amx.__file__,
+        tiles.__file__,
+        sum_tree.__file__,
+        strided_loops.__file__,
+        functions.__file__,
+        int8.__file__,
+        row_vectors.__file__,
+        softmax_blocks.__file__,
+    )
     return compile_kernel(work, _ARGUMENTS, name, *parts, numbers=STRICT)
 
 
@@ -82,8 +146,15 @@ def _take_items(pointer, stored, terms):
     a = carray(pointer, 1)[0]
     layout, shaped_rows, copied = take_seat(pointer), 0, -1
     carray(pointer_to(layout, np.uint8), LAYOUT_BYTES)[:] = 0
-    sums_at, all_groups, num_panels = layout + LAYOUT_BYTES, a.num_groups * a.num_matrices, 2 if a.w_up else 1
-    copy_at = sums_at + (a.tile_rows + (2 + num_panels) * a.chunk_rows) * a.group_blocks * BLOCK_STEP_BYTES
+    sums_at, all_groups, num_panels = (
+        layout + LAYOUT_BYTES,
+        a.num_groups * a.num_matrices,
+        2 if a.w_up else 1,
+    )
+    copy_at = (
+        sums_at
+        + (a.tile_rows + (2 + num_panels) * a.chunk_rows) * a.group_blocks * BLOCK_STEP_BYTES
+    )
     while True:
         item = count_up(pointer, NEXT)
         if item >= a.num_items:
@@ -91,7 +162,14 @@ def _take_items(pointer, stored, terms):
             return
         share, group = item // all_groups, item % all_groups
         matrix, block = group // a.num_groups, group % a.num_groups * a.group_blocks
-        weights, ups, start, num_rows, column, x_at = a.w, a.w_up, 0, a.num_rows, matrix * a.num_columns, a.x
+        weights, ups, start, num_rows, column, x_at = (
+            a.w,
+            a.w_up,
+            0,
+            a.num_rows,
+            matrix * a.num_columns,
+            a.x,
+        )
         scales, scales_up = a.scales, a.scales_up
         if a.shares:
             own = carray(pointer_to(a.shares + matrix * SHARE_FIELDS * 8, np.int64), SHARE_FIELDS)
@@ -111,8 +189,14 @@ def _take_items(pointer, stored, terms):
         if a.copy_row_bytes:
             if copied != share * a.num_matrices + matrix:
                 copied = share * a.num_matrices + matrix
-                _copy_rows(x_at, x_row, copy_at, a.copy_row_bytes, end_row - first_row,
-                           a.num_segments * a.segment_steps)
+                _copy_rows(
+                    x_at,
+                    x_row,
+                    copy_at,
+                    a.copy_row_bytes,
+                    end_row - first_row,
+                    a.num_segments * a.segment_steps,
+                )
             x_at, x_row = copy_at, a.copy_row_bytes
         for row in range(first_row, end_row, a.chunk_rows):
             rows, first = min(a.chunk_rows, end_row - row), start + row
@@ -124,9 +208,23 @@ def _take_items(pointer, stored, terms):
             following = a.num_threads * a.group_blocks if row + a.chunk_rows >= end_row else 0
             for panel in range(num_panels):
                 w = (ups if panel else weights) + block * a.w_block_bytes
-                of_columns = (scales_up if panel else scales) + block * a.num_segments * BLOCK_STEP_BYTES
-                _multiply_group(a, x_at + (row - first_row) * x_row, x_row, first, rows, w, of_columns, num_blocks,
-                                following, sums_at, panel, terms)
+                of_columns = (
+                    scales_up if panel else scales
+                ) + block * a.num_segments * BLOCK_STEP_BYTES
+                _multiply_group(
+                    a,
+                    x_at + (row - first_row) * x_row,
+                    x_row,
+                    first,
+                    rows,
+                    w,
+                    of_columns,
+                    num_blocks,
+                    following,
+                    sums_at,
+                    panel,
+                    terms,
+                )
                 if panel == 0:
                     _claim(out, rows, a.out_stride * a.out_itemsize, num_columns * a.out_itemsize)
             _finish(a, sums_at, first, rows, column, num_columns, out, stored)
@@ -134,43 +232,89 @@ def _take_items(pointer, stored, terms):
 
 
 @njit(**STRICT_PART)
-def _multiply_group(a, x, x_row, first_row, rows, w, scales, num_blocks, following, sums_at, panel, terms):
-    """`rows` rows, of which x is the first, times `num_blocks` blocks. `following`: how many blocks behind these begin
-    that this thread multiplies next, as far as it can know."""
+def _multiply_group(
+    a, x, x_row, first_row, rows, w, scales, num_blocks, following, sums_at, panel, terms
+):
+    """`rows` rows, of which x is the first, times `num_blocks` blocks. `following`: how many blocks
+    behind these begin that this thread multiplies next, as far as it can know."""
     for block in range(0, num_blocks, a.tile_blocks):
         end = min(block + a.tile_blocks, num_blocks)
         skipped = (end if end < num_blocks else following) - block - 1
-        _multiply(a, x, x_row, first_row, rows, w + block * a.w_block_bytes, skipped * a.w_block_bytes,
-                  scales + block * a.num_segments * BLOCK_STEP_BYTES, end - block, sums_at + block * BLOCK_STEP_BYTES,
-                  panel, terms)
+        _multiply(
+            a,
+            x,
+            x_row,
+            first_row,
+            rows,
+            w + block * a.w_block_bytes,
+            skipped * a.w_block_bytes,
+            scales + block * a.num_segments * BLOCK_STEP_BYTES,
+            end - block,
+            sums_at + block * BLOCK_STEP_BYTES,
+            panel,
+            terms,
+        )
 
 
 @njit(**STRICT_PART)
-def _multiply(a, x, x_row, first_row, rows, w, skipped_bytes, scales, num_blocks, sums_at, panel, terms):
-    """The same for blocks that one tile takes. A segment of the weights serves all rows, while each tile of them
-    fetches its part of a later segment: memory is as busy in the last of them as in the first. `skipped_bytes`: from
-    the end of the first block to what is multiplied next."""
+def _multiply(
+    a, x, x_row, first_row, rows, w, skipped_bytes, scales, num_blocks, sums_at, panel, terms
+):
+    """The same for blocks that one tile takes. A segment of the weights serves all rows, while each
+    tile of them fetches its part of a later segment: memory is as busy in the last of them as in
+    the first. `skipped_bytes`: from the end of the first block to what is multiplied next."""
     sum_row, segment_bytes = a.group_blocks * BLOCK_STEP_BYTES, a.segment_steps * BLOCK_STEP_BYTES
     own, third = sums_at, sums_at + a.tile_rows * sum_row
     second = third + a.chunk_rows * sum_row
     total = second + (1 + panel) * a.chunk_rows * sum_row
-    num_tiles, units = (rows + a.tile_rows - 1) // a.tile_rows, (rows + a.unit_rows - 1) // a.unit_rows
-    later = 1 if a.tile_blocks > 1 else (_STREAM_AHEAD_BYTES + segment_bytes - 1) // max(segment_bytes, 1)
+    num_tiles, units = (
+        (rows + a.tile_rows - 1) // a.tile_rows,
+        (rows + a.unit_rows - 1) // a.unit_rows,
+    )
+    later = (
+        1
+        if a.tile_blocks > 1
+        else (_STREAM_AHEAD_BYTES + segment_bytes - 1) // max(segment_bytes, 1)
+    )
     for segment in range(a.num_segments):
         num_earlier, place = earlier_sums(segment)
         joined = num_earlier == 0 or joins_sums(terms)
         ahead = later * segment_bytes + (skipped_bytes if segment + later >= a.num_segments else 0)
         first = segment * a.segment_steps
         for tile in range(num_tiles):
-            start, end = units * tile // num_tiles * a.unit_rows, units * (tile + 1) // num_tiles * a.unit_rows
+            start, end = (
+                units * tile // num_tiles * a.unit_rows,
+                units * (tile + 1) // num_tiles * a.unit_rows,
+            )
             at = start * sum_row
             out = (third if place == 2 else (second if place else total)) + at
             following = (third if place else second) + at
             sum_tree = out if joined else own
-            _multiply_tile(a, end - start, x + start * x_row + first * _STEP_BYTES, x_row, w + first * BLOCK_STEP_BYTES,
-                           num_blocks, sum_tree, ahead + segment_bytes * tile // num_tiles if a.unit_rows == 1 else 0,
-                           BLOCK_STEP_BYTES // num_tiles, num_earlier, following, third + at, terms)
-            restore(terms, a, first_row + start, min(end, rows) - start, segment, scales, num_blocks, sum_tree)
+            _multiply_tile(
+                a,
+                end - start,
+                x + start * x_row + first * _STEP_BYTES,
+                x_row,
+                w + first * BLOCK_STEP_BYTES,
+                num_blocks,
+                sum_tree,
+                ahead + segment_bytes * tile // num_tiles if a.unit_rows == 1 else 0,
+                BLOCK_STEP_BYTES // num_tiles,
+                num_earlier,
+                following,
+                third + at,
+                terms,
+            )
+            restore(
+                terms,
+                a,
+                first_row + start,
+                min(end, rows) - start,
+                segment,
+                scales,
+                num_blocks,
+                sum_tree,
+            )
             if not joined:
                 _join(a, end - start, num_blocks, num_earlier, out, following, third + at, sum_tree)
 
@@ -187,18 +331,48 @@ def _join(a, rows, num_blocks, num_earlier, out, second, third, sum_tree):
 
 
 @njit(**STRICT_PART)
-def _multiply_tile(a, rows, x, x_row, w, num_blocks, y, ahead, ahead_step, num_earlier, second, third, terms):
+def _multiply_tile(
+    a, rows, x, x_row, w, num_blocks, y, ahead, ahead_step, num_earlier, second, third, terms
+):
     """One segment's sums of one tile of rows, and where tiles join them the earlier ones."""
     block, y_row = 0, a.group_blocks * BLOCK_STEP_BYTES
     while block + _TILE_BLOCKS <= num_blocks:
         at = block * BLOCK_STEP_BYTES
-        _wide(terms, rows, x, x_row, w + block * a.w_block_bytes, a.w_block_bytes, y + at,
-              y_row, a.segment_steps, ahead, ahead_step, num_earlier, second + at, third + at)
+        _wide(
+            terms,
+            rows,
+            x,
+            x_row,
+            w + block * a.w_block_bytes,
+            a.w_block_bytes,
+            y + at,
+            y_row,
+            a.segment_steps,
+            ahead,
+            ahead_step,
+            num_earlier,
+            second + at,
+            third + at,
+        )
         block += _TILE_BLOCKS
     while block < num_blocks:
         at = block * BLOCK_STEP_BYTES
-        _narrow(terms, rows, x, x_row, w + block * a.w_block_bytes, a.w_block_bytes, y + at,
-                y_row, a.segment_steps, ahead, ahead_step, num_earlier, second + at, third + at)
+        _narrow(
+            terms,
+            rows,
+            x,
+            x_row,
+            w + block * a.w_block_bytes,
+            a.w_block_bytes,
+            y + at,
+            y_row,
+            a.segment_steps,
+            ahead,
+            ahead_step,
+            num_earlier,
+            second + at,
+            third + at,
+        )
         block += 1
 
 
@@ -206,15 +380,18 @@ def _multiply_tile(a, rows, x, x_row, w, num_blocks, y, ahead, ahead_step, num_e
 def _copy_rows(x, x_row, copy, copy_row, num_rows, num_words):
     """Rows that lie a power of two apart would share few sets of the nearest cache."""
     for row in range(num_rows):
-        words, copies = pointer_to(x + row * x_row, np.uint32), pointer_to(copy + row * copy_row, np.uint32)
+        words, copies = (
+            pointer_to(x + row * x_row, np.uint32),
+            pointer_to(copy + row * copy_row, np.uint32),
+        )
         for word in range(num_words):
             copies[word] = words[word]
 
 
 @njit(**STRICT_PART)
 def _claim(out, rows, row_bytes, width):
-    """The lines of the result into the cache while products are computed: the loads behind a store that waits for its
-    line would wait, too."""
+    """The lines of the result into the cache while products are computed: the loads behind a store
+    that waits for its line would wait, too."""
     for row in range(rows):
         for offset in range(0, width, BLOCK_STEP_BYTES):
             fetch_for_writing(out + row * row_bytes + offset)
@@ -234,7 +411,9 @@ def _finish(a, sums_at, first_row, rows, column, num_columns, out_at, stored):
             if a.bias_up:
                 _add(ups, floats(a.bias_up + 4 * column), num_columns)
             if size_of(stored) == 2:  # is rounded to bf16
-                open_row(totals_at + r * sum_row, totals_at + (a.chunk_rows + r) * sum_row, num_columns)
+                open_row(
+                    totals_at + r * sum_row, totals_at + (a.chunk_rows + r) * sum_row, num_columns
+                )
             else:
                 for n in range(num_columns):
                     totals[n] = silu(totals[n]) * ups[n]

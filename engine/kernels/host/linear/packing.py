@@ -1,5 +1,6 @@
-"""Weights as the products of the host read them: 16 rows' values side by side, so that one load is 16 columns of y, in
-eight segments of k of one length, or in fewer where a process holds a part of k only; and rows of x that meet them."""
+"""Weights as the products of the host read them: 16 rows' values side by side, so that one load is
+16 columns of y, in eight segments of k of one length, or in fewer where a process holds a part of k
+only; and rows of x that meet them."""
 
 from dataclasses import dataclass
 from functools import cache, cached_property
@@ -32,20 +33,34 @@ from engine.kernels.host.codegen.strided_loops import size_of
 
 SEGMENTS = EIGHTHS
 
-_ARGUMENTS = record("num_blocks", "num_rows", "num_words", "num_segments", "segment_words", "segment_steps",
-                    "matrix_words", "row_words", "weight", "out")
-_ROWS = record("num_rows", "num_terms", "row_stride", "num_segments", "own_terms", "filled_terms", "x", "out")
+_ARGUMENTS = record(
+    "num_blocks",
+    "num_rows",
+    "num_words",
+    "num_segments",
+    "segment_words",
+    "segment_steps",
+    "matrix_words",
+    "row_words",
+    "weight",
+    "out",
+)
+_ROWS = record(
+    "num_rows", "num_terms", "row_stride", "num_segments", "own_terms", "filled_terms", "x", "out"
+)
 _ITEM_ROWS = 16
 _WORD_BYTES = 4  # what one step takes of a row: two terms of bf16 or one of fp32
 
 
 @dataclass(frozen=True)
 class Segments:
-    """How `num_terms` terms of a sum lie in `count` segments: eight, unless they are a part of a longer sum.
+    """How `num_terms` terms of a sum lie in `count` segments: eight, unless they are a part of a
+    longer sum.
 
-    A segment has `segment_terms` terms, else an eighth of a sum of which `count` segments are an equal part; the last
-    ones have what is left. It is filled up with zeros to a multiple of `multiple` steps. `in_bytes`: the terms of such
-    a segment, kept in eight bits each (`eight_bits.py`).
+    A segment has `segment_terms` terms, else an eighth of a sum of which `count` segments are an
+    equal part; the last ones have what is left. It is filled up with zeros to a multiple of
+    `multiple` steps. `in_bytes`: the terms of such a segment, kept in eight bits each
+    (`eight_bits.py`).
     """
 
     num_terms: int
@@ -92,21 +107,34 @@ class Segments:
 
     def restored(self, x: Tensor) -> Tensor:
         """[..., num_terms] of what `arranged` returns."""
-        cut = x.view(*x.shape[:-1], self.count, self.terms)[..., :self.own_terms]
-        return cut.flatten(-2)[..., :self.num_terms]
+        cut = x.view(*x.shape[:-1], self.count, self.terms)[..., : self.own_terms]
+        return cut.flatten(-2)[..., : self.num_terms]
 
 
 def arranged(x: Tensor, segments: Segments, team: Team) -> Tensor:
-    """x [..., K], bf16 or fp32, with K the segments' terms, as [..., count * terms of a segment], side by side: a view
-    where it lies so already, else with zeros for what fills the segments up."""
+    """x [..., K], bf16 or fp32, with K the segments' terms, as [..., count * terms of a segment],
+    side by side: a view where it lies so already, else with zeros for what fills the segments
+    up."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     if segments.are_whole:
         return x
     rows = x.reshape(-1, segments.num_terms)
     out = torch.empty(*x.shape[:-1], segments.count * segments.terms, dtype=x.dtype)
-    launch_integers(arranges_for(x.dtype), -(-len(rows) // _ITEM_ROWS), (
-        len(rows), segments.num_terms, rows.stride(0), segments.count, segments.own_terms, segments.terms,
-        rows.data_ptr(), out.data_ptr()), team)
+    launch_integers(
+        arranges_for(x.dtype),
+        -(-len(rows) // _ITEM_ROWS),
+        (
+            len(rows),
+            segments.num_terms,
+            rows.stride(0),
+            segments.count,
+            segments.own_terms,
+            segments.terms,
+            rows.data_ptr(),
+            out.data_ptr(),
+        ),
+        team,
+    )
     return out
 
 
@@ -117,7 +145,9 @@ def arranges_for(dtype: torch.dtype):
     def work(pointer):
         _arrange_rows(pointer, stored)
 
-    return compile_kernel(work, _ROWS, f"arrange_rows_{stored.__name__}", __file__, strided_loops.__file__)
+    return compile_kernel(
+        work, _ROWS, f"arrange_rows_{stored.__name__}", __file__, strided_loops.__file__
+    )
 
 
 @njit(**PART)
@@ -134,7 +164,9 @@ def _arrange_rows(pointer, stored):
                 start = min(segment * a.own_terms, a.num_terms)
                 count = min(a.own_terms, a.num_terms - start)
                 x = pointer_to(a.x + (row * a.row_stride + start) * size, stored)
-                out = pointer_to(a.out + (row * a.num_segments + segment) * a.filled_terms * size, stored)
+                out = pointer_to(
+                    a.out + (row * a.num_segments + segment) * a.filled_terms * size, stored
+                )
                 for term in range(count):
                     out[term] = x[term]
                 for term in range(count, a.filled_terms):
@@ -143,8 +175,9 @@ def _arrange_rows(pointer, stored):
 
 
 def pack(weight: Tensor, segments: Segments, team: Team) -> Tensor:
-    """weight [H, N, K], bf16 or fp32, on the host, with K the segments' terms. Returns [H, ceil(N/16), S, 16, 2] bf16
-    or [H, ceil(N/16), S, 16] fp32 for the S steps of all segments, in which what the weight does not fill is 0."""
+    """weight [H, N, K], bf16 or fp32, on the host, with K the segments' terms. Returns [H,
+    ceil(N/16), S, 16, 2] bf16 or [H, ceil(N/16), S, 16] fp32 for the S steps of all segments, in
+    which what the weight does not fill is 0."""
     num_matrices, num_rows, num_terms = weight.shape
     odd = num_terms % segments.step_terms
     source = F.pad(weight, (0, odd)) if odd else weight
@@ -156,10 +189,23 @@ def pack(weight: Tensor, segments: Segments, team: Team) -> Tensor:
     shape = (num_matrices, num_blocks, segments.count * segments.steps, LANES)
     out = torch.empty((*shape, 2) if weight.dtype is torch.bfloat16 else shape, dtype=weight.dtype)
     if out.numel():
-        launch(compiled(), _ARGUMENTS, team, num_items=num_matrices * num_blocks, scratch_bytes=LANES * 8,
-               num_blocks=num_blocks, num_rows=num_rows, num_words=source.shape[2] // segments.step_terms,
-               num_segments=segments.count, segment_words=segments.own_steps, segment_steps=segments.steps,
-               matrix_words=strides[0] // _WORD_BYTES, row_words=strides[1] // _WORD_BYTES, weight=source, out=out)
+        launch(
+            compiled(),
+            _ARGUMENTS,
+            team,
+            num_items=num_matrices * num_blocks,
+            scratch_bytes=LANES * 8,
+            num_blocks=num_blocks,
+            num_rows=num_rows,
+            num_words=source.shape[2] // segments.step_terms,
+            num_segments=segments.count,
+            segment_words=segments.own_steps,
+            segment_steps=segments.steps,
+            matrix_words=strides[0] // _WORD_BYTES,
+            row_words=strides[1] // _WORD_BYTES,
+            weight=source,
+            out=out,
+        )
     return out
 
 
@@ -191,16 +237,24 @@ def _take_blocks(pointer):
             start = min(segment * a.segment_words, a.num_words)
             words = min(a.segment_words, a.num_words - start)
             out_at = a.out + (item * a.num_segments + segment) * a.segment_steps * BLOCK_STEP_BYTES
-            _turn(weight, rows_at, first + start, a.row_words, words, count, out_at, a.segment_steps)
+            _turn(
+                weight, rows_at, first + start, a.row_words, words, count, out_at, a.segment_steps
+            )
         count_up(pointer, DONE)
 
 
 @njit(**PART)
 def _turn(weight, rows_at, first, row_words, words, count, out_at, steps):
-    """`words` words of `count` rows, one row of them per lane; zeros beyond. 16 rows go by 16 words at a time."""
+    """`words` words of `count` rows, one row of them per lane; zeros beyond. 16 rows go by 16 words
+    at a time."""
     whole = words - words % LANES if count == LANES else 0
     for word in range(0, whole, LANES):
-        turn(rows_at, (first + word) * _WORD_BYTES, out_at + word * BLOCK_STEP_BYTES, BLOCK_STEP_BYTES)
+        turn(
+            rows_at,
+            (first + word) * _WORD_BYTES,
+            out_at + word * BLOCK_STEP_BYTES,
+            BLOCK_STEP_BYTES,
+        )
     out = carray(pointer_to(out_at, np.uint32), (steps, LANES))
     for word in range(whole, words):
         for lane in range(count):

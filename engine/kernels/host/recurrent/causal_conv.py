@@ -1,7 +1,8 @@
-"""Depthwise causal convolution and SiLU on the host, with the last inputs of each row kept in its slot.
+"""Depthwise causal convolution and SiLU on the host, with the last inputs of each row kept in its
+slot.
 
-Sums of kernel-many products in fp32, the oldest input first, each product rounded: an output's bits depend on its own
-inputs and on nothing else, drawn or read in a chunk of any length.
+Sums of kernel-many products in fp32, the oldest input first, each product rounded: an output's bits
+depend on its own inputs and on nothing else, drawn or read in a chunk of any length.
 """
 
 from functools import cache
@@ -33,21 +34,63 @@ from engine.kernels.host.codegen.functions import silu
 from engine.kernels.host.codegen.strided_loops import clear, floats, integers, size_of
 from engine.kernels.recurrent_rows import RecurrentRows
 
-_ARGUMENTS = record("num_rows", "channels", "kernel", "stride", "x", "taps", "pool", "out", "starts", "slots", "is_new")
-_TREES = record("num_nodes", "channels", "kernel", "stride", "x", "taps", "pool", "out", "starts", "slots", "is_new",
-                "histories", "targets", "kept", "num_old")
+_ARGUMENTS = record(
+    "num_rows",
+    "channels",
+    "kernel",
+    "stride",
+    "x",
+    "taps",
+    "pool",
+    "out",
+    "starts",
+    "slots",
+    "is_new",
+)
+_TREES = record(
+    "num_nodes",
+    "channels",
+    "kernel",
+    "stride",
+    "x",
+    "taps",
+    "pool",
+    "out",
+    "starts",
+    "slots",
+    "is_new",
+    "histories",
+    "targets",
+    "kept",
+    "num_old",
+)
 _BLOCK = 256  # channels of an item
 
 
 def causal_conv(x: Tensor, taps: Tensor, pool: Tensor, rows: RecurrentRows, team: Team) -> Tensor:
-    """x: [T, C], channels side by side; taps: [K, C] fp32, the oldest input's first; pool: [num_slots, K - 1, C], whose
-    slots of the rows get the rows' last inputs. x and pool bf16 or fp32, of one type. Returns [T, C] of the same."""
+    """x: [T, C], channels side by side; taps: [K, C] fp32, the oldest input's first; pool:
+    [num_slots, K - 1, C], whose slots of the rows get the rows' last inputs. x and pool bf16 or
+    fp32, of one type. Returns [T, C] of the same."""
     out = torch.empty(x.shape, dtype=x.dtype)
     kernel, channels = taps.shape
-    launch(compiled_for(x.dtype), _ARGUMENTS, team, num_items=len(rows.slots) * -(-channels // _BLOCK),
-           scratch_bytes=kernel * _BLOCK * 4, num_rows=len(rows.slots), kernel=kernel, channels=channels,
-           stride=x.stride(0) * x.itemsize, x=x, taps=taps, pool=pool, out=out, starts=rows.starts, slots=rows.slots,
-           is_new=rows.is_new)
+    launch(
+        compiled_for(x.dtype),
+        _ARGUMENTS,
+        team,
+        num_items=len(rows.slots) * -(-channels // _BLOCK),
+        scratch_bytes=kernel * _BLOCK * 4,
+        num_rows=len(rows.slots),
+        kernel=kernel,
+        channels=channels,
+        stride=x.stride(0) * x.itemsize,
+        x=x,
+        taps=taps,
+        pool=pool,
+        out=out,
+        starts=rows.starts,
+        slots=rows.slots,
+        is_new=rows.is_new,
+    )
     return out
 
 
@@ -58,22 +101,56 @@ def compiled_for(dtype: torch.dtype):
     def work(pointer):
         _take_channels(pointer, stored)
 
-    return compile_kernel(work, _ARGUMENTS, f"causal_conv_{stored.__name__}", __file__, functions.__file__,
-                          strided_loops.__file__, numbers=STRICT)
+    return compile_kernel(
+        work,
+        _ARGUMENTS,
+        f"causal_conv_{stored.__name__}",
+        __file__,
+        functions.__file__,
+        strided_loops.__file__,
+        numbers=STRICT,
+    )
 
 
-def causal_conv_of_trees(x: Tensor, taps: Tensor, pool: Tensor, rows: RecurrentRows, histories: Tensor,
-                         targets: Tensor, kept: Tensor, team: Team) -> Tensor:
-    """`causal_conv` of T nodes, each behind inputs of its own: histories [T, K - 1] int64 says where they are in
-    [R * (K - 1) old ones, T new ones], the old ones those in the rows' slots. kept: [N, K - 1, C] of the pool's type,
-    whose records targets [T] int64 get each node's last inputs."""
+def causal_conv_of_trees(
+    x: Tensor,
+    taps: Tensor,
+    pool: Tensor,
+    rows: RecurrentRows,
+    histories: Tensor,
+    targets: Tensor,
+    kept: Tensor,
+    team: Team,
+) -> Tensor:
+    """`causal_conv` of T nodes, each behind inputs of its own: histories [T, K - 1] int64 says
+    where they are in [R * (K - 1) old ones, T new ones], the old ones those in the rows' slots.
+    kept: [N, K - 1, C] of the pool's type, whose records targets [T] int64 get each node's last
+    inputs."""
     out = torch.empty(x.shape, dtype=x.dtype)
     kernel, channels = taps.shape
-    launch_integers(trees_for(x.dtype), len(x) * -(-channels // _BLOCK), (
-        len(x), channels, kernel, x.stride(0) * x.itemsize, x.data_ptr(), taps.data_ptr(), pool.data_ptr(),
-        out.data_ptr(), rows.starts.data_ptr(), rows.slots.data_ptr(), rows.is_new.data_ptr(), histories.data_ptr(),
-        targets.data_ptr(), kept.data_ptr(), len(rows.slots) * (kernel - 1)), team,
-        scratch_bytes=kernel * _BLOCK * 4)
+    launch_integers(
+        trees_for(x.dtype),
+        len(x) * -(-channels // _BLOCK),
+        (
+            len(x),
+            channels,
+            kernel,
+            x.stride(0) * x.itemsize,
+            x.data_ptr(),
+            taps.data_ptr(),
+            pool.data_ptr(),
+            out.data_ptr(),
+            rows.starts.data_ptr(),
+            rows.slots.data_ptr(),
+            rows.is_new.data_ptr(),
+            histories.data_ptr(),
+            targets.data_ptr(),
+            kept.data_ptr(),
+            len(rows.slots) * (kernel - 1),
+        ),
+        team,
+        scratch_bytes=kernel * _BLOCK * 4,
+    )
     return out
 
 
@@ -84,8 +161,15 @@ def trees_for(dtype: torch.dtype):
     def work(pointer):
         _take_nodes(pointer, stored)
 
-    return compile_kernel(work, _TREES, f"causal_conv_trees_{stored.__name__}", __file__, functions.__file__,
-                          strided_loops.__file__, numbers=STRICT)
+    return compile_kernel(
+        work,
+        _TREES,
+        f"causal_conv_trees_{stored.__name__}",
+        __file__,
+        functions.__file__,
+        strided_loops.__file__,
+        numbers=STRICT,
+    )
 
 
 @njit(**STRICT_PART)
@@ -114,7 +198,12 @@ def _take_nodes(pointer, stored):
 @njit(**STRICT_PART)
 def _recall_input(a, node, place, first, width, old_at, stored):
     """One of the inputs before a node as fp32; 0 where its row starts, whatever the slot holds."""
-    slots, is_new, size, length = integers(a.slots), integers(a.is_new), size_of(stored), a.kernel - 1
+    slots, is_new, size, length = (
+        integers(a.slots),
+        integers(a.is_new),
+        size_of(stored),
+        a.kernel - 1,
+    )
     source, old = integers(a.histories)[node * length + place], floats(old_at + place * _BLOCK * 4)
     starts = False
     at = a.x + (source - a.num_old) * a.stride + first * size
@@ -152,7 +241,8 @@ def _take_channels(pointer, stored):
 
 @njit(**STRICT_PART)
 def _recall(a, state_at, old_at, is_new, width, stored):
-    """The row's last inputs before its new ones, as fp32; 0 where it starts, whatever the slot holds."""
+    """The row's last inputs before its new ones, as fp32; 0 where it starts, whatever the slot
+    holds."""
     for place in range(a.kernel - 1):
         state = pointer_to(state_at + place * a.channels * size_of(stored), stored)
         old = floats(old_at + place * _BLOCK * 4)
@@ -167,11 +257,19 @@ def _convolve(a, token, start, first, width, old_at, total_at, stored):
     for tap in range(a.kernel):
         source, taps = token - (a.kernel - 1) + tap, floats(a.taps + (tap * a.channels + first) * 4)
         if source < start:
-            _add(floats(old_at + (source - start + a.kernel - 1) * _BLOCK * 4), taps, floats(total_at), width)
+            _add(
+                floats(old_at + (source - start + a.kernel - 1) * _BLOCK * 4),
+                taps,
+                floats(total_at),
+                width,
+            )
         else:
             x = pointer_to(a.x + source * a.stride + first * size_of(stored), stored)
             _add(x, taps, floats(total_at), width)
-    out, total = pointer_to(a.out + (token * a.channels + first) * size_of(stored), stored), floats(total_at)
+    out, total = (
+        pointer_to(a.out + (token * a.channels + first) * size_of(stored), stored),
+        floats(total_at),
+    )
     for channel in range(width):
         out[channel] = rounded(silu(total[channel]), stored)
 

@@ -1,11 +1,14 @@
-"""The gated delta rule on the host in its two forms, on states where they lie: fp32 [num_records, Hv, dk, dv].
+"""The gated delta rule on the host in its two forms, on states where they lie: fp32 [num_records,
+Hv, dk, dv].
 
-The formulas are those of `engine/backends/gated_delta.py`, each value head by itself. All sums are in the order of
-tokens or of channels, so an output's bits depend on its own row's tokens up to it: in the one-step form on the state
-before and the token, in the chunked form on the 64-token grid that the row started from.
+The formulas are those of `engine/backends/gated_delta.py`, each value head by itself. All sums are
+in the order of tokens or of channels, so an output's bits depend on its own row's tokens up to it:
+in the one-step form on the state before and the token, in the chunked form on the 64-token grid
+that the row started from.
 
-A decay for each key channel cannot leave the sum over channels, and e^G_i times e^-G_j overflows. So the chunked form
-keeps every earlier key of the chunk as far as it has decayed: each token takes its own decay off all of them.
+A decay for each key channel cannot leave the sum over channels, and e^G_i times e^-G_j overflows.
+So the chunked form keeps every earlier key of the chunk as far as it has decayed: each token takes
+its own decay off all of them.
 """
 
 import math
@@ -53,18 +56,39 @@ from engine.kernels.host.codegen.strided_loops import (
 )
 from engine.kernels.recurrent_rows import RecurrentRows, StateSteps
 
-_ARGUMENTS = record("num_rows", "num_heads", "share", "key_dim", "value_dim", "q", "q_stride", "k", "k_stride",
-                    "v", "v_stride", "g", "num_decays", "beta", "starts", "slots", "is_new", "parents", "targets",
-                    "pool", "kept", "out")
+_ARGUMENTS = record(
+    "num_rows",
+    "num_heads",
+    "share",
+    "key_dim",
+    "value_dim",
+    "q",
+    "q_stride",
+    "k",
+    "k_stride",
+    "v",
+    "v_stride",
+    "g",
+    "num_decays",
+    "beta",
+    "starts",
+    "slots",
+    "is_new",
+    "parents",
+    "targets",
+    "pool",
+    "kept",
+    "out",
+)
 _LINE = CHUNK * 4  # bytes of a number for each token of a chunk
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 
 @dataclass(frozen=True)
 class DeltaInputs:
-    """What T tokens bring. q, k: [T, Hk, dk]; v: [T, Hv, dv]; bf16 or fp32, of one type, dense within a token.
-    g: [T, Hv], or [T, Hv, dk] for a decay of each key channel; beta: [T, Hv]; fp32, contiguous. q and k as the
-    convolution gave them."""
+    """What T tokens bring. q, k: [T, Hk, dk]; v: [T, Hv, dv]; bf16 or fp32, of one type, dense
+    within a token. g: [T, Hv], or [T, Hv, dk] for a decay of each key channel; beta: [T, Hv]; fp32,
+    contiguous. q and k as the convolution gave them."""
 
     q: Tensor
     k: Tensor
@@ -73,34 +97,85 @@ class DeltaInputs:
     beta: Tensor
 
 
-def delta_steps(inputs: DeltaInputs, rows: RecurrentRows, steps: StateSteps, pool: Tensor, kept: Tensor,
-                team: Team) -> Tensor:
-    """The one-step form. Rows' states are in `pool`; those after each token go to `kept`, which may be the pool.
-    Returns [T, Hv, dv] fp32."""
+def delta_steps(
+    inputs: DeltaInputs,
+    rows: RecurrentRows,
+    steps: StateSteps,
+    pool: Tensor,
+    kept: Tensor,
+    team: Team,
+) -> Tensor:
+    """The one-step form. Rows' states are in `pool`; those after each token go to `kept`, which may
+    be the pool. Returns [T, Hv, dv] fp32."""
     key_dim, value_dim = pool.shape[2:]
-    return _run(steps_for(inputs.v.dtype), inputs, rows, pool, team, scratch_floats=3 * key_dim + value_dim + 1,
-                parents=steps.parents, targets=steps.targets, kept=kept)
+    return _run(
+        steps_for(inputs.v.dtype),
+        inputs,
+        rows,
+        pool,
+        team,
+        scratch_floats=3 * key_dim + value_dim + 1,
+        parents=steps.parents,
+        targets=steps.targets,
+        kept=kept,
+    )
 
 
 def delta_chunks(inputs: DeltaInputs, rows: RecurrentRows, pool: Tensor, team: Team) -> Tensor:
-    """The chunked form over rows that start on the 64-token grid; states in `pool` advance to the rows' ends. Returns
-    [T, Hv, dv] fp32."""
+    """The chunked form over rows that start on the 64-token grid; states in `pool` advance to the
+    rows' ends. Returns [T, Hv, dv] fp32."""
     key_dim, value_dim = pool.shape[2:]
-    return _run(chunks_for(inputs.v.dtype), inputs, rows, pool, team,
-                scratch_floats=CHUNK * (3 * key_dim + value_dim + 3 * CHUNK + 2) + 2 * key_dim)
+    return _run(
+        chunks_for(inputs.v.dtype),
+        inputs,
+        rows,
+        pool,
+        team,
+        scratch_floats=CHUNK * (3 * key_dim + value_dim + 3 * CHUNK + 2) + 2 * key_dim,
+    )
 
 
-def _run(kernel, inputs: DeltaInputs, rows: RecurrentRows, pool: Tensor, team: Team, *, scratch_floats: int,
-         **others: Tensor) -> Tensor:
+def _run(
+    kernel,
+    inputs: DeltaInputs,
+    rows: RecurrentRows,
+    pool: Tensor,
+    team: Team,
+    *,
+    scratch_floats: int,
+    **others: Tensor,
+) -> Tensor:
     """Launch with what both forms take, and `others`. Returns the output."""
     out = torch.empty(inputs.v.shape, dtype=torch.float32)
     q, k, v = inputs.q, inputs.k, inputs.v
     _, num_heads, key_dim, value_dim = pool.shape
-    launch(kernel, _ARGUMENTS, team, num_items=len(rows.slots) * num_heads, scratch_bytes=4 * scratch_floats,
-           num_rows=len(rows.slots), num_heads=num_heads, share=v.shape[1] // q.shape[1], key_dim=key_dim,
-           value_dim=value_dim, q=q, k=k, v=v, q_stride=q.stride(0) * q.itemsize, k_stride=k.stride(0) * k.itemsize,
-           v_stride=v.stride(0) * v.itemsize, g=inputs.g, num_decays=math.prod(inputs.g.shape[2:]), beta=inputs.beta,
-           pool=pool, starts=rows.starts, slots=rows.slots, is_new=rows.is_new, out=out, **others)
+    launch(
+        kernel,
+        _ARGUMENTS,
+        team,
+        num_items=len(rows.slots) * num_heads,
+        scratch_bytes=4 * scratch_floats,
+        num_rows=len(rows.slots),
+        num_heads=num_heads,
+        share=v.shape[1] // q.shape[1],
+        key_dim=key_dim,
+        value_dim=value_dim,
+        q=q,
+        k=k,
+        v=v,
+        q_stride=q.stride(0) * q.itemsize,
+        k_stride=k.stride(0) * k.itemsize,
+        v_stride=v.stride(0) * v.itemsize,
+        g=inputs.g,
+        num_decays=math.prod(inputs.g.shape[2:]),
+        beta=inputs.beta,
+        pool=pool,
+        starts=rows.starts,
+        slots=rows.slots,
+        is_new=rows.is_new,
+        out=out,
+        **others,
+    )
     return out
 
 
@@ -111,8 +186,15 @@ def steps_for(dtype: torch.dtype):
     def work(pointer):
         _take_steps(pointer, stored)
 
-    return compile_kernel(work, _ARGUMENTS, f"delta_steps_{stored.__name__}", __file__, functions.__file__,
-                          strided_loops.__file__, numbers=STRICT)
+    return compile_kernel(
+        work,
+        _ARGUMENTS,
+        f"delta_steps_{stored.__name__}",
+        __file__,
+        functions.__file__,
+        strided_loops.__file__,
+        numbers=STRICT,
+    )
 
 
 @cache
@@ -122,14 +204,21 @@ def chunks_for(dtype: torch.dtype):
     def work(pointer):
         _take_chunks(pointer, stored)
 
-    return compile_kernel(work, _ARGUMENTS, f"delta_chunks_{stored.__name__}", __file__, functions.__file__,
-                          strided_loops.__file__, numbers=STRICT)
+    return compile_kernel(
+        work,
+        _ARGUMENTS,
+        f"delta_chunks_{stored.__name__}",
+        __file__,
+        functions.__file__,
+        strided_loops.__file__,
+        numbers=STRICT,
+    )
 
 
 def _state_step(groups: int, lanes: int, *, by_channel: bool) -> Routine:
-    """f(state, target, row, count, k, q, v, out, gates) for groups * lanes columns of a state: S [count, dv], whose
-    rows lie `row` bytes apart, k, q [count], v, out [groups * lanes]; gates: beta, then e^g, of each row of S with
-    `by_channel`."""
+    """f(state, target, row, count, k, q, v, out, gates) for groups * lanes columns of a state: S
+    [count, dv], whose rows lie `row` bytes apart, k, q [count], v, out [groups * lanes]; gates:
+    beta, then e^g, of each row of S with `by_channel`."""
 
     def write_step(builder, state, target, row, count, k, q, v, out, gates) -> None:
         lines, each = Lines(builder, lanes), range(groups)
@@ -151,10 +240,15 @@ def _state_step(groups: int, lanes: int, *, by_channel: bool) -> Routine:
         errors = [builder.fmul(beta, builder.fsub(lines.load(v, n), found[n])) for n in each]
 
         def write(i, sums):
-            line, goal = builder.add(state, builder.mul(row, i)), builder.add(target, builder.mul(row, i))
+            line, goal = (
+                builder.add(state, builder.mul(row, i)),
+                builder.add(target, builder.mul(row, i)),
+            )
             key, query = number(k, i), number(q, i)
             decay = number(decays, i) if shared is None else shared
-            new = [lines.fma(errors[n], key, builder.fmul(decay, lines.load(line, n))) for n in each]
+            new = [
+                lines.fma(errors[n], key, builder.fmul(decay, lines.load(line, n))) for n in each
+            ]
             for n in each:
                 lines.store(new[n], goal, n)
             return [lines.fma(new[n], query, sums[n]) for n in each]
@@ -167,16 +261,20 @@ def _state_step(groups: int, lanes: int, *, by_channel: bool) -> Routine:
 
 def _whole_step(*, by_channel: bool) -> Routine:
     """A `_state_step` of `width` columns, some after the others: f(state, ..., gates, width)."""
-    steps = [(groups * lanes, _state_step(groups, lanes, by_channel=by_channel))
-             for groups, lanes in ((4, LANES), (1, LANES), (1, 1))]
+    steps = [
+        (groups * lanes, _state_step(groups, lanes, by_channel=by_channel))
+        for groups, lanes in ((4, LANES), (1, LANES), (1, 1))
+    ]
 
     def write_columns(builder, state, target, row, count, k, q, v, out, gates, width) -> None:
         column = _I64(0)
         for step_width, step in steps:
 
             def columns(place, step=step):
-                source, goal, value, result = (builder.add(address, builder.mul(place, _I64(4)))
-                                               for address in (state, target, v, out))
+                source, goal, value, result = (
+                    builder.add(address, builder.mul(place, _I64(4)))
+                    for address in (state, target, v, out)
+                )
                 step.call(builder, source, goal, row, count, k, q, value, result, gates)
 
             column = stride_by(builder, column, width, step_width, columns)
@@ -189,7 +287,8 @@ _STEP, _STEP_BY_CHANNEL = _whole_step(by_channel=False), _whole_step(by_channel=
 
 @intrinsic
 def _advance(typing, state, target, row, count, k, q, v, out, gates, width):
-    """The state at `state` [count, width] after a token is written to `target`; see `_state_step`."""
+    """The state at `state` [count, width] after a token is written to `target`; see
+    `_state_step`."""
     return _STEP.typed()
 
 
@@ -230,10 +329,31 @@ def _take_steps(pointer, stored):
             _read_decays(a, at, gates_at + 4)
             out_at, row_bytes = a.out + at * a.value_dim * 4, a.value_dim * 4
             if a.num_decays == 1:
-                _advance(source, target, row_bytes, a.key_dim, k_at, q_at, v_at, out_at, gates_at, a.value_dim)
+                _advance(
+                    source,
+                    target,
+                    row_bytes,
+                    a.key_dim,
+                    k_at,
+                    q_at,
+                    v_at,
+                    out_at,
+                    gates_at,
+                    a.value_dim,
+                )
             else:
-                _advance_by_channel(source, target, row_bytes, a.key_dim, k_at, q_at, v_at, out_at, gates_at,
-                                    a.value_dim)
+                _advance_by_channel(
+                    source,
+                    target,
+                    row_bytes,
+                    a.key_dim,
+                    k_at,
+                    q_at,
+                    v_at,
+                    out_at,
+                    gates_at,
+                    a.value_dim,
+                )
         count_up(pointer, DONE)
 
 
@@ -247,13 +367,18 @@ def _read_decays(a, place, out_at):
 
 @njit(**STRICT_PART)
 def _read_token(a, token, head, k_at, q_at, v_at, stored):
-    """A token's k and q at unit length, q also by dk^-0.5, and its v; of one value head, as fp32."""
+    """A token's k and q at unit length, q also by dk^-0.5, and its v; of one value head, as
+    fp32."""
     size, shrunk = size_of(stored), np.float32(1) / np.sqrt(np.float32(a.key_dim))
     shared = head // a.share * a.key_dim * size
     for turn in range(2):
         is_key = turn == 0
-        x = pointer_to((a.k + token * a.k_stride if is_key else a.q + token * a.q_stride) + shared, stored)
-        _to_unit(x, floats(k_at if is_key else q_at), a.key_dim, np.float32(1) if is_key else shrunk)
+        x = pointer_to(
+            (a.k + token * a.k_stride if is_key else a.q + token * a.q_stride) + shared, stored
+        )
+        _to_unit(
+            x, floats(k_at if is_key else q_at), a.key_dim, np.float32(1) if is_key else shrunk
+        )
     x, v = pointer_to(a.v + token * a.v_stride + head * a.value_dim * size, stored), floats(v_at)
     for channel in range(a.value_dim):
         v[channel] = wide(x[channel])
@@ -312,7 +437,9 @@ def _chunk(a, first, count, head, state, seat, stored):
     own = first * a.num_heads + head
     out_at, out_row = a.out + own * value_row, a.num_heads * value_row
     for i in range(count):
-        _read_token(a, first + i, head, k_at + i * key_row, q_at + i * key_row, u_at + i * value_row, stored)
+        _read_token(
+            a, first + i, head, k_at + i * key_row, q_at + i * key_row, u_at + i * value_row, stored
+        )
     if a.num_decays == 1:
         _decay_by_head(a, own, count, k_at, q_at, turned_at, system_at, scores_at, left_at)
     else:
@@ -334,9 +461,9 @@ def _chunk(a, first, count, head, state, seat, stored):
 
 @njit(**STRICT_PART)
 def _decay_by_head(a, own, count, k_at, q_at, turned_at, system_at, scores_at, left_at):
-    """From k and q at unit length: the system -beta e^(G_i - G_j) k_i k_j and the scores e^(G_i - G_j) q_i k_j, of
-    j <= i; then k and q become -e^G k and e^G q, `turned` has e^(G_last - G_j) k_j by channel, and `left` e^G_last for
-    each channel."""
+    """From k and q at unit length: the system -beta e^(G_i - G_j) k_i k_j and the scores e^(G_i -
+    G_j) q_i k_j, of j <= i; then k and q become -e^G k and e^G q, `turned` has e^(G_last - G_j) k_j
+    by channel, and `left` e^G_last for each channel."""
     key_dim, key_row, decays_at = a.key_dim, a.key_dim * 4, left_at + a.key_dim * 4
     k, turned, left, decays = floats(k_at), floats(turned_at), floats(left_at), floats(decays_at)
     for i in range(count):
@@ -373,7 +500,16 @@ def _decay_by_channel(a, own, count, k_at, q_at, turned_at, system_at, scores_at
         _read_decays(a, own + i * a.num_heads, decays_at)
         for first in range(0, i + 1, LANES):
             at = (i * CHUNK + first) * 4
-            _fade(turned_at + first * 4, key_dim, i - first, decays_at, k_row, q_row, system_at + at, scores_at + at)
+            _fade(
+                turned_at + first * 4,
+                key_dim,
+                i - first,
+                decays_at,
+                k_row,
+                q_row,
+                system_at + at,
+                scores_at + at,
+            )
         scale(system_at + i * _LINE, i, -beta[i * a.num_heads])
         k, q = floats(k_row), floats(q_row)
         for channel in range(key_dim):
@@ -386,17 +522,28 @@ def _write_fading(builder, faded, count, own, decays, k, q, system, scores) -> N
     lines = Lines(builder, LANES)
     places = ir.VectorType(_I64, LANES)
     first = builder.insert_element(ir.Constant(places, ir.Undefined), own, _I32(0))
-    everywhere = builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES))
+    everywhere = builder.shuffle_vector(
+        first, first, ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
+    )
     is_own = builder.icmp_signed("==", everywhere, ir.Constant(places, list(range(LANES))))
 
     def step(channel, sums):
-        line, offset = builder.add(faded, builder.mul(channel, _I64(_LINE))), builder.mul(channel, _I64(4))
-        decay, key, query = (lines.number(builder.add(address, offset)) for address in (decays, k, q))
+        line, offset = (
+            builder.add(faded, builder.mul(channel, _I64(_LINE))),
+            builder.mul(channel, _I64(4)),
+        )
+        decay, key, query = (
+            lines.number(builder.add(address, offset)) for address in (decays, k, q)
+        )
         keys = builder.select(is_own, key, builder.fmul(decay, lines.load(line)))
         lines.store(keys, line)
-        return [lines.fma(keys, factor, total) for factor, total in zip((key, query), sums, strict=True)]
+        return [
+            lines.fma(keys, factor, total) for factor, total in zip((key, query), sums, strict=True)
+        ]
 
-    for total, out in zip(counted(builder, count, [lines.zero()] * 2, step), (system, scores), strict=True):
+    for total, out in zip(
+        counted(builder, count, [lines.zero()] * 2, step), (system, scores), strict=True
+    ):
         lines.store(total, out)
 
 
@@ -405,14 +552,16 @@ _FADE = Routine("fade", 8, _write_fading)
 
 @intrinsic
 def _fade(typing, faded, count, own, decays, k, q, system, scores):
-    """A token with `decays`, k and q [count] fades 16 earlier keys, of which `faded` has a line for each channel, or
-    joins them as the `own`-th. Their products with its k and q go to `system` and `scores` [16]."""
+    """A token with `decays`, k and q [count] fades 16 earlier keys, of which `faded` has a line for
+    each channel, or joins them as the `own`-th. Their products with its k and q go to `system` and
+    `scores` [16]."""
     return _FADE.typed()
 
 
 @njit(**STRICT_PART)
 def _find_decays(a, own, count, decays, before, after):
-    """e^(G_i - G_j), and behind these 64 x 64 numbers e^G_i and e^(G_last - G_i). Those with j > i mean nothing."""
+    """e^(G_i - G_j), and behind these 64 x 64 numbers e^G_i and e^(G_last - G_i). Those with j > i
+    mean nothing."""
     g, running = floats(a.g + 4 * own), np.float32(0)
     for i in range(count):
         running += g[i * a.num_heads]
@@ -433,4 +582,6 @@ def _lower_scores(rows_at, row, turned_at, out_at, count, key_dim):
     for first in range(0, count, LANES):
         num_rows, width, at = min(LANES, count - first), first + LANES, out_at + first * _LINE
         clear(at, num_rows * CHUNK)
-        add_product(rows_at + first * row, row, 4, turned_at, _LINE, at, _LINE, num_rows, width, key_dim)
+        add_product(
+            rows_at + first * row, row, 4, turned_at, _LINE, at, _LINE, num_rows, width, key_dim
+        )

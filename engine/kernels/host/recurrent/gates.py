@@ -1,5 +1,6 @@
-"""What stands between the products of a recurrent or gated layer, each in one pass over the tokens where they lie:
-decay and write strength of the delta rule, the gated norm of its output, the gate of attention's.
+"""What stands between the products of a recurrent or gated layer, each in one pass over the tokens
+where they lie: decay and write strength of the delta rule, the gated norm of its output, the gate
+of attention's.
 
 Every element takes the same operations in the same order, whatever stands beside it.
 """
@@ -32,27 +33,64 @@ from engine.kernels.host.codegen.compiled import (
 from engine.kernels.host.codegen.functions import fma, sigmoid, softplus
 from engine.kernels.host.codegen.strided_loops import floats, size_of
 
-_GATES = record("num_tokens", "num_heads", "width", "step", "step_stride", "write", "write_stride", "rates", "offsets",
-                "decay", "strength")
-_NORM = record("num_tokens", "num_heads", "width", "x", "gate", "gate_stride", "weight", "out", "eps_bits",
-               "is_silu")
+_GATES = record(
+    "num_tokens",
+    "num_heads",
+    "width",
+    "step",
+    "step_stride",
+    "write",
+    "write_stride",
+    "rates",
+    "offsets",
+    "decay",
+    "strength",
+)
+_NORM = record(
+    "num_tokens",
+    "num_heads",
+    "width",
+    "x",
+    "gate",
+    "gate_stride",
+    "weight",
+    "out",
+    "eps_bits",
+    "is_silu",
+)
 _HEADS = record("num_tokens", "width", "x", "gate", "gate_stride", "out")
 _ITEM_TOKENS = 4
 
 
-def delta_gates(step: Tensor, write: Tensor, rates: Tensor, offsets: Tensor, team: Team) -> tuple[Tensor, Tensor]:
+def delta_gates(
+    step: Tensor, write: Tensor, rates: Tensor, offsets: Tensor, team: Team
+) -> tuple[Tensor, Tensor]:
     """Log decays rates * softplus(step + offsets), and write strengths sigmoid(write).
 
-    step: [T, H * w]; write: [T, H]; each dense within a token, bf16 or fp32, of one type; rates: [H]; offsets: [H * w];
-    fp32, dense. Returns [T, H * w] and [T, H] fp32.
+    step: [T, H * w]; write: [T, H]; each dense within a token, bf16 or fp32, of one type; rates:
+    [H]; offsets: [H * w]; fp32, dense. Returns [T, H * w] and [T, H] fp32.
     """
     num_tokens, num_heads = write.shape
     decay = torch.empty(step.shape, dtype=torch.float32)
     strength = torch.empty(write.shape, dtype=torch.float32)
-    launch_integers(gates_for(step.dtype), -(-num_tokens // _ITEM_TOKENS), (
-        num_tokens, num_heads, step.shape[1] // num_heads, step.data_ptr(), step.stride(0) * step.itemsize,
-        write.data_ptr(), write.stride(0) * write.itemsize, rates.data_ptr(), offsets.data_ptr(), decay.data_ptr(),
-        strength.data_ptr()), team)
+    launch_integers(
+        gates_for(step.dtype),
+        -(-num_tokens // _ITEM_TOKENS),
+        (
+            num_tokens,
+            num_heads,
+            step.shape[1] // num_heads,
+            step.data_ptr(),
+            step.stride(0) * step.itemsize,
+            write.data_ptr(),
+            write.stride(0) * write.itemsize,
+            rates.data_ptr(),
+            offsets.data_ptr(),
+            decay.data_ptr(),
+            strength.data_ptr(),
+        ),
+        team,
+    )
     return decay, strength
 
 
@@ -63,8 +101,15 @@ def gates_for(dtype: torch.dtype):
     def work(pointer):
         _gate_tokens(pointer, stored)
 
-    return compile_kernel(work, _GATES, f"delta_gates_{stored.__name__}", __file__, functions.__file__,
-                          strided_loops.__file__, numbers=STRICT)
+    return compile_kernel(
+        work,
+        _GATES,
+        f"delta_gates_{stored.__name__}",
+        __file__,
+        functions.__file__,
+        strided_loops.__file__,
+        numbers=STRICT,
+    )
 
 
 @njit(**STRICT_PART)
@@ -77,27 +122,50 @@ def _gate_tokens(pointer, stored):
         if item >= a.num_items:
             return
         for token in range(item * _ITEM_TOKENS, min((item + 1) * _ITEM_TOKENS, a.num_tokens)):
-            step, write = pointer_to(a.step + token * a.step_stride, stored), pointer_to(
-                a.write + token * a.write_stride, stored)
-            decay, strength = floats(a.decay + token * count * 4), floats(a.strength + token * a.num_heads * 4)
+            step, write = (
+                pointer_to(a.step + token * a.step_stride, stored),
+                pointer_to(a.write + token * a.write_stride, stored),
+            )
+            decay, strength = (
+                floats(a.decay + token * count * 4),
+                floats(a.strength + token * a.num_heads * 4),
+            )
             for place in range(count):
-                decay[place] = rates[place // a.width] * softplus(wide(step[place]) + offsets[place])
+                decay[place] = rates[place // a.width] * softplus(
+                    wide(step[place]) + offsets[place]
+                )
             for head in range(a.num_heads):
                 strength[head] = sigmoid(wide(write[head]))
         count_up(pointer, DONE)
 
 
-def gated_norm(x: Tensor, gate: Tensor, weight: Tensor, eps: float, team: Team, *, is_silu: bool) -> Tensor:
+def gated_norm(
+    x: Tensor, gate: Tensor, weight: Tensor, eps: float, team: Team, *, is_silu: bool
+) -> Tensor:
     """weight * x / sqrt(mean(x^2) + eps) * act(gate), act being silu or else sigmoid, rounded once.
 
-    x: [T, H, D] fp32, dense; gate: [T, H, D] bf16 or fp32, dense within a token; weight: [D] fp32, dense. Returns
-    [T, H, D] in gate's type.
+    x: [T, H, D] fp32, dense; gate: [T, H, D] bf16 or fp32, dense within a token; weight: [D] fp32,
+    dense. Returns [T, H, D] in gate's type.
     """
     out = torch.empty(x.shape, dtype=gate.dtype)
     num_tokens, num_heads, width = x.shape
-    launch_integers(norm_for(gate.dtype), -(-num_tokens // _ITEM_TOKENS), (
-        num_tokens, num_heads, width, x.data_ptr(), gate.data_ptr(), gate.stride(0) * gate.itemsize, weight.data_ptr(),
-        out.data_ptr(), bits_of(eps), int(is_silu)), team)
+    launch_integers(
+        norm_for(gate.dtype),
+        -(-num_tokens // _ITEM_TOKENS),
+        (
+            num_tokens,
+            num_heads,
+            width,
+            x.data_ptr(),
+            gate.data_ptr(),
+            gate.stride(0) * gate.itemsize,
+            weight.data_ptr(),
+            out.data_ptr(),
+            bits_of(eps),
+            int(is_silu),
+        ),
+        team,
+    )
     return out
 
 
@@ -108,8 +176,15 @@ def norm_for(dtype: torch.dtype):
     def work(pointer):
         _norm_tokens(pointer, stored)
 
-    return compile_kernel(work, _NORM, f"gated_norm_{stored.__name__}", __file__, functions.__file__,
-                          strided_loops.__file__, numbers=STRICT)
+    return compile_kernel(
+        work,
+        _NORM,
+        f"gated_norm_{stored.__name__}",
+        __file__,
+        functions.__file__,
+        strided_loops.__file__,
+        numbers=STRICT,
+    )
 
 
 @njit(**STRICT_PART)
@@ -125,13 +200,22 @@ def _norm_tokens(pointer, stored):
             for head in range(a.num_heads):
                 place = (token * a.num_heads + head) * a.width
                 gate = pointer_to(a.gate + token * a.gate_stride + head * a.width * size, stored)
-                _norm_head(a, floats(a.x + place * 4), gate, weight, pointer_to(a.out + place * size, stored), stored)
+                _norm_head(
+                    a,
+                    floats(a.x + place * 4),
+                    gate,
+                    weight,
+                    pointer_to(a.out + place * size, stored),
+                    stored,
+                )
         count_up(pointer, DONE)
 
 
 @njit(**STRICT_PART)
 def _norm_head(a, x, gate, weight, out, stored):
-    factor = np.float32(1) / np.sqrt(_sum_of_squares(x, a.width) / np.float32(a.width) + number_of(a.eps_bits))
+    factor = np.float32(1) / np.sqrt(
+        _sum_of_squares(x, a.width) / np.float32(a.width) + number_of(a.eps_bits)
+    )
     for place in range(a.width):
         opened = wide(gate[place])
         act = sigmoid(opened)
@@ -156,11 +240,15 @@ def _sum_of_squares(x, width):
 
 
 def gate_heads(x: Tensor, gate: Tensor, team: Team) -> Tensor:
-    """x * sigmoid(gate), the second rounded before the product. x: [T, N], dense; gate: [T, N], dense within a token;
-    bf16 or fp32, of one type. Returns [T, N] of it."""
+    """x * sigmoid(gate), the second rounded before the product. x: [T, N], dense; gate: [T, N],
+    dense within a token; bf16 or fp32, of one type. Returns [T, N] of it."""
     out = torch.empty(x.shape, dtype=x.dtype)
-    launch_integers(heads_for(x.dtype), -(-len(x) // _ITEM_TOKENS), (
-        *x.shape, x.data_ptr(), gate.data_ptr(), gate.stride(0) * gate.itemsize, out.data_ptr()), team)
+    launch_integers(
+        heads_for(x.dtype),
+        -(-len(x) // _ITEM_TOKENS),
+        (*x.shape, x.data_ptr(), gate.data_ptr(), gate.stride(0) * gate.itemsize, out.data_ptr()),
+        team,
+    )
     return out
 
 
@@ -171,8 +259,15 @@ def heads_for(dtype: torch.dtype):
     def work(pointer):
         _gate_heads(pointer, stored)
 
-    return compile_kernel(work, _HEADS, f"gate_heads_{stored.__name__}", __file__, functions.__file__,
-                          strided_loops.__file__, numbers=STRICT)
+    return compile_kernel(
+        work,
+        _HEADS,
+        f"gate_heads_{stored.__name__}",
+        __file__,
+        functions.__file__,
+        strided_loops.__file__,
+        numbers=STRICT,
+    )
 
 
 @njit(**STRICT_PART)

@@ -1,9 +1,9 @@
-"""Root-mean-square norms and rotary embedding on the host, each in one pass over the tokens, where torch makes seven
-and four, the table of a rotation, for which it makes eight, and keys and values into their pages, for which it makes
-two.
+"""Root-mean-square norms and rotary embedding on the host, each in one pass over the tokens, where
+torch makes seven and four, the table of a rotation, for which it makes eight, and keys and values
+into their pages, for which it makes two.
 
-What a norm makes of a row depends on the row alone, what a rotation makes of an element on its pair and its angle
-alone.
+What a norm makes of a row depends on the row alone, what a rotation makes of an element on its pair
+and its angle alone.
 """
 
 from functools import cache
@@ -32,67 +32,165 @@ from engine.kernels.host.codegen.compiled import (
     rounded,
 )
 from engine.kernels.host.codegen.functions import cos_and_sin
-from engine.kernels.host.codegen.row_vectors import add_row, norm_row, norm_row_rounding_first, turn_row
+from engine.kernels.host.codegen.row_vectors import (
+    add_row,
+    norm_row,
+    norm_row_rounding_first,
+    turn_row,
+)
 from engine.kernels.host.codegen.strided_loops import size_of
 from engine.kernels.host.tokens.row_ops import rows_for_product
 from runtime.errors import InternalError
 
-_NORM = record("num_tokens", "num_heads", "width", "stride", "num_weights", "x", "weight", "out", "out_stride",
-               "eps_bits", "other_stride", "other", "sums", "half", "cos", "sin")
+_NORM = record(
+    "num_tokens",
+    "num_heads",
+    "width",
+    "stride",
+    "num_weights",
+    "x",
+    "weight",
+    "out",
+    "out_stride",
+    "eps_bits",
+    "other_stride",
+    "other",
+    "sums",
+    "half",
+    "cos",
+    "sin",
+)
 _ROTATION = record("num_tokens", "num_heads", "width", "stride", "half", "x", "cos", "sin", "out")
 _TABLES = record("num_tokens", "half", "positions", "frequencies", "amplitude_bits", "cos", "sin")
-_WRITES = record("num_tokens", "num_heads", "width", "page_size", "page_values", "k", "k_stride", "v", "v_stride",
-                 "pages", "write_pages", "write_offsets")
+_WRITES = record(
+    "num_tokens",
+    "num_heads",
+    "width",
+    "page_size",
+    "page_values",
+    "k",
+    "k_stride",
+    "v",
+    "v_stride",
+    "pages",
+    "write_pages",
+    "write_offsets",
+)
 _ITEM_TOKENS = 16
-_PARTS = (__file__, row_vectors.__file__, softmax_blocks.__file__, dot.__file__, strided_loops.__file__)
+_PARTS = (
+    __file__,
+    row_vectors.__file__,
+    softmax_blocks.__file__,
+    dot.__file__,
+    strided_loops.__file__,
+)
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float, team: Team, *, rounds_first: bool) -> Tensor:
-    """x: [T, heads, D] or [T, D], dense within a token; weight: [D] or [heads, D], dense; each bf16 or fp32. With
-    `rounds_first` the unit row is rounded to x's type before it is multiplied, else after only. Returns a new tensor in
-    x's shape and type, dense within a token."""
-    out = torch.empty(x.shape, dtype=x.dtype) if x.dim() == 3 else rows_for_product(x.shape[0], x.shape[1], x.dtype)
+    """x: [T, heads, D] or [T, D], dense within a token; weight: [D] or [heads, D], dense; each bf16
+    or fp32. With `rounds_first` the unit row is rounded to x's type before it is multiplied, else
+    after only. Returns a new tensor in x's shape and type, dense within a token."""
+    out = (
+        torch.empty(x.shape, dtype=x.dtype)
+        if x.dim() == 3
+        else rows_for_product(x.shape[0], x.shape[1], x.dtype)
+    )
     _launch_norm(x, weight, eps, team, out, rounds_first=rounds_first)
     return out
 
 
-def norm_and_rotate(x: Tensor, weight: Tensor, eps: float, cos: Tensor, sin: Tensor, team: Team, *,
-                    rounds_first: bool) -> Tensor:
+def norm_and_rotate(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    cos: Tensor,
+    sin: Tensor,
+    team: Team,
+    *,
+    rounds_first: bool,
+) -> Tensor:
     """`rotate_halves` of `rms_norm` of x [T, heads, D], with the same bits; in one pass."""
     out = torch.empty(x.shape, dtype=x.dtype)
-    _launch_norm(x, weight, eps, team, out, turned=(cos.shape[-1], cos.data_ptr(), sin.data_ptr()),
-                 rounds_first=rounds_first)
+    _launch_norm(
+        x,
+        weight,
+        eps,
+        team,
+        out,
+        turned=(cos.shape[-1], cos.data_ptr(), sin.data_ptr()),
+        rounds_first=rounds_first,
+    )
     return out
 
 
-def add_and_norm(x: Tensor, other: Tensor, weight: Tensor, eps: float, team: Team, *,
-                 rounds_first: bool) -> tuple[Tensor, Tensor]:
-    """x + other, both [T, D] of one type, rounded once, and `rms_norm` of that. Returns new tensors like x."""
-    sums, out = torch.empty(x.shape, dtype=x.dtype), rows_for_product(x.shape[0], x.shape[1], x.dtype)
-    _launch_norm(x, weight, eps, team, out, (other.stride(0), other.data_ptr(), sums.data_ptr()),
-                 rounds_first=rounds_first)
+def add_and_norm(
+    x: Tensor, other: Tensor, weight: Tensor, eps: float, team: Team, *, rounds_first: bool
+) -> tuple[Tensor, Tensor]:
+    """x + other, both [T, D] of one type, rounded once, and `rms_norm` of that. Returns new tensors
+    like x."""
+    sums, out = (
+        torch.empty(x.shape, dtype=x.dtype),
+        rows_for_product(x.shape[0], x.shape[1], x.dtype),
+    )
+    _launch_norm(
+        x,
+        weight,
+        eps,
+        team,
+        out,
+        (other.stride(0), other.data_ptr(), sums.data_ptr()),
+        rounds_first=rounds_first,
+    )
     return sums, out
 
 
-def _launch_norm(x: Tensor, weight: Tensor, eps: float, team: Team, out: Tensor,
-                 added: tuple[int, int, int] = (0, 0, 0), turned: tuple[int, int, int] = (0, 0, 0), *,
-                 rounds_first: bool) -> None:
-    """`added`: the other's stride and address, and the sums'. `turned`: how many pairs, and the table's addresses."""
+def _launch_norm(
+    x: Tensor,
+    weight: Tensor,
+    eps: float,
+    team: Team,
+    out: Tensor,
+    added: tuple[int, int, int] = (0, 0, 0),
+    turned: tuple[int, int, int] = (0, 0, 0),
+    *,
+    rounds_first: bool,
+) -> None:
+    """`added`: the other's stride and address, and the sums'. `turned`: how many pairs, and the
+    table's addresses."""
     num_tokens, width = x.shape[0], x.shape[-1]
-    launch_integers(norm_for(x.dtype, weight.dtype, rounds_first), -(-num_tokens // _ITEM_TOKENS), (
-        num_tokens, x.shape[1] if x.dim() == 3 else 1, width, x.stride(0), weight.numel() // width, x.data_ptr(),
-        weight.data_ptr(), out.data_ptr(), out.stride(0), bits_of(eps), *added, *turned), team)
+    launch_integers(
+        norm_for(x.dtype, weight.dtype, rounds_first),
+        -(-num_tokens // _ITEM_TOKENS),
+        (
+            num_tokens,
+            x.shape[1] if x.dim() == 3 else 1,
+            width,
+            x.stride(0),
+            weight.numel() // width,
+            x.data_ptr(),
+            weight.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            bits_of(eps),
+            *added,
+            *turned,
+        ),
+        team,
+    )
 
 
 @cache
 def norm_for(dtype: torch.dtype, weight_dtype: torch.dtype, rounds_first: bool):  # noqa: FBT001
     stored, weighed = STORED_AS[dtype], STORED_AS[weight_dtype]
 
-    # By names of the module: a function in a closure would be part of the name that numba keeps code under.
+    # By names of the module: a function in a closure would be part of the name that numba keeps
+    # code under.
     if rounds_first:
+
         def work(pointer):
             _norm_tokens(pointer, stored, weighed, norm_row_rounding_first)
     else:
+
         def work(pointer):
             _norm_tokens(pointer, stored, weighed, norm_row)
 
@@ -126,16 +224,28 @@ def _norm_tokens(pointer, stored, weighed, norm):
         count_up(pointer, DONE)
 
 
-def rotary_table(positions: Tensor, frequencies: Tensor, amplitude: float, dtype: torch.dtype,
-                 team: Team) -> tuple[Tensor, Tensor]:
-    """cos and sin of positions [T] int64 times frequencies [half] fp32, times the amplitude: [T, 1, half] each, bf16 or
-    fp32. An angle is rounded to fp32, as torch does it."""
+def rotary_table(
+    positions: Tensor, frequencies: Tensor, amplitude: float, dtype: torch.dtype, team: Team
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of positions [T] int64 times frequencies [half] fp32, times the amplitude: [T, 1,
+    half] each, bf16 or fp32. An angle is rounded to fp32, as torch does it."""
     shape = len(positions), 1, len(frequencies)
     cos, sin = torch.empty(shape, dtype=dtype), torch.empty(shape, dtype=dtype)
     positions, frequencies = positions.contiguous(), frequencies.contiguous()
-    launch_integers(tables_for(dtype), -(-len(positions) // _ITEM_TOKENS), (
-        shape[0], shape[2], positions.data_ptr(), frequencies.data_ptr(), bits_of(amplitude), cos.data_ptr(),
-        sin.data_ptr()), team)
+    launch_integers(
+        tables_for(dtype),
+        -(-len(positions) // _ITEM_TOKENS),
+        (
+            shape[0],
+            shape[2],
+            positions.data_ptr(),
+            frequencies.data_ptr(),
+            bits_of(amplitude),
+            cos.data_ptr(),
+            sin.data_ptr(),
+        ),
+        team,
+    )
     return cos, sin
 
 
@@ -146,8 +256,14 @@ def tables_for(dtype: torch.dtype):
     def work(pointer):
         _fill_tables(pointer, stored)
 
-    return compile_kernel(work, _TABLES, f"rotary_table_{stored.__name__}", __file__, functions.__file__,
-                          numbers=STRICT)
+    return compile_kernel(
+        work,
+        _TABLES,
+        f"rotary_table_{stored.__name__}",
+        __file__,
+        functions.__file__,
+        numbers=STRICT,
+    )
 
 
 @njit(**STRICT_PART)
@@ -174,15 +290,26 @@ def _fill_tables(pointer, stored):
 def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor, team: Team) -> Tensor:
     """Pairs (i, i + half) of the first 2 * half channels turned, the rest kept.
 
-    x: [T, heads, D] bf16 or fp32, dense within a token; cos, sin: [T, 1, half] in x's type, dense. Returns a new tensor
-    in x's shape and type.
+    x: [T, heads, D] bf16 or fp32, dense within a token; cos, sin: [T, 1, half] in x's type, dense.
+    Returns a new tensor in x's shape and type.
     """
     out = torch.empty(x.shape, dtype=x.dtype)
     if not len(x):
         return out
-    launch_integers(rotation_for(x.dtype), -(-x.shape[0] // _ITEM_TOKENS), (
-        *x.shape, x.stride(0), cos.shape[-1], x.data_ptr(), cos.data_ptr(),
-        sin.data_ptr(), out.data_ptr()), team)
+    launch_integers(
+        rotation_for(x.dtype),
+        -(-x.shape[0] // _ITEM_TOKENS),
+        (
+            *x.shape,
+            x.stride(0),
+            cos.shape[-1],
+            x.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            out.data_ptr(),
+        ),
+        team,
+    )
     return out
 
 
@@ -214,21 +341,47 @@ def _rotate_tokens(pointer, stored):
         count_up(pointer, DONE)
 
 
-def write_tokens(k: Tensor, v: Tensor, pages: Tensor, write_pages: Tensor, write_offsets: Tensor, team: Team) -> None:
-    """Copy k and v [T, heads, D], dense within a token, to pages [P, 2 (k, v), heads, page_size, D], dense, all of one
-    type, bf16 or fp32: token t to page write_pages[t] at write_offsets[t], both [T] int64.
+def write_tokens(
+    k: Tensor, v: Tensor, pages: Tensor, write_pages: Tensor, write_offsets: Tensor, team: Team
+) -> None:
+    """Copy k and v [T, heads, D], dense within a token, to pages [P, 2 (k, v), heads, page_size,
+    D], dense, all of one type, bf16 or fp32: token t to page write_pages[t] at write_offsets[t],
+    both [T] int64.
 
     Raises:
         InternalError: shapes that do not belong together.
     """
     num_tokens, num_heads, width = k.shape
     if (v.shape, pages.shape[2], pages.shape[4], *write_pages.shape, *write_offsets.shape) != (
-            k.shape, num_heads, width, num_tokens, num_tokens):
-        raise InternalError(f"k {tuple(k.shape)} and v {tuple(v.shape)} for {len(write_pages)} places in pages of "
-                            f"{tuple(pages.shape[1:])}")
-    launch_integers(writes_for(k.dtype), -(-num_tokens // _ITEM_TOKENS), (
-        num_tokens, num_heads, width, pages.shape[3], pages.stride(1), k.data_ptr(), k.stride(0), v.data_ptr(),
-        v.stride(0), pages.data_ptr(), write_pages.data_ptr(), write_offsets.data_ptr()), team)
+        k.shape,
+        num_heads,
+        width,
+        num_tokens,
+        num_tokens,
+    ):
+        raise InternalError(
+            f"k {tuple(k.shape)} and v {tuple(v.shape)} for {len(write_pages)} places in pages of "
+            f"{tuple(pages.shape[1:])}"
+        )
+    launch_integers(
+        writes_for(k.dtype),
+        -(-num_tokens // _ITEM_TOKENS),
+        (
+            num_tokens,
+            num_heads,
+            width,
+            pages.shape[3],
+            pages.stride(1),
+            k.data_ptr(),
+            k.stride(0),
+            v.data_ptr(),
+            v.stride(0),
+            pages.data_ptr(),
+            write_pages.data_ptr(),
+            write_offsets.data_ptr(),
+        ),
+        team,
+    )
 
 
 @cache
@@ -238,7 +391,9 @@ def writes_for(dtype: torch.dtype):
     def work(pointer):
         _write_tokens(pointer, stored)
 
-    return compile_kernel(work, _WRITES, f"write_tokens_{stored.__name__}", __file__, strided_loops.__file__)
+    return compile_kernel(
+        work, _WRITES, f"write_tokens_{stored.__name__}", __file__, strided_loops.__file__
+    )
 
 
 @njit(**PART)
@@ -255,7 +410,13 @@ def _write_tokens(pointer, stored):
         for token in range(item * _ITEM_TOKENS, min((item + 1) * _ITEM_TOKENS, a.num_tokens)):
             page = a.pages + 2 * write_pages[token] * a.page_values * size
             _write(a, a.k + token * a.k_stride * size, page, write_offsets[token], stored)
-            _write(a, a.v + token * a.v_stride * size, page + a.page_values * size, write_offsets[token], stored)
+            _write(
+                a,
+                a.v + token * a.v_stride * size,
+                page + a.page_values * size,
+                write_offsets[token],
+                stored,
+            )
         count_up(pointer, DONE)
 
 

@@ -1,5 +1,5 @@
-"""Rows on the host: their sums and copies, how they lie, and states to where they stay. What stands between products of
-a step, and between two steps, as launches.
+"""Rows on the host: their sums and copies, how they lie, and states to where they stay. What stands
+between products of a step, and between two steps, as launches.
 """
 
 from collections.abc import Sequence
@@ -43,11 +43,15 @@ _BLOCK_VALUES = 64
 
 
 def add_rows(x: Tensor, y: Tensor, team: Team) -> Tensor:
-    """x + y, of one shape and type, bf16 or fp32, dense: in fp32 and rounded once, as torch does. Returns a new tensor
-    of the same."""
+    """x + y, of one shape and type, bf16 or fp32, dense: in fp32 and rounded once, as torch does.
+    Returns a new tensor of the same."""
     out = torch.empty(x.shape, dtype=x.dtype)
-    launch_integers(sum_for(x.dtype), -(-x.numel() // _ITEM_VALUES), (
-        x.numel(), x.data_ptr(), y.data_ptr(), out.data_ptr()), team)
+    launch_integers(
+        sum_for(x.dtype),
+        -(-x.numel() // _ITEM_VALUES),
+        (x.numel(), x.data_ptr(), y.data_ptr(), out.data_ptr()),
+        team,
+    )
     return out
 
 
@@ -58,7 +62,9 @@ def sum_for(dtype: torch.dtype):
     def work(pointer):
         _add_values(pointer, stored)
 
-    return compile_kernel(work, _SUM, f"add_rows_{stored.__name__}", __file__, strided_loops.__file__)
+    return compile_kernel(
+        work, _SUM, f"add_rows_{stored.__name__}", __file__, strided_loops.__file__
+    )
 
 
 @njit(**PART)
@@ -80,22 +86,28 @@ def _add_values(pointer, stored):
 
 
 def copy_rows(x: Tensor, team: Team, out: Tensor | None = None) -> Tensor:
-    """x: [T, ...] bf16 or fp32, each row dense. Returns a dense copy; or `out`, filled, of the same shape with dense
-    rows."""
+    """x: [T, ...] bf16 or fp32, each row dense. Returns a dense copy; or `out`, filled, of the same
+    shape with dense rows."""
     if out is None:
         out = torch.empty(x.shape, dtype=x.dtype)
-    launch_integers(copies_for(x.dtype), -(-len(x) // _ITEM_ROWS), (
-        len(x), x[0].numel(), x.stride(0), out.stride(0), x.data_ptr(), out.data_ptr()), team)
+    launch_integers(
+        copies_for(x.dtype),
+        -(-len(x) // _ITEM_ROWS),
+        (len(x), x[0].numel(), x.stride(0), out.stride(0), x.data_ptr(), out.data_ptr()),
+        team,
+    )
     return out
 
 
 def rows_apart(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
-    """[M, K], not filled, of which rows lie an odd number of lines apart: those of a tile of the matrix unit then share
-    no sets of a core's nearest cache."""
+    """[M, K], not filled, of which rows lie an odd number of lines apart: those of a tile of the
+    matrix unit then share no sets of a core's nearest cache."""
     of_line = LINE_BYTES // dtype.itemsize
     distance = (-(-width // of_line) | 1) * of_line
     # What is behind them up to a multiple of a tile's rows is read, and of no use.
-    return torch.empty(-(-num_rows // TILE_ROWS) * TILE_ROWS, distance, dtype=dtype)[:num_rows, :width]
+    return torch.empty(-(-num_rows // TILE_ROWS) * TILE_ROWS, distance, dtype=dtype)[
+        :num_rows, :width
+    ]
 
 
 def rows_for_product(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
@@ -106,12 +118,17 @@ def rows_for_product(num_rows: int, width: int, dtype: torch.dtype) -> Tensor:
 
 
 def apart(x: Tensor, team: Team) -> Tensor:
-    """x [M, K], bf16 or an even number of int8, dense rows, as `rows_apart` has it: the same where it is so, or a
-    copy."""
+    """x [M, K], bf16 or an even number of int8, dense rows, as `rows_apart` has it: the same where
+    it is so, or a copy."""
     distance, whole = x.stride(0), -(-len(x) // TILE_ROWS) * TILE_ROWS
     num_lines, rest = divmod(distance * x.itemsize, LINE_BYTES)
     last = (x.storage_offset() + whole * distance) * x.itemsize
-    if num_lines % 2 and not rest and x.data_ptr() % LINE_BYTES == 0 and last <= x.untyped_storage().nbytes():
+    if (
+        num_lines % 2
+        and not rest
+        and x.data_ptr() % LINE_BYTES == 0
+        and last <= x.untyped_storage().nbytes()
+    ):
         return x
     halves = x.view(torch.bfloat16)
     return copy_rows(halves, team, rows_apart(len(x), halves.shape[1], torch.bfloat16))
@@ -120,7 +137,9 @@ def apart(x: Tensor, team: Team) -> Tensor:
 def join_rows(parts: Sequence[Tensor], team: Team) -> Tensor:
     """torch.cat of [T, n] each along the last dimension; bf16 or fp32, each row dense."""
     out = torch.empty(len(parts[0]), sum(part.shape[1] for part in parts), dtype=parts[0].dtype)
-    for part, columns in zip(parts, torch.split(out, [part.shape[1] for part in parts], 1), strict=True):
+    for part, columns in zip(
+        parts, torch.split(out, [part.shape[1] for part in parts], 1), strict=True
+    ):
         copy_rows(part, team, columns)
     return out
 
@@ -132,7 +151,9 @@ def copies_for(dtype: torch.dtype):
     def work(pointer):
         _copy_rows(pointer, stored)
 
-    return compile_kernel(work, _COPIES, f"copy_rows_{stored.__name__}", __file__, strided_loops.__file__)
+    return compile_kernel(
+        work, _COPIES, f"copy_rows_{stored.__name__}", __file__, strided_loops.__file__
+    )
 
 
 @njit(**PART)
@@ -157,10 +178,24 @@ def gather_rows(table: Tensor, indices: Tensor, team: Team) -> Tensor:
     Raises:
         InternalError: a row that the table does not have.
     """
-    out, indices = torch.empty(len(indices), table.shape[1], dtype=table.dtype), indices.contiguous()
-    launch_integers(gathers_for(table.dtype), -(-len(indices) // _ITEM_ROWS), (
-        len(indices), table.shape[1], table.stride(0), len(table), table.data_ptr(), indices.data_ptr(),
-        out.data_ptr()), team)
+    out, indices = (
+        torch.empty(len(indices), table.shape[1], dtype=table.dtype),
+        indices.contiguous(),
+    )
+    launch_integers(
+        gathers_for(table.dtype),
+        -(-len(indices) // _ITEM_ROWS),
+        (
+            len(indices),
+            table.shape[1],
+            table.stride(0),
+            len(table),
+            table.data_ptr(),
+            indices.data_ptr(),
+            out.data_ptr(),
+        ),
+        team,
+    )
     return out
 
 
@@ -171,7 +206,9 @@ def gathers_for(dtype: torch.dtype):
     def work(pointer):
         _gather_rows(pointer, stored)
 
-    return compile_kernel(work, _GATHERS, f"gather_rows_{stored.__name__}", __file__, strided_loops.__file__)
+    return compile_kernel(
+        work, _GATHERS, f"gather_rows_{stored.__name__}", __file__, strided_loops.__file__
+    )
 
 
 @njit(**PART)
@@ -187,15 +224,17 @@ def _gather_rows(pointer, stored):
         for row in range(item * _ITEM_ROWS, min((item + 1) * _ITEM_ROWS, a.num_rows)):
             if not 0 <= indices[row] < a.num_source_rows:
                 return
-            x = carray(pointer_to(a.table + indices[row] * a.stride * size_of(stored), stored), a.width)
+            x = carray(
+                pointer_to(a.table + indices[row] * a.stride * size_of(stored), stored), a.width
+            )
             for place in range(a.width):
                 out[row, place] = x[place]
         count_up(pointer, DONE)
 
 
 def largest_of_rows(x: Tensor, team: Team) -> Tensor:
-    """x: [T, n] fp32, dense. Returns [T] int64, the place of each row's largest value as torch.argmax has it: the first
-    of equal ones, and NaN above all."""
+    """x: [T, n] fp32, dense. Returns [T] int64, the place of each row's largest value as
+    torch.argmax has it: the first of equal ones, and NaN above all."""
     out = torch.empty(len(x), dtype=torch.int64)
     launch_integers(maxima(), len(x), (len(x), x.shape[1], x.data_ptr(), out.data_ptr()), team)
     return out
@@ -228,7 +267,7 @@ def _place_of_largest(x):
     """Blocks of values have their maxima at once; only a block with a greater one is searched."""
     best, place = x[0], 0
     for first in range(0, len(x), _BLOCK_VALUES):
-        block = x[first:first + _BLOCK_VALUES]
+        block = x[first : first + _BLOCK_VALUES]
         is_better = False
         for value in block:
             is_better |= not value <= best
@@ -240,14 +279,19 @@ def _place_of_largest(x):
 
 
 class RecordMoves:
-    """Copies of records [N, ...] from tensors to others of the same records, in pairs; each dense."""
+    """Copies of records [N, ...] from tensors to others of the same records, in pairs; each
+    dense."""
 
     def __init__(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Source and target of each pair; both are kept."""
         self._pairs, self._team = tuple(pairs), Team()
-        self._num_records = (min(len(source) for source, _ in pairs), min(len(target) for _, target in pairs))
-        self._table = torch.tensor([(source.data_ptr(), target.data_ptr(), target[0].nbytes)
-                                    for source, target in pairs])
+        self._num_records = (
+            min(len(source) for source, _ in pairs),
+            min(len(target) for _, target in pairs),
+        )
+        self._table = torch.tensor(
+            [(source.data_ptr(), target.data_ptr(), target[0].nbytes) for source, target in pairs]
+        )
 
     def run(self, moves: Sequence[tuple[int, int]]) -> None:
         """Copy record a to record b of every pair, for each (a, b). No two have the same b.
@@ -256,12 +300,23 @@ class RecordMoves:
             InternalError: a record that some of the tensors do not have.
         """
         for move in moves:
-            if not all(0 <= place < count for place, count in zip(move, self._num_records, strict=True)):
+            if not all(
+                0 <= place < count for place, count in zip(move, self._num_records, strict=True)
+            ):
                 raise InternalError(f"record {move[0]} to {move[1]} of {self._num_records}")
         places = torch.from_numpy(np.array(moves, np.int64).T.copy())  # sources, then targets
-        launch_integers(moves_for(), len(moves) * len(self._pairs), (
-            len(moves), len(self._pairs), self._table.data_ptr(), places.data_ptr(),
-            places.data_ptr() + len(moves) * places.itemsize), self._team)
+        launch_integers(
+            moves_for(),
+            len(moves) * len(self._pairs),
+            (
+                len(moves),
+                len(self._pairs),
+                self._table.data_ptr(),
+                places.data_ptr(),
+                places.data_ptr() + len(moves) * places.itemsize,
+            ),
+            self._team,
+        )
 
 
 @cache

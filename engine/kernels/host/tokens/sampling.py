@@ -1,9 +1,10 @@
-"""Tokens drawn from rows of logits on the host, as `engine.sampling.sampler` defines it, in double precision: one row
-after the other, with memory of a thread's own.
+"""Tokens drawn from rows of logits on the host, as `engine.sampling.sampler` defines it, in double
+precision: one row after the other, with memory of a thread's own.
 
-Two things save most of the work. Each block of 64 logits has its highest one noted, so of all but a few blocks no more
-is looked at where few tokens may be drawn. And nothing is sorted: the least weight that passes a filter is found by
-halving, as bits of positive numbers are in the order of the numbers.
+Two things save most of the work. Each block of 64 logits has its highest one noted, so of all but a
+few blocks no more is looked at where few tokens may be drawn. And nothing is sorted: the least
+weight that passes a filter is found by halving, as bits of positive numbers are in the order of the
+numbers.
 """
 
 import math
@@ -40,24 +41,39 @@ _SUM_BLOCK = 512  # weights that are added up before the draw looks among them
 _ONE_BITS = 0x3FF0000000000000
 _EXPONENT_BIAS, _FRACTION_BITS = 1023, 52
 _FP32_BYTES = 4
-# Steps of `_weighed`: a search is compiled wherever it stands, so it stands once (2.8 s; three took 5).
+# Steps of `_weighed`: a search is compiled wherever it stands, so it stands once (2.8 s; three took
+# 5).
 _BLOCKS, _TOP_K, _TOP_P, _MIN_P = range(4)
 _LOWEST = -708.0  # e^x counts as 0 below
 _LOG2_E = 1.4426950408889634
 _LN2_HIGH, _LN2_LOW = 0.693147180369123816490, 1.90821492927058770002e-10
 # Taylor's terms: for |r| <= ln(2) / 2 the first one left out is below 1e-17.
-_T2, _T3, _T4, _T5, _T6, _T7, _T8, _T9, _T10, _T11, _T12, _T13 = (1.0 / math.factorial(n) for n in range(2, 14))
+_T2, _T3, _T4, _T5, _T6, _T7, _T8, _T9, _T10, _T11, _T12, _T13 = (
+    1.0 / math.factorial(n) for n in range(2, 14)
+)
 
 
 def draw_tokens(logits: Tensor, rules: Sequence[Rule], team: Team) -> list[int]:
-    """A token for each row of logits [R, vocab], fp32 or fp64, dense, by its rule; temperature 0 takes the first of the
-    largest logits. NOT_HERE for a row without a largest finite logit, or with NaN."""
+    """A token for each row of logits [R, vocab], fp32 or fp64, dense, by its rule; temperature 0
+    takes the first of the largest logits. NOT_HERE for a row without a largest finite logit, or
+    with NaN."""
     (num_rows, vocab_size), table = logits.shape, torch.tensor(rules, dtype=torch.float64)
     tokens = torch.empty(num_rows, dtype=torch.int64)
     scratch_bytes = 8 * (3 * vocab_size + -(-vocab_size // _BLOCK))
-    launch_integers(compiled(), num_rows, (
-        num_rows, vocab_size, logits.itemsize, logits.data_ptr(), table.data_ptr(), tokens.data_ptr()), team,
-        scratch_bytes=scratch_bytes)
+    launch_integers(
+        compiled(),
+        num_rows,
+        (
+            num_rows,
+            vocab_size,
+            logits.itemsize,
+            logits.data_ptr(),
+            table.data_ptr(),
+            tokens.data_ptr(),
+        ),
+        team,
+        scratch_bytes=scratch_bytes,
+    )
     return tokens.tolist()
 
 
@@ -75,7 +91,10 @@ def _draw_rows(pointer):
     a = carray(pointer, 1)[0]
     room = take_seat(pointer)
     weights, logits = pointer_to(room, np.float64), pointer_to(room + 8 * a.vocab_size, np.float64)
-    ids, marks = integers(room + 16 * a.vocab_size), pointer_to(room + 24 * a.vocab_size, np.float64)
+    ids, marks = (
+        integers(room + 16 * a.vocab_size),
+        pointer_to(room + 24 * a.vocab_size, np.float64),
+    )
     tokens = integers(a.tokens)
     while True:
         item = count_up(pointer, NEXT)
@@ -110,18 +129,26 @@ def _draw(logits, vocab_size, rule, weights, ids, marks):
         marks[block] = _exp((marks[block] - best) / temperature)
     top_k = top_k if top_k < vocab_size else 0
     takes_all = not top_k and top_p >= 1 and min_p <= 0
-    count = _weighed(logits, vocab_size, best, temperature, top_k, top_p, min_p, takes_all, weights, ids, marks)
+    count = _weighed(
+        logits, vocab_size, best, temperature, top_k, top_p, min_p, takes_all, weights, ids, marks
+    )
     place = _find(weights, count, point, marks)
     return place if takes_all else ids[place]
 
 
 @njit(**PART)
-def _weighed(logits, vocab_size, best, temperature, top_k, top_p, min_p, takes_all, weights, ids, marks):
+def _weighed(
+    logits, vocab_size, best, temperature, top_k, top_p, min_p, takes_all, weights, ids, marks
+):
     """Weights of what may be drawn, and unless that is all their ids. Returns how many."""
     count, mass, least, above = vocab_size, 0.0, 0.0, 0.0
     for step in range(_BLOCKS, _BLOCKS + 1 if takes_all else _MIN_P + 1):
         if _searches(step, top_k, top_p, vocab_size):
-            numbers, size = (marks, (vocab_size + _BLOCK - 1) // _BLOCK) if step == _BLOCKS else (weights, count)
+            numbers, size = (
+                (marks, (vocab_size + _BLOCK - 1) // _BLOCK)
+                if step == _BLOCKS
+                else (weights, count)
+            )
             wanted, by_mass = (mass, 1.0) if step == _TOP_P else (float(top_k), 0.0)
             least, above = _least_of(numbers, size, wanted, by_mass)
         elif step == _MIN_P:
@@ -129,7 +156,9 @@ def _weighed(logits, vocab_size, best, temperature, top_k, top_p, min_p, takes_a
         elif step != _BLOCKS:
             continue
         if step != _BLOCKS:
-            count = _keep(weights, ids, count, least, _num_equal(step, count, top_k, mass, least, above))
+            count = _keep(
+                weights, ids, count, least, _num_equal(step, count, top_k, mass, least, above)
+            )
             mass = top_p * _sum(weights, 0, count)  # of what top-k left
             continue
         _weigh(logits, vocab_size, best, temperature, marks, least, weights)
@@ -143,8 +172,8 @@ def _weighed(logits, vocab_size, best, temperature, top_k, top_p, min_p, takes_a
 
 @njit(**PART)
 def _searches(step, top_k, top_p, vocab_size):
-    """Whether a filter's least weight is to be found. Top-k passes no token of a block that is not among so many best
-    ones, if there are more."""
+    """Whether a filter's least weight is to be found. Top-k passes no token of a block that is not
+    among so many best ones, if there are more."""
     if step == _BLOCKS:
         return 0 < top_k < (vocab_size + _BLOCK - 1) // _BLOCK
     return (step == _TOP_K and top_k > 0) or (step == _TOP_P and top_p < 1)
@@ -152,7 +181,8 @@ def _searches(step, top_k, top_p, vocab_size):
 
 @njit(**PART)
 def _least_in_sight(total, top_p, min_p, vocab_size):
-    """No token that weighs less is drawn: all that do have no more than the share that top-p leaves out."""
+    """No token that weighs less is drawn: all that do have no more than the share that top-p leaves
+    out."""
     return (1 - top_p) * total / vocab_size * (1 - 1e-9) if top_p < 1 else min_p
 
 
@@ -201,8 +231,12 @@ def _exp(x):
     exponent = np.floor(inside * _LOG2_E + 0.5)
     r = (inside - exponent * _LN2_HIGH) - exponent * _LN2_LOW
     tail = _T8 + r * (_T9 + r * (_T10 + r * (_T11 + r * (_T12 + r * _T13))))
-    value = 1.0 + r * (1.0 + r * (_T2 + r * (_T3 + r * (_T4 + r * (_T5 + r * (_T6 + r * (_T7 + r * tail)))))))
-    power = np.int64(np.int64(np.int32(exponent) + _EXPONENT_BIAS) << _FRACTION_BITS).view(np.float64)
+    value = 1.0 + r * (
+        1.0 + r * (_T2 + r * (_T3 + r * (_T4 + r * (_T5 + r * (_T6 + r * (_T7 + r * tail))))))
+    )
+    power = np.int64(np.int64(np.int32(exponent) + _EXPONENT_BIAS) << _FRACTION_BITS).view(
+        np.float64
+    )
     return value * power if x >= _LOWEST else 0.0
 
 
@@ -230,7 +264,8 @@ def _pick(weights, vocab_size, marks, least, ids):
 
 @njit(**PART)
 def _keep(weights, ids, count, least, num_equal):
-    """Of weights with their ids those above `least`, and the first `num_equal` equal to it. Returns how many."""
+    """Of weights with their ids those above `least`, and the first `num_equal` equal to it. Returns
+    how many."""
     kept = 0
     for place in range(count):
         weight = weights[place]
@@ -243,8 +278,8 @@ def _keep(weights, ids, count, least, num_equal):
 
 @njit(**PART)
 def _least_of(weights, count, wanted, by_mass):
-    """The highest weight for which those of it or more are `wanted` (`by_mass` 0.0), or sum up to that (1.0), or 0; and
-    what those above it are or sum up to."""
+    """The highest weight for which those of it or more are `wanted` (`by_mass` 0.0), or sum up to
+    that (1.0), or 0; and what those above it are or sum up to."""
     low, high = 0, _ONE_BITS  # as bits: low is low enough, what is above high is not
     while low < high:
         middle = low + (high - low + 1) // 2
@@ -275,7 +310,8 @@ def _sum(weights, first, end):
 
 @njit(**PART)
 def _find(weights, count, point, sums):
-    """The first place up to which more than that share of the weights lies. sums: room for one of each block."""
+    """The first place up to which more than that share of the weights lies. sums: room for one of
+    each block."""
     num_blocks, total = (count + _SUM_BLOCK - 1) // _SUM_BLOCK, 0.0
     for block in range(num_blocks):
         sums[block] = _sum(weights, block * _SUM_BLOCK, min((block + 1) * _SUM_BLOCK, count))
