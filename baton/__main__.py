@@ -10,7 +10,7 @@ from runtime.process.quiet import quiet_grpc
 from runtime.process.standard_streams import open_to_all_text, whole_output
 
 _STARTING = ("demo", "up")  # commands that start workers
-_WITHOUT_NURSERY = ("--no-preload", "--device", "--help")
+_WITHOUT_FORK_SERVER = ("--no-preload", "--device", "--help")
 
 
 def main() -> None:
@@ -24,12 +24,14 @@ def main() -> None:
     quiet_grpc()
     open_to_all_text()
     with ExitStack() as stack:
-        nursery = None
-        if needs_nursery(sys.argv[1:]):  # it loads for longer than this process: so it begins first
-            from baton.nursery import Nursery
+        fork_server = None
+        if needs_fork_server(
+            sys.argv[1:]
+        ):  # it loads for longer than this process: so it begins first
+            from baton.fork_server import ForkServer
 
             try:
-                nursery = stack.enter_context(Nursery())
+                fork_server = stack.enter_context(ForkServer())
             except ConfigError as error:
                 sys.exit(_refused(error))
         from typer.main import get_command
@@ -40,7 +42,7 @@ def main() -> None:
         if is_heard:
             signal.signal(signal.SIGINT, signal.default_int_handler)
         with whole_output("baton"):
-            command(obj=nursery)
+            command(obj=fork_server)
 
 
 def _refused(error: ConfigError) -> int:
@@ -51,13 +53,13 @@ def _refused(error: ConfigError) -> int:
     return EXIT_CONFIG
 
 
-def needs_nursery(arguments: Sequence[str]) -> bool:
+def needs_fork_server(arguments: Sequence[str]) -> bool:
     """Whether a command line is likely to start workers that are forks. If it is wrong about it,
     one is started later, or in vain."""
     return (
         bool(arguments)
         and arguments[0] in _STARTING
-        and not any(word.startswith(_WITHOUT_NURSERY) for word in arguments)
+        and not any(word.startswith(_WITHOUT_FORK_SERVER) for word in arguments)
     )
 
 

@@ -26,7 +26,7 @@ from typing import Self
 from baton.client import DEFAULT_TARGET, AsyncBatonClient
 from baton.cluster_config import ClusterConfig
 from baton.core_places import core_places
-from baton.nursery import Child, Nursery, NurseryLink, Spawn, spawn
+from baton.fork_server import Child, ForkServer, ForkServerLink, Spawn, spawn
 from baton.preflight import (
     ROLES,
     PoolShape,
@@ -126,8 +126,8 @@ class LocalCluster:
         )
         self._folder = tempfile.TemporaryDirectory(prefix="baton-")
         self._lives: dict[str, asyncio.Task[None]] = {}
-        self._nursery: Nursery | None = None  # of its own
-        self._link: NurseryLink | None = None
+        self._fork_server: ForkServer | None = None  # of its own
+        self._link: ForkServerLink | None = None
         self.processes: dict[str, RoleProcess] = {}
 
     @property
@@ -257,13 +257,13 @@ class LocalCluster:
             await asyncio.gather(*self._lives.values(), return_exceptions=True)
             if self._link is not None:
                 self._link.close()
-            if self._nursery is not None:
-                self._nursery.close()
+            if self._fork_server is not None:
+                self._fork_server.close()
             self._folder.cleanup()
 
     async def _start(self) -> None:
-        if self._config.forks_workers and self._config.nursery is None:
-            self._nursery = Nursery()
+        if self._config.forks_workers and self._config.fork_server is None:
+            self._fork_server = ForkServer()
         await asyncio.to_thread(make_tokenizer, self._config.model)  # once, for all of them
         if self._config.http and find_tokenizer(self._config.model) is None:
             raise ConfigError(
@@ -271,7 +271,7 @@ class LocalCluster:
             )
         num_processes = sum(len(pool.names) for pool in self._pools) + self._config.routers
         self._say(f"starting {num_processes} processes with {self._config.model}")
-        await self._connect_nursery()
+        await self._connect_fork_server()
         for pool in self._pools:
             self._launch_stage(pool, 0)
         for pool in self._pools:
@@ -412,10 +412,10 @@ class LocalCluster:
 
         return placed
 
-    async def _connect_nursery(self) -> None:
-        nursery = self._config.nursery or self._nursery
-        if nursery is not None and self._config.forks_workers:
-            self._link = await nursery.connect()
+    async def _connect_fork_server(self) -> None:
+        fork_server = self._config.fork_server or self._fork_server
+        if fork_server is not None and self._config.forks_workers:
+            self._link = await fork_server.connect()
 
     async def _fork(
         self, module: str, arguments: Sequence[str], *, core: str, environment: Mapping[str, str]

@@ -6,8 +6,8 @@ from importlib import resources
 from pathlib import Path
 
 from baton.client import DEFAULT_TARGET
+from baton.fork_server import HERE, ForkServer, ProcessPlaces
 from baton.gateway import check_can_serve
-from baton.nursery import HERE, Nursery, ProcessPlaces
 from baton.preflight import PoolShape, check_partition
 from runtime.config import parse_address
 from runtime.errors import ConfigError
@@ -28,7 +28,7 @@ class ClusterConfig:
     and the others to what `core_places` leaves them.
 
     With `forks_workers` prefill and decode processes are forks of one that has loaded torch: of
-    `nursery`, which stays, or of one of the cluster's own. They start faster, and so does one that
+    `fork_server`, which stays, or of one of the cluster's own. They start faster, and so does one that
     replaces a dead one."""
 
     model: Path
@@ -59,7 +59,7 @@ class ClusterConfig:
     ready_timeout_s: float = 180.0
     stop_grace_s: float = 8.0
     forks_workers: bool = True
-    nursery: Nursery | None = None
+    fork_server: ForkServer | None = None
     places: ProcessPlaces = HERE
     security: ChannelSecurity = (
         PLAIN_CHANNEL  # what the cluster shows its own processes to ask for their health

@@ -9,7 +9,7 @@ from rich.console import Console
 from baton.client import AsyncBatonClient
 from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig, demo_model
-from baton.nursery import Nursery
+from baton.fork_server import ForkServer
 from baton.render import QuietPrinter, StartPrinter, status_view, timings_table
 from baton.values import ChatMessage, Chunk, ClusterStatus, Event, Query, Sampling, Stop
 from baton.wire import completion_of
@@ -27,15 +27,17 @@ REST_TIMEOUT_S = 3.0
 REPORT_S = 0.1  # workers report four times a second
 
 
-async def run_demo(console: Console, nursery: Nursery | None) -> None:
+async def run_demo(console: Console, fork_server: ForkServer | None) -> None:
     """Start router, prefill and a decode pool of two stages; ask about a little story; show where
-    the time went. The workers are forks of `nursery`, or of one of the cluster's own.
+    the time went. The workers are forks of `fork_server`, or of one of the cluster's own.
 
     Raises BatonError when a process cannot start, the answer does not come in time or is not the
     right one.
     """
     started = time.monotonic()
-    config = ClusterConfig(model=demo_model(), decode_pp=2, listen="127.0.0.1:0", nursery=nursery)
+    config = ClusterConfig(
+        model=demo_model(), decode_pp=2, listen="127.0.0.1:0", fork_server=fork_server
+    )
     console.print("starting a router, a prefill worker and a decode pool of two stages")
     printer = QuietPrinter(console)
     cluster = LocalCluster(config, sink=StartPrinter(printer, own="baton"))

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from baton.nursery import Child, Spawn, spawn
+from baton.fork_server import Child, Spawn, spawn
 from runtime.errors import BatonError, ConfigError, DeadlineError, UnavailableError
 from runtime.observe.log import LogStyle, message_of, styled_line
 from runtime.process.announce import Announcement, read_announcement

@@ -12,8 +12,8 @@ import signal
 from collections.abc import Sequence
 
 from baton.cluster_config import ClusterConfig
+from baton.fork_server import spawn
 from baton.gateway import GatewayConfig
-from baton.nursery import spawn
 from runtime.config import load
 from runtime.errors import ConfigError, UnavailableError
 from runtime.process.announce import FILE

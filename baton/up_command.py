@@ -160,7 +160,7 @@ def up(
         config_file=config,
         one_core_each=device in (None, "cpu"),
         forks_workers=preload and device in (None, "cpu"),
-        nursery=context.obj,
+        fork_server=context.obj,
         log_level=log_level,
         log_style=log_style,
         security=security,

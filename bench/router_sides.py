@@ -18,7 +18,7 @@ from typing import Any
 import grpc
 from prometheus_client import CollectorRegistry, Counter
 
-from decode.outlet import DecodeOutlet
+from decode.event_sender import DecodeEventSender
 from engine.core.request import DrawnToken
 from pool.request.router_call import Opening, RequestKind, RouterCall
 from protos import (
@@ -34,7 +34,7 @@ from protos import (
     worker_pb2_grpc,
 )
 from runtime.observe.metrics import RpcMetrics
-from runtime.rpc.calls import CallLedger
+from runtime.rpc.calls import CallTracker
 from runtime.rpc.server import GrpcServer, ServerOptions
 from runtime.version import WIRE_VERSION
 from testing.past_proxies import PAST_PROXIES
@@ -156,7 +156,7 @@ class SourceWorker(worker_pb2_grpc.WorkerServicer):
 class SourcePrefill(prefill_pb2_grpc.PrefillServicer):
     """Draws the first token at the next step."""
 
-    def __init__(self, steps: Steps, calls: CallLedger) -> None:
+    def __init__(self, steps: Steps, calls: CallTracker) -> None:
         self._steps = steps
         self._calls = calls
         self._kind: RequestKind[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent] = RequestKind(
@@ -179,8 +179,8 @@ class SourcePrefill(prefill_pb2_grpc.PrefillServicer):
     async def _run(
         self, opening: Opening[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent]
     ) -> None:
-        key, num_tokens = opening.outlet.key, len(opening.input.open.request.prompt_token_ids)
-        opening.outlet.send(
+        key, num_tokens = opening.event_sender.key, len(opening.input.open.request.prompt_token_ids)
+        opening.event_sender.send(
             prefill_pb2.PrefillEvent(
                 key=key,
                 started=prefill_pb2.PrefillStarted(
@@ -191,7 +191,7 @@ class SourcePrefill(prefill_pb2_grpc.PrefillServicer):
             )
         )
         async for token_id in self._steps.tokens(1):
-            opening.outlet.send(
+            opening.event_sender.send(
                 prefill_pb2.PrefillEvent(
                     key=key,
                     first_token=prefill_pb2.PrefillFirstToken(
@@ -200,14 +200,14 @@ class SourcePrefill(prefill_pb2_grpc.PrefillServicer):
                 )
             )
         await opening.inbox.get(None, "the destination terms")
-        opening.outlet.send(prefill_pb2.PrefillEvent(key=key, sent=prefill_pb2.PrefillSent()))
+        opening.event_sender.send(prefill_pb2.PrefillEvent(key=key, sent=prefill_pb2.PrefillSent()))
         await opening.inbox.get(None, "the release")
 
 
 class SourceDecode(decode_pb2_grpc.DecodeServicer):
     """Draws the others, one at each step."""
 
-    def __init__(self, steps: Steps, calls: CallLedger) -> None:
+    def __init__(self, steps: Steps, calls: CallTracker) -> None:
         self._steps = steps
         self._calls = calls
         self._kind: RequestKind[decode_pb2.DecodeInput, decode_pb2.DecodeEvent] = RequestKind(
@@ -230,13 +230,16 @@ class SourceDecode(decode_pb2_grpc.DecodeServicer):
     async def _generate(
         self, opening: Opening[decode_pb2.DecodeInput, decode_pb2.DecodeEvent]
     ) -> None:
-        request, outlet = opening.input.open.request, DecodeOutlet(opening.outlet, 1)
-        outlet.destination(transfer_pb2.DestinationTerms(session_id=request.request_id))
+        request, event_sender = (
+            opening.input.open.request,
+            DecodeEventSender(opening.event_sender, 1),
+        )
+        event_sender.destination(transfer_pb2.DestinationTerms(session_id=request.request_id))
         await opening.inbox.get(None, "the first token")
-        outlet.committed(decode_pb2.DecodeCommitted())
+        event_sender.committed(decode_pb2.DecodeCommitted())
         async for token_id in self._steps.tokens(request.max_tokens - 1):
-            outlet.drawn((DrawnToken(token_id),))
-        outlet.finished(decode_pb2.DecodeFinished(reason=types_pb2.FINISH_REASON_LENGTH))
+            event_sender.drawn((DrawnToken(token_id),))
+        event_sender.finished(decode_pb2.DecodeFinished(reason=types_pb2.FINISH_REASON_LENGTH))
 
 
 def expired() -> Counter:

@@ -20,14 +20,14 @@ from functools import partial
 import grpc
 
 from decode.entry import Drawn, Event, Finished, Reservation
-from decode.outlet import DecodeOutlet
+from decode.event_sender import DecodeEventSender
 from decode.scheduler import DecodeScheduler
 from engine.core.request import FinishReason, Request
 from engine.memory.layout import bytes_per_page, travelling
 from pool.request.conversion import in_vocabulary
 from pool.request.entry import DataRanks, Failed
+from pool.request.handler import EventPost, RequestParts, read_request, serve
 from pool.request.router_call import Inbox, Opening, RequestKind, RouterCall, SessionChanged
-from pool.request.stay import EventPost, RequestParts, read_request, serve
 from protos import decode_pb2 as pb
 from protos import decode_pb2_grpc, types_pb2
 from runtime.clock import SystemClock
@@ -44,7 +44,7 @@ from runtime.errors import (
 )
 from runtime.observe.metrics import ArrivalMetrics
 from runtime.observe.tracing import begin
-from runtime.rpc.calls import CallLedger
+from runtime.rpc.calls import CallTracker
 from transfer.plan import codec
 from transfer.plan.copy_plan import plan_destination
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms
@@ -70,14 +70,14 @@ class DecodeParts(RequestParts):
     arrivals: ArrivalMetrics
 
 
-class DecodeStay:
-    """One request on this pool, its session and its memory. Satisfies `pool.request.stay.Stay`."""
+class DecodeHandler:
+    """One request on this pool, its session and its memory. Satisfies `pool.request.handler.RequestHandler`."""
 
     def __init__(
         self,
         parts: DecodeParts,
         inbox: DecodeInbox,
-        outlet: DecodeOutlet,
+        event_sender: DecodeEventSender,
         request: Request,
         reservation: Reservation,
         source: SourceTerms,
@@ -88,7 +88,7 @@ class DecodeStay:
         `patience_s` the longest that one state of the handoff may last."""
         self._parts = parts
         self._inbox = inbox
-        self._outlet = outlet
+        self._event_sender = event_sender
         self._request = request
         self._reservation = reservation
         self._source = source
@@ -118,7 +118,7 @@ class DecodeStay:
             destination = await self._shake_hands(offer)
             offer = destination if isinstance(destination, SourceTerms) else None
             if isinstance(destination, DestinationTerms):
-                self._outlet.destination(codec.destination_to_proto(destination))
+                self._event_sender.destination(codec.destination_to_proto(destination))
                 offer = await self._land()
             if offer is not None:
                 self._parts.meters.handoff.failures.labels("source_replaced").inc()
@@ -284,7 +284,7 @@ class DecodeStay:
         self._phase.note(num_bytes=session.num_bytes, exposed_s=exposed_s)
         self._phase.end()
         self._phase = begin("baton.decode.generate", request_id=self._request.request_id)
-        self._outlet.committed(
+        self._event_sender.committed(
             pb.DecodeCommitted(transfer_exposed_s=exposed_s, num_bytes=session.num_bytes)
         )
         key, with_draft = self._reservation.key, self._with_draft
@@ -300,9 +300,9 @@ class DecodeStay:
         return num_pages * bytes_per_page(travelling(geometry.specs, with_draft=self._with_draft))
 
 
-class LocalStay:
+class LocalPrefillHandler:
     """A request whose prompt is here but for a short rest, which this pool computes. Satisfies
-    `pool.request.stay.Stay`."""
+    `pool.request.handler.RequestHandler`."""
 
     def __init__(self, parts: DecodeParts, inbox: DecodeInbox, reservation: Reservation) -> None:
         self._parts = parts
@@ -336,13 +336,13 @@ def _emit(post: EventPost, receive: Callable[[Event], None], event: Event) -> No
     post.put(receive, event, can_wait=isinstance(event, Drawn))
 
 
-def _receive(outlet: DecodeOutlet, inbox: DecodeInbox, event: Event) -> None:
+def _receive(event_sender: DecodeEventSender, inbox: DecodeInbox, event: Event) -> None:
     """What the engine did: the router gets what was drawn, the stay whatever ends it."""
     if isinstance(event, Drawn):
-        outlet.drawn(event.tokens)
+        event_sender.drawn(event.tokens)
         return
     if isinstance(event, Finished):
-        outlet.finished(
+        event_sender.finished(
             pb.DecodeFinished(
                 reason=_REASONS[event.reason],
                 stop_token_id=event.stop_token_id,
@@ -360,7 +360,7 @@ Context = grpc.aio.ServicerContext[pb.DecodeInputs, pb.DecodeEvents]
 class DecodeService(decode_pb2_grpc.DecodeServicer):
     """Thin: every decision is the scheduler's, every byte the transfer agents'."""
 
-    def __init__(self, parts: DecodeParts, calls: CallLedger) -> None:
+    def __init__(self, parts: DecodeParts, calls: CallTracker) -> None:
         """`calls` are those of its server."""
         self._parts = parts
         for scheduler in parts.ranks.schedulers:
@@ -394,10 +394,12 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         inbox: DecodeInbox = opening.inbox
         clock = parts.ranks.schedulers[0].clock
         ends_at_s = clock.now() + opening.ends_in_s
-        outlet = DecodeOutlet(opening.outlet, 0 if source is None else 1 + len(replayed))
-        emit = partial(_emit, parts.post, partial(_receive, outlet, inbox))
+        event_sender = DecodeEventSender(
+            opening.event_sender, 0 if source is None else 1 + len(replayed)
+        )
+        emit = partial(_emit, parts.post, partial(_receive, event_sender, inbox))
 
-        async def take_place() -> DecodeStay | LocalStay:
+        async def take_place() -> DecodeHandler | LocalPrefillHandler:
             mine = parts.leader.compatibility.digest
             alike = mine if source is None else in_common(mine, source.compatibility)
             blocks, kept_as = (
@@ -415,7 +417,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                     request, emit, blocks=blocks, compatibility=kept_as, ends_at_s=ends_at_s
                 )
                 if source is None:  # posted where tokens are, so that it comes before them
-                    parts.post.put(outlet.local, pb.DecodeLocal(cached_tokens=taken.held_tokens))
+                    parts.post.put(
+                        event_sender.local, pb.DecodeLocal(cached_tokens=taken.held_tokens)
+                    )
                 return taken
 
             reservation = await parts.leader.loop.submit(
@@ -423,11 +427,13 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 undo=lambda taken: parts.ranks.of(taken.key).release(taken.key),
             )
             if source is None:
-                return LocalStay(parts, inbox, reservation)
+                return LocalPrefillHandler(parts, inbox, reservation)
             patience_s = (
                 HANDOFF_TIMEOUT_S if math.isinf(ends_at_s) else max(0.0, ends_at_s - clock.now())
             )
-            return DecodeStay(parts, inbox, outlet, request, reservation, source, alike, patience_s)
+            return DecodeHandler(
+                parts, inbox, event_sender, request, reservation, source, alike, patience_s
+            )
 
         await serve(parts, request, take_place)
 

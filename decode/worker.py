@@ -44,7 +44,7 @@ class DecodeRole:
     def observe_layers(self, agent: TransferAgent, mark: LayerMark | None) -> LayerObserver | None:
         return None
 
-    def lead(self, config: WorkerConfig, stage: Stage) -> "DecodeLeading":
+    def lead(self, config: WorkerConfig, stage: Stage) -> "DecodeLeader":
         geometry, grid = stage.plan.geometry, stage.plan.description.facts.chunk_grid
         has_states = any(spec.kind.is_state for spec in geometry.specs)
         adaptive = AdaptiveDraft(stage.plan.num_draft_tokens) if config.spec_adaptive else None
@@ -63,7 +63,7 @@ class DecodeRole:
             steps_ahead=config.overlap_steps,
         )
         keys, journal = itertools.count(1), PointJournal()
-        return DecodeLeading(
+        return DecodeLeader(
             DataRanks(
                 tuple(
                     DecodeScheduler(
@@ -88,8 +88,8 @@ class DecodeRole:
         )
 
 
-class DecodeLeading:
-    """Satisfies `pool.process.LeadingRole`."""
+class DecodeLeader:
+    """Satisfies `pool.process.RoleLeader`."""
 
     def __init__(
         self,

@@ -26,7 +26,7 @@ from pool.pipeline.membership import JoinReports
 from pool.pipeline.stage_channel import open_pool_channel
 from pool.prefix.journal import PointJournal
 from pool.request.entry import RankScheduler
-from pool.request.stay import EventPost, MemoryReclaimer
+from pool.request.handler import EventPost, MemoryReclaimer
 from pool.stage.config import WorkerConfig
 from pool.stage.handoff import LayerMark
 from pool.stage.kernels import compile_kernels
@@ -100,7 +100,7 @@ class LeaderParts:
     registry: CollectorRegistry
 
 
-class LeadingRole(Protocol):
+class RoleLeader(Protocol):
     """A role as the leader of its pool runs it."""
 
     @property
@@ -136,7 +136,7 @@ class PoolRole(Protocol):
         queue of work."""
         ...
 
-    def lead(self, config: WorkerConfig, stage: Stage) -> LeadingRole:
+    def lead(self, config: WorkerConfig, stage: Stage) -> RoleLeader:
         """The scheduler over this stage's pools, and what serves it."""
         ...
 

@@ -18,8 +18,15 @@ import grpc
 from engine.core.request import Request
 from pool.request.conversion import chunk_to_proto, scores_to_proto
 from pool.request.entry import DataRanks, Failed
-from pool.request.router_call import Inbox, Opening, Outlet, RequestKind, RouterCall, SessionChanged
-from pool.request.stay import RequestParts, read_request, serve
+from pool.request.handler import RequestParts, read_request, serve
+from pool.request.router_call import (
+    EventSender,
+    Inbox,
+    Opening,
+    RequestKind,
+    RouterCall,
+    SessionChanged,
+)
 from prefill.prompts import Event, FirstToken, Scored, Started
 from prefill.scheduler import PrefillScheduler
 from protos import prefill_pb2 as pb
@@ -36,7 +43,7 @@ from runtime.errors import (
     UnavailableError,
 )
 from runtime.observe.tracing import Span, begin
-from runtime.rpc.calls import CallLedger
+from runtime.rpc.calls import CallTracker
 from transfer.plan import codec
 from transfer.plan.copy_plan import check_plan
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms
@@ -64,14 +71,14 @@ class PrefillParts(RequestParts):
     chunk_tokens: int
 
 
-class PrefillOutlet:
+class PrefillEventSender:
     """What one prompt sends. Scores of a long prompt come faster than a slow client takes them: of
     those only so many are under way as the router has room for, and what follows them waits behind
     them."""
 
-    def __init__(self, outlet: Outlet[pb.PrefillEvent]) -> None:
-        self._outlet = outlet
-        self._key = outlet.key
+    def __init__(self, event_sender: EventSender[pb.PrefillEvent]) -> None:
+        self._event_sender = event_sender
+        self._key = event_sender.key
         self._num_unread = 0  # scored events that the client has not taken
         self._held: deque[pb.PrefillEvent] = deque()  # since too many are
         self._held_since_s = 0.0
@@ -123,7 +130,7 @@ class PrefillOutlet:
             self._pass(event)
 
     def _pass(self, event: pb.PrefillEvent) -> None:
-        self._outlet.send(event, max(1, len(event.scored.token_ids)))
+        self._event_sender.send(event, max(1, len(event.scored.token_ids)))
 
     def _may_go(self, event: pb.PrefillEvent) -> bool:
         """Counts it, if it may."""
@@ -135,20 +142,20 @@ class PrefillOutlet:
         return True
 
 
-class PrefillStay:
-    """One request on this pool, its session and its memory. Satisfies `pool.request.stay.Stay`."""
+class PrefillHandler:
+    """One request on this pool, its session and its memory. Satisfies `pool.request.handler.RequestHandler`."""
 
     def __init__(
         self,
         parts: PrefillParts,
         inbox: PrefillInbox,
-        outlet: PrefillOutlet,
+        event_sender: PrefillEventSender,
         request: Request,
         key: int,
     ) -> None:
         self._parts = parts
         self._inbox = inbox
-        self._outlet = outlet
+        self._event_sender = event_sender
         self._request = request
         self._key = key
         self._source: SourceTerms | None = None
@@ -168,16 +175,16 @@ class PrefillStay:
         while not self._is_released:
             match await self._inbox.get(*self._patience()):
                 case Started() as started:
-                    self._outlet.started(self._started(started))
+                    self._event_sender.started(self._started(started))
                 case Scored(first_position, tokens):
-                    self._outlet.scored(scores_to_proto(first_position, tokens))
+                    self._event_sender.scored(scores_to_proto(first_position, tokens))
                 case FirstToken() as drawn:
-                    self._outlet.first_token(self._first_token(drawn))
+                    self._event_sender.first_token(self._first_token(drawn))
                 case Failed(error):
                     raise error.again()
                 case SessionChanged():
                     if (sent := self._sent()) is not None:
-                        self._outlet.sent(sent)
+                        self._event_sender.sent(sent)
                 case pb.PrefillInput() as message:
                     self._handle_input(message)
                 case other:
@@ -190,7 +197,7 @@ class PrefillStay:
             case "release":
                 self._released()
             case "scores_read":
-                self._outlet.scores_read(message.scores_read)
+                self._event_sender.scores_read(message.scores_read)
             case other:
                 raise InvalidRequestError(FieldViolation("input", f"{other} is not expected now"))
 
@@ -198,9 +205,9 @@ class PrefillStay:
         """Seconds that what comes next may take, what that is, and the error where it does not
         come: another worker may do better unless it is up to the client. None seconds while the
         prompt queues or is computed with nowhere to go: that lasts as long as the request."""
-        if self._outlet.is_held_up:
+        if self._event_sender.is_held_up:
             return (
-                UNREAD_TIMEOUT_S - self._outlet.held_s,
+                UNREAD_TIMEOUT_S - self._event_sender.held_s,
                 "the client to read the prompt's logprobs",
                 DeadlineError,
             )
@@ -371,7 +378,7 @@ Context = grpc.aio.ServicerContext[pb.PrefillInputs, pb.PrefillEvents]
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
     """Thin: every decision is the scheduler's, every byte the transfer agents'."""
 
-    def __init__(self, parts: PrefillParts, calls: CallLedger) -> None:
+    def __init__(self, parts: PrefillParts, calls: CallTracker) -> None:
         """`calls` are those of its server."""
         self._parts = parts
         self._calls = calls
@@ -405,7 +412,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         emit = partial(parts.post.put, inbox.happened)
         ends_at_s = parts.ranks.schedulers[0].clock.now() + opening.ends_in_s
 
-        async def take_place() -> PrefillStay:
+        async def take_place() -> PrefillHandler:
             blocks = parts.blocks_of(request, parts.leader.compatibility.digest)
             key = await parts.leader.loop.submit(
                 lambda: parts.ranks.place(
@@ -417,6 +424,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 ),
                 undo=lambda taken: parts.ranks.of(taken).release(taken),
             )
-            return PrefillStay(parts, inbox, PrefillOutlet(opening.outlet), request, key)
+            return PrefillHandler(
+                parts, inbox, PrefillEventSender(opening.event_sender), request, key
+            )
 
         await serve(parts, request, take_place)

@@ -40,7 +40,7 @@ class PrefillRole:
     def observe_layers(self, agent: TransferAgent, mark: LayerMark | None) -> LayerObserver:
         return layer_observer(agent, mark)
 
-    def lead(self, config: WorkerConfig, stage: Stage) -> "PrefillLeading":
+    def lead(self, config: WorkerConfig, stage: Stage) -> "PrefillLeader":
         """Raises ConfigError when chunks would not end on the model's grid."""
         geometry, grid = stage.plan.geometry, stage.plan.description.facts.chunk_grid
         if config.chunk_tokens % grid:
@@ -58,7 +58,7 @@ class PrefillRole:
             drafts=stage.plan.speculation is not None,
         )
         keys, journal = count(1), PointJournal()
-        return PrefillLeading(
+        return PrefillLeader(
             DataRanks(
                 tuple(
                     PrefillScheduler(
@@ -80,8 +80,8 @@ class PrefillRole:
         )
 
 
-class PrefillLeading:
-    """Satisfies `pool.process.LeadingRole`."""
+class PrefillLeader:
+    """Satisfies `pool.process.RoleLeader`."""
 
     def __init__(self, ranks: DataRanks[PrefillScheduler], journal: PointJournal) -> None:
         self.ranks = ranks

@@ -15,7 +15,7 @@ from router.api.readiness import SERVICE, Readiness
 from router.config import GenerationConfigUse, RouterConfig
 from router.request.admission import Admission, AdmissionLimits
 from router.request.flow import Services
-from router.request.service_times import Outlook
+from router.request.service_times import ServiceTimeModel
 from router.request.validate import PriorityLimits
 from router.request.worker_stream import FlowLimits
 from router.text.model_facts import ModelLimits, ServedModel, load_served_model
@@ -136,18 +136,18 @@ def _services(
         config.watch_interval_s,
         security,
         discovery,
-        longest_comeback_s=0.0 if config.peer_wait_s else config.max_wait_s,
+        longest_restart_s=0.0 if config.peer_wait_s else config.max_wait_s,
     )
     directory = Directory(options, facts, metrics, random.Random())
     peer_wait_s = (
         config.peer_wait_s or FlowLimits().peer_wait_s
     )  # what was measured counts where nothing was said
-    outlook = Outlook(SystemClock())
+    service_model = ServiceTimeModel(SystemClock())
     admission = Admission(
         directory,
         AdmissionLimits(config.max_waiting, config.max_wait_s, peer_wait_s),
         metrics,
-        outlook,
+        service_model,
     )
     limits = FlowLimits(
         prefill_attempts=config.prefill_attempts,
@@ -155,7 +155,7 @@ def _services(
         capacity_wait_s=config.max_wait_s,
         migrations=config.migrations,
     )
-    return Services(admission, directory, limits, metrics, outlook)
+    return Services(admission, directory, limits, metrics, service_model)
 
 
 def _add_apis(

@@ -13,7 +13,7 @@ BatonError
 ├── CapacityError           a queue or pool is full                        RESOURCE_EXHAUSTED
 ├── UnavailableError        draining, or no worker that could serve        UNAVAILABLE
 │   ├── DrainingError       leaves on purpose, hands its requests back     UNAVAILABLE
-│   ├── HeldUpError         too late for one request, which moves         UNAVAILABLE
+│   ├── StalledError         too late for one request, which moves         UNAVAILABLE
 │   └── PeerLostError       a process died in the middle of a request      ABORTED
 ├── HandoffError            a transfer failed and no retry is left         ABORTED
 │   └── IntegrityError      bytes arrived that are not the bytes sent      DATA_LOSS
@@ -136,7 +136,7 @@ class DrainingError(UnavailableError):
     reason = "DRAINING"
 
 
-class HeldUpError(UnavailableError):
+class StalledError(UnavailableError):
     """A busy machine was late for one request, which may go on elsewhere; the process serves all
     others as before."""
 

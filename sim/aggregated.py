@@ -22,7 +22,7 @@ END_S = 1e12  # all is over by then
 
 
 @dataclass(eq=False)
-class _Stay:
+class _RequestHandler:
     """One request at its worker."""
 
     planned: Planned
@@ -43,14 +43,14 @@ class _AggregatedWorker:
     costs: Costs
     now_s: float = 0.0
     unread: int = 0  # tokens of all prompts
-    _queue: deque[_Stay] = field(default_factory=deque)
-    _rows: list[_Stay] = field(default_factory=list)
+    _queue: deque[_RequestHandler] = field(default_factory=deque)
+    _rows: list[_RequestHandler] = field(default_factory=list)
     _pages_used: int = 0
 
-    def take(self, stay: _Stay) -> None:
+    def take(self, handler: _RequestHandler) -> None:
         """It comes now."""
-        self._queue.append(stay)
-        self.unread += stay.unread
+        self._queue.append(handler)
+        self.unread += handler.unread
 
     def advance(self, until_s: float) -> None:
         """Steps that begin before then."""
@@ -63,13 +63,13 @@ class _AggregatedWorker:
             else:
                 self.now_s = until_s
 
-    def _chunk(self) -> list[tuple[_Stay, int]]:
+    def _chunk(self) -> list[tuple[_RequestHandler, int]]:
         """Tokens of the next prompts, as far as a step goes and those that begin have room."""
         found, budget = [], self.costs.prefill.chunk_tokens
         num_rows = len(self._rows)
-        for stay in self._queue:
-            begins = stay.unread == stay.planned.prompt_tokens
-            num_pages = self._pages(stay) if begins else 0
+        for handler in self._queue:
+            begins = handler.unread == handler.planned.prompt_tokens
+            num_pages = self._pages(handler) if begins else 0
             if (
                 not budget
                 or num_rows >= self.costs.decode.max_running
@@ -77,27 +77,27 @@ class _AggregatedWorker:
             ):
                 break
             self._pages_used += num_pages
-            count = min(budget, stay.unread)
-            found.append((stay, count))
+            count = min(budget, handler.unread)
+            found.append((handler, count))
             budget, num_rows = budget - count, num_rows + 1
         return found
 
-    def _step(self, chunk: Sequence[tuple[_Stay, int]]) -> None:
+    def _step(self, chunk: Sequence[tuple[_RequestHandler, int]]) -> None:
         prefill, decode = self.costs.prefill, self.costs.decode
-        pairs = sum(count * (stay.context + (count + 1) / 2) for stay, count in chunk)
+        pairs = sum(count * (handler.context + (count + 1) / 2) for handler, count in chunk)
         took_s = prefill.chunk_s(sum(count for _, count in chunk), pairs)
         if self._rows:
             took_s += self._round_s() - min(prefill.step_s, decode.step_s)
         self.now_s += took_s
         self._drew(1)
-        for stay, count in chunk:
-            stay.unread -= count
+        for handler, count in chunk:
+            handler.unread -= count
             self.unread -= count
-            if not stay.unread:
+            if not handler.unread:
                 self._queue.popleft()
-                stay.first_s = self.now_s
-                self._rows.append(stay)
-                self._drew_of(stay, 1)
+                handler.first_s = self.now_s
+                self._rows.append(handler)
+                self._drew_of(handler, 1)
 
     def _draw(self, until_s: float) -> None:
         """Rounds of the same rows, until one has all its tokens or `until_s` is passed."""
@@ -114,16 +114,17 @@ class _AggregatedWorker:
         for row in tuple(self._rows):
             self._drew_of(row, num_tokens)
 
-    def _drew_of(self, row: _Stay, num_tokens: int) -> None:
+    def _drew_of(self, row: _RequestHandler, num_tokens: int) -> None:
         row.left -= num_tokens
         if row.left <= 0:
             row.last_s = self.now_s
             self._rows.remove(row)
             self._pages_used -= self._pages(row)
 
-    def _pages(self, stay: _Stay) -> int:
+    def _pages(self, handler: _RequestHandler) -> int:
         return -(
-            -(stay.planned.prompt_tokens + stay.planned.output_tokens) // self.costs.model.page_size
+            -(handler.planned.prompt_tokens + handler.planned.output_tokens)
+            // self.costs.model.page_size
         )
 
 
@@ -131,19 +132,19 @@ def aggregated(num_workers: int, costs: Costs, load: Sequence[Planned]) -> list[
     """Of every request, in order of arrival. A request that no worker could hold is one that
     failed."""
     workers = [_AggregatedWorker(costs) for _ in range(num_workers)]
-    stays = []
+    handlers = []
     for planned in load:
         for worker in workers:
             worker.advance(planned.at_s)
-        stays.append(_Stay(planned, planned.prompt_tokens, planned.output_tokens))
-        min(workers, key=lambda worker: worker.unread).take(stays[-1])
+        handlers.append(_RequestHandler(planned, planned.prompt_tokens, planned.output_tokens))
+        min(workers, key=lambda worker: worker.unread).take(handlers[-1])
     for worker in workers:
         worker.advance(END_S)
-    return [_outcome(stay) for stay in stays]
+    return [_outcome(handler) for handler in handlers]
 
 
-def _outcome(stay: _Stay) -> Outcome:
-    if not stay.last_s:
-        return Outcome(None, (), 0, None, CapacityError.reason, stay.planned.at_s)
-    times = tuple(at_s - stay.planned.at_s for at_s in (stay.first_s, stay.last_s))
-    return Outcome(times[0], times, stay.planned.output_tokens, None, None, stay.planned.at_s)
+def _outcome(handler: _RequestHandler) -> Outcome:
+    if not handler.last_s:
+        return Outcome(None, (), 0, None, CapacityError.reason, handler.planned.at_s)
+    times = tuple(at_s - handler.planned.at_s for at_s in (handler.first_s, handler.last_s))
+    return Outcome(times[0], times, handler.planned.output_tokens, None, None, handler.planned.at_s)

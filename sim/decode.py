@@ -25,7 +25,7 @@ DecodeRequest = SimulatedRequest[decode_pb2.DecodeInput, decode_pb2.DecodeEvent]
 
 
 @dataclass(eq=False)
-class _DecodeStay:
+class _DecodeHandler:
     """One request here, to its end."""
 
     request: DecodeRequest
@@ -56,7 +56,7 @@ class DecodeWorker(SimulatedWorker):
         self._arrivals = arrivals
         self._machine = machine
         self._loop = asyncio.get_running_loop()
-        self._num_stays = 0
+        self._num_handlers = 0
         self._alarm: Alarm | None = None
         super().__init__(address, costs, processor)
 
@@ -66,21 +66,21 @@ class DecodeWorker(SimulatedWorker):
 
     @property
     def num_requests(self) -> int:
-        return len(self._stays)
+        return len(self._handlers)
 
     def check(self) -> None:
         self.pool.check()
 
     def drain(self) -> None:
         super().drain()
-        for stay in tuple(self._stays.values()):
-            self._send_drawn(stay)
-            stay.request.end(DrainingError("the decode worker drains"))
-            self._release(stay)
+        for handler in tuple(self._handlers.values()):
+            self._send_drawn(handler)
+            handler.request.end(DrainingError("the decode worker drains"))
+            self._release(handler)
 
     def die(self) -> None:
-        for stay in self._stays.values():
-            self._send_drawn(stay)
+        for handler in self._handlers.values():
+            self._send_drawn(handler)
         super().die()
 
     @property
@@ -101,7 +101,7 @@ class DecodeWorker(SimulatedWorker):
         if self._alarm is not None:
             self._alarm.cancel()
         self.pool = DecodePool(self.costs.decode, self.costs.model.page_size, self._loop.time)
-        self._stays: dict[int, _DecodeStay] = {}
+        self._handlers: dict[int, _DecodeHandler] = {}
         self._num_open = 0  # of them, not committed
         return PointJournal()
 
@@ -147,17 +147,19 @@ class DecodeWorker(SimulatedWorker):
         call.on_message = received
 
     def _opened(self, request: DecodeRequest, message: decode_pb2.DecodeInput) -> None:
-        stay = self._reserve(request, message.open)
-        if stay is not None:
-            request.on_input = lambda later: self._received(stay, later)
-            request.on_gone = lambda: self._release(stay)
+        handler = self._reserve(request, message.open)
+        if handler is not None:
+            request.on_input = lambda later: self._received(handler, later)
+            request.on_gone = lambda: self._release(handler)
 
-    def _reserve(self, made: DecodeRequest, opening: decode_pb2.DecodeOpen) -> _DecodeStay | None:
-        self._num_stays += 1
+    def _reserve(
+        self, made: DecodeRequest, opening: decode_pb2.DecodeOpen
+    ) -> _DecodeHandler | None:
+        self._num_handlers += 1
         request, num_again = opening.request, len(opening.replayed_token_ids)
         num_prompt = len(request.prompt_token_ids)
         row = DrawnRow(
-            self._num_stays,
+            self._num_handlers,
             num_prompt + num_again,
             request.max_tokens - 1 - num_again,
             request.priority,
@@ -170,14 +172,14 @@ class DecodeWorker(SimulatedWorker):
         except BatonError as error:
             made.end(error)
             return None
-        stay = _DecodeStay(
+        handler = _DecodeHandler(
             made,
             row,
             f"{self.incarnation}/{row.key}",
             num_tokens=1 + num_again,
             num_bytes=self.costs.handoff_bytes(num_prompt),
         )
-        self._stays[row.key] = stay
+        self._handlers[row.key] = handler
         self._num_open += 1
         self._woken()
         landed_s = self.costs.decode.landed_s * num_prompt
@@ -187,62 +189,66 @@ class DecodeWorker(SimulatedWorker):
         else:
             self.processor.spend(waited_for_s)
         self.processor.spend(landed_s * 2 / 3)
-        self._offered(stay)
-        return stay
+        self._offered(handler)
+        return handler
 
-    def _received(self, stay: _DecodeStay, message: decode_pb2.DecodeInput) -> None:
-        if stay.is_committed:
+    def _received(self, handler: _DecodeHandler, message: decode_pb2.DecodeInput) -> None:
+        if handler.is_committed:
             return
         match message.WhichOneof("input"):
             case "new_source":
-                self._offered(stay)
+                self._offered(handler)
             case "first_token":
-                stay.first_token_s = self._loop.time()
-                self._commit_if_complete(stay)
+                handler.first_token_s = self._loop.time()
+                self._commit_if_complete(handler)
 
-    def _offered(self, stay: _DecodeStay) -> None:
+    def _offered(self, handler: _DecodeHandler) -> None:
         """By a prefill worker: what it sends is awaited."""
-        self._arrivals.pop((stay.session_id, stay.epoch), None)
-        stay.num_offers += 1
-        stay.has_landed = False
-        self._arrivals[stay.session_id, stay.epoch] = Arrival(
-            self.interface, lambda: self._landed(stay)
+        self._arrivals.pop((handler.session_id, handler.epoch), None)
+        handler.num_offers += 1
+        handler.has_landed = False
+        self._arrivals[handler.session_id, handler.epoch] = Arrival(
+            self.interface, lambda: self._landed(handler)
         )
-        terms = transfer_pb2.DestinationTerms(session_id=stay.session_id, epoch=stay.epoch)
-        stay.request.send(decode_pb2.DecodeEvent(destination=terms))
+        terms = transfer_pb2.DestinationTerms(session_id=handler.session_id, epoch=handler.epoch)
+        handler.request.send(decode_pb2.DecodeEvent(destination=terms))
 
-    def _landed(self, stay: _DecodeStay) -> None:
-        self.num_landed_bytes += stay.num_bytes
-        stay.has_landed = True
-        self._commit_if_complete(stay)
+    def _landed(self, handler: _DecodeHandler) -> None:
+        self.num_landed_bytes += handler.num_bytes
+        handler.has_landed = True
+        self._commit_if_complete(handler)
 
-    def _commit_if_complete(self, stay: _DecodeStay) -> None:
-        if not stay.has_landed or stay.first_token_s is None or stay.row.key not in self._stays:
+    def _commit_if_complete(self, handler: _DecodeHandler) -> None:
+        if (
+            not handler.has_landed
+            or handler.first_token_s is None
+            or handler.row.key not in self._handlers
+        ):
             return
-        stay.is_committed = True
+        handler.is_committed = True
         self._num_open -= 1
         self.pool.delay(self._third_s)
-        self._arrivals.pop((stay.session_id, stay.epoch), None)
+        self._arrivals.pop((handler.session_id, handler.epoch), None)
         self._send(
-            stay,
+            handler,
             decode_pb2.DecodeEvent(
                 committed=decode_pb2.DecodeCommitted(
-                    transfer_exposed_s=self._loop.time() - stay.first_token_s,
-                    num_bytes=round(stay.num_bytes),
+                    transfer_exposed_s=self._loop.time() - handler.first_token_s,
+                    num_bytes=round(handler.num_bytes),
                 )
             ),
         )
-        if stay.row.left <= 0:
-            self._finish(stay)
-            self.pool.release(stay.row, self.processor.now())
+        if handler.row.left <= 0:
+            self._finish(handler)
+            self.pool.release(handler.row, self.processor.now())
         else:
-            self.pool.join(stay.row, self.processor.now())
+            self.pool.join(handler.row, self.processor.now())
         self._plan()
 
     def _advance(self) -> None:
         self._alarm = None
         for row in self.pool.advance(self.processor.now()):
-            self._finish(self._stays[row.key])
+            self._finish(self._handlers[row.key])
         self._plan()
 
     def _plan(self) -> None:
@@ -256,12 +262,12 @@ class DecodeWorker(SimulatedWorker):
             self._alarm.cancel()
         self._alarm = None if span is None else self.processor.call_at(span.ends_s, self._advance)
 
-    def _finish(self, stay: _DecodeStay) -> None:
-        self._send_drawn(stay)
-        row, now = stay.row, self._loop.time()
+    def _finish(self, handler: _DecodeHandler) -> None:
+        self._send_drawn(handler)
+        row, now = handler.row, self._loop.time()
         first_s = now if row.first_step_s is None else row.first_step_s
         self._send(
-            stay,
+            handler,
             decode_pb2.DecodeEvent(
                 finished=decode_pb2.DecodeFinished(
                     reason=types_pb2.FINISH_REASON_LENGTH,
@@ -271,27 +277,28 @@ class DecodeWorker(SimulatedWorker):
                 )
             ),
         )
-        stay.request.end()
+        handler.request.end()
         self.processor.spend(self._third_s)
-        del self._stays[row.key]
+        del self._handlers[row.key]
 
-    def _send_drawn(self, stay: _DecodeStay) -> None:
-        count = self.pool.drawn(stay.row, self.processor.now())
+    def _send_drawn(self, handler: _DecodeHandler) -> None:
+        count = self.pool.drawn(handler.row, self.processor.now())
         if count:
             self._send(
-                stay, decode_pb2.DecodeEvent(tokens=types_pb2.TokenChunk(token_ids=[TOKEN] * count))
+                handler,
+                decode_pb2.DecodeEvent(tokens=types_pb2.TokenChunk(token_ids=[TOKEN] * count)),
             )
-            stay.num_tokens += count
+            handler.num_tokens += count
 
-    def _send(self, stay: _DecodeStay, event: decode_pb2.DecodeEvent) -> None:
-        event.position = stay.num_tokens
-        stay.request.send(event)
+    def _send(self, handler: _DecodeHandler, event: decode_pb2.DecodeEvent) -> None:
+        event.position = handler.num_tokens
+        handler.request.send(event)
 
-    def _release(self, stay: _DecodeStay) -> None:
-        if self._stays.pop(stay.row.key, None) is None:
+    def _release(self, handler: _DecodeHandler) -> None:
+        if self._handlers.pop(handler.row.key, None) is None:
             return
-        self._num_open -= not stay.is_committed
-        self._arrivals.pop((stay.session_id, stay.epoch), None)
-        self.pool.release(stay.row, self.processor.now())
+        self._num_open -= not handler.is_committed
+        self._arrivals.pop((handler.session_id, handler.epoch), None)
+        self.pool.release(handler.row, self.processor.now())
         if self.server.is_up:
             self._plan()

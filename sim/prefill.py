@@ -51,7 +51,7 @@ PrefillRequest = SimulatedRequest[prefill_pb2.PrefillInput, prefill_pb2.PrefillE
 
 
 @dataclass(eq=False)
-class _PrefillStay:
+class _PrefillHandler:
     """One request here, to its end."""
 
     request: PrefillRequest
@@ -82,12 +82,14 @@ class PrefillWorker(SimulatedWorker):
 
     @property
     def num_requests(self) -> int:
-        return len(self._stays)
+        return len(self._handlers)
 
     @property
     def queued_tokens(self) -> int:
         """Of prompts that it has and has not computed."""
-        return round(sum(stay.num_tokens - stay.computed for stay in self._stays.values()))
+        return round(
+            sum(handler.num_tokens - handler.computed for handler in self._handlers.values())
+        )
 
     def check(self) -> None:
         if self.num_tokens:  # else it had no request
@@ -95,9 +97,9 @@ class PrefillWorker(SimulatedWorker):
 
     def drain(self) -> None:
         super().drain()
-        for stay in tuple(self._stays.values()):
-            stay.request.end(DrainingError("the prefill worker drains"))
-            self._release(stay)
+        for handler in tuple(self._handlers.values()):
+            handler.request.end(DrainingError("the prefill worker drains"))
+            self._release(handler)
 
     def die(self) -> None:
         super().die()
@@ -116,7 +118,7 @@ class PrefillWorker(SimulatedWorker):
             ResumeRule(model.page_size, mine.grid, has_states=mine.num_slots > 0),
             batch_of_lengths,
         )
-        self._stays: dict[int, _PrefillStay] = {}
+        self._handlers: dict[int, _PrefillHandler] = {}
         self._stage_free_s = [0.0] * mine.stages
         self._num_in_flight = 0
         return self._scheduler.cache.journal
@@ -164,37 +166,39 @@ class PrefillWorker(SimulatedWorker):
         call.on_message = received
 
     def _opened(self, request: PrefillRequest, message: prefill_pb2.PrefillInput) -> None:
-        stay = _PrefillStay(request)
+        handler = _PrefillHandler(request)
 
         def received(later: prefill_pb2.PrefillInput) -> None:
             match later.WhichOneof("input"):
                 case "destination":
-                    self._send_to(stay, later.destination)
+                    self._send_to(handler, later.destination)
                 case "release":  # decode has committed
                     request.end()
-                    self._release(stay)
+                    self._release(handler)
 
-        request.on_input, request.on_gone = received, lambda: self._release(stay)
-        self._submit(stay, message.open.request)
+        request.on_input, request.on_gone = received, lambda: self._release(handler)
+        self._submit(handler, message.open.request)
 
-    def _submit(self, stay: _PrefillStay, message: types_pb2.EngineRequest) -> None:
-        stay.num_tokens = len(message.prompt_token_ids)
+    def _submit(self, handler: _PrefillHandler, message: types_pb2.EngineRequest) -> None:
+        handler.num_tokens = len(message.prompt_token_ids)
         request = Request(
             message.request_id,
-            range(stay.num_tokens),
+            range(handler.num_tokens),
             message.max_tokens,
             priority=message.priority,
         )
         try:
             if self._is_draining:
                 raise DrainingError("the prefill worker drains")
-            stay.key = self._scheduler.submit(
-                request, lambda event: self._happened(stay, event), blocks=self._blocks_of(message)
+            handler.key = self._scheduler.submit(
+                request,
+                lambda event: self._happened(handler, event),
+                blocks=self._blocks_of(message),
             )
         except BatonError as error:
-            stay.request.end(error)
+            handler.request.end(error)
             return
-        self._stays[stay.key] = stay
+        self._handlers[handler.key] = handler
         self._woken()
         self._launch()
 
@@ -203,17 +207,17 @@ class PrefillWorker(SimulatedWorker):
         prompt = self._prompts.get(message.request_id)
         return () if prompt is None else prompt.page_names(self.costs.model.page_size)
 
-    def _happened(self, stay: _PrefillStay, event: Event) -> None:
+    def _happened(self, handler: _PrefillHandler, event: Event) -> None:
         match event:
             case Started():
-                stay.computed = event.num_cached
+                handler.computed = event.num_cached
                 self._due_s += self.costs.prefill.request_s
                 terms = transfer_pb2.SourceTerms(
                     compatibility=COMPATIBILITY,
-                    num_tokens=stay.num_tokens,
+                    num_tokens=handler.num_tokens,
                     page_size=self.costs.model.page_size,
                 )
-                stay.request.send(
+                handler.request.send(
                     prefill_pb2.PrefillEvent(
                         started=prefill_pb2.PrefillStarted(
                             terms=terms, queue_s=event.queue_s, cached_tokens=event.num_cached
@@ -221,7 +225,7 @@ class PrefillWorker(SimulatedWorker):
                     )
                 )
             case FirstToken():
-                stay.request.send(
+                handler.request.send(
                     prefill_pb2.PrefillEvent(
                         first_token=prefill_pb2.PrefillFirstToken(
                             token=types_pb2.TokenChunk(token_ids=[FIRST_TOKEN]),
@@ -230,30 +234,32 @@ class PrefillWorker(SimulatedWorker):
                     )
                 )
             case Failed(error):
-                stay.request.end(error)
-                self._release(stay)
+                handler.request.end(error)
+                self._release(handler)
 
-    def _send_to(self, stay: _PrefillStay, destination: transfer_pb2.DestinationTerms) -> None:
+    def _send_to(
+        self, handler: _PrefillHandler, destination: transfer_pb2.DestinationTerms
+    ) -> None:
         """The decode pool has reserved: bytes leave, beginning with those of what is computed."""
         arrival = self._arrivals.get((destination.session_id, destination.epoch))
         if arrival is None:  # it has ended meanwhile
             return
-        num_bytes = self.costs.handoff_bytes(stay.num_tokens)
+        num_bytes = self.costs.handoff_bytes(handler.num_tokens)
 
         def arrived() -> None:
             arrival.landed()
-            stay.request.send(
+            handler.request.send(
                 prefill_pb2.PrefillEvent(sent=prefill_pb2.PrefillSent(num_bytes=round(num_bytes)))
             )
 
-        stay.transfer = Sending(self.interface, arrival.interface, num_bytes, arrived)
-        stay.transfer.release(num_bytes * stay.computed / stay.num_tokens)
+        handler.transfer = Sending(self.interface, arrival.interface, num_bytes, arrived)
+        handler.transfer.release(num_bytes * handler.computed / handler.num_tokens)
 
-    def _release(self, stay: _PrefillStay) -> None:
-        if stay.transfer is not None:
-            stay.transfer.cancel()
-        if self._stays.pop(stay.key, None) is not None:
-            self._scheduler.release(stay.key)
+    def _release(self, handler: _PrefillHandler) -> None:
+        if handler.transfer is not None:
+            handler.transfer.cancel()
+        if self._handlers.pop(handler.key, None) is not None:
+            self._scheduler.release(handler.key)
             if self.server.is_up:
                 self._launch()
 
@@ -310,11 +316,11 @@ class PrefillWorker(SimulatedWorker):
         self._launch()
 
     def _can_leave(self, key: int, num_tokens: float) -> None:
-        stay = self._stays.get(key)
-        if stay is None:
+        handler = self._handlers.get(key)
+        if handler is None:
             return
-        more, stay.computed = num_tokens - stay.computed, num_tokens
-        if stay.transfer is not None:
-            stay.transfer.release(
-                self.costs.handoff_bytes(stay.num_tokens) * more / stay.num_tokens
+        more, handler.computed = num_tokens - handler.computed, num_tokens
+        if handler.transfer is not None:
+            handler.transfer.release(
+                self.costs.handoff_bytes(handler.num_tokens) * more / handler.num_tokens
             )

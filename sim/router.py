@@ -11,7 +11,7 @@ from protos import generation_pb2
 from router.request.admission import Admission, AdmissionLimits
 from router.request.answer import Answer, Output, ResponseQueue
 from router.request.flow import RequestFlow, Services
-from router.request.service_times import Outlook, Timeline
+from router.request.service_times import ServiceTimeModel, Timeline
 from router.request.validate import AdmissibleRequest
 from router.request.worker_stream import FlowLimits
 from router.text.model_facts import ModelLimits
@@ -72,7 +72,7 @@ class RouterProcess:
                 decode,
                 options.policy,
                 options.watch_interval_s,
-                longest_comeback_s=options.max_wait_s,
+                longest_restart_s=options.max_wait_s,
             ),
             facts,
             metrics,
@@ -81,11 +81,15 @@ class RouterProcess:
             lambda role, address: Channel(workers[address].server, latency_s),
             Reports(workers, latency_s, rng).follow,
         )
-        outlook = Outlook(clock)
+        service_model = ServiceTimeModel(clock)
         flow_limits = FlowLimits(capacity_wait_s=options.max_wait_s)
         limits = AdmissionLimits(options.max_waiting, options.max_wait_s, flow_limits.peer_wait_s)
         services = Services(
-            Admission(directory, limits, metrics, outlook), directory, flow_limits, metrics, outlook
+            Admission(directory, limits, metrics, service_model),
+            directory,
+            flow_limits,
+            metrics,
+            service_model,
         )
         return cls(options, registry, metrics, services, clock)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from baton.client import AsyncBatonClient
 from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig
-from baton.nursery import ProcessPlaces
+from baton.fork_server import ProcessPlaces
 from baton.retry import NO_RETRY
 from baton.values import Query
 from bench.storm import leaks, truth

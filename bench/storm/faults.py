@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Self
 
 from baton.cluster import LocalCluster
-from baton.nursery import ProcessPlaces
+from baton.fork_server import ProcessPlaces
 from bench.storm.control import Control
 from bench.storm.schedule import FaultKind, StormFault
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
-from runtime.errors import FieldViolation, HeldUpError, InternalError, InvalidRequestError
+from runtime.errors import FieldViolation, InternalError, InvalidRequestError, StalledError
 from runtime.grammar import Grammar
 
 
@@ -106,9 +106,9 @@ class DrawnToken:
     cause: ProblemCause = ProblemCause.GRAMMAR
 
     @property
-    def error(self) -> InvalidRequestError | InternalError | HeldUpError | None:
+    def error(self) -> InvalidRequestError | InternalError | StalledError | None:
         if not self.problem:
             return None
         if self.cause is ProblemCause.GRAMMAR:
             return InvalidRequestError(FieldViolation("structured_output", self.problem))
-        return (InternalError if self.cause is ProblemCause.DEFECT else HeldUpError)(self.problem)
+        return (InternalError if self.cause is ProblemCause.DEFECT else StalledError)(self.problem)

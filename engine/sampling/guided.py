@@ -20,7 +20,7 @@ from engine.core.batch import ForwardBatch, ForwardMode, OutputRow, SamplingRow
 from engine.core.draft_trees import SpecInfo
 from engine.core.request import DrawnToken, ProblemCause
 from engine.sampling.sampler import Mask, TokenCounts, sample
-from runtime.errors import FieldViolation, HeldUpError, InvalidRequestError
+from runtime.errors import FieldViolation, InvalidRequestError, StalledError
 from runtime.grammar import Grammars, GuidedText, MaskJob, unpacked
 
 STEP_WAIT_S = 1.0  # for the masks of one step, behind its forward
@@ -171,7 +171,7 @@ class GuidedSampler:
             return _Drawing(self._mask(kept, kept.text, output), counts)
         except InvalidRequestError as error:
             kept.problem = error.violations[0].description
-        except HeldUpError as error:
+        except StalledError as error:
             kept.problem, kept.cause = str(error), ProblemCause.BUSY
         return _Drawing(problem=kept.problem, cause=kept.cause)
 
@@ -189,11 +189,11 @@ class GuidedSampler:
         Raises:
             InvalidRequestError: its grammar does not allow the output, or cannot be followed
                 quickly enough.
-            HeldUpError: its process was not let compute in time, or has to compile first, for which
+            StalledError: its process was not let compute in time, or has to compile first, for which
                 no step waits.
         """
         if not text.is_ready:
-            raise HeldUpError("a grammar's process is gone and has to be started again")
+            raise StalledError("a grammar's process is gone and has to be started again")
         job, path = kept.job, output.token_ids[len(kept.base.token_ids) :]
         if job is not None:
             self._wait(job, text)
@@ -203,13 +203,13 @@ class GuidedSampler:
         return unpacked(job.masks[path], self._vocab_size)
 
     def _wait(self, job: MaskJob, text: GuidedText) -> None:
-        """Raises InvalidRequestError and HeldUpError."""
+        """Raises InvalidRequestError and StalledError."""
         if self._deadline_s is None:
             self._deadline_s = time.monotonic() + STEP_WAIT_S
         if not job.wait(self._deadline_s):
             text.give_up(job, f"{STEP_WAIT_S:g} s of a step")
         if job.problem and job.is_held_up:
-            raise HeldUpError(job.problem)
+            raise StalledError(job.problem)
         if job.problem:
             raise InvalidRequestError(FieldViolation("structured_output", job.problem))
 

@@ -4,7 +4,7 @@ batch goes through it, authenticated as the frames that would go to another host
 Each rank has a memory with a lane for each of the others, which writes there. A lane has places for
 two pieces: one rank writes the next while the other still reads the last. Its two counters say how
 many were written and how many read. A rank that waits stays awake for as long as the last waits
-took (`Vigil`), and looks less and less often then. Between batches nobody waits here.
+took (`SpinThenSleep`), and looks less and less often then. Between batches nobody waits here.
 
 A head before each piece names the forming and counts the pieces of its direction, and its
 authenticator covers both (`transfer/transport/forming.py`). So what a process of another pool, or
@@ -36,7 +36,7 @@ from runtime.errors import DeadlineError, IntegrityError, PeerLostError
 from transfer.transport.authenticator import SEAL_BYTES
 from transfer.transport.forming import Direction, Forming
 from transfer.transport.refusals import RefusalReason, Refusals
-from transfer.ucx.vigil import Vigil
+from transfer.ucx.spin import SpinThenSleep
 
 MAX_PIECE_BYTES = 1 << 20
 FIRST_NAP_S, LONGEST_NAP_S = 50e-6, 2e-3
@@ -158,7 +158,7 @@ class PartMemory:
         self._session = self._sequence = 0
         self._sends: dict[int, Direction] = {}
         self._receives: dict[int, Direction] = {}
-        self._vigil = Vigil()
+        self._spinner = SpinThenSleep()
         self._is_abandoned = False
 
     @property
@@ -267,10 +267,10 @@ class PartMemory:
     def _wait(self, rank: int, is_there: Callable[[], bool], deadline_s: float) -> bool:
         """Until it is; in the end False. Raises PeerLostError when the rank is gone, or the pool
         broken."""
-        self._vigil.begin()
+        self._spinner.begin()
         nap_s = FIRST_NAP_S
         while not is_there():
-            if self._vigil.lasts():
+            if self._spinner.lasts():
                 os.sched_yield()
                 continue
             self._check(rank)
@@ -280,11 +280,11 @@ class PartMemory:
                 )
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                self._vigil.in_vain()
+                self._spinner.timed_out()
                 return False
             time.sleep(min(nap_s, left_s))
             nap_s = min(2 * nap_s, LONGEST_NAP_S)
-        self._vigil.rewarded()
+        self._spinner.succeeded()
         return True
 
     def _connected(self, rank: int, address: MemoryAddress) -> _PartLane:

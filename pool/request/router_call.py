@@ -1,10 +1,10 @@
 """One router's call: all of its requests on this pool, each under its key. The pool's end of what
 `router.workers.worker_call` is the router's end of.
 
-Each request has a task of its own, a place in the server's `CallLedger` as a call has, and exactly
+Each request has a task of its own, a place in the server's `CallTracker` as a call has, and exactly
 one end, unless the router gives it up. An error of one ends no other. What a request sends waits
 here and goes out with what the others do; unread it costs no more than its request may send, since
-tokens join (`decode.outlet`) and scores are held back (`prefill.service`). When the call ends, so
+tokens join (`decode.event_sender`) and scores are held back (`prefill.service`). When the call ends, so
 do its requests.
 
 What a router may get wrong: a message for a request that is over crossed its end, and is dropped;
@@ -32,7 +32,7 @@ from runtime.errors import (
     InvalidRequestError,
 )
 from runtime.observe.tracing import Metadata
-from runtime.rpc.calls import CallLedger, MessageLimits, OpenCall, SendQueue
+from runtime.rpc.calls import CallTracker, MessageLimits, OpenCall, SendQueue
 from runtime.rpc.status import RpcFailure
 
 InputT = TypeVar("InputT", prefill_pb2.PrefillInput, decode_pb2.DecodeInput)
@@ -118,7 +118,7 @@ class Inbox(Generic[InputT, HappenedT]):
             self._reader.set_result(None)
 
 
-class Outlet(Generic[EventT]):
+class EventSender(Generic[EventT]):
     """What one request sends, each event with its key. Nothing leaves it once the request is
     over."""
 
@@ -144,7 +144,7 @@ class Opening(Generic[InputT, EventT]):
 
     input: InputT
     inbox: Inbox[InputT, Any]
-    outlet: Outlet[EventT]
+    event_sender: EventSender[EventT]
     ends_in_s: float
 
 
@@ -164,7 +164,7 @@ class _Request(Generic[InputT, EventT]):
     """One under way. `violation`: what its router got wrong before it began."""
 
     inbox: Inbox[InputT, Any]
-    outlet: Outlet[EventT]
+    event_sender: EventSender[EventT]
     task: asyncio.Task[None] | None = None
     call: OpenCall | None = None  # once its task has begun
     violation: FieldViolation | None = None
@@ -182,7 +182,7 @@ class RouterCall(Generic[InputT, EventT]):
     def __init__(
         self,
         kind: RequestKind[InputT, EventT],
-        calls: CallLedger,
+        calls: CallTracker,
         expired: Counter,
         num_taken: int = 0,
     ) -> None:
@@ -263,7 +263,7 @@ class RouterCall(Generic[InputT, EventT]):
             )
         self._last_key = item.key
         request = self._requests[item.key] = _Request[InputT, EventT](
-            Inbox(self._expired), Outlet(self._queue, item.key)
+            Inbox(self._expired), EventSender(self._queue, item.key)
         )
         # In a context of its own: the ids and the span of the call's task are not the request's.
         request.task = asyncio.get_running_loop().create_task(
@@ -278,7 +278,7 @@ class RouterCall(Generic[InputT, EventT]):
                 self._calls.over(call)
                 self._has_room.set()
             return
-        request.outlet.is_open = False
+        request.event_sender.is_open = False
         if request.task is not None:
             request.task.cancel()
         if request.call is None:  # its task has not begun, and never will
@@ -302,13 +302,13 @@ class RouterCall(Generic[InputT, EventT]):
             self._calls.over(call)
             raise
         else:
-            if request.outlet.is_open:
+            if request.event_sender.is_open:
                 self._ends[item.key] = call
-                request.outlet.send(self._kind.ended(item.key, ended))
+                request.event_sender.send(self._kind.ended(item.key, ended))
             else:  # given up at the last moment
                 self._calls.over(call)
         finally:
-            request.outlet.is_open = False
+            request.event_sender.is_open = False
             self._forget(item.key)
 
     async def _placed(
@@ -329,7 +329,9 @@ class RouterCall(Generic[InputT, EventT]):
         self._num_admitted += 1
         try:
             with self._calls.place():
-                await self._kind.serve(Opening(item, request.inbox, request.outlet, ends_in_s))
+                await self._kind.serve(
+                    Opening(item, request.inbox, request.event_sender, ends_in_s)
+                )
         finally:
             self._num_admitted -= 1
             if timer is not None:
@@ -360,7 +362,9 @@ class RouterCall(Generic[InputT, EventT]):
         for call in self._ends.values():
             self._calls.over(call)
         for request in self._requests.values():
-            request.outlet.is_open = False  # one that ends otherwise meanwhile has nobody to tell
+            request.event_sender.is_open = (
+                False  # one that ends otherwise meanwhile has nobody to tell
+            )
         tasks = [request.task for request in self._requests.values() if request.task is not None]
         for task in tasks:
             task.cancel()

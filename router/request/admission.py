@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 
 from router.request.scoring import ScoringPlaces
-from router.request.service_times import Outlook, Rates, TokenWork
+from router.request.service_times import Rates, ServiceTimeModel, TokenWork
 from router.request.validate import AdmissibleRequest
 from router.request.waiting_line import (
     MAX_RETRY_S,
@@ -73,16 +73,16 @@ class Admission:
         directory: Directory,
         limits: AdmissionLimits,
         metrics: RouterMetrics,
-        outlook: Outlook,
+        service_model: ServiceTimeModel,
     ) -> None:
         self._directory = directory
         self._limits = limits
         self._metrics = metrics
-        self._outlook = outlook
-        self._clock = outlook.clock
+        self._service_model = service_model
+        self._clock = service_model.clock
         self._scoring = ScoringPlaces(self._num_prefill_places, limits.max_wait_s)
         self._line: WaitingLine[_Held] = WaitingLine(
-            WaitingLimits(limits.max_waiting, limits.max_wait_s), outlook
+            WaitingLimits(limits.max_waiting, limits.max_wait_s), service_model
         )
         self._entered = asyncio.Event()  # somebody waits
         self._swept_s = self._clock.now()
@@ -94,7 +94,7 @@ class Admission:
 
     @property
     def _grace_s(self) -> float:
-        return max(self._limits.pairless_grace_s, self._directory.comeback_s)
+        return max(self._limits.pairless_grace_s, self._directory.restart_estimate_s)
 
     @property
     def num_waiting(self) -> int:
@@ -209,7 +209,9 @@ class Admission:
         refused."""
         rates = self._rates(request.prompt.num_tokens)
         service_s = (
-            0.0 if rates.is_idle else self._outlook.cautious_s(rates, request.client, demand.work)
+            0.0
+            if rates.is_idle
+            else self._service_model.cautious_s(rates, request.client, demand.work)
         )
         if self._clock.now() + service_s > demand.ends_at_s:
             return None
@@ -225,14 +227,14 @@ class Admission:
         if problem and self._directory.pairless_s >= self._grace_s:
             self._metrics.refused.labels(Cause.WORKERS).inc()
             raise UnavailableError(problem, retry_after_s=self._away_s())
-        if self._is_orphan(request):
+        if self._lacks_compatible_workers(request):
             self._metrics.refused.labels(Cause.WORKERS).inc()
-            raise self._no_heirs()
+            raise self._no_compatible_workers()
         num_tokens, left_s = (
             self._directory.num_missing(request.prompt),
             ends_at_s - self._clock.now(),
         )
-        least_s = self._outlook.best_prefill.least_s(num_tokens)
+        least_s = self._service_model.best_prefill.least_s(num_tokens)
         if least_s > left_s:
             self._metrics.refused.labels(Cause.DEADLINE).inc()
             raise DeadlineError(
@@ -260,7 +262,7 @@ class Admission:
         return waiter
 
     def _work_of(self, request: AdmissibleRequest, num_tokens: int) -> TokenWork:
-        return self._outlook.work(
+        return self._service_model.work(
             request.client, num_tokens, request.engine.max_tokens, len(request.resumed_of(0))
         )
 
@@ -308,7 +310,7 @@ class Admission:
         )
         return CapacityError(text, resource="workers", retry_after_s=refusal.retry_after_s)
 
-    def _is_orphan(self, request: AdmissibleRequest) -> bool:
+    def _lacks_compatible_workers(self, request: AdmissibleRequest) -> bool:
         """Whether it resumes an answer of workers such as there are none now, though there are
         others."""
         return (
@@ -317,7 +319,7 @@ class Admission:
             and not self._directory.has_pair(request.compatibility)
         )
 
-    def _no_heirs(self) -> UnavailableError:
+    def _no_compatible_workers(self) -> UnavailableError:
         return UnavailableError(
             "no workers of the weights and numerics that began this answer are usable"
         )
@@ -326,7 +328,7 @@ class Admission:
         """When there may be workers again: when they have taken as long as starts take; what has
         been away for longer may be away for as long again."""
         away_s = self._directory.pairless_s
-        left_s = self._directory.comeback_s - away_s
+        left_s = self._directory.restart_estimate_s - away_s
         return min(left_s if left_s > 0 else away_s, MAX_AWAY_S)
 
     def _pump(self) -> None:
@@ -345,7 +347,7 @@ class Admission:
             if (
                 num_tokens * SHORT_RATIO > passed_by
                 or request.context_tokens >= too_large
-                or self._is_orphan(request)
+                or self._lacks_compatible_workers(request)
             ):
                 continue
             rates = rates or self._rates()
@@ -382,7 +384,7 @@ class Admission:
                 self._clock.now(),
             )
             request = waiter.item.request
-            if self._is_orphan(request):
+            if self._lacks_compatible_workers(request):
                 return
             if self._drop_if_hopeless(waiter, self._rates()):
                 continue
@@ -419,10 +421,10 @@ class Admission:
         for waiter, refusal in self._line.drop_hopeless(self._rates(), now_s):
             self._fail(waiter, self._dropped(waiter.item.request, refusal))
         for waiter in self._line:
-            if self._is_orphan(waiter.item.request):
+            if self._lacks_compatible_workers(waiter.item.request):
                 self._line.leave(waiter)
                 self._metrics.dropped.labels(Cause.WORKERS).inc()
-                self._fail(waiter, self._no_heirs())
+                self._fail(waiter, self._no_compatible_workers())
 
     def _drop_if_hopeless(self, waiter: Waiter[_Held], rates: Rates) -> bool:
         """Whether the one whose turn it is has been failed instead."""

@@ -23,7 +23,7 @@ after a move.
 
 Failures. A prefill worker that dies or fails before the commit is replaced, within bounds: the new
 one's terms go to the same reservation, which lands again under its next epoch, and its first token
-must be the one already sent. A pair whose handoff failed though both live is remembered as severed;
+must be the one already sent. A pair whose handoff failed though both live is remembered as failed;
 where no source is left for the pool, the request moves. When a decode pool is lost or drains after
 it landed, the request moves, too (`Migrations`): another pair starts over at 2, the tokens already
 sent are computed again over there without being drawn or sent again, and the stream goes on.
@@ -42,7 +42,7 @@ from protos import decode_pb2, generation_pb2, prefill_pb2, types_pb2
 from router.request.admission import Admission
 from router.request.answer import Answer, finish_of
 from router.request.retries import Migrations, lost
-from router.request.service_times import Outlook, ServiceRecord
+from router.request.service_times import ServiceRecord, ServiceTimeModel
 from router.request.streams import DecodeStream, PrefillStream
 from router.request.validate import AdmissibleRequest
 from router.request.worker_stream import (
@@ -83,7 +83,7 @@ class Services:
     directory: Directory
     limits: FlowLimits
     metrics: RouterMetrics
-    outlook: Outlook
+    service_model: ServiceTimeModel
 
 
 class RequestFlow:
@@ -158,7 +158,7 @@ class RequestFlow:
                     self._request, pair.prefill.num_tokens
                 )
                 self._record = ServiceRecord(
-                    self._services.outlook,
+                    self._services.service_model,
                     self._request.client,
                     self._request.engine.max_tokens,
                     estimated_s,
@@ -226,7 +226,7 @@ class RequestFlow:
         self._prefill = PrefillStream(self._parts, pair.prefill)
         self._decode = DecodeStream(self._parts, pair.decode, self._answer.token_ids[1:])
         if self._first_token is None and self._decode.may_compute_rest:
-            self._decode.ask_alone()
+            self._decode.request_local_prefill()
         else:
             self._prefill.run()
 
@@ -357,7 +357,7 @@ class RequestFlow:
         error = error or PeerLostError("the prefill worker ended its stream too early")
         if self._is_committed:
             raise error  # nothing to hand over any more, but no worker can send the first token
-        if isinstance(error, HandoffError) and self._is_severed():
+        if isinstance(error, HandoffError) and self._has_failed_link():
             await self._decode_lost(PeerLostError(str(error)))
             self._timeline.retried(WorkerRole.DECODE, error.reason)
             return
@@ -365,11 +365,11 @@ class RequestFlow:
         self._prefill.move_on(error, self._decode.booking)
         self._timeline.retried(WorkerRole.PREFILL, error.reason)
 
-    def _is_severed(self) -> bool:
+    def _has_failed_link(self) -> bool:
         """Whether, with one more pair that cannot hand over, no source is left for the pool, but
         one for another."""
         directory = self._services.directory
-        directory.severed(self._prefill.booking, self._decode.booking)
+        directory.failed_links(self._prefill.booking, self._decode.booking)
         return not directory.is_fed(self._decode.booking, self._request.context_tokens)
 
     def _on_decode_event(self, event: decode_pb2.DecodeEvent) -> None:
@@ -405,7 +405,7 @@ class RequestFlow:
                 self._joined()
                 self._let_prefill_go()
             case "local":
-                self._decode.took_alone()
+                self._decode.local_prefill_accepted()
                 self._prefill.close()
                 self._answer.cached(event.local.cached_tokens)
                 self._joined()
@@ -425,8 +425,8 @@ class RequestFlow:
         error = error or PeerLostError("the decode worker ended its stream too early")
         if self._decode.has_reserved:
             await self._decode_lost(error)
-        elif self._decode.asks_alone:
-            self._decode.refused_alone(error)
+        elif self._decode.local_prefill_requested:
+            self._decode.local_prefill_rejected(error)
             self._prefill.run()
             return
         else:

@@ -16,11 +16,11 @@ from runtime.errors import (
     BatonError,
     DeadlineError,
     DrainingError,
-    HeldUpError,
     InternalError,
     InvalidRequestError,
     PeerLostError,
     RequestAborted,
+    StalledError,
     UnavailableError,
 )
 from runtime.observe.metrics import RouterMetrics
@@ -56,7 +56,7 @@ async def search(
 def suspect(booking: Booking, error: BatonError) -> None:
     """A worker whose stream broke gets nothing more until it reports again; one that was late for a
     request may."""
-    if isinstance(error, UnavailableError) and not isinstance(error, HeldUpError):
+    if isinstance(error, UnavailableError) and not isinstance(error, StalledError):
         booking.lost(str(error))
 
 
@@ -71,7 +71,7 @@ class MoveReason(StrEnum):
 def _move_reason(error: BatonError) -> MoveReason:
     if isinstance(error, DrainingError):
         return MoveReason.DRAINED
-    return MoveReason.HELD_UP if isinstance(error, HeldUpError) else MoveReason.LOST
+    return MoveReason.HELD_UP if isinstance(error, StalledError) else MoveReason.LOST
 
 
 @dataclass
@@ -145,7 +145,9 @@ class Migrations:
                 return pair
             is_full = self.directory.has_pair(compatibility, context_tokens)
             patience_s = (
-                self.limits.capacity_wait_s if is_full else self.limits.comeback_s(self.directory)
+                self.limits.capacity_wait_s
+                if is_full
+                else self.limits.restart_estimate_s(self.directory)
             )
             if loop.time() >= began + patience_s:
                 return None

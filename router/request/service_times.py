@@ -1,7 +1,7 @@
 """What serving a request took, and what it will take.
 
 `Timeline`: when things happened to one request, as the router saw them, and how long they took by
-the workers' reports. `Outlook`: estimates from rates that were measured (prompt tokens per second
+the workers' reports. `ServiceTimeModel`: estimates from rates that were measured (prompt tokens per second
 and time between tokens of each pool, `router.workers.pace`) and from what is learnt of each client
 (`ClientHabits`). Nothing is refused on a guess: what was not measured lately counts as no time at
 all.
@@ -181,7 +181,7 @@ class Rates:
             workers[:: -(-len(workers) // MOST_ASKED) or 1] for workers in (sources, pools)
         )
         prefill = [rate for worker in some_sources if (rate := worker.prefill_pace.tokens_per_s)]
-        has_room = any(worker.standing.has_room(num_tokens) for worker in some_sources)
+        has_room = any(worker.snapshot.has_room(num_tokens) for worker in some_sources)
         num_paced, drawn, between_s = 0, 0.0, 0.0
         for worker in some_pools:
             count = worker.num_sharing(num_waiting, num_tokens)
@@ -250,7 +250,7 @@ class _Length:
 
 
 @dataclass
-class _Caution:
+class _SafetyFactor:
     """How much longer services took than was estimated, at the worse end; by length: shorter ones
     are less certain."""
 
@@ -289,7 +289,7 @@ class _Habits:
     """Of one client; lengths by the power of two that the limit is of."""
 
     lengths: dict[int, _Length] = field(default_factory=dict)
-    caution: _Caution = field(default_factory=_Caution)
+    safety_factor: _SafetyFactor = field(default_factory=_SafetyFactor)
     tried_s: float = -math.inf
 
 
@@ -338,15 +338,17 @@ class ClientHabits:
     def served(self, client: str, estimated_s: float, actual_s: float) -> None:
         """`actual_s` may be the least it would have been, of a service that was cut off."""
         if estimated_s > 0:
-            self._of(client).caution.observe(estimated_s, actual_s, self._clock.now())
+            self._of(client).safety_factor.observe(estimated_s, actual_s, self._clock.now())
 
-    def caution(self, client: str, estimated_s: float) -> float:
+    def safety_factor(self, client: str, estimated_s: float) -> float:
         """Return by how much longer than estimated a service may take: from 1 to `MAX_CAUTION`.
         Without it a request that is served at the edge of its deadline, as all are under overload,
         ends as often behind it as before it."""
         known = self._clients.get(client)
         return (
-            START_CAUTION if known is None else known.caution.factor(estimated_s, self._clock.now())
+            START_CAUTION
+            if known is None
+            else known.safety_factor.factor(estimated_s, self._clock.now())
         )
 
     def _of(self, client: str) -> _Habits:
@@ -371,7 +373,7 @@ class ClientHabits:
         return share
 
 
-class Outlook:
+class ServiceTimeModel:
     """What a router has learnt of its pools; its requests write it as they go."""
 
     def __init__(self, clock: Clock) -> None:
@@ -392,7 +394,9 @@ class Outlook:
     def cautious_s(self, rates: Rates, client: str, work: TokenWork) -> float:
         """The time that a service takes at most, nine times of ten."""
         estimated_s = rates.service_s(work)
-        return estimated_s * self.habits.caution(client, estimated_s) if estimated_s > 0 else 0.0
+        return (
+            estimated_s * self.habits.safety_factor(client, estimated_s) if estimated_s > 0 else 0.0
+        )
 
 
 class ServiceRecord:
@@ -400,13 +404,15 @@ class ServiceRecord:
     given to a pair of workers to the end. A request that moves shows nothing: it was served
     twice."""
 
-    def __init__(self, outlook: Outlook, client: str, max_tokens: int, estimated_s: float) -> None:
+    def __init__(
+        self, service_model: ServiceTimeModel, client: str, max_tokens: int, estimated_s: float
+    ) -> None:
         """`estimated_s`: how long it should take."""
-        self._outlook = outlook
+        self._service_model = service_model
         self._client = client
         self._max_tokens = max_tokens
         self._estimated_s = estimated_s
-        self._since_s = outlook.clock.now()
+        self._since_s = service_model.clock.now()
         self._pool: Booking | None = None
         self._committed_s = 0.0
         self._num_drawn = 0
@@ -414,12 +420,12 @@ class ServiceRecord:
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """The worker says how long it computed the prompt."""
-        self._outlook.best_prefill.observe(num_tokens, seconds)
+        self._service_model.best_prefill.observe(num_tokens, seconds)
 
     def committed(self, pool: Booking) -> None:
         """The decode pool begins."""
         pool.began()
-        self._pool, self._committed_s = pool, self._outlook.clock.now()
+        self._pool, self._committed_s = pool, self._service_model.clock.now()
 
     def drew(self, num_tokens: int) -> None:
         """The decode pool did."""
@@ -432,7 +438,7 @@ class ServiceRecord:
     def ended(self, num_tokens: int) -> None:
         """With an answer of so many tokens."""
         if num_tokens:
-            self._outlook.habits.answered(self._client, self._max_tokens, num_tokens)
+            self._service_model.habits.answered(self._client, self._max_tokens, num_tokens)
         self._note()
 
     def finished(self, decode_s: float) -> None:
@@ -447,11 +453,13 @@ class ServiceRecord:
     def cut_off(self) -> None:
         """At its deadline: it would have taken at least this long."""
         if self._pool is not None and not self._has_moved:
-            self._pool.answered(self._num_drawn, self._outlook.clock.now() - self._committed_s)
+            self._pool.answered(
+                self._num_drawn, self._service_model.clock.now() - self._committed_s
+            )
         self._note()
 
     def _note(self) -> None:
         if not self._has_moved:
-            self._outlook.habits.served(
-                self._client, self._estimated_s, self._outlook.clock.now() - self._since_s
+            self._service_model.habits.served(
+                self._client, self._estimated_s, self._service_model.clock.now() - self._since_s
             )

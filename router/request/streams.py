@@ -106,7 +106,7 @@ class PrefillStream:
             lambda: directory.book_prefill(
                 prompt, pool, tried=self._tried, context_tokens=self._parts.context_tokens
             ),
-            self._parts.limits.comeback_s(directory),
+            self._parts.limits.restart_estimate_s(directory),
             error,
         )
         self._attempts += 1
@@ -134,7 +134,7 @@ class DecodeStream:
         # on the present stream; the epoch of destination terms is that of the offer they answer
         self._num_offers = 0
         self._is_destination_due = False
-        self.asks_alone = (
+        self.local_prefill_requested = (
             False  # whether the pool was asked to compute the rest itself, and has not answered
         )
         self._due = DueTimer(parts.overdue)
@@ -164,23 +164,23 @@ class DecodeStream:
             and self._booking.worker.may_compute(self._parts.prompt.num_tokens - num_held)
         )
 
-    def ask_alone(self) -> None:
+    def request_local_prefill(self) -> None:
         """Let the pool compute what it lacks of the prompt; it may refuse."""
-        self.asks_alone = True
+        self.local_prefill_requested = True
         self._open(None)
 
-    def took_alone(self) -> None:
+    def local_prefill_accepted(self) -> None:
         """It does so."""
-        self.asks_alone, self.has_reserved = False, True
+        self.local_prefill_requested, self.has_reserved = False, True
         self._is_destination_due = False
         self._due.settle()
         self._booking.reserved()
 
-    def refused_alone(self, error: BatonError) -> None:
+    def local_prefill_rejected(self, error: BatonError) -> None:
         """It does not: it waits for a source's offer. Raises `error` if nobody could do better."""
         if not may_retry(error):
             raise error
-        self.asks_alone = self._is_destination_due = False
+        self.local_prefill_requested = self._is_destination_due = False
         self._close_stream()
 
     def offer(self, source: transfer_pb2.SourceTerms) -> None:
@@ -350,7 +350,9 @@ class DecodeStream:
             compatibility, self._parts.context_tokens
         )
         limits = self._parts.limits
-        patience_s = limits.capacity_wait_s if is_full else limits.comeback_s(self._parts.directory)
+        patience_s = (
+            limits.capacity_wait_s if is_full else limits.restart_estimate_s(self._parts.directory)
+        )
         return self._refused_since + patience_s - now
 
     def _expect_destination(self) -> None:

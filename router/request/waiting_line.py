@@ -23,7 +23,7 @@ from enum import StrEnum
 from itertools import chain, islice
 from typing import Generic, TypeVar
 
-from router.request.service_times import MAX_CLIENTS, Outlook, Rates, TokenWork
+from router.request.service_times import MAX_CLIENTS, Rates, ServiceTimeModel, TokenWork
 
 T = TypeVar("T")
 ItemT = TypeVar("ItemT")
@@ -125,7 +125,7 @@ class WaitingLine(Generic[T]):
     a line may be long."""
 
     limits: WaitingLimits
-    outlook: Outlook
+    service_model: ServiceTimeModel
     num_arrived: int = 0
     num_waiting: int = 0
     work: TokenWork = field(default_factory=TokenWork)
@@ -159,7 +159,7 @@ class WaitingLine(Generic[T]):
         refusal = self._refusal(demand, rates, now_s)
         if refusal is not None and refusal.cause is Cause.DEADLINE and demand.work.output_tokens:
             short = replace(demand, work=replace(demand.work, output_tokens=0.0))
-            if self._refusal(short, rates, now_s) is None and self.outlook.habits.may_try(
+            if self._refusal(short, rates, now_s) is None and self.service_model.habits.may_try(
                 demand.client
             ):
                 demand, refusal = short, None
@@ -183,7 +183,7 @@ class WaitingLine(Generic[T]):
         return waiter
 
     def _refusal(self, demand: Demand, rates: Rates, now_s: float) -> Refusal | None:
-        service_s = self.outlook.cautious_s(rates, demand.client, demand.work)
+        service_s = self.service_model.cautious_s(rates, demand.client, demand.work)
         wait_s = rates.wait_s(self._before(self._waiter(demand, None, rates, now_s)))
         if len(self) >= self.limits.max_waiting and self._largest(demand) is None:
             return Refusal(Cause.QUEUE_FULL, wait_s, service_s)
@@ -196,7 +196,7 @@ class WaitingLine(Generic[T]):
 
     def _waiter(self, demand: Demand, item: ItemT, rates: Rates, now_s: float) -> Waiter[ItemT]:
         """One that would come now."""
-        service_s = self.outlook.cautious_s(rates, demand.client, demand.work)
+        service_s = self.service_model.cautious_s(rates, demand.client, demand.work)
         begin_by_s = min(demand.ends_at_s - service_s, now_s + self.limits.max_wait_s)
         return Waiter(begin_by_s, self.num_arrived, demand, now_s, item)
 
@@ -346,7 +346,7 @@ class WaitingLine(Generic[T]):
             return Cause.WAIT
         if rates.is_idle and now_s < waiter.demand.ends_at_s:
             return None  # nothing keeps it from being tried
-        service_s = self.outlook.cautious_s(rates, waiter.demand.client, waiter.demand.work)
+        service_s = self.service_model.cautious_s(rates, waiter.demand.client, waiter.demand.work)
         is_late = now_s + service_s > waiter.demand.ends_at_s
         return Cause.DEADLINE if is_late else None
 

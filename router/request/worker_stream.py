@@ -225,9 +225,9 @@ class FlowLimits:
     commit_s: float = 30.0  # the last byte sent to its commit
     migrations: int = 3  # decode pools that may be lost under one request
 
-    def comeback_s(self, directory: Directory) -> float:
+    def restart_estimate_s(self, directory: Directory) -> float:
         """For a lost worker, which may take as long as it took to start."""
-        return max(self.peer_wait_s, directory.comeback_s)
+        return max(self.peer_wait_s, directory.restart_estimate_s)
 
 
 @dataclass(frozen=True)

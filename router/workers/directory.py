@@ -24,10 +24,10 @@ from router.workers import report
 from router.workers.discovery import DiscoveryOptions
 from router.workers.policy import (
     Candidate,
-    Draw,
+    FailedLinks,
     LinkedWorkers,
     Policy,
-    SeveredPairs,
+    PolicyContext,
     choose,
     choose_pair,
 )
@@ -78,7 +78,7 @@ class _Chosen(NamedTuple):
 @dataclass(frozen=True)
 class DirectoryOptions:
     """Targets (`router.workers.discovery`), how often workers report, and the most that is expected
-    of `comeback_s`."""
+    of `restart_estimate_s`."""
 
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
@@ -86,7 +86,7 @@ class DirectoryOptions:
     watch_interval_s: float = 0.25
     security: ChannelSecurity = PLAIN_CHANNEL
     discovery: DiscoveryOptions = field(default_factory=DiscoveryOptions)
-    longest_comeback_s: float = 0.0
+    longest_restart_s: float = 0.0
 
 
 class Directory:
@@ -124,7 +124,7 @@ class Directory:
             None  # as of this version of the set, until a worker says otherwise
         )
         self._pairless_since_s: float | None = self._clock.now()
-        self._severed = SeveredPairs(self._clock)
+        self._failed_links = FailedLinks(self._clock)
         sources = {
             role: [
                 open_source(target, options.discovery, metrics.discovery_errors, rng)
@@ -230,10 +230,10 @@ class Directory:
         return min([self._facts.max_context_tokens, *([max(pairs)] if pairs else alone)])
 
     @property
-    def comeback_s(self) -> float:
+    def restart_estimate_s(self) -> float:
         """How long a worker that is lost may take to be back, by the slowest of the last starts."""
         return min(
-            START_MARGIN * self._worker_set.tally.slowest_start_s, self._options.longest_comeback_s
+            START_MARGIN * self._worker_set.tally.slowest_start_s, self._options.longest_restart_s
         )
 
     @property
@@ -275,8 +275,8 @@ class Directory:
         if max(len(sources), len(pools)) > MOST_COMPARED:
 
             def fits(worker: Worker) -> bool:
-                return worker.standing.longest >= context_tokens and (
-                    not compatibility or may_pair(worker.standing.compatibility, compatibility)
+                return worker.snapshot.longest >= context_tokens and (
+                    not compatibility or may_pair(worker.snapshot.compatibility, compatibility)
                 )
 
             pair = self._place_among(
@@ -317,7 +317,7 @@ class Directory:
 
         def with_room(workers: Sequence[Worker]) -> list[Worker]:
             return [
-                worker for worker in workers if worker.standing.has_room(num_tokens, context_tokens)
+                worker for worker in workers if worker.snapshot.has_room(num_tokens, context_tokens)
             ]
 
         groups = [
@@ -330,7 +330,7 @@ class Directory:
         """Whether decode pools have room for such a request, and all that it waits for is
         prefill."""
         return any(
-            worker.standing.has_room(num_tokens, context_tokens)
+            worker.snapshot.has_room(num_tokens, context_tokens)
             for worker in self._usable(WorkerRole.DECODE, context_tokens)
         )
 
@@ -344,7 +344,7 @@ class Directory:
         return [
             worker.address
             for worker in self._usable(WorkerRole.PREFILL, context_tokens)
-            if worker.standing.has_room(num_tokens, context_tokens)
+            if worker.snapshot.has_room(num_tokens, context_tokens)
         ]
 
     def num_held(self, prompt: RoutedPrompt) -> Mapping[str, int]:
@@ -397,14 +397,14 @@ class Directory:
             self._linked(sources, others), prompt, context_tokens
         ) or self._book_pair(self._linked(sources, pools), prompt, context_tokens)
 
-    def severed(self, source: Booking, pool: Booking) -> None:
+    def failed_links(self, source: Booking, pool: Booking) -> None:
         """A handoff failed though both live: until one succeeds, or for a while, other pairs go
         first."""
-        self._severed.add(source.incarnation, pool.incarnation)
+        self._failed_links.add(source.incarnation, pool.incarnation)
 
     def linked(self, source: Booking, pool: Booking, waited_s: float) -> None:
         """A handoff succeeded; the first token was there for so long before everything else was."""
-        self._severed.remove(source.incarnation, pool.incarnation)
+        self._failed_links.remove(source.incarnation, pool.incarnation)
         pool.landed(waited_s)
 
     def is_fed(self, pool: Booking, context_tokens: int = 0) -> bool:
@@ -450,7 +450,7 @@ class Directory:
         return report.statuses(self.workers)
 
     def _linked(self, sources: Sequence[Worker], pools: Sequence[Worker]) -> list[_Linked]:
-        """Which sources may feed which pools: severed pairs only where no source has another
+        """Which sources may feed which pools: failed links only where no source has another
         pool."""
         pools_alike = _by_compatibility(pools)
         groups = [
@@ -465,26 +465,26 @@ class Directory:
             )
             for digest, alike in _by_compatibility(sources).items()
         ]
-        if not len(self._severed):
+        if not len(self._failed_links):
             return groups
-        sound = [part for group in groups for part in self._sound(group)]
+        sound = [part for group in groups for part in self._without_failed_links(group)]
         return sound if any(part.pools for part in sound) else groups
 
-    def _sound(self, group: _Linked) -> list[_Linked]:
-        """Without severed pairs: a source that is part of one has pools of its own."""
-        severed = self._severed.by_source()
-        whole = [source for source in group.sources if source.incarnation not in severed]
+    def _without_failed_links(self, group: _Linked) -> list[_Linked]:
+        """Without failed links: a source that is part of one has pools of its own."""
+        failed_links = self._failed_links.by_source()
+        whole = [source for source in group.sources if source.incarnation not in failed_links]
         parts = [
             _Linked(
                 [source],
                 [
                     pool
                     for pool in group.pools
-                    if pool.incarnation not in severed[source.incarnation]
+                    if pool.incarnation not in failed_links[source.incarnation]
                 ],
             )
             for source in group.sources
-            if source.incarnation in severed
+            if source.incarnation in failed_links
         ]
         return [_Linked(whole, group.pools), *parts] if whole else parts
 
@@ -498,20 +498,24 @@ class Directory:
         if not groups:
             return None
         with self._metrics.pick_s.time():
-            draw = self._draw([source for group in groups for source in group.sources], prompt)
+            context = self._policy_context(
+                [source for group in groups for source in group.sources], prompt
+            )
             candidates = [
                 LinkedWorkers(
                     _candidates(group.sources),
                     _candidates(group.pools),
-                    self._draw(group.pools, prompt, source=group.sources[0].compatibility),
+                    self._policy_context(
+                        group.pools, prompt, source=group.sources[0].compatibility
+                    ),
                 )
                 for group in groups
             ]
-            chosen = choose_pair(self._policies[WorkerRole.PREFILL], candidates, draw)
+            chosen = choose_pair(self._policies[WorkerRole.PREFILL], candidates, context)
         sources, pools = groups[chosen.group]
         source, pool = (
-            _named(sources, chosen.source, draw),
-            _named(pools, chosen.pool, candidates[chosen.group].draw),
+            _named(sources, chosen.source, context),
+            _named(pools, chosen.pool, candidates[chosen.group].context),
         )
         return WorkerPair(
             self._book(source, prompt, context_tokens), self._book(pool, prompt, context_tokens)
@@ -522,8 +526,8 @@ class Directory:
         self._metrics.decisions.labels(self._policies[role].value, "chosen").inc()
         self._turns[role] += 1
         if self.index.listener is not None and role is WorkerRole.PREFILL:
-            standing = chosen.worker.standing
-            self.index.listener.placed(prompt, standing.page_size, standing.compatibility)
+            snapshot = chosen.worker.snapshot
+            self.index.listener.placed(prompt, snapshot.page_size, snapshot.compatibility)
         return chosen.worker.book(prompt.num_tokens, context_tokens, chosen.num_held)
 
     def _choose(
@@ -539,17 +543,19 @@ class Directory:
             return None
         policy = self._policies[workers[0].role]
         with self._metrics.pick_s.time():
-            draw = self._draw(workers, prompt, source)
-            chosen = choose(policy, _candidates(workers), draw, tried=tried)
+            context = self._policy_context(workers, prompt, source)
+            chosen = choose(policy, _candidates(workers), context, tried=tried)
         if chosen is None:
             self._metrics.decisions.labels(policy.value, "full").inc()
             return None
-        return _named(workers, chosen, draw)
+        return _named(workers, chosen, context)
 
-    def _draw(self, workers: Sequence[Worker], prompt: RoutedPrompt, source: str = "") -> Draw:
+    def _policy_context(
+        self, workers: Sequence[Worker], prompt: RoutedPrompt, source: str = ""
+    ) -> PolicyContext:
         """For a choice among workers of one role."""
         role = workers[0].role
-        return Draw(
+        return PolicyContext(
             self._turns[role], self._rng, prompt.token_ids, self._num_held(role, prompt, source)
         )
 
@@ -573,14 +579,14 @@ class Directory:
         return [
             worker
             for worker in self._usable(role, context_tokens)
-            if may_pair(worker.standing.compatibility, compatibility)
+            if may_pair(worker.snapshot.compatibility, compatibility)
         ]
 
     def _usable(self, role: WorkerRole, context_tokens: int = 0) -> Sequence[Worker]:
         usable = self._worker_set.usable[role]
         if context_tokens <= usable.shortest:
             return usable.workers
-        return [worker for worker in usable.workers if worker.standing.longest >= context_tokens]
+        return [worker for worker in usable.workers if worker.snapshot.longest >= context_tokens]
 
     def _on_change(self, worker: Worker) -> None:
         if self._worker_set.changed(worker):
@@ -621,7 +627,7 @@ def _by_compatibility(workers: Sequence[Worker]) -> dict[str, list[Worker]]:
     if len(digests) == 1:
         return {digest: list(workers) for digest in digests}
     return {
-        digest: [worker for worker in workers if worker.standing.compatibility == digest]
+        digest: [worker for worker in workers if worker.snapshot.compatibility == digest]
         for digest in digests
     }
 
@@ -630,9 +636,9 @@ def _candidates(workers: Iterable[Worker]) -> list[Candidate]:
     return list(map(_candidate, workers))
 
 
-def _named(workers: Iterable[Worker], chosen: Candidate, draw: Draw) -> _Chosen:
+def _named(workers: Iterable[Worker], chosen: Candidate, context: PolicyContext) -> _Chosen:
     """The worker that was chosen."""
     return _Chosen(
         next(worker for worker in workers if worker.address == chosen.address),
-        draw.num_held.get(chosen.address, 0),
+        context.num_held.get(chosen.address, 0),
     )

@@ -68,7 +68,7 @@ class Candidate(NamedTuple):
     load_s: float = 0.0
 
 
-class Standing(NamedTuple):
+class WorkerSnapshot(NamedTuple):
     """What a choice goes by, as of a worker's last report or booking. `longest`: tokens of a
     sequence that it can hold, below 0 while it cannot be used. `candidate`: as policies see it.
     `has_place`: a prefill worker would queue one more prompt, a decode pool is given one more
@@ -117,7 +117,7 @@ def reserved_tokens(num_tokens: int, context_tokens: int, page_size: int) -> int
 
 
 @dataclass(frozen=True)
-class Draw:
+class PolicyContext:
     """What a choice may depend on besides the workers. `num_held`: tokens of the prompt that a
     worker need not compute, or be sent, by its address, as it reported of its prefix cache."""
 
@@ -128,12 +128,12 @@ class Draw:
 
 
 class LinkedWorkers(NamedTuple):
-    """Prefill workers, each of which may feed each of these decode pools; some of both. `draw` is
+    """Prefill workers, each of which may feed each of these decode pools; some of both. `context` is
     for the pools."""
 
     sources: Sequence[Candidate]
     pools: Sequence[Candidate]
-    draw: Draw
+    context: PolicyContext
 
 
 class ChosenPair(NamedTuple):
@@ -145,8 +145,10 @@ class ChosenPair(NamedTuple):
     pool: Candidate
 
 
-def choose_pair(policy: Policy, groups: Sequence[LinkedWorkers], draw: Draw) -> ChosenPair:
-    """A prefill worker and one of the pools that it may feed; `draw` is for the former. Every group
+def choose_pair(
+    policy: Policy, groups: Sequence[LinkedWorkers], context: PolicyContext
+) -> ChosenPair:
+    """A prefill worker and one of the pools that it may feed; `context` is for the former. Every group
     has some of both.
 
     With `PREFIX_CACHE` the pair on which the request waits least: for tokens ahead of it and those
@@ -155,14 +157,14 @@ def choose_pair(policy: Policy, groups: Sequence[LinkedWorkers], draw: Draw) -> 
     """
     sources = [candidate for group in groups for candidate in group.sources]
     if policy is not Policy.PREFIX_CACHE:
-        source = _pick(policy, sources, draw)
+        source = _pick(policy, sources, context)
         place = _group_of(source, groups)
         return ChosenPair(
-            place, source, _pick(policy.of_pools, groups[place].pools, groups[place].draw)
+            place, source, _pick(policy.of_pools, groups[place].pools, groups[place].context)
         )
     loads, pool_loads = (
-        _loads_with(sources, draw),
-        [_loads_with(group.pools, group.draw) for group in groups],
+        _loads_with(sources, context),
+        [_loads_with(group.pools, group.context) for group in groups],
     )
     if len(groups) > 1:  # else what is best of either is best of both
         source_s = _mean_load_s(sources) or UNSEEN_TOKEN_S
@@ -173,10 +175,10 @@ def choose_pair(policy: Policy, groups: Sequence[LinkedWorkers], draw: Draw) -> 
             for _ in group.sources
         ]
         loads = [load * source_s + pool for load, pool in zip(loads, best_pool_s, strict=True)]
-    source = _least(sources, loads, draw)
+    source = _least(sources, loads, context)
     place = _group_of(source, groups)
     return ChosenPair(
-        place, source, _least(groups[place].pools, pool_loads[place], groups[place].draw)
+        place, source, _least(groups[place].pools, pool_loads[place], groups[place].context)
     )
 
 
@@ -187,32 +189,34 @@ def _group_of(source: Candidate, groups: Sequence[LinkedWorkers]) -> int:
 def choose(
     policy: Policy,
     candidates: Sequence[Candidate],
-    draw: Draw,
+    context: PolicyContext,
     *,
     tried: frozenset[str] = frozenset(),
 ) -> Candidate | None:
     """The worker `policy` picks among those that are not in `tried`; None if there is none."""
     eligible = [c for c in candidates if c.address not in tried]
-    return _pick(policy, eligible, draw) if eligible else None
+    return _pick(policy, eligible, context) if eligible else None
 
 
-def _pick(policy: Policy, eligible: Sequence[Candidate], draw: Draw) -> Candidate:
+def _pick(policy: Policy, eligible: Sequence[Candidate], context: PolicyContext) -> Candidate:
     match policy:
         case Policy.ROUND_ROBIN:
-            return _in_order(eligible)[draw.turn % len(eligible)]
+            return _in_order(eligible)[context.turn % len(eligible)]
         case Policy.POWER_OF_TWO:
-            return _least_loaded(draw.rng.sample(_in_order(eligible), min(2, len(eligible))), draw)
+            return _least_loaded(
+                context.rng.sample(_in_order(eligible), min(2, len(eligible))), context
+            )
         case Policy.LEAST_LOAD:
-            return _least_loaded(eligible, draw)
+            return _least_loaded(eligible, context)
         case Policy.PREFIX_AFFINITY:
-            return _affine(eligible, draw)
+            return _affine(eligible, context)
         case Policy.PREFIX_CACHE:
-            return _least(eligible, _loads_with(eligible, draw), draw)
+            return _least(eligible, _loads_with(eligible, context), context)
 
 
-def _loads_with(candidates: Sequence[Candidate], draw: Draw) -> list[float]:
+def _loads_with(candidates: Sequence[Candidate], context: PolicyContext) -> list[float]:
     """Once the prompt is there."""
-    num_tokens, num_held = len(draw.prompt_token_ids), draw.num_held.get
+    num_tokens, num_held = len(context.prompt_token_ids), context.num_held.get
     return [
         load + (num_tokens - num_held(address, 0)) * token_load
         for address, load, token_load, _ in candidates
@@ -229,38 +233,40 @@ def _in_order(candidates: Sequence[Candidate]) -> list[Candidate]:
     return sorted(candidates, key=lambda c: c.address)
 
 
-def _least_loaded(candidates: Sequence[Candidate], draw: Draw) -> Candidate:
-    return _least(candidates, [candidate.load for candidate in candidates], draw)
+def _least_loaded(candidates: Sequence[Candidate], context: PolicyContext) -> Candidate:
+    return _least(candidates, [candidate.load for candidate in candidates], context)
 
 
-def _least(candidates: Sequence[Candidate], loads: Sequence[float], draw: Draw) -> Candidate:
+def _least(
+    candidates: Sequence[Candidate], loads: Sequence[float], context: PolicyContext
+) -> Candidate:
     """The one with the least of these loads, any of them among equals."""
     least = min(loads)
     if loads.count(least) == 1:
         return candidates[loads.index(least)]
     equals = [candidate for candidate, load in zip(candidates, loads, strict=True) if load == least]
-    return draw.rng.choice(_in_order(equals))
+    return context.rng.choice(_in_order(equals))
 
 
-def _affine(candidates: Sequence[Candidate], draw: Draw) -> Candidate:
+def _affine(candidates: Sequence[Candidate], context: PolicyContext) -> Candidate:
     """Rendezvous hashing: every worker scores the prompt's head and the highest score wins.
 
     It needs no memory, so several routers agree, and a worker that comes or goes moves only its own
     prompts.
     """
     head = b"".join(
-        token_id.to_bytes(4, "little") for token_id in draw.prompt_token_ids[:AFFINITY_TOKENS]
+        token_id.to_bytes(4, "little") for token_id in context.prompt_token_ids[:AFFINITY_TOKENS]
     )
     affine = max(
         candidates,
         key=lambda c: hashlib.blake2b(head, key=c.address.encode()[:64], digest_size=8).digest(),
     )
-    least = _least_loaded(candidates, draw)
+    least = _least_loaded(candidates, context)
     overloaded = affine.load > AFFINITY_FACTOR * least.load + AFFINITY_SLACK
     return least if overloaded else affine
 
 
-class SeveredPairs:
+class FailedLinks:
     """Pairs of workers that lately could not hand a prompt over though both live: the link between
     their hosts fails, which neither shows to the router. Kept for a while, since nothing shows when
     such a link is mended.

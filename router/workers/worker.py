@@ -18,7 +18,7 @@ import grpc
 from protos import decode_pb2, prefill_pb2, worker_pb2
 from router.text.model_facts import ModelLimits
 from router.workers.pace import AnswerPace, DecodePace, PrefillPace
-from router.workers.policy import Candidate, Standing, reserved_tokens
+from router.workers.policy import Candidate, WorkerSnapshot, reserved_tokens
 from router.workers.prefix_index import PrefixIndex
 from router.workers.worker_call import DECODE_CALL, PREFILL_CALL, CallSlot
 from runtime.clock import Clock, SystemClock
@@ -157,12 +157,12 @@ class Worker:
 
     def changed(self) -> None:
         """What choices go by may be another, and whether it can be used at all."""
-        self._forget_standing()
+        self._drop_snapshot()
         self.on_change()
 
     def load_changed(self) -> None:
         """What choices go by may be another. Most reports say no more."""
-        self._forget_standing()
+        self._drop_snapshot()
         self.on_load()
 
     @property
@@ -174,7 +174,7 @@ class Worker:
         """Requests that a decode pool draws for if so many more, with prompts of so many tokens,
         come to it."""
         num_booked = len(self._bookings)
-        if not num_more or self.info is None or not self.standing.has_room(num_tokens):
+        if not num_more or self.info is None or not self.snapshot.has_room(num_tokens):
             return num_booked
         return min(num_booked + num_more, self._most_running)
 
@@ -193,7 +193,7 @@ class Worker:
         if self.same_as == address:
             return False
         self.same_as = address
-        self._forget_standing()
+        self._drop_snapshot()
         return True
 
     @property
@@ -301,7 +301,7 @@ class Worker:
     def book(self, num_tokens: int, context_tokens: int = 0, num_held: int = 0) -> Booking:
         """A claim of a prompt of `num_tokens`; `context_tokens` is what it may come to with its
         completion, 0: any. `num_held` of the prompt's tokens it need not compute, or be sent."""
-        page_size = self.standing.page_size
+        page_size = self.snapshot.page_size
         booking = Booking(
             self,
             self.incarnation,
@@ -312,7 +312,7 @@ class Worker:
         )
         self._bookings[booking] = None
         self.tokens_ahead += booking.num_tokens
-        self._forget_standing()
+        self._drop_snapshot()
         if self.role is WorkerRole.PREFILL:
             self.prefill_pace.began()
         return booking
@@ -322,7 +322,7 @@ class Worker:
         if booking in self._bookings and booking.is_reported:
             booking.is_reported = False
             self._finished[booking] = None
-            self._forget_standing()
+            self._drop_snapshot()
 
     def release(self, booking: Booking, num_computed: int = 0) -> None:
         """`num_computed`: tokens of a prompt that it computed."""
@@ -340,11 +340,11 @@ class Worker:
                 self.changed()
 
     @cached_property
-    def standing(self) -> Standing:
+    def snapshot(self) -> WorkerSnapshot:
         """Made anew when something has changed. As an attribute, because every choice looks at all
         workers."""
         stands = (
-            self._prefill_standing if self.role is WorkerRole.PREFILL else self._decode_standing
+            self._prefill_snapshot if self.role is WorkerRole.PREFILL else self._decode_snapshot
         )
         longest = self.max_context_tokens if self.is_usable else -1
         return stands(
@@ -352,15 +352,15 @@ class Worker:
             1 if self.info is None else max(self.info.page_size, 1),
         )
 
-    def _forget_standing(self) -> None:
+    def _drop_snapshot(self) -> None:
         vars(self).pop("standing", None)
 
     @property
     def has_queue_place(self) -> bool:
         """Whether a prefill worker would queue one more prompt, be it for long."""
-        return self.standing.has_place
+        return self.snapshot.has_place
 
-    def _prefill_standing(self, longest: float, page_size: int) -> Standing:
+    def _prefill_snapshot(self, longest: float, page_size: int) -> WorkerSnapshot:
         num_tokens = _estimate(
             self.load.queued_tokens, self.tokens_ahead, self._claims_at_report.tokens
         )
@@ -370,7 +370,7 @@ class Worker:
         has_place = not limit or self._num_requests(self.load.queued_requests) < limit
         candidate = Candidate(self.address, num_tokens, load_s=1 / rate if rate else 0.0)
         ahead = tuple([booking.num_tokens for booking in self._bookings]) if is_busy else ()
-        return Standing(
+        return WorkerSnapshot(
             longest,
             self.compatibility,
             page_size,
@@ -383,10 +383,10 @@ class Worker:
             longest_ahead=max(ahead, default=0),
         )
 
-    def _decode_standing(self, longest: float, page_size: int) -> Standing:
+    def _decode_snapshot(self, longest: float, page_size: int) -> WorkerSnapshot:
         num_requests = self._num_requests(self.load.running_requests + self.load.queued_requests)
         if self.info is None:
-            return Standing(
+            return WorkerSnapshot(
                 longest,
                 "",
                 page_size,
@@ -413,7 +413,7 @@ class Worker:
         candidate = Candidate(
             self.address, used_share, token_load=token_load, load_s=self.answer_pace.answer_s
         )
-        return Standing(
+        return WorkerSnapshot(
             longest,
             self.compatibility,
             page_size,

@@ -29,7 +29,7 @@ from runtime.errors import (
     UnavailableError,
 )
 from runtime.rpc.calls import MessageLimits, SendQueue
-from runtime.rpc.read_limits import StallWatch
+from runtime.rpc.read_limits import WriteTimeout
 from runtime.rpc.status import error_from_rpc, error_from_status, is_lost
 
 logger = logging.getLogger(__name__)
@@ -206,7 +206,7 @@ class WorkerCall(Generic[InputT, EventT]):
                 receiver.received(event)
 
     async def _write(self, call: "grpc.aio.StreamStreamCall[Any, Any]") -> None:
-        stall = StallWatch(WRITE_S)
+        stall = WriteTimeout(WRITE_S)
         try:
             async with stall:
                 while inputs := await self._queue.take():

@@ -120,11 +120,11 @@ class UsableWorkers:
     @classmethod
     def of(cls, workers: Iterable[Worker]) -> "UsableWorkers":
         usable = tuple(worker for worker in workers if worker.is_usable)
-        standings = [worker.standing for worker in usable]
+        snapshots = [worker.snapshot for worker in usable]
         return cls(
             usable,
-            min((standing.longest for standing in standings), default=math.inf),
-            frozenset((standing.page_size, standing.compatibility) for standing in standings),
+            min((snapshot.longest for snapshot in snapshots), default=math.inf),
+            frozenset((snapshot.page_size, snapshot.compatibility) for snapshot in snapshots),
             frozenset(worker.address for worker in usable),
         )
 

@@ -11,7 +11,7 @@ half a minute, and neither its fuel nor its other limits end that. Compiled gram
 handed from one process to another, either. So no process of a cluster calls the library for a
 client's grammar. **A grammar is a process**:
 
-    nursery     one per worker or router; has the tokenizer loaded, serves nothing, forks (`nursery`)
+    fork server one per worker or router; has the tokenizer loaded, serves nothing, forks (`fork_server`)
       └─ grammar    one per grammar: compiles it, and stays to compute its masks (`child`, `library`)
 
 The fork costs milliseconds, whatever the size of the vocabulary. Each child has a limit on its

@@ -18,7 +18,7 @@ from pathlib import Path
 from llguidance import LLTokenizer
 
 from runtime.errors import InvalidRequestError
-from runtime.grammar.children import GrammarNursery
+from runtime.grammar.children import GrammarForkServer
 from runtime.grammar.language import Grammar, check_shape, shown
 from runtime.grammar.process import GrammarProcess, GuidedText, TooSlow
 from runtime.grammar.turns import Allowances, Turns
@@ -86,7 +86,7 @@ class Grammars:
         self, tokenizer_json: Path, end_token_ids: Sequence[int], *, computes_masks: bool = True
     ) -> None:
         """Without `computes_masks` a grammar's process ends with its verdict."""
-        self._nursery = GrammarNursery(tokenizer_json, end_token_ids)
+        self._fork_server = GrammarForkServer(tokenizer_json, end_token_ids)
         self._computes_masks = computes_masks
         self._lock = threading.Lock()
         self._verdicts = _Verdicts()
@@ -128,7 +128,7 @@ class Grammars:
             process = self._processes.get(grammar)
             if process is None:
                 process = self._keep(
-                    grammar, GrammarProcess(self._nursery, grammar, LAST_CPU_S, stays=True)
+                    grammar, GrammarProcess(self._fork_server, grammar, LAST_CPU_S, stays=True)
                 )
             process.expected = process.expected[1:]
             self._processes.move_to_end(grammar)
@@ -139,7 +139,7 @@ class Grammars:
         with self._lock:
             processes = list(self._processes.values())
             self._processes.clear()
-        self._nursery.close()
+        self._fork_server.close()
         for process in processes:
             process.close()
 
@@ -162,7 +162,7 @@ class Grammars:
     async def _compile(self, grammar: Grammar, lane: _Lane, client: str) -> GrammarProcess:
         async with lane.turns.taken(client):
             process = GrammarProcess(
-                self._nursery, grammar, lane.cpu_limit_s, stays=self._computes_masks
+                self._fork_server, grammar, lane.cpu_limit_s, stays=self._computes_masks
             )
             try:
                 await asyncio.wrap_future(process.compiled)

@@ -1,4 +1,4 @@
-"""A grammar's own process, from its compilation to its last mask. Forked by the nursery, which has
+"""A grammar's own process, from its compilation to its last mask. Forked by the fork server, which has
 loaded the tokenizer.
 
 It ends when its owner closes the socket, and at once by SIGPROF, whose default that is, when

@@ -1,4 +1,4 @@
-"""Starting and ending processes for grammars, from their owner's side (`nursery` is the other)."""
+"""Starting and ending processes for grammars, from their owner's side (`fork_server` is the other)."""
 
 import os
 import signal
@@ -13,11 +13,11 @@ from pathlib import Path
 from runtime.errors import UnavailableError
 from runtime.grammar.messages import MAX_MESSAGE_BYTES
 
-NURSERY_START_S = 60.0
+FORK_SERVER_START_S = 60.0
 FORK_S = 5.0
 
 
-class GrammarNursery:
+class GrammarForkServer:
     """Starts processes for grammars. Any thread."""
 
     def __init__(self, tokenizer_json: Path, end_token_ids: Sequence[int]) -> None:
@@ -56,7 +56,7 @@ class GrammarNursery:
                 [
                     sys.executable,
                     "-m",
-                    "runtime.grammar.nursery",
+                    "runtime.grammar.fork_server",
                     str(theirs.fileno()),
                     *self._arguments,
                 ],
@@ -68,7 +68,7 @@ class GrammarNursery:
                 stderr=subprocess.DEVNULL,
             )  # where the library would print clients' grammars
         self._control = ours
-        ours.settimeout(NURSERY_START_S)
+        ours.settimeout(FORK_SERVER_START_S)
         if not ours.recv(16):
             raise OSError("the tokenizer could not be loaded")
         ours.settimeout(FORK_S)

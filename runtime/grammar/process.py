@@ -25,7 +25,7 @@ from runtime.errors import (
     InvalidRequestError,
     UnavailableError,
 )
-from runtime.grammar.children import FORK_S, GrammarChild, GrammarNursery
+from runtime.grammar.children import FORK_S, GrammarChild, GrammarForkServer
 from runtime.grammar.language import Grammar
 from runtime.grammar.messages import (
     CHUNK_TOKENS,
@@ -101,10 +101,10 @@ class GrammarProcess:
     """One grammar, compiled in a process of its own, and the texts that follow it."""
 
     def __init__(
-        self, nursery: GrammarNursery, grammar: Grammar, cpu_limit_s: float, *, stays: bool
+        self, fork_server: GrammarForkServer, grammar: Grammar, cpu_limit_s: float, *, stays: bool
     ) -> None:
         """Starts to compile. `stays`: for masks; else the process ends with its verdict."""
-        self._nursery = nursery
+        self._fork_server = fork_server
         self._grammar = grammar
         self._cpu_limit_s = cpu_limit_s
         self._stays = stays
@@ -174,7 +174,7 @@ class GrammarProcess:
                 left.fail("its grammar is not followed any more: the process ends")
 
     def _compile(self) -> None:
-        child = self._child = self._nursery.fork()
+        child = self._child = self._fork_server.fork()
         began_s = time.monotonic()
         try:
             child.send(

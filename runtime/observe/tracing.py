@@ -55,7 +55,7 @@ class Tracing(Protocol):
         ...
 
 
-class Bystander:
+class NoopSpan:
     """A span without a recorder: records nothing, and hands on the context that came in."""
 
     def __init__(self, context: Metadata = ()) -> None:
@@ -82,7 +82,7 @@ class Bystander:
         """There is nothing to end."""
 
 
-_NOBODY = Bystander()
+_NOBODY = NoopSpan()
 _current: ContextVar[Span] = ContextVar("span", default=_NOBODY)
 
 
@@ -90,7 +90,7 @@ class NoTracing:
     """Satisfies `Tracing`."""
 
     def call(self, method: str, metadata: Metadata) -> AbstractContextManager[Span]:
-        return current(Bystander(metadata))
+        return current(NoopSpan(metadata))
 
     def close(self) -> None:
         """There is nothing to send."""

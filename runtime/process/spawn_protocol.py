@@ -1,4 +1,4 @@
-"""What a supervisor and its nursery (`pool.nursery`) send to each other over a Unix socket that
+"""What a supervisor and its fork server (`pool.fork_server`) send to each other over a Unix socket that
 keeps messages apart.
 
 An order goes with one descriptor, the worker's stdout and stderr. It is answered twice: when the
@@ -57,7 +57,7 @@ def send_order(channel: socket.socket, order: Order, output: int) -> None:
     try:
         socket.send_fds(channel, [message], [output])
     except OSError as error:
-        raise UnavailableError(f"the nursery takes no order: {error.strerror}") from error
+        raise UnavailableError(f"the fork server takes no order: {error.strerror}") from error
 
 
 def receive_order(channel: socket.socket) -> tuple[Order, int] | None:
@@ -74,6 +74,6 @@ def send_answer(channel: socket.socket, answer: OrderAnswer) -> None:
 
 
 def receive_answer(channel: socket.socket) -> OrderAnswer | None:
-    """None when the nursery is gone."""
+    """None when the fork server is gone."""
     message = channel.recv(MAX_BYTES)
     return OrderAnswer(**json.loads(message)) if message else None

@@ -1,5 +1,5 @@
 """The calls that a server has under way: counted, traced, waited for by a drain, and ended by it
-(`CallLedger`).
+(`CallTracker`).
 
 Requests that share one gRPC call (`Prefill.Serve`, `Decode.Serve`) count as calls of their own,
 under a method name of their own: that they share one is nothing that a drain, a metric or a trace
@@ -25,7 +25,7 @@ from runtime.errors import BatonError, DrainingError, InternalError, InvalidRequ
 from runtime.observe.log import bound_ids
 from runtime.observe.metrics import RpcMetrics
 from runtime.observe.tracing import UNTRACED, Metadata, Tracing
-from runtime.rpc.read_limits import Seats
+from runtime.rpc.read_limits import CallLimiter
 from runtime.rpc.status import MAX_VIOLATIONS, RpcFailure, failure_of
 
 logger = logging.getLogger(__name__)
@@ -58,7 +58,7 @@ class _MethodMeter:
 
 @dataclass(eq=False)
 class OpenCall:
-    """One under way, from `CallLedger.begin` to `CallLedger.over`. `expelled`: what the server
+    """One under way, from `CallTracker.begin` to `CallTracker.over`. `expelled`: what the server
     ended it with."""
 
     method: str
@@ -73,18 +73,18 @@ class OpenCall:
             self.task.cancel()
 
 
-class CallLedger:
+class CallTracker:
     """One per door of a server. Calls of `background` methods are streams without an end of their
-    own: they neither hold up a drain nor are refused by it. `seats` bounds the others."""
+    own: they neither hold up a drain nor are refused by it. `limiter` bounds the others."""
 
     def __init__(
         self,
-        seats: Seats,
+        limiter: CallLimiter,
         metrics: RpcMetrics,
         tracing: Tracing = UNTRACED,
         background: frozenset[str] = frozenset(),
     ) -> None:
-        self.seats = seats
+        self.limiter = limiter
         self._metrics = metrics
         self._tracing = tracing
         self._background = background
@@ -111,7 +111,7 @@ class CallLedger:
     def place(self) -> Iterator[None]:
         """For one that begins work. Raises CapacityError where there are too many, DrainingError as
         `check_open`."""
-        with self.seats.taken():
+        with self.limiter.taken():
             self.check_open()
             yield
 

@@ -23,13 +23,13 @@ from google.protobuf.message import Message
 from runtime.errors import FieldViolation, InvalidRequestError, RequestAborted
 from runtime.observe.metrics import RpcMetrics
 from runtime.observe.tracing import Tracing, context_of
-from runtime.rpc.calls import CallLedger, failed
+from runtime.rpc.calls import CallTracker, failed
 from runtime.rpc.read_limits import (
-    Intake,
-    IntakeLimits,
+    CallLimiter,
     MessageBounds,
-    Seats,
-    StallWatch,
+    ReadLimiter,
+    ReadLimits,
+    WriteTimeout,
     bounded,
     held_bytes,
 )
@@ -57,7 +57,7 @@ _MAX_BACKGROUND_CALLS = 256  # of callers with the same access: watchers shut no
 # Of messages being read: bytes in all, and how long the slowest may keep the next one waiting.
 # Those that need no token arrive with the call or are no honest ones.
 RECEIVING_BYTES, _MAX_PLACES, _PATIENCE_S = 128 << 20, 64, 5.0
-_OPEN_INTAKE = IntakeLimits(places=1, patience_s=0.1, limit_s=5.0)
+_OPEN_INTAKE = ReadLimits(places=1, patience_s=0.1, limit_s=5.0)
 # Statuses wait behind what a client has not read; what has arrived of a call outlives its handler.
 _ABORT_S, _SETTLE_S = 1.0, 0.1
 
@@ -94,15 +94,15 @@ class CallGuard(grpc.aio.ServerInterceptor):
         self._background = background_methods
         self._limits = limits
         places = max(1, min(_MAX_PLACES, RECEIVING_BYTES // limits.max_message_bytes))
-        self._intake = Intake(IntakeLimits(places, _PATIENCE_S))
-        self._open_intake = Intake(_OPEN_INTAKE)
-        self._seats = Seats("calls", limits.max_calls, limits.max_held_bytes)
-        self._background_seats: dict[Access, Seats] = {}
-        self._open_seats: dict[str, Seats] = {}
+        self._read_limiter = ReadLimiter(ReadLimits(places, _PATIENCE_S))
+        self._open_read_limiter = ReadLimiter(_OPEN_INTAKE)
+        self._limiter = CallLimiter("calls", limits.max_calls, limits.max_held_bytes)
+        self._background_limiter: dict[Access, CallLimiter] = {}
+        self._open_limiter: dict[str, CallLimiter] = {}
         self._guarded_handlers: dict[
             str, tuple[object, Any]
         ] = {}  # by method: what is guarded, and the guarded one
-        self.calls = CallLedger(self._seats, metrics, tracing, background_methods)
+        self.calls = CallTracker(self._limiter, metrics, tracing, background_methods)
 
     async def intercept_service(
         self,
@@ -127,22 +127,22 @@ class CallGuard(grpc.aio.ServerInterceptor):
             (True, True): handler.stream_stream,
         }
         behavior = behaviors[handler.request_streaming, handler.response_streaming]
-        access, seats = access_to(method), self._seats_for(method)
+        access, limiter = access_to(method), self._limiter_for(method)
         is_open = access is Access.OPEN
-        intake = self._open_intake if is_open else self._intake
+        read_limiter = self._open_read_limiter if is_open else self._read_limiter
         begins_work = handler.request_streaming or handler.response_streaming
 
         async def served(requests: object, context: Context) -> object:
             client = self._client_of(access, context)
-            with seats.taken(client):
+            with limiter.taken(client):
                 if begins_work and not is_open and method not in self._background:
                     self.calls.check_open()
                 if handler.request_streaming:
                     return await self._run(behavior, requests, context)
-                request = await intake.receive(
+                request = await read_limiter.receive(
                     lambda: _first_message(context), lambda release: _when_over(context, release)
                 )
-                with seats.holding(held_bytes(request), client):
+                with limiter.holding(held_bytes(request), client):
                     return await self._run(behavior, request, context)
 
         async def guarded(requests: object, context: Context) -> object:
@@ -171,27 +171,27 @@ class CallGuard(grpc.aio.ServerInterceptor):
             return self._security.caller(context).account
         return address_of(context.peer()) if access is Access.OPEN else ""
 
-    def _seats_for(self, method: str) -> Seats:
+    def _limiter_for(self, method: str) -> CallLimiter:
         access = access_to(method)
         if method in self._background:
-            if access not in self._background_seats:
-                self._background_seats[access] = Seats(
+            if access not in self._background_limiter:
+                self._background_limiter[access] = CallLimiter(
                     "endless calls", _MAX_BACKGROUND_CALLS, self._limits.max_held_bytes
                 )
-            return self._background_seats[access]
+            return self._background_limiter[access]
         if access is not Access.OPEN:
-            return self._seats
-        if method not in self._open_seats:
+            return self._limiter
+        if method not in self._open_limiter:
             max_calls = _MAX_OPEN_CALLS.get(method, _MAX_OTHER_OPEN_CALLS)
-            self._open_seats[method] = Seats(
+            self._open_limiter[method] = CallLimiter(
                 f"calls of {method}", max_calls, max_calls * MAX_OPEN_BYTES
             )
-        return self._open_seats[method]
+        return self._open_limiter[method]
 
     async def _run(self, behavior: Behavior, request: object, context: Context) -> object:
         if not inspect.isasyncgenfunction(behavior):
             return await behavior(request, context)
-        stall = StallWatch(self._limits.write_s)
+        stall = WriteTimeout(self._limits.write_s)
         try:
             # Closed here and now: left to the garbage collector, a cancelled handler would hold its
             # pages until then.

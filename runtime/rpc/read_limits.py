@@ -1,12 +1,12 @@
 """What callers may take of a server. Four bounds, checked call by call:
 
- - `Intake`: messages being read. gRPC reads a message whole before any code sees it, so a message
+ - `ReadLimiter`: messages being read. gRPC reads a message whole before any code sees it, so a message
    on its way may take as many bytes as its server admits. The one read for longest makes room for
    the next one: a message that has arrived is read within a turn of the event loop, so only slow
    ones wait for others, and none can hold a place.
  - `bounded`: the bytes, parts and numbers of one message, before it is parsed.
- - `Seats`: calls under way, and the bytes of their messages.
- - `StallWatch`: how long a response may wait for its caller.
+ - `CallLimiter`: calls under way, and the bytes of their messages.
+ - `WriteTimeout`: how long a response may wait for its caller.
 
 A caller that may not call is refused before either (`runtime.rpc.interceptor`).
 """
@@ -44,7 +44,7 @@ _MAX_LOOKED_AT = 32  # messages of one field, for their numbers
 
 
 @dataclass(frozen=True)
-class IntakeLimits:
+class ReadLimits:
     """`places` messages are read at once, each for `limit_s`; where others wait, for
     `patience_s`."""
 
@@ -59,10 +59,10 @@ class _Reading:
     scope: asyncio.Timeout
 
 
-class Intake:
+class ReadLimiter:
     """Reads messages, a few at a time. Build inside a running event loop."""
 
-    def __init__(self, limits: IntakeLimits) -> None:
+    def __init__(self, limits: ReadLimits) -> None:
         self._limits = limits
         self._places = asyncio.Semaphore(limits.places)
         self._waiting = 0
@@ -133,7 +133,7 @@ class Intake:
                 reading.scope.reschedule(until)
 
 
-class Seats:
+class CallLimiter:
     """Calls under way of one kind, and the bytes of the messages they began with. A client that is
     named has at most `GREED` times what is left of either, so that something is left to others
     however many calls it makes."""
@@ -203,7 +203,7 @@ def _give_back(counts: Counter[str], client: str, count: int) -> None:
         del counts[client]
 
 
-class StallWatch:
+class WriteTimeout:
     """Ends the block with a TimeoutError when one write in it lasts for `limit_s`, at most an
     eighth longer. One timer for a call and not one for a response, of which there are as many as
     tokens."""

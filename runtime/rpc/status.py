@@ -211,7 +211,7 @@ _BY_REASON: Mapping[str, _Builder] = {
     errors.DrainingError.reason: lambda m, d: errors.DrainingError(
         m, retry_after_s=d.retry_after_s
     ),
-    errors.HeldUpError.reason: lambda m, d: errors.HeldUpError(m, retry_after_s=d.retry_after_s),
+    errors.StalledError.reason: lambda m, d: errors.StalledError(m, retry_after_s=d.retry_after_s),
     errors.UnavailableError.reason: lambda m, d: errors.UnavailableError(
         m, retry_after_s=d.retry_after_s
     ),

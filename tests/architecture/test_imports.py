@@ -34,7 +34,7 @@ ALLOWED = {
     "router": ("protos", "runtime"),
     "baton": ("protos", "runtime"),
     "demo": ("engine", "models", "runtime"),
-    "bench": ("baton", "decode.outlet", "demo", "engine", "models", "pool", "protos", "router", "runtime", "sim",
+    "bench": ("baton", "decode.event_sender", "demo", "engine", "models", "pool", "protos", "router", "runtime", "sim",
               "testing", "transfer", "tests.support"),
     "sim": ("baton", "engine", "pool", "prefill", "protos", "router", "runtime"),
     "testing": ("engine", "transfer", "protos", "runtime"),

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.nursery import Here
+from baton.fork_server import Here
 from baton.values import Completion
 from runtime.errors import BatonError, PeerLostError, UnavailableError
 from tests.cluster.test_death import timed

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 
-from baton.nursery import Here
+from baton.fork_server import Here
 from tests.support.cluster.clusters import RunningCluster, running_cluster, scrape
 from tests.support.cluster.questions import as_query, make_questions, on_the_wire, shown
 from tests.support.cluster.reference import Reference

@@ -3,10 +3,10 @@ requests in one message, and nothing that a slow router makes longer than its an
 
 import pytest
 
-from decode.outlet import MAX_JOINED, DecodeOutlet
+from decode.event_sender import MAX_JOINED, DecodeEventSender
 from engine.core.request import DrawnToken, TokenLogprobs
 from engine.pipeline.stages import StepResult
-from pool.request.router_call import Outlet
+from pool.request.router_call import EventSender
 from protos import decode_pb2 as pb
 from protos import types_pb2
 from runtime.rpc.calls import MessageLimits, SendQueue
@@ -30,14 +30,14 @@ async def test_unread_tokens_of_a_request_join_and_nothing_passes_another(
 ) -> None:
     """What a router that reads nothing costs is its tokens. Those of a message under way are not
     touched any more."""
-    monkeypatch.setattr("decode.outlet.MAX_JOINED", 4)
+    monkeypatch.setattr("decode.event_sender.MAX_JOINED", 4)
     queue = SendQueue[pb.DecodeEvent](MessageLimits(256, 16384))
-    outlets = {key: DecodeOutlet(Outlet(queue, key), 1) for key in (1, 2)}
-    outlets[1].committed(pb.DecodeCommitted())
+    event_senders = {key: DecodeEventSender(EventSender(queue, key), 1) for key in (1, 2)}
+    event_senders[1].committed(pb.DecodeCommitted())
     for token_id in range(6):
-        for outlet in outlets.values():
-            outlet.drawn(drawn(token_id))
-    outlets[1].finished(pb.DecodeFinished())
+        for event_sender in event_senders.values():
+            event_sender.drawn(drawn(token_id))
+    event_senders[1].finished(pb.DecodeFinished())
     first = await queue.take()
     assert sorted((event.key, event.position, list(event.tokens.token_ids)) for event in first) == [
         (1, 1, []),
@@ -56,7 +56,7 @@ async def test_unread_tokens_of_a_request_join_and_nothing_passes_another(
     assert [
         entry.logprob for event in first if event.key == 2 for entry in event.tokens.logprobs
     ] == [0, -1, -2, -3, -4, -5]
-    outlets[2].drawn(drawn(6))
+    event_senders[2].drawn(drawn(6))
     assert await queue.take() == [pb.DecodeEvent(key=2, position=7, tokens=chunk(6))]
 
 
@@ -64,9 +64,9 @@ async def test_a_message_has_no_more_tokens_than_a_router_takes_however_they_joi
     limits = MessageLimits(256, 16384)
     queue = SendQueue[pb.DecodeEvent](limits)
     for key in range(300):
-        outlet = DecodeOutlet(Outlet(queue, key), 0)
+        event_sender = DecodeEventSender(EventSender(queue, key), 0)
         for token_id in range(3 * MAX_JOINED):
-            outlet.drawn(drawn(token_id))
+            event_sender.drawn(drawn(token_id))
     taken = []
     while len(queue):
         taken.append(await queue.take())

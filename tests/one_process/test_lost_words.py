@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pool.request.router_call import Opening, Outlet
+from pool.request.router_call import EventSender, Opening
 from prefill import worker
 from prefill.service import PrefillService
 from protos import prefill_pb2 as pb
@@ -24,11 +24,11 @@ from transfer.session import ReceiveSession, ReceiveState
 hear = ReceiveSession.on_stage_event
 
 
-class DyingOutlet(Outlet[pb.PrefillEvent]):
+class DyingEventSender(EventSender[pb.PrefillEvent]):
     """Passes on that the prompt has started, and nothing else."""
 
-    def __init__(self, outlet: Outlet[pb.PrefillEvent]) -> None:
-        super().__init__(outlet._queue, outlet.key)
+    def __init__(self, event_sender: EventSender[pb.PrefillEvent]) -> None:
+        super().__init__(event_sender._queue, event_sender.key)
         self.has_sent = asyncio.Event()
 
     def send(self, event: pb.PrefillEvent, weight: int = 1) -> None:
@@ -56,10 +56,10 @@ class DyingService(PrefillService):
         if not dies:
             await super()._run(opening)
             return
-        outlet = DyingOutlet(opening.outlet)
-        running = asyncio.create_task(super()._run(replace(opening, outlet=outlet)))
+        event_sender = DyingEventSender(opening.event_sender)
+        running = asyncio.create_task(super()._run(replace(opening, event_sender=event_sender)))
         try:
-            await outlet.has_sent.wait()
+            await event_sender.has_sent.wait()
             await DyingService.has_landed.wait()
         finally:
             running.cancel()

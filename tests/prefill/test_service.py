@@ -23,7 +23,7 @@ from pool.pipeline.leader import Leader
 from pool.pipeline.membership import StageLink
 from pool.request import router_call
 from pool.request.entry import DataRanks
-from pool.request.stay import EventPost, MemoryReclaimer
+from pool.request.handler import EventPost, MemoryReclaimer
 from pool.stage.metrics import LeaderMeters
 from pool.stage.pool_size import PoolSize
 from pool.stage.stage import StagePlan
@@ -46,7 +46,7 @@ from testing.memory_transport import MemoryNetwork
 from tests.support.models.tiny_models import HYBRID, tiny
 from tests.support.pool.arrivals import NUM_LAYERS, NUM_PAGES, NUM_SLOTS, PAGE_SIZE, PROMPT, specs
 from tests.support.pool.local_pool import call
-from tests.support.pool.streams import Stream, call_ledger, prefill_call
+from tests.support.pool.streams import Stream, call_tracker, prefill_call
 from tests.support.transfer.handoff import Pool
 from transfer.plan import codec
 from transfer.plan.handoff_terms import StageSessionEvent, StageSessionState
@@ -124,7 +124,7 @@ async def sending_pool() -> AsyncIterator[SendingPool]:
             post=post,
             chunk_tokens=8,
         ),
-        call_ledger(),
+        call_tracker(),
     )
     try:
         yield SendingPool(service, scheduler, loop, group, second, reclaimer, dest, complaints)

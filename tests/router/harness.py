@@ -20,7 +20,7 @@ from router.api.generation import GenerationService, RequestLimits
 from router.api.readiness import SERVICE, Readiness
 from router.request.admission import Admission, AdmissionLimits
 from router.request.flow import Services
-from router.request.service_times import Outlook
+from router.request.service_times import ServiceTimeModel
 from router.request.validate import PriorityLimits
 from router.request.worker_stream import FlowLimits
 from router.text.chat_template import ChatTemplate
@@ -275,7 +275,7 @@ async def running_router(
     discovered: Discovered | None = None,
     security: ServerSecurity = OPEN_SERVER,
     limits: RequestLimits = REQUEST_LIMITS,
-    longest_comeback_s: float = 0.0,
+    longest_restart_s: float = 0.0,
 ) -> AsyncIterator[RouterHarness]:
     """Start the fakes and a router in front of them; it is paired when the block begins, if the
     workers fit."""
@@ -295,7 +295,7 @@ async def running_router(
             _addresses(workers, FakeDecode),
             policy,
             watch_interval_s=0.05,
-            longest_comeback_s=longest_comeback_s,
+            longest_restart_s=longest_restart_s,
         )
         if discovered is not None:
             options = replace(
@@ -305,9 +305,13 @@ async def running_router(
                 discovery=discovered.options,
             )
         directory = Directory(options, model.facts, metrics, LowestOfEquals(0))
-        outlook = Outlook(clock)
+        service_model = ServiceTimeModel(clock)
         services = Services(
-            Admission(directory, admission, metrics, outlook), directory, flow, metrics, outlook
+            Admission(directory, admission, metrics, service_model),
+            directory,
+            flow,
+            metrics,
+            service_model,
         )
         server = GrpcServer(
             ServerOptions(listen="127.0.0.1:0"),

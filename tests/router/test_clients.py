@@ -269,7 +269,7 @@ async def test_prompts_with_logprobs_of_a_client_take_a_part_of_the_prefill_work
 async def test_what_is_learnt_of_answers_is_of_their_client(tmp_path: Path) -> None:
     async with shared_router(tmp_path) as router:
         await answered(router, token_request(PROMPT, max_tokens=9), ALICE)
-        habits = router.services.outlook.habits
+        habits = router.services.service_model.habits
         assert habits.expected_tokens("token:alice", 9) == 9
         assert habits.expected_tokens("", 9) == 0
         await answered(router, token_request(PROMPT, max_tokens=9), BOB)
@@ -282,7 +282,7 @@ async def test_clients_that_show_nothing_are_told_apart_by_their_addresses() -> 
         FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
     ) as router:
         await router.ask(token_request(PROMPT, max_tokens=9))
-        assert list(router.services.outlook.habits._clients) == ["7f000001"]
+        assert list(router.services.service_model.habits._clients) == ["7f000001"]
     for peer, account in (
         ("ipv4:10.0.0.1:77", "0a000001"),
         ("ipv6:%5B2001:db8:0:7::1%5D:77", "20010db800000007"),

@@ -66,7 +66,7 @@ async def test_workers_that_are_gone_are_expected_when_as_long_as_starts_take_ha
     prefill, decode = pair()
     decode.start_s = 20.0
     limits = replace(FLOW_LIMITS, peer_wait_s=0.3, migrations=0)
-    async with running_router(prefill, decode, flow=limits, longest_comeback_s=60.0) as router:
+    async with running_router(prefill, decode, flow=limits, longest_restart_s=60.0) as router:
         decode.die_at(Point.TOKEN)
         code, details, _ = await refusal(router)
     assert code is grpc.StatusCode.ABORTED

@@ -45,7 +45,7 @@ async def test_a_booking_keeps_the_channel_but_claims_nothing_of_another_incarna
     worker.introduced(worker_info(WorkerRole.DECODE, incarnation="b", compatibility="other"), FACTS)
     worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=10))
     assert (booking.is_outlived, booking.compatibility) == (True, "m")
-    assert worker.standing.candidate.load == 0
+    assert worker.snapshot.candidate.load == 0
     assert worker.is_in_use
     booking.lost("its stream broke")
     assert worker.is_usable, "the new incarnation did nothing wrong"
@@ -143,7 +143,7 @@ async def test_patience_with_a_lost_worker_is_as_long_as_its_start_was() -> None
         pool,
         flow=replace(FLOW_LIMITS, peer_wait_s=0.1),
         admission=NO_GRACE,
-        longest_comeback_s=60.0,
+        longest_restart_s=60.0,
     ) as router:
         for worker in (prefill, pool):
             held = asyncio.create_task(router.ask(token_request(PROMPT, max_tokens=40)))
@@ -162,7 +162,7 @@ async def test_patience_has_an_end_whatever_workers_say() -> None:
     fabric, journal = Fabric(), Journal()
     prefill, pool = FakePrefill("p", fabric, journal), FakeDecode("d", fabric, journal)
     pool.start_s = 1e6
-    async with running_router(prefill, pool, admission=NO_GRACE, longest_comeback_s=0.5) as router:
+    async with running_router(prefill, pool, admission=NO_GRACE, longest_restart_s=0.5) as router:
         await pool.die()
         await eventually(router.directory.pair_problem, "the dead worker")
         assert isinstance(await router.failure(token_request(PROMPT)), UnavailableError)

@@ -62,7 +62,7 @@ async def test_a_schema_that_would_compile_for_minutes_is_refused_by_its_limit_a
             InvalidRequestError, match="could not be compiled within 1 s of computing, the limit"
         ):
             await grammars.check(never_compiled())
-    monkeypatch.setattr(grammars._nursery, "fork", lambda: pytest.fail("compiled again"))
+    monkeypatch.setattr(grammars._fork_server, "fork", lambda: pytest.fail("compiled again"))
     with pytest.raises(InvalidRequestError, match="could not be compiled"):
         await grammars.check(never_compiled())
 
@@ -85,13 +85,13 @@ async def test_while_many_of_them_come_others_are_compiled(grammars: Grammars) -
 async def test_the_same_new_grammar_is_compiled_once_for_all_who_bring_it(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forks, fork = list[children.GrammarChild](), grammars._nursery.fork
+    forks, fork = list[children.GrammarChild](), grammars._fork_server.fork
 
     def counted() -> children.GrammarChild:
         forks.append(fork())
         return forks[-1]
 
-    monkeypatch.setattr(grammars._nursery, "fork", counted)
+    monkeypatch.setattr(grammars._fork_server, "fork", counted)
     await asyncio.gather(*(grammars.check(regex("[a-z]+")) for _ in range(20)))
     assert len(forks) == 1
 
@@ -156,7 +156,7 @@ TOO_LARGE = [
 async def test_size_and_shape_are_refused_before_anything_is_compiled(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch, grammar: Grammar, problem: str
 ) -> None:
-    monkeypatch.setattr(grammars._nursery, "fork", lambda: pytest.fail("compiled"))
+    monkeypatch.setattr(grammars._fork_server, "fork", lambda: pytest.fail("compiled"))
     with pytest.raises(InvalidRequestError, match=problem) as refused:
         await grammars.check(grammar)
     assert refused.value.violations[0].field == grammar.field
@@ -215,9 +215,9 @@ def test_what_ends_just_before_its_time_of_computing_was_too_slow(
             time.sleep(0.2 - process.TICKS_S / 2)
             raise ConnectionResetError
 
-    nursery = cast(children.GrammarNursery, SimpleNamespace(fork=Dying))
+    fork_server = cast(children.GrammarForkServer, SimpleNamespace(fork=Dying))
     ended = process.GrammarProcess(
-        nursery, regex("a"), cpu_limit_s, stays=False
+        fork_server, regex("a"), cpu_limit_s, stays=False
     ).compiled.exception(LONG_S)
     assert isinstance(ended, InvalidRequestError)
     assert isinstance(ended, process.TooSlow) is is_slow
@@ -331,11 +331,11 @@ async def test_a_process_that_was_killed_is_replaced(grammars: Grammars) -> None
     await grammars.check(regex("a+b"))
     text = grammars.open(regex("a+b"))
     allowed_after(text, 0, spelled("aa"))
-    nursery = grammars._nursery._process
-    assert nursery is not None
-    nursery.kill()
-    nursery.wait()
-    job = text.ask(2, ())  # its process ended with the nursery: this token fails by name
+    fork_server = grammars._fork_server._process
+    assert fork_server is not None
+    fork_server.kill()
+    fork_server.wait()
+    job = text.ask(2, ())  # its process ended with the fork server: this token fails by name
     assert job.wait(time.monotonic() + LONG_S)
     await grammars.check(regex("c"))
     assert allowed_after(text, 2, ()).nonzero()[0].tolist() == [ord("a"), ord("b")]
@@ -344,15 +344,15 @@ async def test_a_process_that_was_killed_is_replaced(grammars: Grammars) -> None
 async def test_closing_ends_what_compiles_and_every_process(grammars: Grammars) -> None:
     compiling = asyncio.create_task(grammars.check(never_compiled()))
     await grammars.check(regex("a"))
-    nursery = grammars._nursery._process
-    assert nursery is not None
-    forked = descendants(nursery.pid)
+    fork_server = grammars._fork_server._process
+    assert fork_server is not None
+    forked = descendants(fork_server.pid)
     assert forked
     grammars.close()
     async with asyncio.timeout(LONG_S):
         with pytest.raises((InvalidRequestError, UnavailableError)):
             await compiling
-        while any(alive(pid) for pid in (nursery.pid, *forked)):  # noqa: ASYNC110 - a process's end has no event here
+        while any(alive(pid) for pid in (fork_server.pid, *forked)):  # noqa: ASYNC110 - a process's end has no event here
             await asyncio.sleep(0.01)
         with pytest.raises(UnavailableError):
             await grammars.check(regex("b"))
@@ -367,7 +367,7 @@ from tests.support.models.hostile_grammars import never_compiled, regex
 async def main():
     grammars = load_grammars(Path(sys.argv[1]), (2,))
     await grammars.check(regex("a"))
-    print(grammars._nursery._process.pid, flush=True)
+    print(grammars._fork_server._process.pid, flush=True)
     await grammars.check(never_compiled())
 
 asyncio.run(main())
@@ -380,11 +380,11 @@ def test_an_owner_that_is_killed_leaves_no_process(tmp_path: Path) -> None:
         [sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE
     ) as owner:
         assert owner.stdout is not None
-        nursery = int(owner.stdout.readline())
-        forked = descendants(nursery)
+        fork_server = int(owner.stdout.readline())
+        forked = descendants(fork_server)
         owner.kill()
     deadline_s = time.monotonic() + LONG_S
-    while any(alive(pid) for pid in (nursery, *forked)):
+    while any(alive(pid) for pid in (fork_server, *forked)):
         assert time.monotonic() < deadline_s
         time.sleep(0.01)
 

@@ -42,7 +42,7 @@ EXPECTED = {
     errors.CapacityError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.UnavailableError: grpc.StatusCode.UNAVAILABLE,
     errors.DrainingError: grpc.StatusCode.UNAVAILABLE,
-    errors.HeldUpError: grpc.StatusCode.UNAVAILABLE,
+    errors.StalledError: grpc.StatusCode.UNAVAILABLE,
     errors.PeerLostError: grpc.StatusCode.ABORTED,
     errors.HandoffError: grpc.StatusCode.ABORTED,
     errors.IntegrityError: grpc.StatusCode.DATA_LOSS,

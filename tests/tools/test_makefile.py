@@ -19,7 +19,7 @@ def test_steps_that_take_long_show_how_far_they_are(
     tmp_path: Path, target: str, steps: list[str]
 ) -> None:
     """In a folder of its own, where nothing has been made yet. `pip` draws its own progress unless
-    it is quiet, and tests/engine/kernels/test_ahead.py holds that of kernels."""
+    it is quiet, and tests/engine/kernels/test_precompile.py holds that of kernels."""
     (tmp_path / "Makefile").symlink_to(ROOT / "Makefile")
     for name in ("pyproject.toml", "constraints.txt"):
         (tmp_path / name).symlink_to(ROOT / name)

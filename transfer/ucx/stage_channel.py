@@ -5,7 +5,7 @@ that goes on to compute (and does not progress UCX meanwhile) does not hold up t
 for its frame. What does not fit into the queues between the two goes on beside
 (`pending_sends.py`); only when many large frames wait does `send` wait, too.
 
-While batches are in flight a frame is waited for awake (`Vigil`): to be woken costs more than most
+While batches are in flight a frame is waited for awake (`SpinThenSleep`): to be woken costs more than most
 waits between stages that are busy. A stage that waits for longer sleeps.
 
 Only members of the pool's present forming are heard (`transfer/transport/forming.py`). A frame
@@ -35,7 +35,7 @@ from transfer.ucx.settings import (
     close_endpoint,
     create_worker,
 )
-from transfer.ucx.vigil import Vigil
+from transfer.ucx.spin import SpinThenSleep
 
 SEND_SPIN_S = 50e-6
 SEND_WAIT_S = 1e-4  # shared memory does not report that a full queue has room again
@@ -77,7 +77,7 @@ class UcxStageChannel:
         self._on_sent = on_sent
         self._max_frame_bytes = max_frame_bytes
         self._refusals = Refusals("frames between stages", on_refused)
-        self._vigil = Vigil()
+        self._spinner = SpinThenSleep()
         self._ucx = UcxLibrary()
         self._context, self._worker = create_worker(
             self._ucx, profile, "stage channel", STAGE_CHANNEL_OPTIONS, binding
@@ -219,7 +219,7 @@ class UcxStageChannel:
 
     def _wait(self, rank: int, deadline_s: float) -> bool:
         """Until a frame has come from `rank`, or `wake`: then, and in the end, False."""
-        self._vigil.begin()
+        self._spinner.begin()
         num_restless = 0
         while True:
             self._check(rank)
@@ -229,9 +229,9 @@ class UcxStageChannel:
                 return False
             left_s = deadline_s - time.monotonic()
             if left_s <= 0:
-                self._vigil.in_vain()
+                self._spinner.timed_out()
                 return False
-            if self._vigil.lasts():
+            if self._spinner.lasts():
                 os.sched_yield()
             elif self._pending.any:
                 self._wakeup.sleep(min(SEND_WAIT_S, left_s))
@@ -249,7 +249,7 @@ class UcxStageChannel:
             if self._dispatch():
                 num_restless = 0
             if self._inboxes.get(rank):
-                self._vigil.rewarded()
+                self._spinner.succeeded()
                 return True
 
     def check(self, rank: int) -> None:

@@ -11,7 +11,7 @@ import torch
 from engine.kernels.host.attention.paged_attention import attend_in_place
 from engine.kernels.host.codegen.compiled import Team
 from engine.kernels.host.linear.packed_linear import PackedGroup, PackedWeight
-from tests.engine.kernels.test_in_place import drawn, rows_of
+from tests.engine.kernels.test_paged_attention import drawn, rows_of
 from tests.support.kernels import kernel_bits
 
 

@@ -25,7 +25,7 @@ from engine.sampling import guided
 from engine.sampling.guided import GuidedSampler
 from engine.sampling.sampler import sample
 from engine.speculative.contracts.verify import draw_runs, sampling_at
-from runtime.errors import HeldUpError, InternalError, InvalidRequestError
+from runtime.errors import InternalError, InvalidRequestError, StalledError
 from runtime.grammar import (
     Grammar,
     GrammarKind,
@@ -309,7 +309,7 @@ def test_a_grammar_that_hangs_costs_the_others_of_its_batch_one_limit(
     )
     sampler.prepare(batch)
     failed, drawn = sampler(torch.zeros(2, VOCAB_SIZE), [hung, fine])
-    assert isinstance(failed.error, HeldUpError)
+    assert isinstance(failed.error, StalledError)
     assert (
         "too busy to compute the next token of a grammar within 0.3 s of a step" in failed.problem
     )
@@ -356,7 +356,7 @@ def test_no_step_waits_for_a_grammar_to_compile(
     monkeypatch.setattr(MaskJob, "wait", lambda *given: pytest.fail("the engine's thread waits"))
     sampler, other = GuidedSampler(grammars), replace(row(regex("q"), 31), output=None)
     dropped, fine = sampler(torch.zeros(2, VOCAB_SIZE), [row(regex("xy"), 30), other])
-    assert isinstance(dropped.error, HeldUpError)
+    assert isinstance(dropped.error, StalledError)
     assert "has to be started again" in dropped.problem
     assert fine.problem == ""
     futures.wait([grammars._processes[regex("xy")].compiled], LONG_S)

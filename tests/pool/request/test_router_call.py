@@ -32,7 +32,7 @@ from runtime.observe.tracing import outgoing
 from runtime.rpc.client import open_channel
 from runtime.rpc.server import GrpcServer, ServerOptions
 from runtime.rpc.status import error_from_rpc
-from tests.support.pool.streams import SharedCall, Stream, call_ledger, decode_call
+from tests.support.pool.streams import SharedCall, Stream, call_tracker, decode_call
 
 METHOD = "/baton.v1.Decode/Generate"
 Request = Opening[pb.DecodeInput, pb.DecodeEvent]
@@ -52,7 +52,7 @@ class Pool:
     def __init__(self, num_taken: int = 0) -> None:
         self.num_taken = num_taken  # that it says it takes
         self.registry = CollectorRegistry()
-        self.calls = call_ledger(self.registry)
+        self.calls = call_tracker(self.registry)
         self.requests: dict[str, Request] = {}
         self.began: list[str] = []
         self.ended: list[str] = []
@@ -142,7 +142,9 @@ async def begun(
 
 async def goes_on(pool: Pool, stream: Stream[pb.DecodeInput, pb.DecodeEvent], name: str) -> None:
     """It lives: something gets through, and it ends as it should."""
-    pool.requests[name].outlet.send(pb.DecodeEvent(key=stream.key, position=77, tokens=token(1)))
+    pool.requests[name].event_sender.send(
+        pb.DecodeEvent(key=stream.key, position=77, tokens=token(1))
+    )
     assert (await stream.next()).position == 77
     pool.end(name)
     await stream.ended()
@@ -203,7 +205,7 @@ async def test_what_happens_together_is_one_message() -> None:
     before = call.num_messages
     for position in range(3):
         for name, stream in zip("abc", streams, strict=True):
-            pool.requests[name].outlet.send(
+            pool.requests[name].event_sender.send(
                 pb.DecodeEvent(key=stream.key, position=position, tokens=token(position))
             )
     pool.end("b")
@@ -217,10 +219,10 @@ async def test_what_happens_together_is_one_message() -> None:
 async def test_a_request_that_its_router_gives_up_is_cancelled_and_gets_no_end() -> None:
     pool = Pool()
     call, (first, second) = await begun(pool, "a", "b")
-    outlet = pool.requests["a"].outlet
+    event_sender = pool.requests["a"].event_sender
     first.send(cancelled(first.key))
     await until(lambda: pool.ended == ["a"])
-    outlet.send(
+    event_sender.send(
         pb.DecodeEvent(key=first.key, tokens=token(1))
     )  # as the engine does that does not know yet
     await goes_on(pool, second, "b")
@@ -517,7 +519,7 @@ async def test_a_router_that_reads_nothing_is_given_up_and_its_requests_with_it(
         await until(lambda: pool.began)
         async with asyncio.timeout(60):
             while not pool.ended:
-                pool.requests["a"].outlet.send(
+                pool.requests["a"].event_sender.send(
                     pb.DecodeEvent(key=1, tokens=types_pb2.TokenChunk(token_ids=range(8000))), 8000
                 )
                 await asyncio.sleep(0.001)
@@ -538,7 +540,7 @@ async def test_a_router_that_reads_slowly_is_not_given_up() -> None:
         await slow.write(pb.DecodeInputs(inputs=[with_key(1, opening("a"))]))
         await until(lambda: pool.began)
         for position in range(40):
-            pool.requests["a"].outlet.send(
+            pool.requests["a"].event_sender.send(
                 pb.DecodeEvent(
                     key=1, position=position, tokens=types_pb2.TokenChunk(token_ids=range(16384))
                 ),

@@ -69,10 +69,10 @@ def test_errors_of_estimates_make_the_next_ones_cautious_and_are_forgotten() -> 
     habits = ClientHabits(clock)
     for factor in range(1, 11):
         habits.served("a", 1.0, factor / 3)
-    assert habits.caution("a", 1.0) == pytest.approx(10 / 3)
-    assert habits.caution("a", 5.0) == habits.caution("b", 1.0) == START_CAUTION
+    assert habits.safety_factor("a", 1.0) == pytest.approx(10 / 3)
+    assert habits.safety_factor("a", 5.0) == habits.safety_factor("b", 1.0) == START_CAUTION
     clock.advance(61.0)
-    assert habits.caution("a", 1.0) == START_CAUTION
+    assert habits.safety_factor("a", 1.0) == START_CAUTION
 
 
 def test_trials_have_pauses() -> None:

@@ -15,9 +15,9 @@ from runtime.errors import (
     CapacityError,
     DeadlineError,
     DrainingError,
-    HeldUpError,
     InternalError,
     PeerLostError,
+    StalledError,
     UnavailableError,
 )
 from tests.router.harness import (
@@ -116,7 +116,7 @@ async def test_a_pool_that_is_late_for_a_request_serves_the_others(
 ) -> None:
     prefill, pools = cluster(num_pools)
     async with running_router(prefill, *pools) as router:
-        late = gives_up_at_token(3, HeldUpError("the machine was too busy"))
+        late = gives_up_at_token(3, StalledError("the machine was too busy"))
         for pool in pools:
             pool.at(Point.TOKEN, late)
         lost: list[str] = []

@@ -12,8 +12,8 @@ from router.request.service_times import (
     MIN_ERRORS,
     START_CAUTION,
     TRIAL_S,
-    Outlook,
     Rates,
+    ServiceTimeModel,
     TokenWork,
 )
 from router.request.waiting_line import (
@@ -43,16 +43,16 @@ class Line:
 
     def __init__(self, *, max_waiting: int = 100, max_wait_s: float = 60.0) -> None:
         self.clock = ManualClock(1000.0)
-        self.outlook = Outlook(self.clock)
+        self.service_model = ServiceTimeModel(self.clock)
         self.line: WaitingLine[str] = WaitingLine(
-            WaitingLimits(max_waiting, max_wait_s), self.outlook
+            WaitingLimits(max_waiting, max_wait_s), self.service_model
         )
 
     def exact(self, *services_s: float) -> "Line":
         """No caution for services of about so many seconds."""
         for service_s in services_s:
             for _ in range(MIN_ERRORS):
-                self.outlook.habits.served("", service_s, service_s)
+                self.service_model.habits.served("", service_s, service_s)
         return self
 
     def enter(
@@ -86,12 +86,12 @@ def test_a_service_is_the_queue_at_workers_its_prompt_and_its_tokens() -> None:
     is."""
     assert RATES.service_s(WORK) == pytest.approx(2.0)
     line = Line()
-    assert line.outlook.cautious_s(RATES, "", WORK) == pytest.approx(2.0 * START_CAUTION)
-    assert line.exact(2.0).outlook.cautious_s(RATES, "", WORK) == pytest.approx(2.0)
-    line.outlook.habits.served("", 2.0, 8.0)
-    assert line.outlook.cautious_s(RATES, "", WORK) == pytest.approx(2.0), "once a second"
+    assert line.service_model.cautious_s(RATES, "", WORK) == pytest.approx(2.0 * START_CAUTION)
+    assert line.exact(2.0).service_model.cautious_s(RATES, "", WORK) == pytest.approx(2.0)
+    line.service_model.habits.served("", 2.0, 8.0)
+    assert line.service_model.cautious_s(RATES, "", WORK) == pytest.approx(2.0), "once a second"
     line.clock.advance(1.0)
-    assert line.outlook.cautious_s(RATES, "", WORK) == pytest.approx(8.0)
+    assert line.service_model.cautious_s(RATES, "", WORK) == pytest.approx(8.0)
 
 
 def test_a_prompt_waits_for_those_of_its_length_and_for_its_part_of_the_tokens_beside_longer_ones() -> (
@@ -124,11 +124,11 @@ def test_a_prompt_waits_for_those_of_its_length_and_for_its_part_of_the_tokens_b
 
 
 def test_an_answer_that_was_begun_is_read_up_to_there_and_only_the_rest_is_drawn() -> None:
-    outlook = Outlook(ManualClock())
-    outlook.habits.answered("", 32, 32)
-    assert outlook.work("", 100, 32) == TokenWork(100, 32)
-    assert outlook.work("", 100, 32, 10) == TokenWork(110, 22)
-    assert outlook.work("", 4, 32) == TokenWork(MIN_TOKENS, 32), "as its time is counted"
+    service_model = ServiceTimeModel(ManualClock())
+    service_model.habits.answered("", 32, 32)
+    assert service_model.work("", 100, 32) == TokenWork(100, 32)
+    assert service_model.work("", 100, 32, 10) == TokenWork(110, 22)
+    assert service_model.work("", 4, 32) == TokenWork(MIN_TOKENS, 32), "as its time is counted"
 
 
 def test_a_wait_is_as_long_as_the_slower_half_takes() -> None:
@@ -300,7 +300,7 @@ def test_who_was_let_in_leaves_when_placed_or_hopeless_and_in_order(
                     )
                 )
                 assert wait_s <= max_wait_s
-                service_s = line.outlook.cautious_s(
+                service_s = line.service_model.cautious_s(
                     RATES, "", waiter.demand.work
                 )  # of a trial less than was asked
                 assert now + wait_s + service_s <= demand.ends_at_s
@@ -313,7 +313,7 @@ def test_who_was_let_in_leaves_when_placed_or_hopeless_and_in_order(
             inside.remove(waiter.arrival)
             waited_out = now - waiter.since_s >= max_wait_s
             too_late = (
-                now + line.outlook.cautious_s(RATES, "", waiter.demand.work)
+                now + line.service_model.cautious_s(RATES, "", waiter.demand.work)
                 > waiter.demand.ends_at_s
             )
             assert waited_out if refusal.cause is Cause.WAIT else too_late
@@ -386,7 +386,7 @@ def test_the_wait_behind_other_clients_is_that_of_their_turns() -> None:
     for one."""
     line = Line(max_waiting=1000, max_wait_s=600.0)
     for number in range(100):
-        line.outlook.habits.served("b", 2.0, 2.0)
+        line.service_model.habits.served("b", 2.0, 2.0)
         line.enter(str(number), client="a")
     for name in ("first", "second"):
         assert isinstance(line.enter(name, 4.0, client="b"), Waiter)

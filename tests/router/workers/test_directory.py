@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from protos import worker_pb2
 from router.request.admission import Admission, AdmissionLimits
-from router.request.service_times import MOST_ASKED, Outlook, Rates
+from router.request.service_times import MOST_ASKED, Rates, ServiceTimeModel
 from router.workers.directory import MOST_COMPARED, START_MARGIN, Directory, DirectoryOptions
 from router.workers.pace import DecodePace
 from router.workers.prefix_index import RoutedPrompt
@@ -161,7 +161,9 @@ async def test_a_report_takes_as_much_while_no_pair_is_there() -> None:
         load = worker_pb2.WorkerLoad(serving=True, pages_free=9, slots_free=4, start_s=3.0)
         known.decode[0].reported(load)
         report = partial(known.decode[-1].reported, load)
-        return num_lines(lambda: (report(), known.directory.is_paired, known.directory.comeback_s))
+        return num_lines(
+            lambda: (report(), known.directory.is_paired, known.directory.restart_estimate_s)
+        )
 
     assert steps(100) == steps(2)
 
@@ -177,12 +179,12 @@ async def test_a_worker_more_takes_an_index_as_much_however_many_there_are() -> 
 async def test_who_is_lost_is_awaited_as_long_as_the_slowest_of_the_last_starts_took() -> None:
     registry = CollectorRegistry()
     directory = Directory(
-        DirectoryOptions(("h:1",), ("h:2", "h:3"), longest_comeback_s=100.0),
+        DirectoryOptions(("h:1",), ("h:2", "h:3"), longest_restart_s=100.0),
         FACTS,
         RouterMetrics.create(registry),
         random.Random(0),
     )
-    assert directory.comeback_s == 0.0
+    assert directory.restart_estimate_s == 0.0
     _, first, second = directory.workers
     for worker, start_s, slowest_s in (
         (first, 8.0, 8.0),
@@ -193,7 +195,7 @@ async def test_who_is_lost_is_awaited_as_long_as_the_slowest_of_the_last_starts_
     ):
         serves(worker)
         worker.reported(worker_pb2.WorkerLoad(serving=True, start_s=start_s))
-        assert directory.comeback_s == START_MARGIN * slowest_s
+        assert directory.restart_estimate_s == START_MARGIN * slowest_s
 
 
 async def test_a_start_takes_as_much_for_each_worker_however_many_there_are() -> None:
@@ -252,9 +254,9 @@ async def test_reports_are_nothing_to_admission_while_nobody_waits(
 ) -> None:
     known, looks = Known(), []
     monkeypatch.setattr(Admission, "_pump", lambda admission: looks.append(admission))
-    outlook = Outlook(ManualClock())
+    service_model = ServiceTimeModel(ManualClock())
     admission = Admission(
-        known.directory, AdmissionLimits(), RouterMetrics.create(CollectorRegistry()), outlook
+        known.directory, AdmissionLimits(), RouterMetrics.create(CollectorRegistry()), service_model
     )
     task = asyncio.create_task(admission.run())
     for worker in known.directory.workers:

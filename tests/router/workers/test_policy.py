@@ -13,9 +13,9 @@ from router.workers.policy import (
     AFFINITY_FACTOR,
     AFFINITY_SLACK,
     Candidate,
-    Draw,
     LinkedWorkers,
     Policy,
+    PolicyContext,
     choose,
     choose_pair,
 )
@@ -29,8 +29,8 @@ candidates = st.lists(
 prompts = st.lists(st.integers(0, 2**31), max_size=300)
 
 
-def draw(turn: int = 0, seed: int = 0, prompt: list[int] | None = None) -> Draw:
-    return Draw(turn, random.Random(seed), prompt or [])
+def draw(turn: int = 0, seed: int = 0, prompt: list[int] | None = None) -> PolicyContext:
+    return PolicyContext(turn, random.Random(seed), prompt or [])
 
 
 def idle(count: int) -> list[Candidate]:
@@ -95,7 +95,7 @@ def test_a_prefix_cache_counts_as_much_as_it_saves(
 ) -> None:
     """A prompt of 100 tokens: what is ahead of it there, and what must be computed of it."""
     workers = [worker._replace(load=load) for worker, load in zip(idle(2), loads, strict=True)]
-    there = Draw(
+    there = PolicyContext(
         0,
         random.Random(0),
         num_held=dict(zip([worker.address for worker in workers], held, strict=True)),
@@ -152,7 +152,7 @@ def test_bytes_that_an_answer_waits_for_weigh_as_its_pool_being_full(
         worker._replace(load=load, token_load=pace.token_share)
         for worker, load in zip(idle(2), (0.1, 0.0), strict=True)
     ]
-    there = Draw(0, random.Random(0), [0] * 1000, {pools[0].address: 1000})
+    there = PolicyContext(0, random.Random(0), [0] * 1000, {pools[0].address: 1000})
     assert choose(Policy.PREFIX_CACHE, pools, there) == pools[chosen]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from bench.cache_policy import CachedPool, TracedPrompt
 from pool.prefix.tree import ResumeRule
 from protos import worker_pb2
-from router.workers.policy import Candidate, Draw, Policy, choose
+from router.workers.policy import Candidate, Policy, PolicyContext, choose
 from router.workers.prefix_index import PrefixIndex, RoutedPrompt
 from runtime.digests import NAME_BYTES, block_names
 
@@ -184,7 +184,9 @@ def test_predicted_is_reused_for_10000_of_10000(rule: ResumeRule) -> None:
         depths = index.depths(RoutedPrompt(token_ids).block_names(PAGE, "m"))
         held = {address: depth * PAGE for address, depth in depths.items()}
         candidates = [Candidate(address, load=rng.randrange(40)) for address in workers]
-        chosen = choose(Policy.PREFIX_CACHE, candidates, Draw(number, rng, token_ids, held))
+        chosen = choose(
+            Policy.PREFIX_CACHE, candidates, PolicyContext(number, rng, token_ids, held)
+        )
         assert chosen is not None
         assert workers[chosen.address].compute(number * 0.3, token_ids) == held.get(
             chosen.address, 0

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry
 
 from router.workers import policy
 from router.workers.directory import Directory, DirectoryOptions
-from router.workers.policy import SEVERED_MEMORY_S, SeveredPairs
+from router.workers.policy import SEVERED_MEMORY_S, FailedLinks
 from router.workers.prefix_index import RoutedPrompt
 from router.workers.worker import Worker
 from runtime.clock import ManualClock
@@ -44,7 +44,7 @@ def placed(of: Directory, num_requests: int = 1) -> set[tuple[str, str]]:
 
 
 def sever(of: Directory, source: Worker, pool: Worker) -> None:
-    of.severed(source.book(1), pool.book(1))
+    of.failed_links(source.book(1), pool.book(1))
 
 
 async def test_a_severed_pair_is_left_out_while_there_is_another() -> None:
@@ -60,7 +60,7 @@ async def test_what_has_no_room_is_waited_for_rather_than_a_severed_pair() -> No
     of = directory(2, 1)
     p0, p1, d0 = of.workers
     sever(of, p0, d0)
-    while p1.standing.has_room(PROMPT.num_tokens):
+    while p1.snapshot.has_room(PROMPT.num_tokens):
         p1.book(1)
     assert placed(of) == set()
 
@@ -99,7 +99,7 @@ async def test_memory_ends_with_time_and_with_an_incarnation_and_is_bounded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     clock = ManualClock(100.0)
-    pairs = SeveredPairs(clock)
+    pairs = FailedLinks(clock)
     source, first, second = directory(1, 2).workers
     pairs.add(source.incarnation, first.incarnation)
     assert first.incarnation in pairs.by_source()[source.incarnation]

@@ -33,18 +33,18 @@ async def a_worker(role: WorkerRole, clock: Clock | None = None, **load: int) ->
 
 async def test_bookings_since_the_report_are_added_to_it() -> None:
     worker = await a_worker(WorkerRole.PREFILL, queued_tokens=100)
-    assert worker.standing.candidate.load == 100
+    assert worker.snapshot.candidate.load == 100
     booking, twin = worker.book(30), worker.book(30)
     twin.release()
-    assert worker.standing.candidate.load == 130
+    assert worker.snapshot.candidate.load == 130
     worker.reported(worker_pb2.WorkerLoad(serving=True, queued_tokens=130, queued_requests=1))
-    assert worker.standing.candidate.load == 130
+    assert worker.snapshot.candidate.load == 130
     other = worker.book(30)
     booking.release()
     booking.release()
-    assert worker.standing.candidate.load == 130
+    assert worker.snapshot.candidate.load == 130
     other.release()
-    assert worker.standing.candidate.load == 100
+    assert worker.snapshot.candidate.load == 100
 
 
 async def test_a_stale_report_never_hides_what_was_given() -> None:
@@ -52,22 +52,22 @@ async def test_a_stale_report_never_hides_what_was_given() -> None:
     for _ in range(2):
         worker.book(50)
     worker.reported(worker_pb2.WorkerLoad(serving=True))
-    assert worker.standing.candidate.load == 100
+    assert worker.snapshot.candidate.load == 100
 
 
 async def test_a_full_prefill_queue_has_no_room() -> None:
     worker = await a_worker(WorkerRole.PREFILL, queued_requests=2)
-    assert worker.standing.has_room(1)
+    assert worker.snapshot.has_room(1)
     worker.book(1)
-    assert not worker.standing.has_room(1)
+    assert not worker.snapshot.has_room(1)
 
 
 async def test_decode_room_counts_pages_that_no_report_shows_yet() -> None:
     worker = await a_worker(WorkerRole.DECODE, pages_free=10, slots_free=4)
     booked = [worker.book(32) for _ in range(2)]  # two pages each, and one to grow into
-    assert worker.standing.has_room(48)
-    assert not worker.standing.has_room(49)
-    assert worker.standing.has_room(49, context_tokens=64), "it can come to no more than four pages"
+    assert worker.snapshot.has_room(48)
+    assert not worker.snapshot.has_room(49)
+    assert worker.snapshot.has_room(49, context_tokens=64), "it can come to no more than four pages"
     for booking in booked:
         booking.reserved()
     worker.reported(
@@ -75,7 +75,7 @@ async def test_decode_room_counts_pages_that_no_report_shows_yet() -> None:
     )
     for _ in range(2):
         worker.book(0)
-    assert not worker.standing.has_room(0), "both slots are promised"
+    assert not worker.snapshot.has_room(0), "both slots are promised"
 
 
 async def test_a_full_pool_gets_nothing_until_a_request_has_ended_there() -> None:
@@ -86,14 +86,14 @@ async def test_a_full_pool_gets_nothing_until_a_request_has_ended_there() -> Non
     worker.reported(
         worker_pb2.WorkerLoad(serving=True, pages_free=1, slots_free=0, running_requests=4)
     )
-    assert not worker.standing.has_room(16)
+    assert not worker.snapshot.has_room(16)
     booked.finished()
-    assert not worker.standing.has_room(16), "it counts as running until its streams have ended"
+    assert not worker.snapshot.has_room(16), "it counts as running until its streams have ended"
     booked.release()
-    assert worker.standing.has_room(32), (
+    assert worker.snapshot.has_room(32), (
         "its three pages and its slot are free before a report says so"
     )
-    assert not worker.standing.has_room(64)
+    assert not worker.snapshot.has_room(64)
 
 
 async def test_what_ended_badly_frees_nothing_before_a_report_says_so() -> None:
@@ -104,14 +104,14 @@ async def test_what_ended_badly_frees_nothing_before_a_report_says_so() -> None:
         worker_pb2.WorkerLoad(serving=True, pages_free=1, slots_free=3, running_requests=1)
     )
     booked.release()
-    assert not worker.standing.has_room(16), "bytes may still be landing"
+    assert not worker.snapshot.has_room(16), "bytes may still be landing"
     worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=4, slots_free=4))
-    assert worker.standing.has_room(16)
+    assert worker.snapshot.has_room(16)
 
 
 async def test_requests_that_were_set_back_go_before_new_ones() -> None:
     worker = await a_worker(WorkerRole.DECODE, pages_free=4, slots_free=4, queued_requests=1)
-    assert not worker.standing.has_room(1)
+    assert not worker.snapshot.has_room(1)
 
 
 async def test_prompts_queue_at_a_worker_for_half_a_second_at_its_speed() -> None:
@@ -123,10 +123,10 @@ async def test_prompts_queue_at_a_worker_for_half_a_second_at_its_speed() -> Non
         clock.advance(1.0)
         booking.computed()
     for _ in range(PREFILL_LOOKAHEAD):
-        assert worker.standing.has_room(10), "so many, however long they are"
+        assert worker.snapshot.has_room(10), "so many, however long they are"
         worker.book(20)
-    assert not worker.standing.has_room(20), "sixty tokens take more than half a second"
-    assert worker.standing.has_room(4), (
+    assert not worker.snapshot.has_room(20), "sixty tokens take more than half a second"
+    assert worker.snapshot.has_room(4), (
         "a short one does not wait for all of three that are long beside it"
     )
     assert worker.has_queue_place, (
@@ -146,10 +146,10 @@ async def test_a_short_prompt_has_room_beside_any_number_of_long_ones() -> None:
         booking.computed()
     for _ in range(4):
         worker.book(10_000)
-    assert worker.standing.has_room(20), "three times two others' twenty would be too much"
+    assert worker.snapshot.has_room(20), "three times two others' twenty would be too much"
     worker.book(20)
-    assert not worker.standing.has_room(20)
-    assert not worker.standing.has_room(5_000), "as long as the others"
+    assert not worker.snapshot.has_room(20)
+    assert not worker.snapshot.has_room(5_000), "as long as the others"
 
 
 async def test_chunks_of_prompts_are_counted_by_reports_and_those_of_other_routers_are_not() -> (
@@ -194,9 +194,9 @@ async def test_a_new_incarnation_owes_nothing() -> None:
     old = worker.book(100)
     worker.introduced(worker_info(WorkerRole.DECODE, incarnation="b"), FACTS)
     worker.reported(worker_pb2.WorkerLoad(serving=True, pages_free=10))
-    assert worker.standing.candidate.load == 0
+    assert worker.snapshot.candidate.load == 0
     old.release()
-    assert worker.standing.candidate.load == 0
+    assert worker.snapshot.candidate.load == 0
 
 
 async def test_a_worker_of_another_model_is_not_used() -> None:

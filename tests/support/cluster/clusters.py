@@ -17,7 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.client import AsyncBatonClient
 from baton.cluster import LocalCluster
 from baton.cluster_config import ClusterConfig
-from baton.nursery import HERE, Nursery, ProcessPlaces
+from baton.fork_server import HERE, ForkServer, ProcessPlaces
 from baton.values import ClusterStatus, WorkerStatus
 from runtime.security.access import PLAIN_CHANNEL, ChannelSecurity
 
@@ -25,12 +25,12 @@ READY_TIMEOUT_S = 120.0
 
 
 @cache
-def shared_nursery() -> Nursery:
+def shared_fork_server() -> ForkServer:
     """Of all clusters that this process starts, until it ends: torch is loaded once for all of
     them."""
-    nursery = Nursery()
-    atexit.register(nursery.close)
-    return nursery
+    fork_server = ForkServer()
+    atexit.register(fork_server.close)
+    return fork_server
 
 
 @dataclass
@@ -146,7 +146,7 @@ async def running_cluster(
         ready_timeout_s=ready_timeout_s,
         stop_grace_s=5,
         security=security,
-        nursery=shared_nursery(),
+        fork_server=shared_fork_server(),
         places=places,
     )
     try:

@@ -24,7 +24,7 @@ from pool.pipeline.group import SessionReports
 from pool.pipeline.leader import Leader
 from pool.prefix.tree import ResumeRule
 from pool.request.entry import DataRanks
-from pool.request.stay import EventPost, MemoryReclaimer
+from pool.request.handler import EventPost, MemoryReclaimer
 from pool.stage.metrics import LeaderMeters
 from pool.stage.pool_size import PoolSize
 from pool.stage.stage import StagePlan
@@ -36,7 +36,7 @@ from runtime.observe.metrics import ArrivalMetrics, CacheMetrics
 from testing.memory_transport import MemoryNetwork
 from tests.support.models.tiny_models import HYBRID, tiny
 from tests.support.pool.local_pool import call
-from tests.support.pool.streams import SharedCall, Stream, call_ledger, decode_call
+from tests.support.pool.streams import SharedCall, Stream, call_tracker, decode_call
 from tests.support.transfer.handoff import Pool
 from transfer.plan import codec
 from transfer.plan.handoff_terms import (
@@ -290,7 +290,7 @@ async def arrivals(*, caches: bool = False) -> AsyncIterator[Arrivals]:
         dest,
         network,
         scheduler,
-        DecodeService(parts, call_ledger()),
+        DecodeService(parts, call_tracker()),
         loop,
         complaints,
         registry,

@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry
 
 from protos import decode_pb2, prefill_pb2, types_pb2
 from runtime.observe.metrics import RpcMetrics
-from runtime.rpc.calls import CallLedger
-from runtime.rpc.read_limits import Seats
+from runtime.rpc.calls import CallTracker
+from runtime.rpc.read_limits import CallLimiter
 from runtime.rpc.status import error_from_status
 
 InputT = TypeVar("InputT", prefill_pb2.PrefillInput, decode_pb2.DecodeInput)
@@ -18,10 +18,10 @@ EventT = TypeVar("EventT", prefill_pb2.PrefillEvent, decode_pb2.DecodeEvent)
 Serve = Callable[[AsyncIterator[Any], Any], AsyncIterator[Any]]
 
 
-def call_ledger(registry: CollectorRegistry | None = None) -> CallLedger:
+def call_tracker(registry: CollectorRegistry | None = None) -> CallTracker:
     """That of a server."""
-    return CallLedger(
-        Seats("calls", 2048, 1 << 20), RpcMetrics.create(registry or CollectorRegistry())
+    return CallTracker(
+        CallLimiter("calls", 2048, 1 << 20), RpcMetrics.create(registry or CollectorRegistry())
     )
 
 

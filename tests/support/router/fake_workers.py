@@ -20,7 +20,7 @@ from typing import Any
 import grpc
 from prometheus_client import CollectorRegistry, Counter
 
-from decode.outlet import DecodeOutlet
+from decode.event_sender import DecodeEventSender
 from engine.core.request import DrawnToken, TokenLogprobs
 from pool.request.router_call import Inbox, Opening, RequestKind, RouterCall
 from protos import (
@@ -41,7 +41,7 @@ from runtime.errors import (
     InvalidRequestError,
 )
 from runtime.observe.metrics import RpcMetrics
-from runtime.rpc.calls import CallLedger
+from runtime.rpc.calls import CallTracker
 from runtime.rpc.server import GrpcServer, ServerOptions
 from runtime.version import WIRE_VERSION
 
@@ -210,7 +210,7 @@ class FakeWorker(CachelessWorker):
         raise NotImplementedError
 
     @property
-    def calls(self) -> CallLedger:
+    def calls(self) -> CallTracker:
         assert self._server is not None
         return self._server.calls
 
@@ -339,7 +339,9 @@ class FakePrefill(FakeWorker, prefill_pb2_grpc.PrefillServicer):
         request = opening.input.open.request
 
         def says(**event: Any) -> None:  # noqa: ANN401 - fields of a message
-            opening.outlet.send(prefill_pb2.PrefillEvent(key=opening.outlet.key, **event))
+            opening.event_sender.send(
+                prefill_pb2.PrefillEvent(key=opening.event_sender.key, **event)
+            )
 
         with self.holding(request.request_id), _reading(opening.inbox) as inputs:
             await self.reached(Point.QUEUED, request)
@@ -458,10 +460,12 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
             reader = asyncio.create_task(self._read_into(opening.inbox, inputs))
             try:
                 position = 1 + len(pending.replayed_token_ids) if pending.HasField("source") else 0
-                outlet = DecodeOutlet(opening.outlet, position)
+                event_sender = DecodeEventSender(opening.event_sender, position)
                 if pending.HasField("source"):
-                    await self._receive(pending, inputs, known, outlet)
-                await self._decode(pending, outlet, known, lambda: opening.outlet.unsent is None)
+                    await self._receive(pending, inputs, known, event_sender)
+                await self._decode(
+                    pending, event_sender, known, lambda: opening.event_sender.unsent is None
+                )
             finally:
                 reader.cancel()
 
@@ -483,7 +487,7 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
         pending: decode_pb2.DecodeOpen,
         inputs: "asyncio.Queue[decode_pb2.DecodeInput]",
         known: list[int],
-        outlet: DecodeOutlet,
+        event_sender: DecodeEventSender,
     ) -> None:
         """Puts the tokens it gets into `known`."""
         session_id, first_token, request = uuid.uuid4().hex, None, pending.request
@@ -494,7 +498,9 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 if message.HasField("new_source"):
                     continue  # overtaken: it lands for the newer source only
                 first_token = message.first_token.token_ids[0]
-            outlet.destination(transfer_pb2.DestinationTerms(session_id=session_id, epoch=epoch))
+            event_sender.destination(
+                transfer_pb2.DestinationTerms(session_id=session_id, epoch=epoch)
+            )
             await self.reached(Point.LANDED, request)
             delivered = self.fabric.delivered(session_id, epoch)
             first_token = await _first_token_and_delivery(inputs, delivered, first_token)
@@ -506,19 +512,21 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
     async def _decode(
         self,
         pending: decode_pb2.DecodeOpen,
-        outlet: DecodeOutlet,
+        event_sender: DecodeEventSender,
         tokens: list[int],
         is_sent: Callable[[], bool],
     ) -> None:
         request = pending.request
         if pending.HasField("source"):
             await self.reached(Point.COMMIT, request)
-            outlet.committed(decode_pb2.DecodeCommitted(transfer_exposed_s=0.0625, num_bytes=1))
+            event_sender.committed(
+                decode_pb2.DecodeCommitted(transfer_exposed_s=0.0625, num_bytes=1)
+            )
         else:
-            outlet.local(decode_pb2.DecodeLocal(cached_tokens=16 * len(self.kept)))
+            event_sender.local(decode_pb2.DecodeLocal(cached_tokens=16 * len(self.kept)))
             await self.reached(Point.COMPUTED, request)
             tokens += expected_tokens(list(request.prompt_token_ids), 1)
-            outlet.drawn([DrawnToken(token_id) for token_id in tokens])
+            event_sender.drawn([DrawnToken(token_id) for token_id in tokens])
         assert tokens == expected_tokens(list(request.prompt_token_ids), len(tokens)), (
             "what it gets is what was drawn"
         )
@@ -531,14 +539,14 @@ class FakeDecode(FakeWorker, decode_pb2_grpc.DecodeServicer):
                 chunk.append((tokens[-1] + 1) % VOCAB_SIZE)
                 tokens.append(chunk[-1])
             shows = request.HasField("num_top_logprobs")
-            outlet.drawn(
+            event_sender.drawn(
                 [DrawnToken(t, TokenLogprobs(-float(t)) if shows else None) for t in chunk]
             )
             while not is_sent():  # noqa: ASYNC110 - none joins another: routers read in time, or end the call
                 await asyncio.sleep(0)
         await self.reached(Point.FINISH, request)
         stopped = tokens[-1] if reason == types_pb2.FINISH_REASON_STOP else None
-        outlet.finished(
+        event_sender.finished(
             decode_pb2.DecodeFinished(
                 reason=reason, stop_token_id=stopped, queue_s=0.03125, decode_s=0.5
             )

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+from baton.fork_server import spawn
 from baton.gateway import wait_ready
-from baton.nursery import spawn
 from runtime.process.announce import read_announcement
 from runtime.process.child_process import ALL_CORES
 

@@ -22,7 +22,7 @@ CHUNK_ROWS = (
 )
 
 
-class Room(NamedTuple):
+class KernelWorkspace(NamedTuple):
     """Addresses of what a thread keeps, and how many bytes apart rows or blocks of it lie. Rows of
     queries, keys and values are padded to whole vectors."""
 
@@ -95,7 +95,7 @@ def room_at(a, memory):
     lines = found_tails + LANES * 8
     list_rows(found_tails, tails, VECTOR_BYTES)
     list_rows(lines, by_key, VECTOR_BYTES)
-    return Room(
+    return KernelWorkspace(
         memory,
         query_bytes,
         sums,

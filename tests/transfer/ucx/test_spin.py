@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from transfer.ucx.vigil import LEAST_S, LONGEST_S, NUM_WAITS, SHARED_FOR_S, Vigil
+from transfer.ucx.spin import LEAST_S, LONGEST_S, NUM_WAITS, SHARED_FOR_S, SpinThenSleep
 
 LOOK_S = 10e-6
 
@@ -15,10 +15,10 @@ class Core:
 
     now_s: float = 100.0
     cpu_s: float = 5.0
-    vigil: Vigil = field(init=False)
+    spin: SpinThenSleep = field(init=False)
 
     def __post_init__(self) -> None:
-        self.vigil = Vigil(clock=lambda: self.now_s, cpu_clock=lambda: self.cpu_s)
+        self.spin = SpinThenSleep(clock=lambda: self.now_s, cpu_clock=lambda: self.cpu_s)
 
     def run(self, seconds: float) -> None:
         self.now_s += seconds
@@ -31,16 +31,16 @@ class Core:
     def awake_s(self, limit_s: float) -> float:
         """From now until it falls asleep, of `limit_s` at most."""
         began_s = self.now_s
-        while self.now_s - began_s < limit_s and self.vigil.lasts():
+        while self.now_s - began_s < limit_s and self.spin.lasts():
             self.run(LOOK_S)
         return self.now_s - began_s
 
     def wait(self, seconds: float) -> float:
         """For a frame that comes then. How long of that it was awake."""
-        self.vigil.begin()
+        self.spin.begin()
         awake_s = self.awake_s(seconds)
         self.taken(seconds - awake_s)  # asleep
-        self.vigil.rewarded()
+        self.spin.succeeded()
         return awake_s
 
 
@@ -81,46 +81,46 @@ def test_steps_so_long_that_waking_does_not_count_are_slept_through(core: Core) 
 
 def test_once_idle_it_does_not_stay_awake_again(core: Core) -> None:
     core.wait(0.004)
-    core.vigil.begin()
+    core.spin.begin()
     core.awake_s(1.0)
-    core.vigil.in_vain()
-    core.vigil.begin()
+    core.spin.timed_out()
+    core.spin.begin()
     assert core.awake_s(1.0) == pytest.approx(LEAST_S, abs=2 * LOOK_S)
 
 
 def test_it_gives_a_core_up_that_other_processes_want(core: Core) -> None:
     core.wait(0.004)
-    core.vigil.begin()
-    assert core.vigil.lasts()
+    core.spin.begin()
+    assert core.spin.lasts()
     core.taken(0.003)
-    assert not core.vigil.lasts()
+    assert not core.spin.lasts()
     core.now_s += SHARED_FOR_S / 2
-    core.vigil.begin()
-    assert not core.vigil.lasts()
+    core.spin.begin()
+    assert not core.spin.lasts()
     core.now_s += SHARED_FOR_S
-    core.vigil.begin()
-    assert core.vigil.lasts()
+    core.spin.begin()
+    assert core.spin.lasts()
 
 
 def test_a_core_that_is_only_interrupted_now_and_then_is_not_shared(core: Core) -> None:
     for _ in range(1000):
         core.run(0.002)
         core.wait(0.0005)
-        core.vigil.begin()
-        assert core.vigil.lasts()
+        core.spin.begin()
+        assert core.spin.lasts()
         core.taken(0.00015)  # the host, or an interrupt
-        assert core.vigil.lasts()
-        core.vigil.rewarded()
+        assert core.spin.lasts()
+        core.spin.succeeded()
 
 
 def test_a_core_of_which_others_have_a_part_again_and_again_is_shared(core: Core) -> None:
     core.wait(0.004)
     lasted = []
     for _ in range(20):
-        core.vigil.begin()
-        core.vigil.lasts()
+        core.spin.begin()
+        core.spin.lasts()
         core.taken(0.0002)
-        lasted.append(core.vigil.lasts())
+        lasted.append(core.spin.lasts())
         core.run(0.0002)
     assert lasted[0]
     assert not lasted[-1]
@@ -128,7 +128,7 @@ def test_a_core_of_which_others_have_a_part_again_and_again_is_shared(core: Core
 
 def test_its_own_threads_on_the_same_core_are_no_reason_to_sleep(core: Core) -> None:
     core.wait(0.004)
-    core.vigil.begin()
-    assert core.vigil.lasts()
+    core.spin.begin()
+    assert core.spin.lasts()
     core.run(0.001)  # the event loop writes what the last step drew
-    assert core.vigil.lasts()
+    assert core.spin.lasts()

@@ -36,7 +36,7 @@ import torch
 from engine.kernels.host.codegen.compiled import Team
 from engine.kernels.host.codegen.dot import has_pair_products
 from engine.kernels.host.attention.paged_attention import attend_in_place
-from tests.engine.kernels.test_in_place import drawn, rows_of
+from tests.engine.kernels.test_paged_attention import drawn, rows_of
 
 torch.set_num_threads(1)
 cases = []

@@ -1,7 +1,7 @@
 """The process that grammars are forked from: loads a tokenizer once, then does nothing but fork. Of
 a worker or router there is one at most, started with its first grammar.
 
-    python -m runtime.grammar.nursery CONTROL_FD TOKENIZER_JSON END_TOKEN_ID...
+    python -m runtime.grammar.fork_server CONTROL_FD TOKENIZER_JSON END_TOKEN_ID...
 
 Over the control socket it reports whether the tokenizer serves, then takes one end of a socket pair
 per grammar and answers with a file descriptor of the new process (pidfd), by which the owner can
@@ -37,13 +37,13 @@ def main(arguments: list[str]) -> None:
                 pid = os.fork()
                 if pid == 0:
                     control.close()
-                    _grow_up(owner, tokenizer, frozenset(end_token_ids))
+                    _run_child(owner, tokenizer, frozenset(end_token_ids))
             pidfd = os.pidfd_open(pid)
-            socket.send_fds(control, [b"born"], [pidfd])
+            socket.send_fds(control, [b"started"], [pidfd])
             os.close(pidfd)
 
 
-def _grow_up(owner: socket.socket, tokenizer: LLTokenizer, end_token_ids: frozenset[int]) -> None:
+def _run_child(owner: socket.socket, tokenizer: LLTokenizer, end_token_ids: frozenset[int]) -> None:
     """Never returns."""
     status = 1
     try:

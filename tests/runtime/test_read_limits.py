@@ -13,10 +13,10 @@ from runtime.rpc.read_limits import (
     MAX_INFLATION,
     MAX_NUMBERS,
     MAX_PARTS,
-    Intake,
-    IntakeLimits,
+    CallLimiter,
     MessageBounds,
-    Seats,
+    ReadLimiter,
+    ReadLimits,
     bounded,
     held_bytes,
 )
@@ -39,25 +39,25 @@ async def ready() -> str:
 async def test_a_message_that_is_there_waits_only_for_the_patience_with_those_that_dribble() -> (
     None
 ):
-    intake = Intake(IntakeLimits(places=2, patience_s=0.05, limit_s=60))
-    dribbling = [asyncio.create_task(intake.receive(never, at_once)) for _ in range(6)]
-    await eventually(lambda: intake.num_reading == 2, "no reads")
+    read_limiter = ReadLimiter(ReadLimits(places=2, patience_s=0.05, limit_s=60))
+    dribbling = [asyncio.create_task(read_limiter.receive(never, at_once)) for _ in range(6)]
+    await eventually(lambda: read_limiter.num_reading == 2, "no reads")
     async with asyncio.timeout(20):
-        assert await intake.receive(ready, at_once) == "read"
+        assert await read_limiter.receive(ready, at_once) == "read"
     failed = [task for task in dribbling if task.done()]
     assert failed, "the ones read for longest made room"
     assert all(isinstance(task.exception(), DeadlineError) for task in failed)
     for task in dribbling:
         task.cancel()
     await asyncio.gather(*dribbling, return_exceptions=True)
-    assert intake.num_reading == 0
+    assert read_limiter.num_reading == 0
 
 
 async def test_nobody_is_hurried_while_there_is_room() -> None:
-    intake = Intake(IntakeLimits(places=2, patience_s=0.001, limit_s=60))
-    slow = asyncio.create_task(intake.receive(never, at_once))
+    read_limiter = ReadLimiter(ReadLimits(places=2, patience_s=0.001, limit_s=60))
+    slow = asyncio.create_task(read_limiter.receive(never, at_once))
     for _ in range(100):
-        assert await intake.receive(ready, at_once) == "read"
+        assert await read_limiter.receive(ready, at_once) == "read"
         await asyncio.sleep(0)
     await asyncio.sleep(0.05)
     assert not slow.done()
@@ -68,80 +68,80 @@ async def test_nobody_is_hurried_while_there_is_room() -> None:
 async def test_a_message_that_never_comes_has_a_limit_and_keeps_its_place_until_its_call_is_over() -> (
     None
 ):
-    intake, over = (
-        Intake(IntakeLimits(places=1, patience_s=60, limit_s=0.05)),
+    read_limiter, over = (
+        ReadLimiter(ReadLimits(places=1, patience_s=60, limit_s=0.05)),
         list[Callable[[], None]](),
     )
     with pytest.raises(DeadlineError):
-        await intake.receive(never, over.append)
+        await read_limiter.receive(never, over.append)
     with pytest.raises(CapacityError, match="1 messages are being received"):
-        await intake.receive(ready, over.append)
+        await read_limiter.receive(ready, over.append)
     over[0]()
-    assert await intake.receive(ready, over.append) == "read"
+    assert await read_limiter.receive(ready, over.append) == "read"
     assert len(over) == 1
 
 
 async def test_a_cancelled_read_gives_its_place_back() -> None:
-    intake = Intake(IntakeLimits(places=1, patience_s=60, limit_s=60))
-    task = asyncio.create_task(intake.receive(never, at_once))
-    await eventually(lambda: intake.num_reading, "no read")
+    read_limiter = ReadLimiter(ReadLimits(places=1, patience_s=60, limit_s=60))
+    task = asyncio.create_task(read_limiter.receive(never, at_once))
+    await eventually(lambda: read_limiter.num_reading, "no read")
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    assert await intake.receive(ready, at_once) == "read"
+    assert await read_limiter.receive(ready, at_once) == "read"
 
 
 def test_seats_bound_calls_and_bytes_and_are_given_back() -> None:
-    seats = Seats("calls", 2, 100)
-    with seats.taken(), seats.taken(), seats.holding(60):
-        with pytest.raises(CapacityError, match="2 calls are under way"), seats.taken():
+    limiter = CallLimiter("calls", 2, 100)
+    with limiter.taken(), limiter.taken(), limiter.holding(60):
+        with pytest.raises(CapacityError, match="2 calls are under way"), limiter.taken():
             pass
         with (
             pytest.raises(CapacityError, match="60 bytes and this one 41; the limit is 100"),
-            seats.holding(41),
+            limiter.holding(41),
         ):
             pass
-        with seats.holding(40):
-            assert seats.num_bytes == 100
-    assert (seats.num_calls, seats.num_bytes) == (0, 0)
-    with seats.holding(101):
+        with limiter.holding(40):
+            assert limiter.num_bytes == 100
+    assert (limiter.num_calls, limiter.num_bytes) == (0, 0)
+    with limiter.holding(101):
         pass  # one alone is bounded by the size of a message
 
 
 def test_a_client_leaves_something_to_others_however_many_calls_it_makes() -> None:
     """Of nine places it has eight, of 900 bytes 800; as many clients as there are share the rest
     likewise."""
-    seats = Seats("calls", 9, 900)
+    limiter = CallLimiter("calls", 9, 900)
     with ExitStack() as calls:
         for _ in range(8):
-            calls.enter_context(seats.taken("a"))
+            calls.enter_context(limiter.taken("a"))
         with (
             pytest.raises(CapacityError, match=r"8 calls of this client .* and 1 are left"),
-            seats.taken("a"),
+            limiter.taken("a"),
         ):
             pass
         with (
-            seats.taken("b"),
+            limiter.taken("b"),
             pytest.raises(CapacityError, match="9 calls are under way"),
-            seats.taken("c"),
+            limiter.taken("c"),
         ):
             pass
-        with seats.holding(500, "a"), seats.holding(300, "a"):
+        with limiter.holding(500, "a"), limiter.holding(300, "a"):
             with (
                 pytest.raises(CapacityError, match="have 800 bytes and this one 1, and 99"),
-                seats.holding(1, "a"),
+                limiter.holding(1, "a"),
             ):
                 pass
-            with seats.holding(90, "b"):
+            with limiter.holding(90, "b"):
                 pass
-        with seats.holding(901, "a"):
+        with limiter.holding(901, "a"):
             pass
-    routers = Seats("calls", 9, 900)
+    routers = CallLimiter("calls", 9, 900)
     with ExitStack() as calls:
         for _ in range(9):
             calls.enter_context(routers.taken())
             calls.enter_context(routers.holding(100))
-    assert not seats._calls_of
-    assert not seats._bytes_of
+    assert not limiter._calls_of
+    assert not limiter._bytes_of
 
 
 def test_what_is_too_long_is_not_parsed_and_what_is_no_message_is_named() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pool.nursery import NurseryServer
+from pool.fork_server import SpawnServer
 from runtime.process.spawn_protocol import is_from_user, open_socket
 
 
@@ -28,7 +28,7 @@ def test_a_server_of_forks_hangs_up_on_another_user(
     with open_socket() as listener, open_socket() as caller:
         listener.bind(str(tmp_path / "socket"))
         listener.listen()
-        server = threading.Thread(target=NurseryServer(listener).serve, daemon=True)
+        server = threading.Thread(target=SpawnServer(listener).serve, daemon=True)
         caller.connect(str(tmp_path / "socket"))
         server.start()
         caller.settimeout(60)

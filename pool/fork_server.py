@@ -1,4 +1,4 @@
-"""`python -m pool.nursery PARENT_PID SOCKET`: loads what every worker loads, then forks a worker
+"""`python -m pool.fork_server PARENT_PID SOCKET`: loads what every worker loads, then forks a worker
 for each order.
 
 Loading torch, numba and UCX is most of a worker's start. A local cluster does it once; its workers,
@@ -48,7 +48,7 @@ def main() -> None:
             load()
         except (ImportError, MemoryError, OSError) as error:
             sys.exit(f"what workers load cannot be loaded: {error}")
-        order = NurseryServer(listener).serve()
+        order = SpawnServer(listener).serve()
     become(order)
 
 
@@ -76,7 +76,7 @@ def load() -> None:
 
 
 @dataclass
-class NurseryServer:
+class SpawnServer:
     """Takes orders from any number of connections, one after the other."""
 
     listener: socket.socket
@@ -126,7 +126,7 @@ class NurseryServer:
         _unless_gone(lambda: send_answer(channel, OrderAnswer(order.number, pid)))
 
     def _leave(self, order: Order, parent: int, output: int) -> None:
-        """In the fork: a session of its own, tied to the nursery, and nothing of the nursery's but
+        """In the fork: a session of its own, tied to the fork server, and nothing of the fork server's but
         its modules."""
         os.setsid()
         tie_to_parent(parent, order.core)

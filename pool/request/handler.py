@@ -205,7 +205,7 @@ class RequestParts:
         )
 
 
-class Stay(Protocol):
+class RequestHandler(Protocol):
     """A request's stay on a pool, from its place in the scheduler to its end."""
 
     async def run(self) -> None:
@@ -234,13 +234,13 @@ def read_request(parts: RequestParts, message: types_pb2.EngineRequest, *, role:
 
 
 async def serve(
-    parts: RequestParts, request: Request, begin: Callable[[], Awaitable[Stay]]
+    parts: RequestParts, request: Request, begin: Callable[[], Awaitable[RequestHandler]]
 ) -> None:
     """One request, whose stay `begin` takes a place for, to its end. Raises as `check_grammar`,
-    `begin` and `Stay.run` do."""
+    `begin` and `RequestHandler.run` do."""
     await check_grammar(request, parts.grammars)
-    stay = await begin()
+    handler = await begin()
     try:
-        await stay.run()
+        await handler.run()
     finally:
-        stay.end()
+        handler.end()

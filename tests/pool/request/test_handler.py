@@ -10,8 +10,8 @@ import pytest
 
 from engine.core.layer_range import Placement
 from pool.pipeline.group import SessionReports, StageGroup
-from pool.request import stay as module
-from pool.request.stay import EventPost, MemoryReclaimer
+from pool.request import handler as module
+from pool.request.handler import EventPost, MemoryReclaimer
 from runtime.clock import SystemClock
 from transfer.plan.handoff_terms import (
     DestinationTerms,

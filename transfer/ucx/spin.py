@@ -16,7 +16,7 @@ OTHERS_SHARE, OTHERS_S = (
 SHARED_FOR_S = 0.1  # who shares a core sleeps, and is woken sooner
 
 
-class Vigil:
+class SpinThenSleep:
     """The waits of one stage for what is not there yet. While batches are in flight waits are
     short, and a stage stays awake for as long as the last ones took; where none comes any more, or
     other processes want the core, it sleeps.
@@ -65,12 +65,12 @@ class Vigil:
         if self._others_s > OTHERS_S:
             self._shared_until_s = now + SHARED_FOR_S
 
-    def rewarded(self) -> None:
+    def succeeded(self) -> None:
         """What was waited for is here."""
         waited_s = self._clock() - self._began_s
         if waited_s <= LONGEST_S:
             self._waits_s.append(waited_s)
 
-    def in_vain(self) -> None:
+    def timed_out(self) -> None:
         """It did not come in time: the stages are idle."""
         self._waits_s.clear()

@@ -15,7 +15,7 @@ from engine.core.layer_range import eighth
 from engine.kernels.host.codegen.compiled import Team
 from engine.kernels.host.linear.packed_linear import PackedGroup, PackedWeight
 from runtime.errors import InternalError
-from tests.engine.kernels.test_product import COUNTS, SHAPES, draw
+from tests.engine.kernels.test_packed_linear import COUNTS, SHAPES, draw
 
 TYPES = [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.long)]
 
@@ -211,7 +211,7 @@ def test_every_cpu_gives_the_same_bits(name: str, features: str) -> None:
 
 PROGRAM = """
 import torch
-from tests.engine.kernels.test_eight_bits import described, packed
+from tests.engine.kernels.test_int8 import described, packed
 torch.manual_seed(0)
 weight, x = torch.randn(70, 300).bfloat16(), torch.randn(37, 300).bfloat16()
 product = packed(weight)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.nursery import MAX_SOCKET_BYTES, Child, Nursery, NurseryLink
+from baton.fork_server import MAX_SOCKET_BYTES, Child, ForkServer, ForkServerLink
 from runtime.errors import ConfigError, UnavailableError
 
 _MODULE = """
@@ -29,34 +29,36 @@ sys.exit(7)
 """
 
 
-def nursery_in(folder: Path) -> Nursery:
+def fork_server_in(folder: Path) -> ForkServer:
     """One that knows the module."""
     (folder / "modules").mkdir()
     (folder / "modules" / "a_worker.py").write_text(_MODULE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(folder / "modules"), prepend=os.pathsep)
-        return Nursery()
+        return ForkServer()
 
 
 @pytest.fixture(scope="module")
-def nursery(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nursery]:
-    with nursery_in(tmp_path_factory.mktemp("nursery")) as nursery:
-        yield nursery
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    with fork_server_in(tmp_path_factory.mktemp("fork_server")) as fork_server:
+        yield fork_server
 
 
 @pytest.fixture
 async def link(
-    nursery: Nursery, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
-) -> AsyncIterator[NurseryLink]:
+    fork_server: ForkServer,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> AsyncIterator[ForkServerLink]:
     folder = tmp_path_factory.mktemp("here")
     (folder / "a_worker.py").write_text("raise SystemExit('taken from the working directory')")
     monkeypatch.chdir(folder)
-    link = await nursery.connect()
+    link = await fork_server.connect()
     yield link
     link.close()
 
 
-async def start(link: NurseryLink, *arguments: str) -> Child:
+async def start(link: ForkServerLink, *arguments: str) -> Child:
     core = str(min(os.sched_getaffinity(0)))
     return await asyncio.wait_for(
         link.spawn("a_worker", arguments, core=core, environment={"SETTING": "on"}), 120
@@ -71,7 +73,7 @@ async def said(child: Child) -> dict[str, object]:
     return words
 
 
-async def test_a_fork_is_as_good_as_a_process_of_its_own(link: NurseryLink) -> None:
+async def test_a_fork_is_as_good_as_a_process_of_its_own(link: ForkServerLink) -> None:
     child = await start(link, "one", "two")
     words = await said(child)
     assert words == {
@@ -96,7 +98,7 @@ async def test_a_fork_is_as_good_as_a_process_of_its_own(link: NurseryLink) -> N
     assert again["random"] != words["random"]
 
 
-async def test_a_signal_to_its_group_ends_it_and_nobody_else(link: NurseryLink) -> None:
+async def test_a_signal_to_its_group_ends_it_and_nobody_else(link: ForkServerLink) -> None:
     first, second = await start(link, "stay"), await start(link, "stay")
     os.killpg(first.pid, signal.SIGKILL)  # as soon as it has started
     assert await asyncio.wait_for(first.wait(), 60) == -signal.SIGKILL
@@ -106,24 +108,24 @@ async def test_a_signal_to_its_group_ends_it_and_nobody_else(link: NurseryLink) 
     assert await asyncio.wait_for(second.wait(), 60) == -signal.SIGTERM
 
 
-async def test_forks_outlive_the_connection_but_not_the_nursery(
+async def test_forks_outlive_the_connection_but_not_the_fork_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "a_worker.py").write_text(_MODULE)
     monkeypatch.chdir(tmp_path)
-    with nursery_in(tmp_path) as nursery:
-        first, second = await nursery.connect(), await nursery.connect()
+    with fork_server_in(tmp_path) as fork_server:
+        first, second = await fork_server.connect(), await fork_server.connect()
         child = await start(first, "stay")
         assert (await said(child))["arguments"] == ["stay"]  # while what it writes is read
         first.close()
         other = await start(second, "stay")
         os.kill(child.pid, 0)
-        nursery.close()
+        fork_server.close()
         assert await asyncio.wait_for(other.wait(), 60) == -signal.SIGKILL
-        with pytest.raises(UnavailableError, match="the nursery has ended"):
+        with pytest.raises(UnavailableError, match="the fork server has ended"):
             await start(second)
         with pytest.raises(UnavailableError, match="cannot be reached"):
-            await nursery.connect()
+            await fork_server.connect()
     assert other.stdout is not None
     await asyncio.wait_for(other.stdout.read(), 60)  # ends
 
@@ -135,18 +137,21 @@ def test_a_folder_too_deep_for_a_socket_is_refused_with_the_limit(
     deep.mkdir()
     monkeypatch.setattr("tempfile.tempdir", str(deep))
     with pytest.raises(ConfigError, match=rf"TMPDIR.* {MAX_SOCKET_BYTES}$"):
-        Nursery()
+        ForkServer()
     assert not any(deep.iterdir())
     monkeypatch.setattr("tempfile.tempdir", str(deep / "absent"))
     with pytest.raises(ConfigError, match="TMPDIR"):
-        Nursery()
+        ForkServer()
 
 
-async def test_a_nursery_that_cannot_load_is_an_error_with_its_exit_code(
+async def test_a_fork_server_that_cannot_load_is_an_error_with_its_exit_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "baton.nursery.program", lambda module, *arguments: [sys.executable, "-c", "exit(7)"]
+        "baton.fork_server.program", lambda module, *arguments: [sys.executable, "-c", "exit(7)"]
     )
-    with Nursery() as nursery, pytest.raises(UnavailableError, match="it ended with exit code 7"):
-        await nursery.connect()
+    with (
+        ForkServer() as fork_server,
+        pytest.raises(UnavailableError, match="it ended with exit code 7"),
+    ):
+        await fork_server.connect()

@@ -3,8 +3,8 @@ workers load.
 
 child = await spawn("router", arguments, core="all", environment=environment)
 
-with Nursery() as nursery:                               # a process; loads while it takes the first orders
-    async with await nursery.connect() as link:
+with ForkServer() as fork_server:                               # a process; loads while it takes the first orders
+    async with await fork_server.connect() as link:
         child = await link.spawn("decode", arguments, core="1", environment=environment)
 """
 
@@ -106,14 +106,14 @@ async def spawn(
     )
 
 
-class Nursery:
+class ForkServer:
     """The process itself; it belongs to no event loop, so that several clusters can have one after
     the other. Use as a context manager, from a thread that lives as long as it."""
 
     def __init__(self) -> None:
         """Raises ConfigError where its socket cannot be."""
         try:
-            self._folder = tempfile.TemporaryDirectory(prefix="baton-nursery-")
+            self._folder = tempfile.TemporaryDirectory(prefix="baton-fork-")
         except OSError as error:
             raise ConfigError(
                 f"no folder for temporary files (TMPDIR): {error}", field="tmpdir"
@@ -128,7 +128,7 @@ class Nursery:
             )
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "THP_MEM_ALLOC_ENABLE": "1"}
         self._process = subprocess.Popen(
-            program("pool.nursery", str(os.getpid()), str(self._path)),
+            program("pool.fork_server", str(os.getpid()), str(self._path)),
             env=environment,
             stdin=subprocess.DEVNULL,
             start_new_session=True,
@@ -151,7 +151,7 @@ class Nursery:
         self._process.wait(_REAP_S)
         self._folder.cleanup()
 
-    async def connect(self) -> "NurseryLink":
+    async def connect(self) -> "ForkServerLink":
         """Raises UnavailableError when there is nothing to connect to."""
         deadline = asyncio.get_running_loop().time() + _LISTEN_S
         channel = open_socket()
@@ -169,7 +169,7 @@ class Nursery:
                     ) from error
                 await asyncio.sleep(_LOOK_S)
             else:
-                return NurseryLink(channel)
+                return ForkServerLink(channel)
 
 
 class ForkedChild:
@@ -196,7 +196,7 @@ class ForkedChild:
         return await asyncio.shield(self._code)
 
     async def started(self) -> None:
-        """Raises PeerLostError when the nursery ended instead."""
+        """Raises PeerLostError when the fork server ended instead."""
         await asyncio.shield(self._pid)
 
     def answered(self, answer: OrderAnswer) -> None:
@@ -206,16 +206,16 @@ class ForkedChild:
             self._code.set_result(answer.code)
 
     def lost(self) -> None:
-        """The nursery is gone, and so is this process."""
+        """The fork server is gone, and so is this process."""
         if not self._pid.done():
-            self._pid.set_exception(PeerLostError("the nursery has ended"))
+            self._pid.set_exception(PeerLostError("the fork server has ended"))
             self._pid.exception()  # its order may not be waited for any more
         if not self._code.done():
             self._code.set_result(-signal.SIGKILL)
 
 
-class NurseryLink:
-    """Orders of one event loop. `is_open` until the nursery ends."""
+class ForkServerLink:
+    """Orders of one event loop. `is_open` until the fork server ends."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -241,10 +241,10 @@ class NurseryLink:
     async def spawn(
         self, module: str, arguments: Sequence[str], *, core: str, environment: Mapping[str, str]
     ) -> Child:
-        """As the function of this name, but a fork. Raises UnavailableError when the nursery
+        """As the function of this name, but a fork. Raises UnavailableError when the fork server
         cannot."""
         if not self.is_open:
-            raise UnavailableError("the nursery has ended")
+            raise UnavailableError("the fork server has ended")
         order = Order(
             next(self._numbers), module, tuple(arguments), dict(environment), os.getcwd(), core
         )
