@@ -14,7 +14,7 @@ from engine.backends.cuda.wrappers import (
     WORKSPACE_BYTES,
     FlashInferWrappers,
     LengthsBesideMask,
-    KernelWorkspace,
+    Workspace,
 )
 from engine.contracts.attention import AttentionGeometry
 from engine.core.batch import ForwardBatch, ForwardMode
@@ -170,7 +170,7 @@ def test_there_is_room_for_partial_results(num_kv_heads: int, head_dim: int) -> 
 
 
 def test_a_larger_workspace_takes_the_place_of_a_smaller_one() -> None:
-    workspace = KernelWorkspace(CPU)
+    workspace = Workspace(CPU)
     smaller = workspace.holding(5)
     assert len(smaller) == WORKSPACE_BYTES
     larger = workspace.holding(WORKSPACE_BYTES + 1)
@@ -243,7 +243,7 @@ def test_decode_asks_for_no_kernel_that_flashinfer_lacks(
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setitem(sys.modules, "flashinfer", library)
-    monkeypatch.setattr(wrappers, "Workspace", lambda device: KernelWorkspace(CPU))
+    monkeypatch.setattr(wrappers, "Workspace", lambda device: Workspace(CPU))
     FlashInferWrappers(torch.device("cuda")).decode(group_size=group_size)
     assert asked == [on_tensor_cores]
 
