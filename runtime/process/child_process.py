@@ -21,7 +21,7 @@ def program(module: str, *arguments: str) -> list[str]:
         here = Path.cwd()
     except FileNotFoundError:
         raise ConfigError("the working directory is gone", field="working_directory") from None
-    unless_ours = [] if here == Path(__file__).resolve().parents[1] else ["-P"]
+    unless_ours = [] if here == Path(__file__).resolve().parents[2] else ["-P"]
     return [sys.executable, *unless_ours, "-m", module, *arguments]
 
 
