@@ -1,6 +1,7 @@
 """When a call that failed is made again, at which router, and what of its answer has come already,
 so that another router can go on with it. Pure: time and chance come in, decisions go out."""
 
+import math
 import random
 import threading
 from collections.abc import Callable
@@ -23,15 +24,17 @@ FIRST_SUSPICION_S, LAST_SUSPICION_S = 0.5, 8.0
 SPREAD_S = 0.05  # over which the streams of a router that died go to the others
 MAX_JITTER = 0.25  # of the pause that a server gave, on top of it
 MAX_ASKED_S = 30.0  # of a pause that a server gave: what it waits for may be over long before
+MAX_NAP_S = 5.0  # between two attempts within such a pause
 
 
 @dataclass(frozen=True)
 class Retry:
     """`attempts` of a call of which nothing has come; `resumptions`, one after the other without
     anything new, of an answer that has begun. Workers that died of a request may have died from it,
-    so that is tried again only `lost` times. Pauses: what the server gives, at most `MAX_ASKED_S`,
-    and up to a quarter more, else `first_pause_s` doubled up to `last_pause_s`. No attempt begins
-    after the deadline."""
+    so that is tried again only `lost` times. Pauses: what the server gives, at most `MAX_NAP_S`,
+    and up to a quarter more, else `first_pause_s` doubled up to `last_pause_s`. A server's longer
+    pause is an estimate, so attempts within it, up to `MAX_ASKED_S`, are not counted. No attempt
+    begins after the deadline."""
 
     attempts: int = 4
     resumptions: int = 10
@@ -101,6 +104,7 @@ class Patience:
         self._has_begun = False
         self._failures = 0  # in a row, with nothing new between them
         self._lost = 0
+        self._asked_until_s = -math.inf  # by the server, when a failure was last counted
 
     def left_s(self) -> float | None:
         """Until the deadline; None without one."""
@@ -108,11 +112,11 @@ class Patience:
 
     def progressed(self) -> None:
         """Something came that had not come before."""
-        self._has_begun, self._failures = True, 0
+        self._has_begun, self._failures, self._asked_until_s = True, 0, -math.inf
 
     def pause_after(self, error: BatonError) -> float:
         """Seconds until the next attempt. Raises `error` where there is none."""
-        self._failures += 1
+        self._failures += self._clock.now() >= self._asked_until_s
         self._lost += isinstance(error, PeerLostError | HandoffError)
         most = self._retry.resumptions + 1 if self._has_begun else self._retry.attempts
         if not self._may_help(error) or self._failures >= most or self._lost > self._retry.lost:
@@ -134,8 +138,10 @@ class Patience:
         if _is_routers_own(error) and self._failures < self._num_targets:
             return self._rng.uniform(0.0, SPREAD_S)  # another router has not been tried yet
         if error.retry_after_s is not None:
-            pause_s = min(error.retry_after_s, MAX_ASKED_S)
-            return pause_s * self._rng.uniform(1.0, 1.0 + MAX_JITTER)
+            now_s, asked_s = self._clock.now(), min(error.retry_after_s, MAX_ASKED_S)
+            if now_s >= self._asked_until_s:
+                self._asked_until_s = now_s + asked_s
+            return min(asked_s, MAX_NAP_S) * self._rng.uniform(1.0, 1.0 + MAX_JITTER)
         longest_s = min(
             self._retry.first_pause_s * 2.0 ** (self._failures - 1), self._retry.last_pause_s
         )

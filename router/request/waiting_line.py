@@ -4,10 +4,11 @@
 Order: priority, then clients in turn, and of one client by when a request must begin: its deadline
 less what serving it takes, but not later than the limit of waiting allows. So those of a client
 that have no deadline stand in order of arrival, and a deadline makes a request more urgent than
-others of its client and not than another client's. Turns count tokens (start-time fair queueing,
-Goyal et al., SIGCOMM 1996): a client that sends more, or longer ones, gets no more of the pools
-while others wait. Where workers have parts of prompts, a request that finds more there may go
-before those that would find less (`WaitingLine.best`), as long as these can wait.
+others of its client and not than another client's, not even among equal turns, which go by arrival.
+Turns count tokens (start-time fair queueing, Goyal et al., SIGCOMM 1996): a client that sends more,
+or longer ones, gets no more of the pools while others wait. Where workers have parts of prompts, a
+request that finds more there may go before those that would find less (`WaitingLine.best`), as long
+as these can wait.
 
 A request is refused on arrival if it could not be served in time behind those that go before it.
 One that was let in leaves only by being placed, by going away, when its time does not suffice any
@@ -104,14 +105,14 @@ class _Queue(Generic[T]):
     waiters: list[Waiter[T]] = field(default_factory=list)
     work: TokenWork = field(default_factory=TokenWork)
 
-    def turns(self) -> Iterator[tuple[float, float, int, Waiter[T]]]:
+    def turns(self) -> Iterator[tuple[float, int, Waiter[T]]]:
         """Return the waiters with what they are ordered by among those of other clients. A copy."""
         start = self.start
         for waiter in tuple(self.waiters):
-            yield start, waiter.begin_by_s, waiter.arrival, waiter
+            yield start, waiter.arrival, waiter
             start += waiter.demand.work.num_tokens
 
-    def before(self, turn: tuple[float, float, int]) -> TokenWork:
+    def before(self, turn: tuple[float, int]) -> TokenWork:
         """Return the work of those whose turn comes before this one."""
         if self.start + self.work.num_tokens < turn[0]:
             return self.work
@@ -217,7 +218,7 @@ class WaitingLine(Generic[T]):
             key=lambda other: (other.begin_by_s, other.arrival),
         )
         total = own.work.less(_work_of(own.waiters[place:]))
-        turn = own.start + total.num_tokens, waiter.begin_by_s, waiter.arrival
+        turn = own.start + total.num_tokens, waiter.arrival
         for (priority, _), queue in self._queues.items():
             if priority < demand.priority:
                 total = total.more(queue.work)

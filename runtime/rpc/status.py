@@ -9,9 +9,9 @@ way back.
 
 Details: ErrorInfo always (domain "baton"); BadRequest for InvalidRequestError; QuotaFailure for
 CapacityError; PreconditionFailure for ConfigError and IncompatiblePeerError; RetryInfo where it is
-known when to come back; RequestInfo for bugs, whose text stays in the server's log. A status
-travels as metadata, of which clients accept 8 KiB and proxies seldom more, or they replace it by an
-error of their own: so texts are cut.
+known when to come back, at most `MAX_RETRY_AFTER_S`, because that is an estimate; RequestInfo for
+bugs, whose text stays in the server's log. A status travels as metadata, of which clients accept 8
+KiB and proxies seldom more, or they replace it by an error of their own: so texts are cut.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,6 +36,7 @@ PUSHBACK_KEY = "grpc-retry-pushback-ms"
 # base64.
 MAX_MESSAGE_BYTES, MAX_ID_BYTES = 1024, 128
 MAX_VIOLATIONS, MAX_VIOLATIONS_BYTES = 16, 1536
+MAX_RETRY_AFTER_S = 30.0
 
 _CODES: Mapping[type[BatonError], grpc.StatusCode] = {
     errors.InvalidRequestError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -103,7 +104,8 @@ def failure_of(error: Exception, request_id: str = "") -> RpcFailure:
     trailers: list[tuple[str, str | bytes]] = []
     if error.retry_after_s is not None:
         delay = Duration()
-        delay.FromNanoseconds(round(error.retry_after_s * 1e9))
+        retry_after_s = min(max(error.retry_after_s, 0.0), MAX_RETRY_AFTER_S)
+        delay.FromNanoseconds(round(retry_after_s * 1e9))
         details.append(details_pb2.RetryInfo(retry_delay=delay))
         trailers.append((PUSHBACK_KEY, str(delay.ToMilliseconds())))
     return _failure(code, message, details, trailers)

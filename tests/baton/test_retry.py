@@ -4,7 +4,16 @@ import random
 
 import pytest
 
-from baton.retry import MAX_ASKED_S, MAX_JITTER, NO_RETRY, SPREAD_S, Patience, Retry, Targets
+from baton.retry import (
+    MAX_ASKED_S,
+    MAX_JITTER,
+    MAX_NAP_S,
+    NO_RETRY,
+    SPREAD_S,
+    Patience,
+    Retry,
+    Targets,
+)
 from runtime.clock import ManualClock
 from runtime.errors import (
     BatonError,
@@ -36,13 +45,15 @@ def patience(
     return Patience(retry, limit_s, targets, clock or ManualClock(), random.Random(1))
 
 
-def pauses(of: Patience, error: BatonError) -> list[float]:
-    """Until it gives up."""
+def pauses(of: Patience, error: BatonError, clock: ManualClock | None = None) -> list[float]:
+    """Until it gives up; `clock` is let go on by each of them."""
     found: list[float] = []
 
     def try_for_ever() -> None:
         while True:
             found.append(of.pause_after(error))
+            if clock is not None:
+                clock.advance(found[-1])
 
     with pytest.raises(type(error)) as raised:
         try_for_ever()
@@ -102,7 +113,9 @@ def test_a_server_is_not_asked_before_the_time_it_named() -> None:
             2.0 <= patience(targets=5).pause_after(error) <= 2.0 * (1 + MAX_JITTER)
             for _ in range(9)
         )
-    full = pauses(patience(), CapacityError("full", resource="pages", retry_after_s=2.0))
+    clock = ManualClock()
+    error = CapacityError("full", resource="pages", retry_after_s=2.0)
+    full = pauses(patience(clock=clock), error, clock)
     assert len(set(full)) == len(full), "with jitter"
 
 
@@ -132,13 +145,24 @@ def test_no_attempt_begins_after_the_deadline() -> None:
 def test_no_server_makes_a_client_sleep_for_ever() -> None:
     """Nor pass a router over for ever that says when to come back."""
     full = CapacityError("full", resource="pages", retry_after_s=3.9e5)
-    assert patience().pause_after(full) <= MAX_ASKED_S * (1 + MAX_JITTER)
+    assert patience().pause_after(full) <= MAX_NAP_S * (1 + MAX_JITTER)
     clock = ManualClock()
     turns = Targets(2, clock, random.Random(0))
     turns.failed(0, UnavailableError("no workers", retry_after_s=3.9e5))
     assert {turns.next() for _ in range(4)} == {1}
     clock.advance(MAX_ASKED_S)
     assert {turns.next() for _ in range(4)} == {0, 1}
+
+
+def test_attempts_within_a_pause_that_a_server_gave_are_not_counted() -> None:
+    """A server that says 30 s each time is asked every 5 s, and given up as late as it would have
+    been without these attempts."""
+    error = CapacityError("full", resource="pages", retry_after_s=30.0)
+    clock = ManualClock()
+    gaps = pauses(patience(clock=clock), error, clock)
+    assert all(MAX_NAP_S <= gap <= MAX_NAP_S * (1 + MAX_JITTER) for gap in gaps)
+    num_counted = RETRY.attempts - 1
+    assert 30.0 * num_counted <= sum(gaps) <= (30.0 + MAX_NAP_S * (1 + MAX_JITTER)) * num_counted
 
 
 def test_a_former_self_may_still_be_running() -> None:

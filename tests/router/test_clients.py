@@ -222,7 +222,7 @@ async def test_a_client_in_a_hurry_passes_its_own_requests_and_no_other_clients(
         may_go.set()
         for call in calls:
             assert [response async for response in call]
-    assert order == ["first 0", "hurry 5", "patient 1", "hurry 4", "patient 2", "hurry 3"]
+    assert order == ["first 0", "patient 1", "hurry 5", "patient 2", "hurry 4", "hurry 3"]
 
 
 async def test_prompts_with_logprobs_of_a_client_take_a_part_of_the_prefill_workers(

@@ -1,3 +1,4 @@
+import math
 from base64 import b64encode
 from collections.abc import Iterator
 from typing import TypeVar
@@ -13,6 +14,7 @@ from runtime import errors
 from runtime.errors import BatonError, FieldViolation
 from runtime.rpc.status import (
     DETAILS_KEY,
+    MAX_RETRY_AFTER_S,
     PUSHBACK_KEY,
     RpcFailure,
     error_from_rpc,
@@ -126,6 +128,18 @@ def test_capacity_tells_when_to_come_back() -> None:
     assert PUSHBACK_KEY not in dict(
         failure_of(errors.UnavailableError("gone", retry_after_s=None)).trailing_metadata
     )
+
+
+@pytest.mark.parametrize("estimated_s", [50.0, 3.9e5, math.inf])
+def test_the_time_to_come_back_is_bounded_whoever_estimates_it(estimated_s: float) -> None:
+    for error in (
+        errors.CapacityError("full", resource="pages", retry_after_s=estimated_s),
+        errors.UnavailableError("gone", retry_after_s=estimated_s),
+    ):
+        failure = failure_of(error)
+        (retry,) = unpack(failure, details_pb2.RetryInfo)
+        assert retry.retry_delay.ToMilliseconds() == MAX_RETRY_AFTER_S * 1e3 == 30_000
+        assert dict(failure.trailing_metadata)[PUSHBACK_KEY] == "30000"
 
 
 def test_config_error_is_a_failed_precondition() -> None:

@@ -327,19 +327,20 @@ def test_who_was_let_in_leaves_when_placed_or_hopeless_and_in_order(
 
 
 def test_short_deadlines_buy_no_urgency_from_other_clients() -> None:
-    """One client's requests have no deadline, another one's short ones: they are served in turn."""
+    """One client's requests have no deadline, another one's short ones: they are served in turn,
+    the first of them first."""
     line = Line(max_wait_s=60.0)
     for number in range(3):
         line.enter(f"patient {number}", client="a")
     for number in range(6):
         line.enter(f"hurry {number}", 30.0 - number, client="b")
     assert line.names[:6] == [
-        "hurry 5",
         "patient 0",
-        "hurry 4",
+        "hurry 5",
         "patient 1",
-        "hurry 3",
+        "hurry 4",
         "patient 2",
+        "hurry 3",
     ]
     served = []
     for number in range(
@@ -347,7 +348,7 @@ def test_short_deadlines_buy_no_urgency_from_other_clients() -> None:
     ):  # "b" sends one for each that is served, more urgent than those before
         served.append(line.serve())
         line.enter(f"hurry {number}", 30.0 - number, client="b")
-    assert served == ["hurry 5", "patient 0", "hurry 7", "patient 1", "hurry 9", "patient 2"]
+    assert served == ["patient 0", "hurry 6", "patient 1", "hurry 8", "patient 2", "hurry 10"]
 
 
 def test_turns_count_tokens_and_who_has_waited_for_nobody_owes_none() -> None:
@@ -383,19 +384,19 @@ def test_priorities_go_before_turns() -> None:
 
 def test_the_wait_behind_other_clients_is_that_of_their_turns() -> None:
     """Behind a hundred requests of another client, of a second each, the first of a client waits
-    for one."""
+    for one, and each takes two seconds then."""
     line = Line(max_waiting=1000, max_wait_s=600.0)
     for number in range(100):
         line.service_model.habits.served("b", 2.0, 2.0)
         line.enter(str(number), client="a")
     for name in ("first", "second"):
-        assert isinstance(line.enter(name, 4.0, client="b"), Waiter)
-    refused = line.enter("third", 4.0, client="b")
+        assert isinstance(line.enter(name, 6.0, client="b"), Waiter)
+    refused = line.enter("third", 6.0, client="b")
     assert isinstance(refused, Refusal)
-    assert refused.wait_s == pytest.approx(4.0), (
-        "two of its own are before it, and two of the other one's"
+    assert refused.wait_s == pytest.approx(5.0), (
+        "two of its own are before it, and three of the other one's"
     )
-    assert line.names[:4] == ["first", "0", "second", "1"]
+    assert line.names[:4] == ["0", "first", "1", "second"]
 
 
 def test_a_full_line_makes_room_for_a_client_that_has_fewer_in_it() -> None:
