@@ -8,14 +8,16 @@ checkout or a new node, nothing that has a deadline then waits for it.
 import argparse
 import time
 
-from engine.kernels.host.build.precompile import compile_ahead
 from engine.kernels.host.build.kernel_list import kernels
+from engine.kernels.host.build.precompile import compile_ahead
 from runtime.process.host_cores import num_cores
 from runtime.process.start_progress import KERNELS
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    ).parse_args()
     begin_s = time.monotonic()
     compile_ahead(list(kernels()), lambda done, total: print(KERNELS % (done, total), flush=True))
     print(f"all kernels in {time.monotonic() - begin_s:.1f} s on {num_cores()} cores")

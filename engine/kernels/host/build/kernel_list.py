@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 import torch
 
 from engine.kernels.host.attention import mla, paged_attention, sparse_index
+from engine.kernels.host.attention.small_batch import CHANNELS, most_rows
 from engine.kernels.host.codegen import program
+from engine.kernels.host.codegen.amx import has_tiles
+from engine.kernels.host.codegen.compiled import STORED_AS, has_kernels
 from engine.kernels.host.linear import int8, packed_linear_kernel, packing
 from engine.kernels.host.recurrent import causal_conv, delta_rule, gates
 from engine.kernels.host.tokens import norm_rope, row_ops, sampling
-from engine.kernels.host.codegen.amx import has_tiles
-from engine.kernels.host.codegen.compiled import STORED_AS, has_kernels
-from engine.kernels.host.attention.small_batch import CHANNELS, most_rows
 
 
 @dataclass(frozen=True)
@@ -49,18 +49,40 @@ def kernels() -> Iterator[Kernel]:
         yield from _attention(dtype)
     for dtype, in_bytes in itertools.product(STORED_AS, (False, True)):
         yield Kernel(packed_linear_kernel.compiled_for, (dtype,), {"in_bytes": in_bytes})
-    for dtype, of_one_type in itertools.product(STORED_AS, (
-            delta_rule.chunks_for, delta_rule.steps_for, sparse_index.scores_for, causal_conv.compiled_for,
-            causal_conv.trees_for, int8.compiled_for, norm_rope.rotation_for, norm_rope.tables_for,
-            norm_rope.writes_for, row_ops.sum_for, row_ops.copies_for, row_ops.gathers_for, packing.arranges_for,
-            gates.gates_for, gates.norm_for, gates.heads_for)):
+    for dtype, of_one_type in itertools.product(
+        STORED_AS,
+        (
+            delta_rule.chunks_for,
+            delta_rule.steps_for,
+            sparse_index.scores_for,
+            causal_conv.compiled_for,
+            causal_conv.trees_for,
+            int8.compiled_for,
+            norm_rope.rotation_for,
+            norm_rope.tables_for,
+            norm_rope.writes_for,
+            row_ops.sum_for,
+            row_ops.copies_for,
+            row_ops.gathers_for,
+            packing.arranges_for,
+            gates.gates_for,
+            gates.norm_for,
+            gates.heads_for,
+        ),
+    ):
         yield Kernel(of_one_type, (dtype,))
     for dtype, other in itertools.product(STORED_AS, STORED_AS):
         yield Kernel(mla.compiled_for, (dtype, other))
         for rounds_first in (False, True):
             yield Kernel(norm_rope.norm_for, (dtype, other, rounds_first))
-    for alone in (packing.compiled, sparse_index.choice, program.load_runner, row_ops.moves_for,
-                  row_ops.maxima, sampling.compiled):
+    for alone in (
+        packing.compiled,
+        sparse_index.choice,
+        program.load_runner,
+        row_ops.moves_for,
+        row_ops.maxima,
+        sampling.compiled,
+    ):
         yield Kernel(alone)
 
 
@@ -87,7 +109,10 @@ def kernels_of(needs: ModelNeeds) -> Iterator[Kernel]:
         (draws, Kernel(program.load_runner)),
         (needs.attends or needs.attends_latent, Kernel(norm_rope.tables_for, (dtype,))),
         (needs.attends, Kernel(norm_rope.writes_for, (dtype,))),
-        *((draws, Kernel(kernel, (dtype,))) for kernel in (row_ops.sum_for, row_ops.copies_for, row_ops.gathers_for)),
+        *(
+            (draws, Kernel(kernel, (dtype,)))
+            for kernel in (row_ops.sum_for, row_ops.copies_for, row_ops.gathers_for)
+        ),
         (needs.in_bytes, Kernel(int8.compiled_for, (dtype,))),
     )
     yield from (kernel for is_called, kernel in called if is_called)

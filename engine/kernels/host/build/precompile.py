@@ -16,12 +16,18 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from engine.kernels.host.codegen.compiled import Attempt, KernelLockedError, KernelMissingError, kept_in, trying
 from engine.kernels.host.build.kernel_list import Kernel, kernels
+from engine.kernels.host.codegen.compiled import (
+    Attempt,
+    KernelLockedError,
+    KernelMissingError,
+    kept_in,
+    trying,
+)
+from runtime.process.child_process import ALL_CORES, program, tie_to_parent
 from runtime.process.host_cores import num_cores
 from runtime.process.host_memory import MIB, host_memory
 from runtime.process.start_progress import KERNELS
-from runtime.process.child_process import ALL_CORES, program, tie_to_parent
 
 logger = logging.getLogger(__name__)
 
@@ -45,10 +51,16 @@ def compile_ahead(wanted: Sequence[Kernel], report: Callable[[int, int], None] =
     missing, left = _not_kept(wanted)
     are_kept = not missing or kept_in() is not None
     if not are_kept:
-        logger.warning("compiled kernels cannot be kept, so every start compiles them: neither the installed source "
-                       "nor the user's cache folder can be written; NUMBA_CACHE_DIR names another folder")
+        logger.warning(
+            "compiled kernels cannot be kept, so every start compiles them: neither the installed source "
+            "nor the user's cache folder can be written; NUMBA_CACHE_DIR names another folder"
+        )
     progress = _Progress(len(missing), report)
-    most = min(num_cores(), len(missing), host_memory().available_bytes // PROCESS_BYTES) if are_kept else 1
+    most = (
+        min(num_cores(), len(missing), host_memory().available_bytes // PROCESS_BYTES)
+        if are_kept
+        else 1
+    )
     with _helpers(missing, most - 1):
         while left:
             locked = _take(left, progress)
@@ -57,7 +69,9 @@ def compile_ahead(wanted: Sequence[Kernel], report: Callable[[int, int], None] =
             left = locked
     if missing:
         report(len(missing), len(missing))
-        logger.info("all %d kernels are there after %.1f s", len(wanted), time.monotonic() - begin_s)
+        logger.info(
+            "all %d kernels are there after %.1f s", len(wanted), time.monotonic() - begin_s
+        )
 
 
 class _Progress:
@@ -122,8 +136,13 @@ def _helpers(missing: list[Kernel], count: int) -> Iterator[None]:
     try:
         for first in range(1, count + 1):
             order = _places(missing[first:] + missing[:first])
-            helpers.append(subprocess.Popen(program(__name__, str(os.getpid()), order), stdin=subprocess.DEVNULL,
-                                            start_new_session=True))
+            helpers.append(
+                subprocess.Popen(
+                    program(__name__, str(os.getpid()), order),
+                    stdin=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+            )
         yield
     finally:
         for helper in helpers:
