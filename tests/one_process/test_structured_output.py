@@ -13,7 +13,7 @@ import pytest
 
 from baton.values import Completion, FinishReason, Query, Sampling, Stop, StructuredOutput
 from runtime.errors import CapacityError, InvalidRequestError
-from runtime.grammar import process
+from runtime.grammar import Grammar, Grammars, process
 from tests.support.cluster.one_process import cluster_in_process
 from tests.support.drafts.eagle import save_draft
 from tests.support.models.guided import write_character_tokenizer
@@ -135,3 +135,27 @@ async def test_a_grammar_that_never_compiles_is_refused_while_others_are_served(
             assert isinstance(refused, InvalidRequestError | CapacityError)
             if isinstance(refused, InvalidRequestError):
                 assert "within 1 s of computing, the limit" in str(refused)
+
+
+@pytest.mark.parametrize("num_evicted", [1, 2])
+async def test_an_answer_goes_on_whose_grammar_was_evicted_before_it_was_opened(
+    speller: Path, monkeypatch: pytest.MonkeyPatch, num_evicted: int
+) -> None:
+    """As many other grammars may do between the check and the first token, on the prefill worker
+    and on the decode worker."""
+    query = QUERIES[0]
+    check, evicted = Grammars.check, list[Grammars]()
+
+    async def check_and_evict(self: Grammars, grammar: Grammar, client: str = "") -> None:
+        await check(self, grammar, client)
+        if self._processes and self not in evicted and len(evicted) < num_evicted:
+            evicted.append(self)
+            self._end([grammar])
+
+    async with cluster_in_process(speller, prefill_pp=1, decode_pp=1) as client:
+        expected = await client.complete(query, timeout_s=60)
+        monkeypatch.setattr(Grammars, "check", check_and_evict)
+        answer = await client.complete(query, timeout_s=60)
+    assert len(evicted) == num_evicted
+    assert answer.token_ids == expected.token_ids
+    assert answer.finish.reason is FinishReason.STOP

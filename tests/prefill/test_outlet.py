@@ -1,13 +1,25 @@
 """Scores that a client does not read are held back, and nothing passes them."""
 
-import pytest
+import asyncio
+from typing import cast
 
-from pool.request.router_call import EventSender
-from prefill.service import MAX_UNREAD_SCORES, PrefillEventSender
+import pytest
+from prometheus_client import CollectorRegistry, Counter
+
+from engine.core.request import DrawnToken, Request, TokenLogprobs
+from pool.request.router_call import EventSender, Inbox
+from prefill.prompts import Scored
+from prefill.service import (
+    MAX_UNREAD_SCORES,
+    PrefillEventSender,
+    PrefillHandler,
+    PrefillInbox,
+    PrefillParts,
+)
 from protos import prefill_pb2 as pb
 from protos import types_pb2
 from runtime.clock import ManualClock
-from runtime.errors import InvalidRequestError
+from runtime.errors import DeadlineError, InvalidRequestError
 from runtime.rpc.calls import MessageLimits, SendQueue
 
 
@@ -75,6 +87,26 @@ async def test_waits_for_the_client_are_added_up(monkeypatch: pytest.MonkeyPatch
     event_sender.scored(scores(9))
     clock.advance(1.0)
     assert event_sender.held_s == 13
+
+
+async def test_a_prompt_ends_whose_scores_wait_for_too_long_however_often_one_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("prefill.service.UNREAD_TIMEOUT_S", 1.0)
+    inbox: PrefillInbox = Inbox(Counter("expired", "waits", registry=CollectorRegistry()))
+    request = Request("r", (1,), max_tokens=1)
+    handler = PrefillHandler(cast("PrefillParts", None), inbox, event_sender_of()[0], request, 5)
+    for position in range(MAX_UNREAD_SCORES + 200):
+        inbox.happened(Scored(position, (DrawnToken(1, TokenLogprobs(-1.0)),)))
+    running, num_read = asyncio.create_task(handler.run()), 0
+    while not running.done() and num_read < 100:
+        await asyncio.wait([running], timeout=0.1)
+        num_read += 1
+        inbox.received(pb.PrefillInput(scores_read=read(1)))
+    assert running.done(), "it holds the prompt's memory"
+    with pytest.raises(DeadlineError, match="the client to read the prompt's logprobs"):
+        await running
+    assert num_read > 1
 
 
 async def test_a_prompt_without_scores_is_never_held_up() -> None:

@@ -96,6 +96,20 @@ async def test_the_same_new_grammar_is_compiled_once_for_all_who_bring_it(
     assert len(forks) == 1
 
 
+async def test_new_grammars_are_counted_by_the_client_that_brings_them(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "BURST", 2)
+    monkeypatch.setattr(turns, "WAIT_S", 10.0)
+    monkeypatch.setattr(grammars._allowances, "_per_s", 0.01)
+    for number in range(2):
+        await grammars.check(regex(f"a{number}"), "a")
+    with pytest.raises(CapacityError, match="may bring 2 new grammars at once"):
+        await grammars.check(regex("one more"), "a")
+    await grammars.check(regex("a0"), "a")
+    await grammars.check(regex("one more"), "b")
+
+
 async def test_more_than_may_wait_are_told_so(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,5 +1,6 @@
 import asyncio
 import gzip
+import tracemalloc
 from collections.abc import Callable
 from contextlib import ExitStack
 
@@ -225,6 +226,18 @@ def test_compressed_messages_are_inflated_up_to_a_ratio() -> None:
             InvalidRequestError, match=r"no message of its type|when it is inflated"
         ):
             parse(damaged)
+
+
+def test_no_more_of_a_message_is_inflated_than_it_may_have() -> None:
+    parse = bounded(pb.GenerateRequest.FromString, MessageBounds(16 << 20))
+    zeros = gzip.compress(bytes(64 << 20))
+    limit = FREE_INFLATED_BYTES + MAX_INFLATION * len(zeros)
+    tracemalloc.start()
+    with pytest.raises(InvalidRequestError, match="when it is inflated"):
+        parse(zeros)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 4 * limit < 32 << 20
 
 
 def test_a_request_is_held_with_what_becomes_of_its_numbers() -> None:

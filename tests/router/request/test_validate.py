@@ -5,7 +5,7 @@ import math
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tokenizers import AddedToken
@@ -18,6 +18,7 @@ from router.text.chat_template import ChatTemplate
 from router.text.model_facts import ServedModel
 from router.text.tokenise import Tokeniser
 from runtime.errors import InvalidRequestError, UnknownModelError
+from runtime.grammar import Grammar, Grammars
 from tests.router.harness import (
     EOS,
     FACTS,
@@ -492,6 +493,26 @@ async def test_many_or_long_mistakes_reach_the_client_with_their_fields(
     assert isinstance(error, kind)
     assert error.violations[0].field == field
     assert len(error.violations) == num_violations
+
+
+async def test_a_grammar_counts_for_the_client_of_its_request() -> None:
+    brought: list[tuple[str, str]] = []
+
+    class Noting:
+        async def check(self, grammar: Grammar, client: str = "") -> None:
+            brought.append((grammar.text, client))
+
+    request, model = good(), served_model()
+    request.structured_output.regex = "a"
+    await admissible(
+        request,
+        model.facts,
+        model.tokeniser,
+        lambda: 42,
+        cast("Grammars", Noting()),
+        client="alice",
+    )
+    assert brought == [("a", "alice")]
 
 
 async def test_bad_input_reaches_no_worker_and_leaves_nothing() -> None:
