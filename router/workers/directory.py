@@ -617,8 +617,8 @@ class Directory:
 
 
 # All workers are looked at for every choice.
-_compatibility = attrgetter("standing.compatibility")
-_candidate = attrgetter("standing.candidate")
+_compatibility = attrgetter("snapshot.compatibility")
+_candidate = attrgetter("snapshot.candidate")
 
 
 def _by_compatibility(workers: Sequence[Worker]) -> dict[str, list[Worker]]:

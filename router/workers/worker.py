@@ -353,7 +353,7 @@ class Worker:
         )
 
     def _drop_snapshot(self) -> None:
-        vars(self).pop("standing", None)
+        vars(self).pop("snapshot", None)
 
     @property
     def has_queue_place(self) -> bool:
