@@ -1,4 +1,4 @@
-"""`python -m decode`: one process of a decode pool."""
+"""Entry point of `python -m decode`: one process of a decode pool."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from runtime.process.quiet import quiet_grpc
 
 
 def _start(flags: dict[str, object], file: Path | None) -> int:
-    # Torch loads here, after --help has been answered and the environment prepared.
+    # Torch is imported here, after --help is handled and the environment is prepared.
     from decode.worker import DecodeRole
     from pool.start import start
 
@@ -14,9 +14,9 @@ def _start(flags: dict[str, object], file: Path | None) -> int:
 
 
 def main() -> None:
-    """The entry point."""
+    """Run the command line."""
     quiet_grpc()
-    from pool.main import worker_command  # loads grpc
+    from pool.main import worker_command  # imports grpc
 
     worker_command("decode", _start)(prog_name="baton decode")
 

@@ -1,13 +1,14 @@
-"""How long drafts should be: measured, not modelled.
+"""Adaptive draft length, chosen from measured throughput.
 
-A longer draft makes a step slower and may make it yield more tokens; which wins depends on the
-draft, the text and how many requests share the step. So a pool of each size class keeps what the
-lengths in question have yielded per second, runs the best one, and tries another now and then. A
-length is replaced only by one that is clearly better.
+A longer draft makes a step slower and may yield more tokens per step. The best length depends on
+the draft, the text and the number of requests in the step. So each class of batch sizes records the
+tokens per second of the candidate lengths, runs the best one, and tries another from time to time.
+A length is replaced only by one that is clearly better.
 
-A draft that does not follow what is drawn is lost for the rest of its answer. So a trial of no
-drafts lets them follow, and they are left out only once having none has turned out best. Behind
-that a trial of longer ones measures what they yield to answers whose drafts begin anew.
+A draft model that skips sampled tokens is lost for the rest of the response. So a trial without
+drafts still lets the draft model follow, and it stops following only once "no draft" has become the
+best length. After that, a trial of longer drafts measures responses whose draft state starts at the
+current position.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +18,7 @@ from decode.speculation import VerifiedStep
 
 @dataclass
 class _Yield:
-    """Tokens and seconds of one length, the older the lighter."""
+    """Tokens and seconds of one length, with exponentially decaying weights."""
 
     tokens: float = 0.0
     seconds: float = 0.0
@@ -33,8 +34,11 @@ class _Yield:
 
 @dataclass
 class _SizeClass:
-    """`best` and `tried` are places in the list of lengths; they are the same outside a trial.
-    `interval` is the steps between trials: it grows while the best one stays the best."""
+    """The measurements of one class of batch sizes.
+
+    `best` and `tried` are indices into the lengths; they differ only during a trial. `interval` is
+    the number of steps between trials. It grows while the best length stays the best.
+    """
 
     yields: list[_Yield]
     best: int
@@ -46,12 +50,12 @@ class _SizeClass:
 
 @dataclass
 class AdaptiveDraft:
-    """Chooses among no draft, a short one and `max_nodes`. Belongs to the engine thread.
+    """Choice among no draft, a short draft and `max_nodes`. Belongs to the engine thread.
 
-    A trial of another length lasts `trial_steps`, after `first_interval` steps of the best one and,
-    while it stays the best, up to `trial_interval`. The first `settling_steps` after a change are
-    not counted, because their trees are still those of the old length. `margin` is how much better
-    the other must be.
+    A trial of another length lasts `trial_steps`. The first trial starts after `first_interval`
+    steps; while the best length stays the best, the interval grows up to `trial_interval`. The
+    first `settling_steps` after a change are not counted, because their trees still have the old
+    length. A length replaces the best one if its throughput is higher by the fraction `margin`.
     """
 
     max_nodes: int
@@ -68,14 +72,16 @@ class AdaptiveDraft:
         return tuple(sorted({0, -(-self.max_nodes // 3), self.max_nodes}))
 
     def length(self, num_running: int) -> int | None:
-        """Drafted nodes per request when so many requests run; None: drafts need not even
-        follow."""
+        """Return the drafted nodes per request for this number of running requests.
+
+        None means that the draft model need not follow the sampled tokens either.
+        """
         found = self._class_of(num_running)
         length = self.lengths[found.tried]
         return length if length or found.tried != found.best else None
 
     def observe(self, step: VerifiedStep, num_running: int) -> None:
-        """Account for a step and decide about the next ones."""
+        """Record a step and choose the length of the next steps."""
         found = self._class_of(num_running)
         trial = found.tried != found.best
         phase = self.trial_steps if trial else found.interval
@@ -94,7 +100,7 @@ class AdaptiveDraft:
             others = [place for place in range(len(self.lengths)) if place != found.best]
             found.tried = others[found.next_trial % len(others)]
             found.next_trial += 1
-            found.yields[found.tried] = _Yield()  # yields of long ago are no measure of the present
+            found.yields[found.tried] = _Yield()  # old measurements do not describe the present
             found.steps_left = self.trial_steps
 
     def _class_of(self, num_running: int) -> _SizeClass:

@@ -1,13 +1,12 @@
-"""Who takes the step after the one under way, before its tokens are known: all that would take it
-then, or nobody.
+"""The choice of requests for the step that is prepared while the current one computes.
 
-A row of that step brings what is known without the token: its position, its pages, how the next one
-is drawn. Where anything else depends on the result, the pool waits for it, as it would without a
-step ahead:
+Either all requests that would take the step then are chosen, or none. A row of that step contains
+everything known without the due token: its position, its pages and its sampling parameters. If
+anything else depends on the result, the pool waits for it, as it does without a step ahead:
 
-    a prompt or a replay is to be read        it may end in a batch with others
+    a prompt or a replay must be prefilled    it may end in a batch with others
     a preempted request waits                 for pages that the result may free
-    pages are short                           who gives its own up is decided with nothing in flight
+    pages are short                           preemption is decided with nothing in flight
     penalties count the token, or a grammar   its mask follows from the token
 
 Belongs to the engine thread.
@@ -22,9 +21,11 @@ from engine.memory.leases import PageAllocator, pages_for_tokens
 def lease_ahead(
     turns: Sequence[DecodeEntry], limits: DecodeLimits, pages: PageAllocator
 ) -> list[DecodeEntry]:
-    """Of `turns`, the running requests in the order of their turns, those that take the step; each
-    then has a page for its token. None where the step cannot be prepared, and nothing is leased
-    then."""
+    """Return the running requests that take the next step; each then has a page for its token.
+
+    `turns` are the running requests in turn order. Returns an empty list, and leases nothing, if
+    the step cannot be prepared.
+    """
     going_on = [entry for entry in turns if not entry.ends_with_due(limits.max_context_tokens)]
     if not all(map(_is_ready, going_on)):
         return []
@@ -39,8 +40,10 @@ def lease_ahead(
 
 
 def _is_ready(entry: DecodeEntry) -> bool:
-    """Whether its prompt, and all of its tokens but the newest, which may be due, are computed or
-    in flight."""
+    """Return whether its prompt and all tokens but the newest are computed or in flight.
+
+    The newest token may still be due.
+    """
     if entry.computed < len(entry.request.prompt_token_ids) or (
         entry.num_due and entry.request.needs_output
     ):

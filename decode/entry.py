@@ -1,8 +1,7 @@
-"""A request on a decode pool: the events that its stream gets, the scheduler's state of it, the
-memory it holds (pages for its tokens and a state slot, both or neither), and what its next step
-brings into a batch: one token, a tree to verify, or tokens of a replay.
+"""A request on a decode pool: the events of its stream, its scheduling state, its memory (pages and
+a state slot, both or neither), and its next row: one token, a tree to verify, or replayed tokens.
 
-Building a row counts its tokens as computed; which requests take part is the scheduler's decision.
+Building a row counts its tokens as computed. The scheduler decides which requests take part.
 Belongs to the engine thread.
 """
 
@@ -22,26 +21,27 @@ from runtime.clock import Clock
 from runtime.digests import block_names, names_draft
 from runtime.errors import CapacityError, FieldViolation, InvalidRequestError
 
-REST_SHARE = 0.1  # of a step: so much longer it may get by what is read in it
+REST_SHARE = 0.1  # largest fraction by which prefilling in a step may lengthen it
 PACE_MEMORY = 0.9
-PACE_MEMORY_S = 30.0  # what was slow once would otherwise never be tried again
+# seconds after which a slow rate is forgotten, so that prefilling is tried again
+PACE_MEMORY_S = 30.0
 
 
 @dataclass(frozen=True)
 class Drawn:
-    """The request's next tokens: one, or several where drafted ones were accepted."""
+    """The event with the request's next tokens: one, or several if draft tokens were accepted."""
 
     tokens: tuple[DrawnToken, ...]
 
 
 @dataclass(frozen=True)
 class Finished:
-    """The request has its last token. Nothing follows."""
+    """The event that the request has its last token. It is the last event."""
 
     reason: FinishReason
     stop_token_id: int | None
-    queue_s: float  # joined to first step
-    decode_s: float  # first step to last token
+    queue_s: float  # seconds from joining to the first step
+    decode_s: float  # seconds from the first step to the last token
     num_preemptions: int
 
 
@@ -51,20 +51,21 @@ Emit = Callable[[Event], object]
 
 @dataclass
 class DecodeEntry(Entry[Event]):
-    """One request, with what it has drawn. Where it takes part in the cache `compatibility` is the
-    digest of what its entries are computed with, and of the draft if its state is part of them."""
+    """One request with the tokens that it has sampled.
+
+    `compatibility` is empty if it does not use the cache. Otherwise it is the digest of everything
+    that its cached entries depend on, including the draft model if they hold its state.
+    """
 
     outputs: list[int] = field(default_factory=list)
     compatibility: str = ""
-    num_kept: int | None = (
-        None  # tokens of the output that the last stage keeps; None: it has no state of the request
-    )
+    # Output tokens that the last stage knows; None if it has no state of the request.
+    num_kept: int | None = None
     draft: DraftState = field(default_factory=DraftState)
-    scratch: SlotLease | None = (
-        None  # where the states of its trees are kept; without it runs without trees
-    )
-    num_due: int = 0  # tokens that batches in flight draw
-    running: bool = False  # has its memory filled and may be scheduled
+    # The record for the states of its trees; without it the request runs without trees.
+    scratch: SlotLease | None = None
+    num_due: int = 0  # tokens that batches in flight sample
+    running: bool = False  # whether its memory is filled and it may be scheduled
     joined_s: float = 0.0
     first_step_s: float | None = None
     num_preemptions: int = 0
@@ -76,9 +77,12 @@ class DecodeEntry(Entry[Event]):
 
     @property
     def num_final(self) -> int:
-        """Tokens, from its first, whose entries are where they stay, the draft's among them if they
-        are to be. What a tree has left is moved there with the next step only; the newest token's
-        is written by a step ahead, if at all. Of an entry with nothing else in flight."""
+        """Return the number of leading tokens whose cache entries are at their final place.
+
+        If the entries are to hold the draft model's state, that must be complete as well. Accepted
+        nodes of a tree are moved to their place only with the next step, and a step ahead may write
+        the newest token's entry. Valid for an entry with nothing else in flight.
+        """
         if names_draft(self.compatibility) and not self.draft.is_whole:
             return 0
         final = min(self.computed, self.num_tokens - 1)
@@ -86,11 +90,11 @@ class DecodeEntry(Entry[Event]):
 
     @property
     def num_left(self) -> int:
-        """Tokens it may still draw, as far as the request goes."""
+        """Return the number of tokens that the request's `max_tokens` still allows."""
         return self.request.max_tokens - len(self.outputs)
 
     def ends_with_due(self, max_context_tokens: int) -> bool:
-        """Whether a token in flight is its last one, whatever it is."""
+        """Return whether a token in flight is its last one, whatever that token is."""
         longest = min(
             self.request.max_tokens, max_context_tokens - len(self.request.prompt_token_ids)
         )
@@ -98,16 +102,16 @@ class DecodeEntry(Entry[Event]):
 
     @property
     def scratch_id(self) -> int:
-        """Of its record, or of the null record."""
+        """Return the index of its scratch record, or of the null record."""
         return NULL_INDEX if self.scratch is None else self.scratch.slot_id
 
     def lease_scratch(self, scratch: SlotAllocator) -> None:
-        """Take a record unless it has one, or none is free."""
+        """Take a scratch record unless it has one or none is free."""
         if self.scratch is None and (scratch.is_stateless or scratch.num_free):
             self.scratch = scratch.alloc(owner=self.owner)
 
     def free(self) -> None:
-        """Give everything back."""
+        """Release all of its memory."""
         super().free()
         if self.scratch is not None:
             self.scratch.end()
@@ -123,25 +127,31 @@ class DecodeEntry(Entry[Event]):
 
 @dataclass(frozen=True)
 class DecodeLimits:
-    """`depth` is the number of stages. `max_running` rows are computed at a time; requests beyond
-    them, up to `max_held`, take turns. `growth_tokens` are reserved beyond the prompt at admission.
-    A pool that speculates verifies up to `num_draft_tokens` at once; where recurrent layers keep a
-    state per node, of at most `max_running` requests: the others take plain steps until one of
-    those leaves. With `has_states` nothing goes on without a state (GatedDeltaNet, sliding
-    windows), and tokens may have other bits read than drawn. With `steps_ahead`, which is for pools
-    of one stage that do not speculate, a step is prepared while the one before it computes."""
+    """Limits of a decode scheduler.
+
+    `depth` is the number of stages. `max_running` rows are computed at a time; further requests, up
+    to `max_held`, take turns. `growth_tokens` are reserved beyond the prompt at admission.
+
+    A pool that speculates verifies up to `num_draft_tokens` per request at once. If recurrent
+    layers keep a state per node, only `max_running` requests have trees; the others take plain
+    steps until one of those ends.
+
+    With `has_states` no request can resume without a state (GatedDeltaNet, sliding windows), and a
+    prefilled token may differ in its bits from a decoded one. With `steps_ahead` a step is prepared
+    while the previous one computes; only pools of one stage without speculation support it.
+    """
 
     page_size: int
     grid: int
     depth: int
     max_running: int
     max_context_tokens: int
-    max_held: int = 0  # 0: no more than run
-    chunk_tokens: int = 512  # of a replay's prefill batches
+    max_held: int = 0  # 0: the same as `max_running`
+    chunk_tokens: int = 512  # tokens of a replay's prefill batches
     growth_tokens: int = 64
     num_draft_tokens: int = 0
     has_states: bool = False
-    local_rest_tokens: int = 0  # of a prompt that is computed here, at most
+    local_rest_tokens: int = 0  # most missing prompt tokens that are computed here
     steps_ahead: bool = False
 
     @property
@@ -150,34 +160,38 @@ class DecodeLimits:
 
     @property
     def reads_beside(self) -> bool:
-        """Whether tokens can be read in one batch with steps of others, which then are no trees and
-        have no states."""
+        """Return whether prefill tokens fit into a batch with decode steps.
+
+        They do unless the steps verify trees or layers keep states.
+        """
         return not self.speculates and not self.has_states
 
 
 @dataclass
 class RestLimit:
-    """The longest rest of a prompt that a pool reads in a step of its streams: at most `most`
-    tokens, and none that would make the step longer by more than `REST_SHARE`, as far as was seen
-    lately. Belongs to the engine thread."""
+    """The longest rest of a prompt that a pool prefills in a step of its streams.
+
+    It is at most `most` tokens. By recent measurements, it lengthens the step by at most the
+    fraction `REST_SHARE`. Belongs to the engine thread.
+    """
 
     most: int
     clock: Clock
-    _step_s: float = 0.0  # of streams alone; 0.0: not seen
-    _token_s: float = 0.0  # of each token read; 0.0: not seen
+    _step_s: float = 0.0  # seconds of a step of streams only; 0.0: not measured
+    _token_s: float = 0.0  # seconds per prefilled token; 0.0: not measured
     _seen_s: float = 0.0
 
     def stepped(self, seconds: float) -> None:
-        """Streams took a step."""
+        """Record the duration of a step of streams."""
         self._step_s = _blend(self._step_s, seconds)
 
     def read(self, num_tokens: int, seconds: float, *, is_step: bool) -> None:
-        """So many tokens were read, in a step of streams or while they waited."""
+        """Record `num_tokens` prefilled in a step of streams, or while streams waited."""
         own_s = max(seconds - self._step_s, 0.0) if is_step else seconds
         self._token_s, self._seen_s = _blend(self._token_s, own_s / num_tokens), self.clock.now()
 
     def tokens(self, *, has_streams: bool) -> int:
-        """The limit now."""
+        """Return the current limit."""
         is_known = self._token_s > 0 and self.clock.now() < self._seen_s + PACE_MEMORY_S
         if not has_streams or not is_known:
             return self.most
@@ -190,8 +204,10 @@ def _blend(before: float, seen: float) -> float:
 
 @dataclass(frozen=True)
 class Reservation:
-    """Memory for one request: the pages its prompt lands in, in position order, and its state slot.
-    Those of the first `held_tokens` have their content and are shared: nothing lands there."""
+    """Memory for one request: the pages of its prompt, in position order, and its state slot.
+
+    The pages of the first `held_tokens` are shared and already filled, so nothing lands there.
+    """
 
     key: int
     prompt_page_ids: tuple[int, ...]
@@ -202,7 +218,7 @@ class Reservation:
 
 @dataclass(frozen=True)
 class RequestMemory:
-    """Leases for entries, and what these leave in the cache. Belongs to the engine thread."""
+    """Leases of entries, and the cached pages that these leave. Belongs to the engine thread."""
 
     limits: DecodeLimits
     pages: PageAllocator
@@ -211,7 +227,11 @@ class RequestMemory:
     data_rank: int = 0
 
     def check_fits(self, request: Request) -> None:
-        """Raises InvalidRequestError for what would not fit into an empty pool."""
+        """Check that a request fits into an empty pool.
+
+        Raises:
+            InvalidRequestError: it would not.
+        """
         total = len(request.prompt_token_ids) + request.max_tokens
         room = min(self.limits.max_context_tokens, self.pages.num_total * self.limits.page_size)
         if total > room:
@@ -224,8 +244,11 @@ class RequestMemory:
             )
 
     def lease(self, entry: DecodeEntry) -> None:
-        """Pages for a prompt that is to land and some growth, and a slot; what is cached of it
-        among them. Raises CapacityError, and then holds neither."""
+        """Lease a slot and pages for a prompt that will land and some growth; share cached pages.
+
+        Raises:
+            CapacityError: memory is short; then neither is leased.
+        """
         num_tokens = len(entry.request.prompt_token_ids)
         found = self.cache.find(entry.blocks, num_tokens)
         self._lease(entry, found)
@@ -234,15 +257,18 @@ class RequestMemory:
             self.cache.metrics.matched.inc(found.num_tokens)
 
     def lease_to_read(self, entry: DecodeEntry) -> None:
-        """As `lease`, of an entry that will compute here what it has no entries of."""
+        """Lease as `lease` does, for an entry that computes its missing tokens here."""
         found = self._readable(entry)
         self._lease(entry, found)
         entry.advance(found.num_tokens)
         entry.draft.followed = names_draft(entry.compatibility)
 
     def lease_for_rest(self, entry: DecodeEntry, most: int) -> None:
-        """As `lease_to_read`, of a prompt that is new here; CapacityError, too, where more than
-        `most` tokens of it are missing."""
+        """Lease as `lease_to_read` does, for a new prompt.
+
+        Raises:
+            CapacityError: memory is short, or more than `most` tokens of the prompt are missing.
+        """
         found, num_tokens = self._readable(entry), len(entry.request.prompt_token_ids)
         num_missing = num_tokens - found.num_tokens
         if num_missing > most:
@@ -259,7 +285,7 @@ class RequestMemory:
             counter.inc(count)
 
     def reservation(self, entry: DecodeEntry) -> Reservation:
-        """Of an entry that holds memory."""
+        """Return the reservation of an entry that holds memory."""
         assert entry.pages is not None
         assert entry.slot is not None
         prompt_pages = pages_for_tokens(len(entry.request.prompt_token_ids), self.limits.page_size)
@@ -272,8 +298,10 @@ class RequestMemory:
         )
 
     def keep_landed(self, entry: DecodeEntry, *, with_draft: bool) -> None:
-        """Its prompt has landed and was checked. It is kept unless the draft's part is missing, or
-        nobody would look for it."""
+        """Cache a prompt that has landed and was checked.
+
+        It is not cached if the draft model's part is missing, because no lookup would match it.
+        """
         assert entry.pages is not None
         self.cache.metrics.reused.inc(entry.pages.num_shared * self.limits.page_size)
         if names_draft(entry.compatibility) is not with_draft:
@@ -281,8 +309,10 @@ class RequestMemory:
         self.cache.insert(entry.blocks, entry.pages.page_ids)
 
     def keep_drawn(self, entry: DecodeEntry) -> None:
-        """It will write no more: what it drew is kept with its prompt, where it has the bits that
-        reading it would give."""
+        """Cache the sampled tokens of an entry that writes no more, after its prompt.
+
+        They are cached only if prefilling them would give the same bits.
+        """
         if entry.compatibility and not self.limits.has_states and entry.pages is not None:
             entry.blocks = block_names(
                 entry.tokens(0, entry.num_final),
@@ -296,7 +326,7 @@ class RequestMemory:
             )
 
     def _readable(self, entry: DecodeEntry) -> Found:
-        """What is there to go on from: nothing without a state, where the model has any."""
+        """Return the cached part to resume from; nothing if the model needs states."""
         return (
             Found() if self.limits.has_states else self.cache.find(entry.blocks, entry.num_tokens)
         )
@@ -315,17 +345,20 @@ class RequestMemory:
 
 @dataclass(frozen=True)
 class StepBuilder:
-    """Rows and batches of the entries that are to run. `draft_tokens(entry)`: how many nodes its
-    next tree may have; None: its draft does not follow."""
+    """Rows and batches of the entries that are scheduled.
+
+    `draft_tokens(entry)` is the largest number of nodes of its next tree; None if its draft model
+    does not follow.
+    """
 
     limits: DecodeLimits
     pages: PageAllocator
     draft_tokens: Callable[[DecodeEntry], int | None]
 
     def decode(self, entries: Sequence[DecodeEntry]) -> ForwardBatch:
-        """One step of entries whose prompts are computed and whose next token has a page."""
+        """Build one step of entries whose prompts are computed and whose next token has a page."""
         rows = [self._decode_row(entry) for entry in entries]
-        # A batch without any tree is plain decoding, which writes where its tokens belong and
+        # A batch without any tree is plain decoding. It writes tokens to their final place and
         # leaves nothing to commit.
         if any(len(row.token_ids) > 1 for row in rows):
             return build_batch(ForwardMode.VERIFY, rows)
@@ -334,14 +367,19 @@ class StepBuilder:
         return build_batch(ForwardMode.DECODE, rows)
 
     def readable(self, entry: DecodeEntry) -> int:
-        """How many of its first tokens may be read in chunks: the prompt, and what was drawn before
-        the newest token, but where tokens have other bits read than drawn."""
+        """Return how many of its first tokens may be prefilled in chunks.
+
+        These are the prompt and the output before the newest token. It is only the prompt if
+        prefilled and decoded tokens may differ in their bits.
+        """
         prompt_len = len(entry.request.prompt_token_ids)
         return prompt_len if self.limits.has_states else max(prompt_len, entry.num_tokens - 1)
 
     def read(self, entries: Sequence[DecodeEntry], beside: Sequence[DecodeEntry]) -> ForwardBatch:
-        """The next chunks of known tokens that are not computed, or not any more, as many as one
-        batch takes, and a step of those `beside`."""
+        """Build a batch of the next chunks of known tokens, and a decode step of `beside`.
+
+        The known tokens were not computed yet, or were lost by a preemption.
+        """
         rows = [self._decode_row(entry) for entry in beside]
         budget = self.limits.chunk_tokens
         for entry in entries:
@@ -354,8 +392,7 @@ class StepBuilder:
         return build_batch(ForwardMode.PREFILL, rows)
 
     def begin(self, entries: Sequence[DecodeEntry]) -> ForwardBatch:
-        """The first trees of entries whose drafts have landed with their prompts; nothing else is
-        computed."""
+        """Build a batch that only grows the first trees of drafts that came with the prompts."""
         return build_batch(
             ForwardMode.PREBUILT,
             [
@@ -380,7 +417,7 @@ class StepBuilder:
         )
 
     def _known_row(self, entry: DecodeEntry, end: int, *, draws: bool) -> Row:
-        """Known tokens up to `end`, or the one that is due."""
+        """Return a row for the known tokens up to `end`, or for the token that is due."""
         row = _row(
             entry, [NOT_DRAWN] if entry.num_due else entry.tokens(entry.computed, end), draws=draws
         )
@@ -393,7 +430,7 @@ class StepBuilder:
         )
 
     def _replayed_row(self, entry: DecodeEntry) -> Row:
-        """Known tokens of the answer, which all stand, as a chain."""
+        """Return a row that replays known output tokens as a chain."""
         count = self._room(
             entry, min(entry.num_tokens - entry.computed - 1, self.limits.num_draft_tokens + 1)
         )
@@ -411,8 +448,10 @@ class StepBuilder:
         return row._replace(spec=spec)
 
     def _verified_row(self, entry: DecodeEntry) -> Row:
-        """The newest token with the tree drafted after it. What counts as computed is known once it
-        is verified."""
+        """Return a row for the newest token with the tree drafted after it.
+
+        The number of computed tokens is known only after verification.
+        """
         num_left = min(entry.num_left, self.limits.max_context_tokens - entry.num_tokens)
         max_nodes = self._room(entry, 1 + len(entry.draft.tree)) - 1 if entry.draft.tree else 0
         tree, spec = entry.draft.verify(
@@ -426,8 +465,10 @@ class StepBuilder:
         return _row(entry, [*newest, *tree.token_ids], draws=True)._replace(spec=spec)
 
     def _room(self, entry: DecodeEntry, wanted: int) -> int:
-        """How many of `wanted` more tokens the entry has memory for; takes free pages, but none
-        from others."""
+        """Return how many of `wanted` more tokens the entry has memory for.
+
+        Takes free pages if needed, but none from other requests.
+        """
         assert entry.pages is not None
         wanted = 1 if entry.scratch is None else wanted
         missing = (

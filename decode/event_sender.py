@@ -1,8 +1,9 @@
-"""What one request of a decode pool sends to its router, each thing that is drawn with its position
-in the output, so that nothing lost or doubled passes for an answer.
+"""The events that a request of a decode pool sends to its router.
 
-Tokens that the router was not sent yet join, so a router that reads slowly gets fewer and longer
-messages, and what waits is bounded by what its requests may draw. Event loop's thread.
+Every event with tokens carries their position in the output, so the router detects lost or repeated
+ones. Tokens that are not sent yet are joined: a router that reads slowly gets fewer and longer
+messages, and the unsent data is bounded by the tokens its requests may generate. Belongs to the
+event loop's thread.
 """
 
 from collections.abc import Sequence
@@ -17,28 +18,28 @@ MAX_JOINED = 64  # tokens of one event
 
 
 class DecodeEventSender:
-    """`pool.request.router_call.EventSender` in the words of this role."""
+    """A `pool.request.router_call.EventSender` with one method per event of this role."""
 
     def __init__(self, event_sender: EventSender[pb.DecodeEvent], position: int = 0) -> None:
-        """`position`: output tokens that the router has."""
+        """Create a sender; `position` is the number of output tokens that the router has."""
         self._event_sender = event_sender
         self._key = event_sender.key
         self._position = position
-        self._tokens: pb.DecodeEvent | None = None  # the last ones
-        self._room = 0  # for so many more there
+        self._tokens: pb.DecodeEvent | None = None  # the newest event with tokens
+        self._room = 0  # tokens that still fit into it
 
     def destination(self, terms: transfer_pb2.DestinationTerms) -> None:
-        """Memory is reserved, and receives are posted."""
+        """Send the destination terms: memory is reserved and receives are posted."""
         self._event_sender.send(pb.DecodeEvent(key=self._key, destination=terms))
 
     def committed(self, committed: pb.DecodeCommitted) -> None:
-        """The request joins, before anything else."""
+        """Send that the request joins the running batch; this comes before its tokens."""
         self._event_sender.send(
             pb.DecodeEvent(key=self._key, position=self._position, committed=committed)
         )
 
     def local(self, local: pb.DecodeLocal) -> None:
-        """The same of a request without a source."""
+        """Send that a request without a source has started here."""
         self._event_sender.send(pb.DecodeEvent(key=self._key, position=self._position, local=local))
 
     def drawn(self, tokens: Sequence[DrawnToken]) -> None:
@@ -55,7 +56,7 @@ class DecodeEventSender:
         extend_chunk(self._tokens.tokens, tokens)
 
     def finished(self, finished: pb.DecodeFinished) -> None:
-        """Nothing comes after it but the end."""
+        """Send the last event before `ended`."""
         self._event_sender.send(
             pb.DecodeEvent(key=self._key, position=self._position, finished=finished)
         )

@@ -1,18 +1,19 @@
-"""Which requests take their next step: continuous batching, as many micro-batches in flight as
-there are stages.
+"""Decode scheduling: continuous batching with one micro-batch in flight per stage.
 
     reserved (pages, slot; receives posted) ─▶ running ─▶ finished
                                                 │   ▲
-                              out of pages ─▶ waiting (memory given back; replayed later)
+                              out of pages ─▶ waiting (memory released; replayed later)
 
-Pages run out in mid-stream: the least urgent, youngest request gives its memory back and waits. It
-comes back before anything new is admitted and is replayed without drawing: prompt and output in
-prefill chunks, because in attention a token has the same bits read or drawn. Where GatedDeltaNet
-takes part it has not, so there only the prompt is read, and the output computed one token at a
-time, as it was drawn. Either way the stream continues with the same bits; it never ends with an
-error. A request that moves here from another pool joins with what it has drawn there and is
-replayed in the same way. What is past its deadline fails before its next step or its replay.
-Belongs to the engine thread.
+Pages can run out while requests run. Then the least urgent, youngest request releases its memory
+and waits. It resumes before any new request is admitted, and it is replayed without sampling. With
+attention layers only, prompt and output are replayed in prefill chunks, because a token has the
+same bits whether it is prefilled or decoded. GatedDeltaNet layers lack this property, so there only
+the prompt is prefilled, and the output is computed one token at a time. Either way the stream
+continues with the same bits, and preemption never ends it with an error.
+
+A request that moves here from another pool joins with the tokens sampled there and is replayed in
+the same way. A request past its deadline fails before its next step or its replay. Belongs to the
+engine thread.
 """
 
 import math
@@ -59,33 +60,29 @@ _DECODING = (ForwardMode.DECODE, ForwardMode.VERIFY)
 
 @dataclass
 class DecodeScheduler:
-    """Implements `engine.loop.Scheduler`."""
+    """Scheduler of one data rank of a decode pool. Implements `engine.loop.Scheduler`."""
 
     pages: PageAllocator
     slots: SlotAllocator
     limits: DecodeLimits
     clock: Clock
-    cache_rule: ResumeRule | None = (
-        None  # what is kept of requests for later ones; without it nothing is
-    )
+    # Positions at which a request can resume from the cache; None disables the cache.
+    cache_rule: ResumeRule | None = None
     scratch: SlotAllocator = field(default_factory=lambda: SlotAllocator(0, name="states of trees"))
     draft_length: DraftLength = lambda num_running: MAX_DRAFT_TOKENS
     on_verified: VerifiedListener = lambda step, num_running: None
     data_rank: int = 0
-    keys: Iterator[int] = field(
-        default_factory=lambda: count(1)
-    )  # of requests; data ranks of a pool share one
-    journal: PointJournal = field(default_factory=PointJournal)  # likewise
+    # Request keys, shared by the data ranks of a pool.
+    keys: Iterator[int] = field(default_factory=lambda: count(1))
+    journal: PointJournal = field(default_factory=PointJournal)  # also shared
     on_preempted: Callable[[], None] = lambda: None
     _entries: dict[int, DecodeEntry] = field(default_factory=dict)  # by key, in admission order
     _waiting: list[DecodeEntry] = field(default_factory=list)
-    _turns: dict[int, None] = field(
-        default_factory=dict
-    )  # running keys, least recently launched first
-    _ended: dict[int, None] = field(
-        default_factory=dict
-    )  # keys whose output the last stage still has to drop
-    _since_s: float = 0.0  # the last result, or the first launch after a pause
+    # Keys of running requests, least recently launched first.
+    _turns: dict[int, None] = field(default_factory=dict)
+    # Keys whose output state the last stage still has to drop.
+    _ended: dict[int, None] = field(default_factory=dict)
+    _since_s: float = 0.0  # time of the last result, or of the first launch after a pause
 
     def reserve(
         self,
@@ -97,14 +94,15 @@ class DecodeScheduler:
         compatibility: str = "",
         ends_at_s: float = math.inf,
     ) -> Reservation:
-        """Memory for the prompt and some growth, at once or not at all. `replayed`: output tokens
-        after the first that another pool drew already; this one computes them again, as after a
-        preemption, and draws what follows. `blocks` are the names of the prompt's full pages
-        (`runtime.digests`), by the digest `compatibility`; without that it takes no part in the
-        cache.
+        """Reserve memory for the prompt and some growth, at once or not at all.
+
+        `replayed` are output tokens after the first that another pool has already sampled. This
+        pool computes them again, as after a preemption, and samples the next ones. `blocks` are the
+        names of the prompt's full pages (`runtime.digests`) under the digest `compatibility`.
+        Without a digest the request does not use the cache.
 
         Raises:
-            CapacityError: no room now, or a preempted request waits for it first.
+            CapacityError: no memory is free, or a preempted request waits for it first.
             InvalidRequestError: the request could never fit.
         """
         entry = DecodeEntry(
@@ -128,10 +126,13 @@ class DecodeScheduler:
         compatibility: str,
         ends_at_s: float = math.inf,
     ) -> Reservation:
-        """Generate without a handoff, where the cache has nearly all of the prompt. Arguments as
-        for `reserve`.
+        """Generate without a handoff if the cache has nearly all of the prompt.
 
-        Raises as `reserve` does, and CapacityError where too much is missing.
+        The arguments are those of `reserve`.
+
+        Raises:
+            CapacityError: as for `reserve`, or too many tokens of the prompt are missing.
+            InvalidRequestError: the request could never fit.
         """
         entry = DecodeEntry(
             0, request, emit, ends_at_s=ends_at_s, blocks=blocks, compatibility=compatibility
@@ -141,17 +142,23 @@ class DecodeScheduler:
         return self._memory.reservation(entry)
 
     def unshare(self, key: int) -> Reservation:
-        """The reservation with pages that a whole prompt can land in. Raises CapacityError."""
+        """Replace shared pages so that a whole prompt can land; return the new reservation.
+
+        Raises:
+            CapacityError: too few pages are free.
+        """
         entry = self._entries[key]
         assert entry.pages is not None
         entry.pages.unshare()
         return self._memory.reservation(entry)
 
     def join(self, key: int, first_token: int, *, with_draft: bool = False) -> None:
-        """The prompt has landed, with the draft's state or without: the request joins the running
-        batch without a forward, or ends if the first token ended it. Unknown keys (released
-        meanwhile) are ignored, and so are requests that have failed: a stage that is lost has taken
-        with it what landed there."""
+        """Run a request whose prompt has landed, with or without the draft model's state.
+
+        It joins the running batch without a forward, or ends if the first token ended it. Ignored
+        are keys released meanwhile and requests that have failed: a lost stage loses its landed
+        pages.
+        """
         entry = self._entries.get(key)
         if entry is None or entry.released or entry.has_failed:
             return
@@ -159,15 +166,19 @@ class DecodeScheduler:
         entry.outputs.insert(0, first_token)
         entry.advance(len(entry.request.prompt_token_ids))
         entry.draft.followed = with_draft
-        entry.draft.landed = with_draft and len(entry.outputs) == 1  # a replay drafts at its end
+        # After a replay, drafting starts at its end.
+        entry.draft.landed = with_draft and len(entry.outputs) == 1
         self._run(entry)
         self._finish_if_done(entry)
 
     def submit_local(self, request: Request, emit: Emit) -> int:
-        """Generate without a handoff: prefill here too. For warm-up, and as the reference of every
-        topology.
+        """Generate without a handoff and without the cache: this pool prefills the prompt.
 
-        Raises as `reserve` does.
+        Used for warm-up, and as the reference for every topology.
+
+        Raises:
+            CapacityError: as for `reserve`.
+            InvalidRequestError: the request could never fit.
         """
         entry = DecodeEntry(0, request, emit)
         self._admit(entry, self._memory.lease_to_read)
@@ -175,14 +186,13 @@ class DecodeScheduler:
         return entry.key
 
     def release(self, key: int) -> None:
-        """The request is over and nothing writes its memory any more, but for steps in flight.
-        Idempotent."""
+        """Release the request's memory once no step in flight writes it. Idempotent."""
         entry = self._entries.get(key)
         if entry is None:
             return
         entry.released = True
         if entry.in_flight:
-            self._turns.pop(key, None)  # no step is prepared for it any more
+            self._turns.pop(key, None)  # no further step is prepared for it
         else:
             self._forget(entry)
 
@@ -199,8 +209,7 @@ class DecodeScheduler:
         )
 
     def occupancy(self) -> PoolOccupancy:
-        """Who holds memory, for bytes that are landing or to run, and how long a preempted request
-        has waited."""
+        """Return how many requests hold memory, landing or running, and the longest preemption."""
         landing = [
             entry
             for entry in self._entries.values()
@@ -240,7 +249,7 @@ class DecodeScheduler:
         return None if batch is None else self._launched(batch)
 
     def on_result(self, batch: ForwardBatch, result: StepResult) -> None:
-        if result.error is None:  # a batch that failed may not have reached the last stage
+        if result.error is None:  # a failed batch may not have reached the last stage
             for key in batch.ended_keys:
                 self._ended.pop(key, None)
         if self.limits.speculates and batch.mode in _DECODING and result.error is None:
@@ -261,7 +270,7 @@ class DecodeScheduler:
             if entry.released:
                 self.release(key)
             elif entry.has_failed:
-                continue  # its owner knows; this step was prepared before
+                continue  # already failed; this step was prepared before
             elif result.error is not None:
                 self._fail(entry, result.error)
             else:
@@ -307,7 +316,7 @@ class DecodeScheduler:
         )
 
     def _note_pace(self, batch: ForwardBatch) -> None:
-        """How long steps take, and what is read while there are streams."""
+        """Record the duration of steps, and of prefill tokens while there are streams."""
         seconds = self.clock.now() - self._since_s
         if batch.mode in _DECODING:
             self._rests.stepped(seconds)
@@ -320,7 +329,7 @@ class DecodeScheduler:
                 self._rests.read(batch.num_tokens - num_streams, seconds, is_step=num_streams > 0)
 
     def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
-        self.cache.clear()  # a stage that joins brings other memory
+        self.cache.clear()  # a replaced stage comes with empty memory
         for entry in list(self._entries.values()):
             entry.in_flight = 0
             if entry.released:
@@ -336,7 +345,7 @@ class DecodeScheduler:
 
     @cached_property
     def cache(self) -> PrefixCache:
-        """What is kept of requests. States come with each prompt: none is."""
+        """Return the cache of request tokens, without states: these come with each prompt."""
         return PrefixCache(
             self.cache_rule, self.pages, self.slots, self.clock, journal=self.journal
         )
@@ -347,7 +356,7 @@ class DecodeScheduler:
 
     @property
     def _longest_rest(self) -> int:
-        """Of a prompt, that is read here at this load."""
+        """Return how many missing prompt tokens this pool computes by itself at this load."""
         return self._rests.tokens(has_streams=bool(self._turns))
 
     @cached_property
@@ -362,11 +371,16 @@ class DecodeScheduler:
         length = self.draft_length(len(self._turns)) if entry.request.speculates else None
         if length is None:
             return None
-        # Who has no record takes plain steps, and goes on with its draft when it gets one.
+        # A request without a scratch record takes plain steps and keeps its draft for when it gets
+        # one.
         return 0 if entry.scratch is None else min(self.limits.num_draft_tokens, length)
 
     def _admit(self, entry: DecodeEntry, lease: Callable[[DecodeEntry], None]) -> None:
-        """It gets a key, and its memory by `lease`."""
+        """Give the entry a key, and memory by `lease`.
+
+        Raises:
+            CapacityError: preempted requests wait, or too many requests hold memory.
+        """
         self._memory.check_fits(entry.request)
         if self._waiting:
             raise CapacityError(
@@ -388,7 +402,7 @@ class DecodeScheduler:
         self._turns[entry.key] = None
 
     def _readmit(self) -> None:
-        """Preempted requests come back, most urgent and oldest first, as far as memory goes."""
+        """Resume preempted requests while memory lasts, most urgent and oldest first."""
         self._waiting.sort(key=lambda entry: (entry.request.priority, entry.key))
         while self._waiting:
             entry = self._waiting[0]
@@ -401,7 +415,7 @@ class DecodeScheduler:
             self._turns[entry.key] = None
 
     def _drop_late(self) -> None:
-        """Its owner would be cancelled anyway, but maybe later than this thread comes by."""
+        """Fail requests past their deadline, before the owner's cancellation arrives."""
         now_s = self.clock.now()
         ready = [entry for key in self._turns if not (entry := self._entries[key]).in_flight]
         for entry in [*ready, *self._waiting]:
@@ -409,8 +423,10 @@ class DecodeScheduler:
                 self._fail(entry, DeadlineError("the request's deadline has passed"))
 
     def _grow(self, entry: DecodeEntry) -> bool:
-        """Make sure that the entry's next token has a page, at the cost of a less urgent request if
-        need be."""
+        """Make sure that the entry's next token has a page; return whether it has one.
+
+        Preempts the least urgent, youngest request if no page is free.
+        """
         while entry.pages is not None:
             missing = (
                 pages_for_tokens(entry.computed + 1, self.limits.page_size) - entry.pages.num_pages
@@ -440,8 +456,10 @@ class DecodeScheduler:
     def _reading_batch(
         self, reading: list[DecodeEntry], ready: list[DecodeEntry]
     ) -> ForwardBatch | None:
-        """Streams go on meanwhile, where both fit into one batch. Their growing may set back who is
-        to read."""
+        """Build a batch that prefills, with the steps of streams if both fit into one batch.
+
+        Growing the streams may preempt entries of `reading`.
+        """
         streams = [entry for entry in ready if entry.computed >= self._steps.readable(entry)]
         beside = self._stepping(streams) if self.limits.reads_beside else []
         reading = [entry for entry in reading if entry.running]
@@ -450,9 +468,12 @@ class DecodeScheduler:
         return self._steps.decode(beside) if beside else None
 
     def _stepping(self, ready: list[DecodeEntry]) -> list[DecodeEntry]:
-        """Who takes the next step: a share of the rows, so that every stage has a batch. Growing
-        may set others of `ready` back. Who has no scratch takes plain steps, in batches apart:
-        beside a tree its own state would have to be kept, too."""
+        """Return the requests that take the next step, after making sure that each has a page.
+
+        They are a share of the rows, so that every stage gets a batch. Growing may preempt others
+        of `ready`. Requests without a scratch record take plain steps in separate batches: in a
+        batch with a tree, their own state would have to be kept as well.
+        """
         share = -(-min(len(self._turns), self.limits.max_running) // self.limits.depth)
         chosen: list[DecodeEntry] = []
         for entry in ready:
@@ -461,7 +482,7 @@ class DecodeScheduler:
             if chosen and (entry.scratch is None) is not (chosen[0].scratch is None):
                 continue
             if entry.running and self._grow(entry):
-                entry.in_flight = 1  # from here on its pages are not taken from it
+                entry.in_flight = 1  # now its pages cannot be taken by a preemption
                 entry.first_step_s = (
                     self.clock.now() if entry.first_step_s is None else entry.first_step_s
                 )
@@ -469,8 +490,10 @@ class DecodeScheduler:
         return chosen
 
     def _next_ahead(self) -> ForwardBatch | None:
-        """The step after the one in flight; None where it has to wait for that one's result. What
-        is late takes none, and fails with that result."""
+        """Return the step after the one in flight, or None if it must wait for that one's result.
+
+        A request past its deadline takes no step. It fails when that result arrives.
+        """
         now_s = self.clock.now()
         punctual = [
             entry for key in self._turns if (entry := self._entries[key]).ends_at_s >= now_s
@@ -482,13 +505,13 @@ class DecodeScheduler:
         return self._turned(self._steps.decode(stepping)) if stepping else None
 
     def _launched(self, batch: ForwardBatch) -> ForwardBatch:
-        """Of requests with nothing else in flight."""
+        """Mark the requests of a batch as in flight; they have nothing else in flight."""
         for key in batch.request_keys:
             self._entries[key].in_flight = 1
         return self._turned(batch)
 
     def _turned(self, batch: ForwardBatch) -> ForwardBatch:
-        """Its requests go to the end of the queue for turns."""
+        """Move the batch's requests to the end of the turn order."""
         batch.ended_keys = tuple(islice(self._ended, MAX_ENDED_KEYS))
         for key in batch.request_keys:
             del self._turns[key]
@@ -496,8 +519,10 @@ class DecodeScheduler:
         return batch
 
     def _append(self, entry: DecodeEntry, tokens: list[DrawnToken]) -> None:
-        """Publish what a step drew; whatever follows the token that ends the request was never
-        drawn."""
+        """Publish the tokens of a step up to the one that ends the request.
+
+        Later tokens are discarded, as if they had never been sampled.
+        """
         drawn: list[DrawnToken] = []
         problem: BatonError | None = None
         for token in tokens:
@@ -518,9 +543,12 @@ class DecodeScheduler:
             self._finish_if_done(entry)
 
     def _finish_if_done(self, entry: DecodeEntry) -> None:
-        """Notify the owner and drop the entry: with its last token nothing is left that could write
-        its memory, which is free before the owner releases it, but for a step ahead, whose result
-        frees it. `_fail` leaves that to the owner."""
+        """Notify the owner and drop the entry if its last token is there.
+
+        Nothing can write its memory after that, so it is released before the owner does. With a
+        step ahead in flight, the result of that step releases it. `_fail` leaves the release to the
+        owner.
+        """
         reason = entry.request.finish_reason(entry.outputs, self.limits.max_context_tokens)
         if reason is None:
             return
@@ -534,9 +562,11 @@ class DecodeScheduler:
         )
 
     def _fail(self, entry: DecodeEntry, error: BatonError) -> None:
-        """Notify the owner, which releases it once nothing writes its memory any more (bytes may
-        still be landing); run no more of it. A request that finishes is dropped at once, see
-        `_finish_if_done`."""
+        """Notify the owner of the failure, and schedule no more of the request.
+
+        The owner releases it once nothing writes its memory any more, since bytes may still be
+        landing. A request that finishes is dropped at once; see `_finish_if_done`.
+        """
         entry.has_failed = True
         self._stop_running(entry)
         entry.emit(Failed(error))

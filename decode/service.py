@@ -1,12 +1,12 @@
-"""The Decode service: requests of routers (`pool.request.router_call`), each from its reservation
-to its last token.
+"""The Decode service: runs a router's requests (`pool.request.router_call`), each from its
+reservation to its last token.
 
 open ─▶ reserve on all stages, post receives ─▶ destination ─▶ … bytes land, digests match …
     first_token ───────────────────────────────▶ committed ─▶ tokens … ─▶ finished, ended
-    source_lost (the prefill worker died), new_source ─▶ destination of the next epoch, same memory
-open without a source ─▶ local (nearly all of the prompt is here) ─▶ tokens …; else refused
+    source_lost (the prefill worker failed), new_source ─▶ destination of the next epoch, same memory
+open without a source ─▶ local (nearly all of the prompt is cached) ─▶ tokens …; else rejected
 open with replayed tokens (another pool was lost) ─▶ the same; they are computed again before a new
-one is drawn
+token is sampled
 """
 
 import math
@@ -51,7 +51,7 @@ from transfer.plan.handoff_terms import DestinationTerms, SourceTerms
 from transfer.session import ReceiveSession, ReceiveState, SessionDeadlines
 from transfer.transport.authenticator import new_key
 
-HANDOFF_TIMEOUT_S = 60.0  # in one state of the handoff, for a request without a deadline
+HANDOFF_TIMEOUT_S = 60.0  # seconds in one state of the handoff, for a request without a deadline
 
 DecodeInbox = Inbox[pb.DecodeInput, Event]
 
@@ -64,14 +64,17 @@ _REASONS = {
 
 @dataclass(frozen=True, kw_only=True)
 class DecodeParts(RequestParts):
-    """What a request on this pool works with."""
+    """The components that a request on this pool uses."""
 
     ranks: DataRanks[DecodeScheduler]
     arrivals: ArrivalMetrics
 
 
 class DecodeHandler:
-    """One request on this pool, its session and its memory. Satisfies `pool.request.handler.RequestHandler`."""
+    """One request on this pool with its session and its memory.
+
+    Implements `pool.request.handler.RequestHandler`.
+    """
 
     def __init__(
         self,
@@ -84,8 +87,12 @@ class DecodeHandler:
         alike: str,
         patience_s: float,
     ) -> None:
-        """`source` is the first to deliver, `alike` what it has in common with this pool,
-        `patience_s` the longest that one state of the handoff may last."""
+        """Create the handler of a request whose memory is reserved.
+
+        `source` is the first prefill worker to send the prompt. `alike` is the part of the
+        compatibility that it shares with this pool. `patience_s` is the longest that one state of
+        the handoff may last.
+        """
         self._parts = parts
         self._inbox = inbox
         self._event_sender = event_sender
@@ -93,8 +100,8 @@ class DecodeHandler:
         self._reservation = reservation
         self._source = source
         self._alike = alike
-        # A prompt lands while it is computed, and a source that died is replaced when a queue
-        # elsewhere lets it: how long that may take follows from the request's deadline.
+        # A prompt lands while it is computed, and a lost source is replaced when another worker's
+        # queue allows it. So the request's deadline bounds how long each state may take.
         self._session = ReceiveSession(
             secrets.token_hex(8),
             num_stages=parts.leader.group.session_size,
@@ -102,7 +109,7 @@ class DecodeHandler:
             deadlines=SessionDeadlines.within(patience_s),
         )
         self._is_open = False
-        self._with_draft = False  # whether the draft's state lands, too
+        self._with_draft = False  # whether the draft model's state is sent as well
         self._first_token: int | None = None
         self._first_token_s = 0.0
         self._opened_s = 0.0
@@ -126,10 +133,10 @@ class DecodeHandler:
         await _finish(self._parts, self._inbox)
 
     def end(self) -> None:
-        """Close what is open and give the memory back once nothing can write it."""
+        """Close open resources and release the memory once nothing can write it."""
         self._phase.end()
         key, session = self._reservation.key, self._session
-        session.abort("its request ended")  # no change if the request has taken the memory over
+        session.abort("its request ended")  # no effect if the request has joined
         self._parts.reclaimer.end(
             lambda: self._parts.ranks.of(key).release(key),
             session=session if self._is_open else None,
@@ -139,7 +146,7 @@ class DecodeHandler:
         )
 
     async def _shake_hands(self, source: SourceTerms) -> DestinationTerms | SourceTerms:
-        """`_open`, measured."""
+        """Run `_open` and record its duration or failure."""
         meters, began_s = self._parts.meters, time.monotonic()
         try:
             answer = await self._open(source)
@@ -153,9 +160,15 @@ class DecodeHandler:
         return answer
 
     async def _open(self, source: SourceTerms) -> DestinationTerms | SourceTerms:
-        """Post receives for the next epoch on all stages; the destination terms once they are
-        posted, or the source to start over with. An older epoch is drained first, by every stage
-        for itself."""
+        """Post the receives of the next epoch on all stages.
+
+        Return the destination terms once they are posted, or a new source to start over with. Every
+        stage drains an older epoch by itself.
+
+        Raises:
+            InvalidRequestError: the source terms do not match the request.
+            HandoffError: a stage did not post its receives in time.
+        """
         parts, session = self._parts, self._session
         check_compatible(
             parts.leader.compatibility, source.compatibility, source.compatibility_text
@@ -173,8 +186,8 @@ class DecodeHandler:
             self._reservation = await parts.leader.loop.submit(
                 lambda: parts.ranks.of(key).unshare(key)
             )
-        # The session follows when nothing can fail any more: stages know no epoch that was never
-        # opened.
+        # The session advances only when nothing can fail any more, so that stages never miss an
+        # epoch.
         epoch = session.epoch + 1 if self._is_open else session.epoch
         data_rank = self._reservation.data_rank
         destination = plan_destination(
@@ -199,22 +212,24 @@ class DecodeHandler:
             source, destination, session, self._inbox.session_changed, data_rank
         )
         while session.state is ReceiveState.RESERVED:
+            # HandoffError, because another pool may do better.
             new_source = await self._handle_arrival(
                 session.time_left_s(), "every stage to post its receives", HandoffError
-            )  # another pool may do better
+            )
             if new_source is not None:
                 return new_source
         if session.error is not None and not isinstance(session.error, PeerLostError):
-            raise session.error  # this pool's own; a lost source the router sees, too, and replaces
+            # A lost source is left to the router, which also notices it and replaces it.
+            raise session.error
         return destination
 
     async def _land(self) -> SourceTerms | None:
-        """Wait for all bytes and the first token; None when both are here, else the source to start
-        over with.
+        """Wait for all bytes and the first token.
+
+        Return None when both have arrived, or a new source to start over with.
 
         Raises:
-            BatonError: what failed the arrival of the prompt,
-            unless the router reports that the source is lost and finds another.
+            BatonError: the prompt's arrival failed, and the router named no other source.
         """
         session = self._session
         while not (session.state is ReceiveState.COMPLETE and self._first_token is not None):
@@ -237,7 +252,7 @@ class DecodeHandler:
     async def _handle_arrival(
         self, timeout_s: float | None, waiting_for: str, failure: type[BatonError] = DeadlineError
     ) -> SourceTerms | None:
-        """Handle one happening before the commit, or raise the `failure`."""
+        """Handle one event before the commit, or raise `failure` on timeout."""
         match await self._inbox.get(timeout_s, waiting_for, failure):
             case SessionChanged():
                 return None
@@ -301,8 +316,10 @@ class DecodeHandler:
 
 
 class LocalPrefillHandler:
-    """A request whose prompt is here but for a short rest, which this pool computes. Satisfies
-    `pool.request.handler.RequestHandler`."""
+    """A request whose prompt is cached except for a short rest, which this pool computes.
+
+    Implements `pool.request.handler.RequestHandler`.
+    """
 
     def __init__(self, parts: DecodeParts, inbox: DecodeInbox, reservation: Reservation) -> None:
         self._parts = parts
@@ -319,7 +336,11 @@ class LocalPrefillHandler:
 
 
 async def _finish(parts: DecodeParts, inbox: DecodeInbox) -> None:
-    """To the end of a request that draws. Raises what it failed of."""
+    """Wait until a running request finishes.
+
+    Raises:
+        BatonError: the request failed.
+    """
     while True:
         match await inbox.get(None, "the request to finish"):
             case Finished(queue_s=queue_s):
@@ -328,16 +349,19 @@ async def _finish(parts: DecodeParts, inbox: DecodeInbox) -> None:
             case Failed(error):
                 raise error.again()
             case _:
-                continue  # an offer that crossed the commit is needless
+                continue  # an offer that crossed the commit has no effect
 
 
 def _emit(post: EventPost, receive: Callable[[Event], None], event: Event) -> None:
-    """Tokens wait for those of the next steps, if these are short. Engine thread."""
+    """Post an event to the event loop's thread; called on the engine thread.
+
+    Tokens may wait for those of the next steps if these are short.
+    """
     post.put(receive, event, can_wait=isinstance(event, Drawn))
 
 
 def _receive(event_sender: DecodeEventSender, inbox: DecodeInbox, event: Event) -> None:
-    """What the engine did: the router gets what was drawn, the stay whatever ends it."""
+    """Send an engine event to the router, and pass those that end the request to its handler."""
     if isinstance(event, Drawn):
         event_sender.drawn(event.tokens)
         return
@@ -358,10 +382,13 @@ Context = grpc.aio.ServicerContext[pb.DecodeInputs, pb.DecodeEvents]
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):
-    """Thin: every decision is the scheduler's, every byte the transfer agents'."""
+    """The gRPC servicer of the Decode service.
+
+    The scheduler makes every decision, and the transfer agents move every byte.
+    """
 
     def __init__(self, parts: DecodeParts, calls: CallTracker) -> None:
-        """`calls` are those of its server."""
+        """Create the servicer; `calls` tracks the calls of its server."""
         self._parts = parts
         for scheduler in parts.ranks.schedulers:
             scheduler.on_preempted = parts.arrivals.preempted
@@ -416,7 +443,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 taken = admit(
                     request, emit, blocks=blocks, compatibility=kept_as, ends_at_s=ends_at_s
                 )
-                if source is None:  # posted where tokens are, so that it comes before them
+                # Posted through the same queue as tokens, so that it precedes them.
+                if source is None:
                     parts.post.put(
                         event_sender.local, pb.DecodeLocal(cached_tokens=taken.held_tokens)
                     )
@@ -439,7 +467,11 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
 
 
 def _replayed(opening: pb.DecodeOpen, request: Request, *, vocab_size: int) -> tuple[int, ...]:
-    """Raises InvalidRequestError for tokens that this request cannot have drawn."""
+    """Return the replayed tokens.
+
+    Raises:
+        InvalidRequestError: this request cannot have sampled these tokens.
+    """
     if (count := len(opening.replayed_token_ids)) >= request.max_tokens:
         raise InvalidRequestError(
             FieldViolation(

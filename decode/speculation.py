@@ -1,5 +1,4 @@
-"""What stage 0 keeps of a request's speculation between its steps, and how it shapes the next
-one."""
+"""Speculation state of a request on stage 0 between its steps, and the row of the next step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,17 +6,20 @@ from dataclasses import dataclass
 from engine.core.draft_trees import NO_TREE, AcceptedNodes, SpecRow, TokenTree
 from engine.memory.layout import NULL_INDEX
 
-# Running requests -> how many nodes their next trees may have; None: drafts do not even follow what
-# is drawn.
+# Maps the number of running requests to the largest number of nodes of their next trees. None: the
+# draft model does not follow the sampled tokens.
 DraftLength = Callable[[int], int | None]
-MAX_DRAFT_TOKENS = 1 << 16  # as many as the pool is built for
+MAX_DRAFT_TOKENS = 1 << 16  # no limit: every tree that the pool is built for
 
 
 @dataclass(frozen=True)
 class VerifiedStep:
-    """One verification that came back. `accepted`: drafted tokens accepted, per row that drew and
-    was to have drafts; `num_declined` rows were not. `seconds`: since the result before it, or
-    since its launch after a pause."""
+    """One verified step.
+
+    accepted      number of accepted draft tokens, per sampling row that was to have drafts
+    num_declined  sampling rows without drafts
+    seconds       since the previous result, or since the launch after a pause
+    """
 
     num_drafted: int
     accepted: tuple[int, ...]
@@ -26,22 +28,24 @@ class VerifiedStep:
 
     @property
     def num_tokens(self) -> int:
-        """Drawn in all: the accepted ones and one more per row."""
+        """Return the number of sampled tokens: the accepted ones and one more per row."""
         return sum(self.accepted) + len(self.accepted) + self.num_declined
 
 
-VerifiedListener = Callable[[VerifiedStep, int], None]  # the step, running requests
+# called with the step and the number of running requests
+VerifiedListener = Callable[[VerifiedStep, int], None]
 
 
 @dataclass
 class DraftState:
-    """Of one request.
+    """The speculation state of one request.
 
     tree      proposed by the last stage, to be verified with the request's newest token
-    accepted  what the last verification accepted; the stages commit it before the request's next step
-    start     the draft's cache counts from this position on
-    followed  whether the draft has followed all steps since `start`
-    landed    its state came with the prompt, and no tree was grown from it yet
+    accepted  nodes that the last verification accepted; the stages commit them before the request's
+              next step
+    start     position at which the draft model's cache starts
+    followed  whether the draft model has followed all steps since `start`
+    landed    its state arrived with the prompt, and no tree was grown from it yet
     """
 
     tree: TokenTree = NO_TREE
@@ -52,11 +56,11 @@ class DraftState:
 
     @property
     def is_whole(self) -> bool:
-        """Whether the draft's cache has every token that the request's has."""
+        """Return whether the draft model's cache has every token that the request's has."""
         return self.followed and self.start == 0
 
     def begin(self, num_draft_tokens: int | None) -> SpecRow:
-        """To grow the first tree from what has landed."""
+        """Return the row that grows the first tree from a draft state that has landed."""
         self.landed = False
         return SpecRow(num_draft_tokens=num_draft_tokens)
 
@@ -69,8 +73,9 @@ class DraftState:
         num_draft_tokens: int | None,
         scratch: int,
     ) -> tuple[TokenTree, SpecRow]:
-        """The tree to verify, cut to what there is room and use for, and the row's share of the
-        batch."""
+        """Return the tree to verify, cut to `max_nodes` and `max_depth`, and the row's speculation
+        part.
+        """
         tree = self.tree.within(max(0, max_depth)).first(max(0, max_nodes))
         self.tree = NO_TREE
         return tree, self._row(context_len, tree.rooted_parents, None, num_draft_tokens, scratch)
@@ -84,7 +89,7 @@ class DraftState:
         num_draft_tokens: int | None,
         scratch: int,
     ) -> SpecRow:
-        """Tokens that are known to stand, as a chain, with the token after them."""
+        """Return the row for known tokens as a chain, followed by the known `next_token_id`."""
         return self._row(
             context_len, tuple(range(-1, num_tokens - 1)), next_token_id, num_draft_tokens, scratch
         )
@@ -92,7 +97,7 @@ class DraftState:
     def prefill(
         self, context_len: int, next_token_id: int | None, num_draft_tokens: int | None
     ) -> SpecRow:
-        """Prompt tokens; `next_token_id` is None where the batch draws it."""
+        """Return the row for prompt tokens; `next_token_id` is None if the batch samples it."""
         return self._row(context_len, (), next_token_id, num_draft_tokens)
 
     def _row(
@@ -103,8 +108,7 @@ class DraftState:
         num_draft_tokens: int | None,
         scratch: int = NULL_INDEX,
     ) -> SpecRow:
-        """A draft that was left out of a step has lost its thread: its cache begins anew where it
-        comes back."""
+        """Return a row, and restart the draft's cache if the draft model has missed a step."""
         follows = num_draft_tokens is not None
         if follows and not self.followed:
             self.start = context_len

@@ -1,4 +1,4 @@
-"""The decode role: what `pool.process` needs to know to run it."""
+"""The decode role, as `pool.process` runs it."""
 
 import itertools
 from functools import partial
@@ -29,16 +29,16 @@ from transfer.agent.agent import TransferAgent
 
 
 class DecodeRole:
-    """Satisfies `pool.process.PoolRole`."""
+    """The decode role. Implements `pool.process.PoolRole`."""
 
     name = "decode"
     service = "baton.v1.Decode"
     speculates = True
-    keeps_states = False  # they come with the prompts
-    reads_prompts = False  # but a short rest, where nothing recurs
+    keeps_states = False  # states arrive with the prompts
+    reads_prompts = False  # only short rests, and only without recurrent states
 
     def max_held(self, config: WorkerConfig) -> int:
-        """Beside those that run, requests whose handoff is still on its way."""
+        """Return the number of requests that may hold memory: running and in handoff."""
         return decode_requests(config.max_running, num_landing=config.max_landing)
 
     def observe_layers(self, agent: TransferAgent, mark: LayerMark | None) -> LayerObserver | None:
@@ -89,7 +89,7 @@ class DecodeRole:
 
 
 class DecodeLeader:
-    """Satisfies `pool.process.RoleLeader`."""
+    """The leader of a decode pool. Implements `pool.process.RoleLeader`."""
 
     def __init__(
         self,
@@ -97,7 +97,10 @@ class DecodeLeader:
         journal: PointJournal,
         adaptive: AdaptiveDraft | None,
     ) -> None:
-        """`adaptive` chooses the schedulers' draft lengths by what earlier ones yielded."""
+        """Create the leader.
+
+        `adaptive` chooses the draft lengths of the schedulers from measured throughput.
+        """
         self.ranks = ranks
         self.journal = journal
         self._adaptive = adaptive
@@ -126,23 +129,23 @@ class DecodeLeader:
 
     def _observe_speculation(self, parts: LeaderParts) -> None:
         metrics = SpeculationMetrics.create(parts.registry)
-        metrics.accepted.labels(
-            "1"
-        )  # a draft that nothing is ever accepted from must show as zero, not as nothing
+        # Creates the series: a draft without any accepted token must show zero, not a missing
+        # series.
+        metrics.accepted.labels("1")
 
         def on_verified(step: VerifiedStep, num_running: int) -> None:
-            parts.meters.on_drawn(
-                sum(step.accepted)
-            )  # each row's own token is counted with the step
+            # The step itself counts one token per row.
+            parts.meters.on_drawn(sum(step.accepted))
             observe_verified(metrics, step)
-            if self._adaptive is not None and step.accepted:  # all declined: no yield to count
+            # Without drafts there is no throughput to record.
+            if self._adaptive is not None and step.accepted:
                 self._adaptive.observe(step, num_running)
 
         for scheduler in self.ranks.schedulers:
             scheduler.on_verified = on_verified
 
     async def warm_up(self, parts: LeaderParts) -> None:
-        """Two tokens: a prefill and a decode step."""
+        """Generate two tokens on every data rank: a prefill and a decode step."""
         request = Request("warm-up", (0,), 2, SamplingParams(temperature=0))
         loop = parts.leader.loop
         for scheduler in self.ranks.schedulers:
@@ -155,7 +158,7 @@ class DecodeLeader:
 
 
 def observe_verified(metrics: SpeculationMetrics, step: VerifiedStep) -> None:
-    """One verification came back to stage 0."""
+    """Record the metrics of one verification."""
     metrics.drafted.inc(step.num_drafted)
     for count in step.accepted:
         metrics.accept_length.observe(count + 1)

@@ -1,4 +1,4 @@
-"""`python -m prefill`: one process of a prefill pool."""
+"""Entry point of `python -m prefill`: one process of a prefill pool."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from runtime.process.quiet import quiet_grpc
 
 
 def _start(flags: dict[str, object], file: Path | None) -> int:
-    # Torch loads here, after --help has been answered and the environment prepared.
+    # Torch is imported here, after --help is handled and the environment is prepared.
     from pool.start import start
     from prefill.worker import PrefillRole
 
@@ -14,9 +14,9 @@ def _start(flags: dict[str, object], file: Path | None) -> int:
 
 
 def main() -> None:
-    """The entry point."""
+    """Run the command line."""
     quiet_grpc()
-    from pool.main import worker_command  # loads grpc
+    from pool.main import worker_command  # imports grpc
 
     worker_command("prefill", _start)(prog_name="baton prefill")
 

@@ -1,8 +1,9 @@
-"""The prompts of a prefill pool: the events that their streams get, the scheduler's state of each,
-and those that were read, kept page by page for prompts that begin alike.
+"""The prompts of a prefill pool: the events of their streams, their scheduling state, and the cache
+of computed prompts.
 
-Only what stage 0 has the result of is kept: full pages, of which every batch succeeded, and where
-the model has recurrent states those that a batch has handed out. Belongs to the engine thread.
+A page is cached only if it is full, every batch that wrote it succeeded, and stage 0 has the
+results. If the model has recurrent states, only states that a batch has returned are cached.
+Belongs to the engine thread.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,8 +20,10 @@ from pool.request.entry import Entry, Failed, PrefixCache
 
 @dataclass(frozen=True)
 class Started:
-    """The request's turn has come; this is the memory its prompt will fill, whose first
-    `num_cached` tokens are there already."""
+    """The event that a request has started.
+
+    It names the memory that its prompt will fill. The first `num_cached` tokens are already there.
+    """
 
     page_ids: tuple[int, ...]
     slot_id: int
@@ -31,8 +34,10 @@ class Started:
 
 @dataclass(frozen=True)
 class Scored:
-    """What the model made of one chunk's tokens, the first of which stands at `first_position` of
-    the prompt."""
+    """The event with the scores of one chunk.
+
+    `first_position` is the prompt position of its first token.
+    """
 
     first_position: int
     tokens: Scores
@@ -40,8 +45,10 @@ class Scored:
 
 @dataclass(frozen=True)
 class FirstToken:
-    """The prompt is computed, which took `prefill_s`, its time in the queue left out. Nothing
-    follows."""
+    """The last event: the prompt is computed and its first token sampled.
+
+    `prefill_s` excludes the time in the queue.
+    """
 
     token: DrawnToken
     prefill_s: float
@@ -53,18 +60,18 @@ Emit = Callable[[Event], object]
 
 @dataclass
 class PrefillEntry(Entry[Event]):
-    """One prompt. `awaited` is the block that another prompt was computing when this one was looked
-    at last.
+    """One prompt on a prefill pool.
 
-    Its first `num_cached` tokens were there when it began, and the state after them in the slot
-    `resumed`, which is held until the row that copies it is over. `wanted_snapshots`: after so many
-    tokens, in order, its states are worth keeping; `snapshots`: those that rows in flight hand out,
-    and where.
+    awaited           block that another prompt was computing when this one was last checked
+    num_cached        tokens that were cached when it began
+    resumed           slot of the state after them, held until the row that copies it is over
+    wanted_snapshots  token counts, in order, after which its state is worth caching
+    snapshots         the states that rows in flight return, as token count and slot
     """
 
     awaited: bytes = b""
     num_cached: int = 0
-    num_left: int = 0  # blocks that others have from it
+    num_left: int = 0  # blocks that it has put into the cache
     resumed: SlotLease | None = None
     wanted_snapshots: tuple[int, ...] = ()
     snapshots: list[tuple[int, SlotLease]] = field(default_factory=list)
@@ -72,7 +79,7 @@ class PrefillEntry(Entry[Event]):
     started_s: float = 0.0
 
     def free(self) -> None:
-        """Give everything back."""
+        """Release all of its memory."""
         super().free()
         for lease in (self.resumed, *(lease for _, lease in self.snapshots)):
             if lease is not None:
@@ -86,19 +93,22 @@ class PrefillEntry(Entry[Event]):
 
     @property
     def wanted_blocks(self) -> tuple[bytes, ...]:
-        """Those it need not compute if they are there: none where every token is to be scored."""
+        """Return the blocks that may come from the cache: none if every token is to be scored."""
         return self.blocks if self.request.num_prompt_logprobs is None else ()
 
     @property
     def turn(self) -> tuple[int, int]:
-        """Less is sooner: keys grow with arrival."""
+        """Return the sort key of the queue. Keys grow with arrival."""
         return self.request.priority, self.key
 
 
 @dataclass(frozen=True)
 class PrefillLimits:
-    """`chunk_tokens` bounds the tokens of one batch; `grid` is the model's (chunks end on its
-    multiples). With `drafts` a draft on the last stage reads the prompts too."""
+    """Limits of a prefill scheduler.
+
+    `chunk_tokens` bounds the tokens of one batch. Chunks end on multiples of `grid`, which the
+    model sets. With `drafts`, a draft model on the last stage prefills the prompts as well.
+    """
 
     page_size: int
     chunk_tokens: int
@@ -110,15 +120,13 @@ class PrefillLimits:
 
 @dataclass
 class PromptCache(PrefixCache):
-    """With who is reading what now."""
+    """A prefix cache that also knows which prompts are computing which blocks."""
 
-    _coming: dict[bytes, PrefillEntry] = field(
-        default_factory=dict
-    )  # block, and who makes it one to go on from
+    # Blocks being computed, and the prompt that computes each.
+    _coming: dict[bytes, PrefillEntry] = field(default_factory=dict)
 
     def is_coming(self, entry: PrefillEntry) -> bool:
-        """Whether a prompt that is no less urgent computes right now what this one could go on
-        from."""
+        """Return whether a prompt of no lower priority computes a block that this one needs."""
         if not self._coming:
             return False
         if entry.awaited not in self._coming:
@@ -130,7 +138,7 @@ class PromptCache(PrefixCache):
         return writer is not None and writer.request.priority <= entry.request.priority
 
     def found_of(self, entry: PrefillEntry) -> Found:
-        """What there is of a prompt."""
+        """Return the cached part of a prompt."""
         return (
             self.find(entry.wanted_blocks, len(entry.request.prompt_token_ids))
             if entry.blocks
@@ -138,7 +146,7 @@ class PromptCache(PrefixCache):
         )
 
     def begin(self, entry: PrefillEntry, found: Found) -> None:
-        """A prompt has leased the pages that were found of it, and computes the rest."""
+        """Note that a prompt has leased its cached pages and computes the rest."""
         if self.rule is None or not entry.blocks:
             return
         entry.num_cached, entry.wanted_snapshots = found.num_tokens, found.snapshot_tokens
@@ -156,9 +164,11 @@ class PromptCache(PrefixCache):
         self._coming.update(dict.fromkeys(blocks, entry))
 
     def states_of(self, entry: PrefillEntry, end: int, *, num_spare: int) -> StateRow:
-        """What the prompt's next row, up to token `end`, does with states: it goes on from the one
-        that was found, and hands out those that are worth keeping, as far as `num_spare` slots
-        allow."""
+        """Return what the prompt's next row, up to token `end`, does with recurrent states.
+
+        The row resumes from the cached state if it is the first, and returns the states worth
+        caching as long as `num_spare` slots allow.
+        """
         resumed = entry.resumed if entry.computed == entry.num_cached else None
         passed = [count for count in entry.wanted_snapshots if count <= end]
         entry.wanted_snapshots = entry.wanted_snapshots[len(passed) :]
@@ -168,17 +178,19 @@ class PromptCache(PrefixCache):
             entry.snapshots.append((count, lease))
             snapshots.append(Snapshot(count, lease.slot_id))
         for count in passed[len(snapshots) :]:
-            self._coming.pop(
-                entry.blocks[self._num_blocks(count) - 1], None
-            )  # nobody need wait for it
+            # No other prompt needs to wait for it.
+            self._coming.pop(entry.blocks[self._num_blocks(count) - 1], None)
         return StateRow(NULL_INDEX if resumed is None else resumed.slot_id, tuple(snapshots))
 
     def keep(self, entry: PrefillEntry, page_ids: Sequence[int], num_tokens: int) -> None:
-        """So many tokens of the prompt are computed, in these pages: more than at the last time."""
+        """Cache the first `num_tokens` of the prompt, which are computed in these pages.
+
+        `num_tokens` is larger than at the previous call.
+        """
         if self.rule is None or not entry.blocks:
             return
         if entry.resumed is not None:
-            entry.resumed.end()  # the row that began with it is over
+            entry.resumed.end()  # the row that copied it is over
         if not self.rule.has_states:
             self._leave(entry, page_ids, min(self._num_blocks(num_tokens), len(entry.blocks)))
         while entry.snapshots and entry.snapshots[0][0] <= num_tokens:
@@ -187,7 +199,7 @@ class PromptCache(PrefixCache):
                 self._leave(entry, page_ids, self._num_blocks(count), lease.slot_id)
 
     def end(self, entry: PrefillEntry) -> None:
-        """It computes no more: who waits for it has to do so."""
+        """Stop announcing the entry's blocks; prompts that wait for them compute them instead."""
         if not self._coming:
             return
         for block in entry.blocks[entry.num_left :]:
@@ -203,8 +215,7 @@ class PromptCache(PrefixCache):
     ) -> None:
         self.insert(entry.blocks[:count], page_ids, slot_id)
         coming = self._coming
-        for block in entry.blocks[
-            entry.num_left : count
-        ]:  # a long prompt has many chunks, and more blocks
+        # Only new blocks are visited: a long prompt has many chunks and even more blocks.
+        for block in entry.blocks[entry.num_left : count]:
             coming.pop(block, None)
         entry.num_left = count

@@ -1,17 +1,17 @@
-"""Which prompt tokens run next: chunked, packed over requests, most urgent and then oldest first.
+"""Prompt scheduling: chunks packed over requests, ordered by priority and then by arrival.
 
-    queued ─▶ started (memory leased) ─▶ chunks in flight ─▶ first token drawn ─▶ held for the
+    queued ─▶ started (memory leased) ─▶ chunks in flight ─▶ first token sampled ─▶ held for the
     handoff ─▶ released
 
-A prompt that is longer than a chunk would keep all others of its priority waiting until its end. So
-`SHORT_SHARE` of the tokens are for prompts that are short beside it, wherever they stand in the
-queue. Chunks end on the model's grid whatever the order is, so it changes no bit.
+A prompt longer than a chunk would delay all others of its priority until its end. So one in
+`SHORT_SHARE` tokens goes to prompts that are short compared with it, wherever they are in the
+queue. Chunks end on the model's grid in any order, so the order changes no bit of the results.
 
-A request's memory is leased when it starts, not while it queues, and lives until `release`: the
-sender reads it. What a prefix cache holds of its prompt is leased with it and not computed again;
-what another prompt is about to leave there is waited for. What cannot be computed by its deadline
-any more, at the best pace of late, fails before anything more of it is. Belongs to the engine
-thread.
+A request's memory is leased when it starts, not while it is queued. It is held until `release`,
+because the sender reads it. Cached pages of its prompt are leased with it and not computed again.
+If another prompt is computing pages that this one can reuse, this one waits for them. A prompt that
+cannot finish by its deadline, even at the best recent rate, fails before its next chunk. Belongs to
+the engine thread.
 """
 
 import math
@@ -52,36 +52,32 @@ from runtime.errors import (
 )
 from runtime.pace import PrefillRateEstimate
 
-# Scoring takes a row of logits per token: 80 MB for these at a vocabulary of 150,000.
+# Scoring needs a row of logits per token: 80 MB for this number at a vocabulary of 150,000.
 SCORED_TOKENS = 128
-SHORT_SHARE = 4  # one token in four goes to prompts that are short beside a long one ...
+SHORT_SHARE = 4  # one token in four goes to prompts that are short next to a long one ...
 SHORT_RATIO = 4  # ... which has at least four times as many tokens left
 
 
 @dataclass
 class PrefillScheduler:
-    """Implements `engine.loop.Scheduler`."""
+    """Scheduler of one data rank of a prefill pool. Implements `engine.loop.Scheduler`."""
 
     pages: PageAllocator
     slots: SlotAllocator
     limits: PrefillLimits
     clock: Clock
-    cache_rule: ResumeRule | None = (
-        None  # where a prompt may go on from what is kept; without it nothing is
-    )
+    # Positions at which a prompt can resume from the cache; None disables the cache.
+    cache_rule: ResumeRule | None = None
     build: BuildBatch = build_batch
     data_rank: int = 0
-    keys: Iterator[int] = field(
-        default_factory=lambda: count(1)
-    )  # of requests; data ranks of a pool share one
-    journal: PointJournal = field(default_factory=PointJournal)  # likewise
+    # Request keys, shared by the data ranks of a pool.
+    keys: Iterator[int] = field(default_factory=lambda: count(1))
+    journal: PointJournal = field(default_factory=PointJournal)  # also shared
     _entries: dict[int, PrefillEntry] = field(default_factory=dict)
     _queue: list[tuple[int, int]] = field(default_factory=list)  # (priority, key), in order
     _running: list[PrefillEntry] = field(default_factory=list)  # started, prompt not finished
-    _num_held: int = 0  # hold memory: have started and are not released
-    _saved: int = (
-        0  # tokens of the share for short prompts that none has taken yet, at most a chunk
-    )
+    _num_held: int = 0  # requests that hold memory: started and not released
+    _saved: int = 0  # unused tokens of the share for short prompts, at most one chunk
 
     def __post_init__(self) -> None:
         self._best_pace = PrefillRateEstimate(self.clock)
@@ -94,9 +90,10 @@ class PrefillScheduler:
         blocks: tuple[bytes, ...] = (),
         ends_at_s: float = math.inf,
     ) -> int:
-        """Queue a request with a deadline; returns the key that names it in batches. `blocks` are
-        the names of its prompt's full pages (`runtime.digests`); without them it takes no part in
-        the cache.
+        """Queue a request with a deadline; return the key that identifies it in batches.
+
+        `blocks` are the names of its prompt's full pages (`runtime.digests`). Without them the
+        request does not use the cache.
 
         Raises:
             CapacityError: the queue is full.
@@ -125,7 +122,7 @@ class PrefillScheduler:
         return key
 
     def release(self, key: int) -> None:
-        """The request is over and nothing reads its memory any more. Idempotent."""
+        """Release the request's memory once no batch in flight uses it. Idempotent."""
         entry = self._entries.get(key)
         if entry is None:
             return
@@ -149,7 +146,7 @@ class PrefillScheduler:
         )
 
     def occupancy(self) -> PoolOccupancy:
-        """Who holds memory, for computing a prompt or for its handoff, and how old the queue is."""
+        """Return how many requests hold memory, for computing or for handoff, and the queue's age."""
         started = [entry for entry in self._entries.values() if entry.pages is not None]
         handing = [entry for entry in started if not entry.remaining and not entry.in_flight]
         queued = [entry.arrived_s for entry in self._entries.values() if entry.pages is None]
@@ -186,9 +183,8 @@ class PrefillScheduler:
             entry = self._entries[key]
             entry.in_flight -= 1
             had_failed = entry.has_failed
-            entry.has_failed |= (
-                result.error is not None
-            )  # of one that is released, too: nothing behind it is kept
+            # Also set for a released entry: nothing computed after the failure is cached.
+            entry.has_failed |= result.error is not None
             if result.error is None:
                 self._keep(entry, batch.context_lens[row] + batch.query_lens[row])
             scored = next(scores, ()) if batch.scoring and batch.scoring[row] is not None else ()
@@ -198,7 +194,7 @@ class PrefillScheduler:
                     self._forget(entry)
                 continue
             if had_failed:
-                continue  # its owner knows; what this batch computed was computed from nothing
+                continue  # already failed; this batch read pages of a failed batch
             if result.error is not None:
                 self._fail(entry, result.error)
             if scored:
@@ -213,7 +209,7 @@ class PrefillScheduler:
                 entry.emit(FirstToken(token, prefill_s))
 
     def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
-        self.cache.clear()  # a stage that joins brings other memory
+        self.cache.clear()  # a replaced stage comes with empty memory
         for entry in list(self._entries.values()):
             entry.in_flight = 0
             if entry.released:
@@ -223,7 +219,7 @@ class PrefillScheduler:
 
     @cached_property
     def cache(self) -> PromptCache:
-        """What is kept of prompts."""
+        """Return the cache of computed prompts."""
         return PromptCache(
             self.cache_rule, self.pages, self.slots, self.clock, journal=self.journal
         )
@@ -235,9 +231,10 @@ class PrefillScheduler:
         )
 
     def _add_short(self, rows: list[Row]) -> int:
-        """Append chunks of what is short beside the prompt whose turn it is, as far as their share
-        goes; returns their tokens. Nothing when that prompt leaves room for others anyway, or is
-        itself among the short ones."""
+        """Append chunks of short prompts, within their share; return the number of tokens.
+
+        Appends nothing if the prompt that is next leaves room for others, or is itself short.
+        """
         head = self._head()
         lead = min(
             self._running if head is None else [*self._running, head],
@@ -258,13 +255,11 @@ class PrefillScheduler:
             if entry.pages is None:
                 if not may_start or self.cache.is_coming(entry):
                     continue
-                may_start = self._start_early(
-                    entry, share - taken
-                )  # what is longer finds no room either
+                # If this one does not fit, longer ones do not either.
+                may_start = self._start_early(entry, share - taken)
             taken += self._add_chunk(rows, entry, share - taken)
-        self._saved -= (
-            -(-taken // self.limits.grid) * self.limits.grid
-        )  # what the long prompt's chunk ends earlier by
+        # The long prompt's chunk becomes shorter by this number of tokens.
+        self._saved -= -(-taken // self.limits.grid) * self.limits.grid
         return taken
 
     def _drop_late(self) -> None:
@@ -282,7 +277,7 @@ class PrefillScheduler:
                 )
 
     def _least_tokens(self, entry: PrefillEntry) -> int:
-        """What must be computed of the prompt whatever the cache holds by then."""
+        """Return the fewest tokens of the prompt that must still be computed, whatever gets cached."""
         if entry.pages is not None:
             return entry.remaining
         return (
@@ -293,12 +288,11 @@ class PrefillScheduler:
 
     @property
     def _queued(self) -> Iterator[PrefillEntry]:
-        """In order."""
+        """Return the queued requests in order."""
         return (self._entries[key] for _, key in self._queue)
 
     def _head(self) -> PrefillEntry | None:
-        """The queued request whose turn it is: the first for which no other computes something
-        right now."""
+        """Return the first queued request that waits for no block of another prompt."""
         return next((entry for entry in self._queued if not self.cache.is_coming(entry)), None)
 
     def _is_queued_before(self, entry: PrefillEntry) -> bool:
@@ -306,14 +300,19 @@ class PrefillScheduler:
         return head is not None and head.turn < entry.turn
 
     def _start_next(self, budget: int) -> PrefillEntry | None:
-        """Lease memory for the queued request whose turn it is; None when nothing waits, it does
-        not fit yet, or `budget` tokens allow it no chunk."""
+        """Lease memory for the next queued request.
+
+        Return None when no request is queued, its memory does not fit yet, or `budget` tokens allow
+        it no chunk.
+        """
         head = self._head()
         return head if head is not None and self._start(head, budget) else None
 
     def _start_early(self, entry: PrefillEntry, budget: int) -> bool:
-        """Whether a queued request has started, before its turn: only beside the one whose turn it
-        is."""
+        """Start a queued request before its turn; return whether it has started.
+
+        The memory that the next request in order needs is left free.
+        """
         head = self._head()
         if head is None or head is entry:
             return self._start(entry, budget)
@@ -330,8 +329,10 @@ class PrefillScheduler:
         return pages_for_tokens(len(entry.request.prompt_token_ids), self.limits.page_size)
 
     def _start(self, entry: PrefillEntry, budget: int) -> bool:
-        """Lease memory for a queued request. Not when there is none, nor when `budget` tokens allow
-        it no chunk: decode reserves for what has started, so that must be running."""
+        """Lease memory for a queued request; return whether it fits and `budget` allows a chunk.
+
+        Decode reserves memory for a request that has started, so it must then make progress.
+        """
         found, total = self.cache.found_of(entry), len(entry.request.prompt_token_ids)
         if (
             self._num_held >= self.limits.max_running
@@ -339,9 +340,8 @@ class PrefillScheduler:
         ):
             return False
         if found.slot_id is not None:
-            entry.resumed = self.slots.share(
-                found.slot_id, owner=entry.owner
-            )  # first, lest it be evicted for the rest
+            # Shared first, so that it is not evicted to make room for the rest.
+            entry.resumed = self.slots.share(found.slot_id, owner=entry.owner)
         try:
             entry.lease(self.pages, self.slots, self._num_pages(entry), shared=found.page_ids)
         except CapacityError:
@@ -366,13 +366,15 @@ class PrefillScheduler:
         return True
 
     def _keep(self, entry: PrefillEntry, num_tokens: int) -> None:
-        """The first tokens of the prompt are computed: let others have them. Not when a batch
-        before this one failed, whose tokens these were computed from."""
+        """Cache the first `num_tokens` of the prompt for other prompts.
+
+        Caches nothing after a failed batch, because later tokens were computed from its pages.
+        """
         if entry.pages is not None and not entry.has_failed:
             self.cache.keep(entry, entry.pages.page_ids, num_tokens)
 
     def _add_chunk(self, rows: list[Row], entry: PrefillEntry, budget: int) -> int:
-        """Append the entry's next chunk if `budget` tokens allow one; returns its tokens."""
+        """Append the entry's next chunk if `budget` allows one; return the number of its tokens."""
         prompt = entry.request.prompt_token_ids
         if entry.request.num_prompt_logprobs is not None:
             budget = min(budget, max(SCORED_TOKENS // self.limits.grid, 1) * self.limits.grid)
@@ -385,9 +387,8 @@ class PrefillScheduler:
             spec = SpecRow(
                 next_token_id=prompt[end] if end < len(prompt) else None, num_draft_tokens=1
             )
-        num_spare = self.slots.num_available - (
-            self.limits.max_running - self._num_held
-        )  # one for each that may start
+        # One slot stays reserved for each request that may still start.
+        num_spare = self.slots.num_available - (self.limits.max_running - self._num_held)
         rows.append(
             Row(
                 entry.key,
@@ -409,13 +410,19 @@ class PrefillScheduler:
         return taken
 
     def _fail(self, entry: PrefillEntry, error: BatonError) -> None:
-        """Notify the owner, which releases it; run no more of it."""
+        """Notify the owner of the failure, and schedule no more of the request.
+
+        The owner releases it.
+        """
         entry.has_failed = True
         self._stop_running(entry)
         entry.emit(Failed(error))
 
     def _stop_running(self, entry: PrefillEntry) -> None:
-        """Also of one that has not started. What is in flight of it ends by itself."""
+        """Remove the entry from the queue or from the running ones.
+
+        Its batches in flight complete by themselves.
+        """
         if entry in self._running:
             self._running.remove(entry)
         if entry.turn in self._queue:

@@ -1,5 +1,5 @@
-"""The Prefill service: requests of routers (`pool.request.router_call`), from the queue until
-decode has their bytes.
+"""The Prefill service: runs a router's requests (`pool.request.router_call`) from the queue until
+the decode pool has their bytes.
 
 open ─▶ queued ─▶ started (source terms) … chunks run … ─▶ first_token
      destination (whenever decode has reserved) ─▶ layers leave as they complete ─▶ sent
@@ -49,11 +49,11 @@ from transfer.plan.copy_plan import check_plan
 from transfer.plan.handoff_terms import DestinationTerms, SourceTerms
 from transfer.session import SendSession, SendState
 
-DESTINATION_TIMEOUT_S = 120.0  # from the first token to the destination terms
-UNREAD_TIMEOUT_S = 120.0  # for scores of a prompt that wait to be read, all waits together
-MAX_UNREAD_SCORES = 16  # events, as prefill.proto says
+DESTINATION_TIMEOUT_S = 120.0  # seconds from the first token to the destination terms
+UNREAD_TIMEOUT_S = 120.0  # total seconds that the scores of a prompt may wait to be read
+MAX_UNREAD_SCORES = 16  # events; the limit that prefill.proto documents
 
-# What the states of a session that have an end wait for.
+# Texts for the states of a session that time out.
 _WAITS = {
     SendState.PLANNED: "every stage to be ready to send",
     SendState.SENDING: "every byte to leave",
@@ -65,33 +65,35 @@ PrefillInbox = Inbox[pb.PrefillInput, Event]
 
 @dataclass(frozen=True, kw_only=True)
 class PrefillParts(RequestParts):
-    """What a request on this pool works with."""
+    """The components that a request on this pool uses."""
 
     ranks: DataRanks[PrefillScheduler]
     chunk_tokens: int
 
 
 class PrefillEventSender:
-    """What one prompt sends. Scores of a long prompt come faster than a slow client takes them: of
-    those only so many are under way as the router has room for, and what follows them waits behind
-    them."""
+    """Sender of the events of one prompt.
+
+    The scores of a long prompt can arrive faster than a slow client reads them. At most
+    `MAX_UNREAD_SCORES` scored events are in flight; later events wait in order.
+    """
 
     def __init__(self, event_sender: EventSender[pb.PrefillEvent]) -> None:
         self._event_sender = event_sender
         self._key = event_sender.key
         self._num_unread = 0  # scored events that the client has not taken
-        self._held: deque[pb.PrefillEvent] = deque()  # since too many are
+        self._held: deque[pb.PrefillEvent] = deque()  # events held back by the limit
         self._held_since_s = 0.0
-        self._held_s = 0.0  # before that
+        self._held_s = 0.0  # total of earlier waits
 
     @property
     def is_held_up(self) -> bool:
-        """Whether something waits until the client reads."""
+        """Return whether an event waits until the client reads."""
         return bool(self._held)
 
     @property
     def held_s(self) -> float:
-        """How long something has waited for the client to read, in all."""
+        """Return the total seconds that events have waited for the client to read."""
         return self._held_s + (time.monotonic() - self._held_since_s if self._held else 0.0)
 
     def started(self, started: pb.PrefillStarted) -> None:
@@ -107,7 +109,11 @@ class PrefillEventSender:
         self._send(pb.PrefillEvent(key=self._key, sent=sent))
 
     def scores_read(self, read: pb.PrefillScoresRead) -> None:
-        """Raises InvalidRequestError for more than were sent."""
+        """Count scored events as read and send the events that waited for them.
+
+        Raises:
+            InvalidRequestError: more events were read than were sent.
+        """
         if read.count > self._num_unread:
             raise InvalidRequestError(
                 FieldViolation(
@@ -133,7 +139,7 @@ class PrefillEventSender:
         self._event_sender.send(event, max(1, len(event.scored.token_ids)))
 
     def _may_go(self, event: pb.PrefillEvent) -> bool:
-        """Counts it, if it may."""
+        """Return whether the event may be sent now; count it if it carries scores."""
         if not event.HasField("scored"):
             return True
         if self._num_unread >= MAX_UNREAD_SCORES:
@@ -143,7 +149,10 @@ class PrefillEventSender:
 
 
 class PrefillHandler:
-    """One request on this pool, its session and its memory. Satisfies `pool.request.handler.RequestHandler`."""
+    """One request on this pool with its session and its memory.
+
+    Implements `pool.request.handler.RequestHandler`.
+    """
 
     def __init__(
         self,
@@ -159,7 +168,7 @@ class PrefillHandler:
         self._request = request
         self._key = key
         self._source: SourceTerms | None = None
-        self._data_rank = 0  # once it has started
+        self._data_rank = 0  # set when it has started
         self._session: SendSession | None = None
         self._has_first_token = False
         self._is_released = False
@@ -202,9 +211,12 @@ class PrefillHandler:
                 raise InvalidRequestError(FieldViolation("input", f"{other} is not expected now"))
 
     def _patience(self) -> tuple[float | None, str, type[BatonError]]:
-        """Seconds that what comes next may take, what that is, and the error where it does not
-        come: another worker may do better unless it is up to the client. None seconds while the
-        prompt queues or is computed with nowhere to go: that lasts as long as the request."""
+        """Return how long the next input may take, its name, and the error to raise on timeout.
+
+        Before the first token and without a session there is no limit (None), because queueing and
+        computing last as long as the request. The error lets the router try another worker, unless
+        the client causes the delay.
+        """
         if self._event_sender.is_held_up:
             return (
                 UNREAD_TIMEOUT_S - self._event_sender.held_s,
@@ -224,7 +236,11 @@ class PrefillHandler:
         )
 
     def _released(self) -> None:
-        """Decode has committed."""
+        """Note that decode has committed and release the session.
+
+        Raises:
+            RequestAborted: the router released the prompt before the first token.
+        """
         if not self._has_first_token:
             raise RequestAborted("the router released the prompt before the first token")
         self._is_released = True
@@ -232,7 +248,11 @@ class PrefillHandler:
             self._session.release()
 
     def _sent(self) -> pb.PrefillSent | None:
-        """Returns when every byte has left. Raises what made the sending fail."""
+        """Return the event to send once every byte has left, or None.
+
+        Raises:
+            BatonError: the sending failed.
+        """
         session = self._session
         if session is None:
             return None
@@ -254,8 +274,10 @@ class PrefillHandler:
         return pb.PrefillSent(num_bytes=session.num_bytes)
 
     def _end_sending(self, session: SendSession) -> None:
-        """Every byte has left: the span ends with a part for each chunk, as the leader's own stage
-        saw it leave."""
+        """End the sending span once every byte has left.
+
+        It gets one record per chunk, with the times that the leader's own stage measured.
+        """
         if self._sending is None:
             return
         for part in session.chunk_timings:
@@ -276,7 +298,7 @@ class PrefillHandler:
                 span.end()
 
     def _note_handshake(self, session: SendSession) -> None:
-        """Measure once how long it took every stage to be ready, or why one never was."""
+        """Record once how long the handshake of all stages took, or why it failed."""
         if self._has_shaken_hands or session.state is SendState.PLANNED:
             return
         self._has_shaken_hands = True
@@ -286,12 +308,12 @@ class PrefillHandler:
             self._parts.meters.handoff.handshake_s.observe(time.monotonic() - self._opened_s)
 
     def end(self) -> None:
-        """Close what is open and give the memory back once nothing can read it."""
+        """Close open resources and release the memory once nothing can read it."""
         self._end_spans(self._waiting, self._computing, self._sending)
         key, session = self._key, self._session
         session_id = None if session is None else session.session_id
         if session is not None:
-            session.abort("its request ended")  # no change if everything was sent and released
+            session.abort("its request ended")  # no effect if everything was sent and released
         self._parts.reclaimer.end(
             lambda: self._parts.ranks.of(key).release(key),
             session=session,
@@ -329,14 +351,18 @@ class PrefillHandler:
         return pb.PrefillFirstToken(token=chunk_to_proto(drawn.token), prefill_s=drawn.prefill_s)
 
     def _send_to(self, message: transfer_pb2.DestinationTerms) -> None:
-        """The decode pool has reserved: start sending, beginning with what is computed already."""
+        """Start sending to the decode pool, beginning with the layers already computed.
+
+        Raises:
+            UnavailableError: a stage was lost after the prompt had started.
+        """
         if self._source is None or self._session is not None:
             raise InvalidRequestError(
                 FieldViolation("input", "expected one destination, after started")
             )
         if self._parts.leader.group.endpoints(self._data_rank) != self._source.stages:
-            # The engine, which emits it, may be within a forward for longer than destination terms
-            # takes.
+            # The engine also reports this loss, but a forward may delay its report for longer than
+            # the destination terms take.
             raise UnavailableError(
                 "a stage of the prefill pool was lost after this prompt had started"
             )
@@ -376,10 +402,13 @@ Context = grpc.aio.ServicerContext[pb.PrefillInputs, pb.PrefillEvents]
 
 
 class PrefillService(prefill_pb2_grpc.PrefillServicer):
-    """Thin: every decision is the scheduler's, every byte the transfer agents'."""
+    """The gRPC servicer of the Prefill service.
+
+    The scheduler makes every decision, and the transfer agents move every byte.
+    """
 
     def __init__(self, parts: PrefillParts, calls: CallTracker) -> None:
-        """`calls` are those of its server."""
+        """Create the servicer; `calls` tracks the calls of its server."""
         self._parts = parts
         self._calls = calls
         self._kind: RequestKind[pb.PrefillInput, pb.PrefillEvent] = RequestKind(

@@ -1,4 +1,4 @@
-"""The prefill role: what `pool.process` needs to know to run it."""
+"""The prefill role, as `pool.process` runs it."""
 
 from functools import partial
 from itertools import count
@@ -26,7 +26,7 @@ from transfer.agent.agent import TransferAgent
 
 
 class PrefillRole:
-    """Satisfies `pool.process.PoolRole`."""
+    """The prefill role. Implements `pool.process.PoolRole`."""
 
     name = "prefill"
     service = "baton.v1.Prefill"
@@ -41,7 +41,11 @@ class PrefillRole:
         return layer_observer(agent, mark)
 
     def lead(self, config: WorkerConfig, stage: Stage) -> "PrefillLeader":
-        """Raises ConfigError when chunks would not end on the model's grid."""
+        """Create the schedulers of the leader.
+
+        Raises:
+            ConfigError: `chunk_tokens` is no multiple of the model's grid.
+        """
         geometry, grid = stage.plan.geometry, stage.plan.description.facts.chunk_grid
         if config.chunk_tokens % grid:
             raise ConfigError(
@@ -81,7 +85,7 @@ class PrefillRole:
 
 
 class PrefillLeader:
-    """Satisfies `pool.process.RoleLeader`."""
+    """The leader of a prefill pool. Implements `pool.process.RoleLeader`."""
 
     def __init__(self, ranks: DataRanks[PrefillScheduler], journal: PointJournal) -> None:
         self.ranks = ranks
@@ -108,7 +112,7 @@ class PrefillLeader:
         prefill_pb2_grpc.add_PrefillServicer_to_server(service, server.grpc)
 
     async def warm_up(self, parts: LeaderParts) -> None:
-        """One prompt token, one drawn."""
+        """Prefill a prompt of one token and sample one token on every data rank."""
         request = Request("warm-up", (0,), 1, SamplingParams(temperature=0))
 
         def end(key: int) -> None:
