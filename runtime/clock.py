@@ -1,4 +1,4 @@
-"""Time as an input: state machines take a Clock, tests hand them one they turn by hand."""
+"""Clocks that state machines take as an argument, so that tests can advance time by hand."""
 
 import os
 import sys
@@ -6,29 +6,27 @@ import time
 from pathlib import Path
 from typing import Protocol
 
-HELD_UP_S = (
-    0.25  # an event loop that wakes so late has not read meanwhile: it reads first, then decides
-)
+# An event loop that wakes this late has not read its sockets meanwhile. It reads before it decides.
+HELD_UP_S = 0.25
 
 
 class Clock(Protocol):
-    """Monotonic seconds."""
+    """Source of monotonic time in seconds."""
 
     def now(self) -> float: ...
 
 
 class SystemClock:
-    """The real one."""
+    """Clock of the operating system."""
 
     def now(self) -> float:
         return time.monotonic()
 
 
 def process_age_s() -> float:
-    """Seconds since this process was started or forked: field 22 of /proc/self/stat, proc(5). 0
-    where there is none.
+    """Return the seconds since this process was started or forked, or 0 outside Linux.
 
-    Resolution: a clock tick, 10 ms.
+    Reads field 22 of /proc/self/stat, see proc(5). The resolution is a clock tick, 10 ms.
     """
     if sys.platform != "linux":
         return 0.0
@@ -38,7 +36,7 @@ def process_age_s() -> float:
 
 
 class ManualClock:
-    """Moves only by `advance`."""
+    """Clock that moves only when `advance` is called."""
 
     def __init__(self, start_s: float = 0.0) -> None:
         self._now_s = start_s

@@ -1,7 +1,7 @@
 """Settings: frozen pydantic models filled from flags and one TOML file.
 
-    class PrefillConfig(Config): ...                                   unknown keys are refused
-    load(PrefillConfig, section="prefill", flags={...}, file=path)     flags beat the file, the file beats defaults
+    class PrefillConfig(Config): ...                                   rejects unknown keys
+    load(PrefillConfig, section="prefill", flags={...}, file=path)     flags override the file, which overrides defaults
     describe(config) -> dict[str, object]                              the effective values, for the log
     parse_address("HOST:PORT") -> Address; AddressField for models
 
@@ -23,13 +23,12 @@ from runtime.errors import ConfigError
 
 SECTIONS = ("router", "prefill", "decode", "gateway")
 _MAX_PORT_DIGITS = 5
-MAX_WAIT_S = (
-    86_400  # of any setting in seconds: gRPC counts milliseconds in 32 bits, which are 24 days
-)
+# Limit of every setting in seconds: gRPC counts milliseconds in 32 bits, which is 24 days.
+MAX_WAIT_S = 86_400
 
 
 class Config(BaseModel):
-    """Root of all settings. Never written after it was built."""
+    """Root of all settings. Instances are immutable."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -39,14 +38,14 @@ ConfigT = TypeVar("ConfigT", bound=Config)
 
 @dataclass(frozen=True)
 class Address:
-    """Where a server listens or is found. With port 0 the system chooses one."""
+    """Address on which a server listens or can be reached. With port 0 the system chooses a port."""
 
     host: str
     port: int
 
     @property
     def is_loopback(self) -> bool:
-        """Whether only this machine is there."""
+        """Return whether the address is reachable from this machine only."""
         try:
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
@@ -54,7 +53,7 @@ class Address:
 
     @property
     def is_name(self) -> bool:
-        """Whether the host has to be looked up."""
+        """Return whether the host has to be resolved."""
         try:
             ipaddress.ip_address(self.host)
         except ValueError:
@@ -66,7 +65,7 @@ class Address:
 
 
 def parse_address(text: str, *, field: str = "address") -> Address:
-    """HOST:PORT or [IPV6]:PORT. Raises ConfigError naming `field`."""
+    """Parse HOST:PORT or [IPV6]:PORT. Raises ConfigError naming `field`."""
     host, colon, port = text.rpartition(":")
     in_brackets = host.startswith("[") and host.endswith("]") and len(host) > 2
     plain = host[1:-1] if in_brackets else host
@@ -88,7 +87,7 @@ def parse_address(text: str, *, field: str = "address") -> Address:
 
 
 def _can_be_looked_up(host: str) -> bool:
-    """Return whether a resolver takes the name: Python's raises errors of its own for others."""
+    """Return whether a resolver accepts the name; Python's resolver raises other errors otherwise."""
     try:
         host.encode("idna")
     except UnicodeError:
@@ -109,9 +108,9 @@ AddressField = Annotated[str, AfterValidator(_checked_address)]
 def load(
     kind: type[ConfigT], *, section: str, flags: Mapping[str, object], file: Path | None = None
 ) -> ConfigT:
-    """Build the settings of one role. Flags that are None were not given.
+    """Build the settings of one role; flags that are None count as not given.
 
-    Raises ConfigError naming the key for unknown keys, unreadable files and values that do not fit.
+    Raises ConfigError naming the key for unknown keys, unreadable files and invalid values.
     """
     values: dict[str, object] = {} if file is None else dict(read_tables(file).get(section, {}))
     values.update({key: value for key, value in flags.items() if value is not None})
@@ -136,29 +135,31 @@ def load(
 
 
 def _problem(error: Mapping[str, Any]) -> str:
-    """What is wrong with a value, and the value. error: one of pydantic's."""
-    if error["type"] == "value_error":  # one of ours, which names it
+    """Describe the problem with a value, including the value. `error` is one of pydantic's errors."""
+    if error["type"] == "value_error":  # one of Baton's own errors, which includes the value
         return str(error["ctx"]["error"])
     return f"{error['msg']} (got {error['input']!r})"
 
 
 def _is_missing(error: Mapping[str, Any]) -> bool:
-    """Return whether a setting is not there, or a list of what there must be one of is empty.
-    error: one of pydantic's."""
+    """Return whether a required setting is missing or a required list is empty.
+
+    `error` is one of pydantic's errors.
+    """
     return error["type"] == "missing" or (error["type"] == "too_short" and not error["input"])
 
 
 def read_tables(file: Path) -> dict[str, dict[str, object]]:
-    """The tables of the file by role. Raises ConfigError for a file that cannot be read, and for
-    any other table."""
+    """Return the tables of the file by role.
+
+    Raises ConfigError for a file that cannot be read and for a table of an unknown role.
+    """
     try:
         tables = tomllib.loads(file.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {file}: {error.strerror}", field="config") from error
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # also for what is not UTF-8, and for numbers without end
+    # ValueError includes invalid UTF-8; RecursionError comes from very deep nesting.
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not TOML: {error}", field="config") from error
     for name, table in tables.items():
         if name in SECTIONS and not isinstance(table, dict):
@@ -175,18 +176,18 @@ def read_tables(file: Path) -> dict[str, dict[str, object]]:
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """The end of an error about an unknown word; empty where none of the known ones is like it."""
+    """Return the end of an error about an unknown word, or "" if no known word is similar."""
     like = get_close_matches(word.replace("-", "_"), list(known), n=1)
     return f"; did you mean {like[0]}?" if like else ""
 
 
 def describe(config: Config) -> dict[str, object]:
-    """The effective values by key, as they could stand in the file."""
+    """Return the effective values by key, in the form that the file accepts."""
     return config.model_dump(mode="json")
 
 
 def parse_peer(text: str, *, field: str = "address") -> Address:
-    """Return the address of a server to call. Raises ConfigError naming `field`."""
+    """Parse the address of a server to call. Raises ConfigError naming `field`."""
     address = parse_address(text, field=field)
     if not address.port:
         raise ConfigError(f"{field} must end in a port from 1 to 65535, got {text!r}", field=field)
@@ -204,8 +205,10 @@ PeerField = Annotated[str, AfterValidator(_checked_peer)]
 
 
 def number_from_environment(name: str, environment: Mapping[str, str] = os.environ) -> int | None:
-    """Return the number that a launcher set; None where it did not. Raises ConfigError naming the
-    variable."""
+    """Return the number that a launcher set, or None if the variable is not set.
+
+    Raises ConfigError naming the variable.
+    """
     text = environment.get(name, "").strip()
     if not text:
         return None
@@ -215,10 +218,12 @@ def number_from_environment(name: str, environment: Mapping[str, str] = os.envir
 
 
 def leader_from_environment(environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the leader as launchers name it; None unless MASTER_ADDR and MASTER_PORT are both set.
+    """Return the leader's address as launchers set it, or None unless both variables are set.
+
+    The variables are MASTER_ADDR and MASTER_PORT.
 
     Raises:
-        ConfigError: one of them, which the message names, cannot be what it is for.
+        ConfigError: one of them is invalid; the message names it.
     """
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if not host or not port:

@@ -1,13 +1,13 @@
-"""Digests that processes compare.
+"""Compatibility digests of pools and names of prefix blocks.
 
-Pools: a digest names what both must have alike; behind a `+` it may name the draft whose state is
-handed over with a prompt. A pool without that part takes prompts without it and hands them over
-without it.
+Pools: a digest names the properties that two paired pools must share. After a `+` it may name the
+draft model whose state is handed over with a prompt. A pool without a draft accepts prompts without
+that state and hands them over without it.
 
-Beginnings of prompts: their names are the same in every process, a chain of digests over blocks of
-token ids. A block's name stands for all tokens up to its end and for what they were computed with,
-so equal names mean equal cache entries. They have 128 bits of BLAKE2b: to find a second text for a
-name takes 2**128 tries.
+Prefix blocks: every process computes the same names, a chain of digests over blocks of token ids. A
+block's name identifies all tokens up to its end and the model that computed them, so equal names
+mean equal cache entries. Names are 128 bits of BLAKE2b: to find a second text for a given name
+takes 2**128 tries.
 """
 
 import re
@@ -21,7 +21,8 @@ from runtime.errors import IncompatiblePeerError
 NAME_BYTES = 16
 _ID = "I"  # four bytes on all platforms that Python supports
 _DRAFT = "+"
-# The parts of a pool's text that have one value, in its order; what follows describes the caches.
+# The parts of a pool's text that have a single value, in its order; descriptions of the caches
+# follow.
 _NAMED = (
     "schema",
     "config",
@@ -32,26 +33,28 @@ _NAMED = (
     "page size",
     "max context",
 )
-_NAMED_OF_DRAFT = ("draft", "spec topk")  # a pool without them fits one that has them
+_NAMED_OF_DRAFT = ("draft", "spec topk")  # a pool without them is compatible with one that has them
 _UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
 class Compatibility:
-    """Of a pool: `digest` is compared, `text` is shown when two differ."""
+    """Compatibility of a pool. `digest` is compared; `text` is shown when two digests differ."""
 
     digest: str
     text: str
 
 
 def pairing_digest(model: str, draft: str) -> str:
-    """`draft` is empty where no draft's state is handed over."""
+    """Join the two digests; `draft` is empty if no draft state is handed over."""
     return f"{model}{_DRAFT}{draft}" if draft else model
 
 
 def may_pair(first: str, second: str) -> bool:
-    """Whether one pool may hand prompts to the other: the same model, and not two different
-    drafts."""
+    """Return whether one pool may hand prompts to the other.
+
+    They must have the same model and must not have two different drafts.
+    """
     (model, _, draft), (other_model, _, other_draft) = (
         first.partition(_DRAFT),
         second.partition(_DRAFT),
@@ -60,7 +63,7 @@ def may_pair(first: str, second: str) -> bool:
 
 
 def check_compatible(mine: Compatibility, peer_digest: str, peer_text: str) -> None:
-    """Raises IncompatiblePeerError showing both sides when they must not be paired."""
+    """Raise IncompatiblePeerError, showing both sides, if the two pools must not be paired."""
     if not may_pair(mine.digest, peer_digest):
         raise IncompatiblePeerError(
             f"the pools differ{named_difference(mine.text, peer_text)}: here {mine.text}; "
@@ -69,23 +72,28 @@ def check_compatible(mine: Compatibility, peer_digest: str, peer_text: str) -> N
 
 
 def share_draft(first: str, second: str) -> bool:
-    """Whether the state of a draft crosses between the two."""
+    """Return whether the state of a draft is handed over between the two pools."""
     return may_pair(first, second) and _DRAFT in first and _DRAFT in second
 
 
 def in_common(first: str, second: str) -> str:
-    """What crosses between two pools that may be paired: with the draft only where it does, too."""
+    """Return the digest of the state that two compatible pools exchange.
+
+    It includes the draft only if both pools share it.
+    """
     return first if share_draft(first, second) else first.partition(_DRAFT)[0]
 
 
 def names_draft(digest: str) -> bool:
-    """Whether a draft's state is part of what it names."""
+    """Return whether the digest includes a draft's state."""
     return _DRAFT in digest
 
 
 def named_difference(mine: str, theirs: str) -> str:
-    """Which of the named parts of two pools' texts differ, as " in numerics (exact here, fast
-    there)"; empty if none of them does."""
+    """Return the named parts in which two pools' texts differ, or "" if there is none.
+
+    The form is " in numerics (exact here, fast there)".
+    """
     pairs = [(name, _part(mine, name), _part(theirs, name)) for name in (*_NAMED, *_NAMED_OF_DRAFT)]
     differing = [
         f"{name} ({own} here, {other} there)"
@@ -108,12 +116,12 @@ def block_names(
     salt: str = "",
     known: tuple[bytes, ...] = (),
 ) -> tuple[bytes, ...]:
-    """One name of `NAME_BYTES` per whole block of `block_tokens` ids, in order; `known` are those
-    of the first blocks.
+    """Return one name of `NAME_BYTES` bytes per whole block of `block_tokens` ids, in order.
 
-    Prompts share names only up to the block in which they first differ, and only where
-    `compatibility` (the digest of weights, numerics and cache layout) and `salt` (chosen by whoever
-    must not be matched with others) are the same.
+    `known` holds the names of the first blocks. Prompts share names only up to the block in which
+    they first differ. They share none if `compatibility` (the digest of weights, numerics and cache
+    layout) or `salt` differs. A client chooses a salt to keep its prompts from matching those of
+    others.
     """
     seed = f"{len(compatibility)}:{compatibility}{salt}".encode()
     names = list(known)

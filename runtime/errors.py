@@ -1,5 +1,4 @@
-"""Every error Baton raises on purpose, and the one place that defines what each looks like to a
-gRPC client.
+"""Every error that Baton raises on purpose, and its mapping to a gRPC status.
 
 BatonError
 ├── InvalidRequestError     the request is impossible                      INVALID_ARGUMENT
@@ -12,12 +11,12 @@ BatonError
 ├── IncompatiblePeerError   two workers that must not be paired            FAILED_PRECONDITION
 ├── CapacityError           a queue or pool is full                        RESOURCE_EXHAUSTED
 ├── UnavailableError        draining, or no worker that could serve        UNAVAILABLE
-│   ├── DrainingError       leaves on purpose, hands its requests back     UNAVAILABLE
-│   ├── StalledError         too late for one request, which moves         UNAVAILABLE
+│   ├── DrainingError       the process drains and returns its requests    UNAVAILABLE
+│   ├── StalledError        too late for one request, which moves          UNAVAILABLE
 │   └── PeerLostError       a process died in the middle of a request      ABORTED
 ├── HandoffError            a transfer failed and no retry is left         ABORTED
-│   └── IntegrityError      bytes arrived that are not the bytes sent      DATA_LOSS
-├── DeadlineError           the request's time is up                       DEADLINE_EXCEEDED
+│   └── IntegrityError      the received bytes differ from the sent ones   DATA_LOSS
+├── DeadlineError           the request's deadline has passed              DEADLINE_EXCEEDED
 ├── RequestAborted          the client or its stream is gone               CANCELLED
 └── InternalError           a bug: an invariant does not hold              INTERNAL
     └── StalePlanError      attention metadata planned for another batch
@@ -36,23 +35,27 @@ class FieldViolation:
 
 
 class BatonError(Exception):
-    """Root of the tree. `reason` is for programs (UPPER_SNAKE, becomes ErrorInfo.reason), the
-    message for people."""
+    """Root of the error tree.
+
+    `reason` is for programs (UPPER_SNAKE, sent as ErrorInfo.reason); the message is for people.
+    """
 
     reason = "INTERNAL"
-    retry_after_s: float | None = None  # when trying again may help; None where nobody knows
+    retry_after_s: float | None = None  # delay after which a retry may succeed; None if unknown
 
     def again(self) -> Self:
-        """The same error as an object of its own, to raise where others end with it, too: an object
-        that several calls raise collects the frames of all of them, and a call that clears those
-        clears the others'."""
+        """Return a copy of the error, for calls that raise the same error independently.
+
+        An object that several calls raise collects the frames of all of them. A call that clears
+        its frames would clear those of the other calls.
+        """
         other = type(self).__new__(type(self), *self.args)
         vars(other).update(vars(self))
         return other
 
 
 class InvalidRequestError(BatonError):
-    """The request can never succeed as it is."""
+    """The request can never succeed in this form."""
 
     reason = "INVALID_REQUEST"
 
@@ -68,25 +71,25 @@ class UnknownModelError(InvalidRequestError):
 
 
 class UnsupportedError(InvalidRequestError):
-    """Another server of the same contract might do it; the violation names the field or method."""
+    """The field or method that the violation names is not offered; another server may offer it."""
 
     reason = "UNSUPPORTED"
 
 
 class DuplicateRequestError(BatonError):
-    """A request of this id is running."""
+    """A request with this id is running."""
 
     reason = "DUPLICATE_REQUEST_ID"
 
 
 class UnauthenticatedError(BatonError):
-    """The caller has not shown who it is; the message never has what would have been right."""
+    """The caller has not authenticated. The message never contains the expected credential."""
 
     reason = "UNAUTHENTICATED"
 
 
 class PermissionDeniedError(BatonError):
-    """The caller is known and may not do this."""
+    """The caller is authenticated but not allowed to do this."""
 
     reason = "PERMISSION_DENIED"
 
@@ -102,14 +105,19 @@ class ConfigError(BatonError):
 
 
 class IncompatiblePeerError(BatonError):
-    """Prefill and decode differ in weights, geometry, dtype, page size or schema; the message shows
-    both."""
+    """Prefill and decode differ in weights, geometry, dtype, page size or schema.
+
+    The message shows both sides.
+    """
 
     reason = "INCOMPATIBLE_PEER"
 
 
 class CapacityError(BatonError):
-    """Full now; trying later can work. `resource` names what is full (queue, pages, slots)."""
+    """The resource is full now; a later attempt may succeed.
+
+    `resource` names the full resource (queue, pages, slots).
+    """
 
     reason = "OUT_OF_CAPACITY"
 
@@ -120,8 +128,10 @@ class CapacityError(BatonError):
 
 
 class UnavailableError(BatonError):
-    """Nothing can serve it now. `retry_after_s`: seconds until something may; None where that is
-    not known."""
+    """No process can serve the request now.
+
+    `retry_after_s` is the number of seconds until one may; None if unknown.
+    """
 
     reason = "UNAVAILABLE"
 
@@ -131,27 +141,28 @@ class UnavailableError(BatonError):
 
 
 class DrainingError(UnavailableError):
-    """The process is leaving: what it refuses or hands back can go on elsewhere."""
+    """The process is draining; the requests that it rejects or returns can continue elsewhere."""
 
     reason = "DRAINING"
 
 
 class StalledError(UnavailableError):
-    """A busy machine was late for one request, which may go on elsewhere; the process serves all
-    others as before."""
+    """A busy machine was too late for one request, which may continue on another one.
+
+    The process serves all other requests as before.
+    """
 
     reason = "HELD_UP"
 
 
 class PeerLostError(UnavailableError):
-    """A worker or stage died while it held part of a request; the whole request may be sent
-    again."""
+    """A worker or stage died while it held part of a request; the whole request may be sent again."""
 
     reason = "PEER_LOST"
 
 
 class HandoffError(BatonError):
-    """What a prompt left did not come from prefill to decode."""
+    """The state of a prompt did not arrive from prefill at decode."""
 
     reason = "HANDOFF_FAILED"
 
@@ -163,19 +174,19 @@ class IntegrityError(HandoffError):
 
 
 class DeadlineError(BatonError):
-    """Something did not end within its time, or could not."""
+    """An operation did not end before its deadline, or could not have."""
 
     reason = "DEADLINE_EXCEEDED"
 
 
 class RequestAborted(BatonError):
-    """The caller has ended the request, or reads none of it any more."""
+    """The caller has cancelled the request or no longer reads its stream."""
 
     reason = "ABORTED_BY_CLIENT"
 
 
 class InternalError(BatonError):
-    """An invariant does not hold. Never the client's fault."""
+    """An invariant does not hold. This is never the client's fault."""
 
     reason = "INTERNAL"
 

@@ -1,33 +1,35 @@
-"""How fast prompts are computed at best: what routers refuse by on arrival, and prefill workers
-later on."""
+"""Best observed prefill rate.
+
+Routers use it to reject requests on arrival, prefill workers to reject them later.
+"""
 
 from collections import deque
 
 from runtime.clock import Clock
 
 MEMORY_S = 60.0
-MIN_TOKENS = 64  # shorter prompts measure overheads rather than prefill
-MIN_PROMPTS = 3  # one alone may have met a cold start
+MIN_TOKENS = 64  # in shorter prompts, overhead dominates the measurement
+MIN_PROMPTS = 3  # a single one may include a cold start
 REMEMBERED_PROMPTS = 64
 
 
 class PrefillRateEstimate:
-    """Seconds per prompt token, as prefills that ended within the last `MEMORY_S` showed it.
+    """Seconds per prompt token, from prefills that ended within the last `MEMORY_S`.
 
-    Only the best rate seen lately counts: what even that cannot do in time is refused, everything
-    else is tried. A refused request shows no rate, so rates expire after `MEMORY_S`, and a refusal
-    needs `MIN_PROMPTS` of them.
+    Only the best recent rate counts: a request is rejected if even that rate cannot meet its
+    deadline, and tried otherwise. A rejected request yields no measurement, so rates expire after
+    `MEMORY_S`, and a rejection needs `MIN_PROMPTS` measurements.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._seen_s: deque[float] = deque(maxlen=MIN_PROMPTS)  # when the last ones were
-        # When, and seconds per token: each slower than the one before it, as what a later one
-        # surpasses counts no more.
+        self._seen_s: deque[float] = deque(maxlen=MIN_PROMPTS)  # times of the latest measurements
+        # (time, seconds per token). Each entry is slower than the one before it: an entry that a
+        # later one beats is dropped.
         self._best: deque[tuple[float, float]] = deque(maxlen=REMEMBERED_PROMPTS)
 
     def observe(self, num_tokens: int, seconds: float) -> None:
-        """A prompt was computed."""
+        """Record a prefill of `num_tokens` tokens that took `seconds`."""
         if num_tokens < MIN_TOKENS:
             return
         token_s = seconds / num_tokens
@@ -37,8 +39,10 @@ class PrefillRateEstimate:
         self._seen_s.append(self._clock.now())
 
     def least_s(self, num_tokens: int) -> float:
-        """The time that many tokens take at best; 0 while too few prompts are known, or for too few
-        tokens."""
+        """Return the shortest expected time of `num_tokens` tokens in seconds.
+
+        Returns 0 while too few prompts were measured, and for short prompts.
+        """
         oldest_s = self._clock.now() - MEMORY_S
         while self._best and self._best[0][0] < oldest_s:
             self._best.popleft()

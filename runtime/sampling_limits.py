@@ -1,4 +1,7 @@
-"""The values that sampling parameters may have, of requests and of a model's own defaults."""
+"""Valid ranges and defaults of sampling parameters.
+
+They apply to requests and to the defaults of a model.
+"""
 
 from dataclasses import dataclass
 
@@ -7,7 +10,7 @@ MAX_TOP_K = (1 << 32) - 1
 
 @dataclass(frozen=True)
 class Interval:
-    """The values a sampling field may have. NaN is in no interval."""
+    """Range of values of a sampling field. NaN is in no interval."""
 
     low: float
     high: float
@@ -31,8 +34,8 @@ SAMPLING_INTERVALS = {
     "repetition_penalty": Interval(0, 10, low_is_open=True),
 }
 LOGIT_BIAS_INTERVAL = Interval(-100, 100)
-# What a request gets that states nothing, of a model that states nothing: the distribution as it
-# is.
+# Defaults if neither the request nor the model specifies a value: they leave the distribution
+# unchanged.
 SAMPLING_DEFAULTS = {
     "temperature": 1.0,
     "top_k": 0,

@@ -1,8 +1,8 @@
-"""The version of this tree; pyproject.toml reads it here."""
+"""Version of this source tree; pyproject.toml takes it from here."""
 
 VERSION = "0.1.0"
 
-# Of the messages by which routers give workers their requests (protos/baton/v1/prefill.proto,
-# decode.proto): it rises with every change that the other side must know of. Before it was counted
-# each request had calls of its own.
+# Version of the messages by which routers send requests to workers (protos/baton/v1/prefill.proto,
+# decode.proto). It increases with every change that both sides must support. Before version 1 each
+# request had its own call.
 WIRE_VERSION = 1

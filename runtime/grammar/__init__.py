@@ -1,29 +1,29 @@
-"""Output that follows a JSON schema or a regular expression: which tokens may come next.
+"""Structured output: token masks from a JSON schema or a regular expression.
 
     grammars = load_grammars(model_dir, eos_token_ids)          None without a tokenizer or end-of-sequence tokens
-    await grammars.check(grammar)                               refuses what cannot work, or takes too long
-    text = grammars.open(grammar)                               a text that has not begun
-    job = text.ask(kept, token_ids); job.wait(deadline_s)       the masks of what may follow these tokens
+    await grammars.check(grammar)                               rejects invalid and too expensive grammars
+    text = grammars.open(grammar)                               a text without tokens yet
+    job = text.ask(kept, token_ids); job.wait(deadline_s)       the masks of the tokens that may follow these
     unpacked(job.masks[()], vocab_size)                         [vocab_size] bool
 
-The automata are llguidance's, whose calls nothing can interrupt: a schema of 10 KB may compile for
-half a minute, and neither its fuel nor its other limits end that. Compiled grammars cannot be
-handed from one process to another, either. So no process of a cluster calls the library for a
-client's grammar. **A grammar is a process**:
+The automata are llguidance's. Its calls cannot be interrupted: a schema of 10 KB may compile for
+half a minute, and neither its fuel nor its other limits end that. Compiled grammars cannot move
+between processes either. So no process of a cluster calls the library for a client's grammar.
+**Each grammar has its own process**:
 
-    fork server one per worker or router; has the tokenizer loaded, serves nothing, forks (`fork_server`)
-      └─ grammar    one per grammar: compiles it, and stays to compute its masks (`child`, `library`)
+    fork server one per worker or router; has the tokenizer loaded, only forks (`fork_server`)
+      └─ grammar    one per grammar: compiles it, then computes its masks (`child`, `library`)
 
-The fork costs milliseconds, whatever the size of the vocabulary. Each child has a limit on its
-memory, and on the processor's time while it compiles, that the kernel enforces; a wait for it
-(`process`) has a deadline and a file descriptor to kill it by (`children`). A grammar that crashes
-the library, exhausts memory or never ends takes nothing along; the masks of different grammars are
-computed side by side, on other cores than the engine's thread.
+The fork takes milliseconds at any size of the vocabulary. The kernel enforces each child's memory
+limit, and its CPU time limit during compilation. A wait for a child (`process`) has a deadline and
+a file descriptor to kill it by (`children`). A grammar that crashes the library, exhausts memory or
+never ends affects no other process. The masks of different grammars are computed in parallel, on
+other cores than the engine's thread.
 
-Four bounds stand before that, in this order: the size and shape of the text (`language`), what was
-refused before (`checking`), a compilation in a short time, of which many may wait, and one in a
-longer time, of which few may. A grammar that compiles slowly thus never stands in the way of those
-that compile fast.
+Four checks run in this order: the size and shape of the text (`language`), earlier rejections
+(`checking`), compilation with a short time limit and a long queue, and compilation with a longer
+time limit and a short queue. So a grammar that compiles slowly never delays those that compile
+fast.
 """
 
 from runtime.grammar.checking import Grammars, load_grammars

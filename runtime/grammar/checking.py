@@ -1,8 +1,8 @@
-"""Which grammars a worker or router accepts, and the processes of those whose masks it computes.
+"""Acceptance checks of grammars, and the processes that compute the masks of accepted ones.
 
-A new grammar gets a short time of computing first, and only if that does not do, a longer one, for
-which few may wait: so a flood of grammars that compile slowly costs those that compile fast a tenth
-of a second each, not their turn. What was refused is kept, as is what was accepted.
+A new grammar is compiled with a short time limit first. If that fails, it is compiled with a longer
+one, for which only a few grammars may queue. So a flood of slow grammars costs each fast one a
+tenth of a second, not its turn. Both rejections and acceptances are cached.
 """
 
 import asyncio
@@ -27,26 +27,22 @@ from runtime.process.host_cores import num_cores
 
 logger = logging.getLogger(__name__)
 
-FIRST_CPU_S, LAST_CPU_S = (
-    0.1,
-    1.0,
-)  # of computing, for a grammar of usual size and for the slowest that is accepted
+# CPU time for a grammar of usual size, and for the slowest that is accepted.
+FIRST_CPU_S, LAST_CPU_S = 0.1, 1.0
 MAX_AT_ONCE, MAX_WAITING = 4, 32
 MAX_SLOW_AT_ONCE, MAX_SLOW_WAITING = 2, 8
 MAX_REMEMBERED = 4096  # verdicts
-REMEMBER_S = 600.0  # a refusal for its cost; a newer machine may be faster
-# new grammars of a client, of which each takes about ten milliseconds on routers and on workers
+REMEMBER_S = 600.0  # lifetime of a rejection for its cost, which depends on the machine
+# New grammars of a client per second and core. Each takes about 10 ms on routers and on workers.
 PER_CORE_S = 4.0
-MAX_PROCESSES = 64  # that nobody uses
-MAX_EXPECTED, EXPECTED_S = (
-    128,
-    30.0,
-)  # kept for requests that have had their grammars checked, and for how long
+MAX_PROCESSES = 64  # limit of idle processes
+# Processes kept for requests whose grammars were checked, and for how long.
+MAX_EXPECTED, EXPECTED_S = 128, 30.0
 
 
 @dataclass(frozen=True)
 class _Lane:
-    """Compilations of one length. Belongs to an event loop."""
+    """Queue of compilations with one time limit. Belongs to an event loop."""
 
     cpu_limit_s: float
     turns: Turns
@@ -54,14 +50,13 @@ class _Lane:
 
 @dataclass
 class _Verdicts:
-    """What is known of grammars, the latest of them. Under the owner's lock."""
+    """Cached verdicts on the most recent grammars. Guarded by the owner's lock."""
 
-    known: OrderedDict[bytes, tuple[str, float]] = field(
-        default_factory=OrderedDict
-    )  # why not, and until when
+    # By digest: the reason of the rejection ("" if accepted), and its expiry.
+    known: OrderedDict[bytes, tuple[str, float]] = field(default_factory=OrderedDict)
 
     def find(self, grammar: Grammar) -> bool:
-        """Whether it was accepted. Raises InvalidRequestError if it was refused."""
+        """Return whether the grammar was accepted. Raises InvalidRequestError if it was rejected."""
         found = self.known.get(grammar.digest)
         if found is None:
             return False
@@ -79,13 +74,15 @@ class _Verdicts:
 
 
 class Grammars:
-    """Grammars over one vocabulary. `check` belongs to an event loop, `open` and what it gives to
-    one thread."""
+    """Grammars over one vocabulary.
+
+    `check` belongs to an event loop; `open` and the texts it returns belong to one thread.
+    """
 
     def __init__(
         self, tokenizer_json: Path, end_token_ids: Sequence[int], *, computes_masks: bool = True
     ) -> None:
-        """Without `computes_masks` a grammar's process ends with its verdict."""
+        """Create the checker. Without `computes_masks` a grammar's process ends after its verdict."""
         self._fork_server = GrammarForkServer(tokenizer_json, end_token_ids)
         self._computes_masks = computes_masks
         self._lock = threading.Lock()
@@ -98,15 +95,16 @@ class Grammars:
         self._keys = itertools.count(1)
 
     async def check(self, grammar: Grammar, client: str = "") -> None:
-        """Compile it elsewhere, so that `open` finds it ready. `client` is who brings it, where
-        clients are told apart.
+        """Compile the grammar in another process, so that `open` finds it ready.
+
+        `client` identifies the sender if clients are distinguished.
 
         Raises:
-            InvalidRequestError: naming the field and the limit, if it is no grammar, is not
-                supported, or takes too long.
-            CapacityError: too many others wait to be compiled, its turn has not come in time, or
-                its client brings too many.
-            UnavailableError: no process for it could be started.
+            InvalidRequestError: the grammar is invalid, unsupported or takes too long; names the field and
+                the limit.
+            CapacityError: too many grammars are queued, its turn did not come in time, or its client sends
+                too many.
+            UnavailableError: its process could not be started.
         """
         with self._lock:
             if self._verdicts.find(grammar) and (
@@ -117,13 +115,16 @@ class Grammars:
         if (task := self._checks.get(grammar)) is None:
             task = self._checks[grammar] = asyncio.create_task(self._check(grammar, client))
             task.add_done_callback(lambda ended: self._checked(grammar, ended))
-        await asyncio.shield(task)  # others may wait for the same
+        await asyncio.shield(task)  # other requests may wait for the same check
         with self._lock:
             self._is_kept(grammar)
 
     def open(self, grammar: Grammar) -> GuidedText:
-        """A text that has not begun. Its process is one that `check` made ready, or a new one,
-        which is not `is_ready` before it has compiled."""
+        """Return a text without tokens.
+
+        Its process is the one that `check` made ready, or a new one, which is not `is_ready` before
+        it has compiled the grammar.
+        """
         with self._lock:
             process = self._processes.get(grammar)
             if process is None:
@@ -135,7 +136,7 @@ class Grammars:
             return GuidedText(process, next(self._keys))
 
     def close(self) -> None:
-        """End all processes; what still waits for them fails."""
+        """End all processes; pending jobs fail."""
         with self._lock:
             processes = list(self._processes.values())
             self._processes.clear()
@@ -174,10 +175,10 @@ class Grammars:
     def _checked(self, grammar: Grammar, ended: "asyncio.Task[None]") -> None:
         del self._checks[grammar]
         if not ended.cancelled():
-            ended.exception()  # the waiters have it
+            ended.exception()  # the waiters raise it
 
     def _is_kept(self, grammar: Grammar) -> bool:
-        """Whether there is a process, which is kept for one more request then. Under the lock."""
+        """Return whether a process exists, and keep it for one more request. Needs the lock."""
         process = self._processes.get(grammar)
         if process is None:
             return False
@@ -185,8 +186,11 @@ class Grammars:
         return True
 
     def _keep(self, grammar: Grammar, process: GrammarProcess) -> GrammarProcess:
-        """Under the lock. Beyond the limits those end that are not used, and those that are
-        expected to be last, the ones not used for longest first."""
+        """Store the process and end idle ones beyond the limits. Needs the lock.
+
+        Ends processes that no request expects first, then expected ones; within each group the
+        least recently used first.
+        """
         if (other := self._processes.pop(grammar, None)) is not None:
             other.close()
         self._processes[grammar] = process
@@ -207,9 +211,11 @@ class Grammars:
 def load_grammars(
     model_dir: Path, eos_token_ids: Sequence[int], *, computes_masks: bool = True
 ) -> Grammars | None:
-    """For the vocabulary of the model's tokenizer; None where structured output cannot be offered:
-    without a tokenizer, or without end-of-sequence tokens in its vocabulary, with which a text
-    could end."""
+    """Return the grammars of the model's vocabulary, or None if structured output cannot be
+    offered.
+
+    It needs a tokenizer, and end-of-sequence tokens in its vocabulary with which a text can end.
+    """
     path = find_tokenizer(model_dir)
     if path is None or not eos_token_ids:
         return None
@@ -217,7 +223,7 @@ def load_grammars(
         LLTokenizer(str(path), eos_token=list(eos_token_ids))
     except ValueError as error:
         logger.warning(
-            "structured output is not offered, %s does not serve for it: %s",
+            "structured output is not offered, %s cannot be used for it: %s",
             path,
             shown(str(error)),
         )

@@ -1,9 +1,8 @@
-"""A grammar's own process, from its compilation to its last mask. Forked by the fork server, which has
-loaded the tokenizer.
+"""Process of one grammar, from its compilation to its last mask.
 
-It ends when its owner closes the socket, and at once by SIGPROF, whose default that is, when
-compiling has taken the processor for too long: a timer of the kernel's, because nothing can
-interrupt the library.
+The fork server, which has loaded the tokenizer, forks it. The process ends when its owner closes
+the socket. If compilation takes too much CPU time, a kernel timer ends it with SIGPROF, because the
+library cannot be interrupted.
 """
 
 import resource
@@ -27,11 +26,11 @@ from runtime.grammar.messages import (
     unpack_order,
 )
 
-TREE_CPU_S = 0.005  # for masks of a tree's further nodes, which may not be needed
+TREE_CPU_S = 0.005  # for the masks of further tree nodes, which may not be needed
 
 
 def serve(owner: socket.socket, tokenizer: LLTokenizer, end_token_ids: frozenset[int]) -> None:
-    """Until the owner is gone."""
+    """Compile the grammar and compute masks until the owner closes the socket."""
     order = unpack_order(owner.recv(MAX_MESSAGE_BYTES))
     _limit_memory(order.memory_bytes)
     signal.setitimer(signal.ITIMER_PROF, order.cpu_limit_s)
@@ -74,7 +73,7 @@ def _run_call(
             if time.thread_time() - tree_began_s > TREE_CPU_S:
                 break
         owner.send(_done(time.thread_time() - began_s))
-    except Unfollowable as error:  # of a move too: a text that failed fails again at the next call
+    except Unfollowable as error:  # also for MOVE: a text that failed fails again at the next call
         if call.call is Call.ASK:
             owner.send(_problem(str(error)))
 
@@ -90,7 +89,7 @@ def _problem(text: str) -> bytes:
 
 
 def _limit_memory(more_bytes: int) -> None:
-    """Beyond it allocations fail, which ends the process."""
+    """Limit memory to the current size plus `more_bytes`. An allocation beyond it ends the process."""
     pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
     limit = pages * resource.getpagesize() + more_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -1,4 +1,4 @@
-"""Starting and ending processes for grammars, from their owner's side (`fork_server` is the other)."""
+"""Start and end of grammar processes, on their owner's side (`fork_server` is the other side)."""
 
 import os
 import signal
@@ -18,7 +18,7 @@ FORK_S = 5.0
 
 
 class GrammarForkServer:
-    """Starts processes for grammars. Any thread."""
+    """Starts processes for grammars. Thread-safe."""
 
     def __init__(self, tokenizer_json: Path, end_token_ids: Sequence[int]) -> None:
         self._arguments = [str(tokenizer_json.resolve()), *map(str, end_token_ids)]
@@ -28,11 +28,16 @@ class GrammarForkServer:
         self._is_closed = False
 
     def fork(self) -> "GrammarChild":
-        """Raises UnavailableError when there is none and none can be started."""
+        """Start a process for a grammar.
+
+        Raises UnavailableError if the fork server is not running and cannot be started.
+        """
         with self._lock:
             if self._is_closed:
-                raise UnavailableError("grammars are not compiled any more: the process ends")
-            for is_last in (False, True):  # one that has died is replaced
+                raise UnavailableError(
+                    "grammars are no longer compiled: the process is shutting down"
+                )
+            for is_last in (False, True):  # replaces a dead fork server once
                 try:
                     return self._fork(self._control or self._start())
                 except (OSError, IndexError) as error:
@@ -44,7 +49,7 @@ class GrammarForkServer:
         raise AssertionError
 
     def close(self) -> None:
-        """End it, and with it all of its children."""
+        """End the fork server and all of its children."""
         with self._lock:
             self._is_closed = True
             self._end()
@@ -52,6 +57,7 @@ class GrammarForkServer:
     def _start(self) -> socket.socket:
         ours, theirs = _socket_pair()
         with theirs:
+            # The output goes to the null device: the library would print clients' grammars.
             self._process = subprocess.Popen(
                 [
                     sys.executable,
@@ -66,7 +72,7 @@ class GrammarForkServer:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-            )  # where the library would print clients' grammars
+            )
         self._control = ours
         ours.settimeout(FORK_SERVER_START_S)
         if not ours.recv(16):
@@ -108,7 +114,7 @@ class GrammarChild:
         self._socket.send(message)
 
     def receive(self, timeout_s: float) -> bytes:
-        """Raises OSError when it has ended, or does not answer in time (TimeoutError)."""
+        """Receive a message. Raises OSError if the process has ended, TimeoutError if it is late."""
         self._socket.settimeout(max(1e-3, timeout_s))
         data = self._socket.recv(MAX_MESSAGE_BYTES)
         if not data:
@@ -116,14 +122,14 @@ class GrammarChild:
         return data
 
     def cpu_s(self) -> float:
-        """Any thread: the processor's time that it has taken; 0 once it has ended."""
+        """Return the CPU time of the process in seconds, or 0 after its end. Thread-safe."""
         with self._lock, suppress(OSError, IndexError):
             if self._is_open:
                 return _cpu_s(self._pidfd)
         return 0.0
 
     def kill(self) -> None:
-        """Any thread: the end of the connection ends every wait for it."""
+        """Kill the process, which ends every wait for it. Thread-safe."""
         with self._lock:
             if self._is_open:
                 with suppress(ProcessLookupError):
@@ -139,8 +145,10 @@ class GrammarChild:
 
 
 def _cpu_s(pidfd: int) -> float:
-    """Raises OSError and IndexError for a process that has ended. proc_pid_stat(5) has the
-    fields."""
+    """Return the CPU time of a process from the fields of proc_pid_stat(5).
+
+    Raises OSError or IndexError if the process has ended.
+    """
     told = dict(
         line.split(":", 1) for line in Path(f"/proc/self/fdinfo/{pidfd}").read_text().splitlines()
     )

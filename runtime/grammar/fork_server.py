@@ -1,12 +1,13 @@
-"""The process that grammars are forked from: loads a tokenizer once, then does nothing but fork. Of
-a worker or router there is one at most, started with its first grammar.
+"""Process that loads a tokenizer once and forks the grammar processes.
+
+A worker or router starts at most one, with its first grammar.
 
     python -m runtime.grammar.fork_server CONTROL_FD TOKENIZER_JSON END_TOKEN_ID...
 
-Over the control socket it reports whether the tokenizer serves, then takes one end of a socket pair
-per grammar and answers with a file descriptor of the new process (pidfd), by which the owner can
-end it. It has a single thread, so forking is safe, and none of its owner's memory, so a fork is
-quick. It ends, and its children with it, when the owner is gone, however the owner went.
+Over the control socket it reports when the tokenizer is loaded. Then it receives one end of a
+socket pair per grammar and returns a file descriptor of the new process (pidfd), by which the owner
+can end it. It has a single thread, so forking is safe, and shares no memory with its owner, so a
+fork is quick. It ends with its children when the owner ends in any way.
 """
 
 import ctypes
@@ -28,7 +29,7 @@ def main(arguments: list[str]) -> None:
     control_fd, path, *ends = arguments
     end_token_ids = [int(token) for token in ends]
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # children vanish when they end
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # reap ended children automatically
     with socket.socket(fileno=int(control_fd)) as control:
         tokenizer = LLTokenizer(path, eos_token=end_token_ids)
         control.send(READY)
@@ -44,7 +45,7 @@ def main(arguments: list[str]) -> None:
 
 
 def _run_child(owner: socket.socket, tokenizer: LLTokenizer, end_token_ids: frozenset[int]) -> None:
-    """Never returns."""
+    """Serve one grammar and exit; never returns."""
     status = 1
     try:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

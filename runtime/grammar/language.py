@@ -1,5 +1,4 @@
-"""A grammar as a request brings it, and what is refused by its size and shape alone, before
-anything is compiled."""
+"""Grammar of a request, and the checks of its size and shape that need no compilation."""
 
 import hashlib
 import json
@@ -16,13 +15,12 @@ from runtime.errors import FieldViolation, InvalidRequestError
 MAX_GRAMMAR_BYTES = 1 << 16
 MAX_REGEX_BYTES = 1 << 14  # of a regular expression, and of each pattern in a schema
 MAX_SCHEMA_DEPTH = 64
-MAX_SCHEMA_VALUES = 20_000  # objects, lists and what they hold
-MAX_PROPERTIES = 2_000  # of all objects of a schema together
-MAX_REPETITIONS = 10_000  # in one {m,n} of an expression, and in its nested ones multiplied
-MAX_LENGTH = 1_000_000  # minItems, maxLength and their like
-MAX_SHOWN_CHARACTERS = (
-    160  # of anything that came from a client or the library and goes into an error
-)
+MAX_SCHEMA_VALUES = 20_000  # objects, lists and their members
+MAX_PROPERTIES = 2_000  # sum over all objects of a schema
+MAX_REPETITIONS = 10_000  # in one {m,n} of an expression, and the product of nested ones
+MAX_LENGTH = 1_000_000  # of minItems, maxLength and similar keywords
+# Limit of text from a client or the library in an error.
+MAX_SHOWN_CHARACTERS = 160
 
 OPTIONS, _FLEXIBLE = "x-guidance", "whitespace_flexible"
 _COUNTS = (
@@ -54,9 +52,8 @@ class Grammar:
     """
 
     kind: GrammarKind
-    encoded: bytes = declared(
-        repr=False
-    )  # belongs to a client, and is long: it is never part of a log line
+    # Excluded from repr: it is client data and long, so it must not reach a log line.
+    encoded: bytes = declared(repr=False)
 
     def __post_init__(self) -> None:
         self.encoded.decode("utf-8", "surrogatepass")
@@ -73,12 +70,12 @@ class Grammar:
 
     @property
     def field(self) -> str:
-        """The field of a request that has it."""
+        """Return the name of the request field that contains the grammar."""
         return f"structured_output.{self.kind}"
 
     @property
     def digest(self) -> bytes:
-        """Names it where the text would be too long."""
+        """Return a short identifier of the grammar."""
         return hashlib.blake2b(self.encoded, digest_size=16, person=self.kind.encode()).digest()
 
     def refused(self, problem: str) -> InvalidRequestError:
@@ -86,8 +83,10 @@ class Grammar:
 
 
 def check_shape(grammar: Grammar) -> None:
-    """Raises InvalidRequestError, naming field and limit, for a grammar that is too large, too deep
-    or no JSON. Takes milliseconds at most."""
+    """Raise InvalidRequestError for a grammar that is too large, too deep or not JSON.
+
+    The error names field and limit. Takes milliseconds at most.
+    """
     size = len(grammar.encoded)
     if size > MAX_GRAMMAR_BYTES:
         raise grammar.refused(f"has {size} bytes, the limit is {MAX_GRAMMAR_BYTES}")
@@ -101,7 +100,7 @@ def check_shape(grammar: Grammar) -> None:
 
 
 def schema_of(grammar: Grammar) -> dict[str, Any]:
-    """Raises InvalidRequestError for a schema that is not a JSON object."""
+    """Return the parsed schema. Raises InvalidRequestError if it is not a JSON object."""
     try:
         schema = json.loads(grammar.text, parse_float=_finite, parse_constant=_finite)
     except (ValueError, RecursionError) as error:
@@ -112,15 +111,18 @@ def schema_of(grammar: Grammar) -> dict[str, Any]:
 
 
 def _finite(number: str) -> float:
-    """The compiler would read null instead of what has no end. Raises ValueError."""
+    """Parse a number of a schema. Raises ValueError if it is not finite.
+
+    The compiler would read null in its place.
+    """
     value = float(number)
     if not math.isfinite(value):
-        raise ValueError(f"{number} is no finite number")
+        raise ValueError(f"{number} is not a finite number")
     return value
 
 
 def shown(text: str, limit: int = MAX_SHOWN_CHARACTERS) -> str:
-    """The beginning of a text of unknown origin, printable, on one line."""
+    """Return the beginning of a text of unknown origin, printable and on one line."""
     cut = text[:limit]
     printable = "".join(
         c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode()
@@ -156,15 +158,19 @@ def _schema_problems(grammar: Grammar) -> Iterator[str]:
 
 
 def whitespace_is_flexible(schema: dict[str, Any]) -> bool:
-    """Return whether whitespace may stand between tokens of JSON, as a schema may say in the
-    compiler's own options."""
+    """Return whether whitespace between JSON tokens is allowed.
+
+    A schema sets this in the compiler's own options.
+    """
     options = schema.get(OPTIONS)
     return not isinstance(options, dict) or options.get(_FLEXIBLE) is not False
 
 
 def _option_problems(schema: dict[str, Any]) -> Iterator[str]:
-    """The compiler has options by which it ignores keywords that it cannot enforce, or leaves JSON:
-    they are not for clients."""
+    """Yield the options of the compiler that clients may not set.
+
+    Some make it ignore keywords that it cannot enforce, or accept more than JSON.
+    """
     options = schema.get(OPTIONS, {})
     if not isinstance(options, dict) or any(
         name != _FLEXIBLE or not isinstance(value, bool) for name, value in options.items()
@@ -185,8 +191,10 @@ def _keyword_problems(value: dict[str, Any]) -> Iterator[str]:
 
 
 def _nesting(text: str) -> int:
-    """The deepest nesting of brackets outside strings; found without recursion, also where it is no
-    JSON."""
+    """Return the deepest nesting of brackets outside strings.
+
+    Works without recursion, and for text that is not JSON.
+    """
     deepest = depth = 0
     for bracket in re.findall(r'"(?:\\.|[^"\\])*"?|[\[{]|[\]}]', text, re.DOTALL):
         if bracket in "[{":
@@ -198,7 +206,10 @@ def _nesting(text: str) -> int:
 
 
 def _regex_problems(text: str, what: str) -> Iterator[str]:
-    """Repetition counts multiply where they nest: `(a{99}){99}` has 9,801."""
+    """Yield the limits that an expression breaks.
+
+    Nested repetition counts multiply: `(a{99}){99}` has 9,801.
+    """
     size = len(text.encode("utf-8", "surrogatepass"))
     if size > MAX_REGEX_BYTES:
         yield f"{what}has {size} bytes, the limit of an expression is {MAX_REGEX_BYTES}"
@@ -209,10 +220,12 @@ def _regex_problems(text: str, what: str) -> Iterator[str]:
 
 
 def _repetitions(text: str) -> int:
-    """The largest product of nested repetition counts; * and + count once. Anything of a text that
-    is no expression."""
+    """Return the largest product of nested repetition counts; * and + count as one.
+
+    The result is arbitrary for a text that is not an expression.
+    """
     groups = [1]  # per open group: the largest product within it so far
-    last, largest = 1, 1  # `last`: of the item that a repetition would repeat
+    last, largest = 1, 1  # `last` belongs to the item that a repetition would repeat
     for found in _ITEM.finditer(text):
         token = found.group()
         if token == "(":

@@ -1,5 +1,8 @@
-"""What a grammar's own process does with llguidance: compile, follow texts, compute masks. No other
-process imports it, but to see whether a tokenizer serves."""
+"""Use of llguidance: compile grammars, follow texts, compute masks.
+
+Only grammar processes import it. Other processes import llguidance just to check that it supports a
+tokenizer.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,13 +20,15 @@ from runtime.grammar.language import (
 )
 from runtime.grammar.messages import path_to
 
-# Between JSON tokens. Without a bound a weak model may indent until its tokens run out.
+# Whitespace between JSON tokens. Without a limit a weak model may indent until its tokens run out.
 JSON_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,20}"
 
 
 def library_limits() -> LLParserLimits:
-    """At most about 10 ms per mask with a vocabulary of 128,000; the library's own are 65 ms and
-    500 MB of states."""
+    """Return limits that keep a mask within about 10 ms at a vocabulary of 128,000.
+
+    The library's defaults allow 65 ms and 500 MB of states.
+    """
     return LLParserLimits(
         step_lexer_fuel=100_000,
         step_max_items=20_000,
@@ -38,7 +43,7 @@ class Unfollowable(Exception):
 
 
 def compiled(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
-    """May take very long. Raises InvalidRequestError."""
+    """Compile a grammar, which may take very long. Raises InvalidRequestError."""
     matcher = LLMatcher(tokenizer, _source(grammar), log_level=0, limits=library_limits())
     if matcher.is_error():
         raise grammar.refused(first_line(matcher.get_error()))
@@ -47,21 +52,24 @@ def compiled(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
 
 @dataclass
 class Text:
-    """One text on its way through a grammar. Behind an end-of-sequence token nothing counts, so all
-    is allowed. The library gets neither: where a grammar is complete it does not note the token
-    that ends it, and takes back one too many when drafted tokens are."""
+    """One text that a grammar follows token by token.
 
-    automaton: LLMatcher  # at its start, shared by all texts
+    All tokens are allowed after an end-of-sequence token. The library never gets the end token or
+    any token after it: a complete grammar does not record the token that ends it, so a rollback of
+    drafted tokens would remove one too many.
+    """
+
+    automaton: LLMatcher  # in its start state, shared by all texts
     end_token_ids: frozenset[int]
     token_ids: list[int] = field(default_factory=list)
-    _num_followed: int = 0  # those before the one that ends it
-    _mask_bytes: int = 0  # once there has been one
+    _num_followed: int = 0  # tokens before the one that ends the text
+    _mask_bytes: int = 0  # known after the first mask
 
     def __post_init__(self) -> None:
         self.matcher = self.automaton.deep_copy()
 
     def move(self, kept: int, token_ids: Sequence[int]) -> None:
-        """Keep the first `kept` tokens, whereupon `token_ids` follow. Raises Unfollowable."""
+        """Keep the first `kept` tokens and append `token_ids`. Raises Unfollowable."""
         known = self.token_ids[kept:]
         common = sum(
             1
@@ -74,7 +82,7 @@ class Text:
             self.token_ids.append(token_id)
 
     def mask(self) -> bytes:
-        """A bit per token of the tokenizer's vocabulary, lowest first. Raises Unfollowable."""
+        """Return a bit per token of the tokenizer's vocabulary, lowest first. Raises Unfollowable."""
         if self._has_ended and self._mask_bytes:
             return b"\xff" * self._mask_bytes
         packed = self.matcher.compute_bitmask()
@@ -88,12 +96,13 @@ class Text:
     def masks(
         self, token_ids: Sequence[int], parents: Sequence[int]
     ) -> Iterator[tuple[int, bytes]]:
-        """The mask at node 0, the text's end, then at each further node of a tree that the grammar
-        lets it reach.
+        """Yield (node, mask) for the text's end, node 0, and for each reachable node of a tree.
+
+        A node is reachable if the grammar allows the path to it.
 
         Raises:
-            Unfollowable: at node 0. A further node may never be drawn, so one that cannot be
-                followed is left out.
+            Unfollowable: at node 0. A further node that cannot be followed is left out, because it may
+                never be sampled.
         """
         base = len(self.token_ids)
         found: dict[int, bytes] = {}
@@ -110,7 +119,7 @@ class Text:
                     raise
                 known, self.matcher = self.token_ids[:base], self.automaton.deep_copy()
                 self.token_ids, self._num_followed = [], 0
-                self.move(0, known)  # with a new one, because one that failed stays failed
+                self.move(0, known)  # uses a new matcher, because one that failed stays failed
                 continue
             yield node, found[node]
 
@@ -119,7 +128,7 @@ class Text:
         return self._num_followed < len(self.token_ids)
 
     def _follow(self, token_id: int) -> bool:
-        """Whether the grammar lets it stand here."""
+        """Advance the matcher by one token; return whether the grammar allows it."""
         if token_id in self.end_token_ids:
             return bool(self.matcher.is_accepting())
         is_followed = bool(self.matcher.consume_token(token_id))
@@ -140,8 +149,10 @@ class Text:
 
 
 def first_line(text: str) -> str:
-    """The library's messages draw the source below the problem, quote it at any length, and name
-    options of its own."""
+    """Return the problem in one of the library's messages.
+
+    The messages also show the source, quote it at any length, and name the library's own options.
+    """
     lines = [line.strip() for line in text[:4096].splitlines() if line.strip()]
     problem = next(
         (line for line in lines if line.startswith("error: ")),
@@ -151,13 +162,12 @@ def first_line(text: str) -> str:
 
 
 def _source(grammar: Grammar) -> str:
-    """The grammar in the library's terms. Raises InvalidRequestError for a schema that is not
-    JSON."""
+    """Return the grammar in the library's format. Raises InvalidRequestError for invalid JSON."""
     if grammar.kind is GrammarKind.REGEX:
         return LLMatcher.grammar_from_regex(grammar.text)
     schema = schema_of(grammar)
     is_flexible = whitespace_is_flexible(schema)
-    schema.pop(OPTIONS, None)  # others of the compiler's options are not for clients
+    schema.pop(OPTIONS, None)  # clients may not set the compiler's other options
     return LLMatcher.grammar_from_json_schema(
         schema,
         defaults={"whitespace_pattern": JSON_WHITESPACE}

@@ -1,15 +1,15 @@
-"""The messages between a grammar's process and its owner, over a socket that keeps messages apart.
+"""Messages between a grammar process and its owner, over a socket that keeps message boundaries.
 
     owner                                       grammar
     compile  limits, kind, text      ──▶
-                                     ◀──        verdict  accepted or not, why not
+                                     ◀──        verdict  accepted, or the reason of the rejection
     end      of a text               ──▶
     move     kept, tokens            ──▶
     ask      kept, tokens, tree      ──▶
                                      ◀──        mask     of a node, for each node reached
-                                     ◀──        done     seconds of computing, or why there is no mask
+                                     ◀──        done     seconds of CPU time, or why there is no mask
 
-A text begins with the first message that names it. Little-endian; token ids are 32 bits wide.
+The first message with a new key opens a text. Little-endian; token ids are 32 bits wide.
 """
 
 import struct
@@ -21,7 +21,7 @@ from enum import IntEnum
 from runtime.grammar.language import Grammar, GrammarKind
 
 MAX_MESSAGE_BYTES = 1 << 18
-CHUNK_TOKENS = 1 << 14  # as many as one message takes
+CHUNK_TOKENS = 1 << 14  # limit of one message
 
 _COMPILE, _ASK, _ANSWER = struct.Struct("<dQB"), struct.Struct("<BQIII"), struct.Struct("<BId")
 _KINDS = tuple(GrammarKind)
@@ -34,7 +34,7 @@ class Call(IntEnum):
 
 
 class AnswerKind(IntEnum):
-    MASK = 1  # of a node
+    MASK = 1  # mask of one node
     DONE = 2
     PROBLEM = 3
 
@@ -43,13 +43,16 @@ class AnswerKind(IntEnum):
 class CompileOrder:
     grammar: Grammar
     cpu_limit_s: float
-    memory_bytes: int  # beyond what the process has at its start
+    memory_bytes: int  # in addition to the memory of the process at its start
 
 
 @dataclass(frozen=True)
 class TextCall:
-    """Of the text `key`: its first `kept` tokens stay, `token_ids` follow, and then the nodes of a
-    tree, of which the first is the text's end."""
+    """Request for the text `key`.
+
+    The text keeps its first `kept` tokens and appends `token_ids`. The nodes of a tree follow; node
+    0 is the text's end.
+    """
 
     call: Call
     key: int
@@ -117,7 +120,7 @@ def unpack_answer(data: bytes) -> TextAnswer:
 
 
 def path_to(node: int, token_ids: Sequence[int], parents: Sequence[int]) -> list[int]:
-    """The tokens after node 0 on the way to `node`."""
+    """Return the tokens after node 0 on the path to `node`."""
     path: list[int] = []
     while node > 0:
         path.append(token_ids[node])

@@ -1,8 +1,8 @@
-"""Grammars' processes from their owner's side: they are called here, and ended here.
+"""Grammar processes on their owner's side: calls, deadlines and termination.
 
-Each has a thread that exchanges messages with it, so that masks are requested before a forward and
-collected after it. A process that does not answer in time is killed; the text that it was computing
-for fails, others go on with a new process from the tokens that are known of them.
+Each process has a thread that exchanges messages with it, so that masks are requested before a
+forward and collected after it. A process that does not respond in time is killed. The text of that
+job fails; other texts continue in a new process, which replays their known tokens.
 """
 
 import queue
@@ -39,42 +39,42 @@ from runtime.grammar.messages import (
     unpack_answer,
 )
 
-Masks = dict[tuple[int, ...], bytes]  # a bit per token, by the tokens after the text's end
+Masks = dict[tuple[int, ...], bytes]  # a bit per token, keyed by the tokens after the text's end
 
-# The kernel ends a process for its computing by ticks, and takes each for a whole one: a few of
-# them too early.
+# Tolerance of the CPU time limit: the kernel counts in whole ticks, so it may end a process a few
+# ticks early.
 TICKS_S = 0.02
-COMPILE_WALL_S = 5.0  # where the processor is so busy that the time of computing is no measure
-MEMORY_BYTES = 128 << 20  # of one grammar, beyond the tokenizer
+COMPILE_WALL_S = 5.0  # deadline on a machine so busy that CPU time is no measure
+MEMORY_BYTES = 128 << 20  # limit of one grammar, in addition to the tokenizer
 ANSWER_S = 1.0  # for one mask; the library's limits end it after a hundredth of that
-HELD_UP_CPU_S = (
-    0.1  # with less of it a process that is late was not let compute; limits end a mask after less
-)
-# Of one text: what it may save up, what a step adds to it, and what a step adds to all of its texts
-# at most.
+# A late process that used less CPU time was starved: limits end a mask after less.
+HELD_UP_CPU_S = 0.1
+# CPU time budget of one text: its maximum, what a step adds to it, and what a step adds to all
+# texts together at most.
 BURST_CPU_S, TOKEN_CPU_S, STEP_CPU_S = 0.2, 0.005, 0.04
-REPLAYED_TOKEN_CPU_S = 0.0001  # where many tokens come at once, of a text that began elsewhere
+# added per token if many tokens arrive at once, for a text that began elsewhere
+REPLAYED_TOKEN_CPU_S = 0.0001
 MAX_JOBS = 65536
 
 
 class TooSlow(InvalidRequestError):
-    """Compiling needs more than the time of computing that was given."""
+    """Compilation needs more than the given CPU time."""
 
 
 @dataclass
 class MaskJob:
-    """What may follow one text, and at the nodes of a tree behind it, being computed."""
+    """Pending computation of the masks of one text and of the nodes of a tree after it."""
 
     call: TextCall
     masks: Masks = field(default_factory=dict)
     problem: str = ""
-    is_held_up: bool = False  # the problem is that the machine did not let its process compute
+    is_held_up: bool = False  # the problem is that the machine starved its process
     cpu_s: float = 0.0
-    process_cpu_s: float | None = None  # what the process had computed when it got this
+    process_cpu_s: float | None = None  # CPU time of the process when it received this job
     done: threading.Event = field(default_factory=threading.Event)
 
     def wait(self, deadline_s: float) -> bool:
-        """Whether it is done by then, in terms of `time.monotonic`."""
+        """Wait until `deadline_s` of `time.monotonic`; return whether the job is done."""
         return self.done.wait(max(0.0, deadline_s - time.monotonic()))
 
     def fail(self, problem: str, *, is_held_up: bool = False) -> None:
@@ -89,8 +89,10 @@ class MaskJob:
 
 
 def unpacked(mask: bytes, vocab_size: int) -> NDArray[np.bool_]:
-    """[vocab_size]: the tokens that may come next. Those beyond the tokenizer's vocabulary may
-    not."""
+    """Return the tokens that may come next, [vocab_size] bool.
+
+    Tokens beyond the tokenizer's vocabulary are not allowed.
+    """
     allowed = np.zeros(vocab_size, np.bool_)
     bits = np.unpackbits(np.frombuffer(mask, np.uint8), bitorder="little")[:vocab_size]
     allowed[: len(bits)] = bits
@@ -98,41 +100,43 @@ def unpacked(mask: bytes, vocab_size: int) -> NDArray[np.bool_]:
 
 
 class GrammarProcess:
-    """One grammar, compiled in a process of its own, and the texts that follow it."""
+    """One grammar, compiled in its own process, and the texts that follow it."""
 
     def __init__(
         self, fork_server: GrammarForkServer, grammar: Grammar, cpu_limit_s: float, *, stays: bool
     ) -> None:
-        """Starts to compile. `stays`: for masks; else the process ends with its verdict."""
+        """Start to compile. Unless `stays` is set, the process ends after its verdict."""
         self._fork_server = fork_server
         self._grammar = grammar
         self._cpu_limit_s = cpu_limit_s
         self._stays = stays
         self._jobs: queue.Queue[MaskJob | TextCall | None] = queue.Queue(MAX_JOBS)
         self._child: GrammarChild | None = None
-        self._known: dict[int, list[int]] = {}  # tokens by text
-        self._begun: set[int] = set()  # texts that the present process has
-        self._is_compiled = False  # in the present process
-        self.num_texts = 0  # open ones
-        self.expected: tuple[
-            float, ...
-        ] = ()  # until when each request is waited for that will open one; its owner's
+        self._known: dict[int, list[int]] = {}  # token ids by text key
+        self._begun: set[int] = set()  # keys of texts that the current process has
+        self._is_compiled = False  # state of the current process
+        self.num_texts = 0  # number of open texts
+        # Expiry of each expected request for this grammar; belongs to the owner.
+        self.expected: tuple[float, ...] = ()
         self.compiled: Future[None] = Future()
-        self.compiled.set_running_or_notify_cancel()  # a waiter cannot cancel it
+        self.compiled.set_running_or_notify_cancel()  # prevents a waiter from cancelling it
         self._thread = threading.Thread(target=self._run, name="grammar", daemon=True)
         self._thread.start()
 
     @property
     def is_ready(self) -> bool:
-        """Whether masks can be computed. Any thread."""
+        """Return whether masks can be computed. Thread-safe."""
         return self._is_compiled
 
     def submit(self, job: MaskJob | TextCall) -> None:
         self._jobs.put_nowait(job)
 
     def give_up(self, job: MaskJob, limit: str) -> None:
-        """Any thread: the job was not done within its limit. A mask that takes long is a matter of
-        its grammar; one whose process was hardly let compute, or never got to it, is not."""
+        """Fail a job that missed its limit. Thread-safe.
+
+        The error blames the grammar only if its process had CPU time: a process that was starved,
+        or that never got to the job, is the machine's problem.
+        """
         child, before_s = self._child, job.process_cpu_s
         computed_s = 0.0 if child is None or before_s is None else child.cpu_s() - before_s
         if computed_s < HELD_UP_CPU_S:
@@ -144,7 +148,7 @@ class GrammarProcess:
             job.fail(f"its next token could not be computed within {limit}, the limit")
 
     def close(self) -> None:
-        """Any thread; ends what it computes."""
+        """End the process and its computation. Thread-safe."""
         self._stays = False
         child = self._child
         if child is not None:
@@ -157,7 +161,7 @@ class GrammarProcess:
         except BatonError as error:
             self._stays = False
             self.compiled.set_exception(error)
-        except Exception as error:  # noqa: BLE001 - the edge of the thread: the waiter must get it
+        except Exception as error:  # noqa: BLE001 (the edge of the thread: the waiter must get it)
             self._stays = False
             self.compiled.set_exception(
                 InternalError(f"a grammar's process could not be used: {error!r}")
@@ -171,7 +175,7 @@ class GrammarProcess:
         while not self._jobs.empty():
             left = self._jobs.get_nowait()
             if isinstance(left, MaskJob):
-                left.fail("its grammar is not followed any more: the process ends")
+                left.fail("its grammar is no longer followed: the process is shutting down")
 
     def _compile(self) -> None:
         child = self._child = self._fork_server.fork()
@@ -215,7 +219,7 @@ class GrammarProcess:
                     self._child.send(pack_call(job), ANSWER_S)
             return
         if job.done.is_set():
-            return  # not waited for any more
+            return  # abandoned by its waiter
         try:
             if self._child is None:
                 self._compile()
@@ -236,7 +240,7 @@ class GrammarProcess:
             )
 
     def _answer(self, job: MaskJob) -> None:
-        """Raises OSError when the process has ended or hangs."""
+        """Send a job and receive its masks. Raises OSError if the process has ended or hangs."""
         child, call = self._child, job.call
         assert child is not None
         job.process_cpu_s = child.cpu_s()
@@ -279,15 +283,17 @@ class GuidedText:
     def __init__(self, process: GrammarProcess, key: int) -> None:
         self._process = process
         self._key = key
-        self._left_s = BURST_CPU_S  # of computing
+        self._left_s = BURST_CPU_S  # remaining CPU time budget
         self._asked: MaskJob | None = None
         self._is_open = True
         process.num_texts += 1
 
     @property
     def is_ready(self) -> bool:
-        """Whether its grammar is compiled. One that is not is compiled by the next `ask`, which
-        takes a second or fails."""
+        """Return whether the grammar is compiled.
+
+        Otherwise the next `ask` compiles it, which takes a second or fails.
+        """
         return self._process.is_ready
 
     def ask(
@@ -299,15 +305,16 @@ class GuidedText:
         *,
         share: float = 1.0,
     ) -> MaskJob:
-        """Begin to compute what may follow when the first `kept` tokens stay and `token_ids` follow
-        them; with a tree, whose node 0 is the last of them, also at its further nodes, as far as
-        that is quick. `share`: this text's part of all that are called in a step.
+        """Begin to compute the mask after the first `kept` tokens and `token_ids`.
 
-        A text that has used up half of what it may save up has no nodes computed before they are
-        reached: what a draft proposes must not end an answer that plain decoding goes on with.
+        With a tree, whose node 0 is the last of them, masks of further nodes are computed as well
+        while that is quick. `share` is this text's part of all texts called in a step.
+
+        A text that has used half of its budget gets no masks of further nodes: a draft's proposals
+        must not end a text that plain decoding could continue.
 
         Raises:
-            InvalidRequestError: the text has taken more computing than it may.
+            InvalidRequestError: the text has used more CPU time than its budget.
         """
         self._settle()
         if self._left_s < 0:
@@ -341,11 +348,11 @@ class GuidedText:
             self._asked = None
 
     def give_up(self, job: MaskJob, limit: str) -> None:
-        """It was not done within `limit`."""
+        """Fail a job that was not done within `limit`."""
         self._process.give_up(job, limit)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the text. Idempotent."""
         if self._is_open:
             self._is_open = False
             self._process.num_texts -= 1

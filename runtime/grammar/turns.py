@@ -1,11 +1,10 @@
-"""Turns at the compiler: a client that brings many new grammars waits for itself and keeps no other
-one waiting.
+"""Fair queueing at the grammar compiler: a client with many new grammars delays only itself.
 
-    async with Turns(4, 32).taken("client"): ...compile...     clients in turn, each with half of the places at most
-    await Allowances(8.0).take("client")                       a burst, then so many new grammars a second
+    async with Turns(4, 32).taken("client"): ...compile...     clients in turn, each with at most half of the places
+    await Allowances(8.0).take("client")                       a burst, then a rate of new grammars per second
 
-The empty name stands for callers that are not told apart, as routers are to a worker: these have no
-share of their own. Belongs to an event loop.
+The empty name is for callers that are not distinguished, such as routers on a worker. It has no
+share limit. Belongs to an event loop.
 """
 
 import asyncio
@@ -16,22 +15,21 @@ from contextlib import asynccontextmanager
 
 from runtime.errors import CapacityError
 
-WAIT_S = 10.0  # for a turn
+WAIT_S = 10.0  # longest wait for a turn
 BURST = 32  # new grammars of a client at once
-MAX_CLIENTS = 1024  # whose allowance is not whole
+MAX_CLIENTS = 1024  # clients with a used allowance
 RESOURCE = "grammar compiler"
 
 
 class Turns:
-    """Compilations of one kind: so many at once, so many that wait."""
+    """Compilations of one kind, with a limit of concurrent and of queued ones."""
 
     def __init__(self, at_once: int, max_waiting: int) -> None:
         self._at_once = at_once
         self._max_waiting = max_waiting
         self._running: Counter[str] = Counter()
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = (
-            OrderedDict()
-        )  # the one whose turn it is first
+        # In order of their next turn.
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     @property
     def num_waiting(self) -> int:
@@ -39,8 +37,11 @@ class Turns:
 
     @asynccontextmanager
     async def taken(self, client: str) -> AsyncIterator[None]:
-        """A turn. Raises CapacityError when too many wait, in all or of this client, or it has not
-        come in time."""
+        """Hold a turn during the block.
+
+        Raises CapacityError if too many wait, in total or of this client, or the turn came too
+        late.
+        """
         await self._take(client)
         try:
             yield
@@ -77,7 +78,7 @@ class Turns:
             ) from None
 
     def _leave(self, client: str, turn: "asyncio.Future[None]") -> None:
-        if turn.done() and not turn.cancelled():  # it came in the very moment
+        if turn.done() and not turn.cancelled():  # the turn came just before the timeout
             self._release(client)
         elif client in self._waiting and turn in self._waiting[client]:
             self._waiting[client].remove(turn)
@@ -108,15 +109,18 @@ class Turns:
 
 
 class Allowances:
-    """How many new grammars each client may bring: `BURST` at once, and `per_s`."""
+    """Rate limit of new grammars per client: `BURST` at once, and `per_s`."""
 
     def __init__(self, per_s: float) -> None:
         self._per_s = per_s
-        self._used: OrderedDict[str, tuple[float, float]] = OrderedDict()  # grammars, as of when
+        # (grammars, time of that count)
+        self._used: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     async def take(self, client: str) -> None:
-        """Wait until the client may bring one more. Raises CapacityError where that is longer than
-        `WAIT_S`."""
+        """Wait until the client may add one grammar.
+
+        Raises CapacityError if that takes longer than `WAIT_S`.
+        """
         if not client:
             return
         now_s = time.monotonic()

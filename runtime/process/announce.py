@@ -1,10 +1,10 @@
-"""How a process that chose its own ports reports them to its parent: a JSON file that is whole or
-absent.
+"""Announcement of a process that chose its own ports to its parent, in a JSON file.
 
-write_announcement(path, announcement)
-read_announcement(path) -> Announcement | None
-await announced_address(path)                         when there is one
-announcement_path("file:///run/prefill-0.json")       the path, where an address may be such a file
+The file is either complete or absent.
+
+write_announcement(path, announcement) read_announcement(path) -> Announcement | None await
+announced_address(path)                         waits for the file
+announcement_path("file:///run/prefill-0.json")       the path, if an address may be such a file
 """
 
 import asyncio
@@ -17,13 +17,12 @@ from pathlib import Path
 from runtime.errors import ConfigError
 
 FILE = "file://"
-_LOOK_S = 0.02  # between two looks at a file: it has no event to wait for
+_LOOK_S = 0.02  # polling interval: the file has no event to wait for
 
 
 @dataclass(frozen=True)
 class Announcement:
-    """Where a process listens. `incarnation` differs from run to run, also under the same
-    address."""
+    """Address and ports of a process. `incarnation` differs in every run, even at the same address."""
 
     address: str  # gRPC, HOST:PORT
     metrics_port: int | None
@@ -32,12 +31,15 @@ class Announcement:
 
 
 def write_announcement(path: Path, announcement: Announcement) -> None:
-    """Replace the file atomically. Raises ConfigError when the folder cannot be written, or when
-    something that is no file is there: a device would be gone for every process of the machine."""
+    """Replace the file atomically.
+
+    Raises ConfigError if the folder cannot be written or the path is not a regular file: to replace
+    a device would break it for every process of the machine.
+    """
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise ConfigError(f"cannot write {path}: it is no regular file", field="announce")
+            raise ConfigError(f"cannot write {path}: it is not a regular file", field="announce")
         draft.write_text(json.dumps(asdict(announcement)))
         draft.replace(path)
     except OSError as error:
@@ -47,8 +49,10 @@ def write_announcement(path: Path, announcement: Announcement) -> None:
 
 
 def read_announcement(path: Path) -> Announcement | None:
-    """The announcement, or None while there is none. Raises ConfigError when the file is something
-    else."""
+    """Return the announcement, or None while the file does not exist.
+
+    Raises ConfigError if the file is not an announcement.
+    """
     try:
         text = path.read_text()
     except FileNotFoundError:
@@ -60,13 +64,15 @@ def read_announcement(path: Path) -> Announcement | None:
 
 
 def announcement_path(target: str) -> Path | None:
-    """The file that a target of the form file:///PATH names; None for any other."""
+    """Return the path of a target of the form file:///PATH, or None for any other target."""
     return Path(target.removeprefix(FILE)) if target.startswith(f"{FILE}/") else None
 
 
 async def announced_address(path: Path) -> str:
-    """The gRPC address that a process announces there, as soon as it does. The caller ends the
-    wait."""
+    """Wait until a process announces its gRPC address at `path`, and return it.
+
+    The caller limits the wait.
+    """
     while (announcement := read_announcement(path)) is None:  # noqa: ASYNC110
         await asyncio.sleep(_LOOK_S)
     return announcement.address

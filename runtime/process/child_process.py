@@ -1,5 +1,4 @@
-"""A process of ours: it imports nothing from where it was started, does not outlive its parent,
-keeps to its cores."""
+"""Setup of child processes: isolated import path, end with the parent, CPU affinity."""
 
 import ctypes
 import os
@@ -14,9 +13,11 @@ ALL_CORES = "all"
 
 
 def program(module: str, *arguments: str) -> list[str]:
-    """The command that runs a module of ours. A file of that name in the working directory is not
-    taken for it, unless that is where we are ourselves: in a checkout that was not installed.
-    Raises ConfigError where that directory was removed."""
+    """Return the command that runs one of Baton's modules.
+
+    A module of that name in the working directory does not shadow it, unless the working directory
+    is the checkout itself. Raises ConfigError if the working directory was removed.
+    """
     try:
         here = Path.cwd()
     except FileNotFoundError:
@@ -26,9 +27,11 @@ def program(module: str, *arguments: str) -> list[str]:
 
 
 def tie_to_parent(parent: int, core: str) -> None:
-    """The kernel ends this process when `parent` dies, however that dies, and keeps it on `core`,
-    or on several with commas between, unless that is `ALL_CORES`. Ends the process if the parent is
-    gone already. Linux only; elsewhere nothing happens."""
+    """Make the kernel kill this process when `parent` dies, and keep it on `core`.
+
+    `core` is one core, several separated by commas, or `ALL_CORES`. Exits if the parent has already
+    died. Does nothing outside Linux.
+    """
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

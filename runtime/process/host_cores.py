@@ -1,5 +1,4 @@
-"""How many cores a process may use: of those it is kept to, what the quota of its container
-leaves."""
+"""Number of cores that a process may use: its CPU affinity, limited by its container's quota."""
 
 import os
 import sys
@@ -8,14 +7,13 @@ from pathlib import Path
 
 
 def num_cores(root: Path = Path("/")) -> int:
-    """At least 1. A quota of two and a half cores counts as two."""
+    """Return the number of usable cores, at least 1. Fractional quotas are rounded down."""
     own = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return max(1, int(min([own, *_quotas(root)])))
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Cores, of every group with a limit that holds this process; of both generations of control
-    groups."""
+    """Yield the quota, in cores, of every control group (v1 and v2) that limits this process."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -25,7 +23,7 @@ def _quotas(root: Path) -> Iterator[float]:
         if controllers and "cpu" not in controllers.split(","):
             continue
         top = mount / "cpu" if controllers else mount
-        # A container sees its own group as the top of the mount, whatever path the host has for it.
+        # A container sees its own group as the root of the mount, whatever its path on the host.
         group = Path(path.lstrip("/"))
         for folder in (top / part for part in (group, *group.parents)):
             files = (

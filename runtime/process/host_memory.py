@@ -1,7 +1,7 @@
-"""How much memory a process may use: of the machine, or of the container it runs in.
+"""Memory that a process may use on the machine or in its container.
 
-A container's limit is that of its control group and of every group above it; both generations of
-control groups are read, where the kernel shows them.
+A container is limited by its control group and by every group above it. Both control group versions
+are supported.
 """
 
 import errno
@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MIB = 1 << 20
-# What allocators say, torch's of host and device among them: its errors are RuntimeErrors, known by
-# their text alone.
+# Texts of allocation errors, including torch's for host and device. Torch raises plain
+# RuntimeErrors, which only their text identifies.
 _SAID = (
     "out of memory",
     "can't allocate memory",
@@ -25,8 +25,11 @@ _SAID = (
 
 @dataclass(frozen=True)
 class HostMemory:
-    """In bytes. `total_bytes` is the same for all processes of a machine or container, and does not
-    change. `is_limited`: it is a container's, below the machine's."""
+    """Memory in bytes.
+
+    `total_bytes` is constant and the same for all processes of a machine or container. `is_limited`
+    is set if a container's limit is below the machine's memory.
+    """
 
     total_bytes: int
     available_bytes: int
@@ -34,7 +37,7 @@ class HostMemory:
 
 
 def host_memory(root: Path = Path("/")) -> HostMemory:
-    """Of the machine below `root`, lowered to what the control groups of this process leave."""
+    """Return the memory of the machine at `root`, reduced to the limits of this process's groups."""
     machine, available = _machine(root)
     total = machine
     for limit, used in _limits(root):
@@ -43,8 +46,7 @@ def host_memory(root: Path = Path("/")) -> HostMemory:
 
 
 def memory_left() -> str:
-    """Return how much memory this process could still take, in words, for the errors that end
-    it."""
+    """Describe the memory that this process could still allocate, for the errors that end it."""
     found, (limit, _) = host_memory(), resource.getrlimit(resource.RLIMIT_AS)
     of_process = (
         ""
@@ -55,13 +57,15 @@ def memory_left() -> str:
 
 
 def num_oom_kills(root: Path = Path("/")) -> int:
-    """Return how many processes the kernel has killed for want of memory since it started; 0 where
-    it does not say."""
+    """Return the number of processes that the kernel's OOM killer has ended since boot.
+
+    Returns 0 if the kernel does not report it.
+    """
     return _stated(root / "proc/vmstat", "oom_kill")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether `error` says that memory, of the host or of a device, ran out."""
+    """Return whether `error` reports that host or device memory ran out."""
     if isinstance(error, MemoryError) or (
         isinstance(error, OSError) and error.errno == errno.ENOMEM
     ):
@@ -86,8 +90,7 @@ def _machine(root: Path) -> tuple[int, int]:
 
 
 def _limits(root: Path) -> Iterator[tuple[int, int]]:
-    """(limit, used) of every group that has a limit, in bytes. Files that were only read count as
-    free."""
+    """Yield (limit, used) in bytes of every group that has a limit. Clean file pages count as free."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -101,7 +104,7 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
             names, top = ("memory.max", "memory.current", "inactive_file"), mount
         else:
             continue
-        # A container sees its own group as the top of the mount, whatever path the host has for it.
+        # A container sees its own group as the root of the mount, whatever its path on the host.
         group = Path(path.lstrip("/"))
         for folder in (top / part for part in (group, *group.parents)):
             limit, used = _number(folder / names[0]), _number(folder / names[1])
@@ -110,7 +113,7 @@ def _limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _number(file: Path) -> int | None:
-    """None for a file that is not there, and for the word "max"."""
+    """Return the number in the file, or None if it does not exist or contains "max"."""
     try:
         return int(file.read_text())
     except (OSError, ValueError):

@@ -1,13 +1,17 @@
-"""What gRPC's C core writes on its own.
+"""Log output of gRPC's C core.
 
-quiet_grpc()                                             before the first import of grpc, which reads the setting
+quiet_grpc()                                             before the first import of grpc, which
+reads the setting
 """
 
 import os
 
 
 def quiet_grpc() -> None:
-    """Its lines go to stderr past Python's logging, in a format of their own: among JSON lines they
-    are noise, and whatever a call meets is its status anyway. `GRPC_VERBOSITY` in the environment
-    beats this."""
+    """Silence the log lines of gRPC's C core.
+
+    It writes to stderr past Python's logging, in its own format, which corrupts a stream of JSON
+    lines. Every problem of a call is in its status anyway. `GRPC_VERBOSITY` in the environment
+    overrides this.
+    """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -1,8 +1,8 @@
-"""What a supervisor and its fork server (`pool.fork_server`) send to each other over a Unix socket that
-keeps messages apart.
+"""Messages between a supervisor and its fork server (`pool.fork_server`).
 
-An order goes with one descriptor, the worker's stdout and stderr. It is answered twice: when the
-worker runs, and when it has ended.
+They travel over a Unix socket that preserves message boundaries. An order carries one descriptor,
+the worker's stdout and stderr. The fork server responds twice: when the worker runs, and when it
+has ended.
 """
 
 import json
@@ -18,10 +18,12 @@ MAX_BYTES = 1 << 18  # an environment is a few KiB
 
 @dataclass(frozen=True)
 class Order:
-    """A worker to fork: `python -m MODULE ARG...`, in that folder and environment, on that core, as
-    `tie_to_parent` takes it."""
+    """Worker to fork: `python -m MODULE ARG...` in the given folder and environment.
 
-    number: int  # of this connection
+    `core` is as `tie_to_parent` takes it.
+    """
+
+    number: int  # unique in this connection
     module: str
     arguments: tuple[str, ...]
     environment: dict[str, str]
@@ -31,7 +33,10 @@ class Order:
 
 @dataclass(frozen=True)
 class OrderAnswer:
-    """`code` once the worker has ended: its exit code, or minus a signal's number."""
+    """State of an ordered worker.
+
+    `code` is set once the worker has ended: its exit code, or the negated number of a signal.
+    """
 
     number: int
     pid: int
@@ -43,8 +48,7 @@ def open_socket() -> socket.socket:
 
 
 def is_from_user(channel: socket.socket, user_id: int) -> bool:
-    """Return whether the process at the other end of a connection was this user's when it
-    connected."""
+    """Return whether the peer process belonged to this user when it connected."""
     _, found, _ = _CREDENTIALS.unpack(
         channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     )
@@ -52,16 +56,19 @@ def is_from_user(channel: socket.socket, user_id: int) -> bool:
 
 
 def send_order(channel: socket.socket, order: Order, output: int) -> None:
-    """`output` stays open here. Raises UnavailableError when it cannot go out."""
+    """Send an order; `output` stays open here. Raises UnavailableError if sending fails."""
     message = json.dumps(asdict(order)).encode()
     try:
         socket.send_fds(channel, [message], [output])
     except OSError as error:
-        raise UnavailableError(f"the fork server takes no order: {error.strerror}") from error
+        raise UnavailableError(f"the fork server accepts no order: {error.strerror}") from error
 
 
 def receive_order(channel: socket.socket) -> tuple[Order, int] | None:
-    """With the descriptor that is the worker's output now; None when the supervisor is gone."""
+    """Receive an order and the descriptor of the worker's output.
+
+    Returns None if the supervisor is gone.
+    """
     message, (*outputs,), _, _ = socket.recv_fds(channel, MAX_BYTES, 1)
     if not message:
         return None
@@ -74,6 +81,6 @@ def send_answer(channel: socket.socket, answer: OrderAnswer) -> None:
 
 
 def receive_answer(channel: socket.socket) -> OrderAnswer | None:
-    """None when the fork server is gone."""
+    """Receive an answer, or None if the fork server is gone."""
     message = channel.recv(MAX_BYTES)
     return OrderAnswer(**json.loads(message)) if message else None

@@ -1,7 +1,8 @@
-"""The standard streams of a command, whatever the locale says.
+"""Standard streams of a command, independent of the locale.
 
-open_to_all_text()                                       once, before the first line is read or written
-with whole_output("baton check"): ...                    one line and exit code 1 where a disk is full
+open_to_all_text()                                       once, before the first line is read or
+written with whole_output("baton check"): ...                    one line and exit code 1 if a disk
+is full
 """
 
 import codecs
@@ -14,17 +15,19 @@ from contextlib import contextmanager
 
 from runtime.errors import UnavailableError
 
-# What the commands draw with, for encodings that lack it.
+# ASCII substitutes for the characters with which commands draw, for encodings without them.
 _DRAWN = str.maketrans("│├┼┤─█░", "||||-#.")
 
 
 def open_to_all_text() -> None:
-    """Let stdout and stderr write text that their encoding lacks: frames become ASCII, everything
-    else is escaped as in a Python string. ASCII on stdin is read as UTF-8, which it is a part of,
-    and bytes that are no text are an error there in every locale."""
+    """Make stdout and stderr accept text that their encoding lacks, and read stdin as UTF-8.
+
+    Frames become ASCII; any other character is escaped as in a Python string. An ASCII stdin is
+    read as UTF-8, its superset. Bytes that are not text are an error on stdin in every locale.
+    """
     codecs.register_error("baton.drawn", _drawn)
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # a closed one is None
+        if isinstance(stream, io.TextIOWrapper):  # a closed stream is None
             stream.reconfigure(errors="baton.drawn")
     if isinstance(sys.stdin, io.TextIOWrapper):
         is_ascii = codecs.lookup(sys.stdin.encoding).name == "ascii"
@@ -32,7 +35,7 @@ def open_to_all_text() -> None:
 
 
 def _drawn(error: UnicodeError) -> tuple[str, int]:
-    """Satisfies `codecs.register_error`. Raises what is not about encoding."""
+    """Replace unencodable text, as `codecs.register_error` requires. Raises decoding errors again."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     text = error.object[error.start : error.end].translate(_DRAWN)
@@ -41,7 +44,7 @@ def _drawn(error: UnicodeError) -> tuple[str, int]:
 
 @contextmanager
 def told_of_full_disks() -> Iterator[None]:
-    """Raise UnavailableError for what a disk did not take."""
+    """Raise UnavailableError if a disk is full."""
     try:
         yield
     except OSError as error:
@@ -55,8 +58,11 @@ def told_of_full_disks() -> Iterator[None]:
 
 @contextmanager
 def whole_output(name: str) -> Iterator[None]:
-    """Run a program, and exit with one line where a disk did not take all of its output, in silence
-    where its reader is gone."""
+    """Run a program and report output that could not be written.
+
+    Exits with one line if a disk did not take all of the output, and silently if its reader is
+    gone.
+    """
     try:
         with told_of_full_disks():
             try:
@@ -73,7 +79,9 @@ def whole_output(name: str) -> Iterator[None]:
 
 
 def _discard_the_rest() -> None:
-    """Write what is left of the output to nowhere: it would fail once more, and loudly, as the
-    process ends."""
+    """Redirect the remaining output to the null device.
+
+    Otherwise the flush at the end of the process would fail again and print a traceback.
+    """
     if sys.stdout is not None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,4 +1,4 @@
-"""The life of a process: signals, fail-fast background work, exit codes.
+"""Process lifecycle: signals, fail-fast background work, exit codes.
 
     def main() -> int:
         return run_process("prefill", run)                   # 0 stopped as asked, 1 failed, 2 bad config, 70 a bug
@@ -9,7 +9,7 @@
             await stop.wait()
         await server.drain(grace_s)
 
-Work that has no drain of its own runs under `interruptible(stop, work())`. A second signal ends the
+Work without its own drain runs under `interruptible(stop, work())`. A second signal ends the
 process without draining.
 """
 
@@ -26,11 +26,11 @@ from runtime.process.host_memory import is_out_of_memory, memory_left
 logger = logging.getLogger(__name__)
 
 EXIT_FAILED, EXIT_CONFIG, EXIT_BUG = 1, 2, 70
-_NO_THREAD = "can't start new thread"  # of Python's threading
+_NO_THREAD = "can't start new thread"  # message of Python's threading
 
 
 class StopSignal:
-    """Set once, by SIGTERM, SIGINT or the process itself."""
+    """Event that SIGTERM, SIGINT or the process itself sets once."""
 
     def __init__(self) -> None:
         self._event = asyncio.Event()
@@ -55,8 +55,11 @@ class StopSignal:
 
 @asynccontextmanager
 async def background(stop: StopSignal, *work: Coroutine[None, None, None]) -> AsyncIterator[None]:
-    """Run `work` beside the block. A failure sets `stop` at once and is raised when the block has
-    ended; leaving the block cancels what still runs."""
+    """Run `work` concurrently with the block.
+
+    A failure sets `stop` at once and is raised when the block has ended. Leaving the block cancels
+    the work that still runs.
+    """
     tasks = [asyncio.create_task(item) for item in work]
     for task in tasks:
         task.add_done_callback(lambda ended: _stop_on_failure(stop, ended))
@@ -72,10 +75,10 @@ async def background(stop: StopSignal, *work: Coroutine[None, None, None]) -> As
 
 
 async def interruptible(stop: StopSignal, work: Coroutine[None, None, None]) -> bool:
-    """Run `work` to its end, or cancel it when `stop` is set. Whether it came to its end.
+    """Run `work` to its end, or cancel it when `stop` is set. Returns whether it completed.
 
-    Each time that this is cancelled, `work` is once more, and not twice: what it does then is its
-    last resort, which comes to its end before this raises CancelledError.
+    Each cancellation of this call cancels `work` exactly once. The cleanup of `work` completes
+    before this raises CancelledError.
     """
     working, stopping = asyncio.create_task(work), asyncio.create_task(stop.wait())
     try:
@@ -96,8 +99,10 @@ def _stop_on_failure(stop: StopSignal, task: asyncio.Task[None]) -> None:
 
 
 def run_process(name: str, run: Callable[[StopSignal], Awaitable[None]]) -> int:
-    """Run a composition root to its end and return the exit code; failures become one clear line on
-    stderr."""
+    """Run a composition root to its end and return the exit code.
+
+    A failure becomes one line on stderr.
+    """
     try:
         asyncio.run(_with_signals(name, run))
     except BaseExceptionGroup as group:
@@ -108,7 +113,7 @@ def run_process(name: str, run: Callable[[StopSignal], Awaitable[None]]) -> int:
 
 
 def first_leaf(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The failure that came first, however deep the groups."""
+    """Return the failure that came first, at any depth of nested groups."""
     first = group.exceptions[0]
     return first_leaf(first) if isinstance(first, BaseExceptionGroup) else first
 

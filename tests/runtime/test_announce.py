@@ -37,7 +37,7 @@ def test_a_device_or_pipe_is_never_replaced(tmp_path: Path) -> None:
     """`--announce /dev/null`, by root, took that device from the whole machine."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
-    with pytest.raises(ConfigError, match="pipe: it is no regular file"):
+    with pytest.raises(ConfigError, match="pipe: it is not a regular file"):
         write_announcement(pipe, Announcement("a:1", None, 1, ""))
     assert pipe.is_fifo()
     assert list(tmp_path.iterdir()) == [pipe]

@@ -327,9 +327,9 @@ REFUSED = [
     (GrammarKind.JSON_SCHEMA, '{"$ref": "#/nowhere"}', "nowhere"),
     (GrammarKind.JSON_SCHEMA, '{"type": "string", "pattern": "("}', "unclosed group"),
     (GrammarKind.JSON_SCHEMA, '{"a":' * 60, "is not JSON"),
-    (GrammarKind.JSON_SCHEMA, '{"const": 1e999}', "1e999 is no finite number"),
-    (GrammarKind.JSON_SCHEMA, '{"enum": [-Infinity]}', "-Infinity is no finite number"),
-    (GrammarKind.JSON_SCHEMA, '{"const": NaN}', "NaN is no finite number"),
+    (GrammarKind.JSON_SCHEMA, '{"const": 1e999}', "1e999 is not a finite number"),
+    (GrammarKind.JSON_SCHEMA, '{"enum": [-Infinity]}', "-Infinity is not a finite number"),
+    (GrammarKind.JSON_SCHEMA, '{"const": NaN}', "NaN is not a finite number"),
     (GrammarKind.JSON_SCHEMA, '{"a":' * 2000, "is nested 2000 deep, the limit is 64"),
 ]
 
