@@ -1,9 +1,8 @@
-"""`baton check`: whether a checkpoint would be served in so many stages and ranks, and what each of
-them would take.
+"""`baton check`: whether a checkpoint can be served with these stages and ranks, and their memory.
 
-Reads configs and the headers of weight files; no weights are loaded. The model's blocks are built
-without memory, so that tensors that are missing, left over or of another shape are named as a
-worker would name them.
+It reads configs and the headers of weight files, and loads no weights. The model's blocks are built
+without memory, so that missing, extra or misshapen tensors are reported as a worker would report
+them.
 """
 
 import sys
@@ -30,9 +29,8 @@ from runtime.model_files.sampling import read_sampling_defaults
 from runtime.process.host_memory import MIB, HostMemory
 from runtime.process.standard_streams import open_to_all_text, whole_output
 
-_ANY_MEMORY = HostMemory(
-    1 << 62, 1 << 62
-)  # of a machine that is not this one: what the cache may take was given
+# Stands for another machine's memory: the size of the cache was given by a flag.
+_ANY_MEMORY = HostMemory(1 << 62, 1 << 62)
 _HEAD = (
     f"{'stage':>5}  {'layers':9}{'weights':>12}{'per token':>12}{'per request':>13}{'cache':>12}"
 )
@@ -45,7 +43,9 @@ def check(
     model: Annotated[Path, typer.Argument(help="Directory of the checkpoint.")],
     pp: Annotated[int, typer.Option(help="Pipeline stages.")] = 1,
     tp: Annotated[int, typer.Option(help="Ranks that share each stage.")] = 1,
-    dp_attention: Annotated[int, typer.Option(help="Data ranks that these form.")] = 1,
+    dp_attention: Annotated[
+        int, typer.Option(help="Data ranks that share each stage's ranks.")
+    ] = 1,
     ep: Annotated[
         int | None, typer.Option(help="Ranks that experts are spread over: as many as --tp.")
     ] = None,
@@ -56,14 +56,16 @@ def check(
         int | None, typer.Option(help="Cache memory per rank in MiB; default: as fits here.")
     ] = None,
     max_context: Annotated[
-        int | None, typer.Option(help="Tokens of prompt and answer; default: the model's.")
+        int | None, typer.Option(help="Tokens of prompt and output; default: the model's.")
     ] = None,
     max_running: Annotated[
         int | None, typer.Option(help="Requests that compute at a time.")
     ] = None,
 ) -> None:
-    """Say, without loading it, whether a model would be served, and what each rank of its stages
-    takes as a decode pool."""
+    """Report, without loading it, whether a model can be served, and the memory of each rank.
+
+    The figures are those of a decode pool.
+    """
     flags = {
         "model": model,
         "world_size": pp * tp,
@@ -88,7 +90,7 @@ def check(
 
 
 def report(config: WorkerConfig) -> Iterator[str]:
-    """Lines to print.
+    """Yield the lines to print.
 
     Raises:
         ConfigError: a worker with this configuration would not start; the message is the worker's.
@@ -133,8 +135,7 @@ def report(config: WorkerConfig) -> Iterator[str]:
 
 
 def _of_answers(model: Path, vocab_size: int) -> Iterator[str]:
-    """Yield what a router reads of the model's files: where answers end, and how tokens are
-    drawn."""
+    """Yield what a router reads from the model's files: end tokens and default sampling."""
     ends = read_end_tokens(model, read_config(model), vocab_size)
     sampling = read_sampling_defaults(model)
     yield f"end tokens: {ends}"
@@ -143,8 +144,11 @@ def _of_answers(model: Path, vocab_size: int) -> Iterator[str]:
 
 
 def _checked_stages(plan: StagePlan, own: TensorRank) -> list[LayerRange]:
-    """The model's layers by stage. Raises ConfigError for tensors that do not fit the config, or
-    this rank."""
+    """Return the model's layers by stage.
+
+    Raises:
+        ConfigError: tensors do not fit the config or this rank.
+    """
     nowhere, whole = torch.device("meta"), LayerRange(0, plan.description.facts.num_layers)
     stages = [layers.intersect(whole) for layers in plan.ranges]
     for layers in stages:
@@ -163,7 +167,7 @@ def _checked_stages(plan: StagePlan, own: TensorRank) -> list[LayerRange]:
 
 
 def _stored_types(plan: StagePlan) -> str:
-    """As files name them."""
+    """Return the dtypes of the stored tensors, as the files name them."""
     entries = {} if plan.description.checkpoint is None else plan.description.checkpoint.entries
     return ", ".join(sorted({part.dtype for entry in entries.values() for part in entry.stored}))
 

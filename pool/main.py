@@ -16,7 +16,7 @@ from runtime.process.host_memory import is_out_of_memory, memory_left
 from runtime.process.supervision import EXIT_CONFIG, EXIT_FAILED
 
 ENVIRONMENT_HELP = (
-    "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are read where the flags are absent."
+    "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are used when the flags are absent."
 )
 
 
@@ -24,16 +24,17 @@ Start = Callable[[dict[str, object], Path | None], int]
 
 
 def worker_command(role_name: str, start: Start) -> typer.Typer:
-    """`start(flags, file)` runs the role and returns the exit code; it may import torch, this
-    module does not."""
+    """Return the command of a role.
+
+    `start(flags, file)` runs the role and returns the exit code. It may import torch; this module
+    does not.
+    """
     app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 
     @app.command(help=f"Run one process of a {role_name} pool. {ENVIRONMENT_HELP}")
     def run(
         model: Annotated[Path | None, typer.Option(help="Directory of the checkpoint.")] = None,
-        model_name: Annotated[
-            str | None, typer.Option(help="Name clients know the model by.")
-        ] = None,
+        model_name: Annotated[str | None, typer.Option(help="Model name that clients use.")] = None,
         listen: Annotated[
             str | None, typer.Option(help="HOST:PORT of the gRPC server; port 0: any.")
         ] = None,
@@ -56,7 +57,9 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
         announce: Annotated[
             Path | None, typer.Option(help="Write addresses to this file once listening.")
         ] = None,
-        rank: Annotated[int | None, typer.Option(help="Process of the pool; 0 leads it.")] = None,
+        rank: Annotated[
+            int | None, typer.Option(help="Process of the pool; 0: the leader.")
+        ] = None,
         world_size: Annotated[int | None, typer.Option(help="Processes of the pool.")] = None,
         tp: Annotated[
             int | None, typer.Option(help="Ranks (processes) that share each stage.")
@@ -65,13 +68,13 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
             int | None, typer.Option(help="Ranks that experts are spread over: --tp.")
         ] = None,
         dp_attention: Annotated[
-            int | None, typer.Option(help="Groups of these with requests of their own.")
+            int | None, typer.Option(help="Data ranks that share the stage's ranks.")
         ] = None,
         overlap_tokens: Annotated[
-            int | None, typer.Option(help="Run so large a batch in two halves (--tp).")
+            int | None, typer.Option(help="Split batches of N tokens in two (--tp).")
         ] = None,
         overlap_steps: Annotated[
-            bool | None, typer.Option(help="Prepare a step while one computes.")
+            bool | None, typer.Option(help="Prepare a step during the previous one.")
         ] = None,
         leader: Annotated[
             str | None, typer.Option(help="HOST:PORT or file:///PATH of stage 0.")
@@ -90,48 +93,46 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
             float | None, typer.Option(help="Share of the machine for weights and cache.")
         ] = None,
         max_context: Annotated[
-            int | None, typer.Option(help="Tokens of prompt and answer; 0: the model's.")
+            int | None, typer.Option(help="Tokens of prompt and output; 0: the model's.")
         ] = None,
         max_running: Annotated[
             int | None, typer.Option(help="Requests that compute at a time.")
         ] = None,
         max_landing: Annotated[
-            int | None, typer.Option(help="Requests held beyond them; 0: by a rule.")
+            int | None, typer.Option(help="More requests in handoff; 0: automatic.")
         ] = None,
-        max_queued: Annotated[int | None, typer.Option(help="Prompts that may wait.")] = None,
+        max_queued: Annotated[int | None, typer.Option(help="Prompts that may be queued.")] = None,
         chunk_tokens: Annotated[int | None, typer.Option(help="Prompt tokens per forward.")] = None,
         prefix_cache: Annotated[
-            bool | None, typer.Option(help="Keep what prompts left for others.")
+            bool | None, typer.Option(help="Cache prompt prefixes (prefill).")
         ] = None,
         decode_cache: Annotated[
-            bool | None, typer.Option(help="Keep what landed; be sent the rest.")
+            bool | None, typer.Option(help="Cache prompt prefixes (decode).")
         ] = None,
         local_rest_tokens: Annotated[
-            int | None, typer.Option(help="Compute so short a rest (decode).")
+            int | None, typer.Option(help="Most uncached tokens to prefill (decode).")
         ] = None,
         prefix_snapshots: Annotated[
-            int | None, typer.Option(help="Recurrent states kept with it; 0: as fit.")
+            int | None, typer.Option(help="Cached recurrent states; 0: automatic.")
         ] = None,
         step_limit_s: Annotated[
-            float | None, typer.Option(help="Seconds a step may take; 0: as measured.")
+            float | None, typer.Option(help="Seconds a step may take; 0: automatic.")
         ] = None,
         numerics: Annotated[str | None, typer.Option(help="exact or fast.")] = None,
         weights: Annotated[
             str | None, typer.Option(help="model or int8: eight bits a weight.")
         ] = None,
         device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N.")] = None,
-        cuda_graphs: Annotated[
-            bool | None, typer.Option(help="Replay steps, not run each anew.")
-        ] = None,
+        cuda_graphs: Annotated[bool | None, typer.Option(help="Run steps as CUDA graphs.")] = None,
         threads: Annotated[int | None, typer.Option(help="Compute threads.")] = None,
         transport: Annotated[
             str | None, typer.Option(help="UCX profile: auto, shm, tcp or cuda.")
         ] = None,
         transport_interface: Annotated[
-            str | None, typer.Option(help="Network devices UCX listens on.")
+            str | None, typer.Option(help="Network devices for UCX to listen on.")
         ] = None,
         transport_ports: Annotated[
-            str | None, typer.Option(help="TCP ports UCX listens in, LOW-HIGH.")
+            str | None, typer.Option(help="TCP ports for UCX, LOW-HIGH.")
         ] = None,
         stage_channel: Annotated[
             str | None, typer.Option(help="Tensors between stages: auto, ucx or nccl.")
@@ -142,25 +143,23 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
         spec_topk: Annotated[
             int | None, typer.Option(help="Drafted continuations per node; 1: chains.")
         ] = None,
-        spec_steps: Annotated[
-            int | None, typer.Option(help="Tokens drafted ahead at most.")
-        ] = None,
+        spec_steps: Annotated[int | None, typer.Option(help="Most tokens drafted ahead.")] = None,
         spec_draft_tokens: Annotated[
             int | None, typer.Option(help="Drafted tokens per step and request.")
         ] = None,
         spec_prompt: Annotated[
-            bool | None, typer.Option(help="Hand over what the draft made of prompts.")
+            bool | None, typer.Option(help="Send the draft's state with prompts.")
         ] = None,
         spec_adaptive: Annotated[
-            bool | None, typer.Option(help="Shorten drafts while that yields more.")
+            bool | None, typer.Option(help="Adapt draft length to throughput.")
         ] = None,
         caller_stall_s: Annotated[
-            float | None, typer.Option(help="Seconds a router may read nothing.")
+            float | None, typer.Option(help="Seconds a router may not read.")
         ] = None,
         drain_s: Annotated[
             float | None, typer.Option(help="Seconds SIGTERM leaves running requests.")
         ] = None,
-        config: Annotated[Path | None, typer.Option(help="TOML file; flags beat it.")] = None,
+        config: Annotated[Path | None, typer.Option(help="TOML file; flags override it.")] = None,
         log_level: Annotated[
             str | None, typer.Option(help="debug, info, warning or error.")
         ] = None,
@@ -170,7 +169,7 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
         ] = None,
         check_settings: Annotated[
             bool | None,
-            typer.Option("--check-settings", help="Say whether the settings fit, and end."),
+            typer.Option("--check-settings", help="Check the settings and exit."),
         ] = None,
     ) -> None:
         given = locals()
@@ -186,8 +185,7 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
             sys.exit(EXIT_CONFIG)
         if check_settings:
             sys.exit(_checked(role_name, flags, config))
-        # Read by torch's allocator when it loads: huge pages make weights about a fifth faster to
-        # stream.
+        # Torch's allocator reads it at import: huge pages let weights stream about a fifth faster.
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
         sys.exit(_started(role_name, lambda: start(flags, config)))
 
@@ -195,7 +193,7 @@ def worker_command(role_name: str, start: Start) -> typer.Typer:
 
 
 def _started(role_name: str, start: Callable[[], int]) -> int:
-    """Return the exit code of `start`, also where there is no memory for what it imports."""
+    """Return the exit code of `start`, also if memory is too short for its imports."""
     try:
         return start()
     except (ImportError, MemoryError, OSError) as error:
@@ -206,8 +204,10 @@ def _started(role_name: str, start: Callable[[], int]) -> int:
 
 
 def _checked(role_name: str, flags: dict[str, object], file: Path | None) -> int:
-    """The exit code of `--check-settings`, and a line to stderr where they do not fit. Loads no
-    torch."""
+    """Run `--check-settings`: return the exit code, and print settings errors to stderr.
+
+    Does not import torch.
+    """
     try:
         load(WorkerConfig, section=role_name, flags=flags, file=file).check()
     except ConfigError as error:

@@ -1,7 +1,7 @@
-"""A prefill or decode process from start to end: build the stage, lead or follow its pool, serve,
-drain.
+"""Lifecycle of a prefill or decode process: build the stage, lead or follow a pool, serve, drain.
 
-What differs between the two roles is a `Role`; what a leader and a follower share is here.
+A `PoolRole` holds the differences between the two roles. This module holds the code that they
+share.
 """
 
 import asyncio
@@ -69,27 +69,27 @@ ENDLESS_METHODS = frozenset(
 )
 PIPELINE_SERVICE = "baton.v1.Pipeline"
 WORKER_SERVICE = "baton.v1.Worker"
-REFRESH_S = 0.25  # between two looks of the gauges
+REFRESH_S = 0.25  # seconds between two updates of the gauges
 
 
 class PoolScheduler(Scheduler, RankScheduler, Protocol):
-    """What an engine loop runs, and a pool reports of."""
+    """A scheduler that an engine loop runs and a pool reports on."""
 
 
 class PoolRanks(ReportingScheduler, Protocol):
-    """`pool.request.entry.DataRanks` of a role's schedulers."""
+    """The `pool.request.entry.DataRanks` of a role's schedulers."""
 
     @property
     def schedulers(self) -> Sequence[PoolScheduler]: ...
 
     def flush(self) -> int:
-        """Empty the prefix caches, on the engine's thread; returns the number of pages given up."""
+        """Empty the prefix caches on the engine thread; return the number of evicted pages."""
         ...
 
 
 @dataclass(frozen=True)
 class LeaderParts:
-    """What a role's services are built from."""
+    """The components that a role's services are built from."""
 
     config: WorkerConfig
     stage: Stage
@@ -108,42 +108,44 @@ class RoleLeader(Protocol):
 
     @property
     def journal(self) -> PointJournal:
-        """Of its prefix caches; an empty one where there is none."""
+        """Return the journal of its prefix caches, empty if it has none."""
         ...
 
     def add_service(self, server: GrpcServer, parts: LeaderParts) -> None: ...
 
     async def warm_up(self, parts: LeaderParts) -> None:
-        """One token through all stages of the pool."""
+        """Run one token through all stages of the pool."""
         ...
 
 
 class PoolRole(Protocol):
-    """What differs between prefill and decode."""
+    """The differences between prefill and decode."""
 
     name: str
     service: str  # full gRPC name, also its health name
-    speculates: bool  # whether it verifies drafts, or only lets a draft read prompts
-    keeps_states: bool  # whether its prefix cache keeps recurrent states, too
+    speculates: bool  # whether it verifies drafts, or only lets a draft model prefill prompts
+    keeps_states: bool  # whether its prefix cache keeps recurrent states as well
     reads_prompts: bool  # whether its forwards have several tokens of a request
 
     def max_held(self, config: WorkerConfig) -> int:
-        """Requests that may hold memory at the same time, when `max_running` compute."""
+        """Return how many requests may hold memory at a time when `max_running` compute."""
         ...
 
     def observe_layers(self, agent: TransferAgent, mark: LayerMark | None) -> LayerObserver | None:
-        """What is called for each layer that is done; on a device, with `mark` for its place in the
-        queue of work."""
+        """Return the observer of computed layers, or None.
+
+        On a device, `mark` records a layer's place in the queue of work.
+        """
         ...
 
     def lead(self, config: WorkerConfig, stage: Stage) -> RoleLeader:
-        """The scheduler over this stage's pools, and what serves it."""
+        """Create the schedulers over this stage's pools and the services that use them."""
         ...
 
 
 @dataclass(frozen=True)
 class _Process:
-    """What a leader and a follower are built from."""
+    """The components that a leader and a follower are built from."""
 
     config: WorkerConfig
     role: PoolRole
@@ -157,23 +159,22 @@ class _Process:
 
     @property
     def peer_role(self) -> PeerRole:
-        """Of this process and of the other stages of its pool."""
+        """Return the TLS role of this process and of the other stages of its pool."""
         return PeerRole(self.role.name)
 
 
 async def run_worker(
     config: WorkerConfig, role: PoolRole, stop: StopSignal, *, age_s: float = 0.0
 ) -> None:
-    """Until `stop`. `age_s`: how long the process has been starting already.
+    """Run a worker until `stop`. `age_s` is how long the process has already been starting.
 
     Raises:
         ConfigError: checkpoint, flags, files and memory do not fit together.
     """
     loop = asyncio.get_running_loop()
     began_s = loop.time() - age_s
-    await asyncio.to_thread(
-        make_tokenizer, config.model
-    )  # the router reports what it means that there is none
+    # Checked here only for errors; the router reports the effect of a missing tokenizer.
+    await asyncio.to_thread(make_tokenizer, config.model)
     if config.rank == 0:
         reports = SessionReports(loop)
         process = _build(config, role, stop, reports.report)
@@ -197,7 +198,7 @@ def _build(
     stop: StopSignal,
     on_event: Callable[[StageSessionEvent], None],
 ) -> _Process:
-    """The stage and what surrounds it. `on_event` is the port of its transfer agent."""
+    """Build the stage and its surroundings; `on_event` receives the events of its transfer agent."""
     incarnation, certificates = secrets.token_hex(8), config.certificates()
     tracing = open_tracing(config.otel_endpoint, role=role.name, worker=incarnation)
     plan = plan_stage(
@@ -207,7 +208,7 @@ def _build(
         keeps_states=role.keeps_states,
         reads_prompts=role.reads_prompts,
     )
-    # The leader reports for its pool: the other stages have the same, for their layers.
+    # Only the leader reports at INFO: the other stages have the same figures for their layers.
     level = logging.DEBUG if config.rank else logging.INFO
     place = config.placement
     logger.log(
@@ -242,7 +243,7 @@ def _build(
 
 
 def _show_where_ucx_listens(config: WorkerConfig) -> None:
-    """Log it, as a warning where gRPC keeps to this machine and UCX does not."""
+    """Log where UCX listens, as a warning if gRPC is limited to this machine and UCX is not."""
     places = config.binding.places()
     where = ", ".join(map(str, places)) + (
         f", in TCP ports {config.transport_ports}" if config.transport_ports else ""
@@ -267,7 +268,7 @@ async def _lead(process: _Process, reports: SessionReports, began_s: float) -> N
     services = (role.service, WORKER_SERVICE, PIPELINE_SERVICE)
     server = _server(process, services)
     show_health = _HealthSetter(server, services)
-    start_s: list[float] = []  # once it has served
+    start_s: list[float] = []  # set once it has served
 
     def on_serving(serving: bool, reason: str) -> None:  # noqa: FBT001 - a listener's signature
         show_health(serving)
@@ -338,7 +339,10 @@ async def _lead(process: _Process, reports: SessionReports, began_s: float) -> N
 
 
 async def _follow(process: _Process, reports: JoinReports) -> None:
-    """A leader that announces itself in a file may still load, as this stage did until now."""
+    """Follow the leader, after waiting for its announcement if it announces itself in a file.
+
+    Such a leader may still be loading, as this stage did until now.
+    """
     config, path = process.config, announcement_path(process.config.leader)
     if path is not None:
         logger.info("waiting for the leader to announce itself in %s", path)
@@ -393,7 +397,7 @@ async def _follow_leader(process: _Process, config: WorkerConfig, reports: JoinR
 
 
 class _HealthSetter:
-    """Sets services to serving or not from code that cannot await."""
+    """Setter of the services' health for code that cannot await."""
 
     def __init__(self, server: GrpcServer, services: tuple[str, ...]) -> None:
         self._health = server.health
@@ -410,8 +414,8 @@ class _HealthSetter:
 
 def _server(process: _Process, services: tuple[str, ...]) -> GrpcServer:
     config = process.config
-    # Each request takes the place of a call, whichever router's: the pool's own limits are the ones
-    # to be met.
+    # Each request takes the place of a call, whichever router sent it. So the server's limit is
+    # raised by what the pool takes, and clients meet the pool's own limits first.
     num_taken = config.dp_attention * (process.stage.plan.max_held + config.max_queued)
     options = ServerOptions(
         listen=config.listen,
@@ -431,7 +435,7 @@ def _server(process: _Process, services: tuple[str, ...]) -> GrpcServer:
 
 @asynccontextmanager
 async def _listening(process: _Process, server: GrpcServer) -> AsyncIterator[None]:
-    """Serve gRPC and metrics for the length of the block, and announce where."""
+    """Serve gRPC and metrics for the length of the block, and announce their addresses."""
     config = process.config
     exposition = Exposition.start(
         process.registry, port=config.metrics_port, host=config.metrics_host
@@ -459,13 +463,15 @@ async def _refresh(parts: LeaderParts, board: LoadBoard) -> None:
 
 
 async def _watch_agent(agent: TransferAgent) -> None:
-    """A stage whose transfer thread has failed cannot serve any more: end the process, so that it
-    is replaced."""
-    while agent.failure is None:  # noqa: ASYNC110 - a thread's end has no event here
+    """Raise InternalError when the transfer thread has failed.
+
+    The stage can then serve no more, so the process ends and is replaced.
+    """
+    while agent.failure is None:  # noqa: ASYNC110 - a thread's end sets no event
         await asyncio.sleep(0.5)
     raise InternalError(f"the transfer agent has failed: {agent.failure!r}")
 
 
 async def _watch_engine(leader: Leader) -> None:
-    """The same of a leader that can never serve again."""
+    """Raise the error of a leader that can never serve again."""
     raise await leader.until_failed()

@@ -1,4 +1,4 @@
-"""From flags to a running worker process; everything that loads torch is imported from here on."""
+"""The start of a worker process from its flags. This module imports torch."""
 
 import logging
 import os
@@ -19,12 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 def start(role: PoolRole, flags: dict[str, object], file: Path | None) -> int:
-    """Run until stopped; returns the exit code."""
+    """Run until stopped; return the exit code."""
 
     async def run(stop: StopSignal) -> None:
-        if (
-            flags.get("log_style") == LogStyle.JSON
-        ):  # before the settings are read: their errors are lines, too
+        # Before the settings are read, so that their errors are JSON lines as well.
+        if flags.get("log_style") == LogStyle.JSON:
             configure(level="info", style=LogStyle.JSON, role=role.name)
         config = load(WorkerConfig, section=role.name, flags=flags, file=file)
         configure(
@@ -40,15 +39,19 @@ def start(role: PoolRole, flags: dict[str, object], file: Path | None) -> int:
 
     code = run_process(role.name, run)
     if any(thread.name in (ENGINE_THREAD, STEPS_THREAD) for thread in threading.enumerate()):
-        # It hangs, perhaps in native code: the interpreter's orderly end would take from under it
-        # what it uses.
+        # The engine thread hangs, perhaps in native code. The interpreter's orderly shutdown would
+        # free objects that it uses.
         logging.shutdown()
         os._exit(code)
     return code
 
 
 def check_ranks(config: WorkerConfig) -> None:
-    """Raises ConfigError for what stages of several ranks do not offer, or others."""
+    """Check flags that only stages of several ranks support, or only stages of one rank.
+
+    Raises:
+        ConfigError: a flag is not supported.
+    """
     own = config.placement.tensor
     if config.overlap_tokens and (own.size == 1 or own.data_size > 1):
         raise ConfigError(
@@ -66,10 +69,15 @@ def check_ranks(config: WorkerConfig) -> None:
 
 
 def check_overlap(config: WorkerConfig, role: PoolRole) -> None:
-    """Raises ConfigError for pools that prepare no step ahead: of several processes, which keep as
-    many batches in flight as they have stages; with a draft, where all of a step follows from what
-    the one before accepted; and of prompts, whose chunks are long beside their planning, and one
-    more in flight would hold up a more urgent prompt."""
+    """Check that the pool supports `overlap_steps`.
+
+    Pools of several processes already keep one batch in flight per stage. With a draft model, a
+    step depends on the tokens that the previous one accepted. Chunks of prompts take long compared
+    with their planning, and one more in flight would delay a more urgent prompt.
+
+    Raises:
+        ConfigError: it does not.
+    """
     if config.overlap_steps and (
         role.name != "decode" or config.world_size > 1 or config.draft is not None
     ):

@@ -1,7 +1,8 @@
-"""The Worker service of a leader: facts once, then load at the requested interval, for routers and
-people; and the flush of its prefix cache.
+"""The Worker service of a leader: worker info once, then load reports at the requested interval,
+and the flush of its prefix cache.
 
-A report waits for no step of the engine: it has what the engine's thread has published last.
+A report never waits for a step of the engine. It shows the values that the engine thread published
+last.
 """
 
 import asyncio
@@ -27,16 +28,17 @@ logger = logging.getLogger(__name__)
 
 Context = grpc.aio.ServicerContext[pb.WatchRequest, pb.WatchResponse]
 MIN_INTERVAL_S, MAX_INTERVAL_S = 0.05, 60.0
-_IDLE_INTERVALS = (
-    2  # between two reports of a pool that has nothing to do; a router doubts after more of them
-)
+# Intervals between two reports of an idle pool; a router suspects a worker after more of them.
+_IDLE_INTERVALS = 2
 
 
 def worker_info(
     config: WorkerConfig, plan: StagePlan, *, role: str, incarnation: str
 ) -> pb.WorkerInfo:
-    """What is known before the pool has formed. Reads the tokenizer's file: once, not for each
-    report."""
+    """Return the facts known before the pool has formed.
+
+    Reads the tokenizer's file, so call it once and not per report.
+    """
     facts, num_ranks = plan.description.facts, config.dp_attention
     return pb.WorkerInfo(
         role=role,
@@ -62,7 +64,7 @@ def worker_info(
 
 
 def formed_info(info: pb.WorkerInfo, leader: Leader, plan: StagePlan) -> pb.WorkerInfo:
-    """`info` with what other pools compare, once the pool has formed."""
+    """Return `info` with the digests that other pools compare, once the pool has formed."""
     if leader.weights is None:
         return info
     known, formed = leader.compatibility, pb.WorkerInfo()
@@ -75,7 +77,7 @@ def formed_info(info: pb.WorkerInfo, leader: Leader, plan: StagePlan) -> pb.Work
 def worker_load(
     leader: Leader, load: SchedulerLoad, meters: LeaderMeters, start_s: float = 0.0
 ) -> pb.WorkerLoad:
-    """`start_s`: how long the pool took until it served, 0 before."""
+    """Return a load report; `start_s` is the seconds the pool took until it served, 0 before."""
     busy_since_s = leader.loop.busy_since_s
     return pb.WorkerLoad(
         serving=leader.serving,
@@ -104,10 +106,13 @@ def worker_load(
 
 
 class WorkerService(worker_pb2_grpc.WorkerServicer):
-    """Streams `load()` until the caller or the process is gone; sooner than asked when `changed` is
-    called, less often while nothing runs and nothing changes. `info()` goes before the first, and
-    again when it is another, because the pool has formed; what the journal of the prefix cache has
-    to report goes before each. `flush` empties that cache and returns its pages."""
+    """The gRPC servicer of the Worker service.
+
+    It streams `load()` until the caller or the process ends: sooner than requested when `changed`
+    is called, and less often while nothing runs and nothing changes. `info()` is sent before the
+    first load, and again when the pool has formed. Changes in the journal of the prefix cache are
+    sent before each load. `flush` empties that cache and returns the number of its pages.
+    """
 
     def __init__(
         self,
@@ -123,8 +128,7 @@ class WorkerService(worker_pb2_grpc.WorkerServicer):
         self._changed = asyncio.Event()
 
     def changed(self) -> None:
-        """Readiness changed: watchers get a report without waiting for their interval. Event loop's
-        thread."""
+        """Send watchers a report at once, because readiness changed. Event loop's thread."""
         self._changed.set()
         self._changed = asyncio.Event()
 

@@ -1,7 +1,6 @@
-"""Which resume points a prefix cache has, for those who follow it from outside: a whole account,
-then what changed.
+"""Journal of the resume points of a prefix cache for watchers: a full report, then the changes.
 
-The thread that schedules notes changes, another one reports them to watchers.
+The scheduling thread notes changes; another thread reports them to watchers.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -10,12 +9,15 @@ from threading import Lock
 
 from protos import worker_pb2
 
-MAX_NAMES = 16384  # in one report
+MAX_NAMES = 16384  # per report
 
 
 class PointJournal:
-    """Of one cache, or of those of a pool's data ranks: a point is there as long as one of them has
-    it. Any thread, but for changes, which are those of one."""
+    """The resume points of one cache, or of those of a pool's data ranks together.
+
+    A point exists as long as one of the caches has it. Any thread may call it, but only one thread
+    notes changes.
+    """
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -23,18 +25,17 @@ class PointJournal:
         self._watchers: list[PointWatcher] = []
 
     def follow(self, points: Collection[bytes]) -> None:
-        """A cache's points: a dictionary or a set, which it changes and then notes what has
-        changed."""
+        """Add a cache's points, a dict or set that the cache changes before it notes the change."""
         self._caches.append(points)
 
     def stored(self, names: Sequence[bytes]) -> None:
-        """They are in a cache now."""
+        """Note that a cache has stored these points."""
         if self._watchers:
             with self._lock:
                 self._note(names, is_stored=True)
 
     def removed(self, names: Sequence[bytes]) -> None:
-        """They are not in one of them any more."""
+        """Note that a cache has removed these points."""
         if self._watchers:
             if len(self._caches) > 1:
                 names = [
@@ -44,15 +45,17 @@ class PointJournal:
                 self._note(names, is_stored=False)
 
     def points(self) -> Collection[bytes]:
-        """All of them, as they are now: a list is made of a dictionary or a set at once, whatever
-        other threads do."""
+        """Return the present points.
+
+        Copying a dictionary or set to a list is atomic, whatever other threads do.
+        """
         if len(self._caches) == 1:
             return list(self._caches[0])
         return dict.fromkeys(name for points in self._caches for name in list(points))
 
     @property
     def num_points(self) -> int:
-        """At most; what several have counts for each."""
+        """Return an upper bound of the number of points; a point in several caches counts for each."""
         return sum(map(len, self._caches))
 
     @contextmanager
@@ -72,19 +75,22 @@ class PointJournal:
 
 
 class PointWatcher:
-    """What one watcher has not been sent yet: of each point its latest state only, and the whole
-    account once that is shorter."""
+    """The changes that one watcher has not received yet.
+
+    Each point counts with its latest state only. A full report replaces the changes once it is
+    shorter.
+    """
 
     def __init__(self, journal: PointJournal, lock: Lock) -> None:
         self._journal = journal
         self._lock = lock
-        self._is_due = True  # a whole account
+        self._is_due = True  # a full report
         self._stored: dict[bytes, None] = {}
         self._removed: dict[bytes, None] = {}
         self.num_reports = 0
 
     def note(self, names: Sequence[bytes], *, is_stored: bool) -> None:
-        """The journal, under its lock."""
+        """Note changes; called by the journal under its lock."""
         if self._is_due:
             return
         now, before = (self._stored, self._removed) if is_stored else (self._removed, self._stored)
@@ -96,15 +102,15 @@ class PointWatcher:
             self._is_due = True
 
     def take(self) -> list[worker_pb2.CacheReport]:
-        """Everything that was not reported yet, in order; empty when nothing changed."""
+        """Return the unreported changes in order, empty when nothing changed."""
         if not (self._stored or self._removed or self._is_due):
-            return []  # as most reports
+            return []  # the most frequent case
         with self._lock:
             is_whole, self._is_due = self._is_due, False
             stored = list(self._journal.points() if is_whole else self._stored)
             removed = [] if is_whole else list(self._removed)
             self._stored, self._removed = {}, {}
-        empties = is_whole and self.num_reports > 0  # a new watcher expects nothing anyway
+        empties = is_whole and self.num_reports > 0  # a new watcher needs no empty full report
         firsts = range(0, max(len(stored), len(removed), int(empties)), MAX_NAMES)
         reports = [
             worker_pb2.CacheReport(

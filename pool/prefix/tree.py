@@ -1,16 +1,17 @@
-"""What a pool remembers of prompts: a radix tree over page-sized blocks of token ids. Pure: ids of
-pages and slots, no memory behind them.
+"""Radix tree of cached prompts over page-sized blocks of token ids.
 
-A block is known by its name (`runtime.digests`), and has the page that holds its entries. Names are
-chained, so one table finds any block and whoever is in it has all its ancestors in it. Blocks of
-one prompt follow each other by hundreds and are stored, looked up and given up together, so a node
-of the tree is a *run* of them (`BlockRun`). A *resume point* is a block from which a prompt can go
-on: any block of a model that keeps its whole past in pages, else those with a *snapshot*, the
-recurrent state after their block, in a slot. There the tree keeps no pages behind the last snapshot
-of a branch: nobody could use them.
+It handles ids of pages and slots only, not their memory. A block is identified by its name
+(`runtime.digests`) and has the page with its entries. Names are chained, so one table finds any
+block, and a block in the table has all its ancestors there. The blocks of a prompt are stored,
+found and evicted together by the hundreds, so a node of the tree is a *run* of blocks (`BlockRun`).
 
-Who may not be given up is not decided here: leases count holders, and the tree asks them. It
-belongs to the thread that schedules.
+A *resume point* is a block after which a prompt can resume. If the model keeps its whole past in
+pages, every block is one. Otherwise only blocks with a *snapshot* are: the recurrent state after
+the block, in a slot. Then the tree keeps no pages after the last snapshot of a branch, because no
+prompt could use them.
+
+Leases count the holders of a page, and the tree asks them before it evicts. Belongs to the thread
+that schedules.
 """
 
 import heapq
@@ -26,67 +27,68 @@ from pool.prefix.journal import PointJournal
 from runtime.clock import Clock
 from runtime.errors import InternalError
 
-SNAPSHOT_SHARE = (
-    5  # of a cache's memory, one part in so many; the rest is for pages; by bench.cache_policy
-)
+# The part of a cache's memory for snapshots is 1 / SNAPSHOT_SHARE; chosen by bench.cache_policy.
+SNAPSHOT_SHARE = 5
 # Chosen by bench.cache_policy on a trace of conversations.
-HALF_LIFE_S = 120.0  # after which a prompt that did not come back is half as likely to
-HIT_WEIGHT = 3  # each time that it did, it is so much likelier than one that never did
+HALF_LIFE_S = 120.0  # seconds after which an unused prompt is half as likely to be used again
+HIT_WEIGHT = 3  # each reuse adds this much to the likelihood; 1 is that of a never reused prompt
 _SPARE_ENTRIES = 64
 
 
 @dataclass(eq=False, slots=True)
 class BlockRun:
-    """Blocks that follow each other without a branch; at least one, but for the root. `start`
-    counts those before it. All else is of the last of them, behind which branches begin: the others
-    were not used since, and have no snapshot."""
+    """Blocks that follow each other without a branch; at least one, except for the root.
+
+    `start` counts the blocks before it. All other attributes describe its last block, after which
+    branches begin. The other blocks were not used since and have no snapshot.
+    """
 
     names: list[bytes]
     page_ids: "array[int]"
     parent: "BlockRun | None"
     start: int
     used_s: float
-    slot_id: int | None = None  # of its snapshot
-    num_saved: int = 0  # blocks that need not be computed for this snapshot
+    slot_id: int | None = None  # slot of its snapshot
+    num_saved: int = 0  # blocks that need not be computed with this snapshot
     num_children: int = 0
-    num_hits: int = 0  # prompts that went on from here
+    num_hits: int = 0  # prompts that resumed here
 
     @property
     def depth(self) -> int:
-        """Blocks from the root to its last one."""
+        """Return the number of blocks from the root to its last one."""
         return self.start + len(self.names)
 
     @property
     def can_grow(self) -> bool:
-        """Whether a block behind its last one may join the run: nothing sets that one apart."""
+        """Return whether a block after its last one may join the run."""
         return self.is_bare and not self.num_hits
 
     @property
     def is_bare(self) -> bool:
-        """Whether neither a branch nor a snapshot is behind its last block. The root never is."""
+        """Return whether its last block has neither a branch nor a snapshot. False for the root."""
         return not self.num_children and self.slot_id is None and self.parent is not None
 
 
 class EvictionOrder:
-    """Runs by the worth of their last blocks, least first.
+    """Priority queue of runs by the worth of their last blocks, least first.
 
-    A worth may rise at any time: it is looked at again when its turn comes. Where it falls, `put`
-    says so.
+    A worth may rise at any time; it is evaluated again when its turn comes. After a worth has
+    fallen, call `put`.
     """
 
     def __init__(self, worth: Callable[[BlockRun], float]) -> None:
         self._worth = worth
         self._heap: list[tuple[float, int, BlockRun]] = []
-        self._latest: dict[BlockRun, int] = {}  # which of a run's entries counts
+        self._latest: dict[BlockRun, int] = {}  # serial of each run's valid entry
         self._serial = count()
 
     @property
     def least(self) -> float:
-        """None of those in it is worth less."""
+        """Return a lower bound of the worth of its runs."""
         return self._heap[0][0] if self._heap else inf
 
     def put(self, run: BlockRun) -> None:
-        """It may be given up from now on, for what it is worth now."""
+        """Add a run at its present worth, so that it may be evicted."""
         serial = self._latest[run] = next(self._serial)
         heapq.heappush(self._heap, (self._worth(run), serial, run))
         if len(self._heap) > 2 * len(self._latest) + _SPARE_ENTRIES:
@@ -94,11 +96,11 @@ class EvictionOrder:
             heapq.heapify(self._heap)
 
     def discard(self, run: BlockRun) -> None:
-        """It may not any more. Idempotent."""
+        """Remove a run, so that it may not be evicted. Idempotent."""
         self._latest.pop(run, None)
 
     def take(self, may_go: Callable[[BlockRun], bool]) -> BlockRun | None:
-        """Remove and return the one of least worth that may go; None if none may."""
+        """Remove and return the run of least worth that `may_go` accepts, or None."""
         passed, found = [], None
         while self._heap and found is None:
             entry = worth, serial, run = heapq.heappop(self._heap)
@@ -117,8 +119,10 @@ class EvictionOrder:
 
 
 def worth(run: BlockRun) -> float:
-    """Of its last block's page: how likely a prompt is to go on from there soon, as a logarithm, in
-    seconds."""
+    """Return the worth of the last block's page, in seconds.
+
+    It is the logarithm of how likely a prompt is to resume there soon.
+    """
     return (
         run.used_s + HALF_LIFE_S * log2(1 + HIT_WEIGHT * run.num_hits)
         if run.num_hits
@@ -127,16 +131,19 @@ def worth(run: BlockRun) -> float:
 
 
 def snapshot_worth(run: BlockRun) -> float:
-    """Of its snapshot, one slot each: by what it saves then, too."""
+    """Return the worth of its snapshot, which includes the blocks that the snapshot saves."""
     return worth(run) + HALF_LIFE_S * log2(run.num_saved)
 
 
 @dataclass(frozen=True)
 class Found:
-    """What there is of a prompt. `num_tokens` of it need not be computed again: their entries are
-    in `page_ids`, in position order, and the state after them in `slot_id` (None where the model
-    has none, or none is there). `snapshot_tokens`: after so many its states are worth keeping, in
-    ascending order, all beyond `num_tokens`."""
+    """The cached part of a prompt.
+
+    Its first `num_tokens` need not be computed again. Their entries are in `page_ids`, in position
+    order. The state after them is in `slot_id`, None if the model has no states or none is cached.
+    `snapshot_tokens` are the token counts beyond `num_tokens`, in ascending order, after which its
+    states are worth caching.
+    """
 
     num_tokens: int = 0
     page_ids: tuple[int, ...] = ()
@@ -146,7 +153,7 @@ class Found:
 
 @dataclass
 class Changed:
-    """Ids that the tree took over, or gave up."""
+    """Ids that the tree has taken over or evicted."""
 
     page_ids: list[int] = field(default_factory=list)
     slot_ids: list[int] = field(default_factory=list)
@@ -154,34 +161,39 @@ class Changed:
 
 @dataclass(frozen=True)
 class ResumeRule:
-    """`block_tokens`: of a page. Prompts are cut only at multiples of `grid_tokens`, so only these
-    are resume points. `has_states`: nothing goes on without a recurrent state. Not so on a pool
-    where states come with their requests."""
+    """The rule of where prompts can resume.
+
+    `block_tokens` are the tokens of a page. Prompts are split only at multiples of `grid_tokens`,
+    so only these are resume points. With `has_states` no prompt can resume without a recurrent
+    state; it is False for a pool whose states arrive with their requests.
+    """
 
     block_tokens: int
     grid_tokens: int = 1
     has_states: bool = False
 
     def last_point(self, num_tokens: int) -> int:
-        """The deepest resume point, in blocks, of a prompt of `num_tokens`. Its last token is
-        always computed: the next one is drawn from it."""
+        """Return the deepest resume point, in blocks, of a prompt of `num_tokens`.
+
+        The last token is always computed, because the next one is sampled from its output.
+        """
         return self.point_before(max((num_tokens - 1) // self.block_tokens, 0))
 
     def point_before(self, depth: int) -> int:
-        """The deepest resume point that is not behind so many blocks."""
+        """Return the deepest resume point at or before this number of blocks."""
         return depth - depth % self._step
 
     def is_point(self, depth: int) -> bool:
-        """Whether a prompt may be cut after so many blocks."""
+        """Return whether a prompt may be split after this number of blocks."""
         return depth * self.block_tokens % self.grid_tokens == 0
 
     def points(self, depths: range) -> range:
-        """Those of consecutive depths after which a prompt may be cut."""
+        """Return those of consecutive depths after which a prompt may be split."""
         return range(-(-depths.start // self._step) * self._step, depths.stop, self._step)
 
     @cached_property
     def _step(self) -> int:
-        """Blocks from one resume point to the next."""
+        """Return the number of blocks from one resume point to the next."""
         return self.grid_tokens // gcd(self.grid_tokens, self.block_tokens)
 
 
@@ -194,8 +206,11 @@ def _always(run: BlockRun) -> bool:
 
 
 class PrefixTree:
-    """See the module. Blocks are given by their names, in order from the prompt's first. `journal`
-    has the names of the resume points, for those who watch."""
+    """The tree of a prefix cache, as the module describes it.
+
+    Blocks are given by their names, in order from the prompt's first. `journal` holds the names of
+    the resume points for watchers.
+    """
 
     def __init__(
         self,
@@ -206,16 +221,18 @@ class PrefixTree:
         is_slot_held: Callable[[int], bool] = _never,
         journal: PointJournal | None = None,
     ) -> None:
-        """Ids that are held are given up last, and then are their holders' alone."""
+        """Create an empty tree.
+
+        Held ids are evicted last; after that only their holders have them.
+        """
         self._rule = rule
         self._clock = clock
         self._is_page_held, self._is_slot_held = is_page_held, is_slot_held
         self.journal = journal or PointJournal()
         self._root = BlockRun([], array("i"), None, 0, 0.0)
         self._runs: dict[bytes, BlockRun] = {}  # by the names of their blocks
-        self._points: (
-            dict[bytes, None] | None
-        ) = {}  # the names of resume points; None where every block is one
+        # Names of the resume points; None if every block is one.
+        self._points: dict[bytes, None] | None = {}
         if not rule.has_states and rule.is_point(1):
             self._points = None
         self.journal.follow(self._runs if self._points is None else self._points)
@@ -227,7 +244,7 @@ class PrefixTree:
         return len(self._runs)
 
     def find(self, names: Sequence[bytes], num_tokens: int) -> Found:
-        """What there is of a prompt of `num_tokens` tokens with these blocks. Changes nothing."""
+        """Return the cached part of a prompt of `num_tokens` tokens; change nothing."""
         known, last = self._num_known(names), self._rule.last_point(num_tokens)
         run, depth = self._resume_point(names, min(known, last))
         return Found(
@@ -238,8 +255,11 @@ class PrefixTree:
         )
 
     def resumed(self, names: Sequence[bytes], num_tokens: int) -> None:
-        """A prompt goes on from what `find` found: `num_tokens` of its `Found`. The tree may have
-        given it up since, although it is held, where nothing else was left."""
+        """Note that a prompt resumes after `num_tokens`, as `find` returned.
+
+        The tree may have evicted the blocks since, even if they are held, when nothing else was
+        left.
+        """
         depth = num_tokens // self._rule.block_tokens
         if depth and names[depth - 1] in self._runs:
             run = self._ending_at(names, depth)
@@ -249,12 +269,13 @@ class PrefixTree:
     def insert(
         self, names: Sequence[bytes], page_ids: Sequence[int], slot_id: int | None = None
     ) -> Changed:
-        """The entries of these blocks are computed and in these pages; `slot_id` has the state
-        after the last of them. Returns what the tree took over: not the ids of blocks and states
-        that it has already.
+        """Store computed blocks with their pages, and the state after the last in `slot_id`.
+
+        Return the ids that the tree took over; those of blocks and states that it already had are
+        left out.
 
         Raises:
-            InternalError: a state is missing, or stands where no prompt is cut, or the model has
+            InternalError: a state is missing, is at a depth where no prompt is split, or the model has
                 none.
         """
         if not names:
@@ -289,8 +310,7 @@ class PrefixTree:
         return taken
 
     def evict_pages(self, num_pages: int) -> Changed:
-        """Give up what is worth least, until `num_pages` that nobody holds are among it, or nothing
-        is left."""
+        """Evict the runs of least worth until `num_pages` unheld pages are free or nothing is left."""
         given = Changed()
         num_free = 0
         for may_go, is_held in ((self._is_unheld, self._is_page_held), (_always, _never)):
@@ -306,8 +326,10 @@ class PrefixTree:
         return given
 
     def evict_snapshots(self, num_slots: int) -> Changed:
-        """As `evict_pages`, until `num_slots` that nobody holds are among it. Pages behind which no
-        snapshot is left go with them."""
+        """Evict snapshots, as `evict_pages`, until `num_slots` unheld slots are free.
+
+        Pages without a later snapshot are evicted with them.
+        """
         given = Changed()
         num_free = 0
         for may_go in (self._is_unheld, _always):
@@ -316,16 +338,15 @@ class PrefixTree:
         return given
 
     def clear(self) -> Changed:
-        """Give up everything."""
+        """Evict everything."""
         return self.evict_pages(len(self._runs) + 1)
 
     def _num_known(self, names: Sequence[bytes]) -> int:
-        """How many of these blocks are there; a block is there only if those before it are."""
+        """Return how many of these blocks are stored; a block is stored only if its ancestors are."""
         return bisect_left(names, 1, key=lambda name: name not in self._runs)
 
     def _resume_point(self, names: Sequence[bytes], known: int) -> tuple[BlockRun, int]:
-        """The deepest one of so many of these blocks, all of which are there; and the run that it
-        is in."""
+        """Return the run and depth of the deepest resume point among the first `known` blocks."""
         if not self._rule.has_states:
             known = self._rule.point_before(known)
         run = self._runs[names[known - 1]] if known else self._root
@@ -336,8 +357,11 @@ class PrefixTree:
         return run, run.depth
 
     def _snapshot_tokens(self, resumed: int, known: int, last: int) -> tuple[int, ...]:
-        """At the end of the prompt, and at the junction: where it parts from what others had,
-        beyond what they left a state for."""
+        """Return the token counts at which a prompt's states are worth caching.
+
+        These are the end of the prompt and its junction: the depth at which it differs from earlier
+        prompts, if that is after their last state.
+        """
         if not self._rule.has_states:
             return ()
         depths = sorted(
@@ -350,8 +374,7 @@ class PrefixTree:
         return tuple(depth * self._rule.block_tokens for depth in depths)
 
     def _ending_at(self, names: Sequence[bytes], depth: int) -> BlockRun:
-        """The run whose last block is this one of a prompt, which is there: made of the first part
-        of a longer one."""
+        """Return the run that ends with this stored block, splitting a longer run if needed."""
         run = self._runs[names[depth - 1]] if depth else self._root
         if run.depth == depth:
             return run
@@ -370,8 +393,10 @@ class PrefixTree:
         return first
 
     def _grown(self, run: BlockRun, names: Sequence[bytes], page_ids: Sequence[int]) -> BlockRun:
-        """The run that ends with these blocks, which follow its last one. A long prompt has
-        thousands."""
+        """Append blocks after the last one of a run, and return the run that ends with them.
+
+        A long prompt has thousands.
+        """
         if run.can_grow:
             run.names += names
             run.page_ids.extend(page_ids)
@@ -395,7 +420,7 @@ class PrefixTree:
         )
 
     def _give_up_state(self, run: BlockRun, given: Changed) -> int:
-        """A snapshot, whose slot it returns, with the pages that are of no use without it."""
+        """Evict a snapshot with the pages that are useless without it, and return its slot."""
         slot_id = run.slot_id
         assert slot_id is not None
         given.slot_ids.append(slot_id)
@@ -410,8 +435,11 @@ class PrefixTree:
     def _give_up_pages(
         self, run: BlockRun, given: Changed, count: int, is_held: Callable[[int], bool]
     ) -> None:
-        """The last block of a leaf; and those before it up to so many in all, as long as they are
-        worth less than whatever else there is, and not held."""
+        """Evict the last block of a leaf, and those before it up to `count` in total.
+
+        Earlier blocks are evicted as long as they are not held and worth less than all other
+        leaves.
+        """
         num_gone, run.num_hits = 1, 0
         if run.used_s < self._leaves.least:
             most = min(count, len(run.names))
@@ -424,15 +452,14 @@ class PrefixTree:
         self._put_leaf(rest)
 
     def _remove_points(self, names: Sequence[bytes]) -> None:
-        """The journal notes it last: who then begins to watch does not find them any more."""
+        """Remove points, and note it in the journal last, so that new watchers do not see them."""
         if self._points is not None:
             for name in names:
                 del self._points[name]
         self.journal.removed(names)
 
     def _shortened(self, run: BlockRun, count: int, given: Changed) -> BlockRun:
-        """A leaf without its last blocks; without any left, its parent, which was used whenever it
-        was."""
+        """Remove the last blocks of a leaf; return it, or its parent if no block is left."""
         first = len(run.names) - count
         given.page_ids += reversed(run.page_ids[first:])
         for name in run.names[first:]:
@@ -452,7 +479,7 @@ class PrefixTree:
 
 
 def _page_ids(run: BlockRun, depth: int) -> tuple[int, ...]:
-    """Of the first blocks, so many, the last of which is in the run."""
+    """Return the pages of the first `depth` blocks, the last of which is in the run."""
     parts = []
     while run.parent is not None:
         parts.append(run.page_ids[: depth - run.start])

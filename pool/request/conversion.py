@@ -1,5 +1,8 @@
-"""Requests and tokens between the wire and the engine. The router has checked requests; what a
-worker could trip over is checked again here, because others than routers may reach its port."""
+"""Conversion of requests and tokens between the wire and the engine.
+
+The router has validated requests. A worker validates everything again that could make it fail,
+because clients other than routers may reach its port.
+"""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -11,13 +14,17 @@ from runtime.errors import FieldViolation, InvalidRequestError
 from runtime.grammar import MAX_GRAMMAR_BYTES
 
 MAX_TOP_LOGPROBS = 20
-MAX_LISTED_TOKENS = 1024  # biases, and tokens to stop at; routers take fewer of the latter
+MAX_LISTED_TOKENS = 1024  # biases, and stop tokens; routers accept fewer stop tokens
 
 
 def request_from_proto(
     message: pb.EngineRequest, *, vocab_size: int, max_context_tokens: int
 ) -> Request:
-    """Raises InvalidRequestError naming every field that this pool could not serve."""
+    """Return the request of a message.
+
+    Raises:
+        InvalidRequestError: every field that this pool cannot serve.
+    """
     violations = list(_violations(message, vocab_size, max_context_tokens))
     if violations:
         raise InvalidRequestError(*violations)
@@ -43,13 +50,13 @@ def request_from_proto(
 
 
 async def check_grammar(request: Request, grammars: GrammarCheck | None) -> None:
-    """Before any work on a request: its grammar is compiled where its tokens will be drawn.
+    """Compile the request's grammar on the stage that samples, before any other work.
 
     Raises:
-        InvalidRequestError: it is no grammar, takes too long, or the model has no tokenizer to
-            follow one with.
-        CapacityError: too many others wait to be compiled.
-        UnavailableError: the stage that draws is gone.
+        InvalidRequestError: the grammar is invalid or compiles too slowly, or the model has no
+            tokenizer.
+        CapacityError: too many other grammars wait to be compiled.
+        UnavailableError: the stage that samples is lost.
     """
     if request.grammar is None:
         return
@@ -59,7 +66,11 @@ async def check_grammar(request: Request, grammars: GrammarCheck | None) -> None
 
 
 def in_vocabulary(field: str, token_ids: Sequence[int], vocab_size: int) -> tuple[int, ...]:
-    """The ids. Raises InvalidRequestError for one that the model does not have."""
+    """Return the ids as a tuple.
+
+    Raises:
+        InvalidRequestError: an id is outside the vocabulary.
+    """
     if token_ids and max(token_ids) >= vocab_size:
         raise InvalidRequestError(
             FieldViolation(
@@ -70,14 +81,14 @@ def in_vocabulary(field: str, token_ids: Sequence[int], vocab_size: int) -> tupl
 
 
 def chunk_to_proto(*tokens: DrawnToken) -> pb.TokenChunk:
-    """The tokens of one step: several where drafted ones were accepted."""
+    """Return the tokens of one step: several if draft tokens were accepted."""
     chunk = pb.TokenChunk()
     extend_chunk(chunk, tokens)
     return chunk
 
 
 def extend_chunk(chunk: pb.TokenChunk, tokens: Sequence[DrawnToken]) -> None:
-    """By tokens that were drawn next."""
+    """Append tokens to a chunk."""
     chunk.token_ids.extend([token.token_id for token in tokens])
     for token in tokens:
         if token.logprobs is not None:
@@ -85,7 +96,7 @@ def extend_chunk(chunk: pb.TokenChunk, tokens: Sequence[DrawnToken]) -> None:
 
 
 def scores_to_proto(first_position: int, tokens: Sequence[DrawnToken]) -> pb.PromptLogprobs:
-    """Scored tokens of a prompt, the first of them at `first_position`."""
+    """Return the scored tokens of a prompt, the first of them at `first_position`."""
     return pb.PromptLogprobs(
         first_position=first_position,
         token_ids=[token.token_id for token in tokens],
@@ -121,7 +132,7 @@ def _violations(
         ("stop_token_ids", message.stop_token_ids, MAX_LISTED_TOKENS),
         ("sampling.logit_bias", message.sampling.logit_bias, MAX_LISTED_TOKENS),
     ):
-        if len(ids) > limit:  # before they are looked at: a million ids take 60 ms
+        if len(ids) > limit:  # checked before the ids: a million ids take 60 ms
             found.append(FieldViolation(field, f"has {len(ids)} entries, the limit is {limit}"))
         elif ids and max(ids) >= vocab_size:
             found.append(
@@ -156,7 +167,7 @@ def _sampling_violations(sampling: pb.SamplingParams) -> Iterator[FieldViolation
 
 
 def _sampling(message: pb.SamplingParams) -> SamplingParams:
-    """Absent fields keep the engine's defaults; zero is zero."""
+    """Return the sampling parameters; absent fields keep the engine's defaults, zero is zero."""
     names = (
         "temperature",
         "top_k",

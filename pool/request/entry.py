@@ -1,5 +1,6 @@
-"""What the schedulers of both roles know about a request, whatever they do with it, what they keep
-for the next, and which of a pool's data ranks it lives on."""
+"""The role-independent scheduling state of a request, the prefix cache, and the choice of a data
+rank.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -23,7 +24,7 @@ EventT = TypeVar("EventT")
 
 @dataclass(frozen=True)
 class Failed:
-    """The engine runs the request no more; its owner releases it."""
+    """The event that the engine runs the request no more. Its owner releases it."""
 
     error: BatonError
 
@@ -31,37 +32,38 @@ class Failed:
 @dataclass
 class Entry(Generic[EventT]):
     """One request of a scheduler, from `submit` to `release`. Belongs to the engine thread.
-    `blocks` are its pages' names in the cache, as far as they are full; none where it takes no
-    part."""
+
+    `blocks` are the cache names of its full pages, empty if it does not use the cache.
+    """
 
     key: int
     request: Request
     emit: Callable[[EventT], object]
     pages: PageLease | None = None  # None while it waits
     slot: SlotLease | None = None
-    in_flight: int = 0  # batches it takes part in
+    in_flight: int = 0  # batches that contain it
     ends_at_s: float = math.inf  # its deadline, in the clock's seconds
     released: bool = False
-    has_failed: bool = (
-        False  # its owner knows and will release it: what it computed is worth nothing
-    )
+    # Set when its owner is notified and will release it; its computed tokens are not valid.
+    has_failed: bool = False
     blocks: tuple[bytes, ...] = ()
     _computed: int = field(default=0, init=False)
 
     @property
     def owner(self) -> str:
-        """In the ledgers of pages and slots."""
+        """Return its name in the ledgers of pages and slots."""
         return f"request {self.key}"
 
     @property
     def computed(self) -> int:
-        """Tokens of the request whose cache entries exist or are in flight: batches keep their
-        order, so what was launched is there for whatever is launched later. Nodes of a tree do not
-        count."""
+        """Return how many tokens have cache entries, written or in flight. Tree nodes do not count.
+
+        Batches keep their order, so entries in flight exist for every batch launched later.
+        """
         return self._computed
 
     def advance(self, end: int) -> None:
-        """The request's first `end` tokens count as computed. The only writer of `computed`."""
+        """Set `computed` to `end`; the only way to change it."""
         self._computed = end
 
     def lease(
@@ -72,12 +74,14 @@ class Entry(Generic[EventT]):
         *,
         shared: Sequence[int] = (),
     ) -> None:
-        """Take a slot and pages, `num_pages` in all, of which the `shared` first ones are in a
-        cache. Raises CapacityError, and then holds neither."""
+        """Take a slot and `num_pages` pages, of which the first are the cached pages `shared`.
+
+        Raises:
+            CapacityError: memory is short; then neither is held.
+        """
         try:
-            self.pages = pages.alloc(
-                0, owner=self.owner, shared=shared
-            )  # first, lest they be evicted for the others
+            # Shared first, so that they are not evicted to make room for the others.
+            self.pages = pages.alloc(0, owner=self.owner, shared=shared)
             self.slot = slots.alloc(owner=self.owner)
             self.pages.extend(num_pages - len(shared))
         except CapacityError:
@@ -85,7 +89,7 @@ class Entry(Generic[EventT]):
             raise
 
     def free(self) -> None:
-        """Give slot and pages back, and with them what was computed."""
+        """Release slot and pages, and with them the computed tokens."""
         for lease in (self.pages, self.slot):
             if lease is not None:
                 lease.end()
@@ -95,19 +99,24 @@ class Entry(Generic[EventT]):
 
 @dataclass
 class PrefixCache:
-    """What a pool keeps of requests for later ones that begin alike: the tree knows which tokens a
-    kept page or state is of, the ledgers who holds it. Without a `rule` nothing is kept."""
+    """Pages and states kept for later requests with the same prefix.
+
+    The tree knows the tokens of a kept page or state, and the ledgers know its holders. Without a
+    `rule` nothing is kept.
+    """
 
     rule: ResumeRule | None
     pages: PageAllocator
     slots: SlotAllocator
     clock: Clock
     metrics: CacheMetrics = field(default_factory=lambda: CacheMetrics.create(CollectorRegistry()))
-    journal: PointJournal = field(default_factory=PointJournal)  # of the tree; data ranks share one
+    # Journal of the tree, shared by the data ranks.
+    journal: PointJournal = field(default_factory=PointJournal)
+    # Pages and snapshots already counted in the metrics, which the data ranks share.
     _shown_size: tuple[int, int] = (
         0,
         0,
-    )  # pages and snapshots, in the metrics, which they share, too
+    )
 
     def __post_init__(self) -> None:
         if self.rule is not None:
@@ -115,19 +124,18 @@ class PrefixCache:
             self.slots.ledger.serve(self._evict_snapshots)
 
     def find(self, blocks: Sequence[bytes], num_tokens: int) -> Found:
-        """What there is of `num_tokens` tokens with these blocks."""
+        """Return the cached part of a prompt of `num_tokens` tokens with these blocks."""
         return Found() if self.rule is None else self._tree.find(blocks, num_tokens)
 
     def resume(self, blocks: Sequence[bytes], found: Found) -> None:
-        """A request has leased what was found."""
+        """Note that a request has leased what was found."""
         if self.rule is not None:
             self._tree.resumed(blocks, found.num_tokens)
 
     def insert(
         self, blocks: Sequence[bytes], page_ids: Sequence[int], slot_id: int | None = None
     ) -> None:
-        """The entries of these blocks are final, in the first of `page_ids`, and so is the state in
-        the slot."""
+        """Cache the final entries of blocks, in the first `page_ids`, and the state in the slot."""
         if self.rule is None:
             return
         taken = self._tree.insert(blocks, page_ids[: len(blocks)], slot_id)
@@ -136,8 +144,7 @@ class PrefixCache:
         self._show_size()
 
     def clear(self) -> int:
-        """Give up everything; what is under lease stays with its holders. Returns the number of
-        pages."""
+        """Evict everything; return the number of pages. Leased memory stays with its holders."""
         if self.rule is None:
             return 0
         given = self._tree.clear()
@@ -158,14 +165,14 @@ class PrefixCache:
         )
 
     def _evict_pages(self, count: int) -> Sequence[int]:
-        """For a lease that finds too few pages free."""
+        """Evict pages for a lease that finds too few free."""
         given = self._tree.evict_pages(count)
         self.slots.ledger.let_go(given.slot_ids)
         self._gave_up(given, "pressure")
         return given.page_ids
 
     def _evict_snapshots(self, count: int) -> Sequence[int]:
-        """For a lease that finds too few slots free."""
+        """Evict snapshots for a lease that finds too few slots free."""
         given = self._tree.evict_snapshots(count)
         self.pages.ledger.let_go(given.page_ids)
         self._gave_up(given, "pressure")
@@ -185,13 +192,13 @@ class PrefixCache:
 
 
 class RankScheduler(Protocol):
-    """The scheduler of one data rank, as its pool sees it."""
+    """The part of a data rank's scheduler that its pool uses."""
 
     @property
     def cache(self) -> PrefixCache: ...
 
     def holds(self, key: int) -> bool:
-        """Whether the request of this key is its own."""
+        """Return whether this scheduler has the request of this key."""
         ...
 
     def load(self) -> SchedulerLoad: ...
@@ -205,19 +212,23 @@ ResultT = TypeVar("ResultT")
 
 @dataclass(frozen=True)
 class DataRanks(Generic[SchedulerT]):
-    """The schedulers of a pool, one of each data rank. A request lives on one of them, with all its
-    memory. Belongs to the engine thread."""
+    """The schedulers of a pool, one per data rank. Belongs to the engine thread.
+
+    A request is placed on one of them with all its memory.
+    """
 
     schedulers: tuple[SchedulerT, ...]
 
     def place(
         self, request: Request, blocks: Sequence[bytes], admit: Callable[[SchedulerT], ResultT]
     ) -> ResultT:
-        """`admit` the request where it has to wait least and most room is left, or where there is
-        any. `blocks`: the names of its prompt's full pages; what a rank has of them need not be
-        computed or sent there.
+        """Admit the request on the least loaded data rank with room; return `admit`'s result.
 
-        Raises what `admit` does on the first choice, where no other had room either.
+        Ranks are ordered by queued tokens less cached tokens, then by free pages, then by requests.
+        `blocks` are the names of its prompt's full pages; cached ones need not be computed or sent.
+
+        Raises:
+            CapacityError: no rank had room; the error is that of the first choice.
         """
 
         def worth(scheduler: SchedulerT) -> tuple[int, int, int]:
@@ -243,13 +254,13 @@ class DataRanks(Generic[SchedulerT]):
         raise refusal
 
     def of(self, key: int) -> SchedulerT:
-        """Whose request that is; of a request that is over, any."""
+        """Return the scheduler that has this request, or any if the request is over."""
         return next(
             (scheduler for scheduler in self.schedulers if scheduler.holds(key)), self.schedulers[0]
         )
 
     def load(self) -> SchedulerLoad:
-        """Of all together."""
+        """Return the summed load of all data ranks."""
         every = tuple(scheduler.load() for scheduler in self.schedulers)
         if len(every) == 1:
             return every[0]
@@ -264,7 +275,7 @@ class DataRanks(Generic[SchedulerT]):
         )
 
     def occupancy(self) -> PoolOccupancy:
-        """Of all together; of what waits the oldest."""
+        """Return the summed occupancy of all data ranks, with the greatest of their ages."""
         every = [scheduler.occupancy() for scheduler in self.schedulers]
         if len(every) == 1:
             return every[0]
@@ -274,5 +285,5 @@ class DataRanks(Generic[SchedulerT]):
         )
 
     def flush(self) -> int:
-        """Empty the prefix caches; returns the number of pages given up."""
+        """Empty the prefix caches; return the number of evicted pages."""
         return sum(scheduler.cache.clear() for scheduler in self.schedulers)

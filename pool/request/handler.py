@@ -1,9 +1,8 @@
-"""A request's stay on a pool, the same for both roles: how it begins, what happens to it, how it
-ends.
+"""Lifecycle of a request on a pool, the same for both roles.
 
-`read_request` checks what is asked before any work; `EventPost` brings what the engine did to the
-request's inbox (`pool.request.router_call`); `serve` runs the stay; `MemoryReclaimer` ends what it
-leaves behind.
+`read_request` validates the request before any work. `EventPost` delivers engine events to its
+inbox (`pool.request.router_call`). `serve` runs it, and `MemoryReclaimer` releases its memory after
+its end.
 """
 
 import asyncio
@@ -35,41 +34,45 @@ logger = logging.getLogger(__name__)
 EventT = TypeVar("EventT")
 
 DRAIN_TIMEOUT_S = 30.0
-PACE_S = 0.006  # between two looks for what can wait
-LET_IN_S = 0.004  # since the engine's thread last gave way; more often the kernel sees to it
+PACE_S = 0.006  # seconds between two polls for events that can wait
+# Seconds after which the engine thread yields its core; more often the kernel does so itself.
+LET_IN_S = 0.004
 
 
 class EventPost:
-    """Takes the engine's events to the event loop, all that wait at a time.
+    """Delivery of engine events to the event loop, in batches.
 
-    A call from another thread wakes the loop, and that costs more than the event, half as much as a
-    step of a small model. So behind a delivery the loop looks again by a timer of its own, for as
-    long as it finds something, and what can wait does so until then.
+    A call from another thread wakes the loop and costs more than the event itself: half as much as
+    a step of a small model. So after a delivery, the loop polls again by its own timer as long as
+    it finds events. Events that can wait are left to that poll.
 
-    Where both threads share a core, the loop's would wait until the engine's has used up its slice,
-    3 ms on Linux. So the engine's lets it in, but not behind every one of many short steps.
+    If both threads share a core, the loop's thread waits until the engine's has used up its time
+    slice, 3 ms on Linux. So the engine's thread yields the core, but not after each of many short
+    steps.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._events: deque[tuple[Callable[..., object], object]] = deque()  # both threads'
+        # Appended by the engine thread, taken by the loop.
+        self._events: deque[tuple[Callable[..., object], object]] = deque()
         self._is_urgent = False
-        self._is_due = (
-            False  # the loop has been called, or looks again without; written by both threads
-        )
+        # Set if the loop has been called or will poll; written by both threads.
+        self._is_due = False
         self._timer: asyncio.TimerHandle | None = None
         self._let_in_s = 0.0
 
     def put(
         self, receive: Callable[[EventT], object], event: EventT, *, can_wait: bool = False
     ) -> None:
-        """`receive(event)` on the event loop's thread, in order, after `flush`; or up to PACE_S
-        later, if it `can_wait`. Engine thread."""
+        """Queue `receive(event)` for the event loop's thread, in order.
+
+        Called on the engine thread. The event is delivered after `flush`, or up to PACE_S later if it `can_wait`.
+        """
         self._events.append((receive, event))
         self._is_urgent = self._is_urgent or not can_wait
 
     def flush(self) -> None:
-        """Before every wait and every forward. Engine thread."""
+        """Deliver queued events; called on the engine thread before every wait and every forward."""
         if not self._events:
             return
         if self._is_urgent or not self._is_due:
@@ -84,7 +87,7 @@ class EventPost:
             receive, event = self._events.popleft()
             try:
                 receive(event)
-            except Exception as error:  # noqa: BLE001 - as of every callback of the loop; the others get theirs
+            except Exception as error:  # noqa: BLE001 - the other events must be delivered
                 self._loop.call_exception_handler(
                     {"message": "an event of the engine was not taken", "exception": error}
                 )
@@ -92,7 +95,7 @@ class EventPost:
             self._timer = self._loop.call_later(PACE_S, self._look_again)
 
     def _look_again(self) -> None:
-        """The engine's thread calls from here on, unless it has left something meanwhile."""
+        """Deliver events left meanwhile. If there are none, the engine thread must call the loop."""
         self._timer, self._is_due = None, False
         if self._events:
             self._is_due = True
@@ -100,21 +103,25 @@ class EventPost:
 
 
 def _give_way() -> None:
-    """To other threads on this core, of this process, too: unlike `os.sched_yield`, this keeps no
-    lock of Python's."""
+    """Yield the core to other threads, also of this process.
+
+    Unlike `os.sched_yield`, this call through ctypes releases Python's lock.
+    """
     _LIBRARY.sched_yield()
 
 
-_LIBRARY = ctypes.CDLL(None)  # C's
+_LIBRARY = ctypes.CDLL(None)  # the C library
 
 
 class MemoryReclaimer:
-    """Ends what a request leaves behind, after its stream is gone: closes its session everywhere,
-    waits for the drain, and only then gives its memory back. Two lifetimes, request and transfer;
-    memory is free when both have ended.
+    """Release of a request's memory after its stream has ended.
 
-    Runs one short task per ended request. `unhealthy` is called for a session that will not drain:
-    its memory stays leased, because a transfer may still write to it."""
+    It closes the session on every stage, waits until it has drained, and only then releases the
+    memory. Request and transfer have separate lifetimes; memory is free when both have ended.
+
+    It runs one short task per ended request. `unhealthy` is called for a session that does not
+    drain: its memory stays leased, because a transfer may still write to it.
+    """
 
     def __init__(
         self, reports: SessionReports, loop: EngineLoop, unhealthy: Callable[[str], None]
@@ -135,8 +142,11 @@ class MemoryReclaimer:
         close: Callable[[], None] | None = None,
         session: Session | None = None,
     ) -> None:
-        """`close` aborts or releases on every stage; `release` runs on the engine thread once
-        `session` has drained. None: none was ever opened."""
+        """Close a request's session on every stage and release its memory after it has drained.
+
+        `close` aborts or releases the session on every stage. `release` runs on the engine thread
+        once `session` has drained. `session` is None if none was opened.
+        """
         if close is not None:
             close()
         if session is None:
@@ -164,8 +174,11 @@ class MemoryReclaimer:
 
 
 async def _in_time(drained: asyncio.Event) -> bool:
-    """Whether it is set within the time, for all of which this process must have listened: one that
-    was stopped and goes on has to read first what was reported meanwhile."""
+    """Return whether `drained` is set in time.
+
+    Time during which this process was stopped does not count, because it must first read the
+    reports that arrived meanwhile.
+    """
     loop = asyncio.get_running_loop()
     due_at = loop.time() + DRAIN_TIMEOUT_S
     while not drained.is_set():
@@ -182,7 +195,7 @@ async def _in_time(drained: asyncio.Event) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestParts:
-    """What a request on a pool of either role works with."""
+    """The components that a request on a pool of either role uses."""
 
     leader: Leader
     plan: StagePlan
@@ -190,11 +203,14 @@ class RequestParts:
     meters: LeaderMeters
     post: EventPost
     grammars: GrammarCheck | None = None
-    caches: bool = False  # whether the pool keeps what requests leave for later ones
+    caches: bool = False  # whether the pool has a prefix cache
 
     def blocks_of(self, request: Request, compatibility: str) -> tuple[bytes, ...]:
-        """The names of its prompt's full pages, the same on every pool of this `compatibility`
-        digest; none where the request declines the cache, or there is none."""
+        """Return the names of the prompt's full pages for this `compatibility` digest.
+
+        They are the same on every pool with that digest. Empty if the request declines the cache or
+        the pool has none.
+        """
         if not self.caches or not request.uses_cache:
             return ()
         return block_names(
@@ -206,21 +222,31 @@ class RequestParts:
 
 
 class RequestHandler(Protocol):
-    """A request's stay on a pool, from its place in the scheduler to its end."""
+    """A request on a pool, from its place in the scheduler to its end."""
 
     async def run(self) -> None:
-        """To its end. Raises BatonError for what ended the request before its time."""
+        """Run the request to its end.
+
+        Raises:
+            BatonError: the reason that ended the request early.
+        """
         ...
 
     def end(self) -> None:
-        """Close what is open and give the memory back once nothing can touch it. Event loop's
-        thread; never waits."""
+        """Close open resources and release the memory once nothing can access it.
+
+        Called on the event loop's thread; never waits.
+        """
         ...
 
 
 def read_request(parts: RequestParts, message: types_pb2.EngineRequest, *, role: str) -> Request:
-    """Raises UnavailableError where the pool does not serve, InvalidRequestError naming every field
-    that it could not serve."""
+    """Validate a request message and return the request.
+
+    Raises:
+        UnavailableError: the pool does not serve.
+        InvalidRequestError: every field that the pool cannot serve.
+    """
     rebind(request_id=message.request_id)
     if not parts.leader.serving:
         raise UnavailableError(f"the {role} pool does not serve: {parts.leader.reason}")
@@ -236,8 +262,11 @@ def read_request(parts: RequestParts, message: types_pb2.EngineRequest, *, role:
 async def serve(
     parts: RequestParts, request: Request, begin: Callable[[], Awaitable[RequestHandler]]
 ) -> None:
-    """One request, whose stay `begin` takes a place for, to its end. Raises as `check_grammar`,
-    `begin` and `RequestHandler.run` do."""
+    """Run one request to its end, after `begin` has taken a place in the scheduler for it.
+
+    Raises:
+        BatonError: as `check_grammar`, `begin` and `RequestHandler.run` do.
+    """
     await check_grammar(request, parts.grammars)
     handler = await begin()
     try:

@@ -1,15 +1,18 @@
-"""One router's call: all of its requests on this pool, each under its key. The pool's end of what
-`router.workers.worker_call` is the router's end of.
+"""The pool's side of one router's call, which carries all of that router's requests under their
+keys.
 
-Each request has a task of its own, a place in the server's `CallTracker` as a call has, and exactly
-one end, unless the router gives it up. An error of one ends no other. What a request sends waits
-here and goes out with what the others do; unread it costs no more than its request may send, since
-tokens join (`decode.event_sender`) and scores are held back (`prefill.service`). When the call ends, so
-do its requests.
+`router.workers.worker_call` is the other side. Each request has its own task, its own place in the
+server's `CallTracker`, and exactly one end, unless the router cancels it. An error of one request
+ends no other. Events wait here and are sent together with those of other requests. Unread events
+are bounded by the length of the responses, because tokens are joined (`decode.event_sender`) and
+scores are held back (`prefill.service`). When the call ends, its requests end as well.
 
-What a router may get wrong: a message for a request that is over crossed its end, and is dropped;
-one that a request cannot take ends that request; a key that was used before, and more inputs than a
-message may have, end the call: nothing that it says can be trusted.
+A router may send invalid messages:
+
+- A message for a request that is over is dropped, because it may have crossed the request's end.
+- A message that a request cannot accept ends that request.
+- A reused key, or too many inputs in a message, ends the call, because the router is no longer
+  trusted.
 """
 
 import asyncio
@@ -39,40 +42,42 @@ InputT = TypeVar("InputT", prefill_pb2.PrefillInput, decode_pb2.DecodeInput)
 EventT = TypeVar("EventT", prefill_pb2.PrefillEvent, decode_pb2.DecodeEvent)
 HappenedT = TypeVar("HappenedT")
 
-MAX_UNREAD = 32  # of one request: a handful, and reads of as many scores as are under way
-# requests of one router beyond what its pool takes; what is refused waits until it has read so
+MAX_UNREAD = 32  # messages of one request: a few inputs, and one read per score in flight
+# Requests of one router beyond those that its pool takes; rejected ones count until the router has
+# read their end.
 SPARE_OPEN = 1024
 MAX_INPUTS = 1024  # per message
+# Per message: a router handles one of this size without a pause, and accepts it with all logprobs.
 MAX_EVENTS, MAX_TOKENS = (
     256,
     16384,
-)  # per message: a router handles one without a pause, and takes it with all logprobs
-END_S = 5.0  # for its requests to end after the call has
-LATE_S = 0.25  # behind its deadline: whatever waits within a request ends first, and says for what
+)
+END_S = 5.0  # seconds for its requests to end after the call has ended
+# Seconds after a deadline; waits within the request time out first and name their reason.
+LATE_S = 0.25
 
 
 @dataclass(frozen=True)
 class SessionChanged:
-    """A stage reported; the session holds what."""
+    """A change of the session's state by a report of a stage; the session holds the state."""
 
 
 class Inbox(Generic[InputT, HappenedT]):
-    """The router's messages, the engine's events and the session's reports. One reader; event
-    loop's thread.
+    """The router's messages, the engine's events and the session's changes of one request.
 
-    A request makes as many entries as it has tokens and stages, so these need no bound of their
-    own. Of the router's messages `MAX_UNREAD` are kept.
+    It has one reader and belongs to the event loop's thread. Events are bounded by the request's
+    tokens and stages; of the router's messages, at most `MAX_UNREAD` are kept.
     """
 
     def __init__(self, expired: Counter) -> None:
-        """`expired` counts waits that took too long."""
+        """Create an empty inbox; `expired` counts waits that timed out."""
         self._expired = expired
         self._items: deque[InputT | HappenedT | SessionChanged] = deque()
-        self._num_unread = 0  # messages among them
-        self._reader: asyncio.Future[None] | None = None  # that waits for an item
+        self._num_unread = 0  # router messages among them
+        self._reader: asyncio.Future[None] | None = None  # waits for an item
 
     def received(self, message: InputT) -> bool:
-        """From the router. False if more are unread than a router sends."""
+        """Add a message of the router; return False if too many are unread."""
         if self._num_unread >= MAX_UNREAD:
             return False
         self._num_unread += 1
@@ -80,7 +85,7 @@ class Inbox(Generic[InputT, HappenedT]):
         return True
 
     def happened(self, event: HappenedT) -> None:
-        """Of the engine."""
+        """Add an event of the engine."""
         self._put(event)
 
     def session_changed(self) -> None:
@@ -89,11 +94,10 @@ class Inbox(Generic[InputT, HappenedT]):
     async def get(
         self, timeout_s: float | None, waiting_for: str, failure: type[BatonError] = DeadlineError
     ) -> InputT | HappenedT | SessionChanged:
-        """The next thing that happened. `timeout_s` None waits as long as the request lives.
+        """Return the next item. With `timeout_s` None, wait as long as the request lives.
 
         Raises:
-            BatonError: nothing happened in time, a `failure`; the message names what was waited
-                for.
+            BatonError: `failure`, on timeout; its message names `waiting_for`.
         """
         if not self._items:
             await self._wait(timeout_s, waiting_for, failure)
@@ -119,8 +123,7 @@ class Inbox(Generic[InputT, HappenedT]):
 
 
 class EventSender(Generic[EventT]):
-    """What one request sends, each event with its key. Nothing leaves it once the request is
-    over."""
+    """The sender of one request's events. It sends nothing once the request is over."""
 
     def __init__(self, queue: SendQueue[EventT], key: int) -> None:
         self._queue: SendQueue[EventT] = queue
@@ -128,19 +131,19 @@ class EventSender(Generic[EventT]):
         self.is_open = True
 
     def send(self, event: EventT, weight: int = 1) -> None:
-        """Never waits. `weight` is the number of its tokens, or of those that it may come to."""
+        """Queue an event without waiting; `weight` is the most tokens that it may hold."""
         if self.is_open:
             self._queue.put(self.key, event, weight)
 
     @property
     def unsent(self) -> EventT | None:
-        """The last event, as long as it may still be changed."""
+        """Return the last event if it is unsent and may still be changed, or None."""
         return self._queue.newest(self.key)
 
 
 @dataclass(frozen=True)
 class Opening(Generic[InputT, EventT]):
-    """A request that begins. `ends_in_s` is infinite without a deadline."""
+    """A request that begins. `ends_in_s` is in seconds, infinite without a deadline."""
 
     input: InputT
     inbox: Inbox[InputT, Any]
@@ -150,8 +153,11 @@ class Opening(Generic[InputT, EventT]):
 
 @dataclass(frozen=True)
 class RequestKind(Generic[InputT, EventT]):
-    """What differs between the roles. `method` is what metrics, traces and logs call a request;
-    `serve` runs one to its end and raises what it ends with."""
+    """The differences between the roles.
+
+    `method` names a request in metrics, traces and logs. `serve` runs a request to its end and
+    raises the error that it ends with.
+    """
 
     method: str
     serve: Callable[[Opening[InputT, EventT]], Awaitable[None]]
@@ -161,12 +167,12 @@ class RequestKind(Generic[InputT, EventT]):
 
 @dataclass(eq=False)
 class _Request(Generic[InputT, EventT]):
-    """One under way. `violation`: what its router got wrong before it began."""
+    """One request in progress. `violation` is an error of its router from before its task began."""
 
     inbox: Inbox[InputT, Any]
     event_sender: EventSender[EventT]
     task: asyncio.Task[None] | None = None
-    call: OpenCall | None = None  # once its task has begun
+    call: OpenCall | None = None  # set when its task begins
     violation: FieldViolation | None = None
 
     def refuse(self, violation: FieldViolation) -> None:
@@ -177,7 +183,10 @@ class _Request(Generic[InputT, EventT]):
 
 
 class RouterCall(Generic[InputT, EventT]):
-    """From its first message to its end. Build inside a running event loop."""
+    """One call of a router, from its first message to its end.
+
+    Create it inside a running event loop.
+    """
 
     def __init__(
         self,
@@ -186,8 +195,12 @@ class RouterCall(Generic[InputT, EventT]):
         expired: Counter,
         num_taken: int = 0,
     ) -> None:
-        """`expired` counts waits of requests that took too long. `num_taken` requests the pool runs
-        or queues at the same time: its own limit is what a router shall meet."""
+        """Create the call.
+
+        `expired` counts waits of requests that timed out. `num_taken` is the number of requests
+        that the pool runs or queues at the same time. The call's own limit is higher, so that a
+        router meets the pool's limit first.
+        """
         self._kind: RequestKind[InputT, EventT] = kind
         self._calls = calls
         self._max_open = num_taken + SPARE_OPEN
@@ -195,19 +208,21 @@ class RouterCall(Generic[InputT, EventT]):
         self._expired = expired
         self._queue: SendQueue[EventT] = SendQueue(MessageLimits(MAX_EVENTS, MAX_TOKENS))
         self._requests: dict[int, _Request[InputT, EventT]] = {}
-        self._ends: dict[int, OpenCall] = {}  # of requests that are over, until their ends are sent
+        # Requests that are over but whose end was not sent yet.
+        self._ends: dict[int, OpenCall] = {}
         self._last_key = 0
         self._has_room = asyncio.Event()
-        self._has_all = False  # the router opens no more
+        self._has_all = False  # whether the router has half-closed
 
     async def events(
         self, messages: AsyncIterator[Sequence[InputT]]
     ) -> AsyncGenerator[list[EventT], None]:
-        """What is to be sent, in one message each, until the router has half-closed and its
-        requests are over. `messages`: the inputs of each.
+        """Yield the events of each message to send, until half-close and the end of all requests.
+
+        `messages` are the inputs of each message received.
 
         Raises:
-            InvalidRequestError: the router is not to be understood any more.
+            InvalidRequestError: the router broke the protocol.
         """
         reader = asyncio.create_task(self._read(messages))
         try:
@@ -229,13 +244,12 @@ class RouterCall(Generic[InputT, EventT]):
                         )
                     )
                 for item in inputs:
-                    while (
-                        len(self._requests) + len(self._ends) >= 2 * self._max_open
-                    ):  # the router reads first
+                    # Wait until the router reads.
+                    while len(self._requests) + len(self._ends) >= 2 * self._max_open:
                         self._has_room.clear()
                         await self._has_room.wait()
                     self._received(item)
-        except Exception as error:  # noqa: BLE001 - the call ends with it
+        except Exception as error:  # noqa: BLE001 - the call ends with this error
             self._queue.close(error)
         finally:
             self._has_all = True
@@ -248,7 +262,7 @@ class RouterCall(Generic[InputT, EventT]):
         elif kind == "cancelled":
             self._give_up(item.key, request)
         elif request is None:
-            return  # it crossed the request's end
+            return  # the message crossed the request's end
         elif kind is None:
             request.refuse(FieldViolation("input", "is missing, or of another version"))
         elif not request.inbox.received(item):
@@ -265,13 +279,14 @@ class RouterCall(Generic[InputT, EventT]):
         request = self._requests[item.key] = _Request[InputT, EventT](
             Inbox(self._expired), EventSender(self._queue, item.key)
         )
-        # In a context of its own: the ids and the span of the call's task are not the request's.
+        # The task gets an empty context, so that it does not inherit the ids and span of the call's
+        # task.
         request.task = asyncio.get_running_loop().create_task(
             self._serve(item, request), context=Context()
         )
 
     def _give_up(self, key: int, request: "_Request[InputT, EventT] | None") -> None:
-        """The router is not interested any more."""
+        """Cancel a request for the router."""
         self._queue.drop(key)
         if request is None:
             if (call := self._ends.pop(key, None)) is not None:
@@ -281,7 +296,7 @@ class RouterCall(Generic[InputT, EventT]):
         request.event_sender.is_open = False
         if request.task is not None:
             request.task.cancel()
-        if request.call is None:  # its task has not begun, and never will
+        if request.call is None:  # its task never began, so it cannot clean up
             self._forget(key)
 
     async def _serve(self, item: InputT, request: "_Request[InputT, EventT]") -> None:
@@ -298,14 +313,14 @@ class RouterCall(Generic[InputT, EventT]):
                 lambda: self._placed(item, request, call),
                 fail,
             )
-        except asyncio.CancelledError:  # the router gave it up, or the call is over
+        except asyncio.CancelledError:  # the router cancelled it, or the call is over
             self._calls.over(call)
             raise
         else:
             if request.event_sender.is_open:
                 self._ends[item.key] = call
                 request.event_sender.send(self._kind.ended(item.key, ended))
-            else:  # given up at the last moment
+            else:  # cancelled just before the end
                 self._calls.over(call)
         finally:
             request.event_sender.is_open = False
@@ -357,14 +372,12 @@ class RouterCall(Generic[InputT, EventT]):
             self._queue.close()
 
     async def _end_all(self) -> None:
-        """The call is over, and with it its requests: what they hold is given back before anything
-        else happens."""
+        """Cancel all requests of the call and wait until they have released their resources."""
         for call in self._ends.values():
             self._calls.over(call)
         for request in self._requests.values():
-            request.event_sender.is_open = (
-                False  # one that ends otherwise meanwhile has nobody to tell
-            )
+            # Drop the events of requests that end meanwhile: the router is gone.
+            request.event_sender.is_open = False
         tasks = [request.task for request in self._requests.values() if request.task is not None]
         for task in tasks:
             task.cancel()
@@ -389,7 +402,11 @@ def _trace_of(context: types_pb2.RequestContext) -> Metadata:
 
 
 def _time_left_s(context: types_pb2.RequestContext) -> float:
-    """Infinite without a deadline. Raises InvalidRequestError for what is no time."""
+    """Return the seconds until the deadline, infinite without one.
+
+    Raises:
+        InvalidRequestError: the value is negative or not finite.
+    """
     if not context.HasField("time_left_s"):
         return math.inf
     if not 0 <= context.time_left_s < math.inf:
