@@ -140,7 +140,9 @@ class CallGuard(grpc.aio.ServerInterceptor):
                 if handler.request_streaming:
                     return await self._run(behavior, requests, context)
                 request = await read_limiter.receive(
-                    lambda: _first_message(context), lambda release: _when_over(context, release)
+                    lambda: _first_message(context),
+                    lambda release: _when_over(context, release),
+                    client,
                 )
                 with limiter.holding(held_bytes(request), client):
                     return await self._run(behavior, request, context)

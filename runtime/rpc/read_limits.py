@@ -13,8 +13,8 @@ A caller that may not call is refused before either (`runtime.rpc.interceptor`).
 
 import asyncio
 import zlib
-from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections import Counter, OrderedDict, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
@@ -55,17 +55,23 @@ class ReadLimits:
 
 @dataclass(eq=False)
 class _Reading:
+    client: str
     since: float  # loop time
     scope: asyncio.Timeout
 
 
 class ReadLimiter:
-    """Reads messages, a few at a time. Build inside a running event loop."""
+    """Reads messages, a few at a time. A client that is named has half of the places at most, and
+    clients that wait for one have turns, so that one whose messages never come holds up itself.
+    Build inside a running event loop."""
 
     def __init__(self, limits: ReadLimits) -> None:
         self._limits = limits
-        self._places = asyncio.Semaphore(limits.places)
-        self._waiting = 0
+        self._share = max(1, limits.places // 2)
+        self._taken: Counter[str] = Counter()
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = (
+            OrderedDict()
+        )  # the client whose turn it is first
         self._reading: list[_Reading] = []  # the longest first
 
     @property
@@ -73,7 +79,10 @@ class ReadLimiter:
         return len(self._reading)
 
     async def receive(
-        self, read: Callable[[], Awaitable[T]], when_over: Callable[[Callable[[], None]], None]
+        self,
+        read: Callable[[], Awaitable[T]],
+        when_over: Callable[[Callable[[], None]], None],
+        client: str = "",
     ) -> T:
         """What `read` gives. A read that fails keeps its place until its call is over, for so long
         gRPC keeps what has arrived: `when_over` is given what to call then.
@@ -83,17 +92,17 @@ class ReadLimiter:
             DeadlineError: the message did not arrive within `limit_s`, or within `patience_s` while
                 others waited.
         """
-        await self._place()
+        await self._place(client)
         loop = asyncio.get_running_loop()
         began, reading = loop.time(), None
         try:
             async with asyncio.timeout(self._limits.limit_s) as scope:
-                reading = _Reading(began, scope)
+                reading = _Reading(client, began, scope)
                 self._reading.append(reading)
                 self._press()
                 message = await read()
         except BaseException as error:
-            when_over(self._places.release)
+            when_over(lambda: self._release(client))
             if not isinstance(error, TimeoutError):
                 raise
             raise DeadlineError(
@@ -102,32 +111,70 @@ class ReadLimiter:
         finally:
             if reading is not None:
                 self._reading.remove(reading)
-        self._places.release()
+        self._release(client)
         return message
 
-    async def _place(self) -> None:
-        if not self._places.locked():
-            await self._places.acquire()  # at once
+    async def _place(self, client: str) -> None:
+        if self._may_take(client) and client not in self._waiting:
+            self._taken[client] += 1
             return
-        self._waiting += 1
+        turn = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(client, deque()).append(turn)
         self._press()
         try:
             async with asyncio.timeout(self._limits.limit_s):
-                await self._places.acquire()
-        except TimeoutError:
+                await turn
+        except BaseException as error:
+            if turn.done() and not turn.cancelled():  # it came in the same moment
+                self._release(client)
+            else:
+                self._forget(client, turn)
+            if not isinstance(error, TimeoutError):
+                raise
             raise CapacityError(
-                f"{self._limits.places} messages are being received, which is the limit",
+                f"{self._taken.total()} messages are being received, which is the limit",
                 resource="messages",
             ) from None
-        finally:
-            self._waiting -= 1
+
+    def _release(self, client: str) -> None:
+        _give_back(self._taken, client, 1)
+        for other in tuple(self._waiting):
+            while other in self._waiting and self._may_take(other):
+                turn = self._waiting[other][0]
+                self._forget(other, turn)
+                if not turn.done():
+                    self._taken[other] += 1
+                    turn.set_result(None)
+                    if other in self._waiting:
+                        self._waiting.move_to_end(other)
+
+    def _forget(self, client: str, turn: "asyncio.Future[None]") -> None:
+        if turn in (turns := self._waiting.get(client, ())):
+            self._waiting[client].remove(turn)
+            if not turns:
+                del self._waiting[client]
+
+    def _may_take(self, client: str) -> bool:
+        return self._taken.total() < self._limits.places and not self._has_share(client)
+
+    def _has_share(self, client: str) -> bool:
+        return bool(client) and self._taken[client] >= self._share
 
     def _press(self) -> None:
-        """As many of those read for longest as there are waiters get no more than `patience_s`."""
-        if not self._places.locked():
-            return
+        """Give those read for longest no more than `patience_s`: as many as clients wait for
+        without having their share, and of a client that has it, its own."""
+        num_others = 0
+        for client, turns in self._waiting.items():
+            if self._has_share(client):
+                self._hurry([each for each in self._reading if each.client == client][: len(turns)])
+            else:
+                num_others += len(turns)
+        if self._taken.total() >= self._limits.places:
+            self._hurry(self._reading[:num_others])
+
+    def _hurry(self, readings: Iterable[_Reading]) -> None:
         now = asyncio.get_running_loop().time()
-        for reading in self._reading[: self._waiting]:
+        for reading in readings:
             ends_at, until = reading.scope.when(), max(now, reading.since + self._limits.patience_s)
             if not reading.scope.expired() and (ends_at is None or until < ends_at):
                 reading.scope.reschedule(until)

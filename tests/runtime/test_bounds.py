@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -15,6 +16,8 @@ from runtime.rpc.client import ChannelOptions, open_channel
 from runtime.rpc.rebinding_server import LastingServer
 from runtime.rpc.server import MAX_PING_STRIKES, MIN_PING_INTERVAL_S
 from runtime.rpc.status import error_from_rpc
+from runtime.security.access import ServerSecurity
+from runtime.security.tokens import TokenList
 from tests.router.harness import eventually
 from tests.support.network.ports import taken_port
 from tests.support.network.raw_http2 import (
@@ -123,6 +126,62 @@ async def test_messages_held_by_calls_are_bounded_together() -> None:
         first.cancel()
         await eventually(lambda: not servicer.running, "a call that does not end")
         assert await stub.Generate(pb.GenerateRequest(text=text)).read()
+    await server.drain(grace_s=0)
+
+
+@pytest.mark.parametrize(
+    ("limits", "text", "num_own"),
+    [({"max_calls": 9}, "hang", 8), ({"max_held_bytes": 2700}, "hang " + "x" * 1200, 1)],
+)
+async def test_a_client_with_many_calls_leaves_some_to_others(
+    tmp_path: Path, limits: dict[str, int], text: str, num_own: int
+) -> None:
+    """Eight times what it leaves, of calls and of the bytes of their messages."""
+    (tmp_path / "tokens").write_text("alice token-of-alice-1234\nbob token-of-bob-123456\n")
+    alice, bob = (
+        (("authorization", f"Bearer {token}"),)
+        for token in ("token-of-alice-1234", "token-of-bob-123456")
+    )
+    security = ServerSecurity(tokens=TokenList(tmp_path / "tokens"))
+    server, address = await serve_echo(EchoGeneration(), security=security, **limits)
+    async with open_channel(address) as channel:
+        stub = generation_pb2_grpc.GenerationStub(channel)
+        running = [
+            stub.Generate(pb.GenerateRequest(text=text), metadata=alice) for _ in range(num_own)
+        ]
+        for call in running:
+            await call.read()
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.Generate(pb.GenerateRequest(text=text), metadata=alice).read()
+        assert isinstance(refused(caught), errors.CapacityError)
+        assert "left to others" in str(refused(caught))
+        assert await stub.Generate(pb.GenerateRequest(text=text), metadata=bob).read()
+    await server.drain(grace_s=0)
+
+
+async def test_calls_whose_message_never_comes_hold_up_their_client_alone(tmp_path: Path) -> None:
+    (tmp_path / "tokens").write_text("alice token-of-alice-1234\nbob token-of-bob-123456\n")
+    security = ServerSecurity(tokens=TokenList(tmp_path / "tokens"))
+    server, address = await serve_echo(
+        EchoGeneration(), security=security, max_message_bytes=64 << 20
+    )
+
+    async def no_message() -> AsyncIterator[bytes]:
+        await asyncio.sleep(600)
+        yield b""
+
+    async with open_channel(address) as channel:
+        alice = (("authorization", "Bearer token-of-alice-1234"),)
+        silent: Any = channel.stream_stream("/baton.v1.Generation/Generate")
+        calls = [silent(no_message(), metadata=alice) for _ in range(20)]
+        await eventually(lambda: len(server.calls._calls) == len(calls), "calls")
+        async with asyncio.timeout(2.5):  # less than the patience with messages being read
+            response = await generation_pb2_grpc.GenerationStub(channel).GetLoad(
+                pb.GetLoadRequest(), metadata=(("authorization", "Bearer token-of-bob-123456"),)
+            )
+        assert response.prefill_workers == 3
+        for call in calls:
+            call.cancel()
     await server.drain(grace_s=0)
 
 

@@ -54,6 +54,41 @@ async def test_a_message_that_is_there_waits_only_for_the_patience_with_those_th
     assert read_limiter.num_reading == 0
 
 
+async def test_a_client_whose_messages_never_come_holds_up_itself() -> None:
+    """It has half of the places, and others have their turns before its further messages."""
+    read_limiter = ReadLimiter(ReadLimits(places=4, patience_s=60, limit_s=600))
+    silent = [asyncio.create_task(read_limiter.receive(never, at_once, "a")) for _ in range(200)]
+    await eventually(lambda: read_limiter.num_reading == 2, "no reads")
+    async with asyncio.timeout(20):
+        for client in ("b", "c", "b"):
+            assert await read_limiter.receive(ready, at_once, client) == "read"
+    slow = [asyncio.create_task(read_limiter.receive(never, at_once, "b")) for _ in range(2)]
+    await eventually(lambda: read_limiter.num_reading == 4, "no reads")
+    waiting = asyncio.create_task(read_limiter.receive(ready, at_once, "c"))
+    await asyncio.sleep(0)
+    slow[0].cancel()
+    async with asyncio.timeout(20):
+        assert await waiting == "read", "the free place is not for one that has its share"
+    for task in (*silent, *slow):
+        task.cancel()
+    await asyncio.gather(*silent, *slow, return_exceptions=True)
+    assert read_limiter.num_reading == 0
+    assert await read_limiter.receive(ready, at_once, "a") == "read"
+
+
+async def test_a_client_with_its_share_hurries_its_own_messages_alone() -> None:
+    read_limiter = ReadLimiter(ReadLimits(places=2, patience_s=0.05, limit_s=60))
+    other = asyncio.create_task(read_limiter.receive(never, at_once, "b"))
+    await eventually(lambda: read_limiter.num_reading == 1, "no read")
+    silent = [asyncio.create_task(read_limiter.receive(never, at_once, "a")) for _ in range(5)]
+    await asyncio.wait(silent[:4], timeout=20)
+    assert all(isinstance(task.exception(), DeadlineError) for task in silent[:4])
+    assert not other.done()
+    for task in (other, silent[4]):
+        task.cancel()
+    await asyncio.gather(other, *silent, return_exceptions=True)
+
+
 async def test_nobody_is_hurried_while_there_is_room() -> None:
     read_limiter = ReadLimiter(ReadLimits(places=2, patience_s=0.001, limit_s=60))
     slow = asyncio.create_task(read_limiter.receive(never, at_once))
