@@ -1,8 +1,8 @@
-"""The contract of paged attention: plan once per batch, run once per layer.
+"""Contract of paged attention: plan once per batch, run once per layer.
 
-Maps one to one on FlashInfer's plan()/run(). A backend plans from the batch's host-side lengths and
-page tables, marks the batch, and refuses (`StalePlanError`) to run on a plan that is not its own,
-is for another geometry or does not cover the rows.
+It maps one to one on FlashInfer's plan()/run(). A backend plans from the batch's host-side lengths
+and page tables, and marks the batch. It raises `StalePlanError` for a plan of another backend, for
+another geometry, or for too few rows or tokens.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,12 @@ from engine.core.batch import ForwardBatch
 
 @dataclass(frozen=True)
 class AttentionGeometry:
-    """What distinguishes one plan from another on the same batch. `window`: how many tokens before
-    itself a token sees; None for all. `windowed`: of the layers beside these that see a window
-    only; None where there are none."""
+    """The properties that distinguish the plans of one batch.
+
+    Attributes:
+        window: the number of preceding tokens that a token attends to; None for all.
+        windowed: the geometry of the sliding-window layers of the same model; None if it has none.
+    """
 
     num_heads: int
     num_kv_heads: int
@@ -29,19 +32,21 @@ class AttentionGeometry:
 
 
 class AttentionBackend(Protocol):
-    """Owns no pool: it is built over the stage's KV tensors and reads and writes them by layer
-    id."""
+    """Paged attention over the KV tensors of a stage.
+
+    The backend does not own the pool. It reads and writes the tensors by layer id.
+    """
 
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
         """Prepare gather tables, lengths and masks for the batch and mark it."""
         ...
 
     def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
-        """Write k, v of the new tokens to their pages, then attend.
+        """Write k and v of the new tokens to their pages, then attend.
 
-        q: [T, num_heads, head_dim]; k, v: [T, num_kv_heads, head_dim], rope applied. Returns [T,
-        num_heads, head_dim]. Causal within a row, or by the custom mask of `batch.spec_info` in
-        VERIFY and DRAFT modes.
+        q is [T, num_heads, head_dim]; k and v are [T, num_kv_heads, head_dim], with rope applied.
+        The result is [T, num_heads, head_dim]. Attention is causal within a row. In VERIFY and
+        DRAFT modes it follows the custom mask of `batch.spec_info`.
 
         Raises:
             StalePlanError: the batch was not planned by this backend, or has more rows or tokens
@@ -51,14 +56,21 @@ class AttentionBackend(Protocol):
 
 
 class CachedAttention(Protocol):
-    """What reads keys that others have written: those of a target, for a draft without a cache."""
+    """Attention that reads cached keys and writes none.
+
+    A draft model without a cache uses it to read the target's keys.
+    """
 
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
-        """See `AttentionBackend.plan`."""
+        """Implement `AttentionBackend.plan`."""
         ...
 
     def read(self, layer_id: int, q: Tensor, batch: ForwardBatch) -> Tensor:
-        """q: [T, num_heads, head_dim], rope applied. Attend with the keys and values that lie where
-        the batch says the tokens', and write none. Returns the same as q. Raises StalePlanError as
-        `AttentionBackend.run` does."""
+        """Attend to the cached keys and values of the batch's pages; write none.
+
+        q is [T, num_heads, head_dim], with rope applied. The result has the shape of q.
+
+        Raises:
+            StalePlanError: as in `AttentionBackend.run`.
+        """
         ...

@@ -1,5 +1,7 @@
-"""What the engine needs of a model stage. `models/` satisfies it; the engine never imports
-`models/`."""
+"""Contract of a model stage.
+
+`models/` implements it; the engine never imports `models/`.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,29 +19,31 @@ from engine.core.layer_range import LayerRange, Part, TensorRank
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What the serving side must know of a checkpoint."""
+    """The properties of a checkpoint that serving depends on."""
 
     architecture: str
     num_layers: int
     hidden_size: int
     vocab_size: int
     max_context_tokens: int
-    dtype: str  # of weights and hidden states, torch's name
+    dtype: str  # torch's name of the dtype of weights and hidden states
     eos_token_ids: tuple[int, ...]
-    revision: str  # digest of the weights, hex
-    # prefill chunks must end on multiples of this many tokens (64 for GatedDeltaNet, else 1)
+    revision: str  # hexadecimal digest of the weights
+    # prefill chunks must end on multiples of this number of tokens (64 for GatedDeltaNet, else 1)
     chunk_grid: int
-    context_field: str = "max_position_embeddings"  # of its config, which sets `max_context_tokens`
+    context_field: str = "max_position_embeddings"  # config field of `max_context_tokens`
 
 
 @dataclass(frozen=True)
 class StageOutput:
-    """What a stage hands on: hidden states [T, hidden] to the next stage, logits [rows that draw,
-    vocab] fp32 from the last, and captured hidden states by global layer id (for EAGLE; they travel
-    forward with the hidden states).
+    """The output of a stage.
 
-    `selected_keys` [T, n] int32 travels with them where the next stage's first layer shares the
-    keys that a layer of this stage, or of one before it, has selected; elsewhere it is None.
+    Attributes:
+        hidden: [T, hidden] hidden states for the next stage.
+        logits: [rows that sample, vocab] fp32, from the last stage only.
+        aux_hidden: captured hidden states by global layer id, for EAGLE. They travel with `hidden`.
+        selected_keys: [T, n] int32 keys selected by an earlier layer, if the first layer of the
+            next stage shares them; otherwise None.
     """
 
     hidden: Tensor | None = None
@@ -48,7 +52,7 @@ class StageOutput:
     selected_keys: Tensor | None = None
 
     def to(self, device: torch.device) -> "StageOutput":
-        """All of it on `device`; itself where it is there already."""
+        """Return the output on `device`; self if it is there already."""
         if all(tensor.device == device for tensor in self._tensors()):
             return self
         hidden, logits, keys = (
@@ -59,8 +63,10 @@ class StageOutput:
         return StageOutput(hidden, logits, aux_hidden, keys)
 
     def split(self, num_tokens: int) -> "tuple[StageOutput, StageOutput]":
-        """What is there of the first tokens, and of the others. For what a stage hands on: not of
-        logits."""
+        """Split hidden states, selected keys and captured states after `num_tokens` tokens.
+
+        Logits are dropped: the method is for outputs that go to another stage.
+        """
 
         def parts(tensor: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
             return (None, None) if tensor is None else (tensor[:num_tokens], tensor[num_tokens:])
@@ -76,7 +82,7 @@ class StageOutput:
         return first, second
 
     def joined(self, other: "StageOutput") -> "StageOutput":
-        """With that of the tokens behind these, of the same stage."""
+        """Append the output of the following tokens from the same stage."""
 
         def both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
             return None if first is None or second is None else torch.cat([first, second])
@@ -110,10 +116,12 @@ class StageOutput:
 
 @dataclass(frozen=True)
 class ForwardContext:
-    """What a forward works with besides its inputs: the backends of the kinds of layers a model has
-    (a model has one kind of attention, if any). `on_layer_done(layer_id)` is called when a layer's
-    cache entries of this batch are complete, so that a sender may read them while the next layer
-    computes."""
+    """The backends and callbacks of a forward.
+
+    A model has at most one kind of attention. `on_layer_done(layer_id)` is called when a layer's
+    cache entries of this batch are complete. A sender may then read them while the next layer
+    computes.
+    """
 
     attention: AttentionBackend | None
     recurrent: RecurrentBackend
@@ -124,69 +132,97 @@ class ForwardContext:
 
 @dataclass(frozen=True)
 class ExpertTokens:
-    """Tokens that each expert of a layer [experts] int64 has got since the start, whichever rank
-    has it, and which of the experts are this rank's."""
+    """Token counts of a layer's experts since the start.
+
+    Attributes:
+        counts: [experts] int64, for all experts, on whichever rank they are.
+        own: the experts of this rank.
+    """
 
     counts: Tensor
     own: Part
 
 
 class Ranks(Protocol):
-    """Ranks that divide a layer, to one of them. All call the same methods in the same order; a
-    call that cannot be answered, because a rank is lost or could not go on, raises."""
+    """The ranks that divide a layer, as one of them sees them.
+
+    All ranks call the same methods in the same order. A call raises if a rank is lost or failed.
+    """
 
     @property
     def own(self) -> TensorRank: ...
 
     def gather(self, part: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-        """part: [n, ...] with n the same on every rank, or counts[r] on rank r. Returns all ranks'
-        parts by rank, one behind the other, this one's included."""
+        """Return all ranks' parts concatenated by rank, including this rank's.
+
+        part is [n, ...]; n is the same on every rank, or counts[r] on rank r.
+        """
         ...
 
     def swap(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> Tensor:
-        """parts: one for each rank. Returns what the ranks have for this one, likewise: `counts[r]`
-        rows of rank r, or of each as many as this one has for itself."""
+        """Send one part to each rank and return the parts for this rank, concatenated by rank.
+
+        Rank r contributes `counts[r]` rows. Without `counts` every rank contributes the same number
+        of rows as this rank's own part has.
+        """
         ...
 
     def swap_shares(self, shares: Sequence[Tensor]) -> list[Tensor]:
-        """As `swap` of one for each rank, without a copy: what the ranks have for this one, each in
-        a tensor by itself of the shape of this one's own, which is the one that was given."""
+        """Exchange one tensor with each rank without a copy.
+
+        Return one tensor per rank. Each has the shape of this rank's own, which is returned as
+        given.
+        """
         ...
 
     def complete(self, rows: Tensor, counts: Sequence[int]) -> None:
-        """As `gather` in place. rows: [sum(counts), ...], dense, counts[r] of them from rank r, one
-        behind the other: this rank's are there, and the others' are written between them."""
+        """Gather in place.
+
+        rows is dense, [sum(counts), ...], with counts[r] rows from rank r. This rank's rows are
+        filled in already; the other ranks' rows are written around them.
+        """
         ...
 
 
 class RanksOfStage(Ranks, Protocol):
-    """Those that share a stage. Counts of rows by data rank are the same on all of them."""
+    """The ranks that share a stage.
+
+    Row counts by data rank are the same on all of them.
+    """
 
     @property
     def attention(self) -> Ranks:
-        """Those of its data rank, which alone divide what is done by request."""
+        """Return the ranks of this data rank, which divide the work of its requests."""
         ...
 
     def collect(self, part: Tensor, counts: Sequence[int], widths: Sequence[int]) -> Tensor | None:
-        """part: [sum(counts), widths[r]] on rank r. Returns of a data rank's rows all ranks' parts
-        side by side [counts[data rank], sum(widths)] on the first rank of that, None on the
-        others."""
+        """Join all ranks' columns of a data rank's rows on the first rank of that data rank.
+
+        part is [sum(counts), widths[r]] on rank r. Return [counts[data rank], sum(widths)] on the
+        first rank of the data rank, and None on the others.
+        """
         ...
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """rows: [counts[own data rank], ...], the same on all ranks of a data rank. Returns those
-        of all data ranks [sum(counts), ...], one behind the other. Raises InternalError for counts
-        that are not of this step."""
+        """Return the rows of all data ranks, [sum(counts), ...], concatenated by data rank.
+
+        rows is [counts[own data rank], ...], the same on all ranks of a data rank.
+
+        Raises:
+            InternalError: the counts are not those of this step.
+        """
         ...
 
     def own_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """rows: [sum(counts), ...]. Returns those of this rank's data rank, [counts[own data rank],
-        ...]."""
+        """Return the rows of this rank's data rank, [counts[own data rank], ...].
+
+        rows is [sum(counts), ...].
+        """
         ...
 
 
 class StageModel(Protocol):
-    """The layers of one stage, with the embedding on the first and norm and head on the last."""
+    """The layers of one stage, with the embedding on the first and the norm and head on the last."""
 
     @property
     def facts(self) -> ModelFacts: ...
@@ -196,7 +232,10 @@ class StageModel(Protocol):
 
     @property
     def expert_tokens(self) -> Mapping[int, ExpertTokens]:
-        """By layer, of those that have experts. Engine thread."""
+        """Return the token counts of experts by layer, for layers with experts.
+
+        Called by the engine thread.
+        """
         ...
 
     def forward(
@@ -207,10 +246,12 @@ class StageModel(Protocol):
         aux_hidden: dict[int, Tensor] | None = None,
         selected_keys: Tensor | None = None,
     ) -> StageOutput:
-        """Run this stage's layers. The first stage reads `batch.token_ids`, the others `hidden` [T,
-        hidden] and what else the stage before handed on.
+        """Run this stage's layers.
+
+        The first stage reads `batch.token_ids`. The others read `hidden` [T, hidden] and the other
+        outputs of the previous stage.
 
         The attention backend must have planned the batch (`batch.needs_forward_metadata_init()` is
-        False); rows whose `sampling` is None produce no logits.
+        False). Rows whose `sampling` is None produce no logits.
         """
         ...

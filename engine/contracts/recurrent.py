@@ -1,5 +1,7 @@
-"""The contract of recurrent layers: advance conv and recurrent state of the rows' slots by their
-new tokens."""
+"""Contract of recurrent layers.
+
+They advance the conv and recurrent state in the rows' slots by the new tokens.
+"""
 
 from typing import Protocol
 
@@ -9,31 +11,35 @@ from engine.core.batch import ForwardBatch
 
 
 class PlansStates(Protocol):
-    """Plans for recurrent layers ahead of a forward."""
+    """Planning of recurrent layers before a forward."""
 
     def plan(self, batch: ForwardBatch) -> object:
-        """What they read of the batch besides their inputs: a dataclass in which all that may be
-        different in the next batch of the same shape is in tensors. The batch's forward uses it, if
-        that is the next one.
+        """Plan the next forward of `batch`.
+
+        Return a dataclass with everything that the layers read of the batch besides their inputs.
+        Values that may differ in the next batch of the same shape are in tensors. Only the next
+        forward uses the plan, and only if it is this batch's.
 
         Raises:
-            InternalError: a slot or a tree that this stage does not have.
+            InternalError: the stage does not have a slot or a tree of the batch.
         """
         ...
 
 
 class RecurrentBackend(Protocol):
-    """Built over the stage's conv and state pools; reads and writes them by layer id and
-    `batch.slot_ids`.
+    """Recurrent layers over the conv and state pools of a stage.
 
-    A row whose `context_lens` is 0 starts from zero state whatever its slot holds. PREFILL uses the
-    chunked form on the 64-token grid of absolute positions, DECODE the one-step form; VERIFY keeps
-    one state per node and commits later.
+    The backend reads and writes the pools by layer id and `batch.slot_ids`. A row whose
+    `context_lens` is 0 starts from zero state, whatever its slot holds. PREFILL uses the chunked
+    form on the 64-token grid of absolute positions; DECODE uses the one-step form. VERIFY keeps one
+    state per node and commits later.
     """
 
     def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
-        """Depthwise causal convolution, then SiLU. x: [T, C]; weight: [C, K]; returns [T, C];
-        updates conv state."""
+        """Apply a depthwise causal convolution, then SiLU, and update the conv state.
+
+        x is [T, C]; weight is [C, K]. The result is [T, C].
+        """
         ...
 
     def gated_delta_rule(
@@ -46,14 +52,16 @@ class RecurrentBackend(Protocol):
         beta: Tensor,
         batch: ForwardBatch,
     ) -> Tensor:
-        """q, k: [T, Hk, dk]; v: [T, Hv, dv]; g (log decay), beta: [T, Hv] fp32; g may be [T, Hv,
-        dk], a decay of each key channel. Returns [T, Hv, dv] fp32; updates state.
+        """Apply the gated delta rule and update the recurrent state.
 
-        q and k come as the convolution gave them: the backend normalises them per head (fp32),
+        q and k are [T, Hk, dk]; v is [T, Hv, dv]; g (log decay) and beta are [T, Hv] fp32. g may be
+        [T, Hv, dk], with one decay per key channel. The result is [T, Hv, dv] fp32.
+
+        q and k are the outputs of the convolution. The backend normalizes them per head (fp32),
         scales q by dk^-0.5 and repeats each key head for its Hv / Hk consecutive value heads.
         """
         ...
 
 
 class PlanningRecurrent(RecurrentBackend, PlansStates, Protocol):
-    """Both."""
+    """A recurrent backend that plans before a forward."""

@@ -1,10 +1,10 @@
-"""The unit of one forward, and the marker of what was planned for it.
+"""The batch of one forward, and the mark of what was planned for it.
 
 A `ForwardBatch` is complete when built. Its rows are requests; its tokens are the rows' new tokens,
-one row after the other. Attention metadata planned for it is recorded *on it*
-(`mark_forward_metadata_ready`), and `needs_forward_metadata_init` is all that a forward path may
-check. Whatever changes membership (`filter`, `split`, `merge`, `clone`) gives a batch without the
-marker.
+concatenated in row order. Planning attention records the metadata *on the batch*
+(`mark_forward_metadata_ready`). A forward path may check nothing but `needs_forward_metadata_init`.
+Operations that change membership (`filter`, `split`, `merge`, `clone`) return a batch without the
+mark.
 """
 
 from dataclasses import dataclass, field, fields, replace
@@ -21,23 +21,25 @@ from runtime.grammar import Grammar
 
 
 class ForwardMode(StrEnum):
-    """What the rows of a batch bring."""
+    """The kind of tokens in the rows of a batch."""
 
-    PREFILL = "prefill"  # prompt tokens, causal; a row may bring any number
+    PREFILL = "prefill"  # prompt tokens, causal; any number per row
     DECODE = "decode"  # one token per row
     VERIFY = "verify"  # a draft tree per row
     DRAFT = "draft"  # the draft model's own steps
     IDLE = "idle"  # no tokens; keeps collectives and pipelines in step
-    PREBUILT = "prebuilt"  # handed-over prompts joining without a forward
+    PREBUILT = "prebuilt"  # handed-over prompts that join without a forward
 
 
 class FieldRule(StrEnum):
-    """What an operation that changes membership does with a field. Every field of the batch
-    declares one."""
+    """The effect of a membership change on a field.
 
-    CARRIED = "carried"  # the same for parent and child
-    RECOMPUTED = "recomputed"  # selected or rebuilt from the rows that stay
-    DROPPED = "dropped"  # starts empty in the child
+    Every field of the batch declares one.
+    """
+
+    CARRIED = "carried"  # the same in parent and child
+    RECOMPUTED = "recomputed"  # selected or rebuilt from the remaining rows
+    DROPPED = "dropped"  # empty in the child
 
 
 _CARRIED = {"rule": FieldRule.CARRIED}
@@ -47,8 +49,10 @@ _DROPPED = {"rule": FieldRule.DROPPED}
 
 @dataclass(frozen=True)
 class OutputOpening:
-    """What the last stage has to know of a request to begin with. `prompt_token_ids` where
-    penalties count them."""
+    """The state of a request that the last stage needs before the first token.
+
+    `prompt_token_ids` is set only if penalties count them.
+    """
 
     prompt_token_ids: tuple[int, ...] = ()
     grammar: Grammar | None = None
@@ -56,12 +60,12 @@ class OutputOpening:
 
 @dataclass(frozen=True)
 class OutputRow:
-    """The output so far of a row whose penalties or grammar depend on it, as a change to what the
-    last stage keeps of the request: its first `kept` tokens stand, and `token_ids` follow them.
+    """The output so far of a row whose penalties or grammar depend on it.
 
-    The last stage keeps it under `key` until a batch names that in `ended_keys`. An `opening` comes
-    with the first row of a request; whatever was kept under its key before is void. `is_only`: no
-    other row will follow.
+    It is a change to the last stage's copy: the first `kept` tokens remain, and `token_ids` follow
+    them. The last stage stores the copy under `key` until a batch lists the key in `ended_keys`.
+    The first row of a request carries an `opening`, which replaces any earlier copy under the key.
+    `is_only` means that no other row will follow.
     """
 
     key: int
@@ -73,17 +77,19 @@ class OutputRow:
 
 @dataclass(frozen=True)
 class SamplingRow:
-    """What the last stage needs to draw one row's next token, beyond the output that it keeps.
+    """The inputs for sampling one row's next token, except the output that the last stage keeps.
 
-    `output` is given for rows whose penalties or grammar need it. `banned_token_ids` cannot be
-    drawn (stop tokens before min_tokens); from position `banned_before` on they may, which matters
-    to the nodes of a draft tree.
+    Attributes:
+        position: the absolute position of the token to sample. With the seed it keys the random
+            number.
+        banned_token_ids: tokens that cannot be sampled (stop tokens before min_tokens).
+        banned_before: the position from which they are allowed again; it matters to nodes of a
+            draft tree.
+        output: set for rows whose penalties or grammar need it.
     """
 
     params: SamplingParams
-    position: (
-        int  # absolute position of the token to be drawn; with the seed it keys the random number
-    )
+    position: int
     num_top_logprobs: int | None = None
     banned_token_ids: tuple[int, ...] = ()
     banned_before: int = 0
@@ -92,19 +98,27 @@ class SamplingRow:
 
 @dataclass(frozen=True)
 class ScoringRow:
-    """Known tokens of one row to be scored: token i of the row against `next_token_ids[i]`, which
-    follows it."""
+    """Known tokens of one row to score.
+
+    The logits of token i score `next_token_ids[i]`, the token after it.
+    """
 
     next_token_ids: tuple[int, ...]
-    num_top: int  # most likely alternatives to report with each
+    num_top: int  # number of most likely alternatives to report with each
 
 
 @dataclass(frozen=True)
 class GraphBucket:
-    """A shape that forwards are captured for: batches of `mode`, of up to `max_rows` rows of up to
-    `row_tokens` tokens, padded to that. `is_masked`: the rows may be trees, which attention sees
-    through a mask; else each row is causal. `draws`: a token is drawn behind them; behind most
-    chunks of a prompt none is."""
+    """A batch shape with a captured forward.
+
+    It serves batches of `mode` with at most `max_rows` rows of at most `row_tokens` tokens, padded
+    to that size.
+
+    Attributes:
+        is_masked: the rows may be trees, which attention reads through a mask; otherwise they are
+            causal.
+        draws: a token is sampled after the rows. Most prompt chunks sample none.
+    """
 
     mode: ForwardMode
     max_rows: int
@@ -114,12 +128,15 @@ class GraphBucket:
 
     @property
     def num_rows(self) -> int:
-        """Rows of a padded batch. Where rows may be short, one more takes what they leave."""
+        """Return the number of rows of a padded batch.
+
+        If rows may be short, one extra row takes the remaining tokens.
+        """
         return self.max_rows + (self.row_tokens > 1)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a padded batch."""
+        """Return the number of tokens of a padded batch."""
         return self.max_rows * self.row_tokens
 
     def __str__(self) -> str:
@@ -127,30 +144,30 @@ class GraphBucket:
 
 
 class DataShare(NamedTuple):
-    """What one data rank brings into a step of the ranks that share a stage."""
+    """One data rank's share of a step of the ranks that share a stage."""
 
-    tokens: int  # of its forward
-    logits: int  # of these, those whose logits are computed
+    tokens: int  # tokens of its forward
+    logits: int  # tokens whose logits are computed
 
 
 class BatchPlanner(Protocol):
-    """Plans the attention of batches and marks them."""
+    """A planner of attention that marks the batches it plans."""
 
     def plan(self, batch: "ForwardBatch", *, replan_equivalent: bool = False) -> None: ...
 
 
 @dataclass(frozen=True)
 class PlanMark:
-    """What was planned for a batch: by which planner, for which shapes, and the planner's own
-    frozen object, opaque here.
+    """The record of what was planned for a batch.
 
-    `replan_equivalent` declares that planning again after padding gives an equally valid plan.
+    `plan` is the planner's own frozen object, opaque here. `replan_equivalent` declares that
+    planning again after padding gives an equally valid plan.
     """
 
     planner: object
     plan: object | None
     num_rows: int
-    num_tokens: int  # input ids; 0 without any
+    num_tokens: int  # number of input ids; 0 without any
     replan_equivalent: bool = False
 
 
@@ -158,24 +175,30 @@ class PlanMark:
 class ForwardBatch:
     """Rows of requests with their new tokens.
 
-    Legend: R rows, T tokens, P pages of the longest row. All tensors are on the CPU or on the
-    stage's device, contiguous; lengths are Python ints, because planning happens on the host.
+    R is the number of rows, T of tokens, P of pages of the longest row. All tensors are contiguous,
+    on the CPU or on the stage's device. Lengths are Python ints, because planning happens on the
+    host.
 
-    request_keys       one key per row, stable over the request's life on this pool
-    query_lens         new tokens per row; sums to T
-    context_lens       tokens already in the cache per row, before this batch
-    token_ids          [T] int64, or None on stages that get hidden states
-    positions          [T] int64 absolute positions (context_len + offset; by depth for trees)
-    page_tables        [R, P] int32 page ids in position order, padded with the null page 0
-    slot_ids           [R] int32 state slots, 0 (the null slot) for models without recurrent state
-    sampling           per row, or None where no token is to be drawn (prompt not finished by this chunk)
-    scoring            per row, or None where no token is to be scored; empty where no row scores
-    states             per row what a prefix cache does with its recurrent state; empty where it does nothing
-    ended_keys         requests whose output the last stage may drop; also ones it has dropped already
-    spec_info          `SpecInfo` on a pool that speculates, `CarriedKeys` on a draft whose steps share keys
-    graph_bucket       set where the rows are padded to a captured shape: planning then refreshes that capture's buffers
-    plan_mark          what was planned for it, None before; set by `mark_forward_metadata_ready` alone
-    shares             of every data rank in its step, this batch's own among them; set where the step is planned
+    Attributes:
+        request_keys: one key per row, stable over the request's life on this pool.
+        query_lens: the number of new tokens per row; sums to T.
+        context_lens: the number of tokens per row that were cached before this batch.
+        token_ids: [T] int64, or None on stages that receive hidden states.
+        positions: [T] int64 absolute positions: context_len + offset, or by depth for trees.
+        page_tables: [R, P] int32 page ids in position order, padded with the null page 0.
+        slot_ids: [R] int32 state slots; 0 (the null slot) for models without recurrent state.
+        sampling: per row, or None if no token is sampled because this chunk does not finish the
+            prompt.
+        scoring: per row, or None if no token is scored; empty if no row scores.
+        states: per row the prefix cache's operations on recurrent state; empty if there are none.
+        ended_keys: requests whose output the last stage may drop. It may have dropped some already.
+        spec_info: `SpecInfo` on a speculating pool; `CarriedKeys` on a draft whose steps share
+            keys.
+        graph_bucket: set if the rows are padded to a captured shape. Planning then refreshes the
+            buffers of that capture.
+        plan_mark: the record of planning; None before. Set by `mark_forward_metadata_ready` only.
+        shares: the shares of all data ranks in the step, including this one; set when the step is
+            planned.
     """
 
     mode: ForwardMode = field(metadata=_CARRIED)
@@ -205,8 +228,10 @@ class ForwardBatch:
 
     @property
     def inner_idle(self) -> "ForwardBatch | None":
-        """What a PREBUILT batch, which has no forward of its own, takes part in that of other data
-        ranks with; None where no rank has any."""
+        """Return the idle batch with which a PREBUILT batch joins the forward of other data ranks.
+
+        Return None if no rank has a forward. A PREBUILT batch has no forward of its own.
+        """
         if self.mode is not ForwardMode.PREBUILT or not any(share.tokens for share in self.shares):
             return None
         return idle_batch(self.shares)
@@ -240,10 +265,10 @@ class ForwardBatch:
     ) -> None:
         """Record that `planner` planned this batch with its present shapes.
 
-        `plan` is the planner's own frozen object; a mark without one keeps what was planned before.
-        Only with `replan_equivalent` may a forward plan again (no caller in the product declares
-        that yet: all plan unpadded batches, or padded ones before the replay). Without input ids
-        the recorded token count is 0.
+        `plan` is the planner's own frozen object; a mark without one keeps the earlier plan. A
+        forward may plan again only with `replan_equivalent`. No caller in the product sets it yet:
+        all plan unpadded batches, or padded ones before the replay. Without input ids the recorded
+        number of tokens is 0.
         """
         kept = self.forward_metadata_plan if plan is None else plan
         self.plan_mark = PlanMark(
@@ -251,10 +276,10 @@ class ForwardBatch:
         )
 
     def needs_forward_metadata_init(self) -> bool:
-        """Whether a forward must plan first:
+        """Return whether a forward must plan first.
 
         no mark                                                     yes
-        marked, whatever its shapes are now                         no
+        marked, with any shapes                                     no
         marked as replan_equivalent, rows or tokens changed since   yes
         """
         mark = self.plan_mark
@@ -266,7 +291,7 @@ class ForwardBatch:
         )
 
     def filter(self, rows: list[int]) -> "ForwardBatch":
-        """The batch of these rows, in this order, without a marker."""
+        """Return a batch of these rows, in this order, without a mark."""
         starts = [0]
         for length in self.query_lens:
             starts.append(starts[-1] + length)
@@ -291,14 +316,13 @@ class ForwardBatch:
         )
 
     def split(self, at: int) -> tuple["ForwardBatch", "ForwardBatch"]:
-        """Rows before `at`, and the rest; neither has a marker."""
+        """Return the rows before `at` and the remaining rows, both without a mark."""
         return self.filter(list(range(at))), self.filter(list(range(at, self.num_rows)))
 
     def clone(self) -> "ForwardBatch":
-        """The same rows without a marker.
+        """Return the same rows without a mark.
 
-        Waits for its caller: a batch that runs once more, on another backend. Tests and benchmarks
-        do that today.
+        For running a batch again on another backend. Only tests and benchmarks call it.
         """
         dropped: dict[str, Any] = {
             f.name: f.default for f in fields(self) if f.metadata["rule"] is FieldRule.DROPPED
@@ -310,8 +334,10 @@ class ForwardBatch:
 
 
 def idle_batch(shares: tuple[DataShare, ...] = ()) -> ForwardBatch:
-    """No rows: what a data rank runs that has nothing of its own where another one needs it for the
-    layers that all divide."""
+    """Return a batch without rows.
+
+    A data rank without requests runs it to take part in layers that all data ranks divide.
+    """
     return ForwardBatch(
         ForwardMode.IDLE,
         (),
@@ -327,10 +353,9 @@ def idle_batch(shares: tuple[DataShare, ...] = ()) -> ForwardBatch:
 
 
 def plan_where_needed(batch: ForwardBatch, planner: BatchPlanner) -> bool:
-    """Plan what a forward is about to run on, unless the batch is marked as planned. Returns
-    whether it planned.
+    """Plan the batch unless it is marked as planned; return whether it planned.
 
-    Every forward that is not a replay calls it: the target's, and each of a draft.
+    Every forward that is not a replay calls it, on the target and on a draft.
     """
     if not batch.needs_forward_metadata_init():
         return False
@@ -339,11 +364,10 @@ def plan_where_needed(batch: ForwardBatch, planner: BatchPlanner) -> bool:
 
 
 def merge(first: ForwardBatch, second: ForwardBatch) -> ForwardBatch:
-    """The rows of both, without a marker. Both must have the same mode and agree on whether they
-    carry token ids.
+    """Return the rows of both batches, without a mark.
 
-    Waits for its caller: a running batch that is kept and gets new rows. Today schedulers build
-    each batch anew.
+    Both must have the same mode and agree on whether they carry token ids. Schedulers build each
+    batch from its rows today, so the product does not call this yet.
     """
     if first.mode is not second.mode:
         raise ValueError(f"cannot merge a {first.mode} batch with a {second.mode} batch")

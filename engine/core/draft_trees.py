@@ -1,8 +1,10 @@
-"""Token trees and what a batch carries of speculation: `SpecInfo` the pool's batches, `CarriedKeys`
-those of a draft. Plain data: drafting, attention, recurrence and frames all read it.
+"""Token trees, and the speculation data of a batch.
 
-A row under verification brings its newest known token (the root) and the drafted tokens behind it.
-Nodes are numbered in the order they lie in the row, parents before children, the root 0.
+The pool's batches carry `SpecInfo`; a draft's batches carry `CarriedKeys`. Both are plain data,
+which drafting, attention, recurrence and frames read.
+
+A row under verification holds its newest known token (the root), followed by the drafted tokens.
+Nodes are numbered in row order: the root is 0, and parents precede children.
 """
 
 from dataclasses import dataclass
@@ -13,8 +15,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class TokenTree:
-    """Drafted tokens after a token that is known. `parents[i]` is an index before i, or -1 below
-    the known token."""
+    """Drafted tokens after a known token.
+
+    `parents[i]` is an index below i, or -1 for a child of the known token.
+    """
 
     token_ids: tuple[int, ...] = ()
     parents: tuple[int, ...] = ()
@@ -32,18 +36,26 @@ class TokenTree:
 
     @property
     def rooted_parents(self) -> tuple[int, ...]:
-        """Parents of root and nodes as a row numbers them: the root's is -1, node i of the tree is
-        i + 1."""
+        """Return the parents of root and nodes in row numbering.
+
+        The root's parent is -1. Node i of the tree is node i + 1 of the row.
+        """
         return (-1, *(parent + 1 for parent in self.parents))
 
     def first(self, count: int) -> "TokenTree":
-        """The tree of the first `count` nodes; no node loses its parent."""
+        """Return the tree of the first `count` nodes.
+
+        No node loses its parent, because parents precede children.
+        """
         if count >= len(self):
             return self
         return TokenTree(self.token_ids[:count], self.parents[:count])
 
     def within(self, depth: int) -> "TokenTree":
-        """The nodes of at most this depth; those below the known token have depth 1."""
+        """Return the tree of the nodes of at most this depth.
+
+        Children of the known token have depth 1.
+        """
         if depth >= len(self):
             return self
         depths = node_depths(self.rooted_parents)[1:]
@@ -59,7 +71,7 @@ NO_TREE = TokenTree()
 
 
 def node_depths(parents: tuple[int, ...]) -> tuple[int, ...]:
-    """Depth of each node, 0 where the parent is -1."""
+    """Return the depth of each node; a node whose parent is -1 has depth 0."""
     depths: list[int] = []
     for parent in parents:
         depths.append(0 if parent < 0 else depths[parent] + 1)
@@ -68,8 +80,11 @@ def node_depths(parents: tuple[int, ...]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class AcceptedNodes:
-    """What remains of a row's previous verification: `nodes`, the root first, in depth order. Their
-    cache entries belong right behind the `context_len` tokens that were cached before it."""
+    """The accepted nodes of a row's previous verification.
+
+    `nodes` is in depth order, the root first. Their cache entries belong directly after the
+    `context_len` tokens that were cached before.
+    """
 
     context_len: int
     nodes: tuple[int, ...]
@@ -77,17 +92,22 @@ class AcceptedNodes:
 
 @dataclass(frozen=True)
 class SpecRow:
-    """One row's share of `SpecInfo`.
+    """One row's part of `SpecInfo`.
 
-    parents           VERIFY: per token of the row the index of its parent within the row; -1 for the root
-    accepted          to be committed on every stage before the row runs; None if its last step verified nothing
-    next_token_id     the token after the row's last one where the batch does not draw it, else None
-    draft_start       tokens before this position have no draft cache that counts; those from there on have theirs in
-                      the row's pages from that of this position on, where nobody else reads
-    num_draft_tokens  how many nodes the next tree may have; 0: the draft follows and grows none; None: it leaves this
-                      row out
-    scratch           where recurrent layers keep the states of the row's nodes, from one verification until what was
-                      accepted of it is committed; 0, the null record, where there are none to keep
+    Attributes:
+        parents: VERIFY: for each token of the row the index of its parent within the row; -1 for
+            the root.
+        accepted: nodes that every stage commits before the row runs; None if its last step verified
+            nothing.
+        next_token_id: the token after the row's last one, if the batch does not sample it; else
+            None.
+        draft_start: the first position with a valid draft cache. The entries from this position on
+            are in the row's own pages, which no other request reads.
+        num_draft_tokens: the maximum number of nodes of the next tree. With 0 the draft processes
+            the row and grows no tree; with None it skips the row.
+        scratch: the record in which recurrent layers keep the states of the row's nodes, from a
+            verification until its accepted nodes are committed; 0, the null record, if there are
+            none.
     """
 
     parents: tuple[int, ...] = ()
@@ -100,21 +120,26 @@ class SpecRow:
 
 @dataclass(frozen=True)
 class SpecInfo:
-    """`spec_info` of the batches of a pool that speculates. `token_ids` [T] int64 are the batch's
-    tokens, which a draft on the last stage reads; `rows` is parallel to the batch's rows."""
+    """`spec_info` of the batches of a pool that speculates.
+
+    `token_ids` [T] int64 are the batch's tokens, for a draft on the last stage. `rows` is parallel
+    to the batch's rows.
+    """
 
     token_ids: Tensor
     rows: tuple[SpecRow, ...]
 
     @cached_property
     def depths(self) -> tuple[tuple[int, ...], ...]:
-        """Per row the depth of each node."""
+        """Return the depth of each node, per row."""
         return tuple(node_depths(row.parents) for row in self.rows)
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether every node's parent is the one before it, so that plain causal order is the
-        tree's order."""
+        """Return whether every node's parent is the node before it.
+
+        The tree's order is then the plain causal order.
+        """
         return all(
             parent == node - 1 for row in self.rows for node, parent in enumerate(row.parents)
         )
@@ -122,34 +147,36 @@ class SpecInfo:
 
 @dataclass
 class CarriedKeys:
-    """`spec_info` of a draft's batch whose steps share one choice of keys (DSA). A step that finds
-    none chooses and leaves its choice here; a model whose steps do not share overwrites it every
-    time.
+    """`spec_info` of a draft's batch whose steps share one selection of keys (DSA).
 
-    It lives and dies with its batch: a round that ends, also by an error, leaves nothing behind,
-    and a batch that changes membership has none.
+    A step that finds no selection selects keys and stores them here. A model whose steps do not
+    share overwrites the selection at each step. The object lives as long as its batch: nothing
+    remains after a round, also if it fails. A batch whose membership changes has none.
 
-    selected  [T, n] int32 key positions of the batch's tokens, -1 where there are fewer
+    Attributes:
+        selected: [T, n] int32 key positions of the batch's tokens, padded with -1.
     """
 
     selected: Tensor | None = None
 
     @classmethod
     def chosen_by(cls, keys: Tensor | None) -> "CarriedKeys":
-        """What a round begins with that continues tokens that chose `keys` [R, n]. One token
-        without any key and the whole round chooses anew: a step either chooses for all its tokens
-        or for none. Positions count a row's own keys, wherever its pages are, so they need no
-        translation."""
+        """Return the start of a round that continues tokens with the selection `keys` [R, n].
+
+        A step selects for all its tokens or for none. So if one token has no key, the whole round
+        selects again. Positions count a row's own keys, independent of its pages, so they need no
+        translation.
+        """
         return cls(keys if keys is not None and (keys >= 0).any(1).all() else None)
 
 
 @dataclass(frozen=True)
 class Verified:
-    """What came of one drawing row: the nodes that were accepted, root first, and the tree to
-    verify next.
+    """The result of verifying one sampling row.
 
-    The row drew one token per accepted node. A row that was not under verification accepted its
-    last token only, a row of a PREBUILT batch nothing.
+    `accepted` are the accepted nodes, root first; `draft` is the next tree to verify. The row
+    sampled one token per accepted node. A row that was not under verification accepts only its last
+    token; a row of a PREBUILT batch accepts nothing.
     """
 
     accepted: tuple[int, ...] = (0,)
@@ -157,7 +184,7 @@ class Verified:
 
 
 def ancestors(parents: tuple[int, ...], node: int) -> tuple[int, ...]:
-    """The path to a node, the root first, the node last."""
+    """Return the path to a node, from the root to the node itself."""
     path = [node]
     while parents[path[-1]] >= 0:
         path.append(parents[path[-1]])

@@ -1,5 +1,7 @@
-"""Layer ranges of pipeline stages, and what each rank of a stage has of a layer. Layer ids are
-global everywhere; only pools subtract `start`, inside."""
+"""Layer ranges of pipeline stages and tensor-parallel shards.
+
+Layer ids are global. Only pools subtract `start`, internally.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,7 +12,7 @@ from runtime.errors import ConfigError
 
 @dataclass(frozen=True, order=True)
 class LayerRange:
-    """Half-open interval of global layer ids."""
+    """A half-open interval of global layer ids."""
 
     start: int
     end: int
@@ -32,27 +34,26 @@ class LayerRange:
         return f"{self.start}-{self.end}"
 
     def intersect(self, other: "LayerRange") -> "LayerRange":
-        """The layers both own; empty (start == end) if none."""
+        """Return the layers of both ranges; empty (start == end) if there are none."""
         start = max(self.start, other.start)
         return LayerRange(start, max(start, min(self.end, other.end)))
 
 
-EIGHTHS, EIGHTHS_GRID = (
-    8,
-    16,
-)  # segments of every sum (`engine.kernels.host`), and terms of which they are equal
+# Every sum has 8 segments (see `engine.kernels.host`), which are equal for multiples of 16 terms.
+EIGHTHS, EIGHTHS_GRID = 8, 16
 
 
 def eighth(num_terms: int) -> int:
-    """Return how many terms each segment of a sum has. Pairs stay together; the last ones have what
-    is left."""
+    """Return the number of terms in each segment of a sum.
+
+    Pairs stay together. The last segments have the remaining terms.
+    """
     return -(-num_terms // EIGHTHS_GRID) * (EIGHTHS_GRID // EIGHTHS)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Half-open interval `start` to `stop` of `total` things of a kind: heads, columns, tokens of
-    the vocabulary."""
+    """A half-open interval from `start` to `stop` of `total` heads, columns or vocabulary tokens."""
 
     start: int
     stop: int
@@ -66,7 +67,7 @@ class Part:
         return len(self) == self.total
 
     def times(self, count: int) -> "Part":
-        """The same of things of which each of these has `count`."""
+        """Return the interval in units of which each present unit holds `count`."""
         return Part(self.start * count, self.stop * count, self.total * count)
 
     @classmethod
@@ -76,11 +77,11 @@ class Part:
 
 @dataclass(frozen=True)
 class TensorRank:
-    """Which of the ranks that share a stage. The ranks have the same layers, and a part of each
-    layer.
+    """One of the ranks that share a stage.
 
-    With several data ranks (`data_size`) neighbours are grouped into these: each has requests of
-    its own, whose attention and cache only its `attention` ranks divide.
+    The ranks have the same layers, and a part of each layer. With several data ranks (`data_size`),
+    consecutive ranks form a data rank. Each data rank has its own requests, whose attention and
+    cache are divided only by its `attention` ranks.
     """
 
     rank: int = 0
@@ -89,7 +90,7 @@ class TensorRank:
 
     @property
     def attention(self) -> "TensorRank":
-        """Which of the ranks that share the requests of its data rank."""
+        """Return the rank's place within its data rank."""
         each = self.size // self.data_size
         return TensorRank(self.rank % each, each)
 
@@ -98,17 +99,26 @@ class TensorRank:
         return self.rank // (self.size // self.data_size)
 
     def part(self, total: int, what: str) -> Part:
-        """Return this rank's of `total` things that the ranks have equal parts of. `what` names
-        them for people, with the config's field. Raises ConfigError when the ranks do not divide
-        them."""
+        """Return this rank's part of `total` things that are divided equally.
+
+        `what` names the things in errors, with the config's field.
+
+        Raises:
+            ConfigError: the ranks do not divide `total`.
+        """
         if total % self.size:
             raise ConfigError(f"--tp {self.size} does not divide the {total} {what}", field="tp")
         each = total // self.size
         return Part(self.rank * each, (self.rank + 1) * each, total)
 
     def share(self, total: int, what: str) -> Part:
-        """Return this rank's of `total` things that the ranks need no equal parts of: the first
-        ones have one more. Raises ConfigError when there are fewer things than ranks."""
+        """Return this rank's part of `total` things that may be divided unequally.
+
+        The first ranks have one more.
+
+        Raises:
+            ConfigError: there are fewer things than ranks.
+        """
         if total < self.size:
             raise ConfigError(
                 f"--tp {self.size} leaves a rank without any of the {total} {what}", field="tp"
@@ -122,13 +132,19 @@ class TensorRank:
         return tuple(replace(self, rank=rank).share(total, what) for rank in range(self.size))
 
     def terms(self, total: int, what: str) -> Part:
-        """Return this rank's of the terms of sums over the ranks: whole eighths of a sum, of which
-        the last rank's may be shorter. Raises ConfigError when a rank would have none."""
+        """Return this rank's part of the terms of sums over the ranks.
+
+        A part is made of whole eighths of the sum; the last rank's may be shorter.
+
+        Raises:
+            ConfigError: a rank would have no terms, or the number of ranks does not divide the
+                eighths.
+        """
         if self.size == 1 or not total:
             return Part.whole(total)
         if EIGHTHS % self.size:
             raise ConfigError(
-                f"--tp {self.size}: sums over {total} {what} have eighths, which 2, 4 or 8 ranks share",
+                f"--tp {self.size}: sums over {total} {what} are computed in eighths, which 2, 4 or 8 ranks can share",
                 field="tp",
             )
         each = eighth(total) * (EIGHTHS // self.size)
@@ -139,33 +155,45 @@ class TensorRank:
         return Part(self.rank * each, min((self.rank + 1) * each, total), total)
 
     def heads(self, count: int, width: int, what: str) -> Part:
-        """Return this rank's of `count` heads, whose `width` values each are terms of sums over the
-        ranks. Raises ConfigError when the ranks do not divide them, or an eighth of a sum would
-        begin within a head."""
+        """Return this rank's part of `count` heads.
+
+        The `width` values of each head are terms of sums over the ranks.
+
+        Raises:
+            ConfigError: the ranks do not divide the heads, or an eighth of a sum would begin within
+                a head.
+        """
         heads = self.part(count, what)
         if self.terms(count * width, f"values of the {what}") != heads.times(width):
             raise ConfigError(
-                f"--tp {self.size}: sums over {count * width} values of the {what} have no equal eighths "
-                f"for the ranks, as multiples of {EIGHTHS_GRID} have",
+                f"--tp {self.size}: sums over {count * width} values of the {what} cannot be divided into "
+                f"equal eighths for the ranks; use a multiple of {EIGHTHS_GRID}",
                 field="tp",
             )
         return heads
 
     def shared_part(self, total: int, what: str) -> Part:
-        """Likewise; where there are fewer things than ranks, neighbours have the same one."""
+        """Return this rank's part; if there are fewer things than ranks, consecutive ranks share
+        one.
+
+        Raises:
+            ConfigError: the ranks do not divide `total`, nor `total` the ranks.
+        """
         if total >= self.size or not total or self.size % total:
             return self.part(total, what)
         own = self.rank * total // self.size
         return Part(own, own + 1, total)
 
 
-ONLY_RANK = TensorRank()  # of a stage that is one process
+ONLY_RANK = TensorRank()  # the rank of a stage of one process
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A process's place in its pool: which stage, and which rank of it. Processes are numbered
-    stage by stage."""
+    """The stage of a process in its pool, and its rank in the stage.
+
+    Processes are numbered stage by stage.
+    """
 
     pipeline_rank: int = 0
     pipeline_size: int = 1
@@ -173,16 +201,20 @@ class Placement:
 
     @classmethod
     def of(cls, rank: int, world_size: int, tensor_size: int, data_size: int = 1) -> "Placement":
-        """Of process `rank` of `world_size`. Raises ConfigError when the stages would not have
-        `tensor_size` ranks each, or these would not be `data_size` equal groups."""
+        """Return the placement of process `rank` of `world_size`.
+
+        Raises:
+            ConfigError: the processes cannot form stages of `tensor_size` ranks, or these cannot
+                form `data_size` equal groups.
+        """
         if world_size % tensor_size:
             raise ConfigError(
-                f"{world_size} processes (--world-size) are no stages of {tensor_size} ranks (--tp)",
+                f"{world_size} processes (--world-size) do not form stages of {tensor_size} ranks (--tp)",
                 field="tp",
             )
         if tensor_size % data_size:
             raise ConfigError(
-                f"{tensor_size} ranks (--tp) are no {data_size} equal groups (--dp-attention)",
+                f"{tensor_size} ranks (--tp) do not form {data_size} equal groups (--dp-attention)",
                 field="dp_attention",
             )
         return cls(
@@ -192,7 +224,7 @@ class Placement:
         )
 
     def __str__(self) -> str:
-        """For people: "stage 1", or "rank 0 of stage 1" where it has several."""
+        """Return "stage 1", or "rank 0 of stage 1" if the stage has several ranks."""
         stage = f"stage {self.pipeline_rank}"
         return stage if self.tensor.size == 1 else f"rank {self.tensor.rank} of {stage}"
 
@@ -202,22 +234,22 @@ class Placement:
 
     @property
     def draws(self) -> bool:
-        """Whether it draws the tokens of its data rank."""
+        """Return whether this process samples the tokens of its data rank."""
         return self.is_last_stage and self.tensor.attention.rank == 0
 
 
 def get_pp_indices(
     num_layers: int, rank: int, size: int, partition: str | None = None
 ) -> LayerRange:
-    """The layers of stage `rank` of `size`.
+    """Return the layers of stage `rank` of `size`.
 
-    Without `partition` every stage gets `num_layers // size` layers and the *last* `num_layers %
-    size` stages one more. `partition` names the counts itself ("10,11,11"); a pool of one stage
-    ignores it, so that a draft model built inside a partitioned pool is whole.
+    Without `partition` every stage gets `num_layers // size` layers, and the *last* `num_layers %
+    size` stages get one more. `partition` gives the counts ("10,11,11"). A pool of one stage
+    ignores it, so that a draft model inside a partitioned pool is whole.
 
     Raises:
         ConfigError: more stages than layers, or a partition that is not `size` positive integers
-            summing to `num_layers`.
+            with the sum `num_layers`.
     """
     if not 0 <= rank < size:
         raise ConfigError(
@@ -238,8 +270,11 @@ def get_pp_indices(
 
 
 def balanced_counts(costs: Sequence[float], size: int) -> tuple[int, ...]:
-    """How many layers of these costs each of `size` stages gets, at least one each, so that the
-    dearest stage costs least; of several such ways the one whose first stages are shortest.
+    """Return the number of layers of each of `size` stages that minimizes the cost of the costliest
+    stage.
+
+    Each stage gets at least one layer. Of several solutions the one with the shortest first stages
+    wins.
 
     Raises:
         ConfigError: more stages than layers.
@@ -250,8 +285,8 @@ def balanced_counts(costs: Sequence[float], size: int) -> tuple[int, ...]:
             field="pipeline_size",
         )
     until = [0.0, *accumulate(costs)]
-    # Of the last layers from `first` on in so many stages: the dearest stage's cost, and the
-    # counts.
+    # By first layer: the best division of the remaining layers into `num_stages` stages, as the
+    # cost of the costliest stage and the layer counts.
     ways: dict[int, tuple[float, tuple[int, ...]]] = {
         first: (until[-1] - until[first], (len(costs) - first,)) for first in range(len(costs))
     }

@@ -1,15 +1,15 @@
-"""How layers compute: on which device, how strictly a row's bits are independent of what it travels
-with, and what keeps them so.
+"""Numerics of layers: device, batch invariance, and activations with reproducible bits.
 
-Batches are made and planned on the host: their tables, slots and lengths stay there, whatever the
-device. Weights, caches and what layers compute lie on the stage's device. Ids and positions cross
-where a layer first reads them, hidden states at the stage's edge.
+Batches are built and planned on the host. Their tables, slots and lengths stay there, whatever the
+device. Weights, caches and layer inputs are on the stage's device. Ids and positions move to the
+device when a layer first reads them, and hidden states at the edge of the stage.
 
-torch computes fp32 `silu`, `sigmoid`, `softplus` and `pow` (and bf16 `rsqrt`) with two codes:
-vectors for most of a tensor and scalars for its tail, or for the tail of each thread's share. The
-two differ in the last bit, so a value changes with the length of its tensor. `exp`, `log1p`,
-`tanh`, `sin`, `cos`, fp32 `rsqrt` and plain arithmetic do not (measured, x86, 1 to 4 threads). The
-activations here are composed of functions that have one code for all of a tensor.
+torch computes fp32 `silu`, `sigmoid`, `softplus` and `pow` (and bf16 `rsqrt`) with two
+implementations: vector code for most of a tensor, and scalar code for its tail or for the tail of
+each thread's share. The two differ in the last bit, so a value depends on the length of its tensor.
+`exp`, `log1p`, `tanh`, `sin`, `cos`, fp32 `rsqrt` and plain arithmetic do not (measured on x86, 1
+to 4 threads). The activations here are composed of functions that have one implementation for the
+whole tensor.
 """
 
 import math
@@ -23,10 +23,10 @@ HOST = torch.device("cpu")
 
 
 class Numerics(StrEnum):
-    """`exact`: a row's result has the same bits in any batch, chunking, padding and pipeline split.
+    """The reproducibility of results.
 
-    `fast` may choose another order of operations where that is quicker; results then agree to
-    rounding only.
+    With `exact` a row's result has the same bits in any batch, chunking, padding and pipeline
+    split. `fast` may choose a faster order of operations; results then agree to rounding only.
     """
 
     EXACT = "exact"
@@ -34,17 +34,18 @@ class Numerics(StrEnum):
 
 
 def silu(x: Tensor) -> Tensor:
-    """x * sigmoid(x) in fp32, returned in x's dtype; composed of functions that have one code for
-    all of a tensor."""
+    """Compute x * sigmoid(x) in fp32 and return it in x's dtype."""
     if x.device.type != "cpu":
-        return F.silu(x)  # one code for every element
+        return F.silu(x)  # one implementation for every element
     wide = x.float()
     return (wide / (-wide).exp_().add_(1.0)).to(x.dtype)
 
 
 def gelu(x: Tensor) -> Tensor:
-    """x * P(normal <= x) in fp32 by the formula with tanh (Hendrycks and Gimpel 2016), returned in
-    x's dtype."""
+    """Compute x * P(normal <= x) in fp32 and return it in x's dtype.
+
+    The formula is the tanh approximation (Hendrycks and Gimpel 2016).
+    """
     if x.device.type != "cpu":
         return F.gelu(x, approximate="tanh")
     wide = x.float()
@@ -53,17 +54,20 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def sigmoid(x: Tensor) -> Tensor:
-    """In fp32, returned in x's dtype."""
+    """Compute the sigmoid in fp32 and return it in x's dtype."""
     return (1.0 / (-x.float()).exp_().add_(1.0)).to(x.dtype)
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + e^x), x: fp32. Above 20 it is x to the last bit."""
+    """Compute log(1 + e^x) for fp32 x; above 20 it equals x to the last bit."""
     return torch.where(x > 20.0, x, torch.log1p(torch.exp(x.clamp(max=20.0))))
 
 
 def use_in_this_thread(device: torch.device) -> None:
-    """Launch this thread's kernels on `device`. The current device belongs to the thread, and
-    libraries that launch kernels themselves ask for it."""
+    """Launch this thread's kernels on `device`.
+
+    The current device is a property of the thread. Libraries that launch kernels themselves query
+    it.
+    """
     if device.type == "cuda":
-        torch.cuda.set_device(device.index or 0)  # it refuses a device without an index
+        torch.cuda.set_device(device.index or 0)  # set_device rejects a device without an index

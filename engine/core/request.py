@@ -1,4 +1,4 @@
-"""A generation request on the device side: token ids in, token ids out, every default resolved."""
+"""Generation requests on the device side: token ids in, token ids out, with all defaults resolved."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ from runtime.grammar import Grammar
 
 
 class FinishReason(StrEnum):
-    """Why a request has no further token."""
+    """The reason for the end of a request's output."""
 
     STOP = "stop"  # an end-of-sequence or stop token
     LENGTH = "length"  # max_tokens or the context limit
@@ -18,8 +18,10 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request draws its tokens. Ranges are checked by the router; see
-    protos/baton/v1/types.proto."""
+    """Sampling parameters of one request.
+
+    The router checks their ranges; see protos/baton/v1/types.proto.
+    """
 
     temperature: float = 1.0
     top_k: int = 0
@@ -33,7 +35,7 @@ class SamplingParams:
 
     @property
     def needs_history(self) -> bool:
-        """Whether earlier tokens change the distribution, so that the last stage must know them."""
+        """Return whether earlier tokens change the distribution, so that the last stage needs them."""
         return bool(
             self.frequency_penalty or self.presence_penalty or self.repetition_penalty != 1.0
         )
@@ -41,8 +43,10 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Request:
-    """One request. `stop_token_ids` includes the model's end-of-sequence ids unless the client
-    ignores them."""
+    """One generation request.
+
+    `stop_token_ids` includes the model's end-of-sequence ids unless the client ignores them.
+    """
 
     request_id: str
     prompt_token_ids: Sequence[int]
@@ -53,22 +57,21 @@ class Request:
     num_top_logprobs: int | None = None
     num_prompt_logprobs: int | None = None
     priority: int = 0
-    grammar: Grammar | None = None  # what the output must follow, from its first token on
-    speculates: bool = True  # drafts for it where the pool has a draft; never changes its output
-    # what earlier prompts left, and leaves its own for later ones; never changes its output
+    grammar: Grammar | None = None  # constrains the output from its first token on
+    speculates: bool = True  # allows drafts if the pool has a draft model; never changes the output
+    # allows reuse of cached prefixes, and caching for later prompts; never changes the output
     uses_cache: bool = True
-    cache_salt: str = ""  # shares what is left only with requests of the same salt
+    cache_salt: str = ""  # only requests with the same salt share cached prefixes
 
     @property
     def needs_output(self) -> bool:
-        """Whether drawing a token takes more than the logits: what was drawn before, or what may
-        follow it."""
+        """Return whether sampling depends on the earlier output through penalties or a grammar."""
         return self.sampling.needs_history or self.grammar is not None
 
     def finish_reason(
         self, output_token_ids: list[int], max_context_tokens: int
     ) -> FinishReason | None:
-        """Whether the last output token ends the request."""
+        """Return why the last output token ends the request, or None if it does not."""
         if output_token_ids[-1] in self.stop_token_ids and len(output_token_ids) >= self.min_tokens:
             return FinishReason.STOP
         if len(output_token_ids) >= self.max_tokens:
@@ -80,25 +83,32 @@ class Request:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Natural log-probabilities before temperature and filters: of the drawn token, and of the most
-    likely ones."""
+    """Natural log-probabilities before temperature and filters.
+
+    `logprob` is of the sampled token; `top` holds the most likely tokens.
+    """
 
     logprob: float
     top: tuple[tuple[int, float], ...] = ()
 
 
 class ProblemCause(IntEnum):
-    """What keeps a token from being drawn. Stages send the number."""
+    """The reason why a token could not be sampled.
 
-    GRAMMAR = 0  # the request's: it cannot be followed, or not in the computing it may take
+    Stages send the number.
+    """
+
+    GRAMMAR = 0  # of the request: it cannot be followed, or not within the permitted computation
     DEFECT = 1  # an invariant does not hold
-    BUSY = 2  # the machine: the same may well be computed elsewhere, or later
+    BUSY = 2  # of the machine: the request may succeed elsewhere or later
 
 
 @dataclass(frozen=True)
 class DrawnToken:
-    """One token of one request, as the sampler drew it. `problem`: why the request must end with an
-    error instead."""
+    """One sampled token of one request.
+
+    `problem` is the reason why the request must end with an error instead.
+    """
 
     token_id: int
     logprobs: TokenLogprobs | None = field(default=None)

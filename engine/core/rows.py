@@ -1,5 +1,7 @@
-"""From scheduled rows to a complete `ForwardBatch`: the one place that lays out tokens, positions
-and page tables."""
+"""Conversion of scheduled rows to a complete `ForwardBatch`.
+
+Only this module lays out tokens, positions and page tables.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -22,27 +24,26 @@ from engine.core.request import Request
 from engine.core.state_rows import NO_STATES, StateRow
 from runtime.errors import InternalError
 
-NOT_DRAWN = (
-    -1
-)  # in place of the token that the step before draws, in a batch that is made before its result
+# Placeholder for the token of the preceding step, in a batch that is built before its result.
+NOT_DRAWN = -1
 
 
 class Row(NamedTuple):
-    """One request's part of a batch: its new tokens, what is cached already, and where."""
+    """One request's part of a batch: new tokens, cached tokens, pages and slot."""
 
     key: int
     token_ids: Sequence[int]
     context_len: int
     page_ids: Sequence[int] | NDArray[np.int32]
     slot_id: int
-    sampling: SamplingRow | None  # None: no token is drawn
-    spec: SpecRow | None = None  # on a pool that speculates; then every row has one
+    sampling: SamplingRow | None  # None: no token is sampled
+    spec: SpecRow | None = None  # set in every row of a pool that speculates
     scoring: ScoringRow | None = None
     states: StateRow = NO_STATES
 
     @property
     def positions(self) -> Sequence[int]:
-        """In order, or by depth where the tokens are a tree."""
+        """Return the positions of the tokens: consecutive, or by depth if they form a tree."""
         if self.spec is None or not self.spec.parents:
             return range(self.context_len, self.context_len + len(self.token_ids))
         return [self.context_len + depth for depth in node_depths(self.spec.parents)]
@@ -52,7 +53,10 @@ BuildBatch = Callable[[ForwardMode, Sequence[Row]], ForwardBatch]
 
 
 def build_batch(mode: ForwardMode, rows: Sequence[Row]) -> ForwardBatch:
-    """A batch of these rows, in this order; page tables are as wide as the longest row needs."""
+    """Build a batch of these rows, in this order.
+
+    Page tables are as wide as the longest row.
+    """
     token_ids = longs([token for row in rows for token in row.token_ids])
     specs = tuple(row.spec for row in rows if row.spec is not None)
     return ForwardBatch(
@@ -76,17 +80,20 @@ def build_batch(mode: ForwardMode, rows: Sequence[Row]) -> ForwardBatch:
 
 
 def longs(values: Sequence[int]) -> Tensor:
-    """[n] int64. By way of numpy: torch takes four times as long over a short list."""
+    """Return the values as [n] int64.
+
+    The conversion uses numpy: torch takes four times as long for a short list.
+    """
     return torch.from_numpy(np.array(values, np.int64))
 
 
 def ints(values: Sequence[int]) -> Tensor:
-    """[n] int32, likewise."""
+    """Return the values as [n] int32."""
     return torch.from_numpy(np.array(values, np.int32))
 
 
 def _page_tables(rows: Sequence[Row]) -> Tensor:
-    """[R, P] int32, as wide as the longest row, padded with the null page."""
+    """Return [R, P] int32, as wide as the longest row, padded with the null page."""
     tables = np.zeros((len(rows), max((len(row.page_ids) for row in rows), default=1)), np.int32)
     for table, row in zip(tables, rows, strict=True):
         table[: len(row.page_ids)] = row.page_ids
@@ -102,16 +109,18 @@ def sampling_row(
     is_only: bool = True,
     num_due: int = 0,
 ) -> SamplingRow:
-    """How the token after `output_token_ids`, and `num_due` that are not drawn yet, is drawn.
-    `known`: tokens of the output that the last stage has under `key`, None where it has nothing;
-    `is_only`: it needs to keep nothing.
+    """Return the inputs for sampling the token after `output_token_ids` and `num_due` unsampled
+    tokens.
+
+    `known` is the number of output tokens that the last stage has under `key`, or None if it has
+    nothing. `is_only` means that the last stage need not keep the output.
 
     Raises:
-        InternalError: tokens are due that drawing depends on.
+        InternalError: sampling depends on tokens that are not sampled yet.
     """
     if num_due and request.needs_output:
         raise InternalError(
-            f"{request.request_id}: its next token depends on one that is not drawn yet"
+            f"{request.request_id}: its next token depends on one that is not sampled yet"
         )
     num_tokens = len(output_token_ids) + num_due
     banned = tuple(sorted(request.stop_token_ids)) if num_tokens < request.min_tokens else ()
@@ -130,8 +139,10 @@ def sampling_row(
 
 
 def scoring_row(request: Request, start: int, end: int) -> ScoringRow | None:
-    """How the prompt tokens `start` to `end` are scored against those after them; None if it was
-    not requested."""
+    """Return how to score the prompt tokens `start` to `end` against their successors.
+
+    Return None if the request has no prompt scoring.
+    """
     if request.num_prompt_logprobs is None:
         return None
     return ScoringRow(
@@ -140,9 +151,11 @@ def scoring_row(request: Request, start: int, end: int) -> ScoringRow | None:
 
 
 def chunk_end(context_len: int, total: int, budget: int, grid: int) -> int:
-    """Where a prefill chunk that starts at `context_len` ends, given `budget` tokens: the end of
-    the prompt, or the last multiple of `grid` it reaches; `context_len` itself if it reaches
-    none."""
+    """Return the end of a prefill chunk that starts at `context_len`, given `budget` tokens.
+
+    It is the end of the prompt, or else the last multiple of `grid` within the budget. It is
+    `context_len` if the budget reaches no multiple.
+    """
     if total - context_len <= budget:
         return total
     end = (context_len + budget) // grid * grid

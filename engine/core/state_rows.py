@@ -1,20 +1,26 @@
-"""What a batch does with recurrent states besides advancing those of its rows. Plain data."""
+"""Operations of a batch on recurrent states, besides advancing its rows. Plain data."""
 
 from typing import NamedTuple
 
 
 class Snapshot(NamedTuple):
-    """The state after the first `num_tokens` tokens of the request, a multiple of the model's chunk
-    grid, and the slot that it is copied to."""
+    """A copy of the recurrent state after the first `num_tokens` tokens, into slot `slot_id`.
+
+    `num_tokens` is a multiple of the model's chunk grid.
+    """
 
     num_tokens: int
     slot_id: int
 
 
 class StateRow(NamedTuple):
-    """One row's share. `resumed_slot`: the row goes on from the state in that slot, which is copied
-    into its own before it runs; 0, the null slot: from its own. `snapshots`, by position, lie
-    behind the row's first token and not behind its last."""
+    """One row's operations on recurrent state.
+
+    Attributes:
+        resumed_slot: the slot whose state is copied into the row's own before it runs; 0, the null
+            slot, to continue from its own.
+        snapshots: ordered by position; after the row's first token and before its last.
+    """
 
     resumed_slot: int = 0
     snapshots: tuple[Snapshot, ...] = ()

@@ -1,5 +1,4 @@
-"""How long a step, and a frame between stages, may take before the engine counts as hung, or the
-pool as broken."""
+"""Time limits of steps and of frames between stages, for detecting a hang or a broken pool."""
 
 from collections import deque
 
@@ -11,15 +10,16 @@ FACTOR, WINDOW = 8, 64
 
 
 class StepLimit:
-    """How long a step may take before whatever runs it counts as hung, in seconds.
+    """The maximum duration of a step, in seconds, after which its loop counts as hung.
 
-    What was set, or else `LIMIT_STEPS` times the longest step of late (a step of a thousand steps
-    ago counts for a third), and never less than `LIMIT_FLOOR_S`; until the first step, which may
-    compile kernels, `LIMIT_UNKNOWN_S`. Written by the loop's thread, read by any.
+    It is the configured value, or else `LIMIT_STEPS` times the longest recent step, and at least
+    `LIMIT_FLOOR_S`. A step of a thousand steps ago counts for a third. Until the first step, which
+    may compile kernels, the limit is `LIMIT_UNKNOWN_S`. The loop's thread writes it; any thread may
+    read it.
     """
 
     def __init__(self, fixed_s: float = 0.0) -> None:
-        """`fixed_s`: 0 to derive it."""
+        """Create a limit of `fixed_s` seconds; 0 derives it from the steps."""
         self._fixed_s = fixed_s
         self._longest_s: float | None = None
 
@@ -31,16 +31,18 @@ class StepLimit:
         return self._fixed_s or max(LIMIT_FLOOR_S, LIMIT_STEPS * longest_s)
 
     def observe(self, step_s: float) -> None:
-        """A step took this long."""
+        """Record the duration of a step."""
         self._longest_s = (
             step_s if self._longest_s is None else max(step_s, self._longest_s * LIMIT_MEMORY)
         )
 
 
 class HangWatch:
-    """Whether a loop is over its limit, for a caller that looks now and then. A look that comes
-    late was held up itself, as the whole process may have been: it counts for no more than
-    `MAX_LOOK_S`."""
+    """Detection of a loop over its limit, for a caller that polls.
+
+    A late poll was delayed itself, perhaps with the whole process. So each interval between polls
+    counts for at most `MAX_LOOK_S`.
+    """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -58,16 +60,19 @@ class HangWatch:
 
 
 class FrameLimit:
-    """How long the next stage may take for a frame: at least `least_s`, and `FACTOR` times the
-    longest of the last `WINDOW` steps: a pool whose steps are long by nature is not broken, and one
-    whose steps are short is known to be soon enough. Belongs to one thread."""
+    """The time limit for a frame of the next stage.
+
+    It is at least `least_s`, and `FACTOR` times the longest of the last `WINDOW` steps. A pool with
+    long steps is therefore not taken for broken, and a failure of one with short steps is detected
+    early. Used by one thread.
+    """
 
     def __init__(self, least_s: float) -> None:
         self._least_s = least_s
         self._steps_s: deque[float] = deque(maxlen=WINDOW)
 
     def measured(self, seconds: float) -> None:
-        """A step took so long."""
+        """Record the duration of a step."""
         self._steps_s.append(seconds)
 
     @property

@@ -1,9 +1,9 @@
-"""How many pages and slots a pool has: pure arithmetic that every stage repeats and gets the same
-answer.
+"""Number of pages and slots of a pool.
 
-Page ids and slot ids are the same on every stage, so the counts must be too, though the stages own
-different layers. Each stage knows the cache specs of the whole model and the whole partition, works
-out what every stage could hold and takes the least. No stage needs an answer of another.
+Page ids and slot ids are the same on every stage, so the counts must be equal too, although the
+stages own different layers. Each stage knows the cache specs of the whole model and the whole
+partition. It computes what every stage can hold and takes the minimum, so the stages need no
+communication.
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,7 @@ _SMALL_POOL = 32  # requests
 
 @dataclass(frozen=True)
 class StageCost:
-    """What one page, slot and scratch record of a stage take, in bytes; 0 where it has no layer of
-    that sort."""
+    """The bytes of one page, slot and scratch record of a stage; 0 without layers of that kind."""
 
     layers: LayerRange
     page_bytes: int
@@ -30,8 +29,10 @@ class StageCost:
 
 @dataclass(frozen=True)
 class PoolBudget:
-    """The size of a pool. Both counts include the null record; `num_slots` is 0 without recurrent
-    layers."""
+    """The size of a pool.
+
+    Both counts include the null record; `num_slots` is 0 without recurrent layers.
+    """
 
     num_pages: int
     num_slots: int
@@ -40,7 +41,7 @@ class PoolBudget:
 def stage_costs(
     specs: Sequence[CacheSpec], partition: Sequence[LayerRange], scratch: Sequence[CacheSpec] = ()
 ) -> tuple[StageCost, ...]:
-    """What each stage pays per page, per slot and per scratch record."""
+    """Return the bytes per page, slot and scratch record of each stage."""
     costs = []
     for layers in partition:
         local = [spec for spec in specs if spec.layer_id in layers]
@@ -65,14 +66,14 @@ def plan_pools(
 ) -> PoolBudget:
     """Divide `budget_bytes`, the cache memory of *each* stage, between scratch, slots and pages.
 
-    `num_scratch` records, the null one included, are what verification keeps of the requests that
-    run (`scratch`: the tensors of one record). Every one of `num_requests` (running and arriving)
-    gets a slot, and so does each of `num_snapshots` states that a prefix cache keeps; what remains
-    becomes pages, as many as the stage with the least room can hold, and no more than
-    `num_requests` of `max_context_tokens` could ever use.
+    `num_scratch` records, including the null record, hold the verification states of running
+    requests; `scratch` are the tensors of one record. Each of `num_requests` (running and arriving)
+    gets a slot, and so does each of `num_snapshots` states of a prefix cache. The rest becomes
+    pages: as many as the stage with the least memory can hold, and at most what `num_requests` of
+    `max_context_tokens` can use.
 
     Raises:
-        ConfigError: some stage cannot hold the scratch, the slots and the pages of one request of
+        ConfigError: a stage cannot hold the scratch, the slots and the pages of one request of
             `max_context_tokens`; the message shows the sum.
     """
     costs = stage_costs(specs, partition, scratch)
@@ -104,8 +105,11 @@ def longest_context(
     num_scratch: int = 0,
     num_snapshots: int = 0,
 ) -> int:
-    """Tokens of the longest request that every stage can hold beside scratch and slots, in whole
-    pages or `at_most`; below 1 where a stage cannot hold these."""
+    """Return the tokens of the longest request that fits on every stage next to scratch and slots.
+
+    The result is a multiple of the page size or `at_most`. It is below 1 if scratch and slots do
+    not fit.
+    """
     num_slots, longest = _slots(specs, num_requests + num_snapshots), at_most
     for cost in stage_costs(specs, partition, scratch):
         left = budget_bytes - num_scratch * cost.scratch_bytes - num_slots * cost.slot_bytes
@@ -127,8 +131,9 @@ def smallest_budget(
     num_scratch: int = 0,
     num_snapshots: int = 0,
 ) -> int:
-    """Bytes per stage with which `plan_pools` finds room for one request of
-    `max_context_tokens`."""
+    """Return the bytes per stage with which `plan_pools` can hold one request of
+    `max_context_tokens`.
+    """
     num_slots = _slots(specs, num_requests + num_snapshots)
     num_pages = 1 + pages_for_tokens(max_context_tokens, page_size)
     return max(
@@ -142,7 +147,7 @@ def _slots(specs: Sequence[CacheSpec], num_requests: int) -> int:
 
 
 def describe_pools(geometry: PoolGeometry) -> str:
-    """What a stage allocates, for its log: counts without the null records, bytes with them."""
+    """Describe a stage's pools for its log: counts without the null records, bytes with them."""
     (cost,) = stage_costs(geometry.local_specs(), [geometry.layers])
     num_bytes = geometry.num_pages * cost.page_bytes + geometry.num_slots * cost.slot_bytes
     pages = (
@@ -153,9 +158,11 @@ def describe_pools(geometry: PoolGeometry) -> str:
 
 
 def decode_requests(max_running: int, *, num_landing: int = 0) -> int:
-    """Requests a decode pool holds at once: the running ones, and `num_landing` whose prompts are
-    still on their way, so that a full pool can go on receiving. 0: twice as many as run in a pool
-    of up to 32, where memory for them is small, and none in a larger one. (Rule of the field.)
+    """Return the number of requests that a decode pool holds at once.
+
+    These are the running requests and `num_landing` whose prompts are still being transferred, so
+    that a full pool can receive. With `num_landing` 0 there are twice `max_running` of the latter
+    in a pool of up to 32, where their memory is small, and none in a larger one (a common rule).
     """
     return max_running + (num_landing or (2 * max_running if max_running <= _SMALL_POOL else 0))
 

@@ -1,19 +1,20 @@
-"""What a worker's heap does with memory that a step has freed."""
+"""Reuse of freed heap memory between the steps of a worker."""
 
 import ctypes
 
-_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # glibc's malloc.h
-_LARGEST_KEPT_BYTES = 32 << 20  # the highest that glibc takes
+_TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # constants of glibc's malloc.h
+_LARGEST_KEPT_BYTES = 32 << 20  # the maximum that glibc accepts
 _KEPT_BYTES = 1 << 30
 
 
 def keep_freed_memory() -> bool:
-    """Keep it for the next step, which takes the same again. Given back to the kernel, it would
-    come as pages that are cleared first, by the threads that wait for results. The heap grows to
-    the most that a step needs at once.
+    """Keep freed memory in the heap for the next step, which allocates the same amount.
 
-    For threads that are started later, too: all take from one heap, since glibc gives back what
-    those of other threads do not need. Returns False where the C library is not glibc.
+    Memory returned to the kernel comes back as pages that must be cleared first, in the threads
+    that wait for results. The heap grows to the peak of a step.
+
+    The setting includes threads that start later: all use one heap, because glibc returns unused
+    memory of other threads' heaps. Return False if the C library is not glibc.
     """
     try:
         set_option = ctypes.CDLL(None).mallopt

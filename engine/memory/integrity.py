@@ -1,7 +1,7 @@
-"""The books must balance: every id of every pool is free, cached, or leased by requests that live.
+"""Integrity check of pools: every id is free, cached, or leased by a live request.
 
-Run when the loop is idle, and by the tests after everything they do. It compares ids, not counts,
-so a page that two requests may write to is found even while another one is lost.
+The check runs when the loop is idle, and in tests after each operation. It compares ids instead of
+counts. So it finds a page that two requests may write to, even if another page is lost.
 """
 
 from collections import Counter
@@ -16,17 +16,18 @@ _SHOWN_IDS = 8
 
 @dataclass(frozen=True)
 class PoolBooks:
-    """One pool's ids by who holds them, each counted once. `faults` is empty when the books
-    balance."""
+    """The ids of one pool by state, each counted once.
+
+    `faults` is empty if the pool is consistent.
+    """
 
     name: str
     num_total: int
     num_free: int
-    num_cached: int  # held by a cache alone
+    num_cached: int  # held by a cache only
     num_leased: int
-    leased: tuple[
-        tuple[str, int], ...
-    ]  # (owner, ids), in the order the leases began; shared ids with each of them
+    # (owner, number of ids), in the order of the leases; each lease counts its shared ids
+    leased: tuple[tuple[str, int], ...]
     faults: tuple[str, ...]
 
     def __str__(self) -> str:
@@ -38,8 +39,11 @@ class PoolBooks:
 
 
 def read_books(ledger: Ledger, *, live_owners: Collection[str] | None = None) -> PoolBooks:
-    """What one pool's ids are doing. `live_owners` are those that may hold leases (None: all may);
-    a lease of another owner is a leak."""
+    """Return the states of one pool's ids.
+
+    `live_owners` are the owners that may hold leases (None: all). A lease of another owner is a
+    leak.
+    """
     leased: dict[str, int] = {}
     written: Counter[int] = Counter()  # by leases that the id was granted to
     shared: set[int] = set()
@@ -73,11 +77,11 @@ def read_books(ledger: Ledger, *, live_owners: Collection[str] | None = None) ->
 def check_integrity(
     ledgers: Iterable[Ledger], *, live_owners: Collection[str] | None = None
 ) -> str:
-    """One line per pool, when all books balance.
+    """Return one line per pool if all pools are consistent.
 
     Raises:
         InternalError: ids are lost, free and held, granted twice, outside the pool, or leased by an
-            owner that is not in `live_owners`; the message names pools, ids and owners.
+            owner that is not in `live_owners`. The message names pools, ids and owners.
     """
     books = [read_books(ledger, live_owners=live_owners) for ledger in ledgers]
     text = "\n".join(str(book) for book in books)

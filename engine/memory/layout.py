@@ -1,9 +1,10 @@
-"""What a layer keeps per token or per request, as plain numbers. No torch: the transfer plane reads
-this too.
+"""Layout of cached data per token and per request, as plain numbers.
 
-A *record* is the unit that moves: the bytes of one page (paged kinds) or one slot (slot kinds) of
-one layer. Records with consecutive indices are adjacent in memory, so a run of pages is one stretch
-of bytes.
+The module does not import torch, because the transfer plane reads it too.
+
+A *record* is the unit of transfer: the bytes of one page (paged kinds) or one slot (slot kinds) of
+one layer. Records with consecutive indices are adjacent in memory, so consecutive pages are one
+stretch of bytes.
 """
 
 import math
@@ -14,12 +15,15 @@ from typing import NamedTuple, Protocol
 
 from engine.core.layer_range import ONLY_RANK, LayerRange, Part, TensorRank
 
-# the record of every pool that is never leased: target of padded table entries and of padded rows
+# record of every pool that is never leased; padded table entries and padded rows use it
 NULL_INDEX = 0
 
 
 class CacheKind(StrEnum):
-    """What is cached. The value is the name on the wire, in digests, metrics and errors."""
+    """The kind of cached data.
+
+    The value is the name on the wire and in digests, metrics and errors.
+    """
 
     KV = "kv"  # paged: [2 (k, v), num_kv_heads, page_size, head_dim] per page
     CONV = "conv"  # slot: [conv_kernel - 1, channels], raw inputs, oldest first
@@ -28,14 +32,12 @@ class CacheKind(StrEnum):
     WINDOW = "window"
     LATENT = "latent"  # paged: [page_size, kv_lora_rank + qk_rope_head_dim] (MLA)
     INDEX_KEY = "index_key"  # paged: [page_size, index_head_dim] (DSA)
-    TOPK_P = (
-        "topk_p"  # slot: [topk] fp32, a draft's first level after the prompt, as natural logarithms
-    )
-    TOPK_INDEX = "topk_index"  # slot: [topk] int64, its tokens
-    DRAFT_HIDDEN = (
-        "draft_hidden"  # slot: [draft width], the draft's own hidden state at the prompt's end
-    )
-    # slot: [keys] int32, what the steps of its first round attend to (DSA), filled with -1
+    # slot: [topk] fp32, the first level of a draft after the prompt, as natural logarithms
+    TOPK_P = "topk_p"
+    TOPK_INDEX = "topk_index"  # slot: [topk] int64, the tokens of that level
+    # slot: [draft width], the draft's own hidden state at the prompt's end
+    DRAFT_HIDDEN = "draft_hidden"
+    # slot: [keys] int32, keys that the first round attends to (DSA), padded with -1
     DRAFT_KEYS = "draft_keys"
 
     @property
@@ -44,13 +46,18 @@ class CacheKind(StrEnum):
 
     @property
     def is_state(self) -> bool:
-        """What a row overwrites as it goes on: a prompt is taken up only where it was kept."""
+        """Return whether a row overwrites this data as it advances.
+
+        A prompt can then be resumed only at positions whose state was kept.
+        """
         return self in (CacheKind.CONV, CacheKind.STATE, CacheKind.WINDOW)
 
 
 class Buffer(Protocol):
-    """Contiguous memory that moves as one stretch: a memoryview of host bytes, or bytes of a
-    device, which the host cannot read."""
+    """Contiguous memory that moves as one stretch.
+
+    It is a memoryview of host bytes, or bytes of a device, which the host cannot read.
+    """
 
     @property
     def nbytes(self) -> int: ...
@@ -58,25 +65,28 @@ class Buffer(Protocol):
 
 @dataclass(frozen=True)
 class CacheSpec:
-    """One cached tensor of one layer. `record_shape` is the shape of one page or slot, `dtype`
-    torch's name for it.
+    """One cached tensor of one layer.
 
-    A spec that does not travel is memory that is never read, kept so that all layers of a pool look
-    alike: index keys of a layer that shares its selection. It is no part of a handoff, so pools
-    with it and pools without it fit together. What is of a draft travels only between pools that
-    both have it; it is the first rank's.
+    A spec that does not travel describes memory that is never read: index keys of a layer that
+    shares its selection. It exists so that all layers of a pool have the same form. It is not part
+    of a handoff, so pools with it and without it are compatible. Tensors of a draft travel only
+    between pools that both have the draft; they belong to the first rank.
 
-    Ranks of a stage divide a record along `split_axis`, None where each has all of it. The axis is
-    made of `blocks` (their lengths), of which each is divided for itself: heads, or a convolution's
-    channels of q, k and v. With `may_repeat` neighbours have the same where there are fewer than
-    ranks.
+    Ranks of a stage divide a record along `split_axis`; if it is None, each has the whole record.
+    The axis consists of `blocks` (their lengths), each of which is divided separately: heads, or a
+    convolution's channels of q, k and v.
+
+    Attributes:
+        record_shape: the shape of one page or slot.
+        dtype: torch's name of the element type.
+        may_repeat: consecutive ranks share a part if there are fewer parts than ranks.
     """
 
     layer_id: int
     kind: CacheKind
     record_shape: tuple[int, ...]
     dtype: str  # "bfloat16", "float32", "float16", "int64", "int32"
-    item_bytes: int  # of one element
+    item_bytes: int  # bytes of one element
     travels: bool = True
     of_draft: bool = False
     split_axis: int | None = None
@@ -88,14 +98,14 @@ class CacheSpec:
         return math.prod(self.record_shape) * self.item_bytes
 
     def parts(self, rank: TensorRank) -> tuple[Part, ...]:
-        """What the rank has of each block."""
+        """Return the rank's part of each block."""
         divide = rank.shared_part if self.may_repeat else rank.part
         return tuple(
             divide(length, f"{self.kind} of layer {self.layer_id}") for length in self.blocks
         )
 
     def of_rank(self, rank: TensorRank) -> "CacheSpec":
-        """What one rank of a stage keeps."""
+        """Return the spec of one rank's part."""
         if self.split_axis is None or rank.size == 1:
             return self
         shape, parts = list(self.record_shape), self.parts(rank)
@@ -105,15 +115,18 @@ class CacheSpec:
 
 @dataclass(frozen=True)
 class PoolGeometry:
-    """Everything a stage caches. `specs` covers the whole model; a stage keeps those of its
-    `layers`, and a rank of it its parts of them."""
+    """The caches of a stage.
+
+    `specs` covers the whole model. A stage keeps the specs of its `layers`, and a rank its parts of
+    them.
+    """
 
     page_size: int
     num_pages: int
     num_slots: int
     layers: LayerRange
     specs: tuple[CacheSpec, ...]
-    tensor: TensorRank = ONLY_RANK  # of those that share requests
+    tensor: TensorRank = ONLY_RANK  # the rank among those that share requests
 
     def local_specs(self) -> tuple[CacheSpec, ...]:
         return tuple(
@@ -124,8 +137,7 @@ class PoolGeometry:
 
 
 class Stretch(NamedTuple):
-    """Bytes of one record that move together: where they are in the source's and in the
-    destination's."""
+    """Bytes of one record that move together, with their offsets in source and destination."""
 
     source_start: int
     dest_start: int
@@ -133,10 +145,12 @@ class Stretch(NamedTuple):
 
 
 def stretches(spec: CacheSpec, source: TensorRank, dest: TensorRank) -> tuple[Stretch, ...] | None:
-    """What a source's rank delivers of each record to a destination's, in the order of the source's
-    bytes; None for the whole record. One of the two numbers of ranks divides the other. Each byte
-    has one writer: of ranks with the same bytes the first of those that deliver to this
-    destination."""
+    """Return the stretches of each record that a source rank sends to a destination rank.
+
+    They are in the order of the source's bytes; None means the whole record. The number of ranks of
+    one side must divide that of the other. Each byte has one writer. Of several source ranks with
+    the same bytes, it is the first one that sends to this destination.
+    """
     if spec.of_draft:
         return None if source.rank == dest.rank == 0 else ()
     if source.size == dest.size:
@@ -170,8 +184,10 @@ def stretches(spec: CacheSpec, source: TensorRank, dest: TensorRank) -> tuple[St
 
 
 def travelling(specs: Iterable[CacheSpec], *, with_draft: bool = True) -> tuple[CacheSpec, ...]:
-    """What both sides of a handoff must have alike, and what moves; of a draft only where both have
-    it."""
+    """Return the specs that are transferred and must be equal on both sides of a handoff.
+
+    Draft specs are included only if both sides have the draft.
+    """
     return tuple(spec for spec in specs if spec.travels and (with_draft or not spec.of_draft))
 
 

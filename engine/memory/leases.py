@@ -1,8 +1,8 @@
-"""Leases: the right to ids of one pool, for as long as it lasts.
+"""Leases: temporary rights to ids of one pool.
 
-Index 0 of every pool is the null record: padded table entries point at it, padded rows write to it,
-no lease holds it. A request holds two kinds of ids: pages of the paged caches, and one slot of
-recurrent (conv and state) memory where the model has any. A draft's pages have the ids of its
+Index 0 of every pool is the null record. Padded table entries point to it, padded rows write to it,
+and no lease holds it. A request holds two kinds of ids: pages of the paged caches, and one slot of
+recurrent (conv and state) memory if the model has any. A draft's pages have the same ids as its
 target's.
 """
 
@@ -19,19 +19,22 @@ from runtime.errors import CapacityError, InternalError
 
 
 class Lease:
-    """The right to some ids of one pool. `end` gives them back, once; every use after that is
-    refused. The first `num_shared` it only reads: they were granted to another lease.
+    """A right to ids of one pool.
 
-    A context manager: leaving the block ends the lease.
+    `end` returns the ids once; any later use raises. The first `num_shared` ids are read-only: they
+    were granted to another lease. As a context manager a lease ends when the block exits.
     """
 
     def __init__(self, ledger: Ledger, owner: str, count: int, shared: Sequence[int] = ()) -> None:
-        """On `shared` ids that a cache keeps, and `count` new ones. Raises CapacityError when the
-        pool has fewer than `count` ids free or cached."""
+        """Lease `shared` ids that a cache keeps, and `count` new ones.
+
+        Raises:
+            CapacityError: fewer than `count` ids of the pool are free or cached.
+        """
         self.owner = owner
         self.num_shared = len(shared)
         self._ledger = ledger
-        ledger.share(shared, owner)  # first: what is under lease is not evicted
+        ledger.share(shared, owner)  # first: ids under a lease are not evicted
         try:
             self._ids = [*shared, *ledger.take(count, owner, after=shared[-1] if shared else None)]
         except CapacityError:
@@ -45,7 +48,7 @@ class Lease:
         return self._ended
 
     def ids(self) -> list[int]:
-        """A copy, in the order they were granted.
+        """Return a copy of the ids, in the order they were granted.
 
         Raises:
             InternalError: the lease has ended.
@@ -54,7 +57,7 @@ class Lease:
         return list(self._ids)
 
     def end(self) -> None:
-        """Give the ids back. Calling it again does nothing."""
+        """Return the ids to the pool. Idempotent."""
         if not self._ended:
             self._ended = True
             self._ledger.closed(self, self._ids)
@@ -89,13 +92,22 @@ class PageLease(Lease):
 
     @property
     def page_ids(self) -> list[int]:
-        """A copy. Raises InternalError after the end."""
+        """Return a copy of the page ids.
+
+        Raises:
+            InternalError: the lease has ended.
+        """
         return self.ids()
 
     @property
     def table(self) -> NDArray[np.int32]:
-        """The ids as [pages] int32, not to be written to; made anew only when pages come or go,
-        since every step wants them. Raises InternalError after the end."""
+        """Return the ids as [pages] int32, read-only.
+
+        The array is cached until the pages change, because every step reads it.
+
+        Raises:
+            InternalError: the lease has ended.
+        """
         self._check_alive()
         if self._table is None:
             self._table = np.array(self._ids, np.int32)
@@ -104,15 +116,19 @@ class PageLease(Lease):
 
     @property
     def num_pages(self) -> int:
-        """Raises InternalError after the end."""
+        """Return the number of pages.
+
+        Raises:
+            InternalError: the lease has ended.
+        """
         self._check_alive()
         return len(self._ids)
 
     def extend(self, count: int) -> None:
-        """Add `count` pages behind the present ones, adjacent to the last where possible.
+        """Append `count` pages, adjacent to the last one if possible.
 
         Raises:
-            CapacityError: not that many are free; the lease keeps what it has.
+            CapacityError: too few pages are free; the lease is unchanged.
             InternalError: the lease has ended.
         """
         self._check_alive()
@@ -122,10 +138,10 @@ class PageLease(Lease):
         self._table = None
 
     def unshare(self) -> None:
-        """Take pages of its own in place of the shared ones, whose content is not wanted any more.
+        """Replace the shared pages by new ones, without their content.
 
         Raises:
-            CapacityError: not that many are free or cached; the lease keeps what it has.
+            CapacityError: too few pages are free or cached; the lease is unchanged.
             InternalError: the lease has ended.
         """
         self._check_alive()
@@ -137,10 +153,16 @@ class PageLease(Lease):
 
 
 class Allocator:
-    """Grants ids of one pool by leases. Their numbers are those of its ledger."""
+    """An allocator that grants ids of one pool by leases.
+
+    Its counts are those of its ledger.
+    """
 
     def __init__(self, num_ids: int, *, name: str) -> None:
-        """`num_ids` counts the null record; `name` appears in errors and reports."""
+        """Create an allocator of `num_ids` ids, including the null record.
+
+        `name` appears in errors and reports.
+        """
         self.ledger = Ledger(name, num_ids)
 
     @property
@@ -153,21 +175,22 @@ class Allocator:
 
     @property
     def num_available(self) -> int:
-        """Ids that leases could get now, those that a cache would give up included."""
+        """Return the number of ids that leases could get now, including evictable cached ids."""
         return self.ledger.num_available
 
 
 class PageAllocator(Allocator):
-    """Grants pages 1..num_pages-1; page 0 is the null page.
+    """An allocator of pages 1..num_pages-1; page 0 is the null page.
 
-    Prefers adjacent pages at low ids: a transfer moves a run of pages as one stretch of bytes.
+    It prefers adjacent pages with low ids, because a transfer moves consecutive pages as one
+    stretch.
     """
 
     def __init__(self, num_pages: int, *, name: str = "pages") -> None:
         super().__init__(num_pages, name=name)
 
     def alloc(self, count: int, *, owner: str, shared: Sequence[int] = ()) -> PageLease:
-        """All `count` pages or none, behind the `shared` ones, which a cache keeps.
+        """Lease `count` new pages, all or none, after the `shared` ones, which a cache keeps.
 
         Raises:
             CapacityError: fewer than `count` are free or cached.
@@ -176,26 +199,29 @@ class PageAllocator(Allocator):
 
 
 def pages_for_tokens(num_tokens: int, page_size: int) -> int:
-    """Pages that hold this many tokens."""
+    """Return the number of pages for this number of tokens."""
     return -(-num_tokens // page_size)
 
 
 class SlotLease(Lease):
-    """One request's slot; the null slot, which is never leased, for models without recurrent
-    state."""
+    """One request's slot; the null slot for models without recurrent state."""
 
     @property
     def slot_id(self) -> int:
-        """Raises InternalError after the end."""
+        """Return the slot id.
+
+        Raises:
+            InternalError: the lease has ended.
+        """
         ids = self.ids()
         return ids[0] if ids else NULL_INDEX
 
 
 class SlotAllocator(Allocator):
-    """Grants slots 1..num_slots-1; slot 0 is the null slot.
+    """An allocator of slots 1..num_slots-1; slot 0 is the null slot.
 
-    With `num_slots` 0 the model has no recurrent state: every request gets a lease on the null
-    slot, and there is no limit, so that callers need not know which kind of model they serve.
+    With `num_slots` 0 the model has no recurrent state. Every request then gets a lease of the null
+    slot without limit, so callers need not distinguish the kinds of models.
     """
 
     def __init__(self, num_slots: int, *, name: str = "slots") -> None:
@@ -206,9 +232,13 @@ class SlotAllocator(Allocator):
         return self.ledger.num_ids == 0
 
     def alloc(self, *, owner: str) -> SlotLease:
-        """Raises CapacityError when every slot is taken."""
+        """Lease a slot.
+
+        Raises:
+            CapacityError: every slot is leased.
+        """
         return SlotLease(self.ledger, owner, 0 if self.is_stateless else 1)
 
     def share(self, slot_id: int, *, owner: str) -> SlotLease:
-        """Of a slot that a cache keeps: to read it."""
+        """Lease a slot that a cache keeps, for reading."""
         return SlotLease(self.ledger, owner, 0, [slot_id])

@@ -1,10 +1,11 @@
-"""Who holds which id of one pool. Pure integers: the tensors behind the ids live in
-`engine/memory/pools.py`.
+"""Holders of the ids of one pool.
 
-A cache may keep ids whose content outlives its request (`Ledger.keep`). Further leases share these;
-only the lease that an id was granted to ever writes there, and nobody does once it is kept. What is
-kept and under no lease is *cached*: it is given up for a lease that finds too few ids free. A
-ledger belongs to one thread, the one that schedules.
+The module handles integers only; the tensors of the ids are in `engine/memory/pools.py`.
+
+A cache may keep ids whose content is needed after their request (`Ledger.keep`). Further leases
+share them. Only the lease that an id was granted to writes to it, and no lease writes after it is
+kept. Kept ids without a lease are *cached*: they are evicted if a lease needs more ids than are
+free. A ledger belongs to one thread, which schedules.
 """
 
 from bisect import bisect_left, bisect_right
@@ -16,35 +17,42 @@ from typing import Protocol
 from runtime.errors import CapacityError, InternalError
 
 Evict = Callable[[int], Collection[int]]
-"""Chooses so many of the cached ids, or more, that are worth least. They are free afterwards."""
+"""Evict at least the given number of cached ids of the least value; return them to be freed."""
 
 
 class Holder(Protocol):
-    """A lease, as its ledger knows it."""
+    """A lease, as seen by its ledger."""
 
     @property
     def owner(self) -> str: ...
 
     @property
     def num_shared(self) -> int:
-        """Ids, the first of `ids`, that were granted to another lease: this one only reads them."""
+        """Return the number of leading `ids` that were granted to another lease and are read-only
+        here.
+        """
         ...
 
     def ids(self) -> list[int]: ...
 
 
 class Ledger:
-    """Ids 1..num_ids-1 of one pool. Each is free, or held: by leases that have not ended, by a
-    cache, or by both."""
+    """The ids 1..num_ids-1 of one pool.
+
+    An id is free, or held by leases that have not ended, by a cache, or by both.
+    """
 
     def __init__(self, name: str, num_ids: int) -> None:
-        """`name` is what the ids are ("pages"); `num_ids` counts the null id, 0 means that the pool
-        is empty."""
+        """Create a ledger with all ids free.
+
+        `name` describes the ids ("pages"). `num_ids` counts the null id; 0 means that the pool is
+        empty.
+        """
         self.name = name
         self.num_ids = num_ids
         self._free = FreeRuns(1, num_ids)
         self._leases: dict[Holder, None] = {}  # in the order they began
-        self._holders: Counter[int] = Counter()  # leases per id
+        self._holders: Counter[int] = Counter()  # number of leases per id
         self._kept = bytearray(num_ids)  # 1 for each id that a cache holds
         self._num_kept = 0
         self._num_cached = 0
@@ -52,7 +60,7 @@ class Ledger:
 
     @property
     def num_total(self) -> int:
-        """Ids that can be leased; the null id is not one of them."""
+        """Return the number of ids that can be leased, without the null id."""
         return max(0, self.num_ids - 1)
 
     @property
@@ -61,12 +69,12 @@ class Ledger:
 
     @property
     def num_cached(self) -> int:
-        """Ids that only a cache holds."""
+        """Return the number of ids that only a cache holds."""
         return self._num_cached
 
     @property
     def num_available(self) -> int:
-        """Ids that a lease could get now: the free and the cached ones."""
+        """Return the number of ids that a lease could get now: the free and the cached ones."""
         return self.num_free + self.num_cached
 
     def free_ids(self) -> list[int]:
@@ -74,23 +82,24 @@ class Ledger:
 
     @property
     def num_kept(self) -> int:
-        """Ids that a cache holds, under lease or not."""
+        """Return the number of ids that a cache holds, with or without a lease."""
         return self._num_kept
 
     def kept_ids(self) -> set[int]:
-        """Those a cache holds, under lease or not."""
+        """Return the ids that a cache holds, with or without a lease."""
         return set(compress(range(self.num_ids), self._kept))
 
     def is_leased(self, item: int) -> bool:
         return self._holders[item] > 0
 
     def leases(self) -> list[Holder]:
-        """Those that have not ended, whether or not they are still referred to."""
+        """Return the leases that have not ended, even if they are no longer referenced."""
         return list(self._leases)
 
     def take(self, count: int, owner: str, *, after: int | None = None) -> list[int]:
-        """Lease `count` ids, all or none; free ones following `after` first. Cached ids are evicted
-        as far as free ones are missing.
+        """Lease `count` ids, all or none.
+
+        Free ids that follow `after` come first. If too few ids are free, cached ids are evicted.
 
         Raises:
             CapacityError: fewer than `count` are free or cached.
@@ -113,7 +122,7 @@ class Ledger:
         return taken
 
     def share(self, ids: Sequence[int], owner: str) -> None:
-        """One more lease on ids that a cache keeps.
+        """Add a lease on ids that a cache keeps.
 
         Raises:
             InternalError: an id is not kept.
@@ -125,7 +134,7 @@ class Ledger:
         self._holders.update(ids)
 
     def give_back(self, ids: Iterable[int]) -> None:
-        """One lease less on each of them."""
+        """Remove one lease from each of the ids."""
         holders, kept, free = self._holders, self._kept, list[int]()
         for item in ids:
             left = holders[item] - 1
@@ -140,14 +149,17 @@ class Ledger:
         self._free.add(free)
 
     def serve(self, evict: Evict) -> None:
-        """`evict` is asked when ids are missing. A ledger has one cache at most."""
+        """Set the function that evicts cached ids if too few are free.
+
+        A ledger has at most one cache.
+        """
         self._evict = evict
 
     def keep(self, ids: Collection[int]) -> None:
-        """A cache holds these ids from now on, whose content is final.
+        """Mark these ids, whose content is final, as held by a cache.
 
         Raises:
-            InternalError: an id is kept already, or under no lease.
+            InternalError: an id is kept already, or has no lease.
         """
         holders, kept = self._holders, self._kept
         for item in ids:
@@ -160,14 +172,16 @@ class Ledger:
         self._num_kept += len(ids)
 
     def let_go(self, ids: Collection[int]) -> None:
-        """The cache holds these no longer; those under no lease are free.
+        """Release the cache's hold on these ids; those without a lease become free.
 
         Raises:
             InternalError: an id is not kept.
         """
         for item in ids:
             if not self._is_kept(item):
-                raise InternalError(f"{self.name} {item} is let go of, but was never kept")
+                raise InternalError(
+                    f"{self.name} {item} cannot be released by the cache: it is not kept"
+                )
             self._kept[item] = 0
         self._num_kept -= len(ids)
         free = [item for item in ids if item not in self._holders]
@@ -186,8 +200,7 @@ class Ledger:
 
 
 class FreeRuns:
-    """Ids of `range(first, end)` that no lease holds, as disjoint half-open runs that do not
-    touch."""
+    """The free ids of `range(first, end)`, as disjoint half-open runs that are not adjacent."""
 
     def __init__(self, first: int, end: int) -> None:
         self._starts = [first] if end > first else []
@@ -208,8 +221,9 @@ class FreeRuns:
     def take(self, count: int, *, after: int | None = None) -> list[int]:
         """Remove and return `count` ids, in as few runs as first fit finds.
 
-        Ids that continue `after` come first. Then the lowest run that holds all the rest; if none
-        does, the longest runs, each whole. The caller has checked that enough are free.
+        Ids that continue `after` come first. Next comes the lowest run that holds all the rest. If
+        there is none, the longest runs are taken, each as a whole. The caller has checked that
+        enough ids are free.
         """
         taken = self._continue_run(after, count) if after is not None else []
         while len(taken) < count:
@@ -217,13 +231,13 @@ class FreeRuns:
         return taken
 
     def add(self, ids: Iterable[int]) -> None:
-        """Put ids back.
+        """Return ids to the free runs.
 
         Raises:
             InternalError: an id is free already.
         """
         start = end = -1
-        for item in sorted(ids):  # what was leased or given up together lies together mostly
+        for item in sorted(ids):  # ids leased or evicted together are mostly adjacent
             if item != end:
                 if item < end:
                     raise InternalError(f"id {item} is free already")
@@ -258,7 +272,7 @@ class FreeRuns:
         return list(range(start, end))
 
     def _add(self, start: int, end: int) -> None:
-        """A run of ids, which may be empty."""
+        """Add one run of ids, which may be empty."""
         if start == end:
             return
         at = bisect_right(self._starts, start)

@@ -1,4 +1,4 @@
-"""The tensors of one stage's caches, for its own layers only, by global layer id."""
+"""Cache tensors of one stage, for its own layers only, by global layer id."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -20,8 +20,10 @@ _DTYPES = {
 
 
 class LayerTensors(Mapping[int, Tensor]):
-    """The tensors of one cache kind by global layer id; a layer this stage does not have is an
-    InternalError."""
+    """The tensors of one cache kind by global layer id.
+
+    A layer that this stage does not have raises InternalError.
+    """
 
     def __init__(self, kind: CacheKind, layers: LayerRange, tensors: dict[int, Tensor]) -> None:
         self._kind = kind
@@ -44,21 +46,22 @@ class LayerTensors(Mapping[int, Tensor]):
 
 
 class StagePools:
-    """Every cached tensor of a stage: [num_pages, *record_shape] or [num_slots, *record_shape] per
-    layer and kind.
+    """All cached tensors of a stage.
 
-    Satisfies `transfer.agent.stage_transfer.PoolMemory`. A stage may have no layer of a kind; its
-    mapping is then empty.
+    A tensor is [num_pages, *record_shape] or [num_slots, *record_shape] per layer and kind. The
+    class implements `transfer.agent.stage_transfer.PoolMemory`. If a stage has no layer of a kind,
+    its mapping is empty.
     """
 
     def __init__(
         self, geometry: PoolGeometry, *, device: str = "cpu", poison: bool = False
     ) -> None:
-        """Allocates and clears everything. `poison` fills all but the null records with NaN
-        instead, for tests.
+        """Allocate and clear all tensors.
+
+        `poison` fills all but the null records with NaN instead, for tests.
 
         Raises:
-            ConfigError: a spec that torch cannot hold, two specs for one tensor, or a pool without
+            ConfigError: a spec that torch cannot store, two specs for one tensor, or a pool without
                 its null record.
         """
         self._geometry = geometry
@@ -83,23 +86,25 @@ class StagePools:
 
     @property
     def kv(self) -> LayerTensors:
-        """[num_pages, 2, num_kv_heads, page_size, head_dim] per attention layer; K at index 0, V at
-        index 1."""
+        """Return [num_pages, 2, num_kv_heads, page_size, head_dim] per attention layer.
+
+        K is at index 0, V at index 1.
+        """
         return self.of_kind(CacheKind.KV)
 
     @property
     def conv(self) -> LayerTensors:
-        """[num_slots, conv_kernel - 1, channels] per recurrent layer."""
+        """Return [num_slots, conv_kernel - 1, channels] per recurrent layer."""
         return self.of_kind(CacheKind.CONV)
 
     @property
     def state(self) -> LayerTensors:
-        """[num_slots, num_v_heads, head_k_dim, head_v_dim] fp32 per recurrent layer."""
+        """Return [num_slots, num_v_heads, head_k_dim, head_v_dim] fp32 per recurrent layer."""
         return self.of_kind(CacheKind.STATE)
 
     @property
     def num_bytes(self) -> int:
-        """Of all tensors of this stage."""
+        """Return the bytes of all tensors of this stage."""
         return sum(
             spec.record_bytes * self._num_records(spec.kind) for spec in self._specs.values()
         )
@@ -115,12 +120,13 @@ class StagePools:
         count: int,
         part: slice | None = None,
     ) -> memoryview:
-        """The writable bytes of `count` records from `first_index` on, in place; of one record,
-        those of `part`.
+        """Return the writable bytes of `count` records from `first_index` on, in place.
+
+        Of a single record, `part` selects a range of bytes.
 
         Raises:
-            InternalError: not a layer, kind, index or part of this stage, or the pools are not in
-                host memory.
+            InternalError: the stage does not have the layer, kind, index or part, or the pools are
+                not in host memory.
         """
         stretch = self._stretch(layer_id, kind, first_index, count, part)
         if not self._on_host:
@@ -137,10 +143,12 @@ class StagePools:
         count: int,
         part: slice | None = None,
     ) -> Tensor:
-        """[num_bytes] uint8: what `view` gives, wherever the pools are.
+        """Return the bytes of records as [num_bytes] uint8, on any device.
+
+        The arguments are those of `view`.
 
         Raises:
-            InternalError: not a layer, kind, index or part of this stage.
+            InternalError: the stage does not have the layer, kind, index or part.
         """
         stretch = self._stretch(layer_id, kind, first_index, count, part)
         return self._tensors[kind][layer_id].view(-1).view(torch.uint8)[stretch]
@@ -148,7 +156,7 @@ class StagePools:
     def _stretch(
         self, layer_id: int, kind: CacheKind, first_index: int, count: int, part: slice | None
     ) -> slice:
-        """Where these records are in the bytes of their tensor."""
+        """Return the range of these records in the bytes of their tensor."""
         spec = self._specs.get((layer_id, kind))
         if spec is None:
             raise _missing(layer_id, kind, self._geometry.layers)
@@ -169,8 +177,7 @@ class StagePools:
         return slice(start + part.start, start + part.stop)
 
     def poison(self, *, page_ids: Iterable[int] = (), slot_ids: Iterable[int] = ()) -> None:
-        """Overwrite records with NaN, so that a read of what must not matter shows in every result.
-        For tests.
+        """Overwrite records with NaN, so that a forbidden read shows in every result. For tests.
 
         The null record stays finite: padded reads go there and are masked by multiplication with
         zero.

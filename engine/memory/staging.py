@@ -1,8 +1,8 @@
-"""Pinned host buffers between a device's pools and whatever moves host bytes.
+"""Pinned host buffers between a device's pools and a transport of host bytes.
 
-Records with consecutive indices are adjacent in a pool, so what moves at a time is one stretch of
-the device's memory: a copy engine takes it, no kernel gathers it, and the multiprocessors go on
-computing.
+Records with consecutive indices are adjacent in a pool, so each copy is one stretch of device
+memory. A copy engine performs it without a gather kernel, and the multiprocessors continue to
+compute.
 """
 
 import threading
@@ -18,38 +18,49 @@ from runtime.errors import ConfigError, InternalError
 
 
 class CopyEvent(Protocol):
-    """A place in a queue of copies."""
+    """A position in a queue of copies."""
 
     def query(self) -> bool:
-        """Whether everything before it is over. Never waits."""
+        """Return whether all earlier copies are complete. Never blocks."""
         ...
 
 
 class CopyQueue(Protocol):
-    """Copies that run beside what computes, in the order in which they were started."""
+    """A queue of copies that run in order, concurrently with computation."""
 
     def enter_thread(self) -> None:
-        """Prepare this thread, the only one that starts copies. Raises ConfigError when it
-        cannot."""
+        """Prepare this thread, the only one that starts copies.
+
+        Raises:
+            ConfigError: the device cannot be used.
+        """
         ...
 
     def copy(self, target: Tensor, source: Tensor) -> CopyEvent:
-        """Start a copy of bytes [n] uint8, one side pinned, the other on the device."""
+        """Start a copy of [n] uint8 bytes; one side is pinned, the other on the device."""
         ...
 
 
 class CudaCopies:
-    """A stream of a CUDA device. Its order to other streams is left to the caller: a source must be
-    final and a target unused when the copy starts, which the transfer plane knows from events and
-    leases."""
+    """A copy queue on a stream of a CUDA device.
+
+    The caller orders it with other streams: a source must be final and a target unused when the
+    copy starts. The transfer plane ensures this by events and leases.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
 
     def enter_thread(self) -> None:
-        """A thread without a context of the device crashes in the first driver call that needs one,
-        maybe hours later and inside UCX. So it is made current here, and used."""
+        """Make the device current in this thread, and use it once.
+
+        A thread without a context of the device crashes in the first driver call that needs one,
+        possibly hours later and inside UCX.
+
+        Raises:
+            ConfigError: the device cannot be used.
+        """
         if (self._device.index or 0) >= (count := torch.cuda.device_count()):
             raise ConfigError(
                 f"device {self._device} cannot be used for handoffs: torch finds {count} CUDA devices",
@@ -60,9 +71,8 @@ class CudaCopies:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
             with torch.cuda.stream(self._stream):
                 torch.zeros(1, device=self._device)
-            torch.cuda.synchronize(
-                self._device
-            )  # the pools are cleared on a stream that this one does not wait for
+            # The pools are cleared on a stream that this one does not wait for.
+            torch.cuda.synchronize(self._device)
         except RuntimeError as error:
             raise ConfigError(
                 f"device {self._device} cannot be used for handoffs: {error}", field="device"
@@ -78,17 +88,20 @@ class CudaCopies:
 
 
 class PinnedStaging:
-    """A bounded number of equal buffers, each lent to one message at a time.
+    """A bounded number of buffers of equal size, each lent to one message at a time.
 
-    Satisfies `transfer.transport.device.Staging`. `enter_thread` must be the first call of the
-    thread that borrows.
+    The class implements `transfer.transport.device.Staging`. The borrowing thread must call
+    `enter_thread` first.
     """
 
     def __init__(
         self, copies: CopyQueue, *, num_buffers: int, buffer_bytes: int, pinned: bool = True
     ) -> None:
-        """Raises ConfigError for fewer than two buffers, or when so much memory cannot be
-        pinned."""
+        """Allocate the buffers in pinned memory.
+
+        Raises:
+            ConfigError: there are fewer than two buffers, or the memory cannot be pinned.
+        """
         if num_buffers < 2:
             raise ConfigError(
                 f"staging needs at least 2 buffers, got {num_buffers}", field="device"
@@ -115,13 +128,20 @@ class PinnedStaging:
         return len(self._memory) - len(self._free)
 
     def enter_thread(self) -> None:
-        """Prepare this thread to start copies. Raises ConfigError when the device cannot be
-        used."""
+        """Prepare this thread to start copies.
+
+        Raises:
+            ConfigError: the device cannot be used.
+        """
         self._copies.enter_thread()
         self._thread = threading.get_ident()
 
     def check_thread(self) -> None:
-        """Raises InternalError in any thread but the one that has entered."""
+        """Check that this is the thread that called `enter_thread`.
+
+        Raises:
+            InternalError: this is another thread.
+        """
         if self._thread != threading.get_ident():
             raise InternalError(
                 "the thread that moves bytes has no context of the device: give `enter_thread` of its "
@@ -129,8 +149,11 @@ class PinnedStaging:
             )
 
     def borrow(self, num_bytes: int) -> "StagingLoan | None":
-        """A buffer's first `num_bytes`; None while all are lent. Raises InternalError for more than
-        a buffer holds."""
+        """Lend the first `num_bytes` of a buffer; return None while all buffers are lent.
+
+        Raises:
+            InternalError: `num_bytes` exceeds the size of a buffer.
+        """
         if num_bytes > self._memory.shape[1]:
             raise InternalError(
                 f"a message of {num_bytes} bytes for staging buffers of {self._memory.shape[1]}"
@@ -141,12 +164,12 @@ class PinnedStaging:
         return StagingLoan(self, self._copies, index, self._memory[index, :num_bytes])
 
     def give_back(self, index: int) -> None:
-        """For loans."""
+        """Return a buffer; called by its loan."""
         self._free.append(index)
 
 
 class StagingLoan:
-    """One buffer, until `release`. Satisfies `transfer.transport.device.Loan`."""
+    """One buffer until `release`; implements `transfer.transport.device.Loan`."""
 
     def __init__(
         self, staging: PinnedStaging, copies: CopyQueue, index: int, memory: Tensor
@@ -169,8 +192,11 @@ class StagingLoan:
         return self._event is None or self._event.query()
 
     def release(self) -> None:
-        """Idempotent. Raises InternalError while a copy runs: the next message would be mixed with
-        it."""
+        """Return the buffer. Idempotent.
+
+        Raises:
+            InternalError: a copy is running; the next message would be mixed with it.
+        """
         if not self.is_settled():
             raise InternalError("a staging buffer is given back while it is being copied")
         if not self._is_released:
@@ -179,9 +205,9 @@ class StagingLoan:
 
 
 class DevicePools:
-    """Pools as a transport for device memory takes them: as tensors of bytes.
+    """Pools as tensors of bytes, for a transport of device memory.
 
-    Satisfies `transfer.agent.stage_transfer.PoolMemory`.
+    The class implements `transfer.agent.stage_transfer.PoolMemory`.
     """
 
     def __init__(self, pools: StagePools) -> None:
@@ -199,11 +225,11 @@ class DevicePools:
         count: int,
         part: slice | None = None,
     ) -> Tensor:
-        """See `StagePools.records`."""
+        """Return the bytes of records on the device, as `StagePools.records` does."""
         return self._pools.records(layer_id, kind, first_index, count, part)
 
 
 def _tensor(buffer: Buffer) -> Tensor:
     if not isinstance(buffer, Tensor):
-        raise InternalError(f"{type(buffer).__name__} is no memory of a device")
+        raise InternalError(f"{type(buffer).__name__} is not device memory")
     return buffer

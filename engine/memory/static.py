@@ -1,5 +1,4 @@
-"""Memory that captured work reads: it keeps its place, and its content is replaced before each
-replay."""
+"""Fixed memory that captured work reads; its content is replaced before each replay."""
 
 from collections.abc import Mapping
 
@@ -8,8 +7,10 @@ from torch import Tensor
 
 
 class Fence:
-    """The host waits for the work that the device was given before `set`. Nothing to wait for where
-    the device is the host."""
+    """A wait of the host for the device work that was queued before `set`.
+
+    If the device is the host, there is nothing to wait for.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._event = torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -26,8 +27,8 @@ class Fence:
 class StaticInts:
     """Named int64 vectors on a device, refilled together by one copy from page-locked memory.
 
-    The copy does not wait for the device; the next `refill` waits until this one's copy is done,
-    which is before the work that it was made for has begun.
+    The copy does not wait for the device. The next `refill` waits until this copy is complete,
+    which is before the work that uses it begins.
     """
 
     def __init__(self, sizes: Mapping[str, int], device: torch.device) -> None:
@@ -42,12 +43,13 @@ class StaticInts:
             start += size
 
     def __getitem__(self, name: str) -> Tensor:
-        """The vector on the device, always the same memory."""
+        """Return the vector on the device, always the same memory."""
         return self._device[self._places[name]]
 
     def refill(self, values: Mapping[str, Tensor]) -> None:
-        """Replace the first entries of each named vector by integers or booleans on the host; the
-        others are zero."""
+        """Replace the first entries of each named vector by host integers or booleans; clear the
+        others.
+        """
         self._copied.wait()
         self._host.zero_()
         for name, tensor in values.items():
@@ -58,6 +60,6 @@ class StaticInts:
 
 
 def moved(values: Tensor, device: torch.device) -> Tensor:
-    """A host tensor's copy on the device, for which the host does not wait."""
+    """Copy a host tensor to the device without blocking the host."""
     host = values.pin_memory() if device.type == "cuda" else values
     return host.to(device, non_blocking=True)

@@ -101,7 +101,7 @@ def test_the_points_have_every_pair() -> None:
 @pytest.mark.parametrize("layout", REFUSED, ids=str)
 def test_layouts_outside_the_grid_are_refused_by_name(layout: Layout) -> None:
     with pytest.raises(
-        ConfigError, match=r"1 ranks \(--tp\) are no 2 equal groups \(--dp-attention\)"
+        ConfigError, match=r"1 ranks \(--tp\) do not form 2 equal groups \(--dp-attention\)"
     ):
         Placement.of(0, layout.pp * layout.tp, layout.tp, layout.dp)
 

@@ -321,6 +321,6 @@ def test_a_process_knows_its_data_rank() -> None:
     ] * 2
     assert [rank for rank, place in enumerate(places) if place.draws] == [4, 6]
     with pytest.raises(
-        ConfigError, match=r"4 ranks \(--tp\) are no 3 equal groups \(--dp-attention\)"
+        ConfigError, match=r"4 ranks \(--tp\) do not form 3 equal groups \(--dp-attention\)"
     ):
         Placement.of(0, 4, 4, 3)
