@@ -1,15 +1,16 @@
-"""The only loop: schedule → prepare → launch → collect → publish, with a window of batches in
+"""The engine loop: schedule, prepare, launch, collect and publish, with a window of batches in
 flight.
 
-The window is the pipeline's depth: 1 on a single stage, 2 where its next step is prepared while one
-computes, and the number of stages on a pipelined pool. One thread runs the loop and owns the
-scheduler, its allocators and the stage channel; other threads hand it commands.
+The window is the depth of the pipeline. It is 1 on a single stage, and 2 if the stage prepares the
+next step while one computes. On a pipelined pool it is the number of stages. One thread runs the
+loop and owns the scheduler, its allocators and the stage channel. Other threads pass commands to
+it.
 
     commands ─▶ [ scheduler.next_batch ─▶ pipeline.launch ]* ─▶ pipeline.collect ─▶
     scheduler.on_result ─▶ …
 
-A pool of several data ranks has a scheduler for each; a step is a batch of each of them
-(`plan_step`).
+A pool with several data ranks has one scheduler per rank. A step then holds one batch of each
+scheduler (`plan_step`).
 """
 
 import asyncio
@@ -47,50 +48,50 @@ MAX_COMMANDS = 65536
 
 
 class Scheduler(Protocol):
-    """Decides what runs. Called by the loop's thread alone."""
+    """The policy that decides which requests run. Only the loop's thread calls it."""
 
     def next_batch(self) -> ForwardBatch | None:
-        """The next batch to launch, or None when nothing is ready that is not in flight already."""
+        """Return the next batch to launch, or None if nothing new is ready."""
         ...
 
     def on_result(self, batch: ForwardBatch, result: StepResult) -> None:
-        """Publish a collected batch, or end its requests if `result.error` is set."""
+        """Publish the results of a batch. If `result.error` is set, end its requests."""
         ...
 
     def on_pipeline_lost(self, in_flight: list[ForwardBatch], error: BatonError) -> None:
-        """The pool broke: end every request that depends on it."""
+        """End every request that depends on the lost pipeline."""
         ...
 
     def on_idle(self) -> None:
-        """Nothing runs and nothing waits: check that nothing leaked. Raises InternalError if
-        something did."""
+        """Check that nothing leaked, while no request runs or waits.
+
+        Raises:
+            InternalError: something leaked.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class LoopObserver:
-    """Where the loop reports what it measures; every field is called from its thread."""
+    """The callbacks that receive the loop's measurements. The loop's thread calls all of them."""
 
-    launched_s: Callable[[float, ForwardBatch], object] = lambda seconds, batch: (
-        None
-    )  # stage 0's own forward
-    step_s: Callable[[float, ForwardBatch], object] = lambda seconds, batch: (
-        None
-    )  # launch to result
+    # The time of stage 0's own forward.
+    launched_s: Callable[[float, ForwardBatch], object] = lambda seconds, batch: None
+    # The time from launch to result.
+    step_s: Callable[[float, ForwardBatch], object] = lambda seconds, batch: None
     waited_s: Callable[[float], object] = lambda seconds: None
-    settled: Callable[[], object] = lambda: (
-        None
-    )  # before a forward, and before a wait: the scheduler's state is whole
+    # Called before a forward and before a wait: the scheduler's state is consistent.
+    settled: Callable[[], object] = lambda: None
     unhealthy: Callable[[str], object] = lambda reason: None
 
 
 class EngineLoop:
-    """Runs a scheduler over a pipeline in its own thread.
+    """A thread that runs a scheduler over a pipeline.
 
-    `submit` is the one way in. What others read of the scheduler without waiting for a step, they
-    take from what `observer.settled` published, and from `busy_since_s`. Without a pipeline (before
-    the pool has formed, after it broke) commands run and batches wait. A pipeline breaks for good:
-    only its owner, which is notified, can attach another one.
+    `submit` is the only way in. Other threads read the scheduler's state, without waiting for a
+    step, from what `observer.settled` published and from `busy_since_s`. Without a pipeline (before
+    the pool has formed, or after it broke), commands run and batches wait. A broken pipeline stays
+    broken: its owner is notified and can attach another one.
     """
 
     def __init__(
@@ -100,8 +101,11 @@ class EngineLoop:
         step_limit: StepLimit | None = None,
         idle_check_s: float = 1.0,
     ) -> None:
-        """`schedulers`: one of each data rank. `idle_check_s` is the least time between two idle
-        checks, which walk every id of the pools."""
+        """Prepare a loop that `start` starts.
+
+        `schedulers` has one scheduler per data rank. `idle_check_s` is the least time between two
+        idle checks, because each check visits every id of the pools.
+        """
         self._schedulers = schedulers
         self._idle_check_s = idle_check_s
         self._checked_s = 0.0
@@ -111,7 +115,7 @@ class EngineLoop:
         self._on_lost: LostListener = lambda error: None
         self._failure: BaseException | None = None
         self._in_flight: deque[tuple[Step, float]] = deque()
-        self._collected_s = 0.0  # when the last result came
+        self._collected_s = 0.0  # time of the latest result
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._stopping = False
         self._was_busy = False
@@ -120,27 +124,32 @@ class EngineLoop:
 
     @property
     def failure(self) -> BaseException | None:
-        """What ended the loop's thread, if it was not `stop`: nothing runs any more."""
+        """Return the error that ended the loop's thread, or None. Nothing runs after such an error."""
         return self._failure
 
     @property
     def busy_since_s(self) -> float | None:
-        """Since when, in seconds of the monotonic clock, the thread has been within one command or
-        one step; None while it waits for work. Any thread."""
+        """Return when the current command or step began, in seconds of the monotonic clock.
+
+        Return None while the thread waits for work. Any thread may call it.
+        """
         return self._busy_since_s
 
     def start(self) -> None:
         self._thread.start()
 
     def stop(self, timeout_s: float = 10) -> None:
-        """Ends the loop after the commands that are queued; batches in flight are abandoned."""
+        """End the loop after the queued commands. Batches in flight are abandoned."""
         self.post(self._stop)
         self._thread.join(timeout_s)
 
     def post(self, command: Callable[[], object]) -> None:
-        """Run `command` on the loop's thread, soon. Never refused: what gives memory back, or
-        reports on a stage, must not be lost. There are as many such commands as there were
-        `submit`s, which are bounded, and stages."""
+        """Queue `command` for the loop's thread.
+
+        It is never rejected, because releases of memory and reports about stages must not be lost.
+        The number of such commands is bounded by the stages and by the calls of `submit`, which are
+        bounded.
+        """
         self._commands.put(command)
         pipeline = self._pipeline
         if pipeline is not None:
@@ -149,17 +158,17 @@ class EngineLoop:
     async def submit(
         self, call: Callable[[], T], *, undo: Callable[[T], object] = lambda result: None
     ) -> T:
-        """Run `call` on the loop's thread and return its result, or raise what it raised, here.
+        """Run `call` on the loop's thread, and return its result or raise its error.
 
-        `undo(result)` runs on the loop's thread if the caller was cancelled and will never see the
-        result: what was taken for it is given back.
+        If the caller is cancelled, it never sees the result. Then `undo(result)` runs on the loop's
+        thread and releases what the call reserved.
 
         Raises:
             CapacityError: too many commands are queued.
             UnavailableError: the loop's thread has ended.
         """
         if self._failure is not None:
-            raise UnavailableError(f"the engine has ended: {self._failure}")
+            raise UnavailableError(f"the engine loop has ended: {self._failure}")
         if self._commands.qsize() >= MAX_COMMANDS:
             raise CapacityError(
                 f"the engine has {MAX_COMMANDS} commands queued", resource="engine commands"
@@ -170,7 +179,7 @@ class EngineLoop:
         def command() -> None:
             try:
                 future.set_result(call())
-            except Exception as error:  # noqa: BLE001 - the caller that awaits gets it
+            except Exception as error:  # noqa: BLE001 - the awaiting caller raises it
                 future.set_exception(error)
 
         self.post(command)
@@ -178,22 +187,27 @@ class EngineLoop:
         try:
             return await asyncio.shield(answer)
         except asyncio.CancelledError:
-            answer.add_done_callback(
-                lambda ended: ended.cancelled() or ended.exception()
-            )  # read: no warning
+            # Reading the exception avoids the warning about an exception that was never retrieved.
+            answer.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
             future.add_done_callback(
                 lambda ended: None if ended.exception() else self.post(lambda: undo(ended.result()))
             )
             raise
 
     def attach(self, pipeline: Pipeline, on_lost: LostListener = lambda error: None) -> None:
-        """Start launching batches. `on_lost` is called once if the pipeline breaks, from the loop's
-        thread, after all that depended on it was ended; not if it is detached. Loop thread only."""
+        """Begin to launch batches.
+
+        `on_lost` is called once if the pipeline breaks, from the loop's thread and after all
+        dependent requests have ended. It is not called after `detach`. Only the loop's thread may
+        call this method.
+        """
         self._pipeline, self._on_lost = pipeline, on_lost
 
     def detach(self, error: BatonError) -> None:
-        """The pipeline is gone: end what depended on it, and what came since it broke. Loop thread
-        only."""
+        """Remove the pipeline, and end all requests that depended on it.
+
+        Only the loop's thread may call this method.
+        """
         self._pipeline = None
         steps = [step for step, _ in self._in_flight]
         self._in_flight.clear()
@@ -209,7 +223,7 @@ class EngineLoop:
         try:
             while not self._stopping:
                 self._guarded_turn()
-        except BaseException as error:  # the edge of the thread: its owner reads `failure`
+        except BaseException as error:  # outermost handler of the thread: the owner reads `failure`
             logger.critical("the engine's thread has ended", exc_info=error)
             self._failure = error
 
@@ -219,19 +233,19 @@ class EngineLoop:
         except (PeerLostError, DeadlineError) as error:
             self._lose(error)
         except IntegrityError as error:
-            # For the requests this is a lost stage: the same tokens can be drawn once more,
-            # elsewhere or here.
+            # For requests this equals a lost stage: the same tokens can be sampled again, here or
+            # on another pool.
             logger.error("bytes between stages were damaged: %s", error)
             self._lose(PeerLostError(str(error)))
         except Exception as error:
-            # Whatever it is, it must not end the thread in silence.
-            logger.exception("the engine loop met an error it does not know")
+            # An unexpected error must not end the thread silently.
+            logger.exception("unexpected error in the engine loop")
             what = "memory ran out in a step" if is_out_of_memory(error) else str(error)
             self._observer.unhealthy(what)
             self._lose(UnavailableError(f"the engine stopped: {what}"))
 
     def _lose(self, error: BatonError) -> None:
-        """The pipeline, if there is one, is broken."""
+        """End the requests of the broken pipeline and notify its owner, if one is attached."""
         was_attached, on_lost = self._pipeline is not None, self._on_lost
         self.detach(error)
         if was_attached:
@@ -263,7 +277,7 @@ class EngineLoop:
         self._wait_for_command()
 
     def _next_step(self) -> Step | None:
-        """Of what each data rank has ready; None when that is nothing."""
+        """Return the next batch of each data rank, or None if no rank has one."""
         step = plan_step([scheduler.next_batch() for scheduler in self._schedulers])
         return step if any(batch is not None for batch in step) else None
 
@@ -271,7 +285,7 @@ class EngineLoop:
         try:
             for scheduler in self._schedulers:
                 scheduler.on_idle()
-        except InternalError as error:  # a leak breaks no pipeline
+        except InternalError as error:  # a leak does not break the pipeline
             logger.exception("an invariant is broken")
             self._observer.unhealthy(str(error))
 
@@ -280,7 +294,7 @@ class EngineLoop:
         step, launched = self._in_flight[0]
         results = pipeline.collect(0.5)
         if pipeline.runs_apart:
-            launched = max(launched, self._collected_s)  # it waited for the step before
+            launched = max(launched, self._collected_s)  # it waited for the previous step
         else:
             self._observer.waited_s(time.monotonic() - began)
         if results is None:
@@ -318,11 +332,11 @@ class EngineLoop:
         self._was_busy = True
 
     def _note_busy(self) -> float:
-        """From now on the thread is within one command or one step."""
+        """Record that the thread begins one command or one step."""
         self._busy_since_s = now = time.monotonic()
         return now
 
 
 def _has_rows(batch: ForwardBatch | None) -> TypeGuard[ForwardBatch]:
-    """Whether it is its scheduler's own."""
+    """Return whether the batch came from its scheduler, not from the padding of idle ranks."""
     return batch is not None and batch.mode is not ForwardMode.IDLE

@@ -1,5 +1,4 @@
-"""What the layers of a stage and of a draft run on, whatever the device: the contract, and what is
-built by it."""
+"""The backends of a stage and of a draft, independent of the device: protocol and builder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -28,8 +27,10 @@ DraftPools = Mapping[CacheKind, Mapping[int, Tensor]]  # by kind and the draft's
 
 @dataclass(frozen=True)
 class StageCaches:
-    """What a stage's backends are built over: the pools' tensors of the target's layers. A draft's
-    are not what a verification moves."""
+    """The pool tensors of the target's layers that a stage's backends use.
+
+    A draft's pools are excluded, because a verification does not move them.
+    """
 
     kv: Mapping[int, Tensor]
     latent: Mapping[int, Tensor]
@@ -62,7 +63,7 @@ class StageCaches:
 
 @dataclass(frozen=True)
 class Capturable:
-    """Backends whose forwards can be captured, and what captures them."""
+    """Backends that support capture, and the `Capture` to use."""
 
     attention: GraphAttention
     recurrent: GraphRecurrent
@@ -72,10 +73,12 @@ class Capturable:
 
 @dataclass(frozen=True)
 class StageBackends:
-    """`caches`: those that commit what a verification accepted; none where nothing is verified.
-    `capturable`: the same backends as graphs see them; None where they cannot be captured. `states`
-    plans for recurrent layers where decode steps can be recorded on the host; None where they
-    cannot."""
+    """The backends of one stage.
+
+    `caches` has those that commit accepted nodes; it is empty if nothing is verified. `capturable`
+    has the same backends for graphs, or None without support. `states` plans for recurrent layers
+    if decode steps can be recorded on the host, else None.
+    """
 
     attention: AttentionBackend | None
     latent_attention: LatentAttentionBackend | None
@@ -85,8 +88,10 @@ class StageBackends:
     states: PlansStates | None = None
 
     def with_snapshots(self, caches: StageCaches) -> Self:
-        """The same, and where the stage has recurrent layers they do what batches say about
-        states."""
+        """Return backends that also follow the state instructions of batches.
+
+        A stage without recurrent layers keeps its backends.
+        """
         if not caches.state:
             return self
         states = SnapshotRecurrent(self.recurrent, conv_pools=caches.conv, state_pools=caches.state)
@@ -94,7 +99,7 @@ class StageBackends:
 
 
 class Backends(Protocol):
-    """Builds what layers run on, all of one kind."""
+    """A builder of backends for one kind of device."""
 
     @property
     def device(self) -> torch.device: ...
@@ -111,15 +116,18 @@ class Backends(Protocol):
         max_nodes: int,
         num_scratch: int,
     ) -> StageBackends:
-        """Over a stage's caches; the geometries are those of the whole model. With `max_nodes` they
-        also verify trees of so many nodes per row; recurrent layers keep their states in
-        `num_scratch` records, the null one included."""
+        """Build the backends over a stage's caches.
+
+        The geometries describe the whole model. If `max_nodes` is not 0, the backends also verify
+        trees of up to `max_nodes` nodes per row. Recurrent layers then keep their states in
+        `num_scratch` records, including the null record.
+        """
         ...
 
     def of_draft(
         self, geometry: AttentionGeometry | LatentGeometry, pools: DraftPools
     ) -> DraftAttention:
-        """Over a draft's pools."""
+        """Build the attention of a draft over its pools."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What a stage's layers run on where the device is the host."""
+"""The backends of a stage on the host."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -24,8 +24,7 @@ from engine.speculative.attention.multistep_paged import PagedRounds
 
 @dataclass(frozen=True)
 class CpuBackends:
-    """Satisfies `engine.assembly.backend_set.Backends` in plain torch; exact numerics are its
-    own."""
+    """`Backends` in plain torch, with its own exact numerics."""
 
     numerics: Numerics
     device: torch.device = HOST
@@ -39,7 +38,7 @@ class CpuBackends:
         max_nodes: int,
         num_scratch: int,
     ) -> StageBackends:
-        """See `Backends.of_stage`."""
+        """Implement `Backends.of_stage`."""
         paged = (
             None
             if geometry is None
@@ -53,8 +52,7 @@ class CpuBackends:
                 latent_pools=caches.latent, index_pools=caches.index_key, geometry=latent
             )
         )
-        # What else runs decides by values on the host, or reads pages that new ones take the place
-        # of.
+        # Other backends decide by values on the host, or read pages that new pages replace.
         can_record = (
             paged is not None
             and not caches.window
@@ -91,7 +89,7 @@ class CpuBackends:
     def of_draft(
         self, geometry: AttentionGeometry | LatentGeometry, pools: DraftPools
     ) -> DraftAttention:
-        """See `Backends.of_draft`."""
+        """Implement `Backends.of_draft`."""
         if isinstance(geometry, AttentionGeometry):
             kv = pools[CacheKind.KV]
             attention = DraftAttention.over_kv(

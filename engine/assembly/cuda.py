@@ -1,5 +1,4 @@
-"""What a stage's layers run on where the device is a GPU: FlashInfer's attention, Triton's kernels
-for the rest."""
+"""The backends of a stage on a GPU: FlashInfer for attention, Triton kernels for the rest."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -28,16 +27,18 @@ from engine.speculative.attention.multistep import MultiStepAttention
 from engine.speculative.attention.multistep_device import DeviceRounds
 from engine.speculative.attention.multistep_latent import MultiStepLatentAttention
 
-WrappersFor = Callable[
-    [AttentionGeometry, Mapping[int, Tensor]], WrapperFactory
-]  # given what they read
+# Arguments: the geometry, and the pools to read.
+WrappersFor = Callable[[AttentionGeometry, Mapping[int, Tensor]], WrapperFactory]
 LatentWrappersFor = Callable[[LatentGeometry, Mapping[int, Tensor]], LatentWrapperFactory | None]
 
 
 @dataclass(frozen=True)
 class DeviceBackends:
-    """Satisfies `engine.assembly.backend_set.Backends`. Trees are verified through a custom mask,
-    so attention commits them itself, and recurrent layers keep a state per node."""
+    """`Backends` for one CUDA device.
+
+    Trees are verified with a custom mask, so attention commits their nodes itself. Recurrent layers
+    keep one state per node.
+    """
 
     device: torch.device
     wrappers: WrappersFor
@@ -46,7 +47,11 @@ class DeviceBackends:
 
     @classmethod
     def on(cls, device: torch.device) -> "DeviceBackends":
-        """Raises ConfigError when FlashInfer cannot be used on it."""
+        """Return the backends for `device`.
+
+        Raises:
+            ConfigError: FlashInfer cannot be used on the device.
+        """
         flashinfer, own = FlashInferWrappers(device), TritonWrappers(device)
 
         def wrappers(geometry: AttentionGeometry, kv_pools: Mapping[int, Tensor]) -> WrapperFactory:
@@ -74,7 +79,7 @@ class DeviceBackends:
         max_nodes: int,
         num_scratch: int,
     ) -> StageBackends:
-        """See `Backends.of_stage`."""
+        """Implement `Backends.of_stage`."""
         compressed = (
             None if latent is None else self._compressed(caches.latent, caches.index_key, latent)
         )
@@ -94,9 +99,8 @@ class DeviceBackends:
             cache for cache in (paged, compressed, states) if cache is not None
         ]
         capturable = None
-        if paged is not None and isinstance(
-            wrappers, FlashInferWrappers
-        ):  # our own cannot be captured
+        # The Triton wrappers cannot be captured.
+        if paged is not None and isinstance(wrappers, FlashInferWrappers):
             capturable = Capturable(paged, states, CudaCapture(self.device), self.device)
         return StageBackends(
             paged, compressed, states, tuple(committing) if max_nodes else (), capturable
@@ -105,7 +109,7 @@ class DeviceBackends:
     def of_draft(
         self, geometry: AttentionGeometry | LatentGeometry, pools: DraftPools
     ) -> DraftAttention:
-        """See `Backends.of_draft`."""
+        """Implement `Backends.of_draft`."""
         if isinstance(geometry, LatentGeometry):
             latent, index_key = pools[CacheKind.LATENT], pools[CacheKind.INDEX_KEY]
             return DraftAttention.over_latents(

@@ -1,8 +1,8 @@
-"""The shapes that forwards are captured for, and how a batch is padded to one.
+"""The shapes that forwards are captured for, and the padding of a batch to such a shape.
 
-Padding is made of ordinary rows without a past: they bring tokens, own the null page and the null
-slot, and so may write what they like. Every captured token belongs to a row, real or not, because
-schedules of unused space are where graphs go wrong elsewhere.
+Padding consists of ordinary rows without context. They have tokens and own the null page and the
+null slot, so their writes are harmless. Every captured token belongs to a row, real or padding,
+because schedules with unused space are a known source of errors in graphs.
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,13 +17,12 @@ from engine.core.request import SamplingParams
 from engine.memory.layout import NULL_INDEX
 
 _PADDING_ID = -1
-_DRAWS = SamplingRow(
-    SamplingParams(), position=0
-)  # so that a captured forward gives logits of every token
+# Padding rows sample, so that a captured forward returns logits of every token.
+_DRAWS = SamplingRow(SamplingParams(), position=0)
 
 
 def row_counts(max_rows: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, ... and `max_rows` itself."""
+    """Return 1, 2, 4, 8, ... and `max_rows` itself."""
     counts = [1]
     while counts[-1] < max_rows:
         counts.append(min(2 * counts[-1], max_rows))
@@ -31,25 +30,27 @@ def row_counts(max_rows: int) -> tuple[int, ...]:
 
 
 def decode_buckets(max_rows: int) -> tuple[GraphBucket, ...]:
-    """One token per row."""
+    """Return the buckets of decode batches, with one token per row."""
     return tuple(GraphBucket(ForwardMode.DECODE, rows) for rows in row_counts(max_rows))
 
 
 def verify_buckets(max_rows: int, max_nodes: int, *, is_masked: bool) -> tuple[GraphBucket, ...]:
-    """Rows of up to `max_nodes` tokens each."""
+    """Return the buckets of verify batches, with up to `max_nodes` tokens per row."""
     return tuple(
         GraphBucket(ForwardMode.VERIFY, rows, max_nodes, is_masked) for rows in row_counts(max_rows)
     )
 
 
 def extend_buckets(max_rows: int, max_nodes: int) -> tuple[GraphBucket, ...]:
-    """Of a draft that follows what a verification of up to `max_nodes` tokens per row accepted."""
+    """Return the buckets of a draft that follows the accepted nodes, up to `max_nodes` per row."""
     return tuple(GraphBucket(ForwardMode.DRAFT, rows, max_nodes) for rows in row_counts(max_rows))
 
 
 def bucket_for(batch: ForwardBatch, buckets: Iterable[GraphBucket]) -> GraphBucket | None:
-    """The one with the fewest tokens, then rows, that the batch can be padded to; None where there
-    is none, and for what was planned already."""
+    """Return the bucket that fits the batch with the fewest tokens, then rows.
+
+    Return None if no bucket fits or the batch is planned already.
+    """
     if (
         not batch.needs_forward_metadata_init()
         or batch.scoring
@@ -62,7 +63,7 @@ def bucket_for(batch: ForwardBatch, buckets: Iterable[GraphBucket]) -> GraphBuck
 
 
 def pad_batch(batch: ForwardBatch, bucket: GraphBucket) -> ForwardBatch:
-    """The batch's rows, then padding; without a marker. All tensors on the host."""
+    """Return an unmarked batch of the rows of `batch` and padding. All tensors are on the host."""
     lens = _padding_lens(batch, bucket)
     num_tokens, num_rows = sum(lens), len(lens)
     width = max([batch.page_tables.shape[1], *lens])
@@ -86,7 +87,7 @@ def pad_batch(batch: ForwardBatch, bucket: GraphBucket) -> ForwardBatch:
 
 
 def padding_alone(bucket: GraphBucket) -> ForwardBatch:
-    """The batch a capture is made with: every row is padding."""
+    """Return a batch of padding rows only, to capture a bucket with."""
     none = torch.empty(0, dtype=torch.int64)
     return pad_batch(
         ForwardBatch(
@@ -127,7 +128,7 @@ def _padding_lens(batch: ForwardBatch, bucket: GraphBucket) -> tuple[int, ...]:
 
 
 def _padded_trees(batch: ForwardBatch, lens: Sequence[int], bucket: GraphBucket) -> SpecInfo:
-    """Padding is roots where there is a mask, else chains."""
+    """Return `batch`'s trees and padding: roots if the bucket is masked, else chains."""
     info = batch.spec_info
     assert isinstance(info, SpecInfo), "only such batches find a bucket"
     rows = tuple(

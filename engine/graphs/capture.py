@@ -1,4 +1,4 @@
-"""Capturing device work once and replaying it: what a runner needs of it, and CUDA graphs."""
+"""Capture and replay of device work: the protocol for a runner, and CUDA graphs."""
 
 from collections.abc import Callable
 from typing import Protocol
@@ -7,37 +7,45 @@ import torch
 
 from runtime.errors import ConfigError
 
-_WARM_UPS = 2  # what is compiled, tuned or allocated on first use must be so before the capture
+# Compilation, tuning and allocation on first use must happen before the capture.
+_WARM_UPS = 2
 
 
 class Graph(Protocol):
-    """Captured work. It reads and writes the memory it was captured with, and runs no Python."""
+    """A captured sequence of device work.
+
+    It reads and writes the memory that it was captured with, and runs no Python.
+    """
 
     def replay(self) -> None:
-        """Start the work again, on the current stream."""
+        """Start the work again on the current stream."""
         ...
 
 
 class Capture(Protocol):
     def capture(self, name: str, forward: Callable[[], None]) -> Graph:
-        """Run `forward` until it has settled and once more to record what it starts on the device.
+        """Run `forward` to warm it up, then once more to record its device work.
 
         Raises:
-            ConfigError: it does what cannot be captured, or memory ran out; the message has `name`.
+            ConfigError: the forward cannot be captured, or memory ran out. The message contains
+                `name`.
         """
         ...
 
 
 class CudaCapture:
-    """A `Capture` by CUDA graphs of one device. All share one memory pool: they are replayed one
-    after the other, on one stream, and what outlives a replay lies outside of the pool."""
+    """A `Capture` that uses CUDA graphs of one device.
+
+    All graphs share one memory pool, because they are replayed one after another on one stream.
+    Memory that must outlive a replay is outside the pool.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._pool = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def capture(self, name: str, forward: Callable[[], None]) -> Graph:
-        """See `Capture.capture`."""
+        """Implement `Capture.capture`."""
         graph, current = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._stream.device)
         try:
             self._stream.wait_stream(current)
@@ -45,7 +53,7 @@ class CudaCapture:
                 for _ in range(_WARM_UPS):
                     forward()
             current.wait_stream(self._stream)
-            # Other threads of this process may use the device meanwhile.
+            # Other threads of this process may use the device at the same time.
             with torch.cuda.graph(
                 graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"
             ):

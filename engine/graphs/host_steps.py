@@ -1,15 +1,17 @@
-"""Steps on the host as recordings, one for each shape of batch, made when such a step comes again:
-decode and verify steps, and whole chunks of prompts.
+"""Recorded steps on the host, one recording per shape of batch.
+
+A recording is made when a shape comes again: of decode and verify steps, and of whole chunks of
+prompts.
 
     the first two   batch ─▶ plan ─▶ the forward
     the third       batch ─▶ plan ─▶ the forward, recorded as it runs
     later ones      batch ─▶ plan ─▶ refill inputs and plan ─▶ replay
 
-To record takes as long as three to five steps, and what layers make once for all steps is there by
-then.
+Recording takes as long as three to five steps. By the third step, the layers have built what they
+build once for all steps.
 
-Nothing is padded: a recording costs hardly more than the step that it is made of. Its results lie
-in memory of its own and are valid until it is replayed.
+Nothing is padded: a recording costs hardly more than the step that it records. Its results have
+their own memory and are valid until it is replayed.
 """
 
 import logging
@@ -38,18 +40,20 @@ from engine.graphs.recorded import (
 )
 from engine.memory.layout import NULL_INDEX
 
-EAGER_FIRST = 2  # steps of a shape before it is recorded
+EAGER_FIRST = 2  # steps of a shape that run before it is recorded
 
 logger = logging.getLogger(__name__)
 
 
 class OtherShapeError(Exception):
-    """What a step is given is not what it was recorded with; the message has both."""
+    """The inputs of a step differ from those of its recording. The message names both."""
 
 
 class _RowLengths(Sequence[int]):
-    """What a recording must not depend on. No tuple: numpy reads one without calling anything of
-    it."""
+    """Row lengths that a recording must not depend on: reading one stops the recording.
+
+    It is not a tuple, because numpy reads a tuple without calling its methods.
+    """
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self._lengths = lengths
@@ -64,14 +68,16 @@ class _RowLengths(Sequence[int]):
     def __getitem__(self, place: slice) -> Sequence[int]: ...
 
     def __getitem__(self, place: int | slice) -> int | Sequence[int]:
-        cannot_record("a forward that reads how long its rows are")
+        cannot_record("a forward that reads the lengths of its rows")
         return self._lengths[place]
 
 
 @dataclass
 class RecordedStep:
-    """The batch that a step was recorded with, whose tensors and plans the recording reads, what it
-    had from the stage before, and what it gave."""
+    """The recording of one step, with the batch, inputs and results of the recorded run.
+
+    The recording reads the tensors and plans of that batch.
+    """
 
     batch: ForwardBatch
     states: object
@@ -81,8 +87,10 @@ class RecordedStep:
 
 
 class HostSteps:
-    """The recorded steps of one stage. What `run` returns as logits is valid until the next
-    `run`."""
+    """The recorded steps of one stage.
+
+    The logits that `run` returns are valid until the next `run`.
+    """
 
     plans_share_memory = False
 
@@ -98,10 +106,13 @@ class HostSteps:
         observer: Callable[[ForwardBatch, int], None] | None = None,
         num_eager: int = EAGER_FIRST,
     ) -> None:
-        """Steps of up to `max_rows` rows are recorded, and of prompts what has `chunk_tokens`
-        tokens, as most of a long one has; of each shape the one after `num_eager`. `states` plans
-        for `recurrent`. `observer` is called for each layer as it completes, but for all at the end
-        of the step that is recorded."""
+        """Create an object without recordings.
+
+        Steps of up to `max_rows` rows are recorded, and prompt chunks of exactly `chunk_tokens`
+        tokens, which most chunks of a long prompt have. The step after the first `num_eager` of a
+        shape is recorded. `states` plans for `recurrent`. `observer` is called for each layer when
+        it completes; for the recorded step, it is called for all layers at the end.
+        """
         self._model, self._attention, self._states = model, attention, states
         self._max_rows, self._chunk_tokens = max_rows, chunk_tokens
         self.observer = observer
@@ -116,8 +127,10 @@ class HostSteps:
         self.num_recorded, self.num_replays = 0, 0
 
     def bucket_for(self, batch: ForwardBatch) -> GraphBucket | None:
-        """The shape of a batch, planned or not: of rows of one length that draw, or one whole chunk
-        of a prompt. None for what runs eagerly."""
+        """Return the shape of a batch, planned or not, or None if it must run eagerly.
+
+        A shape has sampling rows of equal length, or one whole chunk of a prompt.
+        """
         if (
             batch.mode in self._not_recorded
             or batch.scoring
@@ -147,10 +160,10 @@ class HostSteps:
         )
 
     def run(self, batch: ForwardBatch, bucket: GraphBucket, given: StageOutput) -> StageOutput:
-        """The forward of a planned batch that `bucket_for` found this bucket for. `given` as in
-        `StageExecutor.run`.
+        """Run the forward of a planned batch for which `bucket_for` returned `bucket`.
 
-        What its recording does not fit runs eagerly."""
+        `given` is as in `StageExecutor.run`. Inputs that do not fit the recording run eagerly.
+        """
         self._running, step = batch, self._steps.get(bucket)
         if step is not None and step.batch.page_tables.shape[1] >= batch.page_tables.shape[1]:
             try:
@@ -176,7 +189,7 @@ class HostSteps:
     def _recorded(
         self, batch: ForwardBatch, bucket: GraphBucket, given: StageOutput
     ) -> StageOutput:
-        """Run the batch, with tables for up to twice as many pages of a row."""
+        """Run and record the batch, with page tables that have room for up to twice the pages."""
         own = replace(
             batch,
             plan_mark=None,
@@ -216,12 +229,12 @@ class HostSteps:
 
 
 def watch_lengths(batch: ForwardBatch) -> None:
-    """Of a planned batch, of which a recording is made."""
+    """Make a recording fail if it reads the context lengths of this planned batch."""
     batch.context_lens = cast("tuple[int, ...]", _RowLengths(batch.context_lens))
 
 
 def _handed_on(output: StageOutput) -> StageOutput:
-    """With copies of what is sent while the next step may run."""
+    """Return the output with copies of the tensors that are sent while the next step may run."""
     return replace(
         output,
         hidden=None if output.hidden is None else output.hidden.clone(),
@@ -232,7 +245,11 @@ def _handed_on(output: StageOutput) -> StageOutput:
 def _refill_step(
     step: RecordedStep, batch: ForwardBatch, states: object, given: StageOutput
 ) -> None:
-    """Raises OtherShapeError."""
+    """Fill the recording's inputs with those of `batch`.
+
+    Raises:
+        OtherShapeError: they do not fit.
+    """
     for kept, new in (
         (step.batch.token_ids, batch.token_ids),
         (step.batch.positions, batch.positions),
@@ -245,18 +262,22 @@ def _refill_step(
 
 
 def with_room(page_tables: Tensor) -> Tensor:
-    """page_tables: [R, P]. A copy for up to twice as many pages of a row, the further ones the null
-    page."""
+    """Return a copy of `page_tables` [R, P] with room for up to twice the pages per row.
+
+    The additional entries are the null page.
+    """
     width = page_tables.shape[1]
     return F.pad(page_tables, (0, (1 << width.bit_length()) - width), value=NULL_INDEX)
 
 
 def refill(kept: object, new: object) -> None:
-    """Give kept tensors, alone or in dataclasses and dictionaries, the values of new ones, of which
-    tables may be narrower; everything else must be the same.
+    """Copy the values of `new` into the tensors of `kept`, also within dataclasses and
+    dictionaries.
+
+    Page tables in `new` may be narrower. Everything else must be equal.
 
     Raises:
-        OtherShapeError: it is not. What came before it is filled.
+        OtherShapeError: something differs. The values before it have been copied.
     """
     if isinstance(kept, Tensor):
         if not isinstance(new, Tensor) or not _are_alike(kept, new):
@@ -277,7 +298,10 @@ def refill(kept: object, new: object) -> None:
 
 
 def _are_alike(kept: Tensor, new: Tensor) -> bool:
-    """Of one type and shape, or tables of as many rows, the new one not wider."""
+    """Return whether both have one dtype and shape, or are tables of as many rows.
+
+    A new table may be narrower.
+    """
     is_table = kept.dtype is torch.int32 and kept.dim() == new.dim() == 2
     return kept.dtype is new.dtype and (
         kept.shape == new.shape

@@ -1,9 +1,9 @@
-"""Work on the host as a recording: the kernels that it launched, and the operations of torch
-between them.
+"""Recordings of work on the host: kernel launches, and the torch operations between them.
 
-A recorded function reads and writes the memory that it had when it was recorded, runs no Python of
-its own and decides nothing. So whatever it decided on, shapes and lengths, must be the same when it
-runs again; what differs between two runs lies in tensors that are filled anew before.
+A recording reads and writes the memory that it had when it was recorded. It runs no Python of the
+function and decides nothing. So shapes, lengths and everything else that the function decided on
+must be the same in each run. What differs between two runs is in tensors that are refilled before a
+replay.
 """
 
 import math
@@ -36,9 +36,10 @@ _ALLOCATIONS = {
     _ops.new_empty.default,
     _ops.empty_strided.default,
 }
-_COPIES = {_ops.to.dtype, _ops.contiguous.default, _ops.clone.default}  # at most to another type
+# these convert to another dtype at most
+_COPIES = {_ops.to.dtype, _ops.contiguous.default, _ops.clone.default}
 _READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.__dlpack__}
-_ALIGNED_TO = 64  # bytes: a cache line
+_ALIGNED_TO = 64  # bytes of a cache line
 _CHUNK_BYTES = 4 << 20
 _UNKNOWN_TAGS = {
     torch.Tag.data_dependent_output,
@@ -48,31 +49,39 @@ _UNKNOWN_TAGS = {
 
 
 class CannotRecordError(Exception):
-    """What a function did depends on values, or is no operation on tensors; the message names the
-    first such thing."""
+    """The function's work depends on values, or is not an operation on tensors.
+
+    The message names the first such operation.
+    """
 
 
 class Recording:
-    """What a function did, to be done again by `replay`."""
+    """The recorded work of one function."""
 
     def __init__(self, steps: Sequence[Callable[[], object]], kept: Sequence[Tensor]) -> None:
         self._steps, self._kept = steps, kept
 
     @property
     def num_steps(self) -> int:
-        """Calls out of Python, each of which may be many launches."""
+        """Return the number of calls from Python. Each call may be many launches."""
         return len(self._steps)
 
     def replay(self) -> None:
-        """Raises InternalError: a kernel did not do all of its work."""
+        """Run the recorded work again.
+
+        Raises:
+            InternalError: a kernel did not complete its work.
+        """
         for step in self._steps:
             step()
 
 
 class Arena:
-    """Memory of recordings that are never replayed at the same time: what one leaves in it, another
-    overwrites. Within a recording memory is used again once no tensor needs it: launches come in
-    the same order in each replay."""
+    """Memory for recordings that are never replayed at the same time.
+
+    Recordings overwrite each other's contents. Within a recording, memory is reused as soon as no
+    tensor needs it, because each replay launches in the same order.
+    """
 
     def __init__(self) -> None:
         self._chunks: list[np.ndarray] = []
@@ -83,24 +92,24 @@ class Arena:
         return sum(map(len, self._chunks))
 
     def begin(self) -> None:
-        """A new recording, which may use all of it."""
+        """Begin a new recording, which may use all of the memory."""
         self._free: dict[int, list[np.ndarray]] = defaultdict(list)
         self._rests = list(self._chunks)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """As torch.empty."""
+        """Return a tensor of arena memory, as torch.empty does."""
         wanted = math.prod(shape) * dtype.itemsize
         size = -(-max(wanted, 1) // _ALIGNED_TO) * _ALIGNED_TO
         free = self._free[size]
         block = free.pop() if free else self._taken(size)
-        lent = block[
-            :wanted
-        ]  # by its array's life, which a tensor over the array and all its views prolong
+        # The block is free again when this array dies. A tensor over the array, or a view of it,
+        # keeps the array alive.
+        lent = block[:wanted]
         finalize(lent, free.append, block)
         return torch.from_numpy(lent).view(dtype).view(tuple(shape))
 
     def _taken(self, size: int) -> np.ndarray:
-        """From the first chunk that has so much left."""
+        """Return a block from the first chunk with enough free memory, or from a new chunk."""
         place = next((place for place, rest in enumerate(self._rests) if len(rest) >= size), None)
         if place is None:
             num_bytes = max(size, _CHUNK_BYTES)
@@ -115,10 +124,10 @@ class Arena:
 
 
 def record(function: Callable[[], object], arena: Arena) -> Recording:
-    """Run the function once, for good and to its end, and note what it does.
+    """Run the function once, to its end, and record its work.
 
     Raises:
-        CannotRecordError: it did what cannot be recorded. All that it does is done.
+        CannotRecordError: it did something that cannot be recorded. Its effects are complete.
     """
     arena.begin()
     notes = _Notes(arena)
@@ -132,19 +141,22 @@ def record(function: Callable[[], object], arena: Arena) -> Recording:
 
 
 def also_do(call: Callable[[], object]) -> None:
-    """In place of this, a recording that is being made calls that. Nothing where none is."""
+    """Make the active recording call `call` at this point. Do nothing without a recording."""
     if isinstance(notes := recorders.get(), _Notes):
         notes.add_call(call)
 
 
 def cannot_record(reason: str) -> None:
-    """What runs now depends on what a recording does not know. Nothing where none is being made."""
+    """Refuse the active recording, because the work depends on values it does not see.
+
+    Do nothing without a recording.
+    """
     if isinstance(notes := recorders.get(), _Notes):
         notes.refuse(reason)
 
 
 class _NoValues(TorchFunctionMode):
-    """Finds what reads values without an operation that `_Notes` sees."""
+    """A mode that detects reads of values that bypass the operations of `_Notes`."""
 
     def __torch_function__(
         self,
@@ -159,11 +171,11 @@ class _NoValues(TorchFunctionMode):
 
 
 class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees each launch and each operation of this thread."""
+    """A mode that notes each launch and each operation of this thread."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch would load its compiler, for a second, to keep it away from this class."""
+        """Return False: otherwise torch loads its compiler, for a second, to exclude this class."""
         return False
 
     def __init__(self, arena: Arena) -> None:
@@ -178,11 +190,11 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._steps.append(call)
 
     def refuse(self, reason: str) -> None:
-        """From here on nothing is noted."""
+        """Stop noting from here on."""
         self._refused = self._refused or reason
 
     def add_launch(self, function: int, arguments: bytes, seat_bytes: int) -> None:
-        """See `LaunchRecorder`."""
+        """Implement `LaunchRecorder.add_launch`."""
         launches = self._steps[-1] if self._steps else None
         if not isinstance(launches, list):
             launches = []
@@ -212,7 +224,7 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.refuse(str(func))
         elif func in _ALLOCATIONS:
             self._kept.append(result)
-        elif func._schema.is_mutable:  # noqa: SLF001 - the only place where torch says so
+        elif func._schema.is_mutable:  # noqa: SLF001 - torch has no public attribute for it
             self._steps.append(partial(func, *args, **kwargs))
         else:
             self._note_new(func, args, kwargs, result)
@@ -225,8 +237,7 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: Mapping[str, Any],
         result: Any,  # noqa: ANN401
     ) -> None:
-        """An operation that gives tensors: nothing to do again where they are views of its
-        arguments."""
+        """Note an operation that returns tensors. Views of its arguments need no replay."""
         results = result if isinstance(result, list | tuple) else [result]
         if not all(isinstance(each, Tensor) for each in results):
             self.refuse(str(func))
@@ -238,7 +249,11 @@ class _Notes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._steps.append(_again(func, args, kwargs, results))
 
     def recording(self) -> Recording:
-        """Raises CannotRecordError."""
+        """Return the recording.
+
+        Raises:
+            CannotRecordError: the work was refused.
+        """
         if self._refused:
             raise CannotRecordError(self._refused)
         seats, team = torch.empty(self._seat_bytes, dtype=torch.uint8), Team()
@@ -257,7 +272,7 @@ def _again(
     kwargs: Mapping[str, Any],
     results: Sequence[Tensor],
 ) -> Callable[[], object]:
-    """The operation once more, into the tensors that it gave."""
+    """Return a call that repeats the operation into the tensors that it returned."""
     if func in _COPIES:
         return partial(results[0].copy_, args[0])
     if (into := _into(func)) is not None:
@@ -276,9 +291,10 @@ def _again(
 
 @cache
 def _into(func: Any) -> tuple[Any, tuple[str, ...]] | None:  # noqa: ANN401
-    """The same operation into tensors that are there already, and its names for these; None where
-    torch has none. It saves a new tensor and a copy, half of the time of an operation on few
-    rows."""
+    """Return the overload that writes into existing tensors, with its names for them, or None.
+
+    It saves a new tensor and a copy, which is half of the time of an operation on few rows.
+    """
     wanted = [(argument.name, argument.type) for argument in func._schema.arguments]  # noqa: SLF001 - as above
     for name in func.overloadpacket.overloads():
         overload = getattr(func.overloadpacket, name)
@@ -291,14 +307,14 @@ def _into(func: Any) -> tuple[Any, tuple[str, ...]] | None:  # noqa: ANN401
 
 
 def _depends_on_values(func: Any, args: tuple[Any, ...]) -> bool:  # noqa: ANN401
-    """Or makes a tensor of what is no tensor, which would stay what it is now."""
-    if func is _ops.index.Tensor:  # the shape of its result may depend on masks only
+    """Return whether the result depends on values, or wraps a constant of the current run."""
+    if func is _ops.index.Tensor:  # only masks can make the shape of the result depend on values
         return any(tensor.dtype is torch.bool for tensor in _tensors(args[1:]))
     return func is _ops.lift_fresh.default or bool(_UNKNOWN_TAGS.intersection(func.tags))
 
 
 def _kernel_for(func: Any, args: tuple[Any, ...]) -> Callable[[], Tensor] | None:  # noqa: ANN401
-    """What has the bits of an operation, as launches."""
+    """Return launches with the same bits as an operation, or None if there are none."""
     team = Team()
     if func is _ops.add.Tensor and _are_rows(*args):
         return lambda: add_rows(args[0], args[1], team)
@@ -331,7 +347,7 @@ def _kernel_for(func: Any, args: tuple[Any, ...]) -> Callable[[], Tensor] | None
 
 
 def _are_columns(parts: Sequence[Tensor]) -> bool:
-    """Of one type that kernels know, [T, n] each, dense within rows."""
+    """Return whether all parts are [T, n] of one dtype with kernels, and dense within rows."""
     return all(
         part.dim() == 2
         and part.dtype is parts[0].dtype
@@ -359,12 +375,12 @@ def _are_rows(first: object, second: object) -> bool:
 
 
 def _are_apart(x: Tensor) -> bool:
-    """Rows that are dense, each by itself."""
+    """Return whether `x` is not contiguous but each of its rows is."""
     return has_kernels(x.dtype) and not x.is_contiguous() and x.dim() > 1 and x[0].is_contiguous()
 
 
 def _storage(tensor: Tensor) -> int:
-    """The address of what it is a view of."""
+    """Return the address of the storage that the tensor is a view of."""
     storage = tensor.untyped_storage()
     return storage.data_ptr()
 

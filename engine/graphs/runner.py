@@ -1,11 +1,11 @@
-"""A stage's forwards as captured graphs: padded to a bucket, planned anew, replayed.
+"""Captured forwards of a stage: padded to a bucket, planned again, and replayed.
 
     capture   per bucket: a batch of padding, planned and marked ─▶ warm-up ─▶ the forward, recorded
     replay    batch ─▶ pad ─▶ plan on the bucket's wrapper ─▶ refill inputs ─▶ check the plan ─▶ replay ─▶ real rows
 
-A replay does not read the batch: its inputs lie in memory that keeps its place and is refilled
-before, and the plan in the buffers of the bucket's wrapper. A plan serves one replay, so none can
-run on what an earlier one left.
+A replay does not read the batch. Its inputs are in memory with fixed addresses that is refilled
+before each replay, and its plan is in the buffers of the bucket's wrapper. A plan serves one
+replay, so no replay can use the plan of an earlier one.
 """
 
 import logging
@@ -31,68 +31,74 @@ logger = logging.getLogger(__name__)
 
 
 class GraphAttention(AttentionBackend, Protocol):
-    """Attention that can be captured."""
+    """Attention that supports capture."""
 
     def reserve(self, buckets: Sequence[GraphBucket]) -> None:
-        """From now on a batch padded to one of these buckets is planned in memory of the bucket's
-        own."""
+        """Reserve memory per bucket. Batches padded to it are planned in this memory from now on."""
         ...
 
     def check_current(self, batch: ForwardBatch) -> object:
-        """The plan of a batch, if the memory of its bucket still holds it. Raises
-        StalePlanError."""
+        """Return the plan of a batch that the memory of its bucket still holds.
+
+        Raises:
+            StalePlanError: the memory holds another plan.
+        """
         ...
 
 
 class GraphRecurrent(RecurrentBackend, Protocol):
-    """Recurrent layers that can be captured."""
+    """Recurrent layers that support capture."""
 
     def reserve(self, buckets: Sequence[GraphBucket]) -> None:
-        """See `GraphAttention.reserve`."""
+        """Reserve memory per bucket, as `GraphAttention.reserve` does."""
         ...
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Prepare what the batch's forward reads, before it."""
+        """Write the inputs that the batch's forward reads, before the forward."""
         ...
 
 
 class Replays(Protocol):
-    """A stage's forwards as recordings of some kind."""
+    """Forwards of a stage that are replayed, from graphs or recordings."""
 
     @property
     def plans_share_memory(self) -> bool:
-        """Whether the next batch may be planned only when the one before has run."""
+        """Return whether the next batch may be planned only after the previous one has run."""
         ...
 
     @property
     def observer(self) -> Callable[[ForwardBatch, int], None] | None:
-        """What `run` calls for each layer that is done."""
+        """Return the callback for each completed layer, or None."""
         ...
 
     def bucket_for(self, batch: ForwardBatch) -> GraphBucket | None:
-        """What to run the batch in; None for what runs eagerly."""
+        """Return the bucket to run the batch in, or None if it must run eagerly."""
         ...
 
     def run(self, batch: ForwardBatch, bucket: GraphBucket, given: StageOutput) -> StageOutput:
-        """The forward of a batch that `bucket_for` found this bucket for. `given` as in
-        `StageExecutor.run`. Logits are valid until the next `run`."""
+        """Run the forward of a batch for which `bucket_for` returned `bucket`.
+
+        `given` is as in `StageExecutor.run`. Logits are valid until the next `run`.
+        """
         ...
 
 
 @dataclass
 class CapturedForward:
-    """One bucket's graph and the batch it was captured with, whose mark is that of the latest
-    plan."""
+    """One bucket's graph and the batch it was captured with.
+
+    The mark of that batch is the one of the latest plan.
+    """
 
     attention: GraphAttention
     batch: ForwardBatch
     graph: Graph
 
     def replay(self, planned: ForwardBatch) -> None:
-        """Run on the plan of `planned`, a batch padded to the same bucket.
+        """Replay with the plan of `planned`, a batch padded to the same bucket.
 
         Raises:
-            StalePlanError: there is no such plan, another took its place, or a replay has used it.
+            StalePlanError: the plan is missing, was replaced, or has served a replay.
         """
         if planned.graph_bucket != self.batch.graph_bucket:
             raise StalePlanError(
@@ -106,8 +112,10 @@ class CapturedForward:
 
 
 class StageGraphs:
-    """The captured forwards of one stage. What `run` returns as logits is valid until the next
-    `run`."""
+    """The captured forwards of one stage.
+
+    The logits that `run` returns are valid until the next `run`.
+    """
 
     plans_share_memory = True
     observer = None  # the layers of a captured forward cannot be observed one by one
@@ -122,12 +130,13 @@ class StageGraphs:
         capture: Capture,
         device: torch.device,
     ) -> None:
-        """Nothing is captured before `capture_all`."""
+        """Reserve memory for all buckets. `capture_all` captures them."""
         self._model = model
         self._attention = attention
         self._recurrent = recurrent
         self._context = ForwardContext(attention, recurrent)
-        # The largest first: the smaller ones then fit into memory that it has left in the pool.
+        # The largest comes first. Smaller ones then fit into the memory that it has left in the
+        # pool.
         self._buckets = sorted(buckets, key=lambda bucket: bucket.num_tokens, reverse=True)
         self._capture = capture
         self._device = device
@@ -152,29 +161,36 @@ class StageGraphs:
 
     @torch.inference_mode()
     def capture_all(self) -> None:
-        """Capture every bucket. Raises ConfigError naming the one that could not be."""
+        """Capture every bucket.
+
+        Raises:
+            ConfigError: a bucket could not be captured; the message names it.
+        """
         use_in_this_thread(self._device)
         for bucket in self._buckets:
             self._captured[bucket] = self._captured_forward(bucket)
         logger.info("captured %d graphs, up to %s", self.num_captured, self._buckets[0])
 
     def bucket_for(self, batch: ForwardBatch) -> GraphBucket | None:
-        """The captured bucket to run a batch in; None for what runs eagerly: larger batches,
-        prompts, and what was planned already."""
+        """Return the captured bucket to run a batch in, or None if it must run eagerly.
+
+        Larger batches, prompts and planned batches run eagerly.
+        """
         return shapes.bucket_for(batch, self._captured)
 
     def run(self, batch: ForwardBatch, bucket: GraphBucket, given: StageOutput) -> StageOutput:
-        """The forward of a batch that `bucket_for` found this bucket for. `given` as in
-        `StageExecutor.run`, on the device."""
+        """Run the forward of a batch for which `bucket_for` returned `bucket`.
+
+        `given` is as in `StageExecutor.run`, on the device.
+        """
         padded = shapes.pad_batch(batch, bucket)
         self._plan(padded)
         tokens = {} if batch.token_ids is None else {"token_ids": batch.token_ids}
         self._inputs.refill({**tokens, "positions": batch.positions})
         if self._hidden is not None and given.hidden is not None:
             self._hidden[: batch.num_tokens] = given.hidden
-            self._hidden[batch.num_tokens : bucket.num_tokens] = float(
-                "nan"
-            )  # not those of an earlier batch
+            # NaN, so that padding cannot use values of an earlier batch.
+            self._hidden[batch.num_tokens : bucket.num_tokens] = float("nan")
         self._captured[bucket].replay(padded)
         return self._results(batch, given)
 
@@ -200,8 +216,10 @@ class StageGraphs:
         self._recurrent.prepare(batch)
 
     def _results(self, batch: ForwardBatch, given: StageOutput) -> StageOutput:
-        """The rows of the batch; what is handed on as copies, because the next replay may come
-        before it is sent."""
+        """Return the results of the batch's rows.
+
+        Hidden states are copied, because the next replay may begin before they are sent.
+        """
         count, handed = batch.num_tokens, dict(given.aux_hidden)
         for name, result in self._outputs.items():
             if isinstance(name, int):
@@ -221,7 +239,7 @@ class StageGraphs:
 
 
 def _parts(output: StageOutput) -> dict[str | int, Tensor]:
-    """What a forward gives, by name or, if captured for a draft, by layer id."""
+    """Return the outputs of a forward by name; those captured for a draft by layer id."""
     parts: dict[str | int, Tensor | None] = {"hidden": output.hidden, "logits": output.logits}
     for layer_id, hidden in output.aux_hidden.items():
         parts[layer_id] = hidden

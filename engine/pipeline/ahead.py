@@ -1,11 +1,11 @@
-"""A single stage whose next step is prepared while one computes.
+"""A single stage that prepares its next step while one computes.
 
     engine thread   schedule, plan N+1 ──────────────▶ publish N, schedule, plan N+2 ──▶ …
-    steps' thread   compute N, draw ─▶ put N's tokens into N+1, compute, draw ──────────▶ …
+    steps' thread   compute N, sample ─▶ put N's tokens into N+1, compute, sample ──────▶ …
 
-Rows of N+1 whose token N draws come with `NOT_DRAWN` in its place. Everything else of the batch is
-as it would be if it had been made behind N: positions, pages, the plan and its mark. So what is
-computed has the same bits.
+Rows of N+1 that need a token of N have `NOT_DRAWN` in its place. Everything else in the batch is as
+if it had been built after N: positions, pages, the plan and its mark. So the results have the same
+bits.
 """
 
 import queue
@@ -24,38 +24,42 @@ STEPS_THREAD = "engine steps"
 
 
 class AheadStage:
-    """Satisfies `Pipeline`. Belongs to the engine thread, but for `wake`; `close` ends its own
-    thread."""
+    """A `Pipeline` that computes on a thread of its own.
+
+    The engine thread owns it; only `wake` may be called by others. `close` ends the thread.
+    """
 
     depth = 2
     runs_apart = True
 
     def __init__(self, stage: Pipeline, executor: StageExecutor) -> None:
-        """`stage`: of one process, whose whole model `executor` runs. It belongs to the steps'
-        thread from here on."""
+        """Start the steps' thread, which owns `stage` from here on.
+
+        `stage` has one process, and `executor` runs its whole model.
+        """
         self._stage = stage
         self._executor = executor
         self._launched: queue.SimpleQueue[ForwardBatch | None] = queue.SimpleQueue()
-        self._ended: queue.SimpleQueue[StepResult | Exception | None] = (
-            queue.SimpleQueue()
-        )  # None: `wake` was called
+        # None means that `wake` was called.
+        self._ended: queue.SimpleQueue[StepResult | Exception | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=STEPS_THREAD, daemon=True)
         self._thread.start()
 
     def launch(self, step: Step) -> None:
-        """Plan the step, while the one before it may compute, and queue it."""
+        """Plan the step while the previous one may compute, and queue it."""
         (batch,) = step
         if batch is None:
             raise ValueError("a step of the only data rank has a batch")
-        with suppress(
-            Exception
-        ):  # without a mark `run` plans again, and what that raises is the step's error
+        # Without a mark `run` plans again, and an error there is the step's error.
+        with suppress(Exception):
             self._executor.plan_ahead(batch)
         self._launched.put(batch)
 
     def collect(self, timeout_s: float) -> StepResults | None:
-        """See `Pipeline.collect`. Raises what broke the stage, after which no other result
-        comes."""
+        """Implement `Pipeline.collect`.
+
+        It raises the error that broke the stage. No result follows it.
+        """
         try:
             ended = self._ended.get(timeout=timeout_s)
         except queue.Empty:
@@ -68,7 +72,7 @@ class AheadStage:
         self._ended.put(None)
 
     def close(self, timeout_s: float = 10) -> None:
-        """End the thread behind the steps that are queued. One that hangs stays."""
+        """End the thread after the queued steps. A thread that hangs is left alone."""
         self._launched.put(None)
         self._thread.join(timeout_s)
 
@@ -83,15 +87,18 @@ class AheadStage:
                 (result,) = results
                 assert result is not None
                 drawn = drawn_tokens(batch, result)
-            except Exception as error:  # noqa: BLE001 - the engine thread gets it from `collect`
+            except Exception as error:  # noqa: BLE001 - `collect` raises it in the engine thread
                 self._ended.put(error)
                 return
             self._ended.put(result)
 
 
 def put_drawn(batch: ForwardBatch, drawn: Mapping[int, int]) -> None:
-    """Replace `NOT_DRAWN` by what the step before has drawn, by request. A request that it has
-    drawn nothing for has failed with it: its row computes token 0, of which nothing is kept."""
+    """Replace `NOT_DRAWN` by the tokens that the previous step sampled, by request.
+
+    A request without such a token has failed in that step. Its row computes token 0, and its
+    results are dropped.
+    """
     if batch.token_ids is None or not (batch.token_ids == NOT_DRAWN).any():
         return
     keys = [
@@ -111,7 +118,7 @@ def put_drawn(batch: ForwardBatch, drawn: Mapping[int, int]) -> None:
 
 
 def drawn_tokens(batch: ForwardBatch, result: StepResult) -> Mapping[int, int]:
-    """By request; none of a step that failed."""
+    """Return the sampled tokens by request, empty if the step failed."""
     if result.error is not None:
         return {}
     drawing = [

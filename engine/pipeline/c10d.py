@@ -1,6 +1,7 @@
-"""What of torch.distributed's process groups is used here, typed where its stubs are silent. Each
-object is made by its own constructor: `torch.distributed.init_process_group` would make one for the
-whole process.
+"""Types for the process groups of torch.distributed, where its stubs have none.
+
+Each object is made by its own constructor, because `torch.distributed.init_process_group` would
+create one for the whole process.
 """
 
 from datetime import timedelta
@@ -14,13 +15,13 @@ __all__ = ["PointToPoint", "PrefixStore", "Store", "TCPStore", "Work", "gloo_gro
 
 
 class Work(Protocol):
-    """An operation under way."""
+    """A running operation."""
 
     def wait(self, timeout: timedelta = ...) -> bool: ...
 
 
 class PointToPoint(Protocol):
-    """A process group. Its operations start in the order of the calls; a tag must be given."""
+    """A process group. Operations start in the order of the calls, and each needs a tag."""
 
     def send(self, tensors: list[Tensor], dst_rank: int, tag: int) -> Work: ...
 
@@ -45,10 +46,13 @@ class _GlooFactory(Protocol):
 
 
 def gloo_group(store: Store, rank: int, size: int, *, host: str, timeout_s: float) -> PointToPoint:
-    """Listens at `host`. Blocks until all are there; raises RuntimeError when they are not in
-    time."""
+    """Create a Gloo group that listens at `host`, and block until all members have joined.
+
+    Raises:
+        RuntimeError: not all members joined in time.
+    """
     factory = cast(_GlooFactory, ProcessGroupGloo)
-    options = factory._Options()  # noqa: SLF001 - it has no other name
+    options = factory._Options()  # noqa: SLF001 - there is no public name
     options._timeout = timedelta(seconds=timeout_s)  # noqa: SLF001
     options._devices = [factory.create_device(hostname=host)]  # noqa: SLF001
     return factory(store, rank, size, options)

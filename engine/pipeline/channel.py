@@ -1,9 +1,9 @@
-"""How one stage hands a batch to the next. The worker injects it.
+"""The channels between the stages of a pool. The worker injects them.
 
-A *packet* is a record (bytes, made on the host) and the tensors that belong to it, which lie where
-the stage computes. A `FrameChannel` carries frames: UCX between processes, mailboxes within one. A
-`StageChannel` carries packets over it, each as one frame (`engine/pipeline/frames.py`), the tensors
-within the frame or, where every stage has a device of its own, beside it from device to device.
+A *packet* is a record (bytes on the host) and its tensors, which are on the stage's device. A
+`FrameChannel` carries frames: over UCX between processes, through mailboxes within one. A
+`StageChannel` carries packets over it, each as one frame (`engine/pipeline/frames.py`). Tensors are
+part of the frame. If every stage has its own device, they travel from device to device instead.
 """
 
 from collections.abc import Sequence
@@ -17,18 +17,18 @@ FrameBytes = bytes | bytearray | memoryview
 
 
 class PacketKind(IntEnum):
-    """What a packet is, and who gets it."""
+    """The kind of a packet, which also determines its receiver."""
 
     BATCH = 1  # to the next stage
-    RESULT = 2  # last stage to stage 0
-    ERROR = 3  # a stage could not run a batch; passed on to stage 0
-    PART = 4  # between the ranks of a stage: what one has of a product
-    FAULT = 5  # likewise: it could not run the batch
+    RESULT = 2  # from the last stage to stage 0
+    ERROR = 3  # a stage could not run a batch; forwarded to stage 0
+    PART = 4  # between ranks of a stage: one rank's part of a product
+    FAULT = 5  # between ranks of a stage: the rank could not run the batch
 
 
 @dataclass(frozen=True)
 class Packet:
-    """What goes from stage to stage at once. `sequence` is the number of the batch it is about."""
+    """One message from stage to stage. `sequence` is the number of its batch."""
 
     record: FrameBytes
     tensors: tuple[Tensor, ...] = ()
@@ -37,37 +37,52 @@ class Packet:
 
 
 class StageChannel(Protocol):
-    """One process's way to every other stage of its pool. Packets arrive whole, in order per
-    sender.
+    """A connection of one process to all other stages of its pool.
 
-    Frames may go to any stage, tensors only to the next. A channel belongs to one thread (the
-    engine thread). Packets larger than the limit agreed at construction are refused by `send`
-    before anything leaves.
+    Packets arrive whole, and in order per sender. Frames may be sent to any stage, tensors only to
+    the next. A channel belongs to one thread, the engine thread. `send` rejects packets above the
+    limit agreed at construction before it sends any part of them.
     """
 
     def send(self, rank: int, packet: Packet, *, timeout_s: float) -> None:
-        """Returns when record and tensors may be overwritten (tensors by work launched from here
-        on). Raises PeerLostError when the peer is gone, DeadlineError on time."""
+        """Send a packet, and return when its record and tensors may be overwritten.
+
+        Tensors may be overwritten by work that is launched from then on.
+
+        Raises:
+            PeerLostError: the peer is lost.
+            DeadlineError: `timeout_s` passed.
+        """
         ...
 
     def receive(self, rank: int, *, timeout_s: float) -> Packet | None:
-        """The next packet from `rank`, its record valid until the next call, its tensors complete
-        and the caller's own; None when none came in time. Raises PeerLostError; IntegrityError
-        naming the stage and the frame for bytes that are not those that were sent, after which the
-        stage counts as lost."""
+        """Return the next packet from `rank`, or None on timeout.
+
+        Its record is valid until the next call. Its tensors are complete and belong to the caller.
+
+        Raises:
+            PeerLostError: the stage is lost.
+            IntegrityError: the bytes differ from those sent. The message names stage and frame. The
+                stage counts as lost from then on.
+        """
         ...
 
     def wake(self) -> None:
-        """Make a `receive` that waits in the owner's thread return early. The one call other
-        threads may make."""
+        """Make a waiting `receive` of the owner's thread return early.
+
+        Other threads may make no other call.
+        """
         ...
 
     def close(self) -> None: ...
 
 
 class PartPiece(NamedTuple):
-    """What a rank of a stage sends to others within batch `sequence`: bytes of its part of exchange
-    `number` (PART), or why it could not run the batch (FAULT)."""
+    """A message between ranks of a stage within batch `sequence`.
+
+    It holds bytes of the sender's part of exchange `number` (PART), or the reason why the sender
+    could not run the batch (FAULT).
+    """
 
     kind: PacketKind
     sequence: int
@@ -76,55 +91,66 @@ class PartPiece(NamedTuple):
 
 
 class PartChannel(Protocol):
-    """Between the ranks of a stage. Pieces arrive in order per sender."""
+    """A connection between the ranks of a stage. Pieces arrive in order per sender."""
 
     @property
     def max_bytes(self) -> int:
-        """Of a piece; longer parts go in several."""
+        """Return the size limit of a piece. Longer parts are sent in several pieces."""
         ...
 
     def begin(self, sequence: int) -> None:
-        """A batch begins; what others have sent for those before it is of no use any more."""
+        """Begin a batch. Pieces of earlier batches are dropped."""
         ...
 
     def send(self, ranks: Sequence[int], piece: PartPiece, *, timeout_s: float) -> None:
-        """To several ranks; returns when its bytes may be overwritten. Raises as
-        `StageChannel.send`."""
+        """Send a piece to several ranks, and return when its bytes may be overwritten.
+
+        It raises the errors of `StageChannel.send`.
+        """
         ...
 
     def receive(self, rank: int, into: memoryview, *, timeout_s: float) -> PartPiece | None:
-        """As `StageChannel.receive`; its bytes lie in `into` where they are as many, else they are
-        the caller's own."""
+        """Return the next piece, as `StageChannel.receive` does.
+
+        Its bytes are in `into` if the sizes are equal. Otherwise they belong to the caller.
+        """
         ...
 
     def abandon(self) -> None:
-        """The pool is broken: waits of the owner's thread return early, or raise PeerLostError.
-        From any thread."""
+        """Make waits of the owner's thread return early or raise PeerLostError.
+
+        The pool is broken. Any thread may call it.
+        """
         ...
 
 
 class FrameChannel(Protocol):
-    """See `StageChannel`, of frames only. Where frames travel between processes, the channel
-    authenticates them."""
+    """A `StageChannel` for frames only. Between processes, it authenticates them."""
 
     @property
     def head_bytes(self) -> int:
-        """How many bytes at the start of each frame are the channel's own: it fills them in, and
-        hands frames out without them."""
+        """Return the number of bytes at the start of each frame that the channel uses.
+
+        The channel fills them in on sending, and removes them on receipt.
+        """
         ...
 
     def send(self, rank: int, frame: bytearray, *, timeout_s: float) -> None: ...
 
     def receive(self, rank: int, *, timeout_s: float) -> memoryview | None:
-        """As `StageChannel.receive`, of the frame."""
+        """Return the next frame, as `StageChannel.receive` returns a packet."""
         ...
 
     def check(self, rank: int) -> None:
-        """Raises PeerLostError when `rank` is known to be gone."""
+        """Check the connection to `rank`.
+
+        Raises:
+            PeerLostError: `rank` is known to be lost.
+        """
         ...
 
     def fail(self, rank: int, reason: str) -> None:
-        """`rank` is gone: waits for it end with PeerLostError. From any thread."""
+        """Mark `rank` as lost: waits for it end with PeerLostError. Any thread may call it."""
         ...
 
     def wake(self) -> None: ...

@@ -1,19 +1,21 @@
-"""Frames between the stages of a pool: one header, a table of the tensors, the record, and the
-tensors' bytes where they travel within the frame.
+"""Frames between the stages of a pool.
 
-    head     of the channel's own length, filled in by it: what it recognizes the frame by
+A frame has a header, a table of the tensors, the record, and the bytes of tensors that travel
+within the frame.
+
+    head     filled in by the channel, which identifies the frame by it; its length is the channel's
     header   <4s BBB x H xx I Q     magic, schema, kind, route, tensors, bytes of the record, sequence
     tensors  <BB xx 3I each         dtype code, dims, first three extents (0 where absent)
     record   see `engine/pipeline/records.py`
-    run      the tensors one after the other, each at a multiple of 64 from its start, which is one, too
+    run      the tensors in order; the run and each tensor begin at a multiple of 64
 
-The channel between processes authenticates all of it (`transfer/transport/forming.py`): whatever of
-a frame was changed on its way, or comes from elsewhere, is noticed before anything is read from it.
-Tensors beside their frame are not in it, because no host sees them: there the links' own checks
-protect them from damage (a CRC with replay on NVLink, PCIe and InfiniBand; TCP's checksum where
-NCCL or gloo use sockets), and the frame protects their number, dtypes and shapes.
+The channel between processes authenticates the whole frame (`transfer/transport/forming.py`). A
+frame that was changed on its way, or comes from elsewhere, is detected before it is parsed. Tensors
+beside their frame are not in it, because no host sees them. The links' own checks protect them from
+damage: a CRC with replay on NVLink, PCIe and InfiniBand, and TCP's checksum if NCCL or Gloo use
+sockets. The frame protects their number, dtypes and shapes.
 
-The tensors of one packet lie in one flat run of bytes: so they are one message between devices, and
+The tensors of one packet are in one flat run of bytes. So they are one message between devices, and
 one copy between host memory and a device.
 """
 
@@ -38,14 +40,14 @@ _MAX_DIMS = 3
 
 
 class TensorRoute(IntEnum):
-    """How the tensors of a packet travel."""
+    """The route of a packet's tensors."""
 
-    WITHIN = 1  # behind the record, in the same message
+    WITHIN = 1  # after the record, in the same message
     BESIDE = 2  # over a link, from device to device
 
 
 class TensorSpec(NamedTuple):
-    """What the head of a frame says of a tensor."""
+    """The dtype and shape of a tensor, as the frame's table lists them."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -56,8 +58,10 @@ class TensorSpec(NamedTuple):
 
 
 class Frame(NamedTuple):
-    """A frame as it arrived; `run` is empty when the tensors travel beside it. Both views live as
-    long as its memory."""
+    """A received frame. `run` is empty if the tensors travel beside it.
+
+    `record` and `run` are views of the frame's memory.
+    """
 
     kind: PacketKind
     sequence: int
@@ -68,18 +72,20 @@ class Frame(NamedTuple):
 
 
 def specs_of(tensors: Sequence[Tensor]) -> tuple[TensorSpec, ...]:
-    """In the order of the tensors."""
+    """Return the specs of the tensors, in their order."""
     return tuple([TensorSpec(tensor.dtype, tuple(tensor.shape)) for tensor in tensors])
 
 
 def run_bytes(specs: Sequence[TensorSpec]) -> int:
-    """Length of the run that holds such tensors."""
+    """Return the length in bytes of the run that holds such tensors."""
     return sum([_aligned(spec.num_bytes) for spec in specs])
 
 
 def write(route: TensorRoute, packet: Packet, head_bytes: int = 0) -> bytearray:
-    """Return one contiguous frame; the tensors' bytes are in it on the route WITHIN. Its first
-    `head_bytes` are left to the channel, and all else is placed from there on."""
+    """Return one contiguous frame, with the tensors' bytes in it on the route WITHIN.
+
+    The first `head_bytes` belong to the channel, and offsets count from their end.
+    """
     specs = specs_of(packet.tensors)
     start = head_bytes + _HEADER.size + _ENTRY.size * len(specs)
     end = start + len(packet.record)
@@ -116,11 +122,11 @@ def write(route: TensorRoute, packet: Packet, head_bytes: int = 0) -> bytearray:
 
 
 def read(data: memoryview) -> Frame:
-    """Read what the channel hands out, which is without its head.
+    """Parse a frame without the channel's head.
 
     Raises:
         IntegrityError: this is not a frame of this schema.
-        InternalError: it was sent so, and makes no sense. Names the frame by its sequence number.
+        InternalError: the frame is malformed as it was sent. The message names its sequence number.
     """
     if len(data) < _HEADER.size:
         raise IntegrityError(f"{len(data)} bytes are not a frame")
@@ -149,7 +155,7 @@ def read(data: memoryview) -> Frame:
 
 
 def fill(run: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy the tensors into their run [run_bytes] uint8, on whatever devices they lie."""
+    """Copy tensors of any device into their run, [run_bytes] uint8."""
     at = 0
     for tensor in tensors:
         num_bytes = tensor.numel() * tensor.dtype.itemsize
@@ -158,13 +164,12 @@ def fill(run: Tensor, tensors: Sequence[Tensor]) -> None:
 
 
 def cut(run: Tensor, specs: Sequence[TensorSpec]) -> tuple[Tensor, ...]:
-    """The tensors in a run, as views."""
+    """Return the tensors in a run, as views."""
     tensors, at = [], 0
     for spec in specs:
         end = at + spec.num_bytes
-        whole = (
-            run if end - at == len(run) else run[at:end]
-        )  # one tensor without padding, as a rule: no view needed
+        # Usually there is one tensor without padding, which needs no slice.
+        whole = run if end - at == len(run) else run[at:end]
         tensors.append(whole.view(spec.dtype).view(spec.shape))
         at = _aligned(end)
     return tuple(tensors)

@@ -1,4 +1,7 @@
-"""Links by NCCL, for stages with a device each. NCCL refuses two ends on one device."""
+"""Links over NCCL, for stages that each have their own device.
+
+NCCL rejects two ends on one device.
+"""
 
 import os
 import time
@@ -17,28 +20,28 @@ from engine.pipeline.links import OPEN_TIMEOUT_S, P2PLink, Transfer
 _SPIN_S = 200e-6
 _SLEEP_S = 50e-6
 _ENVIRONMENT = {
-    # its watchdog would end the process; a stage outlives its neighbours
+    # NCCL's watchdog would end the process, but a stage must survive a lost neighbour.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_ENABLE_MONITORING": "0",  # so would the watchdog's own
-    "TORCH_NCCL_BLOCKING_WAIT": "0",  # waits belong to the device
+    "TORCH_NCCL_ENABLE_MONITORING": "0",  # the monitor of the watchdog would, too
+    "TORCH_NCCL_BLOCKING_WAIT": "0",  # the device waits, not the host
 }
-"""Read when a process group is made; there is no other way to set it."""
+"""Environment of NCCL process groups, read when one is made. There is no other way to set it."""
 
 
 class NcclBackend:
-    """Satisfies `engine.pipeline.links.LinkBackend`."""
+    """`LinkBackend` over NCCL."""
 
     name = "nccl"
 
     def __init__(self, device: torch.device) -> None:
-        """`device` with its index."""
+        """Set the environment for NCCL. `device` includes its index."""
         self.device = device
         self.device_id = str(torch.cuda.get_device_properties(device).uuid)
         os.environ.update(_ENVIRONMENT)
 
     def open(self, store: Store, end: int) -> P2PLink:
         options = ProcessGroupNCCL.Options()
-        options._timeout = timedelta(seconds=OPEN_TIMEOUT_S)  # noqa: SLF001 - it has no other name
+        options._timeout = timedelta(seconds=OPEN_TIMEOUT_S)  # noqa: SLF001 - there is no public name
         with torch.cuda.device(self.device):
             link = NcclLink(
                 cast(PointToPoint, ProcessGroupNCCL(store, end, 2, options)), self.device, end
@@ -48,8 +51,11 @@ class NcclBackend:
 
 
 class NcclLink:
-    """Satisfies `engine.pipeline.links.P2PLink`. Its messages run on a stream of its own: one that
-    is received waits for nothing that was launched before, one that is sent for everything."""
+    """`P2PLink` over NCCL.
+
+    Messages run on a separate stream. Receiving waits for no earlier work; sending waits for all of
+    it.
+    """
 
     def __init__(self, group: PointToPoint, device: torch.device, end: int) -> None:
         self._group = group
@@ -58,7 +64,10 @@ class NcclLink:
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def greet(self) -> None:
-        """The first message makes the communicator, which blocks until both ends are there."""
+        """Exchange a first message, which creates the communicator.
+
+        It blocks until both ends are there.
+        """
         flat = torch.zeros(1, dtype=torch.uint8, device=self._device)
         transfer = self.send(flat) if self._peer == 1 else self.receive(1)[1]
         if not transfer.wait(OPEN_TIMEOUT_S):
@@ -91,8 +100,10 @@ class NcclLink:
 
 @dataclass(frozen=True)
 class _NcclTransfer:
-    """Done when the device has passed it. A message that fails is never passed: its kernel runs
-    until it is aborted."""
+    """A transfer that is done when the device has passed its event.
+
+    A failed message is never passed: its kernel runs until the link is aborted.
+    """
 
     flat: Tensor
     done: torch.cuda.Event

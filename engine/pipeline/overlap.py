@@ -1,10 +1,10 @@
-"""Two halves of a batch that take turns on each rank of a stage: while the parts that one has sent
-are under way, and other ranks compute theirs, the other half computes.
+"""Two halves of a batch that take turns on each rank of a stage.
 
-Each half has a thread, and one of the two runs at a time: a half has the turn until it has sent its
-part of an exchange (`StageRanks`) or is over. So the halves' exchanges alternate, in the same order
-on all ranks. The halves are rows of the batch, each planned by itself, and no row's sums depend on
-other rows: the bits are those of the whole batch.
+While one half waits for parts of other ranks, the other half computes. Each half has a thread, and
+only one of the two runs at a time. A half keeps the turn until it has sent its part of an exchange
+(`StageRanks`) or ends. So the exchanges of the halves alternate, in the same order on all ranks.
+The halves are rows of the batch, each planned separately. No sum of a row depends on other rows, so
+the bits equal those of the whole batch.
 """
 
 import threading
@@ -19,10 +19,10 @@ Half = Callable[[], StageOutput]
 
 
 class Overlap:
-    """Belongs to the engine thread, but for `pass_turn`, which halves call."""
+    """A runner of two halves. The engine thread owns it; halves call `pass_turn`."""
 
     def __init__(self, min_tokens: int) -> None:
-        """Batches of fewer tokens are not split."""
+        """Create a runner that splits batches of at least `min_tokens` tokens."""
         self._min_tokens = min_tokens
         self._threads = ThreadPoolExecutor(1, thread_name_prefix="second-half")
         self._turns = threading.Semaphore(0), threading.Semaphore(0)
@@ -31,8 +31,11 @@ class Overlap:
         self._error: Exception | None = None
 
     def middle(self, batch: ForwardBatch) -> int | None:
-        """The first row of the second half, with halves of about as many tokens; None where the
-        batch runs whole. Steps of a pool that speculates do: their trees are not split."""
+        """Return the first row of the second half, or None to run the batch whole.
+
+        The halves have about the same number of tokens. Batches with trees are not split, so steps
+        of a speculating pool run whole.
+        """
         is_plain = (
             batch.mode in (ForwardMode.PREFILL, ForwardMode.DECODE) and batch.spec_info is None
         )
@@ -44,7 +47,10 @@ class Overlap:
         )
 
     def run(self, first: Half, second: Half) -> StageOutput:
-        """Both, by turns. Raises what the first of them raised that did; the other ends with it."""
+        """Run both halves by turns and join their outputs.
+
+        If a half fails, the other half ends too, and the first error is raised.
+        """
         self._is_over, self._error, self._has_turn = [False, False], None, 0
         later = self._threads.submit(self._run_half, 1, second)
         try:
@@ -54,8 +60,10 @@ class Overlap:
         return before.joined(later.result())
 
     def pass_turn(self) -> None:
-        """In a half: the other goes on until it passes the turn back, or is over. Elsewhere
-        nothing. Waits of halves are waits for other ranks, which have deadlines."""
+        """Let the other half run until it passes the turn back or ends. Only a half may call it.
+
+        A half waits only for other ranks, and those waits have deadlines.
+        """
         own = self._has_turn
         if not self._is_over[1 - own]:
             self._turns[1 - own].release()

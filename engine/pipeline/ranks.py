@@ -1,22 +1,21 @@
-"""The ranks that share a stage, as one of them sees them: what each has computed of a product goes
-to all.
+"""The ranks of a stage, seen from one of them: each rank sends its part of a product to all.
 
-The leader plans each batch once, for all: it sends the batch to the other ranks of stage 0, and
-rank r of a stage hands it on to rank r of the next. So every rank runs the same batches in the same
-order, and exchanges the same parts in the same order: nobody votes. Parts go by frames of the stage
-channel, or through memory that the ranks share. They are counted within their batch; one that is
-not the next due breaks the pool, and so does one that does not come in time. Long parts go in
-rounds, a piece from each rank in each, so what is under way has a bound.
+The leader plans each batch once for all ranks. It sends the batch to the other ranks of stage 0,
+and rank r of a stage forwards it to rank r of the next. So every rank runs the same batches in the
+same order and exchanges the same parts in the same order, without any agreement. Parts travel as
+frames of the stage channel or through memory that the ranks share. They are numbered within their
+batch. A part that is not the next one due breaks the pool, and so does a late one. Long parts are
+sent in rounds with one piece from each rank, so the data in transfer is bounded.
 
-With several data ranks a step is a batch for each of them, and every batch has the shares of all.
-So what a rank has to take part in is known, and not gathered: one that has nothing of its own runs
-an idle batch (`plan_step`).
+With several data ranks, a step is one batch per data rank, and every batch carries the shares of
+all. So a rank knows the exchanges that it takes part in without asking. A rank without a batch of
+its own runs an idle batch (`plan_step`).
 
-Where the halves of a batch take turns (`engine/pipeline/overlap.py`) two exchanges may be open at a
-time; each half has its own, and all ranks begin them in the same order.
+If halves of a batch take turns (`engine/pipeline/overlap.py`), two exchanges can be open at a time.
+Each half has its own, and all ranks begin them in the same order.
 
-A rank that cannot run a batch sends the others a fault in place of its next part: the batch fails
-on all of them, and what they still had on the way for it is dropped with the next one.
+A rank that cannot run a batch sends the others a fault in place of its next part. The batch then
+fails on all of them, and its remaining parts are dropped during the next batch.
 """
 
 import math
@@ -38,30 +37,33 @@ from engine.pipeline.channel import PacketKind, PartChannel, PartPiece, StageCha
 from engine.sampling.sampler import wanted_tokens
 from runtime.errors import DeadlineError, IntegrityError, InternalError, PeerLostError
 
-BROKEN_POOL = (PeerLostError, IntegrityError, DeadlineError)  # not the batch is at fault
-MAX_PART_BYTES = 16 << 20  # of one frame of the stage channel
+# errors that are not the fault of the batch
+BROKEN_POOL = (PeerLostError, IntegrityError, DeadlineError)
+MAX_PART_BYTES = 16 << 20  # limit of one frame of the stage channel
 _WITHIN_DATA_RANK = (
+    # Offset of the numbers of exchanges within a data rank, which are counted separately.
     1 << 31
 )  # added to the numbers of these exchanges, which are counted for themselves
 _LOOK_S = 1.0
+# The share of a step's time limit: a wait for another rank ends before this rank counts as hung.
 _SHARE_OF_STEP = (
     0.75  # of the time a step may take: a wait for another rank ends before this one counts as hung
 )
 
 
-_Outgoing = tuple[Sequence[int], memoryview]  # to ranks of the pool
-_Coming = tuple[int, memoryview]  # of a rank of the pool, and where to
-Step = tuple[ForwardBatch | None, ...]  # what each data rank runs at once
+_Outgoing = tuple[Sequence[int], memoryview]  # ranks of the pool, and the bytes for them
+_Coming = tuple[int, memoryview]  # a rank of the pool, and the place for its bytes
+Step = tuple[ForwardBatch | None, ...]  # the batch of each data rank
 
 
 def plan_step(own: Sequence[ForwardBatch | None]) -> Step:
-    """What the data ranks run in one step, given what each has of its own:
+    """Return the batches that the data ranks run in one step, given the batch of each.
 
-    a batch           itself; a PREBUILT one takes part in others' forwards with its `inner_idle`, once
-    none              nothing, or an idle batch where another rank has tokens
+        a batch           itself; a PREBUILT one takes part in others' forwards with its `inner_idle`, once
+        none              nothing, or an idle batch if another rank has tokens
 
-    So a pool of one data rank never runs an idle batch. Every batch gets the shares of all ranks,
-    for layers that all of them divide; these are never absent.
+    So a pool with one data rank never runs an idle batch. Every batch gets the shares of all ranks,
+    for layers that all of them divide. The shares are never absent.
     """
     shares = tuple(_share_of(batch) for batch in own)
     is_needed = any(share.tokens for share in shares)
@@ -79,7 +81,7 @@ def _share_of(batch: ForwardBatch | None) -> DataShare:
 
 
 def rows_per_rank(count: int, num_ranks: int) -> int:
-    """Of `count` rows, padded to a multiple of the ranks that share them."""
+    """Return the rows of each rank, after padding `count` to a multiple of `num_ranks`."""
     return -(-count // num_ranks)
 
 
@@ -92,7 +94,7 @@ class _FrameParts:
         self._channel = channel
 
     def begin(self, sequence: int) -> None:
-        """What is old is recognised when it is received."""
+        """Do nothing: pieces of earlier batches are recognized when they are received."""
 
     def send(self, ranks: Sequence[int], piece: PartPiece, *, timeout_s: float) -> None:
         packet = records.pack_piece(piece)
@@ -103,7 +105,7 @@ class _FrameParts:
         packet = self._channel.receive(rank, timeout_s=timeout_s)
         if packet is not None and packet.kind not in (PacketKind.PART, PacketKind.FAULT):
             raise IntegrityError(
-                f"from stage {rank}: {packet.kind.name.lower()} of batch {packet.sequence} where a "
+                f"from stage {rank}: {packet.kind.name.lower()} of batch {packet.sequence}, but a "
                 f"part is due"
             )
         return None if packet is None else records.unpack_piece(packet, into)
@@ -113,8 +115,7 @@ class _FrameParts:
 
 
 class StageRanks:
-    """Satisfies `engine.contracts.model.RanksOfStage`. Belongs to the engine thread, but for
-    `abandon`."""
+    """`RanksOfStage` over a channel. The engine thread owns it; any thread may call `abandon`."""
 
     def __init__(
         self,
@@ -124,43 +125,54 @@ class StageRanks:
         step_limit_s: float = 0.0,
         while_under_way: Callable[[], object] = lambda: None,
     ) -> None:
-        """`stage`: whose ranks they are. A part is waited for most of the time that a step may take
-        (`StepLimit`). `while_under_way` is called in every exchange when this rank's part has left;
-        another may be begun in it."""
+        """Create the ranks of stage number `stage`.
+
+        The wait for a part is limited to most of the time that a step may take (`StepLimit`).
+        `while_under_way` is called in every exchange after this rank's part was sent. It may begin
+        another exchange.
+        """
         self.own = own
         self._stage = stage
-        self._first = stage * own.size  # in the pool
+        self._first = stage * own.size  # number in the pool
         self._others = [self._first + rank for rank in range(own.size) if rank != own.rank]
         self.attention: Ranks = self if own.data_size == 1 else _AttentionRanks(self)
         self._limit = StepLimit(step_limit_s)
         self._channel: StageChannel | None = None
         self._parts: PartChannel | None = None
-        self._sequence = 0  # of the batch
-        self._exchanges: Counter[int] = Counter()  # within it, by what their numbers begin at
-        self._number = 0  # of the present one
-        self._open: set[int] = set()  # numbers of those whose parts have not all come
-        self._early: dict[
-            tuple[int, int], PartPiece
-        ] = {}  # by rank and number, what came while another was due
+        self._sequence = 0  # number of the current batch
+        self._exchanges: Counter[int] = Counter()  # within the batch, by first number
+        self._number = 0  # number of the current exchange
+        self._open: set[int] = set()  # numbers of exchanges that still lack parts
+        # Parts that arrived while another was due, by rank and exchange.
+        self._early: dict[tuple[int, int], PartPiece] = {}
         self._while_under_way = while_under_way
         self._is_abandoned = threading.Event()
 
     def use(self, channel: StageChannel, parts: PartChannel | None = None) -> None:
-        """From here on the others are reached by this channel, which was connected for a new epoch
-        of the pool, and get their parts by the second one, if there is one."""
+        """Reach the other ranks by `channel`, which was connected for a new epoch of the pool.
+
+        Parts travel over `parts` if given.
+        """
         self._channel, self._parts = channel, parts or _FrameParts(channel)
         self._sequence = 0
         self._is_abandoned.clear()
 
     def abandon(self) -> None:
-        """The pool is broken: a wait for another rank ends with PeerLostError. Any thread."""
+        """End a wait for another rank with PeerLostError, because the pool is broken.
+
+        Any thread may call it.
+        """
         self._is_abandoned.set()
         if self._parts is not None:
             self._parts.abandon()
 
     def lead(self, sequence: int, step: Step) -> None:
-        """On the leader: to each of the other ranks of its stage the batch of its data rank. Raises
-        PeerLostError and DeadlineError."""
+        """Send each other rank of the leader's stage the batch of its data rank.
+
+        Raises:
+            PeerLostError: a rank is lost.
+            DeadlineError: a rank did not take its batch in time.
+        """
         packets = (
             [None if batch is None else records.pack_input(sequence, batch) for batch in step]
             if (self._others)
@@ -174,8 +186,10 @@ class StageRanks:
 
     @contextmanager
     def step(self, sequence: int) -> Iterator[None]:
-        """Around all that is done for a batch; whatever is raised within reaches the other ranks,
-        unless the pool is broken."""
+        """Enclose all work for a batch. An error within reaches the other ranks.
+
+        It is not sent if the pool is broken.
+        """
         self._sequence = sequence
         self._exchanges.clear()
         self._open.clear()
@@ -187,7 +201,7 @@ class StageRanks:
             yield
         except BROKEN_POOL:
             raise
-        except Exception as error:  # whatever it is, the other ranks wait for this one's parts
+        except Exception as error:  # the other ranks wait for this rank's parts
             if self._parts is not None:
                 why = str(error).encode(errors="replace")[: records.MAX_ERROR_BYTES]
                 self._parts.send(
@@ -199,19 +213,19 @@ class StageRanks:
         self._limit.observe(time.monotonic() - began_s)
 
     def gather(self, part: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-        """See `Ranks.gather`."""
+        """Implement `Ranks.gather`."""
         return self.gather_among(range(self.own.size), part, counts)
 
     def swap(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> Tensor:
-        """See `Ranks.swap`."""
+        """Implement `Ranks.swap`."""
         return self.swap_among(range(self.own.size), parts, counts)
 
     def swap_shares(self, shares: Sequence[Tensor]) -> list[Tensor]:
-        """See `Ranks.swap_shares`."""
+        """Implement `Ranks.swap_shares`."""
         return self.swap_shares_among(range(self.own.size), shares)
 
     def complete(self, rows: Tensor, counts: Sequence[int]) -> None:
-        """See `Ranks.complete`."""
+        """Implement `Ranks.complete`."""
         self.complete_among(range(self.own.size), rows, counts)
 
     def gather_among(
@@ -222,7 +236,7 @@ class StageRanks:
         *,
         first_number: int = 0,
     ) -> Tensor:
-        """As `gather`, of these ranks of the stage; see `_exchange`."""
+        """Gather among `members`, ranks of the stage; see `_exchange`."""
         others = [self._first + rank for rank in members if rank != self.own.rank]
         return self._exchange([(others, part)], part, members, counts, first_number=first_number)
 
@@ -234,7 +248,7 @@ class StageRanks:
         *,
         first_number: int = 0,
     ) -> Tensor:
-        """As `swap`, of these ranks of the stage; see `_exchange`."""
+        """Swap among `members`, ranks of the stage; see `_exchange`."""
         sent = [
             ([self._first + rank], part)
             for rank, part in zip(members, parts, strict=True)
@@ -247,7 +261,7 @@ class StageRanks:
     def swap_shares_among(
         self, members: range, shares: Sequence[Tensor], *, first_number: int = 0
     ) -> list[Tensor]:
-        """As `swap_shares`, of these ranks of the stage; see `_exchange`."""
+        """Swap shares among `members`, ranks of the stage; see `_exchange`."""
         number, own = self._begin(first_number), shares[members.index(self.own.rank)]
         parts = [own if rank == self.own.rank else torch.empty_like(own) for rank in members]
         outgoing, coming = list[_Outgoing](), list[_Coming]()
@@ -261,7 +275,7 @@ class StageRanks:
     def complete_among(
         self, members: range, rows: Tensor, counts: Sequence[int], *, first_number: int = 0
     ) -> None:
-        """As `complete`, of these ranks of the stage; see `_exchange`."""
+        """Complete rows among `members`, ranks of the stage; see `_exchange`."""
         number, shares = self._begin(first_number), torch.split(rows, list(counts))
         others, coming = list[int](), list[_Coming]()
         for rank, share in zip(members, shares, strict=True):
@@ -271,7 +285,7 @@ class StageRanks:
         self._move([(others, _bytes_of(shares[members.index(self.own.rank)]))], coming, number)
 
     def collect(self, part: Tensor, counts: Sequence[int], widths: Sequence[int]) -> Tensor | None:
-        """See `RanksOfStage.collect`."""
+        """Implement `RanksOfStage.collect`."""
         number, size, shares = (
             self._begin(0),
             self.own.attention.size,
@@ -300,8 +314,10 @@ class StageRanks:
         return torch.cat(parts, dim=1) if is_first else None
 
     def gather_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """See `RanksOfStage.gather_rows`. The ranks of a data rank all have its rows, and send
-        equal shares of them."""
+        """Implement `RanksOfStage.gather_rows`.
+
+        All ranks of a data rank have its rows, and each sends an equal share of them.
+        """
         self._check_counts(counts, len(rows))
         size = self.own.attention.size
         each = [rows_per_rank(count, size) for count in counts]
@@ -315,7 +331,7 @@ class StageRanks:
         return torch.cat([share[:count] for share, count in zip(padded, counts, strict=True)])
 
     def own_rows(self, rows: Tensor, counts: Sequence[int]) -> Tensor:
-        """See `RanksOfStage.own_rows`."""
+        """Implement `RanksOfStage.own_rows`."""
         return torch.split(rows, list(counts))[self.own.data_rank]
 
     def _check_counts(self, counts: Sequence[int], num_own: int) -> None:
@@ -334,10 +350,12 @@ class StageRanks:
         *,
         first_number: int = 0,
     ) -> Tensor:
-        """The next exchange: parts go to some ranks of the pool each. Returns what the members of
-        the stage have for this one, one behind the other: `own` of itself, of the others as many
-        rows as it has, or `counts`. Exchanges whose numbers begin at `first_number` are counted for
-        themselves."""
+        """Run the next exchange, and return the members' parts for this rank, concatenated.
+
+        `sent` lists parts with the ranks of the pool that get them. The result has `own` for this
+        rank, and from each other member as many rows as `own` has, or `counts`. Exchanges are
+        counted separately per `first_number`.
+        """
         number = self._begin(first_number)
         counts = [len(own)] * len(members) if counts is None else counts
         result = own.new_empty(sum(counts), *own.shape[1:])
@@ -353,7 +371,7 @@ class StageRanks:
         return result
 
     def _begin(self, first_number: int) -> int:
-        """The number of the next exchange of those whose numbers begin there."""
+        """Open the next exchange of those counted from `first_number`, and return its number."""
         if self._parts is None:
             raise InternalError(
                 f"stage {self._stage} has {self.own.size} ranks and no channel between them"
@@ -364,7 +382,7 @@ class StageRanks:
         return number
 
     def _move(self, outgoing: Sequence[_Outgoing], coming: Sequence[_Coming], number: int) -> None:
-        """Bytes to these ranks, and those of others into their places, a piece of each in turn."""
+        """Send bytes to ranks and receive those of others into their places, piece by piece."""
         assert self._parts is not None, "checked before"
         at_once, deadline_s = self._parts.max_bytes, time.monotonic() + self._wait_s
         longest = max((len(data) for _, data in (*outgoing, *coming)), default=0)
@@ -389,7 +407,7 @@ class StageRanks:
                 rank, into, deadline_s
             )
             if piece.sequence < self._sequence:
-                continue  # of a batch that failed
+                continue  # from a batch that failed
             if piece.kind is PacketKind.FAULT and piece.sequence == self._sequence:
                 raise InternalError(
                     f"{self._name(rank)}: {bytes(piece.data).decode(errors='replace')}"
@@ -408,7 +426,7 @@ class StageRanks:
             ):
                 raise IntegrityError(
                     f"from {self._name(rank)}: {piece.kind.name.lower()} {piece.number} of batch "
-                    f"{piece.sequence} where {self._where} is due"
+                    f"{piece.sequence}, but {self._where} is due"
                 )
             if len(piece.data) != len(into):
                 raise IntegrityError(
@@ -449,8 +467,10 @@ class StageRanks:
 
 
 class _AttentionRanks:
-    """Satisfies `Ranks` for layers that only the ranks of a data rank divide. Other data ranks may
-    have no such exchange."""
+    """`Ranks` for layers that only the ranks of one data rank divide.
+
+    Other data ranks may not have such an exchange.
+    """
 
     def __init__(self, stage: StageRanks) -> None:
         self._stage = stage
@@ -462,19 +482,19 @@ class _AttentionRanks:
         return self._stage.own.attention
 
     def gather(self, part: Tensor, counts: Sequence[int] | None = None) -> Tensor:
-        """See `Ranks.gather`."""
+        """Implement `Ranks.gather`."""
         return self._stage.gather_among(self._members, part, counts, first_number=_WITHIN_DATA_RANK)
 
     def swap(self, parts: Sequence[Tensor], counts: Sequence[int] | None = None) -> Tensor:
-        """See `Ranks.swap`."""
+        """Implement `Ranks.swap`."""
         return self._stage.swap_among(self._members, parts, counts, first_number=_WITHIN_DATA_RANK)
 
     def swap_shares(self, shares: Sequence[Tensor]) -> list[Tensor]:
-        """See `Ranks.swap_shares`."""
+        """Implement `Ranks.swap_shares`."""
         return self._stage.swap_shares_among(self._members, shares, first_number=_WITHIN_DATA_RANK)
 
     def complete(self, rows: Tensor, counts: Sequence[int]) -> None:
-        """See `Ranks.complete`."""
+        """Implement `Ranks.complete`."""
         self._stage.complete_among(self._members, rows, counts, first_number=_WITHIN_DATA_RANK)
 
 

@@ -1,15 +1,14 @@
-"""The record of a packet: a batch on its way through the stages, the result of the last stage, or
-an error.
+"""The record of a packet: a batch for the next stage, the result of the last stage, or an error.
 
-Records are msgspec structs in MessagePack. Most of their fields are the dataclasses that the engine
-itself works with, so that a new field of `SamplingParams` or `SpecRow` travels without a change
-here. Arrays travel as their bytes. A truncated or mistyped record raises while it is decoded;
-`unpack_batch` and `unpack_result` check what types cannot say: counts, signs, and that the record
-fits the tensors of its packet.
+Records are msgspec structs in MessagePack. Most of their fields are the engine's own dataclasses,
+so a new field of `SamplingParams` or `SpecRow` needs no change here. Arrays are encoded as their
+bytes. A truncated or mistyped record raises while it is decoded. `unpack_batch` and `unpack_result`
+check what types cannot express: counts, signs, and whether the record fits the tensors of its
+packet.
 
-Stage 0 decides membership and sends it with every batch. Later stages keep nothing between packets
-but their pools. The last stage also keeps the output of requests whose penalties or grammar need
-it, and batches bring the changes.
+Stage 0 decides which requests take part and sends that with every batch. Later stages keep only
+their pools between packets. The last stage also keeps the output of requests whose penalties or
+grammar need it, and batches bring the changes.
 """
 
 import hashlib
@@ -36,31 +35,31 @@ from engine.sampling.sampler import Scores
 from runtime.errors import InternalError
 
 MAX_ERROR_BYTES = 4096
-_PART = struct.Struct("<I")  # the number of the exchange within its batch
+_PART = struct.Struct("<I")  # number of the exchange within its batch
 
 Count = Annotated[int, Meta(ge=0)]
 RecordT = TypeVar("RecordT")
 
 
 class SpecRecord(msgspec.Struct, array_like=True, frozen=True):
-    """`SpecInfo`. token_ids: [T] int64."""
+    """A `SpecInfo`. `token_ids` is [T] int64."""
 
     token_ids: memoryview
     rows: tuple[SpecRow, ...]
 
 
 class BatchRecord(msgspec.Struct, array_like=True, frozen=True):
-    """A `ForwardBatch` and the list of the tensors beside it.
+    """A `ForwardBatch` and the list of the tensors in its packet.
 
     Legend: R rows, T tokens, P pages of the longest row. Arrays are decoded as views into the
     packet. The tensors of the packet are the hidden states, the selected keys and the auxiliary
     hidden states of `aux_layers`, in this order, each if the record lists it.
 
-    positions    [T] int64
-    page_tables  [R, P] int32
-    slot_ids     [R] int32
-    token_ids    [T] int64 for another rank of stage 0, else None
-    sampling, scoring, states  per row, as in `ForwardBatch`
+        positions    [T] int64
+        page_tables  [R, P] int32
+        slot_ids     [R] int32
+        token_ids    [T] int64 for another rank of stage 0, else None
+        sampling, scoring, states  per row, as in `ForwardBatch`
     """
 
     mode: ForwardMode
@@ -84,11 +83,11 @@ class BatchRecord(msgspec.Struct, array_like=True, frozen=True):
 
 
 class StageResult(msgspec.Struct, array_like=True, frozen=True):
-    """What the last stage made of a batch.
+    """The last stage's result for a batch.
 
-    tokens    of the rows that draw, in row order: one each, or as many as `verified` accepted nodes
-    verified  of the same rows, on a pool that speculates: accepted nodes and the next tree
-    scores    of the rows that score, in row order
+    tokens    per sampling row, in row order: one each, or as many as `verified` accepted nodes
+    verified  per sampling row of a speculating pool: accepted nodes and the next tree
+    scores    per scoring row, in row order
     """
 
     tokens: list[DrawnToken]
@@ -97,7 +96,7 @@ class StageResult(msgspec.Struct, array_like=True, frozen=True):
 
 
 class ErrorRecord(msgspec.Struct, array_like=True, frozen=True):
-    """Why a stage could not run a batch, in UTF-8."""
+    """The reason why a stage could not run a batch, in UTF-8."""
 
     text: bytes
 
@@ -118,9 +117,11 @@ _ERRORS = msgspec.msgpack.Decoder(ErrorRecord)
 
 
 def layout_digest(records: Sequence[type[msgspec.Struct]] = _RECORDS, schema: int = SCHEMA) -> str:
-    """Return a digest of everything both ends of a link must lay out alike: the frame's schema, and
-    every field of the records with its name, type and place."""
-    places = [record.__struct_fields__ for record in records]  # the types of an array have no names
+    """Return a digest of the layout that both ends of a link must share.
+
+    It covers the frame's schema, and every field of the records with its name, type and place.
+    """
+    places = [record.__struct_fields__ for record in records]  # array types have no field names
     types = msgspec.json.schema_components(records)
     text = json.dumps([schema, places, _without_prose(types)], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
@@ -136,17 +137,16 @@ def _without_prose(schema: object) -> object:
 
 
 LAYOUT = layout_digest()
-"""Compared when a stage joins a pool: releases may differ in it."""
+"""Layout digest of this release, compared when a stage joins a pool: releases may differ in it."""
 
 
 def pack_batch(sequence: int, batch: ForwardBatch, output: StageOutput) -> Packet:
-    """Return what the next stage needs to run its layers on the batch."""
+    """Return the packet that the next stage needs to run its layers on the batch."""
     return _pack(sequence, batch, output, None)
 
 
 def pack_input(sequence: int, batch: ForwardBatch) -> Packet:
-    """Return what another rank of stage 0 needs to run its part of the stage's layers on the
-    batch."""
+    """Return the packet that another rank of stage 0 needs to run its part of the layers."""
     return _pack(sequence, batch, StageOutput(), batch.token_ids)
 
 
@@ -184,7 +184,7 @@ def unpack_batch(packet: Packet) -> StageInput:
     """Return the batch of a packet.
 
     Raises:
-        InternalError: the record makes no sense, or is not one of the packet's tensors.
+        InternalError: the record is malformed, or does not fit the packet's tensors.
     """
     record = _decode(_BATCHES, packet)
     try:
@@ -206,7 +206,11 @@ def pack_result(
 
 
 def unpack_result(packet: Packet) -> StageResult:
-    """Return the result of a packet. Raises InternalError when the record makes no sense."""
+    """Return the result of a packet.
+
+    Raises:
+        InternalError: the record is malformed.
+    """
     return _decode(_RESULTS, packet)
 
 
@@ -217,18 +221,25 @@ def pack_error(sequence: int, text: str) -> Packet:
 
 
 def unpack_error(packet: Packet) -> str:
-    """Return the text of an error. Raises InternalError when the record makes no sense."""
+    """Return the text of an error.
+
+    Raises:
+        InternalError: the record is malformed.
+    """
     return _decode(_ERRORS, packet).text.decode(errors="replace")
 
 
 def pack_piece(piece: PartPiece) -> Packet:
-    """Return the packet that a rank sends the others of its stage."""
+    """Return the packet that a rank sends to the others of its stage."""
     return Packet(_PART.pack(piece.number) + piece.data, (), piece.kind, piece.sequence)
 
 
 def unpack_piece(packet: Packet, into: memoryview) -> PartPiece:
-    """Return a piece whose bytes are a copy, in `into` if they fit it exactly. Raises InternalError
-    when the record makes no sense."""
+    """Return a piece with a copy of its bytes, in `into` if they fit it exactly.
+
+    Raises:
+        InternalError: the record is malformed.
+    """
     if len(packet.record) < _PART.size or packet.tensors:
         raise InternalError(
             f"malformed part in frame {packet.sequence}: {len(packet.record)} bytes and "
@@ -254,7 +265,11 @@ def _malformed(packet: Packet, error: Exception) -> InternalError:
 
 
 def _batch_of(record: BatchRecord) -> ForwardBatch:
-    """Return the batch of a record. Raises ValueError where its parts do not fit each other."""
+    """Return the batch of a record.
+
+    Raises:
+        ValueError: its parts do not fit each other.
+    """
     num_rows = len(record.request_keys)
     positions = _array("positions", record.positions, np.int64)
     num_tokens = len(positions)
@@ -297,8 +312,11 @@ def _batch_of(record: BatchRecord) -> ForwardBatch:
 
 
 def _spec_of(record: SpecRecord, query_lens: Sequence[int], num_tokens: int) -> SpecInfo:
-    """Return the trees that a batch verifies. Raises ValueError where they are not those of its
-    rows."""
+    """Return the trees that a batch verifies.
+
+    Raises:
+        ValueError: the trees do not fit the batch's rows.
+    """
     token_ids = torch.from_numpy(np.frombuffer(record.token_ids, np.int64).copy())
     _check_length("spec.token_ids", len(token_ids), num_tokens)
     _check_length("spec.rows", len(record.rows), len(query_lens))
@@ -312,8 +330,11 @@ def _spec_of(record: SpecRecord, query_lens: Sequence[int], num_tokens: int) -> 
 
 
 def _incoming(record: BatchRecord, num_tokens: int, tensors: Sequence[Tensor]) -> StageOutput:
-    """Return what the stage before computed. Raises ValueError where the tensors are not those the
-    record lists."""
+    """Return the output of the previous stage.
+
+    Raises:
+        ValueError: the tensors differ from those that the record lists.
+    """
     for tensor in tensors:
         if not tensor.dim() or len(tensor) != num_tokens:
             raise ValueError(f"a tensor of shape {tuple(tensor.shape)} for {num_tokens} tokens")
@@ -337,8 +358,11 @@ def _octets(tensor: Tensor) -> memoryview:
 
 
 def _array(name: str, octets: FrameBytes, dtype: type[np.int32] | type[np.int64]) -> Tensor:
-    """Return the numbers as a tensor of its own. Raises ValueError for a number below 0 or a cut
-    one."""
+    """Return the numbers as a tensor with its own memory.
+
+    Raises:
+        ValueError: a number is negative or truncated.
+    """
     array = np.frombuffer(octets, dtype).copy()
     if array.size:
         _refuse_negative(name, int(array.min()))

@@ -1,5 +1,4 @@
-"""Where the two ends of a link find each other: a key-value store of torch.distributed, served by
-stage 0."""
+"""The rendezvous of link ends: a key-value store of torch.distributed, served by stage 0."""
 
 import secrets
 import socket
@@ -16,17 +15,25 @@ _LOOPBACK = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """As a stage reaches it. The token keeps out stages that were given another store at the same
-    address. Neither it nor the name of a room protects anything: a process that reaches the store
-    can list and change what is in it. Only the stages of the pool may be able to reach it."""
+    """The address of the store, as a stage reaches it.
+
+    The token keeps out stages that expect another store at this address. Neither the token nor the
+    name of a room protects the store: a process that reaches it can list and change its contents.
+    Only the stages of the pool may be able to reach it.
+    """
 
     host: str
     port: int
     token: str
 
     def enter(self, room: str, timeout_s: float) -> Store:
-        """A store for this room alone, over a connection of its own; its waits take no longer than
-        that. Raises RuntimeError when no process serves it."""
+        """Return a store for this room only, over its own connection.
+
+        Its waits are limited to `timeout_s`.
+
+        Raises:
+            RuntimeError: no process serves the store.
+        """
         store = TCPStore(
             self.host,
             self.port,
@@ -38,14 +45,18 @@ class Rendezvous:
 
 
 class RendezvousHost:
-    """Serves the store for as long as it lives. `place` is how its own process reaches it."""
+    """A server of the store, which stops when the object is deleted.
+
+    `place` is the address for its own process.
+    """
 
     def __init__(self, host: str, ports: tuple[int, int] | None = None) -> None:
-        """Listens on `host` (0.0.0.0 or ::, everywhere), in any free port or the first free one of
-        the range `ports`.
+        """Listen on `host`, in any free port or the first free one of the range `ports`.
+
+        `host` may be 0.0.0.0 or :: for all addresses.
 
         Raises:
-            ConfigError: no port of the range is free, or the host is not this machine's.
+            ConfigError: no port of the range is free, or `host` is no address of this machine.
         """
         listening = _listen(host, ports)
         reached = _LOOPBACK.get(host, host)

@@ -1,11 +1,13 @@
-"""A pipeline of stages as the loop sees it, and what each process of it does. `StageExecutor` runs
-one stage's layers on a batch, apart from its neighbours; the other classes connect it to them.
+"""A pipeline of stages, as the loop drives it, and the work of each of its processes.
+
+`StageExecutor` runs one stage's layers on a batch, independent of other stages. The other classes
+connect it to them.
 
     rank 0 (head)             rank 1..n-2                 rank n-1 (tail)
     launch: forward, send ─▶  receive, forward, send ─▶   receive, forward, sample ─┐
     collect ◀───────────────────────────────────────────────────────────────────────┘
 
-Batches keep their order through every stage, so whatever a later batch reads an earlier one has
+Batches keep their order through every stage, so a later batch can read all that an earlier one has
 written.
 """
 
@@ -43,18 +45,20 @@ LayerObserver = Callable[[ForwardBatch, int], None]
 
 
 class Commits(Protocol):
-    """A cache that verification leaves with entries of nodes, of which the accepted ones must move
-    to their place."""
+    """A cache that holds entries of verified nodes and must move the accepted ones into place."""
 
     def commit(self, batch: ForwardBatch) -> None:
-        """Move what the batch's rows accepted of their previous step (`SpecRow.accepted`)."""
+        """Move the entries that the rows accepted in their previous step (`SpecRow.accepted`)."""
         ...
 
 
 class StageExecutor:
-    """One stage's model with its backends. `on_layer_done(batch, layer_id)` is called for each
-    layer as it completes; `caches` commit what earlier verifications accepted before a batch runs.
-    `graphs` take the batches that they were captured for."""
+    """One stage's model with its backends.
+
+    `on_layer_done(batch, layer_id)` is called for each layer as it completes. `caches` commit the
+    nodes that earlier verifications accepted, before a batch runs. `graphs` run the batches that
+    they have a bucket for.
+    """
 
     def __init__(
         self,
@@ -69,13 +73,22 @@ class StageExecutor:
         graphs: Replays | None = None,
         overlap: Overlap | None = None,
     ) -> None:
-        """Exactly one of `attention` and `latent_attention` is given: the kind the model's layers
-        have. `overlap`: how batches run in two halves, where the stage's ranks do that."""
+        """Create an executor with exactly one of `attention` and `latent_attention`.
+
+        It must be the kind that the model's layers have. `overlap` runs batches in two halves, or
+        is None.
+
+        Raises:
+            ConfigError: the model has no attention layer.
+            InternalError: `graphs` and the executor have different observers.
+        """
         planner = attention if attention is not None else latent_attention
         if planner is None:
             raise ConfigError("a model without any attention layer is not supported", field="model")
         if graphs is not None and graphs.observer is not on_layer_done:
-            raise InternalError("what observes layers is not what captured forwards call")
+            raise InternalError(
+                "the layer observer differs from the one that captured forwards call"
+            )
         self.model = model
         self._graphs = graphs
         self._caches = caches
@@ -91,10 +104,12 @@ class StageExecutor:
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch, incoming: StageOutput | None = None) -> StageOutput:
-        """Hidden states for the next stage, or logits of the drawing rows from the last. `incoming`
-        is what the stage before handed on; None on the first. PREBUILT batches pass through: their
-        prompts were computed elsewhere. They and idle ones only take part in what other data ranks
-        need, and hand nothing on."""
+        """Return the hidden states for the next stage, or the last stage's logits of sampling rows.
+
+        `incoming` is the output of the previous stage, or None on the first. The prompts of a
+        PREBUILT batch were computed elsewhere. PREBUILT and idle batches only take part in the
+        forwards of other data ranks, and return an empty output.
+        """
         if batch.mode in (ForwardMode.PREBUILT, ForwardMode.IDLE):
             idle = batch.inner_idle if batch.mode is ForwardMode.PREBUILT else batch
             if idle is not None:
@@ -126,7 +141,7 @@ class StageExecutor:
             return self._forward(batch, given, done)
         first, second = batch.split(middle)
         given_first, given_second = given.split(first.num_tokens)
-        # The second half is the later one in every layer.
+        # In every layer, the second half is the later one.
         return self._overlap.run(
             lambda: self._forward(first, given_first, None),
             lambda: self._forward(second, given_second, done),
@@ -134,8 +149,10 @@ class StageExecutor:
 
     @torch.inference_mode()
     def plan_ahead(self, batch: ForwardBatch) -> None:
-        """Plan and mark a batch while another one may run. Not where plans share memory: those of a
-        device lie in buffers that the running batch reads, and are made behind it by `run`."""
+        """Plan and mark a batch while another one may run, unless plans share memory.
+
+        Device plans are in buffers that the running batch reads. For those, `run` plans after it.
+        """
         shares = self._device != HOST or (
             self._graphs is not None and self._graphs.plans_share_memory
         )
@@ -157,19 +174,18 @@ logger = logging.getLogger(__name__)
 
 
 class StepFailed(InternalError):
-    """A stage could not run this batch; the pipeline itself is fine."""
+    """A stage could not run this batch. The pipeline itself still works."""
 
     reason = "STEP_FAILED"
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """What came back for one launched batch: a token per row that draws, in row order, or why there
-    is none.
+    """The result of one launched batch: a token per sampling row, in row order, or an error.
 
-    `scores` has one entry per row that scores, in row order. On a pool that speculates `verified`
-    has one entry per row that draws, and the row as many tokens as that entry has accepted nodes;
-    of a PREBUILT batch one per row.
+    `scores` has one entry per scoring row, in row order. On a pool that speculates, `verified` has
+    one entry per sampling row, and the row has as many tokens as its accepted nodes. For a PREBUILT
+    batch, `verified` has one entry per row.
     """
 
     sequence: int
@@ -179,29 +195,32 @@ class StepResult:
     scores: list[Scores] = field(default_factory=list)
 
 
-StepResults = tuple[StepResult | None, ...]  # by data rank; None where a step had no batch
+StepResults = tuple[StepResult | None, ...]  # by data rank; None if it had no batch in the step
 
 
 class Pipeline(Protocol):
-    """Steps go in at `launch` and come back, in order, from `collect`. Belongs to the engine
-    thread."""
+    """A pipeline: `launch` takes steps, and `collect` returns their results in order.
+
+    The engine thread owns it.
+    """
 
     @property
     def depth(self) -> int:
-        """How many steps keep every stage busy."""
+        """Return the number of steps that keeps every stage busy."""
         ...
 
     @property
     def runs_apart(self) -> bool:
-        """Whether steps compute in another thread, one after the other, and `launch` only hands
-        them over."""
+        """Return whether `launch` only queues steps, which another thread computes one by one."""
         ...
 
     def launch(self, step: Step) -> None: ...
 
     def collect(self, timeout_s: float) -> StepResults | None:
-        """The oldest launched step's results; None when one is not there in time or `wake` was
-        called."""
+        """Return the results of the oldest launched step.
+
+        Return None on timeout, or if `wake` was called.
+        """
         ...
 
     def wake(self) -> None: ...
@@ -209,17 +228,20 @@ class Pipeline(Protocol):
 
 @dataclass(frozen=True)
 class LastStage:
-    """What the last stage does with its logits: draws, and drafts what to verify next.
+    """The work of the last stage on its logits: sample tokens, and draft the next trees.
 
-    Without a drafter a speculating pool verifies root tokens only, which is plain decoding.
+    Without a drafter, a speculating pool verifies root tokens only, which is plain decoding.
     """
 
     sampler: RequestSampler
     drafter: Drafter | None = None
 
     def finish(self, batch: ForwardBatch, output: StageOutput) -> StageResult:
-        """Of a PREBUILT batch each row gets a first tree and draws nothing; an idle one has no
-        rows."""
+        """Return the result of a batch.
+
+        Each row of a PREBUILT batch gets a first tree and samples nothing. An idle batch has no
+        rows.
+        """
         if batch.mode is ForwardMode.IDLE:
             return StageResult([], [], [])
         if batch.mode is ForwardMode.PREBUILT:
@@ -246,7 +268,7 @@ class LastStage:
 
 
 class _Results:
-    """What comes back of launched steps from the ranks that draw, one of each data rank."""
+    """The results of launched steps, received from the sampling rank of each data rank."""
 
     def __init__(self, ranks: StageRanks, channel: StageChannel | None, *, last_stage: int) -> None:
         own = ranks.own
@@ -255,18 +277,18 @@ class _Results:
             for data_rank in range(own.data_size)
         ]
         self._channel = channel
-        self._due: deque[tuple[int, Step]] = deque()  # steps by their number
-        self._came: dict[int, StepResult] = {}  # of the oldest, by data rank
+        self._due: deque[tuple[int, Step]] = deque()  # steps by sequence number
+        self._came: dict[int, StepResult] = {}  # results of the oldest step, by data rank
 
     def launched(self, sequence: int, step: Step) -> None:
         self._due.append((sequence, step))
 
     def of_this_process(self, result: StepResult) -> None:
-        """Of the first data rank's batch of the only step under way."""
+        """Store the first data rank's result of the only step in flight."""
         self._came[0] = result
 
     def collect(self, timeout_s: float) -> StepResults | None:
-        """See `Pipeline.collect`."""
+        """Implement `Pipeline.collect`."""
         if not self._due:
             return None
         deadline_s, (sequence, step) = time.monotonic() + timeout_s, self._due[0]
@@ -287,10 +309,10 @@ class _Results:
         assert self._channel is not None, "only other processes' results are received"
         while (packet := self._channel.receive(rank, timeout_s=timeout_s)) is not None:
             if packet.kind in (PacketKind.PART, PacketKind.FAULT):
-                continue  # of a batch that has failed on this rank
+                continue  # from a batch that failed on this rank
             if packet.sequence != sequence:
                 raise IntegrityError(
-                    f"from stage {rank}: the result of batch {packet.sequence} where that of batch "
+                    f"from stage {rank}: the result of batch {packet.sequence}, but that of batch "
                     f"{sequence} is due"
                 )
             if packet.kind is PacketKind.ERROR:
@@ -300,8 +322,10 @@ class _Results:
 
 
 def first_sequence() -> int:
-    """Return the number that a pipeline's batches are counted from: no other forming's, and not
-    known outside."""
+    """Return a secret number to count a pipeline's batches from.
+
+    It differs from those of other formings.
+    """
     return secrets.randbits(63)
 
 
@@ -319,7 +343,7 @@ class SingleStage:
         ranks: StageRanks | None = None,
         channel: StageChannel | None = None,
     ) -> None:
-        """`channel`: to the ranks, where there are others."""
+        """Create the stage. `channel` leads to the other ranks, if there are any."""
         self._executor = executor
         self._ranks = ranks or StageRanks()
         self._last = LastStage(sampler, drafter)
@@ -354,8 +378,10 @@ class SingleStage:
 
 
 class HeadStage:
-    """Rank 0 of a pool with more stages: runs its layers at launch, reads the last stage's results
-    at collect."""
+    """Rank 0 of a pool with several stages.
+
+    It runs its layers in `launch`, and receives the last stage's results in `collect`.
+    """
 
     runs_apart = False
 
@@ -368,8 +394,11 @@ class HeadStage:
         frame_timeout_s: float = 10,
         ranks: StageRanks | None = None,
     ) -> None:
-        """`size`: stages, of as many ranks each as this one, whose first this is. The next stage
-        takes a frame within `frame_timeout_s`, or more where steps are long (`FrameLimit`)."""
+        """Create the first of `size` stages, each with as many ranks as this one.
+
+        The next stage takes a frame within `frame_timeout_s`, or longer if steps are long
+        (`FrameLimit`).
+        """
         self.depth = size
         self._ranks = ranks or StageRanks()
         self._executor = executor
@@ -413,8 +442,10 @@ def _run_to_packet(
     *,
     stage: int,
 ) -> Packet:
-    """What goes to the next stage; a batch that cannot run becomes an error packet, which travels
-    on to stage 0."""
+    """Run a batch and return the packet for the next stage.
+
+    If the batch cannot run, return an error packet, which is forwarded to stage 0.
+    """
     try:
         with ranks.step(sequence):
             return records.pack_batch(sequence, batch, executor.run(batch, incoming))
@@ -425,15 +456,17 @@ def _run_to_packet(
 
 
 def _failure(stage: int, error: Exception) -> str:
-    """The error of the requests of a batch that could not run; the log has where it happened."""
+    """Log the error of a batch, and return its text for the requests of that batch."""
     logger.error("stage %d could not run a batch", stage, exc_info=error)
     return f"stage {stage}: {error}"
 
 
 class FollowerStage:
-    """Process 1..n-1 of a pool: receive, run, pass on. Keeps nothing between batches but its pools
-    and, on the first rank of each data rank of the last stage, which draws, what its sampler and
-    drafter know of requests."""
+    """A process 1..n-1 of a pool, which receives, runs and forwards batches.
+
+    Between batches it keeps only its pools. The first rank of each data rank in the last stage
+    samples, so it also keeps its sampler's and drafter's state of requests.
+    """
 
     def __init__(
         self,
@@ -448,8 +481,11 @@ class FollowerStage:
         frame_timeout_s: float = 10,
         ranks: StageRanks | None = None,
     ) -> None:
-        """`rank` of `size` processes, numbered stage by stage; `ranks`: those of its stage.
-        `sampler` and `drafter` work where tokens are drawn; `frame_timeout_s` as of `HeadStage`."""
+        """Create process `rank` of `size` processes, numbered stage by stage.
+
+        `ranks` are those of its stage. `sampler` and `drafter` are used only if this process
+        samples. `frame_timeout_s` is as in `HeadStage`.
+        """
         self._on_step = on_step
         self._executor = executor
         self._last_stage = LastStage(sampler, drafter)
@@ -457,19 +493,24 @@ class FollowerStage:
         self._ranks = ranks or StageRanks()
         num_ranks = self._ranks.own.size
         self._stage = rank // num_ranks
-        self._before = max(0, rank - num_ranks)  # the leader, or the same rank of the stage before
+        # the leader, or the same rank of the previous stage
+        self._before = max(0, rank - num_ranks)
         self._draws = rank >= size - num_ranks and self._ranks.own.attention.rank == 0
         self._next = 0 if self._draws else rank + num_ranks if rank + num_ranks < size else None
         self._frame_limit = FrameLimit(frame_timeout_s)
 
     def step(self, timeout_s: float) -> bool:
-        """Serve at most one packet; False when none came in time. Raises PeerLostError and
-        IntegrityError when the pool is broken."""
+        """Serve at most one packet, and return whether one came in time.
+
+        Raises:
+            PeerLostError: a stage is lost.
+            IntegrityError: a packet was damaged, which breaks the pool.
+        """
         packet = self._channel.receive(self._before, timeout_s=timeout_s)
         if packet is None:
             return False
         if packet.kind in (PacketKind.PART, PacketKind.FAULT):
-            return True  # of a batch that has failed on this rank
+            return True  # from a batch that failed on this rank
         if packet.kind is PacketKind.ERROR:
             reply = replace(packet, record=bytes(packet.record))
         else:

@@ -1,9 +1,8 @@
-"""A `StageChannel` over a `FrameChannel`: tensors within the frame, or beside it once links were
-given.
+"""A `StageChannel` over a `FrameChannel`: tensors travel within the frame, or over links if given.
 
-The frame goes first and lists what is on its way beside it. Whatever is waited for, the frame
-channel is checked: does the neighbour still live? That channel is notified of a death, a device
-never is.
+The frame is sent first and lists the tensors that follow over the link. During every wait, the
+frame channel is asked whether the neighbour is alive: it is notified of a lost process, a device is
+not.
 """
 
 import logging
@@ -24,11 +23,11 @@ from runtime.errors import DeadlineError, IntegrityError, InternalError, PeerLos
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGES_UNDER_WAY = 16
-_LOOK_S = 0.05  # between looks at the neighbour's health
+_LOOK_S = 0.05  # between two checks of the neighbour
 
 
 class TensorChannel:
-    """See `engine.pipeline.channel.StageChannel`."""
+    """Implement `StageChannel`."""
 
     def __init__(
         self,
@@ -38,10 +37,12 @@ class TensorChannel:
         message_timeout_s: float = MESSAGE_TIMEOUT_S,
         on_sent: Callable[[int], object] = lambda num_bytes: None,
     ) -> None:
-        """A packet may have `max_bytes`; `frames` must take as much. Tensors are waited for
-        `message_timeout_s` once their frame is here, or longer where such waits are long by nature
-        (`FrameLimit`): a device sends them when it has computed them. `on_sent` is given the bytes
-        of each message that went beside its frame."""
+        """Create a channel for packets of up to `max_bytes`; `frames` must accept as many.
+
+        After a frame, its tensors may take `message_timeout_s`, because a device sends them only
+        when it has computed them. The limit grows if such waits are usually long (`FrameLimit`).
+        `on_sent` is called with the size in bytes of each message that was sent over a link.
+        """
         self._frames = frames
         self._max_bytes = max_bytes
         self._message_limit = FrameLimit(message_timeout_s)
@@ -50,17 +51,24 @@ class TensorChannel:
         self._under_way: deque[Transfer] = deque()
 
     def use(self, links: P2PLinks | None) -> None:
-        """From here on tensors go over these links, or within the frames. What the links before
-        carry is dropped."""
+        """Send tensors over `links` from here on, or within the frames if it is None.
+
+        Transfers on the previous links are dropped.
+        """
         if self._links is not None:
             self._links.abort()
         self._under_way.clear()
         self._links = links
 
     def send(self, rank: int, packet: Packet, *, timeout_s: float) -> None:
-        """See `StageChannel.send`. Tensors are copied before they leave: a captured graph writes to
-        the same memory again. Raises InternalError for a packet over the limit, or with tensors for
-        another than the next stage."""
+        """Implement `StageChannel.send`.
+
+        Tensors are copied before they are sent, because a captured graph writes to the same memory
+        again.
+
+        Raises:
+            InternalError: the packet is over the limit, or has tensors for a stage that is not the next.
+        """
         specs = wire.specs_of(packet.tensors)
         num_bytes = len(packet.record) + wire.run_bytes(specs)
         if num_bytes > self._max_bytes:
@@ -78,9 +86,8 @@ class TensorChannel:
         if pending is None:
             raise InternalError(f"tensors go to the next stage only, not to stage {rank}")
         self._frames.check(rank)
-        self._wait(
-            rank, pending, pending.wait, time.monotonic() + OPEN_TIMEOUT_S
-        )  # once per pool, before it serves
+        # This waits only once per pool, before it serves.
+        self._wait(rank, pending, pending.wait, time.monotonic() + OPEN_TIMEOUT_S)
         deadline_s = time.monotonic() + timeout_s
         try:
             self._make_room(rank, pending, deadline_s)
@@ -97,8 +104,11 @@ class TensorChannel:
         self._on_sent(flat.numel())
 
     def receive(self, rank: int, *, timeout_s: float) -> Packet | None:
-        """See `StageChannel.receive`. Once the frame is here the host waits for what is on its way
-        beside it: nothing may be computed from a message that failed."""
+        """Implement `StageChannel.receive`.
+
+        After the frame, the host waits for the tensors on the link: nothing may be computed from a
+        failed message.
+        """
         data = self._frames.receive(rank, timeout_s=timeout_s)
         if data is None:
             return None
@@ -121,8 +131,10 @@ class TensorChannel:
         self._frames.close()
 
     def _read(self, rank: int, data: memoryview) -> Frame:
-        """The stage is lost when this raises: what else it sends cannot be trusted, and the pool
-        has to form anew."""
+        """Parse a frame. An error makes the stage lost, because its later frames cannot be trusted.
+
+        The pool must form again.
+        """
         try:
             return wire.read(data)
         except IntegrityError as error:
@@ -134,7 +146,7 @@ class TensorChannel:
         pending = None if self._links is None else self._links.coming_from(rank)
         if pending is None or num_bytes > self._max_bytes:
             raise InternalError(
-                f"stage {rank} announced {num_bytes} bytes of tensors where none can come"
+                f"stage {rank} announced {num_bytes} bytes of tensors, which cannot arrive here"
             )
         try:
             self._wait(rank, pending, pending.wait, time.monotonic() + OPEN_TIMEOUT_S)
@@ -147,7 +159,7 @@ class TensorChannel:
         return flat
 
     def _make_room(self, rank: int, pending: PendingLink, deadline_s: float) -> None:
-        """Drop what has got across; wait for the oldest when too much is under way."""
+        """Drop completed transfers, and wait for the oldest one if too many are in transfer."""
         while self._under_way and (
             len(self._under_way) >= MAX_MESSAGES_UNDER_WAY or self._under_way[0].wait(0)
         ):
@@ -157,18 +169,24 @@ class TensorChannel:
     def _wait(
         self, rank: int, pending: PendingLink, done: Callable[[float], bool], deadline_s: float
     ) -> None:
-        """Until `done(seconds)`. Raises PeerLostError when it never will be, DeadlineError on time;
-        the link is cut and the stage lost then, since what was under way may be half there."""
+        """Wait until `done(seconds)` returns True.
+
+        On an error the link is closed and the stage counts as lost, because a transfer may be
+        incomplete.
+
+        Raises:
+            PeerLostError: the stage or the link failed.
+            DeadlineError: `deadline_s` passed.
+        """
         try:
             while not done(min(_LOOK_S, max(0.0, deadline_s - time.monotonic()))):
                 self._frames.check(rank)
                 if time.monotonic() >= deadline_s:
-                    raise DeadlineError(f"tensors to or from stage {rank} did not get across")
+                    raise DeadlineError(f"tensors to or from stage {rank} did not arrive in time")
         except (RuntimeError, PeerLostError, DeadlineError) as error:
             pending.abort()
-            logger.warning(
-                "the link to or from stage %d failed: %s", rank, error
-            )  # which names addresses
+            # The error names addresses, so it is logged and not passed on.
+            logger.warning("the link to or from stage %d failed: %s", rank, error)
             self._frames.fail(rank, f"the link to or from stage {rank} failed")
             if isinstance(error, DeadlineError):
                 raise

@@ -1,13 +1,13 @@
-"""Drawing with what the last stage keeps of requests: the counts that penalties need, and texts
-under a grammar.
+"""Sampling with state of requests: token counts for penalties, and grammars.
 
-Rows bring what changed of their output (`OutputRow`), so a step costs what it changes, not what the
-context is long. What is drawn is still a function of prompt, output and logits alone: what is kept
-follows each row, also further back, because at a node of a draft tree the row is that of its path.
+Rows carry the changes of their output (`OutputRow`), so the cost of a step depends on the change,
+not on the context length. A sampled token still depends only on prompt, output and logits. The
+state follows each row, also backwards: at a node of a draft tree, the row describes the path to
+that node.
 
-Tokens that a grammar does not allow have no probability. Masks are computed in the grammars' own
-processes, from `prepare` on, while the forward runs on this thread; for a tree under verification
-those of its nodes, too.
+Tokens that a grammar forbids have probability 0. The grammar processes compute masks from `prepare`
+on, while this thread runs the forward. For a tree under verification they also compute the masks of
+its nodes.
 """
 
 import time
@@ -23,19 +23,19 @@ from engine.sampling.sampler import Mask, TokenCounts, sample
 from runtime.errors import FieldViolation, InvalidRequestError, StalledError
 from runtime.grammar import Grammars, GuidedText, MaskJob, unpacked
 
-STEP_WAIT_S = 1.0  # for the masks of one step, behind its forward
+STEP_WAIT_S = 1.0  # limit for the masks of one step, counted from the end of its forward
 
-Tree = tuple[tuple[int, ...], tuple[int, ...]]  # tokens and parents of its nodes
+Tree = tuple[tuple[int, ...], tuple[int, ...]]  # tokens and parents of the nodes
 _NO_TREE: Tree = (0,), (-1,)
 
 
 @dataclass
 class _Kept:
-    """Of one request."""
+    """The state of one request."""
 
-    base: OutputRow  # of the step under way
-    share: float = 1.0  # of what all texts of the step may compute
-    counts: TokenCounts | None = None  # as soon as it draws, where penalties need them
+    base: OutputRow  # row of the current step
+    share: float = 1.0  # share of the computing time that all grammars of the step have
+    counts: TokenCounts | None = None  # set when the request first samples, if penalties need it
     text: GuidedText | None = None
     job: MaskJob | None = None
     problem: str = ""
@@ -48,7 +48,7 @@ class _Kept:
 
 @dataclass(frozen=True)
 class _Drawing:
-    """How one row is drawn, or why it is not."""
+    """The mask and counts to sample one row with, or the reason why it cannot be sampled."""
 
     allowed: Mask | None = None
     counts: TokenCounts | None = None
@@ -57,24 +57,29 @@ class _Drawing:
 
 
 class GuidedSampler:
-    """A `Sampler` for rows of every kind. Belongs to the engine thread of a last stage."""
+    """A `Sampler` for rows of every kind.
+
+    The engine thread of a last stage owns it.
+    """
 
     def __init__(self, grammars: Grammars | None) -> None:
-        """Without `grammars` (a model without a tokenizer) rows must not bring any."""
+        """Create a sampler without state.
+
+        Without `grammars` (the model has no tokenizer), no row may carry a grammar.
+        """
         self._grammars = grammars
         self._kept: dict[int, _Kept] = {}
-        self._vocab_size = 0  # as soon as there are logits
-        self._deadline_s: float | None = None  # of the step under way, as soon as it draws
+        self._vocab_size = 0  # known from the first logits on
+        self._deadline_s: float | None = None  # of the current step, set when it begins to sample
 
     def reset(self) -> None:
-        """Another leader's requests will come: what is kept belongs to no one."""
+        """Drop the state of all requests, before another leader sends its own."""
         for kept in self._kept.values():
             kept.forget()
         self._kept.clear()
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Before the forward of a batch: begin to compute what its drawing needs, as far as that
-        needs no logits."""
+        """Start the work for sampling that does not need the logits, before the forward."""
         self._deadline_s = None
         for key in batch.ended_keys:
             if (ended := self._kept.pop(key, None)) is not None:
@@ -89,8 +94,11 @@ class GuidedSampler:
             self._begin(output, tree, 1 / len(drawing))
 
     def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[DrawnToken]:
-        """As `sample`. A row whose grammar cannot be followed, or not quickly enough, gets a token
-        with `problem` set. Rows that were not prepared are prepared here."""
+        """Sample one token per row, as `sample` does.
+
+        A row gets a token with `problem` set if its grammar cannot be followed, or not in time.
+        Rows that were not prepared are prepared here.
+        """
         if all(row.output is None for row in rows):
             return sample(logits, rows)
         self._vocab_size = logits.shape[1]
@@ -119,8 +127,10 @@ class GuidedSampler:
         ]
 
     def _begin(self, output: OutputRow, tree: Tree, share: float) -> _Kept:
-        """Take the row's request up, and request its masks. What is wrong is kept, for the row
-        alone."""
+        """Begin or continue the row's request, and request its masks.
+
+        An error is stored for this row only.
+        """
         kept = self._kept.get(output.key)
         if output.opening is not None or kept is None:
             if kept is not None:
@@ -139,12 +149,12 @@ class GuidedSampler:
         opening = output.opening
         if opening is None:
             kept.problem, kept.cause = (
-                "the last stage does not know this request's output",
+                "the last stage does not know the output of this request",
                 ProblemCause.DEFECT,
             )
         elif opening.grammar is not None and self._grammars is None:
             kept.problem, kept.cause = (
-                "a row brings a grammar, but the model has no tokenizer",
+                "a row carries a grammar, but the model has no tokenizer",
                 ProblemCause.DEFECT,
             )
         elif opening.grammar is not None and self._grammars is not None:
@@ -162,7 +172,7 @@ class GuidedSampler:
                 counts = self._count(kept, output)
             except IndexError as error:
                 return _Drawing(
-                    problem=f"the last stage does not know this request's output: {error}",
+                    problem=f"the last stage does not know the output of this request: {error}",
                     cause=ProblemCause.DEFECT,
                 )
         if kept.text is None:
@@ -176,7 +186,11 @@ class GuidedSampler:
         return _Drawing(problem=kept.problem, cause=kept.cause)
 
     def _count(self, kept: _Kept, output: OutputRow) -> TokenCounts:
-        """Raises IndexError when the row builds on an output that is not known."""
+        """Return the request's token counts after this row.
+
+        Raises:
+            IndexError: the row builds on an unknown output.
+        """
         if kept.counts is None:
             prompt = () if output.opening is None else output.opening.prompt_token_ids
             kept.counts = TokenCounts(prompt, self._vocab_size)
@@ -184,16 +198,17 @@ class GuidedSampler:
         return kept.counts
 
     def _mask(self, kept: _Kept, text: GuidedText, output: OutputRow) -> Mask:
-        """[vocab] what may follow. A node that was not computed beside the forward is computed now.
+        """Return the mask of allowed next tokens, [vocab] bool.
+
+        If no job has computed the node, it is computed now.
 
         Raises:
-            InvalidRequestError: its grammar does not allow the output, or cannot be followed
-                quickly enough.
-            StalledError: its process was not let compute in time, or has to compile first, for which
-                no step waits.
+            InvalidRequestError: the grammar does not allow the output, or is too slow.
+            StalledError: the grammar's process had no time to compute, or it must compile first. No
+                step waits for that.
         """
         if not text.is_ready:
-            raise StalledError("a grammar's process is gone and has to be started again")
+            raise StalledError("the process of a grammar has ended and must be restarted")
         job, path = kept.job, output.token_ids[len(kept.base.token_ids) :]
         if job is not None:
             self._wait(job, text)
@@ -203,7 +218,12 @@ class GuidedSampler:
         return unpacked(job.masks[path], self._vocab_size)
 
     def _wait(self, job: MaskJob, text: GuidedText) -> None:
-        """Raises InvalidRequestError and StalledError."""
+        """Wait for the job until the step's deadline.
+
+        Raises:
+            InvalidRequestError: the job failed because of its grammar.
+            StalledError: the job did not get enough computing time.
+        """
         if self._deadline_s is None:
             self._deadline_s = time.monotonic() + STEP_WAIT_S
         if not job.wait(self._deadline_s):
@@ -215,7 +235,7 @@ class GuidedSampler:
 
 
 def _goes_on(base: OutputRow, output: OutputRow) -> bool:
-    """Whether a row is that of `base`, or of a node behind it."""
+    """Return whether `output` belongs to the row `base` or to a node after it."""
     return (base.kept, base.opening) == (
         output.kept,
         output.opening,
@@ -223,7 +243,10 @@ def _goes_on(base: OutputRow, output: OutputRow) -> bool:
 
 
 def _trees(batch: ForwardBatch) -> list[Tree]:
-    """Per row the nodes under verification, the first of which is the row's last known token."""
+    """Return the tokens and parents of the nodes under verification, per row.
+
+    The first node is the last known token of its row.
+    """
     if batch.mode is not ForwardMode.VERIFY or not isinstance(batch.spec_info, SpecInfo):
         return [_NO_TREE] * batch.num_rows
     tokens, start, trees = batch.spec_info.token_ids.tolist(), 0, []

@@ -1,15 +1,17 @@
-"""From logits to tokens and their log-probabilities. Draws one token per row: from the row to the
-distribution, and a token from it. Pure: the same logits and the same row give the same token, in
-any batch. In double precision, one row at a time: this makes the result independent of the batch,
-and double precision keeps a running sum over 150,000 probabilities exact enough to invert.
+"""Sampling: from logits to tokens and their log-probabilities.
 
-Because the random number depends on (seed, position) alone, drawing at a node of a draft tree is
-the same call with that node's logits and row: the walk over the tree emits exactly what plain
-decoding would.
+Each row gives one token. Sampling is pure: the same logits and the same row give the same token in
+any batch. It computes one row at a time in double precision. Working by row makes the result
+independent of the batch. Double precision keeps the running sum over 150,000 probabilities exact
+enough to invert it.
 
-Tokens that are known, as those of a prompt, are scored: they travel through a batch as drawn ones
-do. Of a row that scores and draws the scored logits come first, so a row's logits lie in the order
-of its tokens.
+The random number depends only on (seed, position). So sampling at a node of a draft tree is the
+same call, with the logits and the row of that node. The walk over the tree emits exactly the tokens
+of plain decoding.
+
+Known tokens, such as those of a prompt, are scored, and their results have the same form as those
+of sampled tokens. If a row both scores and samples, its scored logits come first. The logits of a
+row are therefore in the order of its tokens.
 """
 
 import math
@@ -37,13 +39,15 @@ Mask = NDArray[np.bool_]
 Scores = tuple[DrawnToken, ...]
 
 _TEAM = Team()
-_CHANGED_TOGETHER = 16  # rows: a copy of logits in double precision is 1.2 MB of 150,000
+_CHANGED_TOGETHER = 16  # rows: one copy of 150,000 logits in double precision takes 1.2 MB
 
 
 class TokenCounts:
-    """Which tokens occur in a request's prompt, and how often in its output. Moves with the output:
-    a step costs what it changes, whatever the context's length. Keeps 5 bytes per token of the
-    vocabulary, and the output."""
+    """The set of tokens in a request's prompt and output, with their counts in the output.
+
+    It is updated by the changes of the output, so the cost of a step does not depend on the context
+    length. It takes 5 bytes per token of the vocabulary, plus the output.
+    """
 
     def __init__(self, prompt_token_ids: Sequence[int], vocab_size: int) -> None:
         self._in_prompt = np.zeros(vocab_size, np.bool_)
@@ -52,10 +56,13 @@ class TokenCounts:
         self._output: list[int] = []
 
     def move(self, kept: int, token_ids: Sequence[int]) -> None:
-        """The output is its first `kept` tokens, then `token_ids`. Raises IndexError if it is
-        shorter than that."""
+        """Cut the output to its first `kept` tokens and append `token_ids`.
+
+        Raises:
+            IndexError: the output has fewer than `kept` tokens.
+        """
         if kept > len(self._output):
-            raise IndexError(f"{kept} tokens are to stand, {len(self._output)} are known")
+            raise IndexError(f"{kept} tokens are to be kept, {len(self._output)} are known")
         np.subtract.at(self._counts, np.fromiter(self._output[kept:], np.int64), 1)
         del self._output[kept:]
         self._output += token_ids
@@ -63,18 +70,18 @@ class TokenCounts:
 
     @property
     def seen(self) -> Ids:
-        """[n] ascending: tokens of prompt or output."""
+        """Return the tokens of prompt and output, [n] ascending."""
         return np.flatnonzero(self._in_prompt | (self._counts > 0)).astype(np.int64)
 
     @property
     def output(self) -> tuple[Ids, Ids]:
-        """[n] ascending: tokens of the output, and how often they occur."""
+        """Return the tokens of the output, [n] ascending, and their counts, [n]."""
         ids = np.flatnonzero(self._counts).astype(np.int64)
         return ids, self._counts[ids].astype(np.int64)
 
 
 def counts_of(output: OutputRow, vocab_size: int) -> TokenCounts:
-    """Of a row that opens a request."""
+    """Return the counts of a row that opens its request."""
     counts = TokenCounts(
         () if output.opening is None else output.opening.prompt_token_ids, vocab_size
     )
@@ -83,16 +90,17 @@ def counts_of(output: OutputRow, vocab_size: int) -> TokenCounts:
 
 
 def changes_logits(row: SamplingRow) -> bool:
-    """Whether the most likely token may differ from that of the raw logits."""
+    """Return whether the most likely token may differ from the one of the raw logits."""
     return bool(row.banned_token_ids or row.params.logit_bias or row.params.needs_history)
 
 
 def adjusted(logits: Floats, row: SamplingRow, counts: TokenCounts | None = None) -> Floats:
-    """[V] logits after penalties, bias and bans, in this order; a copy. `counts` are those of the
-    row's output; without them a row that opens its request is counted here.
+    """Return a copy of the logits [V] after penalties, bias and bans, in this order.
 
-    Repetition divides positive and multiplies negative logits of every token in prompt or output
-    (Keskar et al., 2019); frequency is subtracted per occurrence in the output, presence once.
+    `counts` belongs to the row's output. Without it, the output of a row that opens its request is
+    counted here. The repetition penalty divides positive logits and multiplies negative ones, for
+    every token of prompt or output (Keskar et al., 2019). The frequency penalty is subtracted per
+    occurrence in the output, the presence penalty once.
     """
     params, result = row.params, logits.copy()
     if params.needs_history and row.output is not None:
@@ -111,14 +119,16 @@ def adjusted(logits: Floats, row: SamplingRow, counts: TokenCounts | None = None
 
 
 def largest(values: Floats, count: int) -> Ids:
-    """Ids of the `count` largest values, largest first, equal ones by id."""
+    """Return the ids of the `count` largest values, largest first; equal values by id."""
     ids = _highest(values, count)
     return ids[np.argsort(-values[ids], kind="stable")]
 
 
 def _highest(values: Floats, count: int) -> Ids:
-    """Ids of the `count` largest values, ascending; of equal ones the lower ids. Finds a threshold,
-    sorts nothing."""
+    """Return the ids of the `count` largest values, ascending; of equal values, the lower ids.
+
+    It selects by a threshold and does not sort.
+    """
     if count >= len(values):
         return np.arange(len(values), dtype=np.int64)
     if count < 1:
@@ -134,17 +144,16 @@ Sampler = Callable[[Tensor, Sequence[SamplingRow]], list[DrawnToken]]
 
 
 class RequestSampler(Protocol):
-    """A `Sampler` that keeps state of requests, from their first row to the end that a batch
-    names."""
+    """A `Sampler` with state per request, from its first row until a batch names it as ended."""
 
     def __call__(self, logits: Tensor, rows: Sequence[SamplingRow]) -> list[DrawnToken]: ...
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Before the batch's forward, what can be done without its logits."""
+        """Start the work that does not need the logits, before the batch's forward."""
         ...
 
     def reset(self) -> None:
-        """Drop every request."""
+        """Drop the state of every request."""
         ...
 
 
@@ -154,16 +163,19 @@ def sample(
     allowed: Sequence[Mask | None] = (),
     counts: Sequence[TokenCounts | None] = (),
 ) -> list[DrawnToken]:
-    """One token per row. logits: [R, vocab] fp32, `rows` its R rows. If given, `allowed` has for
-    each row None or [vocab] bool, tokens that may be drawn; `counts` what its penalties count, or
-    None for a row that brings it all.
+    """Sample one token per row.
 
-    Temperature 0 takes the largest logit (the lowest id among equals); otherwise the inverse of the
-    cumulative distribution, in the order of token ids, at `uniform(seed, position)`. A row without
-    a largest finite logit (NaN, infinity, or every token banned) gets token 0 with a problem that
-    is a fault; it ends alone. What may be drawn is what passes top-k of the weights at that
-    temperature, then top-p of what top-k left, then min-p; equal weights in the order of their ids,
-    so exactly k tokens pass top-k.
+    `logits` is [R, vocab] fp32, `rows` its R rows. `allowed`, if given, has per row None or [vocab]
+    bool, the tokens that may be sampled. `counts` has per row the counts for its penalties, or None
+    if the row opens its request.
+
+    Temperature 0 takes the largest logit, and of equal logits the lowest id. Any other temperature
+    inverts the cumulative distribution, in the order of token ids, at `uniform(seed, position)`.
+    Filters apply in this order: top-k at that temperature, top-p of the rest, min-p. Equal weights
+    are ordered by id, so exactly k tokens pass top-k.
+
+    A row without a finite largest logit (NaN, infinity, or every token banned) gets token 0 with a
+    problem whose cause is a defect. Only this row ends.
 
     Raises:
         InternalError: `rows` does not fit `logits`.
@@ -174,8 +186,8 @@ def sample(
         return []
     if not allowed and all(takes_maximum(row) for row in rows):
         return _raw_maxima(logits)
-    # In one copy: filters and the random number then run as on any other device, so every device
-    # draws alike from the same logits.
+    # One copy to the host: filters and the random number then run there for every device, so all
+    # devices sample the same tokens from the same logits.
     host = logits.detach().cpu().contiguous()
     masks, known = allowed or [None] * len(rows), counts or [None] * len(rows)
     changed = [
@@ -207,7 +219,7 @@ def _changed(
 
 
 def _drawn(final: Tensor, rows: Sequence[SamplingRow], logits: Tensor) -> list[DrawnToken]:
-    """From `final` [R, vocab], fp32 or fp64, which `logits` of the same shape became."""
+    """Sample from `final` [R, vocab], fp32 or fp64; `logits` has the raw values."""
     rules = [
         (
             params.temperature,
@@ -234,14 +246,18 @@ def _drawn(final: Tensor, rows: Sequence[SamplingRow], logits: Tensor) -> list[D
 
 
 def takes_maximum(row: SamplingRow) -> bool:
-    """Whether the token is the largest of the raw logits, unless a grammar forbids it, and nothing
-    else is returned."""
+    """Return whether the token is the largest raw logit and nothing else is returned.
+
+    Grammars are not considered.
+    """
     return row.params.temperature == 0 and row.num_top_logprobs is None and not changes_logits(row)
 
 
 def _raw_maxima(logits: Tensor) -> list[DrawnToken]:
-    """All rows at once, where they are; one trip to the host. The first of equals; NaN counts as
-    largest."""
+    """Return the largest token of each row; of equal logits the first.
+
+    All rows are computed at once on their device, with one copy to the host. NaN counts as largest.
+    """
     if logits.device == HOST and logits.dtype is torch.float32 and logits.is_contiguous():
         ids = largest_of_rows(logits, _TEAM)
         largest_values, token_ids = (
@@ -258,8 +274,10 @@ def _raw_maxima(logits: Tensor) -> list[DrawnToken]:
 
 
 def token_logprobs(logits: Floats, token_id: int, num_top: int) -> TokenLogprobs:
-    """The log-probability of a token in one row of logits [vocab], and of the `num_top` most likely
-    ones."""
+    """Return the log-probability of a token and of the `num_top` most likely tokens.
+
+    `logits` is one row, [vocab].
+    """
     peak = logits.max()
     logprobs = logits - (peak + np.log(np.exp(logits - peak).sum()))
     top = largest(logprobs, num_top)
@@ -278,17 +296,21 @@ def _fault(largest_logit: float) -> DrawnToken:
 
 @dataclass(frozen=True)
 class ScoredLogits:
-    """Logits of one forward by their use: `drawing` [N, vocab] fp32 is None where the model gave
-    none."""
+    """The logits of one forward, split by their use.
+
+    `drawing` is [N, vocab] fp32, or None if the model returned no logits.
+    """
 
     drawing: Tensor | None
-    scores: list[Scores]  # per row that scores, in row order
+    scores: list[Scores]  # per scoring row, in row order
 
 
 def wanted_tokens(batch: ForwardBatch) -> list[int]:
-    """Indices of the tokens whose logits a batch needs, ascending: the scored ones of each row, and
-    of each row that draws its last token, or all of them where they are a tree under
-    verification."""
+    """Return the indices of the tokens whose logits a batch needs, ascending.
+
+    These are the scored tokens of each row, and the last token of each row that samples. A row with
+    a tree under verification needs all of its tokens.
+    """
     wanted: list[int] = []
     for start, end, num_scored, draws in _spans(batch):
         wanted += range(start, start + num_scored)
@@ -298,20 +320,20 @@ def wanted_tokens(batch: ForwardBatch) -> list[int]:
 
 
 def score(logits: Tensor | None, batch: ForwardBatch) -> ScoredLogits:
-    """Take the scored rows out of `logits`, which has a row for each of `wanted_tokens(batch)`.
+    """Split the scored rows off `logits`, which has one row per `wanted_tokens(batch)`.
 
-    Each token's values come from its own row of logits alone, in double precision, so they do not
+    The values of a token come only from its own row of logits, in double precision, so they do not
     depend on the batch.
 
     Raises:
-        InternalError: the model gave another number of rows.
+        InternalError: the model returned another number of rows.
     """
     if not batch.scoring:
         return ScoredLogits(logits, [])
     wanted = wanted_tokens(batch)
     if (0 if logits is None else logits.shape[0]) != len(wanted):
         raise InternalError(
-            f"a batch wants {len(wanted)} rows of logits, the model gave "
+            f"a batch wants {len(wanted)} rows of logits, the model returned "
             f"{0 if logits is None else logits.shape[0]}"
         )
     if logits is None:
@@ -340,7 +362,7 @@ def _scores(logits: Tensor, token_ids: Sequence[int], num_top: int) -> Scores:
 
 
 def _spans(batch: ForwardBatch) -> list[tuple[int, int, int, bool]]:
-    """(first token, end, scored tokens, whether it draws) per row."""
+    """Return per row (first token, end, number of scored tokens, whether it samples)."""
     spans, start = [], 0
     scoring = batch.scoring or (None,) * batch.num_rows
     for length, sampling, scored in zip(batch.query_lens, batch.sampling, scoring, strict=True):
