@@ -353,9 +353,12 @@ def idle_batch(shares: tuple[DataShare, ...] = ()) -> ForwardBatch:
 
 
 def plan_where_needed(batch: ForwardBatch, planner: BatchPlanner) -> bool:
-    """Plan the batch unless it is marked as planned; return whether it planned.
+    """Plan a batch unless its mark shows a plan; return whether it planned.
 
-    Every forward that is not a replay calls it, on the target and on a draft.
+    Stages and drafters call it before eager forwards and before steps recorded on the host.
+    Captured forwards, recorded drafts and the copies that recordings are made with do not. Each of
+    them calls `plan` of its planner on a batch that it has just built, without a mark. Recorded
+    drafts plan that way also for steps that they run eagerly.
     """
     if not batch.needs_forward_metadata_init():
         return False

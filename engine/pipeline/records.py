@@ -103,7 +103,7 @@ class ErrorRecord(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True)
 class StageInput:
-    """A batch as a later stage gets it."""
+    """A batch as a later stage receives it."""
 
     batch: ForwardBatch
     incoming: StageOutput

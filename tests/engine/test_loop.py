@@ -318,7 +318,7 @@ async def test_an_engine_that_has_ended_refuses_instead_of_keeping_its_callers(
     loop = start(running, Broken(work=1))
     loop.post(lambda: loop.attach(ScriptedPipeline(1, dies_at=1)))
     await asyncio.to_thread(loop._thread.join, 30)
-    with pytest.raises(UnavailableError, match="the engine has ended"):
+    with pytest.raises(UnavailableError, match="the engine loop has ended"):
         await loop.submit(lambda: None)
 
 

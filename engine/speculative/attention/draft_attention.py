@@ -1,5 +1,4 @@
-"""The two attentions of a draft: over its pages, and within a round of steps; each for either kind
-of cache."""
+"""The two attentions of a draft, over its pages and within a round, for either kind of cache."""
 
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,11 +18,10 @@ from engine.speculative.attention.multistep_paged import PagedRounds
 
 
 class RoundPlanner(BatchPlanner, Protocol):
-    """Plans the steps of a round of drafting, each of which goes on from branches of the one
-    before."""
+    """A planner for a round of drafting, in which each step continues branches of the last one."""
 
     def reorder(self, batch: ForwardBatch, parents: Tensor) -> None:
-        """The next step's branches continue those at `parents` [R, K] of the last."""
+        """Continue the branches at `parents` [R, K] of the last step in the next one."""
         ...
 
 
@@ -33,10 +31,12 @@ class RoundAttention(AttentionBackend, RoundPlanner, Protocol):
 
 @dataclass(frozen=True)
 class DraftAttention:
-    """Who plans, and what the draft's layers run on then. Both look at the same pools, in pages of
-    `page_size` tokens, as the target's. `capturable` and `capturable_round`: `pages` and `round` as
-    graphs see them; None where they cannot be captured. `recordable_round`: what a round runs on,
-    on the host, where it is recorded; None where it cannot be."""
+    """The planners of a draft, and the contexts for its layers.
+
+    Both attentions read the same pools, in pages of `page_size` tokens, as the target does.
+    `capturable` and `capturable_round` are `pages` and `round` for graphs, or None without support.
+    `recordable_round` is the round's attention for recordings on the host, or None without support.
+    """
 
     pages: BatchPlanner
     on_pages: ForwardContext
@@ -73,5 +73,5 @@ class DraftAttention:
 
 
 def no_states() -> CpuRecurrent:
-    """No draft has a recurrent layer."""
+    """Return a recurrent backend without pools: no draft has a recurrent layer."""
     return CpuRecurrent(conv_pools={}, state_pools={}, numerics=Numerics.EXACT)

@@ -1,9 +1,9 @@
-"""Attention of the steps in which a draft grows its trees: planned once for all steps of a round.
+"""Attention for the steps in which a draft extends its trees, planned once per round.
 
-All branches of a row look at the row's committed slots, which do not change during a round, and
-each at its own path of earlier steps. The committed keys are gathered once per round, and those of
-every step are put behind them. When the frontier is chosen anew no key moves, only what each branch
-sees changes. Nothing is written to the pool: what was drafted leaves no trace in it.
+All branches of a row see the row's committed slots, which do not change during a round, and each
+sees its own path of earlier steps. The committed keys are gathered once per round, and the keys of
+each step are appended. A change of the frontier moves no key: only the visibility of keys per
+branch changes. Nothing is written to the pool, so drafted tokens leave no trace in it.
 
 Legend: R rows, K branches per row, L longest committed row (whole pages), S = L + K * `MAX_STEPS`.
 """
@@ -23,8 +23,10 @@ from runtime.errors import InternalError, StalePlanError
 
 @dataclass
 class _RoundKeys:
-    """Keys and values of one layer in a round [R, kv, S, D]: committed, then those of each step
-    done."""
+    """The keys and values of one layer in a round, [R, kv, S, D].
+
+    Committed ones come first, then those of each completed step.
+    """
 
     keys: Tensor
     values: Tensor
@@ -33,8 +35,13 @@ class _RoundKeys:
 
 @dataclass(frozen=True)
 class RoundPlan:
-    """One round. tables: [R, P] int64 pages of L slots; seen: [R, K, S] bool, what each branch
-    sees: it changes where branches do. `layers` fills as the round goes."""
+    """The plan of one round.
+
+        tables  [R, P] int64, pages of L slots
+        seen    [R, K, S] bool, the keys that each branch sees; updated when branches change
+
+    `layers` is filled during the round.
+    """
 
     num_branches: int
     tables: Tensor
@@ -44,8 +51,10 @@ class RoundPlan:
 
 
 class MultiStepAttention:
-    """An `AttentionBackend` for the multi-step batches of a draft: K consecutive tokens per row,
-    one per branch."""
+    """An `AttentionBackend` for multi-step batches of a draft.
+
+    A row has K consecutive tokens, one per branch.
+    """
 
     def __init__(self, *, kv_pools: Mapping[int, Tensor], geometry: AttentionGeometry) -> None:
         self._pools = dict(kv_pools)
@@ -53,12 +62,12 @@ class MultiStepAttention:
         self.num_plans = 0
 
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
-        """Plan all steps of the round that begins with this batch and mark it.
+        """Plan all steps of the round that begins with this batch, and mark the batch.
 
         Raises:
-            StalePlanError: the batch has a plan already. Planning again in the middle of a round
-                would lose the paths.
-            InternalError: rows with different numbers of branches.
+            StalePlanError: the batch has a plan. A new plan in the middle of a round would lose the
+                paths.
+            InternalError: the rows have different numbers of branches.
         """
         branches = num_branches_of(batch, replan_equivalent=replan_equivalent)
         tables = committed_pages(batch, self._geometry.page_size)
@@ -74,8 +83,10 @@ class MultiStepAttention:
         self.num_plans += 1
 
     def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
-        """Add k, v to the branches' paths and attend. Shapes as in `AttentionBackend.run`, T = R *
-        K."""
+        """Add k, v to the branches' paths and attend.
+
+        Shapes are those of `AttentionBackend.run`, with T = R * K.
+        """
         plan, geometry = self._checked_plan(batch), self._geometry
         rows, branches, heads, dim = (
             batch.num_rows,
@@ -86,9 +97,8 @@ class MultiStepAttention:
         group = geometry.num_heads // heads
         shape = rows, branches, heads, dim
         layer, end = self._extended(plan, layer_id, k.view(shape), v.view(shape))
-        queries = (
-            q.view(rows, branches, heads, group, dim).transpose(1, 2).flatten(2, 3)
-        )  # [R, kv, K * group, D]
+        # [R, kv, K * group, D]
+        queries = q.view(rows, branches, heads, group, dim).transpose(1, 2).flatten(2, 3)
         seen = plan.seen[:, None, :, :end]
         if branches > 1:
             seen = seen.repeat_interleave(group, 2)
@@ -106,7 +116,7 @@ class MultiStepAttention:
         )
 
     def reorder(self, batch: ForwardBatch, parents: Tensor) -> None:
-        """The next step's branches continue those at `parents` [R, K] of the last."""
+        """Continue the branches at `parents` [R, K] of the last step in the next one."""
         plan = self._checked_plan(batch)
         end = plan.num_committed + plan.num_branches * max(
             layer.num_steps for layer in plan.layers.values()
@@ -131,12 +141,12 @@ class MultiStepAttention:
     def _extended(
         self, plan: RoundPlan, layer_id: int, k: Tensor, v: Tensor
     ) -> tuple[_RoundKeys, int]:
-        """Put k, v [R, K, kv, D] behind what the layer has; also how many slots it has then."""
+        """Append k, v [R, K, kv, D] to the layer's keys; return the layer and its number of slots."""
         layer = plan.layers.get(layer_id)
         if layer is None:
             pages = self._pools[layer_id][plan.tables]  # [R, P, 2, kv, page, D]
             committed = pages.permute(2, 0, 3, 1, 4, 5).flatten(3, 4)
-            # What was never written may be NaN, which no mask hides.
+            # Memory that was never written may be NaN, which a mask does not remove.
             hidden = plan.seen[:, 0, : plan.num_committed].logical_not()[:, None, :, None]
             keys, values = F.pad(
                 committed.masked_fill(hidden, 0.0), (0, 0, 0, plan.num_branches * MAX_STEPS)
@@ -155,8 +165,10 @@ class MultiStepAttention:
 
 
 def num_branches_of(batch: ForwardBatch, *, replan_equivalent: bool) -> int:
-    """Branches per row of a round that is about to be planned. Raises as `MultiStepAttention.plan`
-    does."""
+    """Return the branches per row of a round that is about to be planned.
+
+    It raises the errors of `MultiStepAttention.plan`.
+    """
     if batch.forward_metadata_ready or replan_equivalent:
         raise StalePlanError("the steps of a round are planned once, before the first")
     branches = set(batch.query_lens)
@@ -166,5 +178,5 @@ def num_branches_of(batch: ForwardBatch, *, replan_equivalent: bool) -> int:
 
 
 def committed_pages(batch: ForwardBatch, page_size: int) -> Tensor:
-    """[R, P] int64: the pages of each row's committed slots."""
+    """Return the pages of each row's committed slots, [R, P] int64."""
     return batch.page_tables[:, : -(-max(batch.context_lens) // page_size)].long()

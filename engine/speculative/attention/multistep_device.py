@@ -1,10 +1,9 @@
-"""Attention of the steps in which a draft grows its trees, on a device: a row's committed slots are
-read in place.
+"""Attention for the steps in which a draft extends its trees, on a device.
 
-As `engine/speculative/attention/multistep.py`, but the committed keys stay in their pages.
-FlashInfer attends to them and returns the logarithm of each query's sum of exponentials; a branch's
-own path is attended to beside it, and the two are merged by these sums (Dao et al. 2022,
-"FlashAttention", section 3.1). So no shape depends on how long a row is, and a whole round can be
+It works as `engine/speculative/attention/multistep.py`, but committed keys are read in their pages.
+FlashInfer attends to them and returns the logarithm of each query's sum of exponentials. The path
+of a branch is attended to separately, and both results are merged by these sums (Dao et al. 2022,
+"FlashAttention", section 3.1). So no shape depends on the length of a row, and a whole round can be
 captured.
 
 Legend: R rows, K branches per row, T = R * K, s steps done.
@@ -36,8 +35,11 @@ _IN_FLIGHT = 2  # rounds that may be planned and not yet run
 
 @dataclass(frozen=True)
 class DeviceRoundPlan:
-    """One round. `paths` fills as it goes, by layer: keys and values of the branches' own steps [R,
-    K, kv, s, D]."""
+    """The plan of one round.
+
+    `paths` is filled during the round, by layer: keys and values of the branches' own steps, [R, K,
+    kv, s, D].
+    """
 
     num_rows: int
     num_branches: int
@@ -48,8 +50,10 @@ class DeviceRoundPlan:
 
 
 class DeviceRounds:
-    """An `AttentionBackend` for the multi-step batches of a draft: K consecutive tokens per row,
-    one per branch."""
+    """An `AttentionBackend` for multi-step batches of a draft.
+
+    A row has K consecutive tokens, one per branch.
+    """
 
     def __init__(
         self,
@@ -69,8 +73,10 @@ class DeviceRounds:
         self.num_plans = 0
 
     def reserve(self, buckets: Sequence[GraphBucket]) -> None:
-        """Make the wrappers of captured rounds of `max_rows` rows; a page has one owner, but for
-        that of padding."""
+        """Create the wrappers for captured rounds, with up to `max_rows` rows per bucket.
+
+        Each page has one owner, except the page of padding rows.
+        """
         num_pages = max(len(pool) for pool in self._pools.values())
         for bucket in buckets:
             self._captured[bucket] = self._slot(
@@ -82,13 +88,13 @@ class DeviceRounds:
             )
 
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
-        """Plan all steps of the round that begins with this batch and mark it.
+        """Plan all steps of the round that begins with this batch, and mark the batch.
 
         Raises:
-            StalePlanError: the batch has a plan already. Planning again in the middle of a round
-                would lose the paths.
-            InternalError: rows with different numbers of branches, a row without a committed slot,
-                or a bucket that nothing was reserved for.
+            StalePlanError: the batch has a plan. A new plan in the middle of a round would lose the
+                paths.
+            InternalError: the rows have different numbers of branches, a row has no committed slot, or
+                the bucket was not reserved.
         """
         branches = num_branches_of(batch, replan_equivalent=replan_equivalent)
         slot = self._schedule(batch, branches)
@@ -97,7 +103,7 @@ class DeviceRounds:
         self.num_plans += 1
 
     def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
-        """Add k, v to the branches' paths and attend. Shapes as in `AttentionBackend.run`."""
+        """Add k, v to the branches' paths and attend. Shapes are those of `AttentionBackend.run`."""
         plan, geometry = self.check_current(batch), self._geometry
         if (batch.num_rows, batch.num_tokens, len(q)) != (
             plan.num_rows,
@@ -112,6 +118,7 @@ class DeviceRounds:
         committed, sums = plan.slot.wrapper.run_return_lse(q.contiguous(), self._pools[layer_id])
         keys, values = self._extended(plan, layer_id, k.view(shape), v.view(shape))
         own = (
+            # [R, K, kv, heads per kv head, s]
             q.view(shape) * geometry.scale @ keys.transpose(-1, -2)
         ).float()  # [R, K, kv, heads per kv head, s]
         of_committed, of_own = sums.view(shape[:-1]) * math.log(2), own.logsumexp(-1)
@@ -121,14 +128,18 @@ class DeviceRounds:
         return out.to(q.dtype).reshape(-1, geometry.num_heads, geometry.head_dim)
 
     def reorder(self, batch: ForwardBatch, parents: Tensor) -> None:
-        """The next step's branches continue those at `parents` [R, K] of the last."""
+        """Continue the branches at `parents` [R, K] of the last step in the next one."""
         paths, index = self.check_current(batch).paths, parents[:, :, None, None, None]
         for layer_id, parts in paths.items():
             keys, values = (part.gather(1, index.expand_as(part)) for part in parts)
             paths[layer_id] = keys, values
 
     def check_current(self, batch: ForwardBatch) -> DeviceRoundPlan:
-        """The batch's plan, if its wrapper still holds it. Raises StalePlanError."""
+        """Return the batch's plan, if its wrapper still holds it.
+
+        Raises:
+            StalePlanError: the wrapper holds another plan.
+        """
         plan = batch.forward_metadata_plan
         if batch.forward_metadata_planner is not self or not isinstance(plan, DeviceRoundPlan):
             raise StalePlanError("the batch was not planned by this multi-step attention")
@@ -139,16 +150,15 @@ class DeviceRounds:
         return plan
 
     def restart(self, batch: ForwardBatch) -> None:
-        """Drop the paths of the batch's round: its steps run once more, from the first."""
+        """Drop the paths of the batch's round, so that its steps run again from the first."""
         self.check_current(batch).paths.clear()
 
     def _schedule(self, batch: ForwardBatch, branches: int) -> Slot[LseWrapper]:
-        """Plan the wrapper of the batch's bucket, or the next one of those that are not
-        captured."""
+        """Plan the wrapper of the batch's bucket, or the next wrapper for eager rounds."""
         geometry, size, bucket = self._geometry, self._geometry.page_size, batch.graph_bucket
         if min(batch.context_lens) < 1 or (bucket is not None and bucket not in self._captured):
             raise InternalError(
-                f"no round of {batch.num_rows} rows behind {batch.context_lens} slots in {bucket}"
+                f"no round of {batch.num_rows} rows after {batch.context_lens} slots in {bucket}"
             )
         slot = next(self._eager) if bucket is None else self._captured[bucket]
         slot.next_epoch()

@@ -1,10 +1,9 @@
-"""Multi-step attention of drafts with latent attention, with or without a choice of keys: planned
-once for a round.
+"""Multi-step attention for drafts with latent attention, planned once per round.
 
-As in `multistep.py`, the committed entries are read where they are, what the branches add is kept
-beside them, and nothing is written to the pool. Key positions count the row's committed slots
-first, then the steps of the branch's own path. A step that is handed the choice of an earlier one
-also sees the steps its branch took since that choice was made.
+As in `multistep.py`, committed entries are read in place, the entries of the branches are stored
+separately, and nothing is written to the pool. The draft may or may not choose keys. Key positions
+count the row's committed slots first, then the steps of the branch's path. A step that gets the
+choice of an earlier one also sees the steps that its branch took after that choice.
 
 Legend: R rows, K branches per row, T = R * K tokens, L longest committed row (whole pages), s steps
 done.
@@ -25,8 +24,11 @@ from runtime.errors import InternalError, StalePlanError
 
 @dataclass
 class _Path:
-    """One layer's steps in a round: entries [T, s, D], index keys [T, s, dim] as far as it has
-    chosen anew, and of how many steps it knew at its last choice."""
+    """The steps of one layer in a round.
+
+    `entries` is [T, s, D]. `index_keys` is [T, n, dim], for the steps up to its latest own choice.
+    `num_chosen_from` is the number of steps that it knew then.
+    """
 
     entries: Tensor | None = None
     index_keys: Tensor | None = None
@@ -35,10 +37,13 @@ class _Path:
 
 @dataclass(frozen=True)
 class LatentRoundPlan:
-    """One round. slots: [R, L] int64, where committed entries are; num_committed: [T, 1] int64;
-    hidden: [T, L] bool, True past the committed slots.
+    """The plan of one round.
 
-    `paths` fills by layer as the round goes; the rest never changes.
+        slots          [R, L] int64, the places of committed entries
+        num_committed  [T, 1] int64
+        hidden         [T, L] bool, True after the committed slots
+
+    `paths` is filled by layer during the round. Everything else is constant.
     """
 
     num_branches: int
@@ -49,10 +54,10 @@ class LatentRoundPlan:
 
 
 class MultiStepLatentAttention:
-    """A `LatentAttentionBackend` for the multi-step batches of a draft: K consecutive tokens per
-    row, one per branch.
+    """A `LatentAttentionBackend` for multi-step batches of a draft.
 
-    In bits it may differ from the paged backend; no bits are promised of a draft.
+    A row has K consecutive tokens, one per branch. Results may differ in bits from those of the
+    paged backend, because a draft promises no bits.
     """
 
     def __init__(
@@ -72,12 +77,12 @@ class MultiStepLatentAttention:
         self.num_plans = 0
 
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
-        """Plan all steps of the round that begins with this batch and mark it.
+        """Plan all steps of the round that begins with this batch, and mark the batch.
 
         Raises:
-            StalePlanError: the batch has a plan already. Planning again in the middle of a round
-                would lose the paths.
-            InternalError: rows with different numbers of branches.
+            StalePlanError: the batch has a plan. A new plan in the middle of a round would lose the
+                paths.
+            InternalError: the rows have different numbers of branches.
         """
         branches = num_branches_of(batch, replan_equivalent=replan_equivalent)
         size = self._geometry.page_size
@@ -93,7 +98,7 @@ class MultiStepLatentAttention:
     def select(
         self, layer_id: int, q: Tensor, k: Tensor, weights: Tensor, batch: ForwardBatch
     ) -> Tensor:
-        """See `LatentAttentionBackend.select`."""
+        """Implement `LatentAttentionBackend.select`."""
         plan = self._checked_plan(batch)
         path = plan.paths.setdefault(layer_id, _Path())
         path.index_keys = _longer(path.index_keys, k)
@@ -117,8 +122,13 @@ class MultiStepLatentAttention:
         selected: Tensor | None,
         batch: ForwardBatch,
     ) -> Tensor:
-        """Add `entries` to the branches' paths and attend. Shapes as in
-        `LatentAttentionBackend.run`."""
+        """Add `entries` to the branches' paths and attend.
+
+        Shapes are those of `LatentAttentionBackend.run`.
+
+        Raises:
+            InternalError: the layer needs a choice of keys.
+        """
         plan = self._checked_plan(batch)
         path = plan.paths.setdefault(layer_id, _Path())
         path.entries = _longer(path.entries, entries)
@@ -135,7 +145,7 @@ class MultiStepLatentAttention:
         return scores.softmax(-1).to(q.dtype) @ keys[..., : self._geometry.latent_dim]
 
     def reorder(self, batch: ForwardBatch, parents: Tensor) -> None:
-        """The next step's branches continue those at `parents` [R, K] of the last."""
+        """Continue the branches at `parents` [R, K] of the last step in the next one."""
         plan = self._checked_plan(batch)
         firsts = torch.arange(len(parents), device=parents.device)[:, None] * plan.num_branches
         places = (firsts + parents).flatten()
@@ -144,8 +154,10 @@ class MultiStepLatentAttention:
             path.index_keys = None if path.index_keys is None else path.index_keys[places]
 
     def _keys(self, layer_id: int, plan: LatentRoundPlan, steps: Tensor, seen: Tensor) -> Tensor:
-        """[T, n, D]. A place without a key reads the first one, which is always written; it is
-        masked."""
+        """Return the keys at the seen positions, [T, n, D].
+
+        A place without a key reads the first key, which is always written. The place is masked.
+        """
         positions, tokens = seen.clamp(min=0), torch.arange(len(seen), device=seen.device)[:, None]
         rows = tokens // plan.num_branches
         committed = self._latent_pools[layer_id][
@@ -167,13 +179,15 @@ class MultiStepLatentAttention:
 
 
 def _longer(path: Tensor | None, step: Tensor) -> Tensor:
-    """step: [T, dim]."""
+    """Append a step [T, dim] to a path."""
     return step[:, None] if path is None else torch.cat([path, step[:, None]], 1)
 
 
 def _numbered(found: Tensor, plan: LatentRoundPlan, steps: int) -> Tensor:
-    """Positions in [L committed places, s steps] as positions of keys: steps follow the last
-    committed slot."""
+    """Convert places in [L committed places, s steps] to key positions.
+
+    The steps follow the last committed slot.
+    """
     num_places = plan.hidden.shape[1]
     return torch.where(found >= num_places, found - num_places + plan.num_committed, found).int()
 
@@ -183,7 +197,7 @@ def _all_committed(plan: LatentRoundPlan) -> Tensor:
 
 
 def _with_newer_steps(selected: Tensor, plan: LatentRoundPlan, path: _Path) -> Tensor:
-    """The choice, and the steps that came after it was made."""
+    """Return the choice of keys and the steps that came after it."""
     assert path.entries is not None
     newer = torch.arange(path.num_chosen_from, path.entries.shape[1], device=selected.device)
     return torch.cat([selected, plan.num_committed + newer], 1)

@@ -1,12 +1,11 @@
-"""Attention of the steps in which a draft grows its trees, on the host, as launches only: committed
-keys are read in their pages, and what is drafted lies on the null page, from where each branch
-reads its own path.
+"""Attention for the steps in which a draft extends its trees, on the host, as launches only.
 
-As `engine/speculative/attention/multistep.py`, but no shape depends on how long a row is, and no
-memory is made: a whole round can be recorded. The null page is nobody's, and whatever lies there
-means nothing after the round.
+Committed keys are read in their pages. Drafted keys are written to the null page, where each branch
+reads its own path. It works as `engine/speculative/attention/multistep.py`, but no shape depends on
+the length of a row and no memory is allocated, so a whole round can be recorded. No request owns
+the null page, and its contents have no meaning after the round.
 
-Legend: R rows, K branches per row, T = R * K, S steps of a round behind its first level.
+Legend: R rows, K branches per row, T = R * K, S steps of a round after its first level.
 """
 
 from collections.abc import Mapping
@@ -29,9 +28,12 @@ from runtime.errors import InternalError, StalePlanError
 
 @dataclass(frozen=True)
 class RoundReads:
-    """What compiled code reads of a round. rows: those of its first step; positions: [S, T] int32
-    of each step's tokens, as in `RowsInPlace`; pages, offsets: [S, T] int64, where their keys
-    go."""
+    """The inputs of compiled code in a round.
+
+    rows            rows of the first step
+    positions       [S, T] int32, of each step's tokens, as in `RowsInPlace`
+    pages, offsets  [S, T] int64, the destinations of their keys
+    """
 
     rows: RowsInPlace
     positions: Tensor
@@ -41,7 +43,7 @@ class RoundReads:
 
 @dataclass(frozen=True)
 class PagedRoundPlan:
-    """One round. `num_done` counts the steps by layer as it goes."""
+    """The plan of one round. `num_done` counts the completed steps by layer."""
 
     num_rows: int
     num_branches: int
@@ -58,18 +60,17 @@ class PagedRounds:
         self.num_plans = 0
 
     def has_room(self, num_tokens: int, num_steps: int) -> bool:
-        """Whether a round of that many tokens per step, and of so many steps behind its first
-        level, fits."""
+        """Return whether a round fits: tokens per step, and steps after the first level."""
         return num_tokens * max(1, num_steps) <= self._geometry.page_size
 
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
-        """Plan all steps of the round that begins with this batch and mark it.
+        """Plan all steps of the round that begins with this batch, and mark the batch.
 
         Raises:
-            StalePlanError: the batch has a plan already. Planning again in the middle of a round
-                would lose the paths.
-            InternalError: rows with different numbers of branches, or more tokens than the null
-                page holds.
+            StalePlanError: the batch has a plan. A new plan in the middle of a round would lose the
+                paths.
+            InternalError: the rows have different numbers of branches, or the tokens do not fit on the
+                null page.
         """
         branches, count = (
             num_branches_of(batch, replan_equivalent=replan_equivalent),
@@ -106,8 +107,10 @@ class PagedRounds:
         self.num_plans += 1
 
     def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
-        """Add k, v to the branches' paths and attend. Shapes as in `AttentionBackend.run`, T = R *
-        K."""
+        """Add k, v to the branches' paths and attend.
+
+        Shapes are those of `AttentionBackend.run`, with T = R * K.
+        """
         plan = self._checked_plan(batch)
         step = plan.num_done.get(layer_id, 0)
         if step == len(plan.reads.positions):
@@ -131,7 +134,7 @@ class PagedRounds:
         )
 
     def reorder(self, batch: ForwardBatch, parents: Tensor) -> None:
-        """The next step's branches continue those at `parents` [R, K] of the last."""
+        """Continue the branches at `parents` [R, K] of the last step in the next one."""
         plan = self._checked_plan(batch)
         paths = plan.reads.rows.paths.view(plan.num_rows, plan.num_branches, -1)
         done = paths[:, :, : max(plan.num_done.values())]

@@ -1,4 +1,4 @@
-"""How a pool speculates, as configured at start."""
+"""The speculation settings of a pool."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,11 +10,13 @@ MAX_TOPK, MAX_STEPS, MAX_DRAFT_TOKENS = 32, 16, 128
 
 @dataclass(frozen=True)
 class SpeculationConfig:
-    """`draft` is the folder of the draft. Trees have up to `topk` children per node, `steps` levels
-    and `num_draft_tokens` drafted nodes; topk 1 makes chains.
+    """Speculation with the draft in folder `draft`.
+
+    Trees have up to `topk` children per node, `steps` levels and `num_draft_tokens` drafted nodes.
+    With `topk` 1 they are chains.
 
     Raises:
-        ConfigError: a number outside its limits, or more nodes than the levels can have.
+        ConfigError: a number is out of range, or the levels cannot have as many nodes.
     """
 
     draft: Path
@@ -40,5 +42,5 @@ class SpeculationConfig:
 
     @property
     def max_nodes(self) -> int:
-        """Tokens of one row under verification: the drafted ones and the known one they follow."""
+        """Return the token limit of one row under verification: drafted nodes and the known token."""
         return self.num_draft_tokens + 1

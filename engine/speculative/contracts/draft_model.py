@@ -1,7 +1,7 @@
-"""What the engine needs of a draft model. `models/drafts/` satisfies it.
+"""The protocol of draft models, which `models/drafts/` implements.
 
-Slot t of a draft holds the target's features at token t, together with token t + 1, and predicts
-token t + 2. Later steps of a round put the draft's own hidden state in the place of the target's.
+Slot t of a draft has the target's features at token t together with token t + 1, and predicts token
+t + 2. Later steps of a round use the draft's own hidden state in place of the target's.
 """
 
 from collections.abc import Mapping
@@ -21,40 +21,41 @@ class DraftModel(Protocol):
 
     @property
     def capture_layers(self) -> frozenset[int]:
-        """Global ids of the target's layers whose outputs it reads."""
+        """Return the global ids of the target's layers whose outputs the draft reads."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """Tokens it can propose."""
+        """Return the number of tokens that the draft can propose."""
         ...
 
     def attention_geometry(self, page_size: int) -> AttentionGeometry | LatentGeometry:
-        """Which kind it is decides which kind of attention `forward` is given."""
+        """Return the geometry. Its type determines the kind of attention that `forward` gets."""
         ...
 
     def cache_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
-        """By the draft's own layer ids, from 0."""
+        """Return the draft's caches, by its own layer ids from 0."""
         ...
 
     def features(self, aux_hidden: Mapping[int, Tensor], tokens: Tensor) -> Tensor:
-        """What slots read of the target. aux_hidden: [T, target hidden] by layer id; tokens: [n]
-        int64 into T.
+        """Return the slots' inputs from the target, [n, hidden].
 
-        Returns [n, hidden].
+        `aux_hidden` is [T, target hidden] by layer id, `tokens` [n] int64 indices into T.
         """
         ...
 
     def forward(self, batch: ForwardBatch, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """One step over slots. `batch.token_ids` [n] are the tokens *after* the slots', hidden [n,
-        hidden] features or an earlier step's result; `batch.spec_info` may be `CarriedKeys`.
-        Returns [n, hidden]."""
+        """Run one step over slots, and return [n, hidden].
+
+        `batch.token_ids` [n] are the tokens *after* those of the slots. `hidden` [n, hidden] is
+        features or the result of an earlier step. `batch.spec_info` may be `CarriedKeys`.
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores [n, vocab_size] fp32 of the token after the next."""
+        """Return the scores of the token after the next, [n, vocab_size] fp32."""
         ...
 
     def target_ids(self, token_ids: Tensor) -> Tensor:
-        """The target's ids of the draft's; same shape."""
+        """Return the target's ids for ids of the draft, with the same shape."""
         ...

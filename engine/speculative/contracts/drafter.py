@@ -1,4 +1,4 @@
-"""What the last stage needs of a draft."""
+"""The protocols of drafters, for the last stage."""
 
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -10,38 +10,43 @@ from engine.speculative.contracts.verify import Run
 
 
 class Drafter(Protocol):
-    """Proposes what the next target pass verifies. Belongs to the last stage's engine thread.
+    """A proposer of the tokens that the next target pass verifies.
 
-    Whatever it proposes, the output is the same; only the number of target passes differs.
+    The last stage's engine thread owns it. Proposals never change the output, only the number of
+    target passes.
     """
 
     def propose(
         self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]
     ) -> list[TokenTree]:
-        """One tree per run, of at most as many nodes as the row's `num_draft_tokens`, after the
-        tokens it drew. A row that has None there is left out; one that has 0 is followed.
+        """Return one tree per run, to follow the tokens that the run sampled.
 
-        Called once for every batch of the pool, also for those of which no row draws (`runs` is
-        then empty), so that a draft with a cache of its own can follow. `batch.spec_info` is a
-        `SpecInfo`.
+        A tree has at most the row's `num_draft_tokens` nodes. A row with None is ignored; a row
+        with 0 is followed without a tree. The method is called once for every batch of the pool, so
+        that a draft with its own cache can follow. If no row of the batch samples, `runs` is empty.
+        `batch.spec_info` is a `SpecInfo`.
         """
         ...
 
     def begin(self, batch: ForwardBatch) -> list[TokenTree]:
-        """The first tree of each row of a PREBUILT batch, whose prompts were handed over with the
-        draft's state."""
+        """Return the first tree of each row of a PREBUILT batch.
+
+        The prompts of the batch were handed over with the draft's state.
+        """
         ...
 
 
 class PoolDrafter(Drafter, Protocol):
-    """A draft with a cache of its own, on either side of a handoff."""
+    """A draft for either side of a handoff."""
 
     @property
     def num_plans(self) -> Mapping[str, int]:
-        """How often its attention was planned, by path."""
+        """Return how often its attention was planned, by path."""
         ...
 
     def follow(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> None:
-        """Extend the draft's cache by what stands, and propose nothing: the part of a prefill pool.
-        Where a prompt ends, what is handed over is complete."""
+        """Extend the draft's cache by the accepted tokens and propose nothing, on a prefill pool.
+
+        At the end of a prompt, the state to hand over is complete.
+        """
         ...

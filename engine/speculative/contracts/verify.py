@@ -1,10 +1,9 @@
-"""Which drafted tokens stand: draw from the target at a node, walk on if the drawn token is a
-child, else stop.
+"""Acceptance of drafted tokens: sample from the target at a node, and move to a matching child.
 
-The draw at a node is the very call plain decoding would make there: same logits, same penalties,
-and a random number keyed by (seed, position). So what is emitted equals plain decoding token for
-token, whatever the tree holds; the tree only decides how many tokens one target pass yields. Needs
-no draft probabilities.
+The walk stops when the sampled token is no child of the node. Sampling at a node is the same call
+as in plain decoding: the same logits, the same penalties, and a random number keyed by (seed,
+position). So the output equals plain decoding token for token, whatever the tree contains. The tree
+only decides how many tokens one target pass yields. No draft probabilities are needed.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from runtime.errors import InternalError
 
 @dataclass
 class Run:
-    """What one row drew: a token at each accepted node. `row` is its place in the batch."""
+    """The sampled tokens of one row, one at each accepted node. `row` is its index in the batch."""
 
     row: int
     accepted: list[int] = field(default_factory=list)
@@ -29,7 +28,7 @@ class Run:
 
 
 def sampling_at(row: SamplingRow, path: Sequence[int]) -> SamplingRow:
-    """How the token after the tokens of `path` is drawn, `row` being how the first of them is."""
+    """Return the sampling row for the token after `path`, given the row for its first token."""
     if not path:
         return row
     position = row.position + len(path)
@@ -49,14 +48,14 @@ def sampling_at(row: SamplingRow, path: Sequence[int]) -> SamplingRow:
 
 
 def draw_runs(logits: Tensor | None, batch: ForwardBatch, sampler: Sampler) -> list[Run]:
-    """One run per row that draws, in row order.
+    """Return one run per sampling row, in row order.
 
-    logits: [N, vocab] fp32; of a VERIFY batch the rows of every node of the rows that draw, of
-    other batches one row each. Rows that do not accept a node never look at its logits, which may
-    be anything.
+    `logits` is [N, vocab] fp32: in a VERIFY batch one row per node of the sampling rows, in other
+    batches one row each. The logits of nodes that are not accepted are never read and may have any
+    value.
 
     Raises:
-        InternalError: the model gave another number of rows.
+        InternalError: the model returned another number of rows.
     """
     drawing = [(index, row) for index, row in enumerate(batch.sampling) if row is not None]
     is_verify = batch.mode is ForwardMode.VERIFY
@@ -64,7 +63,7 @@ def draw_runs(logits: Tensor | None, batch: ForwardBatch, sampler: Sampler) -> l
     found = 0 if logits is None else logits.shape[0]
     if found != sum(counts):
         raise InternalError(
-            f"{len(drawing)} rows draw from {sum(counts)} rows of logits, the model gave {found}"
+            f"{len(drawing)} rows sample from {sum(counts)} rows of logits, the model returned {found}"
         )
     if logits is None or not drawing:
         return []
@@ -74,7 +73,9 @@ def draw_runs(logits: Tensor | None, batch: ForwardBatch, sampler: Sampler) -> l
     starts = [sum(counts[:index]) for index in range(len(counts))]
     runs = [Run(index, [0]) for index, _ in drawing]
     if all(
-        takes_maximum(row) and row.output is None for _, row in drawing
+        # Such tokens do not depend on the path, so one call samples all nodes.
+        takes_maximum(row) and row.output is None
+        for _, row in drawing
     ):  # whatever the path: one call for all
         known = sampler(
             logits,
@@ -103,8 +104,10 @@ def _walk(
     children: Sequence[Mapping[tuple[int, int], int]],
     draw: Callable[[Sequence[int]], list[DrawnToken]],
 ) -> None:
-    """All runs at once, to their ends. draw(walking): tokens at the last accepted nodes of the runs
-    in these places."""
+    """Walk all runs to their ends at once.
+
+    `draw(walking)` samples tokens at the last accepted nodes of the runs with these indices.
+    """
     walking = list(range(len(runs)))
     while walking:
         for index, token in zip(walking, draw(walking), strict=True):
@@ -119,7 +122,7 @@ def _walk(
 
 
 def _children(batch: ForwardBatch) -> list[dict[tuple[int, int], int]]:
-    """Per row: (node, token) to the child of that token; of equal children the first."""
+    """Return per row a mapping of (node, token) to the first child with that token."""
     if not isinstance(batch.spec_info, SpecInfo):
         raise InternalError("a VERIFY batch needs its trees")
     tokens, start, found = batch.spec_info.token_ids.tolist(), 0, []

@@ -1,10 +1,9 @@
-"""Drafting with a small model that reads the target's hidden states (EAGLE and its relatives, MTP
-heads).
+"""Drafting with a small model that reads the target's hidden states (EAGLE, MTP heads and others).
 
-After every target pass the draft follows with the true features of the tokens that stand
-(*draft-extend*, one forward over its own paged cache), which also gives the first level of the next
-tree; each further level is one forward over the frontier. The draft's pages have the ids of the
-target's: what a request leases, it leases in both.
+After every target pass the draft follows with the true features of the accepted tokens. This
+*draft-extend* is one forward over the draft's own paged cache, and also gives the first level of
+the next tree. Each further level is one forward over the frontier. The draft's pages have the same
+ids as the target's, so a lease of a request covers both.
 """
 
 from collections.abc import Callable, Sequence
@@ -36,8 +35,10 @@ from runtime.errors import InternalError
 
 
 class PromptDrafter:
-    """A `Drafter` that proposes nothing: on a prefill pool a draft only reads the prompt.
-    `on_followed(batch)` is called for each batch whose tokens are in the draft's cache."""
+    """A `Drafter` that proposes nothing: on a prefill pool, a draft only reads the prompt.
+
+    `on_followed(batch)` is called for each batch after its tokens are in the draft's cache.
+    """
 
     def __init__(self, drafter: PoolDrafter, on_followed: Callable[[ForwardBatch], None]) -> None:
         self._drafter = drafter
@@ -46,20 +47,23 @@ class PromptDrafter:
     def propose(
         self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]
     ) -> list[TokenTree]:
-        """See `Drafter.propose`."""
+        """Implement `Drafter.propose`."""
         self._drafter.follow(batch, output, runs)
         self._on_followed(batch)
         return [NO_TREE] * len(runs)
 
     def begin(self, batch: ForwardBatch) -> list[TokenTree]:
-        """See `Drafter.begin`; a prefill pool gets no such batches."""
+        """Implement `Drafter.begin`. A prefill pool gets no such batches."""
         return [NO_TREE] * batch.num_rows
 
 
 class EagleDrafter:
-    """A `Drafter`. `topk` is 1 for chains. `handed` is what crosses with prompts, where the draft's
-    state does; `graphs` and `rounds` take the batches that they were captured for; `recorded` whole
-    steps, where it can."""
+    """A `Drafter` that grows trees, or chains if `topk` is 1.
+
+    `handed` holds the states that are transferred with prompts, if the pool transfers draft state.
+    `graphs` and `rounds` run the batches that they have a bucket for. `recorded` runs whole steps
+    if it can.
+    """
 
     def __init__(
         self,
@@ -87,7 +91,7 @@ class EagleDrafter:
 
     @torch.inference_mode()
     def follow(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> None:
-        """See `PoolDrafter.follow`."""
+        """Implement `PoolDrafter.follow`."""
         if followed := followed_rows(batch, runs):
             extend = extend_batch(batch, followed, self._attention.page_size)
             hidden = self._extend(extend, followed, output)
@@ -100,7 +104,7 @@ class EagleDrafter:
 
     @torch.inference_mode()
     def begin(self, batch: ForwardBatch) -> list[TokenTree]:
-        """See `Drafter.begin`. A prompt of n tokens has n slots, all handed over."""
+        """Implement `Drafter.begin`. A prompt of n tokens has n slots, all handed over."""
         info = batch.spec_info
         if self._handed is None or not isinstance(info, SpecInfo):
             raise InternalError("no draft's state is handed over to this pool")
@@ -121,7 +125,7 @@ class EagleDrafter:
     def propose(
         self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]
     ) -> list[TokenTree]:
-        """See `Drafter.propose`."""
+        """Implement `Drafter.propose`."""
         followed = followed_rows(batch, runs)
         if not followed:
             return [NO_TREE] * len(runs)
@@ -155,7 +159,7 @@ class EagleDrafter:
     def _extend(
         self, extend: ForwardBatch, followed: list[FollowedRow], output: StageOutput
     ) -> Tensor:
-        """Hidden states of all slots, [slots, hidden]."""
+        """Return the hidden states of all slots, [slots, hidden]."""
         device = next(iter(output.aux_hidden.values())).device
         tokens = torch.tensor([token for row in followed for token in row.features]).to(device)
         features = self._model.features(output.aux_hidden, tokens)
@@ -167,8 +171,10 @@ class EagleDrafter:
         return self._model.forward(extend, features, self._attention.on_pages)
 
     def _end(self, extend: ForwardBatch, hidden: Tensor, last: Tensor) -> DraftEnd:
-        """hidden: [slots, hidden] of the batch that was followed; last: [R] int64, the rows' last
-        slots."""
+        """Return the draft's state after the rows' last slots.
+
+        `hidden` is [slots, hidden] of the batch that was followed; `last` is [R] int64.
+        """
         info = extend.spec_info
         chosen = info.selected if isinstance(info, CarriedKeys) else None
         return DraftEnd(
@@ -185,7 +191,7 @@ class EagleDrafter:
         ends: DraftEnd,
         num_nodes: list[int],
     ) -> list[TokenTree]:
-        """Trees behind the `slots` that each of the rows has; positions: [R], of the next one."""
+        """Return trees after the `slots` of each row. `positions` is [R], those of the next slots."""
         # A tree of n nodes is at most n deep.
         steps = min(self._steps, max(num_nodes))
         proposal = Proposal(ends.log_p, ends.tokens)
@@ -203,6 +209,6 @@ class EagleDrafter:
 def _in_order_of(
     runs: Sequence[Run], rows: Sequence[FollowedRow], trees: Sequence[TokenTree]
 ) -> list[TokenTree]:
-    """A tree for each run: that of its row, or none."""
+    """Return the tree of each run's row, or an empty tree."""
     found = {row.row: tree for row, tree in zip(rows, trees, strict=True)}
     return [found.get(run.row, NO_TREE) for run in runs]

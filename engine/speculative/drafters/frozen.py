@@ -1,9 +1,10 @@
-"""Drafting with a small model that reads the target's cache and owns none (frozen keys and values).
+"""Drafting with a small model that reads the target's cache and has no cache (frozen keys and
+values).
 
-A chain begins at the newest token, which is drawn and not cached yet: from its embedding and the
-target's hidden state before it. All steps stand at its position and see the same cached keys, so
-one plan serves them all, nothing is written, and nothing of the draft has to follow the target, be
-handed over or be taken back.
+A chain begins at the newest token, which is sampled and not cached yet, from its embedding and the
+target's hidden state before it. All steps are at its position and see the same cached keys. So one
+plan serves them all and nothing is written. No draft state has to follow the target, be handed over
+or be rolled back.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,37 +25,42 @@ from runtime.errors import InternalError
 
 
 class FrozenModel(Protocol):
-    """A draft of the target's last stage. `models/drafts/` satisfies it."""
+    """A draft on the target's last stage. `models/drafts/` implements it."""
 
     @property
     def capture_layers(self) -> frozenset[int]:
-        """Global ids of the target's layers whose outputs it reads."""
+        """Return the global ids of the target's layers whose outputs the draft reads."""
         ...
 
     def attention_geometry(self, page_size: int) -> AttentionGeometry:
-        """Of its queries over the target's keys."""
+        """Return the geometry of the draft's queries over the target's keys."""
         ...
 
     def features(self, aux_hidden: Mapping[int, Tensor], tokens: Tensor) -> Tensor:
-        """aux_hidden: [T, target hidden] by layer id; tokens: [n] int64 into T. Returns [n, target
-        hidden]."""
+        """Return the inputs of the first step, [n, target hidden].
+
+        `aux_hidden` is [T, target hidden] by layer id, `tokens` [n] int64 indices into T.
+        """
         ...
 
     def forward(self, batch: ForwardBatch, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """One step of one token per row; hidden: [R, target hidden]. Returns [R, own hidden]."""
+        """Run one step with one token per row, and return [R, own hidden].
+
+        `hidden` is [R, target hidden].
+        """
         ...
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [R, own hidden]. Scores [R, vocab] fp32 of the next token."""
+        """Return the scores of the next token, [R, vocab] fp32. `hidden` is [R, own hidden]."""
         ...
 
     def onward(self, hidden: Tensor) -> Tensor:
-        """What the next step reads in the place of the target's features: [R, target hidden]."""
+        """Return the next step's input in place of the target's features, [R, target hidden]."""
         ...
 
 
 class FrozenDrafter:
-    """A `PoolDrafter` of chains of up to `steps` tokens. `attention`: over the target's pools."""
+    """A `PoolDrafter` of chains of up to `steps` tokens. `attention` reads the target's pools."""
 
     def __init__(self, *, model: FrozenModel, attention: CachedAttention, steps: int) -> None:
         self._model = model
@@ -64,10 +70,12 @@ class FrozenDrafter:
         self.num_plans = {"draft_extend": 0, "draft_round": 0}  # by path
 
     def follow(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> None:
-        """See `PoolDrafter.follow`: the target's cache is all there is."""
+        """Implement `PoolDrafter.follow`: do nothing, because the draft has only the target's
+        cache.
+        """
 
     def begin(self, batch: ForwardBatch) -> list[TokenTree]:
-        """See `Drafter.begin`."""
+        """Implement `Drafter.begin`, which this drafter never supports."""
         raise InternalError("no draft's state is handed over to this pool")
 
     @torch.inference_mode()
@@ -89,7 +97,7 @@ class FrozenDrafter:
         return [trees.get(run.row, NO_TREE) for run in runs]
 
     def _chains(self, batch: ForwardBatch, hidden: Tensor, steps: int) -> Candidates:
-        """hidden: [R, target hidden] before the newest token of each row."""
+        """Return chains of `steps` tokens. `hidden` is [R, target hidden] before the newest tokens."""
         self.num_plans["draft_round"] += plan_where_needed(batch, self._attention)
         log_p, tokens = [], []
         for _ in range(steps):
@@ -105,8 +113,10 @@ class FrozenDrafter:
 
 
 def _newest(batch: ForwardBatch, followed: Sequence[FollowedRow]) -> ForwardBatch:
-    """Each row's newest token, at its position. It sees what the token before it sees, the last
-    that is cached."""
+    """Return a batch of each row's newest token, at its position.
+
+    It sees the same keys as the token before it, which is the last cached one.
+    """
     rows = torch.tensor([row.row for row in followed])
     cached = [row.position + len(row.features) for row in followed]
     return ForwardBatch(

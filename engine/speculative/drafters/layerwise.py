@@ -1,15 +1,15 @@
-"""Drafting with a layer of its own for each step: several NextN layers (DeepSeek-AI 2024,
-"DeepSeek-V3 Technical Report", section 2.2).
+"""Drafting with one layer per step: several NextN layers.
 
-Layer k reads, at slot t, what layer k - 1 made of that slot (layer 0: the target's features)
-together with token t + k + 1, and predicts token t + k + 2. All have caches of their own over the
-same pages. Where the draft follows the target, the layers run over the new slots one after the
-other; what one proposes behind a row's last slot is the token that the next one reads there. So the
-chain is complete without a round of steps, and one plan serves all layers.
+The scheme is described in DeepSeek-AI 2024, "DeepSeek-V3 Technical Report", section 2.2. At slot t,
+layer k reads the output of layer k - 1 for that slot (layer 0: the target's features) together with
+token t + k + 1, and predicts token t + k + 2. Each layer has its own cache over the same pages.
+When the draft follows the target, the layers run over the new slots one after another. The token
+that one layer proposes after a row's last slot is the next layer's input there. So the chain is
+complete without a round of steps, and one plan serves all layers.
 
-Beyond the tokens that stand a layer reads what those before it proposed. An entry made with a
-proposal that was then rejected is not made again: of layer k, up to k entries behind a rejection.
-That costs acceptance, never output.
+After the accepted tokens, a layer reads tokens that earlier layers proposed. If such a token is
+rejected, the entry made with it is not computed again: in layer k, up to k entries after a
+rejection. This lowers the acceptance rate but never changes the output.
 
 Legend: R rows, D layers.
 """
@@ -32,8 +32,10 @@ from runtime.errors import InternalError
 
 
 class LayerwiseDrafter:
-    """A `Drafter` of chains of up to D tokens. `handed` is what crosses with prompts, where the
-    draft's state does."""
+    """A `Drafter` of chains of up to D tokens.
+
+    `handed` holds the chains that are transferred with prompts, if the pool transfers draft state.
+    """
 
     def __init__(
         self,
@@ -42,7 +44,7 @@ class LayerwiseDrafter:
         attention: DraftAttention,
         handed: HandedChains | None = None,
     ) -> None:
-        """`layers` by step, each with a cache of its own behind `attention`."""
+        """Create a drafter. `layers` are in step order, each with its own cache under `attention`."""
         self._layers = layers
         self._attention = attention
         self._handed = handed
@@ -50,7 +52,7 @@ class LayerwiseDrafter:
 
     @torch.inference_mode()
     def follow(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> None:
-        """See `PoolDrafter.follow`."""
+        """Implement `PoolDrafter.follow`."""
         if followed := followed_rows(batch, runs):
             extend = extend_batch(batch, followed, self._attention.page_size)
             log_p, tokens = self._extend(
@@ -62,7 +64,7 @@ class LayerwiseDrafter:
 
     @torch.inference_mode()
     def begin(self, batch: ForwardBatch) -> list[TokenTree]:
-        """See `Drafter.begin`: the whole chain was handed over."""
+        """Implement `Drafter.begin`. The whole chain was handed over."""
         info = batch.spec_info
         if self._handed is None or not isinstance(info, SpecInfo):
             raise InternalError("no draft's state is handed over to this pool")
@@ -75,7 +77,7 @@ class LayerwiseDrafter:
     def propose(
         self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]
     ) -> list[TokenTree]:
-        """See `Drafter.propose`."""
+        """Implement `Drafter.propose`."""
         followed = followed_rows(batch, runs)
         if not followed:
             return [NO_TREE] * len(runs)
@@ -90,8 +92,10 @@ class LayerwiseDrafter:
     def _extend(
         self, extend: ForwardBatch, tokens: Sequence[int], output: StageOutput
     ) -> tuple[Tensor, Tensor]:
-        """All layers over the batch's slots, which read the features of these tokens. Returns log
-        probabilities and tokens of the rows' chains, [R, D] each."""
+        """Run all layers over the batch's slots, which read the features of `tokens`.
+
+        Return log probabilities and tokens of the rows' chains, [R, D] each.
+        """
         device = next(iter(output.aux_hidden.values())).device
         hidden = self._layers[0].features(output.aux_hidden, torch.tensor(tokens).to(device))
         self.num_plans["draft_extend"] += plan_where_needed(extend, self._attention.pages)
@@ -111,6 +115,6 @@ class LayerwiseDrafter:
 
 
 def _chains(log_p: Tensor, tokens: Tensor, num_nodes: Sequence[int]) -> list[TokenTree]:
-    """The first `num_nodes[r]` tokens of each row's chain."""
+    """Return the first `num_nodes[r]` tokens of each row's chain."""
     parents = torch.arange(-1, tokens.shape[1] - 1).expand_as(tokens)
     return Candidates(log_p.clamp(max=0.0).cumsum(1), tokens, parents).trees(num_nodes)

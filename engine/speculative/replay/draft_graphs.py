@@ -1,6 +1,8 @@
-"""The forward by which a draft follows what was accepted, as captured graphs. All as in
-`engine/graphs/runner.py`, but that a draft has pages only. The steps that grow its trees are
-`engine/speculative/replay/round_graphs.py`'s."""
+"""Captured forwards in which a draft follows the accepted tokens.
+
+They work as in `engine/graphs/runner.py`, but a draft has only pages. The steps that extend its
+trees are captured in `engine/speculative/replay/round_graphs.py`.
+"""
 
 from collections.abc import Sequence
 
@@ -32,8 +34,10 @@ class DraftGraphs:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`context` is what the draft runs on over its pages, `width` that of its features. Nothing
-        is captured before `capture_all`."""
+        """Reserve memory for all buckets. `capture_all` captures them.
+
+        `context` is that of the draft over its pages, `width` the size of its features.
+        """
         self._model, self._attention, self._context = model, attention, context
         self._buckets = sorted(buckets, key=lambda bucket: bucket.num_tokens, reverse=True)
         self._capture = capture
@@ -47,18 +51,24 @@ class DraftGraphs:
 
     @torch.inference_mode()
     def capture_all(self) -> None:
-        """Capture every bucket. Raises ConfigError naming the one that could not be."""
+        """Capture every bucket.
+
+        Raises:
+            ConfigError: a bucket could not be captured; the message names it.
+        """
         use_in_this_thread(self._device)
         for bucket in self._buckets:
             self._captured[bucket] = self._captured_forward(bucket)
 
     def bucket_for(self, batch: ForwardBatch) -> GraphBucket | None:
-        """See `StageGraphs.bucket_for`."""
+        """Return the bucket of a batch, as `StageGraphs.bucket_for` does."""
         return shapes.bucket_for(batch, self._captured)
 
     def run(self, batch: ForwardBatch, bucket: GraphBucket, features: Tensor) -> Tensor:
-        """`DraftModel.forward` of a batch on the host that `bucket_for` found this bucket for;
-        features [n, width] on the device."""
+        """Run `DraftModel.forward` on a host batch for which `bucket_for` returned `bucket`.
+
+        `features` is [n, width] on the device.
+        """
         padded, count = shapes.pad_batch(batch, bucket), batch.num_tokens
         self._attention.plan(padded)
         assert batch.token_ids is not None, "a draft reads tokens"

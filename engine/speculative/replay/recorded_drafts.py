@@ -1,10 +1,11 @@
-"""What a draft does behind a step on the host, from the target's features to the next candidates,
-as recordings: one for each number of rows and of tokens in a row, with a round and without one,
-made when such a step comes again.
+"""Recorded draft steps on the host, from the target's features to the next candidates.
 
-Rows accept different numbers of nodes. So a row that stands shorter than it was verified repeats
-its last token: those slots lie behind what stands, as the target's own keys of nodes that fell do,
-and no slot that stands sees them.
+There is one recording per number of rows, tokens per row, and whether the step has a round. A
+recording is made when such a step comes again.
+
+Rows accept different numbers of nodes. So a row with fewer accepted than verified tokens repeats
+its last token. The repeated slots come after the accepted ones, like the target's keys of rejected
+nodes, and no accepted slot sees them.
 """
 
 import logging
@@ -30,14 +31,17 @@ from engine.speculative.trees.tree_expander import TreeExpander
 
 logger = logging.getLogger(__name__)
 
-_Shape = tuple[int, int, bool]  # rows, tokens of each that are followed, whether a round is grown
+_Shape = tuple[int, int, bool]  # rows, followed tokens per row, and whether a round grows
 
 
 @dataclass(frozen=True)
 class Followed:
-    """What a draft follows before it grows. tokens: [n] int64, whose features the slots read; last:
-    [R] int64, the slot of each row's last token that stands; aux_hidden: [T, H] of the target's
-    tokens, by layer."""
+    """The tokens that a draft follows before it grows.
+
+    tokens      [n] int64, whose features the slots read
+    last        [R] int64, the slot of each row's last accepted token
+    aux_hidden  [T, H] of the target's tokens, by layer
+    """
 
     extend: ForwardBatch
     tokens: Tensor
@@ -45,7 +49,7 @@ class Followed:
     aux_hidden: Mapping[int, Tensor]
 
     def inputs(self) -> list[object]:
-        """What differs from step to step."""
+        """Return the inputs that differ from step to step."""
         extend = self.extend
         return [
             self.tokens,
@@ -59,9 +63,12 @@ class Followed:
 
 @dataclass(frozen=True)
 class DraftStep:
-    """What a recording reads. before: what was followed, or where drafts stand that were handed
-    over; round: the batch that grows, None where the draft only follows; positions: [steps - 1, R]
-    int64 of its steps' slots."""
+    """The inputs of a recording.
+
+    `before` is the followed tokens, or the draft states that were handed over. `round` is the batch
+    that grows, or None if the draft only follows. `positions` is [steps - 1, R] int64, of the slots
+    of its steps.
+    """
 
     before: Followed | DraftEnd
     round: ForwardBatch | None = None
@@ -69,12 +76,12 @@ class DraftStep:
 
     @property
     def num_pages(self) -> int:
-        """That its tables have room for, per row."""
+        """Return the number of pages per row for which the tables have room."""
         batch = self.round or (self.before.extend if isinstance(self.before, Followed) else None)
         return 0 if batch is None else batch.page_tables.shape[1]
 
     def inputs(self) -> list[object]:
-        """What differs from step to step."""
+        """Return the inputs that differ from step to step."""
         before = self.before
         ends: list[object] = (
             [before.log_p, before.tokens, before.hidden]
@@ -96,7 +103,7 @@ class RecordedDraft:
 
 
 class RecordedDrafts:
-    """The recorded steps of one draft. What it returns is valid until the next step."""
+    """The recorded steps of one draft. Results are valid until the next step."""
 
     def __init__(
         self,
@@ -109,8 +116,11 @@ class RecordedDrafts:
         max_nodes: int,
         num_eager: int = EAGER_FIRST,
     ) -> None:
-        """Steps whose rows have up to `max_nodes` tokens are recorded, of each shape the one after
-        `num_eager`; candidates of `steps` levels, `topk` wide."""
+        """Create an object without recordings.
+
+        Steps whose rows have up to `max_nodes` tokens are recorded, after the first `num_eager` of
+        a shape. Candidates have `steps` levels of width `topk`.
+        """
         self._model, self._pages, self._on_pages = model, attention.pages, attention.on_pages
         self._rounds, self._page_size = rounds, attention.page_size
         self._expander = TreeExpander(
@@ -129,8 +139,10 @@ class RecordedDrafts:
     def begin(
         self, rows: ForwardBatch, slots: Sequence[int], ends: DraftEnd
     ) -> Candidates | Chains | None:
-        """Candidates behind the `slots` that each row has, whose positions are as many; None where
-        they are too many rows, or share their choice of keys: nothing is done then."""
+        """Return candidates after the `slots` of each row; the positions equal the slots.
+
+        Return None, with no effect, if there are too many rows or they share a choice of keys.
+        """
         if not self._takes(rows.num_rows) or ends.keys is not None:
             return None
         return self._run(
@@ -140,9 +152,11 @@ class RecordedDrafts:
     def propose(
         self, batch: ForwardBatch, followed: Sequence[FollowedRow], aux_hidden: Mapping[int, Tensor]
     ) -> Candidates | Chains | None:
-        """Candidates behind the rows of a batch, in their order, none where no row is to grow; None
-        where some are not followed, their lengths differ, or they are too many: nothing is done
-        then. aux_hidden: [T, H] of the batch's tokens, by layer."""
+        """Return candidates after the rows of a batch, in row order; empty if no row is to grow.
+
+        Return None, with no effect, if a row is not followed, the lengths differ, or there are too
+        many rows. `aux_hidden` is [T, H] of the batch's tokens, by layer.
+        """
         length, num_rows = batch.query_lens[0], len(followed)
         if (
             not self._takes(num_rows)
@@ -205,7 +219,7 @@ class RecordedDrafts:
         return recorded.result
 
     def _record(self, step: DraftStep) -> RecordedDraft:
-        """Run the step on tensors of its own, with tables that have room."""
+        """Record the step on its own tensors, with page tables that have room."""
         before = step.before
         if isinstance(before, Followed):
             before = replace(
@@ -229,7 +243,8 @@ class RecordedDrafts:
             hidden = before.hidden
         if step.round is None or step.positions is None:
             return Chains(torch.empty(len(hidden), 0, dtype=torch.int64))
-        growing = replace(step.round)  # which moves on; a recording begins where it did
+        # a copy, because the round's batch changes and a recording begins at its first state
+        growing = replace(step.round)
         if self._topk == 1:
             first = (
                 self._expander.most_likely(hidden)
@@ -248,7 +263,7 @@ class RecordedDrafts:
 
 
 def _own(batch: ForwardBatch, planner: BatchPlanner) -> ForwardBatch:
-    """A copy with its own tensors and plan, and tables that have room."""
+    """Return a planned copy with its own tensors, and page tables that have room."""
     own = replace(
         batch,
         plan_mark=None,
@@ -261,7 +276,7 @@ def _own(batch: ForwardBatch, planner: BatchPlanner) -> ForwardBatch:
 
 
 def _repeated(row: FollowedRow, length: int) -> FollowedRow:
-    """Of so many tokens, the further ones its last."""
+    """Return the row with `length` tokens, which repeat the last one."""
     missing = length - len(row.features)
     return replace(
         row,

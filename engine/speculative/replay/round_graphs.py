@@ -1,6 +1,8 @@
-"""The rounds in which a draft grows its trees, all steps of one as one captured graph per number of
-rows. All as in `engine/graphs/runner.py`; a round that is shorter than those captured runs
-eagerly."""
+"""Captured rounds in which a draft extends its trees, one graph per number of rows.
+
+They work as in `engine/graphs/runner.py`. A round that is shorter than the captured ones runs
+eagerly.
+"""
 
 from collections.abc import Sequence
 
@@ -24,7 +26,7 @@ _PADDING_ID = -1
 
 
 class RoundGraphs:
-    """The captured rounds of one draft, of `topk` branches and `steps` levels each."""
+    """The captured rounds of one draft, with `topk` branches and `steps` levels each."""
 
     def __init__(
         self,
@@ -39,8 +41,10 @@ class RoundGraphs:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        """`width` is that of the draft's hidden states. Nothing is captured before
-        `capture_all`."""
+        """Reserve memory for all buckets. `capture_all` captures them.
+
+        `width` is the size of the draft's hidden states.
+        """
         self._expander, self._rounds, self._capture = expander, rounds, capture
         self._topk, self.steps = topk, steps
         self._device = device
@@ -48,7 +52,7 @@ class RoundGraphs:
             GraphBucket(ForwardMode.DRAFT, rows, topk) for rows in reversed(row_counts(max_rows))
         ]
         self._positions = StaticInts({"positions": max_rows * topk}, device)
-        # Rows of padding begin with NaN, so that a leak shows.
+        # Rows of padding begin with NaN, so that a leak becomes visible.
         self._ends = DraftEnd(
             torch.zeros(max_rows, topk, device=device),
             torch.zeros(max_rows, topk, dtype=torch.int64, device=device),
@@ -64,14 +68,20 @@ class RoundGraphs:
 
     @torch.inference_mode()
     def capture_all(self) -> None:
-        """Capture every number of rows. Raises ConfigError naming the one that could not be."""
+        """Capture every number of rows.
+
+        Raises:
+            ConfigError: a number could not be captured; the message names it.
+        """
         use_in_this_thread(self._device)
         for bucket in self._buckets:
             self._captured[bucket] = self._captured_round(bucket)
 
     def bucket_for(self, batch: ForwardBatch, steps: int) -> GraphBucket | None:
-        """The captured rows that the batch's fit into; None for larger batches, for shorter rounds,
-        and for what was planned already."""
+        """Return the captured bucket that the batch's rows fit into, or None.
+
+        Larger batches, shorter rounds and planned batches get None.
+        """
         if not batch.needs_forward_metadata_init():
             return None
         fitting = [
@@ -82,8 +92,10 @@ class RoundGraphs:
         return min(fitting, key=lambda bucket: bucket.max_rows, default=None)
 
     def run(self, batch: ForwardBatch, bucket: GraphBucket, ends: DraftEnd) -> Candidates:
-        """A whole round of a batch on the host that `bucket_for` found this bucket for; `ends` of
-        its rows."""
+        """Run a whole round on a host batch for which `bucket_for` returned `bucket`.
+
+        `ends` are the draft states of its rows.
+        """
         padded, count = self._padded(batch, bucket), batch.num_rows
         self._rounds.plan(padded)
         self._positions.refill({"positions": batch.positions})
@@ -126,7 +138,7 @@ class RoundGraphs:
         )
 
     def _padded(self, batch: ForwardBatch, bucket: GraphBucket) -> ForwardBatch:
-        """The batch's rows, then rows with one slot on the null page; without a marker."""
+        """Return an unmarked batch of the rows and of padding rows with one slot on the null page."""
         rows, missing = bucket.max_rows, bucket.max_rows - batch.num_rows
         return ForwardBatch(
             mode=batch.mode,

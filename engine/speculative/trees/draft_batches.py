@@ -1,5 +1,4 @@
-"""The batches of a draft: rows that follow what stands of the target's, and rows that grow trees
-behind it."""
+"""Draft batches: rows that replay accepted target tokens, and rows that extend the draft tree."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,8 +17,12 @@ from runtime.errors import InternalError
 
 @dataclass(frozen=True)
 class FollowedRow:
-    """One row's slots to extend by: tokens of the batch whose features they read, the tokens after
-    them, the position of the first, and how many nodes its next tree may have (0: no tree)."""
+    """The slots by which one row of the draft is extended.
+
+    `features` are the tokens of the batch whose features the slots read, and `next_tokens` the
+    tokens after them. `position` is that of the first slot. `num_nodes` is the node limit of the
+    row's next tree (0: no tree).
+    """
 
     row: int
     features: list[int]
@@ -29,7 +32,11 @@ class FollowedRow:
 
 
 def followed_rows(batch: ForwardBatch, runs: Sequence[Run]) -> list[FollowedRow]:
-    """The rows the draft follows, with the tokens that stand."""
+    """Return the rows that the draft follows, with their accepted tokens.
+
+    Raises:
+        InternalError: the batch carries no speculation, or a row lacks its next token.
+    """
     if not batch.num_rows:
         return []
     info = batch.spec_info
@@ -48,7 +55,7 @@ def followed_rows(batch: ForwardBatch, runs: Sequence[Run]) -> list[FollowedRow]
             last = spec.next_token_id if run is None else run.tokens[-1].token_id
             if last is None or context_len < spec.draft_start:
                 raise InternalError(
-                    f"row {row} at {context_len} neither draws nor names the token after it, or its "
+                    f"row {row} at {context_len} neither samples nor names the token after it, or its "
                     f"draft starts at {spec.draft_start}"
                 )
             found.append(
@@ -67,9 +74,12 @@ def followed_rows(batch: ForwardBatch, runs: Sequence[Run]) -> list[FollowedRow]
 def extend_batch(
     batch: ForwardBatch, followed: Sequence[FollowedRow], page_size: int
 ) -> ForwardBatch:
-    """The draft's slots are counted from the first it has, in the page of that position; positions
-    stay the target's. A draft that begins anew in mid-answer so writes no page of the prompt, which
-    other requests may read."""
+    """Return the batch in which the draft follows the target.
+
+    The draft's slots are counted from its first one, in the page of that position. Positions stay
+    those of the target. So a draft that starts again in the middle of a response writes no page of
+    the prompt, which other requests may share.
+    """
     info = batch.spec_info
     assert isinstance(info, SpecInfo)
     tables, slots, rows = batch.page_tables, batch.slot_ids, [row.row for row in followed]
@@ -95,7 +105,7 @@ def extend_batch(
 
 
 def _from_page(tables: Tensor, first: Sequence[int]) -> Tensor:
-    """Each row of page tables [R, pages] from its page of that number on."""
+    """Return the page tables [R, pages], each row shifted to begin at its page `first[row]`."""
     if not any(first):
         return tables
     columns = torch.arange(tables.shape[1]) + torch.tensor(first)[:, None]
@@ -106,7 +116,7 @@ def _from_page(tables: Tensor, first: Sequence[int]) -> Tensor:
 
 
 def row_ends(batch: ForwardBatch) -> Tensor:
-    """[R] int64, each row's last token."""
+    """Return the index of each row's last token, [R] int64."""
     return longs(list(accumulate(batch.query_lens, initial=-1))[1:])
 
 
@@ -117,9 +127,11 @@ def round_batch(
     width: int,
     keys: Tensor | None = None,
 ) -> ForwardBatch:
-    """A row's `width` branches at the slot after its last; each step sets tokens and positions.
-    positions: [R]; keys: see `CarriedKeys.chosen_by`. Only chains carry keys: the branches of a
-    tree change places between steps."""
+    """Return the batch of a round: `width` branches per row, at the slot after its last one.
+
+    Each step sets tokens and positions. `positions` is [R]; for `keys` see `CarriedKeys.chosen_by`.
+    Only chains carry keys, because the branches of a tree change places between steps.
+    """
     return ForwardBatch(
         mode=ForwardMode.DRAFT,
         request_keys=rows.request_keys,

@@ -1,5 +1,6 @@
-"""What a draft hands over with a prompt, besides its cache: all it takes to grow the first tree on
-the other side.
+"""The draft state that is handed over with a prompt, in addition to the draft's cache.
+
+It is all that the decode side needs to build the first tree.
 
 Legend: R rows, K most likely tokens.
 """
@@ -11,13 +12,13 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class DraftEnd:
-    """Where a draft stands after its last slots.
+    """The state of a draft after its last slots.
 
     log_p   [R, K] fp32, natural logarithms, most likely first
     tokens  [R, K] int64, the target's ids of those tokens
-    hidden  [R, draft width], what the draft's next step reads in the place of the target's features
-    keys    [R, n] int32, the keys that its last slots chose, for next steps that share the choice (`CarriedKeys`); -1
-            where there are fewer. None where the draft chooses no keys
+    hidden  [R, draft width], the input of the draft's next step in place of the target's features
+    keys    [R, n] int32, the keys that its last slots chose, for next steps that share the choice
+            (`CarriedKeys`); -1 pads shorter choices. None if the draft chooses no keys
     """
 
     log_p: Tensor
@@ -28,8 +29,12 @@ class DraftEnd:
 
 @dataclass(frozen=True)
 class HandedEnds:
-    """Ends by state slot, in memory that the handoff moves: topk_p and topk_index [slots, K],
-    hidden [slots, width], keys [slots, n], None where no steps share a choice."""
+    """Draft states by state slot, in memory that the handoff transfers.
+
+    topk_p, topk_index  [slots, K]
+    hidden              [slots, width]
+    keys                [slots, n], None if no steps share a choice
+    """
 
     topk_p: Tensor
     topk_index: Tensor
@@ -37,7 +42,7 @@ class HandedEnds:
     keys: Tensor | None = None
 
     def put(self, slot_ids: Tensor, ends: DraftEnd) -> None:
-        """slot_ids: [R] int64, wherever they lie."""
+        """Store the states of these slots. `slot_ids` is [R] int64 on any device."""
         slot_ids = slot_ids.to(self.hidden.device)
         self.topk_p[slot_ids], self.topk_index[slot_ids] = ends.log_p, ends.tokens
         self.hidden[slot_ids] = ends.hidden
@@ -47,7 +52,7 @@ class HandedEnds:
                 self.keys[slot_ids, : ends.keys.shape[1]] = ends.keys
 
     def get(self, slot_ids: Tensor) -> DraftEnd:
-        """slot_ids: [R] int64, wherever they lie."""
+        """Return the states of these slots. `slot_ids` is [R] int64 on any device."""
         slot_ids = slot_ids.to(self.hidden.device)
         keys = None
         if self.keys is not None:
@@ -60,18 +65,22 @@ class HandedEnds:
 
 @dataclass(frozen=True)
 class HandedChains:
-    """What a draft with a layer for each step hands over: the chain behind the prompt, whole.
-    topk_p and topk_index [slots, D], as `HandedEnds` has them for a first level."""
+    """Chains that a draft with one layer per step hands over: all tokens after the prompt.
+
+    `topk_p` and `topk_index` are [slots, D], named as in `HandedEnds`, which has a first level.
+    """
 
     topk_p: Tensor
     topk_index: Tensor
 
     def put(self, slot_ids: Tensor, log_p: Tensor, tokens: Tensor) -> None:
-        """slot_ids: [R] int64, wherever they lie; log_p, tokens: [R, D]."""
+        """Store the chains of these slots. `slot_ids` is [R] int64, `log_p` and `tokens` are [R,
+        D].
+        """
         slot_ids = slot_ids.to(self.topk_p.device)
         self.topk_p[slot_ids], self.topk_index[slot_ids] = log_p, tokens
 
     def get(self, slot_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Likewise."""
+        """Return the chains of these slots: `log_p` and `tokens`, [R, D] each."""
         slot_ids = slot_ids.to(self.topk_p.device)
         return self.topk_p[slot_ids], self.topk_index[slot_ids]

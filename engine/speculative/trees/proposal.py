@@ -1,9 +1,8 @@
-"""Growing draft trees: the best continuations of every row, one level at a time, by the draft's own
-probabilities.
+"""Growth of draft trees by the draft's own probabilities, one level at a time.
 
-Each level expands the best nodes of the one before by their most likely tokens; a node's score is
-the sum of the log probabilities on its path (Li et al. 2024, "EAGLE-2"). In the end the best nodes
-of all levels stay, in the order they were created, so that parents precede their children. With one
+Each level expands the best nodes of the previous one by their most likely tokens. A node's score is
+the sum of the log probabilities on its path (Li et al. 2024, "EAGLE-2"). Finally the best nodes of
+all levels are kept, in the order of creation, so that parents precede their children. With one
 child per node this is a chain.
 
 Legend: R rows, K children per node and nodes per frontier.
@@ -20,17 +19,20 @@ from engine.core.draft_trees import TokenTree
 
 @dataclass(frozen=True)
 class Candidates:
-    """All nodes of all rows, in the order they were created; each [R, n], n of all levels together.
-    parents: places in the row, -1 for those behind its known token."""
+    """All nodes of all rows, in the order of creation.
+
+    Each tensor is [R, n], with n the nodes of all levels. `parents` are indices within the row, or
+    -1 for children of the row's known token.
+    """
 
     scores: Tensor
     tokens: Tensor
     parents: Tensor
 
     def trees(self, num_nodes: Sequence[int]) -> list[TokenTree]:
-        """The best `num_nodes[r]` candidates of each row, in the order they were created."""
-        # Equal scores stay in order of creation, so a parent is kept before a child that scores the
-        # same.
+        """Return the best `num_nodes[r]` candidates of each row, in the order of creation."""
+        # Equal scores stay in the order of creation, so a parent is kept before a child with the
+        # same score.
         ranked = self.scores.sort(dim=1, descending=True, stable=True).indices.tolist()
         tokens, parents = self.tokens.tolist(), self.parents.tolist()
         return [
@@ -41,12 +43,12 @@ class Candidates:
 
 @dataclass(frozen=True)
 class Chains:
-    """One node after the other: [R, n] int64 tokens."""
+    """Chains of tokens, [R, n] int64."""
 
     tokens: Tensor
 
     def trees(self, num_nodes: Sequence[int]) -> list[TokenTree]:
-        """The first `num_nodes[r]` tokens of each row."""
+        """Return the first `num_nodes[r]` tokens of each row as a tree."""
         kept = [
             tuple(tokens[:count])
             for tokens, count in zip(self.tokens.tolist(), num_nodes, strict=True)
@@ -58,7 +60,7 @@ class Proposal:
     """The candidates of all rows so far. `expand` adds a level below the frontier."""
 
     def __init__(self, log_p: Tensor, token_ids: Tensor) -> None:
-        """The first level: log probabilities and tokens [R, K] after each row's known token."""
+        """Create the first level from log probabilities and tokens [R, K] after the known tokens."""
         self._width = log_p.shape[1]
         log_p = log_p.clamp(max=0.0)
         self._scores = [log_p]
@@ -72,20 +74,20 @@ class Proposal:
         self.frontier_tokens = token_ids
 
     def expand(self, log_p: Tensor, token_ids: Tensor) -> Tensor:
-        """Children [R, K, K] of the frontier's nodes; the best K of them are the next frontier.
+        """Add children [R, K, K] of the frontier's nodes. The best K of them are the next frontier.
 
-        Returns [R, K] int64: for each node of the new frontier the place of its parent in the old
+        Return [R, K] int64: for each node of the new frontier, the index of its parent in the old
         one.
         """
         rows, width = log_p.shape[0], self._width
-        # A log probability is never positive; rounding must not make a child better than its
+        # A log probability is never positive. Rounding must not make a child better than its
         # parent.
         scores = (self._frontier_scores[..., None] + log_p.clamp(max=0.0)).flatten(1)
         tokens = token_ids.flatten(1)
         self._scores.append(scores)
         self._tokens.append(tokens)
         self._parents.append(self._frontier_nodes[..., None].expand(-1, -1, width).flatten(1))
-        if width == 1:  # a chain has nothing to choose from
+        if width == 1:  # a chain has no alternatives
             self._frontier_scores, self.frontier_tokens = scores, tokens
             self._frontier_nodes = self._frontier_nodes + 1
             return torch.zeros_like(tokens)
@@ -98,7 +100,7 @@ class Proposal:
         return best // width
 
     def candidates(self) -> Candidates:
-        """Everything so far."""
+        """Return all nodes so far."""
         return Candidates(
             torch.cat(self._scores, 1), torch.cat(self._tokens, 1), torch.cat(self._parents, 1)
         )

@@ -1,4 +1,4 @@
-"""The steps in which a draft grows its trees behind what stands, as work on its device alone."""
+"""The steps in which a draft extends its trees, computed on its device only."""
 
 import torch
 from torch import Tensor
@@ -22,17 +22,21 @@ class TreeExpander:
         self._topk = min(topk, model.vocab_size)
 
     def best(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """hidden: [n, hidden]. Log probabilities and the target's ids [n, topk] of the most likely
-        tokens."""
+        """Return the most likely tokens: log probabilities and target ids, [n, topk] each.
+
+        `hidden` is [n, hidden].
+        """
         log_p, ids = self._model.logits(hidden).log_softmax(-1).topk(self._topk)
         return log_p, self._model.target_ids(ids)
 
     def chains(
         self, batch: ForwardBatch, first: Tensor, hidden: Tensor, positions: Tensor
     ) -> Chains:
-        """The first tokens [R] and the most likely ones behind them: what `expand` gives with
-        `topk` 1, without scores, which a chain has no use for. `batch` and hidden: as there;
-        positions: [steps - 1, R] of the slots."""
+        """Return chains of the first tokens [R] and the most likely tokens after them.
+
+        The result equals `expand` with `topk` 1, without scores, which a chain does not need.
+        `batch` and `hidden` are as in `expand`; `positions` is [steps - 1, R], those of the slots.
+        """
         tokens = [first]
         for batch.positions in positions:
             batch.token_ids = tokens[-1]
@@ -41,12 +45,15 @@ class TreeExpander:
         return Chains(torch.stack(tokens, 1))
 
     def most_likely(self, hidden: Tensor) -> Tensor:
-        """hidden: [n, hidden]. The target's ids [n] of the most likely tokens."""
+        """Return the target ids [n] of the most likely tokens. `hidden` is [n, hidden]."""
         return self._model.target_ids(self._model.logits(hidden).argmax(-1))
 
     def expand(self, proposal: Proposal, batch: ForwardBatch, hidden: Tensor, steps: int) -> None:
-        """Add `steps` - 1 levels below the first. `batch` is planned, its positions are those of
-        the next slots; hidden: [R, hidden] at each row's last slot."""
+        """Add `steps` - 1 levels below the first.
+
+        `batch` is planned, with the positions of the next slots. `hidden` is [R, hidden], at each
+        row's last slot.
+        """
         rows, width = batch.num_rows, proposal.frontier_tokens.shape[1]
         hidden = hidden[:, None].expand(-1, width, -1).flatten(0, 1)
         for step in range(1, steps):

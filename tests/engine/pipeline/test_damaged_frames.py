@@ -104,6 +104,6 @@ def test_a_result_that_is_missing_or_comes_twice_is_noticed() -> None:
     last.send(0, pack_result(packet.sequence + 1, []), timeout_s=1.0)
     with pytest.raises(
         IntegrityError,
-        match=rf"the result of batch \d+ where that of batch {packet.sequence} is due",
+        match=rf"the result of batch \d+, but that of batch {packet.sequence} is due",
     ):
         stage.collect(1.0)

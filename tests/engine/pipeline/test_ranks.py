@@ -227,7 +227,7 @@ def test_a_part_that_is_not_due_breaks_the_pool(ranks_of: GroupMaker) -> None:
     together(group[1:], [ahead])
     (result,) = together(group[:1], [once])
     assert isinstance(result, IntegrityError)
-    assert "part 1 of batch 3 where part 1 of batch 2 is due" in str(result)
+    assert "part 1 of batch 3, but part 1 of batch 2 is due" in str(result)
 
 
 def test_the_leader_sends_a_batch_with_its_tokens() -> None:

@@ -120,7 +120,7 @@ def test_what_is_under_way_is_bounded_and_runs_into_the_deadline() -> None:
     stage, packet = Stage(HandLink(outcome=False)), Packet(b"", (torch.zeros(1),))
     for _ in range(MAX_MESSAGES_UNDER_WAY):
         stage.channel.send(2, packet, timeout_s=0.1)
-    with pytest.raises(DeadlineError, match=r"stage 2 did not get across, within 0\.1 s"):
+    with pytest.raises(DeadlineError, match=r"stage 2 did not arrive in time, within 0\.1 s"):
         stage.channel.send(2, packet, timeout_s=0.1)
     assert stage.link.is_aborted, "nobody reads or writes the memory any more"
     with pytest.raises(PeerLostError):
@@ -138,7 +138,7 @@ def test_messages_that_got_across_make_room() -> None:
 def test_tensors_that_do_not_follow_their_frame_are_a_lost_stage() -> None:
     stage = Stage(HandLink(outcome=False), message_timeout_s=0.2)
     stage.announce(torch.zeros(3))
-    with pytest.raises(PeerLostError, match="stage 0 did not get across"):
+    with pytest.raises(PeerLostError, match="stage 0 did not arrive in time"):
         stage.channel.receive(0, timeout_s=0.1)
     assert stage.link.is_aborted
 
@@ -151,7 +151,7 @@ def test_where_steps_are_long_by_nature_tensors_are_waited_for_longer() -> None:
     stage.link.outcome = False
     stage.announce(torch.zeros(3))
     began_s = time.monotonic()
-    with pytest.raises(PeerLostError, match="stage 0 did not get across"):
+    with pytest.raises(PeerLostError, match="stage 0 did not arrive in time"):
         stage.channel.receive(0, timeout_s=0.1)
     assert time.monotonic() - began_s >= 8 * 0.2
 
@@ -186,7 +186,7 @@ def test_a_message_that_fails_is_never_handed_out(monkeypatch: pytest.MonkeyPatc
 def test_an_announcement_over_the_limit_takes_no_memory() -> None:
     stage = Stage(HandLink())
     stage.announce(torch.zeros(LIMIT))
-    with pytest.raises(InternalError, match="where none can come"):
+    with pytest.raises(InternalError, match="which cannot arrive here"):
         stage.channel.receive(0, timeout_s=0.1)
 
 

@@ -357,7 +357,7 @@ def test_no_step_waits_for_a_grammar_to_compile(
     sampler, other = GuidedSampler(grammars), replace(row(regex("q"), 31), output=None)
     dropped, fine = sampler(torch.zeros(2, VOCAB_SIZE), [row(regex("xy"), 30), other])
     assert isinstance(dropped.error, StalledError)
-    assert "has to be started again" in dropped.problem
+    assert "must be restarted" in dropped.problem
     assert fine.problem == ""
     futures.wait([grammars._processes[regex("xy")].compiled], LONG_S)
     monkeypatch.undo()

@@ -44,7 +44,7 @@ def test_counts_are_those_of_the_output_wherever_it_moves(
 
 
 def test_an_output_that_is_not_known_so_far_is_an_error() -> None:
-    with pytest.raises(IndexError, match="3 tokens are to stand, 0 are known"):
+    with pytest.raises(IndexError, match="3 tokens are to be kept, 0 are known"):
         TokenCounts((), VOCAB).move(3, ())
 
 
@@ -109,7 +109,7 @@ def test_a_row_about_an_unknown_output_fails_alone() -> None:
     fine = sampling_row(request("b", (1, 2)), (3,))
     drawn = sampler(torch.zeros(2, VOCAB), [stranger, fine])
     assert drawn[0].cause is ProblemCause.DEFECT
-    assert "does not know this request's output" in drawn[0].problem
+    assert "does not know the output of this request" in drawn[0].problem
     assert [drawn[1]] == sample(torch.zeros(1, VOCAB), [fine])
 
 

@@ -58,7 +58,7 @@ def test_scores_are_log_probabilities_of_the_token_that_follows() -> None:
 
 
 def test_a_missing_row_of_logits_is_a_bug_not_a_score() -> None:
-    with pytest.raises(InternalError, match="wants 4 rows of logits, the model gave 3"):
+    with pytest.raises(InternalError, match="wants 4 rows of logits, the model returned 3"):
         score(torch.zeros(3, 2), scored_batch())
 
 
