@@ -1,5 +1,7 @@
-"""Moving what the cache holds of accepted tree nodes to where plain decoding would have stored
-it."""
+"""Commits of accepted tree nodes.
+
+A commit moves their cache entries to the positions at which plain decoding would have stored them.
+"""
 
 from collections.abc import Mapping, Sequence
 
@@ -11,9 +13,10 @@ from engine.core.draft_trees import SpecInfo, SpecRow
 
 
 def commit_kv(pools: Mapping[int, Tensor], batch: ForwardBatch, page_size: int) -> None:
-    """Move what the batch's rows accepted of their last verification (`SpecRow.accepted`), in every
-    layer's pages [num_pages, 2, num_kv_heads, page_size, head_dim]. Chains lie in their place
-    already."""
+    """Move the entries that the rows accepted in their last verification (`SpecRow.accepted`).
+
+    Each layer's pages are [num_pages, 2, num_kv_heads, page_size, head_dim]. Chains need no move.
+    """
     moves = _all_moves(batch, page_size)
     if moves is None or not pools:
         return
@@ -23,7 +26,7 @@ def commit_kv(pools: Mapping[int, Tensor], batch: ForwardBatch, page_size: int) 
 
 
 def commit_entries(pools: Sequence[Tensor], batch: ForwardBatch, page_size: int) -> None:
-    """As `commit_kv`, in pages [num_pages, page_size, dim] of one entry per token."""
+    """Move accepted entries in pages [num_pages, page_size, dim] of one entry per token."""
     moves = _all_moves(batch, page_size)
     if moves is None or not pools:
         return
@@ -33,7 +36,9 @@ def commit_entries(pools: Sequence[Tensor], batch: ForwardBatch, page_size: int)
 
 
 def _all_moves(batch: ForwardBatch, page_size: int) -> Tensor | None:
-    """[4 (from page, offset, to page, offset), n] int64; None where nothing moves."""
+    """Return [4 (from page, offset, to page, offset), n] int64, or None if there is nothing to
+    move.
+    """
     rows = batch.spec_info.rows if isinstance(batch.spec_info, SpecInfo) else ()
     moves = [
         move
@@ -45,8 +50,7 @@ def _all_moves(batch: ForwardBatch, page_size: int) -> Tensor | None:
 
 
 def _moves(spec: SpecRow, pages: list[int], page_size: int) -> list[tuple[int, int, int, int]]:
-    """(from page, offset, to page, offset) of the accepted nodes that do not lie in their place
-    already."""
+    """Return (from page, offset, to page, offset) of each accepted node that must move."""
     accepted, moves = spec.accepted, []
     assert accepted is not None
     for depth, node in enumerate(accepted.nodes):

@@ -1,13 +1,13 @@
-"""The gated delta rule in its two forms, on plain tensors in fp32.
+"""Both forms of the gated delta rule, on plain tensors in fp32.
 
 Per token and value head: S <- e^g S; S <- S + k (beta (v - S^T k))^T; o = S^T q, with S [dk, dv]
-(Yang et al., Gated Delta Networks, 2024); or with a g for each row of S, a decay of each key
-channel (Kimi Linear, 2025). The chunked form gives the same up to rounding, 64 tokens at a time:
-with G the running sum of g inside a chunk and D_ij = e^(G_i - G_j) for j <= i, it solves the unit
-lower triangular system (I + strict_lower(diag(beta) K K^T * D)) U = diag(beta) (V - (e^G K) S); the
-D of a channel stands inside the sum K K^T.
+(Yang et al., Gated Delta Networks, 2024). A g for each row of S gives each key channel its own
+decay (Kimi Linear, 2025). The chunked form gives the same result up to rounding, 64 tokens at a
+time. With G the running sum of g inside a chunk and D_ij = e^(G_i - G_j) for j <= i, it solves the
+unit lower triangular system (I + strict_lower(diag(beta) K K^T * D)) U = diag(beta) (V - (e^G K)
+S). With a decay per channel, D is a factor inside the sum K K^T.
 
-Here g is [..., w], w being 1 or dk (`decays_of`).
+Here g is [..., w], where w is 1 or dk (`decays_of`).
 """
 
 from collections.abc import Sequence
@@ -19,8 +19,11 @@ from engine.kernels.delta_rule import CHUNK
 
 
 def normalise_heads(q: Tensor, k: Tensor, num_v_heads: int) -> tuple[Tensor, Tensor]:
-    """q, k [T, Hk, dk] to fp32 [T, Hv, dk]: unit length per head (eps 1e-6 on the squared sum), q
-    scaled by dk^-0.5, each key head serving Hv / Hk consecutive value heads."""
+    """Normalize and repeat q and k, [T, Hk, dk] to fp32 [T, Hv, dk].
+
+    Each head gets unit length (eps 1e-6 on the squared sum), and q is scaled by dk^-0.5. Each key
+    head serves Hv / Hk consecutive value heads.
+    """
     repeats = num_v_heads // q.shape[1]
     q, k = q.float(), k.float()
     q = q * (torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6) * q.shape[-1] ** -0.5)
@@ -29,19 +32,18 @@ def normalise_heads(q: Tensor, k: Tensor, num_v_heads: int) -> tuple[Tensor, Ten
 
 
 def decays_of(g: Tensor) -> Tensor:
-    """g as a batch has it, [T, H] or [T, H, dk], with its last dimension: [T, H, 1] or [T, H,
-    dk]."""
+    """Return a batch's g, [T, H] or [T, H, dk], with a last dimension: [T, H, 1] or [T, H, dk]."""
     return g[..., None] if g.dim() == 2 else g
 
 
 def recurrent_step(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """One token per row. q, k [R, H, dk]; v [R, H, dv]; g [R, H, w]; beta [R, H]; state [R, H, dk,
-    dv].
+    """Advance each row by one token and return the output [R, H, dv] and the new state.
 
-    Returns the output [R, H, dv] and the new state. Elementwise products and sums over dk, so that
-    rows cannot influence each other's bits.
+    q and k are [R, H, dk]; v is [R, H, dv]; g is [R, H, w]; beta is [R, H]; state is [R, H, dk,
+    dv]. The computation uses elementwise products and sums over dk, so rows cannot influence each
+    other's bits.
     """
     state = state * g.exp()[..., None]
     error = v - (state * k[..., None]).sum(-2)
@@ -58,16 +60,16 @@ def chunked(
     state: Tensor,
     chunk_counts: Sequence[int],
 ) -> tuple[Tensor, Tensor]:
-    """Whole prompts or pieces of them, cut on the 64-token grid.
+    """Process whole prompts or pieces that are cut on the 64-token grid.
 
-    The chunks of all rows follow one another in the first dimension N, `chunk_counts` per row; a
-    row's last chunk is padded with zeros (k, v, g and beta 0 leave the state as it is). q, k [N, H,
-    64, dk]; v [N, H, 64, dv]; g [N, H, 64, w]; beta [N, H, 64]; state [R, H, dk, dv]. Returns the
-    output [N, H, 64, dv] and the new state.
+    The chunks of all rows are concatenated in the first dimension N, `chunk_counts` per row. A
+    row's last chunk is padded with zeros: k, v, g and beta of 0 do not change the state. q and k
+    are [N, H, 64, dk]; v is [N, H, 64, dv]; g is [N, H, 64, w]; beta is [N, H, 64]; state is [R, H,
+    dk, dv]. Return the output [N, H, 64, dv] and the new state.
     """
     total = g.cumsum(-2)
     system = (beta[..., None] * _decayed_products(k, k, total)).tril(-1)
-    # Solved for both right-hand sides at once, so that only small products depend on the running
+    # Both right-hand sides are solved at once, so that only small products depend on the running
     # state.
     sides = torch.cat([beta[..., None] * v, beta[..., None] * total.exp() * k], -1)
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
@@ -90,12 +92,14 @@ def chunked(
 
 
 def _decayed_products(rows: Tensor, k: Tensor, total: Tensor) -> Tensor:
-    """Of tokens with those up to them, [N, H, 64, 64]: sums over the channels of rows_i k_j e^(G_i
-    - G_j); 0 elsewhere. rows, k [N, H, 64, dk]; total [N, H, 64, w]."""
+    """Return the decayed products of tokens with earlier tokens and themselves, [N, H, 64, 64].
+
+    They are sums over the channels of rows_i k_j e^(G_i - G_j) for j <= i, and 0 elsewhere. rows
+    and k are [N, H, 64, dk]; total is [N, H, 64, w].
+    """
     if total.shape[-1] == 1:
         upper = torch.ones(CHUNK, CHUNK, dtype=torch.bool).triu(1)
-        # Contiguous, because a product of a transposed view rounds differently from one of its
-        # copy.
+        # A product with a transposed view rounds differently from one with a contiguous copy.
         products = rows @ k.transpose(-1, -2).contiguous()
         return products * (total - total.transpose(-1, -2)).masked_fill(upper, float("-inf")).exp()
     products = k.new_zeros(*k.shape[:2], CHUNK, CHUNK)

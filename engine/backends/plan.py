@@ -1,10 +1,10 @@
-"""What the CPU backend prepares once per batch: where new keys go, and what each new token sees.
+"""Attention plans of the CPU backend: destinations of new keys, and visible keys of new tokens.
 
-A row's new tokens are cut into *tiles*, each of which reads the row's keys once per kv head. Where
-order is not causal (draft trees), a token's own keys are listed as its *path*: plain decoding would
-have stored them behind each other, and the order in which keys are added up is that of plain
-decoding. `tree_visibility` gives every backend what such a token may see, and `check_covered`
-refuses what was not planned for.
+A row's new tokens are cut into *tiles*. Each tile reads the row's keys once per kv head. If order
+is not causal (draft trees), a token's own keys are listed as its *path*. They are added up in the
+order of plain decoding, which would have stored them consecutively. `tree_visibility` gives every
+backend the keys that such a token may see. `check_covered` rejects batches that differ from the
+plan.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,17 +24,20 @@ from engine.core.rows import ints
 from engine.kernels.rows_in_place import NO_WINDOW, RowsInPlace
 from runtime.errors import InternalError, StalePlanError
 
-MAX_TILE_ROWS = (
-    512  # tokens times the heads that share a kv head: what is kept of them fits a core's own cache
-)
-# are listed sooner than seven operations of torch are through, each of which lets other threads in
+# Tokens times the heads that share a kv head; the tile's data fits a core's private cache.
+MAX_TILE_ROWS = 512
+# up to this number a Python list is faster than seven torch operations, each of which releases the
+# interpreter lock to other threads
 _FEW_TOKENS = 64
 
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Everything `run` needs besides q, k and v. Nothing in it changes after planning. `parts`: the
-    same for layers that see a window only, one behind the other."""
+    """The inputs of `run` besides q, k and v.
+
+    The plan does not change after planning. `parts` holds the plans of sliding-window layers in
+    order.
+    """
 
     num_rows: int
     num_tokens: int
@@ -46,8 +49,10 @@ class AttentionPlan:
 
 @dataclass(frozen=True)
 class WindowPart:
-    """Tokens of a batch that lie on one page of each row. After them `copy` keeps a row's window
-    for others, if any is to be kept."""
+    """Tokens of a batch that are on one page of each row.
+
+    After these tokens `copy` saves a row's window for later requests, if it is set.
+    """
 
     tokens: slice
     plan: AttentionPlan
@@ -62,8 +67,13 @@ def check_covered(
     k: Tensor,
     v: Tensor,
 ) -> None:
-    """`num_planned`: the rows and tokens of the plan that is to run. Raises StalePlanError unless
-    they are the batch's, and q, k and v theirs."""
+    """Check that the batch, q, k and v have the planned numbers of rows and tokens.
+
+    `num_planned` holds the rows and the tokens of the plan.
+
+    Raises:
+        StalePlanError: the batch or a tensor differs from the plan.
+    """
     if (batch.num_rows, batch.num_tokens) != num_planned:
         raise StalePlanError(
             f"planned for {num_planned[0]} rows and {num_planned[1]} tokens, the batch has "
@@ -84,14 +94,15 @@ def check_covered(
 def build_plan(
     batch: ForwardBatch, geometry: AttentionGeometry, num_pages: int | None
 ) -> AttentionPlan:
-    """Plan from the batch's host-side lengths, page tables and trees. `num_pages` is the size of
-    the pools, None where there are none.
+    """Plan from the batch's host-side lengths, page tables and trees.
+
+    `num_pages` is the size of the pools, or None if there are none.
 
     Raises:
-        InternalError: a tree of another size than its row, or a page that the pools do not have.
+        InternalError: a tree has another size than its row, or a page is outside the pools.
     """
     tables = batch.page_tables.numpy()
-    # Compiled code would read whatever is there. Unsigned, a number below 0 is too large.
+    # Compiled code reads any page without a check. As unsigned numbers, negative ids are too large.
     if (
         num_pages is not None
         and tables.size
@@ -113,13 +124,16 @@ def build_plan(
 def window_parts(
     batch: ForwardBatch, geometry: AttentionGeometry, num_slots: int, ring_pages: int
 ) -> Iterator[WindowPart]:
-    """Plans for layers that keep the latest `ring_pages` pages of a row in its slot, page n as
-    record n % ring_pages: as many as a window lies on, so at least a page of tokens more than it
-    has. So no page of new tokens is written before what it takes the place of was read, and a chain
-    of up to a page of tokens leaves the window of each of them whole, whichever of them stand.
+    """Yield the plans of layers that keep the latest `ring_pages` pages of a row in its slot.
+
+    Page n is record n % ring_pages. The ring has the number of pages that a window can touch, which
+    is at least a page of tokens more than the window. So no new page is written before the page
+    that it replaces was read. A chain of up to a page of tokens also keeps the window of each token
+    intact, whichever of them are accepted.
 
     Raises:
-        InternalError: a slot that the pools do not have, trees, or chains of more than a page.
+        InternalError: a slot is outside the pools, or the batch has trees or chains of more than a
+            page.
     """
     if batch.mode is ForwardMode.PREBUILT or trees_of(batch) is not None:
         raise InternalError(f"layers that see a window cannot run this {batch.mode} batch")
@@ -143,7 +157,7 @@ def window_parts(
 
 
 def _page_ends(batch: ForwardBatch, page_size: int) -> Iterator[int]:
-    """How many of the batch's tokens come before each page that a row goes on to."""
+    """Yield the number of the batch's tokens before each further page of a row."""
     first = 0
     for context_len, query_len in zip(batch.context_lens, batch.query_lens, strict=True):
         yield from range(first + page_size - context_len % page_size, first + query_len, page_size)
@@ -153,8 +167,10 @@ def _page_ends(batch: ForwardBatch, page_size: int) -> Iterator[int]:
 def _places(
     batch: ForwardBatch, tables: NDArray[np.integer[Any]], page_size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Where each token's key is stored, all [T]: its place in the row, int32, and page and offset,
-    int64."""
+    """Return the destination of each token's key, all [T].
+
+    These are its position in the row (int32), and page and offset (int64).
+    """
     if batch.num_tokens > _FEW_TOKENS:
         of_tokens, positions = storage_positions(batch)
         return (
@@ -198,7 +214,7 @@ def _rows_in_place(
                 pages[row, stored // geometry.page_size].long() * geometry.page_size
                 + stored % geometry.page_size
             )
-            # The seen ones first, in the order in which they are stored: of a tree, by depth.
+            # Visible tokens first, in storage order, which is by depth in a tree.
             paths[tokens, : len(visible)] = slots[
                 visible.logical_not().byte().argsort(dim=1, stable=True)
             ]
@@ -217,7 +233,7 @@ def _rows_in_place(
 
 
 def _tiles(batch: ForwardBatch, size: int) -> list[tuple[int, int, int]]:
-    """(row, first token, number of tokens), those that take longest first."""
+    """Return (row, first token, number of tokens) of the tiles, the costliest first."""
     tiles, first_token = [], 0
     for row, (query_len, context_len) in enumerate(
         zip(batch.query_lens, batch.context_lens, strict=True)
@@ -234,8 +250,10 @@ def _cost(tile: tuple[int, tuple[int, int, int]]) -> int:
 
 
 def storage_positions(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
-    """Per token its row and where its key is stored: after the row's context, in order (also for
-    trees)."""
+    """Return the row of each token and the position of its key.
+
+    Keys are stored after the row's context, in order, also for trees.
+    """
     if batch.num_tokens <= _FEW_TOKENS:
         lens = zip(batch.context_lens, batch.query_lens, strict=True)
         places = [
@@ -253,7 +271,7 @@ def storage_positions(batch: ForwardBatch) -> tuple[Tensor, Tensor]:
 
 
 def trees_of(batch: ForwardBatch) -> SpecInfo | None:
-    """The batch's trees, if it verifies any that are not chains."""
+    """Return the batch's trees if it verifies any that are not chains."""
     info = batch.spec_info
     if batch.mode is not ForwardMode.VERIFY or not isinstance(info, SpecInfo) or info.is_chain:
         return None
@@ -261,18 +279,23 @@ def trees_of(batch: ForwardBatch) -> SpecInfo | None:
 
 
 def tree_visibility(batch: ForwardBatch) -> tuple[Tensor, ...]:
-    """Per row which of its new tokens each of them may see [N, N] bool, True where it may, from the
-    batch's trees; nothing where order is causal. Whatever was cached before is seen by all.
+    """Return for each row which of its new tokens each of them may see, [N, N] bool.
+
+    The result is empty if the order is causal. All tokens see the keys that were cached before.
 
     Raises:
-        InternalError: a tree of another size than its row.
+        InternalError: a tree has another size than its row.
     """
     info = trees_of(batch)
     return () if info is None else visible_in_trees(info, batch.query_lens)
 
 
 def visible_in_trees(info: SpecInfo, query_lens: Sequence[int]) -> tuple[Tensor, ...]:
-    """The same of any trees, also of chains."""
+    """Return the visibility of any trees, including chains.
+
+    Raises:
+        InternalError: a tree has another size than its row.
+    """
     for row, (spec, query_len) in enumerate(zip(info.rows, query_lens, strict=True)):
         if len(spec.parents) != query_len:
             raise InternalError(
@@ -282,7 +305,7 @@ def visible_in_trees(info: SpecInfo, query_lens: Sequence[int]) -> tuple[Tensor,
 
 
 def _ancestors_visible(parents: tuple[int, ...]) -> Tensor:
-    """[N, N] bool: each node sees its ancestors and itself."""
+    """Return [N, N] bool: each node sees its ancestors and itself."""
     if all(parent < 0 for parent in parents):
         return torch.eye(len(parents), dtype=torch.bool)
     visible = torch.zeros(len(parents), len(parents), dtype=torch.bool)

@@ -1,10 +1,9 @@
-"""What recurrent backends take of a batch: the modes and rows that all of them refuse, what
-compiled code for the host is given, and what is done about states for a prefix cache.
+"""Common parts of recurrent backends: checks, inputs of compiled code, and state copies.
 
-Those are copied out at points within a row, and into the slot of a row that goes on from one of
-them. The chunked delta rule has the same bits however it is cut on its grid, so a row that hands
-out a state is run in two parts, within one pass of the layer. The convolution needs no cut: its
-state is its last inputs.
+A prefix cache has states copied at points within a row, and copied into the slot of a row that
+resumes from one of them. The chunked delta rule has the same bits for any cut on its grid. So a row
+that saves a state runs in two parts, within one pass of the layer. The convolution needs no cut,
+because its state is its last inputs.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,7 +24,11 @@ from runtime.errors import InternalError
 
 
 def check_mode(batch: ForwardBatch) -> None:
-    """Raises InternalError for a mode, or rows, that recurrent layers cannot run."""
+    """Check that recurrent layers can run the mode and the rows.
+
+    Raises:
+        InternalError: they cannot.
+    """
     if batch.mode is ForwardMode.DECODE:
         if any(length != 1 for length in batch.query_lens):
             raise InternalError(f"decode rows bring one token each, got {batch.query_lens}")
@@ -42,7 +45,11 @@ def check_mode(batch: ForwardBatch) -> None:
 
 
 def pool_of(pools: Mapping[int, Tensor], layer_id: int, kind: str) -> Tensor:
-    """Raises InternalError for a layer that this stage does not have."""
+    """Return the pool of a layer.
+
+    Raises:
+        InternalError: this stage does not have the layer.
+    """
     pool = pools.get(layer_id)
     if pool is None:
         raise InternalError(f"layer {layer_id} has no {kind} slots on this stage")
@@ -50,7 +57,11 @@ def pool_of(pools: Mapping[int, Tensor], layer_id: int, kind: str) -> Tensor:
 
 
 def recurrent_rows(batch: ForwardBatch, num_slots: int) -> RecurrentRows:
-    """Raises InternalError for a slot that the pools have not: compiled code would write there."""
+    """Return the rows for compiled code.
+
+    Raises:
+        InternalError: a slot is outside the pools; compiled code would write there.
+    """
     slots = batch.slot_ids.tolist()
     if slots and not 0 <= min(slots) <= max(slots) < num_slots:
         raise InternalError(f"the pools have {num_slots} slots, the batch names {slots}")
@@ -62,7 +73,7 @@ def recurrent_rows(batch: ForwardBatch, num_slots: int) -> RecurrentRows:
 
 
 class Taps:
-    """Convolutions' weights [C, K] as kernels read them, [K, C] fp32, made once for each layer."""
+    """Convolution weights [C, K] in the form of kernels, [K, C] fp32, converted once per layer."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Tensor, Tensor]] = {}
@@ -75,7 +86,10 @@ class Taps:
 
 
 def delta_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> DeltaInputs:
-    """As kernels read them. Shapes as in `RecurrentBackend.gated_delta_rule`."""
+    """Return the inputs in the form of kernels.
+
+    Shapes are those of `RecurrentBackend.gated_delta_rule`.
+    """
     return DeltaInputs(
         dense_tokens(q),
         dense_tokens(k),
@@ -87,8 +101,10 @@ def delta_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> De
 
 @dataclass(frozen=True)
 class StateCopy:
-    """The state of `slot_id` before token `end` of the batch is copied to `target`. `num_tokens`:
-    of the row, up to there."""
+    """A copy of the state of `slot_id` to `target`, before token `end` of the batch.
+
+    `num_tokens` is the number of the row's tokens up to there.
+    """
 
     end: int
     num_tokens: int
@@ -97,8 +113,9 @@ class StateCopy:
 
 
 class SnapshotRecurrent:
-    """A `RecurrentBackend` that does what the rows of a batch say about states
-    (`ForwardBatch.states`), and otherwise what the backend does that it stands before."""
+    """A `RecurrentBackend` that adds the state operations of rows (`ForwardBatch.states`) to
+    another.
+    """
 
     def __init__(
         self,
@@ -107,7 +124,7 @@ class SnapshotRecurrent:
         conv_pools: Mapping[int, Tensor],
         state_pools: Mapping[int, Tensor],
     ) -> None:
-        """The pools are those that `backend` works on."""
+        """Wrap `backend`, which works on the same pools."""
         self._backend = backend
         self._conv_pools, self._state_pools = dict(conv_pools), dict(state_pools)
         self._planned: (
@@ -115,11 +132,11 @@ class SnapshotRecurrent:
         ) = None
 
     def commit(self, batch: ForwardBatch) -> None:
-        """Give rows that go on from a kept state a copy of it. Before the batch runs."""
+        """Copy kept states into the slots of rows that resume from them, before the batch runs."""
         resume_states(batch, (*self._conv_pools.values(), *self._state_pools.values()))
 
     def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
-        """See `RecurrentBackend.causal_conv`."""
+        """Implement `RecurrentBackend.causal_conv`."""
         out = self._backend.causal_conv(layer_id, x, weight, batch)
         for copy in self._plan(batch)[0]:
             length, pool = weight.shape[1] - 1, pool_of(self._conv_pools, layer_id, "conv")
@@ -140,7 +157,7 @@ class SnapshotRecurrent:
         beta: Tensor,
         batch: ForwardBatch,
     ) -> Tensor:
-        """See `RecurrentBackend.gated_delta_rule`."""
+        """Implement `RecurrentBackend.gated_delta_rule`."""
         copies, parts = self._plan(batch)
         if not copies:
             return self._backend.gated_delta_rule(layer_id, q, k, v, g, beta, batch)
@@ -159,8 +176,11 @@ class SnapshotRecurrent:
     def _plan(
         self, batch: ForwardBatch
     ) -> tuple[list[StateCopy], list[tuple[slice, ForwardBatch]]]:
-        """Made at the first recurrent layer of a forward, used by all: the copies in the order of
-        their tokens, and the parts of the batch that end with them, and the rest."""
+        """Return the copies in token order, and the parts of the batch that end with them, and the
+        rest.
+
+        The first recurrent layer of a forward makes them, and all layers use them.
+        """
         if self._planned is None or self._planned[0] is not batch:
             copies = list(state_copies(batch))
             self._planned = batch, copies, list(batch_parts(batch, [copy.end for copy in copies]))
@@ -168,7 +188,7 @@ class SnapshotRecurrent:
 
 
 def resume_states(batch: ForwardBatch, pools: Iterable[Tensor]) -> None:
-    """Copy the records of `pools` that rows go on from into their slots."""
+    """Copy the records of `pools` from which rows resume into the rows' slots."""
     moves = (
         [
             (row.resumed_slot, slot)
@@ -184,8 +204,11 @@ def resume_states(batch: ForwardBatch, pools: Iterable[Tensor]) -> None:
 
 
 def state_copies(batch: ForwardBatch) -> Iterator[StateCopy]:
-    """For the snapshots that rows ask for, in the order of the batch's tokens. Raises InternalError
-    for one outside of its row."""
+    """Yield the copies for the rows' snapshots, in the order of the batch's tokens.
+
+    Raises:
+        InternalError: a snapshot is outside its row.
+    """
     first = 0
     for row, length, context_len, slot in (
         zip(
@@ -206,8 +229,9 @@ def state_copies(batch: ForwardBatch) -> Iterator[StateCopy]:
 
 
 def batch_parts(batch: ForwardBatch, cuts: list[int]) -> Iterator[tuple[slice, ForwardBatch]]:
-    """The tokens up to each cut, and those behind the last, as batches of what lies in them of the
-    rows."""
+    """Yield the tokens up to each cut and those after the last cut, as batches of the parts of
+    rows.
+    """
     ends = [*cuts, batch.num_tokens] if cuts and cuts[-1] < batch.num_tokens else cuts
     for start, end in zip([0, *ends], ends, strict=False):
         rows, lens, contexts, first = list[int](), list[int](), list[int](), 0

@@ -1,12 +1,11 @@
-"""Recurrent layers over draft trees: one state per node, from its parent's, with the bits of plain
-decoding.
+"""Recurrent layers over draft trees: one state per node, with the bits of plain decoding.
 
-A recurrence cannot be masked. The convolution sees only inputs, which are all known at once: every
-node is a decode row whose history is its own path. The delta rule runs in the one-step form: in
-compiled code node after node, from its parent's state; else level by level, on states gathered from
-the parents. Every row keeps the states of its last verification, in the scratch record that stage 0
-leased to it, until a batch of stage 0 names the node that was accepted last; that one moves to the
-slot.
+A recurrence cannot be masked. The convolution reads only inputs, which are all known at once: every
+node is a decode row whose history is its own path. The delta rule runs in the one-step form.
+Compiled code advances node by node from the parent's state; plain torch advances level by level, on
+states gathered from the parents. Every row keeps the states of its last verification in the scratch
+record that stage 0 leased to it. When a batch of stage 0 names the last accepted node, that state
+moves to the slot.
 """
 
 import sys
@@ -38,9 +37,13 @@ BackendOver = Callable[[Mapping[int, Tensor], Mapping[int, Tensor]], RecurrentBa
 
 @dataclass(frozen=True)
 class Level:
-    """The nodes of one depth: their places among all nodes in order of depth, and where among the
-    last level's nodes (the rows, at depth 0) their parents are [N], or None where each continues
-    the one in its place."""
+    """The nodes of one depth.
+
+    Attributes:
+        places: the places of the nodes among all nodes in order of depth.
+        parents: [N], the places of the parents among the nodes of the previous level (at depth 0
+            the rows); None if each node continues the one in its place.
+    """
 
     places: slice
     parents: Tensor | None
@@ -48,14 +51,16 @@ class Level:
 
 @dataclass(frozen=True)
 class TreeNodes:
-    """What follows from the parents of R trees, T nodes together; shared by all batches of such
-    trees.
+    """The data derived from the parents of R trees with T nodes in total.
 
-    parents   [T], the token that each node continues; -1: its row's slot
-    depths    [T]
-    levels    by depth
-    by_depth  [T] int64, the nodes' tokens in order of depth; None where they lie in this order
-    paths     per node its row, and its ancestors' tokens in the batch, itself last
+    All batches of the same trees share it.
+
+    Attributes:
+        parents: [T], the token that each node continues; -1 for its row's slot.
+        depths: [T].
+        levels: the nodes by depth.
+        by_depth: [T] int64, the nodes' tokens in order of depth; None if they are in this order.
+        paths: for each node its row and its ancestors' tokens in the batch, itself last.
     """
 
     parents: NDArray[np.int64]
@@ -66,8 +71,11 @@ class TreeNodes:
     _histories: dict[int, NDArray[np.int64]] = field(default_factory=dict)
 
     def history(self, length: int) -> Tensor:
-        """[T, length] int64: where the last `length` inputs before each node are in [R * length old
-        ones, T new ones]. A copy, as a recording fills what it was given anew."""
+        """Return the places of the last `length` inputs before each node, [T, length] int64.
+
+        They index the R * length old inputs, followed by the T new ones. The result is a copy,
+        because a recording refills its inputs.
+        """
         known = self._histories.get(length)
         if known is None:
             num_old, places = (self.paths[-1][0] + 1) * length, []
@@ -83,14 +91,15 @@ class TreeNodes:
 
 @dataclass(frozen=True)
 class TreeLayout:
-    """A batch of trees. R rows, T nodes.
+    """A batch of trees with R rows and T nodes.
 
-    nodes         of the trees
-    rows          the rows, for compiled code
-    steps         the nodes, for compiled code: they continue their parents, and their states are kept
-    slots         [R] int64
-    scratch_rows  [T] int64, where the nodes' states are kept
-    histories     `TreeNodes.history` by length
+    Attributes:
+        nodes: the nodes of the trees.
+        rows: the rows, for compiled code.
+        steps: the nodes, for compiled code: they continue their parents, and their states are kept.
+        slots: [R] int64.
+        scratch_rows: [T] int64, the records of the nodes' states.
+        histories: `TreeNodes.history` by length.
     """
 
     nodes: TreeNodes
@@ -103,8 +112,10 @@ class TreeLayout:
 
 @dataclass(frozen=True)
 class TreePlan:
-    """What compiled code reads of a batch of trees: of its `TreeLayout`, and by length the
-    `history`."""
+    """The inputs of compiled code for a batch of trees, from its `TreeLayout`.
+
+    `histories` is by length.
+    """
 
     rows: RecurrentRows
     steps: StateSteps
@@ -112,11 +123,10 @@ class TreePlan:
 
 
 class TreeRecurrent:
-    """A `RecurrentBackend` that adds trees to one over slots. It also commits what a verification
-    accepted.
+    """A `RecurrentBackend` that adds trees to a backend over slots.
 
-    Scratch memory is `num_scratch` records (the null record counts) of `max_nodes` states: one
-    record per request that runs, whatever number of others holds a slot.
+    It also commits accepted nodes. Scratch memory is `num_scratch` records (including the null
+    record) of `max_nodes` states: one record per running request, however many others hold a slot.
     """
 
     def __init__(
@@ -129,8 +139,11 @@ class TreeRecurrent:
         num_scratch: int,
         backend_over: BackendOver,
     ) -> None:
-        """`slots` runs everything but trees over the pools; `backend_over` builds one of its kind
-        over other pools."""
+        """Create a backend.
+
+        `slots` runs everything except trees over the pools. `backend_over` builds a backend of its
+        kind over other pools.
+        """
         self._slots = slots
         self._conv_pools, self._state_pools = dict(conv_pools), dict(state_pools)
         self._max_nodes, self._num_scratch = max_nodes, num_scratch
@@ -160,7 +173,7 @@ class TreeRecurrent:
         self._planned: tuple[ForwardBatch, TreeLayout] | None = None
 
     def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
-        """See `RecurrentBackend.causal_conv`."""
+        """Implement `RecurrentBackend.causal_conv`."""
         if batch.mode is not ForwardMode.VERIFY:
             return self._slots.causal_conv(layer_id, x, weight, batch)
         layout = self._layout(batch)
@@ -190,7 +203,7 @@ class TreeRecurrent:
         beta: Tensor,
         batch: ForwardBatch,
     ) -> Tensor:
-        """See `RecurrentBackend.gated_delta_rule`."""
+        """Implement `RecurrentBackend.gated_delta_rule`."""
         if batch.mode is not ForwardMode.VERIFY:
             return self._slots.gated_delta_rule(layer_id, q, k, v, g, beta, batch)
         layout = self._layout(batch)
@@ -235,10 +248,10 @@ class TreeRecurrent:
         )
 
     def plan(self, batch: ForwardBatch) -> object:
-        """See `PlansStates.plan`."""
+        """Implement `PlansStates.plan`."""
         if batch.mode is not ForwardMode.VERIFY:
             return self._slots.plan(batch)
-        if not self._conv_pools:  # nor any record of scratch memory to check
+        if not self._conv_pools:  # there is no scratch memory to check either
             return None
         layout = self._layout(batch)
         return TreePlan(layout.rows, layout.steps, layout.histories)
@@ -260,7 +273,9 @@ class TreeRecurrent:
                 pool[slots] = scratch[layer_id][sources]
 
     def _layout(self, batch: ForwardBatch) -> TreeLayout:
-        """Made at the first recurrent layer of a forward, used by all."""
+        """Return the batch's layout, made at the first recurrent layer of a forward and used by
+        all.
+        """
         if self._planned is None or self._planned[0] is not batch:
             pools = (*self._conv_pools.values(), *self._state_pools.values())
             lengths = {pool.shape[1] for pool in self._conv_pools.values()}
@@ -278,7 +293,9 @@ class TreeRecurrent:
 
 
 def kept_states(batch: ForwardBatch, max_nodes: int, num_scratch: int) -> list[tuple[int, int]]:
-    """(node state, slot) of the last node that each row kept of its previous verification."""
+    """Return (node state, slot) of the last node that each row accepted in its previous
+    verification.
+    """
     if not isinstance(batch.spec_info, SpecInfo):
         return []
     return [
@@ -289,11 +306,10 @@ def kept_states(batch: ForwardBatch, max_nodes: int, num_scratch: int) -> list[t
 
 
 def first_state(row: SpecRow, slot: int, max_nodes: int, num_scratch: int) -> int:
-    """Where the states of the row's nodes begin.
+    """Return the index of the first state of the row's nodes.
 
     Raises:
-        InternalError: a record that this pool does not have, or the null one for a slot that is
-            leased.
+        InternalError: the pool does not have the record, or a leased slot has the null record.
     """
     if not (slot != NULL_INDEX) <= row.scratch < num_scratch:
         raise InternalError(
@@ -303,7 +319,7 @@ def first_state(row: SpecRow, slot: int, max_nodes: int, num_scratch: int) -> in
 
 
 def node_scratch(pool: Tensor, num_states: int) -> Tensor:
-    """Memory for states like the records of a pool, [num_states, ...]; not initialised."""
+    """Allocate uninitialized memory for states like the records of a pool, [num_states, ...]."""
     return torch.empty(num_states, *pool.shape[1:], dtype=pool.dtype, device=pool.device)
 
 
@@ -314,8 +330,12 @@ def lay_out(
     num_slots: int,
     lengths: Iterable[int] = (),
 ) -> TreeLayout:
-    """Of a VERIFY batch, with histories of these lengths. Raises InternalError for one without
-    trees, or where a tree, a slot or a scratch record is out of range."""
+    """Lay out a VERIFY batch, with histories of these lengths.
+
+    Raises:
+        InternalError: the batch has no trees, or a tree, a slot or a scratch record is out of
+            range.
+    """
     info, kept = batch.spec_info, list[int]()
     if not isinstance(info, SpecInfo):
         raise InternalError("a VERIFY batch needs its trees")
@@ -340,11 +360,10 @@ def lay_out(
     )
 
 
-@lru_cache(maxsize=64)  # chains are of few lengths, and most steps have the shape of the one before
+@lru_cache(maxsize=64)  # chains have few lengths, and most steps have the shape of the previous one
 def _nodes_of(trees: tuple[tuple[int, ...], ...]) -> TreeNodes:
-    by_depth: dict[
-        int, list[tuple[int, int]]
-    ] = {}  # (token, place of its parent in the level before)
+    # By depth: (token, place of its parent in the previous level).
+    by_depth: dict[int, list[tuple[int, int]]] = {}
     paths: list[tuple[int, list[int]]] = []
     parents, depths = list[int](), list[int]()
     for row, tree in enumerate(trees):
@@ -375,7 +394,7 @@ def _nodes_of(trees: tuple[tuple[int, ...], ...]) -> TreeNodes:
 
 
 def _node_batch(batch: ForwardBatch, layout: TreeLayout) -> ForwardBatch:
-    """A decode batch of one row per node over the scratch rows."""
+    """Return a decode batch with one row per node over the scratch rows."""
     nodes, count = layout.nodes, len(layout.scratch_rows)
     positions = tuple(
         batch.context_lens[row] + depth

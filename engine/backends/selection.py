@@ -1,15 +1,14 @@
-"""Choosing keys by score (DSA): the one tie rule, and how a choice is written down."""
+"""Selection of keys by score (DSA): the tie rule, and the form of a selection."""
 
 import torch
 from torch import Tensor
 
 
 def best_positions(scores: Tensor, hidden: Tensor, count: int) -> Tensor:
-    """Positions of each row's `count` largest scores, ascending; of equal scores the earlier
-    positions.
+    """Return the positions of each row's `count` largest scores, ascending.
 
-    scores: [rows, keys], -inf where hidden; hidden: [rows, keys] bool. Returns [rows, count] int32;
-    -1 fills up.
+    Of equal scores the earlier positions win. scores is [rows, keys], -inf for hidden keys; hidden
+    is [rows, keys] bool. The result is [rows, count] int32, padded with -1.
     """
     threshold = scores.topk(count, dim=-1).values[:, -1:]
     above = scores > threshold
@@ -19,8 +18,11 @@ def best_positions(scores: Tensor, hidden: Tensor, count: int) -> Tensor:
 
 
 def true_positions(chosen: Tensor, width: int) -> Tensor:
-    """Where each row of a mask is True: [rows, width] int32, ascending, then -1. So the keys of a
-    tree's path lie side by side, as they will once the path is accepted."""
+    """Return the True positions of each row of a mask, [rows, width] int32, ascending, padded with
+    -1.
+
+    The keys of a tree's path are then adjacent, as they will be after the path is accepted.
+    """
     place = torch.where(chosen, chosen.cumsum(-1) - 1, width)
     positions = torch.arange(chosen.shape[1], dtype=torch.int32, device=chosen.device).expand_as(
         chosen

@@ -1,9 +1,11 @@
-"""Paged attention on the CPU, bit-exact: a token has the same bits read in a chunk of any length,
-drawn, verified in a chain or a tree, or replayed, whatever stands beside it
-(`engine/kernels/host/attention/paged_attention.py` says why).
+"""Bit-exact paged attention on the CPU.
 
-Keys are read in the pages where they lie, by compiled code or, for types that it does not know, in
-plain torch.
+A token has the same bits in a prompt chunk of any length, in decoding, in the verification of a
+chain or a tree, and in a replay, with any other rows in the batch.
+`engine/kernels/host/attention/paged_attention.py` gives the reasons.
+
+Keys are read in place in their pages, by compiled code, or by plain torch for dtypes without
+kernels.
 """
 
 from collections.abc import Mapping
@@ -25,14 +27,15 @@ from runtime.errors import InternalError, StalePlanError
 
 
 class CpuAttention:
-    """An `AttentionBackend` over KV tensors [num_pages, 2 (k, v), num_kv_heads, page_size,
-    head_dim], one per layer. Of layers that see a window only they are [num_slots, pages, 2 (k, v),
-    num_kv_heads, page_size, head_dim]: the pages of a row's window, which new ones take the place
-    of (`window_parts`).
+    """An `AttentionBackend` over KV tensors, one per layer.
 
-    Keys that no token may see are never used, whatever they hold (NaN included): pages that are not
-    in a row's table, the null page, the unwritten tail of a page. Rows a batch gained after
-    planning are not covered by the plan; `run` refuses such a batch instead of answering for some
+    The tensors are [num_pages, 2 (k, v), num_kv_heads, page_size, head_dim]. For sliding-window
+    layers they are [num_slots, pages, 2 (k, v), num_kv_heads, page_size, head_dim]: the pages of a
+    row's window, which new pages overwrite (`window_parts`).
+
+    Keys that no token may see are never used, whatever they hold (NaN included): pages outside a
+    row's table, the null page, the unwritten tail of a page. A plan does not cover rows that the
+    batch gained after planning. `run` rejects such a batch instead of returning results for some
     rows only.
     """
 
@@ -55,8 +58,10 @@ class CpuAttention:
         self.num_plans = 0
 
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
-        """Prepare what the batch's tokens see and where they go, and mark it; trees once for all
-        their nodes."""
+        """Plan the keys and the destinations of the batch's tokens, and mark the batch.
+
+        Trees are planned once for all their nodes.
+        """
         plan = build_plan(batch, self._geometry, self._num_pages)
         if self._windows:
             slots = next(iter(self._windows.values()))
@@ -65,12 +70,13 @@ class CpuAttention:
         self.num_plans += 1
 
     def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
-        """Write k, v of the new tokens to their pages, then attend. Shapes as in
-        `AttentionBackend.run`.
+        """Write k and v of the new tokens to their pages, then attend.
+
+        Shapes are those of `AttentionBackend.run`.
 
         Raises:
-            StalePlanError: the batch was not planned by this backend, or its rows or tokens are not
-                the planned ones.
+            StalePlanError: the batch was not planned by this backend, or its rows or tokens differ
+                from the plan's.
             InternalError: this stage has no KV tensor for the layer.
         """
         plan = self._checked_plan(batch)
@@ -89,7 +95,7 @@ class CpuAttention:
         return attend(pool, q, plan.rows, self._geometry.scale, self._team)
 
     def read(self, layer_id: int, q: Tensor, batch: ForwardBatch) -> Tensor:
-        """See `CachedAttention.read`."""
+        """Implement `CachedAttention.read`."""
         plan = self._checked_plan(batch)
         if layer_id not in self._windows:
             return attend(self._pool(layer_id), q, plan.rows, self._geometry.scale, self._team)
@@ -102,8 +108,10 @@ class CpuAttention:
         return self._pools[layer_id]
 
     def commit(self, batch: ForwardBatch) -> None:
-        """Move the keys and values of accepted nodes to where plain decoding would have stored
-        them, and give rows that go on from a kept window a copy of it."""
+        """Move the keys and values of accepted nodes to the positions of plain decoding.
+
+        Rows that resume from a kept window get a copy of it.
+        """
         commit_kv(self._pools, batch, self._geometry.page_size)
         resume_states(batch, self._windows.values())
 
@@ -129,13 +137,17 @@ class CpuAttention:
 
 
 def _check_pools(pools: Mapping[int, Tensor], geometry: AttentionGeometry) -> None:
-    """Raises InternalError for pages of another shape, or a geometry that cannot be."""
+    """Check the pages and the geometry.
+
+    Raises:
+        InternalError: the pages have another shape, or the geometry is impossible.
+    """
     if geometry.num_heads % geometry.num_kv_heads:
         raise InternalError(
             f"{geometry.num_heads} heads cannot share {geometry.num_kv_heads} kv heads evenly"
         )
     if geometry.scale <= 0:
-        raise InternalError(f"scores are scaled by more than 0, not by {geometry.scale}")
+        raise InternalError(f"the scale of scores must be greater than 0, got {geometry.scale}")
     page_shape = (2, geometry.num_kv_heads, geometry.page_size, geometry.head_dim)
     for layer_id, pool in pools.items():
         if tuple(pool.shape[1:]) != page_shape:
@@ -155,8 +167,11 @@ def _write(pool: Tensor, k: Tensor, v: Tensor, plan: AttentionPlan, team: Team) 
 
 
 def attend(pages: Tensor, q: Tensor, rows: RowsInPlace, scale: float, team: Team) -> Tensor:
-    """pages: [P, 2 (k, v), num_kv_heads, page_size, D]; q: [T, num_heads, D] of new tokens whose
-    keys are written. Returns the same as q."""
+    """Attend to the keys of `pages`.
+
+    pages is [P, 2 (k, v), num_kv_heads, page_size, D]; q is [T, num_heads, D], of new tokens whose
+    keys are written. The result has the shape and dtype of q.
+    """
     if has_kernels(pages.dtype):
         return attend_in_place(pages, dense_tokens(q.to(pages.dtype)), rows, scale, team).to(
             q.dtype
@@ -165,8 +180,10 @@ def attend(pages: Tensor, q: Tensor, rows: RowsInPlace, scale: float, team: Team
 
 
 def attend_by_token(pages: Tensor, q: Tensor, rows: RowsInPlace, scale: float) -> Tensor:
-    """The same one token after the other: slow, in any type, and a token's bits depend on its own
-    keys only."""
+    """Attend one token at a time.
+
+    It is slow and works with any dtype. A token's bits depend on its own keys only.
+    """
     out = torch.empty_like(q)
     for row, first, count in rows.tiles.tolist():
         for token in range(first, first + count):
@@ -179,7 +196,7 @@ def attend_by_token(pages: Tensor, q: Tensor, rows: RowsInPlace, scale: float) -
 
 
 def _keys_of(pages: Tensor, rows: RowsInPlace, row: int, token: int) -> Tensor:
-    """[kv heads, 2, keys, D]: what the token sees."""
+    """Return the keys and values that the token sees, [kv heads, 2, keys, D]."""
     page_size, num_keys = pages.shape[3], int(rows.positions[token]) + 1
     positions = torch.arange(
         max(0, num_keys - 1 - rows.window), min(num_keys, int(rows.num_in_order[row]))

@@ -1,8 +1,8 @@
-"""MLA and DSA on the CPU, bit-exact under any batching: in code compiled for the machine, where
-there is any for the type, else in plain torch.
+"""Bit-exact MLA and DSA on the CPU, independent of batching.
 
-A node of a draft tree sees the committed keys, its ancestors and itself side by side: the bits of
-plain decoding.
+Compiled code serves the dtypes that have kernels, plain torch the others. A node of a draft tree
+sees the committed keys, its ancestors and itself in the order of plain decoding, and so has its
+bits.
 """
 
 from collections.abc import Mapping
@@ -31,18 +31,19 @@ from engine.kernels.host.codegen.compiled import Team, has_kernels
 from engine.kernels.latent_rows import LatentRows
 from runtime.errors import InternalError, StalePlanError
 
-_BLOCK = 64  # choices are as wide as the longest row in multiples of this, or `max_selected`
+_BLOCK = 64  # selections are as wide as the longest row in multiples of this, or `max_selected`
 
 
 @dataclass(frozen=True)
 class LatentPlan:
-    """What `select` and `run` need of a batch. R rows, T tokens.
+    """The inputs of `select` and `run` for a batch of R rows and T tokens.
 
-    own_slots      [T] int64, where the token's entry is written: page * page_size + offset
-    own_positions  [T] int64, the same in storage order
-    most_keys      of a row
-    rows           what compiled code is given, or
-    plain          what plain torch is given
+    Attributes:
+        own_slots: [T] int64, the destination of each token's entry: page * page_size + offset.
+        own_positions: [T] int64, the destinations in storage order.
+        most_keys: the number of keys of the longest row.
+        rows: the inputs of compiled code, or None.
+        plain: the inputs of plain torch, or None.
     """
 
     num_rows: int
@@ -55,8 +56,11 @@ class LatentPlan:
 
 
 class CpuLatentAttention:
-    """A `LatentAttentionBackend` over latent pools [num_pages, page_size, entry_dim] and, on layers
-    that choose, index-key pools [num_pages, page_size, index_head_dim], by layer id."""
+    """A `LatentAttentionBackend` over latent and index-key pools, by layer id.
+
+    Latent pools are [num_pages, page_size, entry_dim]. Index-key pools, on selecting layers, are
+    [num_pages, page_size, index_head_dim].
+    """
 
     def __init__(
         self,
@@ -71,17 +75,16 @@ class CpuLatentAttention:
         self._geometry = geometry
         pools = (*latent_pools.values(), *index_pools.values())
         self._is_compiled = has_kernels(*(pool.dtype for pool in pools))
-        self._num_pages = min(
-            (len(pool) for pool in pools), default=None
-        )  # a stage may have recurrent layers only
+        # A stage may have recurrent layers only, and then no pools.
+        self._num_pages = min((len(pool) for pool in pools), default=None)
         self._team = Team()
         self.num_plans = 0
 
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
-        """Prepare key tables and masks and mark the batch.
+        """Prepare key tables and masks, and mark the batch.
 
         Raises:
-            InternalError: a page that the pools have not, or too few pages for a row's keys.
+            InternalError: a page is outside the pools, or a row has too few pages for its keys.
         """
         plan = self._build_plan(batch)
         batch.mark_forward_metadata_ready(self, plan=plan, replan_equivalent=replan_equivalent)
@@ -90,7 +93,7 @@ class CpuLatentAttention:
     def select(
         self, layer_id: int, q: Tensor, k: Tensor, weights: Tensor, batch: ForwardBatch
     ) -> Tensor:
-        """See `LatentAttentionBackend.select`."""
+        """Implement `LatentAttentionBackend.select`."""
         plan = self._checked_plan(q, batch)
         keys = entries_of(self._index_pools, layer_id, "index keys")
         keys[plan.own_slots] = k
@@ -116,10 +119,10 @@ class CpuLatentAttention:
         selected: Tensor | None,
         batch: ForwardBatch,
     ) -> Tensor:
-        """See `LatentAttentionBackend.run`.
+        """Implement `LatentAttentionBackend.run`.
 
         Raises:
-            InternalError: also when a token was given a key that is not before its own.
+            InternalError: also if a token was given a key after its own.
         """
         plan = self._checked_plan(q, batch)
         cached = entries_of(self._latent_pools, layer_id, "latent pages")
@@ -140,7 +143,7 @@ class CpuLatentAttention:
         )
 
     def commit(self, batch: ForwardBatch) -> None:
-        """Move the entries of accepted nodes to where plain decoding would have stored them."""
+        """Move the entries of accepted nodes to the positions of plain decoding."""
         commit_entries(
             (*self._latent_pools.values(), *self._index_pools.values()),
             batch,
@@ -216,10 +219,15 @@ def _latent_rows(
 
 
 def _seeing(plan: LatentPlan, rows: LatentRows, selected: Tensor, layer_id: int) -> LatentRows:
-    """The rows, of which tokens see what was selected. Compiled code would read whatever it is
-    given."""
+    """Return the rows with the selected keys as the visible ones.
+
+    The keys are checked here, because compiled code reads any position without a check.
+
+    Raises:
+        InternalError: a token has no key, or one after its own.
+    """
     if (selected > plan.own_positions[:, None]).any() or (selected < 0).all(1).any():
-        raise InternalError(f"layer {layer_id}: a token was given no key, or one behind its own")
+        raise InternalError(f"layer {layer_id}: a token was given no key, or one after its own")
     return LatentRows(
         starts=rows.starts,
         contexts=rows.contexts,

@@ -1,8 +1,8 @@
-"""MLA and DSA on the CPU in plain torch, for types that compiled code does not know.
+"""MLA and DSA on the CPU in plain torch, for dtypes without compiled kernels.
 
-Each token gathers its own keys in position order into blocks of a fixed size; products have a fixed
-inner shape and blocks are added in order. So a token's bits depend on its own keys only, as far as
-the library's products allow, and a choice of keys costs what it reads.
+Each token gathers its own keys in position order into blocks of a fixed size. Products have a fixed
+inner shape, and blocks are added in order. So a token's bits depend on its own keys only, within
+the guarantees of the library's products. The cost of a selection is proportional to its size.
 """
 
 from collections.abc import Iterator
@@ -18,17 +18,20 @@ from engine.contracts.latent import LatentGeometry
 from engine.core.batch import ForwardBatch
 
 _BLOCK = 64  # keys per product
-_TILE_ELEMENTS = 1 << 24  # bounds the memory of one step: tokens are taken a few at a time
+_TILE_ELEMENTS = 1 << 24  # bounds the memory of one step, which processes a few tokens at a time
 
 
 @dataclass(frozen=True)
 class PlainLatents:
-    """What a batch's tokens see. R rows, T tokens, K keys of the longest row, whole blocks.
+    """The keys of a batch's tokens.
 
-    token_rows  [T] int64
-    own_slots   [T] int64, where the token's entry is written: page * page_size + offset
-    key_slots   [R, K] int64, where the row's keys are
-    hidden      [T, K] bool, True where the token must not see the key
+    R is the number of rows, T of tokens, K of keys of the longest row, in whole blocks.
+
+    Attributes:
+        token_rows: [T] int64.
+        own_slots: [T] int64, the destination of each token's entry: page * page_size + offset.
+        key_slots: [R, K] int64, the slots of the row's keys.
+        hidden: [T, K] bool, True if the token must not see the key.
     """
 
     num_rows: int
@@ -38,8 +41,10 @@ class PlainLatents:
     hidden: Tensor
 
     def select(self, keys: Tensor, q: Tensor, weights: Tensor, width: int) -> Tensor:
-        """The `width` best of a layer's index keys [slots, dim] for each token, as
-        `LatentAttentionBackend.select`."""
+        """Select the `width` best of a layer's index keys [slots, dim] for each token.
+
+        The rule is that of `LatentAttentionBackend.select`.
+        """
         num_heads, head_dim = q.shape[1:]
         chosen = [torch.empty(0, width, dtype=torch.int32)]
         for row, tokens in self._row_tiles(elements_per_token=num_heads * self.key_slots.shape[1]):
@@ -54,13 +59,15 @@ class PlainLatents:
     def attend(
         self, cached: Tensor, q: Tensor, selected: Tensor | None, geometry: LatentGeometry
     ) -> Tensor:
-        """q: [T, heads, entry], over a layer's entries [slots, entry]. Returns [T, heads,
-        latent]."""
+        """Attend to a layer's entries [slots, entry] with q [T, heads, entry].
+
+        The result is [T, heads, latent].
+        """
         if selected is None:
             selected = true_positions(~self.hidden, self.hidden.shape[1])
         selected = F.pad(selected, (0, -selected.shape[1] % _BLOCK), value=-1).long()
         hidden = selected < 0
-        # A place without a key reads the token's own entry: it is always written, and it is masked.
+        # Padding reads the token's own entry, which is always written, and is masked.
         slots = self.key_slots[self.token_rows[:, None], selected.clamp(min=0)]
         slots = torch.where(hidden, self.own_slots[:, None], slots)
         out = q.new_empty(*q.shape[:2], geometry.latent_dim)
@@ -71,7 +78,7 @@ class PlainLatents:
         return out
 
     def _row_tiles(self, *, elements_per_token: int) -> Iterator[tuple[int, slice]]:
-        """Runs of tokens of one row, short enough to bound memory."""
+        """Yield runs of tokens of one row, short enough to bound memory."""
         step = max(1, _TILE_ELEMENTS // max(1, elements_per_token))
         start = 0
         for row, count in enumerate(
@@ -89,7 +96,7 @@ def plan_plainly(
     positions: Tensor,
     own_slots: Tensor,
 ) -> PlainLatents:
-    """`positions`: where the tokens' entries are in storage order."""
+    """Plan a batch; `positions` are the storage positions of the tokens' entries."""
     lengths = [
         context + query for context, query in zip(batch.context_lens, batch.query_lens, strict=True)
     ]
@@ -117,7 +124,10 @@ def plan_plainly(
 
 
 def _attend(q: Tensor, keys: Tensor, hidden: Tensor, geometry: LatentGeometry) -> Tensor:
-    """q: [M, heads, entry]; keys: [M, K, entry]; hidden: [M, K]. Returns [M, heads, latent]."""
+    """Attend with q [M, heads, entry] to keys [M, K, entry].
+
+    hidden is [M, K]. The result is [M, heads, latent].
+    """
     num_tokens, num_heads = q.shape[:2]
     rows = padded_rows(num_heads, q.dtype)
     blocks = keys.view(num_tokens, -1, _BLOCK, geometry.entry_dim)
@@ -138,8 +148,10 @@ def _attend(q: Tensor, keys: Tensor, hidden: Tensor, geometry: LatentGeometry) -
 
 
 def _index_scores(q: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
-    """q: [M, heads, dim]; blocks: [B, 64, dim]; weights: [M, heads]; all fp32. Returns [M, B *
-    64]."""
+    """Return the index scores [M, B * 64].
+
+    q is [M, heads, dim]; blocks is [B, 64, dim]; weights is [M, heads]; all are fp32.
+    """
     num_tokens, num_heads, head_dim = q.shape
     num_rows = num_tokens * num_heads
     rows = F.pad(q.flatten(0, 1), (0, 0, 0, padded_rows(num_rows, q.dtype) - num_rows))
@@ -150,7 +162,10 @@ def _index_scores(q: Tensor, blocks: Tensor, weights: Tensor) -> Tensor:
 
 
 def _sum_in_order(x: Tensor) -> Tensor:
-    """Sum over axis 1, first to last: library sums choose their own order by shape."""
+    """Sum over axis 1, first to last.
+
+    Library sums choose their own order by shape.
+    """
     total = x[:, 0].clone()
     for index in range(1, x.shape[1]):
         total += x[:, index]
@@ -158,12 +173,12 @@ def _sum_in_order(x: Tensor) -> Tensor:
 
 
 def padded_rows(num_rows: int, dtype: torch.dtype) -> int:
-    """The row count to give a matrix product on the CPU so that no row's bits depend on the count.
+    """Return the row count of a CPU matrix product whose bits do not depend on the number of rows.
 
     Measured with MKL and oneDNN on x86, 1 to 8 threads. fp32 products of fewer than 4 rows take
-    another path, and with several threads so do those of fewer than 12 that are not a multiple of
-    4. A single bf16 row may be summed in parallel pieces. The tests check it on the machine they
-       run on.
+    another path. With several threads, so do products of fewer than 12 rows that are not a multiple
+    of 4. A single bf16 row may be summed in parallel pieces. The tests check this on the machine
+    they run on.
     """
     if dtype is torch.bfloat16:
         return 4 if num_rows == 1 else num_rows

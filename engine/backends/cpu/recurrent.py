@@ -1,7 +1,6 @@
-"""Recurrent layers on the CPU: state slots, ragged batches and the two forms of the gated delta
-rule.
+"""Recurrent layers on the CPU: state slots, ragged batches and both forms of the delta rule.
 
-In code compiled for the machine, where there is any for the type, else in plain torch.
+Compiled code serves the dtypes that have kernels, plain torch the others.
 """
 
 import sys
@@ -25,13 +24,16 @@ from runtime.errors import InternalError
 
 @dataclass(frozen=True)
 class _RowLayout:
-    """Where ragged rows lie in padded form. R rows, T tokens.
+    """The places of ragged rows in padded form, for R rows and T tokens.
 
-    counts       chunks per row
-    token_at     [T] int64, token to its place in [chunks * 64]
-    window_at    [T] int64, token to its place among the rows' inputs, each preceded by kernel - 1 old ones
-    history_at   [R, kernel - 1] int64, places of the old inputs
-    latest_at    [R, kernel - 1] int64, places of the last inputs, the next conv state
+    Attributes:
+        counts: the number of chunks per row.
+        token_at: [T] int64, each token's place in [chunks * 64].
+        window_at: [T] int64, each token's place among the rows' inputs, with kernel - 1 old inputs
+            before each row.
+        history_at: [R, kernel - 1] int64, the places of the old inputs.
+        latest_at: [R, kernel - 1] int64, the places of the last inputs, which are the next conv
+            state.
     """
 
     counts: tuple[int, ...]
@@ -43,18 +45,21 @@ class _RowLayout:
 
 @dataclass(frozen=True)
 class RecurrentPlan:
-    """Which states a batch's tokens read and write; `steps` where each is a row of its own."""
+    """The states that a batch's tokens read and write.
+
+    `steps` is set if each token is a row.
+    """
 
     rows: RecurrentRows
     steps: StateSteps | None
 
 
 class CpuRecurrent:
-    """A `RecurrentBackend` over conv pools [num_slots, kernel - 1, channels] and state pools
-    [num_slots, Hv, dk, dv] fp32, by layer id.
+    """A `RecurrentBackend` over conv and state pools, by layer id.
 
-    PREFILL rows must start on the 64-token grid: the chunked form gives the same bits under any cut
-    on that grid and under no other.
+    Conv pools are [num_slots, kernel - 1, channels]; state pools are [num_slots, Hv, dk, dv] fp32.
+    PREFILL rows must start on the 64-token grid: only cuts on that grid keep the bits of the
+    chunked form.
     """
 
     def __init__(
@@ -77,7 +82,7 @@ class CpuRecurrent:
         self._planned: tuple[ForwardBatch, RecurrentPlan] | None = None
 
     def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
-        """Depthwise causal convolution, then SiLU; see `RecurrentBackend.causal_conv`."""
+        """Implement `RecurrentBackend.causal_conv`."""
         pool, plan = pool_of(self._conv_pools, layer_id, "conv"), self.plan(batch)
         if not x.shape[0]:
             return x
@@ -97,8 +102,7 @@ class CpuRecurrent:
         beta: Tensor,
         batch: ForwardBatch,
     ) -> Tensor:
-        """See `RecurrentBackend.gated_delta_rule`. q and k are normalised here, not by the
-        caller."""
+        """Implement `RecurrentBackend.gated_delta_rule`, including the normalization of q and k."""
         pool, plan = pool_of(self._state_pools, layer_id, "state"), self.plan(batch)
         if not v.shape[0]:
             return v.float()
@@ -110,8 +114,10 @@ class CpuRecurrent:
         return delta_chunks(inputs, plan.rows, pool, self._team)
 
     def plan(self, batch: ForwardBatch) -> RecurrentPlan:
-        """See `PlansStates.plan`. Made before or at the first recurrent layer of a forward, used by
-        all."""
+        """Implement `PlansStates.plan`.
+
+        The plan is made before or at the first recurrent layer of a forward, and all layers use it.
+        """
         if self._planned is None or self._planned[0] is not batch:
             pools = (*self._conv_pools.values(), *self._state_pools.values())
             if pools:
@@ -125,8 +131,10 @@ class CpuRecurrent:
 
 
 def _plain_conv(x: Tensor, weight: Tensor, pool: Tensor, batch: ForwardBatch) -> Tensor:
-    """An explicit sum of kernel-many products in fp32, because library convolutions change bits
-    with the length."""
+    """Compute the convolution as an explicit fp32 sum of one product per tap.
+
+    The bits of library convolutions depend on the length.
+    """
     history = _load(pool, batch)
     kernel = weight.shape[1]
     taps = weight.float().t()
@@ -161,7 +169,7 @@ def _plain_delta_rule(
 
 
 def _load(pool: Tensor, batch: ForwardBatch) -> Tensor:
-    """The rows' states; zero for a row that starts, whatever its slot holds."""
+    """Return the rows' states; a starting row has zeros, whatever its slot holds."""
     states = pool[batch.slot_ids.long()]
     starting = [row for row, context_len in enumerate(batch.context_lens) if context_len == 0]
     if starting:
@@ -195,7 +203,7 @@ def _row_layout(batch: ForwardBatch, kernel: int) -> _RowLayout:
 
 
 def _to_chunks(x: Tensor, layout: _RowLayout) -> Tensor:
-    """[T, H, d] to contiguous [chunks, H, 64, d], zero where a row's last chunk has no token."""
+    """Convert [T, H, d] to contiguous [chunks, H, 64, d], padding a row's last chunk with zeros."""
     padded = x.new_zeros(sum(layout.counts) * CHUNK, *x.shape[1:])
     padded[layout.token_at] = x
     return padded.view(-1, CHUNK, *x.shape[1:]).transpose(1, 2).contiguous()

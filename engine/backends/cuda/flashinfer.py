@@ -1,12 +1,12 @@
-"""Paged attention by FlashInfer, one wrapper plan per batch, held to the batch by its marker.
+"""Paged attention by FlashInfer, with one wrapper plan per batch.
 
-A wrapper keeps the schedule of its last `plan`; a second plan silently replaces it, and running the
-first batch then reads the wrong keys. So every wrapper counts its plans, a batch's plan keeps the
-count, and `run` compares. Each kind of wrapper exists twice, because the next batch is planned
-while the one before still runs.
+A wrapper keeps the schedule of its last `plan`. A second plan replaces it silently, and the first
+batch would then read the wrong keys. Every wrapper therefore counts its plans, a batch's plan keeps
+the count, and `run` compares the two. Each kind of wrapper exists twice, because the next batch is
+planned while the previous one still runs.
 
-Captured forwards have a wrapper per bucket. A replay runs on whatever its buffers hold, without
-asking, so `check_current` checks that before it.
+Captured forwards have one wrapper per bucket. A replay uses the content of its buffers without a
+check, so `check_current` checks them before.
 """
 
 import itertools
@@ -46,9 +46,11 @@ _AnySlot = Slot[DecodeWrapper] | Slot[RaggedWrapper]
 
 @dataclass(frozen=True)
 class FlashInferPlan:
-    """What `run` needs besides q, k and v. `slot` is None where the batch has no tokens.
+    """The inputs of `run` besides q, k and v.
 
-    write_pages, write_offsets  [T] int64 on the device
+    Attributes:
+        write_pages, write_offsets: [T] int64 on the device.
+        slot: the planned wrapper; None if the batch has no tokens.
     """
 
     num_rows: int
@@ -62,8 +64,11 @@ class FlashInferPlan:
 
 @dataclass(frozen=True)
 class _Keys:
-    """Where the rows that bring tokens (of a padded batch all rows) have their keys, in
-    FlashInfer's form; indices on the device, the rest int32 on the CPU."""
+    """The keys of the rows with tokens, in FlashInfer's format.
+
+    A padded batch includes all rows. `indices` is on the device; the other tensors are int32 on the
+    CPU.
+    """
 
     rows: tuple[int, ...]
     qo_indptr: Tensor
@@ -73,10 +78,10 @@ class _Keys:
 
 
 class FlashInferAttention:
-    """An `AttentionBackend` over KV tensors [num_pages, 2 (k, v), num_kv_heads, page_size,
-    head_dim], one per layer.
+    """An `AttentionBackend` over KV tensors, one per layer.
 
-    Trees are verified through the custom mask; `commit` moves what a verification accepted.
+    The tensors are [num_pages, 2 (k, v), num_kv_heads, page_size, head_dim]. Trees are verified
+    through the custom mask; `commit` moves the accepted nodes.
     """
 
     def __init__(
@@ -89,9 +94,12 @@ class FlashInferAttention:
         write_kv: WriteKv,
         numerics: Numerics = Numerics.FAST,
     ) -> None:
-        """`write_kv(pool, k, v, pages, offsets)` puts k, v [T, kv heads, D] at pool[pages[t], :, :,
-        offsets[t]]. In exact numerics no row's keys are shared out, so that its sums do not depend
-        on the batch; long rows alone take longer."""
+        """Create a backend.
+
+        `write_kv(pool, k, v, pages, offsets)` stores k and v [T, kv heads, D] at pool[pages[t], :,
+        :, offsets[t]]. In exact numerics the keys of a row are not split between workers, so that
+        its sums do not depend on the batch. A single long row then takes longer.
+        """
         if geometry.num_heads % geometry.num_kv_heads:
             raise InternalError(
                 f"{geometry.num_heads} heads cannot share {geometry.num_kv_heads} kv heads evenly"
@@ -115,8 +123,10 @@ class FlashInferAttention:
         self.num_plans = 0
 
     def reserve(self, buckets: Sequence[GraphBucket]) -> None:
-        """Make the wrappers of captured forwards; a batch padded to one of these buckets is planned
-        on its bucket's."""
+        """Create the wrappers of captured forwards.
+
+        A batch that is padded to one of these buckets is planned on the bucket's wrapper.
+        """
         longest = max(bucket.num_tokens for bucket in buckets)
         self._graph_writes = StaticInts({"pages": longest, "offsets": longest}, self._device)
         for bucket in buckets:
@@ -128,11 +138,11 @@ class FlashInferAttention:
                 self._graph_ragged[bucket] = self._slot(self._wrappers.ragged(sizes))
 
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
-        """Give the batch a wrapper's schedule and mark it.
+        """Plan a wrapper for the batch and mark the batch.
 
         Raises:
-            InternalError: a tree of another size than its row, or a bucket that nothing was
-                reserved for.
+            InternalError: a tree has another size than its row, or no wrapper was reserved for the
+                bucket.
         """
         rows, positions = storage_positions(batch)
         page_size = self._geometry.page_size
@@ -158,12 +168,13 @@ class FlashInferAttention:
         self.num_plans += 1
 
     def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
-        """Write k, v of the new tokens to their pages, then attend. Shapes as in
-        `AttentionBackend.run`.
+        """Write k and v of the new tokens to their pages, then attend.
+
+        Shapes are those of `AttentionBackend.run`.
 
         Raises:
-            StalePlanError: the batch was not planned by this backend, its rows or tokens are not
-                the planned ones, or the wrapper has been planned for another batch since.
+            StalePlanError: the batch was not planned by this backend, its rows or tokens differ
+                from the plan's, or the wrapper was planned for another batch since.
             InternalError: this stage has no KV tensor for the layer.
         """
         plan = self._checked_plan(batch, q, k, v)
@@ -176,13 +187,15 @@ class FlashInferAttention:
         return plan.slot.wrapper.run(q.contiguous(), pool)  # q may be a slice of a fused product
 
     def commit(self, batch: ForwardBatch) -> None:
-        """Move the keys and values of accepted nodes to where plain decoding would have stored
-        them."""
+        """Move the keys and values of accepted nodes to the positions of plain decoding."""
         commit_kv(self._pools, batch, self._geometry.page_size)
 
     def check_current(self, batch: ForwardBatch) -> FlashInferPlan:
-        """The batch's plan, if what was captured for its bucket would run on it. Raises
-        StalePlanError as `run` does."""
+        """Return the batch's plan if a replay of its bucket would use it.
+
+        Raises:
+            StalePlanError: as in `run`.
+        """
         plan = batch.forward_metadata_plan
         if batch.forward_metadata_planner is not self or not isinstance(plan, FlashInferPlan):
             raise StalePlanError("the batch was not planned by this attention backend")
@@ -250,8 +263,11 @@ class FlashInferAttention:
         return Slot(wrapper, Fence(self._device))
 
     def _graph_sizes(self, bucket: GraphBucket) -> GraphSizes:
-        """A page has one owner, so real rows have no more pages than there are; padding has pages
-        of null, and of a mask no more than its own square."""
+        """Return the buffer sizes of a captured wrapper.
+
+        A page has one owner, so real rows have no more pages than the pool. Padded rows have null
+        pages, and their part of a mask is at most their own square.
+        """
         page_size, num_pages = (
             self._geometry.page_size,
             max((len(pool) for pool in self._pools.values()), default=1),
@@ -267,7 +283,7 @@ class FlashInferAttention:
 
     def _refill_writes(self, pages: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
         writes = self._graph_writes
-        assert writes is not None, "a bucket that was reserved came with them"
+        assert writes is not None, "reserving a bucket creates the write buffers"
         writes.refill({"pages": pages, "offsets": offsets})
         return writes["pages"][: len(pages)], writes["offsets"][: len(offsets)]
 
@@ -275,7 +291,7 @@ class FlashInferAttention:
 def _reserved(
     slots: Mapping[GraphBucket, Slot[_Wrapper]], batch: ForwardBatch
 ) -> Slot[_Wrapper] | None:
-    """The slot of the batch's bucket; None where it is in none."""
+    """Return the slot of the batch's bucket, or None if the batch has no bucket."""
     bucket = batch.graph_bucket
     if bucket is not None and bucket not in slots:
         raise InternalError(f"no wrapper was reserved for {bucket}")
@@ -304,21 +320,23 @@ def _keys_of(batch: ForwardBatch, page_size: int, device: torch.device) -> _Keys
 
 
 def _offsets(lengths: Tensor) -> Tensor:
-    """[R + 1] int32: where each row starts, and the end."""
+    """Return the starts of the rows and the end, [R + 1] int32."""
     return torch.cat([torch.zeros(1, dtype=torch.int32), lengths.cumsum(0, dtype=torch.int32)])
 
 
 def _visible(batch: ForwardBatch) -> tuple[Tensor, ...]:
-    """Per row who sees which of its last keys; nothing where plain causal order is the answer."""
+    """Return for each row a mask of its last keys; empty if plain causal order applies."""
     bucket, info = batch.graph_bucket, batch.spec_info
     if bucket is not None and bucket.is_masked and isinstance(info, SpecInfo):
-        return visible_in_trees(info, batch.query_lens)  # a captured mask is needed for chains, too
+        return visible_in_trees(info, batch.query_lens)  # a captured mask also needs chains
     return tree_visibility(batch)
 
 
 def _flat_mask(visible: tuple[Tensor, ...], rows: tuple[int, ...], batch: ForwardBatch) -> Tensor:
-    """[sum of queries * keys] bool: keys before those a row's mask covers are committed and seen by
-    all."""
+    """Return the masks of all rows as [sum of queries * keys] bool.
+
+    Keys before the part that a row's mask covers are committed, and all its tokens see them.
+    """
     masks = []
     for row in rows:
         num_before = batch.context_lens[row] + batch.query_lens[row] - visible[row].shape[1]

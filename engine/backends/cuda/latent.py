@@ -1,10 +1,9 @@
-"""MLA and DSA on a device: causal order by FlashInfer, trees and chosen keys by a kernel of our
-own.
+"""MLA and DSA on a device: FlashInfer for causal order, a Triton kernel for trees and selections.
 
-FlashInfer's wrapper for compressed keys has no masks and no choice of keys. Where a token sees
-other keys than all before it, its keys are listed and the kernel attends to the list. As with paged
-attention (`flashinfer.py`) a wrapper keeps its last plan only: plans are counted, and each wrapper
-exists twice.
+FlashInfer's wrapper for compressed keys has no masks and no key selection. If a token does not see
+all keys before it, its keys are listed and the kernel attends to the list. As in paged attention
+(`flashinfer.py`), a wrapper keeps its last plan only. So plans are counted, and each wrapper exists
+twice.
 """
 
 import itertools
@@ -33,11 +32,12 @@ from engine.memory.static import Fence
 from runtime.errors import StalePlanError
 
 _IN_FLIGHT = 2  # batches that may be planned and not yet run
-_SCORE_ELEMENTS = 1 << 26  # bounds the memory of index scores: tokens are taken a few at a time
+# bounds the memory of index scores, which are computed for a few tokens at a time
+_SCORE_ELEMENTS = 1 << 26
 
 
 class LatentKernels(Protocol):
-    """What `engine.kernels.device.latent` offers; that module needs Triton."""
+    """The kernels of `engine.kernels.device.latent`, which needs Triton."""
 
     @property
     def listed_attention(self) -> Callable[..., Tensor]: ...
@@ -48,16 +48,19 @@ class LatentKernels(Protocol):
 
 @dataclass(frozen=True)
 class DeviceLatentPlan:
-    """What `select` and `run` need of a batch of T tokens in R rows, K keys in the longest. Tensors
-    on the device.
+    """The inputs of `select` and `run`, on the device.
 
-    token_rows     [T] int64
-    own_slots      [T] int64, where the token's entry is written: page * page_size + offset
-    tables         [R, pages] int64
-    lengths        [T] int64, how many keys the token's row has
-    visible        [T, K] bool, where no wrapper is planned
-    listed         [T, K] int32 slots of the visible keys, ascending, then -1; where no layer chooses
-    slot, epoch    the wrapper that was planned, where order is causal and no layer chooses
+    The batch has T tokens in R rows; K is the number of keys of the longest row.
+
+    Attributes:
+        token_rows: [T] int64.
+        own_slots: [T] int64, the destination of each token's entry: page * page_size + offset.
+        tables: [R, pages] int64.
+        lengths: [T] int64, the number of keys of the token's row.
+        visible: [T, K] bool, if no wrapper is planned.
+        listed: [T, K] int32 slots of the visible keys, ascending, padded with -1, if no layer
+            selects.
+        slot, epoch: the planned wrapper, if the order is causal and no layer selects.
     """
 
     num_rows: int
@@ -73,8 +76,11 @@ class DeviceLatentPlan:
 
 
 class DeviceLatentAttention:
-    """A `LatentAttentionBackend` over latent pools [num_pages, page_size, entry_dim] and, on layers
-    that choose, index-key pools [num_pages, page_size, index_head_dim], by layer id."""
+    """A `LatentAttentionBackend` over latent and index-key pools, by layer id.
+
+    Latent pools are [num_pages, page_size, entry_dim]. Index-key pools, on selecting layers, are
+    [num_pages, page_size, index_head_dim].
+    """
 
     def __init__(
         self,
@@ -86,8 +92,11 @@ class DeviceLatentAttention:
         device: torch.device,
         kernels: LatentKernels,
     ) -> None:
-        """Without `wrappers` (FlashInfer has none for this geometry) causal order is listed,
-        too."""
+        """Create a backend.
+
+        Without `wrappers` (FlashInfer has none for this geometry) keys are also listed for causal
+        order.
+        """
         check_pages(latent_pools, geometry)
         self._latent_pools = dict(latent_pools)
         self._index_pools = dict(index_pools)
@@ -105,11 +114,10 @@ class DeviceLatentAttention:
         self.num_plans = 0
 
     def plan(self, batch: ForwardBatch, *, replan_equivalent: bool = False) -> None:
-        """Lay out where keys are, give the batch a wrapper's schedule or lists of keys, and mark
-        it.
+        """Plan the destinations of keys and a wrapper or lists of keys, and mark the batch.
 
         Raises:
-            InternalError: a tree of another size than its row.
+            InternalError: a tree has another size than its row.
         """
         size, device = self._geometry.page_size, self._device
         rows, positions = storage_positions(batch)
@@ -151,12 +159,12 @@ class DeviceLatentAttention:
     def select(
         self, layer_id: int, q: Tensor, k: Tensor, weights: Tensor, batch: ForwardBatch
     ) -> Tensor:
-        """See `LatentAttentionBackend.select`."""
+        """Implement `LatentAttentionBackend.select`."""
         plan = self._checked_plan(q, batch)
         keys = entries_of(self._index_pools, layer_id, "index keys")
         keys[plan.own_slots] = k
         assert plan.visible is not None, (
-            "a batch of a model that chooses is planned with what its tokens may see"
+            "batches of a model with key selection are planned with visible keys"
         )
         num_keys = plan.visible.shape[1]
         width = min(self._geometry.max_selected, num_keys)
@@ -186,8 +194,11 @@ class DeviceLatentAttention:
         selected: Tensor | None,
         batch: ForwardBatch,
     ) -> Tensor:
-        """See `LatentAttentionBackend.run`. Raises StalePlanError also when the batch's wrapper has
-        been planned for another batch since."""
+        """Implement `LatentAttentionBackend.run`.
+
+        Raises:
+            StalePlanError: also if the batch's wrapper was planned for another batch since.
+        """
         plan = self._checked_plan(q, batch)
         cached = entries_of(self._latent_pools, layer_id, "latent pages")
         cached[plan.own_slots] = entries
@@ -210,7 +221,7 @@ class DeviceLatentAttention:
         )
 
     def commit(self, batch: ForwardBatch) -> None:
-        """Move the entries of accepted nodes to where plain decoding would have stored them."""
+        """Move the entries of accepted nodes to the positions of plain decoding."""
         commit_entries(
             (*self._latent_pools.values(), *self._index_pools.values()),
             batch,
@@ -220,7 +231,7 @@ class DeviceLatentAttention:
     def _schedule(
         self, slot: Slot[LatentWrapper], batch: ForwardBatch, lengths: Tensor, tables: Tensor
     ) -> Slot[LatentWrapper]:
-        """Plan the wrapper for the rows that bring tokens."""
+        """Plan the wrapper for the rows with tokens."""
         geometry = self._geometry
         rows = [row for row, length in enumerate(batch.query_lens) if length]
         num_pages = -(-lengths[rows] // geometry.page_size)
@@ -256,12 +267,12 @@ class DeviceLatentAttention:
 
 
 def _offsets(lengths: Tensor) -> Tensor:
-    """[R + 1] int32: where each row starts, and the end."""
+    """Return the starts of the rows and the end, [R + 1] int32."""
     return F.pad(lengths.cumsum(0), (1, 0)).int()
 
 
 def _slots(tables: Tensor, token_rows: Tensor, positions: Tensor, page_size: int) -> Tensor:
-    """Key positions [T, n] of each token's row as slots [T, n] int32; -1 stays -1."""
+    """Convert key positions [T, n] of each token's row to slots [T, n] int32; -1 stays -1."""
     pages = tables[token_rows[:, None], positions.clamp(min=0).long() // page_size]
     return torch.where(positions < 0, -1, pages * page_size + positions % page_size).int()
 
@@ -269,13 +280,16 @@ def _slots(tables: Tensor, token_rows: Tensor, positions: Tensor, page_size: int
 def _visible(
     batch: ForwardBatch, masks: tuple[Tensor, ...], positions: Tensor, num_keys: int
 ) -> Tensor:
-    """[T, num_keys] bool on the device of `positions` [T], where each token is stored. Only the
-    masks themselves are brought there."""
+    """Return the visible keys as [T, num_keys] bool on the device of `positions`.
+
+    `positions` [T] are the storage positions of the tokens. Only the masks themselves are copied to
+    the device.
+    """
     device, key_ids = positions.device, torch.arange(num_keys, device=positions.device)
     if not masks:
         return key_ids <= positions[:, None]
     width = max(mask.shape[1] for mask in masks)
-    firsts = []  # of the keys that a token's row of a mask covers
+    firsts = []  # first key that the mask of a token's row covers
     for query_len, context_len in zip(batch.query_lens, batch.context_lens, strict=True):
         firsts += [context_len] * query_len
     spoken = torch.cat([F.pad(mask, (0, width - mask.shape[1])) for mask in masks]).to(device)

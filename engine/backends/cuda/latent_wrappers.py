@@ -1,5 +1,8 @@
-"""FlashInfer's wrapper for compressed keys, as a protocol, and where it is made. See `wrappers.py`:
-`plan` runs on the host over int32 lengths that lie on the CPU, `run` is device work only."""
+"""Protocol and factory of FlashInfer's wrapper for compressed keys.
+
+As in `wrappers.py`, `plan` runs on the host over int32 lengths on the CPU, and `run` is device work
+only.
+"""
 
 from typing import Protocol
 
@@ -14,8 +17,10 @@ _HINT = "install the extra `gpu`, or run with device cpu"
 
 
 class LatentWrapper(Protocol):
-    """FlashInfer's BatchMLAPagedAttentionWrapper: rows of any number of queries, causal or not. It
-    has no masks."""
+    """The protocol of FlashInfer's BatchMLAPagedAttentionWrapper.
+
+    Rows have any number of queries, causal or not. There are no masks.
+    """
 
     def plan(
         self,
@@ -32,24 +37,32 @@ class LatentWrapper(Protocol):
         q_data_type: torch.dtype,
         kv_data_type: torch.dtype,
     ) -> None:
-        """qo_indptr, kv_indptr [R + 1], kv_len_arr [R] int32 on the CPU; kv_indices int32 on the
-        device."""
+        """Plan the next runs.
+
+        qo_indptr and kv_indptr [R + 1] and kv_len_arr [R] are int32 on the CPU; kv_indices is int32
+        on the device.
+        """
         ...
 
     def run(self, q_nope: Tensor, q_pe: Tensor, ckv_cache: Tensor, kpe_cache: Tensor) -> Tensor:
-        """q_nope [T, heads, latent], q_pe [T, heads, rope]; caches [pages, page_size, latent or
-        rope]. Of each only the last axis need be dense. Returns [T, heads, latent]."""
+        """Attend and return [T, heads, latent].
+
+        q_nope is [T, heads, latent] and q_pe [T, heads, rope]; the caches are [pages, page_size,
+        latent or rope]. Only the last axis of each must be dense.
+        """
         ...
 
 
 class LatentWrapperFactory(Protocol):
-    """Makes wrappers for one device; each has a schedule of its own."""
+    """A factory of wrappers for one device, each with its own schedule."""
 
     def latent(self) -> LatentWrapper: ...
 
 
 def is_offered_by_flashinfer(geometry: LatentGeometry, dtype: torch.dtype) -> bool:
-    """Its kernels for compressed keys are those of DeepSeek's shape."""
+    """Return whether FlashInfer has kernels for this geometry; it has those of DeepSeek's shape
+    only.
+    """
     return (geometry.latent_dim, geometry.rope_dim) == (512, 64) and dtype in (
         torch.bfloat16,
         torch.float16,
@@ -60,7 +73,11 @@ class FlashInferLatentWrappers:
     """A `LatentWrapperFactory` over the installed FlashInfer."""
 
     def __init__(self, device: torch.device) -> None:
-        """Raises ConfigError when there is no CUDA device or FlashInfer cannot be imported."""
+        """Import FlashInfer and allocate the workspace.
+
+        Raises:
+            ConfigError: there is no CUDA device, or FlashInfer cannot be imported.
+        """
         if device.type != "cuda" or not torch.cuda.is_available():
             raise ConfigError(
                 f"latent attention by FlashInfer needs a CUDA device, got {device}; {_HINT}",
@@ -73,7 +90,7 @@ class FlashInferLatentWrappers:
                 f"latent attention on {device} needs FlashInfer ({error}); {_HINT}", field="device"
             ) from error
         self._library = flashinfer
-        # One for all wrappers: what runs on the same stream runs one after the other.
+        # All wrappers share one workspace, because work on the same stream runs in order.
         self._workspace = torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
 
     def latent(self) -> LatentWrapper:

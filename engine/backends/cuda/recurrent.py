@@ -1,4 +1,4 @@
-"""Recurrent layers on a CUDA device: the same contract as on the CPU, by Triton kernels."""
+"""Recurrent layers on a CUDA device by Triton kernels, with the contract of the CPU backend."""
 
 from collections.abc import Mapping, Sequence
 
@@ -19,10 +19,12 @@ from runtime.errors import InternalError
 
 
 class DeviceRecurrent:
-    """A `RecurrentBackend` over conv pools [num_slots, kernel - 1, channels] and state pools
-    [num_slots, Hv, dk, dv] fp32, by layer id, all on one device. Also verifies trees of up to
-    `max_nodes` nodes per row and commits them; `num_scratch` records (the null record counts) keep
-    their states."""
+    """A `RecurrentBackend` over conv and state pools of one device, by layer id.
+
+    Conv pools are [num_slots, kernel - 1, channels]; state pools are [num_slots, Hv, dk, dv] fp32.
+    The backend also verifies and commits trees of up to `max_nodes` nodes per row. `num_scratch`
+    records (including the null record) keep their states.
+    """
 
     def __init__(
         self,
@@ -46,7 +48,7 @@ class DeviceRecurrent:
         self._captured: dict[GraphBucket, Trees] = {}
 
     def reserve(self, buckets: Sequence[GraphBucket]) -> None:
-        """Make the memory from which captured forwards read which states are theirs."""
+        """Allocate the memory from which captured forwards read their slots and trees."""
         rows, tokens = (
             max(counts)
             for counts in zip(*((b.num_rows, b.num_tokens) for b in buckets), strict=True)
@@ -65,8 +67,10 @@ class DeviceRecurrent:
             )
 
     def prepare(self, batch: ForwardBatch) -> None:
-        """Prepare what a forward of the batch needs; of a padded one, in the memory that its
-        captured forward reads."""
+        """Prepare the recurrent inputs of the batch.
+
+        For a padded batch they are written to the memory that its captured forward reads.
+        """
         if not self._has_layers:
             return
         if batch.graph_bucket is None:
@@ -75,7 +79,7 @@ class DeviceRecurrent:
             self._captured[batch.graph_bucket] = self._rows_of(batch)
 
     def causal_conv(self, layer_id: int, x: Tensor, weight: Tensor, batch: ForwardBatch) -> Tensor:
-        """See `RecurrentBackend.causal_conv`."""
+        """Implement `RecurrentBackend.causal_conv`."""
         pool, trees = pool_of(self._conv_pools, layer_id, "conv"), self._prepare(batch)
         x = x.contiguous()
         if batch.mode is ForwardMode.PREFILL:
@@ -94,7 +98,7 @@ class DeviceRecurrent:
         beta: Tensor,
         batch: ForwardBatch,
     ) -> Tensor:
-        """See `RecurrentBackend.gated_delta_rule`."""
+        """Implement `RecurrentBackend.gated_delta_rule`."""
         pool, trees = pool_of(self._state_pools, layer_id, "state"), self._prepare(batch)
         q, k, v, g, beta = (part.contiguous() for part in (q, k, v, g, beta))
         if batch.mode is ForwardMode.PREFILL:
@@ -127,8 +131,10 @@ class DeviceRecurrent:
         return next(iter([*self._conv_pools.values(), *self._state_pools.values()])).device
 
     def _prepare(self, batch: ForwardBatch) -> Trees:
-        """Made at the first recurrent layer of a forward, used by all; of a captured forward,
-        before it."""
+        """Return the rows of the batch, which the first recurrent layer of a forward prepares.
+
+        Captured forwards are prepared before they run.
+        """
         if batch.graph_bucket is not None:
             return self._captured[batch.graph_bucket]
         if self._prepared is None or self._prepared[0] is not batch:
@@ -137,7 +143,7 @@ class DeviceRecurrent:
         return self._prepared[1]
 
     def _rows_of(self, batch: ForwardBatch) -> Trees:
-        """Where the batch brings no trees, only its slots and which of them start."""
+        """Return the rows of the batch; without trees only its slots and which rows are new."""
         values = {
             "slots": batch.slot_ids,
             "fresh": torch.tensor([context == 0 for context in batch.context_lens]),
@@ -162,11 +168,14 @@ class DeviceRecurrent:
         )
 
     def _nodes_of(self, batch: ForwardBatch) -> dict[str, Tensor]:
-        """A scratch record has `max_nodes` states, by node. Padding writes the null record, however
-        many nodes it brings."""
+        """Return the trees of the batch.
+
+        A scratch record has `max_nodes` states, by node. Padding writes to the null record, with
+        any number of nodes.
+        """
         info = batch.spec_info
         if not self._max_nodes:
-            raise InternalError("this pool keeps no states of tree nodes")
+            raise InternalError("this pool has no memory for states of tree nodes")
         if not isinstance(info, SpecInfo):
             raise InternalError("a VERIFY batch needs its trees")
         starts, rows, parents, targets = [0], list[int](), list[int](), list[int]()

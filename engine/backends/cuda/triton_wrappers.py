@@ -1,9 +1,8 @@
-"""Wrappers with FlashInfer's plan and run over a kernel of our own, for heads that FlashInfer does
-not offer.
+"""Wrappers with FlashInfer's interface over a Triton kernel, for heads without FlashInfer kernels.
 
-Its kernels begin at 64 dimensions per head and take bf16 and fp16; the shipped demo model has
-narrower heads. This is for such models to run at all: each token reads its keys by itself, which
-long prompts of large models would feel.
+FlashInfer's kernels need at least 64 dimensions per head and bf16 or fp16; the shipped demo model
+has narrower heads. The wrappers are for correctness: each token reads its keys separately, which is
+slow for long prompts of large models.
 """
 
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ def is_offered_by_flashinfer(geometry: AttentionGeometry, dtype: torch.dtype) ->
 
 @dataclass(frozen=True)
 class _Schedule:
-    """Arguments of `paged_attention`, on the device."""
+    """The arguments of `paged_attention`, on the device."""
 
     indices: Tensor
     first_pages: Tensor
@@ -43,7 +42,7 @@ class _Wrapper:
         self._schedule: _Schedule | None = None
 
     def run(self, q: Tensor, paged_kv_cache: Tensor) -> Tensor:
-        """See `engine.backends.cuda.wrappers.RaggedWrapper.run`."""
+        """Implement `engine.backends.cuda.wrappers.RaggedWrapper.run`."""
         planned = self._schedule
         if planned is None:
             raise InternalError("an attention wrapper was run before it was planned")
@@ -71,10 +70,10 @@ class _Wrapper:
         causal: bool,
         window: int,
     ) -> None:
-        """One entry per row; query_lens and num_keys: [R] on the host."""
+        """Store the schedule of rows; query_lens and num_keys are [R] on the host."""
         rows = torch.repeat_interleave(torch.arange(len(query_lens)), query_lens)
         ends = query_lens.cumsum(0)
-        place = torch.arange(len(rows)) - (ends - query_lens)[rows]  # of a token in its row
+        place = torch.arange(len(rows)) - (ends - query_lens)[rows]  # index of a token in its row
         positions = (num_keys - query_lens)[rows] + place
         sizes = (query_lens * num_keys).long()
         mask_starts = (sizes.cumsum(0) - sizes)[rows] + place * num_keys[rows]
@@ -111,7 +110,7 @@ class TritonRagged(_Wrapper):
         kv_data_type: torch.dtype,
         disable_split_kv: bool,
     ) -> None:
-        """See `RaggedWrapper.plan`."""
+        """Implement `RaggedWrapper.plan`."""
         num_keys = _num_keys(paged_kv_indptr, paged_kv_last_page_len, page_size)
         self._store(
             qo_indptr.diff(),
@@ -144,7 +143,7 @@ class TritonDecode(_Wrapper):
         kv_data_type: torch.dtype,
         disable_split_kv: bool,
     ) -> None:
-        """See `DecodeWrapper.plan`."""
+        """Implement `DecodeWrapper.plan`."""
         num_keys = _num_keys(indptr, last_page_len, page_size)
         self._store(
             torch.ones_like(num_keys),
@@ -165,12 +164,20 @@ class TritonWrappers:
     device: torch.device
 
     def ragged(self, graph: GraphSizes | None = None) -> TritonRagged:
-        """See `WrapperFactory.ragged`. Raises InternalError for one to be captured."""
+        """Implement `WrapperFactory.ragged`.
+
+        Raises:
+            InternalError: the wrapper is to be captured.
+        """
         _refuse_capture(graph)
         return TritonRagged(self.device)
 
     def decode(self, *, group_size: int, graph: GraphSizes | None = None) -> TritonDecode:
-        """See `WrapperFactory.decode`. Raises InternalError for one to be captured."""
+        """Implement `WrapperFactory.decode`.
+
+        Raises:
+            InternalError: the wrapper is to be captured.
+        """
         _refuse_capture(graph)
         return TritonDecode(self.device)
 
@@ -178,7 +185,7 @@ class TritonWrappers:
 def _refuse_capture(graph: GraphSizes | None) -> None:
     if graph is not None:
         raise InternalError(
-            "these wrappers make new tensors for every plan, which no graph can follow"
+            "these wrappers allocate new tensors for every plan, so they cannot be captured"
         )
 
 

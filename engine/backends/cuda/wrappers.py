@@ -1,8 +1,8 @@
-"""The part of FlashInfer that Baton uses, as protocols, and the one place that imports it.
+"""Protocols of the FlashInfer wrappers that Baton uses, and the only import of FlashInfer for them.
 
-`plan` runs on the host: it reads int32 lengths that lie on the CPU (device tensors would cost a
-blocking copy each) and stores its schedule in the wrapper. `run` is device work only and is called
-once per layer.
+`plan` runs on the host. It reads int32 lengths on the CPU (device tensors would cost a blocking
+copy each) and stores its schedule in the wrapper. `run` is device work only and is called once per
+layer.
 """
 
 from dataclasses import dataclass
@@ -15,9 +15,9 @@ from engine.contracts.attention import AttentionGeometry
 from engine.memory.static import Fence
 from runtime.errors import ConfigError
 
-# Partial results of rows whose keys are shared out: per kv head a tile of 128 queries (64 where
-# heads are wide), and as many tiles as two per multiprocessor. With 16 query heads per kv head that
-# is 280 MB on 132 multiprocessors.
+# Size of the partial results of rows whose keys are split: per kv head a tile of 128 queries (64
+# for wide heads), and two tiles per multiprocessor. With 16 query heads per kv head this is 280 MB
+# on 132 multiprocessors.
 WORKSPACE_BYTES = 384 << 20
 _HINT = "install the extra `gpu`, or run with device cpu"
 _AnyWrapper = TypeVar("_AnyWrapper")
@@ -25,21 +25,25 @@ _AnyWrapper = TypeVar("_AnyWrapper")
 
 @dataclass
 class Slot(Generic[_AnyWrapper]):
-    """A wrapper and how often it was planned. `planned` guards the page-locked memory that a plan
-    is copied from: set it behind each plan."""
+    """A wrapper and the number of its plans.
+
+    `planned` guards the page-locked memory that a plan is copied from. Set it after each plan.
+    """
 
     wrapper: _AnyWrapper
     planned: Fence
     epoch: int = 0
 
     def next_epoch(self) -> None:
-        """Before each plan: wait until the device has what the one before left in that memory."""
+        """Start the next plan after the device has copied the previous one."""
         self.planned.wait()
         self.epoch += 1
 
 
 class RaggedWrapper(Protocol):
-    """FlashInfer's BatchPrefillWithPagedKVCacheWrapper: rows of any number of queries."""
+    """The protocol of FlashInfer's BatchPrefillWithPagedKVCacheWrapper: rows of any number of
+    queries.
+    """
 
     def plan(
         self,
@@ -60,18 +64,24 @@ class RaggedWrapper(Protocol):
         kv_data_type: torch.dtype,
         disable_split_kv: bool,
     ) -> None:
-        """qo_indptr, paged_kv_indptr [R + 1], last_page_len [R] int32 on the CPU; indices int32 on
-        the device; custom_mask [sum of queries * keys] bool; window_left -1 for none. Without
-        splits a row's sums do not depend on the other rows."""
+        """Plan the next runs.
+
+        qo_indptr and paged_kv_indptr [R + 1] and last_page_len [R] are int32 on the CPU; indices is
+        int32 on the device; custom_mask is [sum of queries * keys] bool; window_left is -1 for
+        none. With `disable_split_kv` a row's sums do not depend on the other rows.
+        """
         ...
 
     def run(self, q: Tensor, paged_kv_cache: Tensor) -> Tensor:
-        """q [T, heads, D]; cache [pages, 2, kv heads, page_size, D]. Returns [T, heads, D]."""
+        """Attend with q [T, heads, D] and return [T, heads, D].
+
+        The cache is [pages, 2, kv heads, page_size, D].
+        """
         ...
 
 
 class DecodeWrapper(Protocol):
-    """FlashInfer's BatchDecodeWithPagedKVCacheWrapper: one query per row."""
+    """The protocol of FlashInfer's BatchDecodeWithPagedKVCacheWrapper: one query per row."""
 
     def plan(
         self,
@@ -89,28 +99,33 @@ class DecodeWrapper(Protocol):
         kv_data_type: torch.dtype,
         disable_split_kv: bool,
     ) -> None:
-        """As `RaggedWrapper.plan`."""
+        """Plan the next runs, with the tensors of `RaggedWrapper.plan`."""
         ...
 
     def run(self, q: Tensor, paged_kv_cache: Tensor) -> Tensor:
-        """q [R, heads, D]; see `RaggedWrapper.run`."""
+        """Attend with q [R, heads, D], as `RaggedWrapper.run` does."""
         ...
 
 
 class LseWrapper(RaggedWrapper, Protocol):
-    """The same wrapper, planned without causal order: all queries of a row see all of its keys."""
+    """A `RaggedWrapper` without causal order: all queries of a row see all of its keys."""
 
     def run_return_lse(self, q: Tensor, paged_kv_cache: Tensor) -> tuple[Tensor, Tensor]:
-        """Also [T, heads] fp32: the base-2 logarithm of each query's sum of exponentials, to merge
-        with other keys."""
+        """Attend and also return [T, heads] fp32, for merging with other keys.
+
+        The values are the base-2 logarithms of each query's sum of exponentials.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class GraphSizes:
-    """Of the buffers of a wrapper whose runs are captured: rows of every plan, pages and packed
-    mask at most. Without mask bytes its plans are causal. `partial_bytes`: of partial results, as
-    `partial_bytes` counts them."""
+    """Buffer sizes of a wrapper whose runs are captured.
+
+    `num_rows` is the number of rows of every plan; the other values are maxima. Without mask bytes
+    the plans are causal. `partial_bytes` is the size of partial results, as computed by the
+    function `partial_bytes`.
+    """
 
     num_rows: int
     num_pages: int
@@ -119,39 +134,46 @@ class GraphSizes:
 
 
 def partial_bytes(geometry: AttentionGeometry, num_rows: int, num_tokens: int) -> int:
-    """What FlashInfer sets aside in a captured forward for partial results, at most: a graph has
-    room for them whether keys are shared out or not, and for tiles that any split of the tokens
-    among the rows needs."""
+    """Return the maximum size that FlashInfer reserves for partial results in a captured forward.
+
+    A graph has space for them whether or not keys are split, and for the tiles of any division of
+    the tokens among the rows.
+    """
     tile = 128 if geometry.head_dim < 256 else 64
     num_tiles = (
         -(-num_tokens * (geometry.num_heads // geometry.num_kv_heads) // tile) + num_rows - 1
     )
-    return (
-        geometry.num_heads * num_tiles * tile * (geometry.head_dim + 1) * 4 + 256
-    )  # values, sums; their alignment
+    # Values and sums, and their alignment.
+    return geometry.num_heads * num_tiles * tile * (geometry.head_dim + 1) * 4 + 256
 
 
 class WrapperFactory(Protocol):
-    """Makes wrappers for one device; each has a schedule of its own. Those with `graph` keep it in
-    buffers that never move, so that what was captured runs on the latest plan."""
+    """A factory of wrappers for one device, each with its own schedule.
+
+    A wrapper with `graph` keeps its schedule in buffers at fixed addresses, so that a captured run
+    uses the latest plan.
+    """
 
     def ragged(self, graph: GraphSizes | None = None) -> RaggedWrapper: ...
 
     def decode(self, *, group_size: int, graph: GraphSizes | None = None) -> DecodeWrapper:
-        """`group_size`: query heads per kv head."""
+        """Create a decode wrapper; `group_size` is the number of query heads per kv head."""
         ...
 
 
 class LseWrapperFactory(Protocol):
-    """As `WrapperFactory`, where the wrapper returns sums, too."""
+    """A factory of wrappers that also return sums."""
 
     def with_lse(self, graph: GraphSizes | None = None) -> LseWrapper: ...
 
 
 class LengthsBesideMask:
-    """FlashInfer's wrapper for rows of any number of queries, given lengths where it looks for
-    them: it packs a mask on the device and reads there where rows begin. Its plan then waits for
-    the device; without a mask it does not."""
+    """FlashInfer's wrapper for rows of any number of queries, with lengths in the memory it
+    expects.
+
+    With a mask the wrapper reads the lengths on the device, because it packs the mask there. Its
+    plan then waits for the device; without a mask it does not.
+    """
 
     def __init__(self, wrapper: RaggedWrapper, device: torch.device) -> None:
         self._wrapper = wrapper
@@ -176,7 +198,7 @@ class LengthsBesideMask:
         kv_data_type: torch.dtype,
         disable_split_kv: bool,
     ) -> None:
-        """See `RaggedWrapper.plan`."""
+        """Implement `RaggedWrapper.plan`."""
         if custom_mask is not None:
             qo_indptr, paged_kv_indptr, paged_kv_last_page_len = (
                 lengths.to(self._device)
@@ -201,13 +223,16 @@ class LengthsBesideMask:
         )
 
     def run(self, q: Tensor, paged_kv_cache: Tensor) -> Tensor:
-        """See `RaggedWrapper.run`."""
+        """Implement `RaggedWrapper.run`."""
         return self._wrapper.run(q, paged_kv_cache)
 
 
 class Workspace:
-    """Memory for partial results: one for all wrappers, since what runs on the same stream runs one
-    after the other. Wrappers that were made before it grew keep what they were made with."""
+    """Memory for partial results, shared by all wrappers.
+
+    Sharing is safe, because work on the same stream runs in order. After growth, earlier wrappers
+    keep their original memory.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._memory = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
@@ -221,12 +246,17 @@ class Workspace:
 class FlashInferWrappers:
     """A `WrapperFactory` over the installed FlashInfer."""
 
-    # A tile of the tensor-core kernel is filled by a kv head's query heads; fewer than four leave
-    # it too empty. The CUDA-core kernel knows no group of 5 or 7, and before 0.7 none of 6 or 16.
+    # The query heads of a kv head fill a tile of the tensor-core kernel; fewer than four leave it
+    # mostly empty. The CUDA-core kernel does not support groups of 5 or 7, nor, before 0.7, of 6 or
+    # 16.
     _CUDA_CORE_GROUPS = frozenset({1, 2, 3})
 
     def __init__(self, device: torch.device) -> None:
-        """Raises ConfigError when there is no CUDA device or FlashInfer cannot be imported."""
+        """Import FlashInfer and allocate the workspace.
+
+        Raises:
+            ConfigError: there is no CUDA device, or FlashInfer cannot be imported.
+        """
         if device.type != "cuda" or not torch.cuda.is_available():
             raise ConfigError(
                 f"attention by FlashInfer needs a CUDA device, got {device}; {_HINT}",
@@ -243,11 +273,11 @@ class FlashInferWrappers:
         self._workspace = Workspace(device)
 
     def ragged(self, graph: GraphSizes | None = None) -> RaggedWrapper:
-        """See `WrapperFactory.ragged`."""
+        """Implement `WrapperFactory.ragged`."""
         return LengthsBesideMask(self.with_lse(graph), self._device)
 
     def with_lse(self, graph: GraphSizes | None = None) -> LseWrapper:
-        """See `LseWrapperFactory.with_lse`."""
+        """Implement `LseWrapperFactory.with_lse`."""
         buffers = (
             {}
             if graph is None
@@ -264,13 +294,14 @@ class FlashInferWrappers:
                 graph.mask_bytes, dtype=torch.uint8, device=self._device
             )
             buffers["mask_indptr_buf"] = self._ints(graph.num_rows + 1)
+        # FA3 does not support custom masks.
         made: LseWrapper = self._library.BatchPrefillWithPagedKVCacheWrapper(
             self._room(graph), "HND", backend="fa2", **buffers
-        )  # FA3 refuses custom masks
+        )
         return made
 
     def decode(self, *, group_size: int, graph: GraphSizes | None = None) -> DecodeWrapper:
-        """See `WrapperFactory.decode`."""
+        """Implement `WrapperFactory.decode`."""
         buffers = (
             {}
             if graph is None
