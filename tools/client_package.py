@@ -1,10 +1,9 @@
-"""`python -m tools.client_package FOLDER`: the distribution `baton-client`, ready for `pip install
-FOLDER` or a build.
+"""Builder of the distribution `baton-client`: `python -m tools.client_package FOLDER`.
 
-What the Python client needs of this repository, and nothing else, as the one package
-`baton_client`: modules keep their names below it, and their imports are rewritten. It needs grpc
-and pydantic, no torch, and stands beside whatever packages called `protos`, `engine` or `runtime`
-its users have.
+The folder is ready for `pip install FOLDER` or a build. It holds the modules that the Python client
+needs, as the one package `baton_client`. Modules keep their names below it, and their imports are
+rewritten. The distribution needs grpc and pydantic, but no torch. It does not conflict with other
+packages named `protos`, `engine` or `runtime`.
 """
 
 import re
@@ -27,7 +26,7 @@ _INIT = '''"""A client of Baton: `BatonClient`, and `AsyncBatonClient` for async
 
 from baton_client.client import DEFAULT_TARGET, AsyncBatonClient, BatonClient
 from baton_client.runtime import errors
-from baton_client.runtime.security import client_security
+from baton_client.runtime.security.access import client_security
 from baton_client.values import (
     ChatMessage,
     Chunk,
@@ -89,7 +88,7 @@ def _file_of(module: str) -> Path | None:
 
 
 def _place(module: str) -> Path:
-    """Where a module lies in the package, without its ending."""
+    """Return the path of a module in the package, without its suffix."""
     top, _, rest = module.partition(".")
     return Path(rest) if top == "baton" else Path(top, *rest.split("."))
 
@@ -103,8 +102,10 @@ def _rewritten(source: str) -> str:
 
 
 def write_client(folder: Path) -> list[str]:
-    """Write the distribution into `folder`, which is emptied first; the modules in it. Raises
-    OSError."""
+    """Write the distribution into `folder`, which is emptied first, and return its modules.
+
+    Raises OSError.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     package = folder / PACKAGE
     modules = needed_modules()
@@ -128,7 +129,7 @@ def write_client(folder: Path) -> list[str]:
 
 
 def _project(folders: list[Path], root: Path) -> str:
-    """The distribution's own pyproject.toml, with the server's version and ranges."""
+    """Return the distribution's pyproject.toml, with the server's version and version ranges."""
     server = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     needs = [need for need in server["dependencies"] if re.split(r"[<>=~!]", need)[0] in _NEEDS]
     packages = [".".join(path.relative_to(root).parts) for path in folders]

@@ -236,21 +236,21 @@ STATED = [
         ),
     ),
     Stated(
-        API, "and their like | {}; {} |", (f"{LANGUAGE}:MAX_REPETITIONS", f"{LANGUAGE}:MAX_LENGTH")
+        API, "and similar | {}; {} |", (f"{LANGUAGE}:MAX_REPETITIONS", f"{LANGUAGE}:MAX_LENGTH")
     ),
     Stated(
         API,
-        "| time of computing to compile it | {} s |",
+        "| CPU time to compile it | {} s |",
         ("runtime/grammar/checking.py:LAST_CPU_S",),
     ),
-    Stated(API, "where many choices share a step | {} s;", (f"{GRAMMAR}:BURST_CPU_S",)),
+    Stated(API, "if many choices share a step | {} s;", (f"{GRAMMAR}:BURST_CPU_S",)),
     Stated(API, "s; {} ms |", (f"{GRAMMAR}:TOKEN_CPU_S",), 1e-3),
-    Stated(API, "behind its forward | {} s |", (f"{GRAMMAR}:ANSWER_S",)),
+    Stated(API, "after its forward | {} s |", (f"{GRAMMAR}:ANSWER_S",)),
     Stated(API, "with {} MiB beyond the tokenizer", (f"{GRAMMAR}:MEMORY_BYTES",), MIB),
     Stated(API, "Clients may ping every {} s", (f"{SERVER}:MIN_PING_INTERVAL_S",)),
     Stated(
         API,
-        "The server pings every {} s and gives a silent client up after another {} s",
+        "The server pings every {} s and drops a silent client after another {} s",
         (f"{ROUTER}:RouterConfig.keepalive_s", f"{ROUTER}:RouterConfig.keepalive_timeout_s"),
     ),
     Stated(
@@ -274,7 +274,9 @@ STATED = [
     ),
     Stated(API, "at most every {} s", ("router/api/load.py:MIN_INTERVAL_S",)),
     Stated(
-        API, "or has more than {} inputs ends the call", ("pool/request/router_call.py:MAX_INPUTS",)
+        API,
+        "or one that has more than {} inputs ends the call",
+        ("pool/request/router_call.py:MAX_INPUTS",),
     ),
     Stated(API, "more than {} that are unread", ("pool/request/router_call.py:MAX_UNREAD",)),
     Stated(
@@ -315,8 +317,10 @@ STATED = [
         "(`frame_timeout_s`, {} s)",
         ("pool/stage/config.py:WorkerConfig.frame_timeout_s",),
     ),
-    Stated(PREFIX, "goes to one of the first {} as urgent", (f"{LINE}:LOOK_AHEAD",)),
-    Stated(PREFIX, "Nobody is passed more than {} times", (f"{LINE}:LOOK_AHEAD",)),
+    Stated(
+        PREFIX, "goes to one of the first {} requests of equal urgency", (f"{LINE}:LOOK_AHEAD",)
+    ),
+    Stated(PREFIX, "No request is passed more than {} times", (f"{LINE}:LOOK_AHEAD",)),
     Stated(PREFIX, "placed itself ({} blocks)", ("router/api/kv_events.py:MAX_BLOCKS",)),
     Stated(
         "docs/openai.md",
@@ -341,7 +345,7 @@ STATED = [
     ),
     Stated(
         "docs/scale.md",
-        "of more than {0} workers of a role, it looks at {0} drawn at random and at up to {0}",
+        "of more than {0} workers of a role, the router looks at {0} random workers and at up to {0}",
         ("router/workers/directory.py:MOST_COMPARED",),
     ),
     Stated(
@@ -365,7 +369,7 @@ WORDS = [
     (SECURITY, "four times a second or twenty times", "runtime/rpc/connections.py:LOOK_S", 1 / 4),
     (SECURITY, "twenty times while many come", "runtime/rpc/connections.py:BUSY_LOOK_S", 1 / 20),
     (SECURITY, "five closer together", f"{SERVER}:MAX_PING_STRIKES", 5),
-    (API, "A refusal is kept for ten minutes", "runtime/grammar/checking.py:REMEMBER_S", 600),
+    (API, "A refusal is cached for ten minutes", "runtime/grammar/checking.py:REMEMBER_S", 600),
     (API, "the sixth ping that comes sooner", f"{SERVER}:MAX_PING_STRIKES", 5),
     (CLIENT, "within a twentieth of a second", "baton/retry.py:SPREAD_S", 1 / 20),
     (CLIENT, "and up to a quarter more", "baton/retry.py:MAX_JITTER", 1 / 4),
@@ -426,9 +430,9 @@ WORDS = [
         60,
     ),
     (OPERATIONS, "says every five seconds how far", "baton/cluster.py:PROGRESS_S", 5),
-    (PREFIX, "lengthens a step by a tenth", "decode/entry.py:REST_SHARE", 0.1),
+    (PREFIX, "lengthen a step by a tenth", "decode/entry.py:REST_SHARE", 0.1),
     (PREFIX, "in the last half minute", "decode/entry.py:PACE_MEMORY_S", 30),
-    (PREFIX, "has to begin within five seconds", f"{LINE}:LEAST_SLACK_S", 5),
+    (PREFIX, "must begin within five seconds", f"{LINE}:LEAST_SLACK_S", 5),
     (
         "docs/parallel.md",
         "Where it would get a megabyte or more",
