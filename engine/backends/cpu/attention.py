@@ -147,7 +147,7 @@ def _check_pools(pools: Mapping[int, Tensor], geometry: AttentionGeometry) -> No
             f"{geometry.num_heads} heads cannot share {geometry.num_kv_heads} kv heads evenly"
         )
     if geometry.scale <= 0:
-        raise InternalError(f"the scale of scores must be greater than 0, got {geometry.scale}")
+        raise InternalError(f"the scale of scores must be more than 0, got {geometry.scale}")
     page_shape = (2, geometry.num_kv_heads, geometry.page_size, geometry.head_dim)
     for layer_id, pool in pools.items():
         if tuple(pool.shape[1:]) != page_shape:

@@ -101,7 +101,7 @@ class SharingMachine(RuleBasedStateMachine):
             del self.cache[page]
             self.pages.ledger.let_go([page])
         else:
-            with pytest.raises(InternalError, match="never kept"):
+            with pytest.raises(InternalError, match="it is not kept"):
                 self.pages.ledger.let_go([page])
 
     @rule(lease=consumes(leases))
