@@ -1,12 +1,10 @@
-"""The calls that a server has under way: counted, traced, waited for by a drain, and ended by it
-(`CallTracker`).
+"""Open calls of a server: `CallTracker` counts, traces, drains and ends them.
 
-Requests that share one gRPC call (`Prefill.Serve`, `Decode.Serve`) count as calls of their own,
-under a method name of their own: that they share one is nothing that a drain, a metric or a trace
-has to know. Each end of a call that is shared has a `SendQueue` of what waits to be sent: whatever
-is due together goes into one message, in order for each request. An end that is read slowly sends
-fewer and longer messages. What waits for a request is bounded by what the request may send, and how
-many requests there are by whoever opens them.
+Requests that share one gRPC call (`Prefill.Serve`, `Decode.Serve`) count as separate calls, each
+under its own method name. So drains, metrics and traces treat shared and separate calls alike. Each
+side of a shared call has a `SendQueue` of items to send. Items that are due together go into one
+message, in order for each request, so a slow reader gets fewer and longer messages. What a request
+may send limits its queued items, and the opener of requests limits their number.
 """
 
 import asyncio
@@ -35,7 +33,7 @@ ItemT = TypeVar("ItemT")
 
 @dataclass
 class _MethodMeter:
-    """The instruments of one method: looked up once and not for every call."""
+    """Instruments of one method, looked up once instead of for every call."""
 
     method: str
     requests: Counter
@@ -58,8 +56,10 @@ class _MethodMeter:
 
 @dataclass(eq=False)
 class OpenCall:
-    """One under way, from `CallTracker.begin` to `CallTracker.over`. `expelled`: what the server
-    ended it with."""
+    """Call between `CallTracker.begin` and `CallTracker.over`.
+
+    `expelled` is the error with which the server ended it.
+    """
 
     method: str
     meter: _MethodMeter
@@ -67,15 +67,18 @@ class OpenCall:
     expelled: BatonError | None = None
 
     def expel(self, error: BatonError) -> None:
-        """End it with this error. Does nothing when its task has ended."""
+        """End the call with this error. Does nothing if its task has ended."""
         if not self.task.done():
             self.expelled = error
             self.task.cancel()
 
 
 class CallTracker:
-    """One per door of a server. Calls of `background` methods are streams without an end of their
-    own: they neither hold up a drain nor are refused by it. `limiter` bounds the others."""
+    """Tracker of the calls on one port of a server.
+
+    Calls of `background` methods are endless streams: they neither delay a drain nor are rejected
+    by it. `limiter` bounds the others.
+    """
 
     def __init__(
         self,
@@ -90,33 +93,37 @@ class CallTracker:
         self._background = background
         self._meters: dict[str, _MethodMeter] = {}
         self._calls: dict[OpenCall, None] = {}
-        self._num_counted = 0  # of them, those that are not in the background
+        self._num_counted = 0  # calls that are not in the background
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._refusal = ""
 
     def refuse_new(self, reason: str) -> None:
-        """From now on new streams end with UNAVAILABLE and this reason: they begin work. A call of
-        one message ends some (`Abort`) or asks how it goes, which is wanted most while others wait
-        for the drain."""
+        """Reject new streams with UNAVAILABLE and this reason from now on.
+
+        Streams begin work. Unary calls stay open: they end work (`Abort`) or query it, which
+        matters most while a drain is in progress.
+        """
         self._refusal = reason
         self._metrics.draining.set(1)
 
     def check_open(self) -> None:
-        """Raises DrainingError once new work is refused."""
+        """Raise DrainingError if new work is rejected."""
         if self._refusal:
             raise DrainingError(self._refusal)
 
     @contextlib.contextmanager
     def place(self) -> Iterator[None]:
-        """For one that begins work. Raises CapacityError where there are too many, DrainingError as
-        `check_open`."""
+        """Reserve a place for a call that begins work.
+
+        Raises CapacityError if there are too many calls, DrainingError as `check_open` does.
+        """
         with self.limiter.taken():
             self.check_open()
             yield
 
     async def wait_quiet(self, *, timeout_s: float) -> bool:
-        """Whether all calls that count are over within the time."""
+        """Wait until all counted calls have ended; return whether they did within the time."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._quiet.wait()
@@ -125,15 +132,15 @@ class CallTracker:
         return True
 
     def hand_back(self, error: BatonError) -> None:
-        """End the calls that count with this error, so that their callers go on elsewhere."""
+        """End the counted calls with this error, so that their callers continue elsewhere."""
         _expel([call for call in self._calls if call.method not in self._background], error)
 
     def expel(self) -> None:
-        """End every call, the background ones too, with UNAVAILABLE."""
+        """End every call, including background calls, with UNAVAILABLE."""
         _expel(self._calls, DrainingError("the server is stopping"))
 
     def begin(self, method: str) -> OpenCall:
-        """In the task that serves it."""
+        """Register a call of the current task, which serves it."""
         task = asyncio.current_task()
         assert task is not None
         if (meter := self._meters.get(method)) is None:
@@ -147,7 +154,7 @@ class CallTracker:
         return call
 
     def over(self, call: OpenCall) -> None:
-        """Its caller knows how it ended, or is gone. Idempotent."""
+        """Unregister a call once its caller has its status or is gone. Idempotent."""
         if call not in self._calls:
             return
         del self._calls[call]
@@ -164,9 +171,12 @@ class CallTracker:
         serve: Callable[[], Awaitable[object]],
         fail: Callable[[RpcFailure], Awaitable[None]],
     ) -> object:
-        """What `serve` gives; None where it was given up on. Its errors become statuses, of which
-        `fail` sends one. `context` is the caller's trace context. No context manager: an error that
-        goes through one stays in the frames of it, and the request in the error."""
+        """Run `serve` and return its result, or None if the call failed.
+
+        Errors become statuses, of which `fail` sends one. `context` is the caller's trace context.
+        This is not a context manager: an error that passes through one stays referenced by its
+        frames, and the request by the error.
+        """
         started, code = time.monotonic(), grpc.StatusCode.OK
         failure: RpcFailure | None = None
         tracing = UNTRACED if call.method in self._background else self._tracing
@@ -199,8 +209,11 @@ def _expel(calls: Iterable[OpenCall], error: BatonError) -> None:
 
 
 def failed(method: str, error: Exception) -> RpcFailure:
-    """Log a failure as what it is (a bug with its traceback, anything else as a line) and give its
-    status. What is wrong with a request quotes it, so the log has only the names of its fields."""
+    """Log a failure and return its status.
+
+    A bug is logged with its traceback, any other failure as one line. A description of an invalid
+    request quotes the request, so the log has only the names of its fields.
+    """
     failure = failure_of(error, bound_ids().get("request_id", ""))
     fields = {"method": method, "code": failure.code.name}
     if isinstance(error, InvalidRequestError):
@@ -218,9 +231,12 @@ def failed(method: str, error: Exception) -> RpcFailure:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """The frames of a traceback hold the request, and cycles hold tracebacks until the garbage
-    collector comes by. The frames themselves are left alone: calls that end for one reason share
-    its error, and all their frames are in it."""
+    """Drop the tracebacks of an error and of its causes.
+
+    The frames of a traceback hold the request, and reference cycles keep tracebacks until the
+    garbage collector runs. The frames are not cleared: calls that end for one reason share its
+    error, which holds the frames of all of them.
+    """
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
@@ -228,31 +244,33 @@ def _let_go(error: BaseException | None) -> None:
 
 @dataclass(frozen=True)
 class MessageLimits:
-    """Of one message: as many items as its reader handles without a pause, and no more weight, in
-    whatever its sender counts, but for an item that has more by itself."""
+    """Limits of one message.
+
+    `max_items` is the number of items that its reader handles without a pause. `max_weight` is in
+    units of the sender; a single item may exceed it.
+    """
 
     max_items: int
     max_weight: int
 
 
 class SendQueue(Generic[ItemT]):
-    """One reader, on the event loop's thread, as everybody else."""
+    """Queue of items to send, grouped by request. Has one reader; belongs to the event loop."""
 
     def __init__(self, limits: MessageLimits) -> None:
         self._limits = limits
-        self._waiting: dict[
-            int, deque[tuple[ItemT, int]]
-        ] = {}  # with weights; by key, in order of their first items
-        self._reader: asyncio.Future[None] | None = None  # that waits for an item
+        # Items with their weights by key, ordered by each key's first item.
+        self._waiting: dict[int, deque[tuple[ItemT, int]]] = {}
+        self._reader: asyncio.Future[None] | None = None  # set while `take` waits for an item
         self._is_closed = False
         self._error: Exception | None = None
 
     def __len__(self) -> int:
-        """Requests for which something waits."""
+        """Return the number of requests with queued items."""
         return len(self._waiting)
 
     def put(self, key: int, item: ItemT, weight: int = 1) -> None:
-        """Never waits."""
+        """Queue an item. Never waits."""
         items = self._waiting.get(key)
         if items is None:
             self._waiting[key] = items = deque()
@@ -260,30 +278,33 @@ class SendQueue(Generic[ItemT]):
         self._wake()
 
     def newest(self, key: int) -> ItemT | None:
-        """The last item that waits for this request: more may still be put into it."""
+        """Return the last queued item of this request, to which more may be added."""
         items = self._waiting.get(key)
         return items[-1][0] if items else None
 
     def drop(self, key: int) -> tuple[ItemT, ...]:
-        """Send none of what waits for this request; returns it."""
+        """Remove and return the queued items of this request."""
         return tuple(item for item, _ in self._waiting.pop(key, ()))
 
     def close(self, error: Exception | None = None) -> None:
-        """Nothing more will be put; with an error, nothing more will be sent. Only the first call
-        counts."""
+        """Accept no more items. With an error, also send no more items.
+
+        Only the first call has an effect.
+        """
         if not self._is_closed:
             self._is_closed, self._error = True, error
             self._wake()
 
     async def take(self) -> list[ItemT]:
-        """The items of the next message; none when the queue is closed and all were taken. Raises
-        the error that it was closed with."""
+        """Return the items of the next message, or none if the queue is closed and empty.
+
+        Raises the error with which the queue was closed.
+        """
         while not self._waiting and not self._is_closed:
             self._reader = asyncio.get_running_loop().create_future()
             await self._reader
-            await asyncio.sleep(
-                0
-            )  # whoever was woken together with this has something to send, too
+            # Tasks that were woken at the same time also add their items.
+            await asyncio.sleep(0)
         if self._error is not None:
             raise self._error
         return self._message()

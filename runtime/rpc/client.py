@@ -1,7 +1,7 @@
-"""Channels to other Baton processes: every one detects a dead or silent peer within five seconds.
+"""Channels to other Baton processes, which detect a dead or silent peer within five seconds.
 
-open_channel("HOST:PORT") -> grpc.aio.Channel           open_sync_channel(...) -> grpc.Channel
-await wait_serving(channel, "baton.v1.Prefill", timeout_s=10)
+open_channel("HOST:PORT") -> grpc.aio.Channel           open_sync_channel(...) -> grpc.Channel await
+wait_serving(channel, "baton.v1.Prefill", timeout_s=10)
 """
 
 import asyncio
@@ -17,14 +17,18 @@ from runtime.rpc.redial import RedialingChannel, RedialingSyncChannel
 from runtime.rpc.unreachable import reach_problem
 from runtime.security.access import PLAIN_CHANNEL, ChannelSecurity
 
-# between two resolutions of a name; gRPC's own 30 s leave a peer that moved unseen for as long
+# Pause between two DNS lookups of a name. gRPC's default of 30 s would hide a moved peer that long.
 _LOOK_UP_MS = 500
 
 
 @dataclass(frozen=True)
 class ChannelOptions:
-    """A killed peer's kernel closes its connections at once; a silent one is given up after the sum
-    of the two keepalive times. `connect_s` is for one address to connect and shake hands."""
+    """Options of a channel.
+
+    The kernel of a killed peer closes its connections at once. A silent peer counts as lost after
+    the sum of the two keepalive times. `connect_s` limits connecting to one address, including the
+    handshake.
+    """
 
     keepalive_s: float = 1.5
     keepalive_timeout_s: float = 2.5
@@ -36,19 +40,20 @@ class ChannelOptions:
         return [
             ("grpc.keepalive_time_ms", round(self.keepalive_s * 1e3)),
             ("grpc.keepalive_timeout_ms", round(self.keepalive_timeout_s * 1e3)),
-            # Without this one a silent peer is kept for a minute: a bandwidth probe in flight
-            # stands in for the keepalive ping, and only its own timeout counts.
+            # Without this option a silent peer is kept for a minute: a bandwidth probe in flight
+            # replaces the keepalive ping, and only the probe's timeout counts.
             ("grpc.http2.ping_timeout_ms", round(self.keepalive_timeout_s * 1e3)),
             ("grpc.keepalive_permit_without_calls", 1),
             ("grpc.http2.max_pings_without_data", 0),
             ("grpc.initial_reconnect_backoff_ms", 100),
-            # In spite of its name the shortest time limit of an attempt to connect, not a pause
-            # between two.
+            # Despite its name this is the shortest time limit of a connection attempt, not a pause
+            # between two attempts.
             ("grpc.min_reconnect_backoff_ms", round(self.connect_s * 1e3)),
             ("grpc.max_reconnect_backoff_ms", round(self.max_reconnect_backoff_s * 1e3)),
             ("grpc.dns_min_time_between_resolutions_ms", _LOOK_UP_MS),
             ("grpc.max_receive_message_length", self.max_message_bytes),
-            ("grpc.max_send_message_length", -1),  # the server names the field and the limit
+            # the server's error names the field and the limit
+            ("grpc.max_send_message_length", -1),
             ("grpc.use_local_subchannel_pool", 1),  # two channels to one peer fail independently
             ("grpc.enable_http_proxy", 0),
         ]
@@ -60,11 +65,12 @@ def open_channel(
     *,
     security: ChannelSecurity = PLAIN_CHANNEL,
 ) -> grpc.aio.Channel:
-    """Return an asyncio channel; it connects on first use. A peer with a name may return at another
-    address.
+    """Return an asyncio channel, which connects on first use.
+
+    If the address is a name, the peer may move to another address.
 
     Raises:
-        ConfigError: an address that is not HOST:PORT, or a token that would travel in plain text.
+        ConfigError: the address is not HOST:PORT, or a token would be sent in plain text.
     """
     target, arguments = _target(address, options, security)
     is_named = parse_address(address).is_name
@@ -85,7 +91,7 @@ def open_sync_channel(
     *,
     security: ChannelSecurity = PLAIN_CHANNEL,
 ) -> grpc.Channel:
-    """Return the same for code without an event loop."""
+    """Return a synchronous channel, for code without an event loop."""
     target, arguments = _target(address, options, security)
     is_named = parse_address(address).is_name
     if security.is_plain and not is_named:
@@ -110,10 +116,10 @@ def _target(
 
 
 async def wait_serving(channel: grpc.aio.Channel, service: str, *, timeout_s: float) -> None:
-    """Return when the peer's health is SERVING for `service`.
+    """Wait until the peer's health is SERVING for `service`.
 
     Raises:
-        UnavailableError: it did not within `timeout_s`; the message has the last answer.
+        UnavailableError: it was not within `timeout_s`; the message has the last state.
     """
     last = "no connection"
     try:

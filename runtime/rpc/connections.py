@@ -1,13 +1,13 @@
-"""Bounds on the connections of a server by peer, and on the file descriptors that they take.
+"""Limits on a server's connections by peer, and on the file descriptors that they use.
 
-gRPC counts connections and not who holds them, so one peer that opens as many as there may be
-closes the port for all others. It gets a higher limit here, and a `ConnectionWatch` closes what is
-too much, of the peer that has most:
+gRPC limits the total number of connections only, so one peer that opens all of them would lock out
+all others. Here gRPC gets a higher limit, and a `ConnectionWatch` closes the excess connections of
+the peer with the most:
 
-    limits = ConnectionLimits.within(max_connections, raised_file_limit())      gRPC takes limits.accepted
+    limits = ConnectionLimits.within(max_connections, raised_file_limit())      gRPC gets limits.accepted
     watch = ConnectionWatch(limits); watch.start({7000}); ...; watch.stop()
 
-A peer is an IPv4 address, or the 64 bits of an IPv6 address that a network is given.
+A peer is an IPv4 address, or the /64 network of an IPv6 address.
 """
 
 import heapq
@@ -28,28 +28,26 @@ from runtime.security.access import network_of
 
 logger = logging.getLogger(__name__)
 
-RESERVED_FILES = (
-    512  # channels to workers, stages, grammars' processes, /metrics, health, transports, files
-)
-MAX_MARGIN = 1024  # connections beyond the limit that may come between two looks
+# Descriptors for workers, stages, grammar processes, /metrics, health, transports and files.
+RESERVED_FILES = 512
+MAX_MARGIN = 1024  # connections beyond the limit that may arrive between two checks
 LOOK_S, BUSY_LOOK_S = 0.25, 0.05
-LOG_S = 60.0  # between two lines about the same server
+LOG_S = 60.0  # interval between two log lines about the same server
 
 
 def raised_file_limit() -> int:
-    """Raise the soft limit of open files to the hard one, and return it."""
+    """Raise the soft limit of open files to the hard limit, and return it."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with suppress(
-            ValueError, OSError
-        ):  # more than the kernel allows, where the hard one has no limit
+        # The kernel may allow less if the hard limit is infinite.
+        with suppress(ValueError, OSError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return soft if soft != resource.RLIM_INFINITY else 1 << 30
 
 
 def files_for(max_connections: int) -> int:
-    """Return the limit of open files that leaves room for so many connections."""
+    """Return the limit of open files that this number of connections needs."""
     return RESERVED_FILES + _accepted(max_connections)
 
 
@@ -59,8 +57,10 @@ def _accepted(max_connections: int) -> int:
 
 @dataclass(frozen=True)
 class ConnectionLimits:
-    """`kept` connections in all and `per_peer` of one; gRPC takes up to `accepted`, of which the
-    rest is closed."""
+    """Limits of connections: `kept` in total and `per_peer`.
+
+    gRPC accepts up to `accepted` connections; the excess is closed.
+    """
 
     kept: int
     accepted: int
@@ -68,8 +68,10 @@ class ConnectionLimits:
 
     @classmethod
     def within(cls, max_connections: int, file_limit: int) -> Self:
-        """As many as asked for, as far as they leave `RESERVED_FILES` descriptors, and at least a
-        quarter of them."""
+        """Return the limits for the requested number of connections.
+
+        They leave `RESERVED_FILES` descriptors free, but connections get at least a quarter of all.
+        """
         available = max(file_limit - RESERVED_FILES, file_limit // 4)
         accepted = min(_accepted(max_connections), available)
         kept = max(1, min(max_connections, accepted * 3 // 4))
@@ -78,7 +80,7 @@ class ConnectionLimits:
 
 @dataclass
 class _Connection:
-    """One that is open. `is_closing`: it was shut down, and gRPC has yet to let go of it."""
+    """Open connection. `is_closing`: it was shut down, and gRPC has not released it yet."""
 
     fd: int
     peer: bytes
@@ -86,14 +88,12 @@ class _Connection:
 
 
 class ConnectionWatch:
-    """Looks at this process's sockets on a thread of its own, more often while there are many."""
+    """Thread that checks this process's sockets, more often if there are many."""
 
     def __init__(self, limits: ConnectionLimits) -> None:
         self._limits = limits
         self._ports: frozenset[int] = frozenset()
-        self._connections: dict[
-            int, _Connection
-        ] = {}  # by inode, in the order in which they were seen
+        self._connections: dict[int, _Connection] = {}  # by inode, in order of discovery
         self._others: set[int] = set()  # inodes of other sockets
         self._num_closed = 0
         self._logged_s = -LOG_S
@@ -101,13 +101,13 @@ class ConnectionWatch:
         self._thread: threading.Thread | None = None
 
     def start(self, ports: Iterable[int]) -> None:
-        """Watch the connections to these ports of this process."""
+        """Start to watch the connections to these ports of this process."""
         self._ports = frozenset(ports)
         self._thread = threading.Thread(target=self._run, name="connections", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Idempotent."""
+        """Stop the thread. Idempotent."""
         self._is_over.set()
         if self._thread is not None:
             self._thread.join()
@@ -120,7 +120,7 @@ class ConnectionWatch:
             pause_s = BUSY_LOOK_S if is_busy else LOOK_S
 
     def look(self) -> int:
-        """Close what is too much; return how many connections."""
+        """Close the excess connections and return their number."""
         self._find()
         excess = _excess(
             [
@@ -137,7 +137,7 @@ class ConnectionWatch:
         self._num_closed += len(excess)
         if excess and time.monotonic() - self._logged_s >= LOG_S:
             logger.warning(
-                "connections are closed, of the peer that has most",
+                "closing connections of the peer with the most",
                 extra={
                     "peer": _shown(self._connections[excess[0]].peer),
                     "closed": self._num_closed,
@@ -148,7 +148,7 @@ class ConnectionWatch:
         return len(excess)
 
     def _find(self) -> None:
-        """Learn of the connections there are."""
+        """Update the table of open connections."""
         known, self._connections = self._connections, {}
         others, self._others = self._others, set()
         found: dict[int, _Connection] = {}
@@ -156,7 +156,7 @@ class ConnectionWatch:
             try:
                 status = os.fstat(fd := int(name))
             except OSError:
-                continue  # closed since, as the one that lists them always is
+                continue  # closed meanwhile, as is always the descriptor of the listing itself
             if not stat.S_ISSOCK(status.st_mode):
                 continue
             inode = status.st_ino
@@ -174,7 +174,7 @@ class ConnectionWatch:
             self._connections[inode] = found[inode]
 
     def _seen(self, fd: int) -> _Connection | None:
-        """None for a socket that is no connection to one of the ports."""
+        """Return the connection of a descriptor, or None if it is not one to a watched port."""
         try:
             seen = socket.socket(fileno=fd)
         except OSError:
@@ -185,14 +185,16 @@ class ConnectionWatch:
                 _Connection(fd, network_of(seen.getpeername()[0])) if port in self._ports else None
             )
         except OSError:
-            return None  # it listens, or is gone
+            return None  # a listening socket, or already closed
         finally:
-            seen.detach()  # it is gRPC's
+            seen.detach()  # gRPC owns it
 
 
 def _excess(open_ones: Sequence[tuple[int, bytes]], limits: ConnectionLimits) -> list[int]:
-    """Return what is too much: of the peer that has most the newest, until all limits are kept.
-    `open_ones`: inodes and peers, the oldest first."""
+    """Return the inodes of the excess connections: the newest ones of the peer with the most.
+
+    `open_ones` has inodes and peers, the oldest first.
+    """
     counts = Counter(peer for _, peer in open_ones)
     most = [(-count, peer) for peer, count in counts.items()]
     heapq.heapify(most)
@@ -218,8 +220,10 @@ def _shown(peer: bytes) -> str:
 
 
 def _shut_down(fd: int, inode: int) -> None:
-    """End the connection, whereupon gRPC closes it, unless the descriptor is another one's by
-    now."""
+    """Shut down the connection, which makes gRPC close it.
+
+    Does nothing if the descriptor was reused for another socket.
+    """
     with suppress(OSError), socket.socket(fileno=os.dup(fd)) as held:
         if os.fstat(held.fileno()).st_ino == inode:
             held.shutdown(socket.SHUT_RDWR)

@@ -1,13 +1,15 @@
-"""What happens around every gRPC handler: counting, checking who calls, bounding what a call holds,
-refusing while draining, and errors becoming statuses.
+"""Interceptor around every gRPC handler.
+
+It counts calls, checks access and limits, rejects calls while draining, and turns errors into
+statuses.
 
 Handlers are async: unary ones return a message, streaming ones are async generators. They raise
-`BatonError`s and never touch status codes. A streaming handler that is cancelled is closed before
-the call ends, so its `finally` blocks have run when the client's cancellation is complete.
+`BatonError`s and never set status codes. A cancelled streaming handler is closed before the call
+ends, so its `finally` blocks have run when the client's cancellation is complete.
 
-To gRPC every handler takes a stream of requests, also where the method has one: gRPC reads that one
-before it calls a handler, but leaves it to a handler of streams to read. So who may not call, or is
-one too many, is refused by what came in its metadata, and its message is never read.
+gRPC sees every handler as one of a request stream, even if the method has a single request: gRPC
+reads a single request before it calls the handler, but leaves a stream to the handler. So a call
+without access or beyond a limit is rejected by its metadata, and its message is never read.
 """
 
 import asyncio
@@ -44,28 +46,32 @@ ResponseT = TypeVar("ResponseT")
 Context = grpc.aio.ServicerContext[Any, Any]
 Behavior = Callable[[Any, Context], Any]
 
-# Calls of one message and one answer; requests of callers that need no token have a name in them
-# and nothing else.
+# Limits of unary requests, and of requests without a token, which contain only a name.
 MAX_QUESTION_BYTES, MAX_OPEN_BYTES = 256 << 10, 4 << 10
-# What many requests of a router share: about 1 MiB, of which each has parts of its own, or the one
-# input of a long one.
+# Limit of uncounted bytes in a router's messages, which many requests share: about 1 MiB, or the
+# single input of a long request.
 SHARED_MESSAGE_BYTES = 2 << 20
-# Calls that need no token, by method: streams may last for ever.
+# Limits of concurrent calls by method that need no token, whose streams may be endless.
 _MAX_OPEN_CALLS = {"/grpc.health.v1.Health/Check": 64, "/grpc.health.v1.Health/Watch": 64}
 _MAX_OTHER_OPEN_CALLS = 4
-_MAX_BACKGROUND_CALLS = 256  # of callers with the same access: watchers shut no router out
-# Of messages being read: bytes in all, and how long the slowest may keep the next one waiting.
-# Those that need no token arrive with the call or are no honest ones.
+_MAX_BACKGROUND_CALLS = 256  # per access level, so that watchers cannot lock out routers
+# Limits of messages being read: bytes in total, and how long the slowest may delay the next one.
+# Calls that need no token get a short limit: an honest client sends the message with the call.
 RECEIVING_BYTES, _MAX_PLACES, _PATIENCE_S = 128 << 20, 64, 5.0
 _OPEN_INTAKE = ReadLimits(places=1, patience_s=0.1, limit_s=5.0)
-# Statuses wait behind what a client has not read; what has arrived of a call outlives its handler.
+# A status waits until the client has read earlier messages. gRPC releases the received bytes of a
+# call some time after its handler ends.
 _ABORT_S, _SETTLE_S = 1.0, 0.1
 
 
 @dataclass(frozen=True)
 class CallLimits:
-    """`max_message_bytes` of one request, `max_held_bytes` of those of all calls under way,
-    `max_calls` at once, and `write_s` for a client to take one response."""
+    """Limits of a server's calls.
+
+    `max_message_bytes` bounds one request, `max_held_bytes` the requests of all open calls,
+    `max_calls` the number of open calls, and `write_s` the time in which a client takes one
+    response.
+    """
 
     max_message_bytes: int
     max_calls: int = 2048
@@ -74,11 +80,13 @@ class CallLimits:
 
 
 class CallGuard(grpc.aio.ServerInterceptor):
-    """One per server. `calls` are those in flight, but for those that are open to every caller
-    (health, reflection): these are bounded, and neither counted nor waited for.
+    """Interceptor of one server.
 
-    `background_methods` ("/baton.v1.Worker/Watch") are streams without an end of their own: they
-    neither hold up a drain nor are refused by it.
+    `calls` tracks the open calls, except for those that are open to every caller (health,
+    reflection). The latter are limited, but neither counted nor awaited.
+
+    `background_methods` ("/baton.v1.Worker/Watch") are endless streams: they neither delay a drain
+    nor are rejected by it.
     """
 
     def __init__(
@@ -99,9 +107,8 @@ class CallGuard(grpc.aio.ServerInterceptor):
         self._limiter = CallLimiter("calls", limits.max_calls, limits.max_held_bytes)
         self._background_limiter: dict[Access, CallLimiter] = {}
         self._open_limiter: dict[str, CallLimiter] = {}
-        self._guarded_handlers: dict[
-            str, tuple[object, Any]
-        ] = {}  # by method: what is guarded, and the guarded one
+        # By method: the original handler and its guarded form.
+        self._guarded_handlers: dict[str, tuple[object, Any]] = {}
         self.calls = CallTracker(self._limiter, metrics, tracing, background_methods)
 
     async def intercept_service(
@@ -167,8 +174,10 @@ class CallGuard(grpc.aio.ServerInterceptor):
         )
 
     def _client_of(self, access: Access, context: Context) -> str:
-        """What a caller's share goes by: who a client is, or else where the call comes from.
-        Routers and stages have no shares."""
+        """Return the key of a caller's share: a client's account, or else its address.
+
+        Routers and stages have no shares.
+        """
         if access is Access.CLIENT:
             return self._security.caller(context).account
         return address_of(context.peer()) if access is Access.OPEN else ""
@@ -195,8 +204,8 @@ class CallGuard(grpc.aio.ServerInterceptor):
             return await behavior(request, context)
         stall = WriteTimeout(self._limits.write_s)
         try:
-            # Closed here and now: left to the garbage collector, a cancelled handler would hold its
-            # pages until then.
+            # Close the generator explicitly: otherwise a cancelled handler would hold its pages
+            # until the garbage collector runs.
             async with stall, contextlib.aclosing(behavior(request, context)) as responses:
                 async for response in responses:
                     stall.write_began()
@@ -208,7 +217,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
             raise RequestAborted(
                 f"the client has read nothing for {self._limits.write_s:g} s"
             ) from None
-        except grpc.aio.InternalError:  # of gRPC, before it cancels the handler
+        except grpc.aio.InternalError:  # gRPC raises it before it cancels the handler
             raise RequestAborted(
                 "the client has ended the call while a response was being sent"
             ) from None
@@ -217,7 +226,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
     async def _call(
         self, method: str, context: Context, serve: Callable[[], Awaitable[object]]
     ) -> object:
-        """What `serve` gives; None where it was given up on."""
+        """Serve a tracked call; return the result of `serve`, or None if it failed."""
 
         async def checked() -> object:
             self._security.check(method, context)
@@ -237,7 +246,7 @@ class CallGuard(grpc.aio.ServerInterceptor):
     async def _answer(
         self, method: str, context: Context, serve: Callable[[], Awaitable[object]]
     ) -> object:
-        """Errors become statuses, and nothing else."""
+        """Serve an untracked call; errors become statuses."""
         try:
             return await serve()
         except grpc.aio.AbortError:
@@ -249,24 +258,26 @@ class CallGuard(grpc.aio.ServerInterceptor):
 
 
 async def _first_message(context: Context) -> Message:
-    """Raises InvalidRequestError if the stream ends without one."""
+    """Return the request of a call. Raises InvalidRequestError if the stream has none."""
     message = await context.read()
     if not isinstance(message, Message):
-        raise InvalidRequestError(FieldViolation("request", "no message came"))
+        raise InvalidRequestError(FieldViolation("request", "the stream has no message"))
     return message
 
 
 def _when_over(context: Context, then: Callable[[], None]) -> None:
-    """Call `then` when gRPC has let go of what arrived of a call: a little after its handler."""
+    """Call `then` when gRPC has released the received bytes of a call, shortly after its handler."""
     loop = asyncio.get_running_loop()
 
     context.add_done_callback(lambda _: loop.call_later(_SETTLE_S, then))  # type: ignore[arg-type]  # the stubs' error
 
 
 async def _abort(context: Context, failure: RpcFailure) -> None:
-    """End the call. Raises gRPC's AbortError when the status is out; one that waits behind what the
-    client does not read, or that a call the client has ended does not take, is left to gRPC, so
-    that the handler ends."""
+    """End the call with a status. Raises gRPC's AbortError once the status is sent.
+
+    A status that cannot be sent is left to gRPC, so that the handler ends: the client does not read
+    earlier messages, or has ended the call.
+    """
     with contextlib.suppress(TimeoutError, grpc.aio.InternalError):
         async with asyncio.timeout(_ABORT_S):
             await context.abort(failure.code, failure.message, failure.trailing_metadata)

@@ -1,16 +1,16 @@
-"""Blocking calls into gRPC that a Ctrl-C cannot break.
+"""Blocking gRPC calls that survive Ctrl-C.
 
-Python raises KeyboardInterrupt in the main thread between any two instructions, hence also between
-the taking of a lock and the block that gives it back. A call of gRPC and the thread that serves its
-channel share such locks: an interrupt at that moment leaves one taken, and no call of this channel
-ever ends again. Here another thread calls, and the main thread waits on a queue that is written in
-C.
+Python raises KeyboardInterrupt in the main thread between any two instructions, also between the
+acquisition of a lock and the block that releases it. A gRPC call shares such locks with the thread
+that serves its channel. An interrupt at that moment leaves a lock acquired, and no call of this
+channel ever ends again. Here another thread makes the call, and the main thread waits on a queue
+that is implemented in C.
 
     uninterrupted(lambda: stub.GetLoad(request))            uninterrupted_stream(lambda: stub.Generate(request))
 """
 
 import threading
-from _thread import start_new_thread  # Thread.start waits under a lock of that kind
+from _thread import start_new_thread  # Thread.start waits under such a lock
 from collections.abc import Callable, Generator, Iterator
 from queue import Empty, SimpleQueue
 from typing import Generic, Protocol, TypeVar
@@ -22,7 +22,7 @@ _LOOK_S = 0.1  # an interrupt right before a wait does not end the wait
 
 
 class StreamingCall(Protocol[T_co]):
-    """A call whose answer is a stream."""
+    """Call with a stream of responses."""
 
     def __iter__(self) -> Iterator[T_co]: ...
 
@@ -30,8 +30,10 @@ class StreamingCall(Protocol[T_co]):
 
 
 def uninterrupted(function: Callable[[], T]) -> T:
-    """What `function` returns or raises. A KeyboardInterrupt does not end it, but the wait for
-    it."""
+    """Run `function` to its end and return or raise its result.
+
+    A KeyboardInterrupt ends only the wait, not the function.
+    """
     if not _can_be_interrupted():
         return function()
     results: SimpleQueue[_Result[T]] = SimpleQueue()
@@ -40,8 +42,10 @@ def uninterrupted(function: Callable[[], T]) -> T:
 
 
 def uninterrupted_stream(begin: Callable[[], StreamingCall[T]]) -> Generator[T, None, None]:
-    """The messages of the call that `begin` returns, each read when it is asked for. Closing
-    cancels the call."""
+    """Yield the messages of the call that `begin` returns, each read on request.
+
+    Closing the generator cancels the call.
+    """
     if _can_be_interrupted():
         yield from _read_aside(begin)
         return
@@ -65,13 +69,13 @@ def _next_of(queue: SimpleQueue[T]) -> T:
 
 
 class _Result(Generic[T]):
-    """What a function returned or raised, on its way to another thread."""
+    """Result or error of a function, passed to another thread."""
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._error: BaseException | None = None
         try:
             self._value = function()
-        except BaseException as error:  # noqa: BLE001 (raised where it is waited for)
+        except BaseException as error:  # noqa: BLE001 (raised again in the waiting thread)
             self._error = error
 
     def value(self) -> T:
@@ -95,7 +99,7 @@ def _read_aside(begin: Callable[[], StreamingCall[T]]) -> Generator[T, None, Non
 
 
 class _AsideReader(Generic[T]):
-    """Reads a call on a thread of its own, a message per `next`."""
+    """Reader of a call on its own thread, one message per `next`."""
 
     def __init__(self, begin: Callable[[], StreamingCall[T]]) -> None:
         self._begin = begin
@@ -110,7 +114,10 @@ class _AsideReader(Generic[T]):
             self._results.put(_Result(step))
 
     def next(self) -> T:
-        """Raises what the call raises, StopIteration behind its last message."""
+        """Return the next message.
+
+        Raises the call's errors, and StopIteration after the last message.
+        """
         self._steps.put(self._read)
         return _next_of(self._results).value()
 
@@ -118,12 +125,12 @@ class _AsideReader(Generic[T]):
         self._is_closed = True
         self._steps.put(None)
         if self._call is not None:
-            start_new_thread(self._call.cancel, ())  # takes a lock of the call's
+            start_new_thread(self._call.cancel, ())  # takes a lock of the call
 
     def _read(self) -> T:
         if self._messages is None:
             self._call = call = self._begin()
             self._messages = iter(call)
-            if self._is_closed:  # while the call began, when `close` saw none
+            if self._is_closed:  # closed while the call began, when `close` had no call to cancel
                 call.cancel()
         return next(self._messages)

@@ -1,14 +1,14 @@
-"""What callers may take of a server. Four bounds, checked call by call:
+"""Resources that callers may take of a server, with four limits that are checked for each call:
 
- - `ReadLimiter`: messages being read. gRPC reads a message whole before any code sees it, so a message
-   on its way may take as many bytes as its server admits. The one read for longest makes room for
-   the next one: a message that has arrived is read within a turn of the event loop, so only slow
-   ones wait for others, and none can hold a place.
+ - `ReadLimiter`: messages being read. gRPC reads a message whole before any code sees it, so an
+   incomplete message may take as many bytes as the server allows. The one that is read for longest
+   gives way to the next one. A message that has arrived is read within one turn of the event loop,
+   so only slow messages wait for others, and none can block a place.
  - `bounded`: the bytes, parts and numbers of one message, before it is parsed.
- - `CallLimiter`: calls under way, and the bytes of their messages.
+ - `CallLimiter`: open calls, and the bytes of their messages.
  - `WriteTimeout`: how long a response may wait for its caller.
 
-A caller that may not call is refused before either (`runtime.rpc.interceptor`).
+A caller without access is rejected before all of these (`runtime.rpc.interceptor`).
 """
 
 import asyncio
@@ -29,24 +29,28 @@ from runtime.errors import CapacityError, DeadlineError, FieldViolation, Invalid
 T = TypeVar("T")
 MessageT = TypeVar("MessageT")
 
-# A message of a field or two for each byte takes 500 MiB and a second to parse, which nothing can
-# interrupt, so parts are counted first; counting costs as much as parsing what is shorter than
-# `uncounted_bytes`. A chat of 4096 messages that each have a text and a call has 28,673 parts. A
-# number takes a byte or more of a message, four of memory, and 17 ns.
+# A message with a field or two for each byte takes 500 MiB and a second to parse, which cannot be
+# interrupted. So parts are counted first; for messages below `uncounted_bytes` counting costs as
+# much as parsing. A chat of 4096 messages that each have a text and a call has 28,673 parts. A
+# number takes at least one byte of a message, four bytes of memory, and 17 ns.
 MAX_PARTS, MAX_NUMBERS = 1 << 15, 1 << 21
-GREED = 8  # what one client may have, by what it leaves to others
-# gzip reaches 1000:1, prompts seldom 10:1.
+GREED = 8  # largest use of one client, as a multiple of the rest that is left to others
+# gzip reaches 1000:1, prompts rarely exceed 10:1.
 FREE_INFLATED_BYTES, MAX_INFLATION = 64 << 10, 32
 _GZIP, _GZIP_WINDOW_BITS = b"\x1f\x8b", 31
-# A number of a prompt is kept in the request, in what a worker is sent, and as a machine integer.
+# A number of a prompt is stored three times: in the request, in the message to a worker, and as a
+# machine integer.
 _HELD_NUMBER_BYTES = 12
-_MAX_LOOKED_AT = 32  # messages of one field, for their numbers
+_MAX_LOOKED_AT = 32  # messages of one field whose numbers are counted
 
 
 @dataclass(frozen=True)
 class ReadLimits:
-    """`places` messages are read at once, each for `limit_s`; where others wait, for
-    `patience_s`."""
+    """Limits of messages being read.
+
+    `places` messages are read concurrently, each for at most `limit_s`, or `patience_s` if others
+    wait.
+    """
 
     places: int
     patience_s: float
@@ -61,18 +65,19 @@ class _Reading:
 
 
 class ReadLimiter:
-    """Reads messages, a few at a time. A client that is named has half of the places at most, and
-    clients that wait for one have turns, so that one whose messages never come holds up itself.
-    Build inside a running event loop."""
+    """Reader of a limited number of messages. Build it inside a running event loop.
+
+    A named client has at most half of the places, and waiting clients take turns. So a client whose
+    messages never arrive delays only itself.
+    """
 
     def __init__(self, limits: ReadLimits) -> None:
         self._limits = limits
         self._share = max(1, limits.places // 2)
         self._taken: Counter[str] = Counter()
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = (
-            OrderedDict()
-        )  # the client whose turn it is first
-        self._reading: list[_Reading] = []  # the longest first
+        # In order of the clients' next turns.
+        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
+        self._reading: list[_Reading] = []  # oldest first
 
     @property
     def num_reading(self) -> int:
@@ -84,11 +89,13 @@ class ReadLimiter:
         when_over: Callable[[Callable[[], None]], None],
         client: str = "",
     ) -> T:
-        """What `read` gives. A read that fails keeps its place until its call is over, for so long
-        gRPC keeps what has arrived: `when_over` is given what to call then.
+        """Return the message that `read` returns.
+
+        gRPC keeps the received bytes of a failed read until its call is over, so the read keeps its
+        place until then. `when_over` gets the function to call at that time.
 
         Raises:
-            CapacityError: no place within `limit_s`.
+            CapacityError: no place became free within `limit_s`.
             DeadlineError: the message did not arrive within `limit_s`, or within `patience_s` while
                 others waited.
         """
@@ -125,7 +132,7 @@ class ReadLimiter:
             async with asyncio.timeout(self._limits.limit_s):
                 await turn
         except BaseException as error:
-            if turn.done() and not turn.cancelled():  # it came in the same moment
+            if turn.done() and not turn.cancelled():  # the turn came just before the timeout
                 self._release(client)
             else:
                 self._forget(client, turn)
@@ -161,8 +168,11 @@ class ReadLimiter:
         return bool(client) and self._taken[client] >= self._share
 
     def _press(self) -> None:
-        """Give those read for longest no more than `patience_s`: as many as clients wait for
-        without having their share, and of a client that has it, its own."""
+        """Limit the longest-running reads to `patience_s`.
+
+        A client that has its share limits its own reads. Each waiter of another client limits one
+        read of any client, if all places are taken.
+        """
         num_others = 0
         for client, turns in self._waiting.items():
             if self._has_share(client):
@@ -181,12 +191,14 @@ class ReadLimiter:
 
 
 class CallLimiter:
-    """Calls under way of one kind, and the bytes of the messages they began with. A client that is
-    named has at most `GREED` times what is left of either, so that something is left to others
-    however many calls it makes."""
+    """Limiter of open calls of one kind and of the bytes of their requests.
+
+    A named client has at most `GREED` times the free rest of either, so that other clients always
+    get a part however many calls it makes.
+    """
 
     def __init__(self, name: str, max_calls: int, max_bytes: int) -> None:
-        """`name` is how the refusal calls them: "calls"."""
+        """Create the limiter. `name` is the plural in rejections, such as "calls"."""
         self._name = name
         self._max_calls = max_calls
         self._max_bytes = max_bytes
@@ -197,8 +209,10 @@ class CallLimiter:
 
     @contextmanager
     def taken(self, client: str = "") -> Iterator[None]:
-        """A call under way. Raises CapacityError when there are too many, in all or of this
-        client."""
+        """Count an open call during the block.
+
+        Raises CapacityError if there are too many, in total or of this client.
+        """
         left, own = self._max_calls - self.num_calls, self._calls_of[client]
         if left <= 0:
             raise CapacityError(
@@ -220,8 +234,11 @@ class CallLimiter:
 
     @contextmanager
     def holding(self, num_bytes: int, client: str = "") -> Iterator[None]:
-        """A message held by its call. Raises CapacityError when those held have too many bytes, in
-        all or of this client; one alone never has."""
+        """Count the bytes of an open call's request during the block.
+
+        Raises CapacityError if the open requests have too many bytes, in total or of this client. A
+        single request is always accepted.
+        """
         left, own = self._max_bytes - self.num_bytes - num_bytes, self._bytes_of[client]
         if self.num_bytes and left < 0:
             raise CapacityError(
@@ -251,9 +268,12 @@ def _give_back(counts: Counter[str], client: str, count: int) -> None:
 
 
 class WriteTimeout:
-    """Ends the block with a TimeoutError when one write in it lasts for `limit_s`, at most an
-    eighth longer. One timer for a call and not one for a response, of which there are as many as
-    tokens."""
+    """Context that raises TimeoutError if one write in its block takes `limit_s`, or up to 1/8
+    longer.
+
+    It uses one timer per call rather than one per response, because there is one response per
+    token.
+    """
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
@@ -294,32 +314,32 @@ class WriteTimeout:
 
 @dataclass(frozen=True)
 class MessageBounds:
-    """`max_bytes` of one message; parts and numbers are counted of one that has more than
-    `uncounted_bytes`."""
+    """Limits of one message. Parts and numbers are counted only above `uncounted_bytes`."""
 
     max_bytes: int
     uncounted_bytes: int = 256 << 10
 
 
 def bounded(parse: Callable[[bytes], T] | None, bounds: MessageBounds) -> Callable[[bytes], T]:
-    """Wrap `parse`, which is the `FromString` of a message type. The result raises
-    InvalidRequestError for a message that is too long or has too many parts or numbers, before it
-    is parsed, and for one that cannot be parsed.
+    """Wrap `parse`, the `FromString` of a message type, with limits.
 
-    Messages compressed with gzip are inflated here and not by gRPC, whose only bound is the size of
-    the largest message. Nothing says which are: no message of protobuf begins with the first byte
-    of gzip's, a field of type 7.
+    The result raises InvalidRequestError for a message that is too long or has too many parts or
+    numbers, before it is parsed, and for a message that cannot be parsed.
+
+    Messages compressed with gzip are inflated here and not by gRPC, whose only limit is the size of
+    the largest message. They carry no flag, but a protobuf message never begins with the first byte
+    of gzip, which would be a field of type 7.
     """
     kind, descriptor = parse.__self__ if isinstance(parse, BuiltinMethodType) else None, None
     if isinstance(kind, type) and issubclass(kind, Message):
-        descriptor = cast("Descriptor", kind.DESCRIPTOR)  # the stubs know two kinds of them
+        descriptor = cast("Descriptor", kind.DESCRIPTOR)  # the stubs know two kinds of descriptors
 
     def parse_bounded(raw: bytes) -> T:
         assert parse is not None
         if raw.startswith(_GZIP):
             raw = _inflated(raw, bounds.max_bytes)
         if (num_bytes := len(raw)) > bounds.max_bytes:
-            del raw  # else it lives as long as the traceback
+            del raw  # otherwise the traceback keeps it alive
             raise _refused(
                 f"a message may have at most {bounds.max_bytes} bytes, this one has {num_bytes}"
             )
@@ -328,7 +348,7 @@ def bounded(parse: Callable[[bytes], T] | None, bounds: MessageBounds) -> Callab
                 _check_parts(raw, descriptor)
             return parse(raw)
         except (DecodeError, IndexError) as error:
-            raise _refused(f"is no message of its type: {error}") from error
+            raise _refused(f"is not a message of its type: {error}") from error
 
     return parse_bounded
 
@@ -338,27 +358,28 @@ def _refused(problem: str) -> InvalidRequestError:
 
 
 def _inflated(raw: bytes, max_bytes: int) -> bytes:
-    """Decompress a whole gzip member. Raises InvalidRequestError, after `max_bytes` or the largest
-    ratio at most."""
+    """Decompress a whole gzip member.
+
+    Raises InvalidRequestError at `max_bytes` or at the largest allowed ratio.
+    """
     limit = min(max_bytes, FREE_INFLATED_BYTES + MAX_INFLATION * len(raw))
     inflater = zlib.decompressobj(_GZIP_WINDOW_BITS)
     try:
         inflated = inflater.decompress(raw, limit + 1)
     except zlib.error as error:
-        raise _refused(f"is no message of its type: {error}") from None
+        raise _refused(f"is not a message of its type: {error}") from None
     if len(inflated) > limit:
         raise _refused(
             f"a compressed message of {len(raw)} bytes may have at most {limit} when it is inflated"
         )
     if not inflater.eof:
-        raise _refused("is no message of its type: the compressed bytes end too early")
+        raise _refused("is not a message of its type: the compressed bytes end too early")
     return inflated
 
 
 @dataclass(frozen=True)
 class _Fields:
-    """Of a message type: the fields that are messages, with their types, and those that may have
-    packed numbers."""
+    """Fields of a message type: those that are messages, with their types, and those of numbers."""
 
     messages: Mapping[int, Descriptor]
     numbers: frozenset[int]
@@ -382,11 +403,11 @@ def _fields_of(descriptor: Descriptor) -> _Fields:
 
 
 def _check_parts(raw: bytes, descriptor: Descriptor) -> None:
-    """Count fields and numbers in a serialized message, without parsing it.
+    """Count the fields and numbers in a serialized message without parsing it.
 
     Raises:
-        InvalidRequestError: it has too many.
-        DecodeError, IndexError: it is no message.
+        InvalidRequestError: there are too many.
+        DecodeError, IndexError: it is not a message.
     """
     num_parts = num_numbers = at = 0
     end, fields, outer = len(raw), _fields_of(descriptor), list[tuple[int, _Fields]]()
@@ -416,8 +437,8 @@ def _check_parts(raw: bytes, descriptor: Descriptor) -> None:
         at += length
 
 
-_CONTINUED = bytes(range(128, 256))  # the bytes of a varint but for the last
-_FIXED_BYTES = {1: 8, 5: 4}  # of a number, by the type of its field
+_CONTINUED = bytes(range(128, 256))  # the bytes of a varint except the last
+_FIXED_BYTES = {1: 8, 5: 4}  # bytes of a number by the type of its field
 
 
 def _behind_number(raw: bytes, at: int, field_type: int) -> int:
@@ -429,7 +450,7 @@ def _behind_number(raw: bytes, at: int, field_type: int) -> int:
 
 
 def _varint(raw: bytes, at: int) -> tuple[int, int]:
-    """Return the number that begins at `at`, and where it ends."""
+    """Return the number at `at`, and the offset after it."""
     value = 0
     for shift in range(0, 70, 7):
         byte = raw[at]
@@ -441,13 +462,15 @@ def _varint(raw: bytes, at: int) -> tuple[int, int]:
 
 
 def held_bytes(message: Message) -> int:
-    """Return the memory that a request takes while its call is under way: its bytes, and what
-    becomes of numbers."""
+    """Return the memory that a request takes while its call is open.
+
+    This is its encoded size and the copies of its numbers.
+    """
     return message.ByteSize() + _HELD_NUMBER_BYTES * _num_numbers(message)
 
 
 def _num_numbers(message: Message) -> int:
-    """Count the numbers in the repeated fields of a message and of those in it."""
+    """Count the numbers in the repeated fields of a message and of its submessages."""
     total = 0
     for field, value in message.ListFields():
         is_repeated = field.is_repeated
@@ -461,11 +484,11 @@ def _num_numbers(message: Message) -> int:
 
 
 async def first_message(stream: AsyncIterator[MessageT], timeout_s: float) -> MessageT:
-    """The message that opens a stream.
+    """Return the first message of a stream.
 
     Raises:
-        InvalidRequestError: the stream ended without one.
-        DeadlineError: none came in time.
+        InvalidRequestError: the stream ended without a message.
+        DeadlineError: none arrived in time.
     """
     try:
         async with asyncio.timeout(timeout_s):

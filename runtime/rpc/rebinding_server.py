@@ -1,9 +1,10 @@
-"""A gRPC server that outlives what grpc.aio does not: a request whose path is not UTF-8, from any
-caller, ends the loop in which grpc.aio takes calls, and with it the port (grpcio 1.85). Calls under
-way go on; nothing takes new ones.
+"""A gRPC server that reopens its port after grpc.aio has lost it.
 
-`LastingServer` is a `grpc.aio.Server` that sees it and takes the port again with a server of the
-same handlers.
+In grpcio 1.85 a request whose path is not UTF-8, from any caller, ends the loop in which grpc.aio
+accepts calls. Open calls continue, but no new one is accepted.
+
+`LastingServer` is a `grpc.aio.Server` that detects this and reopens the port with a new server of
+the same handlers.
 """
 
 import asyncio
@@ -18,25 +19,26 @@ from runtime.rpc.connections import ConnectionWatch
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 0.25  # an idle process wakes this often for it
+LOOK_S = 0.25  # wake-up interval of an idle process
 REBIND_S = 10.0
 
 
 class LastingServer(grpc.aio.Server):
-    """Build inside a running event loop. `make` makes a server without handlers or ports; `watch`
-    bounds the connections to its ports while it serves."""
+    """Server that replaces its inner server when it breaks. Build it inside a running event loop.
+
+    `make` makes a server without handlers or ports. `watch` limits the connections to its ports
+    while it serves.
+    """
 
     def __init__(self, make: Callable[[], grpc.aio.Server], watch: ConnectionWatch) -> None:
         self._make = make
         self._connections = watch
         self._server = make()
-        self._former: dict[
-            grpc.aio.Server, asyncio.Task[None]
-        ] = {}  # broken, until the calls there have ended
+        # Broken servers, each with the task that stops it after its calls have ended.
+        self._former: dict[grpc.aio.Server, asyncio.Task[None]] = {}
         self._additions: list[Callable[[grpc.aio.Server], object]] = []
-        self._ports: dict[
-            str, Callable[[grpc.aio.Server], int]
-        ] = {}  # by address, how to take it again
+        # By address: the function that opens it on another server.
+        self._ports: dict[str, Callable[[grpc.aio.Server], int]] = {}
         self._watch: asyncio.Task[None] | None = None
 
     def add_generic_rpc_handlers(
@@ -46,7 +48,7 @@ class LastingServer(grpc.aio.Server):
         self._add(lambda server: server.add_generic_rpc_handlers(handlers))
 
     def add_registered_method_handlers(self, service_name: str, method_handlers: Any) -> None:  # noqa: ANN401
-        """Called by generated code."""
+        """Add the handlers of one service; generated code calls this."""
         self._add(
             lambda server: server.add_registered_method_handlers(service_name, method_handlers)
         )
@@ -65,7 +67,7 @@ class LastingServer(grpc.aio.Server):
 
     @property
     def num_former(self) -> int:
-        """Servers that were replaced and have calls under way."""
+        """Return the number of replaced servers with open calls."""
         return len(self._former)
 
     async def start(self) -> None:
@@ -92,7 +94,7 @@ class LastingServer(grpc.aio.Server):
     def _opened(
         self, address: str, port: int, open_again: Callable[[grpc.aio.Server, str], int]
     ) -> None:
-        taken = f"{address.rpartition(':')[0]}:{port}"  # the one that was given for port 0
+        taken = f"{address.rpartition(':')[0]}:{port}"  # replaces port 0 by the chosen one
         self._ports[taken] = lambda server: open_again(server, taken)
 
     async def _look(self) -> None:
@@ -103,7 +105,7 @@ class LastingServer(grpc.aio.Server):
 
     async def _replace(self) -> None:
         logger.error(
-            "gRPC gave up its port because of a request it could not read; it is taken again",
+            "gRPC closed its port because of a request it could not read; reopening it",
             extra={"ports": ", ".join(self._ports)},
         )
         self._former[self._server] = asyncio.create_task(self._outlasted(self._server))
@@ -111,14 +113,14 @@ class LastingServer(grpc.aio.Server):
         while not await self._taken_again():
             if asyncio.get_running_loop().time() > deadline:
                 logger.error(
-                    "the port could not be taken again yet", extra={"ports": ", ".join(self._ports)}
+                    "the port could not be reopened yet", extra={"ports": ", ".join(self._ports)}
                 )
                 deadline += REBIND_S
             await asyncio.sleep(LOOK_S)
 
     async def _outlasted(self, server: grpc.aio.Server) -> None:
-        """Free a former server when its last call has ended."""
-        with suppress(Exception):  # what broke it
+        """Stop a former server when its last call has ended."""
+        with suppress(Exception):  # the error that broke it
             await server.wait_for_termination()
         await server.stop(None)
         del self._former[server]
@@ -127,7 +129,7 @@ class LastingServer(grpc.aio.Server):
         server = self._make()
         for addition in self._additions:
             addition(server)
-        with suppress(RuntimeError):  # the former one has not let go of it yet
+        with suppress(RuntimeError):  # the former server has not released it yet
             if all(open_port(server) for open_port in self._ports.values()):
                 await server.start()
                 self._server = server
@@ -136,6 +138,9 @@ class LastingServer(grpc.aio.Server):
 
 
 def _takes_calls(server: grpc.aio.Server) -> bool:
-    """gRPC reports it nowhere else: `wait_for_termination` waits for the calls under way."""
+    """Return whether the server accepts calls.
+
+    gRPC's public interface does not report it: `wait_for_termination` waits for the open calls.
+    """
     running: bool = server._server.is_running()  # type: ignore[attr-defined]  # noqa: SLF001
     return running

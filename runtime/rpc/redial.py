@@ -1,10 +1,9 @@
-"""Channels that are dialed anew when the files of their certificates change, or a name has to be
-looked up again.
+"""Channels that reconnect when their certificate files change or a name must be resolved again.
 
-gRPC fixes a channel's certificates when it is made, and looks a name up again only after pauses
-that grow to two minutes. The next call gets a new channel when the files have changed, or when the
-name's last connection is gone and the old channel has no other. Calls under way keep the connection
-they have; it is closed when the last of them has ended.
+gRPC fixes a channel's certificates at its creation, and resolves a name again only after pauses
+that grow to two minutes. Here the next call gets a new channel if the files have changed. It also
+gets one if the connection to a name is gone and the old channel has no other. Open calls keep their
+connection, which is closed when the last of them has ended.
 """
 
 import asyncio
@@ -21,8 +20,8 @@ from runtime.security.access import ChannelSecurity
 from runtime.security.certificates import Certificates
 
 _UNTIL_CALLS_END_S = 30 * 86400.0
-REDIAL_S = 1.0  # between two channels of a name that cannot be reached
-CONNECTING_S = 5.0  # for a channel of a name to find an address and connect
+REDIAL_S = 1.0  # least interval between two channels of an unreachable name
+CONNECTING_S = 5.0  # time for a channel of a name to find an address and connect
 _LOOK_S = 0.05
 _READY = grpc.ChannelConnectivity.READY
 
@@ -32,7 +31,7 @@ Dial = Callable[[grpc.ChannelCredentials | None], ChannelT]
 
 
 class _Dialer(Generic[ChannelT]):
-    """The present channel, and the reasons to replace it. Any thread."""
+    """The current channel, and the reasons to replace it. Thread-safe."""
 
     def __init__(self, security: ChannelSecurity, dial: Dial[ChannelT], clock: Clock) -> None:
         self._security = security
@@ -46,21 +45,21 @@ class _Dialer(Generic[ChannelT]):
 
     @property
     def present(self) -> ChannelT | None:
-        """The channel of the last call; None before the first."""
+        """Return the channel of the last call, or None before the first."""
         return self._dialed
 
     @property
     def age_s(self) -> float:
-        """Seconds since the present channel was made."""
+        """Return the seconds since the current channel was created."""
         return self._clock.now() - self._dialed_s
 
     def give_up(self, channel: ChannelT) -> None:
-        """Make the next call dial anew, unless `channel` was replaced already."""
+        """Make the next call create a channel, unless `channel` was replaced already."""
         with self._lock:
             self._is_given_up = self._is_given_up or channel is self._dialed
 
     def current(self) -> tuple[ChannelT, ChannelT | None]:
-        """Return the channel for the next call, and the one it replaces, if it does."""
+        """Return the channel for the next call, and the one that it replaces or None."""
         store = self._security.certificates
         with self._lock:
             found = None if store is None else store.current()
@@ -72,7 +71,7 @@ class _Dialer(Generic[ChannelT]):
             return self._dialed, replaced
 
     def with_token(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """Return the keyword arguments of a call, with the token in its metadata."""
+        """Return the keyword arguments of a call with the token in its metadata."""
         if self._security.token is None:
             return arguments
         return {
@@ -82,8 +81,7 @@ class _Dialer(Generic[ChannelT]):
 
 
 class RedialingChannel(grpc.aio.Channel):
-    """An asyncio channel with the interface of any other. `is_named`: the target's host is a
-    name."""
+    """Asyncio channel that reconnects. `is_named`: the target's host is a name."""
 
     def __init__(
         self,
@@ -96,7 +94,7 @@ class RedialingChannel(grpc.aio.Channel):
         self._clock = clock or SystemClock()
         self._dialer = _Dialer(security, dial, self._clock)
         self._is_named = is_named
-        self._called_s: float | None = None  # when the present channel was last given to a call
+        self._called_s: float | None = None  # time of the last call on the current channel
         self._replaced: dict[asyncio.Task[None], grpc.aio.Channel] = {}
         self._current()
 
@@ -105,7 +103,7 @@ class RedialingChannel(grpc.aio.Channel):
         return self._is_named
 
     def renew(self) -> None:
-        """Look the name up again for the next call, though the present connection works."""
+        """Resolve the name again for the next call, even if the current connection works."""
         if (present := self._dialer.present) is not None:
             self._dialer.give_up(present)
 
@@ -125,9 +123,8 @@ class RedialingChannel(grpc.aio.Channel):
         if self._called_s is None:
             return False
         match channel.get_state():
-            case (
-                grpc.ChannelConnectivity.IDLE
-            ):  # its connection is gone; before the first call there was none
+            # A connection is lost: before the first call the channel had none.
+            case grpc.ChannelConnectivity.IDLE:
                 return self._clock.now() - self._called_s >= REDIAL_S
             case grpc.ChannelConnectivity.TRANSIENT_FAILURE:
                 return self._dialer.age_s >= REDIAL_S
@@ -183,13 +180,16 @@ class RedialingChannel(grpc.aio.Channel):
         await self._current().wait_for_state_change(last_observed_state)
 
     async def channel_ready(self) -> None:
-        # By looks: what waits for a change of state does not see that the channel was replaced.
+        # Poll: a wait for a state change does not notice that the channel was replaced.
         while self._for_call().get_state(try_to_connect=True) is not _READY:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_S)
 
 
 class RedialingSyncChannel(grpc.Channel):
-    """The same for threads. gRPC itself keeps a replaced channel until its last call has ended."""
+    """Synchronous channel that reconnects.
+
+    gRPC itself keeps a replaced channel until its last call has ended.
+    """
 
     def __init__(
         self,
@@ -245,8 +245,11 @@ class RedialingSyncChannel(grpc.Channel):
 
 
 class _SyncMethod:
-    """One method of whichever channel is the present one. A sync channel does not tell its state:
-    that a name cannot be reached shows in how calls end."""
+    """One method on the current channel.
+
+    A synchronous channel does not expose its state, so the end of calls shows that a name is
+    unreachable.
+    """
 
     def __init__(
         self,
@@ -277,7 +280,7 @@ class _SyncMethod:
         channel = self._dialer.current()[0]
         try:
             call = form(self._choose(channel))(*arguments, **self._dialer.with_token(named))
-        except grpc.RpcError as error:  # of a call that was waited for
+        except grpc.RpcError as error:  # of a blocking call
             if isinstance(error, grpc.Call):
                 self._ended(channel, error)
             raise
@@ -295,8 +298,10 @@ class _SyncMethod:
 
 
 def renew(channel: grpc.aio.Channel) -> bool:
-    """Look the name of `channel` up again for its next call. Return False for a channel to an
-    address, which has none."""
+    """Resolve the name of `channel` again for its next call.
+
+    Returns False if its target is an address, which needs no resolution.
+    """
     if not isinstance(channel, RedialingChannel) or not channel.is_named:
         return False
     channel.renew()

@@ -1,10 +1,12 @@
-"""One gRPC server per process: health, reflection, error mapping and drain included.
+"""gRPC server of a process, with health, reflection, error mapping and drain.
 
-server = GrpcServer(ServerOptions(listen="0.0.0.0:7000"), services=("baton.v1.Prefill",),
-metrics=rpc_metrics) prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, server.grpc)
+server = GrpcServer(
+    ServerOptions(listen="0.0.0.0:7000"), services=("baton.v1.Prefill",), metrics=rpc_metrics
+)
+prefill_pb2_grpc.add_PrefillServicer_to_server(servicer, server.grpc)
 address = await server.start()                       # "0.0.0.0:41873" when port 0 was given
 await server.health.set_serving("baton.v1.Prefill")  # services start as NOT_SERVING, "" as SERVING
-await server.drain(grace_s=30)                       # NOT_SERVING, refuse, wait, expel, stop
+await server.drain(grace_s=30)                       # NOT_SERVING, reject, wait, end calls, stop
 """
 
 import logging
@@ -27,32 +29,34 @@ from runtime.security.access import OPEN_SERVER, ServerSecurity
 logger = logging.getLogger(__name__)
 
 
-# What a connection may cost before its calls are looked at. A call's message waits outside, but for
-# one window.
+# Costs of a connection before its calls are checked. The message of a call waits outside, except
+# for one window.
 MAX_METADATA_BYTES = 16 << 10
 WINDOW_BYTES = 64 << 10
 HANDSHAKE_S = 5.0
 REFLECTION_V1 = "grpc.reflection.v1.ServerReflection"
-# Pings closer together than this are strikes, and the connection ends with the last one; ours come
-# every keepalive_s.
+# Pings closer together than this count as strikes, and the last strike closes the connection.
+# Baton's clients ping every keepalive_s.
 MIN_PING_INTERVAL_S, MAX_PING_STRIKES = 0.3, 5
-# Messages are inflated where their size is bounded, by `runtime.rpc.read_limits`; deflate is
-# refused by gRPC.
+# `runtime.rpc.read_limits` inflates messages, because it limits their size; gRPC rejects deflate.
 IDENTITY_AND_GZIP = 1 << 0 | 1 << 2
-# Calls gRPC may hold until the event loop takes them.
+# Calls that gRPC may hold until the event loop takes them.
 MAX_PENDING_CALLS = 1000
-# The second door answers probes: a service's name per message, a few connections.
+# Limits of the health port: one service name per message, a few connections.
 HEALTH_MESSAGE_BYTES, HEALTH_CALLS, HEALTH_CONNECTIONS = 1 << 10, 32, 64
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """`max_connection_age_s` makes clients behind a balancer reconnect now and then; None: never.
-    `channelz` shows sockets and calls of the whole process to callers that may watch workers.
-    `health_listen` serves health once more, in plain text: for probes that know no TLS, as
-    Kubernetes' own. `max_calls` and `max_held_bytes` (of their messages) hold for the server,
-    `max_streams` for each of its `max_connections`; `write_s` is what a client has to take a
-    response."""
+    """Options of a gRPC server.
+
+    `max_connection_age_s` makes clients that use a load balancer reconnect regularly; None disables
+    it. `channelz` shows sockets and calls of the whole process to callers that may watch workers.
+    `health_listen` is a second port that serves only health in plain text, for probes without TLS,
+    such as those of Kubernetes. `max_calls` and `max_held_bytes` (of their messages) apply to the
+    server, `max_streams` to each of its `max_connections`. `write_s` is the time in which a client
+    must take a response.
+    """
 
     listen: str
     max_message_bytes: int = 16 << 20
@@ -70,27 +74,22 @@ class ServerOptions:
     health_listen: str | None = None
 
     def connection_limits(self) -> ConnectionLimits:
-        """Return how many connections there may be, as far as there are file descriptors for
-        them."""
+        """Return the limits of connections, reduced to the available file descriptors."""
         return ConnectionLimits.within(self.max_connections, raised_file_limit())
 
     def as_grpc(self) -> list[tuple[str, int]]:
-        """Return the options of gRPC's servers."""
+        """Return the options for gRPC's servers."""
         options = [
-            ("grpc.so_reuseport", 0),  # a second server on the same port is an error, not a lottery
+            ("grpc.so_reuseport", 0),  # makes a second server on the same port an error
             ("grpc.max_receive_message_length", self.max_message_bytes),
             ("grpc.max_concurrent_streams", self.max_streams),
             ("grpc.max_allowed_incoming_connections", self.connection_limits().accepted),
-            (
-                "grpc.max_metadata_size",
-                MAX_METADATA_BYTES,
-            ),  # above the first limit gRPC refuses at random, so:
+            # Above a soft limit gRPC rejects at random, so both limits are the same.
+            ("grpc.max_metadata_size", MAX_METADATA_BYTES),
             ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
             ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
-            (
-                "grpc.http2.bdp_probe",
-                0,
-            ),  # it would widen the window of calls that are not read to megabytes
+            # The probe would widen the window of unread calls to megabytes.
+            ("grpc.http2.bdp_probe", 0),
             ("grpc.server.max_pending_requests", MAX_PENDING_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING_CALLS),
             ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1e3)),
@@ -99,12 +98,10 @@ class ServerOptions:
             ("grpc.max_send_message_length", -1),
             ("grpc.keepalive_time_ms", round(self.keepalive_s * 1e3)),
             ("grpc.keepalive_timeout_ms", round(self.keepalive_timeout_s * 1e3)),
-            (
-                "grpc.http2.ping_timeout_ms",
-                round(self.keepalive_timeout_s * 1e3),
-            ),  # see runtime.rpc.client
+            # See runtime.rpc.client.
+            ("grpc.http2.ping_timeout_ms", round(self.keepalive_timeout_s * 1e3)),
             ("grpc.keepalive_permit_without_calls", 1),
-            # Clients may ping as often as our own channels do, also while a long prefill sends
+            # Clients may ping as often as Baton's channels do, even while a long prefill sends
             # nothing.
             ("grpc.http2.min_ping_interval_without_data_ms", round(MIN_PING_INTERVAL_S * 1e3)),
             ("grpc.http2.max_ping_strikes", MAX_PING_STRIKES),
@@ -119,7 +116,9 @@ class ServerOptions:
 
 
 class Health:
-    """grpc.health.v1 with a true Watch. "" is the process, full service names are readiness."""
+    """Health service (grpc.health.v1) with Watch. "" is the process; full service names are
+    readiness.
+    """
 
     def __init__(self, services: tuple[str, ...]) -> None:
         self._services = services
@@ -136,14 +135,17 @@ class Health:
         await self.servicer.set(service, health_pb2.HealthCheckResponse.NOT_SERVING)
 
     async def shut_down(self) -> None:
-        """NOT_SERVING for all names, for good."""
+        """Report NOT_SERVING for all names, permanently."""
         await self.servicer.enter_graceful_shutdown()
 
 
 class GrpcServer:
-    """Build inside a running event loop. `calls` are those under way. `services` are the full names
-    whose readiness this process reports; `background_methods` are endless streams that a drain does
-    not wait for, `also_served` services without a readiness of their own."""
+    """gRPC server of a process. Build it inside a running event loop.
+
+    `calls` tracks the open calls. `services` are the full names whose readiness this process
+    reports, `also_served` are services without a readiness. `background_methods` are endless
+    streams for which a drain does not wait.
+    """
 
     def __init__(
         self,
@@ -164,6 +166,7 @@ class GrpcServer:
         limits = CallLimits(
             options.max_message_bytes, options.max_calls, options.max_held_bytes, options.write_s
         )
+        # Each port has separate limits.
         self._guard, self._health_guard = (
             CallGuard(
                 background_methods=background_methods,
@@ -173,7 +176,7 @@ class GrpcServer:
                 tracing=tracing,
             )
             for _ in range(2)
-        )  # each door has its own places
+        )
         self.calls = self._guard.calls
         self.health = Health(services)
         self._health_server: grpc.aio.Server | None = None
@@ -183,7 +186,7 @@ class GrpcServer:
         )
 
     def _add_reflection(self, services: tuple[str, ...]) -> None:
-        """Under both of its names: version 1 has the messages of v1alpha, field by field."""
+        """Add reflection under both of its names: version 1 has the same messages as v1alpha."""
         names = (*services, reflection.SERVICE_NAME, REFLECTION_V1)
         reflection.enable_server_reflection(names, self.grpc)
         method = grpc.stream_stream_rpc_method_handler(
@@ -196,8 +199,10 @@ class GrpcServer:
         )
 
     async def start(self) -> str:
-        """Listen and return the address. Raises ConfigError naming the address when it cannot be
-        bound."""
+        """Listen and return the address.
+
+        Raises ConfigError naming the address if it cannot be bound.
+        """
         health_pb2_grpc.add_HealthServicer_to_server(self.health.servicer, self.grpc)
         if self._options.channelz:
             channelz.add_channelz_servicer(self.grpc)
@@ -209,7 +214,7 @@ class GrpcServer:
         kept, wanted = self._options.connection_limits().kept, self._options.max_connections
         if kept < wanted:
             logger.warning(
-                "RLIMIT_NOFILE is %d, which leaves room for %d connections and not for the %d of "
+                "RLIMIT_NOFILE is %d, which allows %d connections and not the %d of "
                 "max_connections: raise it to %d",
                 raised_file_limit(),
                 kept,
@@ -222,7 +227,7 @@ class GrpcServer:
         return str(address)
 
     async def _start_health(self) -> None:
-        """The second door, in plain text, with nothing behind it but health."""
+        """Start the health port, which serves only health in plain text."""
         if self._options.health_listen is None:
             return
         listen = parse_address(self._options.health_listen, field="health_listen")
@@ -241,40 +246,48 @@ class GrpcServer:
         await self._health_server.start()
 
     async def empty(self, *, grace_s: float) -> None:
-        """Wait `grace_s` for the calls in flight and hand the rest back; the server stays. Refusing
-        new calls is up to the services."""
+        """Wait `grace_s` for the open calls, then return the rest to their callers.
+
+        The server continues to run. The services reject new calls themselves.
+        """
         if not await self.calls.wait_quiet(timeout_s=grace_s):
             logger.warning(
-                "calls still in flight after the grace period are handed back",
+                "returning calls that are open after the grace period",
                 extra={"grace_s": grace_s},
             )
         await self.hand_back(DrainingError("the server is stopping"))
 
     async def hand_back(self, error: BatonError) -> None:
-        """End the calls in flight with this error, so that their callers go on elsewhere; the
-        server stays."""
+        """End the open calls with this error, so that their callers continue elsewhere.
+
+        The server continues to run.
+        """
         self.calls.hand_back(error)
         await self.calls.wait_quiet(timeout_s=1.0)
 
     async def drain(self, *, grace_s: float) -> None:
-        """Report NOT_SERVING, refuse new calls, wait `grace_s` for those in flight, end the rest,
-        stop."""
+        """Drain the server and stop it.
+
+        Reports NOT_SERVING, rejects new calls, waits `grace_s` for open calls, then ends the rest.
+        """
         await self.health.shut_down()
         self.calls.refuse_new("the server is draining")
         if not await self.calls.wait_quiet(timeout_s=grace_s):
             logger.warning(
-                "calls still in flight after the grace period are ended", extra={"grace_s": grace_s}
+                "ending calls that are open after the grace period", extra={"grace_s": grace_s}
             )
-        # Requests that share a stream without an end (`Decode.Serve`) end before it: how they ended
-        # goes through it.
+        # Requests on a shared endless stream (`Decode.Serve`) end before the stream, which carries
+        # their statuses.
         await self.hand_back(DrainingError("the server is stopping"))
         self.calls.expel()
         await self.grpc.stop(grace=0.2)
         await self.stop()
 
     async def stop(self) -> None:
-        """End whatever runs at once: gRPC complains of a server that was started and not stopped.
-        Idempotent."""
+        """Stop at once and end all calls. Idempotent.
+
+        gRPC reports an error for a server that was started but not stopped.
+        """
         for server in (self.grpc, self._health_server):
             if server is not None:
                 await server.stop(grace=None)
@@ -287,7 +300,7 @@ async def _bind(
     *,
     field: str,
 ) -> Address:
-    """Where it listens. Raises ConfigError naming the setting when it cannot."""
+    """Return the bound address. Raises ConfigError naming the setting if binding fails."""
     try:
         if credentials is None:
             port = server.add_insecure_port(str(listen))
@@ -298,6 +311,7 @@ async def _bind(
     if port == 0:
         await server.stop(None)
         raise ConfigError(
-            f"cannot listen on {listen}: the address is in use or not of this machine", field=field
+            f"cannot listen on {listen}: the address is in use or does not belong to this machine",
+            field=field,
         )
     return Address(listen.host, port)

@@ -1,17 +1,16 @@
-"""Errors on the wire: one table from `BatonError` to a gRPC status with google.rpc details, and the
-way back.
+"""Errors on the wire: mapping of `BatonError` to a gRPC status with google.rpc details, and back.
 
     failure_of(error, request_id="") -> RpcFailure          for servers; runtime.rpc.server calls it for every handler
     error_from_rpc(rpc_error) -> BatonError                 for clients, sync and async
-    failure.status, error_from_status(status)               the same where the status of one of several requests on a
-                                                            call goes in a message: a serialised
-                                                            google.rpc.Status
+    failure.status, error_from_status(status)               the same for a status in a message, of one of several
+                                                            requests on a call: a serialized google.rpc.Status
 
 Details: ErrorInfo always (domain "baton"); BadRequest for InvalidRequestError; QuotaFailure for
-CapacityError; PreconditionFailure for ConfigError and IncompatiblePeerError; RetryInfo where it is
-known when to come back, at most `MAX_RETRY_AFTER_S`, because that is an estimate; RequestInfo for
-bugs, whose text stays in the server's log. A status travels as metadata, of which clients accept 8
-KiB and proxies seldom more, or they replace it by an error of their own: so texts are cut.
+CapacityError; PreconditionFailure for ConfigError and IncompatiblePeerError; RetryInfo if the retry
+delay is known, at most `MAX_RETRY_AFTER_S`, because the delay is an estimate; RequestInfo for bugs,
+whose text stays in the server's log. A status travels as metadata, of which clients accept 8 KiB
+and proxies rarely more; beyond that they replace it by an error of their own. So texts are
+truncated.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -32,7 +31,7 @@ from runtime.errors import BatonError
 DOMAIN = "baton"
 DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
-# The message travels twice, once percent-encoded (up to three times as long), and violations in
+# The message is sent twice, once percent-encoded (up to three times as long), and violations in
 # base64.
 MAX_MESSAGE_BYTES, MAX_ID_BYTES = 1024, 128
 MAX_VIOLATIONS, MAX_VIOLATIONS_BYTES = 16, 1536
@@ -61,7 +60,7 @@ _CODES: Mapping[type[BatonError], grpc.StatusCode] = {
 
 @dataclass(frozen=True)
 class RpcFailure:
-    """How a call ends: what `context.abort` is given."""
+    """Arguments of `context.abort` for a failed call."""
 
     code: grpc.StatusCode
     message: str
@@ -69,12 +68,12 @@ class RpcFailure:
 
     @property
     def status(self) -> bytes:
-        """The google.rpc.Status that it is, serialised."""
+        """Return the serialized google.rpc.Status."""
         return _status_in(self.trailing_metadata)
 
 
 class EndedCall(Protocol):
-    """What the sync and the async gRPC error have in common."""
+    """Common interface of gRPC's sync and async errors."""
 
     def code(self) -> grpc.StatusCode | None: ...
 
@@ -84,13 +83,15 @@ class EndedCall(Protocol):
 
 
 def code_of(error: BatonError) -> grpc.StatusCode:
-    """The status code of the nearest ancestor in the table."""
+    """Return the status code of the nearest ancestor in the table."""
     return next(_CODES[ancestor] for ancestor in type(error).__mro__ if ancestor in _CODES)
 
 
 def failure_of(error: Exception, request_id: str = "") -> RpcFailure:
-    """The status a client sees. Bugs and foreign exceptions show the request id instead of their
-    text."""
+    """Return the status that a client sees.
+
+    Bugs and foreign exceptions show the request id instead of their text.
+    """
     if not isinstance(error, BatonError) or isinstance(error, errors.InternalError):
         request_id = _cut(request_id, MAX_ID_BYTES)
         reason = error.reason if isinstance(error, BatonError) else BatonError.reason
@@ -112,7 +113,7 @@ def failure_of(error: Exception, request_id: str = "") -> RpcFailure:
 
 
 def _shown(violations: Sequence[errors.FieldViolation]) -> Sequence[errors.FieldViolation]:
-    """The first ones, and how many more there are."""
+    """Return the first violations, and the number of the remaining ones."""
     shown = violations[:MAX_VIOLATIONS]
     shown = [
         errors.FieldViolation(v.field, _cut(v.description, MAX_VIOLATIONS_BYTES // len(shown)))
@@ -133,7 +134,7 @@ def _error_info(reason: str, facts: Mapping[str, str]) -> details_pb2.ErrorInfo:
 
 
 def _facts(error: BatonError) -> dict[str, str]:
-    """What the typed error carries beyond its message, so that the client can rebuild it."""
+    """Return the fields of a typed error, so that the client can rebuild it."""
     if isinstance(error, errors.CapacityError):
         return {"resource": error.resource}
     if isinstance(error, errors.ConfigError):
@@ -177,7 +178,7 @@ def _failure(
 
 @dataclass(frozen=True)
 class _Details:
-    """What we read out of a status: the opposite of `_failure`."""
+    """Decoded details of a status, the reverse of `_failure`."""
 
     reason: str
     facts: Mapping[str, str]
@@ -230,8 +231,11 @@ _BY_REASON: Mapping[str, _Builder] = {
 
 
 def _exhausted(message: str) -> BatonError:
-    """gRPC itself refuses a message over a limit of either end, naming both sizes; a proxy, one
-    call too many."""
+    """Return the error for a RESOURCE_EXHAUSTED without details.
+
+    gRPC itself rejects a message over a limit of either end, naming both sizes. A proxy rejects a
+    call beyond its limit.
+    """
     if "larger than max" in message:
         return errors.InvalidRequestError(
             errors.FieldViolation("request", message.removeprefix("SERVER: "))
@@ -239,7 +243,7 @@ def _exhausted(message: str) -> BatonError:
     return errors.CapacityError(message, resource="calls")
 
 
-# For statuses that gRPC itself produced, which carry no details and no time to come back after.
+# For statuses that gRPC itself produced, which carry no details and no retry delay.
 _BY_CODE: Mapping[grpc.StatusCode, Callable[[str], BatonError]] = {
     grpc.StatusCode.UNAVAILABLE: errors.UnavailableError,
     grpc.StatusCode.DEADLINE_EXCEEDED: errors.DeadlineError,
@@ -256,9 +260,8 @@ _BY_CODE: Mapping[grpc.StatusCode, Callable[[str], BatonError]] = {
 }
 
 
-# What gRPC itself reports when a process dies under a call, as opposed to what its server answers.
-# It also reports INTERNAL when a message is sent to a stream that the peer has just ended; the
-# peer's status is lost then.
+# Codes that gRPC itself reports when a process dies during a call. It also reports INTERNAL when a
+# message is sent to a stream that the peer has just ended; the peer's status is lost then.
 _TRANSPORT_CODES = frozenset(
     {
         grpc.StatusCode.UNAVAILABLE,
@@ -270,14 +273,13 @@ _TRANSPORT_CODES = frozenset(
 
 
 def is_lost(call: EndedCall) -> bool:
-    """Whether the peer died before the call ended, or cannot be reached."""
+    """Return whether the peer died before the call ended, or cannot be reached."""
     answered = any(key == DETAILS_KEY for key, _ in call.trailing_metadata() or ())
     return call.code() in _TRANSPORT_CODES and not answered
 
 
 def error_from_rpc(call: EndedCall) -> BatonError:
-    """The typed error behind a failed call, with field violations and retry delay where the server
-    gave them."""
+    """Return the typed error of a failed call, with the server's violations and retry delay."""
     code = call.code() or grpc.StatusCode.UNKNOWN
     return _error_of(
         code, call.details() or "", _parsed(_status_in(call.trailing_metadata() or ()))
@@ -285,7 +287,7 @@ def error_from_rpc(call: EndedCall) -> BatonError:
 
 
 def error_from_status(status: bytes) -> BatonError | None:
-    """The same of a status that came in a message; None where that is OK."""
+    """Return the typed error of a status in a message, or None if the status is OK."""
     parsed = _parsed(status)
     code = _CODE_OF_NUMBER.get(parsed.code, grpc.StatusCode.UNKNOWN)
     return None if code is grpc.StatusCode.OK else _error_of(code, parsed.message, parsed)
@@ -310,7 +312,7 @@ def _status_in(metadata: Iterable[tuple[str, str | bytes]]) -> bytes:
 
 def _parsed(raw: bytes) -> Status:
     status = Status()
-    with suppress(DecodeError):  # not ours, then: the code alone decides
+    with suppress(DecodeError):  # a status of another server: only its code counts
         status.ParseFromString(raw)
     return status
 
@@ -321,7 +323,7 @@ def _read_details(status: Status) -> _Details:
         for detail in (info, bad, retry):
             try:
                 packed.Unpack(detail)
-            except DecodeError:  # not ours, as in `_parsed`
+            except DecodeError:  # a detail of another server, as in `_parsed`
                 detail.Clear()
     return _Details(
         reason=info.reason if info.domain == DOMAIN else "",

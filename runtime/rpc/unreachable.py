@@ -1,4 +1,4 @@
-"""Why a peer cannot be reached, in words: what gRPC says of it names its own parts.
+"""Readable reasons for unreachable peers; gRPC's own texts name its internal components.
 
 reach_problem(rpc_error.details())        # "127.0.0.1:7000: connection refused"
 """
@@ -6,28 +6,33 @@ reach_problem(rpc_error.details())        # "127.0.0.1:7000: connection refused"
 import re
 from urllib.parse import unquote
 
-# The last attempt of several: status, address and cause.
+# The last of several attempts: status, address and cause.
 _ATTEMPT = re.compile(
     r"failed to connect to all addresses; last error: [A-Z_]+: (?:ipv[46]:)?(\S+): (.*)", re.DOTALL
 )
 _NAME = re.compile(r"errors resolving (\S+): \[.*: ([^:\]]*)\]", re.DOTALL)
 _CAUSES = (
     ("Connection refused", "connection refused"),
-    ("WRONG_VERSION_NUMBER", "it does not speak TLS, and is called with it"),
-    ("CERTIFICATE_VERIFY_FAILED", "its certificate is of no authority in tls_ca"),
-    ("Hostname Verification Check failed", "its certificate has another name than is asked of it"),
+    ("WRONG_VERSION_NUMBER", "it does not speak TLS, but the call uses TLS"),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is not signed by an authority in tls_ca"),
+    (
+        "Hostname Verification Check failed",
+        "its certificate has another name than the expected one",
+    ),
     (
         "Socket closed",
-        "it closes the connection, as one does that asks for TLS or for another certificate",
+        "it closes the connection; it may require TLS or another certificate",
     ),
-    ("before receiving SETTINGS frame", "it takes the connection and answers nothing"),
+    ("before receiving SETTINGS frame", "it accepts the connection but sends nothing"),
     ("http1.x server", "it speaks HTTP/1, not gRPC"),
 )
 
 
 def reach_problem(details: str | None) -> str:
-    """Return what `details`, of a call that gRPC itself ended, mean. Details of another kind stay
-    as they are."""
+    """Return the meaning of the `details` of a call that gRPC itself ended.
+
+    Other details are returned unchanged.
+    """
     details = details or "no details"
     if (name := _NAME.fullmatch(details)) is not None:
         host, why = name[1].rpartition(":")[0], name[2].lower()

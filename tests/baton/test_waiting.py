@@ -94,12 +94,12 @@ async def test_certificates_that_do_not_fit_are_the_reason(tmp_path: Path) -> No
     async with announced(tmp_path, "prefill", security) as process:
         reason = await reason_of(process, stranger)
         assert reason.startswith("cannot be asked: 127.0.0.1:")
-        assert reason.endswith(": its certificate is of no authority in tls_ca")
+        assert reason.endswith(": its certificate is not signed by an authority in tls_ca")
         await process.announced(timeout_s=10)
         with pytest.raises(
             UnavailableError,
             match=r"^prefill-0: baton.v1.Prefill is not serving after 1 s: .* its "
-            r"certificate is of no authority in tls_ca",
+            r"certificate is not signed by an authority in tls_ca",
         ):
             await until_cluster_serves(process, stranger, timeout_s=1)
         # A certificate of the authority, though of none that may see a worker's load: its health is

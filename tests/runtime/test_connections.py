@@ -212,5 +212,5 @@ async def test_clients_connections_leave_descriptors_for_workers(tmp_path: Path)
     finally:
         process.kill()
         _, said = await process.communicate()
-    assert b"RLIMIT_NOFILE is 256, which leaves room for 48 connections" in said
+    assert b"RLIMIT_NOFILE is 256, which allows 48 connections" in said
     await asyncio.gather(prefill.die(), decode.die())

@@ -185,7 +185,7 @@ def test_what_is_too_long_is_not_parsed_and_what_is_no_message_is_named() -> Non
     assert parse(b"\x0a\x02ab").request_ids == ["ab"]
     with pytest.raises(InvalidRequestError, match="at most 4 bytes, this one has 5"):
         parse(b"\x0a\x03abc")
-    with pytest.raises(InvalidRequestError, match="no message of its type"):
+    with pytest.raises(InvalidRequestError, match="not a message of its type"):
         parse(b"\xff\xff")
 
 
@@ -240,7 +240,7 @@ def test_numbers_are_counted_before_a_message_is_parsed() -> None:
     ],
 )
 def test_what_is_no_message_is_refused_where_it_is_counted(raw: bytes) -> None:
-    with pytest.raises(InvalidRequestError, match="no message of its type"):
+    with pytest.raises(InvalidRequestError, match="not a message of its type"):
         bounded(pb.GenerateRequest.FromString, COUNTED)(raw)
 
 
@@ -258,7 +258,7 @@ def test_compressed_messages_are_inflated_up_to_a_ratio() -> None:
         bounded(pb.GenerateRequest.FromString, MessageBounds(100))(gzip.compress(bytes(101)))
     for damaged in (zeros[:2], zeros[:20] + zeros[30:], gzip.compress(b"\x0a\x01a")[:-1]):
         with pytest.raises(
-            InvalidRequestError, match=r"no message of its type|when it is inflated"
+            InvalidRequestError, match=r"not a message of its type|when it is inflated"
         ):
             parse(damaged)
 

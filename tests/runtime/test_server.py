@@ -348,7 +348,7 @@ async def test_wait_serving_says_why_there_is_no_connection(tmp_path: Path) -> N
     async with serving(security) as address, open_channel(address) as channel:
         with pytest.raises(
             errors.UnavailableError,
-            match=r"is not serving after 1 s: .* it closes the connection, as",
+            match=r"is not serving after 1 s: .* it closes the connection; it may",
         ):
             await wait_serving(channel, SERVICE, timeout_s=1)
 

@@ -40,25 +40,26 @@ async def test_tls_that_does_not_fit_is_named(tmp_path: Path) -> None:
     stranger = ChannelSecurity(other.store(tmp_path / "stranger", "router")).to(PeerRole.PREFILL)
     nameless = client_security(tls_ca=tmp_path / "ca.pem", server_name="prefill")
     async with serving(ServerSecurity(authority.store(tmp_path / "prefill", "prefill"))) as address:
-        asks_for_tls = (
-            "it closes the connection, as one does that asks for TLS or for another certificate"
-        )
+        asks_for_tls = "it closes the connection; it may require TLS or another certificate"
         assert await problem(address) == asks_for_tls
         assert await problem(address, nameless) == asks_for_tls
-        assert await problem(address, stranger) == "its certificate is of no authority in tls_ca"
+        assert (
+            await problem(address, stranger)
+            == "its certificate is not signed by an authority in tls_ca"
+        )
         assert await problem(address, router.to(PeerRole.DECODE)) == (
-            "its certificate has another name than is asked of it"
+            "its certificate has another name than the expected one"
         )
     async with serving(ServerSecurity()) as address:
         assert (
             await problem(address, router.to(PeerRole.PREFILL))
-            == "it does not speak TLS, and is called with it"
+            == "it does not speak TLS, but the call uses TLS"
         )
 
 
 async def test_what_is_no_grpc_server_is_named() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:  # the kernel takes connections for it
-        assert await problem(address_of(silent)) == "it takes the connection and answers nothing"
+        assert await problem(address_of(silent)) == "it accepts the connection but sends nothing"
     with socket.create_server(("127.0.0.1", 0)) as listening:
         serving_http = asyncio.create_task(asyncio.to_thread(answer_http, listening))
         assert await problem(address_of(listening)) == "it speaks HTTP/1, not gRPC"

@@ -374,7 +374,7 @@ async def test_a_leader_that_comes_back_is_joined_without_a_pause() -> None:
 
 @pytest.mark.parametrize(
     ("stands_in", "why"),
-    [(False, "connection refused"), (True, "it takes the connection and answers nothing")],
+    [(False, "connection refused"), (True, "it accepts the connection but sends nothing")],
 )
 async def test_a_leader_that_cannot_be_reached_is_reported_with_the_reason(
     stands_in: bool,  # noqa: FBT001
