@@ -88,7 +88,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._verdicts = _Verdicts()
         self._processes: OrderedDict[Grammar, GrammarProcess] = OrderedDict()
-        self._checks: dict[Grammar, asyncio.Task[None]] = {}
+        self._checks: dict[tuple[Grammar, str], asyncio.Task[None]] = {}  # and for which client
         self._first = _Lane(FIRST_CPU_S, Turns(MAX_AT_ONCE, MAX_WAITING))
         self._last = _Lane(LAST_CPU_S, Turns(MAX_SLOW_AT_ONCE, MAX_SLOW_WAITING))
         self._allowances = Allowances(PER_CORE_S * num_cores())
@@ -112,9 +112,11 @@ class Grammars:
             ):
                 return
         check_shape(grammar)
-        if (task := self._checks.get(grammar)) is None:
-            task = self._checks[grammar] = asyncio.create_task(self._check(grammar, client))
-            task.add_done_callback(lambda ended: self._checked(grammar, ended))
+        # Of another client's it would share the wait for a turn, and a refusal for its own excess.
+        key = grammar, client
+        if (task := self._checks.get(key)) is None:
+            task = self._checks[key] = asyncio.create_task(self._check(grammar, client))
+            task.add_done_callback(lambda ended: self._checked(key, ended))
         await asyncio.shield(task)  # other requests may wait for the same check
         with self._lock:
             self._is_kept(grammar)
@@ -172,8 +174,8 @@ class Grammars:
                 raise
             return process
 
-    def _checked(self, grammar: Grammar, ended: "asyncio.Task[None]") -> None:
-        del self._checks[grammar]
+    def _checked(self, key: tuple[Grammar, str], ended: "asyncio.Task[None]") -> None:
+        del self._checks[key]
         if not ended.cancelled():
             ended.exception()  # the waiters raise it
 
@@ -191,9 +193,14 @@ class Grammars:
         Ends processes that no request expects first, then expected ones; within each group the
         least recently used first.
         """
-        if (other := self._processes.pop(grammar, None)) is not None:
+        other = self._processes.get(grammar)
+        if other is not None and other.is_ready:  # texts may follow it already
+            process.close()
+            process = other
+        elif other is not None:
             other.close()
         self._processes[grammar] = process
+        self._processes.move_to_end(grammar)
         idle, expected, now_s = list[Grammar](), list[Grammar](), time.monotonic()
         for known, held in self._processes.items():
             held.expected = tuple(until_s for until_s in held.expected if until_s > now_s)

@@ -175,7 +175,7 @@ class GrammarProcess:
         while not self._jobs.empty():
             left = self._jobs.get_nowait()
             if isinstance(left, MaskJob):
-                left.fail("its grammar is no longer followed: the process is shutting down")
+                left.fail("the process of its grammar has ended", is_held_up=True)
 
     def _compile(self) -> None:
         child = self._child = self._fork_server.fork()

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
 
+import numpy as np
 import pytest
 from llguidance import LLTokenizer
 
@@ -94,6 +95,37 @@ async def test_the_same_new_grammar_is_compiled_once_for_all_who_bring_it(
     monkeypatch.setattr(grammars._fork_server, "fork", counted)
     await asyncio.gather(*(grammars.check(regex("[a-z]+")) for _ in range(20)))
     assert len(forks) == 1
+
+
+async def test_no_client_waits_for_the_turn_of_another_one_with_the_same_grammar(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One has brought too many, and waits before its next one is compiled."""
+    monkeypatch.setattr(turns, "BURST", 1)
+    monkeypatch.setattr(turns, "WAIT_S", 1000.0)
+    monkeypatch.setattr(grammars._allowances, "_per_s", 0.01)
+    await grammars.check(regex("a"), "greedy")
+    waiting = asyncio.create_task(grammars.check(regex("b"), "greedy"))
+    await asyncio.sleep(0)
+    async with asyncio.timeout(LONG_S / 2):
+        await grammars.check(regex("b"), "other")
+    assert not waiting.done()
+    waiting.cancel()
+    await asyncio.gather(waiting, return_exceptions=True)
+
+
+async def test_a_process_that_a_text_follows_is_not_replaced_by_a_later_check(
+    grammars: Grammars,
+) -> None:
+    """The grammar was evicted: a row opens it while the next request has it checked again."""
+    checking = asyncio.create_task(grammars.check(regex("ab")))
+    await asyncio.sleep(0)
+    assert grammars._checks, "it has begun"
+    text = grammars.open(regex("ab"))
+    grammars._processes[regex("ab")].compiled.result(LONG_S)
+    await checking
+    assert np.flatnonzero(allowed_after(text, 0, ())).tolist() == [ord("a")]
+    text.close()
 
 
 async def test_new_grammars_are_counted_by_the_client_that_brings_them(
