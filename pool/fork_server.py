@@ -1,10 +1,10 @@
-"""`python -m pool.fork_server PARENT_PID SOCKET`: loads what every worker loads, then forks a worker
-for each order.
+"""`python -m pool.fork_server PARENT_PID SOCKET`: imports the modules of a worker once, then forks
+a worker per order.
 
-Loading torch, numba and UCX is most of a worker's start. A local cluster does it once; its workers,
-and those that replace dead ones, are there in a fraction of the time, and share the memory. What is
-loaded here leaves no thread and opens no device and no connection, so a fork of this process is as
-good as a new one. Workers die with this process, and this one with its parent.
+Importing torch, numba and UCX takes most of a worker's start. A local cluster does it once. Its
+workers, and their replacements, start in a fraction of the time and share the memory. The imports
+leave no thread and open no device or connection, so a fork is equivalent to a new process. Workers
+die with this process, and this process dies with its parent.
 """
 
 import gc
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 def main() -> None:
-    """Until the parent ends this process; in a fork, until its worker has ended."""
+    """Run until the parent ends this process; in a fork, until its worker has ended."""
     parent, path = sys.argv[1:]
     tie_to_parent(int(parent), ALL_CORES)
     with open_socket() as listener:
@@ -47,19 +47,23 @@ def main() -> None:
         try:
             load()
         except (ImportError, MemoryError, OSError) as error:
-            sys.exit(f"what workers load cannot be loaded: {error}")
+            sys.exit(f"the modules of a worker cannot be loaded: {error}")
         order = SpawnServer(listener).serve()
     become(order)
 
 
 def load() -> None:
-    """What forks find in place. Raises InternalError if a thread is left: no fork would have it."""
-    quiet_grpc()
-    gc.disable()  # modules stay: a seventh of the time would go into looking for what does not
-    import engine.kernels.host.codegen.compiled  # torch and numba
+    """Import the modules that forks share.
 
-    # UCX measures a clock for 0.4 s as it loads, and the dynamic linker loads nothing else
-    # meanwhile: so beside what is Python alone.
+    Raises:
+        InternalError: an import left a thread running, which no fork would have.
+    """
+    quiet_grpc()
+    gc.disable()  # modules stay alive, and searching for garbage would take a seventh of the time
+    import engine.kernels.host.codegen.compiled  # imports torch and numba
+
+    # UCX measures a clock for 0.4 s while it loads, and the dynamic linker loads nothing else
+    # meanwhile. So it loads in parallel with Python-only imports.
     ucx = Thread(target=load_ucx)
     ucx.start()
     import pool.start  # noqa: F401
@@ -68,23 +72,23 @@ def load() -> None:
     ucx.join()
     if (num_threads := len(os.listdir("/proc/self/task"))) > 1:
         raise InternalError(
-            f"{num_threads - 1} threads have been started by what workers load; forks would lack them"
+            f"{num_threads - 1} threads were started by a worker's imports; forks would lack them"
         )
     gc.collect()
-    gc.freeze()  # so that a collection in a fork leaves the shared pages alone
+    gc.freeze()  # so that a garbage collection in a fork does not copy shared pages
     gc.enable()
 
 
 @dataclass
 class SpawnServer:
-    """Takes orders from any number of connections, one after the other."""
+    """A server of spawn orders from any number of connections, one at a time."""
 
     listener: socket.socket
     _selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
     _order: Order | None = None
 
     def serve(self) -> Order:
-        """Returns in a fork only, with what that is to be."""
+        """Serve orders; return only in a fork, with the order that it executes."""
         self._selector.register(self.listener, selectors.EVENT_READ, self._accept)
         while self._order is None:
             for key, _ in self._selector.select():
@@ -97,7 +101,7 @@ class SpawnServer:
     def _accept(self) -> None:
         channel, _ = self.listener.accept()
         if not is_from_user(channel, os.getuid()):
-            channel.close()  # an order runs any module
+            channel.close()  # an order can run any module
             return
         self._selector.register(channel, selectors.EVENT_READ, partial(self._take, channel))
 
@@ -126,8 +130,7 @@ class SpawnServer:
         _unless_gone(lambda: send_answer(channel, OrderAnswer(order.number, pid)))
 
     def _leave(self, order: Order, parent: int, output: int) -> None:
-        """In the fork: a session of its own, tied to the fork server, and nothing of the fork server's but
-        its modules."""
+        """Set up the fork: a new session, tied to the fork server, without its files."""
         os.setsid()
         tie_to_parent(parent, order.core)
         for key in list(self._selector.get_map().values()):
@@ -145,7 +148,10 @@ class SpawnServer:
 
 
 def _unless_gone(call: Callable[[], T]) -> T | None:
-    """None when the supervisor has closed its end. What runs for it goes on."""
+    """Return the result of `call`, or None if the supervisor has closed its end.
+
+    Its workers keep running.
+    """
     try:
         return call()
     except OSError:
@@ -153,9 +159,11 @@ def _unless_gone(call: Callable[[], T]) -> T | None:
 
 
 def become(order: Order) -> None:
-    """Run the worker's module as its own program would. Where that ends with a code, so does the
-    process, at once: to take apart all that was loaded takes the interpreter half a second, and
-    most of the shared memory is copied."""
+    """Run the worker's module as its own program would, and exit with its code.
+
+    The exit is immediate: an orderly shutdown of the interpreter takes half a second, and copies
+    most of the shared memory.
+    """
     os.chdir(order.folder)
     os.environ.clear()
     os.environ.update(order.environment)

@@ -1,4 +1,4 @@
-"""The one place that chooses what layers run on, by the device a process is configured to use."""
+"""The choice of a stage's backends by the configured device."""
 
 from importlib.util import find_spec
 
@@ -15,26 +15,31 @@ from runtime.errors import ConfigError
 def choose_backends(
     device_name: str, numerics: Numerics, description: ModelDescription
 ) -> Backends:
-    """For `--device`. Loads nothing of the model.
+    """Return the backends for `--device`, without loading the model.
 
     Raises:
-        ConfigError: there is no such device, a library for it is missing, or it does not offer
-            these numerics or what this model needs; the message names the field.
+        ConfigError: the device or a library is missing, or it does not support these numerics or this
+            model; the message names the field.
     """
     device = torch.device(device_name)
     if device == HOST:
         return CpuBackends(numerics)
     check_device(device)
     check_offered(device, numerics, description)
+    # Needs Triton, which a host without a device may lack.
     from engine.assembly.cuda import (
         DeviceBackends,
-    )  # needs Triton, which a host without a device may lack
+    )
 
     return DeviceBackends.on(torch.device(device.type, device.index or 0))
 
 
 def check_device(device: torch.device) -> None:
-    """Raises ConfigError unless this machine has the CUDA device and what runs on it."""
+    """Check that this machine has the CUDA device and the libraries for it.
+
+    Raises:
+        ConfigError: one is missing.
+    """
     if not torch.cuda.is_available():
         raise ConfigError(
             f"device {device} needs a CUDA device and a CUDA build of torch; torch {torch.__version__} "
@@ -56,10 +61,14 @@ def check_device(device: torch.device) -> None:
 
 
 def check_offered(device: torch.device, numerics: Numerics, description: ModelDescription) -> None:
-    """Raises ConfigError for what no device but the host offers."""
+    """Check that a CUDA device supports these numerics and this model.
+
+    Raises:
+        ConfigError: only the host does.
+    """
     if numerics is Numerics.EXACT:
         raise ConfigError(
-            f"exact numerics are offered on device cpu only; with device {device} say numerics fast",
+            f"exact numerics are offered on device cpu only; with device {device} use numerics fast",
             field="numerics",
         )
     geometry = description.attention_geometry(page_size=1)

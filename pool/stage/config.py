@@ -1,5 +1,4 @@
-"""The settings of a prefill or decode process. Flags and one TOML file fill it; it never changes
-after."""
+"""The settings of a prefill or decode process, filled from flags and one TOML file, then frozen."""
 
 import re
 from pathlib import Path
@@ -18,18 +17,17 @@ from transfer.ucx.binding import UcxBinding, parse_ports
 
 TransportName = Literal["auto", "shm", "tcp", "cuda"]
 StageChannelName = Literal["auto", "ucx", "nccl"]
-BALANCED = "balanced"  # a partition of as much weight for every stage
-MIN_CONTEXT_TOKENS = (
-    16  # a router's own first request needs six, and waits for a pool that can hold them
-)
+BALANCED = "balanced"  # the partition that gives every stage about the same weight bytes
+# A router's own first request needs six tokens, and it waits for a pool that can hold them.
+MIN_CONTEXT_TOKENS = 16
 
 
 class WorkerConfig(TlsConfig):
-    """One process of a pool: its place, its memory, its limits."""
+    """The settings of one process of a pool: its place, its memory, its limits."""
 
     model: Path = Field(description="directory of the checkpoint (config.json, *.safetensors)")
     model_name: str = Field(
-        default="", description="name clients know the model by; default: the directory's name"
+        default="", description="model name that clients use; default: the directory's name"
     )
     listen: AddressField = Field(
         default="127.0.0.1:0", description="HOST:PORT of the gRPC server; port 0: any"
@@ -44,7 +42,7 @@ class WorkerConfig(TlsConfig):
     rank: int = Field(
         default=0,
         ge=0,
-        description="which process of the pool this is, counted stage by stage; 0 leads",
+        description="which process of the pool this is, counted stage by stage; 0: the leader",
     )
     world_size: int = Field(
         default=1, ge=1, le=64, description="processes of the pool: its stages times --tp"
@@ -60,48 +58,47 @@ class WorkerConfig(TlsConfig):
         default=0,
         ge=0,
         le=8,
-        description="ranks of a stage that experts are spread over, whole ones: all "
-        "of them, so as many as --tp; 0: likewise",
+        description="ranks of a stage over which whole experts are spread: must be "
+        "equal to --tp; 0: the same",
     )
     dp_attention: int = Field(
         default=1,
         ge=1,
         le=8,
-        description="data ranks: groups of these ranks, of which each has "
-        "requests, and a cache of them, of its own",
+        description="data ranks: groups of these ranks, each with its own requests and cache",
     )
     overlap_tokens: int = Field(
         default=0,
         ge=0,
         le=65536,
-        description="batches of so many tokens or more run in two "
-        "halves on the ranks of a stage, and one "
-        "computes while the other's parts are under "
-        "way; 0: none do",
+        description="batches of at least this number of tokens run in two "
+        "halves on the ranks of a stage; one "
+        "computes while the other's partial results are "
+        "exchanged; 0: never",
     )
     overlap_steps: bool = Field(
         default=False,
-        description="prepare a decode step while the one before it computes (a "
-        "decode pool of one process, without a draft)",
+        description="prepare a decode step while the previous one computes (a "
+        "decode pool of one process, without a draft model)",
     )
     leader: str = Field(
         default="",
-        description="HOST:PORT of stage 0's gRPC server, or the file:///PATH that it "
-        "announces itself in; needed by the other stages",
+        description="HOST:PORT of stage 0's gRPC server, or the file:///PATH to which it "
+        "writes it; needed by the other stages",
     )
     partition: str = Field(
         default="",
-        description='layers per stage, as "3,5"; balanced: so that all stages read '
-        "about as much of the weights in a step; default: even, later "
-        "stages one more",
+        description='layers per stage, like "3,5"; balanced: all stages read '
+        "about the same weight bytes per step; default: even, later "
+        "stages get one more",
     )
     page_size: int = Field(default=64, ge=1, le=4096, description="tokens per cache page")
     max_context: int = Field(
         default=0,
         ge=0,
-        description="tokens of prompt and answer together, at least "
-        f"{MIN_CONTEXT_TOKENS}; 0: the model's, or as many as the "
-        "cache can hold",
+        description="tokens of prompt and output together, at least "
+        f"{MIN_CONTEXT_TOKENS}; 0: the model's limit, or as many as the "
+        "cache holds",
     )
     num_pages: int = Field(
         default=0,
@@ -119,8 +116,8 @@ class WorkerConfig(TlsConfig):
         default=0,
         ge=0,
         le=1,
-        description="share of the memory of the machine, container or device that weights and "
-        "cache may take together, when --memory-mb is 0; 0: 0.4 of a host, 0.8 of a "
+        description="share of the memory of the machine, container or device for weights and "
+        "cache together, when --memory-mb is 0; 0: 0.4 of a host, 0.8 of a "
         "container's limit, 0.85 of a device",
     )
     max_running: int = Field(
@@ -130,65 +127,65 @@ class WorkerConfig(TlsConfig):
         default=0,
         ge=0,
         le=4096,
-        description="requests that hold memory beyond them while their "
-        "prompts land or they wait for a turn (decode); 0: "
+        description="further requests that hold memory while their "
+        "prompts land or they wait for their turn (decode); 0: "
         "twice --max-running up to 32, none above",
     )
     max_queued: int = Field(
-        default=256, ge=1, le=65536, description="requests that may wait (prefill)"
+        default=256, ge=1, le=65536, description="requests that may be queued (prefill)"
     )
     chunk_tokens: int = Field(default=512, ge=1, le=65536, description="prompt tokens per forward")
     prefix_cache: bool = Field(
         default=True,
-        description="keep what prompts left and compute only what follows it (prefill)",
+        description="cache prompts, and compute only the part after a cached prefix (prefill)",
     )
     decode_cache: bool = Field(
         default=True,
-        description="keep prompts that landed and what was drawn, and be sent "
-        "only what follows it (decode)",
+        description="cache prompts that landed and sampled tokens, and receive "
+        "only the part after a cached prefix (decode)",
     )
     prefix_snapshots: int = Field(
         default=0,
         ge=0,
         le=65536,
-        description="recurrent states to keep with it, where the "
+        description="recurrent states to cache, if the "
         "model has any (prefill); 0: twice "
-        "--max-running, as far as a fifth of the "
-        "cache holds them",
+        "--max-running, but at most a fifth of the "
+        "cache memory",
     )
     local_rest_tokens: int = Field(
         default=0,
         ge=0,
         le=65536,
-        description="a decode pool that holds all but so many tokens of a prompt, or fewer "
-        "where its streams would suffer, computes these itself, without a "
-        "prefill worker, where the model has attention alone; 0: never",
+        description="most uncached tokens of a prompt that a decode pool prefills by itself, "
+        "without a prefill worker; fewer if its streams would slow down; only for "
+        "models with attention layers only; 0: never",
     )
     step_limit_s: float = Field(
         default=0,
         ge=0,
         le=86400,
-        description="seconds a step may take; then the engine counts as hung, its requests "
-        "move elsewhere and the process ends; 0: 20 times the longest step of "
-        "late, at least 60",
+        description="seconds that a step may take; after that the engine counts as hung, its requests "
+        "move elsewhere and the process ends; 0: 20 times the longest recent "
+        "step, at least 60",
     )
     numerics: Literal["exact", "fast"] = Field(
-        default="exact", description="exact: the same bits from every topology"
+        default="exact", description="exact: the same bits in every topology"
     )
     weights: Literal["model", "int8"] = Field(
         default="model",
-        description="model: in the model's type; int8: matrices of projections in eight bits, "
-        "multiplied by activations in eight bits (device cpu)",
+        description="model: the model's type; int8: projection matrices in eight bits, "
+        "multiplied by eight-bit activations (device cpu)",
     )
     device: str = Field(
         default="cpu",
-        description="what layers and cache memory are on: cpu, cuda or cuda:N (with numerics fast)",
+        description="device of layers and cache memory: cpu, cuda or cuda:N (with numerics fast)",
     )
     cuda_graphs: bool = Field(
         default=True,
-        description="replay steps: where device is cuda decode and verify "
-        "steps as captured graphs, where it is cpu these and whole "
-        "chunks of prompts as recorded kernels",
+        description="replay steps: on device cuda, decode and verify "
+        "steps as captured graphs; on device cpu, these and whole "
+        "prompt chunks as recorded kernels",
     )
     threads: int = Field(default=1, ge=1, le=256, description="compute threads of this process")
     transport: TransportName = Field(
@@ -198,21 +195,21 @@ class WorkerConfig(TlsConfig):
     )
     transport_interface: str = Field(
         default="",
-        description="network devices UCX listens on, as eth0 or mlx5_0:1,eth0; default: all",
+        description="network devices for UCX to listen on, like eth0 or mlx5_0:1,eth0; default: all",
     )
     transport_ports: str = Field(
-        default="", description="TCP ports UCX listens in, as 7300-7363; default: any"
+        default="", description="TCP ports for UCX, like 7300-7363; default: any"
     )
     stage_channel: StageChannelName = Field(
         default="auto",
         description="how tensors go from stage to stage: nccl between devices, ucx through host "
-        "memory; auto: nccl when every stage has a device of its own",
+        "memory; auto: nccl if every stage has its own device",
     )
     frame_timeout_s: float = Field(
         default=10.0,
         gt=0,
         le=3600,
-        description="a stage that does not take a frame for so long is lost; grows to "
+        description="seconds after which a stage that accepts no frame is lost; grows to "
         "8 times the longest of the last 64 steps",
     )
     draft: Path | None = Field(
@@ -222,37 +219,37 @@ class WorkerConfig(TlsConfig):
         default=1,
         ge=1,
         le=32,
-        description="continuations drafted per node, alike in pools of both roles; 1 drafts chains",
+        description="continuations drafted per node, the same in pools of both roles; 1: chains",
     )
-    spec_steps: int = Field(default=5, ge=1, le=16, description="tokens drafted ahead at most")
+    spec_steps: int = Field(default=5, ge=1, le=16, description="most tokens drafted ahead")
     spec_draft_tokens: int = Field(
-        default=5, ge=1, le=128, description="drafted tokens verified per step and request"
+        default=5, ge=1, le=128, description="draft tokens verified per step and request"
     )
     spec_prompt: bool = Field(
         default=True,
-        description="the draft's state of the prompt is handed over between pools "
-        "that both have --draft; no: it never is",
+        description="send the draft model's state of the prompt between pools "
+        "that both have --draft; no: never",
     )
     spec_adaptive: bool = Field(
-        default=True, description="shorten drafts, or draft nothing, while that yields more"
+        default=True, description="shorten drafts, or draft nothing, while that raises throughput"
     )
     caller_stall_s: float = Field(
         default=120.0,
         gt=0,
         le=MAX_WAIT_S,
-        description="how long a router may leave a response unread; above its client_stall_s",
+        description="seconds that a router may leave a response unread; must exceed its client_stall_s",
     )
     drain_s: float = Field(
         default=10.0,
         ge=0,
         le=MAX_WAIT_S,
-        description="how long SIGTERM lets running requests finish",
+        description="seconds that running requests have to finish after SIGTERM",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
-        default="info", description="least level logged"
+        default="info", description="lowest level logged"
     )
     log_style: Literal["human", "json"] = Field(
-        default="human", description="for people or for machines"
+        default="human", description="lines for people or for machines"
     )
     otel_endpoint: str = Field(
         default="", description="URL of an OTLP collector over gRPC; empty: no traces"
@@ -283,8 +280,11 @@ class WorkerConfig(TlsConfig):
             raise ValueError(str(error)) from None
 
     def check(self) -> None:
-        """Raises ConfigError for what the single settings do not show, and needs neither torch nor
-        the model to be seen."""
+        """Check the settings against each other, without torch and without the model.
+
+        Raises:
+            ConfigError: they contradict each other or are out of range.
+        """
         if self.rank >= self.world_size:
             raise ConfigError(f"rank {self.rank} is outside 0..{self.world_size - 1}", field="rank")
         if self.rank > 0 and not self.leader:
@@ -302,11 +302,18 @@ class WorkerConfig(TlsConfig):
 
     @property
     def placement(self) -> Placement:
-        """Which stage, and which rank of it. Raises ConfigError when processes and ranks do not fit
-        together."""
+        """Return this process's stage and its rank within it.
+
+        Raises:
+            ConfigError: processes and ranks do not fit together.
+        """
         return Placement.of(self.rank, self.world_size, self.tp, self.dp_attention)
 
     @property
     def binding(self) -> UcxBinding:
-        """Where UCX listens. Raises ConfigError."""
+        """Return the devices and ports on which UCX listens.
+
+        Raises:
+            ConfigError: one of them is invalid or missing.
+        """
         return UcxBinding.parse(self.transport_interface, self.transport_ports)

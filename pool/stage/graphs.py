@@ -1,4 +1,4 @@
-"""Which forwards of a stage run as captured graphs, or on the host as recordings."""
+"""The forwards of a stage that run as captured graphs, or as recordings on the host."""
 
 import logging
 
@@ -31,8 +31,9 @@ def build_graphs(
     backends: StageBackends,
     speculation: SpeculationConfig | None,
 ) -> StageGraphs | None:
-    """Capture the steps of up to `max_running` rows; of a pool that speculates also their
-    verification. None where there is nothing to capture on, or nothing is to be captured.
+    """Capture the decode and verify steps of up to `max_running` rows.
+
+    Return None if graphs are disabled or not supported.
 
     Raises:
         ConfigError: a forward could not be captured; the message names its bucket.
@@ -41,7 +42,7 @@ def build_graphs(
     if parts is None or not config.cuda_graphs:
         return None
     if description.counts_on_host:
-        logger.info("no graphs: how many tokens each expert got is read on the host")
+        logger.info("no graphs: the number of tokens per expert is read on the host")
         return None
     buckets = decode_buckets(config.max_running)
     if speculation is not None:
@@ -67,9 +68,11 @@ def build_host_steps(
     backends: StageBackends,
     observer: LayerObserver | None,
 ) -> HostSteps | None:
-    """Record the decode steps of up to `max_running` rows, each number of rows when it comes, and
-    whole chunks of prompts. None where what such a step does depends on more than its rows, and
-    where nothing is to be captured."""
+    """Return recorded decode steps of up to `max_running` rows, and of whole prompt chunks.
+
+    Each number of rows is recorded on first use. Return None if recordings are disabled, or if a
+    step depends on more than its rows.
+    """
     attention, states = backends.attention, backends.states
     if (
         attention is None
@@ -97,9 +100,16 @@ def build_draft_graphs(
     model: DraftModel,
     attention: DraftAttention,
 ) -> CapturedDraft:
-    """Capture the forwards by which the draft follows up to `max_running` rows, and the whole
-    rounds in which it grows their trees; on the host record both, each number of rows when it
-    comes. Nothing and raises as `build_graphs`."""
+    """Capture the draft model's forwards and rounds for up to `max_running` rows.
+
+    A round grows whole trees.
+
+    On the host both are recorded instead, each number of rows on first use. Captures nothing if
+    graphs are disabled or not supported.
+
+    Raises:
+        ConfigError: a forward could not be captured; the message names its bucket.
+    """
     if not config.cuda_graphs or plan.draft.target.counts_on_host:
         return CapturedDraft()
     if attention.recordable_round is not None and plan.config.steps > 1:

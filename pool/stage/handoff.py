@@ -1,5 +1,4 @@
-"""A stage's end of a handoff: the transfer agent over its pools, which are host bytes or reached
-through pinned buffers, and the layers that the agent may send."""
+"""Handoff of a stage: its transfer agent over host memory or pinned buffers, and layer completion."""
 
 from collections.abc import Callable
 
@@ -20,16 +19,17 @@ from transfer.transport.device import DeviceTransport, Route
 from transfer.transport.protocol import Transport
 
 LayerMark = Callable[[], DeviceEvent]
-"""Records an event behind the work that was given to the device so far."""
+"""Records an event after the work that was given to the device so far."""
 
 
 def layer_observer(agent: TransferAgent, mark: LayerMark | None = None) -> LayerObserver:
-    """Reports to a sending stage's agent which layers are done, and for which tokens, those that a
-    prefix cache held included. For prefill stages. The first layer of a batch also names its
-    requests: stages behind the first have no other sign of them.
+    """Return an observer that reports the completed layers of a prefill stage to its agent.
 
-    On a device a layer that was launched is not done: then `mark` is given, and the agent waits for
-    its event, one per batch and layer.
+    It reports the tokens of each layer, including cached ones. The first layer of a batch also
+    names its requests, because later stages have no other sign of them.
+
+    On a device a launched layer is not complete. Then `mark` is given, and the agent waits for its
+    event, one per batch and layer.
     """
     latest: ForwardBatch | None = None
 
@@ -62,8 +62,13 @@ def build_agent(
     on_event: Callable[[StageSessionEvent], None],
     route: Route = Route.PINNED,
 ) -> TransferAgent:
-    """The agent of a stage, not started. `transport` moves host bytes, and with a direct `route`
-    the device's as well. Raises ConfigError when memory cannot be pinned."""
+    """Return the agent of a stage, not started.
+
+    `transport` moves host bytes, and with a direct `route` the device's bytes as well.
+
+    Raises:
+        ConfigError: memory cannot be pinned.
+    """
     if device != HOST:
         return build_device_agent(
             pools,
@@ -93,8 +98,10 @@ def build_device_agent(
     pinned: bool,
     route: Route = Route.PINNED,
 ) -> TransferAgent:
-    """For pools that only `copies` reach. Its thread enters the device before it does anything
-    else."""
+    """Return an agent for pools that are accessible only through `copies`.
+
+    Its thread enters the device before it does anything else.
+    """
     clock, buffer_bytes = SystemClock(), max_message_bytes(pools.geometry)
     staging = PinnedStaging(
         copies,
@@ -113,13 +120,15 @@ def build_device_agent(
 
 
 def max_message_bytes(geometry: PoolGeometry) -> int:
-    """Of one item of a handoff from or to these pools."""
+    """Return the largest bytes of one item of a handoff from or to these pools."""
     return max([MAX_RUN_BYTES, *(spec.record_bytes for spec in geometry.local_specs())])
 
 
 def layer_mark(device: torch.device) -> LayerMark | None:
-    """Where the device's queue of work is now; None on the host, where what was computed is
-    done."""
+    """Return a function that marks the device's queue of work.
+
+    Return None on the host, where a computed layer is complete.
+    """
     if device == HOST:
         return None
     return lambda: torch.cuda.current_stream(device).record_event()

@@ -1,5 +1,7 @@
-"""The kernels of a stage, compiled before it loads its weights: later they would be, one after the
-other, while the pool waits for its first token."""
+"""Compilation of a stage's kernels before it loads its weights.
+
+Otherwise they would be compiled one by one while the pool waits for its first token.
+"""
 
 import torch
 
@@ -12,7 +14,7 @@ from pool.stage.stage import StagePlan
 
 
 def compile_kernels(config: WorkerConfig, plan: StagePlan, *, reads_prompts: bool) -> None:
-    """Nothing for a device: what runs there is compiled as it warms up."""
+    """Compile the host kernels of a stage. A device compiles its kernels during warm-up."""
     if config.device == HOST.type:
         compile_ahead(list(kernels_of(_needs(config, plan, reads_prompts=reads_prompts))))
 

@@ -1,5 +1,7 @@
-"""What a pool measures, from the loop's and the scheduler's figures. Any thread; instruments lock
-themselves."""
+"""Metrics of a pool, from the figures of its loop and scheduler.
+
+Any thread may use them, because the instruments lock themselves.
+"""
 
 import math
 import time
@@ -28,9 +30,12 @@ EXPERTS_PERIOD_S = 1.0
 
 @dataclass(frozen=True)
 class SchedulerLoad:
-    """What a scheduler has to do, and room for. `queued_tokens` of prompts that are not yet
-    computed; `data_ranks`: what of all that is whose, where it is of several; `local_rest_tokens`:
-    the longest rest of a prompt that a decode pool computes itself."""
+    """The work and the free memory of a scheduler.
+
+    `queued_tokens` counts prompt tokens that are not computed yet. `data_ranks` splits the load by
+    data rank, if there are several. `local_rest_tokens` is the longest uncached rest of a prompt
+    that a decode pool prefills by itself.
+    """
 
     queued_requests: int
     running_requests: int
@@ -43,8 +48,11 @@ class SchedulerLoad:
 
 @dataclass(frozen=True)
 class PoolOccupancy:
-    """Requests that hold memory by what they hold it for, the pages of those whose bytes are on
-    their way, and the age of the request that waits longest."""
+    """The requests that hold memory, by purpose.
+
+    `num_pages_held` counts the pages of requests in handoff. `oldest_s` is the age of the request
+    that has waited longest, in seconds.
+    """
 
     leases: Mapping[str, int]
     num_pages_held: int
@@ -52,7 +60,7 @@ class PoolOccupancy:
 
 
 class ReportingScheduler(Protocol):
-    """What a pool publishes of its scheduler. Engine thread."""
+    """The figures that a pool publishes of its scheduler. Called on the engine thread."""
 
     def load(self) -> SchedulerLoad: ...
 
@@ -67,27 +75,29 @@ class _Snapshot:
 
 
 class LoadBoard:
-    """The latest state of a scheduler. Its thread publishes it between two steps; a reader waits
-    for no step."""
+    """The latest state of a scheduler.
+
+    The engine thread publishes it between two steps, so readers never wait for a step.
+    """
 
     def __init__(self, scheduler: ReportingScheduler, clock: Clock) -> None:
-        """Before the engine's thread starts."""
+        """Publish the first state; call before the engine thread starts."""
         self._scheduler = scheduler
         self._clock = clock
         self._latest = self._take()
 
     def publish(self) -> None:
-        """Engine thread."""
+        """Publish the current state; called on the engine thread."""
         self._latest = self._take()
 
     @property
     def load(self) -> SchedulerLoad:
-        """Any thread."""
+        """Return the latest load. Any thread."""
         return self._latest.load
 
     @property
     def occupancy(self) -> PoolOccupancy:
-        """Any thread. Who waits has grown older since."""
+        """Return the latest occupancy, with its age extended to now. Any thread."""
         latest = self._latest
         oldest_s = latest.occupancy.oldest_s
         if oldest_s:
@@ -100,8 +110,10 @@ class LoadBoard:
 
 @dataclass(frozen=True)
 class StageCounts:
-    """What a stage counts itself, since its start: plans by path, forwards by kind, tokens of
-    experts by layer."""
+    """The counts of a stage since its start.
+
+    Plans are counted by path, forwards by kind, and expert tokens by layer.
+    """
 
     plans: Callable[[], Mapping[str, int]] = dict
     forwards: Callable[[], Mapping[str, int]] = dict
@@ -109,7 +121,7 @@ class StageCounts:
 
 
 def stage_counts(executor: StageExecutor, drafter: PoolDrafter | None) -> StageCounts:
-    """Of the executor's plans and forwards, and of the drafter's plans if there is one."""
+    """Return the counts of an executor, and of a drafter if there is one."""
     return StageCounts(
         lambda: {
             "target": executor.num_plans,
@@ -122,7 +134,7 @@ def stage_counts(executor: StageExecutor, drafter: PoolDrafter | None) -> StageC
 
 @dataclass
 class ExpertBalance:
-    """How evenly routers use the experts of a stage's layers, reported about once in a second."""
+    """The balance of tokens over the experts of a stage's layers, reported about once per second."""
 
     metrics: StageMetrics
     tokens: Callable[[], Mapping[int, ExpertTokens]]
@@ -131,7 +143,7 @@ class ExpertBalance:
     _reported_s: float = -math.inf
 
     def on_forward(self) -> None:
-        """Engine thread."""
+        """Report the counts if the period is over. Engine thread."""
         now = self.clock()
         if now - self._reported_s < EXPERTS_PERIOD_S or not (
             layers := list(self.tokens().values())
@@ -151,7 +163,7 @@ class ExpertBalance:
 
 @dataclass(frozen=True)
 class StageMeters:
-    """The forwards of one stage and the frames it passes on."""
+    """The metrics of one stage's forwards and of the frames it sends."""
 
     metrics: StageMetrics
     rank: int
@@ -164,8 +176,10 @@ class StageMeters:
 
     @cached_property
     def _step_s(self) -> Histogram:
-        """Of this stage; likewise `_link_bytes`. To look a label up takes longer than to
-        observe."""
+        """Return the histogram of this stage.
+
+        It is cached, because looking up a label costs more than an observation.
+        """
         return self.metrics.step_s.labels(str(self.rank))
 
     @cached_property
@@ -173,7 +187,7 @@ class StageMeters:
         return self.metrics.link_bytes.labels(str(self.rank))
 
     def on_forward(self, seconds: float, batch: ForwardBatch) -> None:
-        """The stage ran its layers on one batch."""
+        """Record that the stage ran its layers on one batch."""
         self._add_new(self.metrics.plans, "plans", self.counts.plans())
         self._add_new(self.metrics.forwards, "forwards", self.counts.forwards())
         self._experts.on_forward()
@@ -182,11 +196,11 @@ class StageMeters:
         self.metrics.batch_tokens.observe(batch.num_tokens)
 
     def on_frame(self, num_bytes: int) -> None:
-        """A frame went to the next stage."""
+        """Record a frame sent to the next stage."""
         self._link_bytes.inc(num_bytes)
 
     def _add_new(self, counter: Counter, name: str, counts: Mapping[str, int]) -> None:
-        """Add what came since the last time, by label. The first time shows what is zero, too."""
+        """Add the increase since the last call, by label. The first call also creates zero series."""
         for label, count in counts.items():
             counted = self._counted.get((name, label))
             if count != counted:
@@ -196,13 +210,13 @@ class StageMeters:
 
 @dataclass
 class LeaderMeters:
-    """The instrument sets of a leader and how they move."""
+    """The metrics of a leader and their updates."""
 
     stage: StageMeters
     work: LeaderMetrics
     pool: PoolMetrics
     handoff: HandoffMetrics
-    geometry: PoolGeometry  # of each data rank
+    geometry: PoolGeometry  # geometry of each data rank
     num_data_ranks: int = 1
     num_prompt_tokens: int = 0  # since the start
     num_output_tokens: int = 0
@@ -241,7 +255,7 @@ class LeaderMeters:
 
     @property
     def num_pages(self) -> int:
-        """Of all data ranks, without the null records; likewise the slots."""
+        """Return the pages of all data ranks, without the null records."""
         return self.num_data_ranks * (self.geometry.num_pages - 1)
 
     @property
@@ -249,14 +263,14 @@ class LeaderMeters:
         return self.num_data_ranks * max(0, self.geometry.num_slots - 1)
 
     def on_launch(self, seconds: float, batch: ForwardBatch) -> None:
-        """Stage 0 ran its layers on one batch and passed it on."""
+        """Record that stage 0 ran its layers on one batch and sent it on."""
         self.stage.on_forward(seconds, batch)
 
     def on_frame(self, num_bytes: int) -> None:
         self.stage.on_frame(num_bytes)
 
     def on_step(self, seconds: float, batch: ForwardBatch) -> None:
-        """One batch came back to stage 0, `seconds` after it was launched."""
+        """Record that a batch returned to stage 0, `seconds` after its launch."""
         self.work.step_s.observe(seconds)
         if batch.mode is ForwardMode.PREFILL:
             self.num_prompt_tokens += batch.num_tokens
@@ -264,12 +278,12 @@ class LeaderMeters:
         self.on_drawn(sum(row is not None for row in batch.sampling))
 
     def on_drawn(self, count: int) -> None:
-        """So many tokens of output. Engine thread."""
+        """Count output tokens. Engine thread."""
         self.num_output_tokens += count
         self.work.output_tokens.inc(count)
 
     def on_wait(self, seconds: float) -> None:
-        """Stage 0 had batches in flight and nothing to launch for this long."""
+        """Record that stage 0 had batches in flight and none to launch for this time."""
         self._waited_s += seconds
         now = time.monotonic()
         if now - self._window_began_s >= BUBBLE_WINDOW_S:
@@ -280,7 +294,7 @@ class LeaderMeters:
         self.work.queue_depth.set(load.queued_requests)
         self.work.running.set(load.running_requests)
         if not load.running_requests:
-            self.work.idle_ratio.set(0)  # without work there is nothing to wait for
+            self.work.idle_ratio.set(0)  # without requests there is no batch to wait for
         self.pool.pages_used.set(self.num_pages - load.pages_free)
         self.pool.usage_ratio.set(1 - load.pages_free / self.num_pages)
         self.pool.slots_used.set(self.num_slots - load.slots_free)
@@ -294,14 +308,17 @@ class LeaderMeters:
         self.work.queue_oldest_s.set(occupancy.oldest_s)
 
     def handshake_failed(self, error: BatonError) -> None:
-        """A session failed before every stage was ready for it."""
+        """Count a session that failed before every stage was ready for it."""
         self.handoff.handshake_failures.labels(error.reason.lower()).inc()
 
     def on_handoff(
         self, num_tokens: int, seconds: float, *, held_tokens: int = 0, with_draft: bool = False
     ) -> None:
-        """A prompt of this length has crossed but for the pages of `held_tokens`, `with_draft` or
-        not: count its bytes by kind, over all stages."""
+        """Record the handoff of a prompt: its duration, and its bytes by kind over all stages.
+
+        `held_tokens` were cached at the destination and not sent. `with_draft` includes the draft
+        model's state.
+        """
         self.handoff.transfer_s.observe(seconds)
         num_pages = (
             -(-num_tokens // self.geometry.page_size) - held_tokens // self.geometry.page_size

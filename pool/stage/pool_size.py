@@ -1,9 +1,8 @@
-"""How large a pool's cache is and how long a context it admits: from flags, or from the memory that
-is there.
+"""The size of a pool's cache and its longest context, from flags or from the machine's memory.
 
-Every stage repeats this arithmetic with what is the same for all of them (the checkpoint, the
-flags, the memory of a machine or container like the others) and gets the same counts; which memory
-is free at the moment plays no part in it.
+Every stage computes this from inputs that are the same on all of them: the checkpoint, the flags,
+and the total memory of equal machines or containers. So all stages get the same counts. The memory
+that is free at the moment is not used.
 """
 
 import math
@@ -22,20 +21,24 @@ from pool.stage.config import WorkerConfig
 from runtime.errors import ConfigError
 from runtime.process.host_memory import MIB, HostMemory, host_memory
 
-HOST_SHARE = 0.4  # a host has further processes: another worker, a router
-CONTAINER_SHARE, DEVICE_SHARE = 0.8, 0.85  # these have none
-PROCESS_BYTES = 384 * MIB  # of a worker beside weights and cache
-MIN_CONTEXT_TOKENS = 512  # a shorter context is of no use, unless it is all that the model has
+HOST_SHARE = 0.4  # a host runs other processes as well: another worker, a router
+CONTAINER_SHARE, DEVICE_SHARE = 0.8, 0.85  # these run no other processes
+PROCESS_BYTES = 384 * MIB  # memory of a worker in addition to weights and cache
+MIN_CONTEXT_TOKENS = 512  # a shorter context is useless, unless the model has no longer one
 
 Memory = Callable[[str], HostMemory]
 
 
 @dataclass(frozen=True)
 class PoolNeeds:
-    """What a pool keeps: all caches of the whole model, as one rank has them (`specs`), for
-    `max_held` requests, `num_scratch` records of `scratch` for trees (see `plan_pools`), and the
-    weights of a draft on its last stage. A prefix cache keeps up to `max_snapshots` recurrent
-    states, as far as they take a fifth of the cache memory."""
+    """The memory needs of a pool.
+
+    specs          all caches of the whole model, as one rank has them
+    max_held       requests that hold memory at the same time
+    scratch        records for trees, `num_scratch` of them (see `plan_pools`)
+    draft_bytes    weights of the draft model on the last stage
+    max_snapshots  cached recurrent states, limited to a fifth of the cache memory
+    """
 
     specs: tuple[CacheSpec, ...]
     max_held: int
@@ -47,17 +50,23 @@ class PoolNeeds:
 
 @dataclass(frozen=True)
 class PoolSize:
-    """Pages and slots include the null record. `notice` is what an operator has to know, if
-    anything."""
+    """The size of a pool. Pages and slots include the null record.
+
+    `notice` is a text for operators, or empty.
+    """
 
     num_pages: int
     num_slots: int
-    context_tokens: int  # prompt and answer of one request together
+    context_tokens: int  # prompt and output of one request together
     notice: str = ""
 
 
 def memory_of(device: str) -> HostMemory:
-    """Of a device by its name, or of the host. Raises ConfigError where there is no such device."""
+    """Return the memory of a device by its name, or of the host.
+
+    Raises:
+        ConfigError: there is no such device.
+    """
     if device == "cpu":
         return host_memory()
     check_device(torch.device(device))
@@ -72,8 +81,12 @@ def plan_pool_size(
     needs: PoolNeeds,
     memory: Memory = memory_of,
 ) -> PoolSize:
-    """Raises ConfigError: weights and cache do not fit, or the context asked for does not; the
-    message has the sum and names the flags."""
+    """Return the pool size.
+
+    Raises:
+        ConfigError: weights and cache do not fit, or the requested context does not; the message
+            shows the arithmetic and names the flags.
+    """
     weights = [description.weight_bytes(layers, config.placement.tensor) for layers in ranges]
     weights[-1] += needs.draft_bytes
     own = config.placement.pipeline_rank
@@ -130,8 +143,10 @@ def plan_pool_size(
 
 
 def resume_notice(config: WorkerConfig, chunk_grid: int) -> str:
-    """Return what an operator has to know of where prompts go on from a prefix cache, if anything:
-    states are kept on the model's grid, and pages are shared whole."""
+    """Return a text for operators about the positions at which prompts resume, or an empty one.
+
+    States are kept on the model's grid, and pages are shared whole.
+    """
     step = math.lcm(config.page_size, chunk_grid)
     if not config.prefix_cache or step == max(config.page_size, chunk_grid):
         return ""
@@ -145,7 +160,7 @@ def resume_notice(config: WorkerConfig, chunk_grid: int) -> str:
 def _needed_mib(
     config: WorkerConfig, ranges: Sequence[LayerRange], needs: PoolNeeds, context_tokens: int
 ) -> int:
-    """Per stage, with room for one request of so many tokens."""
+    """Return the MiB that each stage needs, with one request of this number of tokens."""
     return -(
         -smallest_budget(
             needs.specs,
@@ -162,7 +177,7 @@ def _needed_mib(
 
 
 def _num_snapshots(needs: PoolNeeds, ranges: Sequence[LayerRange], budget: int) -> int:
-    """As many on every stage."""
+    """Return the number of cached states, the same on every stage."""
     largest = max(cost.slot_bytes for cost in stage_costs(needs.specs, ranges))
     return min(needs.max_snapshots, budget // SNAPSHOT_SHARE // largest) if largest else 0
 
@@ -179,7 +194,7 @@ def _wanted_context(config: WorkerConfig, description: ModelDescription) -> int:
 
 
 def _by_pages(config: WorkerConfig, needs: PoolNeeds, wanted: int) -> PoolSize:
-    """As many pages as were asked for."""
+    """Return the size for the requested number of pages."""
     if config.num_pages < 2:
         raise ConfigError(
             "--num-pages must be at least 2: the null page and one to use", field="num_pages"
@@ -202,8 +217,11 @@ def _check_room(
     size: PoolSize,
     room_bytes: int,
 ) -> None:
-    """Raise ConfigError for a cache that this process's machine or device could not hold if it were
-    empty."""
+    """Check that the cache fits into the machine's or device's memory next to the weights.
+
+    Raises:
+        ConfigError: it would not fit even if all of that memory were free.
+    """
     own = config.placement.pipeline_rank
     cost = stage_costs(needs.specs, ranges, needs.scratch)[own]
     cache = (
@@ -228,8 +246,14 @@ def _check_room(
 def _cache_bytes(
     config: WorkerConfig, ranges: Sequence[LayerRange], weights: Sequence[int], memory: Memory
 ) -> int:
-    """Of each stage; what the share leaves beside the largest stage's weights, so that all have the
-    same."""
+    """Return the cache bytes of each stage.
+
+    They are the share of the memory less the largest stage's weights, so that all stages have the
+    same.
+
+    Raises:
+        ConfigError: nothing is left.
+    """
     if config.memory_mb:
         return config.memory_mb * MIB
     found = memory(config.device)

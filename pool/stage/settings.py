@@ -1,5 +1,4 @@
-"""What the stages of one pool must have alike beside their layers: sent at joining, compared by the
-leader."""
+"""The settings that the stages of a pool must share, sent at joining and compared by the leader."""
 
 from collections.abc import Sequence
 
@@ -18,7 +17,7 @@ from pool.stage.speculation import SpeculationPlan
 from runtime.model_files.tokenizer_files import tokenizer_digest
 
 ANY = "any"  # no bits are promised
-MODELS_OWN = "the model's"  # no other was set
+MODELS_OWN = "the model's"  # no other limit was set
 NONE = "none"
 
 
@@ -32,9 +31,11 @@ def stage_settings(
     speculation: SpeculationPlan | None,
     speculates: bool,
 ) -> dict[str, str]:
-    """By name as people know it, each value as text. A stage that differed in any of these would
-    compute other bits, would follow a grammar over other tokens, or would meet a batch that it has
-    no memory for."""
+    """Return the settings by readable name, each value as text.
+
+    A stage that differed in one of them would compute other bits, match a grammar against other
+    tokens, or receive a batch that its memory cannot hold.
+    """
     kind = config.device.partition(":")[0]
     exact = Numerics(config.numerics) is Numerics.EXACT
     settings = {
@@ -77,9 +78,11 @@ def _listed(ids: Sequence[int]) -> str:
 
 
 def _arithmetic() -> str:
-    """What bits depend on beside weights and inputs: the kernels' class of arithmetic, and the
-    libraries, which take other instructions on another CPU and may take others in another
-    release."""
+    """Return what bits depend on, in addition to weights and inputs.
+
+    These are the kernels' class of arithmetic and the library releases. Libraries choose other
+    instructions on another CPU, and may do so in another release.
+    """
     torch_release, capability = (
         torch.__version__.partition("+")[0],
         torch.backends.cpu.get_cpu_capability(),

@@ -1,5 +1,6 @@
-"""The parts of a stage that speculate: trees on every stage, the draft on the last: whole, on the
-rank that draws."""
+"""The speculative parts of a stage: trees on every stage, and the draft model on the last stage,
+whole on the rank that samples.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -34,8 +35,10 @@ from runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class CapturedDraft:
-    """What of a draft runs as captured graphs: following what was accepted, and growing trees
-    behind it; or both as recordings, on the host."""
+    """The parts of a draft model that run as captured graphs, or as recordings on the host.
+
+    `follows` processes accepted tokens, `rounds` grows trees from them.
+    """
 
     follows: DraftGraphs | None = None
     rounds: RoundGraphs | None = None
@@ -47,21 +50,26 @@ CaptureDraft = Callable[[DraftModel, DraftAttention], CapturedDraft]
 
 @dataclass(frozen=True)
 class SpeculationPlan:
-    """What follows from the draft's config and the flags; the same on every stage."""
+    """The plan of speculation, the same on every stage.
+
+    It follows from the draft model's config and the flags.
+    """
 
     config: SpeculationConfig
     draft: DraftDescription
-    # the draft's cache of the prompt and where it stands behind it are part of the handoff
+    # whether the draft model's cache of the prompt and its end state are part of the handoff
     handed: bool
 
     @property
     def first_layer(self) -> int:
-        """The draft's layers follow the target's where the two are counted together."""
+        """Return the number of the draft model's first layer: it follows the target's layers."""
         return self.draft.target.facts.num_layers
 
     def handed_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
-        """The draft's caches and its end of the prompt as further layers of the last stage, if they
-        travel."""
+        """Return the specs of the draft model's caches and end state that are handed over.
+
+        They count as further layers of the last stage.
+        """
         if not self.handed:
             return ()
         cache, is_layerwise = self.draft.cache_specs(page_size), self.draft.num_layers > 1
@@ -72,7 +80,7 @@ class SpeculationPlan:
             CacheSpec(0, CacheKind.TOPK_P, (first,), "float32", 4),
             CacheSpec(0, CacheKind.TOPK_INDEX, (first,), "int64", 8),
         ]
-        if not is_layerwise:  # whose chains are handed over whole
+        if not is_layerwise:  # a layerwise draft hands over whole chains instead
             end.append(
                 CacheSpec(
                     0,
@@ -96,8 +104,10 @@ class SpeculationPlan:
         return self.draft.capture_layers
 
     def own_specs(self, specs: tuple[CacheSpec, ...], page_size: int) -> tuple[CacheSpec, ...]:
-        """What is cached beside the target's `specs`, as if its last layer did: the draft's pages,
-        unless they are counted as handed over."""
+        """Return the specs of the draft model's pages, as caches of the target's last layer.
+
+        Return none if they are part of the handoff, where they are counted already.
+        """
         last = max(spec.layer_id for spec in specs)
         return (
             ()
@@ -109,8 +119,7 @@ class SpeculationPlan:
         )
 
     def scratch_specs(self, specs: tuple[CacheSpec, ...]) -> tuple[CacheSpec, ...]:
-        """What the verification of one request keeps beside a rank's `specs` of the target: a
-        recurrent state per node."""
+        """Return the specs of a request's verification on a rank: a recurrent state per node."""
         return tuple(
             replace(spec, record_shape=(self.config.max_nodes, *spec.record_shape), split_axis=None)
             for spec in specs
@@ -119,11 +128,11 @@ class SpeculationPlan:
 
 
 def plan_speculation(config: WorkerConfig, target: ModelDescription) -> SpeculationPlan | None:
-    """None without a draft.
+    """Return the plan of speculation, or None without a draft model.
 
     Raises:
         ConfigError: the flags contradict each other, the folder is not a draft of this target, or
-            it is one of those that nothing is drafted for.
+            the target does not support speculation.
     """
     if config.draft is None:
         return None
@@ -139,8 +148,11 @@ def plan_speculation(config: WorkerConfig, target: ModelDescription) -> Speculat
 
 
 def _check_window(flags: SpeculationConfig, page_size: int) -> None:
-    """Raises ConfigError for what layers that see a window do not verify: trees, and more tokens
-    than a page has."""
+    """Check that layers with sliding windows can verify the drafts.
+
+    Raises:
+        ConfigError: the drafts are trees, or have more tokens than a page.
+    """
     if flags.topk > 1:
         raise ConfigError(
             f"spec_topk {flags.topk} makes trees; models with sliding windows verify chains only: "
@@ -156,10 +168,12 @@ def _check_window(flags: SpeculationConfig, page_size: int) -> None:
 
 
 def _layerwise(flags: SpeculationConfig, num_layers: int) -> SpeculationConfig:
-    """A draft with a layer for each step makes chains of as many tokens as it has layers, or fewer.
+    """Return the config for a draft with one layer per step, which makes chains.
+
+    A chain has at most one token per layer.
 
     Raises:
-        ConfigError: trees were asked for.
+        ConfigError: trees were requested.
     """
     if flags.topk > 1:
         raise ConfigError(
@@ -179,8 +193,10 @@ def build_drafter(
     target_digest: WeightsDigest | None = None,
     digest: WeightsDigest | None = None,
 ) -> PoolDrafter:
-    """Loads the draft; the digests take up what is read of the target and of the draft. Its cache
-    is that of the stage's extra layers, or its own of as many pages as the target's."""
+    """Load the draft model, and add its tensors to the digests of target and draft.
+
+    Its cache is that of the stage's extra layers, or its own with as many pages as the target's.
+    """
     geometry, device = pools.geometry, backends.device
     if plan.draft.is_frozen:
         frozen = plan.draft.load_frozen(
@@ -251,8 +267,11 @@ def _handed_ends(pools: StagePools, layer_id: int) -> HandedEnds:
 
 
 def check_frozen(plan: SpeculationPlan, last: LayerRange, rank: TensorRank) -> None:
-    """A draft that reads the target's cache finds it whole on the last stage, or raises
-    ConfigError."""
+    """Check that the last stage has the whole target cache that a frozen draft reads.
+
+    Raises:
+        ConfigError: it does not.
+    """
     elsewhere = sorted(layer_id for layer_id in plan.draft.read_layers if layer_id not in last)
     if elsewhere:
         read = " and ".join(map(str, sorted(plan.draft.read_layers)))
@@ -271,7 +290,7 @@ def check_frozen(plan: SpeculationPlan, last: LayerRange, rank: TensorRank) -> N
 def prompt_drafter(
     plan: SpeculationPlan, drafter: PoolDrafter, observer: LayerObserver | None
 ) -> Drafter:
-    """For prefill pools: `observer` is called for the draft's layers as for any others."""
+    """Return a drafter for prefill pools, with `observer` called for the draft's layers as well."""
     layers = sorted({plan.first_layer + spec.layer_id for spec in plan.draft.cache_specs(1)})
 
     def on_followed(batch: ForwardBatch) -> None:

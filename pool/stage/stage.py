@@ -1,5 +1,4 @@
-"""One stage as a process holds it: model, pools, backends and transfer agent, built for its
-layers."""
+"""One pipeline stage in a process: its model layers, pools, backends and transfer agent."""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -59,44 +58,44 @@ from transfer.transport.refusals import RefusalReason
 from transfer.ucx.settings import TransportProfile
 from transfer.ucx.transport import UcxTransport
 
-COPIED = (EMBEDDING,)  # tensors that more than one stage may read
+COPIED = (EMBEDDING,)  # tensors that several stages may read
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """What follows from checkpoint and configuration alone; the same on every stage but for
-    `geometry.layers`. A draft whose cache is handed over counts as further layers of the last
-    stage, in `ranges` and `geometry`."""
+    """The plan of a stage, derived from checkpoint and configuration alone.
+
+    It is the same on every stage, except for `geometry.layers`. A draft model whose cache is part
+    of the handoff counts as further layers of the last stage, in `ranges` and `geometry`.
+    """
 
     description: ModelDescription
     ranges: list[LayerRange]
     geometry: PoolGeometry
-    settings: Mapping[str, str]  # what all stages of a pool must have alike, by name
+    settings: Mapping[str, str]  # settings that all stages of a pool must share, by name
     size: PoolSize
     max_held: int  # requests that hold memory at the same time
     speculation: SpeculationPlan | None = None
-    num_scratch: int = (
-        0  # records of the states of trees, the null one included; 0 where nothing keeps any
-    )
-    resume_notice: str = ""  # what an operator has to know of where prompts go on
+    # Records for the states of trees, including the null record; 0 if no layer keeps states.
+    num_scratch: int = 0
+    resume_notice: str = ""  # text for operators about the positions at which prompts resume
 
     @property
     def max_context_tokens(self) -> int:
-        """Of prompt and answer together."""
+        """Return the most tokens of prompt and output together."""
         return self.size.context_tokens
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What an operator has to know of this model on this machine."""
+        """Return the texts that an operator should know about this model on this machine."""
         draft = () if self.speculation is None else self.speculation.draft.notices
         found = (*self.description.notices, *draft, self.size.notice, self.resume_notice)
-        return tuple(
-            dict.fromkeys(notice for notice in found if notice)
-        )  # a draft may be in the model's own files
+        # Duplicates are dropped: a draft may be part of the model's own files.
+        return tuple(dict.fromkeys(notice for notice in found if notice))
 
     @property
     def model_layers(self) -> LayerRange:
-        """The target's layers of this stage."""
+        """Return the target model's layers of this stage."""
         return self.geometry.layers.intersect(LayerRange(0, self.description.facts.num_layers))
 
     @property
@@ -104,7 +103,7 @@ class StagePlan:
         return self.speculation.config.num_draft_tokens if self.speculation is not None else 0
 
     def compatibility(self, weights: PoolWeights) -> Compatibility:
-        """What pools compare, once all stages have reported what they read."""
+        """Return the digest that pools compare, once all stages have reported their weights."""
         draft = "" if self.speculation is None else self.speculation.draft.revision
         return compatibility(
             revision=weights.revision(self.description.facts.revision),
@@ -129,14 +128,16 @@ def plan_stage(
     reads_prompts: bool = False,
     memory: Memory = memory_of,
 ) -> StagePlan:
-    """Read the checkpoint's headers and derive pool sizes. Raises ConfigError with the arithmetic
-    if it cannot fit.
+    """Plan a stage from the checkpoint's headers and the pool sizes derived from them.
 
-    `max_held` requests may hold memory at the same time (default: those that may run). Roles that
-    do not speculate look at the draft only to hand over its cache of the prompt. Those that keep
-    states of prompts have slots for them, where the model has any. Where `reads_prompts`, a
-    balanced partition leaves the head out of account: few tokens of a chunk need it. `memory` is
-    that of the machine or device that the stage is for.
+    `max_held` requests may hold memory at the same time (default: `max_running`). Roles that do not
+    speculate use the draft model only to send its cache of the prompt. With `keeps_states` there
+    are slots for cached recurrent states, if the model has any. With `reads_prompts` a balanced
+    partition ignores the head, because few tokens of a chunk need it. `memory` returns the memory
+    of the machine or device of the stage.
+
+    Raises:
+        ConfigError: it does not fit; the message shows the arithmetic.
     """
     place = config.placement
     if config.weights == "int8" and config.device != HOST.type:
@@ -196,7 +197,11 @@ def plan_stage(
 
 
 def _check_experts(config: WorkerConfig, description: ModelDescription) -> None:
-    """Raises ConfigError for an --ep that would be something else than what --tp already does."""
+    """Check that --ep is equivalent to --tp, and that the model has experts.
+
+    Raises:
+        ConfigError: it is not.
+    """
     if config.ep and config.ep != config.tp:
         raise ConfigError(
             f"--ep {config.ep}: experts are spread over all ranks of a stage, of which --tp gives it "
@@ -233,8 +238,10 @@ def _layers_of_stages(
 
 @dataclass(frozen=True)
 class Stage:
-    """The parts of a running stage, or of one rank of it. `ranks` has no channel before the pool
-    has formed."""
+    """The parts of a running stage, or of one rank of it.
+
+    `ranks` has no channel before the pool has formed.
+    """
 
     plan: StagePlan
     pools: StagePools
@@ -243,12 +250,11 @@ class Stage:
     drafter: Drafter | None = None  # on the last stage of a pool that speculates
     ranks: StageRanks = field(default_factory=StageRanks)
     counts: StageCounts = field(default_factory=StageCounts)
-    grammars: Grammars | None = None  # where tokens are drawn
+    grammars: Grammars | None = None  # on the ranks that sample
     device: torch.device = HOST
     weights: StageWeights = field(default_factory=StageWeights)
-    counted: Mapping[str, str] = field(
-        default_factory=dict
-    )  # digests of what stages behind this one copy, by name
+    # Digests of tensors that later stages may copy, by name.
+    counted: Mapping[str, str] = field(default_factory=dict)
 
 
 def build_stage(
@@ -261,9 +267,12 @@ def build_stage(
     speculates: bool = False,
     on_refused: Callable[[RefusalReason], object] = lambda reason: None,
 ) -> Stage:
-    """Load the stage's tensors and start its transfer agent. `observe_layers(agent, mark)` makes
-    what is called for each layer that is done: the agent on the sending side, nothing on the
-    receiving one. `on_refused` is given why a message of a handoff was not taken."""
+    """Load the stage's tensors and start its transfer agent.
+
+    `observe_layers(agent, mark)` returns the observer of computed layers: on the sending side it
+    reports to the agent, on the receiving side there is none. `on_refused` is called with the
+    reason for each rejected handoff message.
+    """
     keep_freed_memory()
     torch.set_num_threads(config.threads)
     backends = choose_backends(config.device, Numerics(config.numerics), plan.description)
@@ -295,7 +304,7 @@ def build_stage(
     graphs: Replays | None = None
     if backends.device == HOST:
         graphs = build_host_steps(config, plan.description, model, runs_on, observer)
-    elif observer is None:  # what a device has captured calls nothing
+    elif observer is None:  # an observer cannot be called from a captured graph
         graphs = build_graphs(
             config,
             plan.description,
@@ -316,7 +325,7 @@ def build_stage(
         if not speculates:
             reader = prompt_drafter(speculation, drafter, observer)
     grammars = _grammars(config, plan.description.facts)
-    agent.start()  # last: whatever is refused above leaves no thread behind
+    agent.start()  # last, so that an error above leaves no thread running
     return Stage(
         plan,
         pools,
@@ -334,7 +343,7 @@ def build_stage(
 
 @contextmanager
 def naming_memory(config: WorkerConfig, plan: StagePlan) -> Iterator[None]:
-    """Raise CapacityError with the sum where memory runs out while the stage loads."""
+    """Raise CapacityError with the memory figures if memory runs out while the stage loads."""
     try:
         yield
     except Exception as error:
@@ -356,8 +365,11 @@ def naming_memory(config: WorkerConfig, plan: StagePlan) -> Iterator[None]:
 def _stage_weights(
     digest: WeightsDigest, draft_digest: WeightsDigest, *, is_first: bool
 ) -> StageWeights:
-    """The embedding is counted where it is looked up, and copied where it is a head, too, or a
-    draft's."""
+    """Return the digests of the stage's weights.
+
+    The embedding counts on the stage that looks tokens up. It is a copy on a stage that uses it as
+    a head or for a draft model.
+    """
     copies = () if is_first else COPIED
     return StageWeights(digest.total(without=copies), digest.of(copies), draft_digest.total())
 
@@ -371,7 +383,7 @@ def _load_layers(
     *,
     speculates: bool,
 ) -> tuple[StageModel, StageBackends]:
-    """The target's layers of this stage and what they run on, ready for every kind of batch."""
+    """Load the target model's layers of this stage and their backends, for every kind of batch."""
     description, page_size, speculation = (
         plan.description,
         plan.geometry.page_size,
@@ -412,10 +424,12 @@ def _grammars(config: WorkerConfig, facts: ModelFacts) -> Grammars | None:
 
 
 def max_frame_bytes(config: WorkerConfig, plan: StagePlan) -> int:
-    """An upper bound for a batch between stages: hidden states (and three captured ones) and
-    selected keys of a full chunk with its scores, tables of all rows, and per row everything
-    sampling may carry (the tokens of the context, biases, bans, a grammar); and for what the ranks
-    of a stage exchange."""
+    """Return an upper bound of the bytes of a batch, or of an exchange between ranks.
+
+    It covers the hidden states (and three captured ones) and selected keys of a full chunk with its
+    scores, and the tables of all rows. Per row it covers everything that sampling may carry: the
+    tokens of the context, biases, bans and a grammar.
+    """
     facts = plan.description.facts
     tokens = max(config.chunk_tokens, plan.max_held * (1 + plan.num_draft_tokens))
     latent = plan.description.latent_geometry(config.page_size)

@@ -1,5 +1,5 @@
-"""What runs before a pool reports that it serves: every kind of batch in each process whose kernels
-are compiled on their first use, then one request from inside through all stages.
+"""Warm-up of a pool before it serves: every kind of batch on stages that compile kernels on first
+use, then one internal request through all stages.
 """
 
 import asyncio
@@ -25,10 +25,10 @@ WARM_UP_TIMEOUT_S = 60.0
 def run_every_kind(
     executor: StageExecutor, facts: ModelFacts, *, capture_layers: frozenset[int], max_nodes: int
 ) -> None:
-    """One row of each kind of batch over the null records. Compiling takes minutes at worst; a
-    stage that did it in the middle of a step would look dead to the others.
+    """Run one row of each kind of batch over the null records.
 
-    `max_nodes`: of the trees that are verified, 0 where none are.
+    Compiling takes minutes at worst. A stage that compiled in the middle of a step would appear
+    dead to the others. `max_nodes` bounds the nodes of verified trees; 0 without speculation.
     """
     kinds = [(ForwardMode.PREFILL, SpecRow()), (ForwardMode.DECODE, SpecRow())]
     if max_nodes:
@@ -54,12 +54,13 @@ async def run_inside(
     end: Callable[[int], object],
 ) -> None:
     """Submit a request on the loop's thread and wait for the event whose `outcome` is not False.
-    `end(key)` gives back what the request holds: once, whatever happened, on the event loop's
+
+    `end(key)` releases the request's memory exactly once, in every case, on the event loop's
     thread.
 
     Raises:
-        BatonError: the outcome was one.
-        DeadlineError: there was none in time.
+        BatonError: the error that `outcome` returned.
+        DeadlineError: no such event arrived in time.
     """
     events = asyncio.get_running_loop()
     done: asyncio.Future[None] = events.create_future()
