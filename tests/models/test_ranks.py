@@ -206,8 +206,8 @@ def test_every_rank_reads_every_byte_of_its_stage(checkpoint: CheckpointMaker, f
         (
             {**models.QWEN3, "num_attention_heads": 4, "head_dim": 10},
             2,
-            r"sums over 40 values of the heads of attention \(num_attention_heads\) have no equal "
-            r"eighths",
+            r"sums over 40 values of the heads of attention \(num_attention_heads\) cannot be "
+            r"divided into equal eighths",
         ),
         (
             {**models.QWEN3, "intermediate_size": 18},
@@ -263,8 +263,8 @@ def test_every_rank_reads_every_byte_of_its_stage(checkpoint: CheckpointMaker, f
         (
             {**models.QWEN3, "num_attention_heads": 12, "num_key_value_heads": 6},
             3,
-            r"--tp 3: sums over 384 values of the heads of attention \(num_attention_heads\) have "
-            r"eighths, which 2, 4 or 8",
+            r"--tp 3: sums over 384 values of the heads of attention \(num_attention_heads\) are "
+            r"computed in eighths, which 2, 4 or 8",
         ),
     ],
 )

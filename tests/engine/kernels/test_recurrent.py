@@ -147,5 +147,5 @@ def test_a_tree_of_somebody_needs_a_record_of_its_own(scratch: int) -> None:
 
 def test_trees_need_a_pool_that_keeps_their_states() -> None:
     recurrent, _, _ = backend()
-    with pytest.raises(InternalError, match="no states of tree nodes"):
+    with pytest.raises(InternalError, match="no memory for states of tree nodes"):
         verify(recurrent, Tokens(6, seed=1, slot=3), 0)
