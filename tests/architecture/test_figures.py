@@ -295,7 +295,7 @@ STATED = [
         (f"{LINE}:MAX_RETRY_S", "router/request/admission.py:MAX_AWAY_S"),
     ),
     Stated(OPERATIONS, "; of {} clients", (f"{TIMES}:MAX_CLIENTS",)),
-    Stated(OPERATIONS, "Of the first {} the one goes first", (f"{LINE}:LOOK_AHEAD",)),
+    Stated(OPERATIONS, "Of the first {} requests the one goes first", (f"{LINE}:LOOK_AHEAD",)),
     Stated(
         OPERATIONS,
         "as long as {} MiB are free for each",
@@ -304,7 +304,7 @@ STATED = [
     ),
     Stated(
         OPERATIONS,
-        "stay away: it gets nothing new | {} s |",
+        "the worker receives no new requests | {} s |",
         ("router/workers/watch.py:MIN_SILENCE_S",),
     ),
     Stated(
@@ -382,7 +382,12 @@ WORDS = [
         1 / 4,
     ),
     (OPERATIONS, "stay for half a minute", "router/workers/discovery.py:DnsSource.keep_s", 30),
-    (OPERATIONS, "a stage behind a leader three more", "pool/pipeline/follower.py:GOODBYE_S", 3),
+    (
+        OPERATIONS,
+        "a stage other than the leader three more",
+        "pool/pipeline/follower.py:GOODBYE_S",
+        3,
+    ),
     (OPERATIONS, "half as long again", "router/workers/directory.py:START_MARGIN", 1.5),
     (
         OPERATIONS,
@@ -429,7 +434,7 @@ WORDS = [
         "engine/kernels/host/codegen/compiled.py:PATIENCE_S",
         60,
     ),
-    (OPERATIONS, "says every five seconds how far", "baton/cluster.py:PROGRESS_S", 5),
+    (OPERATIONS, "reports every five seconds the progress", "baton/cluster.py:PROGRESS_S", 5),
     (PREFIX, "lengthen a step by a tenth", "decode/entry.py:REST_SHARE", 0.1),
     (PREFIX, "in the last half minute", "decode/entry.py:PACE_MEMORY_S", 30),
     (PREFIX, "must begin within five seconds", f"{LINE}:LEAST_SLACK_S", 5),
