@@ -16,6 +16,7 @@ import json
 import logging
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -30,6 +31,8 @@ MAX_TRACEBACK_LINES, MAX_TRACEBACK_CHARACTERS = (
     256,
     512,
 )  # the first and the last lines; of each line
+REFUSALS_AT_ONCE, REFUSALS_PER_S = 100, 20.0
+_REFUSALS = "runtime.rpc.calls"  # the module that logs failed calls, by one of three templates
 _QUOTED = frozenset(' "=')
 _PLAIN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {
     "message",
@@ -97,6 +100,31 @@ class _Context(logging.Filter):
     def filter(self, record: logging.LogRecord) -> bool:
         record.role = self._role
         record.ids = _ids.get()
+        return True
+
+
+class _RefusalLimit(logging.Filter):
+    """A bound on the lines about calls that failed: unknown callers send more of them than any log
+    takes. `REFUSALS_AT_ONCE` lines of one template pass at once and `REFUSALS_PER_S` a second after
+    that. The next line that passes has their number as `omitted`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._used: dict[str, tuple[float, float]] = {}  # lines, as of when
+        self._omitted: Counter[str] = Counter()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name != _REFUSALS:
+            return True
+        template, now_s = str(record.msg), time.monotonic()
+        used, at_s = self._used.get(template, (0.0, now_s))
+        used = max(0.0, used - (now_s - at_s) * REFUSALS_PER_S)
+        if used + 1 > REFUSALS_AT_ONCE:
+            self._omitted[template] += 1
+            return False
+        self._used[template] = used + 1, now_s
+        if omitted := self._omitted.pop(template, 0):
+            record.omitted = omitted
         return True
 
 
@@ -213,6 +241,7 @@ def configure(*, level: str, style: LogStyle, role: str, stream: TextIO = sys.st
             f"log level must be one of {', '.join(LEVELS)}, got {level!r}", field="log_level"
         )
     handler = logging.StreamHandler(stream)
+    handler.addFilter(_RefusalLimit())
     handler.addFilter(_Context(role))
     handler.setFormatter(JsonFormatter() if style is LogStyle.JSON else HumanFormatter())
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

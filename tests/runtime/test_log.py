@@ -7,12 +7,15 @@ from contextvars import copy_context
 
 import pytest
 
+from runtime.clock import ManualClock
 from runtime.errors import ConfigError
 from runtime.observe.log import (
     MAX_MESSAGE_CHARACTERS,
     MAX_TRACEBACK_CHARACTERS,
     MAX_TRACEBACK_LINES,
     MAX_VALUE_CHARACTERS,
+    REFUSALS_AT_ONCE,
+    REFUSALS_PER_S,
     LogStyle,
     bind,
     bound_ids,
@@ -23,6 +26,7 @@ from runtime.observe.log import (
     shown,
     styled_line,
 )
+from runtime.rpc import calls
 
 FORGED = "x\n12:00:00.000 error   forged\r\x1b[31m\u2028\x85end"
 STYLES = list(LogStyle)
@@ -39,6 +43,30 @@ def restored_root_logger() -> Iterator[None]:
     for logger, level in levels:
         logger.setLevel(level)
     logging.captureWarnings(capture=False)
+
+
+def test_a_flood_of_refused_calls_makes_a_bounded_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, stream = ManualClock(), io.StringIO()
+    monkeypatch.setattr("runtime.observe.log.time.monotonic", clock.now)
+    configure(level="info", style=LogStyle.JSON, role="router", stream=stream)
+    refusals, others = logging.getLogger("runtime.rpc.calls"), logging.getLogger("others")
+    for _ in range(1000):
+        refusals.info("call refused or failed: %s", "no token")
+        others.info("request ended")
+    clock.advance(1.0)
+    for _ in range(1000):
+        refusals.info("call refused or failed: %s", "no token")
+    refusals.info("call refused for %s", "priority")
+    lines = list(map(json.loads, stream.getvalue().splitlines()))
+    told = [line for line in lines if line["message"] == "call refused or failed: no token"]
+    assert len(told) == REFUSALS_AT_ONCE + REFUSALS_PER_S
+    assert [line["omitted"] for line in told if "omitted" in line] == [1000 - REFUSALS_AT_ONCE]
+    assert sum(line["message"] == "request ended" for line in lines) == 1000
+    assert lines[-1]["message"] == "call refused for priority"
+
+
+def test_the_limit_of_lines_is_that_of_the_module_that_logs_refused_calls() -> None:
+    assert calls.__name__ == "runtime.rpc.calls"
 
 
 def test_json_lines_carry_ids_and_fields() -> None:
