@@ -1,8 +1,8 @@
-"""The safetensors files of a checkpoint: an index over their headers, and reads of single weights.
+"""The safetensors files of a checkpoint: an index of their headers, and reads of single weights.
 
-Format of a file: 8 bytes little-endian header length, a JSON header naming each tensor's dtype,
-shape and byte range, then the bytes. Nothing is mapped: a tensor's bytes are read straight into the
-memory they are used from.
+A file has an 8-byte little-endian header length, a JSON header with the dtype, shape and byte range
+of each tensor, and then the bytes. Files are not memory-mapped: the bytes of a tensor are read
+straight into their final memory.
 """
 
 import json
@@ -38,51 +38,60 @@ _DTYPES = {
     "I8": torch.int8,
     "I32": torch.int32,
 }
-_RUNNING = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # what a model may run in
+# dtypes that a model may run in
+_RUNNING = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 _MAX_HEADER_BYTES = 100 << 20
 _COMPARED_BYTES = 16 << 20
+# Errors that json and the readers of its values raise.
 _NONSENSE = (
     ValueError,
     KeyError,
     TypeError,
     AttributeError,
     OverflowError,
-)  # what json and its readers raise
-_READ_BYTES = 256 << 10  # what was just read is digested while it is in the core's own cache
+)
+_READ_BYTES = 256 << 10  # small enough to be hashed while it is still in the core's cache
 
 
 class WeightEntry(Protocol):
-    """One weight of a model, however the files store it: `shape` is the weight's."""
+    """One weight of a model, independent of its storage format. `shape` is that of the weight."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
 
     @property
     def kind(self) -> str:
-        """Types and shapes as they are stored: what digests and comparisons take beside the
-        bytes."""
+        """Return the stored dtypes and shapes, which digests and comparisons cover besides the
+        bytes.
+        """
         ...
 
     @property
     def stored(self) -> "tuple[TensorEntry, ...]":
-        """The tensors of the files that it is made of."""
+        """Return the tensors of the files that form the weight."""
         ...
 
     def read(
         self, out: Tensor, hashed: "xxhash.xxh3_128 | None", *, item: int | None = None
     ) -> None:
-        """See `read_tensor`; `hashed` takes up every byte that is read."""
+        """Read the weight into `out`; see `read_tensor`. `hashed` gets every byte that is read."""
         ...
 
     def row_scales(self, *, item: int | None = None) -> Tensor | None:
-        """[rows] fp32, if every row is whole codes of a byte or less times one scale."""
+        """Return [rows] fp32 scales, or None.
+
+        There are scales if every row is integer codes of at most a byte times one scale.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where one tensor lies. `dtype` is the format's name ("BF16"). As a `WeightEntry` it is a
-    weight that is stored as it is."""
+    """The location of one tensor, which is also a `WeightEntry` for weights stored without
+    quantization.
+
+    `dtype` is the name in the file's format, such as "BF16".
+    """
 
     file: Path
     offset: int  # absolute, in bytes
@@ -100,7 +109,11 @@ class TensorEntry:
 
     @property
     def plain_dtype(self) -> torch.dtype:
-        """Raises ConfigError for a dtype only quantised checkpoints have."""
+        """Return the torch dtype.
+
+        Raises:
+            ConfigError: only quantized checkpoints have this dtype.
+        """
         if self.dtype not in _PLAIN:
             raise ConfigError(
                 f"{self.file.name} holds {self.dtype} weights that its config says nothing about; "
@@ -112,7 +125,11 @@ class TensorEntry:
     def read(
         self, out: Tensor, hashed: "xxhash.xxh3_128 | None", *, item: int | None = None
     ) -> None:
-        """Raises ConfigError for a dtype only quantised checkpoints have."""
+        """Read the tensor into `out`.
+
+        Raises:
+            ConfigError: only quantized checkpoints have this dtype.
+        """
         stored = self.plain_dtype
         in_place = stored == out.dtype and out.device.type == "cpu"
         target = out if in_place else torch.empty(out.shape, dtype=stored)
@@ -121,13 +138,15 @@ class TensorEntry:
             out.copy_(target)
 
     def row_scales(self, *, item: int | None = None) -> None:
-        """See `WeightEntry.row_scales`."""
+        """Return None: the weight has no scales."""
 
     def rows(
         self, start: int, count: int, hashed: "xxhash.xxh3_128 | None", *, item: int | None = None
     ) -> Tensor:
-        """`count` rows from `start` on, of entry `item` if this is a stack, in the stored dtype:
-        [count, ...]."""
+        """Read `count` rows from row `start` on, in the stored dtype, [count, ...].
+
+        In a stack they are the rows of entry `item`.
+        """
         shape = (self.shape if item is None else self.shape[1:]) or (1,)
         piece = torch.empty((count, *shape[1:]), dtype=_DTYPES[self.dtype])
         before = (item or 0) * math.prod(shape) + start * math.prod(shape[1:])
@@ -137,7 +156,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class TransposedStack:
-    """A `WeightEntry` [items, out, in] of one that the files hold as [items, in, out]."""
+    """A `WeightEntry` [items, out, in] over one that the files store as [items, in, out]."""
 
     held: WeightEntry
 
@@ -157,24 +176,26 @@ class TransposedStack:
     def read(
         self, out: Tensor, hashed: "xxhash.xxh3_128 | None", *, item: int | None = None
     ) -> None:
-        """See `WeightEntry.read`."""
+        """Implement `WeightEntry.read`."""
         turned = torch.empty(out.mT.shape, dtype=out.dtype)
         self.held.read(turned, hashed, item=item)
         out.copy_(turned.mT)
 
     def row_scales(self, *, item: int | None = None) -> None:
-        """See `WeightEntry.row_scales`."""
+        """Return None: transposed weights have no row scales."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """All weights of a checkpoint by the names its files give them."""
+    """All weights of a checkpoint, by their names in its files."""
 
     entries: Mapping[str, WeightEntry]
 
     def usual_dtype(self) -> str:
-        """Return the type of most numbers that are stored as they are, as torch names it; float32
-        where none are."""
+        """Return torch's name of the most frequent dtype, by stored numbers.
+
+        Quantized weights are ignored. The default is float32.
+        """
         counts: Counter[str] = Counter()
         for entry in self.entries.values():
             if isinstance(entry, TensorEntry) and entry.dtype in _RUNNING:
@@ -183,11 +204,12 @@ class Checkpoint:
 
 
 def open_tensors(folder: Path) -> dict[str, TensorEntry]:
-    """Return all tensors of a folder by name. Reads headers only: the weights are digested as they
-    are read (`read_tensor`).
+    """Return all tensors of a folder by name.
+
+    Only headers are read. Weights are digested when they are read (`read_tensor`).
 
     Raises:
-        ConfigError: no such file, or one that is truncated or not safetensors.
+        ConfigError: a file is missing, truncated or not safetensors.
     """
     entries: dict[str, TensorEntry] = {}
     for file, listed in weight_files(folder).tensors.items():
@@ -211,14 +233,14 @@ def read_tensor(
     digest: WeightsDigest | None,
     item: int | None = None,
 ) -> None:
-    """Copy a tensor, or its `item`-th entry along the first axis, into `out`, converting the dtype
-    if they differ. Of what goes to a device one tensor at a time lies on the host. Every byte of
-    the file that is read goes into `digest` under `name`, if there is one.
+    """Copy a tensor, or its entry `item` along the first axis, into `out`.
 
-    Nothing is read into a tensor without memory (of the device "meta").
+    The dtype is converted if it differs. For a device, only one tensor at a time is on the host.
+    Every byte that is read from the file is added to `digest`, if given, under `name`. Nothing is
+    read for an `out` on the device "meta".
 
     Raises:
-        ConfigError: a dtype only quantised checkpoints have, or a file that ends early.
+        ConfigError: only quantized checkpoints have this dtype, or a file ends early.
     """
     if out.is_meta:
         return
@@ -238,9 +260,10 @@ def read_rows(
     digest: WeightsDigest | None,
     item: int | None = None,
 ) -> None:
-    """Likewise copy these rows of a tensor, one interval behind the other, and of each the
-    `columns` (None: all). All bytes are read and digested, whatever is kept: a few rows at a time
-    of a weight that is stored as it is.
+    """Copy intervals of rows of a tensor into `out`, one after another, and of each row `columns`.
+
+    `columns` None means all columns. All bytes of the tensor are read and digested. An unquantized
+    weight is read a few rows at a time.
 
     Raises:
         ConfigError: as `read_tensor`.
@@ -263,7 +286,7 @@ def read_rows(
 def _in_pieces(
     entry: WeightEntry, dtype: torch.dtype, hashed: "xxhash.xxh3_128 | None", item: int | None
 ) -> Iterator[tuple[int, Tensor]]:
-    """All rows, each piece with the number of its first."""
+    """Yield all rows in pieces, each with the index of its first row."""
     shape = entry.shape if item is None else entry.shape[1:]
     if not isinstance(entry, TensorEntry):
         whole = torch.empty(shape, dtype=dtype)
@@ -276,11 +299,12 @@ def _in_pieces(
 
 
 def same_content(a: WeightEntry, b: WeightEntry) -> bool:
-    """Whether two weights are the same numbers of the same type in the same shape. Reads up to the
-    first difference.
+    """Return whether two weights have the same numbers, dtype and shape.
+
+    It reads up to the first difference.
 
     Raises:
-        ConfigError: a file that ends early.
+        ConfigError: a file ends early.
     """
     return a.kind == b.kind and all(
         _same_bytes(*pair) for pair in zip(a.stored, b.stored, strict=True)
@@ -288,7 +312,7 @@ def same_content(a: WeightEntry, b: WeightEntry) -> bool:
 
 
 def _same_bytes(a: TensorEntry, b: TensorEntry) -> bool:
-    """Of two tensors of one size."""
+    """Return whether two tensors of equal size have the same bytes."""
     pieces = [torch.empty(min(_COMPARED_BYTES, a.num_bytes), dtype=torch.uint8) for _ in range(2)]
     for start in range(0, a.num_bytes, _COMPARED_BYTES):
         own, other = (piece[: a.num_bytes - start] for piece in pieces)
@@ -327,7 +351,7 @@ def _parse_header(
         dtype, shape = str(fields["dtype"]), tuple(int(extent) for extent in fields["shape"])
         start, end = (int(offset) for offset in fields["data_offsets"])
         if not 0 <= start <= end or any(extent < 0 for extent in shape):
-            raise ValueError(f"{name} of shape {list(shape)} lies from {start} to {end}")
+            raise ValueError(f"{name} of shape {list(shape)} has data offsets {start} to {end}")
         if data_start + end > size:
             raise ConfigError(
                 f"{file} is truncated: {name} ends at byte {data_start + end} of {size}",
@@ -342,7 +366,7 @@ def _parse_header(
 
 
 def _read_exactly(file: Path, offset: int, out: Tensor, hashed: "xxhash.xxh3_128 | None") -> None:
-    """Fill `out`; `hashed` takes up what was read."""
+    """Fill `out` from the file, and add the bytes to `hashed`."""
     view = out.view(-1).view(torch.uint8).numpy().data
     with file.open("rb", buffering=0) as stream:
         while view:

@@ -1,5 +1,7 @@
-"""The stage skeleton all families share: embedding on the first stage, a range of layers, norm and
-head on the last."""
+"""The stage skeleton that all families share.
+
+It has the embedding on the first stage, a range of layers, and the norm and head on the last stage.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -30,8 +32,10 @@ HEAD = "lm_head.weight"
 
 
 class DecoderLayer:
-    """Mixer and feed-forward, each behind a norm or between two, and beside a residual. The first
-    layer of a stage also computes what the whole stage needs once per forward."""
+    """A mixer and a feed-forward, each with norms before or around it and with a residual.
+
+    The first layer of a stage also computes the values that the whole stage needs once per forward.
+    """
 
     def __init__(
         self,
@@ -76,10 +80,12 @@ class DecoderLayer:
         wanted: Tensor | slice | None = None,
         counts: Sequence[int] | None = None,
     ) -> Tensor:
-        """hidden: [T, hidden]. Returns the same shape, or with `wanted`, indices of tokens, their
-        rows only: then the feed-forward runs for no other token. `counts`: how many those are on
-        each data rank, where there are several; all of them divide the feed-forward, so it runs
-        also for a rank without any."""
+        """Return the layer's output for `hidden` [T, hidden], with the same shape.
+
+        `wanted` selects tokens: the output then has only their rows, and the feed-forward runs for
+        no other token. `counts` is the number of those tokens on each data rank, if there are
+        several. All data ranks share the feed-forward, so it runs also on a rank without tokens.
+        """
         mixed = None
         if len(hidden):
             hidden, mixed = self._mixed(hidden, stage_pass, wanted)
@@ -102,7 +108,7 @@ class DecoderLayer:
     def _mixed(
         self, hidden: Tensor, stage_pass: StagePass, wanted: Tensor | slice | None
     ) -> tuple[Tensor, Tensor]:
-        """The wanted rows and what is to be added to them."""
+        """Return the wanted rows, and the mixer's output to add to them."""
         if self.layer_id == self.start_layer:
             if self._rotary is not None:
                 stage_pass.rotary = self._rotary.table(stage_pass.batch.positions)
@@ -117,10 +123,10 @@ class DecoderLayer:
 
 
 class DecoderStage:
-    """A `StageModel`: the layers of `layer_range`, built from `weights`.
+    """A `StageModel` with the layers of `layer_range`, built from `weights`.
 
-    `capture_layers` are global ids of layers whose output drafts need; a stage adds those it owns
-    to `aux_hidden` and passes the others on.
+    `capture_layers` are global ids of layers whose output drafts need. A stage adds its own ones to
+    `aux_hidden` and forwards the others.
     """
 
     def __init__(
@@ -133,7 +139,7 @@ class DecoderStage:
         capture_layers: frozenset[int] = frozenset(),
         ranks: RanksOfStage | None = None,
     ) -> None:
-        """`ranks` share the stage, where it has several."""
+        """Build the stage. `ranks` are the ranks that share it, if there are several."""
         self._facts = facts
         self._layer_range = layer_range
         self._device = weights.device
@@ -198,7 +204,7 @@ class DecoderStage:
 
     @property
     def expert_tokens(self) -> dict[int, ExpertTokens]:
-        """See `StageModel.expert_tokens`."""
+        """Implement `StageModel.expert_tokens`."""
         found = {layer.layer_id: layer.feed_forward.expert_tokens for layer in self.layers}
         return {layer_id: tokens for layer_id, tokens in found.items() if tokens is not None}
 
@@ -210,13 +216,14 @@ class DecoderStage:
         aux_hidden: Mapping[int, Tensor] | None = None,
         selected_keys: Tensor | None = None,
     ) -> StageOutput:
-        """Run this stage's layers; see `StageModel.forward`. A batch without tokens passes through
-        unchanged, but for what other data ranks need. What the stage before handed on must lie on
-        this stage's device.
+        """Run this stage's layers, as `StageModel.forward` describes.
+
+        A batch without tokens passes unchanged, except for the work that other data ranks need. The
+        output of the previous stage must be on this stage's device.
 
         Raises:
-            InternalError: the first stage was given no token ids, a later one no hidden states, or
-                one whose first layer shares a selection no selected keys.
+            InternalError: the first stage got no token ids, a later one got no hidden states, or a
+                stage whose first layer shares a selection got no selected keys.
         """
         hidden = self._stage_input(batch, hidden)
         captured = dict(aux_hidden or {})
@@ -245,7 +252,7 @@ class DecoderStage:
         )
 
     def _logits(self, rows: Tensor, counts: Sequence[int] | None) -> Tensor | None:
-        """rows: [n, hidden]. Returns [n, vocab] where tokens are drawn, None on the other ranks."""
+        """Return the logits of rows [n, hidden] on sampling ranks, [n, vocab], and None elsewhere."""
         if self._ranks is None:
             return self._bounded(self._head.logits(rows))
         every = rows if counts is None else self._ranks.gather_rows(rows, counts)
@@ -260,14 +267,16 @@ class DecoderStage:
         return logits if bound is None else logits.div_(bound).tanh_().mul_(bound)
 
     def _shares(self, batch: ForwardBatch) -> tuple[list[int] | None, list[int] | None]:
-        """Tokens of each data rank, and of these those whose logits are computed; None where there
-        is one."""
+        """Return each data rank's numbers of tokens and of logits, or None if there is one rank."""
         if not self._has_data_ranks:
             return None, None
         return [share.tokens for share in batch.shares], [share.logits for share in batch.shares]
 
     def _embedded(self, token_ids: Tensor, embed: Callable[[Tensor], Tensor]) -> Tensor:
-        """token_ids: [T]. Returns [T, hidden]; each token's row comes from the rank that has it."""
+        """Return the embeddings of token_ids [T], [T, hidden].
+
+        The row of a token comes from the rank that owns it.
+        """
         if self._ranks is None:
             return embed(token_ids)
         part = self._own_vocabulary
@@ -279,8 +288,10 @@ class DecoderStage:
         ]
 
     def _wanted(self, batch: ForwardBatch) -> Tensor | slice | None:
-        """Return the tokens whose logits the last stage gives, by their indices unless they lie
-        side by side; None where it gives all, as in decode steps."""
+        """Return the indices of the tokens whose logits the last stage computes.
+
+        They are a slice if they are adjacent. None means all tokens, as in decode steps.
+        """
         wanted = wanted_tokens(batch)
         if len(wanted) == batch.num_tokens:
             return None
@@ -289,8 +300,10 @@ class DecoderStage:
         return torch.tensor(wanted, dtype=torch.long).to(self._device)
 
     def _cut_layer(self, wanted: Tensor | slice | None) -> int | None:
-        """The last layer, if only the tokens that draw need what comes behind its mixer: most of a
-        prompt does not."""
+        """Return the last layer if only sampling tokens need the work after its mixer.
+
+        Most tokens of a prompt do not need it.
+        """
         last = self._layer_range.end - 1
         return last if wanted is not None and self._may_cut(last) else None
 
@@ -302,8 +315,7 @@ class DecoderStage:
         )
 
     def _stage_selection(self, batch: ForwardBatch, selected_keys: Tensor | None) -> Tensor | None:
-        """What the first layer may share: nothing unless it shares, else a row of keys for each
-        token."""
+        """Return the keys for a first layer that shares a selection, one row per token, or None."""
         if not self._takes_selection or not batch.num_tokens:
             return None
         if selected_keys is None or selected_keys.shape[0] != batch.num_tokens:

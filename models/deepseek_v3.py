@@ -21,8 +21,10 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
 
 
 def read_feed_forwards(raw: RawConfig) -> tuple[FeedForwardSpec, ...]:
-    """Of each layer: by `mlp_layer_types` if given, else dense before layer
-    `first_k_dense_replace`."""
+    """Return each layer's feed-forward, by `mlp_layer_types` if given.
+
+    Otherwise layers before `first_k_dense_replace` are dense.
+    """
     num_layers = raw.integer("num_hidden_layers")
     kinds: dict[str, FeedForwardSpec] = {"dense": read_mlp(raw), "sparse": read_sigmoid_moe(raw)}
     if "mlp_layer_types" not in raw:

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2: V3 with an indexer on every layer that chooses the keys to attend to."""
+"""DeepSeek-V3.2: V3 with an indexer on every layer that selects the keys to attend to."""
 
 from models.blocks.config import RawConfig
 from models.blocks.indexer import read_indexer

@@ -1,7 +1,6 @@
-"""Gemma 3: five layers that see a window only to one that sees everything, norms before and behind
-each part.
+"""Gemma 3: five window layers per full-attention layer, norms before and after each part.
 
-The text model only: of a multimodal wrapper, `text_config`.
+Only the text model is supported: `text_config` of a multimodal wrapper.
 """
 
 from dataclasses import replace
@@ -53,7 +52,7 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
 
 
 def _read_rope(raw: RawConfig, kind: str, head_dim: int) -> RopeSpec:
-    """Of one kind of layer; the older style scales only the layers that see everything."""
+    """Read the rope of one kind of layer. In the older style, only full-attention layers scale it."""
     if "rope_parameters" in raw:
         raw = raw.updated(
             {"rope_parameters": raw.section("rope_parameters").section(kind).as_dict()}

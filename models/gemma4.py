@@ -1,8 +1,10 @@
-"""Gemma 4, the dense models: as Gemma 3, with larger heads on the layers that see everything, whose
-keys are also their values, values normalised, each layer's result scaled, and logits bounded.
+"""Gemma 4, the dense models, as a variation of Gemma 3.
 
-The text model only. Layers that embed tokens again, that share keys and values, and experts are not
-supported.
+Full-attention layers have larger heads, and their keys are also their values. Values are
+normalized, the result of each layer is scaled, and logits are bounded.
+
+Only the text model is supported. Not supported are layers that embed tokens again or share keys and
+values, and experts.
 """
 
 from dataclasses import replace
@@ -64,7 +66,7 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
 
 
 def read_mixers(raw: RawConfig) -> dict[str, AttentionSpec]:
-    """By kind of layer."""
+    """Return the attention by kind of layer."""
     norm, shares = _norm(raw), raw.flag("attention_k_eq_v", default=False)
     own = read_attention(raw, qk_norm=norm)
     full = read_attention(_of_full_layers(raw, shares=shares), qk_norm=norm)
@@ -78,7 +80,10 @@ def read_mixers(raw: RawConfig) -> dict[str, AttentionSpec]:
 
 
 def _of_full_layers(raw: RawConfig, *, shares: bool) -> RawConfig:
-    """As published, or as transformers writes it: by layer."""
+    """Return the config of full-attention layers, in the published form or in transformers' form.
+
+    transformers writes fields by layer.
+    """
     if "per_layer_config" in raw:
         by_layer = raw.section("per_layer_config")
         return raw.updated(by_layer.section(next(iter(by_layer.as_dict()))).as_dict())

@@ -1,5 +1,7 @@
-"""GLM4-MoE: rope on half of the head, biases on q, k and v, sigmoid-routed experts after a few
-dense layers."""
+"""GLM4-MoE: rope on half of each head, biases on q, k and v, sigmoid-routed experts.
+
+The first few layers are dense.
+"""
 
 from models.blocks.attention import read_attention
 from models.blocks.config import RawConfig

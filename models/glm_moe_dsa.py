@@ -1,5 +1,6 @@
-"""GLM-5: DeepSeek-V3.2 whose indexer turns pairs, and whose layers share one choice of keys over
-several layers."""
+"""GLM-5: DeepSeek-V3.2 with an indexer that rotates pairs, and with a key selection that several
+layers share.
+"""
 
 from dataclasses import replace
 

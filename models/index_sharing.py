@@ -1,6 +1,7 @@
-"""Which layers compute the choice of keys and which share it (DSA with cross-layer sharing).
+"""The layers that compute a selection of keys, and the layers that share it (cross-layer DSA).
 
-A config gives it in one of four ways; the first that is present counts:
+A config specifies this in one of four ways. The first one present applies:
+
     indexer_types            "full" or "shared" per layer
     index_topk_pattern       the same as a list, or as a string of F and S
     index_skip_topk_offset   with index_topk_freq: layer l computes iff max(l - offset + 1, 0) is a multiple of freq
@@ -14,11 +15,11 @@ _DEFAULT_OFFSET = 2
 
 
 def computing_layers(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
-    """True for each layer that computes.
+    """Return for each layer whether it computes the selection.
 
     Raises:
         ConfigError: offset or frequency below 1, an unknown kind, a wrong length, or a layer 0 that
-            shares (there is nothing before it to share).
+            shares, although no layer precedes it.
     """
     field = next((name for name in ("indexer_types", "index_topk_pattern") if name in raw), None)
     if field is None:
@@ -36,7 +37,7 @@ def computing_layers(raw: RawConfig, num_layers: int) -> tuple[bool, ...]:
     if len(kinds) != num_layers:
         raise raw.fail(field, f"names {len(kinds)} layers, num_hidden_layers is {num_layers}")
     if kinds[0] == "shared":
-        raise raw.fail(field, "lets layer 0 share, and there is no layer before it")
+        raise raw.fail(field, "makes layer 0 share, but no layer precedes it")
     return tuple(kind == "full" for kind in kinds)
 
 

@@ -1,5 +1,7 @@
-"""Kimi-Linear: three layers of Kimi Delta Attention to one of latent attention without positions,
-sigmoid-routed experts after a dense layer."""
+"""Kimi-Linear: three layers of Kimi Delta Attention per layer of latent attention.
+
+Latent attention has no positions. Experts are sigmoid-routed, after one dense layer.
+"""
 
 from dataclasses import replace
 
@@ -18,7 +20,7 @@ from models.blocks.spec import (
 from models.deepseek_v3 import read_feed_forwards
 
 _LINEAR = "linear_attention"
-_NUM_DENSE_LAYERS = 1  # where the file does not say
+_NUM_DENSE_LAYERS = 1  # default if the file does not state it
 _OTHER_FIELDS = {
     "model_max_length": "max_position_embeddings",
     "moe_renormalize": "norm_topk_prob",
@@ -65,8 +67,11 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
 
 
 def _as_others_spell(raw: RawConfig) -> RawConfig:
-    """With the names that other families have for the same fields. Published files have a section
-    for the recurrent layers; transformers writes what it says beside it."""
+    """Return the config with the field names of other families.
+
+    Published files have a section for the recurrent layers. transformers writes its fields at the
+    top level.
+    """
     values = {"first_k_dense_replace": _NUM_DENSE_LAYERS, **raw.as_dict()}
     values |= {ours: values[theirs] for theirs, ours in _OTHER_FIELDS.items() if theirs in values}
     if "linear_attn_config" in raw:
@@ -82,7 +87,7 @@ def _as_others_spell(raw: RawConfig) -> RawConfig:
 
 
 def _layer_types(section: RawConfig, num_layers: int) -> list[str]:
-    """From lists that count layers from 1."""
+    """Return the layer types from lists that count layers from 1."""
     full, recurrent = section.integers("full_attn_layers"), section.integers("kda_layers")
     if sorted([*full, *recurrent]) != list(range(1, num_layers + 1)):
         raise section.fail(

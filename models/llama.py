@@ -1,5 +1,4 @@
-"""Llama: grouped-query attention and a gated feed-forward, each with biases where the config says
-so."""
+"""Llama: grouped-query attention and a gated feed-forward, with biases as the config states."""
 
 from models.blocks.attention import read_attention
 from models.blocks.config import RawConfig

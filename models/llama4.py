@@ -1,8 +1,9 @@
-"""Llama 4: every fourth layer knows no positions, the others attend within chunks; an expert is
-given its token times the router's score.
+"""Llama 4: every fourth layer has no positions, the others attend within chunks.
 
-The text model only, up to the end of the first chunk: there a layer sees all that came before, and
-the temperature of layers without positions is still 1.
+An expert's input is its token times the router's score.
+
+Only the text model is supported, up to the end of the first chunk. Up to there, a chunked layer
+sees all earlier tokens, and the temperature of layers without positions is 1.
 """
 
 from dataclasses import replace
@@ -23,7 +24,8 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
     bare = replace(
         read_attention(raw, qkv_bias=has_bias, output_bias=has_bias), rotation=Rotation.NONE
     )
-    # Published behind the rotation: a norm without weights is the same before it.
+    # The published order is rotation, then norm. A norm without weights gives the same before
+    # rotation.
     norm = (
         replace(read_norm(raw), has_weights=False)
         if raw.flag("use_qk_norm", default=True)
@@ -43,11 +45,12 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
         context_field=context_field,
         other_names=_OTHER_NAMES,
         inputs_first=_INPUTS_FIRST,
+        # The flag is also published as a number.
     )
 
 
 def _longest(raw: RawConfig, mixers: list[AttentionSpec]) -> tuple[int, str]:
-    """Tokens of a sequence to which all of this applies, and the field that says so."""
+    """Return the longest supported sequence in tokens, and the field that limits it."""
     limits = [
         (raw.integer("max_position_embeddings"), "max_position_embeddings"),
         (raw.integer("attention_chunk_size"), "attention_chunk_size"),
@@ -61,7 +64,7 @@ def _longest(raw: RawConfig, mixers: list[AttentionSpec]) -> tuple[int, str]:
 
 
 def _rotations(raw: RawConfig) -> list[bool]:
-    """By layer."""
+    """Return for each layer whether it rotates."""
     num_layers, interval = raw.integer("num_hidden_layers"), raw.integer("no_rope_layer_interval")
     listed = raw.integers("no_rope_layers")
     if not listed:
@@ -74,8 +77,10 @@ def _rotations(raw: RawConfig) -> list[bool]:
 
 
 def _read_feed_forwards(raw: RawConfig) -> list[FeedForwardSpec]:
-    """By layer: with experts where `moe_layers` says so, else on the last layer of each
-    interval."""
+    """Return each layer's feed-forward.
+
+    Experts are on the layers of `moe_layers`, or by default on the last layer of each interval.
+    """
     num_layers, step = raw.integer("num_hidden_layers"), raw.integer("interleave_moe_layer_step")
     width = raw.integer("intermediate_size")
     dense = replace(

@@ -1,8 +1,7 @@
-"""From a checkpoint folder to what the serving side needs: facts first, and a stage's weights on
-request.
+"""Checkpoint loading: first the facts of a model, then the weights of a stage on request.
 
-`read_model` reads configs and file headers. `load_stage` builds the blocks of one layer range; each
-requests its own tensors, so a stage reads its own bytes and no others.
+`read_model` reads configs and file headers. `load_stage` builds the blocks of one layer range. Each
+block requests its own tensors, so a stage reads only its own bytes.
 """
 
 import hashlib
@@ -51,31 +50,32 @@ from runtime.model_files.end_tokens import read_end_tokens, stated_end_tokens
 from runtime.model_files.model_folder import check_model_folder
 from runtime.model_files.weights import weight_files
 
-# Wrappers put the text model below one of these; the longest match counts. Keys decide, not the
-# architecture: a wrapper saved as its text model keeps the wrapper's keys.
+# Wrappers put the text model under one of these prefixes; the longest match counts. The prefix
+# depends on the keys, not on the architecture: a wrapper that was saved as its text model keeps the
+# wrapper's keys.
 _PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 _NOT_OURS = re.compile(
     r"^(model\.)?(mtp|visual|vision_(tower|model)|multi_modal_projector|audio_tower|"
     r"embed_(vision|audio))\.|\.rotary_emb\.inv_freq$"
 )
 _LAYER = re.compile(r"layers\.(\d+)\.")
-_EXPERTS = ".experts."  # in names of tensors of which ranks have whole ones
+_EXPERTS = ".experts."  # in names of tensors that belong to whole experts, which ranks do not cut
 _NOTHING = torch.empty(0)
 _REVISION_IGNORES = ("transformers_version", "_name_or_path")
 
 
 @dataclass(frozen=True)
 class ModelDescription:
-    """A checkpoint, or a config without one, of which no weight is loaded yet."""
+    """A checkpoint, or a config without one, before any weight is loaded."""
 
     facts: ModelFacts
     spec: DecoderSpec
-    checkpoint: Checkpoint | None = field(repr=False)  # None: weights are random
-    in_bytes: bool = False  # projections keep eight bits of each weight
-    notices: tuple[str, ...] = ()  # what an operator has to know of how the files were read
+    checkpoint: Checkpoint | None = field(repr=False)  # None if weights are random
+    in_bytes: bool = False  # whether projections keep eight bits of each weight
+    notices: tuple[str, ...] = ()  # messages for the operator about how the files were read
 
     def cache_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
-        """What every layer of the whole model caches, in layer order."""
+        """Return the cache specs of every layer of the whole model, in layer order."""
         dtype = _torch_dtype(self.facts.dtype)
         return tuple(
             spec
@@ -84,8 +84,10 @@ class ModelDescription:
         )
 
     def attention_geometry(self, page_size: int) -> AttentionGeometry | None:
-        """Of the layers with K/V, which share one, but for those that see a window only; None if
-        there are none."""
+        """Return the geometry of the layers with K/V, or None if there are none.
+
+        They share one geometry. Layers with a window have another one, in `windowed`.
+        """
         found = (layer.mixer.attention_geometry(page_size) for layer in self.spec.layers)
         geometries = [geometry for geometry in found if isinstance(geometry, AttentionGeometry)]
         windowed = next((geometry for geometry in geometries if geometry.window is not None), None)
@@ -93,28 +95,32 @@ class ModelDescription:
         return None if whole is None else replace(whole, windowed=windowed)
 
     def latent_geometry(self, page_size: int) -> LatentGeometry | None:
-        """Of the layers with latent attention, which share one; None if there are none."""
+        """Return the geometry that all latent attention layers share, or None if there are none."""
         found = (layer.mixer.attention_geometry(page_size) for layer in self.spec.layers)
         return next((geometry for geometry in found if isinstance(geometry, LatentGeometry)), None)
 
     @property
     def counts_on_host(self) -> bool:
-        """Whether any layer does; see `FeedForwardSpec.counts_on_host`."""
+        """Return whether any layer counts on the host; see `FeedForwardSpec.counts_on_host`."""
         return any(layer.feed_forward.counts_on_host for layer in self.spec.layers)
 
     def of_rank(self, rank: TensorRank) -> "ModelDescription":
-        """The same to one rank of those that share a stage: its layers have its part of the heads,
-        experts and columns. What is cached is described whole all the same (`CacheSpec.of_rank`).
+        """Return the description for one of the ranks that share a stage.
+
+        Its layers have the rank's part of the heads, experts and columns. Caches are still
+        described whole (`CacheSpec.of_rank`).
 
         Raises:
-            ConfigError: the model cannot be divided so.
+            ConfigError: the model cannot be divided between the ranks.
         """
         return self if rank.size == 1 else replace(self, spec=self.spec.of_rank(rank))
 
     def weight_bytes(self, layers: LayerRange, rank: TensorRank = ONLY_RANK) -> int:
-        """Return what each rank of a stage of these layers holds at least, in the dtype that the
-        model runs in, or in eight bits: the largest of them, so that all plan alike. 0 where
-        weights are random."""
+        """Return the least bytes of weights that each rank of a stage of these layers holds.
+
+        Weights are counted in the model's dtype or in eight bits. It is the value of the largest
+        rank, so that all ranks plan alike. Random weights count as 0.
+        """
         if self.checkpoint is None:
             return 0
         num_bytes = 0
@@ -128,8 +134,7 @@ class ModelDescription:
         return num_bytes
 
     def _most_experts(self, name: str, rank: TensorRank) -> tuple[int, int]:
-        """Return how many experts the rank with most of them has, of how many, in the layer of this
-        tensor."""
+        """Return the largest number of experts on a rank, and the layer's number of experts."""
         layer = _LAYER.match(name)
         layer_id = self.spec.num_layers if layer is None else int(layer[1])
         total = (
@@ -140,9 +145,11 @@ class ModelDescription:
         return (-(-total // rank.size), total) if total else (1, rank.size)
 
     def layer_bytes(self, *, with_head: bool) -> list[int]:
-        """What a step reads of each layer's weights, all experts counted; `with_head` the last
-        one's and the head's together. Not the embedding, of which a token takes one row. 0s where
-        weights are random."""
+        """Return the bytes that a step reads of each layer's weights, with all experts.
+
+        `with_head` adds the head to the last layer. The embedding is not included, because a token
+        reads one row of it. Random weights count as 0.
+        """
         read = [0] * self.spec.num_layers
         if self.checkpoint is None:
             return read
@@ -161,7 +168,10 @@ class ModelDescription:
         return read
 
     def _kept_bytes(self, name: str, shape: tuple[int, ...], layers: LayerRange) -> int:
-        """Of one tensor. An embedding keeps its type; a head that is tied to it is then a copy."""
+        """Return the bytes of one tensor.
+
+        An embedding keeps its dtype, so a head that is tied to it is a separate copy in eight bits.
+        """
         coded = kept_bytes(shape, self.facts.dtype, in_bytes=self.in_bytes)
         if name != EMBEDDING or not self.in_bytes:
             return coded
@@ -180,17 +190,16 @@ class ModelDescription:
         digest: WeightsDigest | None = None,
         ranks: RanksOfStage | None = None,
     ) -> DecoderStage:
-        """Build one stage, or this rank's part of it, with its weights in memory of its own, on
-        `device`. `ranks`: those of the stage, where it has several; this description is then that
-        of the rank (`of_rank`).
+        """Build one stage, or this rank's part of it, with its own weights on `device`.
 
-        `capture_layers`: global ids of layers whose outputs travel in `StageOutput.aux_hidden`.
-        `digest` takes up every byte that is read.
+        `ranks` are those of the stage, if it has several. Then this description must be that of the
+        rank (`of_rank`). `capture_layers` are global ids of layers whose outputs travel in
+        `StageOutput.aux_hidden`. `digest` gets every byte that is read.
 
         Raises:
             ConfigError: tensors are missing, unexpected, of the wrong shape or of an unsupported
-                dtype, or a file is damaged. All missing, unexpected and misshapen tensors are in
-                one message.
+                dtype, or a file is damaged. One message lists all missing, unexpected and misshapen
+                tensors.
         """
         if layers.end > self.facts.num_layers or not layers:
             raise ConfigError(
@@ -248,15 +257,15 @@ class ModelDescription:
 
 
 def read_model(path: Path, *, in_bytes: bool = False) -> ModelDescription:
-    """Describe the checkpoint in folder `path`, to be kept in its own type or `in_bytes`.
+    """Describe the checkpoint in folder `path`, with weights in its own dtype or `in_bytes`.
 
-    `facts.revision` is a digest over config.json (without the fields that only say who wrote it)
-    and the names, types and shapes of all tensors; their bytes are digested while they are read
+    `facts.revision` is a digest of config.json, without the fields that only name its author, and
+    of the names, dtypes and shapes of all tensors. Their bytes are digested when they are read
     (`load_stage`). End-of-sequence ids are those of `runtime.model_files.end_tokens`.
 
     Raises:
         ConfigError: the folder is not a checkpoint, its architecture or a field is not supported, a
-            file is damaged, or the model's type has no products in eight bits.
+            file is damaged, or the model's dtype has no products in eight bits.
     """
     check_model_folder(path)
     raw = read_config_file(path / "config.json")
@@ -276,7 +285,7 @@ def read_model(path: Path, *, in_bytes: bool = False) -> ModelDescription:
 
 
 def random_model(config: dict[str, object]) -> ModelDescription:
-    """A model of this config (the content of a config.json) with repeatable random weights."""
+    """Return a model of this config (the content of a config.json) with repeatable random weights."""
     raw = RawConfig(config)
     spec = read_decoder(architecture_of(raw), text_config(raw))
     return _describe(raw, spec, None, stated_end_tokens(raw.as_dict(), spec.vocab_size))
@@ -305,15 +314,18 @@ def _describe(
 
 
 def with_dtype(text: RawConfig, checkpoint: Checkpoint | None) -> RawConfig:
-    """Return the config with the type of its weights where it states none, as transformers takes
-    it; without weights that is float32."""
+    """Return the config with a dtype. If it states none, use that of the weights, as transformers
+    does.
+
+    Without weights that is float32.
+    """
     if checkpoint is None or has_dtype(text):
         return text
     return text.updated({"dtype": checkpoint.usual_dtype()})
 
 
 def notices_of(path: Path, raw: RawConfig, checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Return what an operator has to know of how the files in folder `path` were read."""
+    """Return messages for the operator about how the files in folder `path` were read."""
     own = (
         ""
         if has_dtype(text_config(raw))
@@ -325,8 +337,10 @@ def notices_of(path: Path, raw: RawConfig, checkpoint: Checkpoint) -> tuple[str,
 
 
 def description_digest(raw: RawConfig, entries: Mapping[str, WeightEntry] | None) -> str:
-    """Of a config, without the fields that only say who wrote it, and of the names, types and
-    shapes of all tensors (None: they are random). Hex."""
+    """Return the digest of a config, and of the names, dtypes and shapes of all tensors, in hex.
+
+    Fields that only name the config's author are ignored. `entries` None means random weights.
+    """
     settings = {
         name: value for name, value in raw.as_dict().items() if name not in _REVISION_IGNORES
     }
@@ -337,13 +351,14 @@ def description_digest(raw: RawConfig, entries: Mapping[str, WeightEntry] | None
 
 
 class _StageWeights:
-    """The part of a checkpoint that one stage owns, and what went wrong while it was read."""
+    """One stage's part of a checkpoint, and the problems found while it is read."""
 
     def __init__(
         self,
         checkpoint: Checkpoint,
         spec: DecoderSpec,
         layers: LayerRange,
+        # Every stage owns unknown names, so that they are reported.
         digest: WeightsDigest | None,
     ) -> None:
         self._entries = stage_entries(checkpoint, spec, layers)
@@ -372,7 +387,7 @@ class _StageWeights:
     def read_rows(
         self, name: str, out: Tensor, rows: Sequence[Part], columns: Part | None = None
     ) -> None:
-        """See `PartSource.read_rows`."""
+        """Implement `PartSource.read_rows`."""
         entry = self._entries.get(name)
         if entry is None:
             self._missing.add(name)
@@ -387,11 +402,11 @@ class _StageWeights:
         read_rows(entry, out, rows, columns, name=name, digest=self._digest)
 
     def row_scales(self, name: str, *, item: int | None = None) -> Tensor | None:
-        """See `WeightSource.row_scales`."""
+        """Implement `WeightSource.row_scales`."""
         return self._entries[name].row_scales(item=item) if name in self._entries else None
 
     def skip(self, name: str, item: int | None = None) -> None:
-        """See `PartSource.skip`."""
+        """Implement `PartSource.skip`."""
         entry = self._entries.get(name)
         if entry is None:
             self._missing.add(name)
@@ -400,7 +415,11 @@ class _StageWeights:
         read_rows(entry, _NOTHING, (), None, name=name, digest=self._digest, item=item)
 
     def finish(self) -> None:
-        """Raise one ConfigError about everything that did not fit."""
+        """Check that everything fitted.
+
+        Raises:
+            ConfigError: some tensors did not fit. One message lists all problems.
+        """
         unexpected = self._entries.keys() - self._taken
         complaints = [
             f"{what}: {_listing(names)}"
@@ -421,9 +440,11 @@ class _StageWeights:
 def stage_entries(
     checkpoint: Checkpoint, spec: DecoderSpec, layers: LayerRange
 ) -> dict[str, WeightEntry]:
-    """The tensors a stage owns, by name below the model's prefix. Other stages' layers are left out
-    by layer id, before anything looks at the rest of their names. A tied head means that the last
-    stage owns the embedding too."""
+    """Return the tensors that a stage owns, by name without the model's prefix.
+
+    Layers of other stages are excluded by layer id, before the rest of their names is examined.
+    With a tied head, the last stage owns the embedding too.
+    """
     is_first, is_last = layers.start == 0, layers.end == spec.num_layers
     shared = {
         EMBEDDING: is_first or (is_last and spec.tied_head),
@@ -454,7 +475,7 @@ def stage_entries(
 
 
 def target_entry(checkpoint: Checkpoint, name: str) -> WeightEntry | None:
-    """The tensor of this name below the model's prefix, for a draft that shares it."""
+    """Return the tensor with this name under the model's prefix, for a draft that shares it."""
     return next(
         (
             checkpoint.entries[key]
@@ -466,8 +487,11 @@ def target_entry(checkpoint: Checkpoint, name: str) -> WeightEntry | None:
 
 
 def _has_other_head(checkpoint: Checkpoint) -> bool:
-    """Whether a head is there that is not the embedding. It was trained on its own then, whatever
-    the config says of the two: transformers decides alike."""
+    """Return whether the checkpoint has a head that differs from the embedding.
+
+    Such a head was trained separately, whatever the config states. transformers decides in the same
+    way.
+    """
     head, embedding = target_entry(checkpoint, HEAD), target_entry(checkpoint, EMBEDDING)
     return head is not None and embedding is not None and not same_content(head, embedding)
 
@@ -478,8 +502,9 @@ def _listing(names: set[str]) -> str:
 
 
 def kept_bytes(shape: tuple[int, ...], dtype: str, *, in_bytes: bool = False) -> int:
-    """What a tensor of this shape takes in a model that runs in that type; a matrix perhaps in
-    eight bits."""
+    """Return the bytes of a tensor of this shape in the model's dtype, or in eight bits for a
+    matrix.
+    """
     if in_bytes and len(shape) > 1:
         return math.prod(shape) + math.prod(shape[:-1]) * SCALE_BYTES
     return math.prod(shape) * _torch_dtype(dtype).itemsize

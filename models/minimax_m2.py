@@ -1,5 +1,7 @@
-"""MiniMax-M2: a norm over all heads of q and one over those of k, rope on half of the head,
-sigmoid-routed experts."""
+"""MiniMax-M2: one norm over all heads of q and one over all heads of k, sigmoid-routed experts.
+
+Rope rotates half of each head.
+"""
 
 from dataclasses import replace
 

@@ -1,7 +1,6 @@
-"""Mistral: Llama without biases, whose heads may be wider or narrower than hidden_size /
-num_attention_heads.
+"""Mistral: Llama without biases; the head width need not be hidden_size / num_attention_heads.
 
-A window that is as long as the context hides nothing, so that it is none.
+A window as long as the context hides nothing, so it is ignored.
 """
 
 from models.blocks.attention import read_attention

@@ -1,14 +1,14 @@
-"""Weights of quantised checkpoints, turned into the model's own type while they are read.
+"""Weights of quantized checkpoints, converted to the model's dtype while they are read.
 
-A weight w [out, in] is stored as codes of 4 or 8 bits and, for every block of it, a scale and
-perhaps a zero point:
+A weight w [out, in] is stored as codes of 4 or 8 bits. Each block of it has a scale and possibly a
+zero point:
 
     w[r, c] = (code[r, c] - zero[b(r), b(c)]) * scale[b(r), b(c)]
 
-computed in fp32, where both operations on codes of up to 8 bits and scales of 16 are exact, and
-rounded once. Which tensors hold the parts, and how codes are packed, is the format's
-(`quantised_formats`). A weight is read in pieces of some MiB, so that what it takes beside its
-final form does not grow with it.
+This is computed in fp32 and rounded once. In fp32 both operations are exact for codes of up to 8
+bits and scales of 16 bits. The format (`quantised_formats`) defines the tensors of the parts and
+the packing of codes. A weight is read in pieces of a few MiB, so the memory needed in addition to
+the result does not grow with the weight.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,19 +21,20 @@ from torch import Tensor
 from models.checkpoint import Checkpoint, TensorEntry, WeightEntry
 from runtime.errors import ConfigError
 
-_PIECE_NUMBERS = 1 << 20  # of a weight, that are spread out in fp32 at a time
+_PIECE_NUMBERS = 1 << 20  # numbers of a weight that are expanded to fp32 at a time
 _WORD_BITS = 32
 _SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Codes and zero points in 32-bit words, `32 / bits` of them in one.
+    """A packing of codes and zero points in 32-bit words, `32 / bits` of them in each.
 
-    codes_axis, zeros_axis   along which a word's numbers follow each other, in the tensors as they are stored
-    places                   where in the word its first, second, ... number is, counted in numbers from its lowest bits
+    codes_axis, zeros_axis   the axis along which a word's numbers are consecutive, in the stored tensors
+    places                   the positions of the first, second, ... number in the word, counted in numbers from its
+                             lowest bits
     is_transposed            codes are stored [in, out], scales and zero points [groups of in, out]
-    added_zero               what a stored zero point lacks
+    added_zero               the value to add to a stored zero point
     """
 
     bits: int
@@ -44,8 +45,7 @@ class Packing:
     added_zero: int = 0
 
     def spread(self, words: Tensor, axis: int) -> Tensor:
-        """words: [a, b] int32. Returns the numbers in them, `32 / bits` times as many along
-        `axis`."""
+        """Return the numbers in `words` [a, b] int32, `32 / bits` times as many along `axis`."""
         shifts = (
             torch.tensor(self.places, dtype=torch.int32)
             .mul_(self.bits)
@@ -60,17 +60,16 @@ class Packing:
 
 @dataclass(frozen=True)
 class QuantisedFormat:
-    """How a checkpoint stores its quantised weights: endings of names on a common stem, and what
-    they hold.
+    """A storage format of quantized weights: name suffixes on a common stem, and their meaning.
 
-    codes     ending of the tensor of codes and their dtype; a weight is what has such a tensor
-    weight    ending of the weight's own name
-    scales    endings of the tensor of scales; the first that is there counts
-    zeros     ending of the tensor of zero points; empty where the format has none
-    groups    ending of the tensor that names the block of every column, where blocks are no ranges
-    block     rows and columns of a block; 0: all of them
-    zero      the zero point where there is no tensor of them; None: there must be one
-    packing   None: codes are stored one by one, [out, in]
+    codes     suffix and dtype of the tensor of codes; every such tensor belongs to a weight
+    weight    suffix of the weight's own name
+    scales    suffixes of the tensor of scales; the first one present counts
+    zeros     suffix of the tensor of zero points; empty if the format has none
+    groups    suffix of the tensor with the block of every column, if blocks are not ranges
+    block     rows and columns of a block; 0 means all of them
+    zero      the zero point if there is no tensor of them; None if there must be one
+    packing   None if codes are stored one by one, [out, in]
     """
 
     codes: str
@@ -85,7 +84,7 @@ class QuantisedFormat:
 
     @property
     def turned(self) -> "QuantisedFormat":
-        """Of weights that are stored [in, out], codes and scales."""
+        """Return the format of weights whose codes and scales are stored [in, out]."""
         return replace(self, block=(self.block[1], self.block[0]))
 
     @property
@@ -97,12 +96,14 @@ class QuantisedFormat:
 def dequantised(
     tensors: Mapping[str, TensorEntry], form: QuantisedFormat, inputs_first: tuple[str, ...] = ()
 ) -> Checkpoint:
-    """The checkpoint whose weights these tensors hold, some of them quantised; nothing is read yet.
-    `inputs_first`: ends of names of weights that are stored [in, out].
+    """Return the checkpoint of the weights in `tensors`, some of them quantized. Nothing is read
+    yet.
+
+    `inputs_first` has suffixes of weights that are stored [in, out].
 
     Raises:
-        ConfigError: parts of a weight are missing or do not fit each other. The first of them are
-            in the message.
+        ConfigError: parts of a weight are missing or do not fit each other. The message has the
+            first of them.
     """
     taken: set[str] = set()
     entries: dict[str, WeightEntry] = {}
@@ -123,7 +124,7 @@ def dequantised(
         taken.update((name, scales, *parts))
     if complaints:
         raise ConfigError(
-            f"quantised weights do not fit their config; {'; '.join(complaints[:4])}"
+            f"quantized weights do not fit their config; {'; '.join(complaints[:4])}"
             f"{f' and {len(complaints) - 4} more' if len(complaints) > 4 else ''}",
             field="quantization_config",
         )
@@ -133,14 +134,16 @@ def dequantised(
 
 
 def _is_part(name: str, form: QuantisedFormat) -> bool:
-    """Of a weight, though it has the dtype of codes."""
+    """Return whether the tensor is a part of a weight, although it has the dtype of codes."""
     return any(ending and name.endswith(ending) for ending in (form.zeros, form.groups))
 
 
 @dataclass(frozen=True)
 class QuantisedEntry:
-    """A `WeightEntry` of several tensors. Codes without packing may be a stack of weights, [items,
-    out, in]; then every part is one."""
+    """A `WeightEntry` of several tensors.
+
+    Codes without packing may be a stack of weights, [items, out, in]. Then every part is a stack.
+    """
 
     form: QuantisedFormat
     codes: TensorEntry
@@ -171,7 +174,7 @@ class QuantisedEntry:
         )
 
     def problems(self) -> Iterator[str]:
-        """What does not fit in the parts' types and shapes."""
+        """Yield the mismatches between the dtypes and shapes of the parts."""
         if len(self.codes.shape) < 2 or (
             self.form.packing is not None and len(self.codes.shape) > 2
         ):
@@ -196,8 +199,11 @@ class QuantisedEntry:
     def read(
         self, out: Tensor, hashed: "xxhash.xxh3_128 | None", *, item: int | None = None
     ) -> None:
-        """See `WeightEntry.read`. Raises ConfigError for a block number that there is no scale
-        for."""
+        """Implement `WeightEntry.read`.
+
+        Raises:
+            ConfigError: a column has a block number without a scale.
+        """
         scales = self._by_block(self._whole(self.scales, hashed, item))
         zeros = (
             None if self.zeros is None else self._zero_points(self._whole(self.zeros, hashed, item))
@@ -215,7 +221,10 @@ class QuantisedEntry:
             out[rows, columns].copy_(piece)
 
     def row_scales(self, *, item: int | None = None) -> Tensor | None:
-        """See `WeightEntry.row_scales`. A zero point of a tensor may move codes beyond a byte."""
+        """Implement `WeightEntry.row_scales`.
+
+        It returns None with a tensor of zero points, because these may move codes beyond a byte.
+        """
         if self.form.codes_dtype == "F8_E4M3" or self.zeros is not None or self._num_blocks[1] > 1:
             return None
         of_blocks = self._by_block(self._whole(self.scales, None, item))[:, 0]
@@ -254,12 +263,12 @@ class QuantisedEntry:
         return part.rows(0, shape[0], hashed, item=item)
 
     def _by_block(self, values: Tensor) -> Tensor:
-        """Scales as they are stored to fp32 by block of rows and of columns."""
+        """Convert stored scales to fp32, by block of rows and of columns."""
         shaped = values.float().view(self._as_stored(self._num_blocks))
         return shaped.t().contiguous() if self._is_transposed else shaped
 
     def _zero_points(self, stored: Tensor) -> Tensor:
-        """Likewise."""
+        """Convert stored zero points to numbers, by block of rows and of columns."""
         packing = self.form.packing
         if packing is None:
             return self._by_block(stored)
@@ -287,8 +296,10 @@ class QuantisedEntry:
     def _pieces(
         self, hashed: "xxhash.xxh3_128 | None", item: int | None
     ) -> Iterator[tuple[slice, slice, Tensor]]:
-        """Rows and columns of the weight, and its codes there, in the order in which they are
-        stored. A piece's rows lie in one block of rows, or every row is a block."""
+        """Yield rows and columns of the weight with its codes there, in stored order.
+
+        The rows of a piece are in one block of rows, or every row is a block.
+        """
         (num_rows, num_columns), packing, height = (
             self.shape[-2:],
             self.form.packing,
@@ -319,10 +330,10 @@ class QuantisedEntry:
 
 
 def _extents(shape: tuple[int, ...]) -> list[int]:
-    """Without axes of length 1, which formats add and leave out as they like."""
+    """Return the shape without axes of length 1, which formats add or omit."""
     return [extent for extent in shape if extent != 1]
 
 
 def _spread(by_block: Tensor, of_column: Tensor) -> Tensor:
-    """[n, blocks] of columns to [n, columns], or to [n, 1] if there is one block."""
+    """Expand [n, blocks] to [n, columns], or to [n, 1] if there is one block."""
     return by_block if by_block.shape[1] == 1 else by_block[:, of_column]

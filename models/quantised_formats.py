@@ -1,8 +1,8 @@
-"""Which quantised checkpoints are read, and what their configs say about the tensors.
+"""The supported formats of quantized checkpoints, as read from their configs.
 
-One function for each `quant_method`. What only concerns activations and the cache (their scales,
-ranges, types) is left out: both stay in the model's type, which is closer to the model that was
-quantised than what its file describes.
+There is one function per `quant_method`. Settings for activations and the cache (scales, ranges,
+dtypes) are ignored. Both stay in the model's dtype, which is closer to the original model than the
+quantized form.
 """
 
 import re
@@ -13,12 +13,13 @@ from models.blocks.config import RawConfig, read_config_file
 from models.checkpoint import Checkpoint, open_tensors
 from models.quantised import Packing, QuantisedFormat, dequantised
 
+# The second name is the older one of compressed-tensors.
 _SECTIONS = (
     "quantization_config",
     "compression_config",
-)  # the second is compressed-tensors' older name
+)
 _MODELOPT = "modelopt"
-_MODELOPT_FILE = "hf_quant_config.json"  # where its config is, unless it is in config.json
+_MODELOPT_FILE = "hf_quant_config.json"  # holds the config if config.json does not
 _OF_ACTIVATIONS = re.compile(
     r"\.(input|output|activation)_(scale|zero_point)$|\.(q|k|v|kv|prob)_scale$"
     r"|\.weight_shape$"
@@ -26,23 +27,27 @@ _OF_ACTIVATIONS = re.compile(
 _IN_ORDER = {4: (0, 1, 2, 3, 4, 5, 6, 7), 8: (0, 1, 2, 3)}
 _AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 _ALL = 0
-_NO_ALGORITHM = ("NONE", "NO_QUANT")  # Model Optimizer's, where it left the weights alone
-# What AWQ's `backend` may name: what runs the products. All but llm-awq's are stored alike.
+# names that Model Optimizer writes if it left the weights unchanged
+_NO_ALGORITHM = ("NONE", "NO_QUANT")
+# AWQ's `backend` names the library that computes the products. All but llm-awq store weights alike.
 _OTHER_AWQ = "llm-awq"
 
 
 def open_checkpoint(
     folder: Path, config: RawConfig, inputs_first: tuple[str, ...] = ()
 ) -> Checkpoint:
-    """The weights in `folder`, those of a quantised checkpoint in the model's own type. `config`:
-    of the text model. `inputs_first`: ends of names of weights that are stored [in, out].
+    """Open the weights in `folder`; quantized weights are converted to the model's dtype.
+
+    `config` is that of the text model. `inputs_first` has suffixes of weights that are stored [in,
+    out].
 
     Raises:
-        ConfigError: no safetensors files, a damaged one, or a quantisation that is not supported;
-            the field is named.
+        ConfigError: there are no safetensors files, one is damaged, or the quantization is not
+            supported. The message names the field.
     """
     form = _format(folder, config)
-    # Scales of a quantized cache may stand beside plain weights, also without a word in the config.
+    # Scales of a quantized cache may accompany plain weights, even if the config does not mention
+    # it.
     weights = {
         name: entry
         for name, entry in open_tensors(folder).items()
@@ -52,7 +57,7 @@ def open_checkpoint(
 
 
 def _format(folder: Path, config: RawConfig) -> QuantisedFormat | None:
-    """Return None for a checkpoint whose weights are not quantized."""
+    """Return the format, or None if the weights are not quantized."""
     section = next((config.section(name) for name in _SECTIONS if name in config), None)
     file = folder / _MODELOPT_FILE
     own = read_config_file(file) if file.is_file() else None
@@ -71,13 +76,15 @@ def _format(folder: Path, config: RawConfig) -> QuantisedFormat | None:
 
 
 def _is_of_modelopt(section: RawConfig) -> bool:
-    """Return whether Model Optimizer says so itself; it wrote no `quant_method` for long."""
+    """Return whether the section names Model Optimizer, which long wrote no `quant_method`."""
     return "producer" in section and section.section("producer").as_dict().get("name") == _MODELOPT
 
 
 def _algorithms(raw: RawConfig) -> RawConfig | None:
-    """Return the section of Model Optimizer's that names an algorithm: this one, or `quantization`
-    in it."""
+    """Return the section that names Model Optimizer's algorithm, or None.
+
+    It is this section or its `quantization`.
+    """
     nested = raw.section("quantization") if "quantization" in raw else raw
     return nested if "quant_algo" in nested else None
 
@@ -89,8 +96,10 @@ def _fp8(block: tuple[int, int]) -> QuantisedFormat:
 
 
 def _read_fp8(raw: RawConfig) -> QuantisedFormat:
-    """DeepSeek's, also of Qwen3, Qwen3.5 and GLM: blocks as `weight_block_size` says, or one scale
-    for each tensor."""
+    """Read DeepSeek's format, which Qwen3, Qwen3.5 and GLM also use.
+
+    Blocks are given by `weight_block_size`. Without it there is one scale per tensor.
+    """
     if (form := raw.text("fmt", "e4m3").lower()) not in ("e4m3", "float8_e4m3fn"):
         raise raw.fail(
             "fmt", f"{form!r} is not supported, only 'e4m3' and 'float8_e4m3fn', which are one"
@@ -106,8 +115,10 @@ def _read_fbgemm_fp8(_raw: RawConfig) -> QuantisedFormat:
 
 
 def _read_modelopt(raw: RawConfig) -> QuantisedFormat | None:
-    """Read what NVIDIA's Model Optimizer wrote, into config.json or a file of its own. Return None
-    where only the cache is quantized."""
+    """Read the format of NVIDIA's Model Optimizer, from config.json or a separate file.
+
+    Return None if only the cache is quantized.
+    """
     named = _algorithms(raw)
     if named is None or named.text("quant_algo").upper() in _NO_ALGORITHM:
         return None
@@ -122,9 +133,11 @@ def _read_modelopt(raw: RawConfig) -> QuantisedFormat | None:
 
 
 def _read_compressed_tensors(raw: RawConfig) -> QuantisedFormat | None:
-    """Read what llm-compressor wrote. Several groups of layers may differ in how activations are
-    quantized, not in how weights are. Return None where only activations or the cache are
-    quantized."""
+    """Read the format of llm-compressor.
+
+    Groups of layers may differ in how activations are quantized, but not in how weights are. Return
+    None if only activations or the cache are quantized.
+    """
     for name in ("sparsity_config", "transform_config"):
         if name in raw and not _is_empty(raw.section(name)):
             raise raw.fail(name, "is not supported")
@@ -139,14 +152,14 @@ def _read_compressed_tensors(raw: RawConfig) -> QuantisedFormat | None:
     if len(set(forms.values())) != 1:
         raise raw.fail(
             "config_groups",
-            f"must quantise weights in one way, has {len(set(forms.values()))} ways in "
+            f"must quantize weights in one way, has {len(set(forms.values()))} ways in "
             f"groups {', '.join(sorted(forms)) or 'none'}",
         )
     return next(iter(forms.values()))
 
 
 def _is_empty(section: RawConfig) -> bool:
-    """Whether a section of compressed-tensors describes nothing that was done to the weights."""
+    """Return whether a section of compressed-tensors describes no change of the weights."""
     return section.as_dict().get("format") == "dense" or not any(section.as_dict().values())
 
 
@@ -225,7 +238,7 @@ def _read_awq(raw: RawConfig) -> QuantisedFormat:
 
 
 def _read_gptq(raw: RawConfig) -> QuantisedFormat:
-    """The first version of the format stores each zero point less one."""
+    """Read GPTQ's format. Its first version stores each zero point minus one."""
     field = "checkpoint_format" if "checkpoint_format" in raw else "format"
     bits, version = raw.integer("bits"), raw.text(field, "gptq").lower()
     if bits not in _IN_ORDER:

@@ -1,5 +1,4 @@
-"""Qwen2-MoE: Qwen2 whose feed-forwards are experts with a gated shared one, except on layers named
-dense."""
+"""Qwen2-MoE: Qwen2 with experts and a gated shared expert, except on layers named dense."""
 
 from models.blocks.config import RawConfig
 from models.blocks.mlp import read_mlp
@@ -22,15 +21,17 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
 
 
 def read_sparse_layers(raw: RawConfig, mixer: MixerSpec, moe: MoeSpec) -> tuple[LayerSpec, ...]:
-    """The same mixer on every layer."""
+    """Return layers with the same mixer and alternating feed-forwards."""
     return tuple(
         LayerSpec(mixer, feed_forward) for feed_forward in read_sparse_feed_forwards(raw, moe)
     )
 
 
 def read_sparse_feed_forwards(raw: RawConfig, moe: MoeSpec) -> list[FeedForwardSpec]:
-    """Experts on every `decoder_sparse_step`-th layer that `mlp_only_layers` does not name, dense
-    on the others."""
+    """Return experts for every `decoder_sparse_step`-th layer, and dense feed-forwards for others.
+
+    Layers in `mlp_only_layers` are dense too.
+    """
     step, dense = raw.integer("decoder_sparse_step"), raw.integers("mlp_only_layers")
     return [
         read_mlp(raw) if layer_id in dense or (layer_id + 1) % step else moe

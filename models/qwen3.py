@@ -1,4 +1,4 @@
-"""Qwen3: Llama with its own head_dim and a norm on each head of q and k before rope."""
+"""Qwen3: Llama with a separate head_dim, and a norm on each head of q and k before rope."""
 
 from models.blocks.attention import AttentionSpec, read_attention
 from models.blocks.config import RawConfig

@@ -1,8 +1,8 @@
-"""Qwen3.5: three layers of Gated DeltaNet to one of gated attention, zero-centred norms, rope on a
-quarter of the head.
+"""Qwen3.5: three layers of Gated DeltaNet per layer of gated attention.
 
-The text model only: of a multimodal wrapper, `text_config`. Its interleaved three-row rope
-positions are equal for text, which makes it plain partial rope.
+Norms are zero-centred, and rope rotates a quarter of each head. Only the text model is supported:
+`text_config` of a multimodal wrapper. Its interleaved rope has three rows of positions, which are
+equal for text. So it is plain partial rope.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,10 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
 def read_hybrid_decoder(
     raw: RawConfig, feed_forwards: Sequence[FeedForwardSpec], *, is_interleaved: bool = False
 ) -> DecoderSpec:
-    """The hybrid stack with these feed-forwards; see `GatedDeltaNetSpec` for `is_interleaved`."""
+    """Return the hybrid stack with these feed-forwards.
+
+    For `is_interleaved` see `GatedDeltaNetSpec`.
+    """
     norm = read_norm(raw, zero_centred=True)
     raw.require("attention_bias", only=False, default=False)
     raw.require("attn_output_gate", only=True, default=True)

@@ -1,5 +1,7 @@
-"""Qwen3.5-MoE: Qwen3.5 with experts and a gated shared one on every layer; weights always
-renormalised."""
+"""Qwen3.5-MoE: Qwen3.5 with experts and a gated shared expert on every layer.
+
+Weights of experts are always renormalized.
+"""
 
 from models.blocks.config import RawConfig
 from models.blocks.moe import read_softmax_moe

@@ -1,4 +1,4 @@
-"""Qwen3-MoE: Qwen3 whose feed-forwards are experts, without a shared one."""
+"""Qwen3-MoE: Qwen3 with experts as feed-forwards, without a shared expert."""
 
 from models.blocks.config import RawConfig
 from models.blocks.moe import read_softmax_moe

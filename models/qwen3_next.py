@@ -1,5 +1,7 @@
-"""Qwen3-Next: Qwen3.5's stack with its projections interleaved by key head, experts where the
-config says."""
+"""Qwen3-Next: the stack of Qwen3.5 with projections interleaved by key head.
+
+The config states which layers have experts.
+"""
 
 from models.blocks.config import RawConfig
 from models.blocks.moe import read_softmax_moe

@@ -1,4 +1,4 @@
-"""Which family reads which architecture."""
+"""The registry of model families by architecture."""
 
 from collections.abc import Callable
 
@@ -54,10 +54,10 @@ _FAMILIES: dict[str, Callable[[RawConfig], DecoderSpec]] = {
 
 
 def read_decoder(architecture: str, raw: RawConfig) -> DecoderSpec:
-    """The decoder a (text) config describes.
+    """Return the decoder that a (text) config describes.
 
     Raises:
-        ConfigError: an architecture that no family here reads, or a config that its family refuses.
+        ConfigError: no family supports the architecture, or its family rejects the config.
     """
     family = _FAMILIES.get(architecture)
     if family is None:

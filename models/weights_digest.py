@@ -1,11 +1,11 @@
-"""A digest over every byte of a model's weights, made while they are read, stage by stage.
+"""A digest over every byte of a model's weights, computed while stages read them.
 
-Each tensor, or each entry of a stack that is read entry by entry, has a digest of its own: name,
-type and shape as the file gives them, and its bytes. A set of tensors has the sum of theirs modulo
-2^128, so that it depends neither on the order of reading nor on which stage read what: the sums of
-a pool's stages add up to the same number however its layers are split. A sum is no defence against
-a forger, who could replace the files on all hosts as well; it finds files that differ, which is
-what happens.
+Each tensor has its own digest, or each entry of a stack that is read by entry. It covers the bytes,
+and the name, dtype and shape as the file states them. A set of tensors has the sum of these digests
+modulo 2^128. The sum depends neither on the order of reading nor on the stage that read a tensor.
+So the sums of a pool's stages add up to the same number for every split of its layers. A sum does
+not protect against forgery: an attacker could as well replace the files on all hosts. It detects
+files that differ, which is the error that occurs in practice.
 """
 
 import hashlib
@@ -19,9 +19,12 @@ _BYTES = 16
 
 @dataclass(frozen=True)
 class StageWeights:
-    """What one stage has read: the sum over the tensors that are counted here (hex), the digests
-    (hex) of copies of tensors that another stage counts, by name, and the sum over its draft's own
-    tensors; empty without a draft."""
+    """The digests of the weights that one stage has read, all in hex.
+
+    `total` is the sum over the tensors that this stage counts. `copies` has the digests of tensors
+    that another stage counts, by name. `draft_total` is the sum over the draft's own tensors, or
+    empty without a draft.
+    """
 
     total: str = ""
     copies: Mapping[str, str] = field(default_factory=dict)
@@ -30,7 +33,7 @@ class StageWeights:
 
 @dataclass(frozen=True)
 class PoolWeights:
-    """What all stages of a pool have read together (hex)."""
+    """The sums over the weights that all stages of a pool have read, in hex."""
 
     total: str
     draft_total: str = ""
@@ -45,27 +48,29 @@ class PoolWeights:
         )
 
     def revision(self, description: str) -> str:
-        """Of the model, given the digest of its config and its tensors' names. Hex."""
+        """Return the revision of the model in hex. `description` is the digest of config and names."""
         return hashlib.blake2b(
             f"{description} {self.total}".encode(), digest_size=_BYTES
         ).hexdigest()
 
     def draft_revision(self, description: str) -> str:
-        """The same of the draft."""
+        """Return the revision of the draft, as `revision` does for the model."""
         return hashlib.blake2b(
             f"{description} {self.draft_total}".encode(), digest_size=_BYTES
         ).hexdigest()
 
 
 class WeightsDigest:
-    """Of the tensors one process reads. A tensor that is read twice counts once."""
+    """A digest of the tensors that one process reads. A tensor that is read twice counts once."""
 
     def __init__(self) -> None:
         self._found: dict[str, int] = {}
 
     def add(self, name: str, kind: str, hashed: bytes, *, item: int | None = None) -> None:
-        """`kind`: type and shape; `hashed`: digest of the bytes of the tensor, or of its entry
-        `item`."""
+        """Add a tensor, or its entry `item`.
+
+        `kind` has its dtype and shape, `hashed` the digest of its bytes.
+        """
         text = f"{name}:{'' if item is None else item}:{kind}:".encode()
         key = name if item is None else f"{name}[{item}]"
         self._found[key] = int.from_bytes(
@@ -73,18 +78,21 @@ class WeightsDigest:
         )
 
     def total(self, *, without: Iterable[str] = ()) -> str:
-        """The sum (hex) over all tensors but those."""
+        """Return the sum over all tensors except `without`, in hex."""
         left_out = set(without)
         return _spelled(sum(value for name, value in self._found.items() if name not in left_out))
 
     def of(self, names: Iterable[str]) -> dict[str, str]:
-        """The digests (hex) of those of these tensors that were read."""
+        """Return the digests of those of `names` that were read, in hex."""
         return {name: _spelled(self._found[name]) for name in names if name in self._found}
 
 
 def check_copies(counted: Mapping[str, str], copies: Mapping[str, str], *, stage: int) -> None:
-    """Raises IncompatiblePeerError naming a tensor that a stage read with other bytes than the
-    stage that counts it."""
+    """Check that a stage read the same bytes as the stage that counts a tensor.
+
+    Raises:
+        IncompatiblePeerError: the bytes differ. The message names the tensor.
+    """
     for name, digest in sorted(copies.items()):
         if name in counted and counted[name] != digest:
             raise IncompatiblePeerError(

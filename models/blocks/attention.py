@@ -1,4 +1,4 @@
-"""Grouped-query attention over paged K/V, with the variations of the families in scope."""
+"""Grouped-query attention over paged K/V, with the variations of the supported families."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -22,22 +22,25 @@ from runtime.errors import ConfigError
 
 
 class Rotation(Enum):
-    """Which two values of a head turn together: i and i + dim/2, or 2i and 2i + 1."""
+    """The pairs of head dimensions that rotate together: i and i + dim/2, or 2i and 2i + 1."""
 
-    NONE = "none"  # the layer knows no positions
+    NONE = "none"  # the layer has no positions
     HALVES = "halves"
     PAIRS = "pairs"
 
 
 @dataclass(frozen=True)
 class AttentionSpec:
-    """`qk_norm` normalises each head of q and k before rope. With `output_gate` the query
-    projection is twice as wide, each head's [query | gate], and the heads' output is multiplied by
-    sigmoid(gate). With `window` a token sees so many before itself, and no more are kept. Scores
-    are divided by the root of `score_dim`, else of `head_dim`. With `norms_whole` the norm is over
-    all heads of q together, and over all of k. `value_norm` normalises each head of v, without
-    weights. With `keys_are_values` k before norm and rope is v, too. `rotation`: how positions get
-    into q and k."""
+    """Grouped-query attention of one layer.
+
+    `qk_norm` normalizes each head of q and k before rope. With `norms_whole` the norm is over all
+    heads of q together, and over all heads of k. `value_norm` normalizes each head of v, without
+    weights. With `output_gate` the query projection is twice as wide, [query | gate] per head, and
+    the heads' output is multiplied by sigmoid(gate). With `window` a token sees `window` tokens
+    before itself, and older ones are not cached. Scores are divided by the root of `score_dim`, or
+    of `head_dim` if it is 0. With `keys_are_values` k before norm and rope is also v. `rotation` is
+    the way positions are encoded in q and k.
+    """
 
     hidden_size: int
     num_heads: int
@@ -54,14 +57,18 @@ class AttentionSpec:
     keys_are_values: bool = False
     rotation: Rotation = Rotation.HALVES
     rank: TensorRank = ONLY_RANK
-    kv_heads_field: str = "num_key_value_heads"  # of the config
+    kv_heads_field: str = "num_key_value_heads"  # the config field of `num_kv_heads`, for messages
 
     shares_selection = False
     weights_name = "self_attn"
     chunk_grid = 1
 
     def __post_init__(self) -> None:
-        """Raises ConfigError where the ranks cannot divide it."""
+        """Check that the ranks can divide it.
+
+        Raises:
+            ConfigError: they cannot.
+        """
         if self.norms_whole and self.rank.size > 1:
             raise ConfigError(
                 f"--tp {self.rank.size}: a norm over all heads of q is not divided between ranks",
@@ -71,21 +78,23 @@ class AttentionSpec:
 
     @property
     def heads(self) -> Part:
-        """This rank's heads of q."""
+        """Return this rank's heads of q."""
         return self.rank.heads(
             self.num_heads, self.head_dim, "heads of attention (num_attention_heads)"
         )
 
     @property
     def kv_heads(self) -> Part:
-        """Those of k and v that they read: neighbours have the same where there are fewer than
-        ranks."""
+        """Return the heads of k and v that this rank's queries read.
+
+        If there are fewer heads than ranks, neighbouring ranks have the same.
+        """
         return self.rank.shared_part(
             self.num_kv_heads, f"heads of keys and values ({self.kv_heads_field})"
         )
 
     def of_rank(self, rank: TensorRank) -> "AttentionSpec":
-        """See `MixerSpec.of_rank`."""
+        """Implement `MixerSpec.of_rank`."""
         return replace(self, rank=rank)
 
     def attention_geometry(self, page_size: int) -> AttentionGeometry:
@@ -130,10 +139,10 @@ def read_attention(
     qk_norm: NormSpec | None = None,
     output_gate: bool = False,
 ) -> AttentionSpec:
-    """Read the usual fields. Without `head_dim` heads are hidden_size / num_heads wide.
+    """Read the usual fields. Without `head_dim`, heads are hidden_size / num_heads wide.
 
     Raises:
-        ConfigError: a field is missing, or kv heads do not divide the heads.
+        ConfigError: a field is missing, or the kv heads do not divide the heads.
     """
     hidden_size, num_heads = raw.integer("hidden_size"), raw.integer("num_attention_heads")
     num_kv_heads = raw.integer("num_key_value_heads", num_heads)
@@ -154,8 +163,10 @@ def read_attention(
 
 
 class Attention:
-    """q, k, v (and gate) in one product; norm and rope treat the heads of q and k alike, side by
-    side."""
+    """An attention layer with q, k, v (and gate) in one product.
+
+    Norm and rope process the heads of q and k together.
+    """
 
     def __init__(self, *, spec: AttentionSpec, weights: Weights, layer_id: int) -> None:
         self._spec = spec
@@ -202,7 +213,7 @@ class Attention:
             self._value_norm = RmsNorm(weight=ones, spec=spec.value_norm)
 
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
-        """See `Mixer.forward`."""
+        """Implement `Mixer.forward`."""
         spec = self._spec
         heads, value, gate = torch.split(self._input(x), self._widths, dim=-1)
         if self._whole_norms:
@@ -233,7 +244,7 @@ class Attention:
         return self._output(_gated(out, gate) if spec.output_gate else out)
 
     def _normed_and_rotated(self, heads: Tensor, stage_pass: StagePass) -> Tensor:
-        """[T, heads, head_dim], of q and k."""
+        """Normalize and rotate the heads of q and k, [T, heads, head_dim]."""
         norm, rotation = self._head_norm, self._spec.rotation
         if rotation is Rotation.NONE:
             return heads if norm is None else norm.forward(heads)
@@ -248,7 +259,7 @@ class Attention:
 
 
 def _gated(heads: Tensor, gate: Tensor) -> Tensor:
-    """Both [T, N]."""
+    """Return the heads times the sigmoid of the gate, both [T, N]."""
     if heads.device.type == "cpu" and has_kernels(heads.dtype) and heads.dtype == gate.dtype:
         return gate_heads(heads.contiguous(), dense_tokens(gate), Team())
     return heads * sigmoid(gate)
@@ -257,7 +268,7 @@ def _gated(heads: Tensor, gate: Tensor) -> Tensor:
 def _head_norm(
     spec: NormSpec, weights: Weights, head_dim: int, counts: Mapping[str, int]
 ) -> RmsNorm:
-    """Of so many heads of q and of k, side by side."""
+    """Return the norm for `counts` heads of q and of k, in this order."""
     if not spec.has_weights:
         ones = torch.ones(head_dim, dtype=torch.float32, device=weights.device)
         return RmsNorm(weight=ones, spec=spec)
@@ -269,7 +280,7 @@ def _head_norm(
 
 
 def _gated_input(spec: AttentionSpec, weights: Weights) -> Linear:
-    """The file interleaves [query | gate] by head; here come q, k, v, then the gates."""
+    """Return the product for q, k, v and then the gates; files interleave [query | gate] by head."""
     rows = spec.heads.times(2 * spec.head_dim)
     keys = spec.kv_heads.times(spec.head_dim)
     read = {
@@ -283,6 +294,6 @@ def _gated_input(spec: AttentionSpec, weights: Weights) -> Linear:
 
 
 def _gates_last(spec: AttentionSpec, both: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Of each the rows, of any shape."""
+    """Reorder rows, of any shape, to q, k, v and the gates."""
     query, gate = both.view(len(spec.heads), 2, spec.head_dim, *both.shape[1:]).unbind(1)
     return torch.cat([query.flatten(0, 1), key, value, gate.flatten(0, 1)])

@@ -1,5 +1,7 @@
-"""Reads a checkpoint's raw config.json. No field ever stands in for another, and every complaint
-names the field."""
+"""Access to a checkpoint's raw config.json.
+
+No field is ever used in place of another, and every error names its field.
+"""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,8 +14,10 @@ _DTYPES = ("bfloat16", "float16", "float32")
 
 
 class RawConfig:
-    """One section of a config file, as it stands there. A null value counts as absent, but takes no
-    default of the architecture."""
+    """One section of a config file, as it is in the file.
+
+    A null value counts as absent, but the architecture's default does not replace it.
+    """
 
     def __init__(self, values: Mapping[str, object], *, where: str = "config.json") -> None:
         self._stated = dict(values)
@@ -24,20 +28,31 @@ class RawConfig:
         return name in self._values
 
     def of_text_model(self) -> "RawConfig":
-        """Return the fields of the text model, with the defaults of those that the file leaves out.
-        Raises ConfigError."""
+        """Return the fields of the text model, with defaults for those that the file omits.
+
+        Raises:
+            ConfigError: the fields are invalid.
+        """
         return RawConfig(text_fields(self._stated), where=self._where)
 
     def context(self) -> tuple[int, str]:
-        """Return the longest context in tokens, and the field that says so. Raises ConfigError."""
+        """Return the longest context in tokens, and the field that defines it.
+
+        Raises:
+            ConfigError: the field is missing or invalid.
+        """
         return context_of(self._values)
 
     def fail(self, name: str, message: str) -> ConfigError:
-        """The error to raise about field `name`."""
+        """Return the error to raise about field `name`."""
         return ConfigError(f"{self._where}: {name} {message}", field=name)
 
     def integer(self, name: str, default: int | None = None, *, minimum: int = 1) -> int:
-        """Of at least `minimum`, and at most `runtime.model_files.model_folder.most`."""
+        """Return an integer from `minimum` to `runtime.model_files.model_folder.most`.
+
+        Raises:
+            ConfigError: the value is anything else.
+        """
         value = self._read(name, default)
         if (
             isinstance(value, bool)
@@ -50,7 +65,11 @@ class RawConfig:
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
-        """A positive, finite number."""
+        """Return a positive, finite number.
+
+        Raises:
+            ConfigError: the value is anything else.
+        """
         value = self._read(name, default)
         if (
             isinstance(value, bool)
@@ -61,28 +80,46 @@ class RawConfig:
         return float(value)
 
     def flag(self, name: str, *, default: bool) -> bool:
-        """Raises ConfigError for what is neither true nor false."""
+        """Return true or false.
+
+        Raises:
+            ConfigError: the value is neither.
+        """
         value = self._read(name, default)
         if not isinstance(value, bool):
             raise self.fail(name, f"must be true or false, is {value!r}")
         return value
 
     def text(self, name: str, default: str | None = None) -> str:
-        """Raises ConfigError for what is no string, or is absent without a default."""
+        """Return a string.
+
+        Raises:
+            ConfigError: the value is no string, or is absent and has no default.
+        """
         value = self._read(name, default)
         if not isinstance(value, str):
             raise self.fail(name, f"must be a string, is {value!r}")
         return value
 
     def texts(self, name: str) -> tuple[str, ...]:
-        """Raises ConfigError for what is no list of strings."""
+        """Return a list of strings.
+
+        Raises:
+            ConfigError: the value is anything else.
+        """
         value = self._read(name, None)
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise self.fail(name, f"must be a list of strings, is {value!r}")
         return tuple(value)
 
     def integers(self, name: str) -> tuple[int, ...]:
-        """A list of non-negative integers; a single one is a list of one, none is empty."""
+        """Return a list of non-negative integers.
+
+        A single integer is a list of one, and an absent field is an empty list.
+
+        Raises:
+            ConfigError: the value is anything else.
+        """
         value = self._values.get(name, [])
         items = value if isinstance(value, list) else [value]
         if not all(
@@ -92,21 +129,29 @@ class RawConfig:
         return tuple(items)
 
     def section(self, name: str) -> "RawConfig":
-        """An object in the object. Raises ConfigError for what is none."""
+        """Return an object within this section.
+
+        Raises:
+            ConfigError: the value is no object.
+        """
         value = self._read(name, None)
         if not isinstance(value, dict):
             raise self.fail(name, f"must be an object, is {value!r}")
         return RawConfig(value, where=f"{self._where}: {name}")
 
     def updated(self, values: Mapping[str, object]) -> "RawConfig":
-        """The same with these fields as they are here."""
+        """Return the section with these fields replaced."""
         return RawConfig({**self._stated, **values}, where=self._where)
 
     def as_dict(self) -> dict[str, object]:
         return dict(self._values)
 
     def require(self, name: str, *, only: object, default: object) -> None:
-        """Refuse a variant that is not implemented: `name` must have the one value that is."""
+        """Check that `name` has the only supported value.
+
+        Raises:
+            ConfigError: it has another one.
+        """
         value = self._values.get(name, default)
         if value != only:
             raise self.fail(name, f"{value!r} is not supported, only {only!r}")
@@ -119,7 +164,7 @@ class RawConfig:
 
 
 def read_config_file(path: Path) -> RawConfig:
-    """The raw content of one JSON file of a checkpoint.
+    """Read one JSON file of a checkpoint.
 
     Raises:
         ConfigError: the file is missing, unreadable or not a JSON object.
@@ -132,10 +177,10 @@ def read_config_file(path: Path) -> RawConfig:
 
 
 def architecture_of(raw: RawConfig) -> str:
-    """The one architecture a config names.
+    """Return the single architecture that a config names.
 
     Raises:
-        ConfigError: none or several.
+        ConfigError: it names none or several.
     """
     names = raw.texts("architectures")
     if len(names) != 1:
@@ -144,19 +189,23 @@ def architecture_of(raw: RawConfig) -> str:
 
 
 def text_config(raw: RawConfig) -> RawConfig:
-    """Return the config of the text model: of a wrapper, its `text_config` with the few fields the
-    wrapper keeps for it; with the defaults of what the file leaves out."""
+    """Return the config of the text model, with defaults for fields that the file omits.
+
+    For a wrapper it is its `text_config`, with the few fields that the wrapper has for it.
+    """
     return raw.of_text_model()
 
 
 def has_dtype(raw: RawConfig) -> bool:
-    """Return whether the config states what the model runs in."""
+    """Return whether the config states the dtype of the model."""
     return "dtype" in raw or "torch_dtype" in raw
 
 
 def dtype_name(raw: RawConfig) -> str:
-    """Torch's name of the dtype the model runs in; `dtype` is the newer spelling of
-    `torch_dtype`."""
+    """Return torch's name of the model's dtype.
+
+    `dtype` is the newer spelling of `torch_dtype`.
+    """
     name = "dtype" if "dtype" in raw else "torch_dtype"
     value = raw.text(name, "float32")
     if value not in _DTYPES:

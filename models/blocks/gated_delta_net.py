@@ -1,6 +1,7 @@
 """Gated DeltaNet (Yang et al. 2024): a linear recurrence with decay and error-correcting writes.
 
 Per token x, with a short causal convolution before the recurrence:
+
     q, k, v = split(silu(conv(W_qkv x)));  z = W_z x
     beta = sigmoid(W_b x)                  write strength per value head
     g = -exp(A_log) softplus(W_a x + dt)   log decay per value head
@@ -24,18 +25,22 @@ from models.blocks.norm import GatedRmsNorm
 from models.blocks.spec import Mixer, StagePass
 from models.blocks.weights import Weights
 
+# Projections of decay and write strength, whose errors accumulate over the tokens.
 _GATES = (
     "in_proj_b",
     "in_proj_a",
     "in_proj_ba",
-)  # decay and write strength: errors in them add up over the tokens
+)
 
 
 @dataclass(frozen=True)
 class GatedDeltaNetSpec:
-    """Each key head serves `num_value_heads / num_key_heads` consecutive value heads. Files have q,
-    k, v and z, and b and a, one behind the other, or with `is_interleaved` what belongs to the
-    first key head, then to the second."""
+    """One Gated DeltaNet layer.
+
+    Each key head serves `num_value_heads / num_key_heads` consecutive value heads. Files store q,
+    k, v and z one after another, and also b and a. With `is_interleaved` they store all parts of
+    the first key head, then those of the second.
+    """
 
     hidden_size: int
     num_key_heads: int
@@ -49,23 +54,27 @@ class GatedDeltaNetSpec:
 
     shares_selection = False
     weights_name = "linear_attn"
-    chunk_grid = 64  # the chunked form is bit-equal only when cut on its own grid
-    heads_fields = ("linear_num_key_heads", "linear_num_value_heads")  # of the config
+    chunk_grid = 64  # the chunked form has the same bits only if it is cut on its own grid
+    heads_fields = ("linear_num_key_heads", "linear_num_value_heads")  # config fields, for messages
 
     def __post_init__(self) -> None:
-        """Raises ConfigError where the ranks cannot divide it."""
+        """Check that the ranks can divide it.
+
+        Raises:
+            ConfigError: they cannot.
+        """
         _ = self.key_heads, self.value_heads
 
     @property
     def key_heads(self) -> Part:
-        """This rank's."""
+        """Return this rank's key heads."""
         return self.rank.part(
             self.num_key_heads, f"key heads of GatedDeltaNet ({self.heads_fields[0]})"
         )
 
     @property
     def value_heads(self) -> Part:
-        """This rank's: those that its key heads serve."""
+        """Return this rank's value heads: those that its key heads serve."""
         return self.rank.heads(
             self.num_value_heads,
             self.value_head_dim,
@@ -74,12 +83,12 @@ class GatedDeltaNetSpec:
 
     @property
     def conv_blocks(self) -> tuple[int, int, int]:
-        """Channels of q, k and v, of all ranks, one behind the other."""
+        """Return the numbers of channels of q, k and v, over all ranks."""
         key_width = self.num_key_heads * self.key_head_dim
         return key_width, key_width, self.num_value_heads * self.value_head_dim
 
     def of_rank(self, rank: TensorRank) -> "GatedDeltaNetSpec":
-        """See `MixerSpec.of_rank`."""
+        """Implement `MixerSpec.of_rank`."""
         return replace(self, rank=rank)
 
     def attention_geometry(self, page_size: int) -> None:
@@ -117,7 +126,11 @@ class GatedDeltaNetSpec:
 def read_gated_delta_net(
     raw: RawConfig, *, norm_eps: float, is_interleaved: bool = False
 ) -> GatedDeltaNetSpec:
-    """Raises ConfigError when key heads do not divide the value heads."""
+    """Read the fields of a Gated DeltaNet layer.
+
+    Raises:
+        ConfigError: the key heads do not divide the value heads.
+    """
     key_heads, value_heads = (
         raw.integer("linear_num_key_heads"),
         raw.integer("linear_num_value_heads"),
@@ -139,8 +152,11 @@ def read_gated_delta_net(
 
 
 class GatedDeltaNet:
-    """All four input projections in one product, or two where only those of the gates are kept
-    whole; the backend owns convolution and recurrence with their states."""
+    """A layer with its four input projections in one product.
+
+    There are two products if only the gates' projections keep all bits. The backend owns the
+    convolution and the recurrence, with their states.
+    """
 
     def __init__(self, *, spec: GatedDeltaNetSpec, weights: Weights, layer_id: int) -> None:
         self._spec = spec
@@ -184,7 +200,7 @@ class GatedDeltaNet:
         self._output = weights.summed("out_proj", rows=spec.hidden_size, terms=values)
 
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
-        """See `Mixer.forward`."""
+        """Implement `Mixer.forward`."""
         projected = [product(x) for product in self._inputs]
         together = projected[0] if len(projected) == 1 else torch.cat(projected, dim=-1)
         mixed, gate, write, step = torch.split(together, self._input_widths, dim=-1)
@@ -197,9 +213,13 @@ class GatedDeltaNet:
 
 
 def gates(step: Tensor, write: Tensor, rates: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Log decay and write strength. step: [T, H], or [T, H * dk] for a decay of each key channel;
-    write: [T, H]; rates: [H] fp32; offsets: as a token's step, fp32. Returns the same as step and
-    as write, fp32."""
+    """Return log decay and write strength, in the shapes of `step` and `write`, fp32.
+
+    step     [T, H], or [T, H * dk] for a decay per key channel
+    write    [T, H]
+    rates    [H] fp32
+    offsets  the shape of one token's step, fp32
+    """
     if step.device.type == "cpu" and has_kernels(step.dtype) and step.dtype == write.dtype:
         return delta_gates(dense_tokens(step), dense_tokens(write), rates, offsets, Team())
     decays = softplus(step.float() + offsets).view(*write.shape, -1) * rates[:, None]
@@ -215,9 +235,11 @@ def delta_heads(
     beta: Tensor,
     stage_pass: StagePass,
 ) -> Tensor:
-    """Convolution and recurrence of this rank's heads. mixed: [T, C], their q, k and v; conv: [C,
-    kernel]; g and beta as in `RecurrentBackend.gated_delta_rule`. Returns [T, value heads,
-    value_head_dim] fp32."""
+    """Run the convolution and the recurrence of this rank's heads.
+
+    `mixed` is [T, C], their q, k and v; `conv` is [C, kernel]. `g` and `beta` are as in
+    `RecurrentBackend.gated_delta_rule`. Return [T, value heads, value_head_dim] fp32.
+    """
     batch, recurrent = stage_pass.batch, stage_pass.context.recurrent
     mixed = recurrent.causal_conv(layer_id, mixed, conv, batch)
     keys, values = (
@@ -233,7 +255,7 @@ def delta_heads(
 
 
 def _interleaved_rows(spec: GatedDeltaNetSpec) -> dict[str, list[Part]]:
-    """By tensor: of all key heads q, of all k, and so on."""
+    """Return the rows by tensor, kind by kind: first q of all key heads, then k, and so on."""
     served = spec.num_value_heads // spec.num_key_heads
     wide = served * spec.value_head_dim
     return {
@@ -245,7 +267,7 @@ def _interleaved_rows(spec: GatedDeltaNetSpec) -> dict[str, list[Part]]:
 
 
 def _kind_by_kind(heads: Part, widths: Sequence[int]) -> list[Part]:
-    """Rows of a tensor that has, head by head, rows of several kinds, so many of each."""
+    """Return the rows of a tensor that has, per head, `widths` rows of several kinds."""
     edges = [0, *accumulate(widths)]
     each = edges[-1]
     return [

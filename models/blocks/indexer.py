@@ -1,8 +1,8 @@
-"""The DSA indexer (DeepSeek-V3.2): a small attention of its own that scores which keys a token
-should attend to.
+"""The DSA indexer (DeepSeek-V3.2), a small attention that scores the keys for each token.
 
     q = W_q ql;  k = LayerNorm(W_k x), one per token;  w = W_w x * heads^-0.5
-Rope turns the first dimensions of q and k. Score and choice are the backend's.
+
+Rope rotates the first dimensions of q and k. The backend computes the scores and the selection.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _NORM_EPS = 1e-6  # fixed in the published models
 
 @dataclass(frozen=True)
 class IndexerSpec:
-    """`rotates_pairs`: rope on pairs (2i, 2i + 1) instead of halves."""
+    """An indexer. With `rotates_pairs` rope rotates pairs (2i, 2i + 1) instead of halves."""
 
     num_heads: int
     head_dim: int
@@ -28,8 +28,11 @@ class IndexerSpec:
 
 
 def read_indexer(raw: RawConfig, *, rotates_pairs: bool) -> IndexerSpec:
-    """From `index_n_heads` and `index_head_dim`. Raises ConfigError, also for heads too small for
-    their rope."""
+    """Read `index_n_heads` and `index_head_dim`.
+
+    Raises:
+        ConfigError: a field is missing or invalid, or the heads are too small for their rope.
+    """
     spec = IndexerSpec(
         num_heads=raw.integer("index_n_heads"),
         head_dim=raw.integer("index_head_dim"),
@@ -41,8 +44,10 @@ def read_indexer(raw: RawConfig, *, rotates_pairs: bool) -> IndexerSpec:
 
 
 class Indexer:
-    """Key and head weights in one product. Its weights are kept whole: another key chosen is
-    another answer."""
+    """An indexer with the key and the head weights in one product.
+
+    Its weights keep all bits, because another selected key changes the output.
+    """
 
     def __init__(
         self, *, spec: IndexerSpec, hidden_size: int, query_rank: int, weights: Weights
@@ -64,8 +69,11 @@ class Indexer:
     def forward(
         self, x: Tensor, query_latent: Tensor, rotary: RotaryTable
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """x: [T, hidden]; query_latent: [T, query_rank]. Returns q [T, heads, dim], k [T, dim],
-        weights [T, heads] fp32, as `LatentAttentionBackend.select` takes them."""
+        """Return q [T, heads, dim], k [T, dim] and weights [T, heads] fp32.
+
+        `x` is [T, hidden], `query_latent` [T, query_rank]. The results are the inputs of
+        `LatentAttentionBackend.select`.
+        """
         spec = self._spec
         rotate = rotary.rotate_pairs if spec.rotates_pairs else rotary.rotate_halves
         q = rotate(self._query(query_latent).view(-1, spec.num_heads, spec.head_dim))

@@ -1,6 +1,7 @@
-"""Kimi Delta Attention (Kimi Linear, 2025): Gated DeltaNet with a decay of each key channel.
+"""Kimi Delta Attention (Kimi Linear, 2025): Gated DeltaNet with a decay per key channel.
 
 Per token x, with a short causal convolution before the recurrence:
+
     q, k, v = silu(conv(W_q x)), silu(conv(W_k x)), silu(conv(W_v x))
     beta = sigmoid(W_b x)                            write strength per head
     g = -exp(A_log) softplus(W_fb W_fa x + dt)       log decay per key channel
@@ -21,7 +22,7 @@ from models.blocks.weights import Weights
 
 @dataclass(frozen=True)
 class KimiDeltaSpec(GatedDeltaNetSpec):
-    """As many key heads as value heads, all of one width."""
+    """A layer with as many key heads as value heads, all of one width."""
 
     weights_name = "self_attn"
     heads_fields = ("num_heads of linear_attn_config",) * 2
@@ -44,8 +45,11 @@ def read_kimi_delta(raw: RawConfig, *, norm_eps: float) -> KimiDeltaSpec:
 
 
 class KimiDelta:
-    """Three projections of x for the recurrence and one for the output's gate in one product; those
-    of decay and write strength keep all bits, as errors in them add up over the tokens."""
+    """A layer with q, k, v and the output gate's first projection in one product.
+
+    The projections of decay and write strength keep all bits, because their errors accumulate over
+    the tokens.
+    """
 
     def __init__(self, *, spec: KimiDeltaSpec, weights: Weights, layer_id: int) -> None:
         self._spec, self._layer_id = spec, layer_id
@@ -83,7 +87,7 @@ class KimiDelta:
         self._output = weights.summed("o_proj", rows=hidden, terms=channels)
 
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
-        """See `Mixer.forward`."""
+        """Implement `Mixer.forward`."""
         by_head = (len(x), len(self._spec.value_heads), self._spec.value_head_dim)
         mixed, gate = torch.split(self._input(x), self._input_widths, dim=-1)
         step, write = torch.split(self._step(x), self._step_widths, dim=-1)

@@ -1,8 +1,8 @@
-"""Linear layers over given weights, and the embedding's lookup.
+"""Linear layers over given weights, and the embedding lookup.
 
-On the host bf16 and fp32 weights are packed once, for the products of
-`engine.kernels.host.linear.packed_linear`: one code for every number of rows. Other types take the
-same order of sums in plain torch; a device has its library's product.
+On the host, bf16 and fp32 weights are packed once for the products of
+`engine.kernels.host.linear.packed_linear`, which use the same code for every number of rows. Other
+dtypes use the same order of sums in plain torch. A device uses the product of its library.
 """
 
 from collections.abc import Sequence
@@ -19,19 +19,20 @@ from engine.kernels.host.codegen.compiled import Team, has_kernels
 from engine.kernels.host.linear.packed_linear import PackedGroup, PackedWeight
 from engine.kernels.plain_product import plain_product
 
-SHARED_OUT_BYTES = 1 << 20  # that a rank would get of the others, if each were to add up all rows
+# The bytes that a rank would receive from the others if each added up all rows.
+SHARED_OUT_BYTES = 1 << 20
 
 
 def is_packed(dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether a layer over such a weight keeps a packed copy in its place."""
+    """Return whether a layer replaces such a weight by a packed copy."""
     return device.type == "cpu" and has_kernels(dtype)
 
 
 class Linear:
-    """y = x W^T + b. `weight` is [out, in]; `bias` [out] or None.
+    """A linear layer y = x W^T + b. `weight` is [out, in], `bias` [out] or None.
 
-    Several weights that share their input (q, k, v) are fused by giving them all: their outputs
-    follow each other in the last dimension.
+    Several weights with the same input (q, k, v) are fused. Their outputs are concatenated in the
+    last dimension.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class Linear:
         in_bytes: bool = False,
         row_scales: Tensor | None = None,
     ) -> None:
-        """`in_bytes`: keep the weights in eight bits, where they are packed. `row_scales`: see
-        `PackedWeight`."""
+        """Create the layer.
+
+        With `in_bytes` packed weights keep eight bits. For `row_scales` see `PackedWeight`.
+        """
         if biases and len(biases) != len(weights):
             raise ValueError(f"{len(weights)} fused weights need as many biases, got {len(biases)}")
         weight = weights[0] if len(weights) == 1 else torch.cat(list(weights))
@@ -58,7 +61,7 @@ class Linear:
             self._weight, self._bias = weight.contiguous(), bias
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, in] in the weight's dtype. Returns [T, out]."""
+        """Return [T, out] for x [T, in] in the weight's dtype."""
         if self.packed is not None:
             return self.packed.multiply(x)
         if x.device.type != "cpu":
@@ -67,37 +70,45 @@ class Linear:
         return (product if self._bias is None else product + self._bias).to(x.dtype)
 
     def logits(self, x: Tensor) -> Tensor:
-        """Likewise in fp32: on the host, without rounding to the weight's type and a copy in
-        between."""
+        """Return the product in fp32.
+
+        On the host, it is not rounded to the weight's dtype in between.
+        """
         if self.packed is not None:
             return self.packed.multiply(x, out_dtype=torch.float32)
         return self(x).float()
 
     def weight_rows(self, indices: Tensor) -> Tensor:
-        """indices: [T] int64, on the host or where the weight lies. Returns those rows of the
-        weight, [T, in]: a head that is tied to the embedding needs no copy of it. Not of weights in
-        eight bits."""
+        """Return rows of the weight, [T, in], so that a tied head needs no copy of the embedding.
+
+        `indices` is [T] int64, on the host or on the weight's device. Weights in eight bits do not
+        support it.
+        """
         if self.packed is not None:
             return self.packed.rows(indices)
         return F.embedding(indices.to(self._weight.device), self._weight)
 
 
 def owners_of(ids: Tensor, shares: Sequence[Part]) -> Tensor:
-    """Return for each of `ids` [n], tokens or experts, the rank whose share it is. `shares`: by
-    rank, none of them empty."""
+    """Return for each of `ids` [n], tokens or experts, the rank that owns it.
+
+    `shares` are by rank, none of them empty.
+    """
     return torch.bucketize(ids, torch.tensor([share.stop for share in shares]), right=True)
 
 
 class Homes:
-    """Where rows are added up that all ranks need, of terms that lie on several: all rows on every
-    rank while they are few, else equal shares of them, each on one rank, which the others have the
-    sums of."""
+    """The ranks that add up rows, if all ranks need the sums and the terms are on several ranks.
+
+    A few rows are added up on every rank. Otherwise each rank adds up an equal share of the rows
+    and sends the sums to the others.
+    """
 
     def __init__(self, ranks: Ranks | None, num_rows: int, num_bytes: int) -> None:
-        """`num_bytes`: of a rank's terms of all rows."""
+        """Divide `num_rows` rows. `num_bytes` is the size of one rank's terms of all rows."""
         self._ranks = ranks
-        self.counts: list[int] | None = None  # of rows, by rank; None: all on every one
-        self.own = slice(None)  # the rows of this rank
+        self.counts: list[int] | None = None  # of rows, by rank; None if every rank has all rows
+        self.own = slice(None)  # this rank's rows
         if ranks is not None and (ranks.own.size - 1) * num_bytes >= SHARED_OUT_BYTES:
             each, more = divmod(num_rows, ranks.own.size)
             self.counts = [each + (rank < more) for rank in range(ranks.own.size)]
@@ -105,7 +116,7 @@ class Homes:
             self.own = slice(start, start + self.counts[ranks.own.rank])
 
     def everywhere(self, rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """rows: this rank's. Returns all in this type."""
+        """Return all rows in `dtype`, given this rank's rows."""
         if self.counts is None or self._ranks is None:
             return rows.to(dtype)
         every = torch.empty(sum(self.counts), *rows.shape[1:], dtype=dtype)
@@ -115,10 +126,13 @@ class Homes:
 
 
 class SummedLinear:
-    """y = x W^T + b, of which each rank of the stage has a part of x and of W's columns. weight:
-    [out, part of in], of eighths of the whole sum as many as a rank has
-    (`engine.kernels.host.linear.packed_linear`): the ranks' sums are subtrees of the tree in which
-    one process would add all of them, so the bits are the same."""
+    """A linear layer y = x W^T + b whose sums are divided between the ranks of a stage.
+
+    Each rank has a part of x and of W's columns. `weight` is [out, part of in], and covers the
+    rank's share of the eighths of the whole sum (`engine.kernels.host.linear.packed_linear`). The
+    sums of the ranks are subtrees of the tree in which one process would add all terms, so the bits
+    are the same.
+    """
 
     def __init__(
         self,
@@ -130,8 +144,11 @@ class SummedLinear:
         in_bytes: bool = False,
         row_scales: Tensor | None = None,
     ) -> None:
-        """bias: [out] or None, the same on every rank. `num_terms`: of the whole sum. `in_bytes`,
-        `row_scales`: see `Linear`."""
+        """Create this rank's part.
+
+        `bias` is [out] or None, the same on every rank. `num_terms` counts the terms of the whole
+        sum. `in_bytes` and `row_scales` are as in `Linear`.
+        """
         self._num_segments, self._segment_terms = EIGHTHS // ranks.own.size, eighth(num_terms)
         self._bias = None if bias is None else bias.float()
         self._ranks = ranks
@@ -150,7 +167,7 @@ class SummedLinear:
             self._weight = weight
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, part of in] in the weight's dtype. Returns [T, out], the same on every rank."""
+        """Return [T, out], the same on every rank, for x [T, part of in] in the weight's dtype."""
         if self._packed is not None:
             part = self._packed.multiply(x, out_dtype=torch.float32)
         else:
@@ -166,7 +183,7 @@ class SummedLinear:
         return homes.everywhere(self._sum(parts), x.dtype)
 
     def _sum(self, parts: Sequence[Tensor]) -> Tensor:
-        """parts: by rank, [n, out] fp32 each, which are overwritten. Returns [n, out]."""
+        """Return the sum [n, out] of parts by rank, [n, out] fp32 each, which are overwritten."""
         while len(parts) > 1:
             parts = [
                 first.add_(second) for first, second in zip(parts[::2], parts[1::2], strict=True)
@@ -175,14 +192,17 @@ class SummedLinear:
 
 
 class Activation(StrEnum):
-    """Of gated feed-forwards, by its name in configs."""
+    """The activations of gated feed-forwards, by their names in configs."""
 
     SILU = "silu"
     GELU = "gelu_pytorch_tanh"
 
 
 class GatedLinear:
-    """act(gate(x)) * up(x), for silu on the host in one pass over x and rounded once."""
+    """The gated product act(gate(x)) * up(x).
+
+    On the host, silu takes one pass over x and rounds once.
+    """
 
     def __init__(
         self, gate: Linear, up: Linear, *, activation: Activation = Activation.SILU
@@ -190,7 +210,7 @@ class GatedLinear:
         self.gate, self.up, self._activation = gate, up, activation
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, in] in the weights' dtype. Returns [T, out]."""
+        """Return [T, out] for x [T, in] in the weights' dtype."""
         if self._activation is Activation.GELU:
             return gelu(self.gate(x)) * self.up(x)
         if self.gate.packed is not None and self.up.packed is not None:
@@ -199,8 +219,10 @@ class GatedLinear:
 
 
 class GroupedLinear:
-    """Layers of one shape without biases, each for rows of its own (experts): on the host in one
-    launch."""
+    """Layers of equal shape without biases, each for its own rows (experts).
+
+    On the host they run in one launch.
+    """
 
     def __init__(self, layers: "Sequence[Linear | GatedLinear]") -> None:
         self._layers = layers
@@ -215,8 +237,10 @@ class GroupedLinear:
             self._group = PackedGroup(packed, packed_ups, Team())
 
     def __call__(self, x: Tensor, counts: Sequence[int]) -> Tensor:
-        """x: [T, in], of which the first counts[0] rows are the first layer's, and so on. Returns
-        [T, out]."""
+        """Return [T, out] for x [T, in].
+
+        The first counts[0] rows of x belong to the first layer, and so on.
+        """
         if self._group is not None:
             return self._group.multiply(x, counts)
         parts = zip(self._layers, torch.split(x, list(counts)), strict=True)
@@ -225,7 +249,7 @@ class GroupedLinear:
 
 
 class HeadwiseLinear:
-    """A matrix of its own for each head. weight: [heads, out, in]."""
+    """One matrix per head. `weight` is [heads, out, in]."""
 
     def __init__(self, weight: Tensor) -> None:
         self._out_features = weight.shape[1]
@@ -236,7 +260,7 @@ class HeadwiseLinear:
             self._weight = weight.contiguous()
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x: [T, heads, in]. Returns [T, heads, out]."""
+        """Return [T, heads, out] for x [T, heads, in]."""
         if self.packed is not None:
             return self.packed.multiply(x).view(*x.shape[:2], self._out_features)
         if x.device.type != "cpu":
@@ -246,6 +270,8 @@ class HeadwiseLinear:
 
 
 def embed(token_ids: Tensor, table: Tensor) -> Tensor:
-    """token_ids: [T] int64, on the host or already where `table` [vocab, hidden] lies. Returns [T,
-    hidden]."""
+    """Return the embeddings [T, hidden] of token_ids [T] int64.
+
+    The ids are on the host or on the device of `table` [vocab, hidden].
+    """
     return F.embedding(token_ids.to(table.device), table)

@@ -1,12 +1,12 @@
-"""Multi-head latent attention (DeepSeek-V2), absorbed: heads meet in the space of the cached
-latent.
+"""Multi-head latent attention (DeepSeek-V2) in absorbed form: heads work on the cached latent.
 
     ql = norm(W_qa x);   q_h = [q_n ; rope(q_r)] of W_qb ql, or of W_q x
     (c, k_r) = W_kva x;  cached per token: [norm(c) ; rope(k_r)]
     query_h = [W_k,h^T q_n ; q_r];   out_h = W_v,h (softmax-weighted sum of c)
-with W_k and W_v the two parts of kv_b_proj. Some models rotate nothing. With DSA a layer attends to
-chosen keys only: it computes the choice with an indexer of its own, or shares the one of the layer
-before.
+
+W_k and W_v are the two parts of kv_b_proj. Some models rotate nothing. With DSA, a layer attends
+only to selected keys. It computes the selection with its own indexer, or shares that of an earlier
+layer.
 """
 
 from dataclasses import dataclass, replace
@@ -26,14 +26,17 @@ from models.blocks.spec import Mixer, StagePass
 from models.blocks.weights import Rows, Weights, num_rows
 from runtime.errors import InternalError
 
-_LATENT_NORM = NormSpec(eps=1e-6)  # fixed in the published models, whatever rms_norm_eps says
+_LATENT_NORM = NormSpec(eps=1e-6)  # fixed in the published models, independent of rms_norm_eps
 
 
 @dataclass(frozen=True)
 class MlaSpec:
-    """With `query_rank` 0 queries are one projection. `max_selected` keys per token are attended
-    to, 0 for all. Then a layer with `indexer` computes the choice and a layer without one shares
-    it; one that `takes_carried` computes it where none is carried to it."""
+    """One latent attention layer.
+
+    With `query_rank` 0, queries are one projection. Each token attends to `max_selected` keys, or
+    to all if it is 0. With a selection, a layer with `indexer` computes it and a layer without one
+    shares it. A layer that `takes_carried` computes it only if none is carried to it.
+    """
 
     hidden_size: int
     num_heads: int
@@ -58,18 +61,22 @@ class MlaSpec:
         return self.max_selected > 0 and self.indexer is None
 
     def __post_init__(self) -> None:
-        """Raises ConfigError where the ranks cannot divide it."""
+        """Check that the ranks can divide it.
+
+        Raises:
+            ConfigError: they cannot.
+        """
         _ = self.heads
 
     @property
     def heads(self) -> Part:
-        """This rank's. What is cached, and the choice of keys, every rank has whole."""
+        """Return this rank's heads. Every rank has the whole cache and the whole selection."""
         return self.rank.heads(
             self.num_heads, self.value_dim, "heads of latent attention (num_attention_heads)"
         )
 
     def of_rank(self, rank: TensorRank) -> "MlaSpec":
-        """See `MixerSpec.of_rank`."""
+        """Implement `MixerSpec.of_rank`."""
         return replace(self, rank=rank)
 
     def attention_geometry(self, page_size: int) -> LatentGeometry:
@@ -110,11 +117,13 @@ def read_mla(
     max_selected: int = 0,
     indexer: IndexerSpec | None = None,
 ) -> MlaSpec:
-    """The fields of the DeepSeek, GLM-5 and Kimi families; without `rope` nothing is rotated.
-    `head_dim`, which some files carry too, plays no part.
+    """Read the fields of the DeepSeek, GLM-5 and Kimi families.
+
+    Without `rope` nothing is rotated. `head_dim`, which some files contain, is ignored.
 
     Raises:
-        ConfigError: no `q_lora_rank` where keys are selected, or biases without one.
+        ConfigError: `q_lora_rank` is missing although keys are selected, or there are biases
+            without it.
     """
     query_rank = raw.integer("q_lora_rank") if indexer is not None or "q_lora_rank" in raw else 0
     if not query_rank:
@@ -137,15 +146,17 @@ def read_mla(
 
 
 def read_draft_mla(raw: RawConfig, selecting: MlaSpec) -> MlaSpec:
-    """A NextN layer's, which selects for itself; steps of its rounds share a choice where the
-    config says so."""
+    """Return the mixer of a NextN layer, which selects keys itself.
+
+    Steps of its rounds share a selection if the config states so.
+    """
     return replace(
         selecting, takes_carried=raw.flag("index_share_for_mtp_iteration", default=False)
     )
 
 
 class Mla:
-    """What reads x in one product."""
+    """A latent attention layer whose projections of x are one product."""
 
     def __init__(self, *, spec: MlaSpec, weights: Weights, layer_id: int) -> None:
         self._spec = spec
@@ -188,7 +199,7 @@ class Mla:
             )
 
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
-        """See `Mixer.forward`."""
+        """Implement `Mixer.forward`."""
         spec = self._spec
         query_latent, latent, key_rope = torch.split(self._input(x), self._input_widths, dim=-1)
         query = query_latent
@@ -223,6 +234,6 @@ class Mla:
             )
         if stage_pass.selected_keys is None:
             raise InternalError(
-                f"layer {self._layer_id} shares the keys an earlier layer selected, and none came"
+                f"layer {self._layer_id} shares the keys of an earlier layer, which selected none"
             )
         return stage_pass.selected_keys

@@ -1,4 +1,4 @@
-"""The gated feed-forward: down(act(gate(x)) * up(x)), act being silu in most families."""
+"""The gated feed-forward down(act(gate(x)) * up(x)), with silu in most families."""
 
 from dataclasses import dataclass, replace
 
@@ -13,8 +13,11 @@ from models.blocks.weights import Weights
 
 @dataclass(frozen=True)
 class MlpSpec:
-    """`intermediate_size`: inner values, those of other ranks included. `field`: what of the config
-    says so."""
+    """A gated feed-forward.
+
+    `intermediate_size` counts the inner values of all ranks. `field` is its config field, for
+    messages.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -27,18 +30,22 @@ class MlpSpec:
     num_experts = 0
 
     def __post_init__(self) -> None:
-        """Raises ConfigError where the ranks cannot divide it."""
+        """Check that the ranks can divide it.
+
+        Raises:
+            ConfigError: they cannot.
+        """
         _ = self.width
 
     @property
     def width(self) -> Part:
-        """This rank's of the inner values."""
+        """Return this rank's inner values."""
         return self.rank.terms(
             self.intermediate_size, f"inner values of a feed-forward ({self.field})"
         )
 
     def of_rank(self, rank: TensorRank) -> "MlpSpec":
-        """See `FeedForwardSpec.of_rank`."""
+        """Implement `FeedForwardSpec.of_rank`."""
         return replace(self, rank=rank)
 
     def build(self, weights: Weights) -> FeedForward:
@@ -52,7 +59,11 @@ def read_mlp(
     activation: Activation = Activation.SILU,
     field: str = "hidden_act",
 ) -> MlpSpec:
-    """Raises ConfigError for an activation other than the family's, which `field` names."""
+    """Read the fields of a gated feed-forward.
+
+    Raises:
+        ConfigError: `field` names an activation other than the family's.
+    """
     raw.require(field, only=activation.value, default=activation.value)
     return MlpSpec(
         hidden_size=raw.integer("hidden_size"),
@@ -63,8 +74,7 @@ def read_mlp(
 
 
 class Mlp:
-    """A `FeedForward` of which this rank has some of the inner values; what it returns is the sum
-    over all ranks."""
+    """A `FeedForward` with this rank's inner values. Its output is the sum over all ranks."""
 
     expert_tokens = None
 
@@ -81,5 +91,5 @@ class Mlp:
         self._down = weights.summed("down_proj", rows=spec.hidden_size, terms=width, bias=spec.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [T, hidden]. Returns [T, hidden]."""
+        """Return [T, hidden] for x [T, hidden]."""
         return self._down(self._gate_up(x))

@@ -1,14 +1,16 @@
-"""Mixture of experts: a router picks a few feed-forwards per token and weighs their outputs.
+"""Mixture of experts: a router selects a few feed-forwards per token and weights their outputs.
 
-Three kinds of router:
-    softmax   p = softmax(W x); the k largest; weights p, optionally renormalised over the chosen
-    sigmoid   s = sigmoid(W x); chosen by s + bias, optionally within the best groups of experts only;
-              weights s, optionally renormalised, times a scale
-    input     the k largest of W x; an expert is given s x, s = sigmoid(W x), and its output has no weight
-A shared expert sees every token; its output is added, behind a sigmoid gate of its own where the
-family has one.
+There are three kinds of router:
 
-A token's sum runs over its experts in ascending id, so its bits do not depend on the other tokens.
+    softmax   p = softmax(W x); the k largest; weights p, optionally renormalized over the selected
+    sigmoid   s = sigmoid(W x); selected by s + bias, optionally only within the best groups of
+              experts; weights s, optionally renormalized, times a scale
+    input     the k largest of W x; an expert's input is s x, s = sigmoid(W x), and its output has
+              no weight
+
+A shared expert sees every token. Its output is added, in some families after its own sigmoid gate.
+
+A token's sum is over its experts in ascending id, so its bits do not depend on other tokens.
 """
 
 from dataclasses import dataclass, replace
@@ -26,29 +28,35 @@ from models.blocks.mlp import Mlp, MlpSpec
 from models.blocks.spec import FeedForward
 from models.blocks.weights import Weights
 
+# Names that some families of the sigmoid kind use for `n_routed_experts`.
 _EXPERT_COUNTS = (
     "num_local_experts",
     "num_experts",
-)  # what some families of the sigmoid kind call `n_routed_experts`
+)
 
 
 @dataclass(frozen=True)
 class SoftmaxRouting:
-    """The most probable experts; with `renormalise` the weights of those that were chosen add up to
-    1."""
+    """A router that selects the most probable experts.
+
+    With `renormalise` the weights of the selected experts add up to 1.
+    """
 
     renormalise: bool
 
     def choose(self, logits: Tensor, *, num_chosen: int) -> tuple[Tensor, Tensor]:
-        """logits: [T, experts]. Returns weights fp32 and expert ids, [T, num_chosen] each."""
+        """Return weights fp32 and expert ids, [T, num_chosen] each, for logits [T, experts]."""
         weights, ids = logits.float().softmax(dim=-1).topk(num_chosen, dim=-1)
         return (weights / weights.sum(dim=-1, keepdim=True) if self.renormalise else weights), ids
 
 
 @dataclass(frozen=True)
 class SigmoidRouting:
-    """Of `num_groups` equal groups of experts the `kept_groups` with the largest sum of their two
-    best scores take part."""
+    """A router that scores experts by sigmoids.
+
+    The experts are in `num_groups` equal groups. Only the `kept_groups` groups with the largest sum
+    of their two best scores take part.
+    """
 
     renormalise: bool
     scale: float
@@ -56,8 +64,10 @@ class SigmoidRouting:
     kept_groups: int
 
     def choose(self, logits: Tensor, bias: Tensor, *, num_chosen: int) -> tuple[Tensor, Tensor]:
-        """logits: [T, experts] fp32; bias: [experts] fp32. Returns weights fp32 and expert ids, [T,
-        num_chosen]."""
+        """Return weights fp32 and expert ids, [T, num_chosen] each.
+
+        `logits` is [T, experts] fp32, `bias` [experts] fp32.
+        """
         scores = sigmoid(logits)
         ranked = scores + bias
         if self.kept_groups < self.num_groups:
@@ -78,21 +88,27 @@ class SigmoidRouting:
 
 @dataclass(frozen=True)
 class InputRouting:
-    """The experts with the highest logits; weights multiply what goes into an expert instead of
-    what comes out."""
+    """A router that selects the highest logits and weights the inputs of experts, not their
+    outputs.
+    """
 
     def choose(self, logits: Tensor, *, num_chosen: int) -> tuple[Tensor, Tensor]:
-        """logits: [T, experts]. Returns weights fp32 of what goes in, and expert ids, [T,
-        num_chosen] each."""
+        """Return weights fp32 of the inputs and expert ids, [T, num_chosen] each.
+
+        `logits` is [T, experts].
+        """
         best, ids = logits.topk(num_chosen, dim=-1)
         return sigmoid(best.float()), ids
 
 
 @dataclass(frozen=True)
 class MoeSpec:
-    """`shared_width` 0 means no shared expert. The softmax families gate theirs, the others do not.
-    `experts_field` and `shared_field`: what of the config says how many experts there are, and how
-    wide the shared one is."""
+    """A mixture of experts.
+
+    `shared_width` 0 means no shared expert. Softmax families have a gate for it, others do not.
+    `experts_field` and `shared_field` are the config fields of the number of experts and of the
+    shared width, for messages.
+    """
 
     hidden_size: int
     num_experts: int
@@ -104,25 +120,32 @@ class MoeSpec:
     experts_field: str = "num_experts"
     shared_field: str = "shared_expert_intermediate_size"
 
-    counts_on_host = True  # how many tokens each expert got, to run only those that got any
+    # it reads back the number of tokens per expert, to run only experts that have tokens
+    counts_on_host = True
 
     def __post_init__(self) -> None:
-        """Raises ConfigError where the ranks cannot divide it."""
+        """Check that the ranks can divide it.
+
+        Raises:
+            ConfigError: they cannot.
+        """
         _ = self.shared, self.shares
 
     @property
     def experts(self) -> Part:
-        """This rank's: whole experts. The shared one is divided as any feed-forward."""
+        """Return this rank's experts, which are whole. The shared expert is divided by inner
+        values.
+        """
         return self.shares[self.rank.rank]
 
     @property
     def shares(self) -> tuple[Part, ...]:
-        """The experts of each rank."""
+        """Return the experts of each rank."""
         return self.rank.shares(self.num_experts, f"experts ({self.experts_field})")
 
     @property
     def shared(self) -> MlpSpec | None:
-        """The shared expert, if there is one."""
+        """Return the shared expert, if there is one."""
         if not self.shared_width:
             return None
         return MlpSpec(
@@ -133,7 +156,7 @@ class MoeSpec:
         )
 
     def of_rank(self, rank: TensorRank) -> "MoeSpec":
-        """See `FeedForwardSpec.of_rank`."""
+        """Implement `FeedForwardSpec.of_rank`."""
         return replace(self, rank=rank)
 
     def build(self, weights: Weights) -> FeedForward:
@@ -141,7 +164,10 @@ class MoeSpec:
 
 
 def read_softmax_moe(raw: RawConfig, *, renormalise: bool, has_shared: bool) -> MoeSpec:
-    """The Qwen families' fields; `num_local_experts` is the newer spelling of `num_experts`."""
+    """Read the fields of the Qwen families.
+
+    `num_local_experts` is the newer spelling of `num_experts`.
+    """
     count = "num_local_experts" if "num_local_experts" in raw else "num_experts"
     return _checked(
         raw,
@@ -159,7 +185,7 @@ def read_softmax_moe(raw: RawConfig, *, renormalise: bool, has_shared: bool) -> 
 
 
 def read_sigmoid_moe(raw: RawConfig) -> MoeSpec:
-    """The DeepSeek and GLM families' fields."""
+    """Read the fields of the DeepSeek and GLM families."""
     raw.require("scoring_func", only="sigmoid", default="sigmoid")
     raw.require("moe_layer_freq", only=1, default=1)
     width = raw.integer("moe_intermediate_size")
@@ -202,7 +228,7 @@ def _checked(raw: RawConfig, field: str, spec: MoeSpec) -> MoeSpec:
 
 
 class Moe:
-    """The router's logits in one product, with the shared expert's gate as one more row of it."""
+    """A mixture of experts with the router and the shared expert's gate in one product."""
 
     def __init__(self, *, spec: MoeSpec, weights: Weights) -> None:
         self._spec = spec
@@ -232,7 +258,7 @@ class Moe:
         return self._experts.tokens
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [T, hidden]. Returns [T, hidden]."""
+        """Return [T, hidden] for x [T, hidden]."""
         routing, num_chosen = self._spec.routing, self._spec.num_chosen
         logits = self._router(x if self._router_dtype is None else x.to(self._router_dtype))
         scores = logits[:, : self._spec.num_experts]
@@ -253,9 +279,12 @@ class Moe:
 
 
 class _Experts:
-    """Feed-forwards of equal shape, of which a rank has some. Files hold them one by one or stacked
-    along a first axis. All ranks know all tokens, and so what every expert gets; each computes what
-    its own get, and results go to the homes of their tokens."""
+    """The routed experts of a rank, which have equal shapes.
+
+    Files store them one by one or stacked along a first axis. All ranks know all tokens, and so the
+    tokens of every expert. Each rank runs its own experts, and results are sent to the homes of
+    their tokens.
+    """
 
     def __init__(self, *, spec: MoeSpec, weights: Weights) -> None:
         self._num_experts, self._num_chosen = spec.num_experts, spec.num_chosen
@@ -291,14 +320,17 @@ class _Experts:
         self._gate_up, self._down = GroupedLinear(gated), GroupedLinear(down)
 
     def homes(self, x: Tensor) -> Homes:
-        """Of tokens x [T, hidden]."""
+        """Return the homes of tokens x [T, hidden]."""
         return Homes(
             self._ranks, len(x), x.nbytes * self._num_chosen * len(self._own) // self._num_experts
         )
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor, homes: Homes) -> Tensor:
-        """x: [T, hidden]; weights fp32 and ids: [T, chosen]. Returns the sums of the tokens at home
-        here, weighted going in or coming out, [tokens, hidden] fp32."""
+        """Return the weighted sums of the tokens at home here, [tokens, hidden] fp32.
+
+        `x` is [T, hidden]; `weights` fp32 and `ids` are [T, chosen]. Weights apply to inputs or to
+        outputs.
+        """
         by_expert = ids.flatten().argsort(stable=True)
         counts = torch.bincount(ids.flatten(), minlength=self._num_experts).cpu()
         self.tokens.counts.add_(counts)
@@ -310,7 +342,7 @@ class _Experts:
         by_expert = by_expert if homes.counts is None else ids.flatten().argsort(stable=True)
         if not self._weighs_inputs:
             results *= weights.flatten()[by_expert, None]
-        # A token's results stand by expert; its own come together again in that order.
+        # A token's results are ordered by expert. Here they are brought together, in that order.
         own = (by_expert // self._num_chosen).argsort(stable=True).view(ids.shape)
         out = results[own[:, 0]]
         for place in range(1, self._num_chosen):
@@ -326,9 +358,12 @@ class _Experts:
         ids: Tensor,
         homes: Homes,
     ) -> Tensor:
-        """x: [T, hidden]; tokens: [T * chosen], of which the first counts[0] are for the first
-        expert, and so on, each times its gain, [T * chosen, 1]. Returns what the experts made of
-        those at home here, [tokens * chosen, hidden], likewise by expert."""
+        """Return the experts' results for the tokens at home here, [tokens * chosen, hidden], by
+        expert.
+
+        `x` is [T, hidden]. `tokens` is [T * chosen]; its first counts[0] entries are for the first
+        expert, and so on. Each input is multiplied by its gain, [T * chosen, 1].
+        """
         own = counts[self._own.start : self._own.stop]
         mine = slice(start := sum(counts[: self._own.start]), start + sum(own))
         tokens = tokens[mine]

@@ -1,4 +1,4 @@
-"""Root-mean-square norms. Sums are always fp32."""
+"""Norms over the last axis, mostly root-mean-square norms. Sums are always fp32."""
 
 from dataclasses import dataclass
 
@@ -16,9 +16,12 @@ from models.blocks.weights import Weights
 
 @dataclass(frozen=True)
 class NormSpec:
-    """`zero_centred` norms multiply by (1 + w), the others by w. Those, and with `rounds_last`
-    these, multiply in fp32 and cast last; else they cast first. Without `has_weights` w is 1, and
-    not in the files."""
+    """A root-mean-square norm.
+
+    `zero_centred` norms multiply by (1 + w), others by w. Norms with `zero_centred` or
+    `rounds_last` multiply in fp32 and cast last; others cast first. Without `has_weights` w is 1
+    and is not in the files.
+    """
 
     eps: float
     zero_centred: bool = False
@@ -30,7 +33,7 @@ class NormSpec:
 
 
 class RmsNorm:
-    """Over the last axis of x [T, D] or [T, heads, D]."""
+    """A root-mean-square norm over the last axis of x [T, D] or [T, heads, D]."""
 
     def __init__(self, *, weight: Tensor, spec: NormSpec) -> None:
         self._spec, self._is_wide = spec, spec.zero_centred or spec.rounds_last
@@ -39,7 +42,7 @@ class RmsNorm:
         self._team = Team()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x's shape and type."""
+        """Return the norm of x, in its shape and dtype."""
         if x.device.type != "cpu":
             return self.fused(x)
         if has_kernels(x.dtype, self._weight.dtype):
@@ -57,8 +60,10 @@ class RmsNorm:
         return scaled.to(x.dtype).mul_(self._weight)
 
     def forward_rotated(self, x: Tensor, table: RotaryTable) -> Tensor:
-        """`forward` of x [T, heads, D], and its halves rotated; in one pass over the tokens where
-        it can be."""
+        """Return `forward` of x [T, heads, D] with its halves rotated.
+
+        It takes one pass over the tokens if a kernel supports it.
+        """
         if (
             x.device.type != "cpu"
             or not has_kernels(x.dtype, self._weight.dtype)
@@ -76,7 +81,10 @@ class RmsNorm:
         )
 
     def add_and_forward(self, x: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-        """x + other, [T, D], and `forward` of that; in one pass over the tokens where it can be."""
+        """Return x + other, [T, D], and `forward` of the sum.
+
+        It takes one pass over the tokens if a kernel supports it.
+        """
         if x.device.type != "cpu" or not (
             x.dtype == other.dtype and has_kernels(x.dtype, self._weight.dtype)
         ):
@@ -92,19 +100,24 @@ class RmsNorm:
         )
 
     def fused(self, x: Tensor) -> Tensor:
-        """`forward` up to rounding, as one kernel where the device has it: a step of few rows
-        mostly waits for them."""
+        """Return `forward` up to rounding, in one kernel if the device has it.
+
+        A step of few rows mostly waits for kernels.
+        """
+        # A weight of two dimensions has one row per head.
         wide, own = (
             x.float() if self._is_wide else x,
             self._weight.dim() > 1,
-        )  # a weight of its own per head
+        )
         normed = F.rms_norm(wide, x.shape[-1:], None if own else self._weight, self._spec.eps)
         return (normed * self._weight if own else normed).to(x.dtype)
 
 
 class GatedRmsNorm:
-    """w * rms(x) * act(gate), the output norm of recurrent layers: over each head's values, in
-    fp32. act: silu, or sigmoid."""
+    """The output norm w * rms(x) * act(gate) of recurrent layers.
+
+    It is over each head's values, in fp32. act is silu or sigmoid.
+    """
 
     def __init__(self, *, weight: Tensor, eps: float, is_silu: bool = True) -> None:
         self._weight, self._eps, self._is_silu, self._team = (
@@ -115,8 +128,10 @@ class GatedRmsNorm:
         )
 
     def forward(self, x: Tensor, gate: Tensor) -> Tensor:
-        """x: [T, heads, head_dim] fp32; gate: same shape, model dtype. Returns the same in
-        gate's."""
+        """Return the gated norm in the gate's dtype.
+
+        `x` is [T, heads, head_dim] fp32; `gate` has the same shape in the model's dtype.
+        """
         if x.device.type == "cpu" and has_kernels(gate.dtype):
             return gated_norm(
                 x.contiguous(),
@@ -131,12 +146,12 @@ class GatedRmsNorm:
 
 
 def _to_unit(x: Tensor, eps: float) -> Tensor:
-    """The factor that brings x to unit length, per row."""
+    """Return the factor per row that scales x to a root mean square of 1."""
     return (x * x).mean(-1, keepdim=True).add_(eps).rsqrt_()
 
 
 class LayerNorm:
-    """Zero mean, unit variance over the last axis in fp32, then weight and bias."""
+    """A norm to zero mean and unit variance over the last axis in fp32, then weight and bias."""
 
     def __init__(self, *, weight: Tensor, bias: Tensor, eps: float) -> None:
         self._weight = weight.float()
@@ -144,6 +159,6 @@ class LayerNorm:
         self._eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        """Returns x's shape and type."""
+        """Return the norm of x, in its shape and dtype."""
         centred = x.float() - x.float().mean(-1, keepdim=True)
         return (centred * _to_unit(centred, self._eps) * self._weight + self._bias).to(x.dtype)

@@ -1,8 +1,7 @@
-"""Rotary position embedding: reading its parameters, the frequencies of each scaling type, and
-applying it.
+"""Rotary position embedding: its parameters, the frequencies per scaling type, and the rotation.
 
-A stage computes cos and sin once per forward (`Rotary.table`, called by the stage's first layer)
-and every attention layer applies that table.
+The stage's first layer computes cos and sin once per forward (`Rotary.table`), and every attention
+layer applies this table.
 """
 
 import math
@@ -23,9 +22,11 @@ RopeKind = Literal["default", "linear", "llama3", "yarn", "proportional"]
 
 @dataclass(frozen=True)
 class RopeSpec:
-    """One scaling of rotary frequencies. `dim` is the number of rotated dimensions of a head;
-    fields that the kind does not use keep their defaults. `original_context` is the context length
-    the model was first trained for."""
+    """One scaling of rotary frequencies.
+
+    `dim` is the number of rotated dimensions of a head. `original_context` is the context length of
+    the model's first training. Fields that the kind does not use keep their defaults.
+    """
 
     dim: int
     theta: float
@@ -39,7 +40,7 @@ class RopeSpec:
     truncate: bool = True  # yarn
     amplitude: float = 1.0  # yarn: factor on cos and sin
     score_gain: float = 1.0  # yarn: factor on attention scores, for the families that apply it
-    num_turning: int = 0  # proportional: pairs that turn; the others stand still
+    num_turning: int = 0  # proportional: the number of pairs that rotate
 
 
 def read_rope(
@@ -49,17 +50,19 @@ def read_rope(
     default_partial: float | None = None,
     default_theta: float = 10000.0,
 ) -> RopeSpec:
-    """Read the rotary parameters of a config, in the newer style (`rope_parameters`) or the older
-    one (`rope_theta` with `rope_scaling`, whose kind is under `rope_type` or `type`).
+    """Read the rotary parameters of a config.
 
-    `default_partial`: the share of a head that turns where the config names none. None: whole heads
-    turn in this family, whatever `partial_rotary_factor` says, as in transformers.
+    The newer style is `rope_parameters`. The older one is `rope_theta` with `rope_scaling`, which
+    has its kind under `rope_type` or `type`.
+
+    `default_partial` is the share of a head that rotates if the config names none. With None, whole
+    heads rotate in this family, whatever `partial_rotary_factor` is, as in transformers.
 
     Raises:
-        ConfigError: a kind other than default, linear, llama3, yarn and proportional, a missing or
-            impossible parameter, a share of the heads of a family whose heads turn whole in a kind
-            in which transformers cannot run it, or both styles that say different things:
-            transformers follows the older one then, and so a model would turn as nobody meant.
+        ConfigError: the kind is not default, linear, llama3, yarn or proportional; a parameter is
+            missing or impossible; a family with whole heads has a share in a kind that transformers
+            cannot run with it; or both styles are given and differ. transformers then uses the older
+            one, which is probably not what the config means.
     """
     read = partial(
         _read_rope,
@@ -74,8 +77,7 @@ def read_rope(
     if "rope_scaling" in raw and (older := read("rope_scaling")) != newer:
         raise raw.fail(
             "rope_scaling",
-            f"stands beside rope_parameters and says something else ({older}, not {newer}): "
-            f"keep one of them",
+            f"differs from rope_parameters ({older}, not {newer}): keep one of them",
         )
     return newer
 
@@ -83,7 +85,7 @@ def read_rope(
 def _read_rope(
     raw: RawConfig, name: str, *, head_dim: int, default_partial: float | None, default_theta: float
 ) -> RopeSpec:
-    """Read the section of that name; without it, rope is plain."""
+    """Read the section `name`. Without it, rope is plain."""
     params = raw.section(name) if name in raw else RawConfig({})
     kind = params.text("rope_type" if "rope_type" in params else "type", "default")
     theta = params.number("rope_theta", raw.number("rope_theta", default_theta))
@@ -149,7 +151,7 @@ def _read_rope(
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """YaRN's growth of attention logits with the context factor (Peng et al. 2023, eq. 22)."""
+    """Return YaRN's growth of attention logits with the context factor (Peng et al. 2023, eq. 22)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
@@ -171,7 +173,7 @@ def _yarn_score_gain(params: RawConfig, factor: float) -> float:
 
 
 def inverse_frequencies(spec: RopeSpec) -> Tensor:
-    """Radians per position for each rotated pair: [dim / 2] fp32."""
+    """Return the radians per position for each rotated pair, [dim / 2] fp32."""
     plain = 1.0 / (spec.theta ** (torch.arange(0, spec.dim, 2, dtype=torch.float32) / spec.dim))
     if spec.kind == "linear":
         return plain / spec.factor
@@ -185,7 +187,7 @@ def inverse_frequencies(spec: RopeSpec) -> Tensor:
 
 
 def _llama3(plain: Tensor, spec: RopeSpec) -> Tensor:
-    """Long waves slowed down by `factor`, short ones kept, a smooth mix in between."""
+    """Slow long waves down by `factor`, keep short ones, and mix smoothly in between."""
     turns = spec.original_context * plain / (2 * math.pi)  # within the original context
     keep = (turns - spec.low_freq_factor) / (spec.high_freq_factor - spec.low_freq_factor)
     keep = keep.clamp(0, 1)
@@ -193,8 +195,10 @@ def _llama3(plain: Tensor, spec: RopeSpec) -> Tensor:
 
 
 def _yarn(plain: Tensor, spec: RopeSpec) -> Tensor:
-    """Pairs that turn often within the original context kept, rare ones slowed down, a linear ramp
-    in between."""
+    """Keep pairs that rotate often within the original context and slow rare ones down.
+
+    The ramp in between is linear.
+    """
 
     def pair_of(turns: float) -> float:
         return (
@@ -216,14 +220,16 @@ def _yarn(plain: Tensor, spec: RopeSpec) -> Tensor:
 
 @dataclass(frozen=True)
 class RotaryTable:
-    """cos and sin of one batch's positions, [T, 1, dim / 2] in the model's dtype."""
+    """The cos and sin of one batch's positions, [T, 1, dim / 2] in the model's dtype."""
 
     cos: Tensor
     sin: Tensor
 
     def rotate_halves(self, x: Tensor) -> Tensor:
-        """Rotate pairs (i, i + dim/2) of the first dim of x [T, heads, head_dim]; the rest passes
-        unchanged."""
+        """Rotate pairs (i, i + dim/2) of the first dimensions of x [T, heads, head_dim].
+
+        The other dimensions are unchanged.
+        """
         if x.device.type == "cpu" and has_kernels(x.dtype) and x.dtype == self.cos.dtype:
             return rotate_halves(
                 dense_tokens(x), self.cos.contiguous(), self.sin.contiguous(), Team()
@@ -232,13 +238,16 @@ class RotaryTable:
         return self._rotate(x, x[..., :half], x[..., half : 2 * half])
 
     def rotate_pairs(self, x: Tensor) -> Tensor:
-        """Rotate pairs (2i, 2i + 1) of the first dim of x [T, heads, head_dim]. The result is in
-        halves layout: dot products do not care, as long as queries and keys agree."""
+        """Rotate pairs (2i, 2i + 1) of the first dimensions of x [T, heads, head_dim].
+
+        The result is in halves layout. Dot products do not change if queries and keys use the same
+        layout.
+        """
         dim = 2 * self.cos.shape[-1]
         return self._rotate(x, x[..., 0:dim:2], x[..., 1:dim:2])
 
     def _rotate(self, x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        """[a cos - b sin, b cos + a sin, what is left of x], written once."""
+        """Return [a cos - b sin, b cos + a sin, the rest of x], written once."""
         half = self.cos.shape[-1]
         out = x.new_empty(x.shape)
         torch.mul(a, self.cos, out=out[..., :half]).addcmul_(b, self.sin, value=-1)
@@ -248,7 +257,7 @@ class RotaryTable:
 
 
 class Rotary:
-    """Computes the table of a batch. Stateless, so that no table can outlive its batch."""
+    """The source of a batch's table. It is stateless, so that no table can outlive its batch."""
 
     def __init__(self, *, spec: RopeSpec, dtype: torch.dtype, device: torch.device = HOST) -> None:
         self._frequencies = inverse_frequencies(spec).to(device)
@@ -259,13 +268,15 @@ class Rotary:
     def of(
         cls, spec: RopeSpec | None, *, dtype: torch.dtype, device: torch.device
     ) -> "Rotary | None":
-        """None for layers that know no positions."""
+        """Return the rotary embedding, or None for layers without positions."""
         return None if spec is None else cls(spec=spec, dtype=dtype, device=device)
 
     def table(self, positions: Tensor) -> RotaryTable:
-        """positions: [T] int64 absolute positions, on the host or on the device. Angles are rounded
-        to fp32, and then their cosines and sines to the nearest fp32 numbers: every library gives
-        the same bits."""
+        """Return the table of absolute positions [T] int64, on the host or on the device.
+
+        Angles are rounded to fp32, and their cosines and sines to the nearest fp32 numbers. So
+        every library gives the same bits.
+        """
         if self._frequencies.device.type == "cpu" and has_kernels(self._dtype):
             return RotaryTable(
                 *rotary_table(positions, self._frequencies, self._amplitude, self._dtype, Team())

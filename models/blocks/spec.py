@@ -1,8 +1,8 @@
-"""What a family declares: a decoder as a list of layers, each a token mixer and a feed-forward.
+"""The specs that a family returns: a decoder as a list of layers, each a mixer and a feed-forward.
 
 A spec is plain data. Its cache needs follow from it without any weights, and it builds its block
-from them. So a family file only reads config fields into specs, and everything that is the same for
-all families lives in `decoder.py` and `blocks/`.
+from weights on request. So a family is a function from a config to a spec, and the code that all
+families share is in `decoder.py` and `blocks/`.
 """
 
 from dataclasses import dataclass, field, replace
@@ -28,13 +28,15 @@ FULL_ATTENTION = "full_attention"  # in `layer_types`
 
 @dataclass
 class StagePass:
-    """One forward of one stage: what its layers share. Made new for every forward, so that nothing
-    of an earlier batch can be read by mistake.
+    """The values that the layers of a stage share during one forward.
 
-    rotary         set by the stage's first layer, of models that know positions
-    window_rotary  likewise, of layers that see a window only, where theirs differs
-    selected_keys  [T, n] int32 key positions, -1 where there are fewer; set by layers that select keys, read by those
-                   that share the selection; a draft's begins with what the steps of its round carry
+    It is created for every forward, so that a layer cannot read values of an earlier batch.
+
+        rotary         set by the stage's first layer, in models with positions
+        window_rotary  the same for layers with a window, if their rope differs
+        selected_keys  [T, n] int32 key positions, padded with -1; set by layers that select keys and
+                       read by those that share the selection; for a draft, initially the keys that
+                       the steps of its round carry
     """
 
     batch: ForwardBatch
@@ -44,110 +46,131 @@ class StagePass:
     selected_keys: Tensor | None = None
 
     def rotary_table(self, *, is_window: bool = False) -> RotaryTable:
-        """Of this batch's positions. Raises InternalError where the first layer has not set it."""
+        """Return the table of this batch's positions.
+
+        Raises:
+            InternalError: the first layer has not set it.
+        """
         table = self.window_rotary if is_window and self.window_rotary is not None else self.rotary
         if table is None:
             raise InternalError("the stage's first layer has not computed the rotary table")
         return table
 
     def paged_attention(self) -> AttentionBackend:
-        """Raises InternalError on a stage that was built without."""
+        """Return the stage's paged attention.
+
+        Raises:
+            InternalError: the stage was built without it.
+        """
         if self.context.attention is None:
             raise InternalError("the stage was built without paged attention")
         return self.context.attention
 
     def cached_attention(self) -> CachedAttention:
-        """Over what other layers keep. Raises InternalError where there is none."""
+        """Return the attention over the caches of other layers.
+
+        Raises:
+            InternalError: there is none.
+        """
         if self.context.cached_attention is None:
             raise InternalError("the layers were built without a cache of others to read")
         return self.context.cached_attention
 
     def latent_attention(self) -> LatentAttentionBackend:
-        """Raises InternalError on a stage that was built without."""
+        """Return the stage's latent attention.
+
+        Raises:
+            InternalError: the stage was built without it.
+        """
         if self.context.latent_attention is None:
             raise InternalError("the stage was built without latent attention")
         return self.context.latent_attention
 
 
 class Mixer(Protocol):
-    """The part of a layer in which tokens depend on others: attention, or a recurrence."""
+    """The part of a layer in which tokens depend on others: attention or a recurrence."""
 
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
-        """x: [T, hidden], normalised. Returns [T, hidden]."""
+        """Return [T, hidden] for x [T, hidden], which is normalized."""
         ...
 
 
 class FeedForward(Protocol):
-    """The part of a layer that computes each token by itself."""
+    """The part of a layer that computes each token independently."""
 
     @property
     def expert_tokens(self) -> ExpertTokens | None:
-        """Of a feed-forward with experts."""
+        """Return the tokens per expert, or None without experts."""
         ...
 
     def forward(self, x: Tensor) -> Tensor:
-        """x: [T, hidden], normalised. Returns [T, hidden]."""
+        """Return [T, hidden] for x [T, hidden], which is normalized."""
         ...
 
 
 class MixerSpec(Protocol):
-    """How a layer mixes tokens."""
+    """The mixer of a layer."""
 
     @property
     def weights_name(self) -> str:
-        """The key part of its tensors, below the layer's."""
+        """Return the part of the tensor names that follows the layer's prefix."""
         ...
 
     @property
     def chunk_grid(self) -> int:
-        """Prefill chunks must end on multiples of this many tokens."""
+        """Return the number of tokens of which prefill chunks must end on multiples."""
         ...
 
     @property
     def shares_selection(self) -> bool:
-        """Whether it attends to the keys that an earlier layer selected."""
+        """Return whether the layer attends to the keys that an earlier layer selected."""
         ...
 
     def attention_geometry(self, page_size: int) -> AttentionGeometry | LatentGeometry | None:
-        """Of the attention backend it runs on; None if it is no attention."""
+        """Return the geometry for the attention backend, or None for other mixers."""
         ...
 
     def cache_specs(
         self, *, layer_id: int, page_size: int, dtype: torch.dtype
     ) -> tuple[CacheSpec, ...]:
-        """What it keeps of each page or of each request, of this rank's part; `dtype` is the
-        model's."""
+        """Return the data cached per page or per request. `dtype` is the model's."""
         ...
 
     def of_rank(self, rank: TensorRank) -> "MixerSpec":
-        """What one rank of a stage has of it. Raises ConfigError where it cannot be divided so."""
+        """Return one rank's part.
+
+        Raises:
+            ConfigError: the ranks cannot divide the mixer.
+        """
         ...
 
     def build(self, weights: Weights, *, layer_id: int) -> Mixer:
-        """`weights` reads this rank's part of those below `weights_name`."""
+        """Build the mixer. `weights` reads this rank's part of the tensors under `weights_name`."""
         ...
 
 
 class FeedForwardSpec(Protocol):
-    """How a layer computes each token by itself."""
+    """The feed-forward of a layer."""
 
     @property
     def num_experts(self) -> int:
-        """Routed ones, those of other ranks included; 0 without."""
+        """Return the number of routed experts of all ranks; 0 without experts."""
         ...
 
     @property
     def counts_on_host(self) -> bool:
-        """Whether what it starts depends on values that it reads back, so that no graph can hold
-        it."""
+        """Return whether its launches depend on values that it reads back.
+
+        A graph cannot capture it then.
+        """
         ...
 
     def of_rank(self, rank: TensorRank) -> "FeedForwardSpec":
-        """See `MixerSpec.of_rank`."""
+        """Return one rank's part, as `MixerSpec.of_rank` does."""
         ...
 
     def build(self, weights: Weights) -> FeedForward:
-        """`weights` reads this rank's part of those below the feed-forward's name."""
+        """Build the feed-forward. `weights` reads this rank's part of the tensors under its name."""
         ...
 
 
@@ -161,16 +184,20 @@ class LayerSpec:
 
 @dataclass(frozen=True)
 class DecoderSpec:
-    """A whole model. Without `rope` its attention knows no positions. `num_extra_layers` layers
-    after the last (NextN drafts) may be in its files and are not its; `draft_layer` is what such a
-    layer is like, in families that may have them. `window_rope`: of layers that see a window only,
-    where it differs. With `norms_outputs` mixers and feed-forwards have a norm behind them, too.
-    With `scales_layers` what a layer gives is multiplied by a number of its own. Embeddings are
-    multiplied by `embedding_scale`, rounded to the model's type. With `logit_bound` b logits x
-    become b tanh(x / b). `other_names`: parts of names that files spell in another way than blocks
-    do, with the blocks' spelling, in the order in which they are replaced. `inputs_first`: ends of
-    names, in either spelling, of stacks of matrices that files hold as [items, in, out].
-    `context_field`: what of the config sets `max_context_tokens`."""
+    """A whole model.
+
+    rope               None if its attention has no positions
+    window_rope        rope of layers with a window, if it differs
+    num_extra_layers   layers after the last one that its files may have (NextN drafts)
+    draft_layer        the form of such a layer, in families that may have them
+    norms_outputs      whether mixers and feed-forwards have a norm after them, too
+    scales_layers      whether each layer's output is multiplied by a number of its own
+    embedding_scale    factor of embeddings, rounded to the model's dtype
+    logit_bound        with a bound b, logits x become b tanh(x / b)
+    other_names        parts of names in files with the blocks' spelling, in order of replacement
+    inputs_first       suffixes, in either spelling, of stacks that files store as [items, in, out]
+    context_field      the config field that sets `max_context_tokens`
+    """
 
     vocab_size: int
     hidden_size: int
@@ -196,22 +223,31 @@ class DecoderSpec:
         return len(self.layers)
 
     def __post_init__(self) -> None:
-        """Raises ConfigError where the ranks cannot divide it."""
+        """Check that the ranks can divide it.
+
+        Raises:
+            ConfigError: they cannot.
+        """
         _ = self.vocabularies
 
     @property
     def vocabulary(self) -> Part:
-        """The tokens whose embeddings and logits this rank has."""
+        """Return the tokens whose embeddings and logits this rank has."""
         return self.vocabularies[self.rank.rank]
 
     @property
     def vocabularies(self) -> tuple[Part, ...]:
-        """Those of each rank."""
+        """Return the vocabulary share of each rank."""
         return self.rank.shares(self.vocab_size, "tokens of the vocabulary (vocab_size)")
 
     def of_rank(self, rank: TensorRank) -> "DecoderSpec":
-        """What one rank of each stage has of it; of what is done by request, the part of its
-        attention rank. Raises ConfigError where it cannot be divided so."""
+        """Return one rank's part of each stage.
+
+        Mixers, which work per request, have the part of the rank's attention group.
+
+        Raises:
+            ConfigError: the ranks cannot divide the model.
+        """
         layers = tuple(
             LayerSpec(layer.mixer.of_rank(rank.attention), layer.feed_forward.of_rank(rank))
             for layer in self.layers
@@ -220,18 +256,24 @@ class DecoderSpec:
 
 
 def read_norm(raw: RawConfig, *, zero_centred: bool = False) -> NormSpec:
-    """With `rms_norm_eps` of the config, 1e-6 where it is absent. Raises ConfigError."""
+    """Read `rms_norm_eps`, 1e-6 by default.
+
+    Raises:
+        ConfigError: the value is invalid.
+    """
     return NormSpec(eps=raw.number("rms_norm_eps", 1e-6), zero_centred=zero_centred)
 
 
 def read_layer_kinds(
     raw: RawConfig, *, usual: str, interval_field: str = "", interval: int = 0
 ) -> tuple[str, ...]:
-    """`layer_types` if given or there is no interval, else full attention on the last layer of each
-    interval, `usual` on the others.
+    """Return the kind of each layer.
+
+    It is `layer_types` if that is given or there is no interval. Otherwise the last layer of each
+    interval has full attention, and the others are `usual`.
 
     Raises:
-        ConfigError: another kind is named, or as many as there are not layers.
+        ConfigError: another kind is named, or the number of kinds is not that of layers.
     """
     num_layers = raw.integer("num_hidden_layers")
     if interval and "layer_types" not in raw:
@@ -261,7 +303,7 @@ def assemble_decoder(
     norm: NormSpec | None = None,
     draft_layer: LayerSpec | None = None,
 ) -> DecoderSpec:
-    """A decoder of these layers with the fields every config spells alike.
+    """Return a decoder of these layers, with the fields that every config names alike.
 
     Raises:
         ConfigError: a field is missing or out of range.

@@ -1,8 +1,7 @@
-"""How blocks get their weights: by name below a key prefix, into fresh memory, wherever they come
-from.
+"""Access to weights for blocks: by name under a key prefix, into fresh memory, from any source.
 
-Blocks request exactly the tensors they need, with the shapes they need, while they are built. So a
-stage reads what its blocks request and nothing else, and a fused matrix is read straight into its
+Blocks request exactly the tensors that they need, in the shapes that they need, while they are
+built. So a stage reads only what its blocks request, and a fused matrix is read straight into its
 rows.
 """
 
@@ -19,13 +18,12 @@ from engine.core.numerics import HOST, Numerics
 from models.blocks.linear import Activation, GatedLinear, Linear, SummedLinear, is_packed
 from runtime.errors import InternalError
 
-Rows = (
-    int | Part | Sequence[Part]
-)  # all of so many, one interval of them, or several one behind the other
+# All rows by number, one interval, or several intervals one after another.
+Rows = int | Part | Sequence[Part]
 
 
 def num_rows(rows: Rows) -> int:
-    """How many they are."""
+    """Return the number of rows."""
     if isinstance(rows, int):
         return rows
     return len(rows) if isinstance(rows, Part) else sum(map(len, rows))
@@ -37,48 +35,52 @@ class WeightSource(Protocol):
     def has(self, name: str) -> bool: ...
 
     def read(self, name: str, out: Tensor, *, item: tuple[int, int] | None = None) -> None:
-        """Fill `out` (contiguous, of any dtype, anywhere) with a tensor, or for `item` = (i, n)
-        with entry i of n.
+        """Fill `out` with a tensor, or for `item` = (i, n) with entry i of n.
 
-        A source notes a missing or wrong-shaped tensor and reports all of them at the end of the
-        load.
+        `out` is contiguous, of any dtype and on any device. A source records missing and misshapen
+        tensors, and reports all of them at the end of the load.
         """
         ...
 
     def row_scales(self, name: str, *, item: int | None = None) -> Tensor | None:
-        """[rows] fp32, if a matrix (an entry of a stack) is stored so; see
-        `WeightEntry.row_scales`."""
+        """Return [rows] fp32 scales of a matrix or of a stack's entry, or None.
+
+        See `WeightEntry.row_scales`.
+        """
         ...
 
 
 class PartSource(WeightSource, Protocol):
-    """Of which a rank keeps parts. All ranks of a stage read, and digest, the same tensors to the
-    last byte."""
+    """A source of parts of tensors.
+
+    All ranks of a stage read and digest the same tensors to the last byte.
+    """
 
     def read_rows(
         self, name: str, out: Tensor, rows: Sequence[Part], columns: Part | None = None
     ) -> None:
-        """Fill `out` with these rows of a tensor, one interval behind the other, and of each row
-        the `columns`."""
+        """Fill `out` with intervals of rows of a tensor, and of each row `columns`."""
         ...
 
     def skip(self, name: str, item: int | None = None) -> None:
-        """A tensor, or entry `item` of a stack, is another rank's."""
+        """Read a tensor, or entry `item` of a stack, for the digest only: another rank keeps it."""
         ...
 
 
 class _Staging:
-    """Memory that matrices are read into before they are packed, one after the other: memory of its
-    own for each would be taken and given back in pieces that the allocator keeps."""
+    """Reused memory for matrices that are read before they are packed, one after another.
+
+    Separate memory for each matrix would be allocated and freed in pieces that the allocator keeps.
+    """
 
     def __init__(self) -> None:
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def matrix(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """[rows, columns], valid until the next is requested."""
+        """Return memory for [rows, columns], valid until the next request."""
         num_bytes = rows * columns * dtype.itemsize
         if len(self._memory) < num_bytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # given back before more is taken
+            self._memory = torch.empty(0, dtype=torch.uint8)  # released before more is reserved
             self._memory = torch.empty(num_bytes, dtype=torch.uint8)
         return self._memory[:num_bytes].view(dtype).view(rows, columns)
 
@@ -99,9 +101,12 @@ class Weights:
         ranks: Ranks | None = None,
         in_bytes: bool = False,
     ) -> None:
-        """`device`: where the tensors lie, and so where blocks over them compute. `ranks` share the
-        stage, where it has several: parts of tensors are then read from `parts`. `in_bytes`:
-        projections keep eight bits of each weight."""
+        """Create a view of a source.
+
+        `device` holds the tensors, and blocks over them compute there. `ranks` are those that share
+        the stage, if it has several; parts of tensors are then read from `parts`. With `in_bytes`,
+        projections keep eight bits of each weight.
+        """
         self._source = source
         self._parts = parts
         self.ranks = ranks
@@ -116,12 +121,14 @@ class Weights:
         return self._but(prefix=f"{self._prefix}{part}.", ranks=self.ranks, in_bytes=self.in_bytes)
 
     def among(self, ranks: Ranks | None) -> "Weights":
-        """The same for a layer that these ranks divide."""
+        """Return the same tensors for a layer that these ranks divide."""
         return self._but(prefix=self._prefix, ranks=ranks, in_bytes=self.in_bytes)
 
     def whole(self) -> "Weights":
-        """The same for what is sensitive (routers, gates, the choice of keys): projections keep all
-        bits."""
+        """Return the same tensors for sensitive layers, whose projections keep all bits.
+
+        These are routers, gates and the selection of keys.
+        """
         return self._but(prefix=self._prefix, ranks=self.ranks, in_bytes=False)
 
     def _but(self, *, prefix: str, ranks: Ranks | None, in_bytes: bool) -> "Weights":
@@ -148,8 +155,10 @@ class Weights:
         item: tuple[int, int] | None = None,
         rows: Rows | None = None,
     ) -> Tensor:
-        """One tensor, or entry i of a stack of n for `item` = (i, n), or these rows. `dtype` is the
-        model's unless given."""
+        """Return a tensor, its entry i of n for `item` = (i, n), or these rows.
+
+        The default `dtype` is the model's.
+        """
         out = torch.empty(shape, dtype=dtype or self._dtype, device=self.device)
         if rows is None:
             self._source.read(self._prefix + name, out, item=item)
@@ -158,7 +167,7 @@ class Weights:
         return out
 
     def skip(self, name: str, item: int | None = None) -> None:
-        """A tensor, or an entry of a stack, that another rank keeps."""
+        """Skip a tensor, or an entry of a stack, that another rank keeps."""
         self._part_source.skip(self._prefix + name, item)
 
     def linear(
@@ -169,8 +178,10 @@ class Weights:
         bias: bool = False,
         dtype: torch.dtype | None = None,
     ) -> Linear:
-        """One projection, or several with the same input fused into one: of `names[i]` the output
-        rows `rows[i]`."""
+        """Return one projection, or several with the same input fused into one.
+
+        Of `names[i]` it has the output rows `rows[i]`.
+        """
         counts = [num_rows(each) for each in rows]
         weight = self._passing(sum(counts), in_features, dtype or self._dtype)
         offsets = torch.empty(sum(counts), dtype=self._dtype, device=self.device) if bias else None
@@ -191,8 +202,10 @@ class Weights:
     def summed(
         self, name: str, *, rows: int, terms: Part, bias: bool = False
     ) -> "Linear | SummedLinear":
-        """A projection whose input is divided between the ranks: each has these terms of every
-        sum."""
+        """Return a projection whose input is divided between the ranks.
+
+        Each rank has the `terms` of every sum.
+        """
         if terms.is_whole:
             return self.linear(name, rows=(rows,), in_features=terms.total, bias=bias)
         if self.ranks is None:
@@ -212,8 +225,11 @@ class Weights:
         )
 
     def row_scales(self, name: str, rows: Rows, *, item: tuple[int, int] | None = None) -> Tensor:
-        """[n] fp32 for n rows of a matrix, or of an entry of a stack: what projections in eight
-        bits keep of how it is stored; 0 of rows that are coded anew."""
+        """Return scales [n] fp32 for n rows of a matrix, or of an entry of a stack.
+
+        Projections in eight bits keep the stored codes of these rows. A scale of 0 means that the
+        row is coded again.
+        """
         parts = (
             [Part.whole(rows)]
             if isinstance(rows, int)
@@ -236,10 +252,11 @@ class Weights:
             return
         parts = [rows] if isinstance(rows, Part) else rows
         edges = [0, *(part.stop for part in parts)]
+        # Consecutive parts from the first row to the last are the whole matrix.
         if edges == [
             *(part.start for part in parts),
             parts[0].total,
-        ]:  # one behind the other, they are all of it
+        ]:
             self._source.read(self._prefix + name, out)
         else:
             self._part_source.read_rows(self._prefix + name, out, parts)
@@ -255,7 +272,7 @@ class Weights:
     def linear_item(
         self, name: str, *, rows: int, in_features: int, item: tuple[int, int]
     ) -> Linear:
-        """A projection over entry i of a stack of n for `item` = (i, n)."""
+        """Return a projection over entry i of a stack of n, for `item` = (i, n)."""
         weight = self._passing(rows, in_features, self._dtype)
         self._source.read(self._prefix + name, weight, item=item)
         return self.linear_from(weight, self.row_scales(name, rows, item=item))
@@ -263,7 +280,10 @@ class Weights:
     def gated_item(
         self, name: str, *, rows: int, in_features: int, item: tuple[int, int]
     ) -> GatedLinear:
-        """Likewise; the gate's `rows` rows lie before those of what it gates."""
+        """Return a gated projection over an entry of a stack.
+
+        The gate's `rows` rows come before those that it gates.
+        """
         weight = self._passing(2 * rows, in_features, self._dtype)
         self._source.read(self._prefix + name, weight, item=item)
         scales = self.row_scales(name, 2 * rows, item=item)
@@ -275,14 +295,13 @@ class Weights:
         )
 
     def _passing(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-        """A matrix for a `Linear`, which packs it where it can."""
+        """Return memory for a matrix that a `Linear` packs if it can."""
         if is_packed(dtype, self.device):
             return self._staging.matrix(rows, columns, dtype)
         return torch.empty(rows, columns, dtype=dtype, device=self.device)
 
     def linear_from(self, weight: Tensor, row_scales: Tensor, bias: Tensor | None = None) -> Linear:
-        """A projection over a weight [out, in] that was read already, and its `row_scales`
-        [out]."""
+        """Return a projection over a weight [out, in] in memory, with `row_scales` [out]."""
         return Linear(
             weight,
             biases=() if bias is None else (bias,),
@@ -300,7 +319,7 @@ class Weights:
         bias: bool = False,
         activation: Activation = Activation.SILU,
     ) -> GatedLinear:
-        """The activation of one projection times another, each with `rows` output rows."""
+        """Return the activation of one projection times another, each with `rows` output rows."""
         return GatedLinear(
             *(
                 self.linear(name, rows=(rows,), in_features=in_features, bias=bias)
@@ -311,24 +330,25 @@ class Weights:
 
 
 class RandomWeights:
-    """Repeatable random tensors of any name and shape: benchmarks of a model's shape without its
-    checkpoint. The same on every device: they are drawn on the host."""
+    """Repeatable random tensors of any name and shape, for benchmarks without a checkpoint.
+
+    They are generated on the host, so every device has the same ones.
+    """
 
     def __init__(self, *, seed: int) -> None:
         self._seed = seed
 
     def has(self, name: str) -> bool:
-        return (
-            ".experts." not in name or name.rsplit(".", 1)[1] == "weight"
-        )  # experts one by one, not stacked
+        # Experts are stored one by one, not stacked.
+        return ".experts." not in name or name.rsplit(".", 1)[1] == "weight"
 
     def read(self, name: str, out: Tensor, *, item: tuple[int, int] | None = None) -> None:
         if "norm" in name:
             out.fill_(1.0)
             return
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()) ^ self._seed)
-        # In fp32 whatever the type: torch draws the end of a tensor of odd size by another rule in
-        # each.
+        # Always generated in fp32: per dtype, torch fills the end of a tensor of odd size by
+        # another rule.
         out.copy_(
             torch.empty(out.shape, dtype=torch.float32).normal_(
                 0.0, out.shape[-1] ** -0.5, generator=generator
@@ -336,12 +356,12 @@ class RandomWeights:
         )
 
     def row_scales(self, name: str, *, item: int | None = None) -> None:
-        """See `WeightSource.row_scales`."""
+        """Implement `WeightSource.row_scales`: there are none."""
 
     def read_rows(
         self, name: str, out: Tensor, rows: Sequence[Part], columns: Part | None = None
     ) -> None:
-        """See `PartSource.read_rows`."""
+        """Implement `PartSource.read_rows`."""
         shape = [rows[0].total, *out.shape[1:]]
         if columns is not None:
             shape[-1] = columns.total
@@ -351,4 +371,4 @@ class RandomWeights:
         out.copy_(kept if columns is None else kept[..., columns.start : columns.stop])
 
     def skip(self, name: str, item: int | None = None) -> None:
-        """See `PartSource.skip`."""
+        """Implement `PartSource.skip`."""

@@ -1,9 +1,8 @@
-"""EAGLE-1 and EAGLE-2 (Li et al. 2024): one layer over [embedding ; target hidden], with the
-target's head.
+"""EAGLE-1 and EAGLE-2 (Li et al. 2024): one layer over [embedding ; f], with the target's head.
 
-The two differ in how trees grow, not in the model. The layer has no input norm and nothing norms
-its result; f is the target's hidden state after its final norm, or the draft's own result of the
-step before.
+The two differ in the growth of trees, not in the model. The layer has no input norm, and its result
+is not normalized. f is the target's hidden state after its final norm, or the draft's own result of
+the previous step.
 """
 
 from collections.abc import Mapping
@@ -30,7 +29,11 @@ class Eagle1:
     """A `DraftModel`."""
 
     def __init__(self, *, files: DraftFiles) -> None:
-        """Raises ConfigError for variants that are not implemented and drafts of another target."""
+        """Build the draft.
+
+        Raises:
+            ConfigError: the variant is not implemented, or the draft belongs to another target.
+        """
         raw, weights, target = files.raw, files.weights, files.target
         (self._last_layer,) = capture_layers(raw, target)
         self._dtype = getattr(torch, dtype_name(raw))
@@ -64,11 +67,11 @@ class Eagle1:
         return self._spec.cache_specs(layer_id=0, page_size=page_size, dtype=self._dtype)
 
     def features(self, aux_hidden: Mapping[int, Tensor], tokens: Tensor) -> Tensor:
-        """See `DraftModel.features`."""
+        """Implement `DraftModel.features`."""
         return self._target_norm.forward(aux_hidden[self._last_layer][tokens].to(self._dtype))
 
     def forward(self, batch: ForwardBatch, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """See `DraftModel.forward`."""
+        """Implement `DraftModel.forward`."""
         assert batch.token_ids is not None, "a draft reads tokens"
         hidden = self._fuse(torch.cat([embed(batch.token_ids, self._embedding), hidden], -1))
         stage_pass = StagePass(
@@ -78,24 +81,28 @@ class Eagle1:
         return hidden + self._mlp.forward(self._post_norm.forward(hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `DraftModel.logits`."""
+        """Implement `DraftModel.logits`."""
         return self._head.logits(hidden)
 
     def target_ids(self, token_ids: Tensor) -> Tensor:
-        """See `DraftModel.target_ids`."""
+        """Implement `DraftModel.target_ids`."""
         return token_ids
 
 
 def build(*, files: DraftFiles) -> tuple[Eagle1]:
-    """Raises ConfigError for variants that are not implemented and drafts of another target."""
+    """Build the draft.
+
+    Raises:
+        ConfigError: the variant is not implemented, or the draft belongs to another target.
+    """
     return (Eagle1(files=files),)
 
 
 def capture_layers(raw: RawConfig, target: ModelDescription) -> frozenset[int]:
-    """The target's last layer.
+    """Return the target's last layer.
 
     Raises:
-        ConfigError: a variant that is not implemented, or a draft of another target.
+        ConfigError: the variant is not implemented, or the draft belongs to another target.
     """
     raw.require("num_hidden_layers", only=1, default=1)
     for name in ("mlp_bias", "norm_before_residual", "norm_output"):
@@ -116,7 +123,7 @@ def cache_specs(raw: RawConfig, _target: ModelDescription, page_size: int) -> tu
 
 
 def _attention(raw: RawConfig) -> AttentionSpec:
-    """Qwen2's has biases on q, k and v whatever its config says; Llama's where it says so."""
+    """Read the attention. Qwen2 always has biases on q, k and v; Llama if its config states so."""
     if architecture_of(raw).startswith("Qwen2"):
         return read_attention(raw, qkv_bias=True)
     bias = raw.flag("attention_bias", default=False)

@@ -1,9 +1,8 @@
-"""EAGLE-3 (Li et al. 2025): one layer over three of the target's hidden states, with a head and
-vocabulary of its own.
+"""EAGLE-3 (Li et al. 2025): one layer over three of the target's hidden states.
 
-g = fc [f_low ; f_mid ; f_high] at first, then the draft's own hidden state without fc. Attention
-reads [norm(embedding) ; norm(g)], the residual is g itself; the head reads the normed result, the
-next step the bare one.
+It has its own head and vocabulary. In the first step, g = fc [f_low ; f_mid ; f_high]; later g is
+the draft's own hidden state, without fc. Attention reads [norm(embedding) ; norm(g)], and the
+residual is g itself. The head reads the normalized result, the next step the plain one.
 """
 
 from collections.abc import Mapping
@@ -41,7 +40,11 @@ class Eagle3:
     """A `DraftModel`."""
 
     def __init__(self, *, files: DraftFiles) -> None:
-        """Raises ConfigError for variants that are not implemented and drafts of another target."""
+        """Build the draft.
+
+        Raises:
+            ConfigError: the variant is not implemented, or the draft belongs to another target.
+        """
         raw, weights, target = files.raw, files.weights, files.target
         _check_variant(raw, target.facts.hidden_size, target.facts.vocab_size)
         self._layer_ids = aux_layer_ids(raw, target.facts.num_layers)
@@ -88,7 +91,7 @@ class Eagle3:
         return self._spec.cache_specs(layer_id=0, page_size=page_size, dtype=self._dtype)
 
     def features(self, aux_hidden: Mapping[int, Tensor], tokens: Tensor) -> Tensor:
-        """See `DraftModel.features`."""
+        """Implement `DraftModel.features`."""
         return self._fuse(
             torch.cat([aux_hidden[layer_id][tokens] for layer_id in self._layer_ids], -1).to(
                 self._dtype
@@ -96,7 +99,7 @@ class Eagle3:
         )
 
     def forward(self, batch: ForwardBatch, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """See `DraftModel.forward`."""
+        """Implement `DraftModel.forward`."""
         assert batch.token_ids is not None, "a draft reads tokens"
         embedded = self._input_norm.forward(embed(batch.token_ids, self._embedding))
         stage_pass = StagePass(
@@ -109,17 +112,19 @@ class Eagle3:
         return hidden + self._mlp.forward(self._post_norm.forward(hidden))
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `DraftModel.logits`."""
+        """Implement `DraftModel.logits`."""
         return self._head.logits(self._norm.forward(hidden))
 
     def target_ids(self, token_ids: Tensor) -> Tensor:
-        """See `DraftModel.target_ids`. A file's `d2t` holds the distance from the draft's id to the
-        target's."""
+        """Implement `DraftModel.target_ids`.
+
+        A file's `d2t` holds the distance from the draft's id to the target's.
+        """
         return token_ids if self._offsets is None else token_ids + self._offsets[token_ids]
 
 
 class _Attention:
-    """Grouped-query attention that reads twice the width it writes."""
+    """Grouped-query attention whose input is twice as wide as its output."""
 
     def __init__(self, *, spec: AttentionSpec, weights: Weights) -> None:
         self._spec = spec
@@ -147,15 +152,19 @@ class _Attention:
 
 
 def build(*, files: DraftFiles) -> tuple[Eagle3]:
-    """Raises ConfigError for variants that are not implemented and drafts of another target."""
+    """Build the draft.
+
+    Raises:
+        ConfigError: the variant is not implemented, or the draft belongs to another target.
+    """
     return (Eagle3(files=files),)
 
 
 def capture_layers(raw: RawConfig, target: ModelDescription) -> frozenset[int]:
-    """The target layers whose outputs the draft reads.
+    """Return the target layers whose outputs the draft reads.
 
     Raises:
-        ConfigError: a variant that is not implemented, or a draft of another target.
+        ConfigError: the variant is not implemented, or the draft belongs to another target.
     """
     _check_variant(raw, target.facts.hidden_size, target.facts.vocab_size)
     return frozenset(aux_layer_ids(raw, target.facts.num_layers))
@@ -168,14 +177,14 @@ def cache_specs(raw: RawConfig, _target: ModelDescription, page_size: int) -> tu
 
 
 def aux_layer_ids(raw: RawConfig, num_layers: int) -> tuple[int, ...]:
-    """The target layers whose *output* a draft reads, low to high.
+    """Return the target layers whose *output* a draft reads, in ascending order.
 
-    `eagle_config.eagle_aux_hidden_state_layer_ids` means just that. Files of the speculators
-    library name the layer *after* the one whose output they mean, at the top level. Without either:
-    the inputs of layers 2, n/2 and n-3.
+    They are in `eagle_config.eagle_aux_hidden_state_layer_ids`. Files of the speculators library
+    have the field at the top level, and name the layer *after* the one whose output they mean.
+    Without either, they are the layers whose outputs are the inputs of layers 2, n/2 and n-3.
 
     Raises:
-        ConfigError: not three distinct layers of the target, or the embedding instead of a layer.
+        ConfigError: they are not three distinct layers of the target, or one is the embedding.
     """
     if "eagle_config" in raw and "eagle_aux_hidden_state_layer_ids" in raw.section("eagle_config"):
         found = raw.section("eagle_config").integers("eagle_aux_hidden_state_layer_ids")

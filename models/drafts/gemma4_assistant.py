@@ -1,11 +1,11 @@
-"""The assistants of Gemma 4: drafts that read the target's cache and own none (frozen keys and
-values).
+"""The assistants of Gemma 4: drafts that read the target's cache and have none (frozen KV).
 
-All steps of a chain stand at the position of the newest token. x = pre_projection [embedding ; h],
-with the target's scaled embedding and, at first, its hidden state after the final norm; later h is
-what post_projection makes of the step before. The layers have queries only: one with a window reads
-the keys of the target's last layer with a window, one without those of its last without, and sees
-what the newest cached token sees there. The head is the draft's own.
+All steps of a chain are at the position of the newest token. x = pre_projection [embedding ; h],
+with the target's scaled embedding. At first, h is the target's hidden state after the final norm;
+later it is post_projection of the previous step's result. The layers have only queries. A layer
+with a window reads the keys of the target's last layer with a window; a layer without reads those
+of its last layer without. Each sees the keys that the newest cached token sees there. The head is
+the draft's own.
 """
 
 from collections.abc import Mapping
@@ -31,7 +31,7 @@ from models.drafts.weights import DraftFiles
 from models.gemma4 import read_decoder
 from models.loader import ModelDescription
 
-_OWN_EMBEDDING = "model.embed_tokens.weight"  # which is its head
+_OWN_EMBEDDING = "model.embed_tokens.weight"  # also the draft's head
 
 
 @dataclass(frozen=True)
@@ -51,20 +51,20 @@ class ReadingSpec:
     def cache_specs(
         self, *, layer_id: int, page_size: int, dtype: torch.dtype
     ) -> tuple[CacheSpec, ...]:
-        """None: `layer_id` caches nothing."""
+        """Return no specs: the layer caches nothing."""
         return ()
 
     def of_rank(self, rank: TensorRank) -> "ReadingSpec":
-        """See `MixerSpec.of_rank`."""
+        """Implement `MixerSpec.of_rank`."""
         return replace(self, attention=self.attention.of_rank(rank))
 
     def build(self, weights: Weights, *, layer_id: int) -> Mixer:
-        """The layer's own id says nothing about its keys."""
+        """Build the layer. Its own id does not determine its keys."""
         return ReadingAttention(spec=self, weights=weights)
 
 
 class ReadingAttention:
-    """Queries alone, normalised and turned by head."""
+    """A layer of queries only, normalized and rotated by head."""
 
     def __init__(self, *, spec: ReadingSpec, weights: Weights) -> None:
         own = spec.attention
@@ -76,7 +76,7 @@ class ReadingAttention:
         self._output = weights.summed("o_proj", rows=own.hidden_size, terms=width)
 
     def forward(self, x: Tensor, stage_pass: StagePass) -> Tensor:
-        """See `Mixer.forward`."""
+        """Implement `Mixer.forward`."""
         query = self._norm.forward(self._queries(x).view(len(x), -1, self._spec.head_dim))
         query = stage_pass.rotary_table(is_window=self._spec.window is not None).rotate_halves(
             query
@@ -124,15 +124,15 @@ class Gemma4Assistant:
         return frozenset({self._last_layer})
 
     def attention_geometry(self, page_size: int) -> AttentionGeometry:
-        """See `FrozenModel.attention_geometry`."""
+        """Implement `FrozenModel.attention_geometry`."""
         return geometry_of(self._spec, page_size)
 
     def features(self, aux_hidden: Mapping[int, Tensor], tokens: Tensor) -> Tensor:
-        """See `FrozenModel.features`."""
+        """Implement `FrozenModel.features`."""
         return self._target_norm.forward(aux_hidden[self._last_layer][tokens])
 
     def forward(self, batch: ForwardBatch, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """See `FrozenModel.forward`."""
+        """Implement `FrozenModel.forward`."""
         assert batch.token_ids is not None, "a draft reads tokens"
         embedded = embed(batch.token_ids, self._embedding) * self._embedding_scale
         x, stage_pass = (
@@ -144,11 +144,11 @@ class Gemma4Assistant:
         return self._norm.forward(x)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `FrozenModel.logits`."""
+        """Implement `FrozenModel.logits`."""
         return self._head.logits(hidden)
 
     def onward(self, hidden: Tensor) -> Tensor:
-        """See `FrozenModel.onward`."""
+        """Implement `FrozenModel.onward`."""
         return self._after(hidden)
 
 
@@ -161,13 +161,17 @@ def capture_layers(_raw: RawConfig, target: ModelDescription) -> frozenset[int]:
 
 
 def cache_specs(raw: RawConfig, target: ModelDescription, page_size: int) -> tuple[CacheSpec, ...]:
-    """None. Raises ConfigError for the draft of another model."""
+    """Return no specs.
+
+    Raises:
+        ConfigError: the draft belongs to another model.
+    """
     _spec(raw, target)
     return ()
 
 
 def read_layers(raw: RawConfig, target: ModelDescription) -> frozenset[int]:
-    """Ids of the target's layers whose cache the draft reads."""
+    """Return the ids of the target's layers whose cache the draft reads."""
     return frozenset(
         layer.mixer.target_layer
         for layer in _spec(raw, target).layers
@@ -176,23 +180,25 @@ def read_layers(raw: RawConfig, target: ModelDescription) -> frozenset[int]:
 
 
 def own_name(_raw: RawConfig, key: str) -> str | None:
-    """The draft's embedding is its head alone: tokens are looked up in the target's."""
+    """Return the draft's name of a tensor in its files.
+
+    The embedding in the files is only the head. Tokens are looked up in the target's embedding.
+    """
     return (
         "head.weight" if key in (_OWN_EMBEDDING, "lm_head.weight") else key.removeprefix("model.")
     )
 
 
 def _spec(raw: RawConfig, target: ModelDescription) -> DecoderSpec:
-    """The draft's layers, over the target's.
+    """Return the draft's layers over the target's.
 
     Raises:
         ConfigError: a field is not supported, or does not fit the target.
     """
     check_target(raw, target, width_field="backbone_hidden_size")
     raw.require("use_ordered_embeddings", only=False, default=False)
-    spec = read_decoder(
-        raw.updated({"num_kv_shared_layers": 0})
-    )  # all of them share: with the target
+    # All layers share keys and values, with the target.
+    spec = read_decoder(raw.updated({"num_kv_shared_layers": 0}))
     if (spec.rope, spec.window_rope) != (target.spec.rope, target.spec.window_rope):
         raise raw.fail("rope_parameters", "are not the target's, whose keys the draft reads")
     return replace(
@@ -205,7 +211,7 @@ def _spec(raw: RawConfig, target: ModelDescription) -> DecoderSpec:
 
 
 def _over_target(raw: RawConfig, mixer: object, target: ModelDescription) -> ReadingSpec:
-    """The last layer of the target of the same kind."""
+    """Return the draft's layer over the target's last layer of the same kind."""
     assert isinstance(mixer, AttentionSpec), "as read by the family"
     for layer_id, layer in reversed(list(enumerate(target.spec.layers))):
         theirs = layer.mixer
@@ -224,7 +230,7 @@ def _over_target(raw: RawConfig, mixer: object, target: ModelDescription) -> Rea
 
 
 def geometry_of(spec: DecoderSpec, page_size: int) -> AttentionGeometry:
-    """Of the layers without a window, with that of those that have one."""
+    """Return the geometry of layers without a window, with that of layers with one."""
     found = [layer.mixer.attention_geometry(page_size) for layer in spec.layers]
     geometries = [geometry for geometry in found if isinstance(geometry, AttentionGeometry)]
     windowed = next((geometry for geometry in geometries if geometry.window is not None), None)

@@ -1,4 +1,4 @@
-"""Opens a draft's folder and builds the draft it describes."""
+"""Drafts: opening their folders and building them."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -32,62 +32,66 @@ Built = TypeVar("Built")
 
 @dataclass(frozen=True)
 class DraftDescription:
-    """A draft of `target`, of which no weight is loaded yet. `revision`: digest of its config and
-    of its tensors' names, types and shapes."""
+    """A draft of `target`, before any weight is loaded.
+
+    `revision` is a digest of its config and of its tensors' names, dtypes and shapes.
+    """
 
     raw: RawConfig
-    entries: dict[str, WeightEntry] | None  # None: weights are random
+    entries: dict[str, WeightEntry] | None  # None if weights are random
     target: ModelDescription
     revision: str = "random"
-    notices: tuple[str, ...] = ()  # what an operator has to know of how its files were read
+    notices: tuple[str, ...] = ()  # messages for the operator about how its files were read
 
     @property
     def capture_layers(self) -> frozenset[int]:
-        """Global ids of the target's layers whose outputs the draft reads."""
+        """Return the global ids of the target's layers whose outputs the draft reads."""
         return _family(self.raw).capture_layers(self.raw, self.target)
 
     @property
     def vocab_size(self) -> int:
-        """Tokens it can propose."""
+        """Return the number of tokens that the draft can propose."""
         return self.raw.integer("draft_vocab_size", self.target.facts.vocab_size)
 
     @property
     def hidden_size(self) -> int:
-        """Width of the state that one step of the draft hands to the next."""
+        """Return the width of the state that one step of the draft passes to the next."""
         return self.raw.integer("hidden_size")
 
     @property
     def num_shared_keys(self) -> int:
-        """Most keys of a choice that the steps of its chains share; 0 for drafts that share
-        none."""
+        """Return the most keys of a selection that the steps of its chains share, or 0."""
         return _family(self.raw).num_shared_keys(self.raw, self.target)
 
     @property
     def is_frozen(self) -> bool:
-        """Whether it has no cache of its own, and reads the target's."""
+        """Return whether the draft has no cache and reads the target's."""
         return _family(self.raw).build_frozen is not None
 
     @property
     def read_layers(self) -> frozenset[int]:
-        """Global ids of the target's layers whose cache a frozen draft reads."""
+        """Return the global ids of the target's layers whose cache a frozen draft reads."""
         return _family(self.raw).read_layers(self.raw, self.target)
 
     @property
     def num_layers(self) -> int:
-        """More than one where every step of a chain has a layer of its own."""
+        """Return the number of layers, more than 1 if every step of a chain has its own layer."""
         return len({spec.layer_id for spec in self.cache_specs(1)})
 
     @property
     def weight_bytes(self) -> int:
-        """Of its own weights in the type that the draft runs in, or like the target's in eight
-        bits; 0 where they are random."""
+        """Return the bytes of its own weights, in the draft's dtype or in eight bits like the
+        target.
+
+        Random weights count as 0.
+        """
         return sum(
             kept_bytes(entry.shape, dtype_name(self.raw), in_bytes=self.target.in_bytes)
             for entry in (self.entries or {}).values()
         )
 
     def cache_specs(self, page_size: int) -> tuple[CacheSpec, ...]:
-        """What the draft's layers cache, by its own layer ids."""
+        """Return the cache specs of the draft's layers, by its own layer ids."""
         return _family(self.raw).cache_specs(self.raw, self.target, page_size)
 
     def load(
@@ -98,7 +102,7 @@ class DraftDescription:
         digest: WeightsDigest | None = None,
         target_digest: WeightsDigest | None = None,
     ) -> DraftModel:
-        """`load_layers` of a draft with one."""
+        """Load a draft with one layer; see `load_layers`."""
         (draft,) = self.load_layers(
             numerics=numerics, device=device, digest=digest, target_digest=target_digest
         )
@@ -112,13 +116,15 @@ class DraftDescription:
         digest: WeightsDigest | None = None,
         target_digest: WeightsDigest | None = None,
     ) -> Sequence[DraftModel]:
-        """The draft, whole, with copies of what it shares with the target, on `device`: one model
-        that takes all steps of a round, or one for each step. `digest` takes up every byte of the
-        draft's own tensors, `target_digest` of those of the target.
+        """Load the whole draft on `device`, with copies of the weights that it shares with the
+        target.
+
+        It is one model that runs all steps of a round, or one model per step. `digest` gets every
+        byte of the draft's own tensors, `target_digest` every byte of the target's.
 
         Raises:
-            ConfigError: tensors are missing, unexpected or of the wrong shape; all of them are in
-                one message.
+            ConfigError: tensors are missing, unexpected or of the wrong shape. One message lists all of
+                them.
         """
         return self._built(_family(self.raw).build, numerics, device, digest, target_digest)
 
@@ -130,7 +136,11 @@ class DraftDescription:
         digest: WeightsDigest | None = None,
         target_digest: WeightsDigest | None = None,
     ) -> FrozenModel:
-        """Likewise a draft that reads the target's cache."""
+        """Load a draft that reads the target's cache, as `load_layers` loads others.
+
+        Raises:
+            InternalError: the draft has its own cache.
+        """
         build = _family(self.raw).build_frozen
         if build is None:
             raise InternalError(f"{architecture_of(self.raw)} has a cache of its own")
@@ -161,8 +171,11 @@ class DraftDescription:
 
 @dataclass(frozen=True)
 class _Family:
-    """How one architecture is read and built. `own_name`: a file's name of a tensor to the draft's,
-    None if it is not the draft's."""
+    """The functions that read and build the drafts of one architecture.
+
+    `own_name` converts a file's name of a tensor to the draft's. It returns None if the tensor does
+    not belong to the draft.
+    """
 
     build: Callable[..., Sequence[DraftModel]]
     capture_layers: Callable[[RawConfig, ModelDescription], frozenset[int]]
@@ -176,8 +189,11 @@ class _Family:
 
 
 def _eagle_name(_raw: RawConfig, key: str) -> str | None:
-    """Files of EAGLE-3 call the layer `midlayer` or `layers.0`; `t2d` only repeats `d2t` the other
-    way round."""
+    """Return the draft's name of a tensor in EAGLE files.
+
+    Files of EAGLE-3 call the layer `midlayer` or `layers.0`. `t2d` is the inverse of `d2t` and is
+    not needed.
+    """
     name = key.removeprefix("model.")
     if name == "t2d":
         return None
@@ -219,8 +235,9 @@ _FAMILIES = {
 
 
 def read_draft(folder: Path, target: ModelDescription) -> DraftDescription:
-    """Describe the draft in `folder`; of a target with MTP or NextN layers in its checkpoint that
-    is its own folder.
+    """Describe the draft in `folder`.
+
+    A target with MTP or NextN layers in its checkpoint has its draft in its own folder.
 
     Raises:
         ConfigError: the folder is no draft, its architecture or a variant is not supported, or it
@@ -239,7 +256,7 @@ def read_draft(folder: Path, target: ModelDescription) -> DraftDescription:
 def random_draft(
     config: dict[str, object], target: ModelDescription, *, numerics: Numerics
 ) -> DraftModel:
-    """A draft of this config with repeatable random weights."""
+    """Return a draft of this config with repeatable random weights."""
     return _describe(RawConfig(config), None, target).load(numerics=numerics)
 
 
@@ -266,7 +283,7 @@ def _family(raw: RawConfig) -> _Family:
 
 
 def _entries(raw: RawConfig, checkpoint: Checkpoint) -> dict[str, WeightEntry]:
-    """By the names the draft classes use."""
+    """Return the draft's tensors, by the names that the draft classes use."""
     own_name = _family(raw).own_name
     found = {
         name: entry

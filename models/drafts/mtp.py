@@ -1,7 +1,7 @@
-"""Drafts that a target brings along (multi-token prediction): one more layer of its own kind.
+"""Drafts that belong to a target (multi-token prediction): one more layer of its own kind.
 
-x = fuse [norm(embedding) ; norm(h)]; the layer's result after a norm of its own goes to the
-target's head and into the next step. h is the target's hidden state after its final norm.
+x = fuse [norm(embedding) ; norm(h)]. The layer's result passes a separate norm, and is the input of
+the target's head and of the next step. h is the target's hidden state after its final norm.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ from models.loader import ModelDescription
 
 @dataclass(frozen=True)
 class MtpNames:
-    """What a family calls the parts around the layer."""
+    """A family's names of the parts around the layer."""
 
     embedding_norm: str
     hidden_norm: str
@@ -36,8 +36,7 @@ class MtpNames:
 
 
 class MtpShared:
-    """What the layers of a draft share: the target's embedding, final norm and head, and the
-    positions."""
+    """The parts that a draft's layers share: the target's embedding, final norm and head, and rope."""
 
     def __init__(self, files: DraftFiles) -> None:
         weights, target = files.weights, files.target
@@ -51,7 +50,7 @@ class MtpShared:
 
 
 class Mtp:
-    """A `DraftModel`: one layer, or with `layer_id` one of several that each take a step."""
+    """A `DraftModel` of one layer, or with `layer_id` one of several that each run one step."""
 
     def __init__(
         self,
@@ -98,11 +97,11 @@ class Mtp:
         )
 
     def features(self, aux_hidden: Mapping[int, Tensor], tokens: Tensor) -> Tensor:
-        """See `DraftModel.features`."""
+        """Implement `DraftModel.features`."""
         return self._shared.target_norm.forward(aux_hidden[self._last_layer][tokens])
 
     def forward(self, batch: ForwardBatch, hidden: Tensor, context: ForwardContext) -> Tensor:
-        """See `DraftModel.forward`."""
+        """Implement `DraftModel.forward`."""
         assert batch.token_ids is not None, "a draft reads tokens"
         embedded = self._embedding_norm.forward(embed(batch.token_ids, self._shared.embedding))
         x = self._fuse(torch.cat([embedded, self._hidden_norm.forward(hidden)], -1))
@@ -113,18 +112,22 @@ class Mtp:
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """See `DraftModel.logits`."""
+        """Implement `DraftModel.logits`."""
         return self._shared.head.logits(hidden)
 
     def target_ids(self, token_ids: Tensor) -> Tensor:
-        """See `DraftModel.target_ids`."""
+        """Implement `DraftModel.target_ids`."""
         return token_ids
 
 
 def check_target(
     raw: RawConfig, target: ModelDescription, *, width_field: str = "hidden_size"
 ) -> None:
-    """Raises ConfigError for the draft of a model of another width, vocabulary or dtype."""
+    """Check that the draft fits the target.
+
+    Raises:
+        ConfigError: the target has another width, vocabulary or dtype.
+    """
     for name, width in (
         (width_field, target.facts.hidden_size),
         ("vocab_size", target.facts.vocab_size),

@@ -1,10 +1,10 @@
-"""NextN: the draft of DeepSeek-V3, V3.2, GLM-5 and GLM4-MoE, layers behind the target's last in the
-same files.
+"""NextN drafts of DeepSeek-V3, V3.2, GLM-5 and GLM4-MoE: layers after the target's last layer.
 
-There may be several, one for each token that is drafted ahead. Each is one of the target's sparse
-layers. With DSA it has an indexer of its own, whatever the layers before it share, and selects keys
-wherever none are carried to it; under `index_share_for_mtp_iteration` the steps of a round of one
-layer carry them. The files repeat embedding and head beside each; the target's are used.
+They are in the target's files. There may be several, one per token that is drafted ahead. Each has
+the form of the target's sparse layers. With DSA, each has its own indexer, independent of the
+sharing of other layers, and selects keys if none are carried to it. With
+`index_share_for_mtp_iteration`, the steps of a round of one layer carry them. The files repeat
+embedding and head for each layer; the target's are used.
 """
 
 import re
@@ -23,7 +23,7 @@ from runtime.errors import ConfigError
 
 _KEY = re.compile(r"(?:model\.)?layers\.(\d+)\.(.+)")
 _COPIES = ("embed_tokens.", "shared_head.head.")
-_ALONE = "NextN"  # how the architecture of a folder ends that holds the draft alone, as its layer 0
+_ALONE = "NextN"  # suffix of the architecture of a folder that holds only the draft, as its layer 0
 ARCHITECTURES = tuple(
     name + ending
     for name in (
@@ -37,7 +37,7 @@ ARCHITECTURES = tuple(
 
 
 def build(*, files: DraftFiles) -> tuple[Mtp, ...]:
-    """The layers by the step they take."""
+    """Return the layers in the order of their steps."""
     layer, shared = _layer_spec(files.target), MtpShared(files)
     return tuple(
         Mtp(files=files, shared=shared, layer=layer, names=_names(layer_id), layer_id=layer_id)
@@ -60,10 +60,10 @@ def num_layers(raw: RawConfig) -> int:
 
 
 def capture_layers(raw: RawConfig, target: ModelDescription) -> frozenset[int]:
-    """The target's last layer.
+    """Return the target's last layer.
 
     Raises:
-        ConfigError: no draft layers, or layers that are not like those of this target.
+        ConfigError: there are no draft layers, or they differ from the layers of this target.
     """
     num_layers(raw)
     check_target(raw, target)
@@ -96,13 +96,13 @@ def cache_specs(raw: RawConfig, target: ModelDescription, page_size: int) -> tup
 
 def num_shared_keys(raw: RawConfig, target: ModelDescription) -> int:
     if num_layers(raw) > 1:
-        return 0  # every layer chooses its own
+        return 0  # every layer selects its own keys
     mixer = _layer_spec(target).mixer
     return mixer.max_selected if isinstance(mixer, MlaSpec) and mixer.takes_carried else 0
 
 
 def own_name(raw: RawConfig, key: str) -> str | None:
-    """The draft counts its own layers from 0."""
+    """Return the draft's name of a tensor. The draft counts its own layers from 0."""
     found, count = _KEY.fullmatch(key), num_layers(raw)
     first = 0 if architecture_of(raw).endswith(_ALONE) else raw.integer("num_hidden_layers")
     if found is None or found[2].startswith(_COPIES) or not 0 <= int(found[1]) - first < count:

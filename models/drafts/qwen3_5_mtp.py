@@ -1,7 +1,7 @@
-"""Qwen3.5's own draft: one full-attention layer of the family, whose tensors `mtp.*` lie in the
-target's checkpoint.
+"""The draft of Qwen3.5: one full-attention layer of the family.
 
-All norms are zero-centred, as in the whole family.
+Its tensors `mtp.*` are in the target's checkpoint. All norms are zero-centred, as in the whole
+family.
 """
 
 import torch
@@ -21,18 +21,21 @@ _NAMES = MtpNames(
 
 
 def build(*, files: DraftFiles) -> tuple[Mtp]:
-    """Raises ConfigError for targets without a full-attention layer."""
+    """Build the draft.
+
+    Raises:
+        ConfigError: the target has no full-attention layer.
+    """
     return (
         Mtp(files=files, shared=MtpShared(files), layer=_layer_spec(files.target), names=_NAMES),
     )
 
 
 def capture_layers(raw: RawConfig, target: ModelDescription) -> frozenset[int]:
-    """The target's last layer.
+    """Return the target's last layer.
 
     Raises:
-        ConfigError: another checkpoint than the target's own, or one with another number of draft
-            layers.
+        ConfigError: the checkpoint is not the target's, or has more than one draft layer.
     """
     raw.require("mtp_num_hidden_layers", only=1, default=1)
     check_target(raw, target)

@@ -1,8 +1,6 @@
-"""Where a draft's tensors come from: its own files, and the target's embedding and head where it
-has none.
+"""The source of a draft's tensors: its own files, or the target's embedding, head and final norm.
 
-A draft sits on the target's last stage and is whole there, whatever the pipeline; so it reads
-copies of its own.
+A draft runs whole on the target's last stage, in any pipeline. So it reads its own copies.
 """
 
 from dataclasses import dataclass
@@ -21,7 +19,7 @@ from runtime.errors import ConfigError
 
 @dataclass(frozen=True)
 class DraftFiles:
-    """What a draft is built from: its config, its tensors by name, and the target."""
+    """The inputs for building a draft: its config, its tensors by name, and the target."""
 
     raw: RawConfig
     weights: Weights
@@ -29,8 +27,11 @@ class DraftFiles:
 
 
 class DraftWeights:
-    """A `WeightSource` over a draft's entries; `embed_tokens`, `lm_head` and (as `target_norm`) the
-    final norm fall back on the target's."""
+    """A `WeightSource` over a draft's entries.
+
+    If they are missing, `embed_tokens`, `lm_head` and (as `target_norm`) the final norm are those
+    of the target.
+    """
 
     def __init__(
         self,
@@ -39,7 +40,7 @@ class DraftWeights:
         digest: WeightsDigest,
         target_digest: WeightsDigest,
     ) -> None:
-        """Without entries the draft's weights are random."""
+        """Create the source. Without entries, the draft's weights are random."""
         self._entries = entries
         self._digest = digest
         self._target_digest = target_digest
@@ -52,7 +53,7 @@ class DraftWeights:
         return self._entries is None or name in self._entries
 
     def read(self, name: str, out: torch.Tensor, *, item: tuple[int, int] | None = None) -> None:
-        """See `WeightSource.read`."""
+        """Implement `WeightSource.read`."""
         if self._entries is None and not _is_shared(name):
             self._random.read(name, out, item=item)
             return
@@ -72,12 +73,16 @@ class DraftWeights:
             )
 
     def row_scales(self, name: str, *, item: int | None = None) -> torch.Tensor | None:
-        """See `WeightSource.row_scales`."""
+        """Implement `WeightSource.row_scales`."""
         entry = (self._entries or {}).get(name)
         return None if entry is None else entry.row_scales(item=item)
 
     def finish(self) -> None:
-        """Raise one ConfigError about everything that did not fit."""
+        """Check that everything fitted.
+
+        Raises:
+            ConfigError: some tensors did not fit. The message lists the first of them.
+        """
         unexpected = (self._entries or {}).keys() - self._taken
         complaints = sorted(self._complaints) + [
             f"{name} is unexpected" for name in sorted(unexpected)
@@ -114,7 +119,7 @@ def draft_weights(
     device: torch.device = HOST,
     in_bytes: bool = False,
 ) -> Weights:
-    """Blocks read from this."""
+    """Return the weights that the draft's blocks read from."""
     return Weights(
         source,
         prefix="",

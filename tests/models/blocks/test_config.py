@@ -96,7 +96,7 @@ def test_both_styles_of_rope_must_say_the_same() -> None:
     older = {"rope_theta": 700.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
     assert read_rope(RawConfig(LLAMA | newer | older), head_dim=16).factor == 2.0
     assert read_rope(RawConfig(LLAMA | newer | {"rope_theta": 1.0}), head_dim=16).theta == 700.0
-    with pytest.raises(ConfigError, match="beside rope_parameters") as caught:
+    with pytest.raises(ConfigError, match="differs from rope_parameters") as caught:
         read_rope(
             RawConfig(LLAMA | newer | older | {"rope_scaling": {"type": "linear", "factor": 4.0}}),
             head_dim=16,
