@@ -233,3 +233,18 @@ def test_a_data_rank_that_refuses_a_request_stops_no_other() -> None:
     assert [reserve(ranks, 4).data_rank for _ in range(3)] == [1, 1, 1]
     with pytest.raises(CapacityError, match="4 requests hold memory, the limit is 4"):
         reserve(ranks, 4)
+
+
+def test_of_several_refusals_that_of_the_first_choice_is_raised() -> None:
+    """The first choice holds as many requests as it may, the other one has too few pages."""
+    ranks = schedulers(num_pages=20)
+    assert [reserve(ranks, num_tokens).data_rank for num_tokens in (4, 60, 4, 4, 4)] == [
+        0,
+        1,
+        0,
+        0,
+        0,
+    ]
+    assert [load.pages_free for load in ranks.load().data_ranks] == [15, 4]
+    with pytest.raises(CapacityError, match="4 requests hold memory, the limit is 4"):
+        reserve(ranks, 40)

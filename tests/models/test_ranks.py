@@ -127,7 +127,7 @@ def test_results_of_experts_go_to_the_homes_of_their_tokens(
     results."""
     spec = MoeSpec(
         hidden_size=64,
-        num_experts=8,
+        num_experts=7,
         num_chosen=2,
         expert_width=32,
         routing=SoftmaxRouting(renormalise=True),

@@ -154,7 +154,9 @@ def test_captured_layer_outputs_travel_to_the_last_stage_s0_9(model: ModelDescri
     wanted = frozenset({0, 2, 3})
     whole = StageDriver(model, capture_layers=wanted)
     expected = whole.run(whole.batch(ForwardMode.PREFILL, {0: [5, 6, 7]}, draw=True)).aux_hidden
-    assert set(expected) == wanted
+    assert {layer_id: len(hidden) for layer_id, hidden in expected.items()} == dict.fromkeys(
+        wanted, 3
+    ), "of all tokens, though only the last one draws"
     for cuts in ((1,), (3,), (1, 2, 3)):
         driver = StageDriver(model, cuts=cuts, capture_layers=wanted)
         captured = driver.run(

@@ -170,16 +170,19 @@ def test_s4_6_states_kept_aside_have_slots_of_their_own(
 
 
 @pytest.mark.parametrize(
-    ("shares", "topk", "kept"), [(True, 1, True), (True, 3, False), (False, 1, False)]
+    ("shares", "topk", "num_layers", "kept"),
+    [(True, 1, 1, True), (True, 3, 1, False), (False, 1, 1, False), (True, 1, 2, False)],
 )
 def test_only_chains_of_a_draft_that_shares_its_choice_hand_keys_over_s2_7(
-    tmp_path: Path, topk: int, *, shares: bool, kept: bool
+    tmp_path: Path, topk: int, num_layers: int, *, shares: bool, kept: bool
 ) -> None:
-    """The branches of a tree change places between steps, and choose anew."""
+    """The branches of a tree change places between steps, and choose anew. So does every layer of a
+    draft that has several."""
     model = add_nextn(
         make_checkpoint(tmp_path, "glm_moe_dsa"),
         tmp_path / "nextn",
         index_share_for_mtp_iteration=shares,
+        num_nextn_predict_layers=num_layers,
     )
     plan = plan_stage(
         WorkerConfig(
