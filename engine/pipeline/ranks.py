@@ -81,7 +81,11 @@ def _share_of(batch: ForwardBatch | None) -> DataShare:
 
 
 def rows_per_rank(count: int, num_ranks: int) -> int:
-    """Return the rows of each rank, after padding `count` to a multiple of `num_ranks`."""
+    """Return the rows of each rank, after padding `count` to a multiple of `num_ranks`.
+
+    A stage with one data rank never pads (case S3-2): all of its ranks have all rows after
+    attention, so no rows are gathered (`models.decoder`).
+    """
     return -(-count // num_ranks)
 
 
