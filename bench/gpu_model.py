@@ -40,6 +40,7 @@ from models.loader import ModelDescription, random_model
 from pool.stage.config import WorkerConfig
 from pool.stage.graphs import build_graphs
 from runtime.errors import BatonError, ConfigError
+from testing.batches import unmarked
 
 PAGE = 64
 _SHARE_OF_FREE = 0.8  # the rest is for activations and graphs
@@ -170,7 +171,7 @@ class Subject:
         executor = self.executor if spec is None else self.verifier
 
         def run() -> Tensor:
-            fresh = batch.clone()
+            fresh = unmarked(batch)
             fresh.spec_info = batch.spec_info
             logits = executor.run(fresh).logits
             assert logits is not None

@@ -3,20 +3,19 @@
 A `ForwardBatch` is complete when built. Its rows are requests; its tokens are the rows' new tokens,
 concatenated in row order. Planning attention records the metadata *on the batch*
 (`mark_forward_metadata_ready`). A forward path may check nothing but `needs_forward_metadata_init`.
-Operations that change membership (`filter`, `split`, `merge`, `clone`) return a batch without the
-mark.
+Operations that change membership (`filter`, `split`) return a batch without the mark.
 """
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from engine.core.draft_trees import CarriedKeys, SpecInfo
 from engine.core.request import SamplingParams
-from engine.core.state_rows import NO_STATES, StateRow
+from engine.core.state_rows import StateRow
 from runtime.grammar import Grammar
 
 
@@ -319,16 +318,6 @@ class ForwardBatch:
         """Return the rows before `at` and the remaining rows, both without a mark."""
         return self.filter(list(range(at))), self.filter(list(range(at, self.num_rows)))
 
-    def clone(self) -> "ForwardBatch":
-        """Return the same rows without a mark.
-
-        For running a batch again on another backend. Only tests and benchmarks call it.
-        """
-        dropped: dict[str, Any] = {
-            f.name: f.default for f in fields(self) if f.metadata["rule"] is FieldRule.DROPPED
-        }
-        return replace(self, **dropped)
-
     def _num_input_ids(self) -> int:
         return 0 if self.token_ids is None else self.token_ids.shape[0]
 
@@ -364,47 +353,3 @@ def plan_where_needed(batch: ForwardBatch, planner: BatchPlanner) -> bool:
         return False
     planner.plan(batch)
     return True
-
-
-def merge(first: ForwardBatch, second: ForwardBatch) -> ForwardBatch:
-    """Return the rows of both batches, without a mark.
-
-    Both must have the same mode and agree on whether they carry token ids. Schedulers build each
-    batch from its rows today, so the product does not call this yet.
-    """
-    if first.mode is not second.mode:
-        raise ValueError(f"cannot merge a {first.mode} batch with a {second.mode} batch")
-    if (first.token_ids is None) != (second.token_ids is None):
-        raise ValueError("cannot merge a batch that carries token ids with one that carries none")
-    width = max(first.page_tables.shape[1], second.page_tables.shape[1])
-    tables = [
-        torch.nn.functional.pad(b.page_tables, (0, width - b.page_tables.shape[1]))
-        for b in (first, second)
-    ]
-    ids = None
-    if first.token_ids is not None and second.token_ids is not None:
-        ids = torch.cat([first.token_ids, second.token_ids])
-    return ForwardBatch(
-        mode=first.mode,
-        request_keys=first.request_keys + second.request_keys,
-        query_lens=first.query_lens + second.query_lens,
-        context_lens=first.context_lens + second.context_lens,
-        token_ids=ids,
-        positions=torch.cat([first.positions, second.positions]),
-        page_tables=torch.cat(tables),
-        slot_ids=torch.cat([first.slot_ids, second.slot_ids]),
-        sampling=first.sampling + second.sampling,
-        scoring=_all_scoring(first) + _all_scoring(second)
-        if first.scoring or second.scoring
-        else (),
-        states=_all_states(first) + _all_states(second) if first.states or second.states else (),
-        ended_keys=tuple(dict.fromkeys(first.ended_keys + second.ended_keys)),
-    )
-
-
-def _all_scoring(batch: ForwardBatch) -> tuple[ScoringRow | None, ...]:
-    return batch.scoring or (None,) * batch.num_rows
-
-
-def _all_states(batch: ForwardBatch) -> tuple[StateRow, ...]:
-    return batch.states or (NO_STATES,) * batch.num_rows

@@ -20,6 +20,7 @@ from engine.core.rows import build_batch
 from engine.memory.layout import CacheKind
 from models.loader import ModelDescription, random_model, read_model
 from runtime.errors import ConfigError, InternalError
+from testing.batches import unmarked
 from tests.models.conftest import CheckpointMaker
 from tests.support.drafts.drafters import CHAINS, OracleDrafter
 from tests.support.models.single_stage import StageDriver
@@ -64,7 +65,7 @@ def test_a_layer_hands_on_what_the_next_one_shares_s2_2(
     batch = driver.batch(ForwardMode.PREFILL, {0: PROMPT[:20]}, draw=True)
     output, hands_on = StageOutput(), []
     for index, (stage, context) in enumerate(zip(driver.stages, driver.contexts, strict=True)):
-        local = batch.clone()
+        local = unmarked(batch)
         if index:
             local.token_ids = None
         driver.plan(index, local)
@@ -192,12 +193,12 @@ def test_half_a_batch_with_the_keys_of_the_whole_is_refused_s2_8(
     hidden, selected = run_first_stage(driver, batch)
     assert hidden is not None
     assert (selected is not None) == is_refused
-    expected, found = run_last_stage(driver, batch.clone(), hidden, selected), []
+    expected, found = run_last_stage(driver, unmarked(batch), hidden, selected), []
     for half, tokens in zip(batch.split(1), (slice(20), slice(20, 40)), strict=True):
         if selected is not None:
             for keys in (None, selected):
                 with pytest.raises(InternalError, match="needs the keys selected for 20 tokens"):
-                    run_last_stage(driver, half.clone(), hidden[tokens], keys)
+                    run_last_stage(driver, unmarked(half), hidden[tokens], keys)
         own = None if selected is None else selected[tokens]
         found.append(run_last_stage(driver, half, hidden[tokens], own))
     assert torch.equal(torch.cat(found), expected)

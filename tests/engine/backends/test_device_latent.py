@@ -16,6 +16,7 @@ from engine.contracts.latent import LatentGeometry
 from engine.core.batch import ForwardBatch, ForwardMode
 from engine.kernels.device import latent as kernels
 from runtime.errors import ConfigError, StalePlanError
+from testing.batches import unmarked
 from tests.support.contracts.latent import (
     GEOMETRY,
     LAYER,
@@ -139,7 +140,7 @@ def test_causal_order_is_listed_where_there_is_no_wrapper() -> None:
 
     listed, planned = over_poison(without), over_poison(make)
     for batch in (prompt, following):
-        expected, _ = step(planned, batch.clone(), [inputs], is_sparse=False)
+        expected, _ = step(planned, unmarked(batch), [inputs], is_sparse=False)
         torch.testing.assert_close(step(listed, batch, [inputs], is_sparse=False)[0], expected)
 
 

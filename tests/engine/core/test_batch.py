@@ -1,7 +1,7 @@
 """The batch's rows against plain lists, and the plan marker against its truth table."""
 
 from collections.abc import Callable
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import FrozenInstanceError, fields
 
 import pytest
 import torch
@@ -15,7 +15,6 @@ from engine.core.batch import (
     PlanMark,
     SamplingRow,
     ScoringRow,
-    merge,
     plan_where_needed,
 )
 from engine.core.draft_trees import CarriedKeys
@@ -147,9 +146,6 @@ def test_s1_1_a_later_mark_can_withdraw_the_opt_in() -> None:
 OPERATIONS: dict[str, Callable[[ForwardBatch], list[ForwardBatch]]] = {
     "filter": lambda batch: [batch.filter([0, 1, 2])],
     "split": lambda batch: list(batch.split(1)),
-    "clone": lambda batch: [batch.clone()],
-    "merge": lambda batch: [merge(batch, marked(build([2], first_id=9)))],
-    "merge_second": lambda batch: [merge(build([2], first_id=9), batch)],
 }
 
 
@@ -257,43 +253,17 @@ def test_filter_selects_rows_in_order(rows: list[int]) -> None:
 
 
 @pytest.mark.parametrize("at", [0, 1, 3])
-def test_split_then_merge_is_the_whole(at: int) -> None:
+def test_the_parts_of_a_split_are_the_whole(at: int) -> None:
     batch = build([2, 1, 3])
     first, second = batch.split(at)
     assert rows_of(first) + rows_of(second) == rows_of(batch)
-    assert rows_of(merge(first, second)) == rows_of(batch)
-
-
-def test_merge_pads_page_tables_with_the_null_page() -> None:
-    narrow, wide = build([1]), build([1], first_id=1)
-    narrow.page_tables = torch.tensor([[7]], dtype=torch.int32)
-    wide.page_tables = torch.tensor([[8, 9, 10]], dtype=torch.int32)
-    assert merge(narrow, wide).page_tables.tolist() == [[7, 0, 0], [8, 9, 10]]
-    assert merge(wide, narrow).page_tables.tolist() == [[8, 9, 10], [7, 0, 0]]
-
-
-def test_merge_refuses_unlike_batches() -> None:
-    with pytest.raises(ValueError, match="prefill batch with a decode batch"):
-        merge(build([1]), decode(1))
-    without_ids = replace(build([1]), token_ids=None)
-    with pytest.raises(ValueError, match="carries token ids with one that carries none"):
-        merge(without_ids, build([1]))
 
 
 def test_batches_of_hidden_states_stay_without_ids() -> None:
     batch = build([2, 1])
     batch.token_ids = None
-    for child in [batch.filter([1]), batch.clone(), merge(batch, batch.clone())]:
+    for child in [batch.filter([1]), *batch.split(1)]:
         assert child.token_ids is None
-
-
-def test_clone_keeps_rows_and_is_another_object() -> None:
-    batch = marked(build([2, 1]))
-    child = batch.clone()
-    assert child is not batch
-    assert rows_of(child) == rows_of(batch)
-    child.mark_forward_metadata_ready(object())
-    assert batch.forward_metadata_planner is PLANNER
 
 
 def test_counts_come_from_rows_and_positions() -> None:

@@ -23,6 +23,7 @@ from engine.memory.layout import CacheKind
 from engine.pipeline.stages import LayerObserver, StageExecutor
 from models.loader import ModelDescription
 from runtime.errors import InternalError, StalePlanError
+from testing.batches import unmarked
 from tests.support.device.captured_stage import (
     MAX_ROWS,
     NUM_SEQUENCES,
@@ -147,7 +148,7 @@ class Twins:
             output = StageOutput()
             for stage in stages:
                 local = replace(
-                    batch.clone(),
+                    unmarked(batch),
                     spec_info=batch.spec_info,
                     token_ids=batch.token_ids if stage is stages[0] else None,
                 )

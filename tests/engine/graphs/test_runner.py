@@ -17,6 +17,7 @@ from engine.graphs.buckets import decode_buckets, pad_batch, padding_alone, veri
 from engine.kernels.device.cache import write_kv
 from engine.memory.layout import CacheKind
 from runtime.errors import StalePlanError
+from testing.batches import unmarked
 from tests.support.device.capture import CaptureError, RecordingCapture
 from tests.support.device.captured_stage import (
     CPU,
@@ -235,7 +236,7 @@ def test_s1_3_two_windows_are_two_wrappers_and_both_are_planned_before_each_repl
             backend.plan(padded)
             mark.mark_forward_metadata_ready(backend, plan=backend.check_current(padded))
         graph.replay()
-        batches = [batch.clone() for _ in eager.backends]
+        batches = [unmarked(batch) for _ in eager.backends]
         for backend, each in zip(eager.backends, batches, strict=True):
             backend.plan(each)
         assert torch.equal(out[: len(rows)], eager.forward(batches, x[: len(rows)].clone()))

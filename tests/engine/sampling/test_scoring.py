@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow, ScoringRow, merge
+from engine.core.batch import ForwardBatch, ForwardMode, SamplingRow, ScoringRow
 from engine.core.request import Request, SamplingParams
 from engine.core.rows import Row, build_batch, scoring_row
 from engine.sampling.sampler import score, wanted_tokens
@@ -62,12 +62,13 @@ def test_a_missing_row_of_logits_is_a_bug_not_a_score() -> None:
         score(torch.zeros(3, 2), scored_batch())
 
 
-def test_batches_that_score_merge_with_those_that_do_not() -> None:
+def test_rows_that_score_share_batches_with_those_that_do_not() -> None:
     plain = build_batch(ForwardMode.PREFILL, [row(1, 2)])
     scoring = build_batch(ForwardMode.PREFILL, [row(2, 2, scores=2)])
+    both = build_batch(ForwardMode.PREFILL, [row(1, 2), row(2, 2, scores=2)])
     assert plain.scoring == ()
-    assert merge(plain, scoring).scoring == (None, scoring.scoring[0])
-    assert merge(plain, scoring).filter([1]).scoring == scoring.scoring
+    assert both.scoring == (None, scoring.scoring[0])
+    assert both.filter([1]).scoring == scoring.scoring
     assert (
         score(torch.zeros(1, 4), build_batch(ForwardMode.DECODE, [row(1, 1, draws=True)])).scores
         == []

@@ -22,6 +22,7 @@ from engine.speculative.contracts.verify import Run
 from engine.speculative.drafters.eagle import EagleDrafter
 from engine.speculative.drafters.frozen import FrozenDrafter
 from runtime.errors import StalePlanError
+from testing.batches import unmarked
 
 PAGE_SIZE, HIDDEN, VOCAB = 16, 8, 32
 GEOMETRY = AttentionGeometry(
@@ -206,7 +207,7 @@ def test_s1_8_a_round_is_never_planned_again() -> None:
 def test_s1_6_a_batch_that_changes_membership_loses_its_round() -> None:
     attention, batch = Bench(topk=3, steps=3).steps, round_batch()
     attention.plan(batch)
-    for derived in (batch.filter([0]), batch.clone(), *batch.split(1)):
+    for derived in (batch.filter([0]), unmarked(batch), *batch.split(1)):
         assert derived.needs_forward_metadata_init()
         with pytest.raises(StalePlanError):
             run_step(attention, derived)

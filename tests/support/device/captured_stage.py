@@ -25,6 +25,7 @@ from engine.kernels.device.cache import write_kv
 from engine.memory.layout import CacheKind
 from engine.pipeline.stages import StageExecutor
 from models.loader import ModelDescription
+from testing.batches import unmarked
 from tests.support.device.capture import RecordingCapture
 from tests.support.kernels.flashinfer import FakeWrappers
 from tests.support.models.tiny_models import tiny
@@ -156,7 +157,7 @@ def run(stages: Sequence[DeviceStage], batch: ForwardBatch) -> StageOutput:
     """One batch through all stages."""
     output: StageOutput | None = None
     for index, stage in enumerate(stages):
-        local = batch.clone()
+        local = unmarked(batch)
         local.spec_info = batch.spec_info
         if index:
             local.token_ids = None

@@ -22,6 +22,7 @@ from engine.core.request import SamplingParams
 from engine.memory.layout import CacheKind
 from models.decoder import DecoderStage
 from models.loader import ModelDescription
+from testing.batches import unmarked
 
 
 class StageDriver:
@@ -123,7 +124,7 @@ class StageDriver:
         """One batch through all stages."""
         output = StageOutput()
         for index, (stage, context) in enumerate(zip(self.stages, self.contexts, strict=True)):
-            local = batch.clone()
+            local = unmarked(batch)
             if index:
                 local.token_ids = None
             self.plan(index, local)
