@@ -4,9 +4,9 @@ from runtime.process.quiet import quiet_grpc
 
 
 def main() -> None:
-    """The entry point."""
+    """Run the router's command line."""
     quiet_grpc()
-    from router.command import app  # loads grpc
+    from router.command import app  # imports grpc, so only after quiet_grpc()
 
     app(prog_name="baton router")
 

@@ -1,4 +1,4 @@
-"""The composition root of a router: what is built, in which order it starts, and how it ends."""
+"""Composition root of a router: construction, start order and shutdown."""
 
 import asyncio
 import logging
@@ -46,12 +46,13 @@ logger = logging.getLogger(__name__)
 async def serve(
     config: RouterConfig, stop: StopSignal, *, on_start: Callable[[], None] = lambda: None
 ) -> None:
-    """Run a router until `stop`, then drain. `on_start` is called once all is there that lasts as
-    long as the router.
+    """Run a router until `stop`, then drain it.
+
+    `on_start` is called once every object that lives as long as the router has been built.
 
     Raises:
-        ConfigError: the model directory, a file of certificates or tokens, an address or a port
-            cannot be used.
+        ConfigError: the model directory, a certificate or token file, an address or a port cannot
+            be used.
     """
     logger.debug("settings", extra=describe(config))
     certificates = config.certificates()
@@ -125,7 +126,9 @@ async def serve(
 def _services(
     config: RouterConfig, facts: ModelLimits, metrics: RouterMetrics, security: ChannelSecurity
 ) -> Services:
-    """What finds workers, admits requests and drives them; `security` is shown to workers."""
+    """Build the objects that discover workers, admit requests and drive them. `security`
+    authenticates the router to workers.
+    """
     discovery = DiscoveryOptions(
         config.discovery_interval_s, config.kubernetes_api, config.service_account
     )
@@ -139,9 +142,8 @@ def _services(
         longest_restart_s=0.0 if config.peer_wait_s else config.max_wait_s,
     )
     directory = Directory(options, facts, metrics, random.Random())
-    peer_wait_s = (
-        config.peer_wait_s or FlowLimits().peer_wait_s
-    )  # what was measured counts where nothing was said
+    # A measured restart time replaces the default only if no wait is configured.
+    peer_wait_s = config.peer_wait_s or FlowLimits().peer_wait_s
     service_model = ServiceTimeModel(SystemClock())
     admission = Admission(
         directory,
@@ -165,7 +167,7 @@ def _add_apis(
     services: Services,
     security: ServerSecurity,
 ) -> None:
-    """Everything that clients call."""
+    """Register every service that clients call."""
     limits = RequestLimits(
         config.max_request_s,
         config.client_stall_s,
@@ -209,7 +211,11 @@ def _add_vllm_engine(
     model: ServedModel,
     index: PrefixIndex,
 ) -> None:
-    """Raises ConfigError when its stubs are not installed."""
+    """Register vLLM's engine service.
+
+    Raises:
+        ConfigError: its stubs are not installed.
+    """
     try:
         from smg_grpc_proto.generated import vllm_engine_pb2_grpc
 
@@ -225,8 +231,8 @@ def _add_vllm_engine(
     tokenizer = gateway_tokenizer(model_dir, model, cache_folder() / "gateways")
     if tokenizer is not None and tokenizer.carrier is None:
         logger.warning(
-            "gateways render chats and read texts of this model by themselves: its tokenizer cannot carry "
-            "texts, so that completions over HTTP lack the special tokens that begin a text"
+            "gateways render chats and tokenize texts of this model by themselves: its tokenizer cannot "
+            "carry texts, so HTTP completions lack the special tokens that begin a text"
         )
     service = VllmEngineService(generation, model_dir, tokenizer, events)
     vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(service, server.grpc)

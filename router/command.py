@@ -17,9 +17,9 @@ from runtime.process.supervision import EXIT_CONFIG, run_process
 from runtime.security.access import ClientCertificates
 
 TARGET_HELP = (
-    "HOST:PORT of a {} pool's leader, dns:///NAME:PORT for all of a name, or "
-    "k8s:///[NAMESPACE/]SERVICE:PORT for a Kubernetes service's endpoints, file:///PATH for one that "
-    "announces itself there; repeat."
+    "HOST:PORT of a {} pool's leader; dns:///NAME:PORT for every address of a name; "
+    "k8s:///[NAMESPACE/]SERVICE:PORT for the endpoints of a Kubernetes service; file:///PATH for a "
+    "leader that announces itself in that file. Repeatable."
 )
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
@@ -30,77 +30,79 @@ def router(
     prefill: Annotated[list[str] | None, typer.Option(help=TARGET_HELP.format("prefill"))] = None,
     decode: Annotated[list[str] | None, typer.Option(help=TARGET_HELP.format("decode"))] = None,
     model: Annotated[
-        Path | None, typer.Option(help="Model directory; config and tokenizer are read.")
+        Path | None, typer.Option(help="Model directory; its config and tokenizer are loaded.")
     ] = None,
     model_name: Annotated[
-        str | None, typer.Option(help="What clients call it; default: the directory.")
+        str | None, typer.Option(help="Model name for clients; default: the directory's name.")
     ] = None,
     listen: Annotated[
-        str | None, typer.Option(help="HOST:PORT to serve on; port 0: any free one.")
+        str | None, typer.Option(help="HOST:PORT to serve on; port 0: any free port.")
     ] = None,
     metrics_port: Annotated[
         int | None, typer.Option(help="Serve /metrics here; 0: any free port.")
     ] = None,
-    metrics_host: Annotated[str | None, typer.Option(help="Address /metrics is served on.")] = None,
+    metrics_host: Annotated[str | None, typer.Option(help="Address to serve /metrics on.")] = None,
     health_listen: Annotated[
         str | None, typer.Option(help="HOST:PORT for probes without TLS.")
     ] = None,
     tls_cert: Annotated[
-        Path | None, typer.Option(help="PEM certificate; a DNS name of it is router.")
+        Path | None, typer.Option(help="PEM certificate; one of its DNS names must be router.")
     ] = None,
     tls_key: Annotated[
-        Path | None, typer.Option(help="PEM key of the certificate, not encrypted.")
+        Path | None, typer.Option(help="Unencrypted PEM key of the certificate.")
     ] = None,
     tls_ca: Annotated[
-        Path | None, typer.Option(help="PEM certificates of the roles' authority.")
+        Path | None, typer.Option(help="PEM certificates of the authority that signs the roles.")
     ] = None,
     client_certificates: Annotated[
         ClientCertificates | None,
-        typer.Option(help="With TLS: whether clients must show one of the authority."),
+        typer.Option(help="With TLS: whether clients must present a certificate of the authority."),
     ] = None,
     token_file: Annotated[
-        Path | None, typer.Option(help="Bearer tokens clients must show, one per line.")
+        Path | None, typer.Option(help="File of bearer tokens for clients, one per line.")
     ] = None,
     announce: Annotated[
-        Path | None, typer.Option(help="Write a JSON file here once listening.")
+        Path | None, typer.Option(help="Write a JSON file here once the router listens.")
     ] = None,
-    policy: Annotated[Policy | None, typer.Option(help="How workers are chosen.")] = None,
+    policy: Annotated[Policy | None, typer.Option(help="Policy that chooses workers.")] = None,
     generation_config: Annotated[
         GenerationConfigUse | None,
         typer.Option(
-            help="auto: sampling that a request leaves open is the model's own; none: it is Baton's default."
+            help="auto: sampling parameters that a request omits come from the model; none: from Baton."
         ),
     ] = None,
     priority_limits: Annotated[
         list[str] | None,
-        typer.Option(help="NAME=PRIORITY: the most urgent priority of a client; *: of all others."),
+        typer.Option(
+            help="NAME=PRIORITY: most urgent priority of a client; *: of every other one."
+        ),
     ] = None,
-    max_waiting: Annotated[int | None, typer.Option(help="Requests held back at most.")] = None,
+    max_waiting: Annotated[
+        int | None, typer.Option(help="Maximum number of queued requests.")
+    ] = None,
     max_connection_age_s: Annotated[
         float | None,
         typer.Option(
-            help="Ask clients to reconnect after so many seconds, so that balancers spread them again."
+            help="Ask clients to reconnect after this many seconds, so that balancers spread them again."
         ),
     ] = None,
     drain_s: Annotated[
-        float | None, typer.Option(help="Seconds SIGTERM leaves running requests.")
+        float | None, typer.Option(help="Seconds that running requests get after SIGTERM.")
     ] = None,
-    max_message_bytes: Annotated[int | None, typer.Option(help="Largest request.")] = None,
+    max_message_bytes: Annotated[int | None, typer.Option(help="Largest request message.")] = None,
     reflection: Annotated[
-        bool | None, typer.Option(help="Describe the services to whoever asks.")
+        bool | None, typer.Option(help="Serve gRPC reflection to every client.")
     ] = None,
     channelz: Annotated[
-        bool | None, typer.Option(help="Show sockets and calls to whoever may watch workers.")
+        bool | None, typer.Option(help="Serve sockets and calls to clients that may watch workers.")
     ] = None,
     vllm_engine: Annotated[
         bool | None,
-        typer.Option(help="Serve vllm.grpc.engine.VllmEngine too, for gateways that know it."),
+        typer.Option(help="Also serve vllm.grpc.engine.VllmEngine, for gateways that speak it."),
     ] = None,
     user_control_tokens: Annotated[
         UserControlTokens | None,
-        typer.Option(
-            help="What control tokens such as <|im_end|> in the texts of a chat are read as."
-        ),
+        typer.Option(help="Treatment of control tokens such as <|im_end|> in the texts of a chat."),
     ] = None,
     salt_by_client: Annotated[
         bool | None,
@@ -109,15 +111,15 @@ def router(
         ),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="TOML file with a [router] table; flags beat it.")
+        Path | None, typer.Option(help="TOML file with a [router] table; flags override it.")
     ] = None,
     log_level: Annotated[str | None, typer.Option(help="debug, info, warning or error.")] = None,
-    log_style: Annotated[LogStyle | None, typer.Option(help="For people or for machines.")] = None,
+    log_style: Annotated[LogStyle | None, typer.Option(help="Log format: text or JSON.")] = None,
     otel_endpoint: Annotated[
-        str | None, typer.Option(help="URL of an OTLP collector; traces go there.")
+        str | None, typer.Option(help="URL of the OTLP collector that receives traces.")
     ] = None,
     check_settings: Annotated[
-        bool | None, typer.Option("--check-settings", help="Say whether the settings fit, and end.")
+        bool | None, typer.Option("--check-settings", help="Check the settings and exit.")
     ] = None,
 ) -> None:
     """Balance requests over prefill and decode workers and stream tokens to clients."""
@@ -152,7 +154,7 @@ def router(
         "log_style": log_style,
         "otel_endpoint": otel_endpoint,
     }
-    if log_style is LogStyle.JSON:  # before the settings are read: their errors are lines, too
+    if log_style is LogStyle.JSON:  # configured early: errors of the settings are JSON lines, too
         configure(level="info", style=log_style, role="router")
     try:
         settings = load(RouterConfig, section="router", flags=flags, file=config)
@@ -167,7 +169,10 @@ def router(
 
 
 def _settle() -> None:
-    """For a process that is a router and nothing else: what is there stays, and every later look of
-    Python's collector through it would hold all requests up, for 50 ms."""
+    """Exempt the objects that exist now from garbage collection.
+
+    Used in a process that only runs a router: a full collection would hold up every request for 50
+    ms.
+    """
     gc.collect()
     gc.freeze()

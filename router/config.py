@@ -16,81 +16,81 @@ from runtime.security.access import ClientCertificates, TlsConfig
 
 
 class GenerationConfigUse(StrEnum):
-    """Whether a model's own sampling defaults are those of its requests."""
+    """Source of the sampling parameters that a request leaves open."""
 
     AUTO = "auto"
     NONE = "none"
 
 
 class RouterConfig(TlsConfig):
-    """Seconds and counts; every wait of the router has its limit here."""
+    """Settings of a router: seconds and counts. Every wait of the router has its limit here."""
 
     model: Path
     model_name: str = ""
     prefill: tuple[TargetField, ...] = Field(min_length=1)
     decode: tuple[TargetField, ...] = Field(min_length=1)
     discovery_interval_s: float = Field(
-        default=2.0, ge=0.1, le=3600, description="Pause between two looks at DNS."
+        default=2.0, ge=0.1, le=3600, description="Pause between two DNS lookups."
     )
     kubernetes_api: str = Field(
-        default="", description="URL of the API server; default: as every pod finds it."
+        default="", description="URL of the API server; default: the pod's own cluster."
     )
     service_account: Path = Field(
         default=DiscoveryOptions().service_account,
-        description="Folder with token, ca.crt and namespace for the API server.",
+        description="Folder with the token, ca.crt and namespace for the API server.",
     )
     listen: AddressField = "127.0.0.1:7000"
     metrics_port: int | None = Field(default=None, ge=0, le=65535)
-    metrics_host: str = Field(default="127.0.0.1", description="Address /metrics is served on.")
+    metrics_host: str = Field(default="127.0.0.1", description="Address to serve /metrics on.")
     announce: Path | None = None
     client_certificates: ClientCertificates = ClientCertificates.REQUIRED
     token_file: Path | None = None
     priority_limits: tuple[PriorityLimitField, ...] = Field(
         default=DEFAULT_LIMITS,
-        description="NAME=PRIORITY: the most urgent priority of a token's holder or a "
-        "certificate's name; *: of everybody else.",
+        description="NAME=PRIORITY: most urgent priority of a token's holder or of a "
+        "certificate's name; *: of every other client.",
     )
     log_level: str = "info"
     log_style: LogStyle = LogStyle.HUMAN
     otel_endpoint: str = ""
     generation_config: GenerationConfigUse = Field(
         default=GenerationConfigUse.AUTO,
-        description="auto: requests that leave temperature, top_p, top_k, min_p or "
-        "repetition_penalty open get what the model's "
-        "generation_config.json states; none: they get Baton's defaults.",
+        description="auto: requests that omit temperature, top_p, top_k, min_p or "
+        "repetition_penalty get the values of the model's "
+        "generation_config.json; none: they get Baton's defaults.",
     )
     policy: Policy = Policy.PREFIX_CACHE
     watch_interval_s: float = Field(
-        default=0.25, ge=0.05, le=60, description="How often workers report their load."
+        default=0.25, ge=0.05, le=60, description="Interval of the workers' load reports."
     )
     max_waiting: int = Field(
         default=1024,
         ge=0,
         le=1 << 20,
-        description="Requests held back at most, however short the wait.",
+        description="Maximum number of queued requests, however short the wait.",
     )
     max_wait_s: float = Field(
         default=60.0,
         gt=0,
         le=MAX_WAIT_S,
-        description="How long a request is held back for want of room; one that would wait "
-        "longer is refused at once.",
+        description="How long a request may be queued for lack of capacity; one that would wait "
+        "longer is rejected at once.",
     )
     peer_wait_s: float | None = Field(
         default=None,
         gt=0,
         le=MAX_WAIT_S,
-        description="How long to wait for a lost worker or its successor; default: half "
-        "as long again as workers took to start, from 4 to max_wait_s.",
+        description="How long to wait for a lost worker or its successor; default: 1.5 times "
+        "the measured start time of workers, between 4 and max_wait_s.",
     )
     prefill_attempts: int = Field(
-        default=3, ge=1, le=1000, description="Prefill workers a request may try before its commit."
+        default=3, ge=1, le=1000, description="Prefill attempts of a request before its commit."
     )
     migrations: int = Field(
-        default=3, ge=0, le=1000, description="Decode pools that may be lost under one request."
+        default=3, ge=0, le=1000, description="Decode pools that one request may lose."
     )
     max_request_s: float = Field(
-        default=3600.0, gt=0, le=MAX_WAIT_S, description="Limit for clients that set no deadline."
+        default=3600.0, gt=0, le=MAX_WAIT_S, description="Limit for clients without a deadline."
     )
     client_stall_s: float = Field(
         default=60.0,
@@ -102,46 +102,46 @@ class RouterConfig(TlsConfig):
         default=60.0,
         gt=0,
         le=MAX_WAIT_S,
-        description="Limit of the warm-up token before readiness.",
+        description="Time limit of the warm-up token before readiness.",
     )
     drain_s: float = Field(
         default=30.0,
         ge=0,
         le=MAX_WAIT_S,
-        description="How long SIGTERM lets running requests finish.",
+        description="How long running requests may take to finish after SIGTERM.",
     )
     max_message_bytes: int = Field(
-        default=16 << 20, ge=1 << 10, le=1 << 29, description="Largest request."
+        default=16 << 20, ge=1 << 10, le=1 << 29, description="Largest request message."
     )
     max_calls: int = Field(
-        default=2048, ge=1, le=1 << 20, description="Calls under way; one more is refused unread."
+        default=2048, ge=1, le=1 << 20, description="Concurrent calls; one more is rejected unread."
     )
     max_held_bytes: int = Field(
         default=128 << 20,
         ge=1 << 20,
         le=1 << 40,
-        description="Messages of all calls under way, together.",
+        description="Messages of all concurrent calls, together.",
     )
-    # More than may wait or run: beyond this a client's own gRPC holds calls back, where nobody
-    # refuses them in time.
+    # More than the number of requests that may be queued or running. Beyond this limit the client's
+    # own gRPC library holds calls back, and no component rejects them in time.
     max_streams: int = Field(
-        default=4096, ge=1, le=1 << 20, description="Calls under way on one connection."
+        default=4096, ge=1, le=1 << 20, description="Concurrent calls on one connection."
     )
     max_connections: int = Field(
-        default=1024, ge=1, le=1 << 20, description="Connections of clients at once."
+        default=1024, ge=1, le=1 << 20, description="Concurrent connections of clients."
     )
     keepalive_s: float = Field(
-        default=1.5, gt=0, le=MAX_WAIT_S, description="How often clients are pinged."
+        default=1.5, gt=0, le=MAX_WAIT_S, description="Interval of keepalive pings to clients."
     )
     keepalive_timeout_s: float = Field(
         default=2.5,
         gt=0,
         le=MAX_WAIT_S,
-        description="When a client that does not answer is given up.",
+        description="Time after which a client that does not answer a ping is disconnected.",
     )
     max_connection_age_s: float | None = Field(default=None, gt=0, le=MAX_WAIT_S)
     max_connection_age_grace_s: float = Field(
-        default=3600.0, ge=0, le=MAX_WAIT_S, description="What calls in flight get beyond that."
+        default=3600.0, ge=0, le=MAX_WAIT_S, description="Time that calls in flight get after that."
     )
     reflection: bool = True
     channelz: bool = False
@@ -154,5 +154,9 @@ class RouterConfig(TlsConfig):
     )
 
     def check(self) -> None:
-        """Raises ConfigError for what the single settings do not show."""
+        """Check what single fields cannot show.
+
+        Raises:
+            ConfigError: the settings do not fit together.
+        """
         check_endpoint(self.otel_endpoint)

@@ -1,11 +1,10 @@
-"""Holds requests back until a pair of workers could take them soon, and refuses those that would
-wait in vain.
+"""Queue requests until a worker pair has capacity; reject those that cannot meet their deadline.
 
-`WaitingLine` is who waits and in which order. The first of it waits for room, which may go to one
-who finds more of its prompt there; a request for which no worker that is alive is large enough is
-passed over. When no pair is left at all, waiting has a short grace (a worker that restarts is back
-within it), then requests are refused at once. Prompts with logprobs of one client take a part of
-the places only (`router.request.scoring`).
+`WaitingLine` holds the queue and its order. The first request waits for capacity, which may go to
+another one with more of its prompt cached there. A request too large for every live worker is
+passed over. If no pair is left at all, requests wait for a short grace period (a worker that
+restarts is back within it) and are then rejected at once. Prompts with logprobs of one client get
+only a share of the places (`router.request.scoring`).
 """
 
 import asyncio
@@ -32,15 +31,18 @@ from router.workers.worker import WorkerRole
 from runtime.errors import BatonError, CapacityError, DeadlineError, UnavailableError
 from runtime.observe.metrics import RouterMetrics
 
-LOOK_S = 1.0  # between two looks for who has a waiting prompt
-SWEEP_S = 0.25  # between two looks for those whose time does not suffice any more
+LOOK_S = 1.0  # between two lookups of the workers that have a queued prompt cached
+SWEEP_S = 0.25  # between two sweeps for requests that can no longer meet their deadline
 MAX_AWAY_S = 30.0
 
 
 @dataclass(frozen=True)
 class AdmissionLimits:
-    """`max_waiting` requests at once, each for at most `max_wait_s`; `pairless_grace_s` while no
-    pair is usable."""
+    """Limits of the admission queue.
+
+    At most `max_waiting` requests are queued, each for at most `max_wait_s`; `pairless_grace_s`
+    applies while no pair is usable.
+    """
 
     max_waiting: int = 1024
     max_wait_s: float = 60.0
@@ -49,8 +51,11 @@ class AdmissionLimits:
 
 @dataclass
 class _Held:
-    """A request that waits, and what its task waits for. `num_held`: tokens of its prompt that
-    prefill workers have, by address, as of `looked_s`."""
+    """A queued request, and the future that its task awaits.
+
+    `num_held` maps the address of a prefill worker to the number of prompt tokens cached there, as
+    of `looked_s`.
+    """
 
     request: AdmissibleRequest
     placed: "asyncio.Future[WorkerPair]"
@@ -59,14 +64,17 @@ class _Held:
     looked_s: float = -math.inf
 
     def gain(self, sources: Iterable[str]) -> int:
-        """Tokens that some of these workers have, less those that only others have: there they
-        would be computed once more."""
+        """Return the tokens cached on the best of `sources`, less those that only other workers
+        have.
+
+        The latter would be computed once more on `sources`.
+        """
         here = max((self.num_held.get(address, 0) for address in sources), default=0)
         return here - (self.most_held - here)
 
 
 class Admission:
-    """The router's only queue. `run` must run beside it."""
+    """The router's only queue. `run` must be running."""
 
     def __init__(
         self,
@@ -84,9 +92,9 @@ class Admission:
         self._line: WaitingLine[_Held] = WaitingLine(
             WaitingLimits(limits.max_waiting, limits.max_wait_s), service_model
         )
-        self._entered = asyncio.Event()  # somebody waits
+        self._entered = asyncio.Event()  # set when a request is queued
         self._swept_s = self._clock.now()
-        for cause in Cause:  # shown before the first one
+        for cause in Cause:  # exported as 0 before the first event
             metrics.refused.labels(cause)
             metrics.dropped.labels(cause)
         metrics.queue_depth.set_function(lambda: len(self._line))
@@ -102,24 +110,29 @@ class Admission:
 
     @property
     def num_let_in(self) -> int:
-        """Since the start."""
+        """Return the number of requests admitted to the queue since the start."""
         return self._line.num_arrived
 
     def wait_s(self) -> float:
-        """How long a request that came now, behind all others, would wait, as far as that was
-        measured."""
+        """Return how long a new request would wait at the end of the queue, from measured rates; 0
+        if nothing was measured.
+        """
         return self._rates().wait_s(self._line.work)
 
     def service_s(self, request: AdmissibleRequest, num_tokens: int) -> float:
-        """How long serving a request takes that has just been given to workers, where so many
-        tokens of its prompt have to be computed, as far as that was measured."""
+        """Return how long serving a request takes that was just placed, from measured rates.
+
+        `num_tokens`: prompt tokens that have to be computed.
+        """
         return self._rates().placed_service_s(self._work_of(request, num_tokens))
 
     def retry_after_s(
         self, error: CapacityError | UnavailableError, request: AdmissibleRequest
     ) -> float | None:
-        """When a request that workers gave up may come again; None where nobody knows. They know
-        nothing of those that wait here, nor when one that is gone will be back."""
+        """Return the retry delay for a request the workers rejected, or None if unknown.
+
+        The workers know neither the requests queued here nor when a lost worker will be back.
+        """
         if not self._directory.is_paired:
             return self._away_s()
         if isinstance(error, CapacityError):
@@ -129,8 +142,11 @@ class Admission:
         return None if error.retry_after_s is None else min(error.retry_after_s, MAX_RETRY_S)
 
     async def run(self) -> None:
-        """Place waiters whenever something changed; fail them when there has been no pair for too
-        long. Reports are many and mostly nobody waits: then none of them matters here."""
+        """Place queued requests when something changed; fail them if no pair was usable for too
+        long.
+
+        Reports are frequent and the queue is mostly empty: then no report matters here.
+        """
         while True:
             self._entered.clear()
             if not len(self._line):
@@ -150,13 +166,14 @@ class Admission:
     async def pair_for(
         self, request: AdmissibleRequest, time_left_s: float
     ) -> AsyncIterator[WorkerPair]:
-        """A pair of workers, booked until the block ends. `time_left_s`: to the request's deadline.
+        """Hold a pair of workers, booked until the block ends. `time_left_s`: time to the request's
+        deadline.
 
         Raises:
-            CapacityError: it would wait for too long, or end too late, behind those that go before
-                it.
-            DeadlineError: even alone it could not end in time.
-            UnavailableError: there is no pair, and there was none for a while.
+            CapacityError: the request would wait too long, or end too late after those queued
+                before it.
+            DeadlineError: it could not end in time even without a queue.
+            UnavailableError: no pair is usable, and none was for a while.
         """
         ends_at_s = self._clock.now() + time_left_s
         is_scored = request.engine.HasField("num_prompt_logprobs")
@@ -185,7 +202,7 @@ class Admission:
         self._pump()
         if placed.done():
             return placed.result()
-        self._entered.set()  # `run` looks after it
+        self._entered.set()  # from here on `run` places it
         pair: WorkerPair | None = None
         try:
             async with asyncio.timeout(self._limits.max_wait_s):
@@ -199,14 +216,16 @@ class Admission:
 
     def _abandon(self, waiter: Waiter[_Held]) -> None:
         self._line.leave(waiter)
-        # Placed in the very moment it gave up: nothing else would release that.
+        # If it was placed just as it gave up, nothing else would release the pair.
         placed = waiter.item.placed
         if placed.done() and not placed.cancelled() and placed.exception() is None:
             placed.result().release()
 
     def _place_at_once(self, request: AdmissibleRequest, demand: Demand) -> WorkerPair | None:
-        """Where nobody waits, as `_enter` and `_pump` would: None if there is no room, or it may be
-        refused."""
+        """Place a request without queueing, as `_enter` and `_pump` would with an empty queue.
+
+        Returns None if no pair has capacity or the request might be rejected.
+        """
         rates = self._rates(request.prompt.num_tokens)
         service_s = (
             0.0
@@ -221,8 +240,12 @@ class Admission:
         return pair
 
     def _demand(self, request: AdmissibleRequest, ends_at_s: float) -> Demand:
-        """What it wants. Raises where there is nobody to serve it, or too little time for any
-        worker."""
+        """Return the demand of a request.
+
+        Raises:
+            UnavailableError: no workers can serve it.
+            DeadlineError: even the fastest worker could not end in time.
+        """
         problem = self._directory.refusal()
         if problem and self._directory.pairless_s >= self._grace_s:
             self._metrics.refused.labels(Cause.WORKERS).inc()
@@ -275,7 +298,7 @@ class Admission:
         )
 
     def _refused(self, refusal: Refusal) -> CapacityError:
-        """On arrival."""
+        """Count and return the error of a request rejected on arrival."""
         self._metrics.refused.labels(refusal.cause).inc()
         wait, takes = (
             f"requests wait for {refusal.wait_s:.2g} s",
@@ -293,7 +316,7 @@ class Admission:
     def _dropped(
         self, request: AdmissibleRequest, refusal: Refusal
     ) -> CapacityError | UnavailableError:
-        """After it has waited."""
+        """Count and return the error of a request that was queued."""
         if refusal.cause is Cause.WAIT and not self._directory.can_hold(request.context_tokens):
             self._metrics.dropped.labels(Cause.WORKERS).inc()
             return UnavailableError(
@@ -311,8 +334,9 @@ class Admission:
         return CapacityError(text, resource="workers", retry_after_s=refusal.retry_after_s)
 
     def _lacks_compatible_workers(self, request: AdmissibleRequest) -> bool:
-        """Whether it resumes an answer of workers such as there are none now, though there are
-        others."""
+        """Return whether a request resumes a response whose kind of worker is not usable, while
+        others are.
+        """
         return (
             bool(request.compatibility)
             and self._directory.is_paired
@@ -321,12 +345,15 @@ class Admission:
 
     def _no_compatible_workers(self) -> UnavailableError:
         return UnavailableError(
-            "no workers of the weights and numerics that began this answer are usable"
+            "no available worker matches the weights and numerics this response started with"
         )
 
     def _away_s(self) -> float:
-        """When there may be workers again: when they have taken as long as starts take; what has
-        been away for longer may be away for as long again."""
+        """Return the estimated time in seconds until workers may be usable again.
+
+        That is the rest of a usual start time. Workers away for longer may stay away for as long
+        again.
+        """
         away_s = self._directory.pairless_s
         left_s = self._directory.restart_estimate_s - away_s
         return min(left_s if left_s > 0 else away_s, MAX_AWAY_S)
@@ -336,13 +363,14 @@ class Admission:
             return
         self._sweep()
         self._place_by_caches()
-        rates: Rates | None = None  # reckoned anew after each that is placed
-        # The tokens of a prompt for which prefill has no room, but for much shorter ones; and those
-        # of a request whose workers are away, but not those of smaller ones.
+        rates: Rates | None = None  # computed again after each placement
+        # `passed_by`: prompt tokens of a request for which prefill has no capacity; only much shorter
+        # prompts may pass it. `too_large`: context tokens of a request whose workers are away; only
+        # smaller requests may pass it.
         passed_by, too_large = math.inf, math.inf
         for waiter in self._line:
             if self._line.shortest * SHORT_RATIO > passed_by:
-                break  # as nearly always where one is passed by: nobody else needs to be looked at
+                break  # the usual case: no shorter prompt is queued that could pass
             request, num_tokens = waiter.item.request, waiter.demand.num_tokens
             if (
                 num_tokens * SHORT_RATIO > passed_by
@@ -369,9 +397,11 @@ class Admission:
                 break
 
     def _place_by_caches(self) -> None:
-        """As long as workers have room for the first of several that wait, give it to whoever finds
-        most there. Else a prompt would go wherever room was when its turn came, and be computed
-        anew there."""
+        """Give free capacity to the queued request with most of its prompt cached there.
+
+        Otherwise each prompt would go where capacity is free at its turn, and be computed again
+        there.
+        """
         while len(self._line) > 1:
             request = self._line.first.item.request
             sources = self._directory.caches_with_room(
@@ -397,7 +427,7 @@ class Admission:
             self._place(waiter, pair)
 
     def _looked(self, held: _Held) -> _Held:
-        """With who has its prompt, as of late."""
+        """Refresh which workers have the prompt cached, at most once per `LOOK_S`."""
         now_s = self._clock.now()
         if now_s - held.looked_s >= LOOK_S:
             held.num_held = self._directory.num_held(held.request.prompt)
@@ -406,14 +436,17 @@ class Admission:
 
     def _place(self, waiter: Waiter[_Held], pair: WorkerPair) -> None:
         self._line.served(waiter)
-        if waiter.item.placed.done():  # cancelled, and has not run since
+        if waiter.item.placed.done():  # cancelled, but its task has not run since
             pair.release()
         else:
             waiter.item.placed.set_result(pair)
 
     def _sweep(self) -> None:
-        """Fail those whose time does not suffice any more, and those whose workers are gone: they
-        cost nothing yet."""
+        """Fail queued requests that can no longer meet their deadline, and those whose workers are
+        lost.
+
+        Neither has cost any computation yet.
+        """
         now_s = self._clock.now()
         if now_s - self._swept_s < SWEEP_S:
             return
@@ -427,7 +460,7 @@ class Admission:
                 self._fail(waiter, self._no_compatible_workers())
 
     def _drop_if_hopeless(self, waiter: Waiter[_Held], rates: Rates) -> bool:
-        """Whether the one whose turn it is has been failed instead."""
+        """Fail the waiter if it cannot meet its limits; return whether it did."""
         refusal = self._line.drop_if_hopeless(waiter, rates, self._clock.now())
         if refusal is not None:
             self._fail(waiter, self._dropped(waiter.item.request, refusal))

@@ -1,11 +1,10 @@
-"""What a client gets of one request: the output made of tokens, the messages that carry it, and the
-queue they wait in.
+"""The response stream of one request: output, messages, and the queue of unread messages.
 
-`Output` turns tokens into ids, text up to a stop string, logprobs and usage; `Answer` sends them as
-chunks and one finish; `ResponseQueue` joins the chunks of a client that is slower than its pool,
-and ends the request of one that does not read. Of an answer that another router began, the tokens
-that the client has are checked before any work and fed to the output, so that what follows is what
-would have followed.
+`Output` turns tokens into ids, text up to a stop string, logprobs and usage. `Answer` sends them as
+chunks and one finish. `ResponseQueue` joins the chunks for a client that is slower than its pool,
+and ends the request of a client that does not read. If another router began the response, the
+tokens that the client has are validated before any work and fed to the output, so that the
+continuation is the same.
 """
 
 import asyncio
@@ -20,13 +19,13 @@ from router.text.model_facts import ModelLimits
 from runtime.errors import FieldViolation, InvalidRequestError, RequestAborted
 
 MAX_UNREAD = 64  # messages
-MAX_JOINED = 256  # tokens of one message
+MAX_JOINED = 256  # tokens per message
 MAX_COMPATIBILITY_CHARS = 256
-FED_AT_ONCE = 256  # tokens; other requests go on between two lots
+FED_AT_ONCE = 256  # tokens; other requests run between two batches
 
 
 class Output:
-    """One request's output so far. Every token passes through `add` exactly once, in order."""
+    """Output of one request so far. Every token passes through `add` exactly once, in order."""
 
     def __init__(
         self,
@@ -34,20 +33,22 @@ class Output:
         stop_strings: Sequence[str],
         detokeniser: Detokeniser | None,
     ) -> None:
-        """`detokeniser` is None when the client gets ids only."""
+        """`detokeniser` is None if the client wants ids only."""
         self._num_prompt_tokens = len(engine.prompt_token_ids)
         self._min_tokens = engine.min_tokens
         self._stop_token_ids = frozenset(engine.stop_token_ids)
         self._text = None if detokeniser is None else (detokeniser, StopMatcher(stop_strings))
         self._num_scored = 1  # the first token of a prompt has no score
         self.num_tokens = 0
-        self.num_cached_tokens = 0  # of the prompt, as the latest prefill worker counted them
-        self.stop_string: str | None = None  # the one that ended the request
+        self.num_cached_tokens = 0  # of the prompt, as reported by the latest prefill worker
+        self.stop_string: str | None = None  # the match that ended the request
 
     def add(self, tokens: types_pb2.TokenChunk) -> generation_pb2.GenerateResponse:
-        """The chunk to send. If a stop string matched, it ends with the token that completed it."""
+        """Return the chunk to send. If a stop string matched, the chunk ends with the token that
+        completed it.
+        """
         response = generation_pb2.GenerateResponse()
-        chunk = response.chunk  # filled in place: a message that is put into another one is copied
+        chunk = response.chunk  # filled in place: assigning a submessage would copy it
         used = len(tokens.token_ids)
         if self._text is None:
             self.num_tokens += used
@@ -63,7 +64,7 @@ class Output:
         return response
 
     def unseen(self, scores: types_pb2.PromptLogprobs) -> types_pb2.PromptLogprobs | None:
-        """What of `scores` follows the positions that came before; None if nothing does."""
+        """Return the part of `scores` after the positions already passed; None if it is empty."""
         skipped = self._num_scored - scores.first_position
         if skipped >= len(scores.token_ids):
             return None
@@ -75,7 +76,7 @@ class Output:
         )
 
     def finish(self) -> str:
-        """Text that was held back, now that no token follows."""
+        """Return the text held back, now that no token follows."""
         if self._text is None or self.stop_string is not None:
             return ""
         detokeniser, stops = self._text
@@ -92,8 +93,7 @@ class Output:
         usage.cached_tokens = self.num_cached_tokens
 
     def _text_of(self, token_ids: Iterable[int]) -> tuple[str, int]:
-        """Counts them; their text, and how many of them there are up to the end of a stop
-        string."""
+        """Count tokens; return their text and their number up to the end of a stop string."""
         text, used = "", 0
         for token_id in token_ids:
             used += 1
@@ -104,14 +104,13 @@ class Output:
         return text, used
 
     def _text_of_one(self, token_id: int) -> str:
-        # A stop token can only be drawn as the last one; like a stop string, it is not part of the
-        # text.
+        # A stop token can only be the last token. Like a stop string, it is not part of the text.
         if self._text is None or token_id in self._stop_token_ids:
             return ""
         detokeniser, stops = self._text
         text = detokeniser.add(token_id)
         if self.num_tokens < self._min_tokens:
-            return text  # stop strings count from the token that may be the last
+            return text  # stop strings count from the first token that may be the last
         text, self.stop_string = stops.feed(text)
         return text
 
@@ -128,25 +127,26 @@ class Answer:
         timeline: Timeline,
         resumed: Sequence[int] = (),
     ) -> None:
-        """`request_id` is the client's, `index` that of the choice. `resumed`: what the client has
-        already, and `output` was fed."""
+        """`request_id` is the client's id, `index` the choice. `resumed`: tokens that the client
+        already has and that `output` was fed.
+        """
         self._request_id = request_id
         self._index = index
         self._output = output
         self._responses = responses
         self.timeline = timeline
-        self.token_ids = list(resumed)  # all that the client has
-        self.drawn_by = ""  # workers, for which prompt; the client gets it with the first tokens
+        self.token_ids = list(resumed)  # every token that the client has
+        self.drawn_by = ""  # identity of workers and prompt, sent with the first tokens
         self._is_named = False
         self.has_ended = False
 
     def cached(self, num_tokens: int) -> None:
-        """So many tokens of the prompt need not be computed, as the latest prefill worker says."""
+        """Record how many tokens of the prompt the latest prefill worker had cached."""
         self._output.num_cached_tokens = num_tokens
 
     @property
     def stopped(self) -> generation_pb2.GenerateFinish | None:
-        """The finish of an answer that came upon a stop string; None while it may go on."""
+        """Return the finish of a response that matched a stop string, else None."""
         if self._output.stop_string is None:
             return None
         return generation_pb2.GenerateFinish(
@@ -154,7 +154,7 @@ class Answer:
         )
 
     def tokens(self, tokens: types_pb2.TokenChunk) -> None:
-        """What the workers drew, in order."""
+        """Send tokens of the workers, in order."""
         response = self._output.add(tokens)
         chunk = response.chunk
         self.token_ids.extend(chunk.token_ids)
@@ -164,21 +164,24 @@ class Answer:
         self._send(response)
 
     async def scores(self, scores: types_pb2.PromptLogprobs) -> None:
-        """A prefill worker that takes over begins with what the client has already: the same bits,
-        so they are left out."""
+        """Send prompt scores when the queue has room.
+
+        A replacement prefill worker begins with scores that the client already has. They are
+        identical and left out.
+        """
         if unseen := self._output.unseen(scores):
             await self._responses.room()
             chunk = generation_pb2.GenerateChunk(prompt_logprobs=unseen, usage=self._output.usage())
             self._send(generation_pb2.GenerateResponse(chunk=chunk))
 
     def rest(self) -> None:
-        """Text that was held back, now that no token follows."""
+        """Send the text held back, now that no token follows."""
         if text := self._output.finish():
             chunk = generation_pb2.GenerateChunk(text=text, usage=self._output.usage())
             self._send(generation_pb2.GenerateResponse(chunk=chunk))
 
     def finish(self, finish: generation_pb2.GenerateFinish) -> None:
-        """The end, with what the answer came to and how long its parts took."""
+        """Send the finish, with usage and timings."""
         self.timeline.ended(
             types_pb2.FinishReason.Name(finish.reason).removeprefix("FINISH_REASON_").lower()
         )
@@ -193,29 +196,33 @@ class Answer:
 
 
 class ResponseQueue:
-    """Messages of one stream. Tokens that come while earlier ones of their choice are unread join
-    these in one message, so that a slow client gets fewer and longer ones, and what waits is
-    bounded by what its requests may draw. A client that reads nothing for the stall limit has left.
-    What is unread when the queue closes has that limit to be read: all of it, so that a trickle
-    does not go on."""
+    """Unread messages of one stream.
+
+    Tokens that arrive while earlier ones of their choice are unread join the same message. So a
+    slow client gets fewer and longer messages, and the queue is bounded by the token limits of its
+    requests. A client that reads nothing for the stall limit is treated as gone. After the queue
+    closes, all unread messages must be read within that limit, so that a slow trickle ends.
+    """
 
     def __init__(self, stall_limit_s: float) -> None:
         self._stall_limit_s = stall_limit_s
         self._unread: deque[generation_pb2.GenerateResponse] = deque()
-        self._open_chunks: dict[
-            int, generation_pb2.GenerateResponse
-        ] = {}  # by choice: unread, and more may join
+        # By choice: the unread message that further tokens may join.
+        self._open_chunks: dict[int, generation_pb2.GenerateResponse] = {}
         self._loop = asyncio.get_running_loop()
-        self._reader: asyncio.Future[None] | None = None  # that waits for a message
+        self._reader: asyncio.Future[None] | None = None  # resolved by the next message
         self._was_read = asyncio.Event()
-        self._waited_s = 0.0  # for room
-        self._read_at = (
-            0.0  # loop time of the last reading, or of the first message after all were read
-        )
-        self._ends_at: float | None = None  # loop time, of a queue that is closed
+        self._waited_s = 0.0  # total wait for room
+        # Loop time of the last read, or of the first message after the queue was empty.
+        self._read_at = 0.0
+        self._ends_at: float | None = None  # loop time by which a closed queue must be read
 
     def put(self, response: generation_pb2.GenerateResponse) -> None:
-        """Never waits. Raises RequestAborted if the client has read nothing for the stall limit."""
+        """Queue a message without waiting.
+
+        Raises:
+            RequestAborted: the client has read nothing for the stall limit.
+        """
         index, is_tokens = response.index, bool(response.chunk.token_ids)
         if not self._unread:
             self._read_at = self._loop.time()
@@ -230,14 +237,19 @@ class ResponseQueue:
         self._unread.append(response)
         if is_tokens:
             self._open_chunks[index] = response
-        else:  # text or scores of their own, or the finish
+        else:  # text or scores on their own, or the finish
             self._open_chunks.pop(index, None)
         self._wake()
 
     async def room(self) -> None:
-        """Until fewer than `MAX_UNREAD` messages are unread. Raises RequestAborted once that has
-        taken the stall limit, all waits together: a worker holds the prompt's memory meanwhile,
-        also for a client that reads a little."""
+        """Wait until fewer than `MAX_UNREAD` messages are unread.
+
+        The stall limit covers all waits together: a worker holds the prompt's memory meanwhile,
+        even if the client reads slowly.
+
+        Raises:
+            RequestAborted: the waits have taken the stall limit.
+        """
         if len(self._unread) < MAX_UNREAD:
             return
         began_at = self._loop.time()
@@ -254,7 +266,7 @@ class ResponseQueue:
             self._waited_s += self._loop.time() - began_at
 
     def close(self) -> None:
-        """Nothing more will be put."""
+        """Close the queue: no message will be put."""
         if self._ends_at is None:
             self._ends_at = self._loop.time() + self._stall_limit_s
         self._wake()
@@ -263,8 +275,11 @@ class ResponseQueue:
         return self
 
     async def __anext__(self) -> generation_pb2.GenerateResponse:
-        """The next message, until the queue is closed and empty. Raises RequestAborted for messages
-        that were not read within the stall limit from the closing."""
+        """Return the next message, until the queue is closed and empty.
+
+        Raises:
+            RequestAborted: messages were not read within the stall limit after the close.
+        """
         while not self._unread:
             if self._ends_at is not None:
                 raise StopAsyncIteration
@@ -292,7 +307,7 @@ class ResponseQueue:
 
 
 def _join(chunk: generation_pb2.GenerateChunk, more: generation_pb2.GenerateChunk) -> bool:
-    """Whether it has room for more tokens of the same choice."""
+    """Append `more` to an unread chunk of the same choice; return False if it has no room."""
     if len(chunk.token_ids) + len(more.token_ids) > MAX_JOINED:
         return False
     chunk.token_ids.extend(more.token_ids)
@@ -305,7 +320,7 @@ def _join(chunk: generation_pb2.GenerateChunk, more: generation_pb2.GenerateChun
 def resumed_violations(
     request: generation_pb2.GenerateRequest, facts: ModelLimits
 ) -> Iterable[FieldViolation]:
-    """What is wrong with `resumed` as far as that can be seen without the prompt."""
+    """Yield the violations of `resumed` that can be found without the prompt."""
     num_choices = request.n if request.HasField("n") else 1
     if len(request.resumed) > num_choices:
         yield FieldViolation(
@@ -347,23 +362,23 @@ def resumed_violations(
 def too_many_resumed(
     request: generation_pb2.GenerateRequest, max_tokens: int
 ) -> Iterable[FieldViolation]:
-    """More tokens than the answer may have."""
+    """Yield a violation for each choice that resumes more tokens than the response may have."""
     for index, choice in enumerate(request.resumed):
         if len(choice.ids) > max_tokens:
             yield FieldViolation(
                 f"resumed[{index}].ids",
                 f"has {len(choice.ids)} tokens, more than the {max_tokens} "
-                "that the answer may have",
+                "that the response may have",
             )
 
 
 async def feed(
     output: Output, token_ids: Sequence[int], engine: types_pb2.EngineRequest, index: int
 ) -> None:
-    """Let the output of choice `index` know what its client has.
+    """Feed the output of choice `index` with the tokens that its client has.
 
     Raises:
-        InvalidRequestError: the answer ends before the last of these tokens.
+        InvalidRequestError: the response ends before the last of these tokens.
     """
     for start in range(0, len(token_ids), FED_AT_ONCE):
         output.add(types_pb2.TokenChunk(token_ids=token_ids[start : start + FED_AT_ONCE]))
@@ -377,7 +392,7 @@ async def feed(
         raise InvalidRequestError(
             FieldViolation(
                 f"resumed[{index}].ids[{length}]",
-                "follows the end of the answer: a stop string or token",
+                "follows the end of the response: a stop string or token",
             )
         )
 
@@ -385,7 +400,7 @@ async def feed(
 def finish_of(
     token_ids: Sequence[int], engine: types_pb2.EngineRequest
 ) -> generation_pb2.GenerateFinish | None:
-    """How an answer of these tokens has ended, stop strings aside; None while it goes on."""
+    """Return how a response of these tokens has ended, stop strings aside; None while it goes on."""
     if token_ids and token_ids[-1] in engine.stop_token_ids:
         return generation_pb2.GenerateFinish(
             reason=types_pb2.FINISH_REASON_STOP, stop_token_id=token_ids[-1]

@@ -1,4 +1,4 @@
-"""Conversations of requests: what is wrong with them, and what a chat template gets of them."""
+"""Conversations of requests: validation, and conversion for the chat template."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,15 +10,14 @@ from runtime.errors import FieldViolation, InvalidRequestError
 
 MAX_CHAT_MESSAGES = 4096
 MAX_TOOLS = 1024
-MAX_TOOL_CALLS = 1024  # of one message
-MAX_CONTENT_PARTS = 1024  # of one message
-MAX_JSON_CHARACTERS = (
-    1 << 20
-)  # of tools, of calls and of the template's arguments, together: it is parsed inline
+MAX_TOOL_CALLS = 1024  # per message
+MAX_CONTENT_PARTS = 1024  # per message
+# Characters of tools, calls and template arguments together: they are parsed inline.
+MAX_JSON_CHARACTERS = 1 << 20
 
 
 def chat_violations(chat: generation_pb2.ChatMessages) -> Iterable[FieldViolation]:
-    """Yield what is wrong with a conversation, whatever the model."""
+    """Yield the violations of a conversation that do not depend on the model."""
     if not chat.messages:
         yield FieldViolation("chat.messages", "must not be empty")
     if (count := len(chat.messages)) > MAX_CHAT_MESSAGES:
@@ -45,7 +44,7 @@ def chat_violations(chat: generation_pb2.ChatMessages) -> Iterable[FieldViolatio
 
 
 def num_characters(chat: generation_pb2.ChatMessages) -> int:
-    """Return how many characters the messages have, in all their fields."""
+    """Return the number of characters of the messages, over all fields."""
     return sum(
         len(message.role)
         + len(message.content)
@@ -58,10 +57,10 @@ def num_characters(chat: generation_pb2.ChatMessages) -> int:
 
 
 def chat_of(chat: generation_pb2.ChatMessages) -> Chat:
-    """Return a conversation as chat templates know it.
+    """Return a conversation in the form that chat templates expect.
 
     Raises:
-        InvalidRequestError: with every text that should be JSON and is not.
+        InvalidRequestError: a text that must be JSON is not; one violation for each.
     """
     reader = _JsonReader()
     messages = tuple(
@@ -83,7 +82,7 @@ def chat_of(chat: generation_pb2.ChatMessages) -> Chat:
 
 
 class _JsonReader:
-    """Reads JSON objects and collects what is wrong with them."""
+    """Reader of JSON objects that collects violations."""
 
     def __init__(self) -> None:
         self.violations: list[FieldViolation] = []
@@ -119,7 +118,7 @@ def _turn_of(
 
 
 def _call_of(field: str, call: generation_pb2.ToolCall, reader: _JsonReader) -> dict[str, Any]:
-    """Return a call with its arguments as an object: templates write these by themselves."""
+    """Return a call with its arguments as an object: templates serialize them by themselves."""
     function = {"name": call.name, "arguments": reader.read(field, call.arguments or "{}")}
     return {**({"id": call.id} if call.id else {}), "type": "function", "function": function}
 
@@ -130,7 +129,7 @@ def _message_violations(
     if not message.role:
         yield FieldViolation(f"{field}.role", "must not be empty")
     if message.HasField("content") and message.content_parts:
-        yield FieldViolation(f"{field}.content_parts", "cannot be given beside content")
+        yield FieldViolation(f"{field}.content_parts", "cannot be combined with content")
     if (count := len(message.content_parts)) > MAX_CONTENT_PARTS:
         yield FieldViolation(
             f"{field}.content_parts", f"has {count} entries, the limit is {MAX_CONTENT_PARTS}"
@@ -142,7 +141,7 @@ def _message_violations(
             f"{field}.tool_calls", f"has {count} entries, the limit is {MAX_TOOL_CALLS}"
         )
     elif not all(call.name for call in message.tool_calls):
-        yield FieldViolation(f"{field}.tool_calls", "must name what they call")
+        yield FieldViolation(f"{field}.tool_calls", "must name the function of every call")
 
 
 def _json_texts(chat: generation_pb2.ChatMessages) -> Iterable[str]:

@@ -2,37 +2,38 @@
 
 Life of a request:
 
- 1. `Admission` holds it back until a compatible pair could take it soon, and books both workers.
- 2. A prefill worker is opened a stream. It queues the request; `started` comes when it is its turn,
-    with the terms of what it will send.
- 3. A decode pool is opened one with these terms. It reserves on all stages and answers with
-    `DestinationTerms`, or refuses and the next pool gets the offer; when all refuse, they get it
-    again while prefill computes.
- 4. The destination terms go to prefill, which starts to send.
- 5. `first_token` comes from prefill and goes to the client at once, and to decode.
- 6. `committed` comes from decode when everything landed and was checked: prefill may release its
-    memory, and ends.
- 7. Tokens come from decode and go to the client, until `finished`, with which that stream ends,
-    too. Or until the text contains a stop string: then closing the streams is the abort.
+ 1. `Admission` queues it until a compatible pair has capacity soon, and books both workers.
+ 2. The router opens a stream to a prefill worker. The worker queues the request and sends
+    `started`, with the terms of what it will send, when its turn comes.
+ 3. The router opens a stream to a decode pool with these terms. The pool reserves memory on all
+    stages and replies with `DestinationTerms`, or refuses and the next pool gets the offer. When
+    all pools refuse, the router offers it again while prefill computes.
+ 4. The destination terms go to the prefill worker, which starts to send.
+ 5. `first_token` arrives from prefill and goes to the client at once, and to decode.
+ 6. `committed` arrives from decode when all pages have landed and were verified. The prefill worker
+    may then release its memory, and its stream ends.
+ 7. Tokens arrive from decode and go to the client until `finished`, which also ends that stream. If
+    the text contains a stop string, closing the streams is the abort.
 
-A pool that has nearly all of the prompt is asked first to compute the rest itself: then 2 to 6 fall
-away.
+If a pool has nearly all of the prompt cached, it is asked first to compute the rest itself. Steps 2
+to 6 are then skipped.
 
-An answer that another router began goes the same way: decode computes again what its client has, as
-after a move.
+A response that another router began takes the same way. Decode recomputes the tokens that the
+client has, as after a migration.
 
-Failures. A prefill worker that dies or fails before the commit is replaced, within bounds: the new
-one's terms go to the same reservation, which lands again under its next epoch, and its first token
-must be the one already sent. A pair whose handoff failed though both live is remembered as failed;
-where no source is left for the pool, the request moves. When a decode pool is lost or drains after
-it landed, the request moves, too (`Migrations`): another pair starts over at 2, the tokens already
-sent are computed again over there without being drawn or sent again, and the stream goes on.
-Whatever ends a request - its last token, an error, the client, Abort, the deadline - leaves through
-`_serve`'s end, where both streams are closed and both bookings released.
+Failures. A prefill worker that dies or fails before the commit is replaced, within bounds. The
+terms of its replacement go to the same reservation, which receives again under its next epoch. The
+first token of the replacement must equal the one already sent. A pair whose handoff failed although
+both workers live is remembered as failed; if no source is left for the pool, the request migrates.
+If a decode pool is lost or drains after it reserved, the request migrates, too (`Migrations`):
+another pair starts over at 2. It recomputes the tokens already sent without sampling or sending
+them again, and the stream goes on. Every end of a request (its last token, an error, the client,
+Abort, the deadline) leaves through the `finally` of `_serve`, which closes both streams and
+releases both bookings.
 
-What its workers send is handled as it arrives, from the one call that all requests to a worker
-share; what has to wait, and what comes behind that, by the request's own task. A search for another
-worker has a task; its group ends with the request.
+Worker events are handled as they arrive on the call that all requests to a worker share. An event
+that has to wait, and every event after it, is handled by the request's own task. A search for
+another worker runs in a task of its own; its task group ends with the request.
 """
 
 import asyncio
@@ -72,12 +73,12 @@ from runtime.errors import (
 from runtime.observe.metrics import RouterMetrics
 from runtime.observe.tracing import begin, outgoing
 
-CLOCKS_DIFFER_S = 0.05  # a client's idea of its deadline and this router's
+CLOCKS_DIFFER_S = 0.05  # tolerance between a client's deadline and this router's
 
 
 @dataclass(frozen=True)
 class Services:
-    """What all requests of a router share."""
+    """Objects that all requests of a router share."""
 
     admission: Admission
     directory: Directory
@@ -87,7 +88,7 @@ class Services:
 
 
 class RequestFlow:
-    """Drives one request. `run` may be called once."""
+    """Driver of one request. `run` may be called once."""
 
     def __init__(
         self, request: AdmissibleRequest, answer: Answer, services: Services, time_limit_s: float
@@ -108,7 +109,7 @@ class RequestFlow:
         self._first_token = types_pb2.TokenChunk(token_ids=resumed[:1]) if resumed else None
         self._migrations = Migrations(services.directory, services.limits, services.metrics)
         self._is_committed = False
-        self._num_cached = 0  # tokens of the prompt that its prefill worker had
+        self._num_cached = 0  # prompt tokens that the prefill worker had cached
         self._finish: generation_pb2.GenerateFinish | None = None
 
     @property
@@ -116,17 +117,18 @@ class RequestFlow:
         return self._request.engine.request_id
 
     def abort(self) -> None:
-        """End it now, with FINISH_REASON_ABORTED. Idempotent."""
+        """End the request now, with FINISH_REASON_ABORTED. Idempotent."""
         self._is_aborted = True
         if self._is_running and not self._time_scope.expired():
             self._time_scope.reschedule(asyncio.get_running_loop().time())
 
     async def run(self) -> None:
         """Emit chunks and then exactly one finish, or raise the one BatonError that the client
-        gets.
+        receives.
 
         Raises:
             DeadlineError: the time limit passed first.
+            BatonError: the request failed otherwise.
         """
         token_ids = self._answer.token_ids
         finish = self._answer.stopped or finish_of(token_ids, self._request.engine)
@@ -142,7 +144,7 @@ class RequestFlow:
             self._timeline.ended("cancelled")
             raise
         finally:
-            self._timeline.ended("failed")  # if it has not ended otherwise
+            self._timeline.ended("failed")  # no effect if another outcome was recorded
 
     async def _run(self) -> None:
         self._is_running = True
@@ -177,7 +179,9 @@ class RequestFlow:
 
     @property
     def _is_out_of_time(self) -> bool:
-        """Whether the deadline ends it, be it that the client's end of the call noticed first."""
+        """Return whether the deadline ends the request, even if the client's end of the call
+        noticed first.
+        """
         return (
             not self._is_aborted
             and asyncio.get_running_loop().time() >= self._ends_at - CLOCKS_DIFFER_S
@@ -220,7 +224,7 @@ class RequestFlow:
                     self._migrations.ended()
 
     def _start(self, pair: WorkerPair) -> None:
-        """Give the request to this pair, with what its client has already."""
+        """Start the request on this pair, with the tokens that its client already has."""
         self._is_committed = False
         self._answer.drawn_by = self._request.drawn_by(pair.decode.compatibility)
         self._prefill = PrefillStream(self._parts, pair.prefill)
@@ -231,8 +235,7 @@ class RequestFlow:
             self._prefill.run()
 
     def _happened(self, event: Received | Ended) -> None:
-        """On a worker: handled where it arrives, unless that takes a wait, or others wait
-        already."""
+        """Handle a worker's event at once, or queue it if it has to wait or others already do."""
         try:
             if not self._inbox.is_idle or self._has_to_wait(event):
                 self._keep(event)
@@ -241,7 +244,7 @@ class RequestFlow:
                 self._handle_now(event)
             if self._finish is not None:
                 self._inbox.post(Over())
-        except Exception as error:  # noqa: BLE001 - it ends this request, and no other one
+        except Exception as error:  # noqa: BLE001 - it ends this request only
             self._inbox.post(Over(error))
 
     def _has_to_wait(self, event: Received | Ended) -> bool:
@@ -254,7 +257,7 @@ class RequestFlow:
         return event.stream is not self._prefill.stream or not self._is_prefill_done
 
     def _keep(self, event: Received | Ended) -> None:
-        """For this request's task."""
+        """Queue an event for this request's task; end the stream if its queue is full."""
         if not self._inbox.post(event) and isinstance(event, Received):
             event.stream.close()
             self._inbox.post(Ended(event.stream, lost="it sent more than could be handled"))
@@ -279,7 +282,7 @@ class RequestFlow:
                     await self._decode_ended(self._decode.overdue())
             case Over(error=Exception() as error):
                 raise error
-        # Otherwise a stream that was given up: its events are dropped.
+        # Otherwise the event belongs to a stream that was closed: it is dropped.
 
     def _handle_now(self, received: Received) -> None:
         if received.stream is self._prefill.stream:
@@ -315,7 +318,7 @@ class RequestFlow:
                     self._decode.expect_commit()
 
     async def _pass_scores(self, received: Received) -> None:
-        """To the client, when it has room for them. They come before the first token."""
+        """Pass prompt scores to the client when its queue has room. They precede the first token."""
         event = received.event
         if (
             received.stream is self._prefill.stream
@@ -337,13 +340,13 @@ class RequestFlow:
             raise InvalidRequestError(
                 FieldViolation(
                     "resumed",
-                    f"begins with {list(self._first_token.token_ids)}, the answer to this request with "
+                    f"begins with {list(self._first_token.token_ids)}, the response to this request with "
                     f"{list(token.token_ids)}",
                 )
             )
         else:
             raise InternalError(
-                f"a second prefill worker drew {list(token.token_ids)} as first token, the first one "
+                f"a second prefill worker sampled {list(token.token_ids)} as first token, the first one "
                 f"{list(self._first_token.token_ids)}"
             )
 
@@ -356,7 +359,7 @@ class RequestFlow:
             return
         error = error or PeerLostError("the prefill worker ended its stream too early")
         if self._is_committed:
-            raise error  # nothing to hand over any more, but no worker can send the first token
+            raise error  # the handoff is done, but no worker can send the first token
         if isinstance(error, HandoffError) and self._has_failed_link():
             await self._decode_lost(PeerLostError(str(error)))
             self._timeline.retried(WorkerRole.DECODE, error.reason)
@@ -366,8 +369,10 @@ class RequestFlow:
         self._timeline.retried(WorkerRole.PREFILL, error.reason)
 
     def _has_failed_link(self) -> bool:
-        """Whether, with one more pair that cannot hand over, no source is left for the pool, but
-        one for another."""
+        """Record that this pair cannot hand over; return whether no source is left for the pool.
+
+        Sources may still be left for another pool.
+        """
         directory = self._services.directory
         directory.failed_links(self._prefill.booking, self._decode.booking)
         return not directory.is_fed(self._decode.booking, self._request.context_tokens)
@@ -380,7 +385,7 @@ class RequestFlow:
             self._prefill.deliver_to(event.destination)
 
     def _stepped(self, event: decode_pb2.DecodeEvent) -> None:
-        """What the pool drew goes to the client."""
+        """Pass the tokens of the pool to the client."""
         if event.position != len(self._answer.token_ids):
             self._decode.broken(
                 f"its next token is number {event.position}, the client has "
@@ -389,7 +394,7 @@ class RequestFlow:
             return
         match event.WhichOneof("event"):
             case "tokens":
-                if self._first_token is None:  # the pool has computed the prompt
+                if self._first_token is None:  # the pool prefilled the prompt locally
                     self._first_token = types_pb2.TokenChunk(token_ids=event.tokens.token_ids[:1])
                 self._timeline.decoded()
                 self._record.drew(len(event.tokens.token_ids))
@@ -414,7 +419,7 @@ class RequestFlow:
                 self._finished(event.finished)
 
     def _joined(self) -> None:
-        """The pool has all of the prompt."""
+        """Record that the pool has the whole prompt."""
         self._is_committed = True
         self._record.committed(self._decode.booking)
         if self._migrations.under_way is not None:
@@ -434,7 +439,9 @@ class RequestFlow:
         self._timeline.retried(WorkerRole.DECODE, error.reason)
 
     async def _decode_lost(self, error: BatonError) -> None:
-        """The pool that held the state is gone, or gave up on it: go on with another pair."""
+        """Continue on another pair after the pool that held the state was lost or gave the request
+        up.
+        """
         self._prefill.close()
         self._decode.close()
         self._record.moved()
@@ -445,7 +452,7 @@ class RequestFlow:
         )
 
     def _note_prediction(self, surplus: int) -> None:
-        """So many tokens more were reused than the worker's reports said when it was chosen."""
+        """Count whether `surplus` more tokens were reused than the worker's reports predicted."""
         outcome = "equal" if surplus == 0 else "more" if surplus > 0 else "fewer"
         self._services.metrics.cache_predictions.labels(outcome).inc()
 
@@ -455,7 +462,7 @@ class RequestFlow:
         if self._prefill.has_first_token:
             self._prefill.let_go()
         else:
-            self._prefill.close()  # it replaces a worker that died with everything delivered
+            self._prefill.close()  # its predecessor died after it had delivered everything
 
     def _finished(self, finished: decode_pb2.DecodeFinished) -> None:
         timings = self._timeline.timings
@@ -471,10 +478,10 @@ class RequestFlow:
         self._finish = self._answer.stopped or self._finish
 
     def _end(self, finish: generation_pb2.GenerateFinish) -> None:
-        """Text that was held back, and the finish."""
+        """Conclude the request with the text held back and the finish."""
         self._record.ended(len(self._answer.token_ids))
         if self._answer.stopped is not None:
-            # The workers would go on: closing is the abort.
+            # The workers would generate further tokens: closing the streams is the abort.
             self._prefill.close()
             self._decode.close()
         self._conclude(finish)

@@ -1,5 +1,8 @@
-"""What becomes of a request whose worker failed: whether another one could do better, the search
-for it, and, where a pool gives the whole request up, the move to another pair."""
+"""Retry policy of a request whose worker failed.
+
+Decides whether another worker could help, searches for one, and moves the request to another pair
+when its decode pool gives it up.
+"""
 
 import asyncio
 import logging
@@ -31,21 +34,24 @@ RETRY_PAUSE_S = 0.05
 
 
 def lost(worker: Worker, reason: str) -> PeerLostError:
-    """For the client, who has no use for addresses of this cluster's inside; the log has them."""
+    """Log the loss of a worker; return an error for the client, without addresses of the cluster."""
     logger.info("stream lost", extra={"worker": worker.address, "reason": reason})
     return PeerLostError(f"the {worker.role} worker was lost")
 
 
 def may_retry(error: BatonError) -> bool:
-    """Whether another worker could do better: not with a request that is wrong, a bug, or no time
-    left."""
+    """Return whether another worker could help: not for an invalid request, a bug, or a deadline."""
     return not isinstance(error, InvalidRequestError | InternalError | DeadlineError)
 
 
 async def search(
     directory: Directory, attempt: Callable[[], Booking | None], wait_s: float, error: BatonError
 ) -> Booking:
-    """A booking within `wait_s`, or the error that made it necessary."""
+    """Return a booking within `wait_s` seconds.
+
+    Raises:
+        BatonError: `error`, which made the search necessary, if `attempt` found no worker in time.
+    """
     try:
         async with asyncio.timeout(wait_s):
             return await directory.until(attempt)
@@ -54,14 +60,15 @@ async def search(
 
 
 def suspect(booking: Booking, error: BatonError) -> None:
-    """A worker whose stream broke gets nothing more until it reports again; one that was late for a
-    request may."""
+    """Stop using a worker whose stream broke until it reports again. A worker that was only late
+    stays in use.
+    """
     if isinstance(error, UnavailableError) and not isinstance(error, StalledError):
         booking.lost(str(error))
 
 
 class MoveReason(StrEnum):
-    """Why a pool gave a request up, as metrics name it."""
+    """Reason why a pool gave a request up; a metric label."""
 
     LOST = "lost"
     DRAINED = "drained"
@@ -76,16 +83,16 @@ def _move_reason(error: BatonError) -> MoveReason:
 
 @dataclass
 class Migrations:
-    """The moves of one request to other pairs of workers: when it may go on there, and with which.
+    """Moves of one request to other pairs of workers: whether it may continue there, and on which.
 
-    The new pair runs the prompt again, and the new pool computes the tokens that the client has
-    already without drawing them. Draws are keyed by seed and position, so what follows is what
-    would have followed. A pair must serve the same weights in the same way: its compatibility
-    digest fits that of the lost pool.
+    The new pair prefills the prompt again, and the new pool computes the tokens that the client
+    already has without sampling them. Sampling is keyed by seed and position, so the continuation
+    is the same. A pair must serve the same weights with the same numerics: its compatibility digest
+    fits the lost pool's.
 
-    A request that loses pool after pool may be what kills them, or holds them up, so losses are
-    bounded; pools that drain hand requests back on purpose, and do not count. `under_way`: why it
-    moves at present, until it has resumed or ended.
+    A request that loses pool after pool may be what kills or stalls them, so losses are bounded.
+    Pools that drain hand requests back on purpose and do not count. `under_way` is the reason of
+    the current move, until the request has resumed or ended.
     """
 
     directory: Directory
@@ -97,11 +104,11 @@ class Migrations:
     async def another_pair(
         self, lost: Booking, error: BatonError, prompt: RoutedPrompt, context_tokens: int = 0
     ) -> WorkerPair:
-        """A pair in place of the one whose pool is gone, rather not with the same pool.
+        """Return a pair in place of the one whose pool is lost, with another pool if possible.
 
         Raises:
-            BatonError: no other pair could do better, or no pair came up in time; PeerLostError if
-                the pool is gone.
+            BatonError: no other pair could help, or none was available in time; PeerLostError if
+                the pool is lost.
         """
         self.ended()
         if not isinstance(error, UnavailableError | RequestAborted):
@@ -109,7 +116,7 @@ class Migrations:
         self.under_way = _move_reason(error)
         self.num_lost += self.under_way is not MoveReason.DRAINED
         if self.under_way is not MoveReason.HELD_UP:
-            lost.lost(str(error))  # it gets nothing until it reports again
+            lost.lost(str(error))  # not used until it reports again
         pair = None
         if self.num_lost <= self.limits.migrations:
             await asyncio.sleep(RETRY_PAUSE_S)
@@ -119,11 +126,11 @@ class Migrations:
         return pair
 
     def resumed(self) -> None:
-        """The new pool has everything it needs."""
+        """Count a successful move: the new pool has everything it needs."""
         self._count("resumed")
 
     def ended(self) -> None:
-        """The request is over, or moves once more. Idempotent."""
+        """Count a failed move if one is under way: the request ended or moves again. Idempotent."""
         self._count("failed")
 
     def _count(self, outcome: str) -> None:
@@ -134,7 +141,7 @@ class Migrations:
     async def _search(
         self, lost: Booking, prompt: RoutedPrompt, context_tokens: int
     ) -> WorkerPair | None:
-        """Longer while there is a pair that is only full."""
+        """Search for a pair; wait longer while a compatible pair exists and is only full."""
         loop, compatibility = asyncio.get_running_loop(), lost.compatibility
         began = loop.time()
         while True:

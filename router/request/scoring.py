@@ -1,8 +1,8 @@
-"""Places of prefill workers that prompts with logprobs may take.
+"""Limit on prompts with logprobs per client.
 
-The scores of a long prompt wait at its prefill worker for a client that reads slowly, and hold the
-prompt's memory there until the client has them. So no client has more than a part of these places
-for such prompts; what it sends beyond that waits for its own.
+The scores of a long prompt are kept at its prefill worker until the client has read them, and
+occupy the prompt's memory there. So one client gets only a share of the prefill places for such
+prompts; further ones wait for its own places.
 """
 
 import asyncio
@@ -12,14 +12,14 @@ from contextlib import asynccontextmanager
 
 from runtime.errors import CapacityError
 
-SHARE = 4  # one place in four, and at least one
+SHARE = 4  # a client gets one place in four, and at least one
 
 
 class ScoringPlaces:
-    """Belongs to an event loop."""
+    """Places for prompts with logprobs. Belongs to an event loop."""
 
     def __init__(self, num_places: Callable[[], int], max_wait_s: float) -> None:
-        """`num_places`: prompts that the prefill workers hold memory for, all together."""
+        """`num_places`: number of prompts for which the prefill workers together have memory."""
         self._num_places = num_places
         self._max_wait_s = max_wait_s
         self._taken: Counter[str] = Counter()
@@ -27,8 +27,11 @@ class ScoringPlaces:
 
     @asynccontextmanager
     async def taken(self, client: str) -> AsyncIterator[None]:
-        """A place. Raises CapacityError when the client's own requests have kept it for too
-        long."""
+        """Hold a place for `client` until the block ends.
+
+        Raises:
+            CapacityError: the client's own requests have occupied its places for too long.
+        """
         if self._taken[client] < self._share and client not in self._waiting:
             self._taken[client] += 1
         else:
@@ -56,12 +59,12 @@ class ScoringPlaces:
             if not isinstance(error, TimeoutError):
                 raise
             raise CapacityError(
-                f"{self._share} prompts with logprobs of this client are under way, which is the limit",
+                f"{self._share} prompts with logprobs of this client are in progress, which is the limit",
                 resource="prompt logprobs",
             ) from None
 
     def _leave(self, client: str) -> None:
-        """The place goes to the client's next request, unless there are fewer places by now."""
+        """Pass the place to the client's next request, unless the number of places has fallen."""
         self._taken[client] -= 1
         while client in self._waiting and self._taken[client] < self._share:
             turn = self._waiting[client][0]

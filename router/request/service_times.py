@@ -1,10 +1,10 @@
-"""What serving a request took, and what it will take.
+"""Measured and estimated service times.
 
-`Timeline`: when things happened to one request, as the router saw them, and how long they took by
-the workers' reports. `ServiceTimeModel`: estimates from rates that were measured (prompt tokens per second
-and time between tokens of each pool, `router.workers.pace`) and from what is learnt of each client
-(`ClientHabits`). Nothing is refused on a guess: what was not measured lately counts as no time at
-all.
+`Timeline` records the stages of one request as the router saw them, with durations from the
+workers' reports. `ServiceTimeModel` estimates from measured rates (prompt tokens per second and
+time between tokens of each pool, `router.workers.pace`) and from the history of each client
+(`ClientHabits`). No request is rejected on a guess: a rate without a recent measurement counts as
+zero time.
 """
 
 import math
@@ -20,7 +20,7 @@ from runtime.clock import Clock
 from runtime.observe.metrics import RouterMetrics
 from runtime.pace import MEMORY_S, MIN_TOKENS, PrefillRateEstimate
 
-# The stages of a life as metrics name them.
+# The stages of a request by metric label.
 STAGES = {
     "admit": "router_queue_s",
     "prefill_queue": "prefill_queue_s",
@@ -30,26 +30,28 @@ STAGES = {
     "decode_queue": "decode_queue_s",
     "decode": "decode_s",
 }
-MAX_CLIENTS = 1024  # of which anything is kept, those seen last
-HALF_LIFE_S, FORGET_S = 60.0, 300.0  # what an answer weighs, and until when it counts at all
-KEPT_SHARE = 0.9  # of the weight of those before, per answer
-MIN_CLIENTS, USUAL_WEIGHT = 3, 2.0  # what they have in common counts as two answers
-USUAL_S = 1.0  # what is usual is reckoned once a second at most
-TRIAL_S = 2.0  # between two requests of a client that are served against what is expected
-MIN_ERRORS = 4  # services of one length, before their errors count
+MAX_CLIENTS = 1024  # clients with a history; the least recently seen is dropped
+# Weight of a response halves after the first time, and becomes zero after the second.
+HALF_LIFE_S, FORGET_S = 60.0, 300.0
+KEPT_SHARE = 0.9  # of the previous weight, per response
+MIN_CLIENTS, USUAL_WEIGHT = 3, 2.0  # the clients' common share counts as two responses
+USUAL_S = 1.0  # minimum time between two computations of the common share
+TRIAL_S = 2.0  # between two requests of a client that are served despite a bad estimate
+MIN_ERRORS = 4  # services of one length before their errors count
 REMEMBERED_ERRORS = 32
 CAUTIOUS_QUANTILE = 0.9
 START_CAUTION, MAX_CAUTION = 1.25, 4.0
 FACTOR_S = 1.0
-MOST_ASKED = (
-    32  # workers of a role, of a larger fleet spread over it: estimates are made for every request
-)
+# Workers of a role that an estimate considers, spread over the fleet: every request needs one.
+MOST_ASKED = 32
 
 
 @dataclass
 class Timeline:
-    """Marks are `Clock` seconds; `timings` is filled as parts end. Created when the request
-    arrives."""
+    """Times of one request. Created when it arrives.
+
+    Marks are `Clock` seconds; `timings` is filled as stages end.
+    """
 
     clock: Clock
     metrics: RouterMetrics
@@ -65,13 +67,13 @@ class Timeline:
         self._reserving_at_s = self._received_at_s
 
     def sibling(self) -> "Timeline":
-        """For another choice of the same request: received when this one was."""
+        """Return a timeline for another choice of the same request, with the same arrival time."""
         other = Timeline(self.clock, self.metrics)
         other._received_at_s = other._reserving_at_s = self._received_at_s
         return other
 
     def resumed(self) -> None:
-        """Its client has the first tokens already: what comes next follows them."""
+        """Record that the client already has the first tokens, so that the next tokens follow them."""
         self._first_token_at_s = self._last_tokens_at_s = self._received_at_s
         self.metrics.resumptions.inc()
 
@@ -79,23 +81,23 @@ class Timeline:
         self.timings.router_queue_s = self.clock.now() - self._received_at_s
 
     def reserving(self) -> None:
-        """A decode stream was opened."""
+        """Mark the opening of a decode stream."""
         self._reserving_at_s = self.clock.now()
 
     def reserved(self) -> None:
         self.timings.reserve_s = self.clock.now() - self._reserving_at_s
 
     def committed(self) -> None:
-        """The decode pool has everything; after a move, another one has."""
+        """Mark that the decode pool has the whole prompt; called again after a migration."""
         self._committed_at_s, self._decoded_at_s = self.clock.now(), None
 
     def decoded(self) -> None:
-        """Tokens came from the decode pool; only the first call counts."""
+        """Mark the first tokens of the decode pool; only the first call counts."""
         if self._decoded_at_s is None:
             self._decoded_at_s = self.clock.now()
 
     def tokens(self, count: int) -> None:
-        """`count` tokens go to the client now."""
+        """Record `count` tokens that go to the client now."""
         now_s = self.clock.now()
         if self._first_token_at_s is None:
             self._first_token_at_s = now_s
@@ -110,7 +112,7 @@ class Timeline:
         self.metrics.retries.labels(role.value, reason).inc()
 
     def ended(self, outcome: str) -> None:
-        """However the request ended; only the first call counts."""
+        """Record the end of the request, with its outcome; only the first call counts."""
         if self.timings.HasField("total_s"):
             return
         self.timings.total_s = self.clock.now() - self._received_at_s
@@ -129,14 +131,14 @@ class Timeline:
 
 @dataclass(frozen=True)
 class TokenWork:
-    """Tokens to compute and tokens to draw; the latter as expected, not as allowed."""
+    """Tokens to prefill and tokens to generate; the latter as expected, not as allowed."""
 
     prompt_tokens: float = 0.0
     output_tokens: float = 0.0
 
     @property
     def num_tokens(self) -> float:
-        """Of both kinds."""
+        """Return the tokens of both kinds."""
         return self.prompt_tokens + self.output_tokens
 
     def more(self, other: "TokenWork") -> "TokenWork":
@@ -145,7 +147,7 @@ class TokenWork:
         )
 
     def less(self, other: "TokenWork") -> "TokenWork":
-        """Never below nothing."""
+        """Return the difference, at least zero for each kind."""
         return TokenWork(
             max(0.0, self.prompt_tokens - other.prompt_tokens),
             max(0.0, self.output_tokens - other.output_tokens),
@@ -154,16 +156,19 @@ class TokenWork:
 
 @dataclass(frozen=True)
 class Rates:
-    """Of all usable pools together: tokens per second, infinite until measured and where no request
-    waits for them. Of one of them: seconds per prompt token and between two tokens of an answer,
-    and the prompts that it has."""
+    """Rates of the usable workers.
+
+    Tokens per second refer to all pools together; they are infinite until measured and while no
+    request waits for them. Seconds per prompt token, seconds between two output tokens and the
+    queued prompts refer to one pool.
+    """
 
     prompt_tokens_per_s: float = math.inf
     output_tokens_per_s: float = math.inf
     prompt_token_s: float = 0.0
     output_token_s: float = 0.0
     ahead: PromptsAhead = field(default_factory=PromptsAhead)
-    is_idle: bool = True  # a pair of pools has nothing to do
+    is_idle: bool = True  # a prefill worker and a decode pool have no request
 
     @classmethod
     def of(
@@ -173,10 +178,13 @@ class Rates:
         num_waiting: int = 0,
         num_tokens: int = 1,
     ) -> "Rates":
-        """While `num_waiting` requests wait, whose prompts have about so many tokens. No request
-        waits for prefill while a worker has room for a prompt; a decode pool that could take more
-        of them draws for more. A pool that was not measured counts as the mean of the others, and
-        of many pools some stand for all."""
+        """Return the rates while `num_waiting` requests with prompts of about `num_tokens` are
+        queued.
+
+        No request waits for prefill while a worker has room for a prompt. A decode pool that could
+        take more requests generates for more. A pool without measurement counts as the mean of the
+        others. In a large fleet `MOST_ASKED` pools stand for all.
+        """
         some_sources, some_pools = (
             workers[:: -(-len(workers) // MOST_ASKED) or 1] for workers in (sources, pools)
         )
@@ -210,20 +218,18 @@ class Rates:
         )
 
     def wait_s(self, ahead: TokenWork) -> float:
-        """Until so much work has been given to workers: as long as the slower of the two kinds
-        takes."""
+        """Return the time until the work in `ahead` has been placed, limited by the slower kind."""
         return max(
             ahead.prompt_tokens / self.prompt_tokens_per_s,
             ahead.output_tokens / self.output_tokens_per_s,
         )
 
     def service_s(self, work: TokenWork) -> float:
-        """From being given to a pair of workers to the last token."""
+        """Return the time from placement on a pair of workers to the last token."""
         return self._service_s(self.ahead.before(work.prompt_tokens) + work.prompt_tokens, work)
 
     def placed_service_s(self, work: TokenWork) -> float:
-        """The same for a request that has just been given to workers: its prompt is among those
-        that they have."""
+        """Return `service_s` of a request that was just placed: its prompt is among those ahead."""
         return self._service_s(max(self.ahead.before(work.prompt_tokens), work.prompt_tokens), work)
 
     def _service_s(self, prompt_tokens: float, work: TokenWork) -> float:
@@ -232,7 +238,7 @@ class Rates:
 
 @dataclass
 class _Length:
-    """The mean share of `max_tokens` that answers come to."""
+    """Mean ratio of response length to `max_tokens`, weighted by age."""
 
     share: float = 0.0
     weight: float = 0.0
@@ -244,20 +250,18 @@ class _Length:
         self.weight, self.seen_s = weight + 1, now_s
 
     def weight_at(self, now_s: float) -> float:
-        """Answers that it stands for."""
+        """Return the number of responses that the mean stands for at `now_s`."""
         age_s = now_s - self.seen_s
         return self.weight * 0.5 ** (age_s / HALF_LIFE_S) if age_s < FORGET_S else 0.0
 
 
 @dataclass
 class _SafetyFactor:
-    """How much longer services took than was estimated, at the worse end; by length: shorter ones
-    are less certain."""
+    """High quantile of actual over estimated service time, by length; short ones are less certain."""
 
-    errors: dict[int, deque[tuple[float, float]]] = field(
-        default_factory=dict
-    )  # when, actual over estimated
-    factors: dict[int, tuple[float, float]] = field(default_factory=dict)  # when, what it came to
+    # By octave of the estimate: (time, actual / estimated).
+    errors: dict[int, deque[tuple[float, float]]] = field(default_factory=dict)
+    factors: dict[int, tuple[float, float]] = field(default_factory=dict)  # (time, factor)
 
     def observe(self, estimated_s: float, actual_s: float, now_s: float) -> None:
         errors = self.errors.setdefault(_octave(estimated_s), deque(maxlen=REMEMBERED_ERRORS))
@@ -286,7 +290,7 @@ def _octave(seconds: float) -> int:
 
 @dataclass
 class _Habits:
-    """Of one client; lengths by the power of two that the limit is of."""
+    """History of one client; lengths by the bit length of `max_tokens`."""
 
     lengths: dict[int, _Length] = field(default_factory=dict)
     safety_factor: _SafetyFactor = field(default_factory=_SafetyFactor)
@@ -294,28 +298,27 @@ class _Habits:
 
 
 class ClientHabits:
-    """How long each client's answers become, and how far estimates of its requests have been wrong.
+    """Response lengths and estimation errors of each client.
 
-    One client's habits say little of another's: what is estimated of a request goes by those of its
-    own client, and as long as these are few by what is usual among several others. A client whose
-    requests are refused for the length of their answers has one served now and then all the same,
-    so that it can show shorter ones.
+    One client's history says little about another's. An estimate uses the history of its own
+    client, and the share common to several clients while that is short. A client whose requests are
+    rejected for the expected length has one served now and then all the same, so that it can show
+    shorter ones.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._clients: OrderedDict[str, _Habits] = OrderedDict()  # the one seen last is the last
-        self._usual: dict[
-            int, tuple[float, float | None]
-        ] = {}  # when, and the share, None of too few clients
+        self._clients: OrderedDict[str, _Habits] = OrderedDict()  # most recently seen last
+        # By bit length of the limit: (time, share); the share is None with too few clients.
+        self._usual: dict[int, tuple[float, float | None]] = {}
 
     def answered(self, client: str, max_tokens: int, num_tokens: int) -> None:
-        """An answer that was not cut off had so many tokens."""
+        """Record a response of `num_tokens` that was not cut off."""
         length = self._of(client).lengths.setdefault(max_tokens.bit_length(), _Length())
         length.add(num_tokens / max_tokens, self._clock.now())
 
     def expected_tokens(self, client: str, max_tokens: int) -> float:
-        """Return how many tokens an answer will have; 0 where nothing is known."""
+        """Return the expected number of tokens of a response; 0 if nothing is known."""
         limit, now_s = max_tokens.bit_length(), self._clock.now()
         known = self._clients.get(client)
         own = (known.lengths.get(limit) if known is not None else None) or _Length()
@@ -327,8 +330,7 @@ class ClientHabits:
         return max_tokens * own.share if weight else 0.0
 
     def may_try(self, client: str) -> bool:
-        """Whether a request that is expected to end too late is served all the same. If so, it is
-        the last one for `TRIAL_S`."""
+        """Return whether to serve a request that is expected to end too late, once per `TRIAL_S`."""
         habits, now_s = self._of(client), self._clock.now()
         if now_s - habits.tried_s < TRIAL_S:
             return False
@@ -336,14 +338,16 @@ class ClientHabits:
         return True
 
     def served(self, client: str, estimated_s: float, actual_s: float) -> None:
-        """`actual_s` may be the least it would have been, of a service that was cut off."""
+        """Record a service time. For a service that was cut off, `actual_s` is a lower bound."""
         if estimated_s > 0:
             self._of(client).safety_factor.observe(estimated_s, actual_s, self._clock.now())
 
     def safety_factor(self, client: str, estimated_s: float) -> float:
-        """Return by how much longer than estimated a service may take: from 1 to `MAX_CAUTION`.
-        Without it a request that is served at the edge of its deadline, as all are under overload,
-        ends as often behind it as before it."""
+        """Return the factor by which a service may exceed its estimate: from 1 to `MAX_CAUTION`.
+
+        Without it, a request admitted at the edge of its deadline, as all are under overload, would
+        miss the deadline half of the time.
+        """
         known = self._clients.get(client)
         return (
             START_CAUTION
@@ -359,8 +363,10 @@ class ClientHabits:
         return habits
 
     def _usual_share(self, limit: int, now_s: float) -> float | None:
-        """The median of the clients that have shown any: one that shows extremes moves it by one
-        place at most."""
+        """Return the median share of the clients with a history for this limit.
+
+        A client with extreme lengths moves the median by at most one place.
+        """
         at_s, share = self._usual.get(limit, (-math.inf, None))
         if now_s - at_s >= USUAL_S:
             shares = [
@@ -374,7 +380,7 @@ class ClientHabits:
 
 
 class ServiceTimeModel:
-    """What a router has learnt of its pools; its requests write it as they go."""
+    """Estimates that a router has learned of its pools; its requests update them."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -384,15 +390,17 @@ class ServiceTimeModel:
     def work(
         self, client: str, prompt_tokens: int, max_tokens: int, num_drawn: int = 0
     ) -> TokenWork:
-        """Of a request that lacks so many tokens of its prompt. Of its answer `num_drawn` are
-        there: they are read as a prompt is."""
+        """Return the work of a request that lacks `prompt_tokens` tokens of its prompt.
+
+        `num_drawn` tokens of its response exist already: they are prefilled like a prompt.
+        """
         to_read = max(prompt_tokens, MIN_TOKENS) + num_drawn
         return TokenWork(
             to_read, max(self.habits.expected_tokens(client, max_tokens) - num_drawn, 0.0)
         )
 
     def cautious_s(self, rates: Rates, client: str, work: TokenWork) -> float:
-        """The time that a service takes at most, nine times of ten."""
+        """Return the service time that is not exceeded in nine of ten cases."""
         estimated_s = rates.service_s(work)
         return (
             estimated_s * self.habits.safety_factor(client, estimated_s) if estimated_s > 0 else 0.0
@@ -400,14 +408,16 @@ class ServiceTimeModel:
 
 
 class ServiceRecord:
-    """What one request shows of the pools that serve it, for those that come after it; from being
-    given to a pair of workers to the end. A request that moves shows nothing: it was served
-    twice."""
+    """Measurements of one request on its pools, for later estimates.
+
+    Covers the time from placement to the end. A request that migrates yields no estimate: it was
+    served twice.
+    """
 
     def __init__(
         self, service_model: ServiceTimeModel, client: str, max_tokens: int, estimated_s: float
     ) -> None:
-        """`estimated_s`: how long it should take."""
+        """`estimated_s`: expected service time."""
         self._service_model = service_model
         self._client = client
         self._max_tokens = max_tokens
@@ -419,39 +429,39 @@ class ServiceRecord:
         self._has_moved = False
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
-        """The worker says how long it computed the prompt."""
+        """Record the prefill time that the worker reports."""
         self._service_model.best_prefill.observe(num_tokens, seconds)
 
     def committed(self, pool: Booking) -> None:
-        """The decode pool begins."""
+        """Mark the start of decoding."""
         pool.began()
         self._pool, self._committed_s = pool, self._service_model.clock.now()
 
     def drew(self, num_tokens: int) -> None:
-        """The decode pool did."""
+        """Count tokens that the decode pool sampled."""
         self._num_drawn += num_tokens
 
     def moved(self) -> None:
-        """It goes on elsewhere."""
+        """Mark that the request has migrated."""
         self._has_moved = True
 
     def ended(self, num_tokens: int) -> None:
-        """With an answer of so many tokens."""
+        """Record the end of the request, with a response of `num_tokens`."""
         if num_tokens:
             self._service_model.habits.answered(self._client, self._max_tokens, num_tokens)
         self._note()
 
     def finished(self, decode_s: float) -> None:
-        """The decode pool says that it took so long; its memory is free."""
+        """Record the decode time that the pool reports; its memory is free."""
         if self._pool is None:
             return
         self._pool.finished()
         if not self._has_moved:
             self._pool.answered(self._num_drawn, decode_s)
-        self._pool = None  # `cut_off` adds nothing
+        self._pool = None  # a later `cut_off` records nothing for the pool
 
     def cut_off(self) -> None:
-        """At its deadline: it would have taken at least this long."""
+        """Record the end at the deadline: the request would have taken at least this long."""
         if self._pool is not None and not self._has_moved:
             self._pool.answered(
                 self._num_drawn, self._service_model.clock.now() - self._committed_s

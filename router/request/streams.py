@@ -1,5 +1,8 @@
-"""The two halves of a request in flight: its run on a prefill worker, on one after the other if
-need be, and its stay in a decode pool, from the offer of its prompt to its last token."""
+"""The two halves of a request in flight: prefill attempts and the reservation in a decode pool.
+
+`PrefillStream` runs the prompt on one prefill worker after another, until one succeeds.
+`DecodeStream` covers the time from the offer of the prompt to the last token.
+"""
 
 import asyncio
 from collections.abc import Sequence
@@ -14,7 +17,7 @@ from runtime.errors import BatonError, CapacityError, PeerLostError
 
 
 class PrefillStream:
-    """Attempts to run the prompt; the first one begins with `run`."""
+    """Attempts to prefill the prompt; `run` starts the first one."""
 
     def __init__(self, parts: FlowParts, booking: Booking) -> None:
         self._parts = parts
@@ -22,11 +25,11 @@ class PrefillStream:
         self._tried: frozenset[str] = frozenset()
         self._attempts = 1
         self._search: asyncio.Task[None] | None = None
-        self.has_first_token = False  # drawn by the present attempt
+        self.has_first_token = False  # sent by the current attempt
         self.stream: WorkerStream[prefill_pb2.PrefillInput, prefill_pb2.PrefillEvent] | None = None
 
     def run(self) -> None:
-        """Run the prompt on the worker that is booked."""
+        """Start the prompt on the booked worker."""
         worker = self._booking.worker
         opening = prefill_pb2.PrefillInput()
         opening.open.context.CopyFrom(self._parts.context())
@@ -48,13 +51,13 @@ class PrefillStream:
             self.stream.send(prefill_pb2.PrefillInput(destination=destination))
 
     def let_go(self) -> None:
-        """The pool has what it sent."""
+        """Tell the prefill worker that the pool has everything it sent."""
         if self.stream is not None:
             self.stream.send(prefill_pb2.PrefillInput(release=prefill_pb2.PrefillRelease()))
             self.stream.let_end()
 
     def scores_read(self) -> None:
-        """The client has taken one more message of them."""
+        """Tell the worker that the client has taken one more message of scores."""
         if self.stream is None:
             return
         unsent = self.stream.unsent
@@ -66,25 +69,26 @@ class PrefillStream:
             )
 
     def computed(self) -> None:
-        """The prompt waits for nothing on that worker any more."""
+        """Record that the prompt no longer queues on that worker."""
         self.has_first_token = True
         self._booking.computed()
 
     def overdue(self) -> BatonError:
-        """The error of a worker that sent everything and reported nothing."""
+        """Return the error for a worker that sent the handoff but not the first token."""
         return PeerLostError(
             "the prefill worker sent a handoff and did not send the first token in time"
         )
 
     def move_on(self, error: BatonError, pool: Booking) -> None:
-        """Run the prompt for this pool on another worker, or on the same one once it is back if
-        there is no other.
+        """Run the prompt for this pool on another worker, or on the same one after its restart if
+        no other exists.
 
         Raises:
-            BatonError: `error`, if a retry cannot help or none is left.
+            BatonError: `error`, if a retry cannot help or no attempt is left.
         """
         self.close()
-        self.stream, self.has_first_token = None, False  # no answer of that attempt counts any more
+        # Events of the failed attempt no longer count.
+        self.stream, self.has_first_token = None, False
         suspect(self._booking, error)
         self._tried |= {self.address}
         if self._attempts >= self._parts.limits.prefill_attempts or not may_retry(error):
@@ -92,7 +96,7 @@ class PrefillStream:
         self._search = self._parts.group.create_task(self._reopen(error, pool))
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the stream, stop a search and release the booking. Idempotent."""
         _cancel(self._search)
         if self.stream is not None:
             self.stream.close()
@@ -117,12 +121,12 @@ MAX_RETRY_PAUSE_S = 0.5
 
 
 class DecodeStream:
-    """One reservation in a decode pool, offered to pool after pool until one takes it, and what
-    that draws."""
+    """One request on a decode pool: the reservation, offered to pool after pool, and its tokens."""
 
     def __init__(self, parts: FlowParts, booking: Booking, replayed: Sequence[int] = ()) -> None:
-        """`replayed`: output tokens after the first that the client has, of a request that moves
-        here."""
+        """`replayed`: output tokens after the first that the client of a migrated request already
+        has.
+        """
         self._parts = parts
         self._booking = booking
         self._replayed = tuple(replayed)
@@ -131,12 +135,11 @@ class DecodeStream:
         self._refused_since: float | None = None
         self._source: transfer_pb2.SourceTerms | None = None
         self._first_token: types_pb2.TokenChunk | None = None
-        # on the present stream; the epoch of destination terms is that of the offer they answer
+        # Counts offers on the current stream. Destination terms carry the epoch of their offer.
         self._num_offers = 0
         self._is_destination_due = False
-        self.local_prefill_requested = (
-            False  # whether the pool was asked to compute the rest itself, and has not answered
-        )
+        # Whether the pool was asked to compute the rest of the prompt and has not answered yet.
+        self.local_prefill_requested = False
         self._due = DueTimer(parts.overdue)
         self.stream: WorkerStream[decode_pb2.DecodeInput, decode_pb2.DecodeEvent] | None = None
         self.has_reserved = False
@@ -155,8 +158,9 @@ class DecodeStream:
 
     @property
     def may_compute_rest(self) -> bool:
-        """Whether nearly all of the prompt is there, by what the pool has reported, and nothing was
-        drawn elsewhere."""
+        """Return whether the pool reported nearly all of the prompt as cached and no token was
+        sampled elsewhere.
+        """
         num_held = self._booking.num_held
         return (
             num_held > 0
@@ -165,19 +169,23 @@ class DecodeStream:
         )
 
     def request_local_prefill(self) -> None:
-        """Let the pool compute what it lacks of the prompt; it may refuse."""
+        """Ask the pool to compute the part of the prompt that it lacks; it may refuse."""
         self.local_prefill_requested = True
         self._open(None)
 
     def local_prefill_accepted(self) -> None:
-        """It does so."""
+        """Record that the pool computes the rest of the prompt itself."""
         self.local_prefill_requested, self.has_reserved = False, True
         self._is_destination_due = False
         self._due.settle()
         self._booking.reserved()
 
     def local_prefill_rejected(self, error: BatonError) -> None:
-        """It does not: it waits for a source's offer. Raises `error` if nobody could do better."""
+        """Handle a refusal to prefill locally: the pool waits for a source's offer.
+
+        Raises:
+            BatonError: `error`, if it is not retryable.
+        """
         if not may_retry(error):
             raise error
         self.local_prefill_requested = self._is_destination_due = False
@@ -188,7 +196,7 @@ class DecodeStream:
         reservation.
 
         Raises:
-            PeerLostError: the pool that was booked has started anew since, perhaps as another.
+            PeerLostError: the booked pool has restarted since, perhaps with another configuration.
         """
         self._source = source
         if self.stream is not None:
@@ -196,12 +204,15 @@ class DecodeStream:
             self._expect_destination()
         elif self._search is None or self._search.done():
             if self._booking.is_outlived:
-                raise PeerLostError("the decode worker started anew while the request queued")
+                raise PeerLostError("the decode worker restarted while the request was queued")
             self._open(source)
 
     def source_lost(self) -> None:
-        """The prefill worker is gone; the next one makes a new offer. The pool is notified, so that
-        it waits for it; a pool that may still refuse is notified when it has reserved."""
+        """Record that the prefill worker is lost; its replacement makes a new offer.
+
+        The pool is notified, so that it waits for the replacement. A pool that may still refuse is
+        notified after it has reserved.
+        """
         self._source = None
         if self.has_reserved:
             self._send_source_lost()
@@ -209,8 +220,10 @@ class DecodeStream:
             self._due.settle()
 
     def first_token(self, token: types_pb2.TokenChunk) -> None:
-        """Sent when the pool has reserved: what is sent to a pool that refuses would hide why it
-        did. Only the first call counts."""
+        """Send the first token once the pool has reserved; only the first call counts.
+
+        A message to a pool that refuses would hide the reason of the refusal.
+        """
         if self._first_token is not None:
             return
         self._first_token = token
@@ -218,8 +231,11 @@ class DecodeStream:
             self._send_first_token(token)
 
     def reserved(self, destination: transfer_pb2.DestinationTerms) -> bool:
-        """Destination terms arrived; False if they answer an offer that was overtaken, or whose
-        worker is gone: the successor that queues gets terms of its own when it has started."""
+        """Record destination terms; return whether they fit the current source.
+
+        They do not if they reply to an offer that was overtaken, or if their source is lost. A
+        replacement that still queues gets terms of its own when it has started.
+        """
         if not self.has_reserved and self._first_token is not None:
             self._send_first_token(self._first_token)
         if not self.has_reserved and self._source is None:
@@ -233,57 +249,57 @@ class DecodeStream:
         return self._source is not None
 
     def expect_commit(self) -> None:
+        """Expect the pool's commit within `limits.commit_s`."""
         self._due.owe(self._parts.limits.commit_s)
 
     @property
     def lacks_first_token(self) -> bool:
-        """Whether it cannot give the commit that is due, because no worker has sent the first
-        token."""
+        """Return whether the due commit is impossible because no worker has sent the first token."""
         return not self._is_destination_due and self._first_token is None
 
     def committed(self) -> None:
         self._due.settle()
 
     def finished(self) -> None:
-        """It has drawn everything, and ends the request by itself."""
+        """Let the stream end by itself: the pool has generated every token."""
         if self.stream is not None:
             self.stream.let_end()
 
     @property
     def is_overdue(self) -> bool:
-        """Whether its answer has not come in time."""
+        """Return whether a reply of the pool is overdue."""
         return self._due.is_over
 
     def overdue(self) -> BatonError:
-        """What it means that its answer has not come."""
+        """Return the error for a pool whose reply is overdue."""
         missing = "commit a handoff that was sent" if self.has_reserved else "answer a reservation"
         return PeerLostError(f"the decode worker did not {missing} in time")
 
     def move_on(self, error: BatonError) -> None:
-        """Offer it to the next pool. When all have refused, offer it again until one takes it or
-        the time is up.
+        """Offer the request to the next pool. When all have refused, offer it again until one
+        accepts or the time is up.
 
         Raises:
-            BatonError: `error`, if no pool could do better.
+            BatonError: `error`, if no other pool can help.
         """
         if not may_retry(error):
             raise error
         self._close_stream()
         suspect(self._booking, error)
         self._tried |= {self.address}
-        # What the prompt's source sends must fit, which is more than what fits the pool that is
-        # left.
+        # The prompt's source needs a pool that fits it. That is stricter than fitting the previous
+        # pool.
         wanted = self.compatibility if self._source is None else self._source.compatibility
         self._search = self._parts.group.create_task(self._reopen(error, wanted))
 
     def broken(self, reason: str) -> None:
-        """What it sent makes no sense: the request is lost there."""
+        """Treat the request as lost on this pool after a malformed event."""
         if self.stream is not None:
             self.stream.close()
             self._parts.deliver(Ended(self.stream, lost=reason))
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the stream, stop a search and release the booking. Idempotent."""
         _cancel(self._search)
         self._close_stream()
         self._booking.release()
@@ -295,8 +311,11 @@ class DecodeStream:
         self.stream = None
 
     async def _reopen(self, error: BatonError, compatibility: str) -> None:
-        """The old booking stays until there is a new one: what waits here goes before what
-        admission still holds."""
+        """Book another pool and open a stream to it.
+
+        The old booking is kept until then: a request that waits here goes before those in
+        admission.
+        """
         directory, prompt = self._parts.directory, self._parts.prompt
         book = partial(
             directory.book_decode, prompt, compatibility, context_tokens=self._parts.context_tokens
@@ -315,7 +334,7 @@ class DecodeStream:
             self._open(self._source)
 
     async def _pause(self) -> None:
-        """Until something may have changed in the pools."""
+        """Wait until the pools may have changed."""
         await asyncio.sleep(RETRY_PAUSE_S)
         with suppress(TimeoutError):
             async with asyncio.timeout(MAX_RETRY_PAUSE_S):
@@ -343,7 +362,9 @@ class DecodeStream:
             self.stream.send(decode_pb2.DecodeInput(source_lost=decode_pb2.DecodeSourceLost()))
 
     def _patience_s(self, error: BatonError, compatibility: str) -> float:
-        """What is left of it since the first refusal: more where pools live and are only full."""
+        """Return the time left to wait since the first refusal; longer if pools are alive and only
+        full.
+        """
         now = asyncio.get_running_loop().time()
         self._refused_since = now if self._refused_since is None else self._refused_since
         is_full = isinstance(error, CapacityError) and self._parts.directory.has_decode(
@@ -362,6 +383,6 @@ class DecodeStream:
 
 
 def _cancel(task: asyncio.Task[None] | None) -> None:
-    """End a search, unless the caller is that search."""
+    """Cancel a search, unless the caller is that search."""
     if task is not None and task is not asyncio.current_task():
         task.cancel()

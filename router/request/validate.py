@@ -1,9 +1,8 @@
-"""Is this request possible? Every field is checked against the limits of the protos and of the
-model before any work.
+"""Validation of a request against the limits of the protos and of the model, before any work.
 
-All violations are reported at once, each with the path of its field and the limit. What passes
-becomes an `AdmissibleRequest`: tokenised, every default resolved, ready for the workers.
-`PriorityLimits` bounds the priority that a client may ask for.
+All violations are reported at once, each with the path of its field and the limit. A valid request
+becomes an `AdmissibleRequest`: tokenized, every default resolved, ready for the workers.
+`PriorityLimits` bounds the priority that a client may request.
 """
 
 from array import array
@@ -37,22 +36,25 @@ MAX_CHOICES = 16
 MAX_PRIORITY = 100
 EVERYBODY, DEFAULT_LIMITS = "*", ("*=0",)
 MAX_CACHE_SALT_BYTES = 128
-MAX_SHOWN_CHARACTERS = 128  # of a text that is quoted in an error
+MAX_SHOWN_CHARACTERS = 128  # of a text quoted in an error
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 1024
 MAX_STOP_TOKEN_IDS = 64
-_OF_PROMPT = "@"  # between the two parts of what a client is told
+_OF_PROMPT = "@"  # separates compatibility and prompt digest in `resumed_from`
 
 
 @dataclass(frozen=True)
 class AdmissibleRequest:
-    """A request that can succeed. `engine` is its first choice; its `request_id` is empty if the
-    client chose none. `resumed`: of each choice in turn, the tokens its client has already, as far
-    as there are any; `resumed_from`: of each choice the compatibility of the workers that drew
-    them, "" where any workers may go on. `routed` has the tokens of `engine` as machine integers:
-    to read them back from a message takes ten times as long. None: nobody has them. `client` is
-    what its share of the pools goes by."""
+    """A valid request.
+
+    `engine` is its first choice; its `request_id` is empty if the client chose none. `resumed`
+    holds, for each choice in turn, the tokens that its client already has. `resumed_from` holds,
+    for each choice, the compatibility of the workers that sampled them, "" if any workers may
+    continue. `routed` has the prompt tokens of `engine` as machine integers, because reading them
+    from a message takes ten times as long; None if they are not at hand. `client` is the key of the
+    client's share of the pools.
+    """
 
     engine: types_pb2.EngineRequest
     stop_strings: tuple[str, ...]
@@ -65,25 +67,25 @@ class AdmissibleRequest:
 
     @cached_property
     def prompt(self) -> RoutedPrompt:
-        """For choosing workers."""
+        """Return the prompt in the form used to choose workers."""
         return self.routed or prompt_of(self.engine)
 
     def resumed_of(self, index: int) -> tuple[int, ...]:
-        """Of choice `index`."""
+        """Return the resumed tokens of choice `index`."""
         return self.resumed[index] if index < len(self.resumed) else ()
 
     @property
     def compatibility(self) -> str:
-        """What the workers of its first choice must fit; empty where any do."""
+        """Return the compatibility that the first choice's workers must fit; empty if any do."""
         return self.resumed_from[0] if self.resumed_from else ""
 
     def drawn_by(self, compatibility: str) -> str:
-        """What a client is told of tokens that such workers draw, for `resumed_from`."""
+        """Return the `resumed_from` value for tokens sampled by workers of this compatibility."""
         return f"{compatibility}{_OF_PROMPT}{self.prompt.digest}"
 
     @property
     def context_tokens(self) -> int:
-        """What it may come to, prompt plus completion."""
+        """Return the maximum length of the request: prompt plus completion."""
         return len(self.engine.prompt_token_ids) + self.engine.max_tokens
 
 
@@ -97,16 +99,18 @@ async def admissible(
     most_urgent: int = -MAX_PRIORITY,
     client: str = "",
 ) -> AdmissibleRequest:
-    """The request of `client` in the workers' terms. `draw_seed` gives the seed of a request that
-    brings none; without `grammars` structured output cannot be had; `most_urgent` is the smallest
-    priority its client may use, and the one of a request that asks for none where 0 would be too
-    urgent.
+    """Validate a request of `client` and return it in the workers' terms.
+
+    `draw_seed` returns the seed of a request that has none. Without `grammars` structured output is
+    not available. `most_urgent` is the smallest priority that the client may use. It is also the
+    priority of a request without one, if 0 would be too urgent.
 
     Raises:
-        UnknownModelError: it names another model.
-        InvalidRequestError: with every violation found.
-        CapacityError: too many grammars wait to be compiled, or too many of them are the client's.
-        UnavailableError: it resumes an answer to what another router made another prompt of.
+        UnknownModelError: the request names another model.
+        InvalidRequestError: the request is invalid; with every violation found.
+        CapacityError: too many grammars wait to be compiled, in total or of this client.
+        UnavailableError: it resumes a response to a prompt that another router tokenized
+            differently.
     """
     if request.model not in ("", facts.name):
         raise UnknownModelError(
@@ -139,20 +143,23 @@ async def admissible(
 
 
 def workers_of(drawn_by: str) -> str:
-    """The compatibility in what a client was told."""
+    """Return the compatibility in a `resumed_from` value."""
     return drawn_by.partition(_OF_PROMPT)[0]
 
 
 def _of_this_prompt(resolved: AdmissibleRequest) -> AdmissibleRequest:
-    """With the workers alone in `resumed_from`. Raises UnavailableError where tokens were drawn for
-    another prompt."""
+    """Reduce `resumed_from` to the workers' compatibility.
+
+    Raises:
+        UnavailableError: tokens were sampled for another prompt.
+    """
     for index, name in enumerate(resolved.resumed_from):
         digest = name.partition(_OF_PROMPT)[2]
         if digest not in ("", resolved.prompt.digest):
             raise UnavailableError(
-                f"resumed_from[{index}]: the answer began for a prompt with the digest {digest}, and this router makes "
-                f"{resolved.prompt.digest} of the request: it has another chat template or tokenizer, or the request "
-                "is another one"
+                f"resumed_from[{index}]: the response began for a prompt with the digest {digest}, and this "
+                f"router makes {resolved.prompt.digest} of the request: it has another chat template or tokenizer, "
+                "or the request differs"
             )
     if not resolved.resumed_from:
         return resolved
@@ -322,7 +329,7 @@ def _structured_output(request: generation_pb2.GenerateRequest) -> Iterable[Fiel
     if request.stop.min_tokens:
         yield FieldViolation(
             "stop.min_tokens",
-            "cannot be combined with structured_output, which says itself when the text is over",
+            "cannot be combined with structured_output, which itself ends the text",
         )
     if request.stop.ignore_eos:
         yield FieldViolation(
@@ -332,7 +339,7 @@ def _structured_output(request: generation_pb2.GenerateRequest) -> Iterable[Fiel
 
 
 def grammar_of(request: generation_pb2.GenerateRequest) -> Grammar | None:
-    """What the output must follow."""
+    """Return the grammar that the output must follow, None if the request has none."""
     kind = request.structured_output.WhichOneof("grammar")
     return (
         None
@@ -377,8 +384,10 @@ def _encoded(
     prompt: list[int],
     tokeniser: Tokeniser | None,
 ) -> Iterable[FieldViolation]:
-    """Refuse texts with tokens that the tokenizer has and the model has not: those of images, in
-    text models."""
+    """Yield a violation for text with tokens that the tokenizer has and the model has not.
+
+    Text models lack, for example, the image tokens of their tokenizer.
+    """
     kind = request.WhichOneof("prompt") or "prompt"
     if tokeniser is None or kind == "token_ids" or not prompt or max(prompt) < facts.vocab_size:
         return
@@ -436,15 +445,16 @@ def _resolve(
 def resolved_sampling(
     given: types_pb2.SamplingParams, facts: ModelLimits
 ) -> types_pb2.SamplingParams:
-    """Return every parameter as it applies: as given, else as the model's files state it, else
-    Baton's default."""
+    """Return every parameter as it applies: the request's value, else the model's, else Baton's
+    default.
+    """
     sampling = types_pb2.SamplingParams(**{**SAMPLING_DEFAULTS, **facts.sampling})  # type: ignore[arg-type]
     sampling.MergeFrom(given)
     return sampling
 
 
 def _too_long(field: str, num_tokens: int, facts: ModelLimits) -> FieldViolation:
-    # "maximum context length" is what clients of OpenAI's API look for, to shorten what they sent.
+    # Clients of OpenAI's API search for "maximum context length" to shorten what they sent.
     return FieldViolation(
         field,
         f"has {num_tokens} tokens; the maximum context length of {facts.max_context_tokens} "
@@ -464,19 +474,25 @@ def _not_in_vocabulary(token_id: int, facts: ModelLimits) -> str:
 
 @dataclass(frozen=True)
 class PriorityLimits:
-    """The most urgent priority of each client, by the name its token or certificate gives it:
-    `lowest`; the smaller a priority, the more urgent. `*` is for clients that have no entry of
-    their own."""
+    """Most urgent priority of each client, by the name in its token or certificate.
+
+    `lowest` maps a name to its smallest priority; the smaller a priority, the more urgent. `*`
+    applies to clients without an entry.
+    """
 
     lowest: Mapping[str, int] = field(default_factory=lambda: {EVERYBODY: 0})
 
     @classmethod
     def parse(cls, entries: Iterable[str]) -> Self:
-        """From "NAME=PRIORITY". Raises ConfigError naming an entry that is none."""
+        """Parse "NAME=PRIORITY" entries.
+
+        Raises:
+            ConfigError: an entry is malformed; the error names it.
+        """
         return cls({EVERYBODY: 0} | dict(map(_parsed, entries)))
 
     def most_urgent(self, caller: Caller) -> int:
-        """The smallest priority `caller` may give a request."""
+        """Return the smallest priority that `caller` may use."""
         own = [self.lowest[name] for name in caller.names if name in self.lowest]
         return min(own, default=self.lowest[EVERYBODY])
 

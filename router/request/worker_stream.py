@@ -1,10 +1,11 @@
-"""What the prefill stream and the decode stream of a request have in common: a place on the call
-that all requests to a worker share, what they know of the request, and the queue of what its task
-has to handle.
+"""Parts that the prefill and decode streams of a request share.
 
-Messages go out without waiting, and events are delivered as they arrive. The stream's life is the
-request's life on that worker: `close` makes the worker give it up. Nothing that comes for a closed
-stream is delivered.
+`WorkerStream` is a place on the call that all requests to a worker share. `FlowParts` is what a
+stream knows of its request, and `FlowInbox` queues the events for the request's task.
+
+Messages are sent without waiting, and events are delivered as they arrive. The stream lives as long
+as the request on that worker: `close` makes the worker give the request up. Events for a closed
+stream are dropped.
 
 `PrefillStream` and `DecodeStream` (`router.request.streams`) each own one booking and one
 `WorkerStream` at a time, and move on to another worker (`router.request.retries`).
@@ -30,18 +31,18 @@ from runtime.process.supervision import first_leaf
 InputT = TypeVar("InputT", prefill_pb2.PrefillInput, decode_pb2.DecodeInput)
 EventT = TypeVar("EventT", prefill_pb2.PrefillEvent, decode_pb2.DecodeEvent)
 
-MAX_UNHANDLED = 64  # events of one request; workers wait for the request, or have little to say
+MAX_UNHANDLED = 64  # events of one request; workers send few, or wait for the request
 
 
 class Stream(Protocol):
-    """That something came by."""
+    """Handle that identifies the stream of an event."""
 
     def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
 class Received:
-    """A message of a worker."""
+    """A message from a worker."""
 
     stream: Stream
     event: prefill_pb2.PrefillEvent | decode_pb2.DecodeEvent
@@ -49,8 +50,7 @@ class Received:
 
 @dataclass(frozen=True)
 class Ended:
-    """A worker's stream is over: as it should, with the worker's error, or because it was lost, and
-    why."""
+    """The end of a worker's stream: regular, with the worker's error, or with the reason `lost`."""
 
     stream: Stream | None
     error: BatonError | None = None
@@ -59,21 +59,21 @@ class Ended:
 
 @dataclass(frozen=True)
 class Over:
-    """Nothing more is needed of the workers, or handling what came went wrong."""
+    """The end of a request: the workers are no longer needed, or handling an event failed."""
 
     error: Exception | None = None
 
 
 @dataclass(frozen=True)
 class Overdue:
-    """An answer that was due has not come."""
+    """A reply that was due has not arrived."""
 
 
 Event = Received | Ended | Over | Overdue
 
 
 class WorkerStream(Generic[InputT, EventT]):
-    """One request on one worker. Satisfies `router.workers.worker_call.RequestReceiver`."""
+    """One request on one worker. Implements `router.workers.worker_call.RequestReceiver`."""
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class WorkerStream(Generic[InputT, EventT]):
         call: WorkerCall[InputT, EventT],
         deliver: Callable[[Received | Ended], object],
     ) -> None:
-        """`open` makes streams."""
+        """Call `open` instead."""
         self._worker = worker
         self._call: WorkerCall[InputT, EventT] = call
         self._deliver = deliver
@@ -96,27 +96,27 @@ class WorkerStream(Generic[InputT, EventT]):
         opening: InputT,
         deliver: Callable[[Received | Ended], object],
     ) -> Self:
-        """Never fails: a worker that cannot be called was lost, which is delivered."""
+        """Open a stream to `worker`. Never fails: the loss of an unreachable worker is delivered."""
         stream = cls(worker, call, deliver)
         worker.attach(stream)
         stream._key = call.open(stream, opening)
         return stream
 
     def send(self, message: InputT) -> None:
-        """Never waits and never fails: the end of a dead stream is delivered."""
+        """Send a message. Never waits and never fails: the end of a dead stream is delivered."""
         self._call.send(self._key, message)
 
     @property
     def unsent(self) -> InputT | None:
-        """The last message, as long as it may still be changed."""
+        """Return the last message while it may still be changed, else None."""
         return self._call.unsent(self._key)
 
     def let_end(self) -> None:
-        """The worker ends it by itself now, as it should."""
+        """Expect the worker to end the stream by itself."""
         self._is_ending = True
 
     def close(self) -> None:
-        """End it now. Every stream must be closed, also one that has ended."""
+        """End the stream now. Every stream must be closed, also one that has ended."""
         self._call.leave(self._key, is_ending=self._is_ending)
         self._worker.detach(self)
 
@@ -131,20 +131,22 @@ class WorkerStream(Generic[InputT, EventT]):
 
 
 class FlowInbox:
-    """What a request's task has to handle, in order: what happens while nothing waits here, and
-    needs no wait, is handled where it happens."""
+    """Events for a request's task, in order.
+
+    An event that needs no wait is handled where it arrives while this inbox is empty.
+    """
 
     def __init__(self) -> None:
         self._events: deque[Event] = deque()
-        self._reader: asyncio.Future[None] | None = None  # that waits for an event
+        self._reader: asyncio.Future[None] | None = None  # resolved by the next event
 
     @property
     def is_idle(self) -> bool:
-        """Whether the task waits, with nothing to handle."""
+        """Return whether the task waits and no event is queued."""
         return self._reader is not None and not self._reader.done() and not self._events
 
     def post(self, event: Event) -> bool:
-        """Never waits. False if too many events wait already, for one of a worker."""
+        """Queue an event without waiting; return False for a worker's event if too many are queued."""
         if len(self._events) >= MAX_UNHANDLED and isinstance(event, Received):
             return False
         self._events.append(event)
@@ -160,33 +162,35 @@ class FlowInbox:
 
 
 class DueTimer:
-    """Calls `overdue` when an answer that is due has not come in time. One timer for a request and
-    not one for an answer: it is moved when it goes off too soon. Build inside a running event
-    loop."""
+    """Timer that calls `overdue` when a due reply has not arrived in time.
+
+    One timer serves all replies of a request: it is moved if it fires too early. Build it inside a
+    running event loop.
+    """
 
     def __init__(self, overdue: Callable[[], object]) -> None:
         self._overdue = overdue
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
-        self.due_at: float | None = None  # loop time; None while none is due
+        self.due_at: float | None = None  # loop time; None while no reply is due
 
     @property
     def is_over(self) -> bool:
-        """Whether it should be there."""
+        """Return whether the reply is overdue."""
         return self.due_at is not None and self._loop.time() >= self.due_at
 
     def owe(self, seconds: float) -> None:
-        """An answer is due so soon, in place of any other."""
+        """Expect a reply within `seconds`, in place of any other."""
         self.due_at = self._loop.time() + seconds
         if self._timer is None or self._timer.when() > self.due_at:
             self._set(self.due_at)
 
     def settle(self) -> None:
-        """None is due any more."""
+        """Cancel the expectation: no reply is due."""
         self.due_at = None
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop the timer. Idempotent."""
         self.due_at = None
         if self._timer is not None:
             self._timer.cancel()
@@ -205,8 +209,8 @@ class DueTimer:
         if now < self.due_at:
             self._set(self.due_at)
         elif now - self.due_at >= HELD_UP_S:
-            # This router did not run, as when its process was held up: what the worker sent is read
-            # first.
+            # This router did not run, for example because its process was stopped. Messages that
+            # the worker sent meanwhile are handled first.
             self.due_at = now + HELD_UP_S
             self._set(self.due_at)
         else:
@@ -215,26 +219,31 @@ class DueTimer:
 
 @dataclass(frozen=True)
 class FlowLimits:
-    """How patient a request is. `peer_wait_s` leaves a client without an answer for less than five
-    seconds, where workers start within that time."""
+    """Patience of a request.
+
+    With the default `peer_wait_s` a client waits less than five seconds for a token, if workers
+    restart within that time.
+    """
 
     prefill_attempts: int = 3
-    peer_wait_s: float = 4.0  # for a lost worker to be replaced or to come back
-    capacity_wait_s: float = 60.0  # for room in a decode pool, when all refused
-    reserve_s: float = 4.0  # a decode stream opened to its destination terms
-    commit_s: float = 30.0  # the last byte sent to its commit
-    migrations: int = 3  # decode pools that may be lost under one request
+    peer_wait_s: float = 4.0  # until a lost worker is replaced or back
+    capacity_wait_s: float = 60.0  # for capacity in a decode pool, after all refused
+    reserve_s: float = 4.0  # from opening a decode stream to its destination terms
+    commit_s: float = 30.0  # from the last byte sent to its commit
+    migrations: int = 3  # decode pools that one request may lose
 
     def restart_estimate_s(self, directory: Directory) -> float:
-        """For a lost worker, which may take as long as it took to start."""
+        """Return how long to wait for a lost worker: at least as long as it took to start."""
         return max(self.peer_wait_s, directory.restart_estimate_s)
 
 
 @dataclass(frozen=True)
 class FlowParts:
-    """What both kinds of stream need; `ends_at` is the loop time at which the request's time is up,
-    `trace` what its workers go on with. `deliver` gets what comes by the streams, `overdue` is
-    called when an answer is."""
+    """What both kinds of stream need.
+
+    `ends_at` is the request's deadline in loop time. `trace` is the trace context for its workers.
+    `deliver` receives the events of the streams; `overdue` is called when a reply is late.
+    """
 
     request: types_pb2.EngineRequest
     prompt: RoutedPrompt
@@ -248,18 +257,18 @@ class FlowParts:
 
     @property
     def context_tokens(self) -> int:
-        """What the request may come to, prompt plus completion."""
+        """Return the maximum length of the request: prompt plus completion."""
         return len(self.request.prompt_token_ids) + self.request.max_tokens
 
     def context(self) -> types_pb2.RequestContext:
-        """What a worker gets beside what is asked."""
+        """Return the context that accompanies the request: time left in seconds and trace."""
         time_left_s = max(0.0, self.ends_at - asyncio.get_running_loop().time())
         return types_pb2.RequestContext(time_left_s=time_left_s, **dict(self.trace))
 
 
 @asynccontextmanager
 async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
-    """A TaskGroup whose first BatonError comes out as itself instead of inside a group."""
+    """Open a TaskGroup whose first BatonError is raised directly instead of in an exception group."""
     try:
         async with asyncio.TaskGroup() as group:
             yield group

@@ -1,4 +1,4 @@
-"""A conversation as chat templates know it."""
+"""A conversation in the form that chat templates expect."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-# What a message weighs beside its texts: rendering it takes as long as encoding so many characters.
+# Cost of a message in addition to its texts: rendering one takes as long as encoding this many characters.
 MESSAGE_CHARACTERS = 16
 
 Turn = Mapping[str, Any]
@@ -14,9 +14,12 @@ Turn = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Chat:
-    """Turns with their roles and contents, in the form of OpenAI's API, with the tools that the
-    model may call and the arguments of its template. `continue_final_message`: the answer goes on
-    with the last turn instead of a new one."""
+    """A conversation for a chat template.
+
+    Turns have roles and contents in the form of OpenAI's API. `tools` are the functions that the
+    model may call, `arguments` those of its template. With `continue_final_message` the response
+    continues the last turn instead of starting a new one.
+    """
 
     messages: tuple[Turn, ...]
     tools: tuple[Mapping[str, Any], ...] = ()
@@ -25,7 +28,7 @@ class Chat:
 
     @cached_property
     def num_characters(self) -> int:
-        """Return what rendering costs, in characters of text."""
+        """Return the rendering cost, in characters of text."""
         texts = sum(_num_characters(part) for part in (*self.messages, *self.tools, self.arguments))
         return texts + MESSAGE_CHARACTERS * len(self.messages)
 
@@ -36,7 +39,7 @@ def chat_of_texts(*turns: tuple[str, str]) -> Chat:
 
 
 def _num_characters(value: object) -> int:
-    """Return how many characters the texts in a value of JSON have, names of fields included."""
+    """Return the number of characters of the texts in a JSON value, including field names."""
     total, pending = 0, [value]
     while pending:
         match pending.pop():
@@ -53,8 +56,7 @@ def _num_characters(value: object) -> int:
 
 
 def text_parts(content: object) -> list[str] | None:
-    """Return the texts of a content that consists of text parts only; None for any other
-    content."""
+    """Return the texts of a content that consists of text parts only, else None."""
     if not isinstance(content, list | tuple):
         return None
     parts = [
@@ -71,8 +73,11 @@ def as_parts(texts: Iterable[str]) -> list[dict[str, str]]:
 
 
 def read_object(text: str) -> dict[str, Any]:
-    """Return the object that a JSON text holds. Raises ValueError for anything else, and for texts
-    that are none."""
+    """Return the object that a JSON text holds.
+
+    Raises:
+        ValueError: the text is not JSON, or not an object.
+    """
     try:
         value = json.loads(text)
         json.dumps(value, ensure_ascii=False).encode()

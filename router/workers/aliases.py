@@ -1,7 +1,6 @@
-"""Workers that are known by several addresses: of a dual stack, or named twice.
+"""Workers known by several addresses: dual-stack hosts, or duplicate targets.
 
-One incarnation is one worker: one of its addresses is used, and the others wait for that one to
-fail.
+One incarnation is one worker: one of its addresses is used, and the others are its fallback.
 """
 
 import logging
@@ -14,16 +13,15 @@ _Key = tuple[WorkerRole, str]
 
 
 class Aliases:
-    """The workers of each incarnation, and which of them is used."""
+    """Workers of each incarnation, and the address in use."""
 
     def __init__(self) -> None:
         self._incarnations: dict[_Key, str] = {}  # by role and address
-        self._groups: dict[
-            _Key, list[Worker]
-        ] = {}  # by role and incarnation, in order of introduction
+        # By role and incarnation, in order of introduction.
+        self._groups: dict[_Key, list[Worker]] = {}
 
     def changed(self, worker: Worker) -> list[Worker]:
-        """Note what `worker` is now. Return the workers that are used otherwise than before."""
+        """Record the incarnation of `worker`; return the workers whose use has changed."""
         key = worker.role, worker.address
         if self._incarnations.get(key) == worker.incarnation:
             group = self._groups.get((worker.role, worker.incarnation), [])
@@ -44,7 +42,7 @@ class Aliases:
         return changed
 
     def forget(self, worker: Worker) -> list[Worker]:
-        """Leave `worker` out from now on. Return the others that are used otherwise than before."""
+        """Remove `worker`; return the workers whose use has changed."""
         incarnation = self._incarnations.pop((worker.role, worker.address), "")
         group = self._groups.get((worker.role, incarnation), [])
         rest = [other for other in group if other is not worker]
@@ -57,8 +55,9 @@ class Aliases:
 
 
 def _choose(group: list[Worker]) -> list[Worker]:
-    """Use the address that is used already, as long as it works, else one that does. Return those
-    that changed."""
+    """Keep the address in use while it works, else switch to one that does; return the changed
+    workers.
+    """
     if not group:
         return []
     working = [worker for worker in group if worker.can_serve]

@@ -1,10 +1,10 @@
-"""Which workers there are, which can be used, and which gets the next request.
+"""Worker directory: known workers, usable workers, and the choice for each request.
 
-Workers are named to the router or found (`router.workers.discovery`). Each is watched over one
+Workers are configured or discovered (`router.workers.discovery`). Each is watched over one
 `Worker.Watch` stream. A worker is usable while that stream is alive, reports that it serves, and
-describes the router's model. A prefill and a decode worker are a pair if their compatibility
-digests fit; one that lately could not hand over is left out while there is another. Choosing a
-worker books the request on it; the caller must release it.
+describes the router's model. A prefill and a decode worker form a pair if their compatibility
+digests fit. A pair that recently failed a handoff is left out while another exists. Choosing a
+worker books the request on it; the caller must release the booking.
 """
 
 import asyncio
@@ -44,9 +44,9 @@ from runtime.security.access import PLAIN_CHANNEL, ChannelSecurity, PeerRole
 T = TypeVar("T")
 Connect = Callable[[WorkerRole, str], grpc.aio.Channel]
 
-# workers of a role that a choice looks at, and as many of those that have some of the prompt
+# Workers of a role that a choice considers, plus as many of those with some of the prompt cached.
 MOST_COMPARED = 64
-START_MARGIN = 1.5  # a start takes longer under load, and its end is noticed later
+START_MARGIN = 1.5  # a start takes longer under load, and its end is noticed late
 
 
 @dataclass(frozen=True)
@@ -62,14 +62,14 @@ class WorkerPair:
 
 
 class _Linked(NamedTuple):
-    """Prefill workers that are alike, each of which may feed each of these decode pools."""
+    """Prefill workers of one kind, each of which may feed each of these decode pools."""
 
     sources: list[Worker]
     pools: list[Worker]
 
 
 class _Chosen(NamedTuple):
-    """For a prompt, `num_held` tokens of which are there."""
+    """A chosen worker, with `num_held` tokens of the prompt cached there."""
 
     worker: Worker
     num_held: int
@@ -77,8 +77,11 @@ class _Chosen(NamedTuple):
 
 @dataclass(frozen=True)
 class DirectoryOptions:
-    """Targets (`router.workers.discovery`), how often workers report, and the most that is expected
-    of `restart_estimate_s`."""
+    """Options of a directory.
+
+    `prefill` and `decode` are targets (`router.workers.discovery`), `watch_interval_s` is the
+    interval of load reports, `longest_restart_s` the upper bound of `restart_estimate_s`.
+    """
 
     prefill: tuple[str, ...]
     decode: tuple[str, ...]
@@ -90,8 +93,7 @@ class DirectoryOptions:
 
 
 class Directory:
-    """Workers of one model. Build inside a running event loop; `run` watches until it is
-    cancelled."""
+    """Workers of one model. Build inside a running event loop; `run` watches until it is cancelled."""
 
     def __init__(
         self,
@@ -103,8 +105,9 @@ class Directory:
         connect: Connect | None = None,
         follow: Follow = follow_stream,
     ) -> None:
-        """`connect` opens the channels to workers; by default over the network, as `options` say.
-        `follow` brings their reports."""
+        """`connect` opens the channels to workers, by default over the network as `options`
+        specify. `follow` applies their reports.
+        """
         self._options = options
         self._clock = clock or SystemClock()
         self._connect = connect or self._open_channel
@@ -113,16 +116,13 @@ class Directory:
         self._metrics = metrics
         self._rng = rng
         self._turns = dict.fromkeys(WorkerRole, 0)
-        self.index = PrefixIndex()  # of what prefill workers have
-        self._pool_index = PrefixIndex()  # of what need not be sent to decode pools
-        self._changed: asyncio.Event | None = None  # of those that wait for one, if anybody does
+        self.index = PrefixIndex()  # prefix caches of prefill workers
+        self._pool_index = PrefixIndex()  # prefix caches of decode pools
+        self._changed: asyncio.Event | None = None  # None while no task waits for a change
         self._pairing_changed = asyncio.Event()
-        self._infos: dict[
-            tuple[WorkerRole, str], object
-        ] = {}  # what each worker said of itself last
-        self._longest: tuple[int, int] | None = (
-            None  # as of this version of the set, until a worker says otherwise
-        )
+        self._infos: dict[tuple[WorkerRole, str], object] = {}  # latest info of each worker
+        # (version of the set, tokens); None after a worker reported a new info.
+        self._longest: tuple[int, int] | None = None
         self._pairless_since_s: float | None = self._clock.now()
         self._failed_links = FailedLinks(self._clock)
         sources = {
@@ -153,7 +153,7 @@ class Directory:
         return self._worker_set.workers
 
     async def run(self) -> None:
-        """Find and watch every worker."""
+        """Discover and watch every worker."""
         await self._worker_set.run()
 
     def _worker(self, role: WorkerRole, address: str) -> Worker:
@@ -191,30 +191,32 @@ class Directory:
         await self._changed.wait()
 
     async def until(self, attempt: Callable[[], T | None]) -> T:
-        """Call `attempt` now and after every change, until it gives something."""
+        """Call `attempt` now and after every change, until it returns a result."""
         while (result := attempt()) is None:
             await self.changed()
         return result
 
     async def until_paired(self, *, is_paired: bool) -> None:
-        """Return when some workers can serve together, or none can any more. Bookings and reports
-        wake nobody here."""
+        """Return when some pair can serve, or when none can any more. Bookings and reports do not
+        wake it.
+        """
         while self.is_paired is not is_paired:
             await self._pairing_changed.wait()
 
     @property
     def max_context_tokens(self) -> int:
-        """What the largest pair of workers seen so far can hold, prompt plus completion: one that
-        is away now may come back. Smaller ones get what they can hold."""
+        """Return the capacity of the largest pair seen so far, in tokens of prompt plus completion.
+
+        A pair that is away now may come back. Smaller workers get only requests that they can hold.
+        """
         version = self._worker_set.version
         if self._longest is None or self._longest[0] != version:
             self._longest = version, self._largest_pair()
         return self._longest[1]
 
     def _largest_pair(self) -> int:
-        largest: dict[WorkerRole, dict[str, int]] = {
-            role: {} for role in WorkerRole
-        }  # by compatibility
+        # By role, then compatibility.
+        largest: dict[WorkerRole, dict[str, int]] = {role: {} for role in WorkerRole}
         for worker in self.workers:
             if (num_tokens := worker.max_context_tokens) is not None:
                 known = largest[worker.role]
@@ -231,41 +233,45 @@ class Directory:
 
     @property
     def restart_estimate_s(self) -> float:
-        """How long a worker that is lost may take to be back, by the slowest of the last starts."""
+        """Return how long a lost worker may take to restart, by the slowest of the latest starts."""
         return min(
             START_MARGIN * self._worker_set.tally.slowest_start_s, self._options.longest_restart_s
         )
 
     @property
     def revision(self) -> str:
-        """Digest of the weights, as the workers of a pair state it; empty while there is none."""
+        """Return the digest of the weights that a pair reports; empty while there is no pair."""
         usable = self._usable(WorkerRole.DECODE) if self.is_paired else ()
         return next((worker.info.revision for worker in usable if worker.info is not None), "")
 
     def refusal(self) -> str:
-        """What a client reads where no pair can serve; empty if one can."""
+        """Return why no pair can serve, in a form for clients; empty if one can."""
         return "" if self.is_paired else report.refusal(self.workers)
 
     @property
     def is_paired(self) -> bool:
-        """Whether some prefill and decode worker can serve together."""
+        """Return whether some prefill and decode worker can serve together."""
         return self._pairless_since_s is None
 
     @property
     def pairless_s(self) -> float:
-        """For how long none could; 0 while some can."""
+        """Return for how long no pair could serve, in seconds; 0 while one can."""
         return 0.0 if self._pairless_since_s is None else self._clock.now() - self._pairless_since_s
 
     def pair_problem(self) -> str:
-        """Why no prefill and decode worker can serve together, for operators; empty if some can."""
+        """Return why no pair can serve, in a form for operators; empty if one can."""
         return "" if self.is_paired else report.pair_problem(self.workers)
 
     def place(
         self, prompt: RoutedPrompt, context_tokens: int = 0, compatibility: str = ""
     ) -> WorkerPair | None:
-        """Book a compatible pair that could take the request now or soon; None if there is none.
-        `context_tokens`, here and below, is what the request may come to, prompt plus completion:
-        smaller workers are passed over. `compatibility`: what both must fit; "" for any."""
+        """Book a compatible pair that could take the request now or soon; return None if there is
+        none.
+
+        `context_tokens`, here and below, is the maximum length of the request, prompt plus
+        completion: smaller workers are passed over. `compatibility` is the digest that both must
+        fit; "" for any.
+        """
         sources, pools = (
             self._fitting(role, compatibility, context_tokens)
             if compatibility
@@ -292,15 +298,18 @@ class Directory:
     def _some(
         self, workers: Sequence[Worker], prompt: RoutedPrompt, fits: Callable[[Worker], bool]
     ) -> Sequence[Worker]:
-        """Those that a choice looks at. To look at all of many would be most of what a router does,
-        and the least loaded of some drawn at random is hardly busier than the least loaded of all;
-        but whoever has a part of the prompt is not left to chance."""
+        """Return the workers that a choice considers.
+
+        Considering every worker of a large fleet would dominate the router's work. The least loaded
+        of a random sample is hardly busier than the least loaded of the fleet. Workers with a part
+        of the prompt cached are always added.
+        """
         if len(workers) <= MOST_COMPARED or not self._policies[workers[0].role].goes_by_load:
             return workers
         role = workers[0].role
         some = {worker.address: worker for worker in self._rng.sample(workers, MOST_COMPARED)}
         for address in islice(self._num_held(role, prompt), MOST_COMPARED):
-            if address not in some:  # of a prompt that begins as all do every worker has a part
+            if address not in some:  # every worker has a part of a prompt with a common beginning
                 holder = self._worker_set.find(role, address)
                 if holder is not None and fits(holder):
                     some[address] = holder
@@ -327,16 +336,20 @@ class Directory:
         return self._book_pair(groups, prompt, context_tokens)
 
     def awaits_prefill(self, num_tokens: int, context_tokens: int) -> bool:
-        """Whether decode pools have room for such a request, and all that it waits for is
-        prefill."""
+        """Return whether decode pools have room for such a request, so that it only waits for
+        prefill.
+        """
         return any(
             worker.snapshot.has_room(num_tokens, context_tokens)
             for worker in self._usable(WorkerRole.DECODE, context_tokens)
         )
 
     def caches_with_room(self, num_tokens: int, context_tokens: int) -> list[str]:
-        """Addresses of the prefill workers that have room for such a request, where caches decide
-        who gets one and a decode pool has room, too; else none."""
+        """Return the addresses of prefill workers with room for such a request, under
+        `PREFIX_CACHE`.
+
+        The list is empty under another policy or if no decode pool has room.
+        """
         if self._options.policy is not Policy.PREFIX_CACHE or not self.awaits_prefill(
             num_tokens, context_tokens
         ):
@@ -348,14 +361,17 @@ class Directory:
         ]
 
     def num_held(self, prompt: RoutedPrompt) -> Mapping[str, int]:
-        """Tokens of the prompt that prefill workers have in their caches, by address."""
+        """Return the tokens of the prompt that prefill workers have cached, by address."""
         return self._num_held(WorkerRole.PREFILL, prompt)
 
     def book_prefill(
         self, prompt: RoutedPrompt, pool: Booking, *, tried: frozenset[str], context_tokens: int = 0
     ) -> Booking | None:
-        """A prefill worker for a request that lost its own and has its place in `pool`; it goes
-        before those held back. One that was tried only if there is no other."""
+        """Book a prefill worker for a request that lost its own and has its place in `pool`.
+
+        The request goes before those in admission. A worker in `tried` is booked only if no other
+        is left.
+        """
         sources = self._fitting(WorkerRole.PREFILL, pool.compatibility, context_tokens)
         fitting = [
             worker
@@ -376,7 +392,7 @@ class Directory:
         tried: frozenset[str],
         context_tokens: int = 0,
     ) -> Booking | None:
-        """A decode pool that was not tried, full or not: asking is cheap and reports are late."""
+        """Book a decode pool not in `tried`, full or not: asking is cheap and reports are late."""
         fitting = self._fitting(WorkerRole.DECODE, compatibility, context_tokens)
         chosen = self._choose(fitting, prompt, tried, source=compatibility)
         return None if chosen is None else self._book(chosen, prompt, context_tokens)
@@ -384,8 +400,10 @@ class Directory:
     def place_again(
         self, prompt: RoutedPrompt, compatibility: str, lost: str, context_tokens: int = 0
     ) -> WorkerPair | None:
-        """A pair for a request whose decode pool, at address `lost`, gave it up; the same pool only
-        if it is usable again and there is no other."""
+        """Book a pair for a request whose decode pool, at address `lost`, gave it up.
+
+        The same pool is booked only if it is usable again and no other is.
+        """
         sources = [
             worker
             for worker in self._fitting(WorkerRole.PREFILL, compatibility, context_tokens)
@@ -398,17 +416,20 @@ class Directory:
         ) or self._book_pair(self._linked(sources, pools), prompt, context_tokens)
 
     def failed_links(self, source: Booking, pool: Booking) -> None:
-        """A handoff failed though both live: until one succeeds, or for a while, other pairs go
-        first."""
+        """Record a failed handoff between live workers: other pairs go first for a while, or until
+        one succeeds.
+        """
         self._failed_links.add(source.incarnation, pool.incarnation)
 
     def linked(self, source: Booking, pool: Booking, waited_s: float) -> None:
-        """A handoff succeeded; the first token was there for so long before everything else was."""
+        """Record a successful handoff. `waited_s`: time from the first token until all pages had
+        landed.
+        """
         self._failed_links.remove(source.incarnation, pool.incarnation)
         pool.landed(waited_s)
 
     def is_fed(self, pool: Booking, context_tokens: int = 0) -> bool:
-        """Whether a prompt for this pool has a source to come from; also where no pool has."""
+        """Return whether a prompt for this pool has a source, or no pool has one."""
         groups = self._linked(
             *(self._fitting(role, pool.compatibility, context_tokens) for role in WorkerRole)
         )
@@ -416,23 +437,24 @@ class Directory:
         return not fed or pool.worker in fed
 
     def has_pair(self, compatibility: str, context_tokens: int = 0) -> bool:
-        """Whether workers of both roles that fit are alive, with room or without."""
+        """Return whether fitting workers of both roles are alive, with room or not."""
         return all(self._fitting(role, compatibility, context_tokens) for role in WorkerRole)
 
     def has_decode(self, compatibility: str, context_tokens: int = 0) -> bool:
-        """Whether a decode pool that fits is alive, with room or without."""
+        """Return whether a fitting decode pool is alive, with room or not."""
         return bool(self._fitting(WorkerRole.DECODE, compatibility, context_tokens))
 
     def can_hold(self, context_tokens: int) -> bool:
-        """Whether some pair that is alive is large enough, with room or without."""
+        """Return whether some live pair is large enough, with room or not."""
         sources = {
             worker.compatibility for worker in self._usable(WorkerRole.PREFILL, context_tokens)
         }
         return any(self._fitting(WorkerRole.DECODE, digest, context_tokens) for digest in sources)
 
     def num_missing(self, prompt: RoutedPrompt) -> int:
-        """Tokens of the prompt that have to be computed where most of it is, by what prefill
-        workers reported."""
+        """Return the prompt tokens left to compute on the prefill worker with most of the prompt
+        cached.
+        """
         usable, held = (
             self._worker_set.usable[WorkerRole.PREFILL].addresses,
             self._num_held(WorkerRole.PREFILL, prompt),
@@ -442,16 +464,17 @@ class Directory:
         )
 
     def usable(self, role: WorkerRole) -> Sequence[Worker]:
-        """Workers of this role that requests can be given to, with room or without."""
+        """Return the workers of this role that accept requests, with room or not."""
         return self._usable(role)
 
     def status(self) -> list[generation_pb2.WorkerStatus]:
-        """Every worker, for people."""
+        """Return the status of every worker, for people."""
         return report.statuses(self.workers)
 
     def _linked(self, sources: Sequence[Worker], pools: Sequence[Worker]) -> list[_Linked]:
-        """Which sources may feed which pools: failed links only where no source has another
-        pool."""
+        """Return which sources may feed which pools; failed links only if no source has another
+        pool.
+        """
         pools_alike = _by_compatibility(pools)
         groups = [
             _Linked(
@@ -471,7 +494,7 @@ class Directory:
         return sound if any(part.pools for part in sound) else groups
 
     def _without_failed_links(self, group: _Linked) -> list[_Linked]:
-        """Without failed links: a source that is part of one has pools of its own."""
+        """Split a group by failed links: each source with a failed link gets its own list of pools."""
         failed_links = self._failed_links.by_source()
         whole = [source for source in group.sources if source.incarnation not in failed_links]
         parts = [
@@ -491,9 +514,11 @@ class Directory:
     def _book_pair(
         self, linked: Sequence[_Linked], prompt: RoutedPrompt, context_tokens: int
     ) -> WorkerPair | None:
-        """One of the sources and one of its pools, full or not. Both are chosen before either is
-        booked: a booking that is given back wakes those that wait for room, and two of those would
-        wake each other for ever."""
+        """Book one source and one of its pools, full or not.
+
+        Both are chosen before either is booked. Releasing a booking wakes requests that wait for
+        room, and two such requests would wake each other forever.
+        """
         groups = [group for group in linked if group.sources and group.pools]
         if not groups:
             return None
@@ -537,8 +562,10 @@ class Directory:
         tried: frozenset[str] = frozenset(),
         source: str = "",
     ) -> _Chosen | None:
-        """Whom the policy of their role would pick, full or not; nothing is booked. `source`: the
-        digest of the prefill worker that a decode pool is to be sent the prompt by."""
+        """Return the worker that the policy of the role selects, full or not. Books nothing.
+
+        `source`: digest of the prefill worker that would send the prompt to a decode pool.
+        """
         if not workers:
             return None
         policy = self._policies[workers[0].role]
@@ -553,15 +580,17 @@ class Directory:
     def _policy_context(
         self, workers: Sequence[Worker], prompt: RoutedPrompt, source: str = ""
     ) -> PolicyContext:
-        """For a choice among workers of one role."""
+        """Return the inputs for a choice among workers of one role."""
         role = workers[0].role
         return PolicyContext(
             self._turns[role], self._rng, prompt.token_ids, self._num_held(role, prompt, source)
         )
 
     def _num_held(self, role: WorkerRole, prompt: RoutedPrompt, source: str = "") -> dict[str, int]:
-        """Tokens of the prompt that workers have in their prefix caches, by address; of those that
-        are alike, who has most comes first."""
+        """Return the prompt tokens that workers have in their prefix caches, by address.
+
+        Of workers of one kind, the one with most comes first.
+        """
         index = self._index_of(role)
         kinds = {
             (page_size, in_common(compatibility, source or compatibility))
@@ -597,13 +626,13 @@ class Directory:
         self._wake()
 
     def _wake(self) -> None:
-        """Those that wait for a change."""
+        """Wake the tasks that wait for a change."""
         if self._changed is not None:
             self._changed.set()
             self._changed = None
 
     def _note_pairing(self) -> None:
-        """Other workers are usable than before."""
+        """Update `is_paired` after the usable workers have changed."""
         sources, pools = (self._worker_set.tally.compatibilities(role) for role in WorkerRole)
         is_paired = any(may_pair(source, pool) for source in sources for pool in pools)
         if is_paired != self.is_paired:
@@ -612,7 +641,7 @@ class Directory:
             self._pairing_changed = asyncio.Event()
 
     def _num_workers(self, role: WorkerRole, *, is_usable: bool) -> int:
-        """Any thread."""
+        """Return the number of (un)usable workers of a role. Safe from any thread."""
         return sum(worker.role is role and worker.is_usable is is_usable for worker in self.workers)
 
 
@@ -622,7 +651,7 @@ _candidate = attrgetter("snapshot.candidate")
 
 
 def _by_compatibility(workers: Sequence[Worker]) -> dict[str, list[Worker]]:
-    """In the order of their first workers."""
+    """Group workers by compatibility, in the order of their first workers."""
     digests = dict.fromkeys(map(_compatibility, workers))
     if len(digests) == 1:
         return {digest: list(workers) for digest in digests}
@@ -637,7 +666,7 @@ def _candidates(workers: Iterable[Worker]) -> list[Candidate]:
 
 
 def _named(workers: Iterable[Worker], chosen: Candidate, context: PolicyContext) -> _Chosen:
-    """The worker that was chosen."""
+    """Return the chosen worker and its number of cached prompt tokens."""
     return _Chosen(
         next(worker for worker in workers if worker.address == chosen.address),
         context.num_held.get(chosen.address, 0),

@@ -1,13 +1,15 @@
-"""Where workers are found. A target names one worker, or a place that lists them:
+"""Discovery of workers. A target names one worker, or a place that lists several:
 
-    10.0.0.7:7000                       this one
-    dns:///prefill.baton:7000           every address of the name, looked up again at an interval
-    k8s:///baton/prefill:grpc           ready endpoints of a Kubernetes service, by port name or number, as they change;
+    10.0.0.7:7000                       this address
+    dns:///prefill.baton:7000           every address of the name, resolved again at an interval
+    k8s:///baton/prefill:grpc           ready endpoints of a Kubernetes service, watched; port by
+    name or number
     k8s:///prefill:grpc                 the same in the router's own namespace
-    file:///run/prefill-0.json          the one that announces itself in this file (`--announce`), once it does
+    file:///run/prefill-0.json          the worker that announces itself in this file
+    (`--announce`), once it does
 
-A source only lists addresses. Whether a worker can be used follows from its own reports; so a
-source that fails keeps what it found last, and never takes a worker away that it did not see go.
+A source only lists addresses; a worker's own reports decide whether it is usable. A source that
+fails therefore keeps its last addresses, and never removes a worker without evidence.
 """
 
 import asyncio
@@ -32,14 +34,15 @@ DNS, KUBERNETES = "dns:///", "k8s:///"
 Found = Callable[[frozenset[str]], None]
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 
-# What a resolver returns when a name has no addresses, as opposed to when it could not find out.
+# Error codes for a name without addresses; other codes mean that the lookup itself failed.
 _NO_SUCH_NAME = frozenset({socket.EAI_NONAME, socket.EAI_NODATA})
 
 
 @dataclass(frozen=True)
 class ServiceTarget:
     """A Kubernetes service. `namespace` is empty for the router's own; `port` is a name or a
-    number."""
+    number.
+    """
 
     namespace: str
     service: str
@@ -48,9 +51,12 @@ class ServiceTarget:
 
 @dataclass(frozen=True)
 class DiscoveryOptions:
-    """`interval_s` between two looks at DNS. The Kubernetes API is found as every pod finds it,
-    unless `kubernetes_api` names another; `service_account` is the folder with token, ca.crt and
-    namespace."""
+    """Options of discovery.
+
+    `interval_s` is the pause between two DNS lookups. The Kubernetes API is the pod's own cluster
+    unless `kubernetes_api` names another. `service_account` is the folder with token, ca.crt and
+    namespace.
+    """
 
     interval_s: float = 2.0
     kubernetes_api: str = ""
@@ -58,7 +64,7 @@ class DiscoveryOptions:
 
 
 class Source(Protocol):
-    """One target."""
+    """Addresses of one target."""
 
     async def run(self, found: Found) -> None:
         """Call `found` with all addresses at first and at every change, until cancelled."""
@@ -66,8 +72,11 @@ class Source(Protocol):
 
 
 def parse_target(text: str, *, field: str = "target") -> Address | ServiceTarget | Path:
-    """What `text` names; the address of a dns target is a name. Raises ConfigError naming
-    `field`."""
+    """Parse a target; the address of a dns target holds a name.
+
+    Raises:
+        ConfigError: the target is malformed; the error names `field`.
+    """
     if (file := announcement_path(text)) is not None:
         return file
     if text.startswith(DNS):
@@ -101,7 +110,7 @@ TargetField = Annotated[str, AfterValidator(_checked)]
 
 @dataclass(frozen=True)
 class StaticSource:
-    """One address, for good."""
+    """A single fixed address."""
 
     address: str
 
@@ -111,8 +120,9 @@ class StaticSource:
 
 @dataclass(frozen=True)
 class FileSource:
-    """The one address that a process of this machine announces in a file. It keeps it when it
-    starts again."""
+    """The address that a process on this machine announces in a file. The process keeps it when it
+    restarts.
+    """
 
     path: Path
 
@@ -121,7 +131,11 @@ class FileSource:
 
 
 async def resolve(name: str, port: int) -> list[str]:
-    """Every address of a name, as HOST:PORT. Raises OSError."""
+    """Return every address of a name, as HOST:PORT.
+
+    Raises:
+        OSError: the lookup failed or found no address.
+    """
     loop = asyncio.get_running_loop()
     answers = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
     return [str(Address(str(answer[4][0]), port)) for answer in answers]
@@ -131,9 +145,9 @@ async def resolve(name: str, port: int) -> list[str]:
 class DnsSource:
     """The addresses of a name, such as a headless service's.
 
-    A resolver that does not answer changes nothing. Neither does a name without any address, for
-    `keep_s`: a name server that has just started has no names, while a worker that is gone shows
-    that by its silence.
+    A failed lookup changes nothing. A name without any address changes nothing for `keep_s`: a name
+    server that has just started has no names, while a worker that is gone shows that by its
+    silence.
     """
 
     name: Address
@@ -153,7 +167,7 @@ class DnsSource:
             elif addresses is not None and empty_until_s is None:
                 empty_until_s = now_s + self.keep_s
                 logger.warning(
-                    "%s has no address any more, its last ones stay for %g s",
+                    "%s has no addresses any more, keeping the last ones for %g s",
                     self.name.host,
                     self.keep_s,
                 )
@@ -164,7 +178,7 @@ class DnsSource:
             await asyncio.sleep(self.interval_s)
 
     async def _look(self) -> frozenset[str] | None:
-        """Return the addresses, or None where the resolver cannot tell."""
+        """Return the addresses, or None if the lookup failed."""
         try:
             return frozenset(await self.resolve(self.name.host, self.name.port))
         except socket.gaierror as error:
@@ -177,4 +191,4 @@ class DnsSource:
 
     def _failed(self, error: OSError) -> None:
         self.errors.labels("dns").inc()
-        logger.warning("cannot resolve %s, its last addresses stay: %s", self.name.host, error)
+        logger.warning("cannot resolve %s, keeping its last addresses: %s", self.name.host, error)

@@ -1,9 +1,9 @@
-"""Follows the EndpointSlices of one Kubernetes service: a list, then a watch from there, and again.
+"""Endpoints of one Kubernetes service from its EndpointSlices: a list, then a watch, repeatedly.
 
-An endpoint counts while it is ready and not terminating. A watch that the API server ends is taken
-up where it ended; one that it calls too old (410 Gone) begins with a new list; a lost connection is
-tried again with growing pauses. Until then the last known addresses stay. Token and certificates
-are read anew for each connection, because Kubernetes replaces them.
+An endpoint counts while it is ready and not terminating. A watch that the API server ends is
+resumed at its last version. After 410 Gone the endpoints are listed again. A lost connection is
+retried with growing pauses. Until then the last known addresses are kept. Token and certificates
+are loaded again for each connection, because Kubernetes replaces them.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ from runtime.errors import BatonError, UnavailableError
 logger = logging.getLogger(__name__)
 
 GROUP = "/apis/discovery.k8s.io/v1"
-WATCH_S = 60.0  # how long one watch is requested for; a server that is silent for longer is gone
+WATCH_S = 60.0  # requested duration of a watch; a server that is silent for longer is lost
 SILENCE_S = WATCH_S + 15.0
 ANSWER_S = 10.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.2, 30.0
 
-Slices = dict[str, frozenset[str]]  # addresses by the slice's name
+Slices = dict[str, frozenset[str]]  # addresses by slice name
 
 
 class _GoneError(Exception):
@@ -41,7 +41,7 @@ class _GoneError(Exception):
 
 @dataclass(frozen=True)
 class EndpointSource:
-    """A `Source`."""
+    """The ready endpoints of a service. Implements `Source`."""
 
     target: ServiceTarget
     options: DiscoveryOptions
@@ -58,13 +58,15 @@ class EndpointSource:
                     pause_s = FIRST_PAUSE_S
                     while True:
                         version = await self._watch(client, slices, version, found)
-                        await asyncio.sleep(FIRST_PAUSE_S)  # a server may end every watch at once
+                        await asyncio.sleep(
+                            FIRST_PAUSE_S
+                        )  # in case the server ends each watch at once
             except _GoneError:
-                logger.info("the endpoints of %s are listed anew", self.target.service)
+                logger.info("listing the endpoints of %s again", self.target.service)
             except (BatonError, OSError, httpx2.HTTPError, ValueError, KeyError) as error:
                 self.errors.labels("kubernetes").inc()
                 logger.warning(
-                    "cannot follow the endpoints of %s, the last ones stay: %s: %s",
+                    "cannot follow the endpoints of %s, keeping the last ones: %s: %s",
                     self.target.service,
                     type(error).__name__,
                     error,
@@ -93,7 +95,7 @@ class EndpointSource:
             yield client
 
     async def _list(self, client: httpx2.AsyncClient) -> tuple[Slices, str]:
-        """Every slice of the service, and the version to watch from."""
+        """Return every slice of the service, and the version to watch from."""
         response = await client.get(await self._path(), params=self._selector(), timeout=ANSWER_S)
         _check(response.status_code, response.text)
         answer = response.json()
@@ -105,7 +107,7 @@ class EndpointSource:
     async def _watch(
         self, client: httpx2.AsyncClient, slices: Slices, version: str, found: Found
     ) -> str:
-        """Apply changes until the server ends the watch; the version to go on from."""
+        """Apply changes until the server ends the watch; return the version to continue from."""
         parameters = {
             **self._selector(),
             "watch": "true",
@@ -127,7 +129,7 @@ class EndpointSource:
         return version
 
     def _apply(self, kind: str, item: dict[str, Any], slices: Slices) -> bool:
-        """Whether the addresses may have changed."""
+        """Apply an event; return whether the addresses may have changed."""
         name = item["metadata"].get("name", "")
         if kind in ("ADDED", "MODIFIED"):
             slices[name] = self._addresses(item)
@@ -168,13 +170,18 @@ def _in_cluster_api() -> str:
     )
     if not host or not port:
         raise UnavailableError(
-            "KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are not set: this is no pod"
+            "KUBERNETES_SERVICE_HOST and KUBERNETES_SERVICE_PORT are not set: not running in a pod"
         )
     return f"https://{Address(host, int(port))}"
 
 
 def _check(code: int, text: str) -> None:
-    """Raises unless the API server answered 200."""
+    """Check the status code of the API server.
+
+    Raises:
+        _GoneError: the watched version is too old.
+        UnavailableError: any other code but 200.
+    """
     if code == httpx2.codes.GONE:
         raise _GoneError
     if code != httpx2.codes.OK:
@@ -182,8 +189,11 @@ def _check(code: int, text: str) -> None:
 
 
 def _is_usable(conditions: dict[str, Any]) -> bool:
-    """Absent means unknown, which counts as ready by Kubernetes' rules. Services that publish what
-    is not ready call terminating endpoints ready too."""
+    """Return whether an endpoint is ready and not terminating.
+
+    A missing condition means unknown and counts as ready by Kubernetes' rules. Services that
+    publish not-ready addresses report terminating endpoints as ready, too.
+    """
     return conditions.get("ready") is not False and not conditions.get("terminating")
 
 

@@ -1,7 +1,7 @@
-"""How fast workers are, from what the router sees of them. Pure; time is that of a `Clock`.
+"""Speed of workers as the router observes it. Pure; times are `Clock` seconds.
 
-Speed is weighed the less the older it is, and what was not confirmed for a while is dropped: a pool
-that was slow once would otherwise get nothing by which it could show that it is not any more.
+Measurements lose weight with age, and are dropped if not confirmed for a while. Otherwise a pool
+that was slow once would get no request that could show its recovery.
 """
 
 import bisect
@@ -16,20 +16,22 @@ from runtime.clock import Clock
 from runtime.pace import MIN_TOKENS
 
 HALF_LIFE_S = 5.0  # of busy time
-MIN_PROMPTS = 3  # one alone may have met a cold start
+MIN_PROMPTS = 3  # a single prompt may have met a cold start
 MIN_DRAWN = 32  # tokens: the first one after a start may have taken as long as a hundred others
 MEMORY_S = 30.0
-KEPT_SHARE = 0.9  # of what came before, per answer
+KEPT_SHARE = 0.9  # of the previous weight, per response
 
 
 @dataclass
 class PrefillPace:
-    """Prompt tokens per second of a pool while it has prompts to compute: under load that is its
-    throughput, else the speed of single prompts. Time without prompts does not count.
+    """Prompt tokens per second of a pool while it has prompts to compute.
+
+    Under load that is its throughput, else the speed of single prompts. Time without prompts does
+    not count.
 
     Tokens count when the pool reports them or when their prompt ends, whichever comes first, so
-    that a long prompt does not look like a pool that stands still. Silence counts once it lasts
-    longer than twice what was usual.
+    that a long prompt does not look like a stalled pool. Silence counts once it lasts longer than
+    twice the usual gap.
     """
 
     clock: Clock
@@ -38,17 +40,16 @@ class PrefillPace:
     _busy_s: float = 0.0
     _num_prompts: int = 0
     _counted_until_s: float = 0.0
-    _gap_s: float = 0.0  # between tokens that were counted, the longest of late
-    # Since the pool was idle: tokens that it reported, those of prompts that ended, and those that
-    # were counted.
+    _gap_s: float = 0.0  # longest recent gap between counted tokens
+    # Since the pool was idle: tokens that it reported, tokens of ended prompts, and counted tokens.
     _reported: float = 0.0
     _ended: float = 0.0
     _counted: float = 0.0
-    _is_fresh: bool = True  # the next report tells of tokens from before
+    _is_fresh: bool = True  # the next report includes tokens from before the idle time
     _num_known: int | None = None  # tokens of the last report
 
     def began(self) -> None:
-        """The pool was given a prompt."""
+        """Record that the pool was given a prompt."""
         if not self.num_computing:
             self._counted_until_s = self.clock.now()
             self._reported = self._ended = self._counted = 0.0
@@ -56,13 +57,15 @@ class PrefillPace:
         self.num_computing += 1
 
     def introduced(self) -> None:
-        """The pool's reports begin anew."""
+        """Record that the pool's reports start from zero."""
         self._num_known = None
 
     def reported(self, num_computed: int, num_left: int, num_ahead: int) -> None:
-        """The pool has computed so many tokens of prompts since its start and has so many left. Of
-        what it had when it reported last, `num_ahead` were this router's, and so was their share of
-        what it has computed since."""
+        """Apply a report: prompt tokens computed since the pool's start, and tokens left.
+
+        At the previous report `num_ahead` of the queued tokens were this router's. The same share
+        of the tokens computed since is attributed to it.
+        """
         known, self._num_known = self._num_known, num_computed
         if known is None or not self.num_computing:
             return
@@ -72,9 +75,11 @@ class PrefillPace:
             self._count()
 
     def ended(self, num_tokens: int) -> None:
-        """A prompt was computed, so many tokens of it; 0: it was given up. Few tokens count as
-        `MIN_TOKENS`: most of their time is none of theirs, and a prompt that no cache has would
-        seem to take for ever."""
+        """Record the end of a prompt with `num_tokens` computed; 0 if it was given up.
+
+        Few tokens count as `MIN_TOKENS`: most of their time is overhead, and would make an uncached
+        prompt look endless.
+        """
         self.num_computing = max(0, self.num_computing - 1)
         self._ended += max(num_tokens, MIN_TOKENS) if num_tokens else 0
         self._num_prompts += num_tokens > 0
@@ -83,20 +88,22 @@ class PrefillPace:
             self._count_time()
 
     def restarted(self) -> None:
-        """The pool started anew: what it was given is gone."""
+        """Record a restart of the pool: its prompts are lost."""
         if self._is_silent:
             self._count_time()
         self.num_computing = 0
 
     @property
     def tokens_under_way(self) -> float:
-        """Tokens that the pool has reported of prompts that have not ended."""
+        """Return the tokens that the pool has reported of prompts that have not ended."""
         return max(0.0, self._reported - self._ended) if self.num_computing else 0.0
 
     @property
     def tokens_per_s(self) -> float | None:
-        """None until a few prompts were computed. Asking changes nothing: every request asks of
-        many pools."""
+        """Return the rate; None until a few prompts were computed.
+
+        Changes no state: every request calls it for many pools.
+        """
         if self._num_prompts < MIN_PROMPTS:
             return None
         tokens, busy_s = self._weighed() if self._is_silent else (self._tokens, self._busy_s)
@@ -104,12 +111,11 @@ class PrefillPace:
 
     @property
     def _is_silent(self) -> bool:
-        """Whether the pool should have computed something since the last tokens that were
-        counted."""
+        """Return whether newly computed tokens are overdue."""
         return self.num_computing > 0 and self.clock.now() - self._counted_until_s > 2 * self._gap_s
 
     def _count(self) -> None:
-        """Count what is new of the tokens that were reported or have ended."""
+        """Count the tokens newly reported or ended."""
         known = max(self._reported, self._ended)
         if known > self._counted:
             passed_s = self.clock.now() - self._counted_until_s
@@ -123,7 +129,7 @@ class PrefillPace:
         self._counted_until_s = self.clock.now()
 
     def _weighed(self) -> tuple[float, float]:
-        """Tokens and seconds, of a pool that was busy since the last change."""
+        """Return decayed tokens and busy seconds for a pool that was busy since the last change."""
         passed_s = self.clock.now() - self._counted_until_s
         kept = 0.5 ** (passed_s / HALF_LIFE_S)
         return self._tokens * kept, self._busy_s * kept + passed_s
@@ -131,9 +137,11 @@ class PrefillPace:
 
 @dataclass(frozen=True)
 class PromptsAhead:
-    """Prompts that `num_workers` have and have not computed: their lengths, ascending, and the sums
-    of these. A prompt does not wait for those that are much longer: beside them workers give one
-    token in `SHORT_SHARE` to short ones."""
+    """Prompts queued on `num_workers` workers: ascending lengths and their prefix sums.
+
+    A prompt does not wait for much longer ones: workers give one token in `SHORT_SHARE` to short
+    prompts meanwhile.
+    """
 
     lengths: tuple[float, ...] = ()
     sums: tuple[float, ...] = (0.0,)
@@ -141,18 +149,17 @@ class PromptsAhead:
 
     @classmethod
     def of(cls, lengths: Iterable[float], num_workers: int = 1) -> Self:
-        """Of all of these workers together."""
+        """Return the prompts of these workers together."""
         ascending = sorted(lengths)
         return cls(tuple(ascending), tuple(accumulate(ascending, initial=0.0)), num_workers)
 
     def before(self, num_tokens: float) -> float:
-        """Return the tokens that one worker computes before a prompt of so many is over, its own
-        left out."""
+        """Return the tokens that one worker computes before a prompt of `num_tokens` ends,
+        excluding its own.
+        """
         num_short = bisect.bisect(self.lengths, SHORT_RATIO * num_tokens)
         short, longer = self.sums[num_short], self.sums[-1] - self.sums[num_short]
-        num_shared = min(
-            len(self.lengths) - num_short, self.num_workers
-        )  # workers that have a much longer one
+        num_shared = min(len(self.lengths) - num_short, self.num_workers)  # workers with a long one
         return (
             short + min((SHORT_SHARE - 1) * (short + num_tokens * num_shared), longer)
         ) / self.num_workers
@@ -160,8 +167,7 @@ class PromptsAhead:
 
 @dataclass
 class _Sample:
-    """Weighed sums over the answers of one load; `num_tokens` counts all of them, whatever they
-    weigh by now."""
+    """Decayed sums over the responses of one load; `num_tokens` is not decayed."""
 
     tokens: float = 0.0
     seconds: float = 0.0
@@ -177,17 +183,19 @@ class _Sample:
 
 @dataclass
 class DecodePace:
-    """Time between two tokens of one answer by how many requests share the pool. Loads of one power
-    of two are one; one counts once it has drawn `MIN_DRAWN` tokens."""
+    """Time between two tokens of one response, by the number of requests that share the pool.
+
+    Loads are grouped by powers of two; a group counts once it has generated `MIN_DRAWN` tokens.
+    """
 
     clock: Clock
     _by_load: dict[int, _Sample] = field(default_factory=dict)
-    _found: dict[int, tuple[float | None, float]] = field(
-        default_factory=dict
-    )  # by load, and until when it holds
+    _found: dict[int, tuple[float | None, float]] = field(default_factory=dict)  # (s, valid until)
 
     def observe(self, num_requests: int, num_tokens: int, seconds: float) -> None:
-        """An answer got `num_tokens` in so many seconds beside `num_requests`, itself included."""
+        """Record a response with `num_tokens` in `seconds`, at a load of `num_requests` including
+        itself.
+        """
         if num_tokens < 1 or seconds <= 0:
             return
         sample = self._by_load.setdefault(max(1, num_requests).bit_length(), _Sample())
@@ -195,16 +203,19 @@ class DecodePace:
         self._found.clear()
 
     def token_s(self, num_requests: int) -> float | None:
-        """At this load, or at the nearest lower one that was seen lately, which promises rather too
-        much; without any at the nearest higher one. None when nothing was seen, or too little."""
+        """Return the seconds between tokens at this load; None without enough measurements.
+
+        Falls back to the nearest lower load seen recently, which is optimistic, else to the nearest
+        higher one.
+        """
         load, now_s = num_requests.bit_length() or 1, self.clock.now()
-        found = self._found.get(load)  # every request asks this of many pools
+        found = self._found.get(load)  # cached, because every request asks many pools
         if found is None or found[1] < now_s:
             found = self._found[load] = self._look(load, now_s)
         return found[0]
 
     def _look(self, wanted: int, now_s: float) -> tuple[float | None, float]:
-        """What `token_s` says, and until when: unless another answer comes before."""
+        """Compute `token_s`, and until when it holds without a new response."""
         lately = {
             load: sample
             for load, sample in self._by_load.items()
@@ -220,31 +231,36 @@ class DecodePace:
 
 @dataclass
 class AnswerPace:
-    """How long answers of a decode pool take, and how much longer for bytes of their prompts: those
-    that came before their prompt was computed cost nothing."""
+    """Duration of responses of a decode pool, and the delay caused by transferring their prompts.
+
+    Pages that land before their prompt is computed cause no delay.
+    """
 
     clock: Clock
     _answers: _Sample = field(default_factory=_Sample)
     _landed: _Sample = field(default_factory=_Sample)
 
     def answered(self, seconds: float) -> None:
-        """An answer took so long."""
+        """Record the duration of a response."""
         self._answers.add(1, seconds, self.clock.now())
 
     def landed(self, num_tokens: int, waited_s: float) -> None:
-        """What was missing of a prompt, so many tokens, came so long after its first token. Few
-        count as `MIN_TOKENS`: most of their time is none of theirs."""
+        """Record that `num_tokens` missing prompt tokens landed `waited_s` after the first token.
+
+        Few tokens count as `MIN_TOKENS`: most of their time is overhead.
+        """
         self._landed.add(max(num_tokens, MIN_TOKENS), waited_s, self.clock.now())
 
     @property
     def answer_s(self) -> float:
-        """0 before the first."""
+        """Return the mean duration of a response in seconds; 0 before the first."""
         return self._answers.seconds / self._answers.tokens if self._answers.tokens else 0.0
 
     @property
     def token_share(self) -> float:
-        """Of an answer's time, what one more token that has to be sent adds to it; by what landed
-        lately."""
+        """Return the relative increase of a response's duration per transferred token, from recent
+        handoffs.
+        """
         is_known = self._answers.seconds > 0 and self._landed.seen_s >= self.clock.now() - MEMORY_S
         return (
             self._landed.seconds / self._landed.tokens / self.answer_s

@@ -1,10 +1,9 @@
-"""Which worker gets a request, which has room, and which pairs cannot hand over. Pure: what varies
-(turn, random source, prompt, time) is an argument.
+"""Placement policies, capacity checks, and failed links. Pure: all that varies is an argument.
 
-Every policy sees only workers that may get the request: whoever asks leaves out those without room,
-and those that were tried for it. Of equals it draws one: routers that know the same of the same
-workers would otherwise all take the same one. The same snapshot and random source always give the
-same answer, whatever the order of the workers.
+A policy sees only workers that may get the request: the caller leaves out workers without room and
+those already tried. Of equals it chooses one at random, because routers with the same information
+would otherwise all choose the same worker. The same snapshot and random source always give the same
+result, whatever the order of the workers.
 """
 
 import hashlib
@@ -19,48 +18,48 @@ from runtime.clock import Clock
 
 
 class Policy(StrEnum):
-    """By what workers are chosen."""
+    """Criterion for choosing workers."""
 
-    ROUND_ROBIN = "round_robin"  # everyone in turn
-    POWER_OF_TWO = "power_of_two"  # the less loaded of two drawn at random
-    LEAST_LOAD = "least_load"  # the least loaded of all
-    PREFIX_AFFINITY = (
-        "prefix_affinity"  # prompts that begin alike meet, unless their worker is overloaded
-    )
+    ROUND_ROBIN = "round_robin"  # each worker in turn
+    POWER_OF_TWO = "power_of_two"  # the less loaded of two random workers
+    LEAST_LOAD = "least_load"  # the least loaded worker
+    # The same worker for prompts with the same beginning, unless it is overloaded.
+    PREFIX_AFFINITY = "prefix_affinity"
     PREFIX_CACHE = "prefix_cache"  # the pair with the least to compute, to send and to wait for
 
     @property
     def of_pools(self) -> "Policy":
-        """How decode pools are chosen: affinity says where prompts are computed, and no more."""
+        """Return the policy for decode pools: affinity applies to prefill only."""
         return Policy.LEAST_LOAD if self is Policy.PREFIX_AFFINITY else self
 
     @property
     def goes_by_load(self) -> bool:
-        """Whether some workers drawn at random can stand for all."""
+        """Return whether a random sample of workers can stand for all."""
         return self not in (Policy.ROUND_ROBIN, Policy.PREFIX_AFFINITY)
 
 
-# A prompt's first tokens decide where it belongs: enough to distinguish system prompts.
+# Leading prompt tokens that decide the affine worker: enough to distinguish system prompts.
 AFFINITY_TOKENS = 256
-# An affine worker may be this much busier than the least loaded one before affinity gives way.
+# An affine worker may be this much busier than the least loaded one before affinity is ignored.
 AFFINITY_FACTOR = 1.5
 AFFINITY_SLACK = 8192.0
-UNSEEN_TOKEN_S, UNSEEN_ANSWER_S = (
-    1e-4,
-    5.0,
-)  # to compute a token, to draw an answer: until some were seen
+# Seconds to compute a token and to generate a response, until some were measured.
+UNSEEN_TOKEN_S, UNSEEN_ANSWER_S = 1e-4, 5.0
 SEVERED_MEMORY_S = 30.0
 MAX_SEVERED_PAIRS = 4096
-# Beside a prompt that is so many times as long, others do not wait for it: one token in
-# `SHORT_SHARE` is theirs.
+# A prompt does not wait for one at least this many times as long: it gets one token in `SHORT_SHARE`
+# meanwhile.
 SHORT_RATIO, SHORT_SHARE = 4, 4
 
 
 class Candidate(NamedTuple):
-    """One worker as a policy sees it. Loads compare within one role only: prompt tokens ahead for
-    prefill workers, the used share of a pool for decode workers. `token_load`: what a token that it
-    lacks adds to its load, its way there included. `load_s`: the seconds that one more of load
-    takes a request, 0 before any were seen."""
+    """One worker as a policy sees it.
+
+    Loads compare within one role only: queued prompt tokens for prefill workers, the used share of
+    a pool for decode workers. `token_load` is the load added by each token that the worker lacks,
+    transfer included. `load_s` is the time in seconds that one more unit of load costs a request, 0
+    before a measurement.
+    """
 
     address: str
     load: float
@@ -69,12 +68,15 @@ class Candidate(NamedTuple):
 
 
 class WorkerSnapshot(NamedTuple):
-    """What a choice goes by, as of a worker's last report or booking. `longest`: tokens of a
-    sequence that it can hold, below 0 while it cannot be used. `candidate`: as policies see it.
-    `has_place`: a prefill worker would queue one more prompt, a decode pool is given one more
-    request. `tokens_left`: of a request that it would take; those in free pages of a decode pool,
-    -1 without a place. `prompts_ahead`: tokens of each prompt of a prefill worker that is busy, of
-    which `busy_tokens` are enough; `tokens_ahead` are all of them, `longest_ahead` the longest."""
+    """Immutable view of a worker used for placement, as of its last report or booking.
+
+    `longest` is the sequence length that it can hold, in tokens, below 0 while it is unusable.
+    `candidate` is the worker as policies see it. `has_place` means that a prefill worker would
+    queue one more prompt, or that a decode pool is given one more request. `tokens_left` is the
+    largest request it would accept: the tokens in free pages of a decode pool, -1 without a place.
+    `prompts_ahead` are the tokens of each queued prompt of a busy prefill worker, for which
+    `busy_tokens` are enough work; `tokens_ahead` is their sum, `longest_ahead` the longest.
+    """
 
     longest: float
     compatibility: str
@@ -88,19 +90,18 @@ class WorkerSnapshot(NamedTuple):
     longest_ahead: int = 0
 
     def has_room(self, num_tokens: int, context_tokens: int = 0) -> bool:
-        """For a prompt of so many tokens; `context_tokens` as for `Worker.book`."""
+        """Return whether a prompt of `num_tokens` has room; `context_tokens` as for `Worker.book`."""
         if self.prompts_ahead:
             if self.busy_tokens > self.tokens_ahead:
                 return self.has_place
             most = SHORT_RATIO * num_tokens
             if not self.has_place or most >= self.longest_ahead:
                 return False
-            # The much longer ones take their part of the tokens only while there are short ones,
-            # too.
+            # Much longer prompts take their share of tokens only while short ones are queued.
             short = [ahead for ahead in self.prompts_ahead if ahead < most]
             longer = most * (len(self.prompts_ahead) - len(short))
             return self.busy_tokens > sum(short) + min(longer, (SHORT_SHARE - 1) * sum(short))
-        # The most that is reserved, first: this is asked of every worker for every choice.
+        # The upper bound of the reservation is compared first: every choice asks every worker.
         return (
             num_tokens + self.page_size <= self.tokens_left
             or reserved_tokens(num_tokens, context_tokens, self.page_size) <= self.tokens_left
@@ -108,8 +109,10 @@ class WorkerSnapshot(NamedTuple):
 
 
 def reserved_tokens(num_tokens: int, context_tokens: int, page_size: int) -> int:
-    """What a decode pool reserves pages for: the prompt and a page's growth, but no more than the
-    request may come to."""
+    """Return the tokens for which a decode pool reserves pages.
+
+    That is the prompt and one page of growth, but at most the request's maximum length.
+    """
     grown = num_tokens + page_size
     return (
         grown if not context_tokens or grown <= context_tokens else max(num_tokens, context_tokens)
@@ -118,18 +121,23 @@ def reserved_tokens(num_tokens: int, context_tokens: int, page_size: int) -> int
 
 @dataclass(frozen=True)
 class PolicyContext:
-    """What a choice may depend on besides the workers. `num_held`: tokens of the prompt that a
-    worker need not compute, or be sent, by its address, as it reported of its prefix cache."""
+    """Inputs of a policy besides the candidates.
 
-    turn: int  # counts choices, for round robin
+    `num_held`: prompt tokens that a worker neither computes nor receives, by address, as it
+    reported of its prefix cache.
+    """
+
+    turn: int  # number of choices so far, for round robin
     rng: random.Random
     prompt_token_ids: Sequence[int] = ()
     num_held: Mapping[str, int] = field(default_factory=dict)
 
 
 class LinkedWorkers(NamedTuple):
-    """Prefill workers, each of which may feed each of these decode pools; some of both. `context` is
-    for the pools."""
+    """Prefill workers, each of which may feed each of these decode pools; neither is empty.
+
+    `context` is for the pools.
+    """
 
     sources: Sequence[Candidate]
     pools: Sequence[Candidate]
@@ -137,8 +145,7 @@ class LinkedWorkers(NamedTuple):
 
 
 class ChosenPair(NamedTuple):
-    """`group`: the place, among those there were to choose from, of the group that the two are
-    of."""
+    """A chosen pair. `group`: index of the pair's group among those given."""
 
     group: int
     source: Candidate
@@ -148,12 +155,11 @@ class ChosenPair(NamedTuple):
 def choose_pair(
     policy: Policy, groups: Sequence[LinkedWorkers], context: PolicyContext
 ) -> ChosenPair:
-    """A prefill worker and one of the pools that it may feed; `context` is for the former. Every group
-    has some of both.
+    """Return a prefill worker and one of the pools that it may feed.
 
-    With `PREFIX_CACHE` the pair on which the request waits least: for tokens ahead of it and those
-    that the worker lacks, for bytes that the pool lacks, and for the others there. Any other policy
-    chooses one after the other.
+    `context` is for the prefill worker. No group may be empty. `PREFIX_CACHE` chooses the pair with
+    the shortest wait: for queued and missing tokens on the prefill worker, for missing pages on the
+    pool, and for the other requests there. Any other policy chooses one after the other.
     """
     sources = [candidate for group in groups for candidate in group.sources]
     if policy is not Policy.PREFIX_CACHE:
@@ -166,7 +172,7 @@ def choose_pair(
         _loads_with(sources, context),
         [_loads_with(group.pools, group.context) for group in groups],
     )
-    if len(groups) > 1:  # else what is best of either is best of both
+    if len(groups) > 1:  # with one group, the best source and the best pool are a pair
         source_s = _mean_load_s(sources) or UNSEEN_TOKEN_S
         pool_s = _mean_load_s([pool for group in groups for pool in group.pools]) or UNSEEN_ANSWER_S
         best_pool_s = [
@@ -193,7 +199,7 @@ def choose(
     *,
     tried: frozenset[str] = frozenset(),
 ) -> Candidate | None:
-    """The worker `policy` picks among those that are not in `tried`; None if there is none."""
+    """Return the worker that `policy` selects among those not in `tried`; None if there is none."""
     eligible = [c for c in candidates if c.address not in tried]
     return _pick(policy, eligible, context) if eligible else None
 
@@ -215,7 +221,7 @@ def _pick(policy: Policy, eligible: Sequence[Candidate], context: PolicyContext)
 
 
 def _loads_with(candidates: Sequence[Candidate], context: PolicyContext) -> list[float]:
-    """Once the prompt is there."""
+    """Return the load of each worker including the prompt."""
     num_tokens, num_held = len(context.prompt_token_ids), context.num_held.get
     return [
         load + (num_tokens - num_held(address, 0)) * token_load
@@ -224,7 +230,7 @@ def _loads_with(candidates: Sequence[Candidate], context: PolicyContext) -> list
 
 
 def _mean_load_s(candidates: Sequence[Candidate]) -> float:
-    """Of those where it was seen."""
+    """Return the mean `load_s` of the workers that have one; 0 if none has."""
     seen_s = [candidate.load_s for candidate in candidates if candidate.load_s]
     return sum(seen_s) / len(seen_s) if seen_s else 0.0
 
@@ -240,7 +246,7 @@ def _least_loaded(candidates: Sequence[Candidate], context: PolicyContext) -> Ca
 def _least(
     candidates: Sequence[Candidate], loads: Sequence[float], context: PolicyContext
 ) -> Candidate:
-    """The one with the least of these loads, any of them among equals."""
+    """Return the candidate with the least load, a random one of equals."""
     least = min(loads)
     if loads.count(least) == 1:
         return candidates[loads.index(least)]
@@ -249,10 +255,11 @@ def _least(
 
 
 def _affine(candidates: Sequence[Candidate], context: PolicyContext) -> Candidate:
-    """Rendezvous hashing: every worker scores the prompt's head and the highest score wins.
+    """Return the affine worker by rendezvous hashing: the worker with the highest score of the
+    prompt's head.
 
-    It needs no memory, so several routers agree, and a worker that comes or goes moves only its own
-    prompts.
+    Rendezvous hashing needs no memory, so several routers agree. A worker that joins or leaves
+    moves only its own prompts.
     """
     head = b"".join(
         token_id.to_bytes(4, "little") for token_id in context.prompt_token_ids[:AFFINITY_TOKENS]
@@ -267,34 +274,36 @@ def _affine(candidates: Sequence[Candidate], context: PolicyContext) -> Candidat
 
 
 class FailedLinks:
-    """Pairs of workers that lately could not hand a prompt over though both live: the link between
-    their hosts fails, which neither shows to the router. Kept for a while, since nothing shows when
-    such a link is mended.
+    """Pairs of live workers that recently failed a handoff.
 
-    By incarnations: a worker that has started anew is another one.
+    The link between their hosts fails, which neither worker shows to the router. An entry is kept
+    for a while, since no report shows when such a link is repaired.
+
+    Entries are by incarnation: a restarted worker is another worker.
     """
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._until_s: dict[tuple[str, str], float] = {}  # the oldest first
+        self._until_s: dict[tuple[str, str], float] = {}  # oldest first
 
     def __len__(self) -> int:
         return len(self._until_s)
 
     def add(self, source: str, pool: str) -> None:
-        """A handoff from this prefill worker to this pool failed. Where there are too many, the
-        oldest pair goes."""
+        """Record a failed handoff from this prefill worker to this pool; drop the oldest entry if
+        too many.
+        """
         self.remove(source, pool)
         if len(self._until_s) >= MAX_SEVERED_PAIRS:
             del self._until_s[next(iter(self._until_s))]
         self._until_s[source, pool] = self._clock.now() + SEVERED_MEMORY_S
 
     def remove(self, source: str, pool: str) -> None:
-        """One succeeded."""
+        """Remove a pair after a successful handoff."""
         self._until_s.pop((source, pool), None)
 
     def by_source(self) -> dict[str, set[str]]:
-        """The pools of each source that has some."""
+        """Return the pools with a failed link, by source."""
         now_s, found = self._clock.now(), dict[str, set[str]]()
         for (source, pool), until_s in self._until_s.items():
             if now_s < until_s:

@@ -1,8 +1,7 @@
-"""Where prompts can go on: which worker's prefix cache has which resume points, as the workers
-report them.
+"""Prefix index: the resume points in the workers' prefix caches, as they report them.
 
-Pure. A worker numbers its reports. One that does not follow the last, and begins no whole account,
-is of no use: the worker must be watched anew.
+Pure. A worker numbers its reports. A report that neither follows the last one nor begins a complete
+listing is not applied: the worker must be watched again from the start.
 """
 
 from array import array
@@ -19,8 +18,9 @@ from runtime.digests import NAME_BYTES, block_names
 
 @dataclass(frozen=True)
 class RoutedPrompt:
-    """A prompt as those see it who choose workers. `salt` and `uses_cache` as in
-    `baton.v1.EngineRequest`."""
+    """A prompt in the form used to choose workers. `salt` and `uses_cache` as in
+    `baton.v1.EngineRequest`.
+    """
 
     token_ids: Sequence[int]
     salt: str = ""
@@ -35,14 +35,19 @@ class RoutedPrompt:
 
     @cached_property
     def digest(self) -> str:
-        """16 hexadecimal digits. A chat is another prompt by another template, a text by another
-        tokenizer."""
+        """Return a digest of the token ids, 16 hexadecimal digits.
+
+        It differs between two chat templates or tokenizers that encode a request differently.
+        """
         ids = self.token_ids if isinstance(self.token_ids, array) else array("I", self.token_ids)
         return blake2b(ids.tobytes(), digest_size=8).hexdigest()
 
     def block_names(self, page_size: int, compatibility: str) -> tuple[bytes, ...]:
-        """Of the blocks that a worker may have and need not compute: all but the last token, which
-        draws the next one. Digested once for workers that are alike."""
+        """Return the names of the blocks that a worker may have cached.
+
+        The last token is left out: it must be computed to sample the next one. Names are digested
+        once for workers of one kind.
+        """
         if not self.uses_cache:
             return ()
         key = page_size, compatibility
@@ -56,9 +61,11 @@ class RoutedPrompt:
 def prompt_of(
     request: types_pb2.EngineRequest, token_ids: Sequence[int] | None = None
 ) -> RoutedPrompt:
-    """`token_ids` are those of the prompt, where they are at hand outside of the message."""
+    """Return the routed prompt of a request. `token_ids`: its prompt, if at hand outside the
+    message.
+    """
     uses_cache = request.prefix_cache if request.HasField("prefix_cache") else True
-    is_scored = request.HasField("num_prompt_logprobs")  # then every token is computed
+    is_scored = request.HasField("num_prompt_logprobs")  # every token must be computed
     return RoutedPrompt(
         request.prompt_token_ids if token_ids is None else token_ids,
         request.cache_salt,
@@ -67,43 +74,43 @@ def prompt_of(
 
 
 class IndexListener(Protocol):
-    """Follows what the workers of a router have, all of them together."""
+    """Observer of the combined prefix caches of a router's workers."""
 
     def placed(self, prompt: RoutedPrompt, page_size: int, compatibility: str) -> None:
-        """A prompt was given to a worker whose blocks have so many tokens."""
+        """Called when a prompt was given to a worker with blocks of `page_size` tokens."""
         ...
 
     def stored(self, name: bytes) -> None:
-        """Some worker has this resume point."""
+        """Called when a first worker has this resume point."""
         ...
 
     def removed(self, name: bytes) -> None:
-        """None has it any more."""
+        """Called when no worker has this resume point any more."""
         ...
 
 
 class PrefixIndex:
-    """Of all workers of a router, by address."""
+    """Index over all workers of a router, by address."""
 
     def __init__(self) -> None:
         self.listener: IndexListener | None = None
-        self._holders: dict[bytes, int] = {}  # per name a bit for each worker
-        self._held: dict[
-            str, bytearray
-        ] = {}  # names, one behind the other; some may have been removed since
-        self._num_removed: dict[str, int] = {}  # of those
-        self._bits: dict[str, int] = {}  # of those that have something
-        self._everyone = 0  # all of these bits
-        self._workers: list[str] = []  # by the place of their bit
-        self._free: list[int] = []  # places of those that were forgotten
+        self._holders: dict[bytes, int] = {}  # per name, a bit for each worker
+        # Concatenated names of each worker; some may have been removed since.
+        self._held: dict[str, bytearray] = {}
+        self._num_removed: dict[str, int] = {}  # removed names that `_held` still contains
+        self._bits: dict[str, int] = {}  # bit of each worker with cached blocks
+        self._everyone = 0  # union of these bits
+        self._workers: list[str] = []  # by bit position
+        self._free: list[int] = []  # bit positions of forgotten workers
         self._num_reports: dict[str, int] = {}
-        self._latest: tuple[Sequence[bytes], dict[str, int]] | None = (
-            None  # what `depths` found, until a change
-        )
+        # Last result of `depths`, until a change.
+        self._latest: tuple[Sequence[bytes], dict[str, int]] | None = None
 
     def report(self, worker: str, report: worker_pb2.CacheReport) -> bool:
-        """Apply what a worker reports; one that was applied before, or superseded, changes nothing.
-        False if one is missing before it."""
+        """Apply a worker's report; return False if an earlier one is missing.
+
+        A report that was applied before, or superseded, changes nothing.
+        """
         expected = self._num_reports.get(worker, 0)
         if report.number < expected:
             return True
@@ -116,7 +123,7 @@ class PrefixIndex:
         held = self._held.setdefault(worker, bytearray())
         if report.stored:
             names, bit = dict.fromkeys(_names(report.stored)), self._bit(worker)
-            # What several data ranks store is removed once, with the last of them.
+            # A name that several data ranks store is removed only once, with the last of them.
             held += b"".join(name for name in names if not self._holders.get(name, 0) & bit)
             self._store(list(names), bit)
         if report.removed:
@@ -128,11 +135,11 @@ class PrefixIndex:
         return True
 
     def has_all(self, worker: str, num_reports: int) -> bool:
-        """Whether nothing is missing, of so many reports that the worker has sent."""
+        """Return whether all of the `num_reports` reports that the worker has sent were applied."""
         return self._num_reports.get(worker, 0) == num_reports
 
     def forget(self, worker: str) -> None:
-        """It has nothing, or nothing is known of it. Idempotent."""
+        """Drop everything known of a worker. Idempotent."""
         self._latest = None
         bit = self._bits.pop(worker, 0)
         if bit:
@@ -143,14 +150,17 @@ class PrefixIndex:
         self._num_reports.pop(worker, None)
 
     def is_held(self, name: bytes) -> bool:
-        """Whether some worker has this resume point."""
+        """Return whether some worker has this resume point."""
         return name in self._holders
 
     def depths(self, names: Sequence[bytes]) -> dict[str, int]:
-        """How many of these blocks, in order from a prompt's first, each worker need not compute:
-        those up to its deepest resume point among them. Workers that have none are left out. A
-        request asks for the same names several times on end: the answer is one dictionary then, for
-        nobody to change."""
+        """Return how many of these blocks each worker has cached, counted from the prompt's first
+        block.
+
+        A worker's count ends at its deepest resume point among them; workers without any are left
+        out. A request looks up the same names several times in a row, so the result is cached: do
+        not change it.
+        """
         if self._latest is None or self._latest[0] is not names:
             self._latest = names, self._found(names)
         return self._latest[1]
@@ -159,7 +169,7 @@ class PrefixIndex:
         found: dict[str, int] = {}
         if not self._everyone:
             return found
-        others = self._everyone  # but those that were found
+        others = self._everyone  # workers not found yet
         depth = len(names) + 1
         for holders in map(self._holders.get, reversed(names), repeat(0)):
             depth -= 1
@@ -176,7 +186,7 @@ class PrefixIndex:
         return found
 
     def _bit(self, worker: str) -> int:
-        """Of those that have something."""
+        """Return the bit of a worker, allocating one if needed."""
         if worker not in self._bits:
             if not self._free:
                 self._free.append(len(self._workers))
@@ -188,7 +198,7 @@ class PrefixIndex:
         return self._bits[worker]
 
     def _tidy(self, worker: str) -> None:
-        """Keep no name that the worker does not have any more, and none twice."""
+        """Drop names that the worker no longer has, and duplicates."""
         bit, holders = self._bits.get(worker, 0), self._holders
         names = dict.fromkeys(_names(bytes(self._held[worker])))
         self._held[worker] = bytearray(
@@ -205,7 +215,7 @@ class PrefixIndex:
                     holders[name] |= bit
         holders.update(
             dict.fromkeys(new, bit)
-        )  # the worker's own number: of many workers it is long
+        )  # shares one int object: it is long for many workers
         if self.listener is not None:
             for name in new:
                 self.listener.stored(name)

@@ -1,4 +1,4 @@
-"""What people read of the workers: why none of them can serve, and how each one is."""
+"""Worker status for people: why no pair can serve, and the state of each worker."""
 
 from collections.abc import Iterable, Sequence
 
@@ -8,8 +8,10 @@ from runtime.digests import may_pair, named_difference
 
 
 def pair_problem(workers: Sequence[Worker]) -> str:
-    """For operators: why no prefill and decode worker of these, of which no two are a pair, can
-    serve together."""
+    """Return, for operators, why no prefill and decode worker of `workers` form a pair.
+
+    No two of `workers` may be a pair.
+    """
     for role in WorkerRole:
         if not _usable(workers, role):
             return _none_usable(
@@ -26,16 +28,15 @@ def pair_problem(workers: Sequence[Worker]) -> str:
 
 
 def are_missing(workers: Sequence[Worker]) -> bool:
-    """Return whether a role has no usable worker: where both have, they do not fit together."""
+    """Return whether a role has no usable worker. If both have, they do not fit together."""
     return not all(_usable(workers, role) for role in WorkerRole)
 
 
 def refusal(workers: Sequence[Worker]) -> str:
-    """What a client reads of `pair_problem`: what is wrong, without addresses of the cluster's
-    inside."""
+    """Return `pair_problem` for clients: the same reason without addresses of the cluster."""
     for role in WorkerRole:
         if not _usable(workers, role):
-            # What follows a colon is the cause, which may name hosts.
+            # The text after a colon is the cause, which may name hosts.
             reasons = dict.fromkeys(
                 worker.problem.partition(":")[0] for worker in _of(workers, role)
             )
@@ -44,7 +45,7 @@ def refusal(workers: Sequence[Worker]) -> str:
 
 
 def statuses(workers: Sequence[Worker]) -> list[generation_pb2.WorkerStatus]:
-    """Of every worker, with the reason why one is not in use."""
+    """Return the status of every worker, with the reason if one is not in use."""
     return [
         _status(worker, worker.problem or worker.unlisted or _unpaired(worker, workers))
         for worker in workers
@@ -54,8 +55,7 @@ def statuses(workers: Sequence[Worker]) -> list[generation_pb2.WorkerStatus]:
 def without_addresses(
     statuses: Iterable[generation_pb2.WorkerStatus],
 ) -> list[generation_pb2.WorkerStatus]:
-    """Return what a client reads of them: numbers in place of addresses, and reasons without their
-    causes."""
+    """Return the statuses for clients: numbers instead of addresses, and reasons without causes."""
     shown, counts = [], dict.fromkeys(WorkerRole, 0)
     for status in statuses:
         role = WorkerRole(status.role)
@@ -78,7 +78,7 @@ def _none_usable(role: WorkerRole, reasons: Iterable[str]) -> str:
 
 
 def _unpaired(worker: Worker, workers: Sequence[Worker]) -> str:
-    """Why no worker of the other role goes with this one; empty if one does."""
+    """Return why no worker of the other role fits this one; empty if one does."""
     role = WorkerRole.DECODE if worker.role is WorkerRole.PREFILL else WorkerRole.PREFILL
     others = [other for other in _usable(workers, role) if other.info is not None]
     if any(may_pair(worker.compatibility, other.compatibility) for other in others):
@@ -95,7 +95,7 @@ def _unpaired(worker: Worker, workers: Sequence[Worker]) -> str:
 
 
 def _difference(mine: str, theirs: str) -> str:
-    """What is named of it; both texts where nothing is."""
+    """Return the named difference; both texts if none is named."""
     named = named_difference(mine, theirs)
     return f"they differ{named}" if named else f"it has {mine}; there {theirs}"
 

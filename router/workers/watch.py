@@ -1,5 +1,7 @@
-"""Follows one worker's reports for as long as the router runs; at most one stream and one reconnect
-at a time."""
+"""Subscription to one worker's reports for the router's lifetime.
+
+At most one stream and one reconnect are active at a time.
+"""
 
 import asyncio
 import logging
@@ -18,21 +20,19 @@ from runtime.rpc.unreachable import reach_problem
 
 logger = logging.getLogger(__name__)
 
-FIRST_BACKOFF_S, MAX_BACKOFF_S = (
-    0.1,
-    0.4,
-)  # a worker that is back is found in less than half a second
-MIN_SILENCE_S = (
-    2.0  # a worker whose reports are missing for this long, and for this many intervals, is lost
-)
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 0.4  # a restarted worker is found within half a second
+# A worker is lost after this silence, but not before this number of intervals.
+MIN_SILENCE_S = 2.0
 SILENT_INTERVALS = 5
-RECHECK_S = 2.0  # until a name that another worker answers for is looked up again
-_LOOKS = 8  # how often a silence is looked at before it is over
+RECHECK_S = 2.0  # until a name whose address belongs to another worker is resolved again
+_LOOKS = 8  # checks during one silence
 _MISSING = "a report of its prefix cache is missing"
 
 
 Follow = Callable[[Worker, ModelLimits, float], Awaitable[str]]
-"""Applies a worker's reports, one every so many seconds, until they end; returns why they did."""
+"""Applies a worker's reports, sent at the given interval in seconds, until they end; returns the
+reason.
+"""
 
 
 async def watch_worker(
@@ -51,9 +51,11 @@ async def watch_worker(
 
 
 async def _run_out(patience: asyncio.Timeout, reported: asyncio.Event, silence_s: float) -> None:
-    """End `patience` after that long without a word. Looks several times meanwhile, so that a
-    process that was held up itself, and could not listen, counts that as one look, and reads what
-    came in before the next."""
+    """Expire `patience` after `silence_s` without a report.
+
+    The silence is checked in several steps. A process that was itself stopped counts that as one
+    step, and handles pending messages before the next.
+    """
     looks = 0
     while looks < _LOOKS:
         await asyncio.sleep(silence_s / _LOOKS)
@@ -64,7 +66,7 @@ async def _run_out(patience: asyncio.Timeout, reported: asyncio.Event, silence_s
 
 @asynccontextmanager
 async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
-    """Beside the block, and no longer."""
+    """Run a task for the duration of the block."""
     task = asyncio.create_task(work)
     try:
         yield
@@ -73,14 +75,14 @@ async def _background(work: Coroutine[Any, Any, None]) -> AsyncIterator[None]:
 
 
 def silence_s_of(interval_s: float) -> float:
-    """Without a report for so long, a worker is lost."""
+    """Return the silence in seconds after which a worker is lost."""
     return max(MIN_SILENCE_S, SILENT_INTERVALS * interval_s)
 
 
 async def follow_stream(worker: Worker, facts: ModelLimits, interval_s: float) -> str:
-    """Over the worker's channel."""
+    """Follow a worker over its channel. Implements `Follow`."""
     silence_s = silence_s_of(interval_s)
-    worker.index.forget(worker.address)  # the stream begins with a whole account
+    worker.index.forget(worker.address)  # the stream begins with a complete cache report
     call = worker_pb2_grpc.WorkerStub(worker.channel).Watch(
         worker_pb2.WatchRequest(interval_s=interval_s)
     )
@@ -95,7 +97,7 @@ async def follow_stream(worker: Worker, facts: ModelLimits, interval_s: float) -
                 if problem := apply_report(worker, facts, response):
                     return problem
                 is_over = asyncio.get_running_loop().time() - began_s >= RECHECK_S
-                # Perhaps another worker was given the address that this name had before.
+                # The name's former address may now belong to another worker.
                 if is_over and (other := _other_worker(worker)) and renew(worker.channel):
                     return other
     except TimeoutError:
@@ -108,21 +110,22 @@ async def follow_stream(worker: Worker, facts: ModelLimits, interval_s: float) -
 
 
 def _other_worker(worker: Worker) -> str:
-    """Return why what answers at the worker's address is hardly the worker meant; empty if it may
-    be."""
+    """Return why the process at this address is probably not the intended worker; empty if it may
+    be.
+    """
     return worker.mismatch or (
         f"it is a worker with another address, too: {worker.same_as}" if worker.same_as else ""
     )
 
 
 def apply_report(worker: Worker, facts: ModelLimits, response: worker_pb2.WatchResponse) -> str:
-    """Why the stream is of no use any more; empty if it is."""
+    """Apply one report; return why the stream is no longer usable, empty if it is."""
     has_all = True
     if response.HasField("info"):
         known = _other_worker(worker)
         worker.introduced(response.info, facts)
         if known and known == _other_worker(worker):
-            return ""  # and logged already
+            return ""  # already logged
         if worker.mismatch:
             logger.warning(
                 "worker refused", extra={"worker": worker.address, "reason": worker.mismatch}
@@ -133,7 +136,7 @@ def apply_report(worker: Worker, facts: ModelLimits, response: worker_pb2.WatchR
                 extra={"worker": worker.address, "incarnation": response.info.incarnation},
             )
     elif worker.info is None:
-        return "it reported load before it said what it is"
+        return "it reported load before its info"
     elif response.HasField("cache"):
         has_all = worker.index.report(worker.address, response.cache)
     elif response.HasField("load"):
@@ -142,7 +145,7 @@ def apply_report(worker: Worker, facts: ModelLimits, response: worker_pb2.WatchR
 
 
 def apply_load(worker: Worker, load: worker_pb2.WorkerLoad) -> str:
-    """As `apply_report`, of a worker that has said what it is."""
+    """Apply a load report of an introduced worker; return a problem as `apply_report` does."""
     has_all = worker.index.has_all(worker.address, load.cache_reports)
     worker.reported(load)
     return "" if has_all else _MISSING

@@ -1,10 +1,10 @@
-"""One worker as the router sees it: what it reported of itself, what the router has given it since,
-and the call that its requests share.
+"""One worker as the router sees it: its reports, the router's bookings, and the call its requests
+share.
 
-Reports are always a little old. A `Booking` is the router's own count of what it gave away;
-estimates add the bookings made since the last report to what that report has, so that a burst does
-not all land on one worker. What a report shows as free, less what was sent there since, is what can
-be booked: with one router a pool that is full gets no request to refuse, with several it may.
+Reports are always slightly old. A `Booking` is the router's own count of what it placed. Estimates
+add the bookings made since the last report, so that a burst does not go to one worker only.
+Capacity that a report shows as free, less what was sent since, can be booked. With a single router
+a full pool therefore gets no request to refuse; with several it may.
 """
 
 import math
@@ -23,60 +23,64 @@ from router.workers.prefix_index import PrefixIndex
 from router.workers.worker_call import DECODE_CALL, PREFILL_CALL, CallSlot
 from runtime.clock import Clock, SystemClock
 
-# Prompts wait here, where they are ordered and dropped, rather than at a worker, which gets as many
-# as keep it busy while it reports and is asked.
+# Prompts queue in the router, which orders and drops them. A worker gets only as many prompts as keep
+# it busy until its next report has led to a new placement.
 PREFILL_LOOKAHEAD_S = 0.5
-PREFILL_LOOKAHEAD = 3  # prompts, however long they are
-# requests on their way to a decode pool that is busy, or half as many as it computes at a time
+PREFILL_LOOKAHEAD = 3  # prompts, regardless of their length
+# Requests on their way to a busy decode pool, or half of its batch if that is more.
 DECODE_LOOKAHEAD = 3
-GROWTH_S = 0.5  # from a report to the reservation of a request that is placed by it
+GROWTH_S = 0.5  # from a report until a request placed by it has reserved
 
 
 class WorkerRole(StrEnum):
-    """As reports, flags and metrics spell it."""
+    """Role of a worker, as spelled in reports, flags and metrics."""
 
     PREFILL = "prefill"
     DECODE = "decode"
 
 
-@dataclass(eq=False)  # two claims of the same size are two claims
+@dataclass(eq=False)  # compared by identity: two claims of the same size are two claims
 class Booking:
-    """A request's claim on a worker, from the choice to `release`. A new incarnation of the worker
-    owes it nothing. `incarnation` and `compatibility` are those of the worker that was chosen."""
+    """A request's claim on a worker, from the choice to `release`.
+
+    A new incarnation of the worker does not inherit the claim. `incarnation` and `compatibility`
+    are those of the chosen worker.
+    """
 
     worker: "Worker"
     incarnation: str
     compatibility: str
-    num_tokens: int  # of the prompt; those that a prefill worker has to compute
-    num_pages: int  # the prompt and what a pool reserves beyond it
-    num_held: int = 0  # tokens of the prompt that the worker has, as it reported
+    num_tokens: int  # prompt tokens that the worker lacks
+    num_pages: int  # pages that a pool reserves for the prompt and its growth
+    num_held: int = 0  # prompt tokens that the worker reported as cached
     has_reserved: bool = False
     is_reported: bool = False
-    num_beside: int = 0  # requests there when its answer began, itself included
+    num_beside: int = 0  # requests on the pool when decoding began, including this one
 
     @property
     def is_outlived(self) -> bool:
-        """Whether the worker has started anew since."""
+        """Return whether the worker has restarted since the booking."""
         return self.worker.incarnation != self.incarnation
 
     def lost(self, reason: str) -> None:
-        """The worker that was chosen cannot be reached. One that has started anew is another
-        worker."""
+        """Mark the worker as lost. Has no effect after its restart: a restarted worker is another
+        worker.
+        """
         if not self.is_outlived:
             self.worker.lost(reason)
 
     def reserved(self) -> None:
-        """The worker has reserved; its next report shows it."""
+        """Record that the worker has reserved memory; its next report includes it."""
         if not self.has_reserved:
             self.has_reserved = True
             self.worker.load_changed()
 
     def began(self) -> None:
-        """A decode pool begins with the answer."""
+        """Record that a decode pool begins to generate."""
         self.num_beside = self.worker.num_booked
 
     def answered(self, num_tokens: int, seconds: float) -> None:
-        """A decode pool drew so many tokens in so many seconds."""
+        """Record that a decode pool generated `num_tokens` in `seconds`."""
         if not self.is_outlived:
             self.worker.decode_pace.observe(
                 (self.num_beside + self.worker.num_booked) // 2, num_tokens, seconds
@@ -84,20 +88,22 @@ class Booking:
             self.worker.answer_pace.answered(seconds)
 
     def landed(self, waited_s: float) -> None:
-        """What a decode pool lacked of the prompt is there, so long after the first token."""
+        """Record that the missing part of the prompt landed in a decode pool, `waited_s` after the
+        first token.
+        """
         if not self.is_outlived:
             self.worker.answer_pace.landed(self.num_tokens, waited_s)
 
     def finished(self) -> None:
-        """A decode pool has given the request's memory back."""
+        """Record that a decode pool has released the request's memory."""
         self.worker.finished(self)
 
     def computed(self) -> None:
-        """A prefill worker has computed the prompt. Releases."""
+        """Record that a prefill worker has computed the prompt, and release the booking."""
         self.worker.release(self, num_computed=self.num_tokens)
 
     def release(self) -> None:
-        """Idempotent."""
+        """Release the booking. Idempotent."""
         self.worker.release(self)
 
 
@@ -111,38 +117,33 @@ class _Claims:
 
 @dataclass
 class Worker:
-    """Mutable state of one address; only discovery, its watch and its requests write it."""
+    """Mutable state of one address; written only by discovery, its watch and its requests."""
 
     role: WorkerRole
     address: str
     channel: grpc.aio.Channel
     on_change: Callable[[], None]
-    on_load: Callable[
-        [], None
-    ]  # in place of it where only its load, or what is booked there, is another
+    on_load: Callable[[], None]  # called instead of `on_change` if only load or bookings changed
     clock: Clock = field(default_factory=SystemClock)
-    index: PrefixIndex = field(default_factory=PrefixIndex)  # the router's, of all workers
-    identity: Callable[[], object] = lambda: None  # what the channel shows to the worker
+    index: PrefixIndex = field(default_factory=PrefixIndex)  # the router's index of all workers
+    identity: Callable[[], object] = lambda: (
+        None
+    )  # credentials that the channel shows to the worker
     info: worker_pb2.WorkerInfo | None = None
     load: worker_pb2.WorkerLoad = field(default_factory=worker_pb2.WorkerLoad)
-    mismatch: str = ""  # why what it said about itself makes it useless here; empty if it does not
-    problem: str = "not reached yet"  # why it cannot be used; empty if it can
+    mismatch: str = ""  # why its info rules the worker out; empty if it does not
+    problem: str = "not reached yet"  # why the worker cannot be used; empty if it can
     is_listed: bool = True
-    same_as: str = ""  # the address that this worker is used by; empty where that is this one
-    start_s: float = (
-        0.0  # how long its last start took, as far as it has said; kept while it is away
-    )
-    tokens_ahead: int = 0  # of prompts of this router's requests there that are not computed yet
-    _most_running: int = 0  # requests a decode pool is given
-    _bookings: dict[Booking, None] = field(default_factory=dict)  # in their order
-    _outlived: dict[Booking, None] = field(
-        default_factory=dict
-    )  # of earlier incarnations: claims no more
+    same_as: str = ""  # the address used for this worker; empty if it is this one
+    start_s: float = 0.0  # duration of its last reported start; kept while it is away
+    tokens_ahead: int = 0  # prompt tokens of this router's requests not yet computed there
+    _most_running: int = 0  # requests that a decode pool is given at a time
+    _bookings: dict[Booking, None] = field(default_factory=dict)  # in booking order
+    _outlived: dict[Booking, None] = field(default_factory=dict)  # of earlier incarnations
     _streams: dict[object, None] = field(default_factory=dict)
     _claims_at_report: _Claims = field(default_factory=_Claims)
-    _finished: dict[Booking, None] = field(
-        default_factory=dict
-    )  # whose memory the last report does not show as free
+    # Bookings whose memory was released after the last report.
+    _finished: dict[Booking, None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         # A worker has one role: only one of the two is ever used.
@@ -156,23 +157,25 @@ class Worker:
         self.answer_pace = AnswerPace(self.clock)
 
     def changed(self) -> None:
-        """What choices go by may be another, and whether it can be used at all."""
+        """Drop the snapshot and notify: choices, or whether the worker is usable, may have changed."""
         self._drop_snapshot()
         self.on_change()
 
     def load_changed(self) -> None:
-        """What choices go by may be another. Most reports say no more."""
+        """Drop the snapshot and notify: only choices may have changed, as after most reports."""
         self._drop_snapshot()
         self.on_load()
 
     @property
     def num_booked(self) -> int:
-        """Requests this router has there."""
+        """Return the number of this router's requests on the worker."""
         return len(self._bookings)
 
     def num_sharing(self, num_more: int, num_tokens: int) -> int:
-        """Requests that a decode pool draws for if so many more, with prompts of so many tokens,
-        come to it."""
+        """Return the number of requests a decode pool would serve after accepting more.
+
+        `num_more` requests with prompts of `num_tokens` tokens are offered.
+        """
         num_booked = len(self._bookings)
         if not num_more or self.info is None or not self.snapshot.has_room(num_tokens):
             return num_booked
@@ -184,12 +187,14 @@ class Worker:
 
     @property
     def can_serve(self) -> bool:
-        """Whether it could be used by this address."""
+        """Return whether the worker could be used by this address."""
         return not self.problem and self.is_listed
 
     def stand_in_for(self, address: str) -> bool:
-        """Use this worker by `address` and not by its own, or by its own again where that is empty.
-        Return whether that is a change."""
+        """Use this worker by `address` instead of its own; an empty address restores its own.
+
+        Returns whether that is a change.
+        """
         if self.same_as == address:
             return False
         self.same_as = address
@@ -198,39 +203,39 @@ class Worker:
 
     @property
     def unlisted(self) -> str:
-        """Why a worker that serves gets nothing new; empty if it is listed."""
+        """Return why a worker that serves gets no new requests; empty if it is listed."""
         return (
             ""
             if self.is_listed
-            else f"discovery does not name it any more; {len(self._streams)} streams go on"
+            else f"discovery no longer lists it; {len(self._streams)} streams go on"
         )
 
     @property
     def is_in_use(self) -> bool:
-        """Whether a request needs its channel."""
+        """Return whether a request needs its channel."""
         return bool(self._bookings or self._outlived or self._streams)
 
     def listed(self) -> None:
-        """Discovery names it. Idempotent."""
+        """Mark the worker as listed by discovery. Idempotent."""
         if not self.is_listed:
             self.is_listed = True
             self.changed()
 
     def delisted(self) -> None:
-        """Discovery does not name it any more; what runs there goes on. Idempotent."""
+        """Mark the worker as no longer listed; running requests go on. Idempotent."""
         if self.is_listed:
             self.is_listed = False
             self.changed()
 
     def attach(self, stream: object) -> None:
-        """A request's stream uses its channel, from now to `detach`."""
+        """Register a request's stream on its channel, until `detach`."""
         self._streams[stream] = None
 
     def detach(self, stream: object) -> None:
-        """Idempotent."""
+        """Remove a stream from its channel. Idempotent."""
         if stream in self._streams:
             del self._streams[stream]
-            if not self.is_listed:  # it may be dropped now
+            if not self.is_listed:  # the worker may be dropped now
                 self.changed()
 
     @property
@@ -243,18 +248,19 @@ class Worker:
 
     @property
     def max_context_tokens(self) -> int | None:
-        """The longest sequence it can hold when it is empty; None before it said so, and if it is
-        useless anyway."""
+        """Return the longest sequence the empty worker can hold, in tokens; None if unknown or
+        ruled out.
+        """
         if self.info is None or self.mismatch:
             return None
         return min(self.info.max_context_tokens, self.info.pages_total * self.info.page_size)
 
     def may_compute(self, num_rest: int) -> bool:
-        """Whether a decode pool that has the others computes so many tokens of a prompt itself."""
+        """Return whether a decode pool would compute the last `num_rest` tokens of a prompt itself."""
         return num_rest <= self.load.local_rest_tokens
 
     def introduced(self, info: worker_pb2.WorkerInfo, facts: ModelLimits) -> None:
-        """Its facts arrived. Claims on an earlier incarnation died with it."""
+        """Store the worker's info; drop bookings of its previous incarnation."""
         if info.incarnation != self.incarnation:
             self._outlived |= self._bookings
             self._bookings.clear()
@@ -271,7 +277,7 @@ class Worker:
         self.changed()
 
     def reported(self, load: worker_pb2.WorkerLoad) -> None:
-        """A load report arrived; `introduced` came before."""
+        """Apply a load report; `introduced` must have been called before."""
         self.prefill_pace.reported(load.prompt_tokens, load.queued_tokens, self.tokens_ahead)
         self.load = load
         self._claims_at_report = _Claims(len(self._bookings), self.tokens_ahead)
@@ -288,19 +294,24 @@ class Worker:
 
     @property
     def prompts_ahead(self) -> list[float]:
-        """Tokens of each prompt of this router there, less what was reported to be computed of all
-        of them."""
+        """Return the uncomputed tokens of each prompt of this router there, as an estimate.
+
+        Reported progress is spread over these prompts in proportion.
+        """
         left = max(0.0, 1 - self.prefill_pace.tokens_under_way / max(self.tokens_ahead, 1))
         return [booking.num_tokens * left for booking in self._bookings]
 
     def lost(self, reason: str) -> None:
-        """It cannot be reached; its next report makes it usable again."""
+        """Mark the worker as unreachable; its next report makes it usable again."""
         self.problem = reason
         self.changed()
 
     def book(self, num_tokens: int, context_tokens: int = 0, num_held: int = 0) -> Booking:
-        """A claim of a prompt of `num_tokens`; `context_tokens` is what it may come to with its
-        completion, 0: any. `num_held` of the prompt's tokens it need not compute, or be sent."""
+        """Book a prompt of `num_tokens` tokens.
+
+        `context_tokens` is the maximum length with the completion, 0 if unknown. The worker has
+        `num_held` of the prompt's tokens cached: they are neither computed nor sent.
+        """
         page_size = self.snapshot.page_size
         booking = Booking(
             self,
@@ -318,14 +329,14 @@ class Worker:
         return booking
 
     def finished(self, booking: Booking) -> None:
-        """It has given this booking's memory back, before its next report says so."""
+        """Count a booking's memory as free before the next report does."""
         if booking in self._bookings and booking.is_reported:
             booking.is_reported = False
             self._finished[booking] = None
             self._drop_snapshot()
 
     def release(self, booking: Booking, num_computed: int = 0) -> None:
-        """`num_computed`: tokens of a prompt that it computed."""
+        """Release a booking. `num_computed`: prompt tokens that the worker computed for it."""
         if booking in self._outlived:
             del self._outlived[booking]
             self.changed()
@@ -336,13 +347,15 @@ class Worker:
                 self.prefill_pace.ended(num_computed)
             if self.is_listed:
                 self.load_changed()
-            else:  # it may have been its last one
+            else:  # this may have been the last booking
                 self.changed()
 
     @cached_property
     def snapshot(self) -> WorkerSnapshot:
-        """Made anew when something has changed. As an attribute, because every choice looks at all
-        workers."""
+        """Return the worker's state for placement.
+
+        Rebuilt after a change. It is a cached attribute because every choice considers all workers.
+        """
         stands = (
             self._prefill_snapshot if self.role is WorkerRole.PREFILL else self._decode_snapshot
         )
@@ -357,7 +370,7 @@ class Worker:
 
     @property
     def has_queue_place(self) -> bool:
-        """Whether a prefill worker would queue one more prompt, be it for long."""
+        """Return whether a prefill worker would queue one more prompt, even for long."""
         return self.snapshot.has_place
 
     def _prefill_snapshot(self, longest: float, page_size: int) -> WorkerSnapshot:
@@ -405,7 +418,7 @@ class Worker:
             num_requests / max(self.info.max_running_requests, 1),
             pages_used / max(self.info.pages_total, 1),
         )
-        # Requests that were set back for want of pages go first.
+        # Requests that were preempted for lack of pages go first.
         has_place = (
             not self.load.queued_requests and num_requests < self._most_running and slots_fit
         )
@@ -424,7 +437,7 @@ class Worker:
 
     @property
     def _growth_pages(self) -> int:
-        """What those that draw take until a request that is given to it now gets there."""
+        """Return the pages that running requests will take until a request placed now has reserved."""
         token_s = self.decode_pace.token_s(len(self._bookings))
         if token_s is None or self.info is None:
             return 0
@@ -432,7 +445,7 @@ class Worker:
 
     @property
     def _unreported(self) -> list[Booking]:
-        """What holds memory, or will, that the last report did not count."""
+        """Return the bookings whose memory the last report did not count."""
         return [
             booking
             for booking in self._bookings
@@ -444,12 +457,14 @@ class Worker:
 
 
 def _estimate(reported: int, booked: int, booked_at_report: int) -> int:
-    """Of what is there now: the report, plus what changed here since; never less than our own."""
+    """Return the current value: the report plus changes since, at least this router's own."""
     return max(booked, reported + booked - booked_at_report)
 
 
 def _most_running(info: worker_pb2.WorkerInfo) -> int:
-    """As many as it computes at a time and some on their way, though it would hold more. More would
-    take turns, and all of them end later for it."""
+    """Return how many requests a decode pool is given: its batch and some on their way.
+
+    The pool would hold more. They would take turns, and each of them would end later.
+    """
     batch = info.max_batch_requests or info.max_running_requests
     return min(batch + max(DECODE_LOOKAHEAD, batch // 2), info.max_running_requests)

@@ -1,9 +1,8 @@
-"""The call to a worker that all of this router's requests there share, each under its key. The
-router's end of what `pool.request.router_call` is the pool's end of.
+"""The call to a worker that all of this router's requests there share, each under its key.
 
-What requests send goes out with what the others do; what comes for one reaches it as it arrives,
-whatever the others do. Requests end one by one, each with a status of its own, and all with the
-call.
+This is the router's end; `pool.request.router_call` is the pool's end. Messages of several requests
+are sent together; an event is delivered to its request on arrival, whatever the others do. Requests
+end one by one, each with its own status, and all with the call.
 """
 
 import asyncio
@@ -41,25 +40,26 @@ EventIn = TypeVar("EventIn", contravariant=True)
 EventOut = TypeVar("EventOut", covariant=True)
 
 MAX_INPUTS, MAX_BYTES = 256, 1 << 20  # per message
-MAX_INPUT_BYTES = 15 << 20  # of one input: workers take messages of 16 MiB
-WRITE_S = 30.0  # for a worker to take a message
-RETIRED_S = 30.0  # for a worker to end a call that has nothing to do any more
+MAX_INPUT_BYTES = 15 << 20  # per input: workers accept messages of 16 MiB
+WRITE_S = 30.0  # for a worker to accept a message
+RETIRED_S = 30.0  # for a worker to end a call without requests
 
 
 class RequestReceiver(Protocol[EventIn]):
-    """A request on a worker. All of this returns at once and raises nothing. Event loop's
-    thread."""
+    """A request on a worker. Methods return at once and raise nothing; called on the event loop's
+    thread.
+    """
 
     def received(self, event: EventIn) -> None:
-        """In order."""
+        """Handle an event. Called in order."""
         ...
 
     def ended(self, error: BatonError | None) -> None:
-        """As it should, or with this error; nothing comes after it."""
+        """Handle the end of the request; `error` is None on success. No event follows."""
         ...
 
     def call_lost(self, reason: str) -> None:
-        """What was to come will not come any more."""
+        """Handle the loss of the call: no further event will arrive."""
         ...
 
 
@@ -72,7 +72,7 @@ class EventBatch(Protocol[EventOut]):
 
 @dataclass(frozen=True)
 class CallKind(Generic[InputT, EventT]):
-    """What differs between the roles."""
+    """Differences between the roles."""
 
     begin: Callable[[grpc.aio.Channel], "grpc.aio.StreamStreamCall[Any, Any]"]
     message_of: Callable[[list[InputT]], Message]
@@ -92,7 +92,7 @@ DECODE_CALL: CallKind[decode_pb2.DecodeInput, decode_pb2.DecodeEvent] = CallKind
 
 
 class WorkerCall(Generic[InputT, EventT]):
-    """From its start to its end. Build inside a running event loop."""
+    """One call, from its start to its end. Build inside a running event loop."""
 
     def __init__(self, kind: CallKind[InputT, EventT], channel: grpc.aio.Channel) -> None:
         self._kind: CallKind[InputT, EventT] = kind
@@ -101,23 +101,22 @@ class WorkerCall(Generic[InputT, EventT]):
         self._receivers: dict[int, RequestReceiver[EventT]] = {}
         self._queue: SendQueue[InputT] = SendQueue(MessageLimits(MAX_INPUTS, MAX_BYTES))
         self._is_retired = False
-        self._reason = ""  # why it ended, once that is known
-        # In a context of its own: it outlives the request that makes it, whose id and span are not
-        # those of the others.
+        self._reason = ""  # why the call ended, once known
+        # A separate context: the call outlives the request that creates it and must not carry that
+        # request's id and span.
         self.task = asyncio.get_running_loop().create_task(
             self._run(channel), context=contextvars.Context()
         )
 
     def open(self, receiver: RequestReceiver[EventT], opening: InputT) -> int:
-        """Begin a request; returns its key. What becomes of it the receiver gets after this has
-        returned."""
+        """Begin a request; return its key. The receiver gets events only after this has returned."""
         key = next(self._keys)
         self._receivers[key] = receiver
         self.send(key, opening)
         return key
 
     def send(self, key: int, message: InputT) -> None:
-        """Never waits; does nothing for a request that is over."""
+        """Send a message without waiting; does nothing for a request that has ended."""
         receiver = self._receivers.get(key)
         if receiver is None or self.has_ended:
             return
@@ -132,18 +131,21 @@ class WorkerCall(Generic[InputT, EventT]):
             InvalidRequestError(
                 FieldViolation(
                     "request",
-                    f"what a worker is sent may have at most {MAX_INPUT_BYTES} bytes, this has {num_bytes}",
+                    f"a message to a worker may have at most {MAX_INPUT_BYTES} bytes, this has {num_bytes}",
                 )
             ),
         )
 
     def unsent(self, key: int) -> InputT | None:
-        """The last message of this request, as long as it may still be changed."""
+        """Return the last message of this request while it may still be changed, else None."""
         return self._queue.newest(key)
 
     def leave(self, key: int, *, is_ending: bool = False) -> None:
-        """What still comes for this request is dropped. The worker is to give it up, unless it
-        `is_ending` by itself. Idempotent."""
+        """Drop further events of this request, and cancel it at the worker unless it `is_ending` by
+        itself.
+
+        Idempotent.
+        """
         if self._receivers.pop(key, None) is None:
             return
         if not is_ending and not self.has_ended:
@@ -153,7 +155,7 @@ class WorkerCall(Generic[InputT, EventT]):
         self._end_if_over()
 
     def retire(self) -> None:
-        """No more requests will be opened: it ends with the last of those that are."""
+        """Stop opening requests: the call ends with the last open one."""
         self._is_retired = True
         self._end_if_over()
 
@@ -173,21 +175,20 @@ class WorkerCall(Generic[InputT, EventT]):
         except grpc.aio.AioRpcError as rpc_error:
             self._reason = rpc_error.details() or rpc_error.code().name
             error = _error_of(rpc_error)
-        except grpc.aio.UsageError as closed:  # the channel of a worker that is gone for good
+        except grpc.aio.UsageError as closed:  # the channel of a removed worker
             self._reason = str(closed)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if task is None or task.cancelling():
                 raise
-            self._reason = (
-                self._reason or "its connection is gone"
-            )  # gRPC cancels what it cannot send on any more
+            # gRPC cancels a call when its connection is lost.
+            self._reason = self._reason or "its connection is gone"
         finally:
             self.has_ended = True
             if writer is not None:
                 writer.cancel()
             if call is not None:
-                # else one that is read no further, for a bug, keeps its requests at the worker
+                # After a bug in reading, an open call would keep its requests at the worker.
                 call.cancel()
             self._lost(error)
 
@@ -195,7 +196,7 @@ class WorkerCall(Generic[InputT, EventT]):
         for event in message.events:
             receiver = self._receivers.get(event.key)
             if receiver is None:
-                continue  # given up
+                continue  # the request was given up
             if event.HasField("ended"):
                 del self._receivers[event.key]
                 receiver.ended(
@@ -220,9 +221,8 @@ class WorkerCall(Generic[InputT, EventT]):
             self._reason = f"the worker has read nothing for {WRITE_S:g} s"
             call.cancel()
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
-            logger.debug(
-                "a message could not be sent: %s", error
-            )  # whoever reads learns how the call ended
+            # The reader learns how the call ended.
+            logger.debug("a message could not be sent: %s", error)
 
     def _lost(self, error: BatonError | None) -> None:
         receivers, self._receivers = self._receivers, {}
@@ -237,8 +237,9 @@ class WorkerCall(Generic[InputT, EventT]):
 
 
 def _error_of(error: grpc.aio.AioRpcError) -> BatonError | None:
-    """What the worker says to all of its requests; None if it died, or if what it says is about the
-    call alone."""
+    """Return the error for every request of the call; None if the worker died or it concerns the
+    call alone.
+    """
     if is_lost(error):
         return None
     said = error_from_rpc(error)
@@ -253,8 +254,7 @@ def _error_of(error: grpc.aio.AioRpcError) -> BatonError | None:
 
 
 class CallSlot(Generic[InputT, EventT]):
-    """The present call to a worker: the first request makes it, and so does the first one after its
-    end."""
+    """The current call to a worker, created by the first request and again after its end."""
 
     def __init__(
         self,
@@ -262,8 +262,9 @@ class CallSlot(Generic[InputT, EventT]):
         channel: grpc.aio.Channel,
         identity: Callable[[], object] = lambda: None,
     ) -> None:
-        """`identity` is what a call shows to the worker: when that is another, later requests get a
-        call that shows it."""
+        """`identity` returns the credentials of a new call. When they change, later requests get a
+        new call.
+        """
         self._kind: CallKind[InputT, EventT] = kind
         self._channel = channel
         self._identity = identity

@@ -1,9 +1,8 @@
-"""The workers there are: those that some source lists, and those that none lists any more but that
-still stream.
+"""Set of known workers: those that a source lists, and unlisted ones that still have streams.
 
-A worker is watched from the moment it is listed. When it is listed no more, it gets nothing new;
-its channel stays until the last request on it has ended, so nothing is cut. Listed again before
-that, it is the worker it was.
+A worker is watched from the moment it is listed. An unlisted worker gets no new requests. Its
+channel is kept until its last request has ended, so no request is cut off. If it is listed again
+before that, it keeps its state.
 """
 
 import asyncio
@@ -40,7 +39,11 @@ Watch = Callable[[Worker], Coroutine[None, None, None]]
 def open_source(
     target: str, options: DiscoveryOptions, errors: Counter, rng: random.Random
 ) -> Source:
-    """What a target names. Raises ConfigError."""
+    """Return the source that a target names.
+
+    Raises:
+        ConfigError: the target is malformed.
+    """
     place = parse_target(target)
     if isinstance(place, Path):
         return FileSource(place)
@@ -54,18 +57,21 @@ def open_source(
 
 
 class Tally:
-    """What routers ask after every report, kept as workers change: to count all of them anew each
-    time would take them the square of their number."""
+    """Aggregates that routers need after every report, updated as workers change.
+
+    Computing them from all workers each time would take quadratic time.
+    """
 
     def __init__(self) -> None:
         self._kinds: dict[tuple[WorkerRole, str], str] = {}  # compatibility of usable workers
         self._num_usable: dict[WorkerRole, dict[str, int]] = {role: {} for role in WorkerRole}
         self._starts_s: dict[tuple[WorkerRole, str], float] = {}
-        self._slowest_s: float | None = 0.0  # None: to be looked for
+        self._slowest_s: float | None = 0.0  # None: must be computed
 
     def count(self, worker: Worker) -> bool:
-        """It has changed, perhaps. Returns whether it is usable as it was not before, or not any
-        more."""
+        """Update the aggregates after a possible change; return whether its usability or kind
+        changed.
+        """
         key, num_usable = (worker.role, worker.address), self._num_usable[worker.role]
         before, after = self._kinds.get(key), worker.compatibility if worker.is_usable else None
         if before != after:
@@ -82,17 +88,17 @@ class Tally:
         return before != after
 
     def forget(self, role: WorkerRole, address: str) -> None:
-        """It is gone; it was not usable."""
+        """Remove a worker that was not usable."""
         self._started((role, address), 0.0)
         del self._starts_s[role, address]
 
     def compatibilities(self, role: WorkerRole) -> Collection[str]:
-        """Of usable workers."""
+        """Return the compatibility digests of usable workers."""
         return self._num_usable[role].keys()
 
     @property
     def slowest_start_s(self) -> float:
-        """Of the last starts; 0 without any."""
+        """Return the slowest of the latest starts, in seconds; 0 without any."""
         if self._slowest_s is None:
             self._slowest_s = max(self._starts_s.values(), default=0.0)
         return self._slowest_s
@@ -109,8 +115,11 @@ class Tally:
 
 @dataclass(frozen=True)
 class UsableWorkers:
-    """Of one role, in order of appearance. `shortest`: what the smallest of them can hold, in
-    tokens. `block_kinds`: their page sizes and digests."""
+    """Usable workers of one role, in order of appearance.
+
+    `shortest` is the capacity of the smallest worker in tokens. `block_kinds` are their page sizes
+    and digests.
+    """
 
     workers: tuple[Worker, ...] = ()
     shortest: float = math.inf
@@ -130,7 +139,9 @@ class UsableWorkers:
 
 
 class _UsableByRole(dict[WorkerRole, UsableWorkers]):
-    """Looked for when some worker came to be usable, or ceased to be: not for every request."""
+    """Cache of usable workers; rebuilt when a worker becomes usable or unusable, not for every
+    request.
+    """
 
     def __init__(self, workers_of: Callable[[WorkerRole], Iterable[Worker]]) -> None:
         super().__init__()
@@ -142,8 +153,10 @@ class _UsableByRole(dict[WorkerRole, UsableWorkers]):
 
 
 class WorkerSet:
-    """Build inside a running event loop. Addresses given outright are there from the start, others
-    while `run` runs."""
+    """All workers of a router. Build inside a running event loop.
+
+    Addresses from static targets are present from the start, others while `run` runs.
+    """
 
     def __init__(
         self, sources: Mapping[WorkerRole, Sequence[Source]], make: Make, watch: Watch
@@ -153,16 +166,15 @@ class WorkerSet:
         self._watch = watch
         self._listed: list[frozenset[str]] = [frozenset() for _ in self._sources]
         self._workers: dict[tuple[WorkerRole, str], Worker] = {}
-        self._unlisted: dict[
-            tuple[WorkerRole, str], Worker
-        ] = {}  # of these, those that none lists any more
+        # The subset that no source lists any more.
+        self._unlisted: dict[tuple[WorkerRole, str], Worker] = {}
         self._watches: dict[tuple[WorkerRole, str], asyncio.Task[None]] = {}
         self._group: asyncio.TaskGroup | None = None
         self._aliases = Aliases()
         self.tally = Tally()
         self._usable = _UsableByRole(self.of)
         self.usable: Mapping[WorkerRole, UsableWorkers] = self._usable
-        self.version = 0  # rises when there are other workers
+        self.version = 0  # incremented when the set of workers changes
         for index, (_, source) in enumerate(self._sources):
             if isinstance(source, StaticSource):
                 self._list(index, frozenset({source.address}))
@@ -170,12 +182,13 @@ class WorkerSet:
 
     @property
     def workers(self) -> tuple[Worker, ...]:
-        """Prefill first, then by address in order of appearance. One that has several is there
-        once."""
+        """Return the workers, prefill first, in order of appearance; one with several addresses
+        once.
+        """
         return self._all
 
     def of(self, role: WorkerRole) -> tuple[Worker, ...]:
-        """In order of appearance."""
+        """Return the workers of a role in order of appearance."""
         return self._by_role[role]
 
     def find(self, role: WorkerRole, address: str) -> Worker | None:
@@ -204,8 +217,11 @@ class WorkerSet:
                 group.create_task(source.run(partial(self._found, index)))
 
     def changed(self, worker: Worker) -> bool:
-        """It has, or its requests. Of others only those are looked at that are not listed any more.
-        Returns whether other workers are usable than before."""
+        """Update the set after a change of a worker or its requests; return whether usable workers
+        changed.
+
+        Of the other workers, only unlisted ones are checked.
+        """
         others = self._aliases.changed(worker)
         is_other = self._count(worker, *others)
         if others:
@@ -215,7 +231,7 @@ class WorkerSet:
         return is_other
 
     def _count(self, *workers: Worker) -> bool:
-        """Return whether one of these is usable as it was not before, or not any more."""
+        """Update the tally; return whether one of these workers became usable or unusable."""
         are_other = [self.tally.count(worker) for worker in workers]
         if any(are_other):
             self._usable.pop(workers[0].role, None)
@@ -241,7 +257,7 @@ class WorkerSet:
             self._sweep()
 
     def _list(self, index: int, addresses: frozenset[str]) -> None:
-        """Only at what a source lists more or less than before is looked."""
+        """Apply the difference between the new and the previous addresses of a source."""
         (role, _), before = self._sources[index], self._listed[index]
         self._listed[index] = addresses
         for address in sorted(addresses - before):

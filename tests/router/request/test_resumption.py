@@ -260,7 +260,7 @@ async def test_an_answer_goes_on_where_it_began_or_nowhere() -> None:
         for worker in old:
             await worker.die()
         with pytest.raises(
-            UnavailableError, match="no workers of the weights and numerics that began this answer"
+            UnavailableError, match="no available worker matches the weights and numerics"
         ):
             await router.ask(a_question(tokens[:4], resumed_from=["old"]))
         assert (await router.ask(a_question(tokens[:4], resumed_from=["new"]))).token_ids == tokens[
@@ -285,7 +285,7 @@ async def test_an_answer_goes_on_for_the_prompt_that_it_began_for() -> None:
         other.token_ids.ids.append(1)
         with pytest.raises(
             UnavailableError,
-            match=r"resumed_from\[0\]: the answer began for a prompt with the digest",
+            match=r"resumed_from\[0\]: the response began for a prompt with the digest",
         ):
             await router.ask(other)
         await router.assert_nothing_left()
@@ -316,14 +316,14 @@ TOKENS = expected_tokens(PROMPT, NUM_TOKENS)
         (
             a_question([], [*TOKENS, 0], n=2),
             "resumed[1].ids",
-            "has 10 tokens, more than the 9 that the answer may have",
+            "has 10 tokens, more than the 9 that the response may have",
         ),
         (
             a_question([6, FACTS.eos_token_ids[0], 7]),
             "resumed[0].ids[2]",
-            "follows the end of the answer",
+            "follows the end of the response",
         ),
-        (a_question([7]), "resumed", r"begins with \[7\], the answer to this request with \[6\]"),
+        (a_question([7]), "resumed", r"begins with \[7\], the response to this request with \[6\]"),
     ],
 )
 async def test_tokens_that_cannot_be_are_refused_by_name(
@@ -343,7 +343,7 @@ async def test_what_follows_a_stop_string_is_refused() -> None:
         text = (await router.ask(a_question())).text
         request = a_question(TOKENS)
         request.stop.stop_strings.append(text[:3])
-        with pytest.raises(InvalidRequestError, match="follows the end of the answer") as refused:
+        with pytest.raises(InvalidRequestError, match="follows the end of the response") as refused:
             await router.ask(request)
         assert refused.value.violations[0].field.startswith("resumed[0].ids[")
 

@@ -52,7 +52,7 @@ async def test_there_is_one_place_at_least_and_fewer_when_workers_are_gone() -> 
         held.may_go["a1"].set()
         await asyncio.wait({first})
         with pytest.raises(
-            CapacityError, match="1 prompts with logprobs of this client are under way"
+            CapacityError, match="1 prompts with logprobs of this client are in progress"
         ):
             await held.hold("a3")
         held.may_go["a2"].set()
