@@ -1,18 +1,19 @@
-"""Admission queue: the order of waiting requests, who may wait at all, and who waits in vain. Pure;
-`Clock` seconds.
+"""Admission queue: ordering, bounds, and dropping requests that can no longer meet their deadline.
 
-Order: priority, then clients in turn, and of one client by when a request must begin: its deadline
-less what serving it takes, but not later than the limit of waiting allows. So those of a client
-that have no deadline stand in order of arrival, and a deadline makes a request more urgent than
-others of its client and not than another client's, not even among equal turns, which go by arrival.
-Turns count tokens (start-time fair queueing, Goyal et al., SIGCOMM 1996): a client that sends more,
-or longer ones, gets no more of the pools while others wait. Where workers have parts of prompts, a
-request that finds more there may go before those that would find less (`WaitingLine.best`), as long
-as these can wait.
+Pure; times are `Clock` seconds.
 
-A request is refused on arrival if it could not be served in time behind those that go before it.
-One that was let in leaves only by being placed, by going away, when its time does not suffice any
-more, or, where the line is full, for one of a client that has fewer in it.
+Order: priority, then clients in turn. Within a client, requests are ordered by their latest start:
+the deadline less the service time, but no later than the wait limit allows. Requests of a client
+without deadlines are therefore served in order of arrival. A deadline makes a request more urgent
+than others of its client, but not than another client's: equal turns of two clients go by arrival.
+Turns count tokens (start-time fair queueing, Goyal et al., SIGCOMM 1996): a client that sends more
+or longer requests gets no more of the pools while others wait. If workers have parts of prompts
+cached, a request with more cached may go before others (`WaitingLine.best`), as long as these can
+wait.
+
+A request is rejected on arrival if it could not be served in time after those queued before it. An
+admitted request leaves in four cases: it is placed, it is cancelled, it can no longer meet its
+deadline, or the queue is full and it makes room for a client with fewer requests.
 """
 
 import bisect
@@ -29,26 +30,24 @@ from router.request.service_times import MAX_CLIENTS, Rates, ServiceTimeModel, T
 T = TypeVar("T")
 ItemT = TypeVar("ItemT")
 
-MIN_RETRY_S, MAX_RETRY_S = (
-    0.05,
-    10.0,
-)  # what slows a cluster down may be over long before it was estimated to be
-LOOK_AHEAD = 32  # so many from the front may go first, and so often may one be passed
-LEAST_SLACK_S = 5.0  # who has to begin within this is not passed
+# The upper bound is low because the cause of a delay may end long before it was estimated to.
+MIN_RETRY_S, MAX_RETRY_S = 0.05, 10.0
+LOOK_AHEAD = 32  # requests from the front that may go first, and how often one may be passed
+LEAST_SLACK_S = 5.0  # a request with a latest start within this time is not passed
 
 
 class Cause(StrEnum):
-    """Why a request is not served, as metrics name it."""
+    """Reason why a request is not served; a metric label."""
 
-    QUEUE_FULL = "queue_full"  # as many wait as may
-    WAIT = "wait"  # its turn would come after the limit of waiting
+    QUEUE_FULL = "queue_full"  # `max_waiting` requests are queued
+    WAIT = "wait"  # its turn would come after the wait limit
     DEADLINE = "deadline"  # it would end after its deadline
-    WORKERS = "workers"  # there is no pair of workers
+    WORKERS = "workers"  # no pair of workers is usable
 
 
 @dataclass(frozen=True)
 class WaitingLimits:
-    """`max_waiting` requests at once, each for at most `max_wait_s`."""
+    """At most `max_waiting` requests are queued, each for at most `max_wait_s`."""
 
     max_waiting: int
     max_wait_s: float
@@ -56,8 +55,10 @@ class WaitingLimits:
 
 @dataclass(frozen=True)
 class Demand:
-    """What a request of `client` wants: `ends_at_s` is its deadline, `num_tokens` those of its
-    prompt, wherever they are."""
+    """Demand of a request of `client`.
+
+    `ends_at_s` is its deadline. `num_tokens` counts its prompt, cached or not.
+    """
 
     work: TokenWork
     ends_at_s: float = math.inf
@@ -68,7 +69,10 @@ class Demand:
 
 @dataclass(frozen=True)
 class Refusal:
-    """`wait_s`: how long it would have to wait; `service_s`: how long it would then take."""
+    """Rejection of a request, with estimates in seconds.
+
+    `wait_s` is the time that it would be queued, `service_s` the time to serve it after that.
+    """
 
     cause: Cause
     wait_s: float
@@ -76,44 +80,48 @@ class Refusal:
 
     @property
     def retry_after_s(self) -> float | None:
-        """The wait; where no request waits and those that run are all that slows it down, until
-        they have ended. None while nothing was measured."""
+        """Return the retry delay in seconds; None without a measurement.
+
+        That is the queueing time. If no request is queued, it is the service time, because only
+        running requests delay this one.
+        """
         estimate_s = self.wait_s or self.service_s
         return min(max(estimate_s, MIN_RETRY_S), MAX_RETRY_S) if estimate_s else None
 
 
 @dataclass(order=True)
 class Waiter(Generic[T]):
-    """One that waits; ordered as those of its client will be served. `displaced`: the one that left
-    for it."""
+    """A queued request; compares in the order of its client. `displaced`: the request it replaced."""
 
     begin_by_s: float
     arrival: int
     demand: Demand = field(compare=False)
     since_s: float = field(compare=False)
     item: T = field(compare=False)
-    num_passed: int = field(default=0, compare=False)  # how often another one went before it
+    num_passed: int = field(default=0, compare=False)  # how often a later request went first
     displaced: "Waiter[T] | None" = field(default=None, compare=False)
 
 
 @dataclass(eq=False)
 class _Queue(Generic[T]):
-    """What waits of one client at one priority, in its order. `start`: where the first of it stands
-    in the turns of its priority, each of which is as long as the tokens that it takes."""
+    """Queued requests of one client at one priority, in order.
+
+    `start` is the turn of the first request. A turn takes as long as the tokens of its request.
+    """
 
     start: float
     waiters: list[Waiter[T]] = field(default_factory=list)
     work: TokenWork = field(default_factory=TokenWork)
 
     def turns(self) -> Iterator[tuple[float, int, Waiter[T]]]:
-        """Return the waiters with what they are ordered by among those of other clients. A copy."""
+        """Yield the sort key among clients and the waiter, over a copy of the queue."""
         start = self.start
         for waiter in tuple(self.waiters):
             yield start, waiter.arrival, waiter
             start += waiter.demand.work.num_tokens
 
     def before(self, turn: tuple[float, int]) -> TokenWork:
-        """Return the work of those whose turn comes before this one."""
+        """Return the work of the requests with an earlier turn."""
         if self.start + self.work.num_tokens < turn[0]:
             return self.work
         return _work_of(waiter for *key, waiter in self.turns() if tuple(key) < turn)
@@ -121,31 +129,30 @@ class _Queue(Generic[T]):
 
 @dataclass
 class WaitingLine(Generic[T]):
-    """The requests that wait. The caller gives the present rates and time. `num_waiting` are there,
-    and `work` is that of all of them: what is asked with every request and every report is kept, as
-    a line may be long."""
+    """The queued requests. The caller passes current rates and time.
+
+    `num_waiting` is their number and `work` their total. Both are maintained incrementally: every
+    request and every report asks for them, and a queue may be long.
+    """
 
     limits: WaitingLimits
     service_model: ServiceTimeModel
     num_arrived: int = 0
     num_waiting: int = 0
     work: TokenWork = field(default_factory=TokenWork)
-    _queues: dict[tuple[int, str], _Queue[T]] = field(
-        default_factory=dict
-    )  # by priority and client
-    _turns: dict[int, float] = field(
-        default_factory=dict
-    )  # by priority: where the one placed last stood
-    _ends: dict[tuple[int, str], float] = field(
-        default_factory=dict
-    )  # where clients stand that have had more
-    _lengths: list[int] = field(default_factory=list)  # of their prompts, ascending
+    # By priority and client.
+    _queues: dict[tuple[int, str], _Queue[T]] = field(default_factory=dict)
+    # By priority: the turn of the request placed last.
+    _turns: dict[int, float] = field(default_factory=dict)
+    # By priority and client: where the client's next turn starts, if that is after `_turns`.
+    _ends: dict[tuple[int, str], float] = field(default_factory=dict)
+    _lengths: list[int] = field(default_factory=list)  # prompt lengths, ascending
 
     def __len__(self) -> int:
         return self.num_waiting
 
     def __iter__(self) -> Iterator[Waiter[T]]:
-        """In order, as far as it is asked for; of those that wait now."""
+        """Iterate lazily, in order, over the requests queued now."""
         by_priority: dict[int, list[_Queue[T]]] = {}
         for (priority, _), queue in self._queues.items():
             by_priority.setdefault(priority, []).append(queue)
@@ -155,8 +162,11 @@ class WaitingLine(Generic[T]):
         )
 
     def enter(self, demand: Demand, item: T, rates: Rates, now_s: float) -> Waiter[T] | Refusal:
-        """A place for a request, or why it gets none. One that is refused for the length of its
-        answer is let in now and then as if it had none: its client may have other habits by now."""
+        """Queue a request, or return why it is rejected.
+
+        Now and then a request that is rejected for its expected length is queued as if it had none:
+        its client's responses may have become shorter.
+        """
         refusal = self._refusal(demand, rates, now_s)
         if refusal is not None and refusal.cause is Cause.DEADLINE and demand.work.output_tokens:
             short = replace(demand, work=replace(demand.work, output_tokens=0.0))
@@ -196,20 +206,19 @@ class WaitingLine(Generic[T]):
         return None
 
     def _waiter(self, demand: Demand, item: ItemT, rates: Rates, now_s: float) -> Waiter[ItemT]:
-        """One that would come now."""
+        """Return a waiter that arrives now."""
         service_s = self.service_model.cautious_s(rates, demand.client, demand.work)
         begin_by_s = min(demand.ends_at_s - service_s, now_s + self.limits.max_wait_s)
         return Waiter(begin_by_s, self.num_arrived, demand, now_s, item)
 
     def _queue_of(self, demand: Demand) -> _Queue[T]:
-        """That of its client, or a new one, which begins with the turn of those that are being
-        placed."""
+        """Return the queue of the client, or a new one that starts at the current turn."""
         key = demand.priority, demand.client
         start = max(self._turns.get(demand.priority, 0.0), self._ends.get(key, 0.0))
         return self._queues.get(key) or _Queue(start)
 
     def _before(self, waiter: Waiter[None]) -> TokenWork:
-        """Return the work of those that go before one that would enter now."""
+        """Return the work of the requests before one that would enter now."""
         demand = waiter.demand
         own = self._queue_of(demand)
         place = bisect.bisect(
@@ -227,8 +236,11 @@ class WaitingLine(Generic[T]):
         return total
 
     def _largest(self, demand: Demand) -> Waiter[T] | None:
-        """Return the last request of the client that has most waiting, no more urgent than
-        `demand`; None if that has no more than the other client would then have."""
+        """Return the last request of the client with most requests at `demand`'s priority or less
+        urgent.
+
+        Returns None if that client has no more requests than the new one's client would then have.
+        """
         counts: dict[str, int] = {}
         for (priority, client), queue in self._queues.items():
             if priority >= demand.priority:
@@ -241,18 +253,20 @@ class WaitingLine(Generic[T]):
 
     @property
     def shortest(self) -> float:
-        """Tokens of the shortest prompt that waits; infinite where none does."""
+        """Return the tokens of the shortest queued prompt; infinite if the queue is empty."""
         return self._lengths[0] if self._lengths else math.inf
 
     @property
     def first(self) -> Waiter[T]:
-        """Of a line that is not empty."""
+        """Return the first request; the queue must not be empty."""
         return next(iter(self))
 
     def best(self, gain: Callable[[T], float], now_s: float) -> Waiter[T]:
-        """Who gains most if it is served now, the first of equals: of the first `LOOK_AHEAD`, as
-        urgent as the first, and behind nobody who cannot wait longer. The line must not be
-        empty."""
+        """Return the request with the largest gain if it is served now, the first of equals.
+
+        Candidates are the first `LOOK_AHEAD` requests of the first one's priority, up to the first
+        one that cannot wait longer. The queue must not be empty.
+        """
         first = best = self.first
         most = gain(first.item)
         for waiter in islice(self, LOOK_AHEAD):
@@ -266,14 +280,14 @@ class WaitingLine(Generic[T]):
         return best
 
     def passes(self, waiter: Waiter[T]) -> None:
-        """It is about to be served before those in front of it."""
+        """Count that `waiter` is served before those in front of it."""
         for passed in self:
             if passed is waiter:
                 break
             passed.num_passed += 1
 
     def served(self, waiter: Waiter[T]) -> None:
-        """It has got its workers, which is a turn of its client's."""
+        """Remove a placed request, and count it as a turn of its client."""
         key = waiter.demand.priority, waiter.demand.client
         queue = self._queues.get(key)
         if queue is None or not self.leave(waiter):
@@ -290,7 +304,7 @@ class WaitingLine(Generic[T]):
             del self._ends[min(self._ends, key=lambda each: self._ends[each])]
 
     def leave(self, waiter: Waiter[T]) -> bool:
-        """Whether it was there."""
+        """Remove a request; return whether it was queued."""
         key = waiter.demand.priority, waiter.demand.client
         queue = self._queues.get(key)
         place = 0 if queue is None else bisect.bisect_left(queue.waiters, waiter)
@@ -303,15 +317,14 @@ class WaitingLine(Generic[T]):
             del self._queues[key]
         del self._lengths[bisect.bisect_left(self._lengths, waiter.demand.num_tokens)]
         self.work = self.work.less(waiter.demand.work)
-        if not self._queues:  # nobody has waited for another one: turns begin anew
+        if not self._queues:  # no client waits for another one: reset the turns
             self.work = TokenWork()
             self._turns.clear()
             self._ends.clear()
         return True
 
     def drop_hopeless(self, rates: Rates, now_s: float) -> list[tuple[Waiter[T], Refusal]]:
-        """Those whose time does not suffice any more, even if their turn came now; they have
-        left."""
+        """Remove and return the requests that could not meet their limits even if served now."""
         dropped = []
         for waiter in self:
             if (cause := self._hopeless(waiter, rates, now_s)) is not None:
@@ -321,7 +334,9 @@ class WaitingLine(Generic[T]):
         return [(waiter, Refusal(cause, wait_s)) for waiter, cause in dropped]
 
     def drop_if_hopeless(self, waiter: Waiter[T], rates: Rates, now_s: float) -> Refusal | None:
-        """As `drop_hopeless`, of one that is there."""
+        """Remove one queued request under the rule of `drop_hopeless`; return the reason, else
+        None.
+        """
         cause = self._hopeless(waiter, rates, now_s)
         if cause is None:
             return None
@@ -329,14 +344,14 @@ class WaitingLine(Generic[T]):
         return Refusal(cause, rates.wait_s(self.work))
 
     def oldest_s(self, now_s: float) -> float:
-        """How long the one that came first has waited. Any thread."""
+        """Return how long the oldest request has been queued, in seconds. Safe from any thread."""
         waiters = chain.from_iterable(
             tuple(queue.waiters) for queue in tuple(self._queues.values())
         )
         return max((now_s - waiter.since_s for waiter in waiters), default=0.0)
 
     def clear(self) -> list[Waiter[T]]:
-        """All of them; they have left."""
+        """Remove and return all requests."""
         waiters = list(self)
         for waiter in waiters:
             self.leave(waiter)
@@ -346,7 +361,7 @@ class WaitingLine(Generic[T]):
         if now_s - waiter.since_s >= self.limits.max_wait_s:
             return Cause.WAIT
         if rates.is_idle and now_s < waiter.demand.ends_at_s:
-            return None  # nothing keeps it from being tried
+            return None  # pools are idle: try it
         service_s = self.service_model.cautious_s(rates, waiter.demand.client, waiter.demand.work)
         is_late = now_s + service_s > waiter.demand.ends_at_s
         return Cause.DEADLINE if is_late else None

@@ -94,7 +94,7 @@ BAD: dict[str, tuple[Change, str, str]] = {
     "text and parts": (
         message(content="", content_parts=[pb.ContentPart(text="a")]),
         "messages[1].content_parts",
-        "beside content",
+        "combined with content",
     ),
     "a part of nothing": (
         message(content_parts=[pb.ContentPart()]),
@@ -109,7 +109,7 @@ BAD: dict[str, tuple[Change, str, str]] = {
     "a call of nothing": (
         message(tool_calls=[pb.ToolCall(id="a")]),
         "messages[1].tool_calls",
-        "name what they call",
+        "name the function of every call",
     ),
     "many calls": (
         message(tool_calls=[pb.ToolCall(name="f")] * 1025),
