@@ -1,5 +1,5 @@
 """Kernels, launched by one typed function per operation.
 
-`host/` is numba's. `device/` is Triton's, imported only where a CUDA device is used; tests run the
-same code in its interpreter and compile it for sm_90.
+`host/` uses numba. `device/` uses Triton and is imported only if a CUDA device is used. Tests run
+the same code in Triton's interpreter and compile it for sm_90.
 """

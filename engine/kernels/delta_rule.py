@@ -1,3 +1,3 @@
-"""What both forms of the chunked delta rule, torch's and Triton's, have in common."""
+"""Constants of the chunked delta rule, shared by the torch and the Triton form."""
 
 CHUNK = 64  # tokens whose triangular system is solved at once

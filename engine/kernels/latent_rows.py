@@ -1,4 +1,4 @@
-"""The argument by which kernels find what tokens see of compressed keys."""
+"""Kernel argument that describes the visible compressed keys of tokens."""
 
 from dataclasses import dataclass
 
@@ -7,14 +7,15 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class LatentRows:
-    """All R rows and T tokens of a batch. Keys are counted in storage order.
+    """All R rows and T tokens of a batch, with keys counted in storage order.
 
-    starts      [R + 1] int64, the rows' first tokens, and the end
-    contexts    [R] int64, keys before the row's new ones
-    tables      [R, width] int32, the rows' pages
-    token_rows  [T] int64
-    num_common  [T] int64, keys 0 .. num_common - 1 are seen by the token
-    listed      [T, n] int32, further keys that it sees, ascending, then -1
+    Attributes:
+        starts: [R + 1] int64, the rows' first tokens, and the end.
+        contexts: [R] int64, the number of keys before the row's new ones.
+        tables: [R, width] int32, the rows' pages.
+        token_rows: [T] int64, the row of each token.
+        num_common: [T] int64; the token sees the keys 0 .. num_common - 1.
+        listed: [T, n] int32, further visible keys, ascending, padded with -1.
     """
 
     starts: Tensor

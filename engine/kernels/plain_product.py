@@ -1,5 +1,7 @@
-"""The product of `host/product.py` in plain torch: for types that it has no kernel for, and as its
-description."""
+"""The product of `host/linear/packed_linear.py` in plain torch.
+
+It serves dtypes without a kernel, and is the specification of the kernel.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -8,7 +10,7 @@ from torch import Tensor
 from engine.core.layer_range import EIGHTHS, eighth
 
 _TILE_TERMS = 32
-_MAX_PRODUCTS = 1 << 22  # elements of a step's intermediate
+_MAX_PRODUCTS = 1 << 22  # elements of the intermediate result of a step
 
 
 def plain_product(
@@ -19,14 +21,16 @@ def plain_product(
     num_segments: int = EIGHTHS,
     segment_terms: int | None = None,
 ) -> Tensor:
-    """x [M, K] times weight [N, K], both of the same type, bf16, fp16, fp32 or fp64. Returns [M, N]
-    fp32, or fp64 for fp64. `num_segments`: of the eighths of a longer sum, where x and weight are a
-    part of it; these have `segment_terms` terms each, unless the other parts are as long.
+    """Multiply x [M, K] by weight [N, K] and return [M, N] fp32, or fp64 for fp64.
 
-    The order of sums is that of the kernel, for bf16 `by_tiles` or by pairs. For bf16 so are the
-    bits, as long as nothing is subnormal: a product of two is exact in fp32, and so one
-    multiplication and one addition are a fused multiply-add. In fp32 they are added in double
-    precision and rounded, which differs in rare cases. In every type a row's bits depend on that
+    Both have the same dtype: bf16, fp16, fp32 or fp64. If x and weight are a part of a longer sum,
+    `num_segments` is the number of its eighths. These have `segment_terms` terms each, unless the
+    other parts have the same length.
+
+    The order of sums is that of the kernel, for bf16 `by_tiles` or by pairs. For bf16 the bits are
+    also the same, provided that no number is subnormal: a product of two bf16 is exact in fp32, so
+    a multiplication and an addition equal a fused multiply-add. For fp32 terms are added in double
+    precision and rounded, which differs in rare cases. For every dtype a row's bits depend on that
     row alone.
     """
     wide = {torch.bfloat16: torch.float32, torch.float16: torch.float32}.get(x.dtype, torch.float64)
@@ -52,7 +56,7 @@ def plain_product(
 
 
 def _in_steps(x: Tensor, weight: Tensor, sums: Tensor, step_terms: int) -> Tensor:
-    """Each term after the other, of a pair the second first."""
+    """Add term by term, of each pair the second term first."""
     for step in range(0, x.shape[3], step_terms):
         for term in reversed(range(step, step + step_terms)):
             sums = (x[..., term] * weight[..., term] + sums).to(sums.dtype)
@@ -60,8 +64,11 @@ def _in_steps(x: Tensor, weight: Tensor, sums: Tensor, step_terms: int) -> Tenso
 
 
 def _in_tiles(x: Tensor, weight: Tensor, sums: Tensor) -> Tensor:
-    """Of 32 terms the first of each pair one after the other, likewise the second; both sums are
-    added, then that."""
+    """Add tiles of 32 terms.
+
+    In a tile the first terms of all pairs are summed in order, and so are the second terms. Both
+    sums are added, and the result is added to `sums`.
+    """
     for tile in range(0, x.shape[3], _TILE_TERMS):
         halves = [torch.zeros_like(sums), torch.zeros_like(sums)]
         for term in range(tile, min(tile + _TILE_TERMS, x.shape[3])):

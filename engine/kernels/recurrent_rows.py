@@ -1,4 +1,4 @@
-"""The arguments by which kernels find the states of a batch's rows."""
+"""Kernel arguments that describe the states of a batch's rows."""
 
 from dataclasses import dataclass
 
@@ -9,9 +9,10 @@ from torch import Tensor
 class RecurrentRows:
     """All R rows of a batch.
 
-    starts   [R + 1] int64, the rows' first tokens, and the end
-    slots    [R] int64, where their states are
-    is_new   [R] int64, 1 where a row starts from a zero state whatever its slot holds
+    Attributes:
+        starts: [R + 1] int64, the rows' first tokens, and the end.
+        slots: [R] int64, the slots of their states.
+        is_new: [R] int64, 1 if the row starts from a zero state whatever its slot holds.
     """
 
     starts: Tensor
@@ -21,10 +22,12 @@ class RecurrentRows:
 
 @dataclass(frozen=True)
 class StateSteps:
-    """Where T tokens take their states from and put them.
+    """The source and the destination of the states of T tokens.
 
-    parents  [T] int64, the token that each one continues, which stands before it in its row; -1: its row's slot
-    targets  [T] int64, the record that gets the state after the token
+    Attributes:
+        parents: [T] int64, the earlier token of the row that each token continues; -1 for the row's
+            slot.
+        targets: [T] int64, the record for the state after the token.
     """
 
     parents: Tensor

@@ -1,27 +1,30 @@
-"""The argument by which kernels read keys from the pages where they lie."""
+"""Kernel argument for reading keys in place from their pages."""
 
 from dataclasses import dataclass
 
 from torch import Tensor
 
-NO_WINDOW = 1 << 40  # more than there are positions
+NO_WINDOW = 1 << 40  # more than the number of positions
 
 
 @dataclass(frozen=True)
 class RowsInPlace:
-    """The R rows of a batch, its T new tokens and what each of them sees: keys 0 .. position, or of
-    these its own and `window` before it; nothing else is read then.
+    """The R rows of a batch, its T new tokens and the keys that each token sees.
 
-    tables       [R, width] int32, the rows' pages
-    tiles        [N, 3] int32: row, first token, number of tokens; each new token is in one tile, in order of position
-                 unless the batch has `paths`
-    positions    [T] int32, how many keys the token sees before its own
-    num_in_order [R] int32, this many of a row's keys lie in the order of positions in the row's
-    pages
-    paths        [T, longest] int64, where the token's other keys lie, by position: page * page_size + offset; longest
-                 is 0 where all keys lie in order
-    longest_tile how many tokens the longest tile has; 0 where there are no tiles
-    window       not together with `paths`
+    A token sees the keys 0 .. position, or of these its own and `window` before it. No other keys
+    are read.
+
+    Attributes:
+        tables: [R, width] int32, the rows' pages.
+        tiles: [N, 3] int32: row, first token, number of tokens. Each new token is in one tile,
+            ordered by position unless the batch has `paths`.
+        positions: [T] int32, the number of keys that the token sees before its own.
+        num_in_order: [R] int32, the number of a row's keys that are in the order of positions in
+            the row's pages.
+        paths: [T, longest] int64, the slots of the token's other keys, by position: page *
+            page_size + offset. longest is 0 if all keys are in order.
+        longest_tile: the number of tokens of the longest tile; 0 without tiles.
+        window: not used together with `paths`.
     """
 
     tables: Tensor

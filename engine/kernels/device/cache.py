@@ -1,4 +1,4 @@
-"""Moving cache entries: new keys and values to their pages."""
+"""Storage of new keys and values in their pages."""
 
 import triton
 import triton.language as tl
@@ -9,7 +9,7 @@ from torch import Tensor
 def write_kv_kernel(
     pool, k, v, pages, offsets, num_heads, page_size, head_dim, BLOCK: tl.constexpr
 ):
-    """One program per (token, part): part 0 stores k, part 1 stores v."""
+    """Store k (part 0) or v (part 1); one program per (token, part)."""
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     page = tl.load(pages + token)
@@ -27,8 +27,10 @@ def write_kv_kernel(
 
 
 def write_kv(pool: Tensor, k: Tensor, v: Tensor, pages: Tensor, offsets: Tensor) -> None:
-    """Store k, v [T, kv heads, D] at pool[pages[t], :, :, offsets[t]]; pool [num_pages, 2, kv
-    heads, page_size, D]."""
+    """Store k and v [T, kv heads, D] at pool[pages[t], :, :, offsets[t]].
+
+    pool is [num_pages, 2, kv heads, page_size, D].
+    """
     num_tokens, num_heads, head_dim = k.shape
     if not num_tokens:
         return

@@ -1,5 +1,4 @@
-"""The causal convolution of whole prompts: outputs of all tokens at once, then each row's new
-history."""
+"""Causal convolution of whole prompts: outputs of all tokens at once, then each row's history."""
 
 import torch
 import triton
@@ -22,8 +21,10 @@ def conv_prefill_kernel(
     KERNEL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Outputs only; one program per (token, block of channels). starts [T]: the row's first
-    token."""
+    """Compute the outputs only; one program per (token, block of channels).
+
+    starts is [T], the first token of each token's row.
+    """
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < num_channels
@@ -47,16 +48,15 @@ def conv_prefill_kernel(
 def conv_history_kernel(
     x, states, slots, fresh, starts, stops, num_channels, KERNEL: tl.constexpr, BLOCK: tl.constexpr
 ):
-    """The last inputs of each row become its history; one program per (row, block of channels)."""
+    """Store the last inputs of each row as its history; one program per (row, block of channels)."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < num_channels
     start, stop = tl.load(starts + row).to(tl.int64), tl.load(stops + row).to(tl.int64)
     record = tl.load(slots + row).to(tl.int64) * (KERNEL - 1) * num_channels
     old_channels = tl.where(tl.load(fresh + row) == 0, num_channels, 0)
-    for place in tl.static_range(
-        KERNEL - 1
-    ):  # ascending: an old input moves down, so its place was read before
+    # In ascending order an old input moves down, so its place was read before.
+    for place in tl.static_range(KERNEL - 1):
         source = stop - (KERNEL - 1) + place
         in_new = channel < tl.where(source >= start, num_channels, 0)
         new = tl.load(x + source * num_channels + channel, mask=in_new, other=0.0)
@@ -74,8 +74,11 @@ def conv_prefill(
     fresh: Tensor,
     query_lens: tuple[int, ...],
 ) -> Tensor:
-    """x [T, C], weight [C, K], states [records, K - 1, C]; slots [R] int64, fresh [R] bool as in
-    `delta_chunks`. Returns silu of the convolution [T, C] and writes the new histories."""
+    """Convolve, apply SiLU, write the new histories and return [T, C].
+
+    x is [T, C]; weight is [C, K]; states is [records, K - 1, C]; slots is [R] int64 and fresh [R]
+    bool, as in `delta_chunks`.
+    """
     out = torch.empty_like(x)
     rows = [row for row, length in enumerate(query_lens) if length]
     if not rows:
@@ -85,7 +88,7 @@ def conv_prefill(
     stops = lengths.cumsum(0)
     starts = stops - lengths
     blocks = triton.cdiv(x.shape[1], _CHANNELS)
-    # With the length of the result given, nothing waits for the device to compute it.
+    # With a given output size the host does not wait for the device to compute it.
     spread = [
         torch.repeat_interleave(values, lengths, output_size=len(x))
         for values in (slots[chosen], fresh[chosen], starts)

@@ -1,8 +1,7 @@
-"""Recurrent layers, one token or one tree node per program: causal convolution and the delta rule's
-step.
+"""Causal convolution and delta rule step, one token or one tree node per program.
 
-Formulas as in `engine/backends/gated_delta.py`. A token reads one record and writes one: in decode
-both are its row's slot; in verification it reads its parent's and writes its own.
+The formulas are those of `engine/backends/gated_delta.py`. A token reads one record and writes one.
+In decode both are its row's slot; in verification it reads its parent's record and writes its own.
 """
 
 from dataclasses import dataclass
@@ -30,7 +29,10 @@ def conv_step_kernel(
     KERNEL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """before, after [records, KERNEL - 1, C]; one program per (token, block of channels)."""
+    """Convolve one token; one program per (token, block of channels).
+
+    before and after are [records, KERNEL - 1, C].
+    """
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < num_channels
@@ -73,8 +75,10 @@ def delta_step_kernel(
     DK_BLOCK: tl.constexpr,
     DV_BLOCK: tl.constexpr,
 ):
-    """before, after [records, Hv, DK, DV] fp32; one program per (token, value head, block of
-    DV)."""
+    """Advance the state by one token; one program per (token, value head, block of DV).
+
+    before and after are [records, Hv, DK, DV] fp32.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row = tl.arange(0, DK_BLOCK)
@@ -109,11 +113,13 @@ def delta_step_kernel(
 
 @dataclass(frozen=True)
 class Moves:
-    """Which record each token reads and writes. No record is read by one token and written by
-    another in one call.
+    """The record that each token reads and the record that it writes.
 
-    sources, targets  [T] int64, records of `before` and `after`
-    fresh             [T] bool, True where the state is zero whatever the source holds
+    In one call no record is read by one token and written by another.
+
+    Attributes:
+        sources, targets: [T] int64, records of `before` and `after`.
+        fresh: [T] bool, True if the state is zero whatever the source holds.
     """
 
     sources: Tensor
@@ -122,8 +128,10 @@ class Moves:
 
 
 def conv_step(x: Tensor, weight: Tensor, before: Tensor, after: Tensor, moves: Moves) -> Tensor:
-    """x [T, C], weight [C, K]; before, after [records, K - 1, C] inputs, oldest first. Returns silu
-    of the convolution [T, C] and writes the new histories."""
+    """Convolve one token per record, write the new histories and return silu of the result, [T, C].
+
+    x is [T, C]; weight is [C, K]; before and after are [records, K - 1, C] inputs, oldest first.
+    """
     out = torch.empty_like(x)
     if len(x):
         grid = len(x), triton.cdiv(x.shape[1], _CHANNELS)
@@ -153,8 +161,11 @@ def delta_step(
     after: Tensor,
     moves: Moves,
 ) -> Tensor:
-    """q, k [T, Hk, dk], v [T, Hv, dv], g, beta [T, Hv] fp32; before, after [records, Hv, dk, dv]
-    fp32. Returns [T, Hv, dv] fp32 and writes the new states."""
+    """Advance one token per record, write the new states and return [T, Hv, dv] fp32.
+
+    q and k are [T, Hk, dk]; v is [T, Hv, dv]; g and beta are [T, Hv] fp32; before and after are
+    [records, Hv, dk, dv] fp32.
+    """
     num_tokens, num_v_heads, dv = v.shape
     num_k_heads, dk = q.shape[1:]
     out = torch.empty(v.shape, dtype=torch.float32, device=v.device)

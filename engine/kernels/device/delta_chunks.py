@@ -1,10 +1,10 @@
-"""The chunked delta rule over rows of any length: 64 tokens at a time, chunks of a row one after
-the other.
+"""Chunked delta rule over rows of any length, 64 tokens at a time.
 
-Formulas as in `engine/backends/gated_delta.py`. What needs no state all chunks do at once:
-inverting their triangular system, and its products with keys and values. The scan that follows is
-four products per chunk; more would not fit into registers. All run on tensor cores, whose operands
-have 11 bits where q has 8 (bf16), else three times as many.
+The formulas are those of `engine/backends/gated_delta.py`. All chunks compute concurrently what
+needs no state: the inverse of their triangular system, and its products with keys and values. The
+scan over the chunks of a row has four products per chunk; more would not fit into registers. All
+products run on tensor cores. Operands have 11 bits if q has 8 (bf16), otherwise three times as
+many.
 """
 
 import torch
@@ -15,14 +15,14 @@ from torch import Tensor
 from engine.kernels.delta_rule import CHUNK
 
 _COLUMNS = 32
-# With fewer warps, or with loads in advance, a program's part of the products fits neither
+# With fewer warps, or with prefetched loads, a program's part of the products fits neither
 # registers nor shared memory.
 OPTIONS = {"num_warps": 8, "num_stages": 1}
 
 
 @triton.jit
 def _heads_of_chunk(x, first, count, heads, head, width, C: tl.constexpr, W_BLOCK: tl.constexpr):
-    """Tokens first..first+count-1 of one head as fp32 [C, W_BLOCK], zero beyond."""
+    """Load `count` tokens of one head from `first` on as fp32 [C, W_BLOCK], padded with zeros."""
     token = tl.arange(0, C)
     channel = tl.arange(0, W_BLOCK)
     inside = (token < count)[:, None] & (channel < width)[None, :]
@@ -37,7 +37,7 @@ def _unit(x):
 
 @triton.jit
 def _decays(g, first, count, heads, head, C: tl.constexpr):
-    """The running sum G of a chunk [C], and e^(G_i - G_j) for j <= i, else 0 [C, C]."""
+    """Return the running sum G of a chunk [C], and [C, C] e^(G_i - G_j) for j <= i, else 0."""
     token = tl.arange(0, C)
     total = tl.cumsum(tl.load(g + (first + token) * heads + head, mask=token < count, other=0.0), 0)
     lower = token[:, None] >= token[None, :]
@@ -61,8 +61,10 @@ def chunk_inverse_kernel(
     C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """[N, Hv, C, C] = (I + strict_lower(diag(beta) K K^T * D))^-1, row by row; one program per
-    (chunk, head)."""
+    """Compute (I + strict_lower(diag(beta) K K^T * D))^-1, [N, Hv, C, C], row by row.
+
+    There is one program per (chunk, head).
+    """
     chunk = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     first, count = tl.load(firsts + chunk).to(tl.int64), tl.load(counts + chunk)
@@ -111,11 +113,18 @@ def chunk_prepare_kernel(
     C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """What the scan reads, per chunk and value head; one program each. In [N, Hv, C, ...]: what a
-    token's update takes from the state by key (`removals`, DK_BLOCK) and what it adds by value
-    (`additions`, DV); queries by decay since the chunk's begin (`queries`, DK_BLOCK), keys by decay
-    until its end (`faded`, DK_BLOCK); `scores` (C) of queries and keys within. lasts [N, Hv]: the
-    chunk's whole decay."""
+    """Compute the inputs of the scan; one program per (chunk, value head).
+
+    All outputs but `lasts` are [N, Hv, C, ...].
+
+    Outputs:
+        removals: [..., DK_BLOCK], the part of the state by key that a token's update removes.
+        additions: [..., DV], the values that the update adds.
+        queries: [..., DK_BLOCK], queries times the decay since the start of the chunk.
+        faded: [..., DK_BLOCK], keys times the decay until the end of the chunk.
+        scores: [..., C], scores of queries and keys within the chunk.
+        lasts: [N, Hv], the decay of the whole chunk.
+    """
     chunk = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     first, count = tl.load(firsts + chunk).to(tl.int64), tl.load(counts + chunk)
@@ -175,8 +184,10 @@ def chunk_scan_kernel(
     C: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """states [records, Hv, DK, DV], updated in place; one program per (row, value head, block of
-    DV)."""
+    """Run the chunks of a row in order; one program per (row, value head, block of DV).
+
+    states is [records, Hv, DK, DV] and is updated in place.
+    """
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     token, channel = tl.arange(0, C), tl.arange(0, DK_BLOCK)
@@ -220,11 +231,12 @@ def delta_chunks(
     fresh: Tensor,
     query_lens: tuple[int, ...],
 ) -> Tensor:
-    """Rows of new tokens one after the other, each starting on the 64-token grid.
+    """Process rows of new tokens, each starting on the 64-token grid.
 
-    q, k [T, Hk, dk], v [T, Hv, dv], g, beta [T, Hv] fp32; states [records, Hv, dk, dv] fp32; slots
-    [R] int64; fresh [R] bool, True where the state is zero whatever the record holds. Returns [T,
-    Hv, dv] fp32 and writes the new states. Rows without tokens keep their state.
+    q and k are [T, Hk, dk]; v is [T, Hv, dv]; g and beta are [T, Hv] fp32; states is [records, Hv,
+    dk, dv] fp32; slots is [R] int64; fresh is [R] bool, True if the state is zero whatever the
+    record holds. Write the new states and return [T, Hv, dv] fp32. Rows without tokens keep their
+    state.
     """
     num_v_heads, dv = v.shape[1:]
     num_k_heads, dk = q.shape[1:]

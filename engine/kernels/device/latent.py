@@ -1,9 +1,8 @@
-"""Attention of each token to a list of cache entries of its own, over compressed keys (MLA), and
-the scores by which a layer chooses them (DSA).
+"""Attention over compressed keys (MLA) with a list of entries per token, and index scores (DSA).
 
-FlashInfer's wrapper for compressed keys has neither masks nor choices; this covers both: a node of
-a draft tree lists the committed keys, its ancestors and itself; a layer that chooses lists what it
-chose.
+FlashInfer's wrapper for compressed keys has neither masks nor key selection; the lists cover both.
+A node of a draft tree lists the committed keys, its ancestors and itself. A selecting layer lists
+the selected keys.
 """
 
 import torch
@@ -30,7 +29,10 @@ def listed_attention_kernel(
     H: tl.constexpr,
     K: tl.constexpr,
 ):
-    """One program per (token, H heads). keys [T, num_keys] int32 slots, -1 for none."""
+    """Attend with one token and H heads per program.
+
+    keys is [T, num_keys] int32 slots, padded with -1.
+    """
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * H + tl.arange(0, H)
     latent, rope = tl.arange(0, LATENT_BLOCK), tl.arange(0, ROPE_BLOCK)
@@ -64,7 +66,7 @@ def listed_attention_kernel(
         scores += tl.dot(q_rope, tl.trans(r), input_precision="ieee")
         scores = tl.where(there[None, :], scores * scale, float("-inf"))
         above = tl.maximum(highest, tl.max(scores, 1))
-        base_score = tl.where(above == float("-inf"), 0.0, above)  # a block may list nothing yet
+        base_score = tl.where(above == float("-inf"), 0.0, above)  # a block may have no keys yet
         weights = tl.exp(scores - base_score[:, None])
         shrink = tl.exp(highest - base_score)
         weight_sum = weight_sum * shrink + tl.sum(weights, 1)
@@ -78,8 +80,11 @@ def listed_attention_kernel(
 def listed_attention(
     q: Tensor, entries: Tensor, keys: Tensor, *, latent_dim: int, scale: float
 ) -> Tensor:
-    """q [T, heads, entry_dim]; entries [slots, entry_dim]; keys [T, n] int32, at least one slot per
-    token, -1 for none. Returns [T, heads, latent_dim]."""
+    """Attend to the listed entries and return [T, heads, latent_dim].
+
+    q is [T, heads, entry_dim]; entries is [slots, entry_dim]; keys is [T, n] int32, with at least
+    one slot per token, padded with -1.
+    """
     num_tokens, num_heads, entry_dim = q.shape
     out = torch.empty(num_tokens, num_heads, latent_dim, dtype=q.dtype, device=q.device)
     if num_tokens:
@@ -121,7 +126,7 @@ def index_scores_kernel(
     H: tl.constexpr,
     KEYS: tl.constexpr,
 ):
-    """One program per (token, KEYS keys of its row)."""
+    """Score one token with KEYS keys of its row per program."""
     token = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * KEYS + tl.arange(0, KEYS)
     there = place < tl.load(lengths + token)
@@ -157,9 +162,12 @@ def index_scores(
     num_keys: int,
     page_size: int,
 ) -> Tensor:
-    """q [T, heads, D]; index_keys [slots, D]; head_weights [T, heads] fp32; tables [R, pages],
-    token_rows [T], lengths [T] (keys of the token's row) int64. Returns [T, num_keys] fp32: sum_h
-    weight_h * relu(q_h . k_s * D^-0.5), -inf from each row's length on."""
+    """Return sum_h weight_h * relu(q_h . k_s * D^-0.5), [T, num_keys] fp32.
+
+    The result is -inf from each row's length on. q is [T, heads, D]; index_keys is [slots, D];
+    head_weights is [T, heads] fp32; tables [R, pages], token_rows [T] and lengths [T] (the number
+    of keys of the token's row) are int64.
+    """
     num_tokens, num_heads, head_dim = q.shape
     out = torch.empty(num_tokens, num_keys, dtype=torch.float32, device=q.device)
     if num_tokens and num_keys:

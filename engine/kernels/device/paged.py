@@ -1,5 +1,4 @@
-"""Attention over paged keys and values for heads that FlashInfer has no kernel for: narrow ones,
-and fp32."""
+"""Paged attention for heads without FlashInfer kernels: narrow heads and fp32."""
 
 import torch
 import triton
@@ -31,8 +30,10 @@ def paged_attention_kernel(
     K: tl.constexpr,
     MASKED: tl.constexpr,
 ):
-    """One program per (token, kv head), for the SHARE query heads that read it. cache [pages, 2, kv
-    heads, page, D]."""
+    """Attend with one token and the SHARE query heads of one kv head per program.
+
+    cache is [pages, 2, kv heads, page, D].
+    """
     token = tl.program_id(0).to(tl.int64)
     kv_head = tl.program_id(1)
     member, channel = tl.arange(0, H), tl.arange(0, D_BLOCK)
@@ -61,7 +62,7 @@ def paged_attention_kernel(
         scores = tl.dot(query, tl.trans(key), input_precision="ieee") * scale
         scores = tl.where(there[None, :], scores, float("-inf"))
         above = tl.maximum(highest, tl.max(scores, 1))
-        base = tl.where(above == float("-inf"), 0.0, above)  # a block may hold nothing to see
+        base = tl.where(above == float("-inf"), 0.0, above)  # a block may have no visible keys
         weights = tl.exp(scores - base[:, None])
         shrink = tl.exp(highest - base)
         weight_sum = weight_sum * shrink + tl.sum(weights, 1)
@@ -84,11 +85,20 @@ def paged_attention(
     *,
     scale: float,
 ) -> Tensor:
-    """q [T, heads, D] contiguous; cache [pages, 2, kv heads, page_size, D]; indices [n] int32 page
-    ids, those of a token's row from first_pages [T] on; begins, limits [T]: it may see the keys
-    from one to before the other, with a mask those of them that are True in mask [...] bool, of
-    which the row's first is at mask_starts [T]; all int32 or int64, at least one key seen by each
-    token. Returns [T, heads, D]."""
+    """Attend to the visible keys of each token and return [T, heads, D].
+
+    A token sees the keys from begins[t] to before limits[t], with a mask only those that are True.
+    Each token must see at least one key. Integer tensors are int32 or int64.
+
+    Args:
+        q: [T, heads, D], contiguous.
+        cache: [pages, 2, kv heads, page_size, D].
+        indices: [n] int32 page ids.
+        first_pages: [T], the index in `indices` of the first page of the token's row.
+        begins, limits: [T], the range of visible keys.
+        mask: [...] bool, or None.
+        mask_starts: [T], the index in `mask` of the first key of the token's row.
+    """
     num_tokens, num_heads, dim = q.shape
     num_kv_heads, page_size = cache.shape[2:4]
     share = num_heads // num_kv_heads

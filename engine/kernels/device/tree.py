@@ -1,8 +1,8 @@
-"""Recurrent layers over trees of new tokens: each token continues its parent's state and keeps its
-own.
+"""Recurrent layers over trees of new tokens.
 
-Formulas as in `engine/backends/gated_delta.py`. The shapes of the trees are data, so a captured
-call serves all trees of as many rows and tokens.
+Each token continues its parent's state and keeps its own. The formulas are those of
+`engine/backends/gated_delta.py`. The shapes of the trees are data, so a captured call serves all
+trees with the same number of rows and tokens.
 """
 
 from dataclasses import dataclass
@@ -32,8 +32,11 @@ def conv_tree_kernel(
     KERNEL: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """before, after [records, KERNEL - 1, C]; one program per (token, block of channels). Inputs
-    are all known, so a token walks up its path and then on into its row's history."""
+    """Convolve along each token's path; one program per (token, block of channels).
+
+    before and after are [records, KERNEL - 1, C]. All inputs are known, so a token walks up its
+    path and then continues into its row's history.
+    """
     token = tl.program_id(0).to(tl.int64)
     channel = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = channel < num_channels
@@ -96,9 +99,11 @@ def delta_tree_kernel(
     DK_BLOCK: tl.constexpr,
     DV_BLOCK: tl.constexpr,
 ):
-    """before, after [records, Hv, DK, DV] fp32; one program per (row, value head, block of DV),
-    token after token: parents come before their children, and a program reads back what it wrote
-    itself."""
+    """Advance the states of a row's tokens; one program per (row, value head, block of DV).
+
+    before and after are [records, Hv, DK, DV] fp32. Tokens are processed in order: parents come
+    before their children, and a program reads back its own writes.
+    """
     row = tl.program_id(0)
     head = tl.program_id(1)
     channel = tl.arange(0, DK_BLOCK)
@@ -136,19 +141,22 @@ def delta_tree_kernel(
             tl.sum(state * query[:, None], 0),
             mask=in_column,
         )
-        tl.debug_barrier()  # what one thread wrote another may read for a child
+        tl.debug_barrier()  # for a child, one thread may read what another thread wrote
 
 
 @dataclass(frozen=True)
 class Trees:
-    """R rows of T tokens, parents before children. All int64 on the device but `fresh`.
+    """R rows of T tokens, parents before children.
 
-    slots    [R], records of `before` that roots continue
-    fresh    [R], not zero where that state is zero whatever the record holds
-    starts   [R + 1], the rows' first tokens, and the end
-    rows     [T], a token's row
-    parents  [T], tokens of the batch; -1 for roots
-    targets  [T], records of `after` that tokens write
+    All tensors except `fresh` are int64 on the device.
+
+    Attributes:
+        slots: [R], records of `before` that roots continue.
+        fresh: [R], nonzero if that state is zero whatever the record holds.
+        starts: [R + 1], the rows' first tokens, and the end.
+        rows: [T], the row of each token.
+        parents: [T], tokens of the batch; -1 for roots.
+        targets: [T], records of `after` that the tokens write.
     """
 
     slots: Tensor
@@ -160,8 +168,10 @@ class Trees:
 
 
 def conv_tree(x: Tensor, weight: Tensor, before: Tensor, after: Tensor, trees: Trees) -> Tensor:
-    """x [T, C], weight [C, K]; before, after [records, K - 1, C] inputs, oldest first. Returns silu
-    of the convolution along each token's path [T, C] and writes its history."""
+    """Convolve along each token's path, write its history and return silu of the result, [T, C].
+
+    x is [T, C]; weight is [C, K]; before and after are [records, K - 1, C] inputs, oldest first.
+    """
     out = torch.empty_like(x)
     if len(x):
         grid = len(x), triton.cdiv(x.shape[1], _CHANNELS)
@@ -193,8 +203,11 @@ def delta_tree(
     after: Tensor,
     trees: Trees,
 ) -> Tensor:
-    """q, k [T, Hk, dk], v [T, Hv, dv], g, beta [T, Hv] fp32; before, after [records, Hv, dk, dv]
-    fp32. Returns [T, Hv, dv] fp32 and writes each token's state."""
+    """Advance along each token's path, write its state and return [T, Hv, dv] fp32.
+
+    q and k are [T, Hk, dk]; v is [T, Hv, dv]; g and beta are [T, Hv] fp32; before and after are
+    [records, Hv, dk, dv] fp32.
+    """
     num_tokens, num_v_heads, dv = v.shape
     num_k_heads, dk = q.shape[1:]
     out = torch.empty(v.shape, dtype=torch.float32, device=v.device)

@@ -1,8 +1,8 @@
-"""A block of keys and values on its way from pages to the products of attention (`in_place.py`).
+"""Transfer of key and value blocks from pages to the products of attention (`paged_attention.py`).
 
-Pages come from memory, and a thread that has few queries for each key waits for little else. So the
-next block is fetched meanwhile: with few queries while this one is read, with many while this one
-is multiplied.
+Pages come from memory, and a thread with few queries per key is limited by memory. So the next
+block is prefetched: with few queries while this block is read, with many while this block is
+multiplied.
 """
 
 import numpy as np
@@ -24,20 +24,22 @@ from engine.kernels.host.codegen.strided_loops import fetch_line, integers
 
 @njit(**STRICT_PART)
 def first_seen(a, position):
-    """The first key that a token at `position` sees."""
+    """Return the first key that a token at `position` sees."""
     return max(0, position - a.window)
 
 
 @njit(**STRICT_PART)
 def first_block(a, position):
-    """The block of that key."""
+    """Return the start of the block that contains that key."""
     return first_seen(a, position) // BLOCK_KEYS * BLOCK_KEYS
 
 
 @njit(**STRICT_PART)
 def find(a, found, nothing, row, token, kv_head, start, num_keys):
-    """The addresses of the block's keys start .. start + num_keys - 1 as `token` sees them; the
-    last one's in place of those behind them, `nothing` where there are none."""
+    """Find the addresses of the block's keys start .. start + num_keys - 1 as `token` sees them.
+
+    The remaining places get the address of the last key, or `nothing` if there are no keys.
+    """
     num_keys = max(0, min(BLOCK_KEYS, num_keys))
     found = carray(pointer_to(found, np.int64), BLOCK_KEYS)
     table = carray(pointer_to(a.tables, np.int32), (a.num_rows, a.table_width))[row]
@@ -62,8 +64,8 @@ def find(a, found, nothing, row, token, kv_head, start, num_keys):
     while key < BLOCK_KEYS:
         found[key] = found[key - 1] if key else nothing
         key += 1
-    # What lies before the window may be anything; with a weight of 0 a key that is seen does as
-    # well.
+    # The content before the window is arbitrary. Any visible key can take its place, because its
+    # weight is 0.
     hidden = first_seen(a, carray(pointer_to(a.positions, np.int32), a.num_tokens)[token]) - start
     for key in range(hidden):
         found[key] = found[hidden]
@@ -71,7 +73,7 @@ def find(a, found, nothing, row, token, kv_head, start, num_keys):
 
 @njit(**STRICT_PART)
 def fill_keys(a, room, found, num_keys):
-    """A block's keys as `dot.py` takes them. Groups of 16 without any key are left out."""
+    """Pack a block's keys in the layout of `dot.py`, leaving out groups of 16 without any key."""
     key_bytes = a.head_dim * a.itemsize
     whole = key_bytes // VECTOR_BYTES * VECTOR_BYTES
     num_groups = -(-num_keys // LANES)
@@ -91,10 +93,12 @@ def fill_keys(a, room, found, num_keys):
 
 @njit(**STRICT_PART)
 def score_by_key(a, room, found, offset, ahead, then, num_keys):
-    """A block's scores with queries that are turned instead of the keys, 16 at most: keys are
-    multiplied where they lie, `offset` bytes behind the addresses. Each score is the sum that
-    `fill_keys` and a product of the queries lead to. What lies `then` bytes behind the addresses at
-    `ahead` is fetched."""
+    """Score a block by transposing the queries, at most 16, instead of the keys.
+
+    Keys are multiplied in place, `offset` bytes after the addresses. Each score is the same sum as
+    that of `fill_keys` and a product of the queries. The data `then` bytes after the addresses at
+    `ahead` is prefetched.
+    """
     key_bytes, words = a.head_dim * a.itemsize, room.query_bytes // 4
     copied, num_groups = room.keys + room.key_block, -(-num_keys // LANES)
     for group in range(num_groups):
@@ -105,8 +109,8 @@ def score_by_key(a, room, found, offset, ahead, then, num_keys):
             _clear_ends(copied, key_bytes, room.query_bytes)
             keys, distance = copied, room.query_bytes
         by_key = group * LANES * VECTOR_BYTES
-        # Fetched are lines one behind the other, half of a group's keys in each part: they lie on
-        # one page, unless pages are smaller.
+        # Consecutive lines are prefetched, half of a group's keys in each part: they are on one
+        # page, unless pages are smaller.
         _KEYS_BY_QUERIES(
             keys,
             distance,
@@ -128,13 +132,13 @@ def score_by_key(a, room, found, offset, ahead, then, num_keys):
     fetch_keys(a, ahead, num_groups * LANES, BLOCK_KEYS, then)
 
 
-# A step has 16 words of 16 keys: as many lines as half of those keys have for each step.
+# A step has 16 words of 16 keys. For each step, half of those keys have that number of lines.
 _KEYS_BY_QUERIES = tile_block(1, 1, second=True, fetched=LANES // 2)
 
 
 @njit(**STRICT_PART)
 def score_nothing(a, room, found, offset, ahead, then, num_keys):
-    """Where products have no rows of keys."""
+    """Do nothing; used by products without rows of keys."""
 
 
 @njit(**STRICT_PART)
@@ -147,7 +151,7 @@ def _lie_in_line(found, distance):
 
 @njit(**STRICT_PART)
 def _copy_halves(found, offset, num_halves, out, out_row):
-    """Of 16 addresses what lies `offset` bytes behind them, `num_halves` halves of a word each."""
+    """Copy `num_halves` 16-bit words from `offset` bytes after each of 16 addresses."""
     addresses = carray(pointer_to(found, np.int64), LANES)
     for row in range(LANES):
         source = carray(pointer_to(addresses[row] + offset, np.uint16), num_halves)
@@ -167,15 +171,19 @@ def _clear_ends(rows, begin, row_bytes):
 
 @njit(**STRICT_PART)
 def pair_values(a, room, values, found, num_keys):
-    """A block's values in bf16, [channels / 16][pairs][16][2], with zeros up to a multiple of 16
-    pairs."""
+    """Pack a block's values in bf16, [channels / 16][pairs][16][2], with zeros up to a multiple of
+    16 pairs.
+    """
     pair_values_at(a, room, values, found, behind_keys(a), found, 0, num_keys, 0)
 
 
 @njit(**STRICT_PART)
 def pair_values_at(a, room, values, found, offset, ahead, then, num_keys, fetched):
-    """Likewise of values that lie `offset` bytes behind the addresses. For each pair of them
-    `fetched` of those at `ahead` are fetched, `then` bytes behind the addresses."""
+    """Pack the bf16 values that are `offset` bytes after the addresses.
+
+    For each pair of values, `fetched` of the addresses at `ahead` are prefetched, `then` bytes
+    after them.
+    """
     found, whole = (
         carray(pointer_to(found, np.int64), BLOCK_KEYS),
         a.head_dim // (2 * LANES) * 2 * LANES,
@@ -210,7 +218,7 @@ def pair_values_at(a, room, values, found, offset, ahead, then, num_keys, fetche
 
 @njit(**STRICT_PART)
 def copy_values(a, room, values, found, num_keys):
-    """A block's values in fp32, [channels / 16][keys][16]."""
+    """Copy a block's values in fp32, [channels / 16][keys][16]."""
     found, behind = carray(pointer_to(found, np.int64), BLOCK_KEYS), behind_keys(a)
     for key in range(num_keys):
         source = carray(pointer_to(found[key] + behind, np.float32), a.head_dim)
@@ -223,15 +231,17 @@ def copy_values(a, room, values, found, num_keys):
 
 @njit(**STRICT_PART)
 def behind_keys(a):
-    """How far behind its key a value lies."""
+    """Return the distance in bytes from a key to its value."""
     return a.num_kv_heads * a.page_size * a.head_dim * a.itemsize
 
 
 @njit(**STRICT_PART)
 def fetch_keys(a, found, begin, end, offset):
-    """Bring what lies `offset` bytes behind some of the addresses into the cache, line after line:
-    what fetches lines ahead by itself follows such a way. A few at a time: more than are under way
-    at once would have to wait."""
+    """Prefetch the data `offset` bytes after some of the addresses, line by line.
+
+    The hardware prefetcher follows such a pattern. Only a few lines are requested at a time: more
+    than the number of possible outstanding loads would have to wait.
+    """
     addresses = carray(pointer_to(found, np.int64), BLOCK_KEYS)
     for key in range(begin, end):
         for line in range(0, a.head_dim * a.itemsize, VECTOR_BYTES):

@@ -1,10 +1,10 @@
-"""Attention over compressed keys (MLA, absorbed) on the host, over pages where they lie.
+"""Attention over compressed keys (MLA, absorbed) on the host, with pages read in place.
 
-A token's keys are taken in the order of the list of what it sees, 64 at a time, through an online
-softmax (Milakov and Gimelshein, 2018). A score is summed over channels in order, an output over
-keys in order, each head by itself. So a token's bits depend on its own keys only: not on what it
-was computed with, nor on whether it was read, drawn or verified. Of a page nothing is read but the
-keys that the token sees.
+A token's keys are processed in the order of its list of visible keys, 64 at a time, through an
+online softmax (Milakov and Gimelshein, 2018). A score is summed over channels in order, an output
+over keys in order, each head separately. So a token's bits depend on its own keys only. They do not
+depend on the other tokens of the batch, nor on whether the token was prefilled, sampled or
+verified. Of a page only the keys that the token sees are read.
 """
 
 from functools import cache
@@ -62,14 +62,17 @@ _ARGUMENTS = record(
     scale=np.float32,
 )
 _BLOCK = 64  # keys of one step of the online softmax
-_GROUP = 64  # heads of an item, or few where there are not enough items for all threads
+_GROUP = 64  # heads of an item; fewer if there are not enough items for all threads
 
 
 def attend_latent(
     pages: Tensor, q: Tensor, rows: LatentRows, *, latent_dim: int, scale: float, team: Team
 ) -> Tensor:
-    """pages: [P, page_size, entry]; q: [T, heads, entry], contiguous; each bf16 or fp32. Each token
-    sees at least one key. Returns [T, heads, latent_dim] in q's type."""
+    """Attend to the visible entries of each token and return [T, heads, latent_dim] in q's dtype.
+
+    pages is [P, page_size, entry]; q is [T, heads, entry], contiguous; each is bf16 or fp32. Each
+    token sees at least one key.
+    """
     num_tokens, num_heads, entry_dim = q.shape
     out = q.new_empty(num_tokens, num_heads, latent_dim)
     group = _GROUP if num_tokens * num_heads >= 4 * _GROUP * torch.get_num_threads() else LANES
@@ -120,7 +123,7 @@ def compiled_for(dtype: torch.dtype, page_dtype: torch.dtype):
 
 @njit(**STRICT_PART)
 def _take_tokens(pointer, stored, cached):
-    """One thread's part: some heads of a token at a time, until none is left."""
+    """Run one thread: process some heads of a token at a time until no items are left."""
     a = carray(pointer, 1)[0]
     seat = take_seat(pointer)
     num_groups = (a.num_heads + a.group - 1) // a.group
@@ -135,8 +138,10 @@ def _take_tokens(pointer, stored, cached):
 
 @njit(**STRICT_PART)
 def _attend(a, token, first, num_heads, seat, stored, cached):
-    """Heads first .. first + num_heads - 1 of a token. Work is done for whole vectors of heads;
-    those that are none have queries of 0."""
+    """Attend with the heads first .. first + num_heads - 1 of a token.
+
+    The computation uses whole vectors of heads; padding heads have queries of 0.
+    """
     width = (num_heads + LANES - 1) // LANES * LANES
     entry_dim, latent_dim, line = a.entry_dim, a.latent_dim, width * 4
     queries_at = seat
@@ -162,10 +167,11 @@ def _attend(a, token, first, num_heads, seat, stored, cached):
     clear(sums_at, width)
     for head in range(width):
         highest[head] = -np.inf
+    # Places in the list of all keys that the token sees.
     place, end = (
         np.int64(0),
         integers(a.num_common)[token] + a.num_listed,
-    )  # in the list of all that the token sees
+    )
     while place < end:
         count, place = _gather(a, token, place, end, floats(keys_at), cached)
         if count > 0:
@@ -214,7 +220,7 @@ def _turn_queries(q, queries, num_heads, width, entry_dim, factor):
 
 @njit(**STRICT_PART)
 def _gather(a, token, place, end, keys, cached):
-    """Up to 64 entries from `place` on. Returns how many, and the place after them."""
+    """Gather up to 64 entries from `place` on; return their number and the next place."""
     pages, table = (
         pointer_to(a.pages, cached),
         shorts(a.tables + integers(a.token_rows)[token] * a.table_width * 4),
@@ -238,8 +244,10 @@ def _gather(a, token, place, end, keys, cached):
 
 @njit(**STRICT_PART)
 def _soften(scores, highest, sums, factors, count, width):
-    """One step of the online softmax over scores [count, width], which become weights. `factors`:
-    what all that was added up before must be multiplied by."""
+    """Perform one step of the online softmax; scores [count, width] become weights.
+
+    `factors` are the factors by which all earlier sums must be multiplied.
+    """
     for head in range(width):
         factors[head] = highest[head]
     for key in range(count):

@@ -1,12 +1,14 @@
-"""Attention on the host, over pages where they lie. Compiled by numba, kept for the next process.
+"""Attention on the host with pages read in place, compiled by numba and cached on disk.
 
-Keys are taken in blocks of 64 at absolute positions, whatever the page size. A block is packed for
-the products of `dot.py` or the matrix unit (`key_blocks.py`), or for few queries taken as it comes
-(`few_rows.py`); multiplied with the queries of a tile (of a few tokens the heads that share a kv
-head), weighed by one step of an online softmax (`blocks.py`) and added up. Every sum has one order:
-a score's is that of the channels, a token's output takes its keys by position. So a token's bits
-depend on its own keys and on nothing else: not on what it was computed with, not on whether it was
-read, drawn or verified, not on the number of threads.
+Keys are processed in blocks of 64 at absolute positions, whatever the page size. A block is packed
+for the products of `dot.py` or the matrix unit (`kv_blocks.py`), or used as it is for few queries
+(`small_batch.py`). It is multiplied by the queries of a tile (for a few tokens, the heads that
+share a kv head), weighed by one step of an online softmax (`softmax_blocks.py`) and added up.
+
+Every sum has one order: a score is summed in the order of channels, a token's output in the order
+of positions. So a token's bits depend on its own keys and on nothing else: not on the other tokens
+of the batch, not on whether it was prefilled, sampled or verified, and not on the number of
+threads.
 """
 
 from functools import cache
@@ -104,14 +106,14 @@ _LOG2_E = 1.4426950408889634
 def attend_in_place(
     pages: Tensor, queries: Tensor, rows: RowsInPlace, scale: float, team: Team
 ) -> Tensor:
-    """Softmax attention of new tokens whose keys are written.
+    """Attend with new tokens whose keys are written.
 
-    pages: [P, 2 (k, v), num_kv_heads, page_size, D] bf16 or fp32, contiguous; queries: [T,
-    num_heads, D] of the same type, dense within a token; scale: more than 0. Returns [T, num_heads,
-    D] of that type, likewise.
+    pages is [P, 2 (k, v), num_kv_heads, page_size, D] bf16 or fp32, contiguous. queries is [T,
+    num_heads, D] of the same dtype, dense within a token. scale is more than 0. The result is [T,
+    num_heads, D] of that dtype, dense within a token.
 
     Raises:
-        InternalError: not all of it was computed.
+        InternalError: some items were not computed.
     """
     num_heads, head_dim = queries.shape[1:]
     out = rows_for_product(len(queries), num_heads * head_dim, queries.dtype).view(
@@ -171,8 +173,11 @@ def attend_in_place(
 
 @cache
 def compiled_for(dtype: torch.dtype, *, tiled: bool, few: bool = False):
-    """The kernel for pages of this type, with bf16's products by the matrix unit if `tiled`; `few`:
-    for tiles of `few_rows.most_rows`."""
+    """Compile the kernel for pages of this dtype.
+
+    With `tiled` the matrix unit computes bf16 products. `few` selects the kernel for tiles of at
+    most `small_batch.most_rows` rows.
+    """
     if few:
         work = _attend_few_tiled if tiled else _attend_few
     else:
@@ -196,7 +201,9 @@ def compiled_for(dtype: torch.dtype, *, tiled: bool, few: bool = False):
 
 @njit(**STRICT_PART)
 def _take_tiles(pointer, stored, add_block, shape, by_key, score, soften, fill_values, add_up):
-    """One thread's part: a tile's heads of `a.heads` kv heads at a time, until none is left."""
+    """Run one thread: process a tile's heads of `a.heads` kv heads at a time until no items are
+    left.
+    """
     a = carray(pointer, 1)[0]
     tiles = carray(pointer_to(a.tiles, np.int32), (a.num_tiles, 3))
     positions = carray(pointer_to(a.positions, np.int32), a.num_tokens)
@@ -211,7 +218,7 @@ def _take_tiles(pointer, stored, add_block, shape, by_key, score, soften, fill_v
         kv_head = item % num_parts * a.heads
         row, first, count = tiles[item // num_parts]
         _begin(a, workspace, stored, kv_head, first, count)
-        # The keys that all tokens have in common, then those that each has of its own.
+        # Keys shared by all tokens come first, then the keys of each single token.
         num_shared, num_passes = positions[first + count - 1] + 1, 1
         if a.path_width:
             num_shared, num_passes = in_order[row] // BLOCK_KEYS * BLOCK_KEYS, 1 + count
@@ -244,7 +251,7 @@ def _take_tiles(pointer, stored, add_block, shape, by_key, score, soften, fill_v
                     begin,
                     end,
                 )
-                while positions[low] < start:  # never where each has its own
+                while positions[low] < start:  # never true if each token has its own keys
                     low += 1
                 add_block(
                     a,
@@ -271,11 +278,12 @@ def _take_tiles(pointer, stored, add_block, shape, by_key, score, soften, fill_v
 
 @njit(**STRICT_PART)
 def _find_both(a, pointer, nothing, found, ahead, row, token, kv_head, start, begin, end):
-    """The addresses of the block at `start`, which are there already unless it is the first, and of
-    the one after."""
-    for is_next in range(
-        0 if start == begin else 1, 2
-    ):  # every place that calls `find` takes half a second to compile
+    """Find the addresses of the block at `start` and of the next one.
+
+    Those of the block itself are known already, except for the first block.
+    """
+    # A loop, because every call site of `find` takes half a second to compile.
+    for is_next in range(0 if start == begin else 1, 2):
         place, of_row, of_token, head, first_key, num_keys = (
             found,
             row,
@@ -293,8 +301,7 @@ def _find_both(a, pointer, nothing, found, ahead, row, token, kv_head, start, be
 
 @njit(**STRICT_PART)
 def _last_seeing(a, positions, high, start):
-    """`high` without the tokens before it whose windows begin behind the block of keys at
-    `start`."""
+    """Return `high` without the last tokens whose windows begin after the block of keys at `start`."""
     while first_seen(a, positions[high - 1]) >= start + BLOCK_KEYS:
         high -= 1
     return high
@@ -320,11 +327,12 @@ def _add_block(
     fill_values,
     add_up,
 ):
-    """The block of keys at `start` for rows begin..end-1 of a tile of `count` tokens from `first`
-    on."""
+    """Add the block of keys at `start` to the rows begin..end-1 of a tile of `count` tokens from
+    `first`.
+    """
     is_scored = count * a.share <= a.rows_by_key
-    # Where no other rows need the keys, values take their place: with room for both, and what comes
-    # from the pages, a core's nearest cache would give up each before it is needed again.
+    # If no other rows need the keys, the values overwrite them. With space for both and the
+    # incoming page data, the nearest cache would evict each before it is needed again.
     values = workspace.values if is_scored or end - begin > CHUNK_ROWS else workspace.keys
     if is_scored:
         shape(workspace.layout, end - begin)
@@ -336,7 +344,7 @@ def _add_block(
         num_rows, scores = min(CHUNK_ROWS, end - row), workspace.scores
         fetched_then = BLOCK_KEYS * (row + num_rows - begin) // (end - begin)
         shape(workspace.layout, num_rows)
-        if is_scored:  # the next keys are fetched by then
+        if is_scored:  # the next keys have been prefetched already
             scores += row * SCORE_ROW
         else:
             fetch_keys(a, ahead, fetched, fetched_then, 0)
@@ -384,8 +392,10 @@ def _add_block(
 
 @njit(**STRICT_PART)
 def _num_seen(a, positions, first, end, start, num_keys):
-    """How many of the block's keys the tile's rows before `end` see: those of the last of them, the
-    block's at most."""
+    """Return the number of the block's keys that the tile's rows before `end` see.
+
+    It is that of the last of these rows, at most the size of the block.
+    """
     return min(num_keys, positions[first + (end - 1) // a.share] + 1 - start)
 
 
@@ -409,7 +419,7 @@ def _add_to_few(
     fill_values,
     add_up,
 ):
-    """Likewise for each of the item's heads, whose keys and values are multiplied as they come."""
+    """Add the block to each of the item's heads, multiplying keys and values without packing."""
     num_rows, of_head = end - begin, count * a.share
     for head in range(a.heads):
         row = head * of_head + begin
@@ -434,8 +444,11 @@ def _add_to_few(
 
 @njit(**STRICT_PART)
 def _first_of_next(a, pointer):
-    """Row, token, kv head, position and number of keys of the first block of the item that this
-    thread takes next if no other does before; no keys if there is none."""
+    """Return the first block of the item that this thread probably processes next.
+
+    The result is its row, token, kv head, position and number of keys; the number is 0 without such
+    an item. Another thread may take the item first.
+    """
     item, num_parts = counted_so_far(pointer, NEXT), a.num_kv_heads // a.heads
     tiles = carray(pointer_to(a.tiles, np.int32), (a.num_tiles, 3))
     row, first, _ = tiles[item // num_parts if item < a.num_items else 0]
@@ -446,7 +459,7 @@ def _first_of_next(a, pointer):
 
 @njit(**STRICT_PART)
 def _begin(a, workspace, stored, kv_head, first, count):
-    """The tile's queries side by side; nothing is added up yet."""
+    """Copy the tile's queries to the workspace and clear the sums."""
     of_head = count * a.share
     num_rows = a.heads * of_head
     queries = carray(
@@ -486,8 +499,11 @@ def _weigh(
     num_keys,
     soften,
 ):
-    """Scores of the item's rows from `row` on, of a tile from `tile_row` on, with the block of keys
-    at `start` become weights; what the rows have added up is brought to the same scale."""
+    """Convert scores to weights, for the item's rows from `row` on and the block of keys at
+    `start`.
+
+    `tile_row` is the place of the first row in its tile. The rows' sums are rescaled.
+    """
     num_seen = workspace.seen
     if _all_see(
         a,
@@ -515,8 +531,10 @@ def _weigh(
 
 @njit(**STRICT_PART)
 def _all_see(a, positions, first, last, start, num_keys):
-    """Whether tokens first..last see a whole block of keys; no where that would have to be looked
-    up for each."""
+    """Return whether the tokens first..last see the whole block of keys.
+
+    The result is False if the answer would need a lookup for each token.
+    """
     is_in_order = a.path_width == 0
     return (
         is_in_order
@@ -528,7 +546,7 @@ def _all_see(a, positions, first, last, start, num_keys):
 
 @njit(**STRICT_PART)
 def _hide(a, workspace, positions, scores, first, tile_row, num_rows, start, num_keys):
-    """Lists how many of the block's keys each row sees, and hides those before its window."""
+    """Store the number of the block's keys that each row sees, and hide keys before its window."""
     seen = carray(pointer_to(workspace.seen, np.int64), CHUNK_ROWS)
     for place in range(num_rows):
         position = positions[first + (tile_row + place) // a.share]
@@ -556,13 +574,13 @@ def _finish(a, workspace, stored, kv_head, first, count):
         head = (kv_head + row // of_head) * a.share + row % a.share
         target = out[first + row % of_head // a.share, head * a.head_dim :][: a.head_dim]
         for channel in range(a.head_dim):
-            # A sum that came to nothing may be -0, or not if keys followed that the token does not
+            # A sum of zero may be -0, depending on whether keys followed that the token does not
             # see.
             target[channel] = rounded(source[channel] / total + np.float32(0), stored)
 
 
-# What the kernels are made of has names of the module: a function in a closure would be part of the
-# name that numba keeps code under, and no two processes spell it alike.
+# The parts of the kernels have module-level names. A function in a closure would be part of numba's
+# cache key, which would then differ between processes.
 _TILED_SCORE, _TILED_ADD = row_tiling.tiled_product(adds=False), row_tiling.tiled_product(adds=True)
 _BF16_SCORE, _BF16_ADD = (
     row_tiling.plain_product(Form.BF16, adds=False),

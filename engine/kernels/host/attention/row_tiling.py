@@ -1,9 +1,9 @@
-"""Products of any number of rows and blocks, put together from those of `dot.py` or of the matrix
-unit (`amx.py`), and steps of the online softmax.
+"""Products of any number of rows and blocks, and steps of the online softmax.
 
-A product is f(x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, words, rows, blocks) for compiled
-code: y [rows, 16 * blocks] fp32 = x [rows, words of 32 bits] times the packed blocks at w; with
-`adds` the sums start from what y holds.
+They combine the products of `dot.py` or of the matrix unit (`amx.py`). A product is f(x,
+x_row_bytes, w, w_block_bytes, y, y_row_bytes, words, rows, blocks) for compiled code: y [rows, 16 *
+blocks] fp32 = x [rows, words of 32 bits] times the packed blocks at w. With `adds` the sums start
+from the content of y.
 """
 
 from numba import njit
@@ -22,8 +22,11 @@ _WIDTH = 4  # blocks whose sums stay in registers
 
 
 def tiled_product(*, adds):
-    """By the matrix unit, after `shape_tiles` for these rows, `amx.MAX_ROWS` at most. Rows of x and
-    columns of w are padded with zeros to multiples of 16 words."""
+    """Return a product by the matrix unit, for at most `amx.MAX_ROWS` rows.
+
+    Call `shape_tiles` for these rows first. Rows of x and columns of w are padded with zeros to
+    multiples of 16 words.
+    """
     two_pair, two_one = (tile_block(2, count, adds=adds) for count in (2, 1))
     one_pair, one_one = (tile_block(1, count, adds=adds) for count in (2, 1))
 
@@ -47,8 +50,10 @@ def tiled_product(*, adds):
 
 @njit(**STRICT_PART)
 def shape_tiles(layout, rows):
-    """Tiles for products of so many rows, and the second ones for whole tiles where those rows
-    leave them."""
+    """Configure tiles for products of this number of rows.
+
+    If these rows leave the second tiles unused, they are configured as whole tiles.
+    """
     if lay_out_tiles(
         layout, min(rows, TILE_ROWS), rows - TILE_ROWS if rows > TILE_ROWS else TILE_ROWS
     ):
@@ -61,7 +66,7 @@ def no_tiles(layout, rows):
 
 
 def plain_product(form, *, adds):
-    """One term or pair after the other."""
+    """Return a product that adds one term or pair after the other."""
     wide, narrow = (
         _of_any_rows(
             *(dot_block(rows, count, form, adds=adds, ahead_bytes=0) for rows in (6, 4, 2, 1))
@@ -120,8 +125,10 @@ def _of_any_rows(six, four, two, one):
 
 
 def softening(*, rounds):
-    """f(scores, weights, states, num_seen, unit, sums, sum_row, sum_vectors, rows):
-    `blocks.soften_for` for any number of rows."""
+    """Return `softmax_blocks.soften_for` for any number of rows.
+
+    The result is f(scores, weights, states, num_seen, unit, sums, sum_row, sum_vectors, rows).
+    """
     four, one = soften_for(4, rounds=rounds), soften_for(1, rounds=rounds)
     weight_row = BLOCK_KEYS * (2 if rounds else 4)
 

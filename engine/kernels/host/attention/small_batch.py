@@ -1,16 +1,15 @@
-"""The products of attention for few rows, which would read a packed block hardly more often than it
-is written.
+"""Attention products for few rows, for which packing a block would cost as much as reading it.
 
-Keys are turned in registers, 16 keys by 8 words at a time, and multiplied at once; so are values,
-of which two keys' become pairs there. A sum has the same terms in the same order as from a packed
-block (`dot.py`), and so the same bits. The matrix unit multiplies keys where they lie, by queries
-that are turned instead.
+Keys are transposed in registers, 16 keys by 8 words at a time, and multiplied at once. The values
+of two keys become pairs in the same way. A sum has the same terms in the same order as with a
+packed block (`dot.py`), and so the same bits. The matrix unit multiplies keys in place, by
+transposed queries.
 
-On a page the keys of the kv heads lie one behind the other, and then their values. So the kv heads
-of an item take turns at each block, its keys from the first head's to the last one's and then its
-values, and while one head's are multiplied the next one's are fetched. Heads one after the other
-over all blocks would read 16 KB here and there, which takes half as long again: what the CPU itself
-fetches ahead follows long ways only.
+On a page the keys of all kv heads are consecutive, followed by their values. So the kv heads of an
+item take turns at each block: its keys from the first head to the last one, then its values. While
+one head's data is multiplied, the next head's is prefetched. Processing one head after the other
+over all blocks would read scattered pieces of 16 KB, which takes 1.5 times as long: the hardware
+prefetcher follows long sequences only.
 """
 
 import itertools
@@ -37,18 +36,20 @@ from engine.kernels.host.codegen.softmax_blocks import (
 )
 from engine.kernels.host.codegen.strided_loops import counted, integers, write_fetch
 
-_FEW_ROWS = 8  # of a tile at most, without the matrix unit
-CHANNELS = 2 * LANES  # of one vector of bf16; heads have a multiple of these
-_PIECE_BYTES = 32  # of each key that go through the registers at a time
-_KEYS = 2 * LANES  # at a time: with more, lines are needed before they come
-_PIECE_LINES = _KEYS * _PIECE_BYTES // VECTOR_BYTES  # so many lines are read by then
+_FEW_ROWS = 8  # rows of a tile at most, without the matrix unit
+CHANNELS = 2 * LANES  # channels of one vector of bf16; the head dimension must be a multiple
+_PIECE_BYTES = 32  # bytes of each key that go through the registers at a time
+_KEYS = 2 * LANES  # keys at a time; with more, lines would be needed before they arrive
+_PIECE_LINES = _KEYS * _PIECE_BYTES // VECTOR_BYTES  # number of lines read in that time
 
 _I32, _I64, _FLOATS = ir.IntType(32), ir.IntType(64), ir.VectorType(ir.FloatType(), LANES)
 
 
 @cache
 def most_rows(dtype: torch.dtype, head_dim: int, *, tiled: bool) -> int:
-    """The most rows of a tile that the kernel for few rows takes; 0 where there is none."""
+    """Return the maximum number of rows of a tile for the small-batch kernel; 0 if it is not
+    available.
+    """
     if dtype is not torch.bfloat16 or head_dim % CHANNELS or not (tiled or has_pair_products()):
         return 0
     return TILE_ROWS if tiled else _FEW_ROWS
@@ -58,8 +59,11 @@ def most_rows(dtype: torch.dtype, head_dim: int, *, tiled: bool) -> int:
 def heads_of_item(
     num_tiles: int, num_kv_heads: int, tile_rows: int, most: int, num_threads: int
 ) -> int:
-    """How many kv heads of a tile of few rows one thread takes at a time: as many as have `most`
-    rows together, but so that there are two items for each of several threads."""
+    """Return the number of kv heads of a small tile that one thread processes at a time.
+
+    The heads have at most `most` rows together. With several threads there are at least two items
+    for each.
+    """
     num_items = 2 * num_threads if num_threads > 1 else 1
     return max(
         (
@@ -75,13 +79,12 @@ def heads_of_item(
 
 @cache
 def score_block(rows: int):
-    """A function for compiled code: f(found, offset, queries, query_row, scores, score_row, pieces,
-    then), all int64.
+    """Return a function for compiled code that scores keys.
 
-    scores [rows, _KEYS], fp32, `score_row` bytes apart, of queries `query_row` bytes apart with the
-    keys that lie `offset` bytes behind each of _KEYS addresses at `found`; a key has `pieces` times
-    _PIECE_BYTES. As many bytes that lie `then` bytes behind the addresses are fetched into the
-    cache.
+    It is f(found, offset, queries, query_row, scores, score_row, pieces, then), all int64. Scores
+    [rows, _KEYS] are fp32, `score_row` bytes apart; queries are `query_row` bytes apart. The keys
+    are `offset` bytes after each of the _KEYS addresses at `found`; a key has `pieces` times
+    _PIECE_BYTES. The same number of bytes, `then` bytes after the addresses, is prefetched.
     """
 
     @intrinsic
@@ -97,15 +100,15 @@ def score_block(rows: int):
 
 def _write_scores(b, rows, found, offset, queries, query_row, scores, score_row, pieces, then):
     groups = range(_KEYS // LANES)
-    # Fetched are lines one behind the other, 16 keys at a time, which lie on one page unless pages
-    # are smaller.
+    # Consecutive lines are prefetched, 16 keys at a time: they are on one page, unless pages are
+    # smaller.
     of_group = b.sdiv(pieces, _I64(len(groups)))
     first, second = (b.add(_address(b, found, _I64(8 * LANES * group)), then) for group in groups)
     second = b.sub(second, b.mul(of_group, _I64(_PIECE_LINES * VECTOR_BYTES)))
 
     def step(piece, sums):
-        # Spread over the step: more at once than can be under way would hold up the loads behind
-        # them.
+        # Prefetches are spread over the step: more than the number of possible outstanding ones
+        # would delay the following loads.
         lines = b.add(
             b.select(b.icmp_signed("<", piece, of_group), first, second),
             b.mul(piece, _I64(_PIECE_LINES * VECTOR_BYTES)),
@@ -136,13 +139,13 @@ def _write_scores(b, rows, found, offset, queries, query_row, scores, score_row,
 
 @cache
 def add_block(rows: int, vectors: int):
-    """A function for compiled code: f(found, offset, weights, weight_row, sums, sum_row, pairs,
-    ahead, ahead_offset).
+    """Return a function for compiled code that adds weighted values.
 
-    sums [rows, CHANNELS * vectors], fp32, `sum_row` bytes apart += weights [rows, 2 * pairs], bf16,
-    `weight_row` bytes apart, times the values that lie `offset` bytes behind each of 2 * `pairs`
-    addresses at `found`. What lies `ahead_offset` bytes behind those at `ahead` is fetched into the
-    cache.
+    It is f(found, offset, weights, weight_row, sums, sum_row, pairs, ahead, ahead_offset). Sums
+    [rows, CHANNELS * vectors], fp32, `sum_row` bytes apart, are increased by weights [rows, 2 *
+    pairs], bf16, `weight_row` bytes apart, times the values. These are `offset` bytes after each of
+    2 * `pairs` addresses at `found`. The data `ahead_offset` bytes after the addresses at `ahead`
+    is prefetched.
     """
 
     @intrinsic
@@ -206,7 +209,7 @@ def _address(b, listed, offset):
 
 
 def _word(b, address):
-    """The pair of bf16 there, in all lanes."""
+    """Return the pair of bf16 at the address, in all lanes."""
     return in_all_lanes(b, b.load(_pointer(b, address, _I32), align=2))
 
 
@@ -252,7 +255,7 @@ def _of_any_width(wide, width, narrow):
     return add
 
 
-# As many sums as registers hold beside what they are made of.
+# The maximum number of sums that fits into registers next to the operands.
 _SCORE_4, _SCORE_2 = (score_block(rows) for rows in (4, 2))
 _ADD_4, _ADD_2 = (
     _of_any_width(add_block(rows, width), width, add_block(rows, 1))
@@ -262,8 +265,7 @@ _ADD_4, _ADD_2 = (
 
 @njit(**STRICT_PART)
 def score_head(a, room, found, head, begin, num_rows, num_keys):
-    """Scores of the item's rows from `begin` on, which are of that head, with a block of `num_keys`
-    keys."""
+    """Score the item's rows of this head, from `begin` on, with a block of `num_keys` keys."""
     num_pieces, last = a.head_dim * a.itemsize // _PIECE_BYTES, begin + num_rows
     offset, then = _keys_and_next(a, head)
     for key in range(0, num_keys, _KEYS):
@@ -277,9 +279,8 @@ def score_head(a, room, found, head, begin, num_rows, num_keys):
                 _SCORE_4(at, offset, queries, room.query_bytes, scores, SCORE_ROW, num_pieces, then)
                 row += 4
             else:
-                others = min(
-                    1, last - row - 1
-                )  # one row alone goes through it as two that lie at one place
+                # A single row is processed as two rows at the same address.
+                others = min(1, last - row - 1)
                 _SCORE_2(
                     at,
                     offset,
@@ -295,11 +296,11 @@ def score_head(a, room, found, head, begin, num_rows, num_keys):
 
 @njit(**STRICT_PART)
 def add_head(a, room, found, ahead, head, begin, num_rows, num_keys):
-    """Likewise what the weights make of the block's values is added to the rows' sums."""
+    """Add the block's values, weighted, to the sums of the rows of this head."""
     num_vectors, num_pairs = a.head_dim // CHANNELS, -(-num_keys // 2)
     row, last = begin, begin + num_rows
     offset, next_found, then = _values_and_next(a, found, ahead, head)
-    if num_keys % 2:  # beside the last value stands 0
+    if num_keys % 2:  # the partner of the last value is 0
         integers(found)[num_keys] = room.nothing - offset
     while row < last:
         weights, sums = room.weights + row * room.weight_bytes, room.sums + row * room.sum_bytes
@@ -336,8 +337,11 @@ def add_head(a, room, found, ahead, head, begin, num_rows, num_keys):
 
 @njit(**STRICT_PART)
 def score_head_in_tiles(a, room, found, head, begin, num_rows, num_keys):
-    """`score_head` by the matrix unit. The rows of other heads are scored with these keys, too, for
-    which it takes no longer: what they had before is lost."""
+    """Score the rows by the matrix unit.
+
+    The rows of other heads are scored with these keys as well, which takes no longer; their earlier
+    scores are lost.
+    """
     shape_tiles(room.layout, num_rows)
     offset, then = _keys_and_next(a, head)
     score_by_key(a, room, found, offset, found, then, num_keys)
@@ -345,7 +349,7 @@ def score_head_in_tiles(a, room, found, head, begin, num_rows, num_keys):
 
 @njit(**STRICT_PART)
 def add_head_in_tiles(a, room, found, ahead, head, begin, num_rows, num_keys):
-    """`add_head` by the matrix unit."""
+    """Add the block's weighted values by the matrix unit."""
     offset, next_found, then = _values_and_next(a, found, ahead, head)
     pair_values_at(a, room, room.values, found, offset, next_found, then, num_keys, 1)
     sums, steps = room.sums + begin * room.sum_bytes, -(-num_keys // (2 * STEPS)) * STEPS
@@ -366,15 +370,16 @@ def add_head_in_tiles(a, room, found, ahead, head, begin, num_rows, num_keys):
         )
 
 
-_ADD_TILES = tile_block(
-    1, 2, adds=True, fetched=LANES
-)  # those of the other half of a whole block's keys
+# Prefetches the other half of a whole block's keys.
+_ADD_TILES = tile_block(1, 2, adds=True, fetched=LANES)
 
 
 @njit(**STRICT_PART)
 def _keys_and_next(a, head):
-    """How far behind the first head's keys those of `head` lie, and what is read after them: the
-    next head's keys, or the first one's values."""
+    """Return the distance from the first head's keys to those of `head`, and to the next data read.
+
+    The next data are the next head's keys, or the first head's values.
+    """
     head_bytes = a.page_size * a.head_dim * a.itemsize
     offset = head * head_bytes
     return offset, offset + head_bytes if head + 1 < a.heads else behind_keys(a)
@@ -382,8 +387,12 @@ def _keys_and_next(a, head):
 
 @njit(**STRICT_PART)
 def _values_and_next(a, found, ahead, head):
-    """How far behind the first head's keys the values of `head` lie, and what is read after them:
-    from which addresses and how far behind, the next head's values or the next block's keys."""
+    """Return the distance from the first head's keys to the values of `head`, and the next data
+    read.
+
+    The next data are the next head's values or the next block's keys, given as the addresses and
+    the distance from them.
+    """
     head_bytes = a.page_size * a.head_dim * a.itemsize
     offset = behind_keys(a) + head * head_bytes
     if head + 1 < a.heads:

@@ -1,7 +1,7 @@
-"""Choosing keys (DSA) on the host: index scores over pages where they lie, and the best of them.
+"""Key selection (DSA) on the host: index scores with pages read in place, and the best keys.
 
-A score is sum_h w_h * relu(q_h . k * dim^-0.5): a product is summed over channels in order, a score
-over heads in order. The rule of the choice is that of `engine/backends/selection.py`.
+A score is sum_h w_h * relu(q_h . k * dim^-0.5). A product is summed over channels in order, a score
+over heads in order. The selection rule is that of `engine/backends/selection.py`.
 """
 
 from functools import cache
@@ -53,16 +53,18 @@ _CHOSEN = record(
 )
 _BLOCK = 64  # keys of an item
 _LINE = _BLOCK * 4
-_TILE_SCORES = 1 << 24  # bounds the memory of one step: tokens are taken a few at a time
+_TILE_SCORES = 1 << 24  # bounds the memory of one step, which processes a few tokens at a time
 _BIN_BITS = 11
 
 
 def select_keys(
     pages: Tensor, q: Tensor, weights: Tensor, rows: LatentRows, *, count: int, team: Team
 ) -> Tensor:
-    """pages: [P, page_size, dim] bf16 or fp32; q: [T, heads, dim] fp32; weights: [T, heads] fp32;
-    contiguous. Returns the `count` best keys of each token: [T, count] int32, ascending, then
-    -1."""
+    """Return the `count` best keys of each token, [T, count] int32, ascending, padded with -1.
+
+    pages is [P, page_size, dim] bf16 or fp32; q is [T, heads, dim] fp32; weights is [T, heads]
+    fp32. All are contiguous.
+    """
     num_tokens, num_heads, dim = q.shape
     chosen = torch.empty(num_tokens, count, dtype=torch.int32)
     longest = int((rows.contexts + rows.starts.diff()).max())
@@ -98,7 +100,7 @@ def select_keys(
 
 
 def _choose(scores: Tensor, rows: LatentRows, chosen: Tensor, first: int, team: Team) -> None:
-    """Fills `chosen`, for the tokens from `first` on."""
+    """Fill `chosen` for the tokens from `first` on."""
     num_items, count = chosen.shape
     launch(
         choice(),
@@ -146,8 +148,7 @@ def choice():
 
 @njit(**STRICT_PART)
 def _take_blocks(pointer, stored):
-    """One thread's part: 64 keys of a row at a time, with all tokens that see them, until none is
-    left."""
+    """Run one thread: score 64 keys of a row at a time with all tokens that see them."""
     a = carray(pointer, 1)[0]
     starts, contexts = integers(a.starts), integers(a.contexts)
     turned_at = take_seat(pointer)
@@ -159,7 +160,7 @@ def _take_blocks(pointer, stored):
         if item >= a.num_items:
             return
         row, first = item // a.num_blocks, item % a.num_blocks * _BLOCK
-        # A token's own key is the last that it sees: it stands at context + token - start.
+        # A token's own key is the last one that it sees, at context + token - start.
         own = contexts[row] - starts[row]
         start, end = max(starts[row], a.first_token, first - own), min(starts[row + 1], a.end_token)
         if start < end:
@@ -200,7 +201,7 @@ def _take_blocks(pointer, stored):
 
 @njit(**STRICT_PART)
 def _take_choices(pointer):
-    """One thread's part: a token at a time, until none is left."""
+    """Run one thread: select the keys of one token at a time until no items are left."""
     a = carray(pointer, 1)[0]
     bins = integers(take_seat(pointer))
     while True:
@@ -240,7 +241,7 @@ def _take_choices(pointer):
 
 @njit(**STRICT_PART)
 def _rank(score):
-    """0 .. 2^32 - 1 in the order of scores; 0 and -0 are one, NaN is the highest."""
+    """Return the rank of a score, 0 .. 2^32 - 1; 0 and -0 are equal, and NaN is the highest."""
     positive_zero = np.float32(score + np.float32(0))
     bits = np.int64(positive_zero.view(np.int32))
     rank = bits + np.int64(0x80000000) if bits >= 0 else np.int64(-1) - bits
@@ -249,9 +250,11 @@ def _rank(score):
 
 @njit(**STRICT_PART)
 def _threshold(scores, num_seen, num_common, listed, count, bins):
-    """The rank of the `count`-th best score, and how many of that rank are among the best. By its
-    highest bits first: each round counts how many have which, among those whose bits before are the
-    threshold's."""
+    """Return the rank of the `count`-th best score, and how many scores of that rank are selected.
+
+    The rank is found from its highest bits on. Each round counts the scores by their next bits,
+    among those whose earlier bits equal the threshold's.
+    """
     found, shift, remaining = np.int64(0), np.int64(33), np.int64(count)
     for _ in range(3):
         shift -= _BIN_BITS

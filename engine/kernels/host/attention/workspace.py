@@ -1,4 +1,4 @@
-"""What a thread of the attention kernel (`in_place.py`) keeps between loads of its pages."""
+"""Working memory of a thread of the attention kernel (`paged_attention.py`)."""
 
 from functools import cache
 from typing import NamedTuple
@@ -17,41 +17,45 @@ from engine.kernels.host.codegen.softmax_blocks import (
 )
 from engine.kernels.host.codegen.strided_loops import clear
 
-CHUNK_ROWS = (
-    MAX_ROWS  # rows of a tile that go through a block's two products before the next ones do
-)
+# Rows of a tile that go through both products of a block before the next rows.
+CHUNK_ROWS = MAX_ROWS
 
 
 class KernelWorkspace(NamedTuple):
-    """Addresses of what a thread keeps, and how many bytes apart rows or blocks of it lie. Rows of
-    queries, keys and values are padded to whole vectors."""
+    """Addresses in a thread's working memory, and the distances of rows or blocks in bytes.
 
-    queries: int  # [tile rows, words], as they are stored; 16 rows at least
+    Rows of queries, keys and values are padded to whole vectors.
+    """
+
+    queries: int  # [tile rows, words] in the dtype of queries; at least 16 rows
     query_bytes: int
     sums: int  # [tile rows, channels] fp32
     sum_bytes: int
     state: int  # [tile rows, 32] fp32, see `soften_for`
     scores: int  # [CHUNK_ROWS, BLOCK_KEYS] fp32
-    weights: int  # [CHUNK_ROWS, BLOCK_KEYS], as keys are stored
+    weights: int  # [CHUNK_ROWS, BLOCK_KEYS] in the dtype of keys
     weight_bytes: int
     keys: int  # [BLOCK_KEYS / 16][words][16]
     key_block: int
     values: int  # [channels / 16][keys or pairs][16]
     value_block: int
     value_blocks: int
-    by_key: int  # [BLOCK_KEYS, 16] fp32, scores
-    lines: int  # [16] int64, the addresses of the first 16 lines of that
-    found: int  # [2, BLOCK_KEYS] int64, addresses of a block's keys and the next one's
-    tails: int  # [16] words that fill no whole vector, and
-    found_tails: int  # [16] int64, their addresses
+    by_key: int  # [BLOCK_KEYS, 16] fp32, scores by key
+    lines: int  # [16] int64, the addresses of the first 16 lines of `by_key`
+    found: int  # [2, BLOCK_KEYS] int64, the addresses of a block's keys and of the next block's
+    tails: int  # [16] words that do not fill a whole vector
+    found_tails: int  # [16] int64, the addresses of `tails`
     nothing: int  # a key of zeros
-    seen: int  # [CHUNK_ROWS] int64, how many of a block's keys a row sees
-    layout: int  # of the matrix unit's tiles
+    seen: int  # [CHUNK_ROWS] int64, the number of a block's keys that a row sees
+    layout: int  # configuration of the matrix unit's tiles
 
 
 @cache
 def scratch_bytes_of(head_dim: int, itemsize: int, num_rows: int) -> int:
-    """What `room_at` shares out. num_rows: of an item at most, all heads together."""
+    """Return the size of the memory that `room_at` divides.
+
+    num_rows is the maximum of an item, all heads together.
+    """
     key_bytes = -(-head_dim * itemsize // VECTOR_BYTES) * VECTOR_BYTES
     sum_bytes = -(-head_dim // LANES) * VECTOR_BYTES
     of_row = key_bytes + sum_bytes + STATE_BYTES
@@ -69,7 +73,7 @@ def scratch_bytes_of(head_dim: int, itemsize: int, num_rows: int) -> int:
 
 @njit(**STRICT_PART)
 def room_at(a, memory):
-    """Of a thread's seat, which becomes zeros."""
+    """Clear a thread's memory and divide it."""
     clear(memory, a.scratch_bytes // 4)
     query_bytes = -(-a.head_dim * a.itemsize // VECTOR_BYTES) * VECTOR_BYTES
     weight_bytes, value_blocks = BLOCK_KEYS * a.itemsize, -(-a.head_dim // LANES)
@@ -122,7 +126,7 @@ def room_at(a, memory):
 
 @njit(**STRICT_PART)
 def list_rows(addresses, first, row_bytes):
-    """The addresses of 16 rows, for `turn`."""
+    """Store the addresses of 16 rows, for `turn`."""
     listed = carray(pointer_to(addresses, np.int64), LANES)
     for row in range(LANES):
         listed[row] = first + row * row_bytes

@@ -1,8 +1,8 @@
 """`python -m engine.kernels.host.build.compile_all`: compile every kernel for this CPU, for all
-types, on all cores.
+dtypes, on all cores.
 
-They are kept for every process after it. Where much starts for the first time at once, on a fresh
-checkout or a new node, nothing that has a deadline then waits for it.
+Later processes load the compiled kernels. On a fresh checkout or a new node, no process with a
+deadline then waits for a compilation.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Which kernels there are, and which a model calls."""
+"""List of all kernels, and of the kernels that a model calls."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -18,21 +18,25 @@ from engine.kernels.host.tokens import norm_rope, row_ops, sampling
 
 @dataclass(frozen=True)
 class Kernel:
-    """A call that compiles it, or loads what is kept of it."""
+    """A call that compiles a kernel, or loads its cached code."""
 
     function: Callable[..., object]
     arguments: tuple[object, ...] = ()
     options: dict[str, object] = field(default_factory=dict)
 
     def load(self) -> None:
-        """Once for all calls of this process; see `compile_kernel`."""
+        """Load the kernel once for all calls of this process; see `compile_kernel`."""
         self.function(*self.arguments, **self.options)
 
 
 @dataclass(frozen=True)
 class ModelNeeds:
-    """What of a model decides which kernels it calls. `reads_prompts`: several tokens of a request
-    at a time; `in_bytes`: weights are kept in eight bits."""
+    """The properties of a model that determine its kernels.
+
+    Attributes:
+        reads_prompts: the model processes several tokens of a request at a time.
+        in_bytes: weights are stored in eight bits.
+    """
 
     dtype: torch.dtype
     reads_prompts: bool
@@ -44,7 +48,7 @@ class ModelNeeds:
 
 
 def kernels() -> Iterator[Kernel]:
-    """All, for all types; those that take longest come first."""
+    """Yield all kernels for all dtypes, the slowest to compile first."""
     for dtype in STORED_AS:
         yield from _attention(dtype)
     for dtype, in_bytes in itertools.product(STORED_AS, (False, True)):
@@ -87,8 +91,10 @@ def kernels() -> Iterator[Kernel]:
 
 
 def kernels_of(needs: ModelNeeds) -> Iterator[Kernel]:
-    """Those that such a model calls, a part of `kernels()`, but for some that compile within half a
-    second; those that take longest come first."""
+    """Yield the kernels that such a model calls, the slowest to compile first.
+
+    They are a part of `kernels()`. Some kernels that compile within half a second are left out.
+    """
     dtype = needs.dtype
     if not has_kernels(dtype):
         return

@@ -1,10 +1,10 @@
-"""Compile kernels before they are called, side by side with whoever else compiles on this machine.
+"""Compilation of kernels before their first call, shared with the other processes of this machine.
 
-A process goes through the kernels that it will call. One that another process compiles is left for
-later, so that those who start together share the work. A process with several cores starts others
-beside it: numba compiles one kernel at a time in a process, whatever its threads.
+A process goes through the kernels that it will call. A kernel that another process is compiling is
+postponed, so that processes that start together share the work. A process with several cores starts
+helpers, because numba compiles one kernel at a time per process, whatever the number of threads.
 
-    python -m engine.kernels.host.build.precompile PARENT_PID 0,7,3     # such another: of all kernels, these
+    python -m engine.kernels.host.build.precompile PARENT_PID 0,7,3     # a helper for these kernels
 """
 
 import logging
@@ -31,9 +31,9 @@ from runtime.process.start_progress import KERNELS
 
 logger = logging.getLogger(__name__)
 
-PROCESS_BYTES = 640 * MIB  # of a process that compiles: half of it are torch and numba
+PROCESS_BYTES = 640 * MIB  # of a compiling process; half of it is torch and numba
 _REAP_S = 5.0
-REPORT_S = 2.0  # between two reports of how many kernels are there
+REPORT_S = 2.0  # between two progress reports
 
 
 def _log(done: int, total: int) -> None:
@@ -41,11 +41,11 @@ def _log(done: int, total: int) -> None:
 
 
 def compile_ahead(wanted: Sequence[Kernel], report: Callable[[int, int], None] = _log) -> None:
-    """Return when all are there. Call it from the thread that the process ends with: what is
-    started ends with it, too.
+    """Compile or load kernels, and return when all are available.
 
-    `report` is told how many of those that were never compiled on this machine are there, and how
-    many these are.
+    Call it from the process's main thread: helper processes end with the thread that starts them.
+    `report` receives the number of available kernels and the total, counting only kernels that were
+    never compiled on this machine.
     """
     begin_s = time.monotonic()
     missing, left = _not_kept(wanted)
@@ -64,7 +64,7 @@ def compile_ahead(wanted: Sequence[Kernel], report: Callable[[int, int], None] =
     with _helpers(missing, most - 1):
         while left:
             locked = _take(left, progress)
-            if len(locked) == len(left):  # others have all that is left
+            if len(locked) == len(left):  # other processes have locked all that is left
                 locked.pop(0).load()
             left = locked
     if missing:
@@ -75,8 +75,9 @@ def compile_ahead(wanted: Sequence[Kernel], report: Callable[[int, int], None] =
 
 
 class _Progress:
-    """Reports of how many kernels are there, the first at once and the others `REPORT_S` apart;
-    none where all were kept."""
+    """Progress reports, the first one at once and the others `REPORT_S` apart; none if all were
+    cached.
+    """
 
     def __init__(self, total: int, report: Callable[[int, int], None]) -> None:
         self._total = total
@@ -85,7 +86,7 @@ class _Progress:
         self.left(total)
 
     def left(self, count: int) -> None:
-        """Note how many are not there yet."""
+        """Record the number of kernels that are not available yet."""
         now_s = time.monotonic()
         if self._total and now_s - self._reported_s >= REPORT_S:
             self._reported_s = now_s
@@ -93,8 +94,10 @@ class _Progress:
 
 
 def _not_kept(wanted: Sequence[Kernel]) -> tuple[list[Kernel], list[Kernel]]:
-    """Load what is kept. Returns what is missing, and that with what others have locked, to load or
-    to compile it."""
+    """Load the cached kernels.
+
+    Return the missing ones, and the missing ones together with those locked by others.
+    """
     missing, left = [], []
     for kernel in wanted:
         try:
@@ -109,7 +112,7 @@ def _not_kept(wanted: Sequence[Kernel]) -> tuple[list[Kernel], list[Kernel]]:
 
 
 def _take(left: Sequence[Kernel], progress: _Progress) -> list[Kernel]:
-    """Compile or load all that no other process has locked. Return the others."""
+    """Compile or load all kernels that no other process has locked; return the others."""
     locked = []
     for place, kernel in enumerate(left, 1):
         if not _took(kernel):
@@ -119,7 +122,7 @@ def _take(left: Sequence[Kernel], progress: _Progress) -> list[Kernel]:
 
 
 def _took(kernel: Kernel) -> bool:
-    """Compile or load a kernel, and return whether no other process had it locked."""
+    """Compile or load a kernel; return False if another process has locked it."""
     try:
         with trying(Attempt.UNLOCKED):
             kernel.load()
@@ -130,8 +133,10 @@ def _took(kernel: Kernel) -> bool:
 
 @contextmanager
 def _helpers(missing: list[Kernel], count: int) -> Iterator[None]:
-    """Others that take of the same kernels while the block runs. Each begins with another one; none
-    outlives it."""
+    """Run helper processes for the same kernels during the block.
+
+    Each begins with a different kernel, and none outlives the block.
+    """
     helpers: list[subprocess.Popen[bytes]] = []
     try:
         for first in range(1, count + 1):
@@ -152,13 +157,13 @@ def _helpers(missing: list[Kernel], count: int) -> Iterator[None]:
 
 
 def _places(wanted: Sequence[Kernel]) -> str:
-    """As `main` reads them."""
+    """Return the kernels in the format of `main`'s argument."""
     every = list(kernels())
     return ",".join(str(every.index(kernel)) for kernel in wanted)
 
 
 def main() -> None:
-    """What a helper does; see `_helpers`."""
+    """Run a helper; see `_helpers`."""
     parent, places = sys.argv[1:]
     tie_to_parent(int(parent), ALL_CORES)
     every = list(kernels())

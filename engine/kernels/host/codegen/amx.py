@@ -1,14 +1,14 @@
-"""Products of bf16 by the matrix unit of Intel's CPUs (AMX): 16 rows, 16 columns and 32 terms an
+"""bf16 products by the matrix unit of Intel CPUs (AMX): 16 rows, 16 columns and 32 terms per
 instruction.
 
-Operands lie as for `dot.py`. Of 32 terms an instruction adds the first ones of all pairs one after
-the other, and so the second ones, each by fused multiply-add; then both sums; then that to what it
-had (Intel's manual, TDPBF16PS; subnormal numbers count as 0). Nothing but its row and column enters
-an element, whatever the number of rows, and a product with its factors changed places has the same
-bits. They are not those of `dot.py`, and a process takes one or the other for all.
+Operands have the layout of `dot.py`. Of 32 terms an instruction adds the first ones of all pairs in
+order by fused multiply-add, and likewise the second ones. It adds the two sums, and then the result
+to the previous sum (Intel's manual, TDPBF16PS; subnormal numbers count as 0). An element depends
+only on its row and column, whatever the number of rows, and a product with exchanged factors has
+the same bits. They differ from those of `dot.py`; a process uses one of the two for all products.
 
-A thread configures its tiles before its first product and releases them when it is done, so that
-others who use the unit (oneDNN) find it as they expect it.
+A thread configures its tiles before its first product and releases them afterwards, so that other
+users of the unit (oneDNN) find the state that they expect.
 """
 
 import ctypes
@@ -27,12 +27,12 @@ from engine.kernels.host.codegen.dot import BLOCK_STEP_BYTES, cpu_features
 from engine.kernels.host.codegen.strided_loops import LINE_BYTES, write_fetch
 
 TILE_ROWS, TILE_BYTES = 16, 1024
-STEPS = 16  # of a block that one instruction takes: 32 terms
-MAX_ROWS = 32  # of one call: two tiles
-LAYOUT_BYTES = 64  # of what configures them
+STEPS = 16  # steps of a block that one instruction processes: 32 terms
+MAX_ROWS = 32  # rows of one call: two tiles
+LAYOUT_BYTES = 64  # bytes of a tile configuration
 
 _SUMS, _ROWS_OF_X, _WEIGHTS = (0, 1, 2, 3), (4, 5), (6, 7)
-_STEP_BYTES = 4  # of a row of x, where its terms lie side by side
+_STEP_BYTES = 4  # bytes of a row of x per step, with its terms contiguous
 _SYS_ARCH_PRCTL, _ARCH_REQ_XCOMP_PERM, _TILE_DATA = 158, 0x1023, 18
 
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
@@ -41,7 +41,7 @@ _POINTER = _I8.as_pointer()
 
 @cache
 def has_tiles() -> bool:
-    """Whether the CPU has the unit and the kernel lets this process use it."""
+    """Return whether the CPU has the unit and the kernel permits this process to use it."""
     if platform.system() != "Linux" or not {"+amx-tile", "+amx-bf16"} <= cpu_features():
         return False
     syscall = ctypes.CDLL(None, use_errno=True).syscall
@@ -49,15 +49,18 @@ def has_tiles() -> bool:
 
 
 def has_byte_tiles() -> bool:
-    """Likewise for products of bytes, of which an instruction takes 64 terms."""
+    """Return whether the unit is available for products of bytes, with 64 terms per instruction."""
     return "+amx-int8" in cpu_features() and has_tiles()
 
 
 @njit(**STRICT_PART)
 def lay_out_tiles(layout, first, second):
-    """Write a configuration: `first` rows in tiles 0, 1 (sums) and 4 (x), `second` in 2, 3 and 5.
-    layout: the address of LAYOUT_BYTES zeros, or what this wrote there before. Returns whether it
-    is another one than that."""
+    """Write a tile configuration: `first` rows in tiles 0, 1 (sums) and 4 (x), `second` in 2, 3 and
+    5.
+
+    layout is the address of LAYOUT_BYTES zeros, or of an earlier configuration of this function.
+    Return whether the configuration changed.
+    """
     bytes_ = carray(pointer_to(layout, np.uint8), LAYOUT_BYTES)
     if bytes_[48] == first and bytes_[50] == second:
         return False
@@ -75,7 +78,7 @@ def lay_out_tiles(layout, first, second):
 
 @intrinsic
 def take_tiles(typing, layout):
-    """Make that this thread's configuration; all tiles become 0."""
+    """Load this thread's tile configuration; all tiles become 0."""
 
     def generate(context, builder, signature, arguments):
         tile_call(builder, "ldtilecfg", builder.inttoptr(arguments[0], _POINTER))
@@ -86,7 +89,10 @@ def take_tiles(typing, layout):
 
 @intrinsic
 def release_tiles(typing):
-    """This thread is done with the unit: it is cheaper to switch, and its core may run faster."""
+    """Release the unit in this thread.
+
+    A thread without tiles is cheaper to switch, and its core may run faster.
+    """
 
     def generate(context, builder, signature, arguments):
         tile_call(builder, "tilerelease")
@@ -99,14 +105,14 @@ def release_tiles(typing):
 def tile_block(
     row_tiles: int, blocks: int, *, adds: bool = False, second: bool = False, fetched: int = 0
 ):
-    """A function for compiled code: f(x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps,
-    ahead), all int64.
+    """Return a product for compiled code.
 
-    y [rows, 16 * blocks] fp32 = x [rows, 2 * steps] times the blocks at w, bf16; with `adds` sums
-    start from what y holds. `steps` is a multiple of STEPS. The rows are those of the first tiles
-    of the configuration and, where there are two row tiles, of the second; with `second`, for one
-    row tile and block, those of the second alone. Every STEPS steps fetch so many lines from
-    `ahead` on into the cache, each time the next ones.
+    It is f(x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps, ahead), all int64: y [rows, 16
+    * blocks] fp32 = x [rows, 2 * steps] times the bf16 blocks at w. With `adds` sums start from the
+    content of y. `steps` is a multiple of STEPS. The rows are those of the first tiles of the
+    configuration and, with two row tiles, of the second tiles. With `second`, for one row tile and
+    block, they are those of the second tile alone. Every STEPS steps prefetch the next `fetched`
+    lines from `ahead` on.
     """
 
     @intrinsic
@@ -125,11 +131,11 @@ def tile_block(
 
 
 class TileLoop:
-    """Writes the loop over k of some tiles' sums.
+    """A generator of the loop over k for the sums of some tiles.
 
-    No operand is held beyond its last product: where a core's other thread is at work there seem to
-    be hardly more registers than the eight tiles, and loads wait for one. A tile that is made zero
-    gives its own back.
+    No operand is held after its last product. When a core's other thread is active, hardly more
+    registers than the eight tiles seem to be available, and loads wait for one. Zeroing a tile
+    frees its register.
     """
 
     def __init__(self, builder, x, x_row, w, w_block, y, y_row, steps) -> None:
@@ -147,9 +153,12 @@ class TileLoop:
         fetches: Sequence[tuple[ir.Value, int]] = (),
         locality: int = 2,
     ) -> None:
-        """`first`: of the two tiles for x the one to begin with. `product`: the instruction that
-        adds up. `fetches`: addresses, from which every step fetches so many lines, each time the
-        next ones, into the cache of that `locality` (`strided.write_fetch`)."""
+        """Write the loop.
+
+        `first` selects the first of the two x tiles. `product` is the instruction. `fetches` are
+        addresses with a number of lines: every step prefetches the next lines into the cache of
+        that `locality` (`strided_loops.write_fetch`).
+        """
         b = self._b
         places = [
             (m, n, _SUMS[2 * (first + m) + n]) for m in range(row_tiles) for n in range(blocks)
@@ -207,8 +216,10 @@ class TileLoop:
     def _spread(
         self, k, fetches: Sequence[tuple[ir.Value, int]], locality: int, num_parts: int
     ) -> Iterator[None]:
-        """Writes what step `k` fetches in so many parts: all lines at once would hold up the loads
-        behind them."""
+        """Write the prefetches of step `k` in `num_parts` parts.
+
+        All lines at once would delay the following loads.
+        """
         b = self._b
         lines = [(address, line, count) for address, count in fetches for line in range(count)]
         for part in range(num_parts):
@@ -224,6 +235,6 @@ class TileLoop:
 
 
 def tile_call(b, name: str, *arguments) -> None:
-    """An instruction of the unit."""
+    """Write an instruction of the unit."""
     kind = ir.FunctionType(ir.VoidType(), [argument.type for argument in arguments])
     b.call(cgutils.get_or_insert_function(b.module, kind, f"llvm.x86.{name}"), arguments)
