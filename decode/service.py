@@ -3,7 +3,7 @@ reservation to its last token.
 
 open ─▶ reserve on all stages, post receives ─▶ destination ─▶ … bytes land, digests match …
     first_token ───────────────────────────────▶ committed ─▶ tokens … ─▶ finished, ended
-    source_lost (the prefill worker failed), new_source ─▶ destination of the next epoch, same memory
+    source_lost (a prefill worker failed), new_source ─▶ destination of the next epoch, same memory
 open without a source ─▶ local (nearly all of the prompt is cached) ─▶ tokens …; else rejected
 open with replayed tokens (another pool was lost) ─▶ the same; they are computed again before a new
 token is sampled

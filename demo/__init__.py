@@ -1,2 +1,1 @@
-"""The shipped demo model: the text it was trained on, the seeded trainers, and the checkpoint
-itself."""
+"""The shipped demo model: its training corpus, the seeded trainers, and the checkpoint."""

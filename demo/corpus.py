@@ -1,9 +1,9 @@
-"""The demo model's whole world: small stories whose facts are asked for later, counting, lists.
+"""The demo model's corpus: small stories with questions about their facts, counting, lists.
 
 Every sentence is generated here, so weights, tokenizer and corpus carry no third-party text. A
-document is a list of pieces; a piece says whether a reader could know it (`Piece.known`): answers,
-copies and continuations are, the facts of a new story are not. Training weighs known text higher,
-evaluation asks for it.
+document is a list of pieces. A piece is marked if a reader can predict it (`Piece.known`): answers,
+copies and continuations are, the facts of a new story are not. Training gives known text a higher
+weight, and evaluation asks for it.
 """
 
 import random
@@ -59,15 +59,14 @@ class Fact:
 
 @dataclass(frozen=True)
 class RecallQuestion:
-    """A prompt whose only right continuation is `answer` (both end where the model should stop)."""
+    """A prompt whose only correct continuation is `answer`, up to the model's stop."""
 
     prompt: str
     answer: str
 
 
 def make_facts(rng: random.Random, count: int) -> list[Fact]:
-    """`count` facts about different people with different things; verbs, colours and places may
-    come again."""
+    """Return `count` facts about different people and things; other words may repeat."""
     people, things = rng.sample(NAMES, count), rng.sample(THINGS, count)
     return [
         Fact(who, rng.choice(VERBS), rng.choice(COLORS), thing, rng.choice(PLACES))
@@ -76,7 +75,7 @@ def make_facts(rng: random.Random, count: int) -> list[Fact]:
 
 
 def make_distinct_facts(rng: random.Random, count: int) -> list[Fact]:
-    """Up to 8 facts that share no word."""
+    """Return up to 8 facts that share no word."""
     pools = (NAMES, VERBS, COLORS, THINGS, PLACES)
     return [
         Fact(*words) for words in zip(*(rng.sample(pool, count) for pool in pools), strict=True)
@@ -84,13 +83,15 @@ def make_distinct_facts(rng: random.Random, count: int) -> list[Fact]:
 
 
 def ask(rng: random.Random, fact: Fact) -> tuple[str, str]:
-    """A question about one fact. The answer is the fact's own sentence, found again by its name."""
+    """Return a question about one fact, and the answer: the fact's own sentence."""
     return rng.choice([f"What did {fact.who} do?", f"Tell me about {fact.who}."]), fact.sentence()
 
 
 def _story(rng: random.Random, max_facts: int) -> tuple[str, list[tuple[str, str]]]:
-    """A story and its questions, none asked twice: an earlier answer would be easier to copy than
-    the story."""
+    """Return a story and its questions.
+
+    No question repeats, because an earlier answer would be easier to copy than the story.
+    """
     facts = make_facts(rng, rng.randint(1, max_facts))
     turns = [ask(rng, fact) for fact in facts]
     rng.shuffle(turns)
@@ -111,13 +112,15 @@ def _list(rng: random.Random) -> tuple[str, str]:
 
 
 def _task(rng: random.Random) -> tuple[str, str]:
-    """A request that needs no story: count, or repeat a list."""
+    """Return a task without a story: counting or repeating a list."""
     return (_count, _list)[rng.randrange(2)](rng)
 
 
 def _dialogue(turns: list[tuple[str, str]], opening: str, *, chat: bool) -> list[Piece]:
-    """The turns as chat messages or as plain "Q: … A: …" text, after an opening that cannot be
-    predicted."""
+    """Return the turns as chat messages or as plain "Q: … A: …" text.
+
+    The opening before them cannot be predicted.
+    """
     pieces = []
     for i, (question, answer) in enumerate(turns):
         lead = opening if i == 0 else ""
@@ -139,8 +142,10 @@ def _dialogue(turns: list[tuple[str, str]], opening: str, *, chat: bool) -> list
 
 
 def make_document(rng: random.Random, max_facts: int, task_share: float) -> list[Piece]:
-    """One training document: mostly a story with questions, sometimes plain tasks. Ends with the
-    end-of-text token."""
+    """Return one training document: mostly a story with questions, sometimes plain tasks.
+
+    It ends with the end-of-text token.
+    """
     chat = rng.random() < 0.6
     if rng.random() >= task_share:
         story, turns = _story(rng, max_facts)
@@ -149,7 +154,7 @@ def make_document(rng: random.Random, max_facts: int, task_share: float) -> list
 
 
 def documents(seed: int, *, max_facts: int, task_share: float) -> Iterator[list[Piece]]:
-    """Endless documents; the same arguments give the same stream."""
+    """Yield documents without end; the same arguments give the same stream."""
     rng = random.Random(seed)
     while True:
         yield make_document(rng, max_facts, task_share)
@@ -162,10 +167,10 @@ def recall_questions(
     max_facts: int,
     make: Callable[[random.Random, int], list[Fact]] = make_distinct_facts,
 ) -> list[RecallQuestion]:
-    """Held-out questions: a whole story of at least two facts, then one question about any of them.
+    """Return held-out questions: a story of at least two facts, then a question about one of them.
 
-    Training draws from seeds below 1,000,000; evaluation uses seeds above, and with 24 names, 20
-    things, 10 colours, 8 places and 8 verbs per fact no two stories coincide by chance.
+    Training uses seeds below 1,000,000 and evaluation seeds above. With 24 names, 20 things, 10
+    colours, 8 places and 8 verbs per fact, no two stories coincide by chance.
     """
     rng = random.Random(1_000_000 + seed)
     questions = []
@@ -183,8 +188,7 @@ def recall_questions(
 
 
 def speculation_prompts(count: int, *, seed: int) -> list[RecallQuestion]:
-    """Held-out chat prompts with answers of several sentences or many items, on which a draft can
-    show its worth."""
+    """Return held-out chat prompts with long responses, on which a draft can show its benefit."""
     rng = random.Random(2_000_000 + seed)
     prompts = []
     for i in range(count):

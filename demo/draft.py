@@ -1,10 +1,9 @@
-"""An EAGLE-3 draft head as plain torch modules, for training and for measuring it; serving has its
-own.
+"""An EAGLE-3 draft head as plain torch modules, for training and evaluation; serving has its own.
 
 Slot t holds the target's features after token t (its hidden states after three layers) and the
-embedding of token t + 1; it predicts token t + 2. Further steps feed the head's own hidden state
-back in place of the target's (Li et al. 2025, "EAGLE-3"). Names and shapes are those of public
-llama_eagle3 checkpoints: `fc`, `midlayer.*`, `norm`, `lm_head`.
+embedding of token t + 1; it predicts token t + 2. Further steps use the head's own hidden state in
+place of the target's (Li et al. 2025, "EAGLE-3"). Names and shapes are those of public llama_eagle3
+checkpoints: `fc`, `midlayer.*`, `norm`, `lm_head`.
 """
 
 import json
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class DraftConfig:
-    """Sizes of the head. `aux_layer_ids`: the target layers whose output it reads."""
+    """Sizes of the head. It reads the output of the target layers `aux_layer_ids`."""
 
     vocab_size: int
     aux_layer_ids: tuple[int, int, int]
@@ -33,8 +32,10 @@ class DraftConfig:
 
 
 class DraftKV(NamedTuple):
-    """Keys and values of earlier slots, each [rows, heads, slots, head_dim]; keys are already
-    rotated."""
+    """Keys and values of earlier slots, each [rows, heads, slots, head_dim].
+
+    Keys are already rotated.
+    """
 
     keys: Tensor
     values: Tensor
@@ -62,7 +63,7 @@ class RMSNorm(nn.Module):
 
 
 class HeadAttention(nn.Module):
-    """Reads [embedding ; hidden], so its input is twice as wide as its output."""
+    """Attention over [embedding ; hidden], so its input is twice as wide as its output."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ class HeadAttention(nn.Module):
         return attended, fresh
 
     def _rotate(self, x: Tensor, positions: Tensor) -> Tensor:
-        """Rotary embedding over the whole head, first half against second half."""
+        """Apply rotary embedding over the whole head, first half against second half."""
         half = self.head_dim // 2
         angles = positions[:, None] * self.rope_theta ** (-torch.arange(half) / half)
         low, high = x[..., :half], x[..., half:]
@@ -134,7 +135,7 @@ class MidLayer(nn.Module):
 
 
 class DraftHead(nn.Module):
-    """The head. It has no embedding of its own: callers look tokens up in the target's."""
+    """The draft head. It has no embedding: callers look tokens up in the target's."""
 
     def __init__(self, config: DraftConfig) -> None:
         super().__init__()
@@ -155,27 +156,30 @@ class DraftHead(nn.Module):
         past: DraftKV | None,
         mask: Tensor,
     ) -> tuple[Tensor, DraftKV]:
-        """One step over T slots; returns their new hidden states and what later slots need of them.
+        """Run one step over T slots; return their new hidden states and their keys and values.
 
         Args:
             embedding: [rows, T, hidden_size], of the token after each slot.
-            hidden: [rows, T, hidden_size], `fc` of the target's features, or an earlier step's
-            result. positions: [T].
-            past: slots attended besides the T new ones.
-            mask: bool [T, past slots + T], true where a slot may look.
+            hidden: [rows, T, hidden_size], `fc` of the target's features, or an earlier
+                step's result.
+            positions: [T].
+            past: keys and values of earlier slots.
+            mask: bool [T, past slots + T], true where a slot may attend.
         """
         out: tuple[Tensor, DraftKV] = self.midlayer(embedding, hidden, positions, past, mask)
         return out
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Scores of the token each slot predicts: [..., vocab_size]."""
+        """Return the logits of the token that each slot predicts: [..., vocab_size]."""
         out: Tensor = self.lm_head(self.norm(hidden))
         return out
 
 
 def save_draft(head: DraftHead, out: Path) -> None:
-    """Write bf16 weights and a config as public EAGLE-3 checkpoints have them; layer ids mean
-    "output of layer j"."""
+    """Write bf16 weights and a config in the format of public EAGLE-3 checkpoints.
+
+    Layer id j means "output of layer j".
+    """
     out.mkdir(parents=True, exist_ok=True)
     tensors = {
         name: tensor.to(torch.bfloat16).contiguous() for name, tensor in head.state_dict().items()
@@ -204,7 +208,7 @@ def save_draft(head: DraftHead, out: Path) -> None:
 
 
 def load_draft(folder: Path) -> DraftHead:
-    """Read what `save_draft` wrote, in fp32."""
+    """Load the head that `save_draft` wrote, in fp32."""
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     low, middle, high = raw["eagle_config"]["eagle_aux_hidden_state_layer_ids"]
     head = DraftHead(

@@ -1,8 +1,8 @@
-"""How many tokens one target pass yields with a draft tree, measured without an engine.
+"""Tokens per target pass with a draft tree, measured without an engine.
 
 Greedy verification accepts exactly the longest path of the tree that the target's own continuation
-walks. So the continuation is generated once, and only the draft runs step by step; the counts are
-those of real speculation.
+follows. So the continuation is generated once, and only the draft runs step by step. The counts
+equal those of real speculation.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from demo.draft import DraftHead, DraftKV
 
 @dataclass(frozen=True)
 class TreeShape:
-    """Children per node, levels, and drafted nodes kept in all. Width 1 is a chain."""
+    """Children per node, levels, and drafted nodes kept in total. Width 1 is a chain."""
 
     width: int
     depth: int
@@ -32,8 +32,7 @@ class Node:
 
 @dataclass(frozen=True)
 class _Frontier:
-    """The nodes a level expands: their indices, the hidden state each was predicted from, and what
-    it may attend."""
+    """The nodes that a level expands, the hidden states that predicted them, and their past."""
 
     nodes: list[int]
     hidden: Tensor  # [nodes, 1, hidden_size]
@@ -44,7 +43,7 @@ class _Frontier:
 def propose(
     head: DraftHead, embedding: Tensor, hidden: Tensor, past: DraftKV, shape: TreeShape
 ) -> list[Node]:
-    """A tree of likely continuations; parents come before their children.
+    """Return a tree of likely continuations; parents come before their children.
 
     Args:
         embedding: the target's, [vocab_size, hidden_size].
@@ -77,7 +76,10 @@ def propose(
 
 
 def _children(logits: Tensor, parents: list[tuple[int, float]], width: int) -> list[Node]:
-    """The `width` best tokens after each parent (index, score); logits: [parents, vocab_size]."""
+    """Return the `width` best tokens after each parent (index, score).
+
+    logits: [parents, vocab_size].
+    """
     scores, tokens = logits.log_softmax(-1).topk(width)
     return [
         Node(token, parent, base + score)
@@ -89,15 +91,17 @@ def _children(logits: Tensor, parents: list[tuple[int, float]], width: int) -> l
 
 
 def _prune(tree: list[Node], count: int) -> list[Node]:
-    """The best `count` nodes in creation order. A parent never scores below its child, so no node
-    loses its parent."""
+    """Return the best `count` nodes in creation order.
+
+    A parent never scores below its child, so no node loses its parent.
+    """
     kept = sorted(sorted(range(len(tree)), key=lambda i: (-tree[i].score, i))[:count])
     place = {old: new for new, old in enumerate(kept)} | {-1: -1}
     return [Node(tree[i].token, place[tree[i].parent], tree[i].score) for i in kept]
 
 
 def accepted(tree: list[Node], continuation: list[int]) -> int:
-    """How many drafted tokens the target's own continuation confirms."""
+    """Return the number of draft tokens that the target's own continuation confirms."""
     at, count = -1, 0
     for token in continuation:
         found = [i for i, node in enumerate(tree) if node.parent == at and node.token == token]
@@ -116,10 +120,10 @@ def target_passes(
     prompt_length: int,
     shape: TreeShape,
 ) -> int:
-    """Target passes that decode `ids[prompt_length + 1:]`; the token at `prompt_length` is
-    prefill's.
+    """Return the number of target passes that decode `ids[prompt_length + 1:]`.
 
-    ids: [1, T]; features: [1, T, 3 * hidden], as `demo.train_draft.target_features` gives them.
+    Prefill samples the token at `prompt_length`. ids: [1, T]; features: [1, T, 3 * hidden], from
+    `demo.train_draft.target_features`.
     """
     slots = ids.shape[1] - 1
     hidden, past = head(
@@ -130,7 +134,7 @@ def target_passes(
         mask=torch.ones(slots, slots, dtype=torch.bool).tril(),
     )
     tokens, at, passes = ids[0].tolist(), prompt_length, 0
-    while at < slots:  # tokens[at] is the newest token the client has
+    while at < slots:  # tokens[at] is the newest token that the client has
         tree = propose(head, embedding, hidden[:, at - 1 : at], past.first(at), shape)
         at += accepted(tree, tokens[at + 1 :]) + 1
         passes += 1

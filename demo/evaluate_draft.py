@@ -1,5 +1,7 @@
-"""Tokens per target pass: `python -m demo.evaluate_draft`. Greedy, on held-out prompts with long
-answers."""
+"""Tokens per target pass: `python -m demo.evaluate_draft`.
+
+Greedy, on held-out prompts with long responses.
+"""
 
 import argparse
 import json
@@ -29,7 +31,7 @@ MAX_NEW_TOKENS = 96
 
 @dataclass(frozen=True)
 class Rollout:
-    """A prompt with the target's own greedy continuation, and what the draft reads of it."""
+    """A prompt with the target's greedy continuation, and the features that the draft reads."""
 
     ids: Tensor
     prompt_length: int
@@ -38,8 +40,8 @@ class Rollout:
 
 @torch.no_grad()
 def roll_out(model: Qwen3_5ForCausalLM, prompt: list[int], layer_ids: tuple[int, ...]) -> Rollout:
-    """Greedy until the answer ends or MAX_NEW_TOKENS."""
-    generator: Any = model  # its typed signature wants a protocol the class does not state
+    """Generate greedily until the response ends or has MAX_NEW_TOKENS tokens."""
+    generator: Any = model  # its typed signature wants a protocol that the class does not declare
     ids: Tensor = generator.generate(
         torch.tensor([prompt]), max_new_tokens=MAX_NEW_TOKENS, do_sample=False, pad_token_id=0
     )
@@ -49,8 +51,10 @@ def roll_out(model: Qwen3_5ForCausalLM, prompt: list[int], layer_ids: tuple[int,
 def tokens_per_pass(
     head: DraftHead, embedding: Tensor, rollouts: list[Rollout], shape: TreeShape
 ) -> float:
-    """Decoded tokens (prefill's first one not counted) over target passes, the last short pass of
-    each included."""
+    """Return decoded tokens per target pass.
+
+    The first token is prefill's and does not count; the last short pass of each response does.
+    """
     tokens = sum(rollout.ids.shape[1] - rollout.prompt_length - 1 for rollout in rollouts)
     passes = sum(
         target_passes(head, embedding, r.ids, r.features, r.prompt_length, shape) for r in rollouts
@@ -61,7 +65,7 @@ def tokens_per_pass(
 def measure(
     model_folder: Path, draft_folder: Path, *, prompts: int, shapes: Mapping[str, TreeShape]
 ) -> dict[str, Any]:
-    """Tokens per target pass for each shape, over held-out `corpus.speculation_prompts`."""
+    """Return tokens per target pass for each shape, over held-out `corpus.speculation_prompts`."""
     tokenizer = Tokenizer.from_file(str(model_folder / "tokenizer.json"))
     model = Qwen3_5ForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
     head = load_draft(draft_folder)

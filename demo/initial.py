@@ -1,9 +1,8 @@
-"""Where the demo model's training starts: heads that look a token up and say what stood beside it,
-instead of noise.
+"""Initial weights of the demo model: heads start as token lookups, not as noise.
 
-Trained from transformers' own start, recall had not appeared after four times as many tokens. The
-idea is that of Trockman et al. 2024, "Mimetic Initialization Helps State Space Models Learn to
-Recall".
+A head looks a token up and returns the token next to it. With transformers' own initial weights,
+recall had not appeared after four times as many tokens. The idea is from Trockman et al. 2024,
+"Mimetic Initialization Helps State Space Models Learn to Recall".
 """
 
 import math
@@ -17,11 +16,11 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5Attention, Qwen3
 
 @torch.no_grad()
 def favour_recall(model: Qwen3_5ForCausalLM) -> None:
-    """Overwrite fresh weights.
+    """Overwrite the initial weights of a model.
 
-    Queries start near keys, values are written back as they were read, every short convolution
-    picks one of the last four tokens, recurrent heads forget slowly, and all embeddings share a
-    direction that holds the output gates open.
+    Queries start near keys. Values are written back unchanged. Every short convolution selects one
+    of the last four tokens. Recurrent heads forget slowly. All embeddings share a direction that
+    holds the output gates open.
     """
     embedding = model.model.embed_tokens.weight
     nn.init.normal_(embedding)
@@ -36,10 +35,10 @@ def favour_recall(model: Qwen3_5ForCausalLM) -> None:
 
 @torch.no_grad()
 def share_spaced_words(model: Qwen3_5ForCausalLM, tokenizer: Tokenizer) -> None:
-    """Let a word start with the same embedding whether or not a space precedes it."""
+    """Give a word the same initial embedding with and without a leading space."""
     embedding = model.model.embed_tokens.weight
     for word, token in tokenizer.get_vocab().items():
-        spaced = tokenizer.token_to_id(f"\u0120{word}")  # how byte-level BPE writes a leading space
+        spaced = tokenizer.token_to_id(f"\u0120{word}")  # leading space in byte-level BPE
         if spaced is not None and word.isalpha():
             embedding[token] = embedding[spaced]
 
@@ -73,23 +72,22 @@ def _favour_attention_recall(mixer: Qwen3_5Attention) -> None:
         )
         for projection in (mixer.k_proj, mixer.v_proj)
     )
-    query = mixer.q_proj.weight.view(-1, 2, mixer.head_dim, hidden)[
-        :, 0
-    ]  # per head: query, then output gate
+    # Per head: query, then output gate.
+    query = mixer.q_proj.weight.view(-1, 2, mixer.head_dim, hidden)[:, 0]
     query.copy_((query + key) / math.sqrt(2))
     mixer.o_proj.weight.copy_(0.5 * value.flatten(0, 1).T)
 
 
 def _remove_shared_direction(weight: Tensor) -> None:
-    """Make rows blind to what all embeddings have in common."""
+    """Make rows ignore the direction that all embeddings share."""
     weight -= weight.mean(-1, keepdim=True)
 
 
 def initial_dt_bias(heads: int) -> Tensor:
-    """Biases whose softplus is spread over 0.001 .. 0.1, as Mamba and Gated DeltaNet start.
+    """Return biases with softplus values spread over 0.001 .. 0.1, as in Mamba and Gated DeltaNet.
 
-    transformers starts them at 1, which makes every head forget within a token: nothing to learn
-    recall with.
+    transformers initializes them to 1, which makes every head forget within a token, so it cannot
+    learn recall.
     """
     step = torch.exp(torch.rand(heads) * (math.log(0.1) - math.log(0.001)) + math.log(0.001))
     return step + torch.log(-torch.expm1(-step))

@@ -1,9 +1,9 @@
-"""Trains the demo model: `python -m demo.train --out demo/model`. Seeded; counts steps, never
+"""Trains the demo model: `python -m demo.train --out demo/model`. Seeded; counts steps, not
 seconds.
 
 A hybrid Qwen3.5 of about 2 M parameters (6 GatedDeltaNet layers, 2 gated full-attention layers)
 learns the corpus of `demo.corpus` from scratch in fp32 and is stored in bf16. Prints one JSON line
-per progress report and one with the exact-answer rate on held-out recall questions. Needs the
+per progress report, and one with the exact-answer rate on held-out recall questions. Needs the
 `train` extra (transformers); serving does not.
 """
 
@@ -32,8 +32,10 @@ RECALL_QUESTIONS = 200
 
 @dataclass(frozen=True)
 class Phase:
-    """A part of the curriculum: steps, row length in tokens, rows per step, longest story in facts,
-    share of tasks."""
+    """One phase of the curriculum.
+
+    It has steps, row length in tokens, rows per step, longest story in facts, and share of tasks.
+    """
 
     steps: int
     row_tokens: int
@@ -51,7 +53,10 @@ CURRICULUM = (
 
 
 def train_tokenizer() -> Tokenizer:
-    """Byte-level BPE over the corpus; any text can be encoded, corpus words are single tokens."""
+    """Return a byte-level BPE tokenizer of the corpus.
+
+    Any text can be encoded, and corpus words are single tokens.
+    """
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -103,8 +108,10 @@ def build_model(vocab_size: int) -> Qwen3_5ForCausalLM:
 
 
 def batches(tokenizer: Tokenizer, phase: Phase, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Endless (tokens [rows, T + 1], weight of each predicted token [rows, T]); every row starts a
-    document."""
+    """Yield tokens [rows, T + 1] and the weight of each predicted token [rows, T], without end.
+
+    Every row starts a document.
+    """
     stream = corpus.documents(seed, max_facts=phase.max_facts, task_share=phase.task_share)
     while True:
         rows, weights = [], []
@@ -122,8 +129,7 @@ def batches(tokenizer: Tokenizer, phase: Phase, seed: int) -> Iterator[tuple[Ten
 
 
 def make_optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices, AdamW for the rest; each group remembers its base rate under
-    "base"."""
+    """Return Muon for the matrices and AdamW for the rest; "base" keeps each group's base rate."""
     matrices: list[nn.Parameter] = []
     rest: list[nn.Parameter] = []
     for name, parameter in model.named_parameters():
@@ -154,11 +160,11 @@ def set_rate(optimizers: list[torch.optim.Optimizer], step: int, total: int) -> 
 def recall_rate(
     model: Qwen3_5ForCausalLM, tokenizer: Tokenizer, questions: list[corpus.RecallQuestion]
 ) -> float:
-    """Share of questions answered exactly by greedy decoding.
+    """Return the share of questions answered exactly by greedy decoding.
 
     One teacher-forced pass decides: the greedy continuation equals the answer if and only if every
-    answer token is the argmax after its true prefix. Rows are padded on the right, where a causal
-    model does not look.
+    answer token is the argmax after its true prefix. Rows are padded on the right, which a causal
+    model does not see.
     """
     prompts = [tokenizer.encode(question.prompt).ids for question in questions]
     answers = [tokenizer.encode(question.answer).ids for question in questions]
@@ -174,8 +180,10 @@ def recall_rate(
 
 
 def train(model: Qwen3_5ForCausalLM, tokenizer: Tokenizer, curriculum: tuple[Phase, ...]) -> float:
-    """Train in place; prints a line every 20 steps. Returns the last phase's mean loss on known
-    tokens, in nats."""
+    """Train in place and print a line every 20 steps.
+
+    Return the last phase's mean loss on known tokens, in nats.
+    """
     optimizers = make_optimizers(model)
     total, step, tokens, began = sum(phase.steps for phase in curriculum), 0, 0, time.monotonic()
     for seed, phase in enumerate(curriculum, start=1):
@@ -212,8 +220,7 @@ def train(model: Qwen3_5ForCausalLM, tokenizer: Tokenizer, curriculum: tuple[Pha
 def train_step(
     model: Qwen3_5ForCausalLM, optimizers: list[torch.optim.Optimizer], ids: Tensor, weight: Tensor
 ) -> float:
-    """One optimisation step on a batch of `batches`. Returns the mean loss on known tokens, in
-    nats."""
+    """Run one optimization step on a batch; return the mean loss on known tokens, in nats."""
     logits = model(ids[:, :-1], use_cache=False).logits
     loss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none").view_as(
         weight
@@ -228,7 +235,7 @@ def train_step(
 
 
 def save(model: Qwen3_5ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
-    """Write a checkpoint as the hub has them, weights in bf16."""
+    """Write a checkpoint in the hub's format, with weights in bf16."""
     out.mkdir(parents=True, exist_ok=True)
     wrapped: Any = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer, eos_token=corpus.END
@@ -240,11 +247,10 @@ def save(model: Qwen3_5ForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
 
 
 def measure_recall(folder: Path, *, questions: int) -> dict[str, float]:
-    """Exact answers of the stored bf16 model to held-out questions about stories of two to six
-    facts.
+    """Return the exact-answer rate of the stored bf16 model on held-out questions.
 
-    "recall": no word comes twice in a story. "recall_repeated_words": two facts may share verb,
-    colour or place.
+    Stories have two to six facts. "recall": no word repeats in a story. "recall_repeated_words":
+    two facts may share verb, colour or place.
     """
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     model = Qwen3_5ForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)

@@ -1,9 +1,9 @@
 """Trains the demo model's EAGLE-3 draft: `python -m demo.train_draft --model demo/model --out
 demo/draft`.
 
-Seeded; counts steps. The head learns the target's own next-token distribution on corpus documents,
-unrolled over four steps so that it learns to live with its own hidden states ("training-time test"
-of the EAGLE-3 paper).
+Seeded; counts steps. The head learns the target's next-token distribution on corpus documents. It
+is unrolled over four steps, so that it learns from its own hidden states ("training-time test" of
+the EAGLE-3 paper).
 """
 
 import argparse
@@ -31,14 +31,16 @@ SEED = 1000
 def target_features(
     model: Qwen3_5ForCausalLM, ids: Tensor, layer_ids: tuple[int, ...]
 ) -> tuple[Tensor, Tensor]:
-    """Logits [rows, T, vocab] and the outputs of the layers side by side [rows, T, 3 * hidden]."""
+    """Return logits [rows, T, vocab] and the concatenated layer outputs [rows, T, 3 * hidden]."""
     out = model(ids, use_cache=False, output_hidden_states=True)
     return out.logits.float(), torch.cat([out.hidden_states[i + 1] for i in layer_ids], -1).float()
 
 
 def unroll_mask(slots: int, steps: int) -> Tensor:
-    """What slot i of unrolled step `steps` may see: true features of slots 0..i, then only its own
-    earlier steps."""
+    """Return the attention mask of unrolled step `steps`.
+
+    Slot i sees the true features of slots 0..i, then only its own earlier steps.
+    """
     causal = torch.ones(slots, slots, dtype=torch.bool).tril()
     return torch.cat([causal, *[torch.eye(slots, dtype=torch.bool)] * steps], -1)
 
@@ -51,11 +53,11 @@ def unrolled_loss(
     target: Tensor,
     weight: Tensor,
 ) -> Tensor:
-    """Cross-entropy against the target's distribution, summed over the unrolled steps.
+    """Return the cross-entropy against the target's distribution, summed over the unrolled steps.
 
     ids: [rows, T]; features: [rows, T, 3 * hidden]; target: probabilities [rows, T, vocab] of the
-    token after each position; weight: [rows, T] of that token. Step j drafts at slot i the token i
-    + j + 2.
+    token after each position; weight: [rows, T] of that token. At slot i, step j drafts token i + j
+    + 2.
     """
     slots = ids.shape[1] - UNROLLED_STEPS
     hidden = head.fc(features[:, :slots])
@@ -75,7 +77,7 @@ def unrolled_loss(
 
 
 def train(model: Qwen3_5ForCausalLM, tokenizer: Tokenizer, head: DraftHead, steps: int) -> float:
-    """Returns the mean loss per unrolled step over the last tenth of the run."""
+    """Train the head; return the mean loss per unrolled step over the last tenth of the run."""
     embedding = model.model.embed_tokens.weight.detach()
     optimizers = make_optimizers(head)
     stream, began, losses = batches(tokenizer, PHASE, SEED), time.monotonic(), []
@@ -109,7 +111,7 @@ def train(model: Qwen3_5ForCausalLM, tokenizer: Tokenizer, head: DraftHead, step
 
 
 def make_head(model: Qwen3_5ForCausalLM) -> DraftHead:
-    """A fresh head for this target; its lm_head starts as the target's."""
+    """Return a new head for this target; its lm_head starts as the target's."""
     config = model.config
     head = DraftHead(
         DraftConfig(

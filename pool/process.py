@@ -198,7 +198,7 @@ def _build(
     stop: StopSignal,
     on_event: Callable[[StageSessionEvent], None],
 ) -> _Process:
-    """Build the stage and its surroundings; `on_event` receives the events of its transfer agent."""
+    """Build the stage and its surroundings; `on_event` receives the transfer agent's events."""
     incarnation, certificates = secrets.token_hex(8), config.certificates()
     tracing = open_tracing(config.otel_endpoint, role=role.name, worker=incarnation)
     plan = plan_stage(

@@ -146,7 +146,7 @@ class PrefillScheduler:
         )
 
     def occupancy(self) -> PoolOccupancy:
-        """Return how many requests hold memory, for computing or for handoff, and the queue's age."""
+        """Return how many requests hold memory, computing or in handoff, and the queue's age."""
         started = [entry for entry in self._entries.values() if entry.pages is not None]
         handing = [entry for entry in started if not entry.remaining and not entry.in_flight]
         queued = [entry.arrived_s for entry in self._entries.values() if entry.pages is None]
@@ -277,7 +277,7 @@ class PrefillScheduler:
                 )
 
     def _least_tokens(self, entry: PrefillEntry) -> int:
-        """Return the fewest tokens of the prompt that must still be computed, whatever gets cached."""
+        """Return the fewest prompt tokens left to compute, whatever gets cached meanwhile."""
         if entry.pages is not None:
             return entry.remaining
         return (

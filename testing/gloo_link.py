@@ -1,4 +1,4 @@
-"""Links by gloo, between processes on CPUs: what a link does can be seen without a device."""
+"""Links over gloo between processes on CPUs, to test links without a device."""
 
 import queue
 import secrets
@@ -19,12 +19,15 @@ _MAX_QUEUED = 64
 
 
 class GlooBackend:
-    """Satisfies `engine.pipeline.links.LinkBackend`. Every process counts as a device."""
+    """A gloo implementation of `engine.pipeline.links.LinkBackend`.
+
+    Every process counts as a device.
+    """
 
     name = "gloo"
 
     def __init__(self, host: str) -> None:
-        """`host`: this machine's address as the other stages reach it."""
+        """Create the backend; `host` is this machine's address for the other stages."""
         self.device = torch.device("cpu")
         self.device_id = secrets.token_hex(8)
         self._host = host
@@ -34,8 +37,10 @@ class GlooBackend:
 
 
 class GlooLink:
-    """Satisfies `engine.pipeline.links.P2PLink`. gloo reports that a message is done only to a
-    waiter, so a thread does."""
+    """A gloo implementation of `engine.pipeline.links.P2PLink`.
+
+    gloo reports completed messages only to a waiting thread, so each link has one.
+    """
 
     def __init__(self, group: PointToPoint, end: int) -> None:
         self._group = group

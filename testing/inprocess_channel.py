@@ -1,5 +1,4 @@
-"""Stages of one process talking through bounded queues: the frame channel for tests and
-single-process runs."""
+"""The frame channel between stages of one process, over bounded queues; for tests."""
 
 import threading
 import time
@@ -11,7 +10,7 @@ from runtime.errors import DeadlineError, InternalError, PeerLostError
 
 @dataclass
 class _Mailboxes:
-    """Frames under way, by (sender, receiver), and who is gone. One condition guards all of it."""
+    """Frames in flight by (sender, receiver), and the lost ranks, under one condition."""
 
     changed: threading.Condition = field(default_factory=threading.Condition)
     frames: dict[tuple[int, int], deque[bytes]] = field(default_factory=dict)
@@ -20,9 +19,9 @@ class _Mailboxes:
 
 
 class InProcessChannel:
-    """One rank's end. Build a whole pool's with `InProcessChannel.pool(size)`."""
+    """One rank's end. Create those of a whole pool with `InProcessChannel.pool(size)`."""
 
-    head_bytes = 0  # nothing else can reach the mailboxes
+    head_bytes = 0  # no other process can reach the mailboxes
 
     def __init__(
         self, mailboxes: _Mailboxes, rank: int, *, max_frame_bytes: int, max_frames: int
@@ -82,7 +81,7 @@ class InProcessChannel:
                 raise PeerLostError(f"stage {rank} is gone")
 
     def fail(self, rank: int, reason: str) -> None:
-        """Gone for this rank and all others."""
+        """Mark a rank as lost, for this rank and all others."""
         with self._boxes.changed:
             self._boxes.gone.add(rank)
             self._boxes.changed.notify_all()
@@ -93,5 +92,5 @@ class InProcessChannel:
             self._boxes.changed.notify_all()
 
     def close(self) -> None:
-        """This rank is gone for the others."""
+        """Mark this rank as lost for the others."""
         self.fail(self._rank, "closed")

@@ -1,8 +1,8 @@
-"""A transport inside one process, with faults on request: what the UCX transport does, made visible
-and repeatable.
+"""A transport inside one process with injected faults, to make UCX behaviour visible and
+repeatable.
 
-It copies at the moment the receiver takes the message, as a rendezvous does, so the source memory
-is read late and the destination is written late; both ends' operations stay pending until then.
+It copies when the receiver takes the message, as a rendezvous does. So the source memory is read
+late, the destination is written late, and the operations of both ends stay pending until then.
 """
 
 import threading
@@ -19,19 +19,19 @@ from transfer.transport.refusals import RefusalReason, Refusals
 
 
 class Fault(StrEnum):
-    """What becomes of one message."""
+    """The fault of one message."""
 
     NONE = "none"
-    DROP = "drop"  # for the sender it went out; it never arrives
-    # taken by its receive, but the bytes are written only after `MemoryNetwork.release`
+    DROP = "drop"  # completes for the sender but never arrives
+    # Matched with its receive, but the bytes are written only after `MemoryNetwork.release`.
     DELAY = "delay"
-    FLIP = "flip"  # one bit of one byte in the middle changes on the way
+    FLIP = "flip"  # one bit of a byte in the middle is flipped in transit
     DUPLICATE = "duplicate"  # arrives twice
     DIE = "die"  # the sending process dies instead of sending it
 
 
 FaultHook = Callable[[int, int], Fault]
-"""(tag, num_bytes) of a message about to leave -> its fault."""
+"""Maps (tag, num_bytes) of a message before it is sent to its fault."""
 
 
 class MemoryPeer:
@@ -43,8 +43,10 @@ class MemoryPeer:
 
 
 class _Message:
-    """On its way from `send` to a matched receive. `operation` is the sender's; a duplicate has its
-    own `copy`."""
+    """A message between `send` and its matched receive.
+
+    `operation` is the sender's. A duplicate has its own `copy`.
+    """
 
     def __init__(
         self,
@@ -60,8 +62,10 @@ class _Message:
 
 
 class MemoryNetwork:
-    """Connects the transports of one process. `fault` may be set at any time; None delivers
-    everything."""
+    """A network of the transports of one process.
+
+    `fault` may be set at any time; None delivers everything.
+    """
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -71,7 +75,7 @@ class MemoryNetwork:
         self._next_address = 0
 
     def transport(self, clock: Clock) -> "MemoryTransport":
-        """A new transport on this network."""
+        """Return a new transport on this network."""
         with self.lock:
             address = b"memory-%d" % self._next_address
             self._next_address += 1
@@ -82,14 +86,14 @@ class MemoryNetwork:
         return self._transports.get(address)
 
     def remove(self, address: bytes) -> None:
-        """The process at this address is gone; connections to it fail."""
+        """Remove the process at this address; connections to it fail."""
         with self.lock:
             self._transports.pop(address, None)
             for transport in self._transports.values():
                 transport.peer_gone(address)
 
     def release(self) -> None:
-        """Let delayed messages, and all later ones, be written."""
+        """Write delayed messages, and all later ones, without delay."""
         with self.lock:
             self.delaying = False
             for transport in self._transports.values():
@@ -97,7 +101,10 @@ class MemoryNetwork:
 
 
 class MemoryTransport:
-    """See `Transport`. All state is under the network's lock; that makes it simple, not fast."""
+    """An in-memory implementation of `Transport`.
+
+    All state is guarded by the network's lock, which is simple but not fast.
+    """
 
     def __init__(self, network: MemoryNetwork, address: bytes, clock: Clock) -> None:
         self.address = address
@@ -118,7 +125,7 @@ class MemoryTransport:
 
     @property
     def refused(self) -> Mapping[RefusalReason, int]:
-        """How many messages were refused, by reason."""
+        """Return the number of rejected messages, by reason."""
         return self._refusals.counts
 
     def connect(self, address: bytes) -> MemoryPeer:
@@ -218,18 +225,18 @@ class MemoryTransport:
             self._wakeup.close()
 
     def die(self) -> None:
-        """As SIGKILL: nothing that was sent arrives any more, connections of peers fail."""
+        """Act as after SIGKILL: sent messages never arrive, and connections of peers fail."""
         for address in list(self._peers):
             self.peer_gone(address)
         self._network.remove(self.address)
 
     def accept(self, message: _Message) -> None:
-        """Called by the sending transport, under the network's lock."""
+        """Add a message; called by the sending transport under the network's lock."""
         self._inbox.append(message)
         self.wake()
 
     def peer_gone(self, address: bytes) -> None:
-        """End everything with this peer, under the network's lock."""
+        """End all operations with this peer; called under the network's lock."""
         peer = self._peers.get(address)
         if peer is None or not peer.alive:
             return
@@ -262,7 +269,7 @@ class MemoryTransport:
 
     def _write(self, operation: Operation, message: _Message) -> None:
         if message.copy is None and message.operation.state is not OperationState.PENDING:
-            # The sender closed its end meanwhile: its memory must not be read any more.
+            # The sender has closed its end, so its memory must not be read any more.
             self._end(
                 operation, OperationState.FAILED, PeerLostError("the sender closed the connection")
             )
@@ -276,8 +283,10 @@ class MemoryTransport:
         self._end(operation, OperationState.DONE)
 
     def sent(self, operation: Operation) -> None:
-        """Called by the receiving transport, under the network's lock: the bytes of this send are
-        out."""
+        """Complete a send whose bytes have left.
+
+        Called by the receiving transport under the network's lock.
+        """
         if operation in self._sending:
             self._sending.remove(operation)
             self._end(operation, OperationState.DONE)

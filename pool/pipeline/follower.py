@@ -1,16 +1,16 @@
-"""A process of rank 1..n-1: joins the leader, serves its stage, and starts over when the leader is
-gone.
+"""A process of rank 1..n-1: joins the leader, serves its stage, and joins again after losing the
+leader.
 
-Two threads: the engine thread owns the batch channel and the model, the event loop owns the Join
-stream. The leader's life shows on that stream: when it drops, every session is closed, the batch
-channel is left, and the stage joins again: as soon as a leader is there, and after a pause where
-one refuses. A leader's name is looked up anew each time. A stage whose engine meets an error drops
-the stream itself: its leader may not know of it. A stage that is to stop reports that on the stream
-and serves on until its leader ends the stream.
+The engine thread owns the batch channel and the model, and the event loop's thread owns the Join
+stream. The stream shows that the leader is alive. When it drops, every session is closed, the batch
+channel is left, and the stage joins again: as soon as a leader is reachable, or after a pause if
+one refuses. The leader's name is resolved again each time. After an engine error the stage drops
+the stream itself, because its leader may not notice. A stage that stops reports it on the stream
+and serves until its leader ends the stream.
 
-It joins again only when nothing of the time before can touch its memory: the step that ran is over
-and every transfer has drained. The leader relies on that (`pool.pipeline.group`): it has given
-those pages away.
+It joins again only when nothing from before can touch its memory: the running step is over and
+every transfer has drained. The leader relies on that (`pool.pipeline.group`), because it has leased
+those pages to other requests.
 """
 
 import asyncio
@@ -51,27 +51,27 @@ from runtime.security.access import ChannelSecurity
 from transfer.plan import codec
 from transfer.transport.forming import Forming
 
+# Seconds between two tries; the longer pauses are for a leader that refuses.
 REJOIN_MIN_S, REJOIN_MAX_S = (
     0.1,
     2.0,
-)  # between two tries; the longer ones are for a leader that refuses
-RECONNECT_S = (
-    0.25  # between two looks whether the leader is there; nothing waits longer for one that is
 )
-ANSWER_S = 4.0  # for a leader that is there to answer
-REPORT_S = 10.0  # between two warnings that it is not there
-SETTLE_S = 60.0  # for the longest step; transfers are cut much earlier
-GOODBYE_S = 3.0  # what a leader may take beyond the grace to hand requests back
+# Seconds between two checks for the leader; a reachable leader delays nothing longer.
+RECONNECT_S = 0.25
+ANSWER_S = 4.0  # seconds for a reachable leader to respond
+REPORT_S = 10.0  # seconds between two warnings that it is not reachable
+SETTLE_S = 60.0  # seconds for the longest step; transfers are cut much earlier
+GOODBYE_S = 3.0  # seconds beyond the grace in which the leader hands requests back
 
 logger = logging.getLogger(__name__)
 
 
 class FollowerEngine:
-    """The engine thread of a follower: serves frames while the pool is formed, waits for orders
-    otherwise.
+    """The engine thread of a follower.
 
-    Both are called from the thread: `on_connected` when the channel takes frames of a forming,
-    `on_broken` when an error ended the serving, and the pool has to form anew.
+    It serves frames while the pool is formed, and waits for orders otherwise. The thread calls
+    `on_connected` when the channel takes frames of a forming. It calls `on_broken` when an error
+    has ended the serving and the pool must form again.
     """
 
     def __init__(
@@ -114,8 +114,10 @@ class FollowerEngine:
         self._order(lambda: self._connect(addresses, forming))
 
     def leave(self) -> Future[None]:
-        """The pool is broken: serve nothing until it is formed again. Done when the step that runs
-        is over. Any thread."""
+        """Stop serving until the pool is formed again. Any thread.
+
+        Return a future that is done when the running step is over.
+        """
         left: Future[None] = Future()
         left.set_running_or_notify_cancel()  # a waiter cannot cancel it
         self._ranks.abandon()
@@ -133,7 +135,7 @@ class FollowerEngine:
     def _connect(self, addresses: list[bytes], forming: Forming) -> None:
         self._channel.connect(addresses, forming)
         self._ranks.use(self._channel, self._channel.parts)
-        self._sampler.reset()  # a new leader counts its requests anew
+        self._sampler.reset()  # a new leader starts its request keys again
         self._formed = True
         self.on_connected(forming)
 
@@ -156,7 +158,7 @@ class FollowerEngine:
             except (PeerLostError, IntegrityError) as error:
                 logger.warning("the pool broke: %s", error)
                 self._break()
-            except Exception:  # the edge of the thread: whatever it is, the pool must be notified
+            except Exception:  # at the edge of the thread, every error must be reported to the pool
                 logger.exception("stage step failed")
                 self._break()
 
@@ -166,8 +168,10 @@ class FollowerEngine:
 
 
 class Follower:
-    """Keeps the stage joined to its leader until cancelled. `reports` is what its transfer agent
-    was built with."""
+    """The membership of a stage: keeps it joined to its leader until cancelled.
+
+    `reports` is the port with which its transfer agent was built.
+    """
 
     def __init__(
         self,
@@ -187,13 +191,15 @@ class Follower:
         self._reports = reports
         self._was_formed = False  # since the last try to join
         self._is_leaving = False
-        # the highest that any leader gave; frames of it, or below, are old ones to a new pool
+        # The highest epoch of any leader; a new pool rejects frames of it and below as old.
         self._pool_epoch = 0
         self._has_parted = asyncio.Event()
 
     async def leave(self, grace_s: float) -> None:
-        """Serve on until the leader dismisses this stage, because nothing runs any more. Not longer
-        than the grace, and not at all if the leader is gone."""
+        """Serve until the leader dismisses this stage, because no requests run any more.
+
+        Waits no longer than `grace_s`, and not at all if the leader is lost.
+        """
         self._is_leaving = True
         stream = self._reports.stream
         if stream is None or not stream.is_open:
@@ -205,11 +211,11 @@ class Follower:
                 await self._has_parted.wait()
 
     async def run(self, on_joined: Callable[[bool], None]) -> None:
-        """Join, serve, rejoin, until cancelled. `on_joined` is called at each change of membership.
+        """Join, serve and rejoin until cancelled; call `on_joined` at each change of membership.
 
         Raises:
-            DeadlineError: something of the time before may still touch the stage's memory. Only the
-                end of the process can stop it.
+            DeadlineError: a step or transfer from before may still touch the stage's memory. Only
+                the end of the process can stop it.
         """
         events, delay = asyncio.get_running_loop(), REJOIN_MIN_S
         self._engine.on_broken = lambda: events.call_soon_threadsafe(self._drop)
@@ -220,11 +226,11 @@ class Follower:
         async with open_channel(self._config.leader, options, security=self._security) as channel:
             while True:
                 left = await self._join(channel, on_joined)
-                renew(
-                    channel
-                )  # the leader that ended the stream need not be the one that has the name now
+                # The name may now belong to another leader than the one that ended the stream.
+                renew(channel)
                 if self._is_leaving:
-                    await events.create_future()  # nowhere to go but out
+                    # Blocks until cancelled: the process is shutting down.
+                    await events.create_future()
                 await self._settle(left)
                 delay = REJOIN_MIN_S if self._was_formed else min(delay * 2, REJOIN_MAX_S)
                 await asyncio.sleep(delay)
@@ -232,10 +238,13 @@ class Follower:
     async def _join(
         self, channel: grpc.aio.Channel, on_joined: Callable[[bool], None]
     ) -> Future[None]:
-        """Wait for the leader, join it and serve until the stream ends. The result is done when the
-        step that runs is over."""
+        """Wait for the leader, join it and serve until the stream ends.
+
+        Return a future that is done when the running step is over.
+        """
         self._was_formed = False
         logger.info("joining the leader %s", self._config.leader)
+        # The next try starts over, and ending this process would not help.
         try:
             await self._reach(channel)
             join = pipeline_pb2_grpc.PipelineStub(channel).Join()
@@ -249,18 +258,14 @@ class Follower:
             logger.warning("no pool with leader %s: %s", self._config.leader, why)
         except BatonError as error:
             logger.warning("no pool with leader %s: %s", self._config.leader, error)
-        except (
-            Exception
-        ):  # whatever it is, the next try begins anew; the end of this process would not help
-            logger.exception(
-                "the stream with leader %s met an error it does not know", self._config.leader
-            )
+        except Exception:
+            logger.exception("unexpected error in the stream with leader %s", self._config.leader)
         finally:
             left = self._part(on_joined)
         return left
 
     async def _reach(self, channel: grpc.aio.Channel) -> None:
-        """Wait until the leader answers, and report from time to time why it does not."""
+        """Wait until the leader is reachable, and log from time to time why it is not."""
         health = health_pb2_grpc.HealthStub(channel)
         report_s = asyncio.get_running_loop().time() + REPORT_S
         while True:
@@ -271,7 +276,7 @@ class Follower:
                 return
             except grpc.aio.AioRpcError as error:
                 if not is_lost(error) and error.code() is not grpc.StatusCode.DEADLINE_EXCEEDED:
-                    return  # that it is there is all
+                    return  # any response shows that it is reachable
                 if asyncio.get_running_loop().time() >= report_s:
                     report_s += REPORT_S
                     logger.warning(
@@ -322,8 +327,7 @@ class Follower:
                 task.add_done_callback(self._checks.discard)
 
     async def _check_grammar(self, command: pb.CheckGrammar) -> None:
-        """Compile, and answer the leader that sent the grammar, if its stream is still open
-        then."""
+        """Compile a grammar; send the result if the stream of the asking leader is still open."""
         stream, answer = self._reports.stream, pb.GrammarChecked(check_id=command.check_id)
         grammar, grammars = grammar_from_proto(command.grammar), self._stage.grammars
         try:
@@ -338,19 +342,17 @@ class Follower:
             stream.send(pb.JoinRequest(grammar_checked=answer))
 
     def _report_ready(self, forming: Forming) -> None:
-        """Tell the leader that this stage takes frames. One that has begun another forming ignores
-        it."""
+        """Report to the leader that this stage takes frames of a forming."""
         if self._reports.stream is not None:
             self._reports.stream.send(pb.JoinRequest(ready=pb.StageReady(session=forming.session)))
 
     def _drop(self) -> None:
-        """The engine has met an error: half-close the Join, whereupon the leader counts this stage
-        as lost."""
+        """Half-close the Join after an engine error, so that the leader counts the stage as lost."""
         if self._reports.stream is not None:
             self._reports.stream.end()
 
     def _part(self, on_joined: Callable[[bool], None]) -> Future[None]:
-        """Stop all that goes on; done when the step that runs is over."""
+        """Stop all activity; return a future that is done when the running step is over."""
         self._reports.stream = None
         on_joined(False)  # noqa: FBT003
         self._has_parted.set()
@@ -358,16 +360,19 @@ class Follower:
         return self._engine.leave()
 
     async def _settle(self, left: Future[None]) -> None:
-        """Wait until nothing of the time before can touch this stage's memory. Raises
-        DeadlineError."""
+        """Wait until nothing from before can touch this stage's memory.
+
+        Raises:
+            DeadlineError: a step or transfer did not end in time.
+        """
         try:
             async with asyncio.timeout(SETTLE_S):
                 await asyncio.wrap_future(left)
-                # Again: the step that ran until now has given the agent layers under keys that the
-                #     next leader may use.
+                # Close again: the step that just ended has reported layers under keys that the next
+                # leader may reuse.
                 await asyncio.wrap_future(self._stage.agent.close_all())
         except TimeoutError:
             raise DeadlineError(
-                f"this stage cannot join again: a step or a transfer of the time before has not ended "
+                f"this stage cannot join again: an earlier step or transfer has not ended "
                 f"after {SETTLE_S:g} s"
             ) from None

@@ -1,11 +1,11 @@
-"""How a pool forms: what the leader makes up for it, how that travels, and which members are ready.
+"""Forming of a pool: the leader's new key and session, their messages, and the members' readiness.
 
     leader ── PoolFormed: key, session, members, addresses ──▶ each other member connects its
     channel
            ◀────────────────────────── StageReady: session ──
     all are ready, the leader's own channel included ─▶ the first frame is sent
 
-Key and session number are new with every forming and travel only over the Join streams.
+Key and session number are new for every forming and travel only over the Join streams.
 """
 
 import secrets
@@ -18,12 +18,12 @@ from transfer.transport.forming import Forming
 
 
 def new_forming(epoch: int, members: Sequence[str]) -> Forming:
-    """Return a forming of these members, by rank, with a key and a session number of its own."""
+    """Return a forming of these members, by rank, with a new key and session number."""
     return Forming(epoch, secrets.randbits(64), tuple(members), new_key())
 
 
 def forming_to_proto(forming: Forming, addresses: Iterable[bytes]) -> pb.PoolFormed:
-    """Return what a member gets. `addresses` of all members' channels, by rank."""
+    """Return the message to a member; `addresses` are those of all members' channels, by rank."""
     return pb.PoolFormed(
         pool_epoch=forming.epoch,
         channel_addresses=addresses,
@@ -34,8 +34,11 @@ def forming_to_proto(forming: Forming, addresses: Iterable[bytes]) -> pb.PoolFor
 
 
 def forming_from_proto(message: pb.PoolFormed, *, rank: int, incarnation: str) -> Forming:
-    """Return the forming that this member is part of. Raises InvalidRequestError naming the field
-    where it is not, or the key is none."""
+    """Return the forming that this member is part of.
+
+    Raises:
+        InvalidRequestError: the member is not part of it, or the key is invalid; names the field.
+    """
     if len(message.key) != KEY_BYTES:
         raise InvalidRequestError(
             FieldViolation("formed.key", f"must have {KEY_BYTES} bytes, got {len(message.key)}")
@@ -59,7 +62,7 @@ def forming_from_proto(message: pb.PoolFormed, *, rank: int, incarnation: str) -
 
 
 class FormingAnswers:
-    """Which other members have not said yet that they are ready for the present forming."""
+    """The members that have not reported ready for the current forming."""
 
     def __init__(self) -> None:
         self._session: int | None = None
@@ -69,18 +72,20 @@ class FormingAnswers:
         self._session, self._waiting = forming.session, set(range(1, len(forming.members)))
 
     def end(self) -> None:
-        """The forming is over, whoever was ready for it."""
+        """End the current forming."""
         self._session = None
         self._waiting.clear()
 
     def is_ready(self, rank: int, session: int) -> bool:
-        """Return whether this member was the last to become ready. What is said about another
-        forming is ignored."""
+        """Return whether this member was the last to become ready.
+
+        Reports about another forming are ignored.
+        """
         if session != self._session or rank not in self._waiting:
             return False
         self._waiting.remove(rank)
         return not self._waiting
 
     def late(self, forming: Forming) -> frozenset[int]:
-        """Return which members are not ready for this forming, none when it is over."""
+        """Return the members that are not ready for this forming; empty when it is over."""
         return frozenset(self._waiting) if self._session == forming.session else frozenset()

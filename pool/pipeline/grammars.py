@@ -1,5 +1,4 @@
-"""Grammars between the stages of a pool: as messages, and what compiles them for the stage that
-draws."""
+"""Grammars between the stages of a pool: their messages, and the check that compiles them."""
 
 from typing import Protocol
 
@@ -19,8 +18,8 @@ def grammar_to_proto(grammar: Grammar) -> pb.StructuredOutput:
 
 
 class GrammarCheck(Protocol):
-    """What compiles grammars for the stage that draws."""
+    """A check that compiles grammars for the stage that samples."""
 
     async def check(self, grammar: Grammar) -> None:
-        """As `runtime.grammar.checking.Grammars.check`."""
+        """Compile a grammar, as `runtime.grammar.checking.Grammars.check`."""
         ...

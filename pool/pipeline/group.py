@@ -1,12 +1,13 @@
-"""All stages of a formed pool as one end of a handoff: the leader opens and closes a session on
-every stage at once, and each stage's reports find the session they are about.
+"""All stages of a formed pool as one end of a handoff.
 
-A report takes five hops from the thread of the leader's own transfer agent to the request:
+The leader opens and closes a session on every stage at once, and each stage's reports are delivered
+to the session. A report takes five hops from the thread of the leader's own transfer agent to the
+request:
 
-    1  `transfer.agent`: the agent's thread calls `SessionReports.report`, the port it was built with
+    1  `transfer.agent`: the agent's thread calls `SessionReports.report`, its port
     2  `report` hands it to the event loop's thread
-    3  `deliver` finds the session; a report of another stage enters here, from that stage's Join stream
-    4  `Session.on_stage_event` sums up what the stages have reported
+    3  `deliver` finds the session; a report of another stage enters here, from its Join stream
+    4  `Session.on_stage_event` combines the reports of the stages
     5  `on_change` puts `SessionChanged` into the request's inbox, and `drained` wakes the reclaimer
 """
 
@@ -32,16 +33,15 @@ from transfer.plan.handoff_terms import (
 )
 from transfer.session import ReceiveSession, SendSession
 
-GRAMMAR_TIMEOUT_S = (
-    75.0  # for a stage that has yet to load its tokenizer; what it compiles, it ends by itself
-)
+# Seconds for a stage that must first load its tokenizer; it limits compilation itself.
+GRAMMAR_TIMEOUT_S = 75.0
 
 Session = ReceiveSession | SendSession
 
 
 @dataclass(frozen=True)
 class _Watched:
-    """One epoch of an open session, what is called at its changes, and whether it has drained."""
+    """One epoch of an open session, with the listener to its changes and its drain event."""
 
     session: Session
     on_change: Callable[[], object]
@@ -50,13 +50,15 @@ class _Watched:
 
 
 class SessionReports:
-    """The port from the transfer agents of a pool to the sessions of its leader. Belongs to the
-    event loop's thread, but for `report`."""
+    """The port from the transfer agents of a pool to the sessions of its leader.
+
+    Belongs to the event loop's thread, except for `report`.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        # By session and epoch: a source may get a session again while its older epoch still drains
-        # here.
+        # Keyed by session and epoch: a source may open a session again while its older epoch still
+        # drains here.
         self._watched: dict[tuple[str, int], _Watched] = {}
 
     @property
@@ -64,11 +66,11 @@ class SessionReports:
         return len(self._watched)
 
     def report(self, event: StageSessionEvent) -> None:
-        """From the leader's own transfer agent; any thread."""
+        """Deliver a report of the leader's own transfer agent. Any thread."""
         self._loop.call_soon_threadsafe(self.deliver, 0, event)
 
     def deliver(self, rank: int, event: StageSessionEvent) -> None:
-        """From a stage of the pool. Reports of a session that is not watched are dropped."""
+        """Deliver a report of a stage. Reports of a session that is not watched are dropped."""
         watched = self._watched.get((event.session_id, event.epoch))
         if watched is None or (watched.members is not None and rank not in watched.members):
             return
@@ -80,8 +82,10 @@ class SessionReports:
         watched.on_change()
 
     def stage_lost(self, rank: int, what: str) -> None:
-        """Every session that is watched and that it takes part in fails on this stage, for `what`
-        became of it, and has nothing left there to drain."""
+        """Report FAILED and DRAINED for a lost stage in all watched sessions that it takes part in.
+
+        `what` describes the loss.
+        """
         error = PeerLostError(what)
         for session_id, epoch in list(self._watched):
             for state in (StageSessionState.FAILED, StageSessionState.DRAINED):
@@ -95,12 +99,15 @@ class SessionReports:
         on_change: Callable[[], object],
         members: Sequence[int] | None = None,
     ) -> None:
-        """From now to `forget`, reports of the session's present epoch reach it; `on_change` is
-        called after each. `members`: the processes that take part, where not all do."""
+        """Deliver reports of the session's current epoch until `forget`.
+
+        `on_change` is called after each report. `members` are the processes that take part, if not
+        all.
+        """
         self._watched[session.session_id, session.epoch] = _Watched(session, on_change, members)
 
     def drained(self, session: Session) -> asyncio.Event:
-        """Set when every stage has reported the session's present epoch as drained."""
+        """Return an event that is set when every stage has drained the session's current epoch."""
         watched = self._watched.get((session.session_id, session.epoch))
         event = asyncio.Event() if watched is None else watched.drained
         if session.drained:
@@ -108,24 +115,25 @@ class SessionReports:
         return event
 
     def forget(self, session_id: str, epoch: int) -> None:
-        """This epoch of the session is no longer waited for."""
+        """Stop watching this epoch of the session."""
         self._watched.pop((session_id, epoch), None)
 
     def forget_older(self, session: Session) -> None:
-        """The same of all earlier epochs of the session."""
+        """Stop watching all earlier epochs of the session."""
         for session_id, epoch in list(self._watched):
             if session_id == session.session_id and epoch < session.epoch:
                 self.forget(session_id, epoch)
 
 
 class StageGroup:
-    """Opens and closes sessions on all stages.
+    """Sessions on all stages of a pool.
 
-    A lost stage reports FAILED and DRAINED by our hand, and its pages (the same ids on all stages)
-    go to others. Its process may live on, its transfers and its last step with it. But these touch
-    only that process's memory, which is used again only after a new Join: a successor has memory of
-    its own, and the same process joins only when nothing of the time before can read or write there
-    any more (`pool.pipeline.follower`). Until then nothing is opened here (`endpoints`).
+    The leader reports FAILED and DRAINED on behalf of a lost stage, and leases its pages (the same
+    ids on all stages) to other requests. The lost process may still be alive, with its transfers
+    and its last step. But these touch only that process's memory, which is used again only after a
+    new Join. A successor has its own memory. The same process joins only when nothing from before
+    can read or write there (`pool.pipeline.follower`). Until then nothing is opened here
+    (`endpoints`).
     """
 
     def __init__(
@@ -136,7 +144,7 @@ class StageGroup:
         *,
         grammars: GrammarCheck | None = None,
     ) -> None:
-        """`places` of the pool's processes; `grammars` of this one, if it draws."""
+        """Create the group of processes at `places`; this one compiles `grammars` if it samples."""
         self._agent = agent
         self._size = len(places)
         self._grammars = grammars
@@ -152,8 +160,10 @@ class StageGroup:
 
     @property
     def session_size(self) -> int:
-        """Processes that take part in each session, whether they are there or not: those of a data
-        rank."""
+        """Return the number of processes that take part in each session, joined or not.
+
+        These are the processes of a data rank.
+        """
         return len(self._members[0])
 
     @property
@@ -162,12 +172,15 @@ class StageGroup:
 
     @property
     def links(self) -> tuple[StageLink, ...]:
-        """The processes that have joined, by rank."""
+        """Return the processes that have joined, by rank."""
         return tuple(self._links)
 
     def endpoints(self, data_rank: int = 0) -> tuple[StageEndpoint, ...]:
-        """Of the processes of a data rank, by rank. Raises UnavailableError while any is
-        missing."""
+        """Return the endpoints of a data rank's processes, by rank.
+
+        Raises:
+            UnavailableError: a process of the pool is missing.
+        """
         if not self.formed:
             raise UnavailableError(
                 f"{self._size - 1 - len(self._links)} of {self._size} stages are missing"
@@ -183,19 +196,19 @@ class StageGroup:
         self._links = list(links)
 
     def stage_lost(self, rank: int, what: str) -> None:
-        """`what` became of it, as a sentence: the error of all sessions."""
+        """Fail all sessions on a lost stage; `what` describes the loss as a sentence."""
         self._links = [link for link in self._links if link.rank != rank]
         if rank in self._drawing:
             self._fail_checks(UnavailableError(what))
         self._reports.stage_lost(rank, what)
 
     async def check(self, grammar: Grammar) -> None:
-        """Have the processes that draw compile it.
+        """Compile a grammar on the processes that sample.
 
         Raises:
-            InvalidRequestError: it cannot be followed.
-            CapacityError: one has too many others to compile.
-            UnavailableError: one is missing, gone, or does not answer.
+            InvalidRequestError: the grammar cannot be followed.
+            CapacityError: a process has too many others to compile.
+            UnavailableError: a process is missing, lost, or does not respond.
         """
         if not self.formed:
             raise UnavailableError("the stage that follows grammars is missing")
@@ -206,7 +219,7 @@ class StageGroup:
         )
 
     async def _check_at(self, link: StageLink, grammar: Grammar) -> None:
-        if link not in self._links:  # lost since, before there was a check that could fail with it
+        if link not in self._links:  # lost before there was a check that could fail with it
             raise UnavailableError("the stage that follows grammars is gone")
         check_id, checked = next(self._check_ids), asyncio.get_running_loop().create_future()
         self._checks[check_id] = grammar, checked
@@ -249,9 +262,11 @@ class StageGroup:
         on_change: Callable[[], object],
         data_rank: int = 0,
     ) -> None:
-        """Post receives for the session's present epoch on every stage of the data rank; an older
-        one is closed by that. `on_change` is called after each report, on the event loop's
-        thread."""
+        """Post receives for the session's current epoch on every stage of the data rank.
+
+        This closes an older epoch. `on_change` is called after each report, on the event loop's
+        thread.
+        """
         self._reports.forget_older(session)
         self._reports.watch(session, on_change, self._members[data_rank])
         self._send_open(None, source, destination, data_rank)
@@ -273,13 +288,12 @@ class StageGroup:
             self._agent.open_send(request_key, source, destination)
 
     def close_receive(self, session_id: str) -> None:
-        """Release or abort on every stage; DRAINED follows from each."""
+        """Release or abort a session on every stage; each then reports DRAINED."""
         self._send_close(session_id, None)
         self._agent.close(session_id)
 
     def close_request(self, request_key: int, session_id: str | None) -> None:
-        """The sending side is done with this request; `session_id` is None if no destination terms
-        ever came."""
+        """Close the sending side of a request; `session_id` is None if no terms came."""
         self._send_close(session_id, request_key)
         self._agent.close_request(request_key)
 

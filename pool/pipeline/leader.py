@@ -1,7 +1,7 @@
-"""Stage 0 of a pool: runs the engine loop over the stages that are joined, and reports when it can
+"""Stage 0 of a pool: runs the engine loop over the joined stages and reports when the pool can
 serve.
 
-The event loop's thread owns membership, sessions and readiness; the engine thread owns scheduler,
+The event loop's thread owns membership, sessions and readiness. The engine thread owns scheduler,
 batch channel and model. A pool of one stage is formed from the start.
 """
 
@@ -37,27 +37,27 @@ from transfer.transport.forming import Forming
 logger = logging.getLogger(__name__)
 
 ServingListener = Callable[[bool, str], None]
-WARM_UP_PAUSE_S = 1.0  # between two tries
-WATCH_S = 0.25  # between two looks at whether the engine goes on
-LINGER_S = (
-    20.0  # with nothing left to do, for the count of broken invariants to be read before it goes
-)
+WARM_UP_PAUSE_S = 1.0  # seconds between two tries
+WATCH_S = 0.25  # seconds between two checks of the engine
+# Seconds that an unhealthy pool stays up after its requests ended, so that its count of broken
+# invariants can be scraped.
+LINGER_S = 20.0
 
 
 class Leader:
-    """Ties schedulers, one of each data rank, to the stages of their pool. Satisfies
-    `pool.pipeline.membership.MembershipObserver`.
+    """The leader of a pool: connects schedulers, one per data rank, to the stages.
 
-    `reports` is what the stage's transfer agent was built with.
+    Implements `pool.pipeline.membership.MembershipObserver`. `reports` is the port with which the
+    stage's transfer agent was built.
 
-    `warm_up` sends one token through all stages; only when it returned does the pool serve. `empty`
-    lets requests finish for some seconds and hands the rest back to their routers, `hand_back` all
-    of them at once.
+    `warm_up` sends one token through all stages; the pool serves only after it has returned.
+    `empty` lets requests finish for some seconds and then hands the rest back to their routers.
+    `hand_back` returns all of them at once.
 
-    When the engine finds the pipeline broken though no stage was lost, all streams are ended; the
-    stages join again, and the pool forms anew. A pool of one stage cannot form anew: `failure` is
-    set, and the process has to end. The same holds for a pool whose state cannot be trusted any
-    more (`unhealthy`): it never serves again.
+    If the engine finds the pipeline broken though no stage was lost, all streams are ended, the
+    stages join again, and the pool forms again. A pool of one stage cannot form again, so `failure`
+    is set and the process must end. The same holds for a pool whose state is not reliable any more
+    (`unhealthy`): it never serves again.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Leader:
         self._hand_back = hand_back
         self._leaving: dict[int, asyncio.Task[None]] = {}
         self._is_draining = False
-        self._forming: Forming | None = None  # the present one
+        self._forming: Forming | None = None  # the current one
         self._dismissed: set[int] = set()
         self._failure: BatonError | None = None
         self._linger_s = 0.0
@@ -106,9 +106,8 @@ class Leader:
         self._ahead: AheadStage | None = None
         self._warming: asyncio.Task[None] | None = None
         self.service: PipelineService | None = None
-        self._weights: PoolWeights | None = (
-            None  # known once all stages are there, as is what follows from it
-        )
+        # Known once all stages have joined, like the values derived from it.
+        self._weights: PoolWeights | None = None
         self._compatibility: Compatibility | None = None
         self.serving = False
         self.reason = "starting"
@@ -135,13 +134,15 @@ class Leader:
 
     @property
     def failure(self) -> BaseException | None:
-        """Why this process can never serve again."""
+        """Return the reason for which this process can never serve again, or None."""
         return self._failure or self.loop.failure
 
     @property
     def grammars(self) -> GrammarCheck | None:
-        """What compiles grammars where tokens are drawn; None on a pool of one stage that has no
-        tokenizer."""
+        """Return the check that compiles grammars on the stage that samples.
+
+        None on a pool of one stage without a tokenizer.
+        """
         if self._num_stages == 1 and (
             self._config.dp_attention == 1 or self._stage.grammars is None
         ):
@@ -150,21 +151,22 @@ class Leader:
 
     @property
     def weights(self) -> PoolWeights | None:
-        """What all stages have read together; None before the pool has formed for the first
-        time."""
+        """Return the weights of all stages, or None before the pool has first formed."""
         return self._weights
 
     @property
     def compatibility(self) -> Compatibility:
-        """What this pool and another one must have alike. Raises UnavailableError before it has
-        formed."""
+        """Return the digest that this pool and another one must share.
+
+        Raises:
+            UnavailableError: the pool has not formed yet.
+        """
         if self._compatibility is None:
             raise UnavailableError("the pool has not formed yet")
         return self._compatibility
 
     def start(self) -> None:
-        """Start the engine; a pool of one stage begins to serve, a larger one waits for its
-        stages."""
+        """Start the engine. A pool of one stage then serves; a larger one waits for stages."""
         self.loop.start()
         if self._channel is None:
             self._know_weights([])
@@ -180,7 +182,7 @@ class Leader:
             )
 
     def drain(self) -> None:
-        """Take no more requests; what runs goes on."""
+        """Accept no more requests; running ones continue."""
         self._is_draining = True
         self._close("draining")
 
@@ -189,7 +191,7 @@ class Leader:
             leaving.cancel()
         self._close("stopping")
         if self._is_hung:
-            return  # its thread will not take the command, and is perhaps within the channel
+            return  # The engine thread would not take the command, and may be using the channel.
         self.loop.stop()
         if self._ahead is not None:
             self._ahead.close()
@@ -207,20 +209,19 @@ class Leader:
         addresses = [channel.address, *(link.channel_address for link in links)]
 
         def connect() -> None:
+            # A connection that cannot be made is a broken pipeline as well.
             try:
                 channel.connect(addresses, forming)
-            except (
-                BatonError
-            ) as error:  # a connection that cannot be made is a broken pipeline, too
+            except BatonError as error:
                 on_lost(error)
                 return
             self._stage.ranks.use(channel, channel.parts)
-            self._sampler.reset()  # what it knew of requests has ended with the epoch before
+            self._sampler.reset()  # its request state ended with the previous epoch
 
         self.loop.post(connect)
 
     def pool_ready(self, forming: Forming) -> None:
-        """Every member takes frames: begin to send."""
+        """Begin to send frames, because every member takes them."""
         channel = self._channel
         assert channel is not None, "a pool of one stage has no other stage to wait for"
         on_lost = self._when_lost(lambda error: self._form_anew(forming, error))
@@ -254,9 +255,8 @@ class Leader:
 
     def _know_weights(self, links: list[StageLink]) -> None:
         every = [self._stage.weights, *(link.weights for link in links)]
-        self._weights = PoolWeights.of(
-            every[:: self._config.tp]
-        )  # the ranks of a stage have read the same
+        # The ranks of a stage have read the same weights.
+        self._weights = PoolWeights.of(every[:: self._config.tp])
         self._compatibility = self._stage.plan.compatibility(self._weights)
 
     def stage_leaving(self, link: StageLink, grace_s: float) -> None:
@@ -276,7 +276,8 @@ class Leader:
         leaving = self._leaving.pop(rank, None)
         if leaving is not None:
             leaving.cancel()
-        # Those it dismissed left; the leader of a pool that drains ends all their streams.
+        # A dismissed stage has left, and so has one during drain; the leader of a pool that drains
+        # ends all their streams.
         died = leaving is None and not self._is_draining and rank not in self._dismissed
         self._dismissed.discard(rank)
         what = f"{self._place(rank)} of the pool {'died' if died else 'left'}"
@@ -288,27 +289,26 @@ class Leader:
         self.loop.post(lambda: self.loop.detach(error))
         self.group.stage_lost(rank, what)
         if self._config.tp > 1:
-            self._dismiss_all()  # within a step they wait for each other
+            self._dismiss_all()  # ranks of a stage wait for each other within a step
 
     def stage_event(self, rank: int, event: StageSessionEvent) -> None:
         self._reports.deliver(rank, event)
 
     def unhealthy(self, reason: str) -> None:
-        """An invariant broke: what this process holds cannot be trusted any more, and only its
-        successor serves."""
+        """Stop serving for good after a broken invariant; only a new process serves again."""
         logger.error("the pool is unhealthy: %s", reason)
         self._linger_s = LINGER_S
         self._fail(UnavailableError(f"the pool is unhealthy: {reason}"))
 
     async def until_failed(self) -> UnavailableError:
-        """Wait until this process can never serve again, and hand all requests back. The error that
-        they end with; of an unhealthy pool it comes some seconds later.
+        """Wait until this process can never serve again, then hand all requests back.
 
-        An engine that has been within one step for longer than its limit counts as hung: nothing
-        else would end its requests before their deadlines.
+        Return the error that they end with. For an unhealthy pool it returns some seconds later. An
+        engine that has been in one step for longer than its limit counts as hung, because otherwise
+        its requests would end only at their deadlines.
         """
         watch = HangWatch(SystemClock())
-        while self.failure is None:  # a thread's end has no event here
+        while self.failure is None:  # there is no event for a thread's end
             await asyncio.sleep(WATCH_S)
             if watch.is_over(self.loop.busy_since_s, self.loop.step_limit.seconds):
                 self._is_hung = True
@@ -325,25 +325,25 @@ class Leader:
         return error
 
     def _when_lost(self, then: Callable[[BatonError], None]) -> LostListener:
-        """A listener for the engine's thread; `then` is called on the event loop's."""
+        """Return a listener for the engine thread that calls `then` on the event loop."""
         events = asyncio.get_running_loop()
         return lambda error: events.call_soon_threadsafe(then, error)
 
     def _form_anew(self, forming: Forming, error: BatonError) -> None:
         if forming is not self._forming or not self.group.formed:
-            return  # because a stage was lost, which is known already
+            return  # caused by a lost stage, which is handled already
         logger.warning("the pipeline broke: %s; its stages have to join again", error)
         self._close(f"the pipeline broke: {error}")
         self._dismiss_all()
 
     def _dismiss_all(self) -> None:
-        """The stages that are there have to join again."""
+        """Dismiss all joined stages, so that they join again."""
         for link in self.group.links:
             self._dismissed.add(link.rank)
             link.dismiss()
 
     def _fail(self, error: BatonError) -> None:
-        self._failure = self._failure or error  # the first one; what follows follows from it
+        self._failure = self._failure or error  # keep the root cause
         self._close(str(error))
 
     def _close(self, reason: str) -> None:
@@ -364,8 +364,8 @@ class Leader:
 
     def _set_serving(self, stages: int | None, reason: str) -> None:
         if stages and (self._is_draining or self._leaving or self.failure is not None):
-            # a stage that joins now comes too late, or too early: what is taken now is handed back
-            # soon
+            # A stage that joins now must not start serving: accepted requests would be handed back
+            # soon.
             return
         self.serving, self.reason = stages is not None, reason
         logger.info("serving with %d stages", stages) if stages else logger.info(

@@ -1,16 +1,16 @@
-"""Which stages are in a pool: stages 1..n-1 join stage 0 and stay joined as long as their Join
-stream lives. A stage that ranks share is as many processes, each of which joins like a stage of its
-own; "rank" is here a process's number, counted stage by stage.
+"""Membership of a pool: stages 1..n-1 join stage 0 and stay joined while their Join stream is open.
 
-The leader's end is `PipelineService`. A pool is *formed* when every rank has joined with the layers
-it should have; each forming gets a new epoch, above those that any of its stages has seen, and a
-key of its own. Every stage reconnects its batch channel to it and reports that it is ready; when
-all are, the leader begins to send. A stage that is lost breaks the pool until it, or its successor,
-joins.
+A stage that ranks share consists of as many processes, each of which joins separately. "Rank" is
+here a process's number in the pool, counted stage by stage.
 
-The follower's end is `JoinStream`: its reports go out in order, beside the commands that come in.
-The stream has a writer of its own, which ends with it. (An iterator handed to grpc would be waited
-for by a task that outlives the call: one more of them with each time a stage joins.)
+The leader's side is `PipelineService`. A pool is *formed* when every rank has joined with the
+expected layers. Each forming gets its own key and a new epoch, above those that any of its stages
+has seen. Every stage then reconnects its batch channel and reports ready. When all are ready, the
+leader begins to send. A lost stage breaks the pool until it, or its successor, joins.
+
+The follower's side is `JoinStream`. Its reports are sent in order while commands arrive. The stream
+has its own writer task, which ends with it. (An iterator passed to grpc would be awaited by a task
+that outlives the call, one more each time a stage joins.)
 """
 
 import asyncio
@@ -49,19 +49,18 @@ HELLO_TIMEOUT_S = 10.0
 OUTBOX_LIMIT = 65536  # commands of the leader for one stage
 EVENT_LIMIT = 65536  # reports of a follower
 _DIGEST = re.compile(r"[0-9a-f]{32}")
-MAX_EPOCH = 1 << 47  # formings never get there
-READY_TIMEOUT_S = 30.0  # to connect a channel, which waits for nothing
+MAX_EPOCH = 1 << 47  # out of reach for real formings
+READY_TIMEOUT_S = 30.0  # seconds to connect a channel, which waits for nothing
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
 class StageLink:
-    """A joined stage: what it reported of itself, and the commands on their way to it.
+    """A joined stage: the facts it reported, and the queue of commands to it.
 
-    No command of a stage that stays is lost: where one finds no place behind those that the stage
-    has not read, the stage is lost with it, and nothing touches its memory before it has joined
-    again.
+    No command to a joined stage is lost. If the queue of unread commands is full, the stage is lost
+    instead, and nothing touches its memory before it has joined again.
     """
 
     rank: int
@@ -74,16 +73,15 @@ class StageLink:
     on_overflow: Callable[[], object] = lambda: None
 
     def send(self, **command: Message) -> None:
-        """Queue one command. Never fails: a stage that lets thousands pile up is lost, which the
-        membership reports."""
+        """Queue one command without failing; a stage that leaves thousands unread is lost."""
         self._put(pb.JoinResponse(**command))  # type: ignore[arg-type]
 
     def dismiss(self) -> None:
-        """The stage's stream ends when all that was sent before has gone out."""
+        """End the stage's stream after the commands queued so far."""
         self._put(None)
 
     def wake(self) -> None:
-        """End a wait for a command: the handler then checks whether the stream goes on."""
+        """Wake the handler, which then checks whether the stream continues."""
         self._put(None)
 
     def _put(self, command: pb.JoinResponse | None) -> None:
@@ -94,14 +92,14 @@ class StageLink:
 
 
 class MembershipObserver(Protocol):
-    """What the leader does when the pool changes. Called on the event loop's thread."""
+    """The leader's reactions to changes of the pool. Called on the event loop's thread."""
 
     def pool_formed(self, forming: Forming, links: list[StageLink]) -> None:
         """Connect; nothing may be sent to another member yet."""
         ...
 
     def pool_ready(self, forming: Forming) -> None:
-        """Every other member is connected."""
+        """Begin to send: every other member is connected."""
         ...
 
     def stage_lost(self, rank: int) -> None: ...
@@ -111,14 +109,19 @@ class MembershipObserver(Protocol):
     def grammar_checked(self, answer: pb.GrammarChecked) -> None: ...
 
     def stage_leaving(self, link: StageLink, grace_s: float) -> None:
-        """Dismiss it when nothing runs any more, at the latest after the grace."""
+        """Dismiss the stage when no requests run any more, at the latest after the grace."""
         ...
 
 
 class PipelineService(pipeline_pb2_grpc.PipelineServicer):
-    """The Join service of a leader. `layers` is what each stage must own, which `tensor_size` ranks
-    share, in `data_size` groups; `settings` what they must have alike; `counted` the digests of
-    tensors that they may have copies of; `weights` what the leader has read."""
+    """The Join service of a leader.
+
+    layers       the layers that each stage must own
+    tensor_size  the number of ranks that share a stage, in `data_size` groups
+    settings     the settings that all stages must share
+    counted      digests of tensors that other stages may have copies of
+    weights      the digests of the leader's own weights
+    """
 
     def __init__(
         self,
@@ -134,8 +137,11 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         observer: MembershipObserver,
         check_channels: Callable[[Sequence[bytes]], object],
     ) -> None:
-        """`incarnation` is the leader's own. `check_channels` raises ConfigError for channel
-        addresses, in rank order, that are not of one pool."""
+        """Create the service; `incarnation` is the leader's own.
+
+        `check_channels` raises ConfigError for channel addresses, in rank order, that cannot form a
+        pool.
+        """
         self._places = [
             Placement.of(rank, len(layers) * tensor_size, tensor_size, data_size)
             for rank in range(len(layers) * tensor_size)
@@ -151,7 +157,8 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         self._links: dict[int, StageLink] = {}
         self._answers = FormingAnswers()
         self._forming: Forming | None = None  # the latest
-        # the highest that this leader has given or received; stages keep those of earlier leaders
+        # The highest epoch that this leader has used or seen; stages remember those of earlier
+        # leaders.
         self._epoch = 0
 
     @property
@@ -196,9 +203,8 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
                 f"rank {hello.rank} is outside 1..{len(self._layers) - 1} of this pool",
                 field="rank",
             )
-        check_settings(
-            self._settings, hello.settings
-        )  # first: other layers follow from other settings
+        # Checked first, because other settings give other layers.
+        check_settings(self._settings, hello.settings)
         if endpoint.layers != self._layers[hello.rank]:
             raise ConfigError(
                 f"rank {hello.rank} owns layers {endpoint.layers}, this pool's partition gives it "
@@ -240,8 +246,11 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
         return link
 
     def _check_alike(self, rank: int, weights: StageWeights) -> None:
-        """Raises IncompatiblePeerError unless the ranks of a stage have read the same, each to the
-        last byte."""
+        """Check that the ranks of a stage have read the same weights, byte for byte.
+
+        Raises:
+            IncompatiblePeerError: they have not.
+        """
         stage = self._places[rank].pipeline_rank
         others = {other: link.weights for other, link in self._links.items() if other != rank}
         if self._weights is not None:
@@ -272,8 +281,7 @@ class PipelineService(pipeline_pb2_grpc.PipelineServicer):
             self._observer.pool_ready(self._forming)
 
     def _dismiss_late(self, forming: Forming) -> None:
-        """Members that do not connect have to join again; else the pool would wait for them for
-        ever."""
+        """Dismiss members that have not connected, so that the pool does not wait forever."""
         for rank in self._answers.late(forming):
             logger.warning(
                 "%s has not connected within %g s and has to join again",
@@ -296,7 +304,11 @@ def weights_to_proto(weights: StageWeights) -> pb.StageWeights:
 
 
 def weights_from_proto(message: pb.StageWeights) -> StageWeights:
-    """Raises InvalidRequestError for what is not a digest."""
+    """Return the digests of a message.
+
+    Raises:
+        InvalidRequestError: one is not a digest.
+    """
     for name, value in (
         ("total", message.total),
         ("draft_total", message.draft_total or message.total),
@@ -309,8 +321,10 @@ def weights_from_proto(message: pb.StageWeights) -> StageWeights:
 
 
 class JoinStream:
-    """The follower's end. Use as an async context manager: whatever ends the block ends the call.
-    Belongs to the event loop's thread."""
+    """The follower's side of a Join call. Belongs to the event loop's thread.
+
+    Use it as an async context manager: leaving the block ends the call.
+    """
 
     def __init__(self, call: Call, hello: pb.StageHello) -> None:
         self._call = call
@@ -337,23 +351,24 @@ class JoinStream:
         await asyncio.gather(self._writer, return_exceptions=True)
 
     def send(self, request: pb.JoinRequest) -> None:
-        """Queue one report; nothing happens while the stream is not open. A leader that lets
-        thousands pile up does not live: the stream ends."""
+        """Queue one report; do nothing while the stream is not open.
+
+        A leader that leaves thousands unread counts as dead, so the stream ends.
+        """
         if self.is_open:
             self._put(request)
 
     def end(self) -> None:
-        """Half-close once all that was queued has gone out: the leader then counts this stage as
-        lost."""
+        """Half-close after all queued reports; the leader then counts this stage as lost."""
         if self.is_open:
             self._put(None)
 
     async def receive(self) -> pb.JoinResponse | None:
-        """The next command; None when the leader has ended the stream.
+        """Return the next command, or None when the leader has ended the stream.
 
         Raises:
             grpc.aio.AioRpcError: it was cut or refused.
-            PeerLostError: the leader did not take what this stage had to report.
+            PeerLostError: the leader did not read this stage's reports.
         """
         try:
             command = await self._call.read()
@@ -373,7 +388,7 @@ class JoinStream:
             self._call.cancel()
 
     async def _write(self) -> None:
-        # Why a call ended is raised where it is read.
+        # The reader raises the reason for which a call ended.
         with suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             await self._call.write(pb.JoinRequest(hello=self._hello))
             self.is_open = True
@@ -383,14 +398,14 @@ class JoinStream:
 
 
 class JoinReports:
-    """The port of a follower's transfer agent: its reports go to the leader, while there is one."""
+    """The port of a follower's transfer agent: sends its reports to a joined leader."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self.stream: JoinStream | None = None
 
     def report(self, event: StageSessionEvent) -> None:
-        """Any thread."""
+        """Send a report to the leader. Any thread."""
         self._loop.call_soon_threadsafe(self._report, event)
 
     def _report(self, event: StageSessionEvent) -> None:

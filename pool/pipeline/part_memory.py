@@ -1,22 +1,22 @@
-"""Memory that the ranks of a stage share where they run on one host: what they exchange within a
-batch goes through it, authenticated as the frames that would go to another host are.
+"""Shared memory of the ranks of a stage on one host, for what they exchange within a batch.
 
-Each rank has a memory with a lane for each of the others, which writes there. A lane has places for
-two pieces: one rank writes the next while the other still reads the last. Its two counters say how
-many were written and how many read. A rank that waits stays awake for as long as the last waits
-took (`SpinThenSleep`), and looks less and less often then. Between batches nobody waits here.
+The pieces are authenticated like the frames that would go to another host. Each rank has a memory
+with one lane for each of the others, which writes there. A lane has places for two pieces, so that
+one rank writes the next while the other still reads the last. Two counters hold the number of
+pieces written and read. A waiting rank spins for as long as recent waits took (`SpinThenSleep`),
+then polls at growing intervals. Between batches no rank waits here.
 
-A head before each piece names the forming and counts the pieces of its direction, and its
-authenticator covers both (`transfer/transport/forming.py`). So what a process of another pool, or
-of a forming before, still writes here is told from what is due.
+The head of each piece names the forming and numbers the pieces of its direction. Its authenticator
+covers both (`transfer/transport/forming.py`). So late writes of another pool's process, or of an
+earlier forming, are distinguished from expected pieces.
 
     head     <16s 6Q      authenticator, session of the forming, number of the piece, then its label: sequence of the
                           batch, number of the exchange, kind, bytes
 
-The memory has no name in a file system: the others open it as a descriptor of its process, which
-only processes of its user may, and it is gone with the last process that has it open. It keeps its
-size. Others see a piece before its count, because on x86 the stores of a core are seen in their
-order; on other machines ranks exchange frames of the stage channel.
+The memory has no name in a file system. Other ranks open it as a descriptor of its process, which
+only processes of the same user may, and it disappears with the last process that has it open. Its
+size is fixed. A reader sees a piece before its count, because the stores of an x86 core become
+visible in order. On other machines, ranks exchange frames of the stage channel.
 """
 
 import fcntl
@@ -42,7 +42,7 @@ MAX_PIECE_BYTES = 1 << 20
 FIRST_NAP_S, LONGEST_NAP_S = 50e-6, 2e-3
 _BOOT, _PROCESSES = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
 _TOKEN_BYTES = 16
-_LINE = 64  # bytes of a cache line: counters of different writers share none
+_LINE = 64  # bytes of a cache line: counters of different writers do not share one
 _LABEL = struct.Struct("<6Q")
 _HEAD_BYTES = SEAL_BYTES + _LABEL.size
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -54,8 +54,10 @@ LANE_BYTES = 2 * _LINE + _NUM_PLACES * _PLACE_BYTES
 
 @dataclass(frozen=True)
 class MemoryAddress:
-    """Where others find a rank's memory. `host` is the same for processes that can open each
-    other's descriptors."""
+    """The address of a rank's memory.
+
+    `host` is the same for processes that can open each other's descriptors.
+    """
 
     host: str
     pid: int
@@ -67,7 +69,11 @@ class MemoryAddress:
 
     @classmethod
     def of(cls, text: str) -> Self:
-        """Raises PeerLostError when it was not made by `str`."""
+        """Return the address from its text.
+
+        Raises:
+            PeerLostError: `str` did not make it.
+        """
         try:
             host, pid, descriptor, token = text.split(" ")
             return cls(host, int(pid), int(descriptor), token)
@@ -76,7 +82,7 @@ class MemoryAddress:
 
 
 def this_host() -> str:
-    """As of `MemoryAddress`; empty where processes cannot share memory so."""
+    """Return the `host` of a `MemoryAddress`; empty if processes cannot share memory here."""
     if platform.machine() != "x86_64":
         return ""
     try:
@@ -86,15 +92,15 @@ def this_host() -> str:
 
 
 def share_a_host(addresses: Sequence[str]) -> bool:
-    """Whether ranks with these addresses, empty ones without memory, can all open each other's."""
+    """Return whether all ranks have a memory and can open each other's."""
     return all(addresses) and len({MemoryAddress.of(address).host for address in addresses}) == 1
 
 
 class _PartLane:
-    """From one rank to another, in the receiver's memory."""
+    """The pieces from one rank to another, in the receiver's memory."""
 
     def __init__(self, memory: memoryview) -> None:
-        """memory: [LANE_BYTES]."""
+        """Create a view of `memory` [LANE_BYTES]."""
         self._written = memory[:8].cast("Q")
         self._read = memory[_LINE : _LINE + 8].cast("Q")
         self._places = [
@@ -109,23 +115,26 @@ class _PartLane:
         return self._written[0] > self._read[0]
 
     def write(self, head: bytes, data: memoryview | bytearray) -> None:
-        """Once there is room."""
+        """Write a piece; call when there is room."""
         place = self._places[self._written[0] % _NUM_PLACES]
         place[:_HEAD_BYTES] = head
         place[_HEAD_BYTES : _HEAD_BYTES + len(data)] = data
         self._written[0] += 1
 
     def oldest(self) -> memoryview:
-        """What was written first of what was not read, and what else may be in its place."""
+        """Return the place of the oldest unread piece; bytes after the piece are undefined."""
         return self._places[self._read[0] % _NUM_PLACES]
 
     def drop(self) -> None:
-        """The oldest has been read, or is of no use."""
+        """Release the place of the oldest piece."""
         self._read[0] += 1
 
 
 class PartMemory:
-    """A `PartChannel`. Belongs to the engine thread, but for `abandon` and `address`."""
+    """A `PartChannel` over shared memory.
+
+    Belongs to the engine thread, except for `abandon` and `address`.
+    """
 
     max_bytes = MAX_PIECE_BYTES
 
@@ -139,9 +148,11 @@ class PartMemory:
         on_sent: Callable[[int], object] = lambda num_bytes: None,
         on_refused: Callable[[RefusalReason], object] = lambda reason: None,
     ) -> None:
-        """`rank` in the pool, of stages of `size` ranks. `check` raises PeerLostError for a rank
-        that is gone; `on_sent` is given the bytes of each piece that left, `on_refused` why one was
-        not taken."""
+        """Create the memory of a rank of the pool, whose stages have `size` ranks.
+
+        `check` raises PeerLostError for a lost rank. `on_sent` is called with the bytes of each
+        sent piece, `on_refused` with the reason for each rejected one.
+        """
         self._rank, self.size, self.first = rank, size, rank // size * size
         self._check, self._on_sent = check, on_sent
         self._refusals = Refusals("parts between ranks", on_refused)
@@ -163,12 +174,15 @@ class PartMemory:
 
     @property
     def refused(self) -> Mapping[RefusalReason, int]:
-        """How many pieces were refused, by reason."""
+        """Return the number of rejected pieces, by reason."""
         return self._refusals.counts
 
     def connect(self, addresses: Sequence[str], forming: Forming) -> None:
-        """Form the stage: addresses of its ranks, this one's included. Ends the forming before.
-        Raises PeerLostError."""
+        """Form the stage from the addresses of all its ranks; end the previous forming.
+
+        Raises:
+            PeerLostError: the memory of a rank cannot be opened.
+        """
         self._session, self._sequence, self._is_abandoned = forming.session, 0, False
         others = [rank for rank in range(self.first, self.first + self.size) if rank != self._rank]
         self._sends = {rank: Direction(forming, _PURPOSE, self._rank, rank) for rank in others}
@@ -178,7 +192,7 @@ class PartMemory:
                 self._to[rank] = address, self._connected(rank, MemoryAddress.of(address))
 
     def begin(self, sequence: int) -> None:
-        """See `PartChannel.begin`."""
+        """Begin a batch and drop pieces of earlier ones. Implements `PartChannel.begin`."""
         self._sequence = sequence
         for rank, lane in self._from.items():
             while (
@@ -189,7 +203,12 @@ class PartMemory:
                 lane.drop()
 
     def send(self, ranks: Sequence[int], piece: PartPiece, *, timeout_s: float) -> None:
-        """See `PartChannel.send`."""
+        """Write a piece to each of the ranks. Implements `PartChannel.send`.
+
+        Raises:
+            DeadlineError: a rank has not read in time.
+            PeerLostError: a rank is lost or the pool broke.
+        """
         deadline_s = time.monotonic() + timeout_s
         for rank in ranks:
             lane, direction = self._to[rank][1], self._sends[rank]
@@ -210,15 +229,21 @@ class PartMemory:
             self._on_sent(len(piece.data))
 
     def receive(self, rank: int, into: memoryview, *, timeout_s: float) -> PartPiece | None:
-        """See `PartChannel.receive`."""
+        """Read and return the next piece of a rank, or None on timeout.
+
+        Implements `PartChannel.receive`.
+
+        Raises:
+            IntegrityError: the piece is not authentic.
+            PeerLostError: the rank is lost or the pool broke.
+        """
         lane, deadline_s = self._from[rank], time.monotonic() + timeout_s
         while True:
             if not lane.has_piece() and not self._wait(rank, lane.has_piece, deadline_s):
                 return None
             place = lane.oldest()
-            head = bytes(
-                place[:_HEAD_BYTES]
-            )  # a copy, as of the data: what was checked cannot change any more
+            # The head is copied like the data, so that checked bytes cannot change later.
+            head = bytes(place[:_HEAD_BYTES])
             if self._is_old(rank, head):
                 lane.drop()
                 continue
@@ -244,8 +269,10 @@ class PartMemory:
                 )
 
     def _is_old(self, rank: int, head: bytes | memoryview) -> bool:
-        """Whether a piece is of no use: of a batch before, or not of this forming, which is
-        counted."""
+        """Return whether a piece belongs to an earlier batch or to another forming.
+
+        Pieces of another forming are counted as rejected.
+        """
         session, _, sequence, *_ = _LABEL.unpack_from(head, SEAL_BYTES)
         if session != self._session:
             self._refusals.add(
@@ -258,15 +285,18 @@ class PartMemory:
         return True
 
     def abandon(self) -> None:
-        """See `PartChannel.abandon`."""
+        """End waits with PeerLostError. Implements `PartChannel.abandon`."""
         self._is_abandoned = True
 
     def close(self) -> None:
         os.close(self._descriptor)
 
     def _wait(self, rank: int, is_there: Callable[[], bool], deadline_s: float) -> bool:
-        """Until it is; in the end False. Raises PeerLostError when the rank is gone, or the pool
-        broken."""
+        """Wait until `is_there()`; return False on timeout.
+
+        Raises:
+            PeerLostError: the rank is lost or the pool broke.
+        """
         self._spinner.begin()
         nap_s = FIRST_NAP_S
         while not is_there():
@@ -304,6 +334,6 @@ class PartMemory:
 
 
 def _lane(memory: memoryview, place: int) -> _PartLane:
-    """That of the rank with this place in its stage."""
+    """Return the lane of the rank at this place in its stage."""
     start = _LINE + place * LANE_BYTES
     return _PartLane(memory[start : start + LANE_BYTES])

@@ -1,7 +1,7 @@
-"""The batch channel of a pool: frames over UCX, and the one place that chooses how tensors travel.
+"""The batch channel of a pool: frames over UCX, and the choice of how tensors travel.
 
-Each stage's address states what it computes on; all see the same addresses when the pool forms, and
-so choose alike.
+Each stage's address names its device. All stages see the same addresses when the pool forms, so
+they choose the same way.
 """
 
 import json
@@ -31,16 +31,20 @@ logger = logging.getLogger(__name__)
 
 _LENGTH = struct.Struct("<I")
 MAX_ADDRESS_BYTES = 1 << 16
-RefusalCounts = Callable[[str], Callable[[RefusalReason], object]]  # by channel
-FRAME_OVERHEAD = 1 << 12  # header, and table of the tensors
+RefusalCounts = Callable[[str], Callable[[RefusalReason], object]]  # by channel name
+FRAME_OVERHEAD = 1 << 12  # header and table of the tensors
 
 
 @dataclass(frozen=True)
 class StageAddress:
-    """What a stage's neighbours need to reach it. `links` names the backend its tensors could
-    travel by beside their frames, empty when they cannot, for the reason in `why`; `is_demanded`:
-    or not at all. Port and token are those of stage 0's rendezvous; `memory`: where the ranks of
-    its stage find this one's, if it has any to share."""
+    """The address by which its neighbours reach a stage.
+
+    links        backend that can move its tensors outside the frames; empty if there is none
+    why          reason for empty `links`
+    is_demanded  whether the pool must not form without links
+    port, token  stage 0's rendezvous
+    memory       shared memory for the ranks of its stage, if it has any
+    """
 
     rank: int
     frames: bytes
@@ -53,7 +57,7 @@ class StageAddress:
     memory: str = ""
 
     def pack(self) -> bytes:
-        """As it travels: length, JSON, the frame channel's address."""
+        """Return the address as bytes: length, JSON, the frame channel's address."""
         values = asdict(self)
         del values["frames"]
         text = json.dumps(values).encode()
@@ -61,7 +65,11 @@ class StageAddress:
 
     @classmethod
     def unpack(cls, data: bytes) -> Self:
-        """Raises PeerLostError when it was not made by `pack`."""
+        """Return the address from its bytes.
+
+        Raises:
+            PeerLostError: `pack` did not make them.
+        """
         try:
             (length,) = _LENGTH.unpack_from(data, 0)
             end = _LENGTH.size + length
@@ -81,15 +89,18 @@ _ANY_ADDRESS = StageAddress(0, b"")
 
 @dataclass(frozen=True)
 class Choice:
-    """Which backend's links tensors travel by; none: within the frames."""
+    """The backend whose links tensors travel by; empty: within the frames."""
 
     links: str
     reason: str
 
 
 def choose(stages: Sequence[StageAddress]) -> Choice:
-    """By the addresses of stages, in rank order. Raises ConfigError when links are demanded and
-    cannot be."""
+    """Choose links from the addresses of the stages, in rank order.
+
+    Raises:
+        ConfigError: links are demanded but not possible.
+    """
     choice = _choose(stages)
     demanding = [stage for stage in stages if stage.is_demanded]
     if demanding and not choice.links:
@@ -101,7 +112,11 @@ def choose(stages: Sequence[StageAddress]) -> Choice:
 
 
 def check_channels(addresses: Sequence[bytes]) -> None:
-    """Whether the stages that are there can be of one pool, in rank order. Raises ConfigError."""
+    """Check that the joined stages, in rank order, can form one pool.
+
+    Raises:
+        ConfigError: links are demanded but not possible.
+    """
     choose([StageAddress.unpack(address) for address in addresses])
 
 
@@ -122,8 +137,10 @@ def _choose(stages: Sequence[StageAddress]) -> Choice:
 
 
 class PoolChannel:
-    """A `StageChannel` that can be formed anew. Belongs to the engine thread, but for `wake`,
-    `fail`, `address`."""
+    """A `StageChannel` that can be formed repeatedly.
+
+    Belongs to the engine thread, except for `wake`, `fail` and `address`.
+    """
 
     def __init__(
         self,
@@ -140,14 +157,18 @@ class PoolChannel:
         memory: PartMemory | None = None,
         on_sent: Callable[[int], object] = lambda num_bytes: None,
     ) -> None:
-        """`backend` makes links; without one `why` is the reason. Stage 0 listens at `leader_host`
-        for those that open links, the others find it there. `memory` is for what the ranks of a
-        stage exchange, where all have one on this host. Raises ConfigError when it cannot
-        listen."""
+        """Create the channel of a stage; stage 0 listens at `leader_host` for links.
+
+        `backend` makes links; without one, `why` is the reason. The ranks of a stage exchange parts
+        through `memory` if all of them have one on this host.
+
+        Raises:
+            ConfigError: it cannot listen.
+        """
         self._frames = frames
         self._memory = memory
         self.parts: PartMemory | None = None
-        """The memory, while it is what the ranks of the stage exchange parts by."""
+        """The memory, while the ranks of the stage exchange parts through it."""
         self._rank = rank
         self._backend = backend
         self._leader_host = leader_host
@@ -173,12 +194,14 @@ class PoolChannel:
         self.address = address.pack()
 
     def connect(self, addresses: Sequence[bytes], forming: Forming) -> None:
-        """Form the pool: `addresses` by rank, this stage's own included. Ends the forming before.
+        """Form the pool and end the previous forming.
+
+        `addresses` are those of all stages by rank, including this one.
 
         Raises:
             PeerLostError: an address is not usable here.
-            ConfigError: links are demanded and cannot be.
-            InternalError: the epoch is not newer than the present one.
+            ConfigError: links are demanded but not possible.
+            InternalError: the epoch is not newer than the current one.
         """
         stages = [StageAddress.unpack(address) for address in addresses]
         choice = choose(stages)
@@ -197,7 +220,7 @@ class PoolChannel:
         self.parts = self._connected_memory([stage.memory for stage in stages], forming)
         logger.info(
             "tensors go to the next stage %s: %s",
-            f"beside their frames, by {choice.links}"
+            f"outside their frames, by {choice.links}"
             if choice.links
             else "within their frames, over UCX",
             choice.reason,
@@ -209,15 +232,14 @@ class PoolChannel:
         own = addresses[self._memory.first : self._memory.first + self._memory.size]
         if not share_a_host(own):
             logger.info(
-                "the ranks of the stage exchange parts of products over UCX: they do not share a host"
+                "the ranks of the stage exchange partial results over UCX: they do not share a host"
             )
             return None
         self._memory.connect(own, forming)
         return self._memory
 
     def fail(self, rank: int, reason: str) -> None:
-        """This stage is gone, by the membership: its owner's waits end with PeerLostError. From any
-        thread."""
+        """End waits for this lost stage with PeerLostError. Any thread."""
         self._frames.fail(rank, reason)
 
     def send(self, rank: int, packet: Packet, *, timeout_s: float) -> None:
@@ -243,11 +265,12 @@ def open_pool_channel(
     on_sent: Callable[[int], object],
     count_refused: RefusalCounts = lambda channel: lambda reason: None,
 ) -> PoolChannel:
-    """The channel of this stage, which computes on `device`. `count_refused` gives what counts a
-    refusal of frames, and of parts.
+    """Open the channel of this stage, which computes on `device`.
+
+    `count_refused` returns the counter of rejected frames or parts.
 
     Raises:
-        ConfigError: UCX cannot work here, or NCCL is demanded and this stage cannot use it.
+        ConfigError: UCX does not work here, or NCCL is demanded and this stage cannot use it.
     """
     backend, why = _link_backend(config, device)
     frames = UcxStageChannel(
@@ -285,7 +308,7 @@ def open_pool_channel(
 
 
 def _link_backend(config: WorkerConfig, device: torch.device) -> tuple[LinkBackend | None, str]:
-    """What carries this stage's tensors beside their frames, or why nothing does."""
+    """Return the backend for tensors outside the frames, or None and the reason."""
     if config.stage_channel == "ucx":
         return None, "is set to use UCX (--stage-channel)"
     if device.type != "cuda" or not torch.distributed.is_nccl_available():
@@ -300,7 +323,7 @@ def _link_backend(config: WorkerConfig, device: torch.device) -> tuple[LinkBacke
                 field="stage_channel",
             )
         return None, why
-    from engine.pipeline.nccl_link import NcclBackend  # its import fails where torch has no NCCL
+    from engine.pipeline.nccl_link import NcclBackend  # the import fails if torch has no NCCL
 
     index = torch.cuda.current_device() if device == torch.device("cuda") else device.index
     return NcclBackend(torch.device("cuda", index)), ""

@@ -55,7 +55,7 @@ class PointJournal:
 
     @property
     def num_points(self) -> int:
-        """Return an upper bound of the number of points; a point in several caches counts for each."""
+        """Return an upper bound of the number of points; shared points count once per cache."""
         return sum(map(len, self._caches))
 
     @contextmanager

@@ -275,8 +275,8 @@ class PrefixTree:
         left out.
 
         Raises:
-            InternalError: a state is missing, is at a depth where no prompt is split, or the model has
-                none.
+            InternalError: a state is missing, or is at a depth where no prompt is split, or the
+                model has none.
         """
         if not names:
             return Changed()
@@ -310,7 +310,9 @@ class PrefixTree:
         return taken
 
     def evict_pages(self, num_pages: int) -> Changed:
-        """Evict the runs of least worth until `num_pages` unheld pages are free or nothing is left."""
+        """Evict the runs of least worth until `num_pages` unheld pages are free.
+
+        Stops earlier if nothing is left."""
         given = Changed()
         num_free = 0
         for may_go, is_held in ((self._is_unheld, self._is_page_held), (_always, _never)):
@@ -342,7 +344,7 @@ class PrefixTree:
         return self.evict_pages(len(self._runs) + 1)
 
     def _num_known(self, names: Sequence[bytes]) -> int:
-        """Return how many of these blocks are stored; a block is stored only if its ancestors are."""
+        """Return how many of these blocks are stored; stored ones have stored ancestors."""
         return bisect_left(names, 1, key=lambda name: name not in self._runs)
 
     def _resume_point(self, names: Sequence[bytes], known: int) -> tuple[BlockRun, int]:

@@ -66,13 +66,14 @@ class EventPost:
     ) -> None:
         """Queue `receive(event)` for the event loop's thread, in order.
 
-        Called on the engine thread. The event is delivered after `flush`, or up to PACE_S later if it `can_wait`.
+        Called on the engine thread. The event is delivered after `flush`, or up to PACE_S later if
+        it `can_wait`.
         """
         self._events.append((receive, event))
         self._is_urgent = self._is_urgent or not can_wait
 
     def flush(self) -> None:
-        """Deliver queued events; called on the engine thread before every wait and every forward."""
+        """Deliver queued events; called on the engine thread before each wait and forward."""
         if not self._events:
             return
         if self._is_urgent or not self._is_due:
@@ -95,7 +96,7 @@ class EventPost:
             self._timer = self._loop.call_later(PACE_S, self._look_again)
 
     def _look_again(self) -> None:
-        """Deliver events left meanwhile. If there are none, the engine thread must call the loop."""
+        """Deliver events left meanwhile. Without any, the engine thread must call the loop."""
         self._timer, self._is_due = None, False
         if self._events:
             self._is_due = True

@@ -18,8 +18,8 @@ def choose_backends(
     """Return the backends for `--device`, without loading the model.
 
     Raises:
-        ConfigError: the device or a library is missing, or it does not support these numerics or this
-            model; the message names the field.
+        ConfigError: the device or a library is missing, or it does not support these numerics or
+            this model; the message names the field.
     """
     device = torch.device(device_name)
     if device == HOST:

@@ -1,4 +1,4 @@
-"""Handoff of a stage: its transfer agent over host memory or pinned buffers, and layer completion."""
+"""Handoff of a stage: its transfer agent over host or pinned memory, and layer completion."""
 
 from collections.abc import Callable
 

@@ -134,7 +134,7 @@ def stage_counts(executor: StageExecutor, drafter: PoolDrafter | None) -> StageC
 
 @dataclass
 class ExpertBalance:
-    """The balance of tokens over the experts of a stage's layers, reported about once per second."""
+    """The balance of tokens over the experts of a stage's layers, reported once per second."""
 
     metrics: StageMetrics
     tokens: Callable[[], Mapping[int, ExpertTokens]]
@@ -200,7 +200,7 @@ class StageMeters:
         self._link_bytes.inc(num_bytes)
 
     def _add_new(self, counter: Counter, name: str, counts: Mapping[str, int]) -> None:
-        """Add the increase since the last call, by label. The first call also creates zero series."""
+        """Add the increase since the last call, by label. The first call also shows zeros."""
         for label, count in counts.items():
             counted = self._counted.get((name, label))
             if count != counted:
