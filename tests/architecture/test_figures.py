@@ -134,7 +134,7 @@ STATED = [
         KIB,
     ),
     Stated(
-        SECURITY, "where it has more than {} KiB", (f"{INTAKE}:MessageBounds.uncounted_bytes",), KIB
+        SECURITY, "if it has more than {} KiB", (f"{INTAKE}:MessageBounds.uncounted_bytes",), KIB
     ),
     Stated(SECURITY, "({} MiB of a router's call)", (f"{CALLS}:SHARED_MESSAGE_BYTES",), MIB),
     Stated(
@@ -194,7 +194,7 @@ STATED = [
         (f"{SERVER}:HEALTH_CONNECTIONS",),
     ),
     Stated(
-        SECURITY, "messages of {} KiB; places of its own", (f"{SERVER}:HEALTH_MESSAGE_BYTES",), KIB
+        SECURITY, "messages of {} KiB; separate places", (f"{SERVER}:HEALTH_MESSAGE_BYTES",), KIB
     ),
     Stated(SECURITY, "(up to {} more)", ("runtime/rpc/connections.py:MAX_MARGIN",)),
     Stated(
