@@ -1,10 +1,9 @@
-"""The engine loop: schedule, prepare, launch, collect and publish, with a window of batches in
-flight.
+"""The engine loop: schedule, prepare, launch, collect, publish.
 
-The window is the depth of the pipeline. It is 1 on a single stage, and 2 if the stage prepares the
-next step while one computes. On a pipelined pool it is the number of stages. One thread runs the
-loop and owns the scheduler, its allocators and the stage channel. Other threads pass commands to
-it.
+The loop keeps a window of batches in flight. The window is the depth of the pipeline. It is 1 on a
+single stage, and 2 if the stage prepares the next step while one computes. On a pipelined pool it
+is the number of stages. One thread runs the loop and owns the scheduler, its allocators and the
+stage channel. Other threads pass commands to it.
 
     commands ─▶ [ scheduler.next_batch ─▶ pipeline.launch ]* ─▶ pipeline.collect ─▶
     scheduler.on_result ─▶ …
@@ -124,7 +123,7 @@ class EngineLoop:
 
     @property
     def failure(self) -> BaseException | None:
-        """Return the error that ended the loop's thread, or None. Nothing runs after such an error."""
+        """Return the error that ended the loop's thread, or None. Nothing runs after it."""
         return self._failure
 
     @property

@@ -61,9 +61,7 @@ class WeightEntry(Protocol):
 
     @property
     def kind(self) -> str:
-        """Return the stored dtypes and shapes, which digests and comparisons cover besides the
-        bytes.
-        """
+        """Return the stored dtypes and shapes, for digests and comparisons."""
         ...
 
     @property
@@ -87,10 +85,10 @@ class WeightEntry(Protocol):
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """The location of one tensor, which is also a `WeightEntry` for weights stored without
-    quantization.
+    """The location of one tensor.
 
-    `dtype` is the name in the file's format, such as "BF16".
+    It is also a `WeightEntry` for a weight that is stored without quantization. `dtype` is the name
+    in the file's format, such as "BF16".
     """
 
     file: Path

@@ -252,7 +252,7 @@ class DecoderStage:
         )
 
     def _logits(self, rows: Tensor, counts: Sequence[int] | None) -> Tensor | None:
-        """Return the logits of rows [n, hidden] on sampling ranks, [n, vocab], and None elsewhere."""
+        """Return the logits [n, vocab] of rows [n, hidden] on sampling ranks, else None."""
         if self._ranks is None:
             return self._bounded(self._head.logits(rows))
         every = rows if counts is None else self._ranks.gather_rows(rows, counts)

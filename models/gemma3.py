@@ -52,7 +52,10 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
 
 
 def _read_rope(raw: RawConfig, kind: str, head_dim: int) -> RopeSpec:
-    """Read the rope of one kind of layer. In the older style, only full-attention layers scale it."""
+    """Read the rope of one kind of layer.
+
+    In the older style, only full-attention layers scale it.
+    """
     if "rope_parameters" in raw:
         raw = raw.updated(
             {"rope_parameters": raw.section("rope_parameters").section(kind).as_dict()}

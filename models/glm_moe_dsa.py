@@ -1,6 +1,4 @@
-"""GLM-5: DeepSeek-V3.2 with an indexer that rotates pairs, and with a key selection that several
-layers share.
-"""
+"""GLM-5: DeepSeek-V3.2 whose indexer rotates pairs, and whose layers share key selections."""
 
 from dataclasses import replace
 

@@ -4,7 +4,8 @@ A config specifies this in one of four ways. The first one present applies:
 
     indexer_types            "full" or "shared" per layer
     index_topk_pattern       the same as a list, or as a string of F and S
-    index_skip_topk_offset   with index_topk_freq: layer l computes iff max(l - offset + 1, 0) is a multiple of freq
+    index_skip_topk_offset   with index_topk_freq: layer l computes iff max(l - offset + 1, 0) is a
+                             multiple of freq
     neither                  the same with offset 2
 """
 

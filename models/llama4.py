@@ -45,7 +45,6 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
         context_field=context_field,
         other_names=_OTHER_NAMES,
         inputs_first=_INPUTS_FIRST,
-        # The flag is also published as a number.
     )
 
 
@@ -55,9 +54,8 @@ def _longest(raw: RawConfig, mixers: list[AttentionSpec]) -> tuple[int, str]:
         (raw.integer("max_position_embeddings"), "max_position_embeddings"),
         (raw.integer("attention_chunk_size"), "attention_chunk_size"),
     ]
-    is_tuned = bool(
-        raw.as_dict().get("attn_temperature_tuning", True)
-    )  # also published as a number
+    # The flag is also published as a number.
+    is_tuned = bool(raw.as_dict().get("attn_temperature_tuning", True))
     if is_tuned and Rotation.NONE in [mixer.rotation for mixer in mixers]:
         limits.append((raw.integer("floor_scale", minimum=2) - 1, "floor_scale"))
     return min(limits)

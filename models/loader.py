@@ -285,7 +285,7 @@ def read_model(path: Path, *, in_bytes: bool = False) -> ModelDescription:
 
 
 def random_model(config: dict[str, object]) -> ModelDescription:
-    """Return a model of this config (the content of a config.json) with repeatable random weights."""
+    """Return a model of this config, the content of a config.json, with fixed random weights."""
     raw = RawConfig(config)
     spec = read_decoder(architecture_of(raw), text_config(raw))
     return _describe(raw, spec, None, stated_end_tokens(raw.as_dict(), spec.vocab_size))
@@ -314,10 +314,10 @@ def _describe(
 
 
 def with_dtype(text: RawConfig, checkpoint: Checkpoint | None) -> RawConfig:
-    """Return the config with a dtype. If it states none, use that of the weights, as transformers
-    does.
+    """Return the config with a dtype.
 
-    Without weights that is float32.
+    If it states none, that of the weights is used, as in transformers. Without weights that is
+    float32.
     """
     if checkpoint is None or has_dtype(text):
         return text
@@ -358,7 +358,6 @@ class _StageWeights:
         checkpoint: Checkpoint,
         spec: DecoderSpec,
         layers: LayerRange,
-        # Every stage owns unknown names, so that they are reported.
         digest: WeightsDigest | None,
     ) -> None:
         self._entries = stage_entries(checkpoint, spec, layers)
@@ -463,9 +462,8 @@ def stage_entries(
             name = name.replace(theirs, ours)
         layer = _LAYER.match(name)
         if layer is None:
-            mine = shared.get(
-                name, True
-            )  # an unknown name is every stage's, so that it is reported
+            # Every stage owns unknown names, so that they are reported.
+            mine = shared.get(name, True)
         else:
             layer_id = int(layer[1])
             mine = layer_id in layers or layer_id >= end
@@ -502,9 +500,7 @@ def _listing(names: set[str]) -> str:
 
 
 def kept_bytes(shape: tuple[int, ...], dtype: str, *, in_bytes: bool = False) -> int:
-    """Return the bytes of a tensor of this shape in the model's dtype, or in eight bits for a
-    matrix.
-    """
+    """Return the bytes of a tensor in the model's dtype, or of a matrix in eight bits."""
     if in_bytes and len(shape) > 1:
         return math.prod(shape) + math.prod(shape[:-1]) * SCALE_BYTES
     return math.prod(shape) * _torch_dtype(dtype).itemsize

@@ -30,8 +30,9 @@ _SCALES = ("F32", "BF16", "F16", "F8_E8M0")
 class Packing:
     """A packing of codes and zero points in 32-bit words, `32 / bits` of them in each.
 
-    codes_axis, zeros_axis   the axis along which a word's numbers are consecutive, in the stored tensors
-    places                   the positions of the first, second, ... number in the word, counted in numbers from its
+    codes_axis, zeros_axis   the axis along which a word's numbers are consecutive, in the stored
+    tensors places                   the positions of the first, second, ... number in the word,
+    counted in numbers from its
                              lowest bits
     is_transposed            codes are stored [in, out], scales and zero points [groups of in, out]
     added_zero               the value to add to a stored zero point
@@ -96,10 +97,9 @@ class QuantisedFormat:
 def dequantised(
     tensors: Mapping[str, TensorEntry], form: QuantisedFormat, inputs_first: tuple[str, ...] = ()
 ) -> Checkpoint:
-    """Return the checkpoint of the weights in `tensors`, some of them quantized. Nothing is read
-    yet.
+    """Return the checkpoint of the weights in `tensors`, some of them quantized.
 
-    `inputs_first` has suffixes of weights that are stored [in, out].
+    Nothing is read yet. `inputs_first` has suffixes of weights that are stored [in, out].
 
     Raises:
         ConfigError: parts of a weight are missing or do not fit each other. The message has the

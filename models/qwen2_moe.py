@@ -21,7 +21,7 @@ def read_decoder(raw: RawConfig) -> DecoderSpec:
 
 
 def read_sparse_layers(raw: RawConfig, mixer: MixerSpec, moe: MoeSpec) -> tuple[LayerSpec, ...]:
-    """Return layers with the same mixer and alternating feed-forwards."""
+    """Return layers with the same mixer, and feed-forwards as the config states."""
     return tuple(
         LayerSpec(mixer, feed_forward) for feed_forward in read_sparse_feed_forwards(raw, moe)
     )

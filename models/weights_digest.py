@@ -48,7 +48,7 @@ class PoolWeights:
         )
 
     def revision(self, description: str) -> str:
-        """Return the revision of the model in hex. `description` is the digest of config and names."""
+        """Return the model's revision in hex. `description` is the digest of config and names."""
         return hashlib.blake2b(
             f"{description} {self.total}".encode(), digest_size=_BYTES
         ).hexdigest()

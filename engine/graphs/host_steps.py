@@ -271,10 +271,10 @@ def with_room(page_tables: Tensor) -> Tensor:
 
 
 def refill(kept: object, new: object) -> None:
-    """Copy the values of `new` into the tensors of `kept`, also within dataclasses and
-    dictionaries.
+    """Copy the values of `new` into the tensors of `kept`.
 
-    Page tables in `new` may be narrower. Everything else must be equal.
+    The tensors may be within dataclasses and dictionaries. Page tables in `new` may be narrower.
+    Everything else must be equal.
 
     Raises:
         OtherShapeError: something differs. The values before it have been copied.

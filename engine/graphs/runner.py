@@ -1,7 +1,9 @@
 """Captured forwards of a stage: padded to a bucket, planned again, and replayed.
 
-    capture   per bucket: a batch of padding, planned and marked ─▶ warm-up ─▶ the forward, recorded
-    replay    batch ─▶ pad ─▶ plan on the bucket's wrapper ─▶ refill inputs ─▶ check the plan ─▶ replay ─▶ real rows
+    capture   per bucket: a batch of padding, planned and marked ─▶ warm-up
+              ─▶ the forward, recorded
+    replay    batch ─▶ pad ─▶ plan on the bucket's wrapper ─▶ refill inputs
+              ─▶ check the plan ─▶ replay ─▶ real rows
 
 A replay does not read the batch. Its inputs are in memory with fixed addresses that is refilled
 before each replay, and its plan is in the buffers of the bucket's wrapper. A plan serves one
@@ -34,7 +36,7 @@ class GraphAttention(AttentionBackend, Protocol):
     """Attention that supports capture."""
 
     def reserve(self, buckets: Sequence[GraphBucket]) -> None:
-        """Reserve memory per bucket. Batches padded to it are planned in this memory from now on."""
+        """Reserve memory per bucket. Batches padded to it are planned there from now on."""
         ...
 
     def check_current(self, batch: ForwardBatch) -> object:

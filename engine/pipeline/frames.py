@@ -3,8 +3,8 @@
 A frame has a header, a table of the tensors, the record, and the bytes of tensors that travel
 within the frame.
 
-    head     filled in by the channel, which identifies the frame by it; its length is the channel's
-    header   <4s BBB x H xx I Q     magic, schema, kind, route, tensors, bytes of the record, sequence
+    head     filled in by the channel, which defines its length and identifies the frame by it
+    header   <4s BBB x H xx I Q     magic, schema, kind, route, tensors, record bytes, sequence
     tensors  <BB xx 3I each         dtype code, dims, first three extents (0 where absent)
     record   see `engine/pipeline/records.py`
     run      the tensors in order; the run and each tensor begin at a multiple of 64

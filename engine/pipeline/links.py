@@ -121,7 +121,10 @@ def _abort_opened(opened: Future[P2PLink]) -> None:
 
 
 class P2PLinks:
-    """The links of one stage in one forming of its pool: from the previous and to the next stage."""
+    """The links of one stage in one forming of its pool.
+
+    They lead from the previous stage and to the next one.
+    """
 
     def __init__(
         self, backend: LinkBackend, place: Rendezvous, *, room: str, rank: int, size: int

@@ -40,15 +40,11 @@ from runtime.errors import DeadlineError, IntegrityError, InternalError, PeerLos
 # errors that are not the fault of the batch
 BROKEN_POOL = (PeerLostError, IntegrityError, DeadlineError)
 MAX_PART_BYTES = 16 << 20  # limit of one frame of the stage channel
-_WITHIN_DATA_RANK = (
-    # Offset of the numbers of exchanges within a data rank, which are counted separately.
-    1 << 31
-)  # added to the numbers of these exchanges, which are counted for themselves
+# Offset of the numbers of exchanges within a data rank, which are counted separately.
+_WITHIN_DATA_RANK = 1 << 31
 _LOOK_S = 1.0
 # The share of a step's time limit: a wait for another rank ends before this rank counts as hung.
-_SHARE_OF_STEP = (
-    0.75  # of the time a step may take: a wait for another rank ends before this one counts as hung
-)
+_SHARE_OF_STEP = 0.75
 
 
 _Outgoing = tuple[Sequence[int], memoryview]  # ranks of the pool, and the bytes for them
@@ -59,7 +55,8 @@ Step = tuple[ForwardBatch | None, ...]  # the batch of each data rank
 def plan_step(own: Sequence[ForwardBatch | None]) -> Step:
     """Return the batches that the data ranks run in one step, given the batch of each.
 
-        a batch           itself; a PREBUILT one takes part in others' forwards with its `inner_idle`, once
+        a batch           itself; a PREBUILT one takes part in others' forwards once, with its
+                      `inner_idle`
         none              nothing, or an idle batch if another rank has tokens
 
     So a pool with one data rank never runs an idle batch. Every batch gets the shares of all ranks,

@@ -67,7 +67,8 @@ class TensorChannel:
         again.
 
         Raises:
-            InternalError: the packet is over the limit, or has tensors for a stage that is not the next.
+            InternalError: the packet is over the limit, or has tensors for a stage that is not the
+                next.
         """
         specs = wire.specs_of(packet.tensors)
         num_bytes = len(packet.record) + wire.run_bytes(specs)

@@ -280,7 +280,10 @@ def _head_norm(
 
 
 def _gated_input(spec: AttentionSpec, weights: Weights) -> Linear:
-    """Return the product for q, k, v and then the gates; files interleave [query | gate] by head."""
+    """Return the product for q, k, v and then the gates.
+
+    Files interleave [query | gate] by head.
+    """
     rows = spec.heads.times(2 * spec.head_dim)
     keys = spec.kv_heads.times(spec.head_dim)
     read = {

@@ -88,9 +88,7 @@ class SigmoidRouting:
 
 @dataclass(frozen=True)
 class InputRouting:
-    """A router that selects the highest logits and weights the inputs of experts, not their
-    outputs.
-    """
+    """A router that selects the highest logits and weights the inputs of experts."""
 
     def choose(self, logits: Tensor, *, num_chosen: int) -> tuple[Tensor, Tensor]:
         """Return weights fp32 of the inputs and expert ids, [T, num_chosen] each.
@@ -133,9 +131,7 @@ class MoeSpec:
 
     @property
     def experts(self) -> Part:
-        """Return this rank's experts, which are whole. The shared expert is divided by inner
-        values.
-        """
+        """Return this rank's experts, which are whole; only the shared one is divided."""
         return self.shares[self.rank.rank]
 
     @property
@@ -358,11 +354,11 @@ class _Experts:
         ids: Tensor,
         homes: Homes,
     ) -> Tensor:
-        """Return the experts' results for the tokens at home here, [tokens * chosen, hidden], by
-        expert.
+        """Return the experts' results for the tokens at home here.
 
-        `x` is [T, hidden]. `tokens` is [T * chosen]; its first counts[0] entries are for the first
-        expert, and so on. Each input is multiplied by its gain, [T * chosen, 1].
+        They are [tokens * chosen, hidden], ordered by expert. `x` is [T, hidden]. `tokens` is [T *
+        chosen]; its first counts[0] entries are for the first expert, and so on. Each input is
+        multiplied by its gain, [T * chosen, 1].
         """
         own = counts[self._own.start : self._own.stop]
         mine = slice(start := sum(counts[: self._own.start]), start + sum(own))

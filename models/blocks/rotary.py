@@ -61,8 +61,8 @@ def read_rope(
     Raises:
         ConfigError: the kind is not default, linear, llama3, yarn or proportional; a parameter is
             missing or impossible; a family with whole heads has a share in a kind that transformers
-            cannot run with it; or both styles are given and differ. transformers then uses the older
-            one, which is probably not what the config means.
+            cannot run with it; or both styles are given and differ. transformers then uses the
+            older one, which is probably not the intended one.
     """
     read = partial(
         _read_rope,
@@ -151,7 +151,7 @@ def _read_rope(
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """Return YaRN's growth of attention logits with the context factor (Peng et al. 2023, eq. 22)."""
+    """Return YaRN's growth of attention logits by context factor (Peng et al. 2023, eq. 22)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 

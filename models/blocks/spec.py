@@ -34,9 +34,9 @@ class StagePass:
 
         rotary         set by the stage's first layer, in models with positions
         window_rotary  the same for layers with a window, if their rope differs
-        selected_keys  [T, n] int32 key positions, padded with -1; set by layers that select keys and
-                       read by those that share the selection; for a draft, initially the keys that
-                       the steps of its round carry
+        selected_keys  [T, n] int32 key positions, padded with -1; set by layers that select keys
+                       and read by those that share the selection; for a draft, initially the keys
+                       that the steps of its round carry
     """
 
     batch: ForwardBatch
@@ -145,7 +145,7 @@ class MixerSpec(Protocol):
         ...
 
     def build(self, weights: Weights, *, layer_id: int) -> Mixer:
-        """Build the mixer. `weights` reads this rank's part of the tensors under `weights_name`."""
+        """Build the mixer. `weights` reads this rank's part of tensors under `weights_name`."""
         ...
 
 
@@ -170,7 +170,7 @@ class FeedForwardSpec(Protocol):
         ...
 
     def build(self, weights: Weights) -> FeedForward:
-        """Build the feed-forward. `weights` reads this rank's part of the tensors under its name."""
+        """Build the feed-forward. `weights` reads this rank's part of its tensors."""
         ...
 
 
@@ -191,7 +191,7 @@ class DecoderSpec:
     num_extra_layers   layers after the last one that its files may have (NextN drafts)
     draft_layer        the form of such a layer, in families that may have them
     norms_outputs      whether mixers and feed-forwards have a norm after them, too
-    scales_layers      whether each layer's output is multiplied by a number of its own
+    scales_layers      whether each layer's output is multiplied by its own number
     embedding_scale    factor of embeddings, rounded to the model's dtype
     logit_bound        with a bound b, logits x become b tanh(x / b)
     other_names        parts of names in files with the blocks' spelling, in order of replacement

@@ -80,10 +80,9 @@ class DraftDescription:
 
     @property
     def weight_bytes(self) -> int:
-        """Return the bytes of its own weights, in the draft's dtype or in eight bits like the
-        target.
+        """Return the bytes of the draft's own weights.
 
-        Random weights count as 0.
+        They are in its dtype, or in eight bits if the target's are. Random weights count as 0.
         """
         return sum(
             kept_bytes(entry.shape, dtype_name(self.raw), in_bytes=self.target.in_bytes)
@@ -116,15 +115,14 @@ class DraftDescription:
         digest: WeightsDigest | None = None,
         target_digest: WeightsDigest | None = None,
     ) -> Sequence[DraftModel]:
-        """Load the whole draft on `device`, with copies of the weights that it shares with the
-        target.
+        """Load the whole draft on `device`, with copies of weights that the target shares.
 
         It is one model that runs all steps of a round, or one model per step. `digest` gets every
         byte of the draft's own tensors, `target_digest` every byte of the target's.
 
         Raises:
-            ConfigError: tensors are missing, unexpected or of the wrong shape. One message lists all of
-                them.
+            ConfigError: tensors are missing, unexpected or of the wrong shape. One message lists
+                all of them.
         """
         return self._built(_family(self.raw).build, numerics, device, digest, target_digest)
 

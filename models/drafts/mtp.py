@@ -36,7 +36,7 @@ class MtpNames:
 
 
 class MtpShared:
-    """The parts that a draft's layers share: the target's embedding, final norm and head, and rope."""
+    """The parts that a draft's layers share: embedding, final norm and head of the target, rope."""
 
     def __init__(self, files: DraftFiles) -> None:
         weights, target = files.weights, files.target

@@ -141,7 +141,7 @@ class MultiStepAttention:
     def _extended(
         self, plan: RoundPlan, layer_id: int, k: Tensor, v: Tensor
     ) -> tuple[_RoundKeys, int]:
-        """Append k, v [R, K, kv, D] to the layer's keys; return the layer and its number of slots."""
+        """Append k, v [R, K, kv, D] to the layer's keys. Return the layer and its slot count."""
         layer = plan.layers.get(layer_id)
         if layer is None:
             pages = self._pools[layer_id][plan.tables]  # [R, P, 2, kv, page, D]

@@ -93,8 +93,8 @@ class DeviceRounds:
         Raises:
             StalePlanError: the batch has a plan. A new plan in the middle of a round would lose the
                 paths.
-            InternalError: the rows have different numbers of branches, a row has no committed slot, or
-                the bucket was not reserved.
+            InternalError: the rows have different numbers of branches, a row has no committed slot,
+                or the bucket was not reserved.
         """
         branches = num_branches_of(batch, replan_equivalent=replan_equivalent)
         slot = self._schedule(batch, branches)
@@ -103,7 +103,10 @@ class DeviceRounds:
         self.num_plans += 1
 
     def run(self, layer_id: int, q: Tensor, k: Tensor, v: Tensor, batch: ForwardBatch) -> Tensor:
-        """Add k, v to the branches' paths and attend. Shapes are those of `AttentionBackend.run`."""
+        """Add k, v to the branches' paths and attend.
+
+        Shapes are those of `AttentionBackend.run`.
+        """
         plan, geometry = self.check_current(batch), self._geometry
         if (batch.num_rows, batch.num_tokens, len(q)) != (
             plan.num_rows,
@@ -118,7 +121,6 @@ class DeviceRounds:
         committed, sums = plan.slot.wrapper.run_return_lse(q.contiguous(), self._pools[layer_id])
         keys, values = self._extended(plan, layer_id, k.view(shape), v.view(shape))
         own = (
-            # [R, K, kv, heads per kv head, s]
             q.view(shape) * geometry.scale @ keys.transpose(-1, -2)
         ).float()  # [R, K, kv, heads per kv head, s]
         of_committed, of_own = sums.view(shape[:-1]) * math.log(2), own.logsumexp(-1)

@@ -69,8 +69,8 @@ class PagedRounds:
         Raises:
             StalePlanError: the batch has a plan. A new plan in the middle of a round would lose the
                 paths.
-            InternalError: the rows have different numbers of branches, or the tokens do not fit on the
-                null page.
+            InternalError: the rows have different numbers of branches, or the tokens do not fit on
+                the null page.
         """
         branches, count = (
             num_branches_of(batch, replan_equivalent=replan_equivalent),

@@ -42,5 +42,5 @@ class SpeculationConfig:
 
     @property
     def max_nodes(self) -> int:
-        """Return the token limit of one row under verification: drafted nodes and the known token."""
+        """Return the token limit of a verified row: drafted nodes and the known token."""
         return self.num_draft_tokens + 1

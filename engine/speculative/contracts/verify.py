@@ -2,7 +2,7 @@
 
 The walk stops when the sampled token is no child of the node. Sampling at a node is the same call
 as in plain decoding: the same logits, the same penalties, and a random number keyed by (seed,
-position). So the output equals plain decoding token for token, whatever the tree contains. The tree
+position). So the output equals plain decoding token for token, for every tree. The tree
 only decides how many tokens one target pass yields. No draft probabilities are needed.
 """
 
@@ -72,11 +72,8 @@ def draw_runs(logits: Tensor | None, batch: ForwardBatch, sampler: Sampler) -> l
         return [Run(index, [0], [token]) for (index, _), token in zip(drawing, tokens, strict=True)]
     starts = [sum(counts[:index]) for index in range(len(counts))]
     runs = [Run(index, [0]) for index, _ in drawing]
-    if all(
-        # Such tokens do not depend on the path, so one call samples all nodes.
-        takes_maximum(row) and row.output is None
-        for _, row in drawing
-    ):  # whatever the path: one call for all
+    # Such tokens do not depend on the path, so one call samples all nodes.
+    if all(takes_maximum(row) and row.output is None for _, row in drawing):
         known = sampler(
             logits,
             [row for (_, row), count in zip(drawing, counts, strict=True) for _ in range(count)],

@@ -191,7 +191,7 @@ class EagleDrafter:
         ends: DraftEnd,
         num_nodes: list[int],
     ) -> list[TokenTree]:
-        """Return trees after the `slots` of each row. `positions` is [R], those of the next slots."""
+        """Return trees after the `slots` of each row; `positions` [R] are of the next slots."""
         # A tree of n nodes is at most n deep.
         steps = min(self._steps, max(num_nodes))
         proposal = Proposal(ends.log_p, ends.tokens)

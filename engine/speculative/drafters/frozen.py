@@ -1,5 +1,4 @@
-"""Drafting with a small model that reads the target's cache and has no cache (frozen keys and
-values).
+"""Drafting with a small model that reads the target's cache and has no own cache (frozen KV).
 
 A chain begins at the newest token, which is sampled and not cached yet, from its embedding and the
 target's hidden state before it. All steps are at its position and see the same cached keys. So one
@@ -70,9 +69,7 @@ class FrozenDrafter:
         self.num_plans = {"draft_extend": 0, "draft_round": 0}  # by path
 
     def follow(self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]) -> None:
-        """Implement `PoolDrafter.follow`: do nothing, because the draft has only the target's
-        cache.
-        """
+        """Implement `PoolDrafter.follow` by doing nothing: only the target has a cache."""
 
     def begin(self, batch: ForwardBatch) -> list[TokenTree]:
         """Implement `Drafter.begin`, which this drafter never supports."""
@@ -82,7 +79,7 @@ class FrozenDrafter:
     def propose(
         self, batch: ForwardBatch, output: StageOutput, runs: Sequence[Run]
     ) -> list[TokenTree]:
-        """See `Drafter.propose`."""
+        """Implement `Drafter.propose`."""
         followed = [row for row in followed_rows(batch, runs) if row.num_nodes]
         if not followed:
             return [NO_TREE] * len(runs)
@@ -97,7 +94,10 @@ class FrozenDrafter:
         return [trees.get(run.row, NO_TREE) for run in runs]
 
     def _chains(self, batch: ForwardBatch, hidden: Tensor, steps: int) -> Candidates:
-        """Return chains of `steps` tokens. `hidden` is [R, target hidden] before the newest tokens."""
+        """Return chains of `steps` tokens.
+
+        `hidden` is [R, target hidden], before the newest tokens.
+        """
         self.num_plans["draft_round"] += plan_where_needed(batch, self._attention)
         log_p, tokens = [], []
         for _ in range(steps):

@@ -44,7 +44,10 @@ class LayerwiseDrafter:
         attention: DraftAttention,
         handed: HandedChains | None = None,
     ) -> None:
-        """Create a drafter. `layers` are in step order, each with its own cache under `attention`."""
+        """Create a drafter.
+
+        `layers` are in step order, each with its own cache under `attention`.
+        """
         self._layers = layers
         self._attention = attention
         self._handed = handed

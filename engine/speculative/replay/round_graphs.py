@@ -138,7 +138,7 @@ class RoundGraphs:
         )
 
     def _padded(self, batch: ForwardBatch, bucket: GraphBucket) -> ForwardBatch:
-        """Return an unmarked batch of the rows and of padding rows with one slot on the null page."""
+        """Return an unmarked batch of the rows, padded by rows with one slot on the null page."""
         rows, missing = bucket.max_rows, bucket.max_rows - batch.num_rows
         return ForwardBatch(
             mode=batch.mode,

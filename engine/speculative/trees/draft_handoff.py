@@ -74,9 +74,7 @@ class HandedChains:
     topk_index: Tensor
 
     def put(self, slot_ids: Tensor, log_p: Tensor, tokens: Tensor) -> None:
-        """Store the chains of these slots. `slot_ids` is [R] int64, `log_p` and `tokens` are [R,
-        D].
-        """
+        """Store the chains of slots [R] int64; `log_p` and `tokens` are [R, D]."""
         slot_ids = slot_ids.to(self.topk_p.device)
         self.topk_p[slot_ids], self.topk_index[slot_ids] = log_p, tokens
 

@@ -60,7 +60,7 @@ class Proposal:
     """The candidates of all rows so far. `expand` adds a level below the frontier."""
 
     def __init__(self, log_p: Tensor, token_ids: Tensor) -> None:
-        """Create the first level from log probabilities and tokens [R, K] after the known tokens."""
+        """Create the first level: log probabilities and tokens [R, K] after the known tokens."""
         self._width = log_p.shape[1]
         log_p = log_p.clamp(max=0.0)
         self._scores = [log_p]
