@@ -88,7 +88,7 @@ class Grammars:
         self._lock = threading.Lock()
         self._verdicts = _Verdicts()
         self._processes: OrderedDict[Grammar, GrammarProcess] = OrderedDict()
-        self._checks: dict[tuple[Grammar, str], asyncio.Task[None]] = {}  # and for which client
+        self._checks: dict[tuple[Grammar, str], asyncio.Task[None]] = {}  # by grammar and client
         self._first = _Lane(FIRST_CPU_S, Turns(MAX_AT_ONCE, MAX_WAITING))
         self._last = _Lane(LAST_CPU_S, Turns(MAX_SLOW_AT_ONCE, MAX_SLOW_WAITING))
         self._allowances = Allowances(PER_CORE_S * num_cores())
@@ -112,7 +112,8 @@ class Grammars:
             ):
                 return
         check_shape(grammar)
-        # Of another client's it would share the wait for a turn, and a refusal for its own excess.
+        # A check is not shared between clients: it would also share the wait for a turn, and a
+        # rejection because its client sends too many.
         key = grammar, client
         if (task := self._checks.get(key)) is None:
             task = self._checks[key] = asyncio.create_task(self._check(grammar, client))
@@ -194,7 +195,7 @@ class Grammars:
         least recently used first.
         """
         other = self._processes.get(grammar)
-        if other is not None and other.is_ready:  # texts may follow it already
+        if other is not None and other.is_ready:  # texts may already follow it
             process.close()
             process = other
         elif other is not None:

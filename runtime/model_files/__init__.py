@@ -1,2 +1,3 @@
-"""What a checkpoint's small files say of its model, read alike by routers and workers: neither
-imports the other."""
+"""Readers of a checkpoint's small files, shared by routers and workers, which do not import each
+other.
+"""

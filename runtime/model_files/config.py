@@ -1,5 +1,4 @@
-"""The language model that a config.json describes: its fields, with the defaults of those that the
-file leaves out."""
+"""Fields of the language model in a config.json, with defaults for the fields that the file omits."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +9,8 @@ from runtime.errors import ConfigError
 from runtime.model_files.defaults import CONFIG_DEFAULTS, OTHER_NAMES
 from runtime.model_files.model_folder import most, read_object
 
-# Fields that wrappers of a text model keep at their top level although they concern the text model.
+# Fields that wrappers of a text model keep at their top level although they belong to the text
+# model.
 _WRAPPER_FIELDS = (
     "architectures",
     "dtype",
@@ -24,13 +24,13 @@ _WRAPPER_FIELDS = (
     "backbone_hidden_size",
     "use_ordered_embeddings",
 )
-_CONTEXT = ("max_position_embeddings", "model_max_length")  # the latter in Kimi-Linear's files
+_CONTEXT = ("max_position_embeddings", "model_max_length")  # Kimi-Linear's files use the latter
 _ROPE = ("rope_parameters", "rope_scaling")
 
 
 @dataclass(frozen=True)
 class TextModelFacts:
-    """What routers check requests against. `max_context_tokens` counts prompt plus completion."""
+    """Limits against which routers check requests. `max_context_tokens` is prompt plus completion."""
 
     architecture: str
     vocab_size: int
@@ -39,15 +39,13 @@ class TextModelFacts:
 
 
 def text_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a config.json states of the language model, which models that also see images
-    nest.
+    """Return the language model's fields of a config.json; multimodal models nest them.
 
-    Fields that the file leaves out have the defaults of its architecture
-    (`runtime.model_files.defaults`). A field that it states as null is null: in transformers, too,
-    a default is for what is absent.
+    Omitted fields have the defaults of the architecture (`runtime.model_files.defaults`). An
+    explicit null stays null: in transformers, too, a default applies only to an absent field.
 
     Raises:
-        ConfigError: `text_config` is no object.
+        ConfigError: `text_config` is not an object.
     """
     nested = config.get("text_config")
     if nested is not None and not isinstance(nested, dict):
@@ -66,7 +64,7 @@ def text_fields(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def architecture_of(config: Mapping[str, Any]) -> str:
-    """Return the first architecture that a config names, "" if it names none."""
+    """Return the first architecture that a config names, or "" if it names none."""
     names = config.get("architectures")
     return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else ""
 
@@ -92,20 +90,20 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_if_there(path: Path) -> dict[str, Any]:
-    """Return the object in a JSON file, an empty one where there is no such file.
+    """Return the object in a JSON file, or an empty one if the file does not exist.
 
     Raises:
-        ConfigError: the file holds no JSON object.
+        ConfigError: the file does not contain a JSON object.
     """
     return read_object(path) if path.is_file() else {}
 
 
 def context_of(fields: Mapping[str, Any]) -> tuple[int, str]:
-    """Return the longest context in tokens, and the field that says so.
+    """Return the longest context in tokens, and the name of the field that sets it.
 
-    With YaRN that is the original context times the factor where this is longer than
-    `max_position_embeddings`, which its users are told to leave as it was: vLLM takes the product,
-    too. `fields`: of the text model.
+    With YaRN this is the original context times the factor, if that exceeds
+    `max_position_embeddings`; users of YaRN are advised to leave that field unchanged. vLLM uses
+    the product as well. `fields` are those of the text model.
 
     Raises:
         ConfigError: a number is missing or out of range.
@@ -125,8 +123,11 @@ def context_of(fields: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def _yarn_context(rope: Mapping[str, Any], fields: Mapping[str, Any], stated: int) -> int:
-    """Return 0 for other kinds of rope, and for parameters that a reader of rope will refuse by
-    name."""
+    """Return the context in tokens that YaRN gives.
+
+    Returns 0 for other kinds of rope, and for invalid parameters, which the reader of rope rejects
+    by name.
+    """
     original = rope.get(
         "original_max_position_embeddings", fields.get("original_max_position_embeddings", stated)
     )

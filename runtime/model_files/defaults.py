@@ -1,11 +1,10 @@
-"""Fields that published config.json files leave out, with the values that transformers' config
-classes give them.
+"""Defaults of transformers' config classes for fields that published config.json files omit.
 
-`tests/runtime/test_model_files.py` compares every value with those classes, and every family's
-decoder with what it would be if the file stated all of them. What transformers derives from other
-fields (`layer_types`, `rope_parameters` and their like) is derived by the families.
-`num_nextn_predict_layers` is left out on purpose: transformers ignores the field, and a file that
-does not state it has no such layer.
+`tests/runtime/test_model_files.py` compares every value with those classes. It also compares every
+family's decoder with the one of a file that states all fields. Fields that transformers derives
+from others (`layer_types`, `rope_parameters` and similar ones) are derived by the families.
+`num_nextn_predict_layers` is omitted on purpose: transformers ignores it, and a file without it has
+no such layer.
 """
 
 from collections.abc import Mapping
@@ -325,7 +324,7 @@ _QWEN3_5_MOE = {
     "shared_expert_intermediate_size": 512,
 }
 
-# By the architecture that config.json names; wrappers have those of the text model in them.
+# By the architecture that config.json names; wrappers have the defaults of their text model.
 CONFIG_DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "LlamaForCausalLM": _LLAMA,
     "Llama4ForCausalLM": _LLAMA4,
@@ -353,7 +352,7 @@ CONFIG_DEFAULTS: Mapping[str, Mapping[str, object]] = {
     "Qwen3_5MoeForConditionalGeneration": _QWEN3_5_MOE,
 }
 
-# Two names of one field: a file that states either leaves nothing out.
+# Alternative names of one field: a file with either name omits nothing.
 OTHER_NAMES: Mapping[str, str] = {
     "num_experts": "num_local_experts",
     "num_local_experts": "num_experts",

@@ -1,13 +1,13 @@
-"""Where answers end: the end-of-sequence tokens that a checkpoint's files state.
+"""End-of-sequence tokens of a checkpoint's files.
 
-    tokenizer_config.json     `eos_token`, a text or an object; special_tokens_map.json where that has no such field
+    tokenizer_config.json     `eos_token`, a text or an object; special_tokens_map.json if the former has no such field
     generation_config.json    `eos_token_id`
-    config.json               `eos_token_id`, of the whole model or else of its text model, where generation_config.json
-                              states none: an absent one, null and [] are alike
+    config.json               `eos_token_id`, of the whole model or else of its text model, if generation_config.json
+                              states none: an absent one, null and [] are equivalent
 
-An answer ends at the tokenizer's token and at those of the other two. Fine-tuning tools often save
-a new chat template with its end token in the first file alone. vLLM ends answers at the same tokens
-(docs/models.md compares them).
+A response ends at the tokenizer's token and at those of the other two. Fine-tuning tools often save
+a new chat template with its end token in the first file alone. vLLM ends responses at the same
+tokens (docs/models.md compares them).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,15 +24,17 @@ CONFIG, GENERATION_CONFIG = "config.json", "generation_config.json"
 _TOKENIZER_CONFIG, _SPECIAL_TOKENS = "tokenizer_config.json", "special_tokens_map.json"
 _NONE = (
     "no file of the model states an end-of-sequence token (eos_token_id of generation_config.json or config.json, "
-    "eos_token of tokenizer_config.json): answers end at a limit of tokens or a stop string, and structured "
-    "output is refused"
+    "eos_token of tokenizer_config.json): responses end at a token limit or a stop string, and structured "
+    "output is rejected"
 )
 
 
 @dataclass(frozen=True)
 class EndTokens:
-    """`sources`: each file with the ids it states. `notice` is what an operator has to know, "" for
-    nothing."""
+    """End-of-sequence tokens of a checkpoint.
+
+    `sources` has each file with its ids. `notice` is a message for the operator, or "".
+    """
 
     ids: tuple[int, ...]
     sources: tuple[tuple[str, tuple[int, ...]], ...] = ()
@@ -45,12 +47,13 @@ class EndTokens:
 
 
 def read_end_tokens(folder: Path, config: Mapping[str, Any], vocab_size: int) -> EndTokens:
-    """Return the end-of-sequence tokens of the checkpoint in `folder`. `config`: the content of its
-    config.json.
+    """Return the end-of-sequence tokens of the checkpoint in `folder`.
+
+    `config` is the content of its config.json.
 
     Raises:
-        ConfigError: a file cannot be read, `eos_token` is no token, or an `eos_token_id` is not in
-            the vocabulary.
+        ConfigError: a file cannot be read, `eos_token` is not a text, or an `eos_token_id` is not
+            in the vocabulary.
     """
     generation = read_if_there(folder / GENERATION_CONFIG)
     sources = list(_stated_ids(((GENERATION_CONFIG, generation), *_of_config(config)), vocab_size))
@@ -64,7 +67,7 @@ def read_end_tokens(folder: Path, config: Mapping[str, Any], vocab_size: int) ->
                 if token_id is None
                 else (f"that is token {token_id}, and the model has {vocab_size}")
             )
-            notice = f"{file} states the eos_token {text!r}, at which no answer ends: {what}"
+            notice = f"{file} states the eos_token {text!r}, at which no response ends: {what}"
         else:
             sources.append((file, (token_id,)))
     ids = tuple(dict.fromkeys(token_id for _, stated in sources for token_id in stated))
@@ -72,13 +75,15 @@ def read_end_tokens(folder: Path, config: Mapping[str, Any], vocab_size: int) ->
 
 
 def stated_end_tokens(config: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
-    """Return those of a config.json alone. Raises ConfigError for ids that are not in the
-    vocabulary."""
+    """Return the end tokens of a config.json alone.
+
+    Raises ConfigError for ids that are not in the vocabulary.
+    """
     return next((ids for _, ids in _stated_ids(_of_config(config), vocab_size)), ())
 
 
 def _of_config(config: Mapping[str, Any]) -> Sequence[tuple[str, Mapping[str, Any]]]:
-    """As transformers: the whole model's, else those of the text model in it."""
+    """Return the sources in the order of transformers: the whole model, then its text model."""
     nested = config.get("text_config")
     return (CONFIG, config), (CONFIG, nested if isinstance(nested, dict) else {})
 
@@ -86,7 +91,7 @@ def _of_config(config: Mapping[str, Any]) -> Sequence[tuple[str, Mapping[str, An
 def _stated_ids(
     sources: Sequence[tuple[str, Mapping[str, Any]]], vocab_size: int
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield the first source that states any, if one does. Raises ConfigError."""
+    """Yield the first source that states ids, if any. Raises ConfigError."""
     for file, source in sources:
         stated = source.get("eos_token_id")
         if stated is None or stated == []:
@@ -102,7 +107,10 @@ def _stated_ids(
 
 
 def _eos_token(folder: Path) -> tuple[str, str]:
-    """Return the file that states one, and its text; "" if none does. Raises ConfigError."""
+    """Return the file that states an `eos_token`, and its text; "" if none does.
+
+    Raises ConfigError.
+    """
     for file in (_TOKENIZER_CONFIG, _SPECIAL_TOKENS):
         fields = read_if_there(folder / file)
         if "eos_token" not in fields:
@@ -119,10 +127,10 @@ def _eos_token(folder: Path) -> tuple[str, str]:
 
 
 def _id_of(folder: Path, text: str) -> int | None:
-    """Return the id of a token, None if the tokenizer has none. Raises ConfigError for a damaged
-    file.
+    """Return the id of a token, or None if the tokenizer does not have it.
 
-    tokenizer_config.json may list it. A tokenizer.json of 30 MB takes half a second to read.
+    tokenizer_config.json may list it, which is faster: a tokenizer.json of 30 MB takes half a
+    second to read. Raises ConfigError for a damaged file.
     """
     listed = read_if_there(folder / _TOKENIZER_CONFIG).get("added_tokens_decoder")
     if isinstance(listed, dict):
@@ -134,8 +142,11 @@ def _id_of(folder: Path, text: str) -> int | None:
 
 
 def _id_in(tokenizer: Mapping[str, Any], text: str) -> int | None:
-    """Return the id of a token in a tokenizer.json: of those that were added, else of the model's
-    vocabulary, which is a table, or in Unigram models a list."""
+    """Return the id of a token in a tokenizer.json.
+
+    Searches the added tokens, then the model's vocabulary, which is a table, or a list in Unigram
+    models.
+    """
     added, model = tokenizer.get("added_tokens"), tokenizer.get("model")
     for token in added if isinstance(added, list) else ():
         if (

@@ -1,7 +1,7 @@
-"""Is this folder a checkpoint that can be read? What people give instead is named for what it is,
-with what to do.
+"""Check whether a folder is a readable checkpoint.
 
-Looks at names and at the first bytes of small files; nothing is loaded.
+Errors name what the folder contains instead, and the next step. The check reads names and the first
+bytes of small files; it loads no weights.
 """
 
 import json
@@ -11,9 +11,9 @@ from typing import Any
 from runtime.errors import ConfigError
 
 _LFS_HEAD = b"version https://git-lfs.github.com/spec/"
-_LFS_BYTES = 1024  # a pointer is smaller, what it stands for is not
-# The most that a number in a config.json may be, and a number of layers. None that is published
-# comes near; what takes work in proportion, or goes into a message, still ends well.
+_LFS_BYTES = 1024  # a pointer is smaller, the file that it replaces is larger
+# Limits of a number in a config.json and of the number of layers. No published model comes near
+# them, and work or messages in proportion to them stay bounded.
 MAX_NUMBER, MAX_LAYERS = 1 << 24, 10_000
 _POINTED_AT = ("config.json", "tokenizer.json", "tokenizer.model", "*.safetensors", "*.bin")
 
@@ -21,39 +21,41 @@ _POINTED_AT = ("config.json", "tokenizer.json", "tokenizer.model", "*.safetensor
 def check_model_folder(
     folder: Path, *, field: str = "model", flag: str = "", needs_weights: bool = True
 ) -> None:
-    """Check that the folder is a checkpoint. `field` is the setting that it came by, `flag` what is
-    typed before it, by default the flag of that setting.
+    """Check that the folder is a checkpoint.
+
+    `field` is the setting that named the folder. `flag` is the text before it on the command line,
+    by default the setting's flag.
 
     Raises:
-        ConfigError: it has no config.json or, where they are needed, no safetensors files; or
-            pointers in their place.
+        ConfigError: it has no config.json, it has no safetensors files although they are needed, or
+            it has git-LFS pointers in their place.
     """
     if problem := _problem(folder, flag or f"--{field}", needs_weights=needs_weights):
         raise ConfigError(problem, field=field)
 
 
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a checkpoint.
+    """Return the object in a JSON file of a checkpoint.
 
     Raises:
-        ConfigError: the file cannot be read, or holds something else.
+        ConfigError: the file cannot be read or does not contain an object.
     """
     try:
         content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read: {error}", field="model") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"{path} must hold a JSON object", field="model")
+        raise ConfigError(f"{path} must contain a JSON object", field="model")
     return content
 
 
 def most(name: str) -> int:
-    """What the field of that name may be at most."""
+    """Return the largest allowed value of the field."""
     return MAX_LAYERS if name.endswith("_layers") else MAX_NUMBER
 
 
 def _problem(folder: Path, flag: str, *, needs_weights: bool) -> str:
-    """Empty if there is none."""
+    """Return the problem with a folder, or "" if there is none."""
     if not folder.exists():
         return _absent(folder, flag)
     if folder.is_file():
@@ -76,11 +78,11 @@ def _problem(folder: Path, flag: str, *, needs_weights: bool) -> str:
 
 
 def _absent(folder: Path, flag: str) -> str:
-    """A name on the Hub has the form OWNER/NAME."""
+    """Describe a missing folder. A name on the Hub has the form OWNER/NAME."""
     parts = folder.parts
     if not folder.is_absolute() and len(parts) == 2 and parts[0] not in (".", ".."):
         return (
-            f"{folder} is no folder here. If it is a model's name on the Hugging Face Hub, download it first: "
+            f"{folder} is not a folder here. If it is a model's name on the Hugging Face Hub, download it first: "
             f"`hf download {folder} --local-dir {parts[1]}`, then {flag} {parts[1]}"
         )
     return f"{folder} does not exist; {flag} takes the folder of a checkpoint"

@@ -1,8 +1,7 @@
-"""How a model's makers want its tokens drawn: what generation_config.json says, for what a request
-leaves open.
+"""Sampling defaults of a model from generation_config.json, for fields that a request omits.
 
-A field that the file does not state has Baton's own default, which changes nothing; so it is in
-vLLM and SGLang. transformers would take its own (`top_k` 50).
+A field that the file omits has Baton's own default, which leaves the distribution unchanged, as in
+vLLM and SGLang. transformers would use its own (`top_k` 50).
 """
 
 from collections.abc import Mapping
@@ -16,8 +15,8 @@ from runtime.model_files.end_tokens import GENERATION_CONFIG
 from runtime.sampling_limits import MAX_TOP_K, SAMPLING_INTERVALS
 
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty")
-# Fields of transformers that would change what is drawn, which Baton has not, with the value that
-# changes nothing.
+# Fields of transformers that Baton does not support and that would change sampling, each with its
+# neutral value.
 _NOT_TAKEN = {
     "typical_p": 1.0,
     "epsilon_cutoff": 0.0,
@@ -39,8 +38,10 @@ _NOT_TAKEN = {
 
 @dataclass(frozen=True)
 class SamplingDefaults:
-    """What requests that say nothing else are drawn with; None: Baton's own default. `not_taken`:
-    the names of further fields that the file states."""
+    """Sampling defaults for requests; None is Baton's own default.
+
+    `not_taken` has the names of unsupported fields in the file.
+    """
 
     temperature: float | None = None
     top_k: int | None = None
@@ -51,7 +52,7 @@ class SamplingDefaults:
 
     @property
     def stated(self) -> dict[str, float]:
-        """Those that the file states, by name."""
+        """Return the values that the file states, by name."""
         return {
             name: value
             for name, value in asdict(self).items()
@@ -63,7 +64,7 @@ class SamplingDefaults:
 
     @property
     def notice(self) -> str:
-        """What an operator has to know, "" for nothing."""
+        """Return a message for the operator, or ""."""
         return (
             f"{GENERATION_CONFIG} states {', '.join(self.not_taken)}, which Baton does not apply"
             if self.not_taken
@@ -72,10 +73,10 @@ class SamplingDefaults:
 
 
 def read_sampling_defaults(folder: Path) -> SamplingDefaults:
-    """Return what generation_config.json in `folder` states; nothing without such a file.
+    """Return the defaults of generation_config.json in `folder`, or none without the file.
 
-    `do_sample: false` is a temperature of 0, whatever else the file says of temperature:
-    transformers then takes the most likely token.
+    `do_sample: false` sets temperature 0 whatever temperature the file has, because transformers
+    then takes the most likely token.
 
     Raises:
         ConfigError: a field has a value that a request could not have either.
@@ -107,7 +108,7 @@ def _number(fields: Mapping[str, Any], name: str) -> float:
 
 
 def _top_k(fields: Mapping[str, Any]) -> int | None:
-    """-1 is how some files say all."""
+    """Return `top_k`, in which some files write -1 for all tokens."""
     value = fields.get("top_k")
     if value is not None and (type(value) is not int or not -1 <= value <= MAX_TOP_K):
         raise _refused("top_k", f"must be an integer from 0 (all tokens) to {MAX_TOP_K}", value)
@@ -116,7 +117,7 @@ def _top_k(fields: Mapping[str, Any]) -> int | None:
 
 def _refused(name: str, rule: str, value: object) -> ConfigError:
     return ConfigError(
-        f"{GENERATION_CONFIG}: {name} {rule}, is {value!r}; correct it, or let the router ignore the "
-        f"file's sampling (--generation-config none)",
+        f"{GENERATION_CONFIG}: {name} {rule}, is {value!r}; correct it, or make the router ignore the "
+        f"file's sampling defaults (--generation-config none)",
         field="generation_config",
     )

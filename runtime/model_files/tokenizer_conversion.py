@@ -1,8 +1,9 @@
-"""`python -m runtime.model_files.tokenizer_conversion FOLDER OUT`: write what transformers reads of
-FOLDER as a `tokenizer.json`.
+"""Conversion of a checkpoint's tokenizer to a `tokenizer.json` with transformers.
 
-A process of its own, because transformers is large and only needed where a checkpoint has no such
-file. Exit code 1 with one line on stderr where it cannot be done.
+    python -m runtime.model_files.tokenizer_conversion FOLDER OUT
+
+It runs in a separate process, because transformers is large and only needed if a checkpoint has no
+such file. On failure it exits with code 1 and one line on stderr.
 """
 
 import sys
@@ -10,13 +11,13 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-# What reads each kind of vocabulary, beside transformers; whose own message names another package.
+# Packages that read each kind of vocabulary in addition to transformers, whose own message names
+# another package.
 _READERS = {"*.model": "sentencepiece", "*.tiktoken": "tiktoken"}
 
 
 def missing_packages(folder: Path) -> Iterator[tuple[str, str]]:
-    """Yield each package that reads the vocabularies of a folder and is not installed, with the
-    file that it reads."""
+    """Yield each missing package that reads a vocabulary of the folder, with the name of the file."""
     if find_spec("transformers") is None:
         yield "transformers", "them"
     for pattern, package in _READERS.items():
@@ -37,7 +38,7 @@ def main() -> None:
         tokenizer = AutoTokenizer.from_pretrained(
             folder, local_files_only=True, trust_remote_code=False
         )
-    except Exception as error:  # noqa: BLE001 - whatever it meets is the reason that is shown
+    except Exception as error:  # noqa: BLE001 (any error is the reason to show)
         sys.exit(f"transformers cannot read them: {' '.join(str(error).split())[:300]}")
     if not tokenizer.is_fast:
         sys.exit(f"transformers has no fast form of {type(tokenizer).__name__}")

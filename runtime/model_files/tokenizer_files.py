@@ -1,11 +1,11 @@
-"""Where the tokenizer of a model directory is, and whether two processes read texts alike.
+"""Location of a model directory's tokenizer, and its digest for comparing processes.
 
-A directory without `tokenizer.json` may have the files that it is made from. transformers, where it
-is installed, makes one of them, in a process of its own, into a cache folder; nothing is written
-beside a checkpoint.
+A directory without `tokenizer.json` may have the files from which one is made. transformers, if it
+is installed, makes one in a separate process and writes it to a cache folder. No file is written to
+the checkpoint's directory.
 
     find_tokenizer(model_dir) -> Path | None             its own, or one that was made before
-    make_tokenizer(model_dir) -> str                     make one if it has none; what an operator has to know of that
+    make_tokenizer(model_dir) -> str                     make one if it has none; a message for the operator
 """
 
 import hashlib
@@ -18,9 +18,9 @@ from pathlib import Path
 from runtime.model_files.model_folder import read_object
 from runtime.process.child_process import program
 
-# How a file was saved to cut and pad; servers do neither (`router.text.tokenise`).
+# Settings for truncation and padding, neither of which servers do (`router.text.tokenise`).
 _NOT_READ = ("truncation", "padding")
-# What tokenizers are made from, and what configures that.
+# Files from which tokenizers are made, and files that configure that.
 _VOCABULARIES = (
     "vocab.json",
     "vocab.txt",
@@ -36,15 +36,18 @@ _SAYS_HOW = (
     "added_tokens.json",
     "config.json",
 )
-# transformers reads it by a package of Mistral's, and has no tokenizer.json for it
+# Mistral's format: transformers reads it with a package of Mistral's and has no tokenizer.json for
+# it.
 _TEKKEN = "tekken.json"
 _MAKE_S = 120.0
 _TOKENS_ONLY = "texts and chats are refused, prompts must be token ids (baton generate --ids 1,2,3)"
 
 
 def find_tokenizer(model_dir: Path, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The `tokenizer.json` of a model directory: its own, or one that was made of its files; None
-    if there is none."""
+    """Return the `tokenizer.json` of a model directory, or None if there is none.
+
+    This is its own file, or one that was made from its other files.
+    """
     if (own := model_dir / "tokenizer.json").is_file():
         return own
     made = _made_path(model_dir, environment)
@@ -52,28 +55,30 @@ def find_tokenizer(model_dir: Path, environment: Mapping[str, str] = os.environ)
 
 
 def make_tokenizer(model_dir: Path, environment: Mapping[str, str] = os.environ) -> str:
-    """Make a `tokenizer.json` for a directory that has none, if that can be done. One line about
-    what was found or done, empty for a directory with its own. Takes seconds, once."""
+    """Make a `tokenizer.json` for a directory that has none, if that is possible.
+
+    Returns one line about the result, or "" for a directory with its own file. Takes seconds, once.
+    """
     if (model_dir / "tokenizer.json").is_file():
         return ""
     made = _made_path(model_dir, environment)
     if made is None:
         beside = (
-            f" but {_TEKKEN}, a format of Mistral's that is not read"
+            f" but {_TEKKEN}, a format of Mistral's that is not supported"
             if (model_dir / _TEKKEN).is_file()
             else ""
         )
         return f"{model_dir} has no tokenizer.json{beside}: {_TOKENS_ONLY}"
     if not made.is_file() and (problem := _make(model_dir, made)):
         return (
-            f"{model_dir} has no tokenizer.json, and none could be made of its other files: {problem}; "
+            f"{model_dir} has no tokenizer.json, and none could be made from its other files: {problem}; "
             f"{_TOKENS_ONLY}"
         )
-    return f"{model_dir} has no tokenizer.json: {made} is used, which transformers made of its other files"
+    return f"{model_dir} has no tokenizer.json: {made} is used, which transformers made from its other files"
 
 
 def _made_path(model_dir: Path, environment: Mapping[str, str]) -> Path | None:
-    """Where the one made of these very files lies; None without a vocabulary."""
+    """Return the path of the file made from these vocabularies, or None without a vocabulary."""
     vocabularies = [file for pattern in _VOCABULARIES for file in sorted(model_dir.glob(pattern))]
     if not vocabularies:
         return None
@@ -86,7 +91,7 @@ def _made_path(model_dir: Path, environment: Mapping[str, str]) -> Path | None:
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
-    """BATON_CACHE_DIR, or a folder of the user's cache directory."""
+    """Return BATON_CACHE_DIR, or a folder of the user's cache directory."""
     if own := environment.get("BATON_CACHE_DIR"):
         return Path(own)
     user = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "/tmp")) / ".cache"
@@ -94,7 +99,7 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def _make(model_dir: Path, made: Path) -> str:
-    """Why it cannot be made; empty if it was."""
+    """Make the file; return the problem, or "" on success."""
     try:
         made.parent.mkdir(parents=True, exist_ok=True)
         draft = made.with_name(f".{made.name}.{os.getpid()}")
@@ -117,11 +122,12 @@ def _make(model_dir: Path, made: Path) -> str:
 
 
 def tokenizer_digest(model_dir: Path) -> str:
-    """16 hexadecimal digits of SHA-256; empty without a tokenizer. Spacing and the order of keys do
-    not count.
+    """Return 16 hexadecimal digits of SHA-256, or "" without a tokenizer.
+
+    Whitespace and the order of keys do not matter.
 
     Raises:
-        ConfigError: the file is no JSON object.
+        ConfigError: the file is not a JSON object.
     """
     path = find_tokenizer(model_dir)
     if path is None:

@@ -1,4 +1,4 @@
-"""Which files hold a checkpoint's weights, and about how much memory they take."""
+"""Weight files of a checkpoint, and the approximate memory that they need."""
 
 import json
 from dataclasses import dataclass
@@ -8,32 +8,32 @@ from runtime.errors import ConfigError
 
 _INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
 _HEADER_BYTES = 100 << 20
-_LOADED_FOR_STORED = {
-    "F8_E4M3": 2,
-    "I8": 2,
-    "I32": 4,
-}  # codes of 8 bits, and of 4 bits packed, become 16 bits each
-_NONSENSE = (ValueError, KeyError, TypeError, AttributeError)  # what json and its readers raise
+# Codes of 8 bits, and of 4 bits in packed form, become 16 bits each.
+_LOADED_FOR_STORED = {"F8_E4M3": 2, "I8": 2, "I32": 4}
+# errors of json and of code that reads its result
+_NONSENSE = (ValueError, KeyError, TypeError, AttributeError)
 
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """Files in name order, each with the tensors that an index lists for it (empty without an
-    index). `notice` is what an operator has to know, "" for nothing."""
+    """Weight files in name order, each with the tensors that an index lists for it.
+
+    The set of tensors is empty without an index. `notice` is a message for the operator, or "".
+    """
 
     tensors: dict[Path, set[str]]
     notice: str = ""
 
 
 def weight_files(folder: Path) -> WeightFiles:
-    """Return the safetensors files of the checkpoint in `folder`: those of its index, or the single
-    one.
+    """Return the safetensors files of the checkpoint in `folder`.
 
-    An index that does not list `model.safetensors` is left over where that file is there: tools
-    that join shards into one file leave it behind. transformers reads the one file then, too.
+    These are the files of its index, or the single one. If `model.safetensors` exists and the index
+    does not list it, the index is ignored: tools that merge shards into one file leave it in the
+    folder. transformers reads the single file in that case as well.
 
     Raises:
-        ConfigError: there is neither, the index is none, or it lists files that are not there.
+        ConfigError: neither exists, the index is invalid, or it lists missing files.
     """
     index, single = folder / _INDEX, folder / _SINGLE
     if not index.exists():
@@ -48,7 +48,7 @@ def weight_files(folder: Path) -> WeightFiles:
         if single not in files and single.is_file():
             return WeightFiles(
                 {single: set()},
-                f"{index} lists other files than {_SINGLE} beside it: it is left over, "
+                f"{index} lists other files than {_SINGLE} next to it: the index is ignored, "
                 f"and only {_SINGLE} is read",
             )
         absent = [file.name for file in files if not file.is_file()]
@@ -69,9 +69,11 @@ def shortened(names: list[str]) -> str:
 
 
 def loaded_bytes(folder: Path) -> int:
-    """Return about what the weights in `folder` take once they are loaded: what is quantized is
-    not, then. A folder whose files cannot be told apart counts with all of them; loading says what
-    is wrong with it."""
+    """Return the approximate memory of the weights in `folder` once they are loaded and
+    dequantized.
+
+    A folder with an invalid index counts all of its files; loading reports the problem.
+    """
     try:
         files = list(weight_files(folder).tensors)
     except ConfigError:
@@ -80,8 +82,10 @@ def loaded_bytes(folder: Path) -> int:
 
 
 def _loaded_bytes(file: Path) -> int:
-    """Return the file's size where its header cannot be read: loading says what is wrong with
-    it."""
+    """Return the memory of a file's weights, or its size if its header cannot be read.
+
+    Loading reports the problem.
+    """
     size = file.stat().st_size
     try:
         with file.open("rb") as stream:

@@ -1,5 +1,6 @@
-"""Every metric family that Baton's code can export: what docs, dashboards, rules and the contract
-are checked against.
+"""Every metric family that Baton's code can export.
+
+Docs, dashboards, rules and the metrics contract are checked against this catalogue.
 
 for family in families(): family.name, family.kind, family.labels, family.unit, family.roles,
 family.text
@@ -28,7 +29,7 @@ Instrument = Counter | Gauge | Histogram | Info
 
 
 class InstrumentSet(Protocol):
-    """A dataclass of instruments, as `runtime.observe.metrics` has them."""
+    """A dataclass of instruments, as in `runtime.observe.metrics`."""
 
     @classmethod
     def create(cls, registry: CollectorRegistry) -> object: ...
@@ -42,7 +43,7 @@ _POOL: tuple[type[InstrumentSet], ...] = (
     PoolMetrics,
     HandoffMetrics,
 )
-# A stage behind its leader ("follower") has no requests of its own.
+# A stage that is not its pool's leader ("follower") has no request metrics.
 ROLE_SETS: Mapping[str, tuple[type[InstrumentSet], ...]] = {
     "router": (RpcMetrics, RouterMetrics),
     "prefill": (*_POOL, CacheMetrics),
@@ -63,7 +64,7 @@ _SERIES = {"histogram": ("_bucket", "_sum", "_count")}
 
 @dataclass(frozen=True)
 class Family:
-    """One family under the name that queries use: counters end in _total, facts in _info."""
+    """One family under the name that queries use: counters end in _total, infos in _info."""
 
     name: str
     kind: str  # counter, gauge, histogram or info
@@ -74,14 +75,22 @@ class Family:
 
     @property
     def series(self) -> tuple[str, ...]:
-        """Names of its samples."""
+        """Return the names of its samples."""
         return tuple(self.name + suffix for suffix in _SERIES.get(self.kind, ("",)))
 
 
 def families() -> list[Family]:
-    """By name. A name that means something else in a later role has both texts."""
+    """Return the families sorted by name.
+
+    A family that has another meaning in a later role has both texts.
+    """
     build = Family(
-        "baton_build_info", "info", ("role", "version"), "none", tuple(ROLE_SETS), "What runs here."
+        "baton_build_info",
+        "info",
+        ("role", "version"),
+        "none",
+        tuple(ROLE_SETS),
+        "Role and version of this process.",
     )
     found = {build.name: build}
     for role, kinds in ROLE_SETS.items():

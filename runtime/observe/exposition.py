@@ -1,7 +1,7 @@
-"""What a process shows to Prometheus: one registry, served from a thread.
+"""Prometheus endpoint of a process: one registry, served from a thread.
 
-registry = new_registry(role="decode", version="0.1.0")
-exposition = Exposition.start(registry, port=0)             # exposition.port; exposition.close()
+registry = new_registry(role="decode", version="0.1.0") exposition = Exposition.start(registry,
+port=0)             # exposition.port; exposition.close()
 """
 
 import logging
@@ -26,22 +26,21 @@ from runtime.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-MAX_SCRAPES = 16  # connections at once, each with a thread
+MAX_SCRAPES = 16  # concurrent connections, each with a thread
 SCRAPE_SILENCE_S = 10.0
 ACCEPT_PAUSE_S = 0.1
 
-_Connection = (
-    socket.socket | tuple[bytes, socket.socket]
-)  # the base class's type; of TCP it is the socket
+# Type in the base class; over TCP it is the socket.
+_Connection = socket.socket | tuple[bytes, socket.socket]
 
 
 def new_registry(*, role: str, version: str) -> CollectorRegistry:
-    """A registry with the process's own figures (memory, CPU, descriptors, garbage collection)."""
+    """Return a registry with process metrics (memory, CPU, descriptors, garbage collection)."""
     registry = CollectorRegistry()
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     GCCollector(registry=registry)
-    Info("baton_build", "What runs here.", registry=registry).info(
+    Info("baton_build", "Role and version of this process.", registry=registry).info(
         {"role": role, "version": version}
     )
     return registry
@@ -51,12 +50,14 @@ class _Handler(WSGIRequestHandler):
     timeout = SCRAPE_SILENCE_S
 
     def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's signature
-        """Scrapes are not logged."""
+        """Ignore the message: scrapes are not logged."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread per connection, of `MAX_SCRAPES` at most: one more ends the oldest, so that
-    connections which ask for nothing keep nobody out."""
+    """Server with one thread per connection, for at most `MAX_SCRAPES` connections.
+
+    A further connection closes the oldest one, so that idle connections lock out no scraper.
+    """
 
     daemon_threads = True
     request_queue_size = 128
@@ -68,8 +69,11 @@ class _Server(ThreadingMixIn, WSGIServer):
         super().__init__(address, _Handler)
 
     def get_request(self) -> tuple[socket.socket, object]:
-        """Without a free descriptor the connection stays, and the next attempt would fail at once:
-        not a busy loop."""
+        """Accept a connection.
+
+        Without a free descriptor the connection stays queued and the next attempt would fail at
+        once, so a failure pauses to avoid a busy loop.
+        """
         try:
             return super().get_request()
         except OSError:
@@ -89,12 +93,12 @@ class _Server(ThreadingMixIn, WSGIServer):
             super().shutdown_request(request)
 
     def handle_error(self, request: _Connection, client_address: object) -> None:
-        """Of one connection: its client left, was silent or was cut off."""
+        """Log the failure of one connection: its client left, was silent or was cut off."""
         logger.debug("a scrape by %s failed", client_address, exc_info=True)
 
 
 def _cut(connection: _Connection) -> None:
-    """Its thread, which reads or writes, ends."""
+    """Shut down a connection, which ends its thread."""
     assert isinstance(connection, socket.socket)
     try:
         connection.shutdown(socket.SHUT_RDWR)
@@ -103,7 +107,7 @@ def _cut(connection: _Connection) -> None:
 
 
 class Exposition:
-    """Serves /metrics from a thread of its own."""
+    """Server of /metrics, on its own thread."""
 
     def __init__(self, server: WSGIServer, thread: threading.Thread) -> None:
         self._server = server

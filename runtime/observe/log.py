@@ -1,15 +1,15 @@
-"""Structured logs. Configured once, at the process edge; every other module uses
-`logging.getLogger(__name__)`.
+"""Structured logs.
+
+The process entry point configures them once; every other module uses `logging.getLogger(__name__)`.
 
     configure(level="info", style=LogStyle.HUMAN, role="router")
     with bind(request_id=..., session_id=...): ...      ids on every line logged inside, also across awaits
     logger.info("prefill started", extra={"queue_s": 0.02})      extra fields become JSON keys or key=value
     report_end("router: no such folder: x")                      why a process ends, in the style of its logs
 
-Values may come from unknown callers, so nothing that is logged is trusted: every value, message and
-line of a traceback is cut to a stated length, and what is not printable is escaped. One record is
-one line; only a traceback has more, and these are indented, so that no value can look like a record
-of its own.
+Values may come from unknown callers, so no logged value is trusted. Every value, message and
+traceback line is truncated, and unprintable characters are escaped. One record is one line; only a
+traceback has more lines, which are indented, so that no value can imitate a record.
 """
 
 import json
@@ -27,12 +27,11 @@ from runtime.errors import ConfigError
 
 LEVELS = ("debug", "info", "warning", "error")
 MAX_VALUE_CHARACTERS, MAX_MESSAGE_CHARACTERS = 256, 4096
-MAX_TRACEBACK_LINES, MAX_TRACEBACK_CHARACTERS = (
-    256,
-    512,
-)  # the first and the last lines; of each line
+# Number of first and last lines, and characters of each line.
+MAX_TRACEBACK_LINES, MAX_TRACEBACK_CHARACTERS = 256, 512
 REFUSALS_AT_ONCE, REFUSALS_PER_S = 100, 20.0
-_REFUSALS = "runtime.rpc.calls"  # the module that logs failed calls, by one of three templates
+# Module that logs failed calls, with one of three templates.
+_REFUSALS = "runtime.rpc.calls"
 _QUOTED = frozenset(' "=')
 _PLAIN_FIELDS = frozenset(vars(logging.makeLogRecord({}))) | {
     "message",
@@ -45,20 +44,20 @@ _ids: ContextVar[Mapping[str, str]] = ContextVar("log_ids", default={})  # noqa:
 
 
 class LogStyle(StrEnum):
-    """For people, or one JSON object per line."""
+    """Format of log lines: for people, or one JSON object per line."""
 
     HUMAN = "human"
     JSON = "json"
 
 
 def bound_ids() -> Mapping[str, str]:
-    """The ids of the request this task works for."""
+    """Return the ids of the request that this task works for."""
     return _ids.get()
 
 
 @contextmanager
 def bind(**ids: str) -> Iterator[None]:
-    """Put ids on every line logged inside."""
+    """Add ids to every line logged inside the block."""
     token = _ids.set({**_ids.get(), **_shortened(ids)})
     try:
         yield
@@ -67,19 +66,23 @@ def bind(**ids: str) -> Iterator[None]:
 
 
 def rebind(**ids: str) -> None:
-    """Put ids on every further line of this task: for handlers that get the id with their first
-    message."""
+    """Add ids to every further line of this task.
+
+    For handlers that get the id with their first message.
+    """
     _ids.set({**_ids.get(), **_shortened(ids)})
 
 
 def _shortened(ids: Mapping[str, str]) -> dict[str, str]:
-    """An id is kept as long as its task runs: not one of eight megabytes."""
+    """Return the ids truncated, because each is kept as long as its task runs."""
     return {name: value[:MAX_VALUE_CHARACTERS] for name, value in ids.items()}
 
 
 def shown(value: object, limit: int = MAX_VALUE_CHARACTERS) -> str:
-    """`value` as a text of one line: at most `limit` characters, then how many there were; what is
-    not printable is escaped as in a Python string."""
+    """Return `value` as one line of text, with at most `limit` characters and the original length.
+
+    Unprintable characters are escaped as in a Python string.
+    """
     text = value if isinstance(value, str) else str(value)
     head = text[:limit]
     if not head.isprintable():
@@ -91,7 +94,9 @@ def shown(value: object, limit: int = MAX_VALUE_CHARACTERS) -> str:
 
 
 class _Context(logging.Filter):
-    """Stamps records where they are made, so that formatters need no context."""
+    """Filter that adds role and ids to records when they are created, so that formatters need no
+    context.
+    """
 
     def __init__(self, role: str) -> None:
         super().__init__()
@@ -104,13 +109,15 @@ class _Context(logging.Filter):
 
 
 class _RefusalLimit(logging.Filter):
-    """A bound on the lines about calls that failed: unknown callers send more of them than any log
-    takes. `REFUSALS_AT_ONCE` lines of one template pass at once and `REFUSALS_PER_S` a second after
-    that. The next line that passes has their number as `omitted`."""
+    """Limit on log lines about failed calls, of which unknown callers could cause any number.
+
+    `REFUSALS_AT_ONCE` lines of one template pass at once, then `REFUSALS_PER_S` per second. The
+    next line that passes has the number of dropped lines as `omitted`.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._used: dict[str, tuple[float, float]] = {}  # lines, as of when
+        self._used: dict[str, tuple[float, float]] = {}  # by template: (lines, time of that count)
         self._omitted: Counter[str] = Counter()
 
     def filter(self, record: logging.LogRecord) -> bool:
@@ -135,13 +142,15 @@ def _fields(record: logging.LogRecord) -> dict[str, object]:
 
 
 def _plain(value: object) -> object:
-    """Numbers stay numbers, everything else becomes a short text."""
+    """Return numbers unchanged and anything else as a short text."""
     return value if value is None or isinstance(value, bool | int | float) else shown(value)
 
 
 def _message(record: logging.LogRecord) -> str:
-    """The template with its arguments cut and escaped before they are put in, so that a long one
-    hides no other."""
+    """Return the message with its arguments truncated and escaped before formatting.
+
+    So a long argument does not hide the others.
+    """
     arguments, message = record.args, record.msg
     try:
         if isinstance(arguments, Mapping):
@@ -184,21 +193,23 @@ class JsonFormatter(logging.Formatter):
 
 
 def human_line(text: str, *, level: str = "info", at_s: float | None = None) -> str:
-    """Time, level, text: how every line for people begins, those of programs without a logger, too.
-    `at_s` is seconds since 1970, now if None."""
+    """Return a log line for people: time, level, text.
+
+    Programs without a logger use it too. `at_s` is seconds since 1970, now if None.
+    """
     at_s = time.time() if at_s is None else at_s
     return f"{time.strftime('%H:%M:%S', time.localtime(at_s))}.{int(at_s % 1 * 1e3):03d} {level:7} {text}"
 
 
 def styled_line(style: LogStyle, text: str, *, role: str, level: str = "info") -> str:
-    """Return a line of now in the style of the logs, for programs without a logger."""
+    """Return a line with the current time in the style of the logs, for programs without a logger."""
     if style is LogStyle.HUMAN:
         return human_line(text, level=level)
     return json.dumps({"time": _utc(time.time()), "level": level, "role": role, "message": text})
 
 
 def message_of(line: str) -> str:
-    """Return the message of a line in JSON, and any other line as it is."""
+    """Return the message of a JSON log line; any other line is returned unchanged."""
     try:
         values = json.loads(line)
     except ValueError:
@@ -226,11 +237,11 @@ def _quoted(value: object) -> str:
     return json.dumps(text, ensure_ascii=False) if _QUOTED.intersection(text) else text
 
 
-# At level debug they have a line for each call, or for each instruction that is compiled.
+# At level debug these libraries log every call, or every compiled instruction.
 _TALKATIVE = ("grpc", "numba")
-# Logs every metadata value that is not UTF-8 whole, each time it is read and with a traceback: a
-# token with a stray byte, or 300 KB of log for 2 KB from an unknown caller. Errors of handlers are
-# logged by `runtime.rpc.calls`, not there.
+# This logger writes every metadata value that is not UTF-8 in full, with a traceback, each time it
+# is read. That exposes a token with a stray byte, or turns 2 KB from an unknown caller into 300 KB
+# of log. `runtime.rpc.calls` logs the errors of handlers instead.
 _QUOTING = ("grpc._cython.cygrpc",)
 
 
@@ -253,8 +264,7 @@ def configure(*, level: str, style: LogStyle, role: str, stream: TextIO = sys.st
 
 
 def report_end(text: str) -> None:
-    """Write why this process ends to stderr: a JSON line where logs are JSON, else the bare
-    text."""
+    """Write the reason why this process ends to stderr, in JSON if the logs are JSON, else as text."""
     if any(
         isinstance(handler.formatter, JsonFormatter) for handler in logging.getLogger().handlers
     ):

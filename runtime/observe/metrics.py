@@ -2,7 +2,7 @@
 
     rpc, pool = RpcMetrics.create(registry), PoolMetrics.create(registry)       # of runtime.observe.exposition
 
-A role creates the instrument sets it moves and no others. Labels never hold anything a client
+A role creates only the instrument sets that it updates. Labels never contain values that a client
 chose.
 """
 
@@ -127,9 +127,9 @@ ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 ACCEPT_LENGTHS = (1, 2, 3, 4, 5, 6, 8, 10, 13, 17)
 TOKENS = (1, 4, 16, 64, 256, 1024, 4096, 16384, 65536, 262144)
 
-# Why a session or a try may fail: reasons of `runtime.errors` that workers meet. Their counters
-# stand at 0 from the start: what appears with its first failure has no increase that an alert could
-# see.
+# Reasons why a session or an attempt may fail: those of `runtime.errors` that workers meet. Their
+# counters are exported as 0 from the start, because a series that appears with its first failure
+# has no increase that an alert could detect.
 FAILURES = (
     "ABORTED_BY_CLIENT",
     "DEADLINE_EXCEEDED",
@@ -156,7 +156,7 @@ REFUSALS = {
 
 @dataclass(frozen=True)
 class RpcMetrics:
-    """Every gRPC call of this process; the interceptor moves them."""
+    """Metrics of every gRPC call of this process, updated by the interceptor."""
 
     requests: Counter
     seconds: Histogram
@@ -169,25 +169,25 @@ class RpcMetrics:
             requests=_counter(
                 registry,
                 "requests",
-                "gRPC calls that ended, by status code.",
+                "Completed gRPC calls, by status code.",
                 "method",
                 "grpc_code",
             ),
             seconds=_histogram(
-                registry, "request_seconds", "Length of gRPC calls.", E2E_S, "method"
+                registry, "request_seconds", "Duration of gRPC calls.", E2E_S, "method"
             ),
-            running=_gauge(registry, "requests_in_flight", "gRPC calls now open.", "method"),
+            running=_gauge(registry, "requests_in_flight", "Open gRPC calls.", "method"),
             draining=_gauge(
                 registry,
                 "draining",
-                "1 from the moment this process refuses new calls because it stops.",
+                "1 while this process rejects new calls because it stops, else 0.",
             ),
         )
 
 
 @dataclass(frozen=True)
 class RouterMetrics:
-    """What clients experience, and how the router decided."""
+    """Client-visible latencies, and the router's decisions."""
 
     ttft_s: Histogram
     tpot_s: Histogram
@@ -214,63 +214,65 @@ class RouterMetrics:
     def create(cls, registry: CollectorRegistry) -> Self:
         return cls(
             ttft_s=_histogram(
-                registry, "ttft_seconds", "Request received to first token sent.", TTFT_S
+                registry, "ttft_seconds", "Time from request received to first token sent.", TTFT_S
             ),
             tpot_s=_histogram(
                 registry,
                 "tpot_seconds",
-                "Mean time per token after the first, per request.",
+                "Mean time per output token after the first, per request.",
                 TPOT_S,
             ),
             itl_s=_histogram(
-                registry, "itl_seconds", "Gap between two messages of a stream.", TPOT_S
+                registry, "itl_seconds", "Time between two messages of a stream.", TPOT_S
             ),
             e2e_s=_histogram(
                 registry,
                 "e2e_seconds",
-                "Request received to finish, by finish reason.",
+                "Time from request received to finish, by finish reason.",
                 E2E_S,
                 "outcome",
                 zeros=("failed",),
             ),
             stage_s=_histogram(
-                registry, "stage_seconds", "Time per part of a request's life.", STAGE_S, "stage"
+                registry, "stage_seconds", "Duration of each stage of a request.", STAGE_S, "stage"
             ),
             prompt_tokens=_counter(
                 registry, "prompt_tokens", "Prompt tokens of accepted requests."
             ),
             completion_tokens=_counter(registry, "completion_tokens", "Tokens sent to clients."),
-            queue_depth=_gauge(registry, "queue_depth", "Requests held back."),
+            queue_depth=_gauge(registry, "queue_depth", "Requests queued in the router."),
             queue_oldest_s=_gauge(
-                registry, "queue_oldest_seconds", "Age of the request held back longest."
+                registry, "queue_oldest_seconds", "Age of the oldest request queued in the router."
             ),
-            running=_gauge(
-                registry, "router_running", "Requests given to a pair of workers and not ended."
-            ),
+            running=_gauge(registry, "router_running", "Requests running on a pair of workers."),
             refused=_counter(
                 registry,
                 "router_refused",
-                "Requests refused on arrival, by cause: queue_full, wait (longer than the limit), "
-                "deadline (it would "
-                "end after it), workers (none).",
+                "Requests rejected on arrival, by cause: queue_full, wait (longer than the limit), "
+                "deadline (it would end after its deadline), workers (none available).",
                 "cause",
             ),
             dropped=_counter(
                 registry,
                 "router_dropped",
-                "Requests refused after they had waited, before any worker had them: deadline "
-                "(hopeless by now), wait "
-                "(the limit), workers (none).",
+                "Queued requests rejected before they reached a worker, by cause: deadline (can no "
+                "longer be met), wait (the limit), workers (none available).",
                 "cause",
             ),
             decisions=_counter(
-                registry, "router_decisions", "Choices of a worker.", "policy", "result"
+                registry,
+                "router_decisions",
+                "Worker selections, by policy and result.",
+                "policy",
+                "result",
             ),
-            pick_s=_histogram(registry, "router_pick_seconds", "Time one choice took.", PICK_S),
+            pick_s=_histogram(
+                registry, "router_pick_seconds", "Duration of one worker selection.", PICK_S
+            ),
             retries=_counter(
                 registry,
                 "router_retries",
-                "Requests given to another worker.",
+                "Retries of a request on another worker.",
                 "role",
                 "reason",
                 zeros=product(("prefill", "decode"), FAILURES),
@@ -278,27 +280,29 @@ class RouterMetrics:
             migrations=_counter(
                 registry,
                 "migrations",
-                "Requests that moved to another decode pool: theirs was lost, drained or late.",
+                "Requests moved to another decode pool because theirs was lost, drained or late.",
                 "type",
                 "outcome",
                 zeros=product(("lost", "drained", "held_up"), ("resumed", "failed")),
             ),
             resumptions=_counter(
-                registry, "resumptions", "Answers that another router began and that went on here."
+                registry,
+                "resumptions",
+                "Responses that another router began and this one continued.",
             ),
             discovery_errors=_counter(
                 registry,
                 "discovery_errors",
-                "Times workers could not be looked up; the last known ones stay.",
+                "Failed worker lookups; the last known workers remain in use.",
                 "kind",
                 zeros=(("dns",), ("kubernetes",)),
             ),
-            workers=_gauge(registry, "router_workers", "Workers known, by state.", "role", "state"),
+            workers=_gauge(registry, "router_workers", "Known workers, by state.", "role", "state"),
             cache_predictions=_counter(
                 registry,
                 "router_cache_predictions",
-                "Prompts by whether prefill reused as many tokens as it had reported, more or "
-                "fewer.",
+                "Prompts by the number of tokens that prefill reused, compared with its report: "
+                "equal, more or fewer.",
                 "outcome",
                 zeros=(("equal",), ("more",), ("fewer",)),
             ),
@@ -307,7 +311,7 @@ class RouterMetrics:
 
 @dataclass(frozen=True)
 class StageMetrics:
-    """The forwards of one stage of a pool, whichever; the label `stage` is its rank."""
+    """Forwards of one stage of a pool; the label `stage` is its rank."""
 
     batch_rows: Histogram
     batch_tokens: Histogram
@@ -326,48 +330,47 @@ class StageMetrics:
             step_s=_histogram(
                 registry,
                 "pp_stage_step_seconds",
-                "One forward of this stage alone.",
+                "Duration of one forward of this stage.",
                 STEP_S,
                 "stage",
             ),
             link_bytes=_counter(
                 registry,
                 "pp_link_bytes",
-                "Bytes of the frames this stage sent to the next.",
+                "Bytes of frames sent to the next stage.",
                 "stage",
             ),
             plans=_counter(
                 registry,
                 "plans",
-                "Times attention was planned: target, draft_extend or draft_round.",
+                "Attention plans, by path: target, draft_extend or draft_round.",
                 "path",
             ),
             forwards=_counter(
                 registry,
                 "forwards",
-                "Batches this stage ran: as a captured graph or a recording, eagerly, in two "
-                "halves, or idle beside "
-                "other data ranks.",
+                "Batches that this stage ran: as a captured graph or a recording, eagerly, in two "
+                "halves, or idle while other data ranks ran.",
                 "kind",
             ),
             expert_tokens=_counter(
                 registry,
                 "expert_tokens",
-                "Tokens that routers gave to the experts this process has, over its layers.",
+                "Tokens routed to each expert of this process, summed over its layers.",
                 "expert",
             ),
             expert_busiest=_gauge(
                 registry,
                 "expert_busiest_ratio",
-                "What a layer's busiest expert got of late, over what each got on average, in the "
-                "most uneven layer.",
+                "Recent load of a layer's busiest expert over the layer's average, in the most "
+                "uneven layer.",
             ),
         )
 
 
 @dataclass(frozen=True)
 class RefusalMetrics:
-    """Messages between processes that a worker did not take."""
+    """Messages between processes that a worker rejected."""
 
     refused: Counter
 
@@ -377,12 +380,10 @@ class RefusalMetrics:
             refused=_counter(
                 registry,
                 "refused_messages",
-                "Messages of UCX and shared memory that were not taken, by channel: frames "
-                "(between stages), handoff, parts"
-                " (between ranks); by reason: foreign (a stranger's or another pool's), earlier "
-                "(of an earlier forming), "
-                "crossed (for another member), replayed, skipped (others before it are missing), "
-                "damaged, oversized, late "
+                "Rejected messages of UCX and shared memory, by channel: frames (between stages), "
+                "handoff, parts (between ranks); by reason: foreign (of a stranger or another "
+                "pool), earlier (of an earlier pool formation), crossed (for another member), "
+                "replayed, skipped (messages before it are missing), damaged, oversized, late "
                 "(its session is over), repeated.",
                 "channel",
                 "reason",
@@ -393,13 +394,13 @@ class RefusalMetrics:
         )
 
     def count(self, channel: str) -> Callable[[str], object]:
-        """Return what counts a refusal of this channel, given its reason."""
+        """Return a function that counts a rejection on this channel, given its reason."""
         return lambda reason: self.refused.labels(channel, str(reason)).inc()
 
 
 @dataclass(frozen=True)
 class LeaderMetrics:
-    """The work of a pool, as its leader sees it."""
+    """Work of a pool, as its leader sees it."""
 
     queue_depth: Gauge
     queue_oldest_s: Gauge
@@ -413,35 +414,35 @@ class LeaderMetrics:
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
         return cls(
-            queue_depth=_gauge(registry, "queue_depth", "Requests waiting on this worker."),
+            queue_depth=_gauge(registry, "queue_depth", "Requests queued on this worker."),
             queue_oldest_s=_gauge(
                 registry,
                 "queue_oldest_seconds",
-                "Age of the request that waits longest on this worker.",
+                "Age of the oldest request queued on this worker.",
             ),
             queue_s=_histogram(
-                registry, "queue_seconds", "Time a request waited on this worker.", STAGE_S
+                registry, "queue_seconds", "Time a request was queued on this worker.", STAGE_S
             ),
             running=_gauge(registry, "running", "Requests that hold memory."),
-            prompt_tokens=_counter(registry, "prompt_tokens", "Prompt tokens computed."),
-            output_tokens=_counter(registry, "output_tokens", "Tokens drawn."),
+            prompt_tokens=_counter(registry, "prompt_tokens", "Prompt tokens prefilled."),
+            output_tokens=_counter(registry, "output_tokens", "Tokens sampled."),
             step_s=_histogram(
                 registry,
                 "pp_step_seconds",
-                "One batch through all stages, launch to result.",
+                "Time of one batch through all stages, from launch to result.",
                 STEP_S,
             ),
             idle_ratio=_gauge(
                 registry,
                 "pp_bubble_ratio",
-                "Share of recent time stage 0 had work in flight but none to do.",
+                "Share of recent time in which stage 0 was idle while batches were in flight.",
             ),
         )
 
 
 @dataclass(frozen=True)
 class SpeculationMetrics:
-    """Drafts on a decode pool that has one."""
+    """Drafts of a decode pool that speculates."""
 
     drafted: Counter
     accepted: Counter
@@ -451,17 +452,17 @@ class SpeculationMetrics:
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
         return cls(
-            drafted=_counter(registry, "spec_drafted_tokens", "Drafted tokens that were verified."),
+            drafted=_counter(registry, "spec_drafted_tokens", "Draft tokens that were verified."),
             accepted=_counter(
                 registry,
                 "spec_accepted_tokens",
-                "Drafted tokens that were accepted, by depth.",
+                "Draft tokens that were accepted, by depth.",
                 "depth",
             ),
             accept_length=_histogram(
                 registry,
                 "spec_accept_length",
-                "Tokens a speculating request got from a pass.",
+                "Tokens that a request gained per verification step.",
                 ACCEPT_LENGTHS,
             ),
             step_s=_histogram(
@@ -476,7 +477,7 @@ class SpeculationMetrics:
 
 @dataclass(frozen=True)
 class PoolMetrics:
-    """Memory of a pool: its ids are the same on every stage."""
+    """Memory of a pool; page and slot ids are the same on every stage."""
 
     pages_total: Gauge
     pages_used: Gauge
@@ -492,26 +493,24 @@ class PoolMetrics:
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
         return cls(
-            pages_total=_gauge(registry, "kv_pages", "Pages of the pool."),
-            pages_used=_gauge(registry, "kv_pages_used", "Pages under lease."),
+            pages_total=_gauge(registry, "kv_pages", "KV-cache pages of the pool."),
+            pages_used=_gauge(registry, "kv_pages_used", "KV-cache pages under lease."),
             slots_total=_gauge(registry, "state_slots", "Recurrent-state slots of the pool."),
             slots_used=_gauge(registry, "state_slots_used", "Recurrent-state slots under lease."),
-            usage_ratio=_gauge(
-                registry, "kv_usage_ratio", "Share of the pages that is under lease."
-            ),
+            usage_ratio=_gauge(registry, "kv_usage_ratio", "Share of KV-cache pages under lease."),
             pages_held=_gauge(
                 registry,
                 "kv_pages_held_for_transfer",
-                "Pages leased for bytes on their way, not for computing.",
+                "Pages leased for transfers in progress rather than for computing.",
             ),
             leases=_gauge(
                 registry,
                 "kv_leases",
-                "Requests that hold memory, by what for; those draining are counted twice.",
+                "Requests that hold memory, by state; draining ones are counted twice.",
                 "state",
             ),
             imbalances=_counter(
-                registry, "kv_imbalances", "Broken invariants, such as pages that nobody owns."
+                registry, "kv_imbalances", "Broken invariants, such as pages without an owner."
             ),
             cache_config=_info(
                 registry,
@@ -524,7 +523,7 @@ class PoolMetrics:
             compat=_info(
                 registry,
                 "compat",
-                "What must be equal on both sides of a handoff, as a digest.",
+                "Compatibility digest, which must match on both sides of a handoff.",
                 "hash",
             ),
         )
@@ -532,8 +531,11 @@ class PoolMetrics:
 
 @dataclass(frozen=True)
 class CacheMetrics:
-    """What a pool keeps of prompts. Three counters and no ratio: tokens that could have been there,
-    that were, and that were of use."""
+    """Prefix cache of a pool.
+
+    Three counters replace a ratio: tokens that could have been cached, tokens that were, and tokens
+    that were reused.
+    """
 
     queried: Counter
     matched: Counter
@@ -548,41 +550,40 @@ class CacheMetrics:
             queried=_counter(
                 registry,
                 "cache_queried_tokens",
-                "Prompt tokens of requests that looked for cached pages.",
+                "Prompt tokens looked up in the prefix cache.",
             ),
             matched=_counter(
-                registry, "cache_matched_tokens", "Those of them whose pages were there."
+                registry, "cache_matched_tokens", "Prompt tokens found in the prefix cache."
             ),
             reused=_counter(
                 registry,
                 "cache_reused_tokens",
-                "Those of them that were not computed again; on decode pools, not sent again.",
+                "Cached prompt tokens that were reused: not computed, or on decode pools not sent, again.",
             ),
             evicted=_counter(
                 registry,
                 "cache_evicted_pages",
-                "Pages that the cache gave up: pressure (a request needed them), flush (an "
-                "operator or a lost stage).",
+                "Pages evicted from the prefix cache, by cause: pressure (a request needed them), "
+                "flush (an operator or a lost stage).",
                 "cause",
                 zeros=(("pressure",), ("flush",)),
             ),
             pages=_gauge(
                 registry,
                 "cache_pages",
-                "Pages that the cache keeps, also those that requests share.",
+                "Pages in the prefix cache, including those that requests share.",
             ),
             snapshots=_gauge(
                 registry,
                 "cache_snapshots",
-                "Recurrent states that the cache keeps; to decode pools they "
-                "come with each prompt.",
+                "Recurrent states in the prefix cache; decode pools receive one with each prompt.",
             ),
         )
 
 
 @dataclass(frozen=True)
 class HandoffMetrics:
-    """Handoffs, as one side's leader saw them."""
+    """Handoffs, as the leader of one side sees them."""
 
     sessions: Gauge
     transfer_s: Histogram
@@ -595,42 +596,47 @@ class HandoffMetrics:
     @classmethod
     def create(cls, registry: CollectorRegistry) -> Self:
         return cls(
-            sessions=_gauge(registry, "kv_sessions", "Sessions open on this pool."),
+            sessions=_gauge(registry, "kv_sessions", "Open handoff sessions of this pool."),
             transfer_s=_histogram(
-                registry, "kv_transfer_seconds", "Session opened to everything moved.", TRANSFER_S
+                registry,
+                "kv_transfer_seconds",
+                "Time from session opened to all data moved.",
+                TRANSFER_S,
             ),
-            bytes_moved=_counter(registry, "kv_transfer_bytes", "Bytes moved.", "kind"),
+            bytes_moved=_counter(
+                registry, "kv_transfer_bytes", "Bytes transferred, by kind.", "kind"
+            ),
             failures=_counter(
                 registry,
                 "kv_transfer_failures",
-                "Sessions that failed.",
+                "Failed handoff sessions, by reason.",
                 "reason",
                 zeros=zip((*SESSION_FAILURES, "source_replaced")),
             ),
             handshake_s=_histogram(
                 registry,
                 "handshake_seconds",
-                "Session opened to every stage ready to send or receive.",
+                "Time from session opened to every stage ready to send or receive.",
                 TRANSFER_S,
             ),
             handshake_failures=_counter(
                 registry,
                 "handshake_failures",
-                "Sessions that failed before every stage was ready.",
+                "Handoff sessions that failed before every stage was ready, by reason.",
                 "reason",
                 zeros=zip(SESSION_FAILURES),
             ),
             leases_expired=_counter(
                 registry,
                 "kv_lease_expired",
-                "Requests ended because a handoff took longer than it may.",
+                "Requests ended because a handoff exceeded its time limit.",
             ),
         )
 
 
 @dataclass(frozen=True)
 class ArrivalMetrics:
-    """What only the receiving side of handoffs can know, and what becomes of the requests."""
+    """Metrics of the receiving side of handoffs, and of its requests."""
 
     exposed_s: Histogram
     integrity_failures: Counter
@@ -644,31 +650,31 @@ class ArrivalMetrics:
             exposed_s=_histogram(
                 registry,
                 "kv_transfer_exposed_seconds",
-                "First token known to everything landed and checked.",
+                "Time from first token known to all data received and verified.",
                 TRANSFER_S,
             ),
             integrity_failures=_counter(
-                registry, "kv_integrity_failures", "Items whose digest did not match."
+                registry, "kv_integrity_failures", "Received items whose digest did not match."
             ),
             unsent_bytes=_counter(
                 registry,
                 "cache_unsent_bytes",
-                "Bytes of prompts that did not cross: the pool had kept them.",
+                "Bytes of prompts that were not transferred because the pool had cached them.",
             ),
             preemptions=_counter(
-                registry, "preemptions", "Requests set back because pages ran out."
+                registry, "preemptions", "Requests preempted because pages ran out."
             ),
             local_prefills=_counter(
                 registry,
                 "local_prefill",
-                "Prompts computed here instead of on a prefill pool.",
+                "Prompts prefilled on this decode pool instead of a prefill pool.",
                 "reason",
                 zeros=(("preempted",), ("short_rest",)),
             ),
         )
 
     def preempted(self) -> None:
-        """A request was set back; its prompt is to be computed again. Any thread."""
+        """Count a preempted request, whose prompt is computed again. Thread-safe."""
         self.preemptions.inc()
         self.local_prefills.labels("preempted").inc()
 
@@ -680,7 +686,7 @@ def _counter(
     *labels: str,
     zeros: Iterable[tuple[str, ...]] = (),
 ) -> Counter:
-    """`zeros`: values of the labels that are exported before anything was counted."""
+    """Create a counter; `zeros` are label values that are exported before anything was counted."""
     counter = Counter(f"baton_{name}", text, labels, registry=registry)
     for values in zeros:
         counter.labels(*values)
@@ -692,7 +698,7 @@ def _gauge(registry: CollectorRegistry, name: str, text: str, *labels: str) -> G
 
 
 def _info(registry: CollectorRegistry, name: str, text: str, *labels: str) -> Info:
-    """Facts rather than figures; all `labels` are given at once, by `info`."""
+    """Create facts rather than figures; `info` sets all `labels` at once."""
     info = Info(f"baton_{name}", text, registry=registry)
     info.info(dict.fromkeys(labels, ""))
     return info
@@ -706,7 +712,7 @@ def _histogram(
     *labels: str,
     zeros: Iterable[str] = (),
 ) -> Histogram:
-    """`zeros`: values of its one label that are exported before anything was observed."""
+    """Create a histogram; `zeros` are label values that are exported before any observation."""
     histogram = Histogram(f"baton_{name}", text, labels, buckets=tuple(buckets), registry=registry)
     for value in zeros:
         histogram.labels(value)

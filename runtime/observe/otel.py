@@ -1,7 +1,7 @@
-"""`runtime.observe.tracing` by OpenTelemetry. Needs the extra `otel`; nothing else imports this
-module.
+"""OpenTelemetry implementation of `runtime.observe.tracing`. Needs the extra `otel`.
 
-The SDK's own variables hold, such as OTEL_TRACES_SAMPLER and OTEL_EXPORTER_OTLP_HEADERS.
+Only `runtime.observe.tracing_setup` imports this module. The SDK's own variables apply, such as
+OTEL_TRACES_SAMPLER and OTEL_EXPORTER_OTLP_HEADERS.
 """
 
 import time
@@ -20,12 +20,12 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from runtime.observe.tracing import Metadata, Span, current
 from runtime.version import VERSION
 
-EXPORT_S = 2  # at the end of the process too, when the collector is gone
+EXPORT_S = 2  # also limits the end of the process if the collector is gone
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class OtelSpan:
-    """Satisfies `runtime.observe.tracing.Span`."""
+    """OpenTelemetry implementation of `runtime.observe.tracing.Span`."""
 
     def __init__(self, tracer: Tracer, span: trace.Span) -> None:
         self._tracer = tracer
@@ -63,13 +63,15 @@ class OtelSpan:
         return tuple(carrier.items())
 
     def end(self) -> None:
-        if self._span.is_recording():  # not since it ended
+        if self._span.is_recording():  # otherwise it has already ended
             self._span.end()
 
 
 class OtelTracing:
-    """Satisfies `runtime.observe.tracing.Tracing`. Every span names the worker: which life of which
-    process it was."""
+    """OpenTelemetry implementation of `runtime.observe.tracing.Tracing`.
+
+    Every span names the worker, which identifies the process and its incarnation.
+    """
 
     def __init__(self, provider: TracerProvider, worker: str) -> None:
         self._provider = provider
@@ -78,7 +80,7 @@ class OtelTracing:
 
     @classmethod
     def to_collector(cls, endpoint: str, *, role: str, worker: str) -> Self:
-        """Sends spans in batches, from a thread of its own."""
+        """Create a tracing that sends spans in batches, from its own thread."""
         resource = Resource.create(
             {
                 "service.name": f"baton-{role}",

@@ -1,12 +1,13 @@
-"""Traces: spans that follow a request over processes, in W3C trace context. Off unless an endpoint
-is configured.
+"""Traces: spans that follow a request across processes, in W3C trace context.
+
+Tracing is off unless an endpoint is configured.
 
     with tracing.call("/baton.v1.Prefill/Run", metadata):        # around every call, and every request on a shared one
         note(request_id="r1")                                    # anything below, in this task or those it starts
         span = begin("baton.transfer.send"); ...; span.end()     # a child of the call's span
-        stub.Generate(..., metadata=outgoing())                  # the next process goes on with the trace
+        stub.Generate(..., metadata=outgoing())                  # the next process continues the trace
 
-Without an endpoint nothing is recorded, and the context a client brings still travels to the
+Without an endpoint no span is recorded, but a client's trace context is still passed to the
 workers.
 """
 
@@ -20,7 +21,7 @@ CONTEXT_KEYS = ("traceparent", "tracestate")
 
 
 class Span(Protocol):
-    """A part of a request's life. Ends once; ending again changes nothing."""
+    """A part of a request's life. Ends once; a second end has no effect."""
 
     def note(self, **attributes: str | int | float) -> None: ...
 
@@ -29,40 +30,40 @@ class Span(Protocol):
     def record(
         self, name: str, began_s: float, ended_s: float, **attributes: str | int | float
     ) -> None:
-        """A child that is over already; seconds of the monotonic clock."""
+        """Record a child span that is already over; seconds of the monotonic clock."""
         ...
 
     def fail(self, why: str) -> None:
-        """It ends with an error."""
+        """Mark the span as failed."""
         ...
 
     def outgoing(self) -> Metadata:
-        """What a call must carry for its server to go on with this trace."""
+        """Return the metadata with which a call continues this trace."""
         ...
 
     def end(self) -> None: ...
 
 
 class Tracing(Protocol):
-    """One per process."""
+    """Tracing of one process."""
 
     def call(self, method: str, metadata: Metadata) -> AbstractContextManager[Span]:
-        """A span around one incoming call; it is the current one inside the block."""
+        """Return a span around one incoming call, which is current inside the block."""
         ...
 
     def close(self) -> None:
-        """Send what is recorded. Blocks for as long as the exporter's limits allow."""
+        """Send all recorded spans. Blocks at most as long as the exporter's limits allow."""
         ...
 
 
 class NoopSpan:
-    """A span without a recorder: records nothing, and hands on the context that came in."""
+    """Span that records nothing and passes on the incoming context."""
 
     def __init__(self, context: Metadata = ()) -> None:
         self._context = context
 
     def note(self, **attributes: str | int | float) -> None:
-        """Nothing is recorded."""
+        """Do nothing."""
 
     def child(self, name: str, **attributes: str | int | float) -> Span:
         return self
@@ -70,16 +71,16 @@ class NoopSpan:
     def record(
         self, name: str, began_s: float, ended_s: float, **attributes: str | int | float
     ) -> None:
-        """Nothing is recorded."""
+        """Do nothing."""
 
     def fail(self, why: str) -> None:
-        """Nothing is recorded."""
+        """Do nothing."""
 
     def outgoing(self) -> Metadata:
         return self._context
 
     def end(self) -> None:
-        """There is nothing to end."""
+        """Do nothing."""
 
 
 _NOBODY = NoopSpan()
@@ -87,13 +88,13 @@ _current: ContextVar[Span] = ContextVar("span", default=_NOBODY)
 
 
 class NoTracing:
-    """Satisfies `Tracing`."""
+    """Tracing that records nothing."""
 
     def call(self, method: str, metadata: Metadata) -> AbstractContextManager[Span]:
         return current(NoopSpan(metadata))
 
     def close(self) -> None:
-        """There is nothing to send."""
+        """Do nothing."""
 
 
 UNTRACED = NoTracing()
@@ -101,8 +102,7 @@ UNTRACED = NoTracing()
 
 @contextmanager
 def current(span: Span) -> Iterator[Span]:
-    """Make it the one that `note`, `begin` and `outgoing` mean, in this task and those it
-    starts."""
+    """Make `span` current for `note`, `begin` and `outgoing`, in this task and those it starts."""
     token = _current.set(span)
     try:
         yield span
@@ -111,7 +111,7 @@ def current(span: Span) -> Iterator[Span]:
 
 
 def context_of(metadata: Iterable[tuple[str, str | bytes]] | None) -> Metadata:
-    """The trace context among a call's metadata."""
+    """Return the trace context in a call's metadata."""
     return tuple(
         (key, value)
         for key, value in metadata or ()
@@ -124,7 +124,7 @@ def note(**attributes: str | int | float) -> None:
 
 
 def begin(name: str, **attributes: str | int | float) -> Span:
-    """A child of the current span; the caller ends it."""
+    """Begin a child of the current span; the caller ends it."""
     return _current.get().child(name, **attributes)
 
 

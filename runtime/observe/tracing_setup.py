@@ -1,14 +1,15 @@
-"""Opens what the settings name, so that only a process that traces needs OpenTelemetry."""
+"""Choice of the tracing implementation, so that only a process that traces needs OpenTelemetry."""
 
 from runtime.errors import ConfigError
 from runtime.observe.tracing import UNTRACED, Tracing
 
 
 def open_tracing(endpoint: str, *, role: str, worker: str) -> Tracing:
-    """`endpoint` is a URL of an OTLP collector over gRPC, like http://127.0.0.1:4317; empty: no
-    tracing.
+    """Return the tracing for an endpoint; an empty endpoint disables tracing.
 
-    Raises ConfigError when OpenTelemetry is not installed or the URL is none.
+    `endpoint` is the URL of an OTLP collector over gRPC, such as http://127.0.0.1:4317.
+
+    Raises ConfigError if OpenTelemetry is not installed or the endpoint is not a URL.
     """
     check_endpoint(endpoint)
     if not endpoint:
@@ -23,7 +24,7 @@ def open_tracing(endpoint: str, *, role: str, worker: str) -> Tracing:
 
 
 def check_endpoint(endpoint: str) -> None:
-    """Raises ConfigError unless it is a URL, or empty."""
+    """Raise ConfigError unless the endpoint is a URL or empty."""
     if endpoint and not endpoint.startswith(("http://", "https://")):
         raise ConfigError(
             f"otel_endpoint must be like http://127.0.0.1:4317, got {endpoint!r}",

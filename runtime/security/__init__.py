@@ -1,4 +1,4 @@
-"""Certificates, tokens, and which caller may call which method."""
+"""Certificates, tokens, and access rules by method."""
 
 from runtime.security.access import client_security
 

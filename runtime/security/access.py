@@ -1,17 +1,18 @@
-"""What a process requires of its callers, and what it shows to those it calls: the one place that
-builds credentials.
+"""Requirements of a process for its callers, and the credentials that it presents to servers.
+
+Only this module builds credentials.
 
     class PrefillConfig(TlsConfig): ...                  settings tls_cert, tls_key, tls_ca
     tls = config.certificates()                          None: plain text
     GrpcServer(..., security=ServerSecurity(tls, pool=PeerRole.PREFILL))
     open_channel(address, security=ChannelSecurity(tls).to(PeerRole.DECODE))
 
-Between roles a certificate is checked for the role's name, not for the address: workers come and go
-under addresses that cannot be put into a certificate beforehand.
+Between roles a certificate is checked for the role's name, not for the address: the addresses of
+workers change and are not known when certificates are issued.
 
-Who may call which method is one table for all servers. A caller's roles are what its certificate
-says: a DNS name that is a role (`router`) or a URI `spiffe://DOMAIN/baton/ROLE`. Without
-certificates no caller has a name, and the network has to decide (docs/security.md).
+One table defines the access to every method for all servers. A caller's roles come from its
+certificate: a DNS name that is a role (`router`), or a URI `spiffe://DOMAIN/baton/ROLE`. Without
+certificates callers have no names, and the network must restrict access (docs/security.md).
 """
 
 import re
@@ -33,19 +34,19 @@ from runtime.security.tokens import AUTHORIZATION_KEY, OwnToken, TokenList
 
 
 class PeerRole(StrEnum):
-    """What a certificate can name its holder."""
+    """Role that a certificate can give its holder."""
 
     ROUTER = "router"
     PREFILL = "prefill"
     DECODE = "decode"
-    OPERATOR = "operator"  # a person who looks at workers and empties their caches
+    OPERATOR = "operator"  # a person who inspects workers and flushes their caches
 
 
 class Access(StrEnum):
-    """Who is let in."""
+    """Group of callers that may call a method."""
 
-    OPEN = "open"  # all who can connect, without a token
-    CLIENT = "client"  # all whom the server's token list, if it has one, lets in
+    OPEN = "open"  # every caller, without a token
+    CLIENT = "client"  # every caller that the server's token list, if it has one, accepts
     ROUTER = "router"
     WATCHER = "watcher"  # routers and operators
     POOL = "pool"  # stages of the server's own pool
@@ -54,9 +55,12 @@ class Access(StrEnum):
 
 @dataclass(frozen=True)
 class Caller:
-    """A client, by what it has shown. `identity` keeps apart what belongs to different ones; all
-    that have shown nothing share the empty one. `names` are for settings, `address` is where its
-    connection comes from. `is_operator`: it may call what is for operators."""
+    """A client, identified by its credentials.
+
+    `identity` separates the data of different clients; clients without credentials share the empty
+    one. `names` are for settings. `address` is the origin of the connection. `is_operator`: it may
+    call methods for operators.
+    """
 
     identity: str = ""
     names: frozenset[str] = frozenset()
@@ -65,8 +69,7 @@ class Caller:
 
     @property
     def account(self) -> str:
-        """What it takes and leaves to others is reckoned by: who it is, or else where it comes
-        from."""
+        """Return the key of its share of resources: its identity, or else its address."""
         return self.identity or self.address
 
 
@@ -86,11 +89,11 @@ METHODS: Mapping[str, Access] = {
     "/baton.v1.Worker/FlushCache": Access.WATCHER,
     "/baton.v1.Pipeline/Join": Access.POOL,
 }
-# Services of other packages, whole but for methods with a row of their own.
+# Services of other packages. A row for a method overrides the row of its service.
 SERVICES: Mapping[str, Access] = {
     "vllm.grpc.engine.VllmEngine": Access.CLIENT,
     "vllm.grpc.engine.VllmEngine/FlushCache": Access.WATCHER,
-    # it shows tokens of everybody's prompts
+    # it exposes tokens of all clients' prompts
     "vllm.grpc.engine.VllmEngine/SubscribeKvEvents": Access.WATCHER,
     "grpc.channelz.v1.Channelz": Access.WATCHER,
     "grpc.health.v1.Health": Access.OPEN,
@@ -102,16 +105,20 @@ _SPIFFE_ID = re.compile(r"spiffe://[a-z0-9._-]+/baton/([a-z]+)")
 
 
 def access_to(method: str) -> Access:
-    """`method` is a full path, "/baton.v1.Prefill/Serve". One that is in neither table is
-    closed."""
+    """Return the access group of a method, given as a full path such as "/baton.v1.Prefill/Serve".
+
+    A method in neither table is closed.
+    """
     path = method.removeprefix("/")
     service = path.partition("/")[0]
     return METHODS.get(method) or SERVICES.get(path) or SERVICES.get(service, Access.NOBODY)
 
 
 def certified(auth_context: Mapping[str, Iterable[bytes]]) -> Caller:
-    """Whom a verified certificate names: by its DNS names and URIs, without any by its common
-    name."""
+    """Return the caller that a verified certificate names.
+
+    DNS names and URIs identify it, or else its common name.
+    """
     named = [*auth_context.get("peer_dns", ()), *auth_context.get("peer_uri", ())]
     names = sorted(
         {
@@ -123,8 +130,7 @@ def certified(auth_context: Mapping[str, Iterable[bytes]]) -> Caller:
 
 
 def network_of(address: str) -> bytes:
-    """Return what stands for the peer at an address: all of an IPv4 address, the network of an IPv6
-    one."""
+    """Return the bytes that identify a peer: its IPv4 address, or the network of its IPv6 address."""
     if ":" not in address:
         return socket.inet_pton(socket.AF_INET, address)
     packed = socket.inet_pton(socket.AF_INET6, address.partition("%")[0])
@@ -133,17 +139,19 @@ def network_of(address: str) -> bytes:
 
 
 def address_of(peer: str) -> str:
-    """Return the address in what gRPC calls a peer, without its port: of IPv6 the network that it
-    is of."""
+    """Return the address of a peer in gRPC's notation, without its port.
+
+    An IPv6 address is reduced to its network.
+    """
     host = unquote(peer.partition(":")[2].rpartition(":")[0]).strip("[]")
     try:
         return network_of(host).hex()
     except OSError:
-        return peer  # of a socket that has none
+        return peer  # a socket without an address
 
 
 def roles_of(auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[PeerRole]:
-    """The roles a verified certificate gives, from the properties gRPC has read out of it."""
+    """Return the roles of a verified certificate, from the properties that gRPC extracted."""
     named = [name.decode(errors="replace") for name in auth_context.get("peer_dns", ())]
     for uri in auth_context.get("peer_uri", ()):
         if found := _SPIFFE_ID.fullmatch(uri.decode(errors="replace")):
@@ -152,7 +160,10 @@ def roles_of(auth_context: Mapping[str, Iterable[bytes]]) -> frozenset[PeerRole]
 
 
 def check_role(method: str, roles: frozenset[PeerRole], *, pool: PeerRole | None) -> None:
-    """`pool` is the role of the pool the server leads, if it does. Raises PermissionDeniedError."""
+    """Check that one of the roles may call the method. Raises PermissionDeniedError.
+
+    `pool` is the role of the pool that the server leads, if any.
+    """
     rules: Mapping[Access, tuple[PeerRole, ...]] = {
         Access.ROUTER: (PeerRole.ROUTER,),
         Access.WATCHER: _WATCHERS,
@@ -171,18 +182,18 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class ClientCertificates(StrEnum):
-    """Whether a TLS server requires one."""
+    """Whether a TLS server requires client certificates."""
 
     REQUIRED = "required"
     NONE = "none"
 
 
 class TlsConfig(Config):
-    """Settings of every process that listens and calls others: all three files, or plain text."""
+    """TLS settings of a process that serves and calls others: all three files, or plain text."""
 
     health_listen: AddressField | None = Field(
         default=None,
-        description="HOST:PORT that serves health alone, in plain text, for probes without TLS",
+        description="HOST:PORT that serves only health, in plain text, for probes without TLS",
     )
     tls_cert: Path | None = Field(
         default=None, description="PEM certificate of this process; its DNS name is its role"
@@ -193,8 +204,10 @@ class TlsConfig(Config):
     )
 
     def certificates(self) -> CertificateStore | None:
-        """None without any of the files. Raises ConfigError when some are missing or cannot be
-        used."""
+        """Return the certificates, or None without any of the files.
+
+        Raises ConfigError if some files are missing or cannot be used.
+        """
         files = {name: getattr(self, name) for name in ("tls_cert", "tls_key", "tls_ca")}
         missing = [name for name, path in files.items() if path is None]
         if len(missing) == len(files):
@@ -209,8 +222,10 @@ class TlsConfig(Config):
 
 @dataclass(frozen=True)
 class ServerSecurity:
-    """`pool` is the role whose stages may join, `tokens` what clients of the public API must
-    show."""
+    """Requirements of a server.
+
+    `pool` is the role whose stages may join. `tokens` are those of clients of the public API.
+    """
 
     certificates: CertificateStore | None = None
     client_certificates: ClientCertificates = ClientCertificates.REQUIRED
@@ -219,7 +234,7 @@ class ServerSecurity:
 
     @property
     def names_clients(self) -> bool:
-        """Whether `caller` can distinguish clients."""
+        """Return whether `caller` can distinguish clients."""
         has_names = (
             self.certificates is not None
             and self.client_certificates is ClientCertificates.REQUIRED
@@ -228,23 +243,25 @@ class ServerSecurity:
 
     @property
     def weakness(self) -> str:
-        """What an operator of a server beyond loopback has to know; empty if nothing."""
+        """Return the weakness of a server outside loopback, or "" if there is none."""
         if not self.names_clients:
-            return "open to everybody who can reach it: no certificates and no tokens are asked for"
+            return "open to every caller that can reach it: it requires neither certificates nor tokens"
         if self.certificates is None:
-            return "asking for tokens in plain text: everybody on the way can read them"
+            return "accepting tokens in plain text: everyone on the network path can read them"
         return ""
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """None: plain text."""
+        """Return the server's credentials, or None for plain text."""
         if self.certificates is None:
             return None
         required = self.client_certificates is ClientCertificates.REQUIRED
         return self.certificates.server_credentials(require_client_certificate=required)
 
     def check(self, method: str, context: Context) -> None:
-        """Raises UnauthenticatedError or PermissionDeniedError for a caller who may not call
-        `method`."""
+        """Check that the caller may call `method`.
+
+        Raises UnauthenticatedError or PermissionDeniedError.
+        """
         access = access_to(method)
         if access is Access.CLIENT:
             if self.tokens is not None:
@@ -255,8 +272,10 @@ class ServerSecurity:
             check_role(method, roles_of(context.auth_context()), pool=self.pool)
 
     def caller(self, context: Context) -> Caller:
-        """Who calls a method for clients, after `check`: the holder of a token, else of a
-        certificate, else whoever comes from that address."""
+        """Return the client, after `check`.
+
+        It is identified by its token, else by its certificate, else by its address.
+        """
         roles = (
             frozenset[PeerRole]() if self.certificates is None else roles_of(context.auth_context())
         )
@@ -279,8 +298,11 @@ def _authorization(context: Context) -> str | None:
 
 @dataclass(frozen=True)
 class ChannelSecurity:
-    """What a caller shows, and which servers it accepts. `server_name` is the DNS name the server's
-    certificate must have; empty: the host of the address."""
+    """Credentials of a caller, and the servers that it accepts.
+
+    `server_name` is the DNS name that the server's certificate must have; if empty, the host of the
+    address.
+    """
 
     certificates: CertificateStore | None = None
     token: OwnToken | None = None
@@ -291,15 +313,15 @@ class ChannelSecurity:
         return self.certificates is None and self.token is None
 
     def shown(self) -> object:
-        """What servers see of it: the same object until the files change."""
+        """Return the current certificates: the same object until the files change."""
         return None if self.certificates is None else self.certificates.current()
 
     def to(self, role: PeerRole) -> "ChannelSecurity":
-        """For a channel to a server that must hold this role."""
+        """Return the security of a channel to a server with this role."""
         return replace(self, server_name=role.value)
 
     def check_target(self, address: str) -> None:
-        """Raises ConfigError when the token would be readable on the network."""
+        """Raise ConfigError if the token would be readable on the network."""
         if (
             self.token is not None
             and self.certificates is None
@@ -319,10 +341,12 @@ def client_security(
     token_file: Path | None = None,
     server_name: str = "",
 ) -> ChannelSecurity:
-    """What a client of the public API was given; `tls_ca` turns TLS on. Raises ConfigError naming
-    the file that is missing or cannot be used."""
+    """Return the security of a client of the public API; `tls_ca` enables TLS.
+
+    Raises ConfigError naming the file that is missing or cannot be used.
+    """
     if tls_ca is None and (tls_cert is not None or tls_key is not None):
-        raise ConfigError("tls_ca is missing: it says which servers to trust", field="tls_ca")
+        raise ConfigError("tls_ca is missing: it defines which servers to trust", field="tls_ca")
     certificates = None if tls_ca is None else CertificateStore(TlsFiles(tls_ca, tls_cert, tls_key))
     return ChannelSecurity(
         certificates, None if token_file is None else OwnToken(token_file), server_name

@@ -1,8 +1,9 @@
 """TLS certificates of a process, from PEM files that may be replaced while it runs.
 
-store = CertificateStore(TlsFiles(ca=..., cert=..., key=...))    # ConfigError names the setting that cannot work
-store.server_credentials()                # every new connection is shaken with the files as they are then
-store.current().channel_credentials()     # see runtime.rpc.redial for channels that outlive the files
+store = CertificateStore(TlsFiles(ca=..., cert=..., key=...))    # ConfigError names the invalid
+setting store.server_credentials()                # every new handshake uses the files of that time
+store.current().channel_credentials()     # see runtime.rpc.redial for channels that outlive the
+files
 """
 
 import ssl
@@ -17,8 +18,11 @@ from runtime.security.file_reload import Contents, Watched
 
 @dataclass(frozen=True)
 class TlsFiles:
-    """PEM files. `ca` is the authority this process accepts; `cert` (with intermediates) and `key`
-    (not encrypted) show who it is, and may be absent in a client that shows a token or nothing."""
+    """Paths of PEM files.
+
+    `ca` is the accepted authority. `cert` (with intermediates) and `key` (not encrypted) identify
+    this process. A client that presents a token or no credential needs neither.
+    """
 
     ca: Path
     cert: Path | None = None
@@ -27,7 +31,7 @@ class TlsFiles:
 
 @dataclass(frozen=True, repr=False)
 class Certificates:
-    """One state of the files. No repr: it holds the private key."""
+    """One state of the files. Has no repr, because it contains the private key."""
 
     ca: bytes
     cert: bytes | None
@@ -45,11 +49,14 @@ class Certificates:
 
 
 class CertificateStore:
-    """The newest files that work. Any thread."""
+    """Certificates from the newest valid files. Thread-safe."""
 
     def __init__(self, files: TlsFiles) -> None:
-        """Raises ConfigError naming the setting: a file that cannot be read, is not PEM, or a key
-        of another certificate."""
+        """Load the files.
+
+        Raises ConfigError naming the setting if a file cannot be read, is not PEM, or the key
+        belongs to another certificate.
+        """
         if (files.cert is None) != (files.key is None):
             missing, given = (
                 ("tls_key", "tls_cert") if files.key is None else ("tls_cert", "tls_key")
@@ -63,20 +70,20 @@ class CertificateStore:
 
     @property
     def has_own(self) -> bool:
-        """Whether there is a certificate to show, not only an authority to trust."""
+        """Return whether there is a certificate to present, not only an authority to trust."""
         return self._files.cert is not None
 
     def current(self) -> Certificates:
-        """The same object until the files change."""
+        """Return the current certificates: the same object until the files change."""
         return self._watched.current()
 
     def server_credentials(self, *, require_client_certificate: bool) -> grpc.ServerCredentials:
-        """Credentials that look at the files before every handshake."""
+        """Return credentials that check the files before every handshake."""
         if self._files.cert is None:
-            raise ConfigError("tls_cert is missing: a server cannot do without", field="tls_cert")
+            raise ConfigError("tls_cert is missing: a server needs it", field="tls_cert")
         used = self.current()
 
-        def newer() -> grpc.ServerCertificateConfiguration | None:  # called by gRPC's threads
+        def newer() -> grpc.ServerCertificateConfiguration | None:  # gRPC's threads call it
             nonlocal used
             found = self.current()
             if found is used:
@@ -86,12 +93,14 @@ class CertificateStore:
 
         return grpc.dynamic_ssl_server_credentials(
             used.server_configuration(with_ca=require_client_certificate),
-            newer,  # type: ignore[arg-type]  # in the stubs None is missing, which means no change
+            newer,  # type: ignore[arg-type]  # the stubs lack None, which means no change
             require_client_certificate,
         )
 
     def _make(self, contents: Contents) -> Certificates:
-        """Checked by OpenSSL, because gRPC does not report why it cannot use a file."""
+        """Return the certificates after a check by OpenSSL: gRPC does not report why a file is
+        invalid.
+        """
         for setting in ("tls_ca", "tls_cert"):
             if setting in contents:
                 _check_certificates(setting, contents[setting])
@@ -111,7 +120,7 @@ class CertificateStore:
 
 def _check_certificates(setting: str, pem: bytes) -> None:
     try:
-        # Bundles have comments in all languages between their certificates, which are ASCII.
+        # Bundles have comments in any language between their certificates, which are ASCII.
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(
             cadata=pem.decode("ascii", errors="ignore")
         )

@@ -1,8 +1,7 @@
-"""Values made of files, made again when the files change: certificates and tokens, rotated under a
-running process.
+"""Values from files that are reloaded when the files change, such as certificates and tokens.
 
 tokens = Watched({"token_file": path}, make=parse)       # reads now; ConfigError names the setting
-tokens.current()                                         # the value of the files as they are now
+tokens.current()                                         # the value of the current files
 """
 
 import logging
@@ -19,19 +18,20 @@ from runtime.errors import ConfigError
 T = TypeVar("T")
 Contents = Mapping[str, bytes]
 _Stamp = tuple[tuple[int, int, int] | None, ...]
-_ATTEMPTS = 5  # to read files that are being replaced while we read
-_GRAIN_NS = (
-    50_000_000  # a file that changes twice within a tick of its file system's clock looks the same
-)
+_ATTEMPTS = 5  # attempts to read files that are being replaced at the same time
+# A file that changes twice within a clock tick of its file system has the same time stamp.
+_GRAIN_NS = 50_000_000
 
 logger = logging.getLogger(__name__)
 
 
 class Watched(Generic[T]):
-    """`files` maps the setting that names a file to its path; `make` gets their contents by setting
-    and raises ConfigError for those that do not work. `current` may be called from any thread; it
-    costs one stat per file, and one reading more while they were written just before they were
-    read."""
+    """Value made from files, which `current` reloads when they change. Thread-safe.
+
+    `files` maps a setting to the path that it names. `make` gets the contents by setting, and
+    raises ConfigError if they are invalid. `current` takes one stat per file. It also reads the
+    files if they were written just before the last read.
+    """
 
     def __init__(self, files: Mapping[str, Path], make: Callable[[Contents], T]) -> None:
         self._files = dict(files)
@@ -42,8 +42,11 @@ class Watched(Generic[T]):
         self._stamp, self._value = self._read()
 
     def current(self) -> T:
-        """Never raises: files that cannot be used (half of a pair replaced, for example) are logged
-        once, and the last value that could be stays in use."""
+        """Return the value of the current files. Never raises.
+
+        Invalid files, such as a half-replaced pair, are logged once, and the last valid value stays
+        in use.
+        """
         with self._lock:
             stamp = self._look()
             if stamp != self._stamp or self._has_changed_unseen():
@@ -51,19 +54,21 @@ class Watched(Generic[T]):
                 try:
                     self._stamp, self._value = self._read()
                     logger.info(
-                        "files were replaced and are in use",
+                        "reloaded replaced files",
                         extra={"settings": " ".join(self._files)},
                     )
                 except ConfigError as error:
                     logger.warning(
-                        "files were replaced but cannot be used, the old ones stay in use: %s",
+                        "replaced files are invalid, the previous ones stay in use: %s",
                         error,
                     )
             return self._value
 
     def _look(self) -> _Stamp:
-        """What a replaced file differs in; None for one that is not there. Follows links, as
-        Kubernetes swaps those."""
+        """Return a stamp per file that a replacement changes, or None for a missing file.
+
+        Follows links, because Kubernetes replaces those.
+        """
         return tuple(map(_stamp_of, self._files.values()))
 
     def _has_changed_unseen(self) -> bool:
@@ -80,7 +85,7 @@ class Watched(Generic[T]):
         return self._seen
 
     def _read(self) -> tuple[_Stamp, T]:
-        """The value of one state of all files, and its stamp. Raises ConfigError."""
+        """Return the value of one consistent state of all files, and its stamp. Raises ConfigError."""
         before = self._look()
         for _ in range(_ATTEMPTS):
             contents = self._see()

@@ -1,12 +1,12 @@
-"""Bearer tokens: one per line of a file; blank lines and lines that begin with # do not count.
+"""Bearer tokens: one per line of a file; blank lines and lines that begin with # are ignored.
 
     7f3a...             a token
-    batch 7f3a...       a token whose holder is called batch; several may have one name
+    batch 7f3a...       a token whose holder is named batch; several tokens may have one name
 
-    TokenList(path).check("Bearer abc...")      servers: any token of the file is good, so that clients can change over
+    TokenList(path).check("Bearer abc...")      servers: accept any token of the file, so that clients can switch
     OwnToken(path).current()                    clients: the first token of the file
 
-Both look at the file again at every call.
+Both check the file for changes at every call.
 """
 
 import hashlib
@@ -21,15 +21,17 @@ AUTHORIZATION_KEY = "authorization"
 MIN_TOKEN_CHARACTERS = 16
 _SETTING = "token_file"
 _SCHEME = "bearer"
-_NAME = re.compile(r"[A-Za-z0-9._-]{1,15}")  # shorter than any token, which therefore is none
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,15}")  # shorter than any token, so a token never matches
 
 
 class TokenList:
-    """The tokens that open a server. Only their digests are kept."""
+    """Tokens that a server accepts. Only their digests are kept."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError when the file cannot be read, has no token, or one that is easily
-        guessed."""
+        """Load the tokens.
+
+        Raises ConfigError if the file cannot be read, has no token, or has one that is too short.
+        """
         self._holders = Watched(
             {_SETTING: path},
             lambda contents: tuple(
@@ -38,8 +40,9 @@ class TokenList:
         )
 
     def check(self, authorization: str | None) -> str:
-        """The name of the token's holder; of one without a name, a part of its digest. Takes the
-        same time whichever of them it is, and how much of it is right.
+        """Return the name of the token's holder, or a part of its digest if it has no name.
+
+        Takes the same time whichever token matches, and however much of it is right.
 
         Raises:
             UnauthenticatedError: the header does not carry one of the tokens.
@@ -61,10 +64,10 @@ class TokenList:
 
 
 class OwnToken:
-    """The token a client shows."""
+    """Token that a client presents."""
 
     def __init__(self, path: Path) -> None:
-        """Raises ConfigError as TokenList does."""
+        """Load the token. Raises ConfigError as TokenList does."""
         self._token = Watched({_SETTING: path}, lambda contents: _tokens_in(path, contents)[0][1])
 
     def metadata(self) -> tuple[str, str]:
@@ -72,8 +75,10 @@ class OwnToken:
 
 
 def read_tokens(path: Path) -> list[tuple[str, str]]:
-    """Names, empty where none is given, and tokens, for what compares them itself. Raises
-    ConfigError as TokenList does."""
+    """Return (name or "", token) pairs, for code that compares tokens itself.
+
+    Raises ConfigError as TokenList does.
+    """
     return Watched({_SETTING: path}, lambda contents: _tokens_in(path, contents)).current()
 
 
@@ -82,7 +87,7 @@ def _digest(token: str) -> bytes:
 
 
 def _tokens_in(path: Path, contents: Contents) -> list[tuple[str, str]]:
-    """Names, empty where none is given, and tokens."""
+    """Return (name or "", token) pairs."""
     try:
         lines = [line.strip() for line in contents[_SETTING].decode("ascii").splitlines()]
     except UnicodeDecodeError as error:

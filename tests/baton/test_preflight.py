@@ -75,7 +75,7 @@ def test_a_partition_fits_stages_and_layers(
     [
         ("{", "cannot be read"),
         ("[" * 100_000, "cannot be read"),
-        ("[]", "must hold a JSON object"),
+        ("[]", "must contain a JSON object"),
         ('{"text_config": 5}', "text_config must be an object"),
     ],
 )

@@ -109,7 +109,7 @@ def test_a_token_that_the_model_cannot_draw_is_named(tmp_path: Path, token: str,
     )
     assert found.ids == (2,)
     assert found.notice == (
-        f"tokenizer_config.json states the eos_token '{token}', at which no answer ends: {why}"
+        f"tokenizer_config.json states the eos_token '{token}', at which no response ends: {why}"
     )
 
 

@@ -74,7 +74,9 @@ def test_an_impossible_value_is_one_clear_line(
         read(tmp_path, {field: value})
     line = str(caught.value)
     assert line.startswith(f"generation_config.json: {field} {rule}")
-    assert line.endswith("let the router ignore the file's sampling (--generation-config none)")
+    assert line.endswith(
+        "make the router ignore the file's sampling defaults (--generation-config none)"
+    )
     assert "\n" not in line
 
 

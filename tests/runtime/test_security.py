@@ -395,9 +395,9 @@ async def test_what_is_weak_beyond_this_machine_is_warned_of(
 ) -> None:
     store, tokens = authority.store(tmp_path, "router"), TokenList(token_file)
     expected = {
-        ServerSecurity(): "open to everybody",
-        ServerSecurity(store, ClientCertificates.NONE): "open to everybody",
-        ServerSecurity(tokens=tokens): "asking for tokens in plain text",
+        ServerSecurity(): "open to every caller",
+        ServerSecurity(store, ClientCertificates.NONE): "open to every caller",
+        ServerSecurity(tokens=tokens): "accepting tokens in plain text",
         ServerSecurity(store): "",
         ServerSecurity(store, ClientCertificates.NONE, tokens): "",
     }

@@ -61,7 +61,7 @@ def test_one_is_made_of_its_files_and_nothing_is_written_beside_them(tmp_path: P
     before = sorted(model.iterdir())
     assert find_tokenizer(model, cache) is None
     assert make_tokenizer(model, cache).endswith(
-        "is used, which transformers made of its other files"
+        "is used, which transformers made from its other files"
     )
     made = find_tokenizer(model, cache)
     assert made is not None
@@ -110,7 +110,7 @@ def test_one_is_made_of_a_sentencepiece_model(tmp_path: Path) -> None:
         {"BATON_CACHE_DIR": str(tmp_path / "cache")},
     )
     assert make_tokenizer(model, cache).endswith(
-        "is used, which transformers made of its other files"
+        "is used, which transformers made from its other files"
     )
     made = find_tokenizer(model, cache)
     assert made is not None
@@ -143,7 +143,7 @@ def test_mistrals_own_format_is_named(tmp_path: Path) -> None:
     (tmp_path / "tekken.json").write_text("{}")
     notice = make_tokenizer(tmp_path, {"BATON_CACHE_DIR": str(tmp_path)})
     assert (
-        "has no tokenizer.json but tekken.json, a format of Mistral's that is not read: texts and"
+        "has no tokenizer.json but tekken.json, a format of Mistral's that is not supported: texts and"
         in notice
     )
 
@@ -158,7 +158,7 @@ def test_what_cannot_be_made_is_said(tmp_path: Path) -> None:
     broken = vocabulary(tmp_path / "broken")
     (broken / "vocab.json").write_text("[")
     notice = make_tokenizer(broken, cache)
-    assert "none could be made of its other files: transformers cannot read them: " in notice
+    assert "none could be made from its other files: transformers cannot read them: " in notice
     assert "\n" not in notice
     assert find_tokenizer(broken, cache) is None
     (broken / "tokenizer.json").write_text("{}")
