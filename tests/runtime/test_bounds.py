@@ -320,7 +320,7 @@ async def test_a_path_that_is_no_text_stops_nothing(
                 )
         assert servicer.running == {"r"}, "what was under way goes on"
         await stub.GetLoad(pb.GetLoadRequest(), wait_for_ready=True, timeout=20)
-        assert "it is taken again" in caplog.text
+        assert "gRPC closed its port" in caplog.text
         lasting = server.grpc
         assert isinstance(lasting, LastingServer)
         await eventually(lambda: lasting.num_former == 1, "former servers without calls")
