@@ -1,12 +1,12 @@
-"""What kernels that numba compiles for the host share: how they are kept, called and fed.
+"""Compilation, caching and launching of the kernels that numba compiles for the host.
 
 A kernel is a C function of one argument, the address of a record of sizes and addresses. Every
-thread of a team calls it, and they share the work by counting items up. It cannot raise, so it also
-counts what is done. The threads are torch's own.
+thread of a team calls it, and the threads share the work through an atomic item counter. A kernel
+cannot raise, so it also counts the completed items. The threads are torch's own.
 
-A kernel allocates nothing: what a thread needs beside its registers is its seat, a part of the
-memory that the launch holds until all threads are done. numba frees an array of its own behind the
-last use of the variable, and that its address was taken is no use to it.
+A kernel allocates nothing. Each thread has a seat, a part of the memory that the launch holds until
+all threads are done. An array allocated by numba would be freed after the last use of its variable,
+even if its address is still in use.
 """
 
 import ctypes
@@ -40,20 +40,22 @@ _FORM = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class Team:
-    """Runs a function on as many threads as torch's products have, and on the same ones: OpenMP's
-    threads wait for work by spinning, so threads of another pool would have to share their cores
-    with them."""
+    """A launcher of functions on the same threads as torch's products.
+
+    OpenMP's threads wait for work by spinning, so threads of another pool would have to share their
+    cores with them.
+    """
 
     def __init__(self) -> None:
-        # GOMP_parallel(function, data, num_threads, flags) is how gcc's code starts a parallel
-        # region; torch brings the library that has it, and another OpenMP than gcc's answers to
-        # this name, too.
+        # GOMP_parallel(function, data, num_threads, flags) starts a parallel region in code of gcc.
+        # torch ships a library with this function; other OpenMP libraries provide it as well.
         self._parallel = _gomp_parallel()
 
     def run(self, function: int, argument: int, *, num_parts: int) -> None:
-        """Call the C function `void (*)(void *)` at that address with the argument, on every
-        thread, but not on more than there are parts; returns when all have. They must agree among
-        themselves who does what."""
+        """Call the C function `void (*)(void *)` at this address on every thread, and wait for all.
+
+        At most `num_parts` threads are used. The function divides the work among them.
+        """
         num_threads = min(torch.get_num_threads(), num_parts)
         if num_threads <= 1 or self._parallel is None:
             _callable(function)(argument)
@@ -68,7 +70,7 @@ def _callable(function: int) -> Callable[[int], None]:
 
 @cache
 def _gomp_parallel() -> Callable[[int, int, int, int], None] | None:
-    """None in a build of torch without OpenMP, or with another name for its library."""
+    """Return GOMP_parallel, or None if torch has no OpenMP or its library has another name."""
     form = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint)
     try:
         return form(("GOMP_parallel", ctypes.CDLL(str(_LIBRARY))))
@@ -77,38 +79,39 @@ def _gomp_parallel() -> Callable[[int, int, int, int], None] | None:
 
 
 def parallel_address() -> int:
-    """Of GOMP_parallel; 0 where there is none."""
+    """Return the address of GOMP_parallel; 0 if it is not available."""
     parallel = _gomp_parallel()
     return 0 if parallel is None else ctypes.cast(parallel, ctypes.c_void_p).value or 0  # type: ignore[arg-type]
 
 
+# numba has no bf16 and works on its bits.
 STORED_AS = {
     torch.bfloat16: np.uint16,
     torch.float32: np.float32,
-}  # numba has no bf16, only its bits
+}
+# Fast math that preserves NaN.
 NUMBERS = {
     "fastmath": {"reassoc", "contract", "nsz", "arcp"},
     "error_model": "numpy",
-}  # NaN stays NaN
-# Functions that kernels call become part of them. A called one would be a symbol that a process
-# which has just compiled it, and one that has loaded the kernel, resolve to code of different bits.
+}
+# Functions that kernels call are inlined. A separate function would be a symbol. A process that has
+# just compiled it and one that has loaded the kernel could resolve it to code with different bits.
 PART = {**NUMBERS, "inline": "always"}
-# Operations in the order in which they are written, one rounding each: for kernels whose sums have
-# an order (`dot.py`).
+# Operations in source order, with one rounding each, for kernels whose sums have a defined order
+# (`dot.py`).
 STRICT = {"error_model": "numpy"}
 STRICT_PART = {**STRICT, "inline": "always"}
-NEXT, DONE, NUM_ITEMS, SEATS, SCRATCH = 0, 1, 2, 3, 4  # the places of these fields in every record
-_LINE_BYTES = 64  # of a cache: seats share none
-# The processes of a host that start together would all compile the same kernels; so one does, and
-# the others load them. Each kernel of each installation is locked by itself: whoever compiles one
-# and stands still holds up no other.
+NEXT, DONE, NUM_ITEMS, SEATS, SCRATCH = 0, 1, 2, 3, 4  # indices of these fields in every record
+_LINE_BYTES = 64  # of a cache; seats share no line
+# Processes of a host that start together would all compile the same kernels. So one process
+# compiles, and the others load. Each kernel of each installation has its own lock, so a stalled
+# compilation blocks no other kernel.
 LOCK_FILE = Path(tempfile.gettempdir()) / f"baton-kernels-{os.getuid()}.lock"
-PATIENCE_S = 60.0  # the slowest kernel takes 13 s of a core of its own, and there may be none
+PATIENCE_S = 60.0  # the slowest kernel takes 13 s of one core, and all cores may be busy
 
 
 class Attempt(Enum):
-    """What `compile_kernel` does about a kernel that is not kept, or that another process has
-    locked."""
+    """The behavior of `compile_kernel` if a kernel is not cached or is locked by another process."""
 
     WAIT = "wait for the other, or compile"
     UNLOCKED = "compile, but where another has it raise KernelLockedError"
@@ -116,31 +119,32 @@ class Attempt(Enum):
 
 
 class KernelLockedError(Exception):
-    """Another process compiles it, or is about to load it."""
+    """Another process is compiling the kernel or is about to load it."""
 
 
 class KernelMissingError(Exception):
-    """No process has compiled it yet."""
+    """No process has compiled the kernel yet."""
 
 
 class LaunchRecorder(Protocol):
-    """Notes what kernels were called with, to call them so again."""
+    """A recorder of kernel launches for replay."""
 
     def add_launch(self, function: int, arguments: bytes, seat_bytes: int) -> None:
-        """The C function at that address has been called with this record, on seats of so many
-        bytes together."""
+        """Record a call of the C function at this address with this record.
+
+        `seat_bytes` is the size of all seats together.
+        """
         ...
 
 
-recorders: ContextVar[LaunchRecorder | None] = ContextVar(
-    "recorders", default=None
-)  # of this thread's launches
+# The recorder of this thread's launches.
+recorders: ContextVar[LaunchRecorder | None] = ContextVar("recorders", default=None)
 _attempt: ContextVar[Attempt] = ContextVar("attempt", default=Attempt.WAIT)
 
 
 @contextmanager
 def trying(attempt: Attempt) -> Iterator[None]:
-    """For what this thread calls within the block."""
+    """Set the behavior of `compile_kernel` in this thread during the block."""
     token = _attempt.set(attempt)
     try:
         yield
@@ -149,13 +153,18 @@ def trying(attempt: Attempt) -> Iterator[None]:
 
 
 def has_kernels(*dtypes: torch.dtype) -> bool:
-    """Whether host kernels take all of these types."""
+    """Return whether host kernels support all of these dtypes."""
     return all(dtype in STORED_AS for dtype in dtypes)
 
 
 def dense_tokens(x: torch.Tensor) -> torch.Tensor:
-    """x [T, D] or [T, heads, D] with each token's values side by side; a view of wider tokens stays
-    one."""
+    """Return x [T, D] or [T, heads, D] with each token's values contiguous.
+
+    A view of wider tokens is returned as a view.
+
+    Raises:
+        InternalError: x has another number of dimensions.
+    """
     if x.dim() not in (2, 3):
         raise InternalError(
             f"tokens of shape {tuple(x.shape)} are neither [T, D] nor [T, heads, D]"
@@ -166,26 +175,30 @@ def dense_tokens(x: torch.Tensor) -> torch.Tensor:
 
 
 def record(*integers: str, **others: type) -> np.dtype:
-    """The arguments of a kernel: `next`, the first item that no thread has taken; `done`, how many
-    are finished; `num_items`; `seats`, how many threads have a seat, where the first lies and how
-    long one is; then the kernel's own, of which these are integers."""
+    """Return the dtype of a kernel's argument record.
+
+    Common fields: `next`, the first item that no thread has taken; `done`, the number of completed
+    items; `num_items`; `seats`, the number of threads with a seat; `scratch` and `scratch_bytes`,
+    the address of the first seat and the size of one. The kernel's own fields follow; `integers`
+    are int64.
+    """
     shared = ("next", "done", "num_items", "seats", "scratch", "scratch_bytes")
     return np.dtype([*((name, np.int64) for name in (*shared, *integers)), *others.items()])
 
 
 def load_numba() -> None:
-    """What numba loads before its first kernel: a third of a second, and no request has to wait for
-    it."""
+    """Load numba's compiler, which takes a third of a second, before a request needs it."""
     cfunc(types.int64(types.int64))(lambda number: number)
 
 
 def compile_kernel(
     work, arguments: np.dtype, name: str, *sources: str, numbers: Mapping[str, object] = NUMBERS
 ):
-    """The C function that `work`, a function made for this call, compiles to. Its code is kept for
-    later processes by the name and a digest of the files `sources` (its own, and those whose
-    functions are part of it) and this one: nothing finds another version's. `numbers`: NUMBERS or
-    STRICT.
+    """Compile `work`, a function created for this call, to a C function.
+
+    The code is cached for later processes under the name and a digest of the files `sources` and of
+    this file. `sources` are the kernel's file and the files of inlined functions, so another
+    version is never loaded. `numbers` is NUMBERS or STRICT.
 
     Raises:
         KernelLockedError, KernelMissingError: within `trying`, see `Attempt`.
@@ -208,16 +221,14 @@ def compile_kernel(
     except Exception as error:
         if attempt is Attempt.LOAD:
             raise KernelMissingError(name) from error
-        level = (
-            logging.DEBUG if kept_in() is None else logging.INFO
-        )  # `ahead` has said so, for all of them
+        # Without a folder `precompile` has logged it for all kernels.
+        level = logging.DEBUG if kept_in() is None else logging.INFO
         logger.log(level, "kernel %s is not kept, each process compiles it: %r", name, error)
         return cfunc(**options)(work)
 
 
 def kept_in() -> Path | None:
-    """Return the folder that compiled kernels are kept in; None where numba finds none that it may
-    write to."""
+    """Return the cache folder of compiled kernels; None if numba finds no writable folder."""
     try:
         return Path(FunctionCache(load_numba).cache_path)
     except RuntimeError:
@@ -225,7 +236,7 @@ def kept_in() -> Path | None:
 
 
 def _refuse(*context: object) -> object:
-    """In place of numba's compiler."""
+    """Raise in place of numba's compiler."""
     raise KernelMissingError
 
 
@@ -239,12 +250,14 @@ def launch(
     scratch_bytes: int = 0,
     **values: torch.Tensor | float,
 ) -> None:
-    """Run the kernel on a record of that kind with these numbers, the addresses of these tensors,
-    which are kept until it is done, and 0 for what is not given. Each thread has a seat of
-    `scratch_bytes`, on a cache line's boundary, with anything in it.
+    """Run the kernel on a record of this dtype.
+
+    The record holds these numbers and the addresses of these tensors, which are kept until the
+    kernel is done; other fields are 0. Each thread has a seat of `scratch_bytes`, aligned to a
+    cache line, with arbitrary content.
 
     Raises:
-        InternalError: not all items were done.
+        InternalError: some items were not completed.
     """
     if not num_items:
         return
@@ -261,8 +274,13 @@ def launch(
 def launch_integers(
     kernel, num_items: int, integers: Sequence[int], team: Team, *, scratch_bytes: int = 0
 ) -> None:
-    """`launch` for a record that has nothing but integers, of which these are the kernel's own:
-    much less work to fill. The caller keeps what lies at the addresses among them."""
+    """Run a kernel whose record has only integers; `integers` are the kernel's own.
+
+    It is much faster than `launch`. The caller keeps the memory of the addresses among them.
+
+    Raises:
+        InternalError: some items were not completed.
+    """
     if not num_items:
         return
     seats = _seats(num_items, scratch_bytes) if scratch_bytes else _NO_SEATS
@@ -277,15 +295,17 @@ _NO_SEATS = torch.empty(0, 0, dtype=torch.uint8)
 
 
 def _seats(num_items: int, scratch_bytes: int) -> torch.Tensor:
-    """[threads, bytes]"""
+    """Allocate the seats, [threads, bytes]."""
     num_bytes = -(-scratch_bytes // _LINE_BYTES) * _LINE_BYTES
     return torch.empty(min(torch.get_num_threads(), num_items), num_bytes, dtype=torch.uint8)
 
 
 @cache
 def bits_of(number: float) -> int:
-    """The bits of a number in fp32, for a record of integers; a kernel has it back by
-    `number_of`."""
+    """Return the fp32 bits of a number, for a record of integers.
+
+    `number_of` is the inverse in a kernel.
+    """
     return int(np.float32(number).view(np.uint32))
 
 
@@ -295,7 +315,7 @@ def _check(done: int, wanted: int) -> None:
 
 
 def wide(x):
-    """x as fp32; bf16 comes as its bits."""
+    """Return x as fp32; bf16 is passed as its bits."""
     raise NotImplementedError("for compiled code only")
 
 
@@ -307,7 +327,7 @@ def _wide(x):
 
 
 def rounded(x, stored):
-    """fp32 as it is stored in that type: to the nearest, of two to the even one."""
+    """Round fp32 to the given dtype, to nearest, ties to even."""
     raise NotImplementedError("for compiled code only")
 
 
@@ -330,7 +350,7 @@ def _rounded(x, stored):
 
 @intrinsic
 def pointer_to(typing, address, element):
-    """The address as a pointer to elements of that type."""
+    """Return the address as a pointer to elements of this dtype."""
     pointer = types.CPointer(element.dtype)
 
     def generate(context, builder, signature, arguments):
@@ -341,8 +361,7 @@ def pointer_to(typing, address, element):
 
 @intrinsic
 def count_up(typing, pointer, field):
-    """One more in this field of the arguments, whichever thread counts. Returns what was there
-    before."""
+    """Increment this field of the record atomically; return the previous value."""
 
     def generate(context, builder, signature, arguments):
         address = builder.bitcast(arguments[0], context.get_value_type(types.CPointer(types.int64)))
@@ -354,7 +373,7 @@ def count_up(typing, pointer, field):
 
 @intrinsic
 def counted_so_far(typing, pointer, field):
-    """What `count_up` of this field would return now."""
+    """Return the value that `count_up` of this field would return now."""
 
     def generate(context, builder, signature, arguments):
         address = builder.bitcast(arguments[0], context.get_value_type(types.CPointer(types.int64)))
@@ -370,6 +389,6 @@ def number_of(bits):
 
 @njit(**STRICT_PART)
 def take_seat(pointer):
-    """The address of memory that is this thread's until the launch ends; once for each thread."""
+    """Return the address of this thread's memory until the launch ends; call it once per thread."""
     a = carray(pointer, 1)[0]
     return a.scratch + count_up(pointer, SEATS) * a.scratch_bytes

@@ -1,16 +1,15 @@
-"""The innermost loop of every product on the host: a few rows times a few blocks of 16 columns,
-summed over k in order.
+"""Innermost loop of every product on the host: a few rows times a few blocks of 16 columns.
 
-An operand is packed so that one load is 16 columns: bf16 as [N/16][K/2][16][2], two terms of k side
-by side, fp32 as [N/16][K][16], bytes as [N/16][K/4][16][4]. Every output element is one sum;
-nothing but its row of x and its column of w enters it. That of bytes is a whole number. To one in
-fp32 terms 0, 1, ... K-1 are added by fused multiply-add one after the other (of a bf16 pair the
-second one first). So its bits are the same for any number of rows and blocks, and the same from
-`vdpbf16ps` as from widened multiply-adds, as long as no term or sum is subnormal (`vdpbf16ps` takes
-those for 0).
+An operand is packed so that one load is 16 columns: bf16 as [N/16][K/2][16][2] with pairs of
+consecutive terms of k, fp32 as [N/16][K][16], bytes as [N/16][K/4][16][4]. Every output element is
+one sum that depends only on its row of x and its column of w. Sums of bytes are integers. In fp32
+the terms 0, 1, ... K-1 are added in order by fused multiply-add (of a bf16 pair the second one
+first). So the bits are the same for any number of rows and blocks. They are also the same for
+`vdpbf16ps` and for widened multiply-adds, unless a term or sum is subnormal (`vdpbf16ps` treats
+those as 0).
 
-`dot_block` gives LLVM code that becomes part of the kernel that uses it: no call, no symbol. Such a
-kernel is compiled with STRICT numbers (`compiled.py`), or LLVM may regroup its sums.
+`dot_block` generates LLVM code that becomes part of the kernel: no call, no symbol. Such a kernel
+is compiled with STRICT numbers (`compiled.py`), otherwise LLVM may regroup its sums.
 """
 
 from enum import StrEnum
@@ -25,7 +24,7 @@ from numba.extending import intrinsic
 from engine.kernels.host.codegen.strided_loops import Routine
 
 LANES = 16  # columns of a block
-BLOCK_STEP_BYTES = 64  # what one step of the loop reads of a block: 16 columns x 2 bf16 or 1 fp32
+BLOCK_STEP_BYTES = 64  # bytes of a block that one step reads: 16 columns x 2 bf16 or 1 fp32
 
 _I8, _I16, _I32, _I64, _F32 = (
     ir.IntType(8),
@@ -38,17 +37,19 @@ _FLOATS, _INTEGERS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 
 
 class Form(StrEnum):
-    """What is multiplied. `steps` of a loop are words of 32 bits of w: one term of fp32, two of
-    bf16, four bytes."""
+    """The dtypes of a product.
+
+    The `steps` of a loop are 32-bit words of w: one fp32 term, two bf16 terms, or four bytes.
+    """
 
     BF16 = "bf16"  # x bf16, w bf16 pairs
     MIXED = "mixed"  # x fp32, w bf16 pairs, widened
     FP32 = "fp32"  # both fp32
-    BYTES = "bytes"  # x int8, w uint8, four terms a step, sums int32
+    BYTES = "bytes"  # x int8, w uint8, four terms per step, sums int32
 
 
 class _BFloat(ir.types.Type):
-    """llvmlite has no name for LLVM's bfloat."""
+    """LLVM's bfloat, which llvmlite does not provide."""
 
     null = "0.0"
 
@@ -70,20 +71,24 @@ _PAIRS = ir.VectorType(BFLOAT, 2 * LANES)
 
 
 def has_pair_products() -> bool:
-    """Whether kernels multiply bf16 pairs (AVX512-BF16: Zen 4, Cooper Lake, Sapphire Rapids and
-    later)."""
+    """Return whether kernels multiply bf16 pairs.
+
+    This needs AVX512-BF16 (Zen 4, Cooper Lake, Sapphire Rapids and later).
+    """
     return "+avx512bf16" in cpu_features()
 
 
 def has_wide_vectors() -> bool:
-    """Whether a block is one vector of the CPU (AVX-512), of which it then has 32."""
+    """Return whether a block is one vector of the CPU (AVX-512, which has 32 registers)."""
     return "+avx512f" in cpu_features()
 
 
 @cache
 def cpu_features() -> frozenset[str]:
-    """What numba compiles for: this CPU, unless its variables NUMBA_CPU_NAME and NUMBA_CPU_FEATURES
-    say otherwise."""
+    """Return the features that numba compiles for.
+
+    They are those of this CPU, unless NUMBA_CPU_NAME and NUMBA_CPU_FEATURES are set.
+    """
     _triple, _name, features = cpu_target.target_context.codegen().magic_tuple()
     return frozenset(features.split(","))
 
@@ -98,16 +103,19 @@ def dot_block(
     ahead_bytes: int = 1024,
     widened: bool | None = None,
 ):
-    """A function for compiled code: f(x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps), all
-    int64.
+    """Return a product for compiled code.
 
-    y [rows, 16 * blocks], fp32, or int32 of bytes, = x [rows, K] times the blocks at w; with `adds`
-    sums start from what y holds. x, w, y are addresses of any alignment. Rows of x and y lie
-    `x_row_bytes` and `y_row_bytes` apart, blocks of w `w_block_bytes`, terms of a row of x and
-    columns of a row of y side by side. `steps` may be 0. Of w, what lies `ahead_bytes` further on
-    is fetched into the cache (0: nothing is). rows * blocks of up to 24 keep all sums in registers
-    on AVX-512. `widened`: bf16 pairs by widened multiply-adds; by default where the CPU has no
-    other way.
+    It is f(x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps), all int64: y [rows, 16 *
+    blocks], fp32, or int32 for bytes, = x [rows, K] times the blocks at w. x, w and y are addresses
+    of any alignment. Rows of x and y are `x_row_bytes` and `y_row_bytes` apart, blocks of w
+    `w_block_bytes`. Terms of a row of x and columns of a row of y are contiguous. `steps` may be 0.
+    On AVX-512 all sums stay in registers if rows * blocks is at most 24.
+
+    Args:
+        adds: sums start from the content of y.
+        ahead_bytes: the distance from w of the prefetched data; 0 for none.
+        widened: compute bf16 pairs by widened multiply-adds; the default if the CPU has no other
+            way.
     """
     widened = not has_pair_products() if widened is None else widened
 
@@ -126,11 +134,13 @@ def dot_block(
 def write_rows(
     builder, arguments, max_rows: int, blocks: int, form: Form, *, first_rows: int = 1
 ) -> None:
-    """Writes, where the builder stands, `dot_block` for `first_rows` to `max_rows` rows. Another
-    number of rows does nothing. arguments: the number of rows; those of `dot_block`; how far behind
-    the first of a block's weights fetching into the cache begins, and how far it goes with each
-    step; of `sums.join` how many earlier sums are added (to bytes none), and where the second and
-    the third of them are."""
+    """Write `dot_block` for `first_rows` to `max_rows` rows at the builder's position.
+
+    With another number of rows the code does nothing. `arguments` are the number of rows, and the
+    arguments of `dot_block`. Then follow the distance of prefetching from a block's first weights
+    and its advance per step. The last ones are those of `sum_tree.join`: the number of earlier sums
+    to add (none for bytes), and the addresses of the second and the third of them.
+    """
     end = builder.append_basic_block("end")
     choice = builder.switch(arguments[0], end)
     for count in range(first_rows, max_rows + 1):
@@ -162,7 +172,7 @@ def _rows(rows: int, blocks: int, form: Form) -> Routine:
 
 
 class _Loop:
-    """Writes the loop of one `dot_block` where the builder stands."""
+    """A generator of the loop of one `dot_block` at the builder's position."""
 
     def __init__(
         self, builder, arguments, ahead, earlier, rows, blocks, form, adds, widened
@@ -202,7 +212,7 @@ class _Loop:
                 b.store(results[m][n], self._sum_address(m, n), align=4)
 
     def _joined(self, sums):
-        """The last of the earlier sums + these, the last but one + that, and so on."""
+        """Add the earlier sums: the last one + these, the one before it + that, and so on."""
         b, (num_earlier, second, third) = self._b, self._earlier
         for place, at in ((3, third), (2, second), (1, self._y)):
             before = b.block
@@ -230,7 +240,7 @@ class _Loop:
         return sums
 
     def _step(self, k, sums):
-        """The sums after one more step."""
+        """Return the sums after one more step."""
         weights = [self._weights(k, n) for n in self._blocks]
         results = []
         for m in self._rows:
@@ -241,7 +251,7 @@ class _Loop:
         return results
 
     def _weights(self, k, n):
-        """Block n's vectors of this step, in the order in which they are added."""
+        """Return block n's vectors of this step, in the order in which they are added."""
         b = self._b
         block = b.add(self._w, b.mul(self._w_block, _I64(n)))
         address = b.add(block, b.mul(k, _I64(BLOCK_STEP_BYTES)))
@@ -262,7 +272,7 @@ class _Loop:
         return self._halves(words) if self._widens() else [b.bitcast(words, _PAIRS)]
 
     def _values(self, k, m):
-        """Row m's values of this step, each in all lanes, in that order."""
+        """Return row m's values of this step, each in all lanes, in the order of `_weights`."""
         b, row = self._b, self._b.add(self._x, self._b.mul(self._x_row, _I64(m)))
         if self._form is Form.FP32:
             return [self._splat(self._load(b.add(row, b.mul(k, _I64(4))), _F32))]
@@ -290,7 +300,7 @@ class _Loop:
         return self._form is Form.MIXED or (self._form is Form.BF16 and self._widened)
 
     def _halves(self, pairs):
-        """The second and the first bf16 of each lane as fp32."""
+        """Return the second and the first bf16 of each lane as fp32."""
         b = self._b
         even = b.shl(pairs, ir.Constant(_INTEGERS, [16] * LANES))
         odd = b.and_(pairs, ir.Constant(_INTEGERS, [-65536] * LANES))
@@ -319,8 +329,10 @@ class _Loop:
 
 
 def add_pairs(b, total, weights, values):
-    """The sums and, in each lane, the products of two pairs of bf16, given as vectors of any type
-    of 64 bytes."""
+    """Add the products of two pairs of bf16 to the sum in each lane.
+
+    The pairs are vectors of any type of 64 bytes.
+    """
     dot = cgutils.get_or_insert_function(
         b.module,
         ir.FunctionType(_FLOATS, [_FLOATS, _PAIRS, _PAIRS]),
@@ -330,7 +342,7 @@ def add_pairs(b, total, weights, values):
 
 
 def in_all_lanes(b, value):
-    """A vector of a block's columns."""
+    """Return a vector with the value in all columns of a block."""
     vector = ir.VectorType(value.type, LANES)
     nothing = ir.Constant(vector, ir.Undefined)
     return b.shuffle_vector(
@@ -339,7 +351,7 @@ def in_all_lanes(b, value):
 
 
 def _add_bytes(b, total, weights, values):
-    """The sums and, in each lane, four unsigned bytes times four signed ones."""
+    """Add four unsigned bytes times four signed bytes to the sum in each lane."""
     if {"+avx512vnni", "+avx512f"} <= cpu_features():
         kind = ir.VectorType(_I8, 4 * LANES)
         dot = cgutils.get_or_insert_function(

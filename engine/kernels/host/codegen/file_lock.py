@@ -1,4 +1,4 @@
-"""One process of a host at a time."""
+"""Locks between the processes of a host."""
 
 import fcntl
 import os
@@ -9,16 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 
 POLL_S = 0.02
-_FLOCK = (
-    "hhqqi0q"  # struct flock: type, whence, start, length, process (0 for a lock of the open file)
-)
+# struct flock: type, whence, start, length, process (0 for a lock of the open file)
+_FLOCK = "hhqqi0q"
 
 
 @contextmanager
 def alone(path: Path, subject: int, *, patience_s: float) -> Iterator[bool]:
-    """Hold the lock of that subject, 0 to 2^63 - 1, on the file while the block runs; whether it is
-    held. Without it the block runs all the same: after `patience_s`, and where the file cannot be
-    opened, which is never followed if it is a link."""
+    """Hold the lock of this subject, 0 to 2^63 - 1, on the file during the block.
+
+    Yield whether it is held. The block runs without the lock after `patience_s`, or if the file
+    cannot be opened. Symbolic links are not followed.
+    """
     try:
         descriptor = os.open(path, os.O_CREAT | os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     except OSError:
@@ -31,7 +32,7 @@ def alone(path: Path, subject: int, *, patience_s: float) -> Iterator[bool]:
 
 
 def _locked(descriptor: int, subject: int, deadline_s: float) -> bool:
-    """A subject's lock is on a byte of the file, which need not be there."""
+    """Lock one byte of the file, which need not exist."""
     wanted = struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, subject, 1, 0)
     while True:
         try:

@@ -1,6 +1,8 @@
-"""Functions of one fp32 number for kernels with STRICT numbers: written out, so that every element
-of a tensor takes the same operations, in a vector or alone, on every CPU and with every C
-library."""
+"""Functions of one fp32 number for kernels with STRICT numbers.
+
+They are written out, so that every element of a tensor has the same operations, in a vector or
+alone, on every CPU and with every C library.
+"""
 
 import numpy as np
 from numba import njit, types
@@ -10,12 +12,11 @@ from engine.kernels.host.codegen.compiled import STRICT_PART
 
 _LOWEST, _HIGHEST = np.float32(-104.0), np.float32(89.0)  # e^x is 0 below, infinite above
 _LOG2_E = np.float32(1.44269504088896341)
-_ROUNDER = np.float32(
-    12582912.0
-)  # 1.5 * 2^23: adding it rounds to an integer, which then stands in the lowest bits
+# 1.5 * 2^23: adding it rounds to an integer, which is then in the lowest bits.
+_ROUNDER = np.float32(12582912.0)
 _ROUNDER_BITS = np.int32(0x4B400000)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)
-# e^r - 1 - r over r^2 for |r| <= ln(2) / 2: the polynomial of Cephes' expf
+# Coefficients of (e^r - 1 - r) / r^2 for |r| <= ln(2) / 2: the polynomial of Cephes' expf.
 _P0, _P1, _P2 = (
     np.float32(1.9875691500e-4),
     np.float32(1.3981999507e-3),
@@ -27,11 +28,11 @@ _P3, _P4, _P5 = (
     np.float32(5.0000001201e-1),
 )
 _PI_HALVES = 2 / np.pi
-_HALF_PI_HIGH = (
-    1.57079632673412561417  # its first 33 bits: times a whole number of 20 bits it is exact
-)
+# The first 33 bits of pi / 2: the product with an integer of 20 bits is exact.
+_HALF_PI_HIGH = 1.57079632673412561417
 _HALF_PI_LOW = 6.07710050650619224932e-11
-# Taylor's terms, in double precision: for |r| <= pi / 4 the first ones left out are below 2e-14.
+# Taylor coefficients in double precision: for |r| <= pi / 4 the first omitted terms are below
+# 2e-14.
 _S3, _S5, _S7, _S9, _S11, _S13 = (
     -1 / 6,
     1 / 120,
@@ -49,7 +50,7 @@ _A9, _A11, _A13 = np.float32(1 / 9), np.float32(1 / 11), np.float32(1 / 13)
 
 @intrinsic
 def fma(typing, a, b, c):
-    """a * b + c, rounded once; all fp32."""
+    """Return a * b + c, rounded once; all fp32."""
 
     def generate(context, builder, signature, arguments):
         return builder.fma(*arguments)
@@ -59,13 +60,13 @@ def fma(typing, a, b, c):
 
 @njit(**STRICT_PART)
 def power_of_two(exponent):
-    """2^exponent as fp32 for an int32 from -126 to 127."""
+    """Return 2^exponent as fp32 for an int32 from -126 to 127."""
     return np.int32((exponent + np.int32(127)) << np.int32(23)).view(np.float32)
 
 
 @njit(**STRICT_PART)
 def exp(x):
-    """e^x to 2 units in the last place; NaN stays NaN."""
+    """Return e^x to 2 units in the last place; NaN stays NaN."""
     inside = min(max(x, _LOWEST), _HIGHEST)
     shifted = fma(inside, _LOG2_E, _ROUNDER)
     exponent = np.int32(np.float32(shifted).view(np.int32) - _ROUNDER_BITS)
@@ -90,9 +91,10 @@ def silu(x):
 
 @njit(**STRICT_PART)
 def softplus(x):
-    """log(1 + e^x) to 4 units in the last place: above 20 x itself; NaN stays NaN."""
+    """Return log(1 + e^x) to 4 units in the last place; above 20 it is x. NaN stays NaN."""
     y = exp(-abs(x))
-    # log(1 + y) is 2 artanh(y / (2 + y)), whose series ends below the last bit for y up to 1.
+    # log(1 + y) is 2 artanh(y / (2 + y)). For y up to 1 the omitted terms of its series are below
+    # the last bit.
     z = y / (_TWO + y)
     w = z * z
     series = fma(fma(fma(fma(fma(fma(_A13, w, _A11), w, _A9), w, _A7), w, _A5), w, _A3), w, _ONE)
@@ -101,7 +103,10 @@ def softplus(x):
 
 @njit(**STRICT_PART)
 def cos_and_sin(x):
-    """Both of x, fp32, to half a unit in the last place or hardly more; |x| below 1.6 million."""
+    """Return cosine and sine of fp32 x for |x| below 1.6 million.
+
+    The error is half a unit in the last place or hardly more.
+    """
     angle = np.float64(x)
     quarter = np.rint(angle * _PI_HALVES)
     r = (angle - quarter * _HALF_PI_HIGH) - quarter * _HALF_PI_LOW

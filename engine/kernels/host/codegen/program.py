@@ -1,6 +1,7 @@
-"""Launches of kernels as one call: recorded with their arguments, and run again in the same order
-without Python between them. A step of few rows takes hundreds, and what Python does for each of
-them has left the caches by then, as the weights have gone through.
+"""Recorded kernel launches that run again as one call, without Python between them.
+
+A step of few rows has hundreds of launches. The weights have evicted Python's data for a launch
+from the caches by the time of the next launch.
 """
 
 from array import array
@@ -32,18 +33,24 @@ _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 
 class Launch(NamedTuple):
-    """The C function at an address, and a copy of the record that it was called with."""
+    """The address of a C function, and a copy of the record that it was called with."""
 
     function: int
     arguments: bytes
 
 
 class Program:
-    """Launches in their order. What lies at the addresses in their records is the caller's to keep;
-    the records' own counts begin anew each time."""
+    """Launches in their order.
+
+    The caller keeps the memory of the addresses in their records. The counts in the records are
+    reset at each run.
+    """
 
     def __init__(self, launches: Sequence[Launch], seats: torch.Tensor, team: Team) -> None:
-        """`seats`: memory for the seats of any of the launches, which take turns with it."""
+        """Create a program.
+
+        `seats` is memory for the seats of any single launch; the launches use it in turn.
+        """
         self._records: list[array[int]] = []
         self._team, self._seats = team, seats
         num_threads = torch.get_num_threads()
@@ -65,7 +72,11 @@ class Program:
         self._parallel = parallel_address() if num_threads > 1 else 0
 
     def run(self) -> None:
-        """Raises InternalError: a kernel did not do all of its items."""
+        """Run all launches.
+
+        Raises:
+            InternalError: a kernel did not complete all of its items.
+        """
         arguments = array(
             "q", (0, 0, self._num_launches, 0, 0, 0, self._table.buffer_info()[0], self._parallel)
         )
@@ -84,7 +95,7 @@ def _runner():
 
 
 def load_runner() -> None:
-    """Compile what runs programs, or load what is kept of it."""
+    """Compile the kernel that runs programs, or load its cached code."""
     _runner()
 
 
@@ -116,7 +127,7 @@ def _integers_at(typing, address):
 
 @intrinsic
 def _call(typing, function, address):
-    """The C function `void (*)(void *)` at an address."""
+    """Call the C function `void (*)(void *)` at an address."""
 
     def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(ir.VoidType(), [_I64])
@@ -128,7 +139,7 @@ def _call(typing, function, address):
 
 @intrinsic
 def _call_parallel(typing, parallel, function, address, num_threads):
-    """The same on so many threads, by GOMP_parallel at an address."""
+    """Call the function on `num_threads` threads, by GOMP_parallel at an address."""
 
     def generate(context, builder, signature, arguments):
         kind = ir.FunctionType(ir.VoidType(), [_I64, _I64, _I32, _I32])

@@ -1,7 +1,7 @@
-"""What norms, rotations and gates do with a row, in vectors of 16 lanes.
+"""Row operations of norms, rotations and gates, in vectors of 16 lanes.
 
-LLVM makes vectors of such loops, too, but rounds to bf16 in seven instructions where some CPUs have
-one for it. The last vector of a row may have fewer numbers.
+LLVM vectorizes such loops as well, but rounds to bf16 in seven instructions where some CPUs have a
+single one. The last vector of a row may be partial.
 """
 
 from llvmlite import ir
@@ -23,21 +23,24 @@ _I1, _I16, _I32, _I64, _F32 = (
 _FLOATS, _INTEGERS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _SHORTS, _MASK = ir.VectorType(_I16, LANES), ir.VectorType(_I1, LANES)
 _LOG2_E = 1.4426950408889634
-_LOWEST = -83.0  # opens to -7e-35, and 1 + e^83 has a reciprocal far from the smallest number
-_GUESS = 0x7EF311C7  # less a number's bits: about those of its reciprocal
-_SUMS = 4  # side by side, each of every fourth vector
+_LOWEST = -83.0  # silu is then -7e-35, and 1 + e^83 has a normal reciprocal
+_GUESS = 0x7EF311C7  # minus a number's bits: approximately the bits of its reciprocal
+_SUMS = 4  # independent sums, each of every fourth vector
 
 
 @intrinsic
 def norm_row(typing, x, weight, eps, out, width, stored, weighed):
-    """out = weight * x / sqrt(mean(x^2) + eps) of `width` numbers at addresses, rounded once. x and
-    out lie as `stored`, the weight as `weighed` does (`STORED_AS`)."""
+    """Compute out = weight * x / sqrt(mean(x^2) + eps) of `width` numbers, rounded once.
+
+    Arguments are addresses. x and out have the dtype `stored`, the weight has `weighed`
+    (`STORED_AS`).
+    """
     return _norm(stored, weighed, rounds_first=False)
 
 
 @intrinsic
 def norm_row_rounding_first(typing, x, weight, eps, out, width, stored, weighed):
-    """Likewise; the quotient is rounded to x's type before it is multiplied, too."""
+    """Compute `norm_row`, but round the quotient to x's dtype before the multiplication as well."""
     return _norm(stored, weighed, rounds_first=True)
 
 
@@ -65,7 +68,7 @@ def _norm(stored, weighed, *, rounds_first: bool):
 
 @intrinsic
 def turn_row(typing, x, cos, sin, out, half, width, stored):
-    """Pairs (i, i + half) of a row turned, the numbers behind 2 * half kept; out may be x."""
+    """Rotate the pairs (i, i + half) of a row and copy the numbers from 2 * half on; out may be x."""
 
     def generate(context, b, signature, arguments):
         x, cos, sin, out, half, width, _ = arguments
@@ -93,7 +96,7 @@ def turn_row(typing, x, cos, sin, out, half, width, stored):
 
 @intrinsic
 def add_row(typing, x, other, out, width, stored):
-    """out = x + other, `width` numbers each; out may be one of them."""
+    """Compute out = x + other, `width` numbers each; out may be one of them."""
 
     def generate(context, b, signature, arguments):
         x, other, out, width, _ = arguments
@@ -112,8 +115,10 @@ def add_row(typing, x, other, out, width, stored):
 
 @intrinsic
 def open_row(typing, x, other, count):
-    """x = silu(x) * other of `count` fp32 numbers each, for what is rounded to bf16: relative error
-    1e-5."""
+    """Compute x = silu(x) * other of `count` fp32 numbers each.
+
+    The relative error is 1e-5, for results that are rounded to bf16.
+    """
 
     def generate(context, b, signature, arguments):
         x, other, count = arguments
@@ -130,7 +135,7 @@ def open_row(typing, x, other, count):
 
 
 class _RowNumbers:
-    """Numbers side by side from an address on, bf16 or fp32, as vectors of fp32."""
+    """Contiguous bf16 or fp32 numbers at an address, as vectors of fp32."""
 
     def __init__(self, builder, kind, address) -> None:
         self._b, self._address = builder, address
@@ -138,7 +143,7 @@ class _RowNumbers:
         self._kind, self._bytes = (_SHORTS, 2) if self._is_short else (_FLOATS, 4)
 
     def load(self, place, mask=None):
-        """Those from number `place` on; 0 where the mask is not set."""
+        """Load the numbers from index `place` on; 0 if the mask is not set."""
         b, at = self._b, self._at(place)
         if mask is None:
             read = b.load(at, align=self._bytes)
@@ -166,7 +171,7 @@ class _RowNumbers:
             b.call(called, [value, at, _I32(self._bytes), mask])
 
     def rounded(self, value):
-        """As it would be read if it were stored."""
+        """Return the value as it would be loaded after a store."""
         return _widened(self._b, to_bf16(self._b, value)) if self._is_short else value
 
     def _at(self, place):
@@ -180,14 +185,14 @@ class _RowNumbers:
 
 
 def _widened(b, shorts):
-    """bf16 as fp32."""
+    """Convert bf16 to fp32."""
     return b.bitcast(
         b.shl(b.zext(shorts, _INTEGERS), ir.Constant(_INTEGERS, [16] * LANES)), _FLOATS
     )
 
 
 def _for_each(b, start, count, write):
-    """`write(place, mask)` as `_over` goes, with nothing to carry along."""
+    """Call `write(place, mask)` for each vector, as in `_over`."""
 
     def step(place, values, mask):
         write(place, mask)
@@ -197,8 +202,10 @@ def _for_each(b, start, count, write):
 
 
 def _over(b, start, count, values, step):
-    """`step(place, values, mask)` for vectors of `count` numbers from number `start` on, the last
-    one with a mask where it is none of a whole vector. Returns the values after all."""
+    """Call `step(place, values, mask)` for vectors of `count` numbers from index `start` on.
+
+    The mask is None except for a partial last vector. Return the values after all steps.
+    """
     whole, rest = b.ashr(count, _I64(4)), b.and_(count, _I64(LANES - 1))
     values = counted(
         b,
@@ -218,7 +225,7 @@ def _over(b, start, count, values, step):
 
 
 def _sum_of_squares(b, row: _RowNumbers, width):
-    """One number."""
+    """Return the sum as one number."""
     lines = Lines(b, LANES)
 
     def add(place, total, mask=None):
@@ -256,15 +263,19 @@ def _root(b, number):
 
 
 def _silu(b, x):
-    """x / (1 + e^-x). The quotient by steps of multiplication: a division would take longer than
-    all else, and the CPU's own guesses of one differ between makers."""
+    """Compute x / (1 + e^-x).
+
+    The quotient is computed by multiplications: a division would take longer than all other steps,
+    and the CPUs' own reciprocal estimates differ between vendors.
+    """
     lines = Lines(b, LANES)
     x = b.select(b.fcmp_ordered("<", x, constant(_LOWEST)), constant(_LOWEST), x)  # NaN stays NaN
     below = b.fadd(exp2_to_bf16(b, b.fmul(x, constant(-_LOG2_E))), constant(1.0))
     guess = b.bitcast(
         b.sub(ir.Constant(_INTEGERS, [_GUESS] * LANES), b.bitcast(below, _INTEGERS)), _FLOATS
     )
-    for _ in range(2):  # off by 0.13 at most, then by the third power of that, and of that again
+    # the error is at most 0.13, then its third power, then the third power of that
+    for _ in range(2):
         off = lines.fma(b.fneg(below), guess, constant(1.0))
         guess = lines.fma(guess, lines.fma(off, off, off), guess)
     return b.fmul(x, guess)

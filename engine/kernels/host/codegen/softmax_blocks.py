@@ -1,9 +1,9 @@
-"""What stands between the two products of attention: keys turned, values put in pairs, one row's
-online softmax.
+"""Steps between the two products of attention: transposing keys, pairing values, and the online
+softmax of rows.
 
-Written in LLVM's vectors of 16 lanes, so that every element goes through the same operations
-whatever stands beside it. Kernels that contain these are compiled with STRICT numbers
-(`compiled.py`), or LLVM may simplify the exponential away.
+They are written in LLVM vectors of 16 lanes, so that every element has the same operations,
+whatever its neighbors. Kernels that contain them are compiled with STRICT numbers (`compiled.py`),
+otherwise LLVM may simplify the exponential away.
 """
 
 from functools import cache
@@ -24,7 +24,7 @@ from engine.kernels.host.codegen.strided_loops import write_fetch
 
 BLOCK_KEYS = 64  # keys of one step of the online softmax, on a grid of absolute positions
 VECTOR_BYTES = 64
-SCORE_ROW, STATE_BYTES = 4 * BLOCK_KEYS, 2 * VECTOR_BYTES  # of a row, see `soften_for`
+SCORE_ROW, STATE_BYTES = 4 * BLOCK_KEYS, 2 * VECTOR_BYTES  # bytes of a row, see `soften_for`
 
 _I8, _I16, _I32, _I64, _F32 = (
     ir.IntType(8),
@@ -40,7 +40,7 @@ _QUARTER, _HALF, _SHORTS = (
     ir.VectorType(_I16, 2 * LANES),
 )
 
-# 2^r = 1 + r * (c0 + c1 r + ...) for r in [-1/2, 1/2]: interpolated at Chebyshev's points, relative
+# 2^r = 1 + r * (c0 + c1 r + ...) for r in [-1/2, 1/2]: interpolated at Chebyshev points, relative
 # error 5e-9.
 _EXP2 = (
     0.6931471880262288,
@@ -50,20 +50,19 @@ _EXP2 = (
     0.0013390863364649932,
     0.00015453162949152332,
 )
-# The same for r in [0, 1), relative error 8e-6, a 260th of what rounding to bf16 may add.
+# The same for r in [0, 1), relative error 8e-6, 1/260 of the possible error of rounding to bf16.
 _EXP2_TO_BF16 = (0.6931339926201513, 0.240647048121149, 0.05344102927073067, 0.012763113885720448)
-_MAGIC = (
-    12582912.0  # 1.5 * 2^23: x + this has x, rounded to the nearest integer, in its lowest bits
-)
+# 1.5 * 2^23: x + this has x, rounded to the nearest integer, in its lowest bits.
+_MAGIC = 12582912.0
 _LOWEST = -120.0  # 2^x counts as 0 below this
 
 
 @intrinsic
 def turn(typing, addresses, offset, out, out_row):
-    """16 rows of 16 words of 32 bits become 16 vectors, of which the i-th has word i of every row.
+    """Transpose 16 rows of 16 words of 32 bits; vector i then has word i of every row.
 
-    addresses: where 16 int64 lie, the rows' addresses, to each of which `offset` bytes are added;
-    out: where the vectors go, `out_row` bytes from one to the next.
+    addresses is the address of 16 int64, the addresses of the rows, to each of which `offset` bytes
+    are added. The vectors are written to `out`, `out_row` bytes apart.
     """
 
     def generate(context, builder, signature, arguments):
@@ -75,8 +74,7 @@ def turn(typing, addresses, offset, out, out_row):
 
 @intrinsic
 def turn_and_fetch(typing, addresses, offset, out, out_row, ahead, distance):
-    """Likewise, and 32 lines from `ahead` on, so many bytes apart, are fetched into the cache
-    meanwhile."""
+    """Transpose as `turn` does, and prefetch 32 lines from `ahead` on, `distance` bytes apart."""
 
     def generate(context, builder, signature, arguments):
         _turn(builder, *arguments)
@@ -91,7 +89,7 @@ def _turn(b, addresses, offset, out, out_row, ahead=None, distance=None):
         for row in range(LANES)
     ]
     for group in range(4):
-        # Vector q: of rows q, q + 4, q + 8, q + 12 these four words.
+        # Vector q has these four words of the rows q, q + 4, q + 8, q + 12.
         quarters = [
             [b.load(_pointer(b, row, _QUARTER, 16 * group), align=4) for row in rows[start::4]]
             for start in range(4)
@@ -108,11 +106,13 @@ def _turn(b, addresses, offset, out, out_row, ahead=None, distance=None):
 
 
 def words_of(b, rows):
-    """Eight words of 32 bits at each of 16 addresses as eight vectors, of which the i-th has word i
-    of every row."""
+    """Transpose eight words of 32 bits at each of 16 addresses.
+
+    Return eight vectors; vector i has word i of every row.
+    """
     halves = [b.load(_pointer(b, row, _HALF, 0), align=4) for row in rows]
-    # Vector q: of rows q and q + 4 these words. So quarters 0 and 2 of what is turned have words
-    # 0..3, the others 4..7.
+    # Vector q has these words of the rows q and q + 4. So the quarters 0 and 2 of the transposed
+    # vectors have the words 0..3, the others 4..7.
     low, high = (
         _turned(
             b,
@@ -135,7 +135,7 @@ def words_of(b, rows):
 
 
 def _turned(b, vectors):
-    """Four turns of 4 x 4 words side by side."""
+    """Transpose four groups of 4 x 4 words at once."""
     low = [_mixed(b, vectors[i], vectors[j], (0, 16, 1, 17)) for i, j in ((0, 1), (2, 3))]
     high = [_mixed(b, vectors[i], vectors[j], (2, 18, 3, 19)) for i, j in ((0, 1), (2, 3))]
     return [
@@ -151,7 +151,7 @@ def _joined(b, quarters):
 
 
 def _mixed(b, first, second, places):
-    """The same four places of each quarter of two vectors."""
+    """Return the same four places of each quarter of two vectors."""
     return b.shuffle_vector(
         first, second, _places(place + 4 * quarter for quarter in range(4) for place in places)
     )
@@ -159,8 +159,10 @@ def _mixed(b, first, second, places):
 
 @intrinsic
 def put_in_pairs(typing, first, second, out, out_stride):
-    """Two rows of 32 bf16 become two vectors of pairs (first's, second's): channels 0..15 at `out`,
-    the others `out_stride` bytes further on."""
+    """Combine two rows of 32 bf16 to two vectors of pairs (first's, second's).
+
+    The channels 0..15 are written to `out`, the others `out_stride` bytes after it.
+    """
 
     def generate(context, b, signature, arguments):
         first, second, out, stride = arguments
@@ -178,8 +180,11 @@ def put_in_pairs(typing, first, second, out, out_stride):
 
 
 def pairs_of(b, first, second):
-    """Likewise two vectors, which stay in registers, of channels as one instruction picks them:
-    0..3, 8..11, 16..19 and 24..27 in the first, the others in the second."""
+    """Combine two rows of 32 bf16 to two vectors of pairs, which stay in registers.
+
+    The order of channels is that of a single instruction: 0..3, 8..11, 16..19 and 24..27 in the
+    first vector, the others in the second.
+    """
     rows = [b.load(_pointer(b, row, _SHORTS, 0), align=2) for row in (first, second)]
     return [
         b.shuffle_vector(
@@ -196,7 +201,7 @@ def pairs_of(b, first, second):
 
 
 def mixed_quarters(b, first, second):
-    """32 channels of fp32 in two vectors, in order, as `pairs_of` has them."""
+    """Reorder 32 channels of fp32 in two vectors from channel order to that of `pairs_of`."""
     return [
         b.shuffle_vector(
             first,
@@ -208,7 +213,7 @@ def mixed_quarters(b, first, second):
 
 
 def mixed_halves(b, first, second):
-    """The reverse of `mixed_quarters`."""
+    """Reorder the channels from the order of `pairs_of` to channel order."""
     return [
         b.shuffle_vector(
             first,
@@ -226,17 +231,20 @@ def mixed_halves(b, first, second):
 
 @cache
 def soften_for(rows: int, *, rounds: bool):
-    """A function for compiled code: f(scores, weights, states, num_seen, unit, sums, sum_row,
-    sum_vectors). A step of the online softmax of `rows` rows, each for itself: while one waits for
-    its highest score, others are computed.
+    """Return a step of the online softmax of `rows` rows for compiled code.
 
-    Of each row, one behind the other: scores: [BLOCK_KEYS] fp32, of which those from its
-    `num_seen`, int64, on count as minus infinity, whatever they hold (an address of 0: all rows see
-    all); weights: where exp(unit * ln 2 * (score - highest so far)) goes, [BLOCK_KEYS] fp32, or
-    bf16 with `rounds`; state: STATE_BYTES, fp32: 16 partial sums of all weights so far and the
-    highest score so far; sums: what the row has added up, so many vectors, `sum_row` bytes from one
-    row to the next. Where a score is higher than all before, they and the partial sums are brought
-    to its scale. A block of which nothing is seen changes no bit: its weights are 0.
+    It is f(scores, weights, states, num_seen, unit, sums, sum_row, sum_vectors). The rows are
+    independent; while one waits for its maximum score, others are computed. The arguments are the
+    addresses of the first row's data, and the rows' data are consecutive:
+        scores: [BLOCK_KEYS] fp32. Scores from the row's `num_seen` (int64) on count as minus
+            infinity, whatever they hold. With the address 0 all rows see all keys.
+        weights: the results exp(unit * ln 2 * (score - maximum so far)), [BLOCK_KEYS] fp32, or bf16
+            with `rounds`.
+        states: STATE_BYTES, fp32: 16 partial sums of all weights so far, and the maximum score so
+            far.
+        sums: the row's accumulated output, `sum_vectors` vectors, `sum_row` bytes apart.
+    If a score exceeds all earlier ones, outputs and partial sums are rescaled. A block without
+    visible keys changes no bit: its weights are 0.
 
     Milakov and Gimelshein, "Online normalizer calculation for softmax" (2018).
     """
@@ -253,7 +261,7 @@ def soften_for(rows: int, *, rounds: bool):
 
 
 class _Softmax:
-    """Writes one `soften_for` where the builder stands."""
+    """A generator of one `soften_for` at the builder's position."""
 
     def __init__(
         self, builder, rows, scores, weights, states, num_seen, unit, sums, sum_row, sum_vectors
@@ -286,7 +294,7 @@ class _Softmax:
             )
 
     def _found(self):
-        """Each row's scores, without those that it does not see."""
+        """Return each row's scores, with minus infinity for keys that it does not see."""
         b, (all_seen, some_hidden) = (
             self._b,
             (self._b.append_basic_block(name) for name in ("all", "some")),
@@ -321,7 +329,7 @@ class _Softmax:
         ]
 
     def _rescale(self, before, highest) -> None:
-        """Brings rows with a new highest score to its scale."""
+        """Rescale the rows with a new maximum score."""
         b = self._b
         lane = _I32(0)
         is_higher = [
@@ -369,9 +377,12 @@ class _Softmax:
 
 
 def _weigh(b, found, weights, state, origin, unit, rounds):
-    """What follows when a row's highest score is known, the origin in units of the exponential."""
-    # One rounding: scores far from 0 keep their distances. All of a row's weights share the
-    # origin's error.
+    """Write the steps that follow once a row's maximum score is known.
+
+    `origin` is that maximum in units of the exponential.
+    """
+    # One rounding: scores far from 0 keep their differences. All of a row's weights share the error
+    # of the origin.
     exp2 = exp2_to_bf16 if rounds else _exp2
     parts = [exp2(b, _fma(b, score, unit, b.fneg(origin))) for score in found]
     for place, part in enumerate(parts):
@@ -394,7 +405,7 @@ def _either(b, value, block, other, other_block):
 
 
 def _side_by_side(b, vectors):
-    """A vector that has lane i of the i-th."""
+    """Return a vector with lane i of vector i."""
     joined = vectors[0]
     for place, vector in enumerate(vectors[1:], start=1):
         joined = b.shuffle_vector(
@@ -404,16 +415,19 @@ def _side_by_side(b, vectors):
 
 
 def _seen(b, scores, num_seen, first):
-    """Minus infinity in place of the scores from `num_seen` on, the first of which is number
-    `first`."""
+    """Replace the scores from `num_seen` on by minus infinity; the first score has the index
+    `first`.
+    """
     count = in_all_lanes(b, b.trunc(b.sub(num_seen, _I64(first)), _I32))
     hidden = b.icmp_signed(">=", ir.Constant(_INTEGERS, list(range(LANES))), count)
     return b.select(hidden, constant(float("-inf")), scores)
 
 
 def _highest(b, rows, others):
-    """Of each row the highest of all lanes of its vectors and its other one, in all lanes. What is
-    NaN shows in the weights."""
+    """Return each row's maximum over its vectors and its other value, in all lanes.
+
+    NaN shows in the weights.
+    """
     for vectors in zip(*rows, strict=True):
         others = [_larger(b, vector, other) for vector, other in zip(vectors, others, strict=True)]
     for distance in (8, 4, 2, 1):
@@ -433,9 +447,11 @@ def _exp2(b, x):
 
 
 def exp2_to_bf16(b, x):
-    """2^x for what is rounded to bf16: with half of the instructions where the CPU has the two for
-    it (AVX512-DQ). They let small results fade out where others become 0, of which nothing is left
-    in a sum that has a 1."""
+    """Compute 2^x for results that are rounded to bf16.
+
+    It takes half of the instructions if the CPU has AVX512-DQ. With these, small results underflow
+    gradually instead of becoming 0. The difference vanishes in a sum that contains a 1.
+    """
     if "+avx512dq" not in cpu_features():
         whole = _call(b, "llvm.floor.v16f32", x)
         value = _one_and_more(b, b.fsub(x, whole), _EXP2_TO_BF16)
@@ -445,9 +461,10 @@ def exp2_to_bf16(b, x):
         ir.Constant(ir.IntType(16), -1),
         _I32(4),
     )
+    # x - floor(x)
     rest = _call(
         b, "llvm.x86.avx512.mask.reduce.ps.512", x, _I32(0b1001), nothing, all_lanes, as_set
-    )  # x - floor(x)
+    )
     return _call(
         b,
         "llvm.x86.avx512.mask.scalef.ps.512",
@@ -467,7 +484,7 @@ def _one_and_more(b, x, coefficients):
 
 
 def _times_power(b, value, exponent, x):
-    """value * 2^exponent, of which the lowest nine bits count; 0 where x is so low."""
+    """Compute value * 2^exponent from the lowest nine bits of the exponent; 0 below the lowest x."""
     power = b.shl(exponent, ir.Constant(_INTEGERS, [23] * LANES))
     value = b.bitcast(b.add(b.bitcast(value, _INTEGERS), power), _FLOATS)
     return b.select(b.fcmp_ordered("<", x, constant(_LOWEST)), constant(0.0), value)
@@ -479,8 +496,10 @@ def _call(b, name, *arguments):
 
 
 def to_bf16(b, x):
-    """The bits of x, 0 or far from subnormal, rounded to the nearest bf16, of two to the even one.
-    NaN stays NaN."""
+    """Return the bits of x rounded to the nearest bf16, ties to even.
+
+    x is 0 or far from subnormal. NaN stays NaN.
+    """
     if has_pair_products():
         kind = ir.FunctionType(ir.VectorType(BFLOAT, LANES), [_FLOATS])
         round_ = cgutils.get_or_insert_function(

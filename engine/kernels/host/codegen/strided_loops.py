@@ -1,9 +1,10 @@
-"""fp32 products of matrices where they lie: any distance between rows, for operands that are used
-once and so are not worth packing (`dot.py` has those that are).
+"""fp32 matrix products in place, with any distance between rows.
 
-Every output element is one sum, to which terms 0, 1, ... K-1 are added by fused multiply-add one
-after the other. So its bits are the same in any tile, for any number of rows and columns. Kernels
-that contain this are compiled with STRICT numbers (`compiled.py`), or LLVM may regroup the sums.
+They are for operands that are used once and so are not worth packing (`dot.py` is for packed
+operands). Every output element is one sum to which the terms 0, 1, ... K-1 are added in order by
+fused multiply-add. So its bits are the same in any tile, for any number of rows and columns.
+Kernels that contain this are compiled with STRICT numbers (`compiled.py`), otherwise LLVM may
+regroup the sums.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,7 @@ _I32, _I64, _F32 = ir.IntType(32), ir.IntType(64), ir.FloatType()
 
 
 class Lines:
-    """LLVM code on groups of `lanes` columns side by side; 1 for what is left of a row."""
+    """LLVM code on groups of `lanes` adjacent columns; 1 for the rest of a row."""
 
     def __init__(self, builder, lanes: int) -> None:
         self._b = builder
@@ -38,7 +39,7 @@ class Lines:
         self._b.store(value, self._pointer(address, group), align=4)
 
     def number(self, address):
-        """The number at the address, in all lanes."""
+        """Load the number at the address into all lanes."""
         return self.spread(self._b.load(self._b.inttoptr(address, _F32.as_pointer()), align=4))
 
     def spread(self, value):
@@ -64,8 +65,11 @@ class Lines:
 
 
 def counted(builder, count, first, step):
-    """A loop of `count` rounds over values that go through it: `step(index, values)` returns them
-    after one more round. Returns them after the last; `first` where there is none."""
+    """Write a loop of `count` rounds and return the values after the last round.
+
+    `step(index, values)` returns the values after one more round. Without rounds the result is
+    `first`.
+    """
     b, entry = builder, builder.block
     loop, done = b.append_basic_block("round"), b.append_basic_block("done")
     b.cbranch(b.icmp_signed(">", count, _I64(0)), loop, done)
@@ -91,10 +95,13 @@ def counted(builder, count, first, step):
 
 
 class Routine:
-    """A function f(int64, ...) -> None whose body `write(builder, *arguments)` stands once in every
-    kernel that calls it. It is the kernel's own: no other library's code can take its place.
-    `apart`: it stays a function where a single call would be replaced by its body; among much other
-    code LLVM finds fewer values a register."""
+    """A function f(int64, ...) -> None whose body `write(builder, *arguments)` exists once per
+    kernel.
+
+    It is internal to the kernel, so code of another library cannot replace it. With `apart` it
+    stays a function even if it has a single call: inlined into much other code, LLVM keeps fewer
+    values in registers.
+    """
 
     def __init__(
         self, name: str, num_arguments: int, write: Callable[..., None], *, apart: bool = False
@@ -107,7 +114,7 @@ class Routine:
         )
 
     def call(self, builder, *arguments) -> None:
-        """Write a call where the builder stands."""
+        """Write a call at the builder's position."""
         function = builder.module.globals.get(self._name)
         if function is None:
             kind = ir.FunctionType(ir.VoidType(), [_I64] * self._num_arguments)
@@ -121,7 +128,7 @@ class Routine:
         builder.call(function, arguments)
 
     def typed(self):
-        """The signature and the code generator of an intrinsic that is this routine."""
+        """Return the signature and the code generator of an intrinsic for this routine."""
 
         def generate(context, builder, signature, arguments):
             self.call(builder, *arguments)
@@ -131,8 +138,10 @@ class Routine:
 
 
 def _tile(rows: int, groups: int, lanes: int) -> Routine:
-    """f(a, a_row, a_step, b, b_step, c, c_row, count): c [rows, groups * lanes] += a [rows, count]
-    b [count, ...]."""
+    """Return f(a, a_row, a_step, b, b_step, c, c_row, count).
+
+    It computes c [rows, groups * lanes] += a [rows, count] b [count, ...].
+    """
 
     def write(builder, a, a_row, a_step, b, b_step, c, c_row, count) -> None:
         lines = Lines(builder, lanes)
@@ -160,7 +169,7 @@ def _tile(rows: int, groups: int, lanes: int) -> Routine:
     return Routine(f"add_tile_{rows}_{groups}_{lanes}", 8, write)
 
 
-# Tiles by width: of a few rows, of one; together the sums of the first fill the registers.
+# Tiles by width, for a few rows and for one row. The sums of the first kind fill the registers.
 _TILES = (
     (4 * LANES, 4, _tile(4, 4, LANES), _tile(1, 4, LANES)),
     (LANES, 8, _tile(8, 1, LANES), _tile(1, 1, LANES)),
@@ -169,8 +178,10 @@ _TILES = (
 
 
 def stride_by(builder, start, end, size: int, write):
-    """`write(index)` for start, start + size, ... as long as a whole step fits before `end`.
-    Returns where it ended."""
+    """Call `write(index)` for start, start + size, ... while a whole step fits before `end`.
+
+    Return the index after the last step.
+    """
     b, entry = builder, builder.block
     head, body, done = (b.append_basic_block(name) for name in ("head", "body", "done"))
     b.branch(head)
@@ -216,7 +227,7 @@ def _write_lower_product(builder, a, a_row, b, b_step, c, c_row, num_rows, width
         return builder.add(first, builder.mul(row, size))
 
     def line(row, first):
-        """The terms of a row from `first` on."""
+        """Write the product of a row's terms from `first` on."""
         PRODUCT.call(
             builder,
             builder.add(at(a, row, a_row), builder.mul(first, _I64(4))),
@@ -257,42 +268,46 @@ LOWER_PRODUCT = Routine("add_lower_product", 9, _write_lower_product)
 
 @intrinsic
 def add_product(typing, a, a_row, a_step, b, b_step, c, c_row, num_rows, width, count):
-    """c [num_rows, width] += a [num_rows, count] times b [count, width], fp32; none overlaps c.
+    """Compute c [num_rows, width] += a [num_rows, count] times b [count, width], fp32.
 
-    a, b, c: addresses. Rows of a lie `a_row` bytes apart and the terms of one `a_step`; rows of b
-    `b_step`, rows of c `c_row`; columns of b and c lie side by side.
+    a, b and c are addresses; a and b must not overlap c. Rows of a are `a_row` bytes apart and its
+    terms `a_step`; rows of b are `b_step` apart, rows of c `c_row`. Columns of b and c are
+    contiguous.
     """
     return PRODUCT.typed()
 
 
 @intrinsic
 def add_lower_product(typing, a, a_row, b, b_step, c, c_row, num_rows, width, ahead):
-    """c [num_rows, width] += a times b where a is lower triangular: row i has the terms 0 ..
-    i-1+ahead. The rows of b may be those of c if `ahead` is 0: a row is final when it is used."""
+    """Compute c [num_rows, width] += a times b for lower triangular a.
+
+    Row i has the terms 0 .. i-1+ahead. With `ahead` 0 the rows of b may be those of c, because a
+    row is final when it is used.
+    """
     return LOWER_PRODUCT.typed()
 
 
 @intrinsic
 def floats(typing, address):
-    """The address as a pointer to fp32 numbers."""
+    """Return the address as a pointer to fp32 numbers."""
     return _pointer_kind(types.float32)
 
 
 @intrinsic
 def integers(typing, address):
-    """The address as a pointer to int64 numbers."""
+    """Return the address as a pointer to int64 numbers."""
     return _pointer_kind(types.int64)
 
 
 @intrinsic
 def shorts(typing, address):
-    """The address as a pointer to int32 numbers."""
+    """Return the address as a pointer to int32 numbers."""
     return _pointer_kind(types.int32)
 
 
 @intrinsic
 def size_of(typing, stored):
-    """Bytes of a number of that type."""
+    """Return the bytes of a number of this dtype."""
     size = stored.dtype.bitwidth // 8
     return types.int64(stored), lambda context, builder, signature, arguments: context.get_constant(
         types.int64, size
@@ -301,7 +316,7 @@ def size_of(typing, stored):
 
 @njit(**STRICT_PART)
 def clear(address, count):
-    """Make `count` fp32 numbers 0."""
+    """Set `count` fp32 numbers to 0."""
     numbers = floats(address)
     for place in range(count):
         numbers[place] = 0
@@ -309,7 +324,7 @@ def clear(address, count):
 
 @njit(**STRICT_PART)
 def scale(address, count, factor):
-    """Multiply `count` fp32 numbers."""
+    """Multiply `count` fp32 numbers by a factor."""
     numbers = floats(address)
     for place in range(count):
         numbers[place] *= factor
@@ -317,13 +332,13 @@ def scale(address, count, factor):
 
 @intrinsic
 def fetch_line(typing, address):
-    """Bring a line into the cache, while something else is computed."""
+    """Prefetch a line into the cache."""
     return _fetched(writes=0, locality=2)
 
 
 @intrinsic
 def fetch_for_writing(typing, address):
-    """Likewise one that is going to be written: it would be read first."""
+    """Prefetch a line that will be written; otherwise the write would first have to read it."""
     return _fetched(writes=1, locality=3)
 
 
@@ -336,7 +351,7 @@ def _fetched(*, writes: int, locality: int):
 
 
 def write_fetch(builder, address, *, writes: int = 0, locality: int = 3) -> None:
-    """Bring a line into the cache; 3 is the nearest one, 2 that behind it."""
+    """Prefetch a line into the cache of this locality: 3 is the nearest one, 2 the next."""
     place = ir.IntType(8).as_pointer()
     kind = ir.FunctionType(ir.VoidType(), [place, _I32, _I32, _I32])
     called = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")

@@ -1,8 +1,9 @@
-"""The tree in which a product adds its eight sums, ((0+1)+(2+3))+((4+5)+(6+7)), while they are
-computed: what is kept of them stays in a core's nearest cache.
+"""The tree in which a product adds its eight sums, ((0+1)+(2+3))+((4+5)+(6+7)).
 
-It goes as a binary counter does. Behind segment s as many earlier sums are added as s ends in ones,
-the latest first; the result takes the place of the earliest of them, one of three places.
+The sums are added while they are computed, so that the few kept ones stay in a core's nearest
+cache. The tree works like a binary counter: after segment s, the number of earlier sums to add is
+the number of trailing ones of s, the latest sum first. The result replaces the earliest of them, in
+one of three places.
 """
 
 from llvmlite import ir
@@ -18,8 +19,7 @@ _UNROLLED = 4
 
 @njit(**STRICT_PART)
 def earlier_sums(segment):
-    """How many earlier sums are added behind this segment, and the number of the place where the
-    result is kept."""
+    """Return the number of earlier sums to add after this segment, and the place of the result."""
     count = 0
     while segment >> count & 1:
         count += 1
@@ -28,8 +28,11 @@ def earlier_sums(segment):
 
 @njit(**STRICT_PART)
 def join(num_earlier, out, second, third, sums, count):
-    """out = out + (second + (third + sums)), of which `num_earlier` are added, 1 to 3: the first
-    ones. Each but the counts: the address of `count` * 16 fp32."""
+    """Compute out = out + (second + (third + sums)) with the first `num_earlier` (1 to 3) earlier
+    sums.
+
+    Except for the counts, each argument is the address of `count` * 16 fp32.
+    """
     if num_earlier == 1:
         _add_two(out, out, sums, count)
     elif num_earlier == 2:
@@ -39,7 +42,7 @@ def join(num_earlier, out, second, third, sums, count):
 
 
 def _added(num_sums: int):
-    """f(out, first, second, ..., count): out = first + (second + (...)), of `num_sums`."""
+    """Return f(out, first, second, ..., count): out = first + (second + (...)), of `num_sums` sums."""
 
     def generate(context, builder, signature, arguments):
         out, *sums, count = arguments

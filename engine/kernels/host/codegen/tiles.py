@@ -1,8 +1,8 @@
 """Products of bf16 and of bytes by the CPU's matrix tiles (AMX: Sapphire Rapids and later).
 
-A tile is 16 rows of 64 bytes. Rows of x that lie a power of two apart share few sets of the nearest
-cache, and each is read again for every few columns; so many rows lie an odd number of lines apart
-(`rows.rows_apart`).
+A tile is 16 rows of 64 bytes. Rows of x that are a power of two apart share few sets of the nearest
+cache, and each is read again for every few columns. So many rows are placed an odd number of lines
+apart (`row_ops.rows_apart`).
 """
 
 from functools import cache
@@ -25,18 +25,22 @@ from engine.kernels.host.codegen.dot import BLOCK_STEP_BYTES, Form, write_rows
 
 _I8, _I64 = ir.IntType(8), ir.IntType(64)
 _POINTER = _I8.as_pointer()
-# of bytes, whose sums are the same: tiles begin and end slowly, and a segment of bytes is soon over
+# For bytes, whose sums are the same either way: tiles start and end slowly, and a segment of bytes
+# is short.
 _FEW_ROWS = 8
 _FORMS = {types.uint16: Form.BF16, types.float32: Form.FP32, types.int8: Form.BYTES}
 
 
 @cache
 def rows_times_blocks(max_rows: int, blocks: int):
-    """f(stored, rows, x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps, ahead, ahead_step,
-    num_earlier, second, third): `dot.write_rows`, or the same by tiles for bf16 and bytes where the
-    CPU has them (`is_tiled`). There `rows` are those that tiles were made for last, `blocks` are 1,
-    2 or 4, `steps` is a multiple of STEPS, no earlier sums are added, and nothing is fetched where
-    `ahead` is 0."""
+    """Return a product of rows and blocks for compiled code.
+
+    It is f(stored, rows, x, x_row_bytes, w, w_block_bytes, y, y_row_bytes, steps, ahead,
+    ahead_step, num_earlier, second, third): `dot.write_rows`, or its equivalent by tiles for bf16
+    and bytes if the CPU has them (`is_tiled`). With tiles `rows` are those of the last
+    `make_tiles`, `blocks` is 1, 2 or 4, and `steps` is a multiple of STEPS. No earlier sums are
+    added, and nothing is prefetched if `ahead` is 0.
+    """
 
     @intrinsic
     def multiply(
@@ -83,7 +87,7 @@ def rows_times_blocks(max_rows: int, blocks: int):
 
 @intrinsic
 def joins_sums(typing, stored):
-    """Whether `rows_times_blocks` adds the earlier sums."""
+    """Return whether `rows_times_blocks` adds the earlier sums."""
 
     def generate(context, builder, signature, arguments):
         return ir.Constant(
@@ -95,8 +99,10 @@ def joins_sums(typing, stored):
 
 @njit(**STRICT_PART)
 def make_tiles(stored, rows, layout):
-    """Tiles for that many rows, 1 to MAX_ROWS. layout: the address of LAYOUT_BYTES, as
-    `amx.lay_out_tiles` wants it."""
+    """Configure tiles for this number of rows, 1 to MAX_ROWS.
+
+    layout is the address of LAYOUT_BYTES, as in `amx.lay_out_tiles`.
+    """
     lay_out_tiles(layout, min(rows, TILE_ROWS), rows - TILE_ROWS if rows > TILE_ROWS else rows)
     _take_layout(stored, layout)
 
@@ -113,7 +119,10 @@ def _take_layout(typing, stored, layout):
 
 @intrinsic
 def release_tiles(typing, stored):
-    """A thread that holds no tiles is cheaper to switch, and its core may run faster."""
+    """Release the tiles of this thread.
+
+    A thread without tiles is cheaper to switch, and its core may run faster.
+    """
 
     def generate(context, builder, signature, arguments):
         if _is_tiled(stored):
@@ -124,7 +133,7 @@ def release_tiles(typing, stored):
 
 
 def is_tiled(stored: type) -> bool:
-    """Whether weights stored like that (`compiled.STORED_AS`) are multiplied by tiles."""
+    """Return whether weights of this storage type (`compiled.STORED_AS`) are multiplied by tiles."""
     return (stored is np.uint16 and has_tiles()) or (stored is np.int8 and has_byte_tiles())
 
 
@@ -133,7 +142,9 @@ def _is_tiled(stored) -> bool:
 
 
 def _write_halves(b, arguments, rows, blocks, form) -> None:
-    """`dot.write_rows` for so many rows that the sums of half of the blocks fill the registers."""
+    """Write `dot.write_rows` for row counts at which the sums of half of the blocks fill the
+    registers.
+    """
     count, x, x_row, w, w_block, y, y_row, steps, *others = arguments
     for first in range(0, blocks, 2):
         at_w, at_y = b.add(w, b.mul(w_block, _I64(first))), b.add(y, _I64(first * BLOCK_STEP_BYTES))
@@ -148,9 +159,11 @@ def _write_halves(b, arguments, rows, blocks, form) -> None:
 
 
 def _write_tiles(b, blocks, product, rows, x, x_row, w, w_block, y, y_row, steps, ahead) -> None:
-    """One tile of rows times all blocks at once, or two times two blocks. Where few rows are all,
-    weights come from memory: those that lie `ahead` bytes behind the ones that are multiplied are
-    fetched."""
+    """Write one tile of rows times all blocks at once, or two tiles times two blocks.
+
+    With few rows in total the weights come from memory, so those `ahead` bytes after the current
+    ones are prefetched.
+    """
     one, two, few, many, end = (
         b.append_basic_block(name) for name in ("one", "two", "few", "many", "end")
     )
@@ -171,7 +184,7 @@ def _write_tiles(b, blocks, product, rows, x, x_row, w, w_block, y, y_row, steps
                 count,
                 product=product,
                 fetches=() if start is many else fetches,
-                # Of two tiles of rows the sums fill the nearest cache.
+                # The sums of two tiles of rows fill the nearest cache.
                 locality=3 if row_tiles == 1 else 2,
             )
         b.branch(end)
